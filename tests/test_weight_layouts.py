@@ -7,6 +7,7 @@ import re
 import types
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -94,14 +95,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
 
 
 def tree_of(leaves: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *path, last = name.split("/")
-        at = tree
-        for key in path:
-            at = at.setdefault(key, {})
-        at[last] = leaf
-    return tree
+    return flax.traverse_util.unflatten_dict(leaves, sep="/")
 
 
 def leaves_of(folder: pathlib.Path) -> dict[str, np.ndarray]:

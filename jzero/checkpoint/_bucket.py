@@ -106,12 +106,21 @@ class Bucket:
         """
         found = self._wait(name, "read", self._open.read(name, byte_range=slice(start, stop)))
         if found.state != "value" or len(found.value) != stop - start:
-            raise _failed(f"{self / name}", "read", f"it has no bytes {start} to {stop}")
+            raise _failed(str(self / name), "read", f"it has no bytes {start} to {stop}")
         return bytes(found.value)
 
     def write(self, name: str, data: bytes) -> bytes:
-        """Writes an object, whatever was there; its version."""
-        return self._written(name, self._open.write(name, data))
+        """Writes an object, whatever was there; its version.
+
+        Raises:
+          CheckpointError: it was not written. tensorstore is content with a 412, whoever asked for it.
+        """
+        version = bytes(self._wait(name, "written", self._open.write(name, data)).generation)
+        if not version:
+            raise _failed(
+                str(self / name), "written", "the server says that a condition does not hold"
+            )
+        return version
 
     def write_if(self, name: str, data: bytes, version: bytes | None) -> bytes:
         """Writes an object if it still has this version, or is not there (None); its new version.
@@ -126,7 +135,7 @@ class Bucket:
         # A request that was tried again meets what it wrote itself, when only its answer was lost.
         there = self.read(name)
         if there is None and version is None:  # S3 answers 404, which tensorstore takes for a 412.
-            raise _failed(f"{self / name}", "written", "there is no such bucket")
+            raise _failed(str(self / name), "written", "there is no such bucket")
         if there is None or there.data != data:
             raise Lost(f"{self / name}")
         return there.version
@@ -224,19 +233,6 @@ class Bucket:
     @functools.cached_property
     def _open(self) -> Any:
         return self._wait("", "opened", tensorstore.KvStore.open(self.spec()))
-
-    def _written(self, name: str, future: Any) -> bytes:
-        """The version of what was written under no condition.
-
-        Raises:
-          CheckpointError: it was not written. tensorstore is content with a 412, whoever asked for it.
-        """
-        version = bytes(self._wait(name, "written", future).generation)
-        if not version:
-            raise _failed(
-                str(self / name), "written", "the server says that a condition does not hold"
-            )
-        return version
 
     def _wait(self, name: str, done: str, future: Any) -> Any:
         """What a request brings.

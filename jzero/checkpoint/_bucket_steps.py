@@ -34,7 +34,7 @@ from jzero._errors import CheckpointError, OptionError, message
 from jzero.checkpoint import _files, _lock, _mirror, _seal
 from jzero.checkpoint._bucket import Bucket, Lost
 from jzero.checkpoint._orbax import STATE
-from jzero.checkpoint._seal import Broken, File, StoredLeaf, Unfinished
+from jzero.checkpoint._seal import Broken, File, StoredLeaf
 from jzero.checkpoint._steps import Steps
 from jzero.checkpoint._temporary import Temporary
 
@@ -260,8 +260,4 @@ class BucketSteps(Steps):
 
     def _is_begun(self, step: int) -> bool:
         """Whether a writer has begun to write or to remove it; what others have put there stays."""
-        try:
-            self._check(step)
-        except Broken as error:
-            return isinstance(error, Unfinished)
-        return False
+        return _mirror.is_claim(self.where.read(f"{step}/{_seal.NAME}"))

@@ -7,6 +7,7 @@ A file's bytes are on the disk after `fsync` of the file, its name after `fsync`
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -130,3 +131,14 @@ def remove_unfinished(directory: Path) -> None:
     for path in directory.iterdir():
         if path.name.endswith(UNFINISHED):
             discard(path)
+
+
+def try_lock(fd: int) -> bool | None:
+    """Whether this process has the lock of an open file or directory; None on a file system without locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

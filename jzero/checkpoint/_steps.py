@@ -15,7 +15,7 @@ import jax
 
 from jzero import _json
 from jzero._errors import CheckpointError, message, warn
-from jzero.checkpoint import _files, _seal
+from jzero.checkpoint import _files, _ocdbt, _seal
 from jzero.checkpoint._bucket import Bucket
 from jzero.checkpoint._lock import Lock
 from jzero.checkpoint._orbax import NOTES, STATE, TREE
@@ -120,7 +120,7 @@ class Steps:
 
     def base(self, step: int) -> dict[str, Any]:
         """Of the store in which the parts of all processes are put together, for tensorstore."""
-        return {"driver": "file", "path": f"{self._folder(step) / STATE}/"}
+        return _ocdbt.directory(self._folder(step) / STATE)
 
     def publish(
         self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]

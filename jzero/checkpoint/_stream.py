@@ -14,8 +14,6 @@ import tensorstore
 
 from jzero.checkpoint import _orbax, _reading, _seal
 from jzero.checkpoint._chunks import cut
-from jzero.checkpoint._orbax import LeafSource as LeafSource
-from jzero.checkpoint._stored import open_leaves as open_leaves
 from jzero.checkpoint._writing import Writing
 from jzero.offload.memory import _available
 

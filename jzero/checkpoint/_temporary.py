@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -29,7 +28,7 @@ class Temporary:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             # Until it is locked, another process may take it for one that was left, and remove it.
-            if _try_lock(self._fd) is not False and self.path.exists():
+            if _files.try_lock(self._fd) is not False and self.path.exists():
                 return
             os.close(self._fd)
 
@@ -44,18 +43,7 @@ def _remove_dead(path: Path) -> None:
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if _try_lock(fd):
+            if _files.try_lock(fd):
                 shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(fd)
-
-
-def _try_lock(fd: int) -> bool | None:
-    """Whether this process has the lock; None on a file system without locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -126,7 +125,9 @@ def export_weights(
             return Exported([*made], left_out)
         with _private.folder(f"{WHO} {target}", target, partial(_withdraw, target)) as folder:
             _check_free(target, overwrite)
-            parts = _part_names(target, len(files)) if len(files) > 1 else []
+            parts = _objects.part_names(
+                target.stem, len(files), lambda name: os.path.lexists(target.parent / name)
+            ) if len(files) > 1 else []  # fmt: skip
             written = _write(stored, files, framework, folder, parts or [target.name])
             _check_free(target, overwrite)  # That took a while.
             return Exported(_publish(written, target), left_out)
@@ -177,16 +178,6 @@ def _older(target: Path) -> list[Path]:
     beside = target.parent.iterdir() if target.parent.is_dir() else ()
     parts = sorted(path for path in beside if _is_part(path.name, target))
     return [path for path in (target, _index(target)) if os.path.lexists(path)] + parts
-
-
-def _part_names(target: Path, num: int) -> list[str]:
-    """As Hugging Face calls them; with something new at the end if there is a file of such a name."""
-    tag = ""
-    while True:
-        names = [f"{target.stem}-{i + 1:05}-of-{num:05}{tag}{_SUFFIX}" for i in range(num)]
-        if not any(os.path.lexists(target.parent / name) for name in names):
-            return names
-        tag = f"-{secrets.token_hex(4)}"
 
 
 def _is_part(name: str, target: Path) -> bool:
@@ -289,7 +280,7 @@ class _Opened:
 
     def __init__(self, stored: _stored.Stored, dtype: str | None):
         self._stored, self._dtype = stored, dtype
-        self._stores = _stream.open_leaves(WHO, stored)
+        self._stores = _stored.open_leaves(WHO, stored)
         self._wide = masters(f"{WHO} {stored.directory}", stored.leaves) if dtype else {}
 
     def dtypes(self, leaves: Sequence[str]) -> dict[str, np.dtype]:
@@ -372,7 +363,7 @@ def _blocks(
             raise _reading.LeafErrors({name: error}) from error
 
     if tensor.nbytes:
-        rows = (*array.shape, 1)[0] if array.shape else 1
+        rows = (*array.shape, 1)[0]
         each = max(_stream.AT_ONCE * rows // tensor.nbytes, 1)
         for start in range(0, rows, each):
             yield array.read(slice(start, min(start + each, rows)), read)
@@ -439,22 +430,13 @@ def _write_file(path: Path, exports: Sequence[_Export], framework: str) -> list[
         file.write(_safetensors.header([export.tensor for export in exports], framework))
         for export in exports:
             for block in export.blocks():
-                values = _cast(block, export.tensor.dtype)
-                if values is not block and not _same_are_finite(block, values):
+                values, fits = _safetensors.cast(block, export.tensor.dtype)
+                if not fits:
                     overflown |= dict.fromkeys(export.leaves)
                 file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())  # Before it gets the name of a complete file.
     return [*overflown]
-
-
-def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):  # It will be found, and have a name.
-        return x.astype(dtype, copy=False)
-
-
-def _same_are_finite(x: np.ndarray, y: np.ndarray) -> bool:
-    return bool(np.array_equal(np.isfinite(x), np.isfinite(y)))
 
 
 def _index_text(files: Sequence[Sequence[_Export]], names: Sequence[str]) -> str:

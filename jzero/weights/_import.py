@@ -21,6 +21,7 @@ from jzero._json import shown
 from jzero.checkpoint import _files, _stream
 from jzero.checkpoint._bucket import Bucket
 from jzero.checkpoint._match import leaf_names
+from jzero.checkpoint._orbax import LeafSource
 from jzero.checkpoint._reading import LeafErrors
 from jzero.sharding.plan._stages import PARAMETER
 from jzero.weights import _complete, _objects, _private, _safetensors, _sources
@@ -133,9 +134,7 @@ def import_weights(
 import_ = import_weights  # as the command is called
 
 
-def _as_they_are(
-    held: Mapping[str, _Held], prefix: str, path: WeightFile
-) -> dict[str, _stream.LeafSource]:
+def _as_they_are(held: Mapping[str, _Held], prefix: str, path: WeightFile) -> dict[str, LeafSource]:
     names = {tensor: _leaf_name(tensor, prefix) for tensor in held}
     _check_names(names, path)
     return {names[tensor]: _source(entry) for tensor, entry in held.items()}
@@ -143,7 +142,7 @@ def _as_they_are(
 
 def _laid_out(
     held: Mapping[str, _Held], layout: WeightLayout, like: Any, prefix: str, path: WeightFile, config: Any
-) -> dict[str, _stream.LeafSource]:  # fmt: skip
+) -> dict[str, LeafSource]:  # fmt: skip
     """The leaves that a layout makes of tensors."""
     shapes = {name: entry.tensor.shape for name, entry in held.items()}
     if config is not None:
@@ -180,17 +179,17 @@ def _laid_out(
 
 def _array_source(
     array: MadeArray, held: Mapping[str, _Held], dtype: np.dtype
-) -> _stream.LeafSource:  # fmt: skip
+) -> LeafSource:  # fmt: skip
     def read(index: Any) -> np.ndarray:
         if not math.prod(array.shape):
             return np.empty(array.shape, dtype)
         rows = slice(0, (*array.shape, 1)[0]) if index is ... else index
         return array.read(rows, lambda name, part: held[name].read(part))
 
-    return _stream.LeafSource(array.shape, dtype, read)
+    return LeafSource(array.shape, dtype, read)
 
 
-def _in_dtype(name: str, leaf: _stream.LeafSource, wanted: Any) -> _stream.LeafSource:
+def _in_dtype(name: str, leaf: LeafSource, wanted: Any) -> LeafSource:
     """A leaf of floats in another dtype, in which no number becomes infinite."""
     dtype = np.dtype(FLOATS[wanted] if isinstance(wanted, str) else wanted)
     if not (jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)):
@@ -201,16 +200,14 @@ def _in_dtype(name: str, leaf: _stream.LeafSource, wanted: Any) -> _stream.LeafS
             "Floats become other floats.", "Correct like."))  # fmt: skip
 
     def read(index: Any) -> np.ndarray:
-        values = leaf.read(index)
-        with np.errstate(over="ignore"):
-            made = values.astype(dtype)
-        if not np.array_equal(np.isfinite(values), np.isfinite(made)):
+        made, fits = _safetensors.cast(leaf.read(index), dtype)
+        if not fits:
             raise CheckpointError(message(
                 f"{WHO} {name}", f"it has values beyond the largest {dtype}", "No number becomes infinite.",
                 "Import another dtype; bf16 has the range of float32."))  # fmt: skip
         return made
 
-    return _stream.LeafSource(leaf.shape, dtype, read)
+    return LeafSource(leaf.shape, dtype, read)
 
 
 def _check_equal(first: _Held, second: _Held, path: WeightFile) -> None:
@@ -265,7 +262,7 @@ def _check_prefix(prefix: str) -> None:
             "Leave it out for params."))  # fmt: skip
 
 
-def _write(directory: Path, leaves: Mapping[str, _stream.LeafSource]) -> None:
+def _write(directory: Path, leaves: Mapping[str, LeafSource]) -> None:
     """Writes the checkpoint where nobody looks, and moves it when it is complete and on the disk."""
     notes = {"roles": dict.fromkeys(leaves, PARAMETER)}
     with _parents(directory), _private.folder(f"{WHO} {directory}", directory) as folder:
@@ -372,7 +369,7 @@ def _clashes(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _nested(leaves: Mapping[str, _stream.LeafSource]) -> dict[str, Any]:
+def _nested(leaves: Mapping[str, LeafSource]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *path, last = name.split("/")
@@ -383,11 +380,11 @@ def _nested(leaves: Mapping[str, _stream.LeafSource]) -> dict[str, Any]:
     return tree
 
 
-def _source(held: _Held) -> _stream.LeafSource:
+def _source(held: _Held) -> LeafSource:
     tensor = held.tensor
 
     def read(index: Any) -> np.ndarray:
         rows = slice(None) if index is ... else index
         return held.read([rows, *map(slice, tensor.shape[1:])][: len(tensor.shape)])
 
-    return _stream.LeafSource(tensor.shape, tensor.dtype, read)
+    return LeafSource(tensor.shape, tensor.dtype, read)

@@ -45,7 +45,7 @@ def write(who: str, out: Bucket, overwrite: bool, num: int, write_files: WriteFi
     there = {f"{stem}{rest}" for rest in bucket.names(stem)}
     if not overwrite and (found := [x for x in (name, index) if x in there]):
         raise _exists(who, bucket / found[0])
-    names = [name] if num == 1 else _part_names(stem, num, there)
+    names = [name] if num == 1 else part_names(stem, num, there.__contains__)
     sent: list[str] = []
 
     def send(path: Path) -> None:
@@ -84,12 +84,12 @@ def staging(who: str, target: Bucket) -> contextlib.AbstractContextManager[Path]
     return _private.folder(f"{who} {target}", name)
 
 
-def _part_names(stem: str, num: int, there: set[str]) -> list[str]:
-    """As Hugging Face calls them; with something new at the end if there is an object of such a name."""
+def part_names(stem: str, num: int, is_there: Callable[[str], bool]) -> list[str]:
+    """As Hugging Face calls them; with something new at the end if there is one of such a name."""
     tag = ""
     while True:
         names = [f"{stem}-{i + 1:05}-of-{num:05}{tag}.safetensors" for i in range(num)]
-        if there.isdisjoint(names):
+        if not any(map(is_there, names)):
             return names
         tag = f"-{secrets.token_hex(4)}"
 

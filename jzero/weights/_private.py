@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -15,9 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jzero._errors import CheckpointError, OptionError, message
+from jzero.checkpoint import _files
 
 # `.out.safetensors-k3x0a_9b.tmp/lock`, and `files/` beside it: so the lock can go last.
-_SUFFIX, _LOCK, _FILES = ".tmp", "lock", "files"
+_SUFFIX, _LOCK, _INSIDE = ".tmp", "lock", "files"
 _ATTEMPTS = 20  # to remove a folder, into which threads of a write that failed may still write
 
 
@@ -60,8 +60,8 @@ def folder(
     with lock:
         try:
             clear(who, target, made.name, withdraw)
-            (made / _FILES).mkdir()
-            yield made / _FILES
+            (made / _INSIDE).mkdir()
+            yield made / _INSIDE
         finally:
             _remove(made, withdraw)
 
@@ -87,13 +87,11 @@ def _lock(made: Path, flags: int = 0) -> BinaryIO | None:
         if flags and error.errno != errno.ENOENT:
             raise
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = os.fstat(fd).st_nlink > 0
-    except BlockingIOError:
-        locked = False
-    except OSError:  # A file system without locks: no folder is taken for one that was left.
+    locked = _files.try_lock(fd)
+    if locked is None:  # A file system without locks: no folder is taken for one that was left.
         locked = bool(flags)
+    elif locked:
+        locked = os.fstat(fd).st_nlink > 0
     if locked:
         return os.fdopen(fd, "wb")
     os.close(fd)
@@ -131,7 +129,7 @@ def _remove_empty(made: Path) -> bool:
 
 def _remove(made: Path, withdraw: Callable[[Path], None]) -> None:
     """Removes a folder that is locked; what cannot be removed now will be by who writes the target next."""
-    files = made / _FILES
+    files = made / _INSIDE
     with contextlib.suppress(OSError):
         withdraw(files)
         for _ in range(_ATTEMPTS):

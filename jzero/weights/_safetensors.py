@@ -61,6 +61,13 @@ def check_dtype(who: str, dtype: str | None) -> None:
             "Choose one of them."))  # fmt: skip
 
 
+def cast(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, bool]:
+    """It in a dtype, and whether no number became infinite; itself if it has that dtype."""
+    with np.errstate(over="ignore"):  # It will be found, and have a name.
+        made = x.astype(dtype, copy=False)
+    return made, made is x or np.array_equal(np.isfinite(x), np.isfinite(made))
+
+
 def can_hold(dtype: Any) -> bool:
     """Whether the format has this dtype."""
     return dtype in _NAMES
