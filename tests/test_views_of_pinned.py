@@ -16,7 +16,7 @@ import jzero
 import small
 import zoo
 from jzero.offload.memory import _pinned_leaf
-from jzero.offload.memory._pinned_leaf import is_pinned, renewed, view
+from jzero.offload.memory._pinned_leaf import is_pinned, pinned_zeros, renewed, view
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from refuse_like_a_gpu import refusing
@@ -161,6 +161,17 @@ def test_one_shard_with_a_view_is_all_that_is_copied(leaves):
     for shard in new[1].addressable_shards:
         view(shard.data)[:] = 0  # As the host updates it.
     np.testing.assert_array_equal(held, 1 + np.arange(32, 48))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_zeros_are_donated_where_they_are(dtype):
+    """On a CPU `device_put` may keep NumPy's memory, whose donation is a copy: 16 tries, as it is by chance."""
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    for _ in range(16):
+        x = pinned_zeros((256, 4), jnp.dtype(dtype), jax.NamedSharding(mesh, jax.P("data")))
+        before = addresses(x)
+        (new,) = renewed([x], [0], PLANS).values()
+        assert addresses(new) == before
 
 
 def test_when_a_copy_fails_what_is_lost_says_so(leaves, monkeypatch):
