@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero.cli._main import main
-from jzero.weights import _export, _safetensors
+from jzero.weights import _export, _safetensors, _sources
 
 ROWS = 257  # no number of devices divides them
 
@@ -99,7 +99,7 @@ def test_parameters_to_the_bit(saved, tmp_path):
     assert_same(load_file(tmp_path / "out.safetensors"), tensors(state["params"]))
     with safe_open(tmp_path / "out.safetensors", "np") as file:
         assert file.metadata() == {"format": "flax"}
-    read = _safetensors.read_header("test", tmp_path / "out.safetensors")
+    read = _safetensors.read_header("test", _sources.find("test", tmp_path / "out.safetensors"))
     assert all(tensor.start % tensor.dtype.itemsize == 0 for tensor in read)
 
 
@@ -360,9 +360,9 @@ def file_of(header: Any, data: bytes = bytes(8)) -> bytes:
 
 
 DAMAGED = {
-    "empty": (b"", "its header would have 0 bytes, of 0 that follow"),
-    "too short": ((1000).to_bytes(8, "little") + b"{}", "would have 1000 bytes, of 2 that follow"),
-    "too long": (b"\xff" * 8 + b"{}", "bytes, of 2 that follow"),
+    "empty": (b"", "it has no bytes 0 to 8"),
+    "too short": ((1000).to_bytes(8, "little") + b"{}", "it has no bytes 8 to 1008"),
+    "too long": (b"\xff" * 8 + b"{}", "its header would have 18446744073709551615 bytes, not 2 to 100000000"),
     "no text": (file_of(b"\xff\xfe"), "its header is not JSON"),
     "nested": (file_of(b"[" * 10**5), "its header is 100000 values deep, more than 100"),
     "a list": (file_of([1, 2]), "its header is not a JSON object"),
@@ -374,13 +374,13 @@ DAMAGED = {
     "outside": (file_of({"a": entry(offsets=(-8, 0))}), "'a' has bytes -8 to 0"),
     "overlap": (
         file_of({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
-        "'b' begins at byte 4, before the end of the one before, 8",
+        "'b' begins at byte 135, and the one before ends at 139",
     ),
     "gap": (
         file_of({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)),
-        "'b' begins at byte 12, and nothing is said of those from 8",
+        "'b' begins at byte 144, and the one before ends at 140",
     ),
-    "cut": (file_of({"a": entry()}, bytes(7)), "tensors have 8 bytes, and 7 follow the header"),
+    "cut": (file_of({"a": entry()}, bytes(7)), "its tensors end at byte 77, and it does not"),
     "none": (file_of({}, b""), "there are no tensors in it"),
     "path": (
         file_of({"a": entry(), "a.b": entry(offsets=(8, 16))}, bytes(16)),

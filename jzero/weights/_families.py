@@ -7,9 +7,10 @@ that of a norm a `scale`. Where heads have dims of their own, as in a DenseGener
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import runpy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from jzero import _json
@@ -97,68 +98,68 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 
+_RULE = {
+    "tensors": (str, [str]), "leaves": (str, [str]), "axes": Maybe(str), "optional": Maybe(bool),
+    "tied": Maybe(str),
+}  # fmt: skip
 _FORM = {
-    "name": Maybe(str), "extends": Maybe(str), "base": Maybe(str), "ignored": Maybe([str]),
-    "rules": [{
-        "tensors": (str, [str]), "leaves": (str, [str]), "axes": Maybe(str), "optional": Maybe(bool),
-        "tied": Maybe(str),
-    }],
+    "name": Maybe(str), "extends": Maybe(str), "base": Maybe(str), "ignored": Maybe([str]), "rules": [_RULE],
 }  # fmt: skip
 
 
-def layout_of(who: str, given: Any) -> WeightLayout:
-    """A layout, the name of one, or a file with one: `table.py:NAME` or `table.json`.
+def layout_or_none(who: str, given: Any, **needed_for: Any) -> WeightLayout | None:
+    """A layout, the name of one, or a file with one: `table.py:NAME` or `table.json`; None if None is given.
 
     Raises:
-      OptionError: there is none, or a rule of it is none.
+      OptionError: there is none, or a rule of it is none; or options need one, and none is given.
     """
+    if given is None:
+        if any(option is not None for option in needed_for.values()):
+            raise OptionError(message(
+                who, f"{' or '.join(needed_for)} is given without a layout", "They say what a layout makes.",
+                f"Add layout, one of {', '.join(LAYOUTS)}."))  # fmt: skip
+        return None
     given = found = os.fspath(given) if isinstance(given, os.PathLike) else given
     if isinstance(given, str) and (found := LAYOUTS.get(given)) is None:
         file, _, name = given.rpartition(":")
-        if given.endswith(".json"):
-            found = _from_json(who, given)
-        elif file.endswith(".py"):
-            try:
+        try:
+            if given.endswith(".json"):
+                found = _from_json(given)
+            elif file.endswith(".py"):
                 found = runpy.run_path(file).get(name)
-            except (Exception, SystemExit) as error:
-                raise _refused(who, f"{given!r}: {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:
+            said = "; ".join(error.args) if isinstance(error, Malformed) else (
+                f"{type(error).__name__}: {error}")  # fmt: skip
+            raise _refused(who, f"{given!r}: {said}") from error
     if not isinstance(found, WeightLayout):
         raise _refused(who, repr(given)[:200])
     found.check(who)
     return found
 
 
-def _from_json(who: str, path: str) -> WeightLayout:
-    if not os.path.isfile(path):
-        raise _refused(who, f"{path!r}: there is no such file")
-    try:
-        entries = _json.parse(_json.read_bytes(who, path))
-        bad: Sequence[str] = _json.check(entries, _FORM)
-    except Malformed as error:
-        bad = error.args
-    if bad:
-        raise _refused(who, f"{path!r}: {'; '.join(bad[:5])}")
-    unknown = entries.keys() - _FORM.keys()
-    unknown |= {key for entry in entries["rules"] for key in entry} - _FORM["rules"][0].keys()
-    if unknown or entries.get("extends") not in (None, *LAYOUTS):
-        raise _refused(
-            who, f"{path!r}: {', '.join(sorted(unknown)) or entries['extends']} is not known"
-        )
+def _from_json(path: str) -> WeightLayout:
+    with _json.open_regular(path) as file:
+        entries = _json.parse(file.read(_json.MAX_BYTES))
+    if bad := _json.check(entries, _FORM):
+        raise Malformed(*bad[:5])
+    unknown = {*entries} - {*_FORM} | {key for x in entries["rules"] for key in x} - {*_RULE}
+    if (extends := entries.pop("extends", None)) not in (None, *LAYOUTS):
+        unknown.add(extends)
+    if unknown:
+        raise Malformed(f"{', '.join(sorted(unknown))} is not known")
+    own = LAYOUTS[extends] if extends else WeightLayout(path, ())
+    changes = {key: x for key, x in entries.items() if x is not None}
     rules = [
-        WeightRule(
-            _names(entry["tensors"]), _names(entry["leaves"]), entry.get("axes") or "",
-            bool(entry.get("optional")), entry.get("tied") or "",
-        )
-        for entry in entries["rules"]
-    ]  # fmt: skip
-    own = LAYOUTS[entries["extends"]] if entries.get("extends") else WeightLayout(path, ())
-    changes = {key: entries[key] for key in ("name", "base") if entries.get(key) is not None}
-    ignored = (*own.ignored, *(entries.get("ignored") or ()))
-    return own.extended(*rules, ignored=ignored, **changes)
+        WeightRule(**{k: _plain(x) for k, x in rule.items() if x is not None})
+        for rule in changes.pop("rules")
+    ]
+    ignored = changes.pop("ignored", ())
+    made = own.extended(*rules, **changes)
+    return dataclasses.replace(made, ignored=(*made.ignored, *ignored))
 
 
-def _names(found: Any) -> str | tuple[str, ...]:
-    return found if isinstance(found, str) else tuple(found)
+def _plain(found: Any) -> Any:
+    return tuple(found) if isinstance(found, list) else found
 
 
 def _refused(who: str, found: str) -> OptionError:
