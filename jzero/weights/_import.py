@@ -62,8 +62,7 @@ def import_weights(
     """Writes the tensors of a safetensors file, or of an index and its files, as an Orbax checkpoint.
 
     Without a layout a tensor `a.b` becomes the leaf `prefix/a/b`. Either path may be a URL of a bucket. In
-    memory is a block of a leaf's rows at a time; of tensors that a layout transposes also 1 GiB at most,
-    so that files are read about once.
+    memory is a block of a leaf's rows at a time.
 
     >>> import os, tempfile, numpy as np, jzero
     >>> from safetensors.numpy import save_file
@@ -100,7 +99,6 @@ def import_weights(
     file = _sources.find(WHO, source)
     table = layout_or_none(WHO, layout, like=like, config=config)
     with contextlib.ExitStack() as stack:
-        stack.callback(_sources.panels.clear)
         if bucket is None:
             directory = Path(os.path.abspath(_publish.checked_path(WHO, checkpoint)))
             if os.path.lexists(directory):

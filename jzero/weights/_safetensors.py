@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ FLOATS = {
 METADATA = "__metadata__"  # an entry that is no tensor
 _MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses longer ones
 _MAX_RANK = 32  # of arrays that tensorstore writes
+_ENTRY = {"dtype": str, "shape": [int], "data_offsets": [int]}
 _MAX_SIZE = 2**63  # of a dim, and of all but those of size 0; NumPy counts no further
 
 
@@ -91,8 +92,8 @@ def read_header(who: str, file: WeightFile) -> list[Tensor]:
         if not 2 <= length <= _MAX_HEADER:
             raise Malformed(f"its header would have {length} bytes, not 2 to {_MAX_HEADER}")
         tensors = _parse(file.read(8, length).tobytes())
-        tensors = [t._replace(start=8 + length + t.start) for t in tensors]
-        if not file.ends_at(end := _check_places(tensors, 8 + length)):
+        end = 8 + length + sum(t.nbytes for t in tensors)
+        if not file.ends_at(end):
             raise Malformed(f"its tensors end at byte {end}, and it does not")
     except OSError as error:
         raise CheckpointError(message(
@@ -103,61 +104,37 @@ def read_header(who: str, file: WeightFile) -> list[Tensor]:
             f"{who} {file}", list(error.args), "Its header says where in the file each tensor is.",
             "It is damaged, incomplete, or no safetensors file: get it again.", "entries"
         )) from error  # fmt: skip
-    return tensors
+    return [t._replace(start=t.start + 8 + length) for t in tensors]
 
 
 def _parse(text: bytes) -> list[Tensor]:
+    """The tensors that a header says, one after the other without gaps; `start` is after the header."""
     entries = _json.parse(text, "its header")
-    if not isinstance(entries, dict) or text[:1] != b"{":
+    if type(entries) is not dict or text[:1] != b"{":
         raise Malformed("its header is not a JSON object")
-    if bad := _json.check(entries, {METADATA: Maybe({str: str})}):
+    bad = _json.check(entries, {METADATA: Maybe({str: str})})
+    entries.pop(METADATA, None)
+    if bad := bad or _json.check(entries, {str: _ENTRY}):
         raise Malformed(*bad)
-    found = [_tensor(name, entry) for name, entry in entries.items() if name != METADATA]
-    if bad := [problem for problem in found if isinstance(problem, str)]:
-        raise Malformed(*bad)
-    return sorted(
-        (t for t in found if isinstance(t, Tensor)), key=lambda t: (t.start, t.nbytes)
-    )  # fmt: skip
-
-
-def _tensor(name: str, entry: Any) -> Tensor | str:
-    """A tensor, with where its data starts after the header; or what is wrong with it."""
-    match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]}:
-            if dtype not in DTYPES:
-                return f"{shown(name)} has dtype {shown(dtype)}, not one of {', '.join(DTYPES)}"
-            if not _is_shape(shape, DTYPES[dtype].itemsize):
-                return f"{shown(name)} has shape {shown(shape)}"
-            if not (_is_size(start) and _is_size(stop)):
-                return f"{shown(name)} has bytes {shown(start)} to {shown(stop)}"
-            tensor = Tensor(name, DTYPES[dtype], tuple(shape), start)
-            if stop - start != tensor.nbytes:
-                return f"{shown(name)} has bytes {start} to {stop}, and needs {tensor.nbytes}"
-            return tensor
-    return f"{shown(name)} has no dtype, shape and data_offsets, but {shown(entry)}"
-
-
-def _is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
-    """Whether an array can have it, empty ones included."""
-    if len(sizes) > _MAX_RANK or not all(map(_is_size, sizes)):
-        return False
-    return math.prod(size for size in sizes if size) * itemsize < _MAX_SIZE
-
-
-def _is_size(value: Any) -> bool:
-    """Whether it is a count; true is none."""
-    return type(value) is int and 0 <= value < _MAX_SIZE
-
-
-def _check_places(tensors: Iterable[Tensor], end: int) -> int:
-    """That they are one after the other, without gaps, from the end of the header; where they end."""
-    bad = []
-    for t in tensors:
-        if t.start != end:
-            bad.append(
-                f"{shown(t.name)} begins at byte {t.start}, and the one before ends at {end}"
-            )
-        end = t.start + t.nbytes
+    tensors, end = [], 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = end, [end, *entry["data_offsets"]][-1]
+        if problem := _problem(entry):
+            bad.append(f"{shown(name)} {problem}")
+            continue
+        tensor = Tensor(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
+        if entry["data_offsets"] != (place := [start, start + tensor.nbytes]):
+            bad.append(f"{shown(name)} has bytes {shown(entry['data_offsets'])}, not {place}")
+        tensors.append(tensor)
     if bad:
         raise Malformed(*bad)
-    return end
+    return tensors
+
+
+def _problem(entry: Mapping[str, Any]) -> str | None:
+    if (dtype := entry["dtype"]) not in DTYPES:
+        return f"has dtype {shown(dtype)}, not one of {', '.join(DTYPES)}"
+    sizes = entry["shape"]
+    nbytes = math.prod(size for size in sizes if size) * DTYPES[dtype].itemsize
+    is_shape = len(sizes) <= _MAX_RANK and all(0 <= size < _MAX_SIZE for size in sizes)
+    return None if is_shape and nbytes < _MAX_SIZE else f"has shape {shown(sizes)}"

@@ -19,13 +19,12 @@ from jzero import _json
 from jzero._errors import CheckpointError, message
 from jzero.checkpoint import _stream
 from jzero.checkpoint._bucket import Bucket
-from jzero.offload.memory import _available
 
 _NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
 )  # Hugging Face's loader takes the first.
-_PANEL, _PANELS = 2**29, 2**30  # bytes of columns of one tensor, and of all that are kept
+_SPOOLED = 8  # tensors of an object that are on disk, since one leaf may be of several
 
 
 @dataclasses.dataclass
@@ -64,7 +63,10 @@ class BucketFile:
 
     bucket: Bucket
     name: str
-    _spooled: tuple[int, Any] | None = None  # where bytes on disk begin in it, and the file
+    _spooled: dict[int, Any] = dataclasses.field(
+        default_factory=dict
+    )  # files, by where they begin in it
+    _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
         return str(self.bucket / self.name)
@@ -88,12 +90,16 @@ class BucketFile:
 
     @contextlib.contextmanager
     def opened(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """They are on disk from then on, until others are asked for."""
-        if self._spooled is None or self._spooled[0] != start:
-            self._spooled = start, tempfile.TemporaryFile()
-            self._spooled[1].writelines(self._parts(start, nbytes))
-            self._spooled[1].flush()
-        yield self._spooled[1].fileno(), 0
+        """From then on they are on disk: who reads columns reads each of them several times."""
+        with self._lock:
+            if start not in self._spooled:
+                if len(self._spooled) == _SPOOLED:
+                    del self._spooled[next(iter(self._spooled))]
+                self._spooled[start] = tempfile.TemporaryFile()
+                self._spooled[start].writelines(self._parts(start, nbytes))
+                self._spooled[start].flush()
+            file = self._spooled[start]
+        yield file.fileno(), 0
 
     def _parts(self, start: int, nbytes: int) -> Iterator[bytes]:
         for at in range(start, start + nbytes, _stream.AT_ONCE):
@@ -131,76 +137,25 @@ def find(who: str, path: str | os.PathLike[str]) -> WeightFile:
 def read_part(
     file: WeightFile, start: int, shape: Sequence[int], dtype: np.dtype, index: Sequence[slice]
 ) -> np.ndarray:
-    """A part of an array that begins at `start`: of whole rows, or of columns."""
+    """A part of an array that begins at `start`: whole rows at once, or of each row what lies together.
+
+    Nothing is kept: columns that are next to each other come from the system's cache.
+    """
     if not shape:
         return file.read(start, dtype.itemsize).view(dtype).reshape(())
-    row = dtype.itemsize * math.prod(shape[1:])
-    first, stop, _ = index[0].indices(shape[0])
-    cuts = [slice(*cut.indices(size)) for cut, size in zip(index[1:], shape[1:], strict=True)]
+    row, each = (dtype.itemsize * math.prod(shape[i:]) for i in (1, 2))
+    rows, *cuts = (slice(*x.indices(size)) for x, size in zip(index, shape, strict=True))
+    begin, num = start + rows.start * row, rows.stop - rows.start
     if all(cut == slice(0, size, 1) for cut, size in zip(cuts, shape[1:], strict=True)):
-        data = file.read(start + first * row, (stop - first) * row)
-        return data.view(dtype).reshape(stop - first, *shape[1:])
-    each = dtype.itemsize * math.prod(shape[2:])
-    panel = panels.columns(
-        file, start + first * row, (stop - first, row), (each * cuts[0].start, each * cuts[0].stop), each
-    )  # fmt: skip
-    part = panel.view(dtype).reshape(stop - first, -1, *shape[2:])
-    return part[(slice(None), slice(None), *cuts[1:])].copy()
-
-
-class Panels:
-    """Columns of tensors, of which a leaf's next rows take some more: a file is read about once.
-
-    They take at most `_PANELS` bytes, and each a quarter of the memory that is available.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[tuple[str, int, int], tuple[int, np.ndarray]] = {}
-
-    def clear(self) -> None:
-        with self._lock:
-            self._kept.clear()
-
-    def columns(
-        self, file: WeightFile, start: int, shape: tuple[int, int], columns: tuple[int, int], each: int
-    ) -> np.ndarray:  # fmt: skip
-        """Some columns of the bytes [rows, row] from `start`, which are multiples of `each`."""
-        (rows, row), (low, high) = shape, columns
-        key = str(file), start, rows
-        with self._lock:
-            first, data = self._kept.get(key, (0, np.empty((rows, 0), np.uint8)))
-            if not first <= low <= high <= first + data.shape[1]:
-                self._kept.pop(key, None)
-                left = _available.available()
-                most = _PANEL if left is None else min(_PANEL, left // 4)
-                width = min(row, max(most // max(rows, 1) // each * each, high - low))
-                first = min(low, row - width)
-                while (
-                    self._kept
-                    and rows * width + sum(x.nbytes for _, x in self._kept.values()) > _PANELS
-                ):
-                    del self._kept[next(iter(self._kept))]
-                data = _read_columns(file, start, shape, first, width)
-                self._kept[key] = first, data
-        return np.ascontiguousarray(data[:, low - first : high - first])
-
-
-panels = Panels()  # of the imports of this process
-
-
-def _read_columns(
-    file: WeightFile, start: int, shape: tuple[int, int], first: int, width: int
-) -> np.ndarray:
-    rows, row = shape
-    if width == row:
-        return file.read(start, rows * row).reshape(shape)
-    data = np.empty((rows, width), np.uint8)
-    with file.opened(start, rows * row) as (fd, begin):
-        for i in range(rows):
-            found = os.pread(fd, width, begin + i * row + first)
-            data[i] = _all_of(file, start + i * row + first, width, np.frombuffer(found, np.uint8))
-    return data
+        return file.read(begin, num * row).view(dtype).reshape(num, *shape[1:])
+    first, width = each * cuts[0].start, each * (cuts[0].stop - cuts[0].start)
+    data = np.empty((num, width), np.uint8)
+    with file.opened(start, shape[0] * row) as (fd, at):
+        for i in range(num):
+            at_row = begin - start + i * row + first
+            found = np.frombuffer(os.pread(fd, width, at + at_row), np.uint8)
+            data[i] = _all_of(file, start + at_row, width, found)
+    return data.view(dtype).reshape(num, -1, *shape[2:])[(slice(None), slice(None), *cuts[1:])]
 
 
 def _all_of(file: WeightFile, start: int, nbytes: int, found: np.ndarray) -> np.ndarray:
