@@ -350,68 +350,6 @@ def test_damaged_checkpoint_leaves_nothing(tmp_path, capsys):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def entry(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
-
-
-def file_of(header: Any, data: bytes = bytes(8)) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data
-
-
-DAMAGED = {
-    "empty": (b"", "it has no bytes 0 to 8"),
-    "too short": ((1000).to_bytes(8, "little") + b"{}", "it has no bytes 8 to 1008"),
-    "too long": (b"\xff" * 8 + b"{}", "its header would have 18446744073709551615 bytes, not 2 to 100000000"),
-    "no text": (file_of(b"\xff\xfe"), "its header is not JSON"),
-    "nested": (file_of(b"[" * 10**5), "its header is 100000 values deep, more than 100"),
-    "a list": (file_of([1, 2]), "its header is not a JSON object"),
-    "twice": (file_of(b'{"a": 1, "a": 2}'), "'a' is there twice"),
-    "no entry": (file_of({"a": {"dtype": "F32"}}), "a.shape is missing"),
-    "dtype": (file_of({"a": entry("F4")}), "'a' has dtype 'F4', not one of F64, F32"),
-    "shape": (file_of({"a": entry(shape=[-2])}), "'a' has shape [-2]"),
-    "size": (file_of({"a": entry(offsets=(0, 4))}), "'a' has bytes [0, 4], not [0, 8]"),
-    "outside": (file_of({"a": entry(offsets=(-8, 0))}), "'a' has bytes [-8, 0], not [0, 8]"),
-    "overlap": (
-        file_of({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
-        "'b' has bytes [4, 12], not [8, 16]",
-    ),
-    "gap": (
-        file_of({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)),
-        "'b' has bytes [12, 20], not [8, 16]",
-    ),
-    "cut": (file_of({"a": entry()}, bytes(7)), "its tensors end at byte 77, and it does not"),
-    "none": (file_of({}, b""), "there are no tensors in it"),
-    "path": (
-        file_of({"a": entry(), "a.b": entry(offsets=(8, 16))}, bytes(16)),
-        "params/a would be a leaf, and have leaves below it",
-    ),
-    "same": (
-        file_of({"a/b": entry(), "a.b": entry(offsets=(8, 16))}, bytes(16)),
-        "params/a/b would be 2 leaves",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_files(name, tmp_path, capsys):
-    content, text = DAMAGED[name]
-    (tmp_path / "in.safetensors").write_bytes(content)
-    status, said = fails(capsys, "import", tmp_path / "in.safetensors", tmp_path / "ck")
-    assert (status, text in said) == (1, True), said
-    assert not (tmp_path / "ck").exists()
-
-
-def test_all_that_fails_is_named(tmp_path, capsys):
-    content = file_of(
-        {"a": entry("X"), "b": entry(shape=[3], offsets=(8, 16)), "c": entry(offsets=(16, 24))}
-    )
-    (tmp_path / "in.safetensors").write_bytes(content)
-    _, said = fails(capsys, "import", tmp_path / "in.safetensors", tmp_path / "ck")
-    assert "2 entries fail:\n  - 'a' has dtype" in said
-    assert "  - 'b' has bytes [8, 16], not [8, 20]\n" in said
-
-
 def test_index_that_does_not_fit(tmp_path, capsys):
     index = tmp_path / "in.safetensors.index.json"
     save_file({"a": np.ones(2), "b": np.ones(2)}, tmp_path / "1.safetensors")

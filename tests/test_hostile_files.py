@@ -245,6 +245,34 @@ def with_size(size: str) -> bytes:
 
 
 HEADERS = {
+    "empty": (b"", "it has no bytes 0 to 8"),
+    "too short": ((1000).to_bytes(8, "little") + b"{}", "it has no bytes 8 to 1008"),
+    "too long": (b"\xff" * 8 + b"{}", "its header would have 18446744073709551615 bytes, not 2 to"),
+    "no text": (file_of(b"\xff\xfe"), "its header is not JSON"),
+    "a list": (file_of([1, 2]), "its header is not a JSON object"),
+    "twice": (file_of(b'{"a": 1, "a": 2}'), "'a' is there twice"),
+    "no entry": (file_of({"a": {"dtype": "F32"}}), "a.shape is missing"),
+    "dtype": (file_of({"a": tensor([2], dtype="F4")}), "'a' has dtype 'F4', not one of F64, F32"),
+    "shape": (file_of({"a": tensor([-2])}), "'a' has shape [-2]"),
+    "size": (file_of({"a": tensor([2], [0, 4])}), "'a' has bytes [0, 4], not [0, 8]"),
+    "outside": (file_of({"a": tensor([2], [-8, 0])}), "'a' has bytes [-8, 0], not [0, 8]"),
+    "overlap": (file_of({"a": tensor([2]), "b": tensor([2], [4, 12])}, bytes(12)), "[4, 12], not [8, 16]"),
+    "gap": (file_of({"a": tensor([2]), "b": tensor([2], [12, 20])}, bytes(20)), "[12, 20], not [8, 16]"),
+    "cut": (file_of({"a": tensor([2])}, bytes(7)), "its tensors end at byte 77, and it does not"),
+    "none": (file_of({}, b""), "there are no tensors in it"),
+    "path": (
+        file_of({"a": tensor([2]), "a.b": tensor([2], [8, 16])}, bytes(16)),
+        "params/a would be a leaf, and have leaves below it",
+    ),
+    "same": (
+        file_of({"a/b": tensor([2]), "a.b": tensor([2], [8, 16])}, bytes(16)),
+        "params/a/b would be 2 leaves",
+    ),
+    "all that fails": (
+        file_of({"a": tensor([2], dtype="X"), "b": tensor([3], [8, 16]), "c": tensor([2], [16, 24])}),
+        "2 entries fail:\n  - 'a' has dtype 'X', not one of F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, "
+        "I16, I8, U64, U32, U16, U8, BOOL\n  - 'b' has bytes [8, 16], not [8, 20]\n",
+    ),
     "many digits": (with_size("1" + "0" * 4000), "an integer has 4001 digits, more than 640"),
     "300 digits": (with_size("1" + "0" * 300), "'a' has shape [0, 1000"),
     "no array": (with_size(str(2**62)), "'a' has shape [0, 4611686018427387904]"),

@@ -437,24 +437,27 @@ def test_own_rules_for_another_tree(tmp_path, monkeypatch):
     assert_same(load_file(tmp_path / "out.safetensors"), tensors)
 
 
-def test_queries_keys_and_values_in_one_leaf(tmp_path, capsys):
-    """Of grouped heads: which columns are whose, only a config says."""
+@pytest.mark.parametrize("heads", [(HEADS + 2 * KV_HEADS, HEAD), ((HEADS + 2 * KV_HEADS) * HEAD,)])
+def test_queries_keys_and_values_in_one_leaf(heads, tmp_path):
+    """Of grouped heads, with biases: which columns are whose, only a config says."""
+    tensors = values(decoder(bias="qkv"))
     shapes = {name: shape for name, shape in as_default(decoder()).items()
               if not any(f"/{x}_proj" in name for x in ("q", "k", "v", "gate", "up"))}  # fmt: skip
     for i in range(NUM):
-        shapes[f"layers/{i}/self_attn/qkv_proj/kernel"] = (DIM, (HEADS + 2 * KV_HEADS) * HEAD)
+        shapes[f"layers/{i}/self_attn/qkv_proj/kernel"] = (DIM, *heads)
+        shapes[f"layers/{i}/self_attn/qkv_proj/bias"] = heads
         shapes[f"layers/{i}/mlp/gate_up_proj/kernel"] = (DIM, 2 * INNER)
-    save_file(tensors := values(decoder()), tmp_path / "in.safetensors")
+    save_file(tensors, tmp_path / "in.safetensors")
     jzero.import_weights(
-        tmp_path / "in.safetensors", tmp_path / "ck", layout="llama", like=shapes_of(shapes)
+        tmp_path / "in.safetensors", tmp_path / "ck", layout="qwen", like=shapes_of(shapes)
     )
     leaf = leaves_of(tmp_path / "ck")["params/layers/1/self_attn/qkv_proj/kernel"]
     parts = [tensors[f"model.layers.1.self_attn.{x}_proj.weight"].T for x in "qkv"]
-    np.testing.assert_array_equal(leaf, np.concatenate(parts, 1))
+    np.testing.assert_array_equal(leaf.reshape(DIM, -1), np.concatenate(parts, 1))
     with pytest.raises(jzero.CheckpointError, match="how many each has is not known: pass config"):
-        jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
-    main(["export", str(tmp_path / "ck"), str(tmp_path / "out.safetensors"), "--layout", "llama",
+        jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="qwen")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **SIZES}))
+    main(["export", str(tmp_path / "ck"), str(tmp_path / "out.safetensors"), "--layout", "qwen",
           "--config", str(tmp_path / "config.json")])  # fmt: skip
     assert_same(load_file(tmp_path / "out.safetensors"), tensors)
 
@@ -622,9 +625,9 @@ def test_exports_that_cannot_be(tmp_path):
 RULES = [
     (("", "a"), "it has no tensor, or no leaf"),
     ((("a", "b"), ("c", "d"), "x -> x"), "it has several tensors and several leaves"),
-    ((("a.{i}", "b"), "c", "x -> x"), "some of its names have {i}"),
-    (("a", "b/{i}"), "its leaf has {i}, and its tensor has not"),
-    (("a.{i}.{i}", "b"), "a name has {i} twice"),
+    ((("a.{i}", "b"), "c", "x -> x"), "its tensors have {i} once each, or none"),
+    (("a", "b/{i}"), "and leaves only if tensors have it"),
+    (("a.{i}.{i}", "b"), "its tensors have {i} once each"),
     ((("a", "b"), "c"), "several need axes"),
     (("a", "b", "x y"), "it is not like (h k) d -> d h k"),
     (("a", "b", "x x -> x"), "an axis is there twice"),

@@ -77,11 +77,7 @@ def shape_of(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def parse(text: str) -> tuple[Dims, Dims]:
-    """The dims of both sides of `(h k) d -> d h k`.
-
-    Raises:
-      ValueError: it is not of that form.
-    """
+    """The dims of both sides of `(h k) d -> d h k`."""
     sides = text.split("->")
     if len(sides) != 2 or not all(re.fullmatch(r"\s*(?:\w+\s*|\([\w\s]+\)\s*)*", x) for x in sides):
         raise ValueError("it is not like (h k) d -> d h k")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jzero._errors import CheckpointError, message
@@ -26,11 +26,7 @@ class Expected:
         return None if found is None else self._parts[found[0]].shapes[found[1]]
 
     def check(self, who: str, tensors: Mapping[str, TensorShape]) -> None:
-        """That the model has these tensors, and no others.
-
-        Raises:
-          CheckpointError: those that are missing, left over, or of another shape.
-        """
+        """That the model has these tensors, and no others."""
         if not self._parts:
             return
         matched = self._layout.match_tensors(tensors)[0]
@@ -52,16 +48,9 @@ class Expected:
                 who, bad, "A model has the tensors that its config.json says.",
                 "Name its own config.json, or leave config out.", "tensors"))  # fmt: skip
 
-    def tied(self, tensors: Mapping[str, TensorShape]) -> list[tuple[str, str]]:
-        """Pairs of tensors, of which the model has only the first, for both."""
-        found, _ = self._layout.match_tensors(tensors if self._parts else ())
-        of_rules = dict(zip((rule.tensors for rule in self._layout.rules), found, strict=True))
-        return [
-            (first, second)
-            for rule in self._layout.rules if rule.tied
-            for first in of_rules[rule.tied].values()
-            for second in of_rules[rule.tensors].values() if self._find(second) is None
-        ]  # fmt: skip
+    def lacks(self, names: Iterable[str]) -> bool:
+        """Whether the model has not all of these tensors."""
+        return bool(self._parts) and None in map(self._find, names)
 
     def _find(self, name: str) -> tuple[int, str] | None:
         """The part that has a tensor, and what it is called there: the last of its own name."""

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from jzero._errors import CheckpointError, OptionError, message
@@ -23,12 +22,12 @@ from jzero.checkpoint import _files, _reading, _stored, _stream
 from jzero.checkpoint._bucket import Bucket
 from jzero.checkpoint._match import masters
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
-from jzero.weights import _plan, _publish, _safetensors
+from jzero.weights import _publish, _safetensors
 from jzero.weights._complete import Expected
 from jzero.weights._families import layout_or_none
 from jzero.weights._layout import WeightLayout
-from jzero.weights._plan import Made
-from jzero.weights._safetensors import FLOATS, Tensor
+from jzero.weights._plan import Made, Pair, Planner, dtypes_of
+from jzero.weights._safetensors import FLOATS, Tensor, is_float
 
 WHO = "export"
 _PREFIX = "params/"
@@ -178,7 +177,7 @@ def _unread(known: Sequence[str], stored: _stored.Stored) -> set[str]:
         tree, copies = _tree(names, stored)
         found |= {
             name for name, leaf in stored.leaves.items()
-            if name.startswith(f"{tree}/") and name not in copies and _is_float(leaf.dtype)
+            if name.startswith(f"{tree}/") and name not in copies and is_float(leaf.dtype)
         }  # fmt: skip
     return found
 
@@ -201,10 +200,6 @@ def _tree(params: Sequence[str], stored: _stored.Stored) -> tuple[str, set[str]]
     trees = ["/".join(parts[: i + 1]) for i in range(len(parts))]
     clear = [tree for tree in trees if not any(name.startswith(f"{tree}/") for name in copies)]
     return (clear[0] if clear else above), copies
-
-
-def _is_float(dtype: Any) -> bool:
-    return dtype != "string" and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _roles(stored: _stored.Stored) -> dict[str, str]:
@@ -237,49 +232,40 @@ def _exports(
     """The tensors. In another dtype than the leaf's, values come from its master, if it has one."""
     who = f"{WHO} {stored.directory}"
     stores = _stored.open_leaves(WHO, stored)
-    own = {x: stores[x].dtype.numpy_dtype if x in stores else "a string" for x in leaves}
-    wanted = _wanted(who, own, dtype)
     wide = masters(who, stored.leaves) if dtype else {}
-    shapes = {leaf: stored.leaves[leaf].shape for leaf in leaves}
-    exports, bad = [], []
-    for array in (
-        _as_they_are(who, shapes) if layout is None else _laid_out(who, shapes, layout, config)
-    ):
-        first, *others = sorted({wanted[leaf] for leaf in array.sources}, key=str)
-        if others:
-            names = " and ".join(map(str, [first, *others]))
-            bad.append(f"{array.name} would be of leaves of {names}")
-        tensor = Tensor(array.name, first, array.shape)
-        names_of = {x: x if first == own[x] else wide.get(x, x) for x in array.sources}
-        sources = {leaf: (name, stores[name]) for leaf, name in names_of.items()}
-        blocks = partial(_blocks, array, tensor, sources)
-        if layout is None:  # Of a leaf as it is, each chunk is decoded once.
-            blocks = partial(_stream.read_blocks, *sources[array.sources[0]])
-        exports.append(_Export(tensor, [*names_of.values()], blocks))
-    if bad:
-        raise CheckpointError(
-            message(who, bad, "A tensor has one dtype.", "Export one with --dtype.")
-        )
-    return exports
-
-
-def _wanted(who: str, own: Mapping[str, Any], dtype: str | None) -> dict[str, np.dtype]:
-    """The dtype of the tensor that each leaf becomes: integers keep theirs."""
-    is_float = {x: not isinstance(y, str) and _is_float(y) for x, y in own.items()}
-    found = {x: np.dtype(FLOATS[dtype]) if dtype and is_float[x] else y for x, y in own.items()}
-    bad = [x for x, y in found.items() if y not in _safetensors.NAMES]
-    if bad:
+    own = {x: stores[x].dtype.numpy_dtype if x in stores else "a string" for x in leaves}
+    wanted = {x: np.dtype(FLOATS[dtype]) if dtype and is_float(own[x]) else own[x] for x in leaves}
+    if bad := [x for x in leaves if wanted[x] not in _safetensors.NAMES]:
         raise CheckpointError(message(
             who, [f"{x} is {own[x]}, not a dtype of safetensors" for x in bad],
             "Its dtypes are floats, integers and booleans.",
             "Leave some out with --select REGEX."))  # fmt: skip
-    return found
+    shapes = {leaf: stored.leaves[leaf].shape for leaf in leaves}
+    pairs = (
+        [Pair.same(name, leaf, shapes[leaf]) for leaf, name in _names(who, leaves).items()] if layout is None
+        else Planner(who, layout, Expected(layout, config), leaves=shapes).plan().pairs
+    )  # fmt: skip
+    arrays = [array for pair in pairs for array in pair.as_tensors()]
+    if layout is not None:
+        Expected(layout, config).check(who, {array.name: array.shape for array in arrays})
+    exports = []
+    for array, kind in zip(
+        arrays, dtypes_of(who, arrays, wanted, "leaves", "Export one with --dtype."), strict=True
+    ):
+        names = {x: x if kind == own[x] else wide.get(x, x) for x in array.sources}
+        sources = {leaf: (name, stores[name]) for leaf, name in names.items()}
+        tensor = Tensor(array.name, kind, array.shape)
+        blocks = partial(_blocks, array, tensor, sources)
+        if layout is None:  # Of a leaf as it is, each chunk is decoded once.
+            blocks = partial(_stream.read_blocks, *sources[array.sources[0]])
+        exports.append(_Export(tensor, [*names.values()], blocks))
+    return exports
 
 
-def _as_they_are(who: str, shapes: _plan.NamedShapes) -> Iterator[Made]:
-    """Tensors with the leaves' names, `.` for `/`, and without `params/` if all have it."""
-    common = _PREFIX if all(leaf.startswith(_PREFIX) for leaf in shapes) else ""
-    names = {leaf: leaf.removeprefix(common).replace("/", ".") for leaf in shapes}
+def _names(who: str, leaves: Iterable[str]) -> dict[str, str]:
+    """Of tensors: those of leaves with `.` for `/`, and without `params/` if all have it."""
+    common = _PREFIX if all(leaf.startswith(_PREFIX) for leaf in leaves) else ""
+    names = {leaf: leaf.removeprefix(common).replace("/", ".") for leaf in leaves}
     times = Counter(names.values())
     bad = [f"{name} would be {num} tensors" for name, num in times.items() if num > 1]
     if _safetensors.METADATA in times:
@@ -288,16 +274,7 @@ def _as_they_are(who: str, shapes: _plan.NamedShapes) -> Iterator[Made]:
         raise CheckpointError(message(
             who, bad, "Tensors have the names of leaves, with . for /.",
             "Leave some out with --select REGEX.", "tensors"))  # fmt: skip
-    for leaf, name in names.items():
-        yield Made(name, shapes[leaf], [leaf], lambda rows, read: read("", (rows,)))
-
-
-def _laid_out(who: str, shapes: _plan.NamedShapes, layout: WeightLayout, config: Any) -> list[Made]:
-    expected = Expected(layout, config)
-    plan = _plan.bind(who, layout, None, shapes, expected=expected.shape)
-    made = [array for pair in plan.pairs for array in pair.as_tensors()]
-    expected.check(who, {array.name: array.shape for array in made})
-    return made
+    return names
 
 
 def _blocks(

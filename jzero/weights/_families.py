@@ -39,10 +39,16 @@ def _decoder() -> Iterator[WeightRule]:
     yield WeightRule("model.norm.weight", "[model/]norm/scale|weight")
     yield WeightRule("lm_head.weight", "lm_head/kernel", _LINEAR, True, "model.embed_tokens.weight")
     # In one leaf: queries, keys and values one after the other; two equal halves.
-    qkv = tuple(f"{_T}self_attn.{x}_proj.weight" for x in "qkv")
-    yield WeightRule(qkv, f"{_A}qkv_proj/kernel", _LINEAR, True)
-    halves = tuple(f"{_T}mlp.{x}_proj.weight" for x in ("gate", "up"))
-    yield WeightRule(halves, f"{_L}mlp/gate_up_proj/kernel", "b a -> a (n b)", True)
+    qkv, halves = (
+        [f"{_T}self_attn.{x}_proj" for x in "qkv"],
+        [f"{_T}mlp.{x}_proj" for x in ("gate", "up")],
+    )
+    for names, leaf, kernel, bias in (
+        (qkv, f"{_A}qkv_proj", _INTO, "(h k) -> h k"),
+        (halves, f"{_L}mlp/gate_up_proj", "b a -> a (n b)", "b -> (n b)"),
+    ):
+        yield WeightRule(tuple(f"{x}.weight" for x in names), f"{leaf}/kernel", kernel, True)
+        yield WeightRule(tuple(f"{x}.bias" for x in names), f"{leaf}/bias", bias, True)
 
 
 def _head_norms() -> Iterator[WeightRule]:
@@ -108,11 +114,7 @@ _FORM = {
 
 
 def layout_or_none(who: str, given: Any, **needed_for: Any) -> WeightLayout | None:
-    """A layout, the name of one, or a file with one: `table.py:NAME` or `table.json`; None if None is given.
-
-    Raises:
-      OptionError: there is none, or a rule of it is none; or options need one, and none is given.
-    """
+    """A layout, the name of one, or a file with one: `table.py:NAME` or `table.json`; None of None."""
     if given is None:
         if any(option is not None for option in needed_for.values()):
             raise OptionError(message(

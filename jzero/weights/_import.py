@@ -8,12 +8,10 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jzero import _json
@@ -25,12 +23,12 @@ from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._orbax import LeafSource
 from jzero.checkpoint._reading import LeafErrors
 from jzero.sharding.plan._stages import PARAMETER
-from jzero.weights import _plan, _publish, _safetensors, _sources
+from jzero.weights import _publish, _safetensors, _sources
 from jzero.weights._complete import Expected
 from jzero.weights._families import layout_or_none
 from jzero.weights._layout import WeightLayout
-from jzero.weights._plan import Made, ReadNamed
-from jzero.weights._safetensors import FLOATS, Tensor
+from jzero.weights._plan import Made, Pair, Planner, dtypes_of
+from jzero.weights._safetensors import FLOATS, Tensor, is_float
 from jzero.weights._sources import WeightFile
 
 WHO = "import"
@@ -113,12 +111,19 @@ def import_weights(
             "/".join(filter(None, [prefix, name])): leaf
             for name, leaf in zip(leaf_names(like), jax.tree.leaves(like), strict=True)
         }  # fmt: skip
-        arrays = (
+        who = f"{WHO} {file}"
+        pairs = (
             [*_as_they_are(held, prefix)] if table is None
-            else _laid_out(f"{WHO} {file}", held, table, types, prefix, config)
+            else _laid_out(who, held, table, types, prefix, config)
         )  # fmt: skip
-        _check_names(arrays, file)
-        leaves = _leaves(f"{WHO} {file}", arrays, held, types, dtype)
+        arrays = [array for pair in pairs for array in pair.as_leaves()]
+        _check_names(who, arrays)
+        own = {name: x.tensor.dtype for name, x in held.items()}
+        dtypes = dtypes_of(who, arrays, own, "tensors", "Convert the file first.")
+        leaves = {
+            array.name: _leaf(array, held, own, types.get(array.name), dtype)
+            for array, own in zip(arrays, dtypes, strict=True)
+        }  # fmt: skip
         try:
             _write(directory, leaves)
         except JzeroError:
@@ -133,56 +138,37 @@ def import_weights(
 import_ = import_weights  # as the command is called
 
 
-def _as_they_are(held: Mapping[str, _Held], prefix: str) -> Iterator[Made]:
+def _as_they_are(held: Mapping[str, _Held], prefix: str) -> Iterator[Pair]:
     for name, (tensor, _) in held.items():
         leaf = "/".join([*filter(None, [prefix]), *name.split(".")])
-        yield Made(leaf, tensor.shape, [name], partial(_rows_of, tensor))
-
-
-def _rows_of(tensor: Tensor, rows: slice, read: ReadNamed) -> np.ndarray:
-    return read(tensor.name, (rows, *map(slice, tensor.shape[1:]))[: len(tensor.shape)])
+        yield Pair.same(name, leaf, tensor.shape)
 
 
 def _laid_out(
     who: str, held: Mapping[str, _Held], layout: WeightLayout, types: Mapping[str, Any], prefix: str,
     config: Any,
-) -> list[Made]:  # fmt: skip
-    """The leaves that a layout makes of tensors: those of `types`, if there are some."""
+) -> list[Pair]:  # fmt: skip
+    """By a layout: of the leaves in `types`, if there are some."""
     shapes, expected = {name: x.tensor.shape for name, x in held.items()}, Expected(layout, config)
-    tied = expected.tied(shapes)
-    for _, second in tied:
+    wanted = {name: tuple(leaf.shape) for name, leaf in types.items()}
+    plan = Planner(
+        who, layout, expected, tensors=shapes, leaves=wanted or None, prefix=prefix
+    ).plan()  # fmt: skip
+    for first, second in plan.equal:
+        _check_equal(who, held[first], held[second])
         del shapes[second]
     expected.check(who, shapes)
-    wanted = {name: tuple(leaf.shape) for name, leaf in types.items()}
-    plan = _plan.bind(who, layout, shapes, wanted or None, prefix=prefix)
-    for first, second in [*tied, *plan.equal]:
-        _check_equal(who, held[first], held[second])
-    return [array for pair in plan.pairs for array in pair.as_leaves()]
+    return plan.pairs
 
 
-def _leaves(
-    who: str, arrays: Sequence[Made], held: Mapping[str, _Held], types: Mapping[str, Any], dtype: str | None
-) -> dict[str, LeafSource]:  # fmt: skip
-    made, bad = {}, []
-    for array in arrays:
-        own, *others = sorted({held[name].tensor.dtype for name in array.sources}, key=str)
-        if others:
-            bad.append(
-                f"{array.name} would be of tensors of {' and '.join(map(str, [own, *others]))}"
-            )
-            continue
-        wanted = np.dtype(types[array.name].dtype) if array.name in types else own
-        if dtype is not None and _is_float(wanted):
-            wanted = np.dtype(FLOATS[dtype])
-        made[array.name] = _leaf(array, held, own, wanted)
-    if bad:
-        raise CheckpointError(message(who, bad, "A leaf has one dtype.", "Convert the file first."))
-    return made
-
-
-def _leaf(array: Made, held: Mapping[str, _Held], own: np.dtype, wanted: np.dtype) -> LeafSource:
+def _leaf(
+    array: Made, held: Mapping[str, _Held], own: np.dtype, like: Any, dtype: str | None
+) -> LeafSource:
     """In another dtype only of floats, and if no number becomes infinite."""
-    if own != wanted and not (_is_float(own) and _is_float(wanted)):
+    wanted = own if like is None else np.dtype(like.dtype)
+    if dtype is not None and is_float(wanted):
+        wanted = np.dtype(FLOATS[dtype])
+    if own != wanted and not (is_float(own) and is_float(wanted)):
         raise CheckpointError(message(
             f"{WHO} {array.name}", f"its tensors are {own}, and the leaf is {wanted}",
             "Floats become other floats.", "Correct like."))  # fmt: skip
@@ -201,10 +187,6 @@ def _leaf(array: Made, held: Mapping[str, _Held], own: np.dtype, wanted: np.dtyp
         return values
 
     return LeafSource(array.shape, wanted, read)
-
-
-def _is_float(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def _check_equal(who: str, first: _Held, second: _Held) -> None:
@@ -299,14 +281,19 @@ def _is_beside(name: str) -> bool:
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
-def _check_names(arrays: Sequence[Made], file: WeightFile) -> None:
+def _check_names(who: str, arrays: Sequence[Made]) -> None:
     """Leaves have different names, and none below them."""
+    times = Counter(array.name for array in arrays)
+    inner = {name[:i] for name in times for i, c in enumerate(name) if c == "/"}
     bad = [f"{shown(x.sources[0])} {found}" for x in arrays if (found := _problem(x.name))]
-    bad = bad or _clashes([x.name for x in arrays])
+    bad = bad or [f"{name} would be {num} leaves" for name, num in times.items() if num > 1]
+    bad = bad or [
+        f"{name} would be a leaf, and have leaves below it" for name in times if name in inner
+    ]
     if bad or not arrays:
         raise CheckpointError(message(
-            f"{WHO} {file}", bad or "there are no tensors in it",
-            "A tensor's name is its path in a tree, with . for /.", "Rename it in the file."))  # fmt: skip
+            who, bad or "there are no tensors in it", "A tensor's name is its path in a tree, with . for /.",
+            "Rename it in the file."))  # fmt: skip
 
 
 def _problem(name: str) -> str | None:
@@ -321,15 +308,6 @@ def _problem(name: str) -> str | None:
     if (nbytes := len(name.encode())) > _MAX_NAME:
         return f"has {nbytes} bytes, more than {_MAX_NAME}"
     return None
-
-
-def _clashes(names: Sequence[str]) -> list[str]:
-    times = Counter(names)
-    inner = {name[:i] for name in times for i, c in enumerate(name) if c == "/"}
-    bad = [f"{name} would be {num} leaves" for name, num in times.items() if num > 1]
-    return bad + [
-        f"{name} would be a leaf, and have leaves below it" for name in times if name in inner
-    ]
 
 
 def _nested(leaves: Mapping[str, LeafSource]) -> dict[str, Any]:

@@ -62,16 +62,15 @@ class WeightRule(NamedTuple):
     def tensors_of(self, layer: int | None) -> list[str]:
         return [numbered(name, layer) for name in self.tensor_names]
 
-    def leaves_of(self, layer: int | None) -> list[str]:
+    def leaves_of(self, layer: int | None, prefix: str) -> list[str]:
         """As they are called if nothing else is known."""
-        return [numbered(next(_spellings(path)), layer) for path in self.leaf_names]
+        return [
+            "/".join(filter(None, [prefix, numbered(next(_spellings(path)), layer)]))
+            for path in self.leaf_names
+        ]
 
     def dims(self) -> tuple[Dims, Dims]:
-        """Those of its tensors, joined along the first dim if they are several; and those of a leaf.
-
-        Raises:
-          ValueError: its axes are none.
-        """
+        """Those of its tensors, joined along the first dim if they are several; and those of a leaf."""
         left, right = parse(self.axes)
         if len(self.tensor_names) > 1 and PART in axes_of(right) and left:
             left = ((PART, *left[0]), *left[1:])
@@ -136,11 +135,7 @@ class WeightLayout:
         return bases.most_common(1)[0][0] if bases else None
 
     def check(self, who: str) -> None:
-        """That every rule is one.
-
-        Raises:
-          OptionError: those that are none.
-        """
+        """That every rule is one."""
         texts = [rule for rule in self.rules if _has_texts(rule)]
         names = {rule.tensors for rule in texts}
         bad = [
@@ -245,12 +240,9 @@ def _problem(rule: WeightRule, names: Collection[object]) -> str | None:
         return "it has no tensor, or no leaf"
     if len(tensors) > 1 and len(leaves) > 1:
         return "it has several tensors and several leaves"
-    if any(len({x.count("{i}") for x in each}) > 1 for each in (tensors, leaves)):
-        return "some of its names have {i}, and others not"
-    if max(tensors[0].count("{i}"), leaves[0].count("{i}")) > 1:
-        return "a name has {i} twice"
-    if "{i}" in leaves[0] and not rule.is_layer:
-        return "its leaf has {i}, and its tensor has not"
+    layers = [{x.count("{i}") for x in each} for each in (leaves, tensors)]
+    if layers not in ([{0}, {0}], [{0}, {1}], [{1}, {1}]):
+        return "its tensors have {i} once each, or none has it; and leaves only if tensors have it"
     if rule.tied and rule.tied not in names:
         return f"no rule is for {rule.tied} alone"
     if not rule.axes:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jzero._errors import CheckpointError, message
 from jzero.weights._axes import Dims, Rearranged, Side, axes_of, fused, merged, shape_of, solve
+from jzero.weights._complete import Expected
 from jzero.weights._layout import LAYER, PART, TensorShape, WeightLayout, WeightRule, numbered
 
 NamedShapes = Mapping[str, TensorShape]
@@ -56,6 +57,12 @@ class Pair(NamedTuple):
     sizes: Mapping[str, int]
     lengths: Sequence[int]
 
+    @classmethod
+    def same(cls, tensor: str, leaf: str, shape: TensorShape) -> Pair:
+        sizes = {f"d{i}": size for i, size in enumerate(shape)}
+        side = Side("", tuple((axis,) for axis in sizes))
+        return cls([tensor], [leaf], side, side, sizes, [*shape[:1]] or [1])
+
     def as_leaves(self) -> Iterator[Made]:
         move = Rearranged(self.tensor, self.leaf, self.sizes)
 
@@ -97,6 +104,20 @@ class Pair(NamedTuple):
         return np.concatenate(parts)
 
 
+def dtypes_of(
+    who: str, arrays: Iterable[Made], of_sources: Mapping[str, Any], kind: str, edit: str
+) -> list[Any]:
+    """For each array the dtype that all its sources have."""
+    found = [sorted({of_sources[x] for x in array.sources}, key=str) for array in arrays]
+    bad = [
+        f"{array.name} would be of {kind} of {' and '.join(map(str, dtypes))}"
+        for array, dtypes in zip(arrays, found, strict=True) if len(dtypes) > 1
+    ]  # fmt: skip
+    if bad:
+        raise CheckpointError(message(who, bad, "It has one dtype.", edit))
+    return [dtypes[0] for dtypes in found]
+
+
 class Plan(NamedTuple):
     """What a layout makes of some arrays.
 
@@ -109,36 +130,24 @@ class Plan(NamedTuple):
     equal: list[tuple[str, str]]
 
 
-def bind(
-    who: str, layout: WeightLayout, tensors: NamedShapes | None, leaves: NamedShapes | None, *,
-    prefix: str = "", expected: Callable[[str], TensorShape | None] = lambda _: None,
-) -> Plan:  # fmt: skip
-    """The plan for the tensors of a file, for the leaves of a tree, or for both.
-
-    Args:
-      who: whom messages name.
-      layout: whose rules.
-      tensors: None for those that leaves become.
-      leaves: None for those that tensors become, as the layout calls them.
-      prefix: what leaves that the layout calls are below.
-      expected: knows the shapes of some tensors.
-
-    Raises:
-      CheckpointError: every tensor and leaf that has no counterpart, or another shape.
-    """
-    return _Binder(who, layout, tensors, leaves, prefix, expected).plan()
-
-
 class _Unfit(Exception):
     """Tensors and leaves whose shapes do not fit."""
 
 
-class _Binder:
-    """Collects pairs, and all that is wrong."""
+class Planner:
+    """Makes the plan for the tensors of a file, for the leaves of a tree, or for both.
+
+    Args:
+      who: whom messages name.
+      layout: whose rules.
+      expected: what a configuration says of tensors.
+      tensors: None for those that leaves become.
+      leaves: None for those that tensors become, as the layout calls them, below `prefix`.
+    """
 
     def __init__(
-        self, who: str, layout: WeightLayout, tensors: NamedShapes | None, leaves: NamedShapes | None,
-        prefix: str, expected: Callable[[str], TensorShape | None],
+        self, who: str, layout: WeightLayout, expected: Expected, *, tensors: NamedShapes | None = None,
+        leaves: NamedShapes | None = None, prefix: str = "",
     ):  # fmt: skip
         self._who, self._layout, self._prefix, self._expected = who, layout, prefix, expected
         self._tensors, self._leaves = tensors, leaves
@@ -148,6 +157,7 @@ class _Binder:
         self._bad += [f"leaf {name} is not in the layout" for name in unknown]
 
     def plan(self) -> Plan:
+        """The plan."""
         num, used, pairs = self._num_layers(), set[str](), list[Pair]()
         origins: dict[str, str] = {}  # of what is made, what it is made of
         for rule, tensors_found, named in zip(
@@ -156,7 +166,8 @@ class _Binder:
             found: Mapping[tuple[int | None, int], str] = tensors_found
             if self._leaves is None:
                 # Of rules for the same tensors the first one counts; a tied head comes with its tensor only.
-                if used & {*found.values()} or (rule.optional and not found):
+                is_absent = not found or (rule.tied and self._expected.lacks(found.values()))
+                if used & {*found.values()} or (rule.optional and is_absent):
                     continue
                 is_stacked = rule.is_layer and "{i}" not in rule.leaf_names[0]
             else:
@@ -177,7 +188,7 @@ class _Binder:
                         for name in made if name in origins
                     ]  # fmt: skip
                     origins |= dict.fromkeys(made, sources[0])
-        equal = [] if self._leaves is None else self._equal(used)
+        equal = self._equal(used)
         self._find_missing(used | {second for _, second in equal}, origins)
         self._refuse()
         return Plan(pairs, equal)
@@ -192,7 +203,7 @@ class _Binder:
         if self._tensors is None:
             found = _names(layers, rule.tensors_of)
         if self._leaves is None:
-            named = _names(rows, lambda layer: [self._below(x) for x in rule.leaves_of(layer)])
+            named = _names(rows, lambda layer: rule.leaves_of(layer, self._prefix))
         wrong = [*_wrong("tensor", found, rule.tensor_names, layers)]
         wrong += _wrong("leaf", named, rule.leaf_names, rows)
         self._bad += wrong
@@ -252,36 +263,30 @@ class _Binder:
         """Of tensors that are to be made of a leaf."""
         if len(names) == 1 or (_is_counted(rule) and total % len(names) == 0):
             return [total // len(names)] * len(names)
-        lengths = [shape[0] for name in names if (shape := self._expected(name))]
+        lengths = [shape[0] for name in names if (shape := self._expected.shape(name))]
         if len(lengths) < len(names) or sum(lengths) != total:
             raise _Unfit(f"{' + '.join(names)} are {total} rows of one leaf, and how many each has is not "
                          "known: pass config, the model's config.json")  # fmt: skip
         return lengths
 
     def _num_layers(self) -> int:
-        """How many are numbered, from 0 and all of them; or are in each leaf.
-
-        Raises:
-          CheckpointError: others are, or none, so that no rule can be held against them.
-        """
+        """How many are numbered, from 0 and all of them; or are in each leaf."""
         by_rule = self._of_leaves if self._tensors is None else self._of_tensors
         numbers = {layer for found in by_rule for layer, _ in found if layer is not None}
         num = max(numbers, default=-1) + 1
         if len(numbers) < num:  # A number in a name is no reason for as many names.
             first = next(i for i in itertools.count() if i not in numbers)
-            self._bad.insert(0, f"layer {first} is missing: layers are numbered up to {num - 1}")
-            self._refuse()
+            self._refuse(f"layer {first} is missing: layers are numbered up to {num - 1}")
         if num or self._tensors is None:
             return num or self._num_stacked()
-        if of_layers := [x for x in self._layout.rules if x.is_layer and not x.optional]:
-            wanted, base = of_layers[0].tensors_of(0)[0], self._layout.other_base(self._tensors)
-            said = (
-                [f"names begin with {base}: take WeightLayout.extended(base={base!r})"]
-                if base
-                else []
-            )
-            self._bad[:0] = [f"no tensor of a layer is there, as {wanted} would be", *said]
-            self._refuse()
+        for rule in self._layout.rules:
+            if rule.is_layer and not rule.optional:
+                said = [f"no tensor of a layer is there, as {rule.tensors_of(0)[0]} would be"]
+                if base := self._layout.other_base(self._tensors):
+                    said.append(
+                        f"names begin with {base}: take WeightLayout.extended(base={base!r})"
+                    )
+                self._refuse(*said)
         return num
 
     def _num_stacked(self) -> int:
@@ -313,13 +318,10 @@ class _Binder:
             if not rule.optional and not {*names} & {*made}:
                 self._bad.append(f"leaf {rule.leaf_names[0]} is missing, of tensor {names[0]}")
 
-    def _below(self, name: str) -> str:
-        return "/".join(filter(None, [self._prefix, name]))
-
-    def _refuse(self) -> None:
-        if self._bad:
+    def _refuse(self, *first: str) -> None:
+        if bad := [*dict.fromkeys([*first, *self._bad])]:
             raise CheckpointError(message(
-                self._who, [*dict.fromkeys(self._bad)],
+                self._who, bad,
                 f"Tensors and leaves are counterparts by the layout {self._layout.name}.",
                 "Take the layout of its family, extend it with rules (WeightLayout.extended), or say which "
                 "leaves there are (like).", "names"))  # fmt: skip

@@ -39,11 +39,7 @@ WriteFiles = Callable[[Path, Sequence[str], Callable[[Path], None]], Sequence[Pa
 
 
 def checked_path(who: str, path: str | Path) -> Path:
-    """The path, if it can be one.
-
-    Raises:
-      OptionError: no file can have it.
-    """
+    """The path, if it can be one."""
     with contextlib.suppress(UnicodeEncodeError):
         if b"\0" not in os.fsencode(path):
             return Path(path)
@@ -55,11 +51,7 @@ def checked_path(who: str, path: str | Path) -> Path:
 def private(
     who: str, target: Path, ends: Callable[[Path], None] = lambda _: None
 ) -> Iterator[Path]:
-    """A folder beside `target`, of the same file system, removed at the end, however that comes.
-
-    Raises:
-      CheckpointError: a living process writes the same target.
-    """
+    """A folder beside `target`, of the same file system, removed at the end, however that comes."""
     made = Temporary(f".{target.name}.tmp-", target.parent, ends)
     with contextlib.closing(made):
         if others := made.others():
@@ -78,12 +70,7 @@ def staging(who: str, target: Bucket) -> contextlib.AbstractContextManager[Path]
 def in_directory(
     who: str, target: Path, overwrite: bool, num: int, write_files: WriteFiles
 ) -> list[Path]:
-    """Writes `num` files, and their index if they are several; see [Note: an export replaces another].
-
-    Raises:
-      OptionError: there is an export already.
-      CheckpointError: another process writes it, or the older one cannot be removed.
-    """
+    """Writes `num` files, and their index if they are several; see [Note: an export replaces another]."""
     os.stat(target.parent)  # which is there
     with private(f"{who} {target}", target, functools.partial(_withdraw, target)) as folder:
         _check_free(who, target, overwrite)
@@ -113,10 +100,6 @@ def in_bucket(
 
     Parts of an export that was killed go with the next; where neither has an index, nothing tells whether
     they are another one's that is under way, and it names them.
-
-    Raises:
-      OptionError: there is an export already.
-      CheckpointError: it cannot be written, or another process writes it; nothing of it is left.
     """
     above, _, name = out.prefix.rpartition("/")
     bucket = dataclasses.replace(out, prefix=above)
@@ -164,12 +147,7 @@ def in_bucket(
 
 
 def upload(who: str, directory: Path, bucket: Bucket) -> None:
-    """Uploads a sealed checkpoint, its seal last; see [Note: steps in buckets].
-
-    Raises:
-      OptionError: there is something else already.
-      CheckpointError: it cannot be uploaded, and counts nowhere; or another process does the same.
-    """
+    """Uploads a sealed checkpoint, its seal last; see [Note: steps in buckets]."""
     found = check_new(who, bucket)
     files = {str(path.relative_to(directory)): path for path in _files.files_below(directory)}
     seal = files.pop(_seal.NAME).read_bytes()
@@ -195,11 +173,7 @@ def upload(who: str, directory: Path, bucket: Bucket) -> None:
 
 
 def check_new(who: str, bucket: Bucket) -> Object | None:
-    """That nothing is there, but what is left of an upload that was not completed; its claim.
-
-    Raises:
-      OptionError: something else is.
-    """
+    """That nothing is there, but what is left of an upload that was not completed; its claim."""
     found = bucket.read(_seal.NAME)
     if not _mirror.is_claim(found) and bucket.names():
         raise OptionError(message(

@@ -62,6 +62,10 @@ def check_dtype(who: str, dtype: str | None) -> None:
             "Choose one of them."))  # fmt: skip
 
 
+def is_float(dtype: Any) -> bool:
+    return not str(dtype).endswith("string") and jnp.issubdtype(dtype, jnp.floating)
+
+
 def cast(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, bool]:
     """It in a dtype, and whether no number became infinite; itself if it has that dtype."""
     with np.errstate(over="ignore"):  # It will be found, and have a name.
@@ -82,11 +86,7 @@ def header(tensors: Sequence[Tensor], framework: str = "flax") -> bytes:
 
 
 def read_header(who: str, file: WeightFile) -> list[Tensor]:
-    """The tensors of a file, in the order of their data.
-
-    Raises:
-      CheckpointError: the file cannot be read, or is not whole and consistent.
-    """
+    """The tensors of a file, in the order of their data."""
     try:
         length = int.from_bytes(file.read(0, 8).tobytes(), "little")
         if not 2 <= length <= _MAX_HEADER:

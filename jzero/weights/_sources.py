@@ -48,7 +48,9 @@ class LocalFile:
 
     def read(self, start: int, nbytes: int) -> np.ndarray:
         with _json.open_regular(self.path) as file:
-            return _all_of(self, start, nbytes, np.fromfile(file, np.uint8, nbytes, offset=start))
+            data = np.fromfile(file, np.uint8, nbytes, offset=start)
+        _check(self, start, nbytes, len(data))
+        return data
 
     @contextlib.contextmanager
     def opened(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -117,11 +119,7 @@ WeightFile = LocalFile | BucketFile
 
 
 def find(who: str, path: str | os.PathLike[str]) -> WeightFile:
-    """The file of a path or a URL, or that which Hugging Face's loader takes of a directory.
-
-    Raises:
-      CheckpointError: the directory has none.
-    """
+    """The file of a path or a URL, or that which Hugging Face's loader takes of a directory."""
     if (bucket := Bucket.of(who, path)) is not None:
         above, _, name = bucket.prefix.rpartition("/")
         return BucketFile(dataclasses.replace(bucket, prefix=above), name)
@@ -150,17 +148,16 @@ def read_part(
         return file.read(begin, num * row).view(dtype).reshape(num, *shape[1:])
     first, width = each * cuts[0].start, each * (cuts[0].stop - cuts[0].start)
     data = np.empty((num, width), np.uint8)
-    with file.opened(start, shape[0] * row) as (fd, at):
+    with file.opened(start, shape[0] * row) as (fd, at), data.data.cast("B") as view:
         for i in range(num):
-            at_row = begin - start + i * row + first
-            found = np.frombuffer(os.pread(fd, width, at + at_row), np.uint8)
-            data[i] = _all_of(file, start + at_row, width, found)
+            from_start = rows.start * row + i * row + first
+            part = view[i * width : (i + 1) * width]
+            _check(file, start + from_start, width, os.preadv(fd, [part], at + from_start))
     return data.view(dtype).reshape(num, -1, *shape[2:])[(slice(None), slice(None), *cuts[1:])]
 
 
-def _all_of(file: WeightFile, start: int, nbytes: int, found: np.ndarray) -> np.ndarray:
-    if len(found) < nbytes:
+def _check(file: WeightFile, start: int, nbytes: int, found: int) -> None:
+    if found < nbytes:
         raise CheckpointError(message(
             str(file), f"it has no bytes {start} to {start + nbytes}", "It is a safetensors file.",
             "It is damaged or incomplete, or was replaced meanwhile: get it again."))  # fmt: skip
-    return found
