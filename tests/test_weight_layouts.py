@@ -525,50 +525,95 @@ def refused(tmp_path, tensors: Tensors, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_tensors_without_a_counterpart(tmp_path):
-    tensors = values(decoder())
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    tensors["model.layers.0.extra.weight"] = np.ones(3, np.float32)
-    said = refused(tmp_path, tensors)
-    assert "2 names fail" in said
-    assert "  - tensor model.layers.0.extra.weight is not in the layout\n" in said
-    assert "  - tensor model.layers.1.mlp.up_proj.weight is missing\n" in said
+def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.ones(shape, dtype)
 
 
-def test_shapes_that_do_not_fit(tmp_path):
-    tensors = values(decoder())
-    tensors["model.layers.1.self_attn.o_proj.weight"] = np.ones((3, 5), np.float32)
-    like = as_default(decoder()) | {"lm_head/kernel": (DIM, 99)}
-    said = refused(tmp_path, tensors, like=shapes_of(like))
-    assert "model.layers.1.self_attn.o_proj.weight [3, 5] and params/layers/1/self_attn" in said
-    assert "lm_head.weight [11, 8] and params/lm_head/kernel [8, 99] do not fit: b a -> a b" in said
+def like_default(**changes: Any) -> Any:
+    """The default tree; `None` for a leaf that is not there, `__` for `/` in its name."""
+    leaves = as_default(decoder()) | {name.replace("__", "/"): x for name, x in changes.items()}
+    return shapes_of({name: x for name, x in leaves.items() if x is not None})
 
 
-def test_leaves_without_a_counterpart(tmp_path):
-    like = as_default(decoder()) | {"head/kernel": (3, 3)}
-    del like["layers/2/mlp/up_proj/kernel"]
-    del like["norm/scale"]
-    said = refused(tmp_path, values(decoder()), like=shapes_of(like))
-    assert "leaf params/head/kernel is not in the layout" in said
-    assert "leaf [model/]layers/2/mlp/up_proj/kernel is missing" in said
-    assert "tensor model.norm.weight has no leaf" in said
+LAYER = "model.layers.1."
+LARGE = {"model.norm.weight": np.full(DIM, 1e30, np.float32)}
+LLAMA = {"model_type": "llama", **SIZES}
+OWN_HEAD = {"lm_head.weight": ones(VOCAB, DIM)}  # other values than the embedding's
+UNTIED = "lm_head.weight has no leaf, and other values than model.embed_tokens.weight"
+A_LAYOUT = "It is a WeightLayout, the name of one, or a file with one. There are llama, qwen"
+# Tensors in place of a model's (None: left out), options, and what is said.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "tensors": (
+        {f"{LAYER}mlp.up_proj.weight": None, "model.layers.0.extra.weight": ones(3)}, {},
+        ["2 names fail", "  - tensor model.layers.0.extra.weight is not in the layout\n",
+         f"  - tensor {LAYER}mlp.up_proj.weight is missing\n"],
+    ),
+    "shapes": (
+        {f"{LAYER}self_attn.o_proj.weight": ones(3, 5)}, {"like": like_default(lm_head__kernel=(DIM, 99))},
+        [f"{LAYER}self_attn.o_proj.weight [3, 5] and params/layers/1/self_attn",
+         "lm_head.weight [11, 8] and params/lm_head/kernel [8, 99] do not fit: b a -> a b"],
+    ),
+    "leaves": (
+        {}, {"like": like_default(head__kernel=(3, 3), layers__2__mlp__up_proj__kernel=None,
+                                  norm__scale=None)},
+        ["leaf params/head/kernel is not in the layout", "leaf [model/]layers/2/mlp/up_proj/kernel is",
+         "tensor model.norm.weight has no leaf"],
+    ),
+    "values": (LARGE, {"dtype": "fp16"}, [
+        "import params/norm/scale: it has values beyond the largest float16. No number"]),
+    "floats": (
+        {}, {"like": jax.tree.map(lambda x: x.update(dtype=jnp.int32), like_default())},
+        ["its tensors are float32, and the leaf is int32"],
+    ),
+    "dtypes": (
+        {f"{LAYER}mlp.up_proj.weight": ones(INNER, DIM, dtype=np.float16)},
+        {"layout": jzero.LAYOUTS["llama"].extended(jzero.WeightRule(
+            "model.layers.{i}.mlp.up_proj.weight", "up", "a b -> i a b"))},
+        ["params/up would be of tensors of float16 and float32"],
+    ),
+    "config": (
+        {}, {"config": {**LLAMA, "num_hidden_layers": 4, "vocab_size": 12}},
+        ["tensor model.embed_tokens.weight is [11, 8], and config says [12, 8]",
+         "there are 3 of the tensor layers.q_proj.weight, and config says 4"],
+    ),
+    "left over": (
+        {f"{LAYER[:-2]}{i}.self_attn.q_proj.bias": ones(HEADS * HEAD) for i in range(NUM)},
+        {"config": LLAMA}, ["self_attn.q_proj.bias is left over: config has none"],
+    ),
+    "tied by the tree": (OWN_HEAD, {"like": like_default(lm_head__kernel=None)}, [UNTIED]),
+    "tied by the config": (OWN_HEAD, {"config": LLAMA | {"tie_word_embeddings": True}}, [UNTIED]),
+    "another family": (
+        {**dict.fromkeys(decoder()), **values(gpt2())}, {},
+        ["no tensor of a layer is there", "tensor transformer.h.0.attn.c_attn.bias is not in the layout"],
+    ),
+    "numbers": (
+        {f"model.layers.{i}.mlp.up_proj.weight": ones(2, 2) for i in ("20000000", "9" * 5000)}, {},
+        ["layer 3 is missing: layers are numbered up to 20000000"],
+    ),
+    "dtype": ({}, {"dtype": "int8"}, ["dtype='int8'"]),
+    **{f"like {i}": ({}, {"like": like}, ["which has no shape and dtype"])
+       for i, like in enumerate([example, {"a": 3}])},
+    **{f"layout {x}": ({}, {"layout": x}, [A_LAYOUT]) for x in ("lama", "table.py:MINE", 3)},
+    "one leaf of two": (
+        {}, {"layout": jzero.LAYOUTS["llama"].extended(*(jzero.WeightRule(
+            f"model.layers.{{i}}.self_attn.{x}_proj.weight", "l/{i}/k/kernel", "a b -> b a") for x in "kv"))},
+        ["params/l/0/k/kernel would be of model.layers.0.self_attn.k_proj.weight, and of model.layers"],
+    ),
+    "one after the other": (
+        {}, {"layout": jzero.LAYOUTS["llama"].extended(jzero.WeightRule(
+            ("lm_head.weight", "model.norm.weight"), "x/kernel",
+            "x y -> y x"))},
+        ["lm_head.weight + model.norm.weight differ in more than their first dim"],
+    ),
+}  # fmt: skip
 
 
-def test_dtypes(tmp_path):
-    tensors = values(decoder())
-    tensors["model.norm.weight"] = np.full(DIM, 1e30, np.float32)
-    assert "it has values beyond the largest float16" in refused(tmp_path, tensors, dtype="fp16")
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), shapes_of(as_default(decoder()))
-    )
-    assert "its tensors are float32, and the leaf is int32" in refused(tmp_path, tensors, like=like)
-    tensors["model.layers.1.mlp.up_proj.weight"] = tensors[
-        "model.layers.1.mlp.up_proj.weight"
-    ].astype(np.float16)
-    leaves = {name: np.zeros(x) for name, x in as_default(decoder()).items()}
-    wanted = as_linen({f"params/{name}": x for name, x in leaves.items()}, True, False)
-    like = shapes_of({name.removeprefix("params/"): x.shape for name, x in wanted.items()})
-    assert "would be of tensors of float16 and float32" in refused(tmp_path, tensors, like=like)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name, tmp_path):
+    changes, options, texts = REFUSED[name]
+    tensors = {x: y for x, y in (values(decoder()) | changes).items() if y is not None}
+    said = refused(tmp_path, tensors, **options)
+    assert all(text in said for text in texts), said
 
 
 def test_a_tied_head(tmp_path):
@@ -586,19 +631,6 @@ def test_a_tied_head(tmp_path):
     jzero.import_weights(
         tmp_path / "both.safetensors", tmp_path / "tied", layout="llama", like=shapes_of(shapes)
     )
-    (tmp_path / "other").mkdir()
-    tensors["lm_head.weight"][3, 3] += 1
-    said = refused(tmp_path / "other", tensors, like=shapes_of(shapes))
-    assert "lm_head.weight has no leaf, and other values than model.embed_tokens.weight" in said
-
-
-def test_a_config_of_another_model(tmp_path):
-    config = {"model_type": "llama", **SIZES, "num_hidden_layers": 4, "vocab_size": 12}
-    said = refused(tmp_path, values(decoder()), config=config)
-    assert "tensor model.embed_tokens.weight is [11, 8], and config says [12, 8]" in said
-    assert "there are 3 of the tensor layers.q_proj.weight, and config says 4" in said
-    said = refused(tmp_path, values(decoder(bias="q")), config={"model_type": "llama", **SIZES})
-    assert "self_attn.q_proj.bias is left over: config has none" in said
 
 
 def test_exports_that_cannot_be(tmp_path):
@@ -653,19 +685,14 @@ def test_a_tuple_is_no_rule(tmp_path):
     assert "it is no WeightRule of texts" in refused(tmp_path, values(decoder()), layout=layout)
 
 
-def test_layouts_that_are_none(tmp_path, monkeypatch, capsys):
-    tensors = values(decoder())
-    for layout in ("lama", "table.py:MINE", 3):
-        said = refused(tmp_path, tensors, layout=layout)
-        assert (
-            "It is a WeightLayout, the name of one, or a file with one. There are llama, qwen"
-            in said
-        )
+def test_layouts_that_are_none(tmp_path, capsys):
     (tmp_path / "t.json").write_text(json.dumps({"extends": "lama", "rules": []}))
     with pytest.raises(jzero.OptionError, match="layout='.*t.json': lama is not known"):
         jzero.export_weights(
             tmp_path, tmp_path / "out.safetensors", layout=str(tmp_path / "t.json")
         )
+    with pytest.raises(jzero.OptionError, match="dtype='int8'"):
+        jzero.export_weights(tmp_path, tmp_path / "out.safetensors", dtype="int8")
     with pytest.raises(jzero.OptionError, match="config is given without a layout"):
         jzero.export_weights(tmp_path, tmp_path / "out.safetensors", config={})
     with pytest.raises(jzero.OptionError, match="like or config is given without a layout"):
@@ -675,15 +702,10 @@ def test_layouts_that_are_none(tmp_path, monkeypatch, capsys):
     assert "--like: " in capsys.readouterr().err
 
 
-def test_tensors_in_a_row_that_differ(tmp_path):
+def test_tensors_in_a_row_of_other_lengths(tmp_path):
     rule = jzero.WeightRule(("a.weight", "b.weight"), "ab/kernel", "x y -> y x")
-    tensors = {"a.weight": np.ones((2, 3), np.float32), "b.weight": np.ones((2, 4), np.float32)}
+    save_file({"a.weight": ones(2, 3), "b.weight": ones(5, 3)}, tmp_path / "in.safetensors")
     layout = jzero.WeightLayout("t", (rule,))
-    assert "a.weight + b.weight differ in more than their first dim" in refused(
-        tmp_path, tensors, layout=layout
-    )
-    tensors["b.weight"] = np.ones((5, 3), np.float32)
-    save_file(tensors, tmp_path / "in.safetensors")
     jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
     assert leaves_of(tmp_path / "ck")["params/ab/kernel"].shape == (3, 7)
 
@@ -699,14 +721,6 @@ def test_a_read_is_the_rows_of_the_whole():
         for stop in range(start + 1, 13):
             found = move.read(0, slice(start, stop), lambda _, index: x[index])
             np.testing.assert_array_equal(found, whole[start:stop])
-
-
-def test_two_tensors_for_one_leaf(tmp_path):
-    """Of no `like`, which would say that the second has none."""
-    tensors = {f"l.{i}.{x}.weight": np.ones((2, 2), np.float32) for i in range(2) for x in "qk"}
-    rules = [jzero.WeightRule(f"l.{{i}}.{x}.weight", "l/{i}/q/kernel", "a b -> b a") for x in "qk"]
-    said = refused(tmp_path, tensors, layout=jzero.WeightLayout("mine", (*rules,)))
-    assert "params/l/0/q/kernel would be of l.0.q.weight, and of l.0.k.weight" in said
 
 
 def test_keys_of_a_table_that_are_misspelt(tmp_path):
@@ -753,19 +767,7 @@ def test_ignored_tensors_of_files_without_the_base(tmp_path):
     assert jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
 
 
-def test_the_layout_of_another_family(tmp_path):
-    said = refused(tmp_path, values(gpt2()))
-    assert "no tensor of a layer is there" in said
-    assert "tensor transformer.h.0.attn.c_attn.bias is not in the layout" in said
-
-
-def test_layers_are_numbered_from_0_without_gaps(tmp_path):
-    """However large a number in a name is."""
-    tensors = values(decoder())
-    tensors["model.layers.20000000.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
-    tensors[f"model.layers.{'9' * 5000}.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
-    said = refused(tmp_path, tensors)
-    assert "layer 3 is missing: layers are numbered up to 20000000" in said
+def test_leaves_of_layers_are_numbered_from_0(tmp_path):
     leaves = {"layers/7/mlp/up_proj/kernel": np.ones((2, 2), np.float32)}
     ocp.PyTreeCheckpointer().save(tmp_path / "ck", {"params": tree_of(leaves)})
     with pytest.raises(jzero.CheckpointError, match="layer 0 is missing"):
@@ -812,22 +814,8 @@ def test_a_tied_model_whose_file_has_the_head_too(tmp_path):
         tmp_path / "in.safetensors", tmp_path / "ck", layout="llama", config=config
     )
     assert "params/lm_head/kernel" not in leaves_of(tmp_path / "ck")
-    (tmp_path / "other").mkdir()
-    tensors["lm_head.weight"][0, 0] += 1
-    said = refused(tmp_path / "other", tensors, config=config)
-    assert "lm_head.weight has no leaf, and other values than model.embed_tokens.weight" in said
 
 
-def test_options_of_another_type(tmp_path):
-    tensors = values(decoder())
-    assert "dtype='int8'" in refused(tmp_path, tensors, dtype="int8")
-    with pytest.raises(jzero.OptionError, match="dtype='int8'"):
-        jzero.export_weights(tmp_path, tmp_path / "out.safetensors", dtype="int8")
-    for like in (GPT2(), shapes_of, {"a": 3}):
-        assert "which has no shape and dtype" in refused(tmp_path, tensors, like=like)
-
-
-LLAMA = {"model_type": "llama", **SIZES}
 OTHERS = [
     {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -903,16 +891,6 @@ def test_a_directory_as_source(tmp_path):
     index = {"weight_map": dict.fromkeys(decoder(), "one.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert jzero.import_weights(folder, tmp_path / "ck", layout="llama")
-
-
-def test_what_a_leaf_says_is_the_message(tmp_path):
-    """And not what wraps it."""
-    tensors = values(decoder())
-    tensors["model.norm.weight"] = np.full(DIM, 1e30, np.float32)
-    said = refused(tmp_path, tensors, dtype="fp16")
-    assert said.startswith(
-        "import params/norm/scale: it has values beyond the largest float16. No number"
-    )
 
 
 def test_a_user_s_files_that_cannot_be_used(tmp_path, monkeypatch, capsys):
