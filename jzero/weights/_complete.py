@@ -29,7 +29,7 @@ class Expected:
         """That the model has these tensors, and no others."""
         if not self._parts:
             return
-        matched = self._layout.match_tensors(tensors)[0]
+        matched = self._layout.match_tensors(tensors).found
         names = dict.fromkeys(name for found in matched for name in found.values())
         bad = []
         for name in names:

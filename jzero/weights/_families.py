@@ -15,7 +15,7 @@ from typing import Any
 
 from jzero import _json
 from jzero._errors import OptionError, message
-from jzero._json import Malformed, Maybe
+from jzero._json import Malformed
 from jzero.weights._layout import WeightLayout, WeightRule
 
 _T, _L = "model.layers.{i}.", "[model/]layers/{i}/"
@@ -104,14 +104,6 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 
-_RULE = {
-    "tensors": (str, [str]), "leaves": (str, [str]), "axes": Maybe(str), "optional": Maybe(bool),
-    "tied": Maybe(str),
-}  # fmt: skip
-_FORM = {
-    "name": Maybe(str), "extends": Maybe(str), "base": Maybe(str), "ignored": Maybe([str]), "rules": [_RULE],
-}  # fmt: skip
-
 
 def layout_or_none(who: str, given: Any, **needed_for: Any) -> WeightLayout | None:
     """A layout, the name of one, or a file with one: `table.py:NAME` or `table.json`; None of None."""
@@ -140,28 +132,17 @@ def layout_or_none(who: str, given: Any, **needed_for: Any) -> WeightLayout | No
 
 
 def _from_json(path: str) -> WeightLayout:
+    """Of `{"extends": "llama", "rules": [{"tensors": "a.weight", "leaves": "a/scale"}]}`."""
     with _json.open_regular(path) as file:
         entries = _json.parse(file.read(_json.MAX_BYTES))
-    if bad := _json.check(entries, _FORM):
-        raise Malformed(*bad[:5])
-    unknown = {*entries} - {*_FORM} | {key for x in entries["rules"] for key in x} - {*_RULE}
-    if (extends := entries.pop("extends", None)) not in (None, *LAYOUTS):
-        unknown.add(extends)
-    if unknown:
-        raise Malformed(f"{', '.join(sorted(unknown))} is not known")
-    own = LAYOUTS[extends] if extends else WeightLayout(path, ())
-    changes = {key: x for key, x in entries.items() if x is not None}
-    rules = [
-        WeightRule(**{k: _plain(x) for k, x in rule.items() if x is not None})
-        for rule in changes.pop("rules")
+    own = LAYOUTS[entries.pop("extends")] if "extends" in entries else WeightLayout(path, ())
+    rules: list[dict[str, Any]] = [
+        {key: tuple(x) if isinstance(x, list) else x for key, x in rule.items()}
+        for rule in entries.pop("rules")
     ]
-    ignored = changes.pop("ignored", ())
-    made = own.extended(*rules, **changes)
+    ignored = entries.pop("ignored", [])
+    made = own.extended(*(WeightRule(**rule) for rule in rules), **entries)
     return dataclasses.replace(made, ignored=(*made.ignored, *ignored))
-
-
-def _plain(found: Any) -> Any:
-    return tuple(found) if isinstance(found, list) else found
 
 
 def _refused(who: str, found: str) -> OptionError:

@@ -9,17 +9,23 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jzero._errors import OptionError, message
 from jzero.weights._axes import Dims, axes_of, parse
 
 LAYER, PART = "i", "n"  # axes: of layers, and of the tensors (or leaves) of a rule
-_NUMBER = re.compile(r"(?<![0-9A-Za-z])(0|[1-9][0-9]{0,8})(?![0-9A-Za-z])")
 TensorShape = tuple[int, ...]
-# For each rule its names, by layer (None for all or none) and part; and names of no rule.
-Matched = tuple[list[dict[tuple[int | None, int], str]], list[str]]
+Key = tuple[int | None, int]  # a layer, or None for all or none; and which of the rule's names
+
+
+class Matched(NamedTuple):
+    """For each rule the names that are there; those of no rule; and how many layers are numbered, from 0."""
+
+    found: list[dict[Key, str]]
+    left: list[str]
+    num_layers: int
 
 
 class WeightRule(NamedTuple):
@@ -123,15 +129,11 @@ class WeightLayout:
 
     def other_base(self, names: Iterable[str]) -> str | None:
         """What names begin with where most would be the layout's with its base in place of that."""
-        ends = {
+        ends = [
             "." + name.removeprefix(self.base)
-            for rule in self.rules if rule.is_layer for name in rule.tensor_names
-        }  # fmt: skip
-        templates = {t for name in names for t, layer in _templates(name) if layer is not None}
-        bases = Counter(
-            template.removesuffix(end) + "."
-            for template in sorted(templates) for end in ends if template.endswith(end)
-        )  # fmt: skip
+            for rule in self.rules if rule.is_layer for name in rule.tensors_of(0)
+        ]  # fmt: skip
+        bases = Counter(x.removesuffix(end) + "." for x in names for end in ends if x.endswith(end))
         return bases.most_common(1)[0][0] if bases else None
 
     def check(self, who: str) -> None:
@@ -152,26 +154,26 @@ class WeightLayout:
 
     def match_tensors(self, names: Collection[str]) -> Matched:
         base = "" if any(name.startswith(self.base) for name in names) else self.base
-        given = [rule.tensor_names for rule in self.rules]
-        found, left = _match(names, given, lambda name: (name, base + name))
-        return found, [x for x in left if not (self._ignores(x) or self._ignores(base + x))]
+        called = {base + name: name for name in names} | {name: name for name in names}
+        matched = _match([rule.tensor_names for rule in self.rules], called, names)
+        left = [x for x in matched.left if not (self._ignores(x) or self._ignores(base + x))]
+        return matched._replace(left=left)
 
     def match_leaves(self, names: Collection[str]) -> Matched:
         """All in one tree, wherever that is in the state; a leaf is that of the first rule that names it."""
         end = "/value" if all(name.endswith("/value") for name in names) else ""  # NNX's Variables
         folders = [name.rpartition("/")[0] for name in names]
         common = os.path.commonpath(folders).split("/") if folders and all(folders) else []
-        given = [rule.leaf_names for rule in self.rules]
-
-        def match_below(root: str) -> Matched:
-            form = lambda name: (name.removeprefix(root).removesuffix(end),)  # noqa: E731
-            return _match(names, given, form, most=1)
-
         roots = ["".join(f"{x}/" for x in common[:i]) for i in range(len(common) + 1)]
-        return min(map(match_below, roots), key=lambda each: len(each[1]))
+        given = [rule.leaf_names for rule in self.rules]
+        called = [{x.removeprefix(root).removesuffix(end): x for x in names} for root in roots]
+        return min(
+            (_match(given, each, names, once=True) for each in called), key=lambda x: len(x.left)
+        )
 
     def _ignores(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(t, x) for t, _ in _templates(name) for x in self.ignored)
+        template = re.sub(r"\.\d+(?=\.)", ".{i}", name)
+        return any(fnmatch.fnmatchcase(x, each) for x in (name, template) for each in self.ignored)
 
 
 def numbered(name: str, layer: int | None) -> str:
@@ -179,37 +181,27 @@ def numbered(name: str, layer: int | None) -> str:
 
 
 def _match(
-    names: Collection[str], given: Collection[tuple[str, ...]],
-    forms: Callable[[str], Iterable[str]], most: int | None = None,
+    given: Sequence[tuple[str, ...]], called: Mapping[str, str], names: Iterable[str], once: bool = False
 ) -> Matched:  # fmt: skip
-    """`forms`: what to look for in place of a name; `most`: how many rules may name it."""
-    index: dict[str, list[tuple[int, int]]] = {}
-    for number, paths in enumerate(given):
-        for part, path in enumerate(paths):
-            for spelling in _spellings(path):
-                index.setdefault(spelling, []).append((number, part))
-    found: list[dict[tuple[int | None, int], str]] = [{} for _ in given]
-    left = []
-    for name in names:
-        hits = dict.fromkeys(
-            (number, layer, part)
-            for form in forms(name)
-            for template, layer in _templates(form)
-            for number, part in index.get(template, ())
-        )
-        for number, layer, part in [*hits][:most]:
-            if found[number].setdefault((layer, part), name) != name:
-                hits = {}  # Two leaves for one: the second is a stranger.
-        if not hits:
-            left.append(name)
-    return found, left
-
-
-def _templates(name: str) -> Iterator[tuple[str, int | None]]:
-    """A name, and the same with `{i}` for a number in it."""
-    yield name, None
-    for number in _NUMBER.finditer(name):
-        yield f"{name[: number.start()]}{{i}}{name[number.end() :]}", int(number[0])
+    """`called`: names by what rules may call them; `once`: whether each is of one rule only."""
+    spelled = [
+        [(part, x) for part, path in enumerate(paths) for x in _spellings(path)] for paths in given
+    ]
+    layered = [x for each in spelled for _, x in each if "{i}" in x]
+    num = next(
+        i for i in itertools.count() if not any(numbered(x, i) in called for x in layered)
+    )  # fmt: skip
+    found, taken = [], set[str]()
+    for each in spelled:
+        hits: dict[Key, str] = {}
+        for part, spelling in each:
+            for layer in range(num) if "{i}" in spelling else [None]:
+                name = called.get(numbered(spelling, layer))
+                if name is not None and not (once and name in taken):
+                    hits.setdefault((layer, part), name)
+        taken |= {*hits.values()}
+        found.append(hits)
+    return Matched(found, [name for name in names if name not in taken], num)
 
 
 def _spellings(path: str) -> Iterator[str]:

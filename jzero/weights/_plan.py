@@ -15,7 +15,7 @@ import numpy as np
 from jzero._errors import CheckpointError, message
 from jzero.weights._axes import Dims, Rearranged, Side, axes_of, fused, merged, shape_of, solve
 from jzero.weights._complete import Expected
-from jzero.weights._layout import LAYER, PART, TensorShape, WeightLayout, WeightRule, numbered
+from jzero.weights._layout import LAYER, PART, Key, TensorShape, WeightLayout, WeightRule, numbered
 
 NamedShapes = Mapping[str, TensorShape]
 # Reads a part of an array by its name: a slice of each dim.
@@ -151,10 +151,11 @@ class Planner:
     ):  # fmt: skip
         self._who, self._layout, self._prefix, self._expected = who, layout, prefix, expected
         self._tensors, self._leaves = tensors, leaves
-        self._of_tensors, strange = layout.match_tensors(tensors or ())
-        self._of_leaves, unknown = layout.match_leaves(leaves or ())
-        self._bad = [f"tensor {name} is not in the layout" for name in strange]
-        self._bad += [f"leaf {name} is not in the layout" for name in unknown]
+        matched, named = layout.match_tensors(tensors or ()), layout.match_leaves(leaves or ())
+        self._of_tensors, self._of_leaves = matched.found, named.found
+        self._numbered = (named if tensors is None else matched).num_layers
+        self._bad = [f"tensor {name} is not in the layout" for name in matched.left]
+        self._bad += [f"leaf {name} is not in the layout" for name in named.left]
 
     def plan(self) -> Plan:
         """The plan."""
@@ -163,7 +164,7 @@ class Planner:
         for rule, tensors_found, named in zip(
             self._layout.rules, self._of_tensors, self._of_leaves, strict=True
         ):
-            found: Mapping[tuple[int | None, int], str] = tensors_found
+            found: Mapping[Key, str] = tensors_found
             if self._leaves is None:
                 # Of rules for the same tensors the first one counts; a tied head comes with its tensor only.
                 is_absent = not found or (rule.tied and self._expected.lacks(found.values()))
@@ -194,8 +195,8 @@ class Planner:
         return Plan(pairs, equal)
 
     def _pairs(
-        self, rule: WeightRule, found: Mapping[tuple[int | None, int], str],
-        named: Mapping[tuple[int | None, int], str], num: int, is_stacked: bool,
+        self, rule: WeightRule, found: Mapping[Key, str],
+        named: Mapping[Key, str], num: int, is_stacked: bool,
     ) -> Iterator[Pair]:  # fmt: skip
         """Of a rule: one for all layers if they are in one leaf, or else one for each."""
         layers: Sequence[int | None] = range(num) if rule.is_layer else [None]
@@ -271,14 +272,8 @@ class Planner:
 
     def _num_layers(self) -> int:
         """How many are numbered, from 0 and all of them; or are in each leaf."""
-        by_rule = self._of_leaves if self._tensors is None else self._of_tensors
-        numbers = {layer for found in by_rule for layer, _ in found if layer is not None}
-        num = max(numbers, default=-1) + 1
-        if len(numbers) < num:  # A number in a name is no reason for as many names.
-            first = next(i for i in itertools.count() if i not in numbers)
-            self._refuse(f"layer {first} is missing: layers are numbered up to {num - 1}")
-        if num or self._tensors is None:
-            return num or self._num_stacked()
+        if self._numbered or self._tensors is None:
+            return self._numbered or self._num_stacked()
         for rule in self._layout.rules:
             if rule.is_layer and not rule.optional:
                 said = [f"no tensor of a layer is there, as {rule.tensors_of(0)[0]} would be"]
@@ -287,7 +282,7 @@ class Planner:
                         f"names begin with {base}: take WeightLayout.extended(base={base!r})"
                     )
                 self._refuse(*said)
-        return num
+        return 0
 
     def _num_stacked(self) -> int:
         for rule, found in zip(self._layout.rules, self._of_leaves, strict=True):
@@ -297,7 +292,7 @@ class Planner:
                 return shape[at] if len(shape) > at else 0
         return 0
 
-    def _tied_to(self, rule: WeightRule) -> Mapping[tuple[int | None, int], str]:
+    def _tied_to(self, rule: WeightRule) -> Mapping[Key, str]:
         at = [x.tensors for x in self._layout.rules].index(rule.tied)
         return self._of_tensors[at]
 
@@ -345,12 +340,12 @@ def _is_counted(rule: WeightRule) -> bool:
 
 def _names(
     layers: Iterable[int | None], of_layer: Callable[[int | None], Iterable[str]]
-) -> dict[tuple[int | None, int], str]:
+) -> dict[Key, str]:
     return {(i, part): name for i in layers for part, name in enumerate(of_layer(i))}
 
 
 def _wrong(
-    kind: str, found: Mapping[tuple[int | None, int], str], paths: Sequence[str],
+    kind: str, found: Mapping[Key, str], paths: Sequence[str],
     layers: Iterable[int | None],
 ) -> Iterator[str]:  # fmt: skip
     """What is missing of a rule's names, and what is too many."""
