@@ -42,7 +42,7 @@ class Temporary:
 
     def others(self) -> list[Path]:
         """Those of processes that are alive, or may be."""
-        return [path for path in self._parent.glob(self._pattern) if path != self.path]
+        return [path for path in self._parent.glob(self._pattern) if path.name != self.path.name]
 
     def close(self) -> None:
         """Removes it; a forked child has it not."""

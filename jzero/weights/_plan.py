@@ -160,15 +160,15 @@ class Planner:
     def plan(self) -> Plan:
         """The plan."""
         num, used, pairs = self._num_layers(), set[str](), list[Pair]()
-        origins: dict[str, str] = {}  # of what is made, what it is made of
-        for rule, tensors_found, named in zip(
+        for rule, matched, named in zip(
             self._layout.rules, self._of_tensors, self._of_leaves, strict=True
         ):
-            found: Mapping[Key, str] = tensors_found
+            found: Mapping[Key, str] = matched
             if self._leaves is None:
                 # Of rules for the same tensors the first one counts; a tied head comes with its tensor only.
-                is_absent = not found or (rule.tied and self._expected.lacks(found.values()))
-                if used & {*found.values()} or (rule.optional and is_absent):
+                if used & {*found.values()} or (rule.optional and not found):
+                    continue
+                if rule.tied and self._expected.lacks(found.values()):
                     continue
                 is_stacked = rule.is_layer and "{i}" not in rule.leaf_names[0]
             else:
@@ -178,17 +178,16 @@ class Planner:
                 if rule.tied and not found:
                     found = self._tied_to(rule)
             used |= {*found.values()}
-            for pair in self._pairs(rule, found, named, num, is_stacked):
-                pairs.append(pair)
-                made, sources = pair.leaves, pair.tensors
-                if self._tensors is None:
-                    made, sources = sources, made
-                if self._tensors is None or self._leaves is None:
-                    self._bad += [
-                        f"{name} would be of {origins[name]}, and of {sources[0]}"
-                        for name in made if name in origins
-                    ]  # fmt: skip
-                    origins |= dict.fromkeys(made, sources[0])
+            pairs += self._pairs(rule, found, named, num, is_stacked)
+        origins: dict[str, str] = {}  # of what is made, what it is made of
+        for pair in pairs:
+            made, (source, *_) = pair.leaves, pair.tensors
+            if self._tensors is None:
+                made, (source, *_) = pair.tensors, pair.leaves
+            self._bad += [
+                f"{name} would be of {origins[name]}, and of {source}" for name in made if name in origins
+            ]  # fmt: skip
+            origins |= dict.fromkeys(made, source)
         equal = self._equal(used)
         self._find_missing(used | {second for _, second in equal}, origins)
         self._refuse()
