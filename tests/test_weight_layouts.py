@@ -728,7 +728,7 @@ def test_keys_of_a_table_that_are_misspelt(tmp_path):
     folder = tmp_path / "tables"
     folder.mkdir()
     (folder / "t.json").write_text(json.dumps({"rules": [rule]}))
-    with pytest.raises(jzero.OptionError, match=r"t\.json': TypeError: .* unexpected keyword argument 'axis'"):
+    with pytest.raises(jzero.OptionError, match=r"t\.json': TypeError: .* unexpected .*'axis'"):
         jzero.export_weights(tmp_path, tmp_path / "out.safetensors", layout=folder / "t.json")
 
 
@@ -770,7 +770,7 @@ def test_ignored_tensors_of_files_without_the_base(tmp_path):
 def test_leaves_of_layers_are_numbered_from_0(tmp_path):
     leaves = {"layers/7/mlp/up_proj/kernel": np.ones((2, 2), np.float32)}
     ocp.PyTreeCheckpointer().save(tmp_path / "ck", {"params": tree_of(leaves)})
-    with pytest.raises(jzero.CheckpointError, match="leaf params/layers/7/mlp/up_proj/kernel is not in the layout"):
+    with pytest.raises(jzero.CheckpointError, match="leaf params/layers/7/.* is not in the layout"):
         jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
 
 

@@ -158,7 +158,6 @@ class Planner:
         self._bad += [f"leaf {name} is not in the layout" for name in named.left]
 
     def plan(self) -> Plan:
-        """The plan."""
         num, used, pairs = self._num_layers(), set[str](), list[Pair]()
         for rule, matched, named in zip(
             self._layout.rules, self._of_tensors, self._of_leaves, strict=True

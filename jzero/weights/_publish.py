@@ -133,9 +133,8 @@ def in_bucket(
         if num > 1:
             try:
                 _write_if(who, bucket, last, older and older.version)
-            except (
-                OptionError
-            ):  # Of another error nobody knows whether it was written all the same.
+            except OptionError:
+                # Of another error nobody knows whether it was written all the same.
                 _remove_quietly(bucket, sent)
                 raise
     parts = [x for x in there if _is_part(x, stem)]

@@ -65,9 +65,8 @@ class BucketFile:
 
     bucket: Bucket
     name: str
-    _spooled: dict[int, Any] = dataclasses.field(
-        default_factory=dict
-    )  # files, by where they begin in it
+    # Tensors on disk, by where they begin.
+    _spooled: dict[int, Any] = dataclasses.field(default_factory=dict)
     _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
