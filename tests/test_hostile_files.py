@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 import jzero
 from jzero import _json
 from jzero.checkpoint import _inspect
-from jzero.weights import _export, _import, _safetensors
+from jzero.weights import _export, _import, _safetensors, _sources
 
 SECONDS = 5  # of this process, for one file; the machine may be busy with others
 DEEP = b"[" * 10**5 + b"]" * 10**5
@@ -180,7 +180,7 @@ def as_ours(path: pathlib.Path) -> dict[str, Any]:
     data = path.read_bytes()
     return {
         t.name: (dtypes[t.dtype], t.shape, data[t.start : t.start + t.nbytes])
-        for t in _safetensors.read_header("test", path)
+        for t in _safetensors.read_header("test", _sources.find("test", path))
     }
 
 
@@ -245,18 +245,49 @@ def with_size(size: str) -> bytes:
 
 
 HEADERS = {
+    "empty": (b"", "it has no bytes 0 to 8"),
+    "too short": ((1000).to_bytes(8, "little") + b"{}", "it has no bytes 8 to 1008"),
+    "too long": (b"\xff" * 8 + b"{}", "its header would have 18446744073709551615 bytes, not 2 to"),
+    "no text": (file_of(b"\xff\xfe"), "its header is not JSON"),
+    "a list": (file_of([1, 2]), "its header is not a JSON object"),
+    "twice": (file_of(b'{"a": 1, "a": 2}'), "'a' is there twice"),
+    "no entry": (file_of({"a": {"dtype": "F32"}}), "a.shape is missing"),
+    "dtype": (file_of({"a": tensor([2], dtype="F4")}), "'a' has dtype 'F4', not one of F64, F32"),
+    "shape": (file_of({"a": tensor([-2])}), "'a' has shape [-2]"),
+    "size": (file_of({"a": tensor([2], [0, 4])}), "'a' has bytes [0, 4], not [0, 8]"),
+    "outside": (file_of({"a": tensor([2], [-8, 0])}), "'a' has bytes [-8, 0], not [0, 8]"),
+    "overlap": (file_of({"a": tensor([2]), "b": tensor([2], [4, 12])}, bytes(12)), "[4, 12], not [8, 16]"),
+    "gap": (file_of({"a": tensor([2]), "b": tensor([2], [12, 20])}, bytes(20)), "[12, 20], not [8, 16]"),
+    "cut": (file_of({"a": tensor([2])}, bytes(7)), "its tensors end at byte 77, and it does not"),
+    "none": (file_of({}, b""), "there are no tensors in it"),
+    "path": (
+        file_of({"a": tensor([2]), "a.b": tensor([2], [8, 16])}, bytes(16)),
+        "params/a would be a leaf, and have leaves below it",
+    ),
+    "same": (
+        file_of({"a/b": tensor([2]), "a.b": tensor([2], [8, 16])}, bytes(16)),
+        "params/a/b would be 2 leaves",
+    ),
+    "all that fails": (
+        file_of({"a": tensor([2], dtype="X"), "b": tensor([3], [8, 16]), "c": tensor([2], [16, 24])}),
+        "2 entries fail:\n  - 'a' has dtype 'X', not one of F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, "
+        "I16, I8, U64, U32, U16, U8, BOOL\n  - 'b' has bytes [8, 16], not [8, 20]\n",
+    ),
     "many digits": (with_size("1" + "0" * 4000), "an integer has 4001 digits, more than 640"),
     "300 digits": (with_size("1" + "0" * 300), "'a' has shape [0, 1000"),
     "no array": (with_size(str(2**62)), "'a' has shape [0, 4611686018427387904]"),
     "overflow": (file_of({"a": tensor([2**62, 2**62, 0])}), "'a' has shape [46"),
     "rank": (file_of({"a": tensor([1] * 33)}), "'a' has shape [1, 1, 1, 1, 1, 1, ...]"),
-    "true": (file_of({"a": tensor([2, True])}), "'a' has shape [2, True]"),
-    "true offset": (file_of({"a": tensor([1], [True, 5])}), "'a' has bytes True to 5"),
-    "float": (file_of({"a": tensor([2], [0, 8.0])}), "'a' has bytes 0 to 8.0"),
-    "minus zero": (file_of(json.dumps({"a": tensor([2])}).encode().replace(b"[0,", b"[-0,")), "-0.0 to 8"),
-    "backwards": (file_of({"a": tensor([2], [8, 0])}), "'a' has bytes 8 to 0, and needs 8"),
-    "offsets": (file_of({"a": tensor([2], [0, 8, 16])}), "'a' has no dtype, shape and data_offsets"),
-    "dtype list": (file_of({"a": tensor([2], dtype=["F32"])}), "'a' has no dtype, shape and data_offs"),
+    "true": (file_of({"a": tensor([2, True])}), "a.shape.1 is True, not an integer"),
+    "true offset": (file_of({"a": tensor([1], [True, 5])}), "a.data_offsets.0 is True, not an integer"),
+    "float": (file_of({"a": tensor([2], [0, 8.0])}), "a.data_offsets.1 is 8.0, not an integer"),
+    "minus zero": (
+        file_of(json.dumps({"a": tensor([2])}).encode().replace(b"[0,", b"[-0,")),
+        "a.data_offsets.0 is -0.0, not an int",
+    ),
+    "backwards": (file_of({"a": tensor([2], [8, 0])}), "'a' has bytes [8, 0], not [0, 8]"),
+    "offsets": (file_of({"a": tensor([2], [0, 8, 16])}), "'a' has bytes [0, 8, 16], not [0, 8]"),
+    "dtype list": (file_of({"a": tensor([2], dtype=["F32"])}), "a.dtype is ['F32'], not a text"),
     "long dtype": (file_of({"a": tensor([2], dtype="F" * 10**6)}), "has dtype 'FFFFFFF"),
     "metadata": (file_of({"__metadata__": {"a": 1}}, b""), "__metadata__.a is 1, not a text"),
     "metadata list": (file_of({"__metadata__": []}, b""), "__metadata__ is [], not an object"),
@@ -629,17 +660,16 @@ def test_a_link_is_no_lock(tmp_path, files):
         assert checkpointer.save(3, new_state())
 
 
-def test_a_link_is_no_lock_of_a_folder(tmp_path):
-    """What a killed export has left is not taken for one if its lock leads elsewhere."""
+def test_a_link_is_no_folder_of_an_import(tmp_path):
+    """It is not taken for what a killed import has left, and what it leads to stays."""
     save_file({"a": np.ones(2)}, tmp_path / "in.safetensors")
-    (left := tmp_path / ".ck-abcdefgh.tmp").mkdir()
-    (tmp_path / "other").write_text("kept")
-    (left / "lock").symlink_to(tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    (tmp_path / ".ck.tmp-abcdefgh").symlink_to(tmp_path / "other")
     with pytest.raises(
         jzero.CheckpointError, match="another process is writing it, in .*remove that"
     ):
         _import.import_(tmp_path / "in.safetensors", tmp_path / "ck")
-    assert (tmp_path / "other").read_text() == "kept"
+    assert (tmp_path / "other").is_dir()
 
 
 @contextlib.contextmanager

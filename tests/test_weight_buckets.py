@@ -13,7 +13,7 @@ import jzero
 from jzero.checkpoint import _seal, _stream
 from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
-from jzero.weights import _objects
+from jzero.weights import _publish
 
 OLD, NEW = 1.0, 2.0
 PARTS = "100B"  # of one tensor each
@@ -79,7 +79,7 @@ def test_an_export_replaces_an_export_of_either_form(parts, s3, checkpoints, tmp
 def test_two_exports_of_one_name(s3, checkpoints, tmp_path, monkeypatch):
     """The second begins and ends while the first is under way, which is told and removes its own."""
     jzero.export_weights(checkpoints[OLD], f"{s3}/m.safetensors", max_file_size=PARTS)
-    staging = _objects.staging
+    staging = _publish.staging
     done: list[bool] = []
 
     def other_machine(who, target):
@@ -87,14 +87,14 @@ def test_two_exports_of_one_name(s3, checkpoints, tmp_path, monkeypatch):
             done.append(True)
             # As of another machine, whose temporary directory is its own.
             monkeypatch.setattr(
-                _objects, "staging", lambda who, _: staging(who, opened(f"{s3}/other"))
+                _publish, "staging", lambda who, _: staging(who, opened(f"{s3}/other"))
             )
             jzero.export_weights(
                 checkpoints[NEW], f"{s3}/m.safetensors", max_file_size=PARTS, overwrite=True
             )
         return staging(who, target)
 
-    monkeypatch.setattr(_objects, "staging", other_machine)
+    monkeypatch.setattr(_publish, "staging", other_machine)
     with pytest.raises(jzero.OptionError, match="if another process wrote it just now"):
         jzero.export_weights(
             checkpoints[OLD], f"{s3}/m.safetensors", max_file_size=PARTS, overwrite=True
@@ -150,7 +150,7 @@ def test_limits_of_files(s3, checkpoints, monkeypatch):
         jzero.OptionError, match="A file is uploaded in one request: at most 512 MB"
     ):
         jzero.export_weights(checkpoints[NEW], f"{s3}/m.safetensors", max_file_size="1GB")
-    monkeypatch.setattr(_objects, "_MOST", 10)
+    monkeypatch.setattr(_publish, "_MOST", 10)
     with pytest.raises(
         jzero.CheckpointError, match="a tensor has .* bytes, more than the 10 of one request"
     ):

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 import jzero
 from jzero.checkpoint import _stored, _stream
 from jzero.cli._main import main
-from jzero.weights import _moves, _sources
+from jzero.weights import _axes, _sources
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM, DIM, HEADS, KV_HEADS, HEAD, INNER, VOCAB = 3, 8, 4, 2, 2, 12, 11
@@ -437,24 +437,27 @@ def test_own_rules_for_another_tree(tmp_path, monkeypatch):
     assert_same(load_file(tmp_path / "out.safetensors"), tensors)
 
 
-def test_queries_keys_and_values_in_one_leaf(tmp_path, capsys):
-    """Of grouped heads: which columns are whose, only a config says."""
+@pytest.mark.parametrize("heads", [(HEADS + 2 * KV_HEADS, HEAD), ((HEADS + 2 * KV_HEADS) * HEAD,)])
+def test_queries_keys_and_values_in_one_leaf(heads, tmp_path):
+    """Of grouped heads, with biases: which columns are whose, only a config says."""
+    tensors = values(decoder(bias="qkv"))
     shapes = {name: shape for name, shape in as_default(decoder()).items()
               if not any(f"/{x}_proj" in name for x in ("q", "k", "v", "gate", "up"))}  # fmt: skip
     for i in range(NUM):
-        shapes[f"layers/{i}/self_attn/qkv_proj/kernel"] = (DIM, (HEADS + 2 * KV_HEADS) * HEAD)
+        shapes[f"layers/{i}/self_attn/qkv_proj/kernel"] = (DIM, *heads)
+        shapes[f"layers/{i}/self_attn/qkv_proj/bias"] = heads
         shapes[f"layers/{i}/mlp/gate_up_proj/kernel"] = (DIM, 2 * INNER)
-    save_file(tensors := values(decoder()), tmp_path / "in.safetensors")
+    save_file(tensors, tmp_path / "in.safetensors")
     jzero.import_weights(
-        tmp_path / "in.safetensors", tmp_path / "ck", layout="llama", like=shapes_of(shapes)
+        tmp_path / "in.safetensors", tmp_path / "ck", layout="qwen", like=shapes_of(shapes)
     )
     leaf = leaves_of(tmp_path / "ck")["params/layers/1/self_attn/qkv_proj/kernel"]
     parts = [tensors[f"model.layers.1.self_attn.{x}_proj.weight"].T for x in "qkv"]
-    np.testing.assert_array_equal(leaf, np.concatenate(parts, 1))
+    np.testing.assert_array_equal(leaf.reshape(DIM, -1), np.concatenate(parts, 1))
     with pytest.raises(jzero.CheckpointError, match="how many each has is not known: pass config"):
-        jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
-    main(["export", str(tmp_path / "ck"), str(tmp_path / "out.safetensors"), "--layout", "llama",
+        jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="qwen")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **SIZES}))
+    main(["export", str(tmp_path / "ck"), str(tmp_path / "out.safetensors"), "--layout", "qwen",
           "--config", str(tmp_path / "config.json")])  # fmt: skip
     assert_same(load_file(tmp_path / "out.safetensors"), tensors)
 
@@ -522,50 +525,95 @@ def refused(tmp_path, tensors: Tensors, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_tensors_without_a_counterpart(tmp_path):
-    tensors = values(decoder())
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    tensors["model.layers.0.extra.weight"] = np.ones(3, np.float32)
-    said = refused(tmp_path, tensors)
-    assert "2 names fail" in said
-    assert "  - tensor model.layers.0.extra.weight is not in the layout\n" in said
-    assert "  - tensor model.layers.1.mlp.up_proj.weight is missing\n" in said
+def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.ones(shape, dtype)
 
 
-def test_shapes_that_do_not_fit(tmp_path):
-    tensors = values(decoder())
-    tensors["model.layers.1.self_attn.o_proj.weight"] = np.ones((3, 5), np.float32)
-    like = as_default(decoder()) | {"lm_head/kernel": (DIM, 99)}
-    said = refused(tmp_path, tensors, like=shapes_of(like))
-    assert "model.layers.0.self_attn.o_proj.weight is [8, 8], and model.layers.1" in said
-    assert "lm_head.weight [11, 8] and params/lm_head/kernel [8, 99] do not fit: b a -> a b" in said
+def like_default(**changes: Any) -> Any:
+    """The default tree; `None` for a leaf that is not there, `__` for `/` in its name."""
+    leaves = as_default(decoder()) | {name.replace("__", "/"): x for name, x in changes.items()}
+    return shapes_of({name: x for name, x in leaves.items() if x is not None})
 
 
-def test_leaves_without_a_counterpart(tmp_path):
-    like = as_default(decoder()) | {"head/kernel": (3, 3)}
-    del like["layers/2/mlp/up_proj/kernel"]
-    del like["norm/scale"]
-    said = refused(tmp_path, values(decoder()), like=shapes_of(like))
-    assert "leaf params/head/kernel is not in the layout" in said
-    assert "leaf [model/]layers/2/mlp/up_proj/kernel is missing" in said
-    assert "tensor model.norm.weight has no leaf" in said
+LAYER = "model.layers.1."
+LARGE = {"model.norm.weight": np.full(DIM, 1e30, np.float32)}
+LLAMA = {"model_type": "llama", **SIZES}
+OWN_HEAD = {"lm_head.weight": ones(VOCAB, DIM)}  # other values than the embedding's
+UNTIED = "lm_head.weight has no leaf, and other values than model.embed_tokens.weight"
+A_LAYOUT = "It is a WeightLayout, the name of one, or a file with one. There are llama, qwen"
+# Tensors in place of a model's (None: left out), options, and what is said.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "tensors": (
+        {f"{LAYER}mlp.up_proj.weight": None, "model.layers.0.extra.weight": ones(3)}, {},
+        ["2 names fail", "  - tensor model.layers.0.extra.weight is not in the layout\n",
+         f"  - tensor {LAYER}mlp.up_proj.weight is missing\n"],
+    ),
+    "shapes": (
+        {f"{LAYER}self_attn.o_proj.weight": ones(3, 5)}, {"like": like_default(lm_head__kernel=(DIM, 99))},
+        [f"{LAYER}self_attn.o_proj.weight [3, 5] and params/layers/1/self_attn",
+         "lm_head.weight [11, 8] and params/lm_head/kernel [8, 99] do not fit: b a -> a b"],
+    ),
+    "leaves": (
+        {}, {"like": like_default(head__kernel=(3, 3), layers__2__mlp__up_proj__kernel=None,
+                                  norm__scale=None)},
+        ["leaf params/head/kernel is not in the layout", "leaf [model/]layers/2/mlp/up_proj/kernel is",
+         "tensor model.norm.weight has no leaf"],
+    ),
+    "values": (LARGE, {"dtype": "fp16"}, [
+        "import params/norm/scale: it has values beyond the largest float16. No number"]),
+    "floats": (
+        {}, {"like": jax.tree.map(lambda x: x.update(dtype=jnp.int32), like_default())},
+        ["its tensors are float32, and the leaf is int32"],
+    ),
+    "dtypes": (
+        {f"{LAYER}mlp.up_proj.weight": ones(INNER, DIM, dtype=np.float16)},
+        {"layout": jzero.LAYOUTS["llama"].extended(jzero.WeightRule(
+            "model.layers.{i}.mlp.up_proj.weight", "up", "a b -> i a b"))},
+        ["params/up would be of tensors of float16 and float32"],
+    ),
+    "config": (
+        {}, {"config": {**LLAMA, "num_hidden_layers": 4, "vocab_size": 12}},
+        ["tensor model.embed_tokens.weight is [11, 8], and config says [12, 8]",
+         "there are 3 of the tensor layers.q_proj.weight, and config says 4"],
+    ),
+    "left over": (
+        {f"{LAYER[:-2]}{i}.self_attn.q_proj.bias": ones(HEADS * HEAD) for i in range(NUM)},
+        {"config": LLAMA}, ["self_attn.q_proj.bias is left over: config has none"],
+    ),
+    "tied by the tree": (OWN_HEAD, {"like": like_default(lm_head__kernel=None)}, [UNTIED]),
+    "tied by the config": (OWN_HEAD, {"config": LLAMA | {"tie_word_embeddings": True}}, [UNTIED]),
+    "another family": (
+        {**dict.fromkeys(decoder()), **values(gpt2())}, {},
+        ["no tensor of a layer is there", "tensor transformer.h.0.attn.c_attn.bias is not in the layout"],
+    ),
+    "numbers": (
+        {f"model.layers.{i}.mlp.up_proj.weight": ones(2, 2) for i in ("20000000", "9" * 5000)}, {},
+        ["tensor model.layers.20000000.mlp.up_proj.weight is not in the layout"],
+    ),
+    "dtype": ({}, {"dtype": "int8"}, ["dtype='int8'"]),
+    **{f"like {i}": ({}, {"like": like}, ["which has no shape and dtype"])
+       for i, like in enumerate([example, {"a": 3}])},
+    **{f"layout {x}": ({}, {"layout": x}, [A_LAYOUT]) for x in ("lama", "table.py:MINE", 3)},
+    "one leaf of two": (
+        {}, {"layout": jzero.LAYOUTS["llama"].extended(*(jzero.WeightRule(
+            f"model.layers.{{i}}.self_attn.{x}_proj.weight", "l/{i}/k/kernel", "a b -> b a") for x in "kv"))},
+        ["params/l/0/k/kernel would be of model.layers.0.self_attn.k_proj.weight, and of model.layers"],
+    ),
+    "one after the other": (
+        {}, {"layout": jzero.LAYOUTS["llama"].extended(jzero.WeightRule(
+            ("lm_head.weight", "model.norm.weight"), "x/kernel",
+            "x y -> y x"))},
+        ["lm_head.weight + model.norm.weight differ in more than their first dim"],
+    ),
+}  # fmt: skip
 
 
-def test_dtypes(tmp_path):
-    tensors = values(decoder())
-    tensors["model.norm.weight"] = np.full(DIM, 1e30, np.float32)
-    assert "it has values beyond the largest float16" in refused(tmp_path, tensors, dtype="fp16")
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), shapes_of(as_default(decoder()))
-    )
-    assert "its tensors are float32, and the leaf is int32" in refused(tmp_path, tensors, like=like)
-    tensors["model.layers.1.mlp.up_proj.weight"] = tensors[
-        "model.layers.1.mlp.up_proj.weight"
-    ].astype(np.float16)
-    leaves = {name: np.zeros(x) for name, x in as_default(decoder()).items()}
-    wanted = as_linen({f"params/{name}": x for name, x in leaves.items()}, True, False)
-    like = shapes_of({name.removeprefix("params/"): x.shape for name, x in wanted.items()})
-    assert "would be of tensors of float16 and float32" in refused(tmp_path, tensors, like=like)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name, tmp_path):
+    changes, options, texts = REFUSED[name]
+    tensors = {x: y for x, y in (values(decoder()) | changes).items() if y is not None}
+    said = refused(tmp_path, tensors, **options)
+    assert all(text in said for text in texts), said
 
 
 def test_a_tied_head(tmp_path):
@@ -583,19 +631,6 @@ def test_a_tied_head(tmp_path):
     jzero.import_weights(
         tmp_path / "both.safetensors", tmp_path / "tied", layout="llama", like=shapes_of(shapes)
     )
-    (tmp_path / "other").mkdir()
-    tensors["lm_head.weight"][3, 3] += 1
-    said = refused(tmp_path / "other", tensors, like=shapes_of(shapes))
-    assert "lm_head.weight has no leaf, and other values than model.embed_tokens.weight" in said
-
-
-def test_a_config_of_another_model(tmp_path):
-    config = {"model_type": "llama", **SIZES, "num_hidden_layers": 4, "vocab_size": 12}
-    said = refused(tmp_path, values(decoder()), config=config)
-    assert "tensor model.embed_tokens.weight is [11, 8], and config says [12, 8]" in said
-    assert "there are 3 of the tensor layers.q_proj.weight, and config says 4" in said
-    said = refused(tmp_path, values(decoder(bias="q")), config={"model_type": "llama", **SIZES})
-    assert "self_attn.q_proj.bias is left over: config has none" in said
 
 
 def test_exports_that_cannot_be(tmp_path):
@@ -622,15 +657,16 @@ def test_exports_that_cannot_be(tmp_path):
 RULES = [
     (("", "a"), "it has no tensor, or no leaf"),
     ((("a", "b"), ("c", "d"), "x -> x"), "it has several tensors and several leaves"),
-    ((("a.{i}", "b"), "c", "x -> x"), "some of its names have {i}"),
-    (("a", "b/{i}"), "its leaf has {i}, and its tensor has not"),
-    (("a.{i}.{i}", "b"), "a name has {i} twice"),
+    ((("a.{i}", "b"), "c", "x -> x"), "its tensors have {i} once each, or none"),
+    (("a", "b/{i}"), "and leaves only if tensors have it"),
+    (("a.{i}.{i}", "b"), "its tensors have {i} once each"),
     ((("a", "b"), "c"), "several need axes"),
     (("a", "b", "x y"), "it is not like (h k) d -> d h k"),
     (("a", "b", "x x -> x"), "an axis is there twice"),
     (("a", "b", "x -> y"), "x y is on one side only"),
-    ((("a", "b"), "c", "n x -> x"), "n is an axis of its tensors"),
-    (("a", ("b", "c"), "x -> x"), "n is an axis of its tensor, and counts its leaves"),
+    ((("a", "b"), "c", "n x -> x"), "n is on one side only"),
+    (("a", ("b", "c"), "x -> x"), "n is on one side only"),
+    (("a", ("b", "c"), "n x -> n x"), "n is an axis of one side, and counts the several of the other"),
     (("a.{i}", "b/{i}", "o i -> i o"), "i is the axis of layers"),
     (("a", "b", "o i -> i o"), "i is the axis of layers"),
     (("a", "b", "", True, "c.weight"), "no rule is for c.weight alone"),
@@ -649,19 +685,14 @@ def test_a_tuple_is_no_rule(tmp_path):
     assert "it is no WeightRule of texts" in refused(tmp_path, values(decoder()), layout=layout)
 
 
-def test_layouts_that_are_none(tmp_path, monkeypatch, capsys):
-    tensors = values(decoder())
-    for layout in ("lama", "table.py:MINE", 3):
-        said = refused(tmp_path, tensors, layout=layout)
-        assert (
-            "It is a WeightLayout, the name of one, or a file with one. There are llama, qwen"
-            in said
-        )
+def test_layouts_that_are_none(tmp_path, capsys):
     (tmp_path / "t.json").write_text(json.dumps({"extends": "lama", "rules": []}))
-    with pytest.raises(jzero.OptionError, match="layout='.*t.json': lama is not known"):
+    with pytest.raises(jzero.OptionError, match="layout='.*t.json': KeyError: 'lama'"):
         jzero.export_weights(
             tmp_path, tmp_path / "out.safetensors", layout=str(tmp_path / "t.json")
         )
+    with pytest.raises(jzero.OptionError, match="dtype='int8'"):
+        jzero.export_weights(tmp_path, tmp_path / "out.safetensors", dtype="int8")
     with pytest.raises(jzero.OptionError, match="config is given without a layout"):
         jzero.export_weights(tmp_path, tmp_path / "out.safetensors", config={})
     with pytest.raises(jzero.OptionError, match="like or config is given without a layout"):
@@ -671,48 +702,33 @@ def test_layouts_that_are_none(tmp_path, monkeypatch, capsys):
     assert "--like: " in capsys.readouterr().err
 
 
-def test_tensors_in_a_row_that_differ(tmp_path):
+def test_tensors_in_a_row_of_other_lengths(tmp_path):
     rule = jzero.WeightRule(("a.weight", "b.weight"), "ab/kernel", "x y -> y x")
-    tensors = {"a.weight": np.ones((2, 3), np.float32), "b.weight": np.ones((2, 4), np.float32)}
+    save_file({"a.weight": ones(2, 3), "b.weight": ones(5, 3)}, tmp_path / "in.safetensors")
     layout = jzero.WeightLayout("t", (rule,))
-    assert "a.weight + b.weight differ in more than their first dim" in refused(
-        tmp_path, tensors, layout=layout
-    )
-    tensors["b.weight"] = np.ones((5, 3), np.float32)
-    save_file(tensors, tmp_path / "in.safetensors")
     jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
     assert leaves_of(tmp_path / "ck")["params/ab/kernel"].shape == (3, 7)
 
 
 def test_a_read_is_the_rows_of_the_whole():
     """Every range of rows of rearranged arrays, against NumPy."""
-    left, right = _moves.parse("(h k) d -> (k h) d")
+    left, right = _axes.parse("(h k) d -> (k h) d")
     sizes = {"h": 3, "k": 4, "d": 2}
     x = np.arange(24).reshape(12, 2)
     whole = x.reshape(3, 4, 2).swapaxes(0, 1).reshape(12, 2)
-    move = _moves.Rearranged(_moves.Side((), left), _moves.Side((), right), sizes)
+    move = _axes.Rearranged(_axes.Side("", left), _axes.Side("", right), sizes)
     for start in range(12):
         for stop in range(start + 1, 13):
             found = move.read(0, slice(start, stop), lambda _, index: x[index])
             np.testing.assert_array_equal(found, whole[start:stop])
 
 
-def test_two_tensors_for_one_leaf(tmp_path):
-    """Of no `like`, which would say that the second has none."""
-    tensors = {f"l.{i}.{x}.weight": np.ones((2, 2), np.float32) for i in range(2) for x in "qk"}
-    rules = [jzero.WeightRule(f"l.{{i}}.{x}.weight", "l/{i}/q/kernel", "a b -> b a") for x in "qk"]
-    said = refused(tmp_path, tensors, layout=jzero.WeightLayout("mine", (*rules,)))
-    assert (
-        "leaf params/l/0/q/kernel would be of tensor l.{i}.q.weight, and of l.{i}.k.weight" in said
-    )
-
-
 def test_keys_of_a_table_that_are_misspelt(tmp_path):
-    rule = {"tensors": "a.weight", "leaves": "a/kernel", "axis": "a b -> b a", "optinal": True}
+    rule = {"tensors": "a.weight", "leaves": "a/kernel", "axis": "a b -> b a"}
     folder = tmp_path / "tables"
     folder.mkdir()
     (folder / "t.json").write_text(json.dumps({"rules": [rule]}))
-    with pytest.raises(jzero.OptionError, match=r"t\.json': axis, optinal is not known"):
+    with pytest.raises(jzero.OptionError, match=r"t\.json': TypeError: .* unexpected .*'axis'"):
         jzero.export_weights(tmp_path, tmp_path / "out.safetensors", layout=folder / "t.json")
 
 
@@ -751,22 +767,10 @@ def test_ignored_tensors_of_files_without_the_base(tmp_path):
     assert jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
 
 
-def test_the_layout_of_another_family(tmp_path):
-    said = refused(tmp_path, values(gpt2()))
-    assert "no tensor of a layer is there" in said
-    assert "tensor transformer.h.0.attn.c_attn.bias is not in the layout" in said
-
-
-def test_layers_are_numbered_from_0_without_gaps(tmp_path):
-    """However large a number in a name is."""
-    tensors = values(decoder())
-    tensors["model.layers.20000000.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
-    tensors[f"model.layers.{'9' * 5000}.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
-    said = refused(tmp_path, tensors)
-    assert "layer 3 is missing: layers are numbered up to 20000000" in said
+def test_leaves_of_layers_are_numbered_from_0(tmp_path):
     leaves = {"layers/7/mlp/up_proj/kernel": np.ones((2, 2), np.float32)}
     ocp.PyTreeCheckpointer().save(tmp_path / "ck", {"params": tree_of(leaves)})
-    with pytest.raises(jzero.CheckpointError, match="layer 0 is missing"):
+    with pytest.raises(jzero.CheckpointError, match="leaf params/layers/7/.* is not in the layout"):
         jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
 
 
@@ -810,22 +814,8 @@ def test_a_tied_model_whose_file_has_the_head_too(tmp_path):
         tmp_path / "in.safetensors", tmp_path / "ck", layout="llama", config=config
     )
     assert "params/lm_head/kernel" not in leaves_of(tmp_path / "ck")
-    (tmp_path / "other").mkdir()
-    tensors["lm_head.weight"][0, 0] += 1
-    said = refused(tmp_path / "other", tensors, config=config)
-    assert "lm_head.weight has no leaf, and other values than model.embed_tokens.weight" in said
 
 
-def test_options_of_another_type(tmp_path):
-    tensors = values(decoder())
-    assert "dtype='int8'" in refused(tmp_path, tensors, dtype="int8")
-    with pytest.raises(jzero.OptionError, match="dtype='int8'"):
-        jzero.export_weights(tmp_path, tmp_path / "out.safetensors", dtype="int8")
-    for like in (GPT2(), shapes_of, {"a": 3}):
-        assert "which has no shape and dtype" in refused(tmp_path, tensors, like=like)
-
-
-LLAMA = {"model_type": "llama", **SIZES}
 OTHERS = [
     {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -871,13 +861,10 @@ def test_the_example_imports_another_file_anew(tmp_path):
         assert (leaves_of(found)["params/norm/scale"] == value).all()
 
 
-@pytest.mark.parametrize("panel", [2**30, 2**20, 2**18])
-def test_columns_are_read_about_once(panel, tmp_path, monkeypatch):
-    """With all, or some, of those that come next; once for each panel if these are short."""
-    monkeypatch.setattr(_stream, "AT_ONCE", 2**16)
-    monkeypatch.setattr(_sources, "_PANEL", panel, raising=False)
+def test_columns_are_read_once(tmp_path):
     tensor = values({"a.weight": (512, 1024)})["a.weight"]
     tensor.tofile(path := tmp_path / "data")
+    file = _sources.find("test", path)
 
     def num_read() -> int:
         return int(re.findall(r"rchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[0])
@@ -885,26 +872,12 @@ def test_columns_are_read_about_once(panel, tmp_path, monkeypatch):
     before = num_read()
     for i in range(0, 1024, 32):
         index = [slice(0, 512), slice(i, i + 32)]
-        found = _sources.read_part(path, 0, tensor.shape, tensor.dtype, index)
+        found = _sources.read_part(file, 0, tensor.shape, tensor.dtype, index)
         np.testing.assert_array_equal(found, tensor[:, i : i + 32])
-    assert num_read() - before < (2 if panel >= 2**20 else 10) * tensor.nbytes
+    assert num_read() - before < 1.2 * tensor.nbytes
     path.write_bytes(b"")
-    _sources.panels.clear()
-    with pytest.raises((OSError, ValueError)):
-        _sources.read_part(path, 0, tensor.shape, tensor.dtype, index)
-
-
-def test_panels_keep_to_their_bound(tmp_path, monkeypatch):
-    """Of several tensors in turn, as two halves of one leaf."""
-    monkeypatch.setattr(_sources, "_PANEL", 2**12)
-    monkeypatch.setattr(_sources, "_PANELS", 2**13)
-    tensors = values(decoder())
-    save_file(tensors, path := tmp_path / "in.safetensors")
-    panels = _sources.Panels()
-    for start in range(5):
-        panels.columns(path, start, (64, 32), (0, 8), 4)
-        kept = sum(data.nbytes for *_, data in panels._kept.values())
-        assert 0 < kept <= 2**13
+    with pytest.raises(jzero.CheckpointError, match="it has no bytes"):
+        _sources.read_part(file, 0, tensor.shape, tensor.dtype, index)
 
 
 def test_a_directory_as_source(tmp_path):
@@ -920,24 +893,14 @@ def test_a_directory_as_source(tmp_path):
     assert jzero.import_weights(folder, tmp_path / "ck", layout="llama")
 
 
-def test_what_a_leaf_says_is_the_message(tmp_path):
-    """And not what wraps it."""
-    tensors = values(decoder())
-    tensors["model.norm.weight"] = np.full(DIM, 1e30, np.float32)
-    said = refused(tmp_path, tensors, dtype="fp16")
-    assert said.startswith(
-        "import params/norm/scale: it has values beyond the largest float16. No number"
-    )
-
-
 def test_a_user_s_files_that_cannot_be_used(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "exits_at_once.py").write_text("import sys; sys.exit(3)")
     (tmp_path / "cut.json").write_text('{"rules": [')
     (tmp_path / "other.json").write_text('{"rules": [{"tensors": 3}]}')
     found = {
-        "exits_at_once.py:X": "SystemExit: 3", "no.json": "there is no such file",
-        "cut.json": "it is not JSON", "other.json": "rules.0.tensors is 3, not a text; rules.0.leaves is",
+        "exits_at_once.py:X": "SystemExit: 3", "no.json": "FileNotFoundError: .* No such file",
+        "cut.json": "it is not JSON", "other.json": "TypeError: .* missing 1 required .*'leaves'",
     }  # fmt: skip
     for layout, text in found.items():
         with pytest.raises(jzero.OptionError, match=f"layout='{layout}': {text}"):

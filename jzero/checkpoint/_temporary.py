@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from jzero.checkpoint import _files
+
+_ATTEMPTS = 20  # to remove a folder, into which threads of a write that failed may still write
 
 
 class Temporary:
@@ -19,11 +23,15 @@ class Temporary:
       path: of it.
     """
 
-    def __init__(self, prefix: str, parent: Path):
+    def __init__(
+        self, prefix: str, parent: Path, ends: Callable[[Path], None] = lambda _: None
+    ):  # fmt: skip
+        """`ends` is called with each folder before it is removed."""
         _files.make_directory(parent)
-        self._pid = os.getpid()
-        for left in parent.glob(f"{prefix}*"):
-            _remove_dead(left)
+        self._pid, self._ends = os.getpid(), ends
+        self._pattern, self._parent = f"{glob.escape(prefix)}*", parent
+        for left in parent.glob(self._pattern):
+            _remove_dead(left, ends)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -32,18 +40,33 @@ class Temporary:
                 return
             os.close(self._fd)
 
+    def others(self) -> list[Path]:
+        """Those of processes that are alive, or may be."""
+        return [path for path in self._parent.glob(self._pattern) if path.name != self.path.name]
+
     def close(self) -> None:
         """Removes it; a forked child has it not."""
-        if os.getpid() == self._pid:
-            shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._fd)
+        try:
+            if os.getpid() == self._pid:
+                _remove(self.path, self._ends)
+        finally:
+            os.close(self._fd)
 
 
-def _remove_dead(path: Path) -> None:
+def _remove_dead(path: Path, ends: Callable[[Path], None]) -> None:
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if _files.try_lock(fd):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path, ends)
         finally:
             os.close(fd)
+
+
+def _remove(path: Path, ends: Callable[[Path], None]) -> None:
+    with contextlib.suppress(OSError):
+        ends(path)
+        for _ in range(_ATTEMPTS):
+            shutil.rmtree(path, ignore_errors=True)
+            if not path.exists():
+                return

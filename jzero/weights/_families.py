@@ -7,14 +7,15 @@ that of a norm a `scale`. Where heads have dims of their own, as in a DenseGener
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import runpy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from jzero import _json
 from jzero._errors import OptionError, message
-from jzero._json import Malformed, Maybe
+from jzero._json import Malformed
 from jzero.weights._layout import WeightLayout, WeightRule
 
 _T, _L = "model.layers.{i}.", "[model/]layers/{i}/"
@@ -38,10 +39,16 @@ def _decoder() -> Iterator[WeightRule]:
     yield WeightRule("model.norm.weight", "[model/]norm/scale|weight")
     yield WeightRule("lm_head.weight", "lm_head/kernel", _LINEAR, True, "model.embed_tokens.weight")
     # In one leaf: queries, keys and values one after the other; two equal halves.
-    qkv = tuple(f"{_T}self_attn.{x}_proj.weight" for x in "qkv")
-    yield WeightRule(qkv, f"{_A}qkv_proj/kernel", _LINEAR, True)
-    halves = tuple(f"{_T}mlp.{x}_proj.weight" for x in ("gate", "up"))
-    yield WeightRule(halves, f"{_L}mlp/gate_up_proj/kernel", "b a -> a (n b)", True)
+    qkv, halves = (
+        [f"{_T}self_attn.{x}_proj" for x in "qkv"],
+        [f"{_T}mlp.{x}_proj" for x in ("gate", "up")],
+    )
+    for names, leaf, kernel, bias in (
+        (qkv, f"{_A}qkv_proj", _INTO, "(h k) -> h k"),
+        (halves, f"{_L}mlp/gate_up_proj", "b a -> a (n b)", "b -> (n b)"),
+    ):
+        yield WeightRule(tuple(f"{x}.weight" for x in names), f"{leaf}/kernel", kernel, True)
+        yield WeightRule(tuple(f"{x}.bias" for x in names), f"{leaf}/bias", bias, True)
 
 
 def _head_norms() -> Iterator[WeightRule]:
@@ -97,68 +104,45 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 
-_FORM = {
-    "name": Maybe(str), "extends": Maybe(str), "base": Maybe(str), "ignored": Maybe([str]),
-    "rules": [{
-        "tensors": (str, [str]), "leaves": (str, [str]), "axes": Maybe(str), "optional": Maybe(bool),
-        "tied": Maybe(str),
-    }],
-}  # fmt: skip
 
-
-def layout_of(who: str, given: Any) -> WeightLayout:
-    """A layout, the name of one, or a file with one: `table.py:NAME` or `table.json`.
-
-    Raises:
-      OptionError: there is none, or a rule of it is none.
-    """
+def layout_or_none(who: str, given: Any, **needed_for: Any) -> WeightLayout | None:
+    """A layout, the name of one, or a file with one: `table.py:NAME` or `table.json`; None of None."""
+    if given is None:
+        if any(option is not None for option in needed_for.values()):
+            raise OptionError(message(
+                who, f"{' or '.join(needed_for)} is given without a layout", "They say what a layout makes.",
+                f"Add layout, one of {', '.join(LAYOUTS)}."))  # fmt: skip
+        return None
     given = found = os.fspath(given) if isinstance(given, os.PathLike) else given
     if isinstance(given, str) and (found := LAYOUTS.get(given)) is None:
         file, _, name = given.rpartition(":")
-        if given.endswith(".json"):
-            found = _from_json(who, given)
-        elif file.endswith(".py"):
-            try:
+        try:
+            if given.endswith(".json"):
+                found = _from_json(given)
+            elif file.endswith(".py"):
                 found = runpy.run_path(file).get(name)
-            except (Exception, SystemExit) as error:
-                raise _refused(who, f"{given!r}: {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:
+            said = "; ".join(error.args) if isinstance(error, Malformed) else (
+                f"{type(error).__name__}: {error}")  # fmt: skip
+            raise _refused(who, f"{given!r}: {said}") from error
     if not isinstance(found, WeightLayout):
         raise _refused(who, repr(given)[:200])
     found.check(who)
     return found
 
 
-def _from_json(who: str, path: str) -> WeightLayout:
-    if not os.path.isfile(path):
-        raise _refused(who, f"{path!r}: there is no such file")
-    try:
-        entries = _json.parse(_json.read_bytes(who, path))
-        bad: Sequence[str] = _json.check(entries, _FORM)
-    except Malformed as error:
-        bad = error.args
-    if bad:
-        raise _refused(who, f"{path!r}: {'; '.join(bad[:5])}")
-    unknown = entries.keys() - _FORM.keys()
-    unknown |= {key for entry in entries["rules"] for key in entry} - _FORM["rules"][0].keys()
-    if unknown or entries.get("extends") not in (None, *LAYOUTS):
-        raise _refused(
-            who, f"{path!r}: {', '.join(sorted(unknown)) or entries['extends']} is not known"
-        )
-    rules = [
-        WeightRule(
-            _names(entry["tensors"]), _names(entry["leaves"]), entry.get("axes") or "",
-            bool(entry.get("optional")), entry.get("tied") or "",
-        )
-        for entry in entries["rules"]
-    ]  # fmt: skip
-    own = LAYOUTS[entries["extends"]] if entries.get("extends") else WeightLayout(path, ())
-    changes = {key: entries[key] for key in ("name", "base") if entries.get(key) is not None}
-    ignored = (*own.ignored, *(entries.get("ignored") or ()))
-    return own.extended(*rules, ignored=ignored, **changes)
-
-
-def _names(found: Any) -> str | tuple[str, ...]:
-    return found if isinstance(found, str) else tuple(found)
+def _from_json(path: str) -> WeightLayout:
+    """Of `{"extends": "llama", "rules": [{"tensors": "a.weight", "leaves": "a/scale"}]}`."""
+    with _json.open_regular(path) as file:
+        entries = _json.parse(file.read(_json.MAX_BYTES))
+    own = LAYOUTS[entries.pop("extends")] if "extends" in entries else WeightLayout(path, ())
+    rules: list[dict[str, Any]] = [
+        {key: tuple(x) if isinstance(x, list) else x for key, x in rule.items()}
+        for rule in entries.pop("rules")
+    ]
+    ignored = entries.pop("ignored", [])
+    made = own.extended(*(WeightRule(**rule) for rule in rules), **entries)
+    return dataclasses.replace(made, ignored=(*made.ignored, *ignored))
 
 
 def _refused(who: str, found: str) -> OptionError:

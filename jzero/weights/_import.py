@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jzero import _json
@@ -24,11 +23,12 @@ from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._orbax import LeafSource
 from jzero.checkpoint._reading import LeafErrors
 from jzero.sharding.plan._stages import PARAMETER
-from jzero.weights import _complete, _objects, _private, _safetensors, _sources
-from jzero.weights._bindings import MadeArray, into_leaves
-from jzero.weights._families import LAYOUTS, layout_of
+from jzero.weights import _publish, _safetensors, _sources
+from jzero.weights._complete import Expected
+from jzero.weights._families import layout_or_none
 from jzero.weights._layout import WeightLayout
-from jzero.weights._safetensors import FLOATS, Tensor
+from jzero.weights._plan import Made, Pair, Planner, dtypes_of
+from jzero.weights._safetensors import FLOATS, Tensor, is_float
 from jzero.weights._sources import WeightFile
 
 WHO = "import"
@@ -42,7 +42,9 @@ class _Held(NamedTuple):
     file: WeightFile
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
-        return _sources.read_part(self.file, self.tensor.start, *self.tensor[2:0:-1], index)
+        return _sources.read_part(
+            self.file, self.tensor.start, self.tensor.shape, self.tensor.dtype, index
+        )
 
 
 def import_weights(
@@ -58,8 +60,7 @@ def import_weights(
     """Writes the tensors of a safetensors file, or of an index and its files, as an Orbax checkpoint.
 
     Without a layout a tensor `a.b` becomes the leaf `prefix/a/b`. Either path may be a URL of a bucket. In
-    memory is a block of a leaf's rows at a time; of tensors that a layout transposes also 1 GiB at most,
-    so that files are read about once.
+    memory is a block of a leaf's rows at a time.
 
     >>> import os, tempfile, numpy as np, jzero
     >>> from safetensors.numpy import save_file
@@ -93,124 +94,102 @@ def import_weights(
     _check_like(like)
     bucket = Bucket.of(WHO, checkpoint)
     _check_prefix(prefix)
-    path = _in_directory(_sources.find(WHO, source))
-    table = None if layout is None else layout_of(WHO, layout)
-    if table is None and (like is not None or config is not None):
-        raise OptionError(message(
-            WHO, "like or config is given without a layout", "They say what a layout makes of tensors.",
-            "Add layout, one of " + ", ".join(LAYOUTS) + "."))  # fmt: skip
+    file = _sources.find(WHO, source)
+    table = layout_or_none(WHO, layout, like=like, config=config)
     with contextlib.ExitStack() as stack:
-        stack.callback(_sources.panels.clear)
         if bucket is None:
-            directory = _new_directory(checkpoint)
+            directory = Path(os.path.abspath(_publish.checked_path(WHO, checkpoint)))
+            if os.path.lexists(directory):
+                raise OptionError(message(
+                    WHO, f"there is {directory} already", "A checkpoint is a new directory.",
+                    "Name another, or remove it."))  # fmt: skip
         else:
-            _objects.check_new(WHO, bucket)
-            folder = stack.enter_context(_objects.staging(WHO, bucket))
-            directory = folder / "checkpoint"
-        held = _indexed(path) if str(path).endswith(".json") else _in_file(path)
-        leaves = _as_they_are(held, prefix, path) if table is None else _laid_out(
-            held, table, like, prefix, path, config)  # fmt: skip
-        if dtype is not None:
-            leaves = {name: _in_dtype(name, leaf, dtype) for name, leaf in leaves.items()}
+            _publish.check_new(WHO, bucket)
+            directory = stack.enter_context(_publish.staging(WHO, bucket)) / "checkpoint"
+        held = _indexed(file) if str(file).endswith(".json") else _in_file(file)
+        types = {
+            "/".join(filter(None, [prefix, name])): leaf
+            for name, leaf in zip(leaf_names(like), jax.tree.leaves(like), strict=True)
+        }  # fmt: skip
+        who = f"{WHO} {file}"
+        pairs = (
+            [*_as_they_are(held, prefix)] if table is None
+            else _laid_out(who, held, table, types, prefix, config)
+        )  # fmt: skip
+        arrays = [array for pair in pairs for array in pair.as_leaves()]
+        _check_names(who, arrays)
+        own = {name: x.tensor.dtype for name, x in held.items()}
+        dtypes = dtypes_of(who, arrays, own, "tensors", "Convert the file first.")
+        leaves = {
+            array.name: _leaf(array, held, own, types.get(array.name), dtype)
+            for array, own in zip(arrays, dtypes, strict=True)
+        }  # fmt: skip
         try:
             _write(directory, leaves)
         except JzeroError:
             raise
         except Exception as error:
-            found = error.errors if isinstance(error, LeafErrors) else {"": error}
-            if own := next((x for x in found.values() if isinstance(x, JzeroError)), None):
-                raise own from error  # It says what to do.
-            bad = [f"{name and f'{name} '}could not be written: {type(x).__name__}: {x}"
-                   for name, x in found.items()]  # fmt: skip
-            raise CheckpointError(message(
-                f"{WHO} {directory}", bad, "Nothing was left of it.",
-                "Check the path, its permissions, and the space on its disk.", "leaves", shown=20,
-            )) from error  # fmt: skip
+            raise _not_written(directory, error) from error
         if bucket is not None:
-            _objects.upload(WHO, directory, bucket)
+            _publish.upload(WHO, directory, bucket)
     return len(leaves)
 
 
 import_ = import_weights  # as the command is called
 
 
-def _as_they_are(held: Mapping[str, _Held], prefix: str, path: WeightFile) -> dict[str, LeafSource]:
-    names = {tensor: _leaf_name(tensor, prefix) for tensor in held}
-    _check_names(names, path)
-    return {names[tensor]: _source(entry) for tensor, entry in held.items()}
+def _as_they_are(held: Mapping[str, _Held], prefix: str) -> Iterator[Pair]:
+    for name, (tensor, _) in held.items():
+        leaf = "/".join([*filter(None, [prefix]), *name.split(".")])
+        yield Pair.same(name, leaf, tensor.shape)
 
 
 def _laid_out(
-    held: Mapping[str, _Held], layout: WeightLayout, like: Any, prefix: str, path: WeightFile, config: Any
-) -> dict[str, LeafSource]:  # fmt: skip
-    """The leaves that a layout makes of tensors."""
-    shapes = {name: entry.tensor.shape for name, entry in held.items()}
-    if config is not None:
-        for first, second in _complete.tied(layout, shapes, config):
-            _check_equal(held[first], held[second], path)
-            del shapes[second]
-        _complete.check(WHO, path, layout, shapes, config)
-    wanted = {} if like is None else {
-        "/".join(filter(None, [prefix, name])): leaf
-        for name, leaf in zip(leaf_names(like), jax.tree.leaves(like), strict=True)
-    }  # fmt: skip
-    leaves = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
-    bound = into_leaves(f"{WHO} {path}", layout, shapes, leaves if wanted else None, prefix)
-    _check_names({name: name for name in (array.name for array in bound.arrays)}, path)
-    for first, second in bound.equal:
-        _check_equal(held[first], held[second], path)
-    made, bad = {}, []
-    for array in bound.arrays:
-        dtypes = {held[name].tensor.dtype for name in array.sources}
-        if len(dtypes) > 1:
-            bad.append(
-                f"{array.name} would be of tensors of {' and '.join(sorted(map(str, dtypes)))}"
-            )
-            continue
-        leaf = _array_source(array, held, dtypes.pop())
-        if array.name in wanted and (dtype := np.dtype(wanted[array.name].dtype)) != leaf.dtype:
-            leaf = _in_dtype(array.name, leaf, dtype)
-        made[array.name] = leaf
-    if bad:
+    who: str, held: Mapping[str, _Held], layout: WeightLayout, types: Mapping[str, Any], prefix: str,
+    config: Any,
+) -> list[Pair]:  # fmt: skip
+    """By a layout: of the leaves in `types`, if there are some."""
+    shapes, expected = {name: x.tensor.shape for name, x in held.items()}, Expected(layout, config)
+    wanted = {name: tuple(leaf.shape) for name, leaf in types.items()}
+    plan = Planner(
+        who, layout, expected, tensors=shapes, leaves=wanted or None, prefix=prefix
+    ).plan()  # fmt: skip
+    for first, second in plan.equal:
+        _check_equal(who, held[first], held[second])
+        del shapes[second]
+    expected.check(who, shapes)
+    return plan.pairs
+
+
+def _leaf(
+    array: Made, held: Mapping[str, _Held], own: np.dtype, like: Any, dtype: str | None
+) -> LeafSource:
+    """In another dtype only of floats, and if no number becomes infinite."""
+    wanted = own if like is None else np.dtype(like.dtype)
+    if dtype is not None and is_float(wanted):
+        wanted = np.dtype(FLOATS[dtype])
+    if own != wanted and not (is_float(own) and is_float(wanted)):
         raise CheckpointError(message(
-            f"{WHO} {path}", bad, "A leaf has one dtype.", "Convert the file first.", shown=20))  # fmt: skip
-    return made
-
-
-def _array_source(
-    array: MadeArray, held: Mapping[str, _Held], dtype: np.dtype
-) -> LeafSource:  # fmt: skip
-    def read(index: Any) -> np.ndarray:
-        if not math.prod(array.shape):
-            return np.empty(array.shape, dtype)
-        rows = slice(0, (*array.shape, 1)[0]) if index is ... else index
-        return array.read(rows, lambda name, part: held[name].read(part))
-
-    return LeafSource(array.shape, dtype, read)
-
-
-def _in_dtype(name: str, leaf: LeafSource, wanted: Any) -> LeafSource:
-    """A leaf of floats in another dtype, in which no number becomes infinite."""
-    dtype = np.dtype(FLOATS[wanted] if isinstance(wanted, str) else wanted)
-    if not (jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)):
-        if isinstance(wanted, str):
-            return leaf
-        raise CheckpointError(message(
-            f"{WHO} {name}", f"its tensors are {leaf.dtype}, and the leaf is {dtype}",
+            f"{WHO} {array.name}", f"its tensors are {own}, and the leaf is {wanted}",
             "Floats become other floats.", "Correct like."))  # fmt: skip
 
     def read(index: Any) -> np.ndarray:
-        made, fits = _safetensors.cast(leaf.read(index), dtype)
+        if not math.prod(array.shape):
+            return np.empty(array.shape, wanted)
+        rows = slice(0, (*array.shape, 1)[0]) if index is ... else index
+        values = array.read(rows, lambda name, part: held[name].read(part))
+        values, fits = _safetensors.cast(values, wanted)
         if not fits:
             raise CheckpointError(message(
-                f"{WHO} {name}", f"it has values beyond the largest {dtype}", "No number becomes infinite.",
+                f"{WHO} {array.name}", f"it has values beyond the largest {wanted}",
+                "No number becomes infinite.",
                 "Import another dtype; bf16 has the range of float32."))  # fmt: skip
-        return made
+        return values
 
-    return LeafSource(leaf.shape, dtype, read)
+    return LeafSource(array.shape, wanted, read)
 
 
-def _check_equal(first: _Held, second: _Held, path: WeightFile) -> None:
+def _check_equal(who: str, first: _Held, second: _Held) -> None:
     """That a tied tensor has the values of the one that has a leaf."""
     (one, other), same = (first.tensor, second.tensor), first.tensor[1:3] == second.tensor[1:3]
     rows = range(0, one.shape[0], max(_stream.AT_ONCE * one.shape[0] // max(one.nbytes, 1), 1))
@@ -219,31 +198,8 @@ def _check_equal(first: _Held, second: _Held, path: WeightFile) -> None:
         same = same and first.read(part).tobytes() == second.read(part).tobytes()
     if not same:
         raise CheckpointError(message(
-            f"{WHO} {path}", f"{other.name} has no leaf, and other values than {one.name}",
+            who, f"{other.name} has no leaf, and other values than {one.name}",
             "In a tree without a leaf for it, it is tied.", "Untie them in the model."))  # fmt: skip
-
-
-def _new_directory(checkpoint: str | Path) -> Path:
-    directory = Path(os.path.abspath(_private.checked_path(WHO, checkpoint)))
-    if os.path.lexists(directory):
-        _private.clear(WHO, directory)  # Whoever made it may have died just then.
-        raise OptionError(message(
-            WHO, f"there is {directory} already", "A checkpoint is a new directory.",
-            "Name another, or remove it."))  # fmt: skip
-    return directory
-
-
-def _in_directory(path: WeightFile) -> WeightFile:
-    """What a directory has, as Hugging Face calls it; of both what its loader takes. A file is itself."""
-    if not (isinstance(path, Path) and path.is_dir()):
-        return path
-    names = ("model.safetensors", "model.safetensors.index.json")
-    for name in names:
-        if (path / name).exists():
-            return path / name
-    raise CheckpointError(message(
-        f"{WHO} {path}", f"there is no {' or '.join(names)} in it", "Of a directory one of these is read.",
-        "Name the file, or its index."))  # fmt: skip
 
 
 def _check_like(like: Any) -> None:
@@ -256,7 +212,7 @@ def _check_like(like: Any) -> None:
 
 
 def _check_prefix(prefix: str) -> None:
-    if prefix and (problem := _problem(prefix.split("/"))):
+    if prefix and (problem := _problem(prefix)):
         raise OptionError(message(
             WHO, f"prefix={prefix!r:.100} {problem}", "It is a path in a tree.",
             "Leave it out for params."))  # fmt: skip
@@ -265,65 +221,59 @@ def _check_prefix(prefix: str) -> None:
 def _write(directory: Path, leaves: Mapping[str, LeafSource]) -> None:
     """Writes the checkpoint where nobody looks, and moves it when it is complete and on the disk."""
     notes = {"roles": dict.fromkeys(leaves, PARAMETER)}
-    with _parents(directory), _private.folder(f"{WHO} {directory}", directory) as folder:
-        written = folder / "checkpoint"
-        _stream.write_leaves(written, _nested(leaves), notes)
-        written.rename(directory)
-        _files.sync(directory.parent)
-
-
-@contextlib.contextmanager
-def _parents(directory: Path) -> Iterator[None]:
-    """Makes the directories that it is to be in; those that were missing go again if it is not made."""
     missing = [parent for parent in directory.parents if not parent.exists()]
     try:
-        _files.make_directory(directory.parent)
-        yield
+        with _publish.private(f"{WHO} {directory}", directory) as folder:
+            written = folder / "checkpoint"
+            _stream.write_leaves(written, _nested(leaves), notes)
+            written.rename(directory)
+            _files.sync(directory.parent)
     finally:
-        for parent in missing:
+        for parent in missing:  # Those that it was to be in, if it is not made.
             with contextlib.suppress(OSError):
                 parent.rmdir()  # It does nothing to those that are not empty.
 
 
-def _in_file(path: WeightFile) -> dict[str, _Held]:
-    return {tensor.name: _Held(tensor, path) for tensor in _safetensors.read_header(WHO, path)}
-
-
-def _indexed(path: WeightFile) -> dict[str, _Held]:
-    """All tensors of the files of an index, which must agree with it."""
-    weight_map = _weight_map(path)
-    files = {
-        name: _in_file(_sources.beside(path, name)) for name in sorted(set(weight_map.values()))
-    }
+def _not_written(directory: Path, error: Exception) -> JzeroError:
+    found = error.errors if isinstance(error, LeafErrors) else {"": error}
+    if own := next((x for x in found.values() if isinstance(x, JzeroError)), None):
+        return own  # It says what to do.
     bad = [
-        f"{tensor:.100} is not in {file}"
-        for tensor, file in weight_map.items()
-        if tensor not in files[file]
+        f"{name and f'{name} '}could not be written: {type(x).__name__}: {x}"
+        for name, x in found.items()
     ]
+    return CheckpointError(message(
+        f"{WHO} {directory}", bad, "Nothing was left of it.",
+        "Check the path, its permissions, and the space on its disk."))  # fmt: skip
+
+
+def _in_file(file: WeightFile) -> dict[str, _Held]:
+    return {tensor.name: _Held(tensor, file) for tensor in _safetensors.read_header(WHO, file)}
+
+
+def _indexed(index: WeightFile) -> dict[str, _Held]:
+    """All tensors of the files of an index, which must agree with it."""
+    form = {"weight_map": {str: str}}
+    weight_map = _json.decode(WHO, str(index), index.whole(WHO), form)["weight_map"]
+    bad = [
+        f"{shown(x)} is in {shown(name)}" for x, name in weight_map.items() if not _is_beside(name)
+    ]
+    if bad or not weight_map:
+        raise CheckpointError(message(
+            f"{WHO} {index}", bad or "its weight_map has no tensors",
+            "An index has a weight_map: for each tensor the name of a file beside it.",
+            "Name the index, or the only file, of an export.", "tensors"))  # fmt: skip
+    files = {name: _in_file(index.beside(name)) for name in sorted({*weight_map.values()})}
+    bad = [f"{x:.100} is not in {name}" for x, name in weight_map.items() if x not in files[name]]
     bad += [
-        f"{tensor:.100} in {file} is not in the index"
-        for file, tensors in files.items()
-        for tensor in tensors
-        if weight_map.get(tensor) != file
-    ]
+        f"{x:.100} in {name} is not in the index"
+        for name, held in files.items() for x in held if weight_map.get(x) != name
+    ]  # fmt: skip
     if bad:
         raise CheckpointError(message(
-            f"{WHO} {path}", bad, "An index names the tensors of its files, no more and no less.",
-            "Get index and files from one export.", "tensors", shown=20))  # fmt: skip
-    return {tensor: files[file][tensor] for tensor, file in weight_map.items()}
-
-
-def _weight_map(path: WeightFile) -> dict[str, str]:
-    data = _sources.read_whole(WHO, path)
-    found = _json.decode(WHO, str(path), data, {"weight_map": {str: str}})["weight_map"]
-    bad = [f"{shown(tensor)} is in {shown(file)}" for tensor, file in found.items()
-           if not _is_beside(file)]  # fmt: skip
-    if bad or not found:
-        raise CheckpointError(message(
-            f"{WHO} {path}", bad or "its weight_map has no tensors",
-            "An index has a weight_map: for each tensor the name of a file beside it.",
-            "Name the index, or the only file, of an export.", "tensors", shown=20))  # fmt: skip
-    return found
+            f"{WHO} {index}", bad, "An index names the tensors of its files, no more and no less.",
+            "Get index and files from one export.", "tensors"))  # fmt: skip
+    return {tensor: files[name][tensor] for tensor, name in weight_map.items()}
 
 
 def _is_beside(name: str) -> bool:
@@ -331,42 +281,33 @@ def _is_beside(name: str) -> bool:
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
-def _leaf_name(tensor: str, prefix: str) -> str:
-    return "/".join([*filter(None, [prefix]), *tensor.split(".")])
-
-
-def _check_names(names: Mapping[str, str], path: WeightFile) -> None:
+def _check_names(who: str, arrays: Sequence[Made]) -> None:
     """Leaves have different names, and none below them."""
-    parts = {tensor: name.split("/") for tensor, name in names.items()}
-    bad = [f"{shown(tensor)} {problem}" for tensor in names if (problem := _problem(parts[tensor]))]
-    bad = bad or _clashes([*names.values()])
-    if bad or not names:
-        raise CheckpointError(message(
-            f"{WHO} {path}", bad or "there are no tensors in it",
-            "A tensor's name is its path in a tree, with . for /.", "Rename it in the file.",
-            shown=20))  # fmt: skip
-
-
-def _problem(parts: Sequence[str]) -> str | None:
-    """Why no leaf can have a name of these parts."""
-    if not all(parts):
-        return "has an empty part between its dots and slashes"
-    if ".." in parts or "." in parts:
-        return "has a part of dots"
-    if not all(part.isprintable() for part in parts):
-        return "has characters that cannot be printed"
-    if (nbytes := len("/".join(parts).encode())) > _MAX_NAME:
-        return f"has {nbytes} bytes, more than {_MAX_NAME}"
-    return None
-
-
-def _clashes(names: Sequence[str]) -> list[str]:
-    times = Counter(names)
+    times = Counter(array.name for array in arrays)
     inner = {name[:i] for name in times for i, c in enumerate(name) if c == "/"}
-    bad = [f"{name} would be {num} leaves" for name, num in times.items() if num > 1]
-    return bad + [
+    bad = [f"{shown(x.sources[0])} {found}" for x in arrays if (found := _problem(x.name))]
+    bad = bad or [f"{name} would be {num} leaves" for name, num in times.items() if num > 1]
+    bad = bad or [
         f"{name} would be a leaf, and have leaves below it" for name in times if name in inner
     ]
+    if bad or not arrays:
+        raise CheckpointError(message(
+            who, bad or "there are no tensors in it", "A tensor's name is its path in a tree, with . for /.",
+            "Rename it in the file."))  # fmt: skip
+
+
+def _problem(name: str) -> str | None:
+    """Why no leaf can have a name."""
+    parts = name.split("/")
+    if not all(parts):
+        return "has an empty part between its dots and slashes"
+    if {".", ".."} & {*parts}:
+        return "has a part of dots"
+    if not name.isprintable():
+        return "has characters that cannot be printed"
+    if (nbytes := len(name.encode())) > _MAX_NAME:
+        return f"has {nbytes} bytes, more than {_MAX_NAME}"
+    return None
 
 
 def _nested(leaves: Mapping[str, LeafSource]) -> dict[str, Any]:
@@ -378,13 +319,3 @@ def _nested(leaves: Mapping[str, LeafSource]) -> dict[str, Any]:
             at = at.setdefault(key, {})
         at[last] = leaf
     return tree
-
-
-def _source(held: _Held) -> LeafSource:
-    tensor = held.tensor
-
-    def read(index: Any) -> np.ndarray:
-        rows = slice(None) if index is ... else index
-        return held.read([rows, *map(slice, tensor.shape[1:])][: len(tensor.shape)])
-
-    return LeafSource(tensor.shape, tensor.dtype, read)

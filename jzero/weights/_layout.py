@@ -13,12 +13,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jzero._errors import OptionError, message
-from jzero.weights import _moves
+from jzero.weights._axes import Dims, axes_of, parse
 
 LAYER, PART = "i", "n"  # axes: of layers, and of the tensors (or leaves) of a rule
-_NUMBER = re.compile(r"(?<![0-9A-Za-z])(0|[1-9][0-9]{0,8})(?![0-9A-Za-z])")
 TensorShape = tuple[int, ...]
-NameKey = tuple[int | None, int]  # a layer, or None for all or none; and which of the rule's names
+Key = tuple[int | None, int]  # a layer, or None for all or none; and which of the rule's names
+
+
+class Matched(NamedTuple):
+    """For each rule the names that are there; those of no rule; and how many layers are numbered, from 0."""
+
+    found: list[dict[Key, str]]
+    left: list[str]
+    num_layers: int
 
 
 class WeightRule(NamedTuple):
@@ -43,40 +50,37 @@ class WeightRule(NamedTuple):
 
     def __str__(self) -> str:
         notes = [self.axes, "optional" * self.optional, self.tied and f"or as {self.tied}"]
-        return f"{' + '.join(_each(self.tensors))} = {' + '.join(_each(self.leaves))}" + "".join(
-            f"; {note}" for note in notes if note
-        )
+        names = f"{' + '.join(self.tensor_names)} = {' + '.join(self.leaf_names)}"
+        return "; ".join([names, *filter(None, notes)])
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return (self.tensors,) if isinstance(self.tensors, str) else tuple(self.tensors)
+
+    @property
+    def leaf_names(self) -> tuple[str, ...]:
+        return (self.leaves,) if isinstance(self.leaves, str) else tuple(self.leaves)
 
     @property
     def is_layer(self) -> bool:
-        return "{i}" in _each(self.tensors)[0]
+        return "{i}" in self.tensor_names[0]
 
-    def tensor_names(self, layers: int) -> list[str]:
-        """Of all layers, in the order of their grid."""
-        return [
-            name.replace("{i}", str(i))
-            for i in range(layers if self.is_layer else 1)
-            for name in _each(self.tensors)
-        ]
+    def tensors_of(self, layer: int | None) -> list[str]:
+        return [numbered(name, layer) for name in self.tensor_names]
 
-    @property
-    def num_parts(self) -> int:
-        """Its tensors of a layer, or its leaves."""
-        return max(len(_each(self.tensors)), len(_each(self.leaves)))
-
-    @property
-    def is_unrolled(self) -> bool:
-        """Whether each layer has a leaf of its own, if nothing else is known."""
-        return "{i}" in _each(self.leaves)[0]
-
-    def leaf_names(self, layers: int) -> list[str]:
+    def leaves_of(self, layer: int | None, prefix: str) -> list[str]:
         """As they are called if nothing else is known."""
-        first = [next(_spellings(path)) for path in _each(self.leaves)]
         return [
-            name.replace("{i}", str(i))
-            for i in range(layers if self.is_unrolled else 1)
-            for name in first
+            "/".join(filter(None, [prefix, numbered(next(_spellings(path)), layer)]))
+            for path in self.leaf_names
         ]
+
+    def dims(self) -> tuple[Dims, Dims]:
+        """Those of its tensors, joined along the first dim if they are several; and those of a leaf."""
+        left, right = parse(self.axes)
+        if len(self.tensor_names) > 1 and PART in axes_of(right) and left:
+            left = ((PART, *left[0]), *left[1:])
+        return left, right
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,121 +111,97 @@ class WeightLayout:
 
         With another base, the names of its own rules begin with that.
         """
-        own = self
-        if (base := changes.get("base", self.base)) != self.base:
-            own = self._rebased(str(base))
-        return dataclasses.replace(own, rules=(*rules, *own.rules), **changes)  # type: ignore[arg-type]
+        base = str(changes.get("base", self.base))
 
-    def _rebased(self, base: str) -> WeightLayout:
         def renamed(name: str) -> str:
             return base + name.removeprefix(self.base) if name.startswith(self.base) else name
 
-        def all_renamed(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
-            return renamed(names) if isinstance(names, str) else tuple(map(renamed, names))
-
-        rules = tuple(
-            rule._replace(tensors=all_renamed(rule.tensors), tied=rule.tied and renamed(rule.tied))
+        own = (
+            rule._replace(
+                tensors=renamed(rule.tensors) if isinstance(rule.tensors, str)
+                else tuple(map(renamed, rule.tensors)),
+                tied=rule.tied and renamed(rule.tied),
+            )
             for rule in self.rules
-        )
-        return dataclasses.replace(self, rules=rules, ignored=tuple(map(renamed, self.ignored)))
+        )  # fmt: skip
+        changes = {"ignored": tuple(map(renamed, self.ignored)), **changes}
+        return dataclasses.replace(self, rules=(*rules, *own), **changes)  # type: ignore[arg-type]
 
     def other_base(self, names: Iterable[str]) -> str | None:
         """What names begin with where most would be the layout's with its base in place of that."""
-        wanted = tuple(
+        ends = [
             "." + name.removeprefix(self.base)
-            for rule in self.rules if rule.is_layer for name in _each(rule.tensors)
-        )  # fmt: skip
-        templates = {t for name in names for t, layer in _templates(name) if layer is not None}
-        bases = Counter(
-            template.removesuffix(end) + "."
-            for template in sorted(templates) for end in dict.fromkeys(wanted) if template.endswith(end)
-        )  # fmt: skip
+            for rule in self.rules if rule.is_layer for name in rule.tensors_of(0)
+        ]  # fmt: skip
+        bases = Counter(x.removesuffix(end) + "." for x in names for end in ends if x.endswith(end))
         return bases.most_common(1)[0][0] if bases else None
 
     def check(self, who: str) -> None:
-        """That every rule is one.
-
-        Raises:
-          OptionError: those that are none.
-        """
-        names = {rule.tensors for rule in self.rules if isinstance(rule, WeightRule)}
+        """That every rule is one."""
+        texts = [rule for rule in self.rules if _has_texts(rule)]
+        names = {rule.tensors for rule in texts}
         bad = [
-            f"{rule!r:.200}: it is no WeightRule of texts" for rule in self.rules if not _is_rule(rule)
-        ] or [
-            f"{rule}: {found}" for rule in self.rules if (found := _problem(rule))
-        ] or [
-            f"{rule}: no rule is for {rule.tied} alone" for rule in self.rules
-            if rule.tied and rule.tied not in names
-        ]  # fmt: skip
+            f"{rule!r:.200}: it is no WeightRule of texts"
+            for rule in self.rules
+            if rule not in texts
+        ]
+        bad += [f"{rule}: {found}" for rule in texts if (found := _problem(rule, names))]
         if bad:
             raise OptionError(message(
                 who, [f"layout {self.name}: {found}" for found in bad],
                 "A rule has a tensor for a leaf, several for one, or one for several.",
-                "Correct the rule.", "rules", shown=20))  # fmt: skip
+                "Correct the rule.", "rules"))  # fmt: skip
 
-    def match_tensors(self, names: Collection[str]) -> tuple[list[dict[NameKey, str]], list[str]]:
-        """For each rule, the tensors that it names; and those that no rule names."""
-        prefix = "" if any(name.startswith(self.base) for name in names) else self.base
-        index: dict[str, list[tuple[int, int]]] = {}
-        for number, rule in enumerate(self.rules):
-            for part, name in enumerate(_each(rule.tensors)):
-                index.setdefault(name, []).append((number, part))
-        found: list[dict[NameKey, str]] = [{} for _ in self.rules]
-        left = []
-        for name in names:
-            hits = [
-                (hit, layer)
-                for full in dict.fromkeys((name, prefix + name))
-                for template, layer in _templates(full)
-                for hit in index.get(template, ())
-            ]
-            for (number, part), layer in hits:
-                found[number][layer, part] = name
-            if not hits and not (self._ignores(name) or self._ignores(prefix + name)):
-                left.append(name)
-        return found, left
+    def match_tensors(self, names: Collection[str]) -> Matched:
+        base = "" if any(name.startswith(self.base) for name in names) else self.base
+        called = {base + name: name for name in names} | {name: name for name in names}
+        matched = _match([rule.tensor_names for rule in self.rules], called, names)
+        left = [x for x in matched.left if not (self._ignores(x) or self._ignores(base + x))]
+        return matched._replace(left=left)
 
-    def _ignores(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(t, x) for t, _ in _templates(name) for x in self.ignored)
-
-    def match_leaves(self, names: Collection[str]) -> tuple[list[dict[NameKey, str]], list[str]]:
-        """For each rule, the leaves that it names, all in one tree; and those that no rule names."""
+    def match_leaves(self, names: Collection[str]) -> Matched:
+        """All in one tree, wherever that is in the state; a leaf is that of the first rule that names it."""
         end = "/value" if all(name.endswith("/value") for name in names) else ""  # NNX's Variables
         folders = [name.rpartition("/")[0] for name in names]
-        common = os.path.commonpath(folders).split("/") if all(folders) else []
+        common = os.path.commonpath(folders).split("/") if folders and all(folders) else []
         roots = ["".join(f"{x}/" for x in common[:i]) for i in range(len(common) + 1)]
-        index: dict[str, tuple[int, int]] = {}
-        for number, rule in enumerate(self.rules):
-            for part, path in enumerate(_each(rule.leaves)):
-                for template in _spellings(path):
-                    index.setdefault(template, (number, part))
-        tried = [_match(names, root, end, index, len(self.rules)) for root in roots]
-        return min(tried, key=lambda each: len(each[1]))
+        given = [rule.leaf_names for rule in self.rules]
+        called = [{x.removeprefix(root).removesuffix(end): x for x in names} for root in roots]
+        return min(
+            (_match(given, each, names, once=True) for each in called), key=lambda x: len(x.left)
+        )
+
+    def _ignores(self, name: str) -> bool:
+        template = re.sub(r"\.\d+(?=\.)", ".{i}", name)
+        return any(fnmatch.fnmatchcase(x, each) for x in (name, template) for each in self.ignored)
+
+
+def numbered(name: str, layer: int | None) -> str:
+    return name if layer is None else name.replace("{i}", str(layer))
 
 
 def _match(
-    names: Collection[str], root: str, end: str, index: Mapping[str, tuple[int, int]], num: int
-) -> tuple[list[dict[NameKey, str]], list[str]]:
-    found: list[dict[NameKey, str]] = [{} for _ in range(num)]
-    left = []
-    for name in names:
-        hits = [
-            (index[template], layer)
-            for template, layer in _templates(name.removeprefix(root).removesuffix(end))
-            if template in index
-        ]
-        for (number, part), layer in hits[:1]:
-            found[number][layer, part] = name
-        if not hits:
-            left.append(name)
-    return found, left
-
-
-def _templates(name: str) -> Iterator[tuple[str, int | None]]:
-    """A name, and the same with `{i}` for a number in it."""
-    yield name, None
-    for number in _NUMBER.finditer(name):
-        yield f"{name[: number.start()]}{{i}}{name[number.end() :]}", int(number[0])
+    given: Sequence[tuple[str, ...]], called: Mapping[str, str], names: Iterable[str], once: bool = False
+) -> Matched:  # fmt: skip
+    """`called`: names by what rules may call them; `once`: whether each is of one rule only."""
+    spelled = [
+        [(part, x) for part, path in enumerate(paths) for x in _spellings(path)] for paths in given
+    ]
+    layered = [x for each in spelled for _, x in each if "{i}" in x]
+    num = next(
+        i for i in itertools.count() if not any(numbered(x, i) in called for x in layered)
+    )  # fmt: skip
+    found, taken = [], set[str]()
+    for each in spelled:
+        hits: dict[Key, str] = {}
+        for part, spelling in each:
+            for layer in range(num) if "{i}" in spelling else [None]:
+                name = called.get(numbered(spelling, layer))
+                if name is not None and not (once and name in taken):
+                    hits.setdefault((layer, part), name)
+        taken |= {*hits.values()}
+        found.append(hits)
+    return Matched(found, [name for name in names if name not in taken], num)
 
 
 def _spellings(path: str) -> Iterator[str]:
@@ -238,11 +218,7 @@ def _spellings(path: str) -> Iterator[str]:
             yield text.replace("/{i}", "")
 
 
-def _each(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _is_rule(rule: object) -> bool:
+def _has_texts(rule: object) -> bool:
     return isinstance(rule, WeightRule) and all(
         isinstance(x, str)
         for names in (rule.tensors, rule.leaves, rule.axes, rule.tied)
@@ -250,37 +226,30 @@ def _is_rule(rule: object) -> bool:
     )
 
 
-def _problem(rule: WeightRule) -> str | None:
-    tensors, leaves = _each(rule.tensors), _each(rule.leaves)
+def _problem(rule: WeightRule, names: Collection[object]) -> str | None:
+    tensors, leaves = rule.tensor_names, rule.leaf_names
     if not tensors or not leaves or not all([*tensors, *leaves]):
         return "it has no tensor, or no leaf"
     if len(tensors) > 1 and len(leaves) > 1:
         return "it has several tensors and several leaves"
-    if len({"{i}" in x for x in tensors}) > 1 or len({"{i}" in x for x in leaves}) > 1:
-        return "some of its names have {i}, and others not"
-    if "{i}" in leaves[0] and not rule.is_layer:
-        return "its leaf has {i}, and its tensor has not"
-    if any(x.count("{i}") > 1 for x in (*tensors, *leaves)):
-        return "a name has {i} twice"
+    layers = [{x.count("{i}") for x in each} for each in (leaves, tensors)]
+    if layers not in ([{0}, {0}], [{0}, {1}], [{1}, {1}]):
+        return "its tensors have {i} once each, or none has it; and leaves only if tensors have it"
+    if rule.tied and rule.tied not in names:
+        return f"no rule is for {rule.tied} alone"
     if not rule.axes:
         several = len(tensors) + len(leaves) > 2
         return "several need axes that say where each is" if several else None
     try:
-        left, right = _moves.parse(rule.axes)
+        left, right = map(axes_of, rule.dims())
     except ValueError as error:
         return str(error)
-    if any(LAYER in group for group in (left if rule.is_layer else (*left, *right))):
+    if LAYER in (left if rule.is_layer else [*left, *right]):
         return f"{LAYER} is the axis of layers, in one leaf for all: call this one otherwise"
-    sides = [{*_moves.Side((), dims).axes} - {LAYER} for dims in (left, right)]
-    if len(tensors) > 1:
-        sides = [sides[0], sides[1] - {PART}]
-        return f"{PART} is an axis of its tensors" if PART in sides[0] else _unequal(*sides)
     if len(leaves) > 1:
-        if PART not in sides[0] or PART in sides[1]:
-            return f"{PART} is an axis of its tensor, and counts its leaves"
-        sides = [sides[0] - {PART}, sides[1]]
-    return _unequal(*sides)
-
-
-def _unequal(left: set[str], right: set[str]) -> str | None:
-    return None if left == right else f"{' '.join(sorted(left ^ right))} is on one side only"
+        right = [*right, PART]  # which counts them
+    if any(sides.count(PART) > 1 for sides in (left, right)):
+        return f"{PART} is an axis of one side, and counts the several of the other"
+    if odd := {*left} ^ {*right} - {LAYER}:
+        return f"{' '.join(sorted(odd))} is on one side only"
+    return None

@@ -3,13 +3,14 @@
 
 A file is 8 bytes (the length of the header, little-endian), the header (JSON: dtype, shape and place of each
 tensor), and the tensors, one after the other without gaps. https://github.com/huggingface/safetensors
+Its library maps files, and reads none in a bucket.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,7 +19,6 @@ import numpy as np
 from jzero import _json
 from jzero._errors import CheckpointError, OptionError, message
 from jzero._json import Malformed, Maybe, shown
-from jzero.weights import _sources
 from jzero.weights._sources import WeightFile
 
 DTYPES: dict[str, np.dtype] = {
@@ -29,7 +29,7 @@ DTYPES: dict[str, np.dtype] = {
     "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = {
     "bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32,
     "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32,
@@ -37,6 +37,7 @@ FLOATS = {
 METADATA = "__metadata__"  # an entry that is no tensor
 _MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses longer ones
 _MAX_RANK = 32  # of arrays that tensorstore writes
+_ENTRY = {"dtype": str, "shape": [int], "data_offsets": [int]}
 _MAX_SIZE = 2**63  # of a dim, and of all but those of size 0; NumPy counts no further
 
 
@@ -61,16 +62,15 @@ def check_dtype(who: str, dtype: str | None) -> None:
             "Choose one of them."))  # fmt: skip
 
 
+def is_float(dtype: Any) -> bool:
+    return not str(dtype).endswith("string") and jnp.issubdtype(dtype, jnp.floating)
+
+
 def cast(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, bool]:
     """It in a dtype, and whether no number became infinite; itself if it has that dtype."""
     with np.errstate(over="ignore"):  # It will be found, and have a name.
         made = x.astype(dtype, copy=False)
     return made, made is x or np.array_equal(np.isfinite(x), np.isfinite(made))
-
-
-def can_hold(dtype: Any) -> bool:
-    """Whether the format has this dtype."""
-    return dtype in _NAMES
 
 
 def header(tensors: Sequence[Tensor], framework: str = "flax") -> bytes:
@@ -79,100 +79,62 @@ def header(tensors: Sequence[Tensor], framework: str = "flax") -> bytes:
     start = 0
     for t in tensors:
         offsets = [start, start := start + t.nbytes]
-        entries[t.name] = {"dtype": _NAMES[t.dtype], "shape": t.shape, "data_offsets": offsets}
+        entries[t.name] = {"dtype": NAMES[t.dtype], "shape": t.shape, "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(math.ceil(len(text) / 8) * 8)  # So tensors are aligned.
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(who: str, path: WeightFile) -> list[Tensor]:
-    """The tensors of a file, in the order of their data.
-
-    Raises:
-      CheckpointError: the file cannot be read, or is not whole and consistent.
-    """
+def read_header(who: str, file: WeightFile) -> list[Tensor]:
+    """The tensors of a file, in the order of their data."""
     try:
-        size = _sources.size(path)
-        length = int.from_bytes(_sources.read(path, 0, 8).tobytes(), "little")
-        most = _MAX_HEADER if size is None else min(size - 8, _MAX_HEADER)
-        if not 2 <= length <= most:
-            raise Malformed(f"its header would have {length} bytes, of {max(most, 0)} that follow")
-        entries = _entries(_sources.read(path, 8, length).tobytes())
-        tensors = sorted(_tensors(entries), key=lambda t: (t.start, t.nbytes))
-        _check_places(tensors, None if size is None else size - 8 - length)
-        _sources.check_end(path, 8 + length + sum(t.nbytes for t in tensors))
+        length = int.from_bytes(file.read(0, 8).tobytes(), "little")
+        if not 2 <= length <= _MAX_HEADER:
+            raise Malformed(f"its header would have {length} bytes, not 2 to {_MAX_HEADER}")
+        tensors = _parse(file.read(8, length).tobytes())
+        end = 8 + length + sum(t.nbytes for t in tensors)
+        if not file.ends_at(end):
+            raise Malformed(f"its tensors end at byte {end}, and it does not")
     except OSError as error:
         raise CheckpointError(message(
-            who, f"{path} cannot be read: {error.strerror}", "It is a safetensors file, or an index of some.",
+            who, f"{file} cannot be read: {error.strerror}", "It is a safetensors file, or an index of some.",
             "Correct the path, or its permissions.")) from error  # fmt: skip
     except Malformed as error:
         raise CheckpointError(message(
-            f"{who} {path}", list(error.args), "Its header says where in the file each tensor is.",
-            "It is damaged, incomplete, or no safetensors file: get it again.", "entries", shown=20,
+            f"{who} {file}", list(error.args), "Its header says where in the file each tensor is.",
+            "It is damaged, incomplete, or no safetensors file: get it again.", "entries"
         )) from error  # fmt: skip
     return [t._replace(start=t.start + 8 + length) for t in tensors]
 
 
-def _entries(text: bytes) -> Mapping[str, Any]:
-    """What a header says of each tensor, whatever that is."""
+def _parse(text: bytes) -> list[Tensor]:
+    """The tensors that a header says, one after the other without gaps; `start` is after the header."""
     entries = _json.parse(text, "its header")
-    if not isinstance(entries, dict) or text[:1] != b"{":
+    if type(entries) is not dict or text[:1] != b"{":
         raise Malformed("its header is not a JSON object")
-    if bad := _json.check(entries, {METADATA: Maybe({str: str})}):
+    bad = _json.check(entries, {METADATA: Maybe({str: str})})
+    entries.pop(METADATA, None)
+    if bad := bad or _json.check(entries, {str: _ENTRY}):
         raise Malformed(*bad)
-    return {name: entry for name, entry in entries.items() if name != METADATA}
-
-
-def _tensors(entries: Mapping[str, Any]) -> list[Tensor]:
-    found = [_tensor(name, entry) for name, entry in entries.items()]
-    if bad := [problem for problem in found if isinstance(problem, str)]:
-        raise Malformed(*bad)
-    return [t for t in found if isinstance(t, Tensor)]
-
-
-def _tensor(name: str, entry: Any) -> Tensor | str:
-    """A tensor, with where its data starts after the header; or what is wrong with it."""
-    match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]}:
-            if dtype not in DTYPES:
-                return f"{shown(name)} has dtype {shown(dtype)}, not one of {', '.join(DTYPES)}"
-            if not _is_shape(shape, DTYPES[dtype].itemsize):
-                return f"{shown(name)} has shape {shown(shape)}"
-            if not (_is_size(start) and _is_size(stop)):
-                return f"{shown(name)} has bytes {shown(start)} to {shown(stop)}"
-            tensor = Tensor(name, DTYPES[dtype], tuple(shape), start)
-            if stop - start != tensor.nbytes:
-                return f"{shown(name)} has bytes {start} to {stop}, and needs {tensor.nbytes}"
-            return tensor
-    return f"{shown(name)} has no dtype, shape and data_offsets, but {shown(entry)}"
-
-
-def _is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
-    """Whether an array can have it, empty ones included."""
-    if len(sizes) > _MAX_RANK or not all(map(_is_size, sizes)):
-        return False
-    return math.prod(size for size in sizes if size) * itemsize < _MAX_SIZE
-
-
-def _is_size(value: Any) -> bool:
-    """Whether it is a count; true is none."""
-    return type(value) is int and 0 <= value < _MAX_SIZE
-
-
-def _check_places(tensors: Iterable[Tensor], nbytes: int | None) -> None:
-    """One after the other, without gaps, to the end of the file."""
-    bad, end = [], 0
-    for t in tensors:
-        if t.start < end:
-            bad.append(
-                f"{shown(t.name)} begins at byte {t.start}, before the end of the one before, {end}"
-            )
-        elif t.start > end:
-            bad.append(
-                f"{shown(t.name)} begins at byte {t.start}, and nothing is said of those from {end}"
-            )
-        end = t.start + t.nbytes
-    if nbytes is not None and end != nbytes:
-        bad.append(f"tensors have {end} bytes, and {nbytes} follow the header")
+    tensors, end = [], 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = end, [end, *entry["data_offsets"]][-1]
+        if problem := _problem(entry):
+            bad.append(f"{shown(name)} {problem}")
+            continue
+        tensor = Tensor(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
+        if entry["data_offsets"] != (place := [start, start + tensor.nbytes]):
+            bad.append(f"{shown(name)} has bytes {shown(entry['data_offsets'])}, not {place}")
+        tensors.append(tensor)
     if bad:
         raise Malformed(*bad)
+    return tensors
+
+
+def _problem(entry: Mapping[str, Any]) -> str | None:
+    if (dtype := entry["dtype"]) not in DTYPES:
+        return f"has dtype {shown(dtype)}, not one of {', '.join(DTYPES)}"
+    sizes = entry["shape"]
+    nbytes = math.prod(size for size in sizes if size) * DTYPES[dtype].itemsize
+    is_shape = len(sizes) <= _MAX_RANK and all(0 <= size < _MAX_SIZE for size in sizes)
+    return None if is_shape and nbytes < _MAX_SIZE else f"has shape {shown(sizes)}"

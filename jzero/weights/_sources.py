@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import math
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,44 @@ from jzero import _json
 from jzero._errors import CheckpointError, message
 from jzero.checkpoint import _stream
 from jzero.checkpoint._bucket import Bucket
-from jzero.offload.memory import _available
+
+_NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+)  # Hugging Face's loader takes the first.
+_SPOOLED = 8  # tensors of an object that are on disk, since one leaf may be of several
+
+
+@dataclasses.dataclass
+class LocalFile:
+    """A file on disk. Nothing is mapped: one that becomes shorter is an error, and no SIGBUS."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def beside(self, name: str) -> LocalFile:
+        return LocalFile(self.path.parent / name)
+
+    def whole(self, who: str) -> bytes:
+        return _json.read_bytes(who, self.path)
+
+    def ends_at(self, end: int) -> bool:
+        with _json.open_regular(self.path) as file:
+            return os.fstat(file.fileno()).st_size == end
+
+    def read(self, start: int, nbytes: int) -> np.ndarray:
+        with _json.open_regular(self.path) as file:
+            data = np.fromfile(file, np.uint8, nbytes, offset=start)
+        _check(self, start, nbytes, len(data))
+        return data
+
+    @contextlib.contextmanager
+    def opened(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """A descriptor, and where some bytes begin in what it is of."""
+        with _json.open_regular(self.path) as file:
+            yield file.fileno(), start
 
 
 @dataclasses.dataclass
@@ -29,186 +65,98 @@ class BucketFile:
 
     bucket: Bucket
     name: str
-    _spooled: tuple[int, Any] | None = (
-        None  # where in it a tensor begins that is on disk, and the file
-    )
+    # Tensors on disk, by where they begin.
+    _spooled: dict[int, Any] = dataclasses.field(default_factory=dict)
+    _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
         return str(self.bucket / self.name)
 
-    def read(self, start: int, nbytes: int) -> np.ndarray:
-        data = np.empty(nbytes, np.uint8)
-        for at in range(0, nbytes, _stream.AT_ONCE):
-            stop = min(at + _stream.AT_ONCE, nbytes)
-            found = self.bucket.read_range(self.name, start + at, start + stop)
-            data[at:stop] = np.frombuffer(found, np.uint8)
-        return data
+    def beside(self, name: str) -> BucketFile:
+        return BucketFile(self.bucket, name)
 
-    def has(self, start: int) -> bool:
-        """Whether it has a byte there."""
+    def whole(self, who: str) -> bytes:
+        if (found := self.bucket.read(self.name)) is None:
+            raise CheckpointError(message(
+                who, f"there is no {self}", "It is a safetensors file, or an index of some.",
+                "Correct its name."))  # fmt: skip
+        return found.data
+
+    def ends_at(self, end: int) -> bool:
+        return self._has(end - 1) and not self._has(end)  # Nobody says how many it has.
+
+    def read(self, start: int, nbytes: int) -> np.ndarray:
+        parts = [np.frombuffer(part, np.uint8) for part in self._parts(start, nbytes)]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+
+    @contextlib.contextmanager
+    def opened(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """From then on they are on disk: who reads columns reads each of them several times."""
+        with self._lock:
+            if start not in self._spooled:
+                if len(self._spooled) == _SPOOLED:
+                    del self._spooled[next(iter(self._spooled))]
+                self._spooled[start] = tempfile.TemporaryFile()
+                self._spooled[start].writelines(self._parts(start, nbytes))
+                self._spooled[start].flush()
+            file = self._spooled[start]
+        yield file.fileno(), 0
+
+    def _parts(self, start: int, nbytes: int) -> Iterator[bytes]:
+        for at in range(start, start + nbytes, _stream.AT_ONCE):
+            stop = min(at + _stream.AT_ONCE, start + nbytes)
+            yield self.bucket.read_range(self.name, at, stop)
+
+    def _has(self, at: int) -> bool:
         try:
-            return len(self.bucket.read_range(self.name, start, start + 1)) == 1
+            return bool(self.bucket.read_range(self.name, at, at + 1))
         except CheckpointError:
             return False
 
-    def spooled(self, start: int, nbytes: int) -> Any:
-        """A file of some bytes, for those who read them several times; until they ask for others."""
-        if self._spooled is None or self._spooled[0] != start:
-            self._spooled = start, tempfile.TemporaryFile()
-            for at in range(0, nbytes, _stream.AT_ONCE):
-                self._spooled[1].write(
-                    self.read(start + at, min(_stream.AT_ONCE, nbytes - at)).tobytes()
-                )
-            self._spooled[1].flush()
-        return self._spooled[1]
 
-
-WeightFile = Path | BucketFile
-
-
-def beside(source: WeightFile, name: str) -> WeightFile:
-    """Another file of the same directory."""
-    return source.parent / name if isinstance(source, Path) else BucketFile(source.bucket, name)
+WeightFile = LocalFile | BucketFile
 
 
 def find(who: str, path: str | os.PathLike[str]) -> WeightFile:
-    """The file of a path or a URL."""
-    bucket = Bucket.of(who, path)
-    if bucket is None:
-        return Path(path)
-    above, _, name = bucket.prefix.rpartition("/")
-    return BucketFile(dataclasses.replace(bucket, prefix=above), name)
-
-
-def read_whole(who: str, source: WeightFile) -> bytes:
-    """A small file.
-
-    Raises:
-      CheckpointError: it cannot be read, or there is none.
-    """
-    if isinstance(source, Path):
-        return _json.read_bytes(who, source)
-    found = source.bucket.read(source.name)
-    if found is None:
-        raise CheckpointError(message(
-            who, f"there is no {source}", "It is a safetensors file, or an index of some.",
-            "Correct its name."))  # fmt: skip
-    return found.data
-
-
-def size(source: WeightFile) -> int | None:
-    """Bytes of a file; of an object nobody says."""
-    if isinstance(source, BucketFile):
-        return None
-    with _json.open_regular(source) as file:
-        return os.fstat(file.fileno()).st_size
-
-
-def check_end(source: WeightFile, end: int) -> None:
-    """That an object ends there.
-
-    Raises:
-      Malformed: it ends elsewhere.
-    """
-    if isinstance(source, BucketFile) and (source.has(end) or not source.has(end - 1)):
-        raise _json.Malformed(f"its tensors end at byte {end}, and it does not")
-
-
-def read(source: WeightFile, start: int, nbytes: int) -> np.ndarray:
-    """Some bytes. Nothing is mapped: a file that becomes shorter is an error, and no SIGBUS."""
-    if isinstance(source, BucketFile):
-        return source.read(start, nbytes)
-    with _json.open_regular(source) as file:
-        return np.fromfile(file, np.uint8, nbytes, offset=start)
+    """The file of a path or a URL, or that which Hugging Face's loader takes of a directory."""
+    if (bucket := Bucket.of(who, path)) is not None:
+        above, _, name = bucket.prefix.rpartition("/")
+        return BucketFile(dataclasses.replace(bucket, prefix=above), name)
+    if not os.path.isdir(path):
+        return LocalFile(Path(path))
+    if found := [Path(path, name) for name in _NAMES if Path(path, name).exists()]:
+        return LocalFile(found[0])
+    raise CheckpointError(message(
+        f"{who} {path}", f"there is no {' or '.join(_NAMES)} in it", "Of a directory one of these is read.",
+        "Name the file, or its index."))  # fmt: skip
 
 
 def read_part(
-    source: WeightFile, start: int, shape: Sequence[int], dtype: np.dtype, index: Sequence[slice]
+    file: WeightFile, start: int, shape: Sequence[int], dtype: np.dtype, index: Sequence[slice]
 ) -> np.ndarray:
-    """A part of an array that begins at `start`: of whole rows, or of columns."""
-    if not shape:
-        return read(source, start, dtype.itemsize).view(dtype).reshape(())
-    row = dtype.itemsize * math.prod(shape[1:])
-    first, stop, _ = index[0].indices(shape[0])
-    cuts = [cut.indices(size)[:2] for cut, size in zip(index[1:], shape[1:], strict=True)]
-    if all(cut == (0, size) for cut, size in zip(cuts, shape[1:], strict=True)):
-        data = read(source, start + first * row, (stop - first) * row)
-        return data.view(dtype).reshape(stop - first, *shape[1:])
-    each = dtype.itemsize * math.prod(shape[2:])
-    low, high = (each * end for end in cuts[0])
-    panel = panels.columns(source, start + first * row, (stop - first, row), (low, high), each)
-    part = panel.view(dtype).reshape(stop - first, -1, *shape[2:])
-    return part[(slice(None), slice(None), *(slice(*cut) for cut in cuts[1:]))].copy()
+    """A part of an array that begins at `start`: whole rows at once, or of each row what lies together.
 
-
-_PANEL, _PANELS = 2**29, 2**30  # bytes of one panel, and of all that are kept
-_SHORT = 1024  # bytes; shorter parts of rows are not read one by one
-
-
-class Panels:
-    """Columns of tensors, of which a leaf's next rows take some more: a file is read about once.
-
-    They take at most `_PANELS` bytes, and each a quarter of the memory that is available.
+    Nothing is kept: columns that are next to each other come from the system's cache.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[tuple[str, int, int], tuple[int, int, np.ndarray]] = {}
-
-    def clear(self) -> None:
-        with self._lock:
-            self._kept.clear()
-
-    def columns(
-        self, source: WeightFile, start: int, shape: tuple[int, int], columns: tuple[int, int], each: int
-    ) -> np.ndarray:  # fmt: skip
-        """Some columns of the bytes [rows, row] from `start`, which are multiples of `each`."""
-        (rows, row), (low, high) = shape, columns
-        key = str(source), start, rows
-        with self._lock:
-            first, last, data = self._kept.get(key, (0, 0, np.empty((rows, 0), np.uint8)))
-            if not first <= low <= high <= last:
-                self._kept.pop(key, None)
-                left = _available.available()
-                most = _PANEL if left is None else min(_PANEL, left // 4)
-                width = max(most // max(rows, 1) // each * each, high - low)
-                first, last = (0, row) if width >= row else (low, min(low + width, row))
-                while self._kept and (
-                    rows * (last - first) + sum(x.nbytes for *_, x in self._kept.values()) > _PANELS
-                ):
-                    del self._kept[next(iter(self._kept))]
-                data = _read_columns(source, start, shape, first, last)
-                self._kept[key] = first, last, data
-        return np.ascontiguousarray(data[:, low - first : high - first])
+    if not shape:
+        return file.read(start, dtype.itemsize).view(dtype).reshape(())
+    row, each = (dtype.itemsize * math.prod(shape[i:]) for i in (1, 2))
+    rows, *cuts = (slice(*x.indices(size)) for x, size in zip(index, shape, strict=True))
+    begin, num = start + rows.start * row, rows.stop - rows.start
+    if all(cut == slice(0, size, 1) for cut, size in zip(cuts, shape[1:], strict=True)):
+        return file.read(begin, num * row).view(dtype).reshape(num, *shape[1:])
+    first, width = each * cuts[0].start, each * (cuts[0].stop - cuts[0].start)
+    data = np.empty((num, width), np.uint8)
+    with file.opened(start, shape[0] * row) as (fd, at), data.data.cast("B") as view:
+        for i in range(num):
+            from_start = rows.start * row + i * row + first
+            part = view[i * width : (i + 1) * width]
+            _check(file, start + from_start, width, os.preadv(fd, [part], at + from_start))
+    return data.view(dtype).reshape(num, -1, *shape[2:])[(slice(None), slice(None), *cuts[1:])]
 
 
-panels = Panels()  # of the imports of this process
-
-
-def _read_columns(
-    source: WeightFile, start: int, shape: tuple[int, int], first: int, last: int
-) -> np.ndarray:
-    (rows, row), width = shape, last - first
-    if width == row:
-        return read(source, start, rows * row).reshape(shape)
-    data = np.empty((rows, width), np.uint8)
-    with contextlib.ExitStack() as stack:
-        if isinstance(source, BucketFile):
-            file, start = source.spooled(start, rows * row), 0
-        else:
-            file = stack.enter_context(_json.open_regular(source))
-        each = 1 if width >= _SHORT else max(_stream.AT_ONCE // row, 1)
-        for i in range(0, rows, each):
-            some = data[i : i + each]
-            at, nbytes = start + i * row, (len(some) - 1) * row + last
-            if each == 1:
-                at, nbytes = at + first, width
-            found = os.pread(file.fileno(), nbytes, at)
-            if len(found) < nbytes:
-                raise OSError(errno.EIO, f"{source} became shorter")
-            if each == 1:
-                some[0] = np.frombuffer(found, np.uint8)
-            else:
-                found = found.ljust(len(some) * row, b"\0")
-                some[:] = np.frombuffer(found, np.uint8).reshape(-1, row)[:, first:last]
-    return data
+def _check(file: WeightFile, start: int, nbytes: int, found: int) -> None:
+    if found < nbytes:
+        raise CheckpointError(message(
+            str(file), f"it has no bytes {start} to {start + nbytes}", "It is a safetensors file.",
+            "It is damaged or incomplete, or was replaced meanwhile: get it again."))  # fmt: skip

@@ -16,35 +16,29 @@ from typing import NamedTuple
 import numpy as np
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim its axes, outermost first
-Ranges = dict[str, tuple[int, int]]  # of each axis a range
+Box = Mapping[str, tuple[int, int]]  # of each axis a range
 # Reads a part of the array with this number: a slice of each dim.
 Read = Callable[[int, tuple[slice, ...]], np.ndarray]
 
 
 class Side(NamedTuple):
-    """Some equal arrays.
+    """Equal arrays.
 
     Attributes:
-      grid: the axes that number them.
+      counter: the axis that numbers them; empty if there is one array.
       dims: the axes of each.
     """
 
-    grid: tuple[str, ...]
+    counter: str
     dims: Dims
 
     @property
     def axes(self) -> list[str]:
-        return [*self.grid, *itertools.chain(*self.dims)]
+        return [*filter(None, [self.counter]), *axes_of(self.dims)]
 
 
 class Rearranged(NamedTuple):
-    """Arrays of one side as arrays of the other.
-
-    Attributes:
-      source: what is read.
-      made: what is made of it; of the same axes.
-      sizes: of all axes.
-    """
+    """Arrays of one side as arrays of the other, whose axes are the same; `sizes` has all of them."""
 
     source: Side
     made: Side
@@ -52,27 +46,21 @@ class Rearranged(NamedTuple):
 
     def read(self, number: int, rows: slice, read: Read) -> np.ndarray:
         """Some rows of an array that is made; all of it if it has no dims."""
-        at = np.unravel_index(number, [self.sizes[axis] for axis in self.made.grid] or [1])
         box = {axis: (0, size) for axis, size in self.sizes.items()}
-        box |= {axis: (int(i), int(i) + 1) for axis, i in zip(self.made.grid, at, strict=False)}
+        if self.made.counter:
+            box[self.made.counter] = number, number + 1
         if not self.made.dims:
-            return self._box(box, read)
-        parts = [
-            self._box({**box, **part}, read)
-            for part in _boxes(self.made.dims[0], self.sizes, rows.start, rows.stop)
-        ]
+            return self._read_box(box, read)
+        boxes = _boxes(self.made.dims[0], self.sizes, rows.start, rows.stop)
+        parts = [self._read_box({**box, **part}, read) for part in boxes]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _box(self, box: Ranges, read: Read) -> np.ndarray:
-        bounds, inner, cuts = zip(
-            *(_bounds(axes, self.sizes, box) for axes in self.source.dims), strict=True
-        ) if self.source.dims else ((), (), ())  # fmt: skip
-        grid = [self.sizes[axis] for axis in self.source.grid]
-        parts = [
-            read(int(np.ravel_multi_index(at, grid)) if grid else 0, bounds)
-            .reshape([*itertools.chain(*inner)])[tuple(itertools.chain(*cuts))]
-            for at in itertools.product(*(range(*box[axis]) for axis in self.source.grid))
-        ]  # fmt: skip
+    def _read_box(self, box: Box, read: Read) -> np.ndarray:
+        bounds = [_bounds(axes, self.sizes, box) for axes in self.source.dims]
+        index, inner = tuple(b[0] for b in bounds), [n for b in bounds for n in b[1]]
+        cuts = tuple(cut for b in bounds for cut in b[2])
+        numbers = range(*box[self.source.counter]) if self.source.counter else [0]
+        parts = [read(number, index).reshape(inner)[cuts] for number in numbers]
         lengths = {axis: stop - start for axis, (start, stop) in box.items()}
         data = np.stack(parts) if len(parts) > 1 else parts[0]
         data = data.reshape([lengths[axis] for axis in self.source.axes])
@@ -80,16 +68,16 @@ class Rearranged(NamedTuple):
         return data.reshape(shape_of(self.made.dims, lengths))
 
 
+def axes_of(dims: Dims) -> list[str]:
+    return [*itertools.chain(*dims)]
+
+
 def shape_of(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[axis] for axis in axes) for axes in dims)
 
 
 def parse(text: str) -> tuple[Dims, Dims]:
-    """The dims of both sides of `(h k) d -> d h k`.
-
-    Raises:
-      ValueError: it is not of that form.
-    """
+    """The dims of both sides of `(h k) d -> d h k`."""
     sides = text.split("->")
     if len(sides) != 2 or not all(re.fullmatch(r"\s*(?:\w+\s*|\([\w\s]+\)\s*)*", x) for x in sides):
         raise ValueError("it is not like (h k) d -> d h k")
@@ -97,18 +85,17 @@ def parse(text: str) -> tuple[Dims, Dims]:
         tuple(tuple(group.strip("()").split()) for group in re.findall(r"\w+|\([^)]*\)", side))
         for side in sides
     )
-    for axes in (Side((), left).axes, Side((), right).axes):
-        if len({*axes}) < len(axes):
-            raise ValueError("an axis is there twice on one side")
+    if any(len({*axes_of(dims)}) < len(axes_of(dims)) for dims in (left, right)):
+        raise ValueError("an axis is there twice on one side")
     return left, right
 
 
 def merged(dims: Dims, others: Dims) -> Dims:
     """Dims of one axis as one dim, where the other side has these axes together: a matrix for some heads."""
-    inner = {pair for group in others for pair in itertools.pairwise(group)}
+    together = _neighbours(others)
     found: list[tuple[str, ...]] = []
     for group in dims:
-        if found and (found[-1][-1], group[0]) in inner:
+        if found and (found[-1][-1], group[0]) in together:
             found[-1] += group
         else:
             found.append(group)
@@ -117,14 +104,13 @@ def merged(dims: Dims, others: Dims) -> Dims:
 
 def fused(dims: Dims, others: Dims) -> tuple[Dims, Dims]:
     """Both sides with one axis for those that are together on both: their sizes need not be known."""
-    both = {pair for group in dims for pair in itertools.pairwise(group)}
-    both &= {pair for group in others for pair in itertools.pairwise(group)}
+    together = _neighbours(dims) & _neighbours(others)
 
     def fuse(group: tuple[str, ...]) -> tuple[str, ...]:
-        found = [group[0]]
+        found = group[0]
         for pair in itertools.pairwise(group):
-            found[-1:] = [f"{found[-1]} {pair[1]}"] if pair in both else [found[-1], pair[1]]
-        return tuple(found)
+            found += (" " if pair in together else "|") + pair[1]
+        return tuple(found.split("|"))
 
     return tuple(map(fuse, dims)), tuple(map(fuse, others))
 
@@ -134,52 +120,48 @@ def solve(sizes: dict[str, int], dims: Dims, shape: Sequence[int]) -> bool:
     if len(dims) != len(shape):
         return False
     for axes, size in zip(dims, shape, strict=True):
-        open_ = [axis for axis in axes if axis not in sizes]
+        unknown = [axis for axis in axes if axis not in sizes]
         known = math.prod(sizes[axis] for axis in axes if axis in sizes)
-        if len(open_) == 1 and known and size % known == 0:
-            sizes[open_[0]] = size // known
-        elif not open_ and known != size:
-            return False
-        elif len(open_) == 1:
+        if len(unknown) == 1 and known and size % known == 0:
+            sizes[unknown[0]] = size // known
+        elif len(unknown) == 1 or (not unknown and known != size):
             return False
     return True
 
 
-def _boxes(
-    axes: Sequence[str], sizes: Mapping[str, int], start: int, stop: int
-) -> Iterator[Ranges]:
+def _neighbours(dims: Dims) -> set[tuple[str, str]]:
+    return {pair for group in dims for pair in itertools.pairwise(group)}
+
+
+def _boxes(axes: Sequence[str], sizes: Mapping[str, int], start: int, stop: int) -> Iterator[Box]:
     """Boxes that have, in turn, the positions from `start` to `stop` of axes that are one dim."""
     axis, *inner = axes
-    if not inner:
-        yield {axis: (start, stop)}
-        return
     each = math.prod(sizes[name] for name in inner)
-    first, last = -(-start // each), stop // each
-    if first > last:
-        parts = [(last, start - last * each, stop - last * each)]
-    else:
-        parts = [(first - 1, start - (first - 1) * each, each)] if start < first * each else []
-    for at, low, high in parts:
-        yield from ({axis: (at, at + 1), **box} for box in _boxes(inner, sizes, low, high))
-    if first < last:
-        yield {axis: (first, last)}
-    if first <= last and last * each < stop:
-        rest = _boxes(inner, sizes, 0, stop - last * each)
-        yield from ({axis: (last, last + 1), **box} for box in rest)
+    while start < stop:
+        at, low = divmod(start, each)
+        num = (stop - start) // each
+        if low == 0 and num:
+            yield {axis: (at, at + num)}
+            start += num * each
+        else:
+            high = min(each, low + stop - start)
+            yield from ({axis: (at, at + 1), **box} for box in _boxes(inner, sizes, low, high))
+            start += high - low
 
 
 def _bounds(
-    axes: Sequence[str], sizes: Mapping[str, int], box: Ranges
+    axes: Sequence[str], sizes: Mapping[str, int], box: Box
 ) -> tuple[slice, list[int], list[slice]]:
     """The slice of a dim that encloses a box; the lengths of its axes in it, and the box in these."""
-    offset, lengths, cuts = 0, [], []
+    offset, lengths = 0, list[int]()
     for i, axis in enumerate(axes):
-        inner = [sizes[name] for name in axes[i + 1 :]]
-        (start, stop), each = box[axis], math.prod(inner)
+        inner = axes[i + 1 :]
+        each = math.prod(sizes[name] for name in inner)
+        start, stop = box[axis]
         offset += start * each
         lengths.append(stop - start)
-        cuts.append(slice(None))
-        if stop - start != 1 or not inner:
-            cuts += [slice(*box[name]) for name in axes[i + 1 :]]
-            return slice(offset, offset + (stop - start) * each), [*lengths, *inner], cuts
-    return slice(0, 1), lengths, cuts
+        if stop - start != 1:  # Of axes within several, all is read.
+            cuts = [*[slice(None)] * len(lengths), *(slice(*box[name]) for name in inner)]
+            lengths += [sizes[name] for name in inner]
+            return slice(offset, offset + (stop - start) * each), lengths, cuts
+    return slice(offset, offset + 1), lengths, [slice(None)] * len(lengths)
