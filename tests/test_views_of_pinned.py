@@ -165,7 +165,7 @@ def test_one_shard_with_a_view_is_all_that_is_copied(leaves):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_zeros_are_donated_where_they_are(dtype):
-    """On a CPU `device_put` may keep NumPy's memory, whose donation is a copy: 16 tries, as it is by chance."""
+    """On a CPU `device_put` may keep NumPy's memory, by chance, and its donation is a copy."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     for _ in range(16):
         x = pinned_zeros((256, 4), jnp.dtype(dtype), jax.NamedSharding(mesh, jax.P("data")))
