@@ -41,7 +41,6 @@ async def transaction() -> AsyncIterator[tensorstore.Transaction]:
 
 
 def directory(path: Path) -> dict[str, Any]:
-    """The base of a store in a directory."""
     return {"driver": "file", "path": f"{path}/"}
 
 
@@ -64,13 +63,7 @@ async def merge(
 ) -> None:
     """Makes one store of those that processes have written in it; their data files stay where they are.
 
-    Args:
-      base: of the store.
-      processes: which ones have written.
-      shared: parts of chunks that several processes have parts of, by the leaf: whose, and where.
-
-    Raises:
-      ValueError: such a part is missing.
+    Of chunks that several processes have parts of, `shared` says whose and where these are, by the leaf.
     """
     one = context()  # It copies only between stores in one.
     parts = {i: {**base, "path": f"{base['path']}{part_of(i)}/"} for i in processes}
@@ -97,11 +90,7 @@ async def merge(
 
 
 async def check_complete(base: Mapping[str, Any], leaves: Mapping[str, StoredLeaf]) -> None:
-    """That every chunk of every leaf is in the store of a checkpoint.
-
-    Raises:
-      OSError: some are not.
-    """
+    """That every chunk of every leaf is in the store of a checkpoint; an OSError if not."""
     store = await tensorstore.KvStore.open({"driver": "ocdbt", "base": base})
     keys = [_KEY.fullmatch(key.decode()) for key in await store.list()]
     found = Counter(match[1] for match in keys if match)
@@ -113,7 +102,6 @@ async def check_complete(base: Mapping[str, Any], leaves: Mapping[str, StoredLea
 
 
 def array_spec(base: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An array in a store, to be written."""
     return {
         "driver": "zarr3", "kvstore": {**_store(base), "path": f"{name}/"},
         "recheck_cached_data": False, "recheck_cached_metadata": False,
