@@ -20,11 +20,7 @@ _NUMBERS = (int, float, complex, np.number, np.bool_)
 
 
 def check_savable(who: str, state: Any) -> None:
-    """That every leaf is an array or a number of a dtype that can be written, under a name of its own.
-
-    Raises:
-      StateError: all leaves that are not.
-    """
+    """That every leaf is an array or a number of a dtype that can be written, under a name of its own."""
     pairs = list(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
     if not pairs:
         raise StateError(message(
