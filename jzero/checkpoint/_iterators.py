@@ -49,28 +49,20 @@ def state(iterator: Any) -> dict[str, Any]:
 def moving(
     iterator: Any, saved: list[SavedIterator], where: str, process: int, processes: int
 ) -> Callable[[], None]:
-    """What sets `iterator`, of one of so many processes, to where all the saved ones stood.
-
-    Raises:
-      CheckpointError: there were others, and nobody knows where this one is to begin.
-    """
+    """What sets `iterator`, of one of so many processes, to where all the saved ones stood."""
     _check(iterator, "set_state")
     try:
-        return functools.partial(
-            iterator.set_state, _state_for(iterator, saved, process, processes)
-        )
+        state = _state_for(iterator, saved, process, processes)
     except _grain.Unknown as error:
-        again = (
-            "Use as many processes"
-            if len(saved) != processes
-            else "Make it as it was when it was saved"
-        )
+        same = len(saved) == processes
+        again = "Make it as it was when it was saved" if same else "Use as many processes"
         raise CheckpointError(message(
             f"Checkpointer.restore {where}",
             f"data iterators cannot go on from {len(saved)} to {processes} processes: {error}",
             "There must be one place in the data that all processes have come to.",
             f"{again}, or use an iterator with a global position; see \"Data on another number of "
             "processes\" in the guide to checkpoints.")) from error  # fmt: skip
+    return functools.partial(iterator.set_state, state)
 
 
 def _state_for(iterator: Any, saved: list[SavedIterator], process: int, processes: int) -> Any:
@@ -85,9 +77,8 @@ def _state_for(iterator: Any, saved: list[SavedIterator], process: int, processe
     places = [each.place for each in saved if isinstance(each.place, _grain.DataPlace)]
     if len(places) < len(saved):
         reasons = [each.place for each in saved if isinstance(each.place, str)]
-        raise _grain.Unknown(
-            f"they had no place in the data of all: {[*reasons, 'none was saved'][0]}"
-        )
+        reason = [*reasons, "none was saved"][0]
+        raise _grain.Unknown(f"they had no place in the data of all: {reason}")
     return shard.state_from(_grain.position(places, shard.data), now)
 
 
@@ -154,14 +145,9 @@ def _encode(state: Any) -> dict[str, Any]:
 
 
 def decoded(saved: dict[str, Any]) -> SavedIterator:
-    """What was encoded so.
-
-    Raises:
-      ValueError: it was not.
-    """
+    """What was encoded so; a ValueError if it was not."""
     state = base64.b64decode(saved["bytes"]) if "bytes" in saved else saved["json"]
     place = saved.get("place")
     if isinstance(place, dict):
-        names = [field.name for field in dataclasses.fields(_grain.DataPlace)]
-        place = _grain.DataPlace(**{name: place[name] for name in names})
+        place = _grain.DataPlace(place["index"], place["count"], place["data"], place["next"])
     return SavedIterator(state, place)
