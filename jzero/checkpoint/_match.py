@@ -48,24 +48,21 @@ def match(
     """For each wanted leaf, by name, where it is stored.
 
     That is under the same name, except that `jzero.master_weights` may have come or gone: then parameters
-    are restored from masters, or masters from parameters.
-
-    Raises:
-      CheckpointError: all leaves that are missing, left over, or of another shape or dtype.
+    are restored from masters, or masters from parameters. All other leaves that differ are an error.
     """
     moved, dropped = _moved_masters(wanted, stored)
     sources = {name: moved.get(name, Origin(name)) for name in wanted}
     bad = [
-        problem
-        for name, leaf in wanted.items()
-        if (problem := _problem(leaf, stored.get(sources[name].name), sources[name].cast))
+        _problem(x, stored.get(sources[name].name), sources[name].cast)
+        for name, x in wanted.items()
     ]
-    used = dropped.union(source.name for source in sources.values())
+    left = stored.keys() - dropped - {source.name for source in sources.values()}
     bad += [
-        f"{describe_leaf(*leaf)} is in the checkpoint only"
-        for name, leaf in stored.items()
-        if name not in used
+        f"{describe_leaf(*stored[name])} is in the checkpoint only"
+        for name in stored
+        if name in left
     ]
+    bad = [problem for problem in bad if problem]
     if bad:
         raise CheckpointError(message(
             f"{who} {directory}", bad,
@@ -76,11 +73,7 @@ def match(
 
 
 def masters(who: str, leaves: Mapping[str, Leaf]) -> dict[str, str]:
-    """For each parameter that `master_weights` keeps in more bits, the name of its master.
-
-    Raises:
-      CheckpointError: there are masters, and it cannot be told of which leaves.
-    """
+    """For each parameter that `master_weights` keeps in more bits, the name of its master."""
     found: dict[str, str] = {}
     for at in _wrappers(leaves):
         pairs = _masters(at, leaves)
