@@ -180,9 +180,9 @@ class Checkpointer:
             if not self.is_due(step, force=force):
                 return False
             self.wait()
-            places = self._agreed(step, state, data_iterator)
+            place = self._agreed(step, state, data_iterator)
             with self._explained(f"step {step} could not be saved"):
-                self._saver.start(step, _as_container(state), places, self._notes(state))
+                self._saver.start(step, _as_container(state), place, self._notes(state))
             self._restored = self._found = None
             if not self._asynchronous:
                 self.wait()
@@ -326,8 +326,8 @@ class Checkpointer:
             **({"writes": found} if found else {}),
         }
 
-    def _agreed(self, step: int, state: Any, data_iterator: Any) -> list[Any] | None:
-        """Where the data iterators of all processes stand, once they are about to save the same."""
+    def _agreed(self, step: int, state: Any, data_iterator: Any) -> Any:
+        """Where the data iterator of this process stands, once all are about to save the same."""
         own, outcome, failure = None, "ready", None
         try:
             leaves = jax.tree.leaves(state)
@@ -345,7 +345,7 @@ class Checkpointer:
         finally:
             if failure is not None:
                 raise failure
-        return None if own is None else Round(_SAVE).gather("iterators", own)
+        return own
 
     def _alike(self, who: str, data_iterator: Any) -> contextlib.AbstractContextManager[None]:
         """What all processes do with a data iterator, or none of them with none: if one fails, all do."""

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 
 from jzero._errors import CheckpointError, describe_leaf, message
 
-_SHOWN = 20  # leaves in a message; those of another model are all of them
-
 
 class Leaf(NamedTuple):
     """A leaf as it is stored, or is to be restored; `path` is what messages call it."""
@@ -52,23 +50,20 @@ def match(
     """
     moved, dropped = _moved_masters(wanted, stored)
     sources = {name: moved.get(name, Origin(name)) for name in wanted}
-    bad = [
-        _problem(x, stored.get(sources[name].name), sources[name].cast)
-        for name, x in wanted.items()
-    ]
+    found = {name: stored.get(source.name) for name, source in sources.items()}
+    bad = [y for name, x in wanted.items() if (y := _problem(x, found[name], sources[name].cast))]
     left = stored.keys() - dropped - {source.name for source in sources.values()}
     bad += [
-        f"{describe_leaf(*stored[name])} is in the checkpoint only"
-        for name in stored
+        f"{describe_leaf(*x)} is in the checkpoint only"
+        for name, x in stored.items()
         if name in left
     ]
-    bad = [problem for problem in bad if problem]
     if bad:
         raise CheckpointError(message(
             f"{who} {directory}", bad,
             "A checkpoint is restored into a state with the same leaves, shapes and dtypes.",
-            "Use the model and optimizer that it was saved with; python -m jzero inspect lists its leaves.",
-            shown=_SHOWN))  # fmt: skip
+            "Use the model and optimizer that it was saved with; python -m jzero inspect lists its leaves."
+        ))  # fmt: skip
     return sources
 
 

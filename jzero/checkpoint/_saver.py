@@ -37,16 +37,14 @@ class Saver:
         self._failure: BaseException | None = None
         self.step: int | None = None
 
-    def start(
-        self, step: int, tree: Any, iterators: list[Any] | None, notes: dict[str, Any]
-    ) -> None:
+    def start(self, step: int, tree: Any, place: Any, notes: dict[str, Any]) -> None:
         """Copies a state (a container) to the host, and writes it in the background.
 
-        `iterators` is where the data iterator of each process stands; `notes` are for readers.
+        `place` is where the data iterator of this process stands, if it has one; `notes` are for readers.
         """
         meeting = Round(WHO)
         meeting.lead("begin", lambda: self._steps.begin(WHO, step))
-        work = _Work(self._steps, step, meeting, tree, iterators, notes, self._save_bytes)
+        work = _Work(self._steps, step, meeting, tree, place, notes, self._save_bytes)
         name = f"jzero saves step {step}"
         thread = threading.Thread(target=self._run, args=(work,), name=name)
         self._running = thread, work
@@ -125,7 +123,7 @@ class _Work:
     step: int
     meeting: Round
     tree: Any
-    iterators: list[Any] | None
+    place: Any
     notes: dict[str, Any]
     save_bytes: int
 
@@ -150,7 +148,7 @@ class _Work:
         finally:
             self.copied.set()
         outcome = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        reports = self.meeting.report("written", (outcome, part))
+        reports = self.meeting.report("written", (outcome, part, self.place))
         self.meeting.lead("complete", lambda: self._complete(failure, reports))
         self.is_complete = True
 
@@ -175,20 +173,20 @@ class _Work:
             if failure is not None:
                 raise failure
             found = [
-                f"process {i} failed with {text}" for i, (text, _) in enumerate(reports) if text
+                f"process {i} failed with {text}" for i, (text, *_) in enumerate(reports) if text
             ]
             if found:
                 raise _together.failed(WHO, "; ".join(found))
             self._path.mkdir(exist_ok=True)  # What was in it may have been handed in.
             self._writing.complete(self.steps.base(self.step))
             handlers = {STATE: _orbax.PYTREE}
-            if self.iterators is not None:
+            if self.place is not None:
                 handlers[DATA] = _orbax.JSON
                 (self._path / DATA).mkdir()
-                text = json.dumps({"iterators": self.iterators})
+                text = json.dumps({"iterators": [place for _, _, place in reports]})
                 (self._path / DATA / ITERATOR_FILE).write_text(text)
             _orbax.write_notes(self._path, handlers, self._started, self.notes)
-            parts = {name: File(*file) for _, part in reports for name, file in part.items()}
+            parts = {name: File(*file) for _, part, _ in reports for name, file in part.items()}
             self.steps.publish(WHO, self.step, self._writing.leaves, parts)
         except BaseException:
             self.steps.discard(self.step)

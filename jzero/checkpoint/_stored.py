@@ -43,23 +43,14 @@ _TREE_FORM = {
 
 
 class Stored(NamedTuple):
-    """A checkpointed pytree.
+    """A checkpointed pytree; its leaves by name."""
 
-    Attributes:
-      directory: where its files are.
-      root: of all items of the step, if the checkpoint is one of them; else the same.
-      seal: of the step that it is of; None if it has none.
-      infos: what Orbax says of each leaf, by name.
-      types: the type of each; None for a string.
-      leaves: the same, as JAX would have them.
-    """
-
-    directory: Path
-    root: Path
-    seal: Seal | None
-    infos: dict[str, Any]
-    types: dict[str, StoredLeaf | None]
-    leaves: dict[str, Leaf]
+    directory: Path  # where its files are
+    root: Path  # of all items of the step, if the checkpoint is one of them; else the same
+    seal: Seal | None  # of the step
+    infos: dict[str, Any]  # what Orbax says of each leaf
+    types: dict[str, StoredLeaf | None]  # None for a string
+    leaves: dict[str, Leaf]  # the same, as JAX would have them
 
 
 def find(who: str, path: str | os.PathLike[str]) -> Stored:

@@ -56,11 +56,6 @@ class Round:
             if self._store is not None:
                 self._set(stage, outcome)
 
-    def gather(self, stage: str, own: Any) -> list[Any]:
-        """What each process brings, as JSON has it, in all of them."""
-        brought = self.report(stage, own)
-        return list(self.lead(stage, lambda: brought))
-
     def report(self, stage: str, own: Any) -> list[Any]:
         """In process 0 what each brings, as JSON has it; the others do not wait, and get their own."""
         if (index := jax.process_index()) != 0:
