@@ -16,7 +16,6 @@ import tensorstore
 
 import jzero
 from jzero.checkpoint import _chunks, _inspect, _ocdbt, _writing
-from jzero.checkpoint._seal import StoredLeaf
 
 MIB = 2**20
 
@@ -144,7 +143,7 @@ def test_a_part_of_a_shared_chunk_is_there_or_missed(is_there, tmp_path):
             asyncio.run(merge)
         return
     asyncio.run(merge)
-    asyncio.run(_ocdbt.check_complete(base, {"w": StoredLeaf((10,), "float32", (4,))}))
+    asyncio.run(_ocdbt.check_complete(base, {"w": ((10,), (4,))}))
     merged = tensorstore.open(
         _ocdbt.array_spec(base, "w"), open=True, context=_ocdbt.context()
     ).result()

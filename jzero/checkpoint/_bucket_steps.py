@@ -34,7 +34,7 @@ from jzero._errors import CheckpointError, OptionError, message
 from jzero.checkpoint import _files, _lock, _mirror, _seal
 from jzero.checkpoint._bucket import Bucket, Lost
 from jzero.checkpoint._orbax import STATE
-from jzero.checkpoint._seal import Broken, File, StoredLeaf
+from jzero.checkpoint._seal import Broken, File
 from jzero.checkpoint._steps import Steps
 from jzero.checkpoint._temporary import Temporary
 
@@ -140,14 +140,12 @@ class BucketSteps(Steps):
             {"exact": _MANIFEST, "base": {"driver": "file", "path": manifest}},
         ]}  # fmt: skip
 
-    def publish(
-        self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
-    ) -> None:
+    def publish(self, who: str, step: int, parts: Mapping[str, File]) -> None:
         files = {**parts, **self._upload(who, step, self.lock.owner), **self._put_together(step)}
         self.lock.check(who, step=step)
         with self._not_lost(who, step):
             seal = f"{step}/{_seal.NAME}"
-            self.where.write_if(seal, _seal.text(files, leaves), self._claims[step])
+            self.where.write_if(seal, _seal.text(files), self._claims[step])
         del self._claims[step]
         self._latest = step
         with contextlib.suppress(CheckpointError):  # Some goes when the next one begins.

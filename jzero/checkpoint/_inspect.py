@@ -13,7 +13,6 @@ import tensorstore
 from jzero import _json
 from jzero.checkpoint import _mirror, _orbax, _reading, _seal, _stored, _stream
 from jzero.checkpoint._bucket_steps import steps_in
-from jzero.checkpoint._seal import StoredLeaf
 
 WHO = "inspect"
 
@@ -79,7 +78,7 @@ def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
         _time(notes.get("commit_timestamp_nsecs")),
         writer and writer.rpartition(".")[2],
         root != stored.directory and (root / _orbax.DATA).exists(),
-        [_entry(name, found, roles.get(name)) for name, found in stored.types.items()],
+        [_entry(name, stored.stores.get(name), roles.get(name)) for name in stored.leaves],
         Saved(saved["version"], saved["stage"], saved["axes"]) if is_ours else None,
     ), stored
 
@@ -104,7 +103,7 @@ def verify(stored: _stored.Stored) -> Verified:
     if stored.seal is not None:
         damaged = _seal.check_digests(stored.root, stored.seal)
         found.damaged.update({name: _seal.Broken(damage) for name, damage in damaged.items()})
-    for name, store in _stored.open_leaves(WHO, stored).items():
+    for name, store in stored.stores.items():
         if not _stream.has_checksums(store):
             found.unchecked.append(name)
         try:
@@ -115,12 +114,12 @@ def verify(stored: _stored.Stored) -> Verified:
     return found
 
 
-def _entry(name: str, found: StoredLeaf | None, role: str | None) -> InspectedLeaf:
-    if found is None:
+def _entry(name: str, store: tensorstore.TensorStore | None, role: str | None) -> InspectedLeaf:
+    if store is None:
         return InspectedLeaf(name, role, "string", (), 0, ())
-    dtype, shape = tensorstore.dtype(found.dtype).numpy_dtype, found.shape
-    nbytes = math.prod(shape) * dtype.itemsize
-    return InspectedLeaf(name, role, str(dtype), shape, nbytes, found.chunk_shape or shape)
+    dtype, shape = store.dtype.numpy_dtype, store.shape
+    chunks = tuple(n or 0 for n in store.chunk_layout.read_chunk.shape or shape)
+    return InspectedLeaf(name, role, str(dtype), shape, math.prod(shape) * dtype.itemsize, chunks)
 
 
 def _time(nanoseconds: int | None) -> str | None:

@@ -17,7 +17,6 @@ from typing import Any
 import tensorstore
 
 from jzero.checkpoint._chunks import Box
-from jzero.checkpoint._seal import StoredLeaf
 
 # Of data files: a bucket takes each in one request, and until one is full it is in memory.
 FILE_BYTES = 2**26
@@ -89,13 +88,15 @@ async def merge(
                 await into[box].write(await piece[box].read())
 
 
-async def check_complete(base: Mapping[str, Any], leaves: Mapping[str, StoredLeaf]) -> None:
-    """That every chunk of every leaf is in the store of a checkpoint; an OSError if not."""
+async def check_complete(
+    base: Mapping[str, Any], leaves: Mapping[str, tuple[Sequence[int], Sequence[int]]]
+) -> None:
+    """That every chunk of every leaf, by shape and chunk shape, is in the store; an OSError if not."""
     store = await tensorstore.KvStore.open({"driver": "ocdbt", "base": base})
     keys = [_KEY.fullmatch(key.decode()) for key in await store.list()]
     found = Counter(match[1] for match in keys if match)
-    for name, leaf in leaves.items():
-        pairs = zip(leaf.shape, leaf.chunk_shape, strict=True)
+    for name, shapes in leaves.items():
+        pairs = zip(*shapes, strict=True)
         wanted = 1 + math.prod(math.ceil(size / chunk) for size, chunk in pairs)
         if found[name] != wanted:
             raise OSError(f"{name} has {found[name]} of {wanted} entries in {base['path']}")

@@ -187,7 +187,7 @@ class _Work:
                 (self._path / DATA / ITERATOR_FILE).write_text(text)
             _orbax.write_notes(self._path, handlers, self._started, self.notes)
             parts = {name: File(*file) for _, part, _ in reports for name, file in part.items()}
-            self.steps.publish(WHO, self.step, self._writing.leaves, parts)
+            self.steps.publish(WHO, self.step, parts)
         except BaseException:
             self.steps.discard(self.step)
             raise

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seal of a step: the file, written last, that says what belongs to it.
 
-It lists every file of the step with its size, those that have no checksums of their own with their digest,
-and the type of every leaf; its last line is the digest of what is above. So a step from which something is
+It lists every file of the step with its size, and those that have no checksums of their own with their
+digest; its last line is the digest of what is above. So a step from which something is
 missing, or in which a bit of what describes it has flipped, is found before it is used.
 """
 
@@ -41,24 +41,15 @@ class File(NamedTuple):
     digest: str | None
 
 
-class StoredLeaf(NamedTuple):
-    """The type of a leaf on disk, and of the chunks that it is cut into."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    chunk_shape: tuple[int, ...]
-
-
 class Seal(NamedTuple):
-    """What belongs to a step: files by their paths in it, leaves by their names in Orbax's files."""
+    """What belongs to a step: files by their paths in it."""
 
     files: Mapping[str, File]
-    leaves: Mapping[str, StoredLeaf]
 
 
-def write(directory: Path, leaves: Mapping[str, StoredLeaf]) -> None:
+def write(directory: Path) -> None:
     """Seals a directory whose files are complete: syncs all of it, and lists it in one more file."""
-    (directory / NAME).write_bytes(text(files_in(directory), leaves))
+    (directory / NAME).write_bytes(text(files_in(directory)))
     _files.sync_tree(directory)
 
 
@@ -74,8 +65,8 @@ def file(name: str, data: bytes) -> File:
     return File(len(data), None if _is_data(name) else _digest(data))
 
 
-def text(files: Mapping[str, File], leaves: Mapping[str, StoredLeaf]) -> bytes:
-    found = json.dumps({"format": _FORMAT, "files": files, "leaves": leaves})
+def text(files: Mapping[str, File]) -> bytes:
+    found = json.dumps({"format": _FORMAT, "files": files})
     return f"{found}\n{_digest(found.encode())}\n".encode()
 
 
@@ -113,26 +104,15 @@ def parse(data: bytes) -> Seal:
     version = found.get("format") if isinstance(found, dict) else None
     if type(version) is int and version != _FORMAT:
         raise Broken(f"{NAME} has format {version}, and this jzero reads {_FORMAT}: update it")
-    if bad := _json.check(found, {"format": int, "files": {}, "leaves": {}}):
+    if bad := _json.check(found, {"format": int, "files": {}}):
         raise Broken(f"{NAME}: {'; '.join(bad)}")
-    files = {name: _file(name, entry) for name, entry in found["files"].items()}
-    leaves = {name: _stored_leaf(name, entry) for name, entry in found["leaves"].items()}
-    return Seal(files, leaves)
+    return Seal({name: _file(name, entry) for name, entry in found["files"].items()})
 
 
 def _file(name: str, entry: Any) -> File:
     match entry:
         case [int(nbytes), None | str() as digest]:
             return File(nbytes, digest)
-    raise Broken(f"{NAME} has {_json.shown(entry)} of {named(name)}")
-
-
-def _stored_leaf(name: str, entry: Any) -> StoredLeaf:
-    match entry:
-        case [list(shape), str(dtype), list(chunk_shape)]:
-            sizes_are_counts = all(type(n) is int and n >= 0 for n in (*shape, *chunk_shape))
-            if sizes_are_counts and len(shape) == len(chunk_shape):
-                return StoredLeaf(tuple(shape), dtype, tuple(chunk_shape))
     raise Broken(f"{NAME} has {_json.shown(entry)} of {named(name)}")
 
 

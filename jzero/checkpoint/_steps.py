@@ -19,7 +19,7 @@ from jzero.checkpoint import _files, _ocdbt, _seal
 from jzero.checkpoint._bucket import Bucket
 from jzero.checkpoint._lock import Lock
 from jzero.checkpoint._orbax import NOTES, STATE, TREE
-from jzero.checkpoint._seal import Broken, File, StoredLeaf, Unfinished
+from jzero.checkpoint._seal import Broken, File, Unfinished
 
 _SEEN_SECONDS = 30.0
 _said: set[tuple[str, str]] = set()  # Steps that are not whole, and why: each is said once.
@@ -113,11 +113,9 @@ class Steps:
         """Of the store in which the parts of all processes are put together, for tensorstore."""
         return _ocdbt.directory(self._folder(step) / STATE)
 
-    def publish(
-        self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
-    ) -> None:
+    def publish(self, who: str, step: int, parts: Mapping[str, File]) -> None:
         """Seals a step whose files are all there (`parts` were handed in), and makes it count."""
-        _seal.write(self._folder(step), leaves)
+        _seal.write(self._folder(step))
         self.lock.check(who)
         _files.publish(self.where / str(step))
 

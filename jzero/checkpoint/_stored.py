@@ -21,7 +21,7 @@ from jzero.checkpoint._bucket_steps import steps_in
 from jzero.checkpoint._match import Leaf, leaf_names
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
 from jzero.checkpoint._reading import ReadAs
-from jzero.checkpoint._seal import Broken, Seal, StoredLeaf
+from jzero.checkpoint._seal import Broken, Seal
 from jzero.offload.memory import _writes
 from jzero.offload.nvme._header import Write
 
@@ -48,13 +48,12 @@ class Stored(NamedTuple):
     directory: Path  # where its files are
     root: Path  # of all items of the step, if the checkpoint is one of them; else the same
     seal: Seal | None  # of the step
-    infos: dict[str, Any]  # what Orbax says of each leaf
-    types: dict[str, StoredLeaf | None]  # None for a string
-    leaves: dict[str, Leaf]  # the same, as JAX would have them
+    stores: dict[str, tensorstore.TensorStore]  # open; those that are no strings
+    leaves: dict[str, Leaf]  # as JAX would have them
 
 
 def find(who: str, path: str | os.PathLike[str]) -> Stored:
-    """Reads what describes the checkpoint in `path`: of a `Checkpointer` or any of Orbax's."""
+    """Opens the checkpoint in `path`, of a `Checkpointer` or any of Orbax's; no values are read."""
     path = _mirror.local(who, path)
     with _damage(who, path):
         directory = _tree_directory(who, path)
@@ -78,15 +77,14 @@ def find(who: str, path: str | os.PathLike[str]) -> Stored:
         arrays = {name: info for name, info in infos.items() if _is_array(info)}
         for info in arrays.values():  # Orbax once left out chunks of zeros.
             info.raise_array_data_missing_error = bool(described.get(_EVERY_CHUNK))
-        known = {} if seal is None else seal.leaves
-        types = {name: known.get(info.name) for name, info in arrays.items()}
-        others = {name: None for name in arrays if types[name] is None}
-        types |= {name: _reading.type_of(x) for name, x in _open(infos, others).items()}
-        leaves = {name: _leaf(name, types.get(name)) for name in infos}
+        work = [_reading.open_leaf(info) for info in arrays.values()]
+        opened = _reading.run(_reading.each(work, [*arrays]))
+        stores = dict(zip(arrays, opened, strict=True))
+        leaves = {name: _leaf(name, stores.get(name)) for name in infos}
         if not in_store:  # Chunks are files of their own, each read whole.
             most = max((leaf.nbytes for leaf in leaves.values()), default=0)
             _check_sizes(directory, files, 2 * most + _json.MAX_BYTES)
-    return Stored(directory, root, seal, infos, {**dict.fromkeys(infos), **types}, leaves)
+    return Stored(directory, root, seal, stores, leaves)
 
 
 def find_latest(who: str, path: str | os.PathLike[str]) -> Stored:
@@ -145,28 +143,11 @@ def read(
 
     async def read() -> list[jax.Array]:
         budget = _reading.Budget(at_once)
-        return await _reading.each(
-            [_reading.read(stored.infos[name], stored.types[name], how, budget)
-             for name, how in wanted.items()], [*wanted])  # fmt: skip
+        work = [_reading.read(stored.stores[name], how, budget) for name, how in wanted.items()]
+        return await _reading.each(work, [*wanted])
 
     with _damage(who, stored.directory):
         return dict(zip(wanted, _reading.run(read()), strict=True))
-
-
-def open_leaves(who: str, stored: Stored) -> dict[str, tensorstore.TensorStore]:
-    """Opens each leaf that is numbers, by name; nothing is read."""
-    with _damage(who, stored.directory):
-        return _open(stored.infos, {name: x for name, x in stored.types.items() if x})
-
-
-def _open(
-    infos: Mapping[str, Any], types: Mapping[str, StoredLeaf | None]
-) -> dict[str, tensorstore.TensorStore]:
-    async def opened() -> list[Any]:
-        work = [_reading.open_leaf(infos[name], known) for name, known in types.items()]
-        return await _reading.each(work, [*types])
-
-    return dict(zip(types, _reading.run(opened()), strict=True))
 
 
 @contextlib.contextmanager
@@ -243,11 +224,12 @@ def _is_array(info: Any) -> bool:
     return getattr(info, "value_typestr", "string") != "string"
 
 
-def _leaf(name: str, found: StoredLeaf | None) -> Leaf:
-    if found is None:
+def _leaf(name: str, store: tensorstore.TensorStore | None) -> Leaf:
+    if store is None:
         return Leaf(named(name), (), "string")
-    dtype = jax.dtypes.canonicalize_dtype(tensorstore.dtype(found.dtype).numpy_dtype)
-    return Leaf(named(name), found.shape, str(dtype))
+    return Leaf(
+        named(name), store.shape, str(jax.dtypes.canonicalize_dtype(store.dtype.numpy_dtype))
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -30,7 +30,7 @@ def write_leaves(directory: Path, tree: Any, notes: dict[str, Any]) -> None:
     writing.write()
     writing.complete()
     _orbax.write_notes(directory, _orbax.PYTREE, started, notes)
-    _seal.write(directory, writing.leaves)
+    _seal.write(directory)
 
 
 def read_blocks(name: str, store: tensorstore.TensorStore) -> Iterator[np.ndarray]:

@@ -27,7 +27,6 @@ from jzero._in_turn import groups
 from jzero.checkpoint import _ocdbt, _orbax, _reading
 from jzero.checkpoint._chunks import Box, chunk_shape, cut, parts_of_chunks
 from jzero.checkpoint._orbax import LeafSource
-from jzero.checkpoint._seal import StoredLeaf
 from jzero.offload.memory._away_array import AwayArray
 from jzero.offload.memory._nvme_array import NVMeArray, NVMePart
 from jzero.offload.memory._padded import PaddedArray
@@ -77,7 +76,7 @@ class Writing:
     """What a process writes of a checkpoint, for whoever completes it.
 
     Attributes:
-      leaves: the type on disk of each leaf, by its name there.
+      chunks: the shape of each leaf and of its chunks, by its name there.
       shared: of chunks of which several processes have parts, whose and where these are, by the leaf.
     """
 
@@ -91,7 +90,7 @@ class Writing:
         self._parts: list[_Part] = []
         self._specs: dict[str, dict[str, Any]] = {}
         self._pins: dict[TileFiles, Pin] = {}  # keep what is in files, while steps go on
-        self.leaves: dict[str, StoredLeaf] = {}
+        self.chunks: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self.shared: dict[str, list[tuple[int, Box]]] = {}
 
     def take(self, tree: Any) -> None:
@@ -113,7 +112,7 @@ class Writing:
         """Process 0 makes one store of what all have written; `base` is where it was uploaded, if it was."""
         base = base or _ocdbt.directory(self._directory)
         asyncio.run(_ocdbt.merge(base, range(jax.process_count()), self.shared))
-        asyncio.run(_ocdbt.check_complete(base, self.leaves))
+        asyncio.run(_ocdbt.check_complete(base, self.chunks))
 
     def _take(self, name: str, x: Any) -> None:
         dtype, layout = np.dtype(x.dtype), _layout(x)
@@ -122,7 +121,7 @@ class Writing:
         own = _ocdbt.directory(self._directory / _ocdbt.part_of(jax.process_index()))
         described = {"dtype": dtype.name, "metadata": metadata(x.shape, chunks)}
         self._specs[name] = _ocdbt.array_spec(own, name) | described
-        self.leaves[name] = StoredLeaf(tuple(x.shape), dtype.name, tuple(chunks))
+        self.chunks[name] = x.shape, chunks
         if layout is not None and (pieces := _pieces_of_processes(x.shape, *layout, chunks)):
             self.shared[name] = pieces
         # Only rows can be read of what is in a file.

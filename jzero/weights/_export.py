@@ -280,7 +280,7 @@ class _Opened:
 
     def __init__(self, stored: _stored.Stored, dtype: str | None):
         self._stored, self._dtype = stored, dtype
-        self._stores = _stored.open_leaves(WHO, stored)
+        self._stores = stored.stores
         self._wide = masters(f"{WHO} {stored.directory}", stored.leaves) if dtype else {}
 
     def dtypes(self, leaves: Sequence[str]) -> dict[str, np.dtype]:
