@@ -106,6 +106,7 @@ class Saver:
             else:
                 self._failure = error
         finally:
+            work.tree = work.writing = None  # The next save would replace it, and that may be late.
             work.done.set()
 
     def _prune(self) -> None:
@@ -130,6 +131,7 @@ class _Work:
     def __post_init__(self) -> None:
         self.copied, self.done, self.interrupted = Flag(), Flag(), Flag()
         self.was_interrupted = self.is_complete = False
+        self.writing: Any = None
         self._started = time.time_ns()
 
     def run(self) -> None:
@@ -156,10 +158,10 @@ class _Work:
         """This process's part; `copied` is set when the state may be consumed."""
         nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self.tree))
         self._path = self.steps.folder(WHO, self.step, nbytes // jax.process_count())
-        self._writing = Writing(self._path / STATE, self.save_bytes)
-        self._writing.take(self.tree)
+        self.writing = Writing(self._path / STATE, self.save_bytes)
+        self.writing.take(self.tree)
         self.tree = None
-        self._writing.write(self._note_copied)
+        self.writing.write(self._note_copied)
 
     def _note_copied(self) -> None:
         # Once all is copied: what the caller may have overwritten by then counts for nothing.
@@ -178,7 +180,7 @@ class _Work:
             if found:
                 raise _together.failed(WHO, "; ".join(found))
             self._path.mkdir(exist_ok=True)  # What was in it may have been handed in.
-            self._writing.complete(self.steps.base(self.step))
+            self.writing.complete(self.steps.base(self.step))
             handlers = {STATE: _orbax.PYTREE}
             if self.place is not None:
                 handlers[DATA] = _orbax.JSON

@@ -76,9 +76,8 @@ class Steps:
         """Process 0 gets the right to write, and makes a step's place empty, before all of them write."""
         self.open()
         if self.lock.ensure(who):
-            for left in self.where.glob(
-                f"*{_files.UNFINISHED}"
-            ):  # by writers that were interrupted
+            # Of writers that were interrupted.
+            for left in self.where.glob(f"*{_files.UNFINISHED}"):
                 _files.discard(left)
         self.check_is_last(who, step)
         _files.discard(self._folder(step))

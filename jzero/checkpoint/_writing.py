@@ -105,8 +105,8 @@ class Writing:
         with contextlib.ExitStack() as stack:
             for pin in self._pins.values():
                 stack.enter_context(pin)
+            stack.callback(self._parts.clear)
             asyncio.run(self._write(copied))
-        self._parts = []
 
     def complete(self, base: Mapping[str, Any] | None = None) -> None:
         """Process 0 makes one store of what all have written; `base` is where it was uploaded, if it was."""
@@ -143,10 +143,9 @@ class Writing:
         if isinstance(x, AwayArray):
             parts = None
             if isinstance(x, NVMeArray):
-                files = x.store.files
-                parts = x.parts_by(
-                    self._pins.get(files) or self._pins.setdefault(files, files.pin())
-                )
+                if (files := x.store.files) not in self._pins:
+                    self._pins[files] = files.pin()
+                parts = x.parts_by(self._pins[files])
             return [(_slices(box), data) for box, data in x.own_parts(parts)]
         x = x.padded if isinstance(x, PaddedArray) else x
         if isinstance(x, jax.Array):
