@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 # They return as many elements as they take, in the same order, and have no state of their own.
 _ELEMENTWISE = {
@@ -25,6 +25,10 @@ _ELEMENTWISE = {
 _MAPS = {"MapMapDataset", "RandomMapMapDataset", "_WithSeedMapDataset"}
 _SEEN, _FIRST_WORKER = "last_seen_indices", "0"  # of a DataLoader's state
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+# Where a `DataShard` stood when it was saved: its index, count and data, and its next global index.
+Place: TypeAlias = dict[str, Any]
+FORM = {"index": int, "count": int, "data": str, "next": int}
 
 
 class Unknown(Exception):
@@ -41,7 +45,7 @@ class DataShard:
     examples: int  # that Grain counts as one (a batch of a `MapDataset`)
     length: int  # how many times it counts one until the data end
 
-    def place(self, state: Any) -> DataPlace:
+    def place(self, state: Any) -> Place:
         """Where it stands by a state of Grain's."""
         if isinstance(state, bytes):
             following = int(_loader(state)[_FIRST_WORKER]) + self.count
@@ -49,7 +53,7 @@ class DataShard:
             following = self.index + int(state["next_index"]) * self.examples * self.count
         else:
             raise Unknown(f"its state is {state!r:.200}")
-        return DataPlace(self.index, self.count, self.data, following)
+        return {"index": self.index, "count": self.count, "data": self.data, "next": following}
 
     def state_from(self, position: int, like: Any) -> Any:
         """The state, in the form of `like`, in which it returns its examples from a global index on."""
@@ -67,27 +71,18 @@ class DataShard:
         return {"next_index": taken}
 
 
-@dataclasses.dataclass(frozen=True)
-class DataPlace:
-    """Where a `DataShard` stood when it was saved: `next` is the global index of its next example."""
-
-    index: int
-    count: int
-    data: str
-    next: int
-
-
-def position(places: list[DataPlace], data: str) -> int:
+def position(places: list[Place], data: str) -> int:
     """Before which global index all shards have returned everything, and after it nothing."""
-    check_sharded(places[0], len(places))
+    count = places[0]["count"]
+    check_sharded(count, places[0]["data"], len(places))
     for place in places:
-        if place.data != data:
-            raise Unknown(f"the data were {place.data} and are {data}")
-    count, ahead = places[0].count, {place.index: place.next for place in places}
-    if any(place.count != count for place in places) or len(ahead) < count:
+        if place["data"] != data:
+            raise Unknown(f"the data were {place['data']} and are {data}")
+    ahead = {place["index"]: place["next"] for place in places}
+    if any(place["count"] != count for place in places) or len(ahead) < count:
         raise Unknown(f"only the shards {sorted(ahead)} of {count} were read")
     first = min(ahead.values())
-    alike = all(place.next == ahead[place.index] for place in places)
+    alike = all(place["next"] == ahead[place["index"]] for place in places)
     if not alike or max(ahead.values()) >= first + count:
         raise Unknown(
             f"their shards stand in different places: the next examples are {[*ahead.values()]}"
@@ -95,10 +90,10 @@ def position(places: list[DataPlace], data: str) -> int:
     return first
 
 
-def check_sharded(shard: DataShard | DataPlace, processes: int) -> None:
+def check_sharded(count: int, data: str, processes: int) -> None:
     """Of several processes with all examples each, nobody knows whether these are the same."""
-    if shard.count == 1 and processes > 1:
-        raise Unknown(f"no slice [index::count] follows their {shard.data.partition(' ')[0]}")
+    if count == 1 and processes > 1:
+        raise Unknown(f"no slice [index::count] follows their {data.partition(' ')[0]}")
 
 
 def is_grain(iterator: Any) -> bool:
