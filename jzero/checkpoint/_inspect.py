@@ -119,7 +119,7 @@ def _entry(name: str, store: tensorstore.TensorStore | None, role: str | None) -
         return InspectedLeaf(name, role, "string", (), 0, ())
     dtype, shape = store.dtype.numpy_dtype, store.shape
     chunks = tuple(n or 0 for n in store.chunk_layout.read_chunk.shape or shape)
-    return InspectedLeaf(name, role, str(dtype), shape, math.prod(shape) * dtype.itemsize, chunks)
+    return InspectedLeaf(name, role, str(dtype), shape, store.size * dtype.itemsize, chunks)
 
 
 def _time(nanoseconds: int | None) -> str | None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,12 +18,6 @@ class Leaf(NamedTuple):
     path: str
     shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Of its values; 0 of a string."""
-        itemsize = 0 if self.dtype == "string" else jnp.dtype(self.dtype).itemsize
-        return math.prod(self.shape) * itemsize
 
 
 class Origin(NamedTuple):
@@ -50,14 +43,16 @@ def match(
     """
     moved, dropped = _moved_masters(wanted, stored)
     sources = {name: moved.get(name, Origin(name)) for name in wanted}
-    found = {name: stored.get(source.name) for name, source in sources.items()}
-    bad = [y for name, x in wanted.items() if (y := _problem(x, found[name], sources[name].cast))]
+    bad = []
+    for name, leaf in wanted.items():
+        found, text = stored.get(sources[name].name), describe_leaf(*leaf)
+        if found is None:
+            bad.append(f"{text} is not in the checkpoint")
+        elif leaf.shape != found.shape or (leaf.dtype != found.dtype and not sources[name].cast):
+            bad.append(f"{text} is {describe_leaf('', *found[1:]).strip()} in the checkpoint")
     left = stored.keys() - dropped - {source.name for source in sources.values()}
-    bad += [
-        f"{describe_leaf(*x)} is in the checkpoint only"
-        for name, x in stored.items()
-        if name in left
-    ]
+    only = [describe_leaf(*leaf) for name, leaf in stored.items() if name in left]
+    bad += [f"{text} is in the checkpoint only" for text in only]
     if bad:
         raise CheckpointError(message(
             f"{who} {directory}", bad,
@@ -79,14 +74,6 @@ def masters(who: str, leaves: Mapping[str, Leaf]) -> dict[str, str]:
                 f"Export them as they rest, or the masters: --select '^{at}masters/'."))  # fmt: skip
         found |= {param: master for master, param in pairs}
     return found
-
-
-def _problem(wanted: Leaf, stored: Leaf | None, cast: bool) -> str | None:
-    if stored is None:
-        return f"{describe_leaf(*wanted)} is not in the checkpoint"
-    if wanted.shape != stored.shape or (wanted.dtype != stored.dtype and not cast):
-        return f"{describe_leaf(*wanted)} is {describe_leaf('', *stored[1:]).strip()} in the checkpoint"
-    return None
 
 
 def _moved_masters(

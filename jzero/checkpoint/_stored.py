@@ -82,7 +82,8 @@ def find(who: str, path: str | os.PathLike[str]) -> Stored:
         stores = dict(zip(arrays, opened, strict=True))
         leaves = {name: _leaf(name, stores.get(name)) for name in infos}
         if not in_store:  # Chunks are files of their own, each read whole.
-            most = max((leaf.nbytes for leaf in leaves.values()), default=0)
+            sizes = [x.size * x.dtype.numpy_dtype.itemsize for x in stores.values()]
+            most = max(sizes, default=0)
             _check_sizes(directory, files, 2 * most + _json.MAX_BYTES)
     return Stored(directory, root, seal, stores, leaves)
 
