@@ -173,9 +173,9 @@ def read(
 
     async def read() -> list[jax.Array]:
         budget = _reading.Budget(at_once)
-        return await _reading.each(
-            [_reading.read(stored.infos[name], stored.types[name], how, budget)
-             for name, how in wanted.items()], [*wanted])  # fmt: skip
+        stores = await _opened(stored, [*wanted])
+        work = [_reading.read(x, wanted[name], budget) for name, x in stores.items()]
+        return await _reading.each(work, [*wanted])
 
     return dict(zip(wanted, _run(who, stored, read()), strict=True))
 
@@ -187,8 +187,12 @@ def open_leaves(who: str, stored: Stored) -> dict[str, tensorstore.TensorStore]:
       CheckpointError: those that cannot be opened.
     """
     names = [name for name, known in stored.types.items() if known]
+    return dict(_run(who, stored, _opened(stored, names)))
+
+
+async def _opened(stored: Stored, names: Sequence[str]) -> dict[str, tensorstore.TensorStore]:
     work = [_reading.open_leaf(stored.infos[name], stored.types[name]) for name in names]
-    return dict(zip(names, _run(who, stored, _reading.each(work, names)), strict=True))
+    return dict(zip(names, await _reading.each(work, names), strict=True))
 
 
 def _run(who: str, stored: Stored, work: Coroutine[Any, Any, Any]) -> Any:
