@@ -33,8 +33,9 @@ import jax
 from jzero._errors import CheckpointError, OptionError, message
 from jzero.checkpoint import _files, _lock, _mirror, _seal
 from jzero.checkpoint._bucket import Bucket, Lost
+from jzero.checkpoint._lock import ObjectLock
 from jzero.checkpoint._orbax import STATE
-from jzero.checkpoint._seal import Broken, File, StoredLeaf
+from jzero.checkpoint._seal import File, StoredLeaf, Unfinished
 from jzero.checkpoint._steps import Steps
 from jzero.checkpoint._temporary import Temporary
 
@@ -75,6 +76,10 @@ class BucketSteps(Steps):
         self._claims: dict[int, bytes] = {}  # the versions of what it has begun
         self._uncleared: set[int] = set()
 
+    @functools.cached_property
+    def lock(self) -> ObjectLock:
+        return ObjectLock(self.where)
+
     def open(self) -> None:
         """Finds out whether the bucket is there and may be read: to read an object does not tell."""
         self.where.names(_lock.NAME)
@@ -86,21 +91,8 @@ class BucketSteps(Steps):
         self._check(step)
         return _mirror.copy(self.where / str(step))
 
-    def latest(self) -> int | None:
-        """The last that is whole, also if a list of objects does not show it yet."""
-        listed, noted = super().latest(), sorted(self.lock.noted(), reverse=True)
-        later = (step for step in noted if listed is None or step > listed)
-        return next((x for x in later if self.is_there(x) and self._is_whole(x)), listed)
-
     def begin(self, who: str, step: int) -> None:
-        if self.lock.ensure(who):  # Others may have written since what is remembered.
-            self._claims = {}
-            self._uncleared = {each for each in self._candidates() if self._is_begun(each)}
-            self._latest = self.latest()
-        for each in sorted(self._uncleared):
-            self._clear(who, each)
-        if self._latest is not None and step <= self._latest:
-            self.check_is_last(who, step)
+        """Nothing: training waits for no request. `claim` finds who else writes, and the next call tells."""
 
     def folder(self, who: str, step: int, nbytes: int) -> Path:
         if not self._staging.path.is_dir():  # Somebody has tidied up.
@@ -117,7 +109,18 @@ class BucketSteps(Steps):
 
     def claim(self, who: str, step: int) -> str:
         """Says where the seal is to be that this process has begun a step: so no other can seal it."""
+        if self.lock.ensure(who):  # Others may have written since what is remembered.
+            self._claims, self._uncleared = {}, set()
+            there = {x: self.where.read(f"{x}/{_seal.NAME}") for x in self._candidates()}
+            self.lock.steps = [x for x, found in there.items() if found]
+            self._uncleared = {x for x, found in there.items() if _mirror.is_claim(found)}
+            self._latest = self.latest()
+        for each in sorted(self._uncleared):
+            self._clear(who, each)
+        if self._latest is not None and step <= self._latest:
+            self.check_is_last(who, step)
         found = self.where.read(f"{step}/{_seal.NAME}")
+        self.lock.steps = sorted({*(self.lock.steps or ()), step})
         self.lock.check(who)  # After the look, as in `_clear`.
         with self._not_lost(who, step):
             version = found.version if found and _mirror.is_claim(found) else None
@@ -144,7 +147,7 @@ class BucketSteps(Steps):
         self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
     ) -> None:
         files = {**parts, **self._upload(who, step, self.lock.owner), **self._put_together(step)}
-        self.lock.check(who, step=step)
+        self.lock.check(who)
         with self._not_lost(who, step):
             seal = f"{step}/{_seal.NAME}"
             self.where.write_if(seal, _seal.text(files, leaves), self._claims[step])
@@ -228,6 +231,7 @@ class BucketSteps(Steps):
         if is_over:
             self.where.remove_if(seal, claim)
             self._uncleared.discard(step)
+            self.lock.steps = [each for each in self.lock.steps or () if each != step]
 
     @contextlib.contextmanager
     def _not_lost(self, who: str, step: int) -> Iterator[None]:
@@ -248,16 +252,16 @@ class BucketSteps(Steps):
         return Temporary(_PREFIX, self._parent)
 
     def _names(self) -> list[str]:
+        """Those that the lock's object has; where it is not, nothing but a list of all objects tells.
+
+        Not those that this process has begun and could not end, as long as no other writes.
+        """
+        steps, is_own = self.lock.noted()
+        if steps is not None:
+            return [str(step) for step in steps if not is_own or step not in self._uncleared]
         names = [name.partition("/") for name in self.where.names()]
         return list(dict.fromkeys(first for first, slash, _ in names if slash))
 
     def _check(self, step: int) -> None:
         if _mirror.sealed(self.where / str(step)) is None:
-            raise Broken("it has no seal")
-
-    def _is_whole(self, step: int) -> bool:
-        return step not in self._uncleared and super()._is_whole(step)
-
-    def _is_begun(self, step: int) -> bool:
-        """Whether a writer has begun to write or to remove it; what others have put there stays."""
-        return _mirror.is_claim(self.where.read(f"{step}/{_seal.NAME}"))
+            raise Unfinished("it has no seal")

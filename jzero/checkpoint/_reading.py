@@ -20,9 +20,9 @@ from jzero.checkpoint import _mirror
 from jzero.checkpoint._seal import StoredLeaf
 
 _LEAST_CHUNK = 2**26  # bytes that chunks of other writers may have, however small the leaf
-# Of chunks in a bucket: those that are asked for within 10 ms and lie beside each other are one request.
+# Chunks of a bucket that are asked for within so long, and are neighbours, are read in one request.
 _COALESCED = {
-    "experimental_read_coalescing_interval": "10ms",
+    "experimental_read_coalescing_interval": "20ms",
     "experimental_read_coalescing_merged_bytes": 2**24,
     "experimental_read_coalescing_threshold_bytes": 2**18,  # between two of them, read in vain
 }
