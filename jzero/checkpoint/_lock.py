@@ -91,13 +91,18 @@ class Lock:
         """This process, as no other is called."""
         return f"{self._owner}, {self._owner and self._owner.token}"
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has it, as far as it knows."""
+        return self._owner is not None
+
     def ensure(self, who: str) -> bool:
         """Takes the right, also from a process that is dead; False if this process has it already.
 
         Raises:
           CheckpointError: another one has it.
         """
-        if self._owner is not None and self._is_there():
+        if self.is_held and self._is_there():
             self.check(who, now=False)
             return False
         self.release()  # Somebody has removed the directory, and all that was in it.
@@ -126,8 +131,7 @@ class Lock:
         """
         if self._owner is None or not self._has(self._owner, now):
             holder = self.holder()
-            if holder is None:  # The next one takes it again.
-                self.release()
+            self.release()  # Who saves again takes it again, or is refused.
             taken = f"{holder and holder.owner or 'somebody'} has taken over {self.directory}"
             raise CheckpointError(message(
                 who, taken if holder else f"{self} was removed",

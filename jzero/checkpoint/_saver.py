@@ -79,9 +79,10 @@ class Saver:
         """Raises what has gone wrong in the background, once; then its step can be saved again."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            # It may have its name, and only the sync failed.
+            # It may have its name, and only the sync failed; if another process writes, it may be its step.
             with contextlib.suppress(CheckpointError):
-                self._is_complete = self._is_complete or self.step in self._steps.complete()
+                is_own = self._steps.lock.is_held
+                self._is_complete |= is_own and self.step in self._steps.complete()
             if not self._is_complete:  # Else only older ones could not be removed.
                 self.step = None
             raise failure
