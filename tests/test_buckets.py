@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -19,7 +20,7 @@ from etils import epath
 
 import jzero
 from faults import Proxy, RequestFault
-from jzero.checkpoint import _bucket, _bucket_steps, _lock, _seal, _temporary
+from jzero.checkpoint import _bucket, _bucket_steps, _lock, _reading, _seal, _temporary
 from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
 from test_checkpoint_faults import Place, assert_restored, new_state, restore, step_fn
@@ -288,6 +289,100 @@ def test_a_writer_that_slept_too_long(s3, train_step, monkeypatch):
             checkpointer.wait()
         assert checkpointer.steps() == [1]
         assert not [name for name in opened(s3).names() if name.startswith("2/")]
+
+
+def test_a_step_of_who_took_over_is_not_hidden(s3, train_step, monkeypatch):
+    """This process has begun it, could not write it, and does not know yet that another one has."""
+
+    def forbidden(*args):
+        raise jzero.CheckpointError("forbidden by the test")
+
+    first = jzero.Checkpointer(s3, train_step)
+    first.save(1, new_state())
+    first.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "upload", forbidden)
+        patch.setattr(Bucket, "remove", forbidden)
+        first.save(2, new_state())
+        with pytest.raises(jzero.CheckpointError, match="forbidden by the test"):
+            first.wait()
+    assert first.steps() == [1]
+    owner = first._steps.lock._owner
+    assert owner is not None
+    _lock._held.discard(owner.token)  # as if it were no process of here
+    with jzero.Checkpointer(s3, train_step) as second:
+        second.save(2, new_state())
+    assert first.steps() == [1, 2]
+    first.close()
+
+
+# -- requests -----------------------------------------------------------------------------------------
+
+
+def test_training_waits_for_no_request(s3, proxy, train_step, monkeypatch):
+    """Of the first save neither, whose lock is still to be taken."""
+    goes_on, claim = threading.Event(), _bucket_steps.BucketSteps.claim
+
+    def late(*args):
+        assert goes_on.wait(20)
+        return claim(*args)
+
+    monkeypatch.setattr(_bucket_steps.BucketSteps, "claim", late)
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        assert checkpointer.latest_step() is None
+        for step in (1, 2):
+            goes_on.clear()
+            proxy.arm(RequestFault())
+            assert checkpointer.save(step, new_state())
+            assert proxy.log == []
+            goes_on.set()
+            checkpointer.wait()
+            assert len(proxy.log) > 10
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_steps_are_found_without_a_list_of_all_objects(s3, proxy, train_step):
+    """By the lock's object and a seal for each; where that is gone, by a list, and then by a new one."""
+    with jzero.Checkpointer(s3, train_step, max_to_keep=3) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step, new_state())
+    reader = jzero.Checkpointer(s3, train_step)
+
+    def asked(ask) -> tuple[Any, list[str]]:
+        proxy.arm(RequestFault())
+        return ask(), [f"{request.name} {request.target}" for request in proxy.log]
+
+    lock, seals = "GET _JZERO_WRITER", [f"GET {step}/_JZERO_SEAL" for step in (3, 4, 5)]
+    assert asked(reader.latest_step) == (5, [lock, seals[-1]])
+    steps, requests = asked(reader.steps)
+    assert steps == [3, 4, 5]
+    assert sorted(requests) == sorted([lock, *seals])
+    opened(s3).remove(["_JZERO_WRITER"])
+    assert reader.steps() == [3, 4, 5]
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(6, new_state())
+    assert asked(reader.latest_step) == (6, [lock, "GET 6/_JZERO_SEAL"])
+    assert reader.steps() == [3, 4, 5, 6]
+
+
+def test_neighbouring_chunks_are_read_in_one_request(s3, proxy, monkeypatch):
+    """8 MiB of 40 leaves, each in a chunk for each device."""
+    # However busy this machine is, all are asked for in one interval.
+    monkeypatch.setitem(_reading._COALESCED, "experimental_read_coalescing_interval", "1s")
+    train_step = jzero.shard_train_step(step_fn, min_shard_bytes=0)
+    keys = jax.random.split(jax.random.key(0), 40)
+    state = {f"w{i}": jax.random.normal(key, (256, 208)) for i, key in enumerate(keys)}
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(1, train_step.shard(state))
+        checkpointer.wait()
+        proxy.arm(RequestFault())
+        restored = checkpointer.restore(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    data = [request.target for request in proxy.log if "/d/" in request.target]
+    # A last byte of each data file, nodes of the tree, and what is in them.
+    files = len({*data})
+    assert len(data) <= 3 * files + 1
+    assert len(proxy.log) < 25
 
 
 # -- bad input ----------------------------------------------------------------------------------------
