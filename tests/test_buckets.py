@@ -365,6 +365,22 @@ def test_steps_are_found_without_a_list_of_all_objects(s3, proxy, train_step):
     assert reader.steps() == [3, 4, 5, 6]
 
 
+def test_a_first_look_that_fails_loses_no_step(s3, proxy, train_step):
+    """The lock is held by then, and is not taken for one that knows all steps."""
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, new_state())
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        assert checkpointer.latest_step() == 2
+        proxy.arm(RequestFault("answer", 1, 403, only="GET 1/_JZERO_SEAL"))
+        checkpointer.save(3, new_state())
+        with pytest.raises(jzero.CheckpointError, match="1/_JZERO_SEAL could not be read"):
+            checkpointer.wait()
+        checkpointer.save(3, new_state())
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2, 3]
+
+
 def test_neighbouring_chunks_are_read_in_one_request(s3, proxy, monkeypatch):
     """8 MiB of 40 leaves, each in a chunk for each device."""
     # However busy this machine is, all are asked for in one interval.

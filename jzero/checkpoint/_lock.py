@@ -66,7 +66,9 @@ class Holder(NamedTuple):
 
     owner: Owner | None  # None if it cannot be told
     version: bytes = b""  # of the object
-    steps: list[int] | None = None  # those that may be there; None if only a list of objects can tell
+    steps: list[int] | None = (
+        None  # those that may be there; None if only a list of objects can tell
+    )
     beat: int = 0  # how often it has shown that it lives
     free: bool = False  # It was given back.
 
@@ -278,7 +280,9 @@ class ObjectLock(Lock):
             return found.owner == owner
         self.steps = None if found is None else found.steps
         try:
-            old = self.directory.write_if(NAME, self._text(owner, 0), found and found.version)
+            old = self.directory.write_if(
+                NAME, _text(owner, 0, self.steps), found and found.version
+            )
             self._check_conditions(who, owner, old)
         except Lost:
             return False
@@ -291,10 +295,10 @@ class ObjectLock(Lock):
         Raises:
           CheckpointError: it does not.
         """
-        self.directory.write_if(NAME, self._text(owner, 1), old)
+        self.directory.write_if(NAME, _text(owner, 1, self.steps), old)
         for version in (None, old):
             try:
-                self.directory.write_if(NAME, self._text(owner, 2), version)
+                self.directory.write_if(NAME, _text(owner, 2, self.steps), version)
             except Lost:
                 continue
             raise CheckpointError(message(
@@ -322,16 +326,13 @@ class ObjectLock(Lock):
             start, found = _now(), self.read()
             if found is None or found.owner != owner:
                 return False
-            data = self._text(None if release else owner, found.beat + 1)
+            data = _text(None if release else owner, found.beat + 1, self.steps)
             try:
                 self.directory.write_if(NAME, data, found.version)
             except Lost:  # The other thread of this process was first, or another process.
                 continue
             self._seen = start
             return True
-
-    def _text(self, owner: Owner | None, beat: int) -> bytes:
-        return _text(owner, beat, self.steps)
 
 
 def unlock(who: str, directory: Path | Bucket) -> str:
