@@ -254,7 +254,8 @@ class ObjectLock(Lock):
     def noted(self) -> tuple[list[int] | None, bool]:
         """The steps that may be there, if that is known, and whether this process is the one that writes."""
         found = self.read()
-        return (None, False) if found is None else (found.steps, found.owner == self._owner)
+        is_own = self.is_held and found is not None and found.owner == self._owner
+        return found and found.steps, is_own
 
     def read(self) -> Holder | None:
         found = self.directory.read(NAME)
@@ -280,9 +281,8 @@ class ObjectLock(Lock):
             return found.owner == owner
         self.steps = None if found is None else found.steps
         try:
-            old = self.directory.write_if(
-                NAME, _text(owner, 0, self.steps), found and found.version
-            )
+            data = _text(owner, 0, self.steps)
+            old = self.directory.write_if(NAME, data, found and found.version)
             self._check_conditions(who, owner, old)
         except Lost:
             return False
