@@ -8,6 +8,7 @@ import operator
 import os
 import signal
 import threading
+import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,7 +143,8 @@ class Checkpointer:
         self._interval, self._asynchronous = save_interval_steps, asynchronous
         self._saver = Saver(self._steps, max_to_keep, nbytes)
         self._restored: int | None = None  # the step that was restored since the last save
-        self._found: int | None = None  # the latest step when the directory was last looked at
+        # The latest step when the directory was last looked at; ... if it is to be looked at.
+        self._found: int | None | types.EllipsisType = ...
         self._watches = False
         self._one_at_a_time = threading.RLock()
         # Who forgets it lets others write.
@@ -183,7 +185,7 @@ class Checkpointer:
             place = self._agreed(step, state, data_iterator)
             with self._explained(f"step {step} could not be saved"):
                 self._saver.start(step, _as_container(state), place, self._notes(state))
-            self._restored = self._found = None
+            self._restored, self._found = None, ...
             if not self._asynchronous:
                 self.wait()
         return True
@@ -202,7 +204,7 @@ class Checkpointer:
         latest = self._latest()
         if latest is not None and step <= latest:
             self._steps.check_is_last(_SAVE, step)
-            self._found = None  # Those after it were removed.
+            self._found = ...  # Those after it were removed.
             latest = self._latest()
         due = force or latest is None or step % self._interval == 0
         return due or (jax.process_count() > 1 and _reached_preemption(step))
@@ -259,7 +261,8 @@ class Checkpointer:
           CheckpointError: writing failed in the background.
         """
         self._raise_failure()
-        return self._steps.latest()
+        self._found = found = self._steps.latest()
+        return found
 
     def steps(self) -> list[int]:
         """The numbers of all complete steps, in order; see `latest_step`."""
@@ -373,9 +376,8 @@ class Checkpointer:
         """The step after which the next is saved: the same in all processes, while one may be written."""
         if self._saver.step is not None:
             return self._saver.step
-        if self._found is None:  # Every step of a training asks.
-            self._found = self._steps.latest()
-        return self._found
+        # Every step of a training asks; `save` finds what is later.
+        return self.latest_step() if self._found is ... else self._found
 
     def _raise_failure(self) -> None:
         """Raises what went wrong in the background; several processes do when all know it: in `wait`."""

@@ -29,8 +29,12 @@ class Origin(NamedTuple):
 
 def leaf_names(tree: Any) -> list[str]:
     """The name of each leaf in a checkpoint: `opt_state/0/mu/w`; a tree that is one array is `state`."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths]
+    return [name_at(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def name_at(path: Any) -> str:
+    """The name of the leaf at a path of keys."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "state"
 
 
 def match(

@@ -19,6 +19,12 @@ from jzero._errors import escaped, named
 from jzero.checkpoint import _mirror
 
 _LEAST_CHUNK = 2**26  # bytes that chunks of other writers may have, however small the leaf
+# Chunks of a bucket that are asked for within so long, and are neighbours, are read in one request.
+_COALESCED = {
+    "experimental_read_coalescing_interval": "20ms",
+    "experimental_read_coalescing_merged_bytes": 2**24,
+    "experimental_read_coalescing_threshold_bytes": 2**18,  # between two of them, read in vain
+}
 _ALIGNMENT = 64  # bytes; on CPUs XLA takes an array as it is that begins at a multiple
 
 
@@ -78,9 +84,11 @@ async def open_leaf(info: Any) -> tensorstore.TensorStore:
         raise_array_data_missing_error=info.raise_array_data_missing_error,
     )  # fmt: skip
     if bucket := _mirror.bucket_of(info.parent_dir):
-        kept = {key: spec["kvstore"][key] for key in ("driver", "path", "cache_pool")}
-        in_store = info.is_ocdbt_checkpoint
-        spec["kvstore"] = {**kept, "base": bucket.spec()} if in_store else bucket.spec(info.name)
+        if info.is_ocdbt_checkpoint:
+            kept = {key: spec["kvstore"][key] for key in ("driver", "path", "cache_pool")}
+            spec["kvstore"] = {**kept, **_COALESCED, "base": bucket.spec()}
+        else:
+            spec["kvstore"] = bucket.spec(info.name)
     await _check_described(spec, info.ts_context)
     store = await tensorstore.open(spec, open=True, read=True, context=info.ts_context)
     _check_chunks(store)
@@ -127,9 +135,11 @@ class Budget:
         """Waits until so many are free; what to give back."""
         taken = min(nbytes, self._all)
         async with self._turn:
-            while self._free < taken:
-                self._given.clear()
-                await self._given.wait()
+            if self._free < taken:
+                # Who follows begins together, so that neighbours in a bucket are one request.
+                while self._free < max(taken, self._all // 4):
+                    self._given.clear()
+                    await self._given.wait()
             self._free -= taken
         return taken
 

@@ -66,10 +66,10 @@ class Saver:
         if self._failure is not None and self._running is not None:
             failure, self._failure = self._failure, None
             is_complete = self._running[1].is_complete  # Only older ones could not be removed.
-            with contextlib.suppress(
-                CheckpointError
-            ):  # It may have its name, and only the sync failed.
-                is_complete = is_complete or self.step in self._steps.complete()
+            # It may have its name, and only the sync failed; if another process writes, it may be its step.
+            with contextlib.suppress(CheckpointError):
+                is_own = self._steps.lock.is_held
+                is_complete = is_complete or (is_own and self.step in self._steps.complete())
             if not is_complete:
                 self.step = None
             raise failure
