@@ -23,8 +23,9 @@ def advice(path: Path) -> str:
         if (step := step_of(there)) and step != path:
             return f"It is inside of the step {step}: name that."
         if steps := _steps_in(there):
+            which = "steps" if len(steps) > 1 else "step"
             shown = ", ".join(map(str, steps[-_SHOWN:]))
-            return f"{there} has the steps {shown}: name one, or {there}."
+            return f"{there} has the {which} {shown}: name one, or {there}."
         entries = _entries(there)
         below = [entry for folder in entries if folder.is_dir() for entry in _entries(folder)]
         folders = [folder for folder in (*entries, *below) if folder.is_dir()]
