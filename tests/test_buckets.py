@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -19,7 +20,7 @@ from etils import epath
 
 import jzero
 from faults import Proxy, RequestFault
-from jzero.checkpoint import _bucket, _bucket_steps, _lock, _seal, _temporary
+from jzero.checkpoint import _bucket, _bucket_steps, _lock, _reading, _seal, _temporary
 from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
 from test_checkpoint_faults import Place, assert_restored, new_state, restore, step_fn
@@ -76,7 +77,7 @@ def owner_in(bucket: Bucket) -> str | None:
 
 def of_another_machine(url: str, beat: int = 7) -> None:
     """The lock of a writer of which nobody here can tell whether it runs."""
-    holder = {"owner": ["node7", "boot pid:[1]", 12, 34, "token"], "beat": beat, "steps": []}
+    holder = {"owner": ["node7", "boot pid:[1]", 12, 34, "token"], "beat": beat, "steps": None}
     opened(url).write("_JZERO_WRITER", json.dumps(holder).encode())
 
 
@@ -155,10 +156,11 @@ def test_a_second_writer_is_refused(s3, train_step):
     first, second = (jzero.Checkpointer(s3, train_step) for _ in range(2))
     first.save(1, new_state())
     first.wait()
+    second.save(2, new_state())
     with pytest.raises(
         jzero.CheckpointError, match=f"process {os.getpid()} on .* writes in {s3}, .*close it"
     ):
-        second.save(2, new_state())
+        second.wait()
     assert_restored(second.restore(new_state(), step=1))
     first.close()
     assert owner_in(opened(s3)) is None
@@ -176,11 +178,13 @@ def test_a_writer_elsewhere_is_watched(s3, train_step, monkeypatch, capsys):
         timer = threading.Timer(0.3, of_another_machine, (s3, 8))
         timer.start()
         text = f"process 12 on node7 writes in {s3}, .* 0 s ago.* python -m jzero unlock {s3}"
+        checkpointer.save(1, new_state())
         with pytest.raises(jzero.CheckpointError, match=text):
-            checkpointer.save(1, new_state())
+            checkpointer.wait()
         timer.join()
         start = time.monotonic()
         assert checkpointer.save(1, new_state())
+        checkpointer.wait()
         assert time.monotonic() - start >= 1
     of_another_machine(s3)
     main(["unlock", s3])
@@ -209,17 +213,18 @@ def test_a_dead_process_is_followed(s3, train_step, tmp_path):
         assert writer.stdout.readline() == "about to seal\n"
         with jzero.Checkpointer(s3, train_step, staging=tmp_path) as checkpointer:
             assert checkpointer.latest_step() == 1
+            checkpointer.save(3, new_state())
             with pytest.raises(
                 jzero.CheckpointError, match=f"process {writer.pid} on .* End it, or"
             ):
-                checkpointer.save(3, new_state())
-            writer.kill()
-            writer.wait()
+                checkpointer.wait()
+        writer.kill()
+        writer.wait()
+        with jzero.Checkpointer(s3, train_step, staging=tmp_path) as checkpointer:
             opened(s3).write("9/notes", b"of a user")
             assert [name for name in opened(s3).names() if name.startswith("2/state/")]
             assert len(list(tmp_path.iterdir())) == 1
-            with pytest.warns(UserWarning, match="9 does not count as a step: it has no seal"):
-                assert checkpointer.save(3, new_state())
+            assert checkpointer.save(3, new_state())
             checkpointer.wait()
             assert not [name for name in opened(s3).names() if name.startswith("2/")]
             assert checkpointer.steps() == [1, 3]
@@ -286,6 +291,116 @@ def test_a_writer_that_slept_too_long(s3, train_step, monkeypatch):
         assert not [name for name in opened(s3).names() if name.startswith("2/")]
 
 
+def test_a_step_of_who_took_over_is_not_hidden(s3, train_step, monkeypatch):
+    """This process has begun it, could not write it, and does not know yet that another one has."""
+
+    def forbidden(*args):
+        raise jzero.CheckpointError("forbidden by the test")
+
+    first = jzero.Checkpointer(s3, train_step)
+    first.save(1, new_state())
+    first.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "upload", forbidden)
+        patch.setattr(Bucket, "remove", forbidden)
+        first.save(2, new_state())
+        with pytest.raises(jzero.CheckpointError, match="forbidden by the test"):
+            first.wait()
+    assert first.steps() == [1]
+    owner = first._steps.lock._owner
+    assert owner is not None
+    _lock._held.discard(owner.token)  # as if it were no process of here
+    with jzero.Checkpointer(s3, train_step) as second:
+        second.save(2, new_state())
+    assert first.steps() == [1, 2]
+    first.close()
+
+
+# -- requests -----------------------------------------------------------------------------------------
+
+
+def test_training_waits_for_no_request(s3, proxy, train_step, monkeypatch):
+    """Of the first save neither, whose lock is still to be taken."""
+    goes_on, claim = threading.Event(), _bucket_steps.BucketSteps.claim
+
+    def late(*args):
+        assert goes_on.wait(20)
+        return claim(*args)
+
+    monkeypatch.setattr(_bucket_steps.BucketSteps, "claim", late)
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        assert checkpointer.latest_step() is None
+        for step in (1, 2):
+            goes_on.clear()
+            proxy.arm(RequestFault())
+            assert checkpointer.save(step, new_state())
+            assert proxy.log == []
+            goes_on.set()
+            checkpointer.wait()
+            assert len(proxy.log) > 10
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_steps_are_found_without_a_list_of_all_objects(s3, proxy, train_step):
+    """By the lock's object and a seal for each; where that is gone, by a list, and then by a new one."""
+    with jzero.Checkpointer(s3, train_step, max_to_keep=3) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step, new_state())
+    reader = jzero.Checkpointer(s3, train_step)
+
+    def asked(ask) -> tuple[Any, list[str]]:
+        proxy.arm(RequestFault())
+        return ask(), [f"{request.name} {request.target}" for request in proxy.log]
+
+    lock, seals = "GET _JZERO_WRITER", [f"GET {step}/_JZERO_SEAL" for step in (3, 4, 5)]
+    assert asked(reader.latest_step) == (5, [lock, seals[-1]])
+    steps, requests = asked(reader.steps)
+    assert steps == [3, 4, 5]
+    assert sorted(requests) == sorted([lock, *seals])
+    opened(s3).remove(["_JZERO_WRITER"])
+    assert reader.steps() == [3, 4, 5]
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(6, new_state())
+    assert asked(reader.latest_step) == (6, [lock, "GET 6/_JZERO_SEAL"])
+    assert reader.steps() == [3, 4, 5, 6]
+
+
+def test_a_first_look_that_fails_loses_no_step(s3, proxy, train_step):
+    """The lock is held by then, and is not taken for one that knows all steps."""
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, new_state())
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        assert checkpointer.latest_step() == 2
+        proxy.arm(RequestFault("answer", 1, 403, only="GET 1/_JZERO_SEAL"))
+        checkpointer.save(3, new_state())
+        with pytest.raises(jzero.CheckpointError, match="1/_JZERO_SEAL could not be read"):
+            checkpointer.wait()
+        checkpointer.save(3, new_state())
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2, 3]
+
+
+def test_neighbouring_chunks_are_read_in_one_request(s3, proxy, monkeypatch):
+    """8 MiB of 40 leaves, each in a chunk for each device."""
+    # However busy this machine is, all are asked for in one interval.
+    monkeypatch.setitem(_reading._COALESCED, "experimental_read_coalescing_interval", "1s")
+    train_step = jzero.shard_train_step(step_fn, min_shard_bytes=0)
+    keys = jax.random.split(jax.random.key(0), 40)
+    state = {f"w{i}": jax.random.normal(key, (256, 208)) for i, key in enumerate(keys)}
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(1, train_step.shard(state))
+        checkpointer.wait()
+        proxy.arm(RequestFault())
+        restored = checkpointer.restore(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    data = [request.target for request in proxy.log if "/d/" in request.target]
+    # A last byte of each data file, nodes of the tree, and what is in them.
+    files = len({*data})
+    assert len(data) <= 3 * files + 1
+    assert len(proxy.log) < 25
+
+
 # -- bad input ----------------------------------------------------------------------------------------
 
 
@@ -314,10 +429,11 @@ def test_an_endpoint_that_ignores_conditions(s3, train_step, monkeypatch):
 
     monkeypatch.setattr(Bucket, "write_if", write_if)
     with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(1, new_state())
         with pytest.raises(
             jzero.CheckpointError, match="replaces an object .* conditional writes .If-None"
         ):
-            checkpointer.save(1, new_state())
+            checkpointer.wait()
     assert opened(s3).names() == ["_JZERO_WRITER"]
 
 

@@ -15,8 +15,7 @@ import pytest
 import tensorstore
 
 import jzero
-from jzero.checkpoint import _chunks, _inspect, _ocdbt, _writing
-from jzero.checkpoint._seal import StoredLeaf
+from jzero.checkpoint import _chunks, _inspect, _ocdbt, _reading, _writing
 
 MIB = 2**20
 
@@ -144,7 +143,7 @@ def test_a_part_of_a_shared_chunk_is_there_or_missed(is_there, tmp_path):
             asyncio.run(merge)
         return
     asyncio.run(merge)
-    asyncio.run(_ocdbt.check_complete(base, {"w": StoredLeaf((10,), "float32", (4,))}))
+    asyncio.run(_ocdbt.check_complete(base, {"w": ((10,), (4,))}))
     merged = tensorstore.open(
         _ocdbt.array_spec(base, "w"), open=True, context=_ocdbt.context()
     ).result()
@@ -218,3 +217,26 @@ def test_30_saves_need_the_memory_of_one(tmp_path):
     assert first < 24 * MIB, first
     assert most < 40 * MIB, most
     assert max(after[-5:]) - max(after[5:10]) < 16 * MIB, after
+
+
+def test_who_waits_for_memory_goes_on_together():
+    """Of a restore, when a quarter of it is free: neighbours in a bucket are asked for at once."""
+    started = []
+
+    async def one(budget: _reading.Budget, number: int) -> None:
+        await budget.take(10)
+        started.append(number)
+
+    async def act() -> list[int]:
+        budget, counts = _reading.Budget(100), []
+        tasks = [asyncio.create_task(one(budget, number)) for number in range(25)]
+        for given in (0, 10, 10, 10, 120):
+            budget.give(given)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            counts.append(len(started))
+        await asyncio.gather(*tasks)
+        return counts
+
+    assert asyncio.run(act()) == [10, 10, 10, 13, 25]
+    assert started == [*range(25)]

@@ -76,6 +76,7 @@ class Jzero:
     def __init__(self, directory: Path, train_step: jzero.ShardedTrainStep):
         self.directory = directory
         self.checkpointer = jzero.Checkpointer(directory, train_step)
+        self.checkpointer.latest_step()  # as every training asks before its first step
 
     def save(self, state: Any) -> None:
         self.checkpointer.save(1, state)
@@ -98,6 +99,7 @@ class InBucket(Jzero):
         self.directory = directory
         self.bucket = Bucket("s3", os.environ["BUCKET"], directory.name)
         self.checkpointer = jzero.Checkpointer(str(self.bucket), train_step)
+        self.checkpointer.latest_step()
 
     def close(self) -> None:
         super().close()

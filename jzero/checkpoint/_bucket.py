@@ -13,7 +13,7 @@ import functools
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,9 +117,8 @@ class Bucket:
         """
         version = bytes(self._wait(name, "written", self._open.write(name, data)).generation)
         if not version:
-            raise _failed(
-                str(self / name), "written", "the server says that a condition does not hold"
-            )
+            found = "the server says that a condition does not hold"
+            raise _failed(str(self / name), "written", found)
         return version
 
     def write_if(self, name: str, data: bytes, version: bytes | None) -> bytes:
@@ -150,11 +149,15 @@ class Bucket:
         found = self._wait(below, "listed", store.list())
         return sorted(name.decode() for name in found)
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Removes objects, those that are there."""
-        _in_turn(((1, name) for name in names), lambda name: (
-            self._open.write(name, None), lambda future: self._wait(name, "removed", future)
-        ))  # fmt: skip
+    def remove(self, names: Iterable[str], check: Callable[[], None] = lambda: None) -> None:
+        """Removes objects, those that are there; `check` is called before each."""
+
+        def begin(name: str) -> Any:
+            check()
+            return self._open.write(name, None)
+
+        for name, future in _in_turn(((_FEW, name) for name in names), begin):
+            self._wait(name, "removed", future)
 
     def upload(
         self, files: Mapping[str, Path], owns: Callable[[], None], check: Callable[[], None] = lambda: None
@@ -170,17 +173,14 @@ class Bucket:
           Lost: another one is there.
         """
 
-        def begin(name: str) -> tuple[Any, Callable[[Any], None]]:
+        def begin(name: str) -> Any:
             check()
-            future = self._open.write(name, files[name].read_bytes(), if_equal=_absent())
-            return future, lambda future: done(name, future)
-
-        def done(name: str, future: Any) -> None:
-            if not self._wait(name, "written", future).generation:
-                self._replace(name, files[name].read_bytes(), owns)
+            return self._open.write(name, files[name].read_bytes(), if_equal=_absent())
 
         sizes = ((path.stat().st_size, name) for name, path in files.items())
-        _in_turn(sizes, begin)
+        for name, future in _in_turn(sizes, begin):
+            if not self._wait(name, "written", future).generation:
+                self._replace(name, files[name].read_bytes(), owns)
 
     def _replace(self, name: str, data: bytes, owns: Callable[[], None]) -> None:
         """Writes over what one that is dead has left, and over nothing that came after `owns`.
@@ -200,35 +200,31 @@ class Bucket:
 
     def cut_short(self, sizes: Mapping[str, int]) -> list[str]:
         """Of objects of these sizes those that are not there, or have fewer bytes."""
-        bad: list[str] = []
 
-        def look(name: str, future: Any) -> None:
+        def is_whole(name: str, future: Any) -> bool:
             try:
-                if self._wait(name, "read", future).state != "value":
-                    bad.append(name)
+                return bool(self._wait(name, "read", future).state == "value")
             except CheckpointError as error:
                 if "OUT_OF_RANGE" not in str(error):
                     raise
-                bad.append(name)
+                return False
 
-        ends = {name: slice(max(size - 1, 0), size) for name, size in sizes.items()}
-        _in_turn(((_FEW, name) for name in sizes), lambda name: (
-            self._open.read(name, byte_range=ends[name]), lambda future: look(name, future)
-        ))  # fmt: skip
-        return bad
+        last = {name: slice(max(size - 1, 0), size) for name, size in sizes.items()}
+        looks = _in_turn(((1, x) for x in sizes), lambda x: self._open.read(x, byte_range=last[x]))
+        return [name for name, future in looks if not is_whole(name, future)]
+
+    def objects(self, names: Iterable[str]) -> Iterator[tuple[str, Object]]:
+        """Small objects, those that are there."""
+        for name, future in _in_turn(((_FEW, x) for x in names), self._open.read):
+            found = self._wait(name, "read", future)
+            if found.state == "value":
+                yield name, Object(found.value, found.stamp.generation)
 
     def download(self, names: Iterable[str], folder: Path) -> None:
         """Writes objects as files below a folder; those that are no longer there are left out."""
-
-        def kept(name: str, future: Any) -> None:
-            found = self._wait(name, "read", future)
-            if found.state == "value":
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(found.value)
-
-        _in_turn(((_FEW, name) for name in names), lambda name: (
-            self._open.read(name), lambda future: kept(name, future)
-        ))  # fmt: skip
+        for name, found in self.objects(names):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(found.data)
 
     @functools.cached_property
     def _open(self) -> Any:
@@ -242,26 +238,23 @@ class Bucket:
         """
         try:
             return future.result(timeout=_PATIENCE)
-        except TimeoutError as error:
-            raise _failed(
-                str(self / name), done, f"there was no answer for {_PATIENCE:.0f} s"
-            ) from error
         except Exception as error:
-            raise _failed(str(self / name), done, str(error)) from error
+            silent = f"there was no answer for {_PATIENCE:.0f} s"
+            found = silent if isinstance(error, TimeoutError) else str(error)
+            raise _failed(str(self / name), done, found) from error
 
 
 def _in_turn(
-    items: Iterable[tuple[int, str]], start: Callable[[str], tuple[Any, Callable[[Any], Any]]]
-) -> None:
-    """Starts a request for each item, and ends it, so that at most `_IN_FLIGHT` bytes are under way."""
-    running: deque[tuple[int, Any, Callable[[Any], Any]]] = deque()
+    items: Iterable[tuple[int, str]], start: Callable[[str], Any]
+) -> Iterator[tuple[str, Any]]:
+    """Starts a request for each item of so many bytes; at most `_IN_FLIGHT`, or one, are under way."""
+    running: deque[tuple[int, str, Any]] = deque()
     for nbytes, name in items:
         while running and sum(each[0] for each in running) + nbytes > _IN_FLIGHT:
-            _, future, end = running.popleft()
-            end(future)
-        running.append((nbytes, *start(name)))
-    for _, future, end in running:
-        end(future)
+            yield running.popleft()[1:]
+        running.append((nbytes, name, start(name)))
+    while running:
+        yield running.popleft()[1:]
 
 
 @functools.cache

@@ -11,6 +11,9 @@ that it is about to write finds another claim. It may come back within any reque
 * An object is written only where none is, or in place of what was there before the writer looked whether
   the claim is still its own: not in place of what the next one has written after it replaced the claim.
 
+The lock's object has the steps that may be there, since to list a bucket is to list all objects of all steps:
+one is noted before it is claimed, and forgotten when nothing of it is there any more.
+
 So no byte of a sealed step changes. What is left is one request: that which makes the seal of a step that is
 to go a claim again. Who stands still there beyond its lease removes an old step, or one that it could not
 acknowledge, though the next writer wanted to keep it. And S3's version of an object is a digest: if a dead
@@ -32,15 +35,15 @@ import jax
 
 from jzero._errors import CheckpointError, OptionError, message
 from jzero.checkpoint import _files, _lock, _mirror, _seal
-from jzero.checkpoint._bucket import Bucket, Lost
+from jzero.checkpoint._bucket import Bucket, Lost, Object
+from jzero.checkpoint._lock import ObjectLock
 from jzero.checkpoint._orbax import STATE
-from jzero.checkpoint._seal import Broken, File, StoredLeaf
+from jzero.checkpoint._seal import File, Seal, Unfinished
 from jzero.checkpoint._steps import Steps
 from jzero.checkpoint._temporary import Temporary
 
 _PREFIX = "jzero-staging-"
 _MANIFEST = "manifest.ocdbt"
-_AT_ONCE = 256  # objects that are removed between two looks at the lock
 
 
 def steps_in(who: str, path: Any, staging: Any = None) -> Steps:
@@ -71,9 +74,18 @@ class BucketSteps(Steps):
     def __init__(self, bucket: Bucket, staging: Path):
         self.where: Bucket = bucket
         self._parent = staging
-        self._latest: int | None = None  # while this process writes
-        self._claims: dict[int, bytes] = {}  # the versions of what it has begun
-        self._uncleared: set[int] = set()
+        self._forget()
+
+    def _forget(self) -> None:
+        """What is known only as long as no other process writes."""
+        self._is_unknown = True
+        self._latest: int | None = None
+        self._claims: dict[int, bytes] = {}  # the versions of what this one has begun
+        self._uncleared: set[int] = set()  # steps that it is to remove
+
+    @functools.cached_property
+    def lock(self) -> ObjectLock:
+        return ObjectLock(self.where)
 
     def open(self) -> None:
         """Finds out whether the bucket is there and may be read: to read an object does not tell."""
@@ -83,24 +95,10 @@ class BucketSteps(Steps):
         return step == self._latest or self.where.read(f"{step}/{_seal.NAME}") is not None
 
     def path(self, step: int) -> Path:
-        self._check(step)
-        return _mirror.copy(self.where / str(step))
-
-    def latest(self) -> int | None:
-        """The last that is whole, also if a list of objects does not show it yet."""
-        listed, noted = super().latest(), sorted(self.lock.noted(), reverse=True)
-        later = (step for step in noted if listed is None or step > listed)
-        return next((x for x in later if self.is_there(x) and self._is_whole(x)), listed)
+        return _mirror.copy(self.where / str(step), self._sealed(step))
 
     def begin(self, who: str, step: int) -> None:
-        if self.lock.ensure(who):  # Others may have written since what is remembered.
-            self._claims = {}
-            self._uncleared = {each for each in self._candidates() if self._is_begun(each)}
-            self._latest = self.latest()
-        for each in sorted(self._uncleared):
-            self._clear(who, each)
-        if self._latest is not None and step <= self._latest:
-            self.check_is_last(who, step)
+        """Nothing: training waits for no request. `claim` finds who else writes, and the next call tells."""
 
     def folder(self, who: str, step: int, nbytes: int) -> Path:
         if not self._staging.path.is_dir():  # Somebody has tidied up.
@@ -117,8 +115,21 @@ class BucketSteps(Steps):
 
     def claim(self, who: str, step: int) -> str:
         """Says where the seal is to be that this process has begun a step: so no other can seal it."""
+        if self.lock.ensure(who):  # Others may have written since what is remembered.
+            self._forget()
+        if self._is_unknown:
+            names = {f"{x}/{_seal.NAME}": x for x in self._candidates()}
+            there = {names[name]: found for name, found in self.where.objects(names)}
+            self._latest = self.latest()
+            self._uncleared = {x for x, found in there.items() if _mirror.is_claim(found)}
+            self.lock.steps, self._is_unknown = [*there], False
+        for each in sorted(self._uncleared):
+            self.remove(who, each)
+        if self._latest is not None and step <= self._latest:
+            self.check_is_last(who, step)
         found = self.where.read(f"{step}/{_seal.NAME}")
-        self.lock.check(who)  # After the look, as in `_clear`.
+        self.lock.steps = sorted({*(self.lock.steps or ()), step})
+        self.lock.check(who)  # After the look, as in `remove`.
         with self._not_lost(who, step):
             version = found.version if found and _mirror.is_claim(found) else None
             self._claims[step] = self._write_claim(step, version)
@@ -140,14 +151,12 @@ class BucketSteps(Steps):
             {"exact": _MANIFEST, "base": {"driver": "file", "path": manifest}},
         ]}  # fmt: skip
 
-    def publish(
-        self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
-    ) -> None:
+    def publish(self, who: str, step: int, parts: Mapping[str, File]) -> None:
         files = {**parts, **self._upload(who, step, self.lock.owner), **self._put_together(step)}
-        self.lock.check(who, step=step)
+        self.lock.check(who)
         with self._not_lost(who, step):
             seal = f"{step}/{_seal.NAME}"
-            self.where.write_if(seal, _seal.text(files, leaves), self._claims[step])
+            self.where.write_if(seal, _seal.text(files), self._claims[step])
         del self._claims[step]
         self._latest = step
         with contextlib.suppress(CheckpointError):  # Some goes when the next one begins.
@@ -157,12 +166,11 @@ class BucketSteps(Steps):
         """Removes what nobody writes again now that a step is sealed, and that belongs to none."""
         if step in self._uncleared:
             self._uncleared.discard(step)
-            known = {*files, _seal.NAME}
-            names = (f"{step}/{name}" for name in self.where.names(f"{step}/") if name not in known)
-            self.where.remove(names)
+            there = self.where / str(step)
+            there.remove({*there.names()} - {*files, _seal.NAME})
         for older in sorted(self._uncleared):
             if older < step:
-                self._clear(who, older)
+                self.remove(who, older)
 
     def discard(self, step: int) -> None:
         """Of one that this process has begun; what cannot be removed now is when the next one begins."""
@@ -170,15 +178,32 @@ class BucketSteps(Steps):
         if step in self._claims:  # Else somebody else may have saved it.
             self._uncleared.add(step)
             with contextlib.suppress(CheckpointError):
-                self._clear("Checkpointer.save", step)
+                self.remove("Checkpointer.save", step)
 
     def remove(self, who: str, step: int) -> None:
-        self._clear(who, step)
+        """First its seal, or what would let another process seal it.
+
+        Of one that may be written again there stays what has no random name, in a step that does not count.
+        """
+        bucket = self.where / str(step)
+        found = bucket.read(_seal.NAME)
+        # After the look: who was taken for dead before it may have seen another's seal.
+        self.lock.check(who)
+        with self._not_lost(who, step):
+            claim = self._write_claim(step, found and found.version)
+        is_over = self._latest is not None and step < self._latest
+        there = [name for name in bucket.names() if name != _seal.NAME]
+        check = functools.partial(self.lock.check, who, now=False)
+        bucket.remove(there if is_over else _mirror.random_names(there), check)
+        self._claims.pop(step, None)
+        if is_over:
+            bucket.remove_if(_seal.NAME, claim)
+            self._uncleared.discard(step)
+            self.lock.steps = [each for each in self.lock.steps or () if each != step]
 
     def close(self) -> None:
         super().close()
-        # Others may write from now on.
-        self._latest, self._claims, self._uncleared = None, {}, set()
+        self._forget()
         if "_staging" in self.__dict__:
             self.__dict__.pop("_staging").close()
 
@@ -200,34 +225,11 @@ class BucketSteps(Steps):
         if jax.process_count() == 1:
             return {}
         bucket = self.where / str(step)
-        names = [f"{STATE}/d/{x}" for x in bucket.names(f"{STATE}/d/")]
-        found = [(name, bucket.read(name)) for name in names]
-        return {name: _seal.file(name, each.data) for name, each in found if each is not None}
+        names = (f"{STATE}/d/{x}" for x in bucket.names(f"{STATE}/d/"))
+        return {name: _seal.file(name, found.data) for name, found in bucket.objects(names)}
 
     def _write_claim(self, step: int, version: bytes | None) -> bytes:
         return self.where.write_if(f"{step}/{_seal.NAME}", _seal.claim(self.lock.owner), version)
-
-    def _clear(self, who: str, step: int) -> None:
-        """Removes a step: first its seal, or what would let another process seal it.
-
-        Of one that may be written again there stays what has no random name, in a step that does not count.
-        """
-        seal = f"{step}/{_seal.NAME}"
-        found = self.where.read(seal)
-        # After the look: who was taken for dead before it may have seen another's seal.
-        self.lock.check(who)
-        with self._not_lost(who, step):
-            claim = self._write_claim(step, found and found.version)
-        is_over = self._latest is not None and step < self._latest
-        there = [name for name in self.where.names(f"{step}/") if name != _seal.NAME]
-        names = [f"{step}/{x}" for x in (there if is_over else _mirror.random_names(there))]
-        for start in range(0, len(names), _AT_ONCE):
-            self.lock.check(who, now=False)
-            self.where.remove(names[start : start + _AT_ONCE])
-        self._claims.pop(step, None)
-        if is_over:
-            self.where.remove_if(seal, claim)
-            self._uncleared.discard(step)
 
     @contextlib.contextmanager
     def _not_lost(self, who: str, step: int) -> Iterator[None]:
@@ -248,16 +250,21 @@ class BucketSteps(Steps):
         return Temporary(_PREFIX, self._parent)
 
     def _names(self) -> list[str]:
+        """Those that the lock's object has; where it is not, nothing but a list of all objects tells.
+
+        Not those that this process has begun and could not end, as long as no other writes.
+        """
+        steps, is_own = self.lock.noted()
+        if steps is not None:
+            return [str(step) for step in steps if not is_own or step not in self._uncleared]
         names = [name.partition("/") for name in self.where.names()]
         return list(dict.fromkeys(first for first, slash, _ in names if slash))
 
     def _check(self, step: int) -> None:
-        if _mirror.sealed(self.where / str(step)) is None:
-            raise Broken("it has no seal")
+        self._sealed(step)
 
-    def _is_whole(self, step: int) -> bool:
-        return step not in self._uncleared and super()._is_whole(step)
-
-    def _is_begun(self, step: int) -> bool:
-        """Whether a writer has begun to write or to remove it; what others have put there stays."""
-        return _mirror.is_claim(self.where.read(f"{step}/{_seal.NAME}"))
+    def _sealed(self, step: int) -> tuple[Object, Seal]:
+        found = _mirror.sealed(self.where / str(step))
+        if found is None:
+            raise Unfinished("it has no seal")
+        return found

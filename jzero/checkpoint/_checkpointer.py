@@ -8,8 +8,9 @@ import operator
 import os
 import signal
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +134,17 @@ class Checkpointer:
         staging: str | os.PathLike[str] | None = None,
         save_bytes: int | str = SAVE_BYTES,
     ):
-        _check_arguments(train_step, max_to_keep, save_interval_steps)
+        nbytes = _check_arguments(train_step, max_to_keep, save_interval_steps, save_bytes)
         self._steps = steps_in("Checkpointer", directory, staging)
         self._directory = self._steps.where
         with self._explained("it could not be opened"):
             self._steps.open()
         self._train_step = train_step
         self._interval, self._asynchronous = save_interval_steps, asynchronous
-        self._saver = Saver(self._steps, max_to_keep, _save_bytes(save_bytes))
+        self._saver = Saver(self._steps, max_to_keep, nbytes)
         self._restored: int | None = None  # the step that was restored since the last save
-        self._found: int | None = None  # the latest step when the directory was last looked at
+        # The latest step when the directory was last looked at; ... if it is to be looked at.
+        self._found: int | None | types.EllipsisType = ...
         self._watches = False
         self._one_at_a_time = threading.RLock()
         # Who forgets it lets others write.
@@ -180,10 +182,10 @@ class Checkpointer:
             if not self.is_due(step, force=force):
                 return False
             self.wait()
-            places = self._agreed(step, state, data_iterator)
+            place = self._agreed(step, state, data_iterator)
             with self._explained(f"step {step} could not be saved"):
-                self._saver.start(step, _as_container(state), places, self._notes(state))
-            self._restored = self._found = None
+                self._saver.start(step, _as_container(state), place, self._notes(state))
+            self._restored, self._found = None, ...
             if not self._asynchronous:
                 self.wait()
         return True
@@ -202,7 +204,7 @@ class Checkpointer:
         latest = self._latest()
         if latest is not None and step <= latest:
             self._steps.check_is_last(_SAVE, step)
-            self._found = None  # Those after it were removed.
+            self._found = ...  # Those after it were removed.
             latest = self._latest()
         due = force or latest is None or step % self._interval == 0
         return due or (jax.process_count() > 1 and _reached_preemption(step))
@@ -238,7 +240,11 @@ class Checkpointer:
             if step is None:  # The same in all processes, whatever each of them sees.
                 step = Round(who).lead("step", self.latest_step)
             path = self._whole(who, step)
-            move = self._moving(who, step, path, data_iterator)
+            with self._alike(who, data_iterator):
+                move = None if data_iterator is None else _iterators.moving(
+                    data_iterator, _stored.iterators(who, path), f"step {step} of {self._directory}",
+                    jax.process_index(), jax.process_count(),
+                )  # fmt: skip
             restored = restore_for(who, path, self._train_step, state, args, kwargs)
             if move is not None:
                 with self._alike(f"{who}, data iterator", data_iterator):
@@ -255,7 +261,8 @@ class Checkpointer:
           CheckpointError: writing failed in the background.
         """
         self._raise_failure()
-        return self._steps.latest()
+        self._found = found = self._steps.latest()
+        return found
 
     def steps(self) -> list[int]:
         """The numbers of all complete steps, in order; see `latest_step`."""
@@ -306,30 +313,25 @@ class Checkpointer:
         self.close()
 
     def _notes(self, state: Any) -> dict[str, Any]:
-        """What a reader may want to know that the files do not say.
-
-        Roles, if a step has run; how the state is sharded; and of which commit to files leaves are, if it
-        keeps state in some.
-        """
+        """For readers: roles, if a step has run; how the state is sharded; its commit in files, if any."""
         plans, shardings = self._train_step._placement.leaf_plans(state)
-        pairs = zip(leaf_names(state), plans, strict=True)
-        notes: dict[str, Any] = {
+        names, mesh = leaf_names(state), shardings[0].mesh.shape if shardings else {}
+        writes = zip(names, _writes.of_saved(jax.tree.leaves(state)), strict=True)
+        found = {name: _writes.as_text(write) for name, write in writes if write is not None}
+        pairs = zip(names, plans, strict=True)
+        return {
             "roles": {name: plan.role for name, plan in pairs if plan.role != OTHER},
             "jzero": {
                 "version": __version__,
                 "stage": int(self._train_step._programs.options.stage),
-                "axes": {
-                    str(name): size for s in shardings[:1] for name, size in s.mesh.shape.items()
-                },
+                "axes": {str(name): size for name, size in mesh.items()},
             },
+            **({"writes": found} if found else {}),
         }
-        writes = zip(leaf_names(state), _writes.of_saved(jax.tree.leaves(state)), strict=True)
-        found = {name: _writes.as_text(write) for name, write in writes if write is not None}
-        return notes | ({"writes": found} if found else {})
 
-    def _agreed(self, step: int, state: Any, data_iterator: Any) -> list[Any] | None:
-        """Where the data iterators of all processes stand, once they are about to save the same."""
-        own, failure = None, None
+    def _agreed(self, step: int, state: Any, data_iterator: Any) -> Any:
+        """Where the data iterator of this process stands, once all are about to save the same."""
+        own, outcome, failure = None, "ready", None
         try:
             leaves = jax.tree.leaves(state)
             _placing.check_alive(state, leaves, _SAVE)
@@ -337,76 +339,51 @@ class Checkpointer:
             check_savable(_SAVE, state)
             own = None if data_iterator is None else _iterators.state(data_iterator)
         except Exception as error:
-            failure = error
+            failure, outcome = error, f"{type(error).__name__}: {error}"
         try:
             _agreement.confirm(_SAVE, lambda: {
-                "step": [str(step)],
-                "outcome": ["ready" if failure is None else f"{type(failure).__name__}: {failure}"],
-                "data iterator": ["none" if data_iterator is None else "one"],
+                "step": [str(step)], "outcome": [outcome], **_given(data_iterator),
                 "leaves": described(state),
             })  # fmt: skip
         finally:
             if failure is not None:
                 raise failure
-        return None if own is None else Round(_SAVE).gather("iterators", own)
-
-    def _moving(
-        self, who: str, step: int | None, path: Path, data_iterator: Any
-    ) -> Callable[[], None] | None:
-        """What sets the data iterator to where the saved one stood, once all processes can."""
-        with self._alike(who, data_iterator):
-            if data_iterator is None:
-                return None
-            return _iterators.moving(
-                data_iterator, _stored.iterators(who, path), f"step {step} of {self._directory}",
-                jax.process_index(), jax.process_count(),
-            )  # fmt: skip
+        return own
 
     def _alike(self, who: str, data_iterator: Any) -> contextlib.AbstractContextManager[None]:
         """What all processes do with a data iterator, or none of them with none: if one fails, all do."""
-        given = "none" if data_iterator is None else "one"
         mesh = self._train_step._programs.setting.mesh
-        return _agreement.alike(who, mesh, lambda: {"data iterator": [given]})
+        return _agreement.alike(who, mesh, lambda: _given(data_iterator))
 
     def _whole(self, who: str, step: int | None) -> Path:
         """The directory of a step that is to be restored."""
-        if step is None or not self._steps.is_there(_step_number(who, step)):
-            raise self._missing(who, step)
         try:
-            return self._steps.path(step)
+            if step is not None and self._steps.is_there(_step_number(who, step)):
+                return self._steps.path(step)
         except _seal.Broken as error:
             path = self._directory / str(step)
             raise CheckpointError(_stored.damaged(who, path, error)) from error
-
-    def _missing(self, who: str, step: int | None) -> CheckpointError:
-        """What is said of a step that is not there."""
-        there = self._steps.complete()
-        if not there:
-            return CheckpointError(message(
-                who, f"nothing was saved in {self._directory}", "It has no complete step.",
-                "Where latest_step() is None, begin with train_step.init(init_fn, key); or correct the "
-                "directory."))  # fmt: skip
-        return CheckpointError(message(
-            who, f"{self._directory} has no step {step}", f"It has the steps {there}.",
-            "Ask latest_step() first."))  # fmt: skip
+        if there := self._steps.complete():
+            raise CheckpointError(message(
+                who, f"{self._directory} has no step {step}", f"It has the steps {there}.",
+                "Ask latest_step() first."))  # fmt: skip
+        raise CheckpointError(message(
+            who, f"nothing was saved in {self._directory}", "It has no complete step.",
+            "Where latest_step() is None, begin with train_step.init(init_fn, key); or correct the "
+            "directory."))  # fmt: skip
 
     def _latest(self) -> int | None:
-        """The step after which the next is saved: the same in all processes, while one may be written.
-
-        Every step of a training asks, so the directory is looked at until it has one, and not again.
-        """
+        """The step after which the next is saved: the same in all processes, while one may be written."""
         if self._saver.step is not None:
             return self._saver.step
-        if self._found is None:
-            self._found = self._steps.latest()
-        return self._found
+        # Every step of a training asks; `save` finds what is later.
+        return self.latest_step() if self._found is ... else self._found
 
     def _raise_failure(self) -> None:
         """Raises what went wrong in the background; several processes do when all know it: in `wait`."""
-        if jax.process_count() > 1:
-            return
-        with self._explained("a step could not be written"):
-            self._saver.raise_failure()
+        if jax.process_count() == 1:
+            with self._explained("a step could not be written"):
+                self._saver.raise_failure()
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -427,21 +404,16 @@ def _as_container(state: Any) -> Any:
     return {"state": state} if jax.tree_util.all_leaves([state]) else state
 
 
+def _given(data_iterator: Any) -> dict[str, list[str]]:
+    return {"data iterator": ["none" if data_iterator is None else "one"]}
+
+
 def _reached_preemption(step: int) -> bool:
     """Whether all processes are to save this step, since one of them is about to end."""
     try:
         return multihost_utils.reached_preemption_sync_point(step)
     except RuntimeError:  # The service that tells is switched off.
         return False
-
-
-def _save_bytes(value: Any) -> int:
-    found = parse_bytes(value)
-    if found is None:
-        raise OptionError(message(
-            "Checkpointer", f"save_bytes is {value!r:.80}", f"It is {BYTES_RULE}.",
-            "Pass save_bytes='2GiB', the memory that a save may use beside the state."))  # fmt: skip
-    return found
 
 
 def _step_number(who: str, step: Any) -> int:
@@ -456,8 +428,11 @@ def _step_number(who: str, step: Any) -> int:
     return number
 
 
-def _check_arguments(train_step: Any, max_to_keep: Any, save_interval_steps: Any) -> None:
-    found = []
+def _check_arguments(
+    train_step: Any, max_to_keep: Any, save_interval_steps: Any, save_bytes: Any
+) -> int:
+    """What `save_bytes` is in bytes."""
+    found, nbytes = [], parse_bytes(save_bytes)
     if not isinstance(train_step, ShardedTrainStep):
         found.append(f"train_step is {a_type(train_step)}, not what shard_train_step returns")
     counts = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps}
@@ -465,8 +440,11 @@ def _check_arguments(train_step: Any, max_to_keep: Any, save_interval_steps: Any
         positive = isinstance(value, int) and value >= 1
         if not positive and not (name == "max_to_keep" and value is None):
             found.append(f"{name} is {value!r}, not a positive integer")
-    if found:
+    if nbytes is None:
+        found.append(f"save_bytes is {save_bytes!r:.80}, and not {BYTES_RULE}")
+    if found or nbytes is None:
         raise OptionError(message(
             "Checkpointer", found, "These arguments cannot be obeyed.",
             "Write jzero.Checkpointer(directory, train_step, max_to_keep=3, save_interval_steps=100).",
             things="arguments"))  # fmt: skip
+    return nbytes

@@ -24,11 +24,7 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def local(who: str, path: Any) -> Path:
-    """A path as a user gives it, made absolute; `~` is the user's home.
-
-    Raises:
-      OptionError: it is none.
-    """
+    """A path as a user gives it, made absolute; `~` is the user's home."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not isinstance(text, str) or not text:
         raise OptionError(message(
@@ -51,9 +47,8 @@ def kind(path: Path) -> str:
 def files_below(directory: Path) -> Iterator[Path]:
     """The files in a directory and below, among them links to files, as Hugging Face's cache has them.
 
-    Raises:
-      NotRegular: something else is there. To open a pipe would wait for a writer, to read a device might
-        never end, and a link to a directory may lead anywhere.
+    Anything else is `NotRegular`: to open a pipe would wait for a writer, to read a device might never end,
+    and a link to a directory may lead anywhere.
     """
     folders = [directory]
     while folders:
@@ -124,13 +119,6 @@ def discard(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def remove_unfinished(directory: Path) -> None:
-    """Removes what writers that were interrupted have left in a directory of steps."""
-    for path in directory.iterdir():
-        if path.name.endswith(UNFINISHED):
-            discard(path)
 
 
 def try_lock(fd: int) -> bool | None:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 # They return as many elements as they take, in the same order, and have no state of their own.
 _ELEMENTWISE = {
@@ -26,6 +26,10 @@ _MAPS = {"MapMapDataset", "RandomMapMapDataset", "_WithSeedMapDataset"}
 _SEEN, _FIRST_WORKER = "last_seen_indices", "0"  # of a DataLoader's state
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
+# Where a `DataShard` stood when it was saved: its index, count and data, and its next global index.
+Place: TypeAlias = dict[str, Any]
+FORM = {"index": int, "count": int, "data": str, "next": int}
+
 
 class Unknown(Exception):
     """Why an iterator has no global position."""
@@ -33,21 +37,15 @@ class Unknown(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class DataShard:
-    """The examples that an iterator returns of a global order: every `count`-th from `index` on.
-
-    Attributes:
-      data: the datasets that decide the global order, in words.
-      examples: how many of them Grain counts as one (a batch of a `MapDataset`).
-      length: how many times it counts one until the data end.
-    """
+    """The examples that an iterator returns of a global order: every `count`-th from `index` on."""
 
     index: int
     count: int
-    data: str
-    examples: int
-    length: int
+    data: str  # the datasets that decide the global order
+    examples: int  # that Grain counts as one (a batch of a `MapDataset`)
+    length: int  # how many times it counts one until the data end
 
-    def place(self, state: Any) -> DataPlace:
+    def place(self, state: Any) -> Place:
         """Where it stands by a state of Grain's."""
         if isinstance(state, bytes):
             following = int(_loader(state)[_FIRST_WORKER]) + self.count
@@ -55,7 +53,7 @@ class DataShard:
             following = self.index + int(state["next_index"]) * self.examples * self.count
         else:
             raise Unknown(f"its state is {state!r:.200}")
-        return DataPlace(self.index, self.count, self.data, following)
+        return {"index": self.index, "count": self.count, "data": self.data, "next": following}
 
     def state_from(self, position: int, like: Any) -> Any:
         """The state, in the form of `like`, in which it returns its examples from a global index on."""
@@ -73,31 +71,18 @@ class DataShard:
         return {"next_index": taken}
 
 
-@dataclasses.dataclass(frozen=True)
-class DataPlace:
-    """Where a `DataShard` stood when it was saved: `next` is the global index of its next example."""
-
-    index: int
-    count: int
-    data: str
-    next: int
-
-
-def position(places: list[DataPlace], data: str) -> int:
-    """Before which global index all shards have returned everything, and after it nothing.
-
-    Raises:
-      Unknown: there is none, or it is one in other data.
-    """
-    check_sharded(places[0], len(places))
+def position(places: list[Place], data: str) -> int:
+    """Before which global index all shards have returned everything, and after it nothing."""
+    count = places[0]["count"]
+    check_sharded(count, places[0]["data"], len(places))
     for place in places:
-        if place.data != data:
-            raise Unknown(f"the data were {place.data} and are {data}")
-    count, ahead = places[0].count, {place.index: place.next for place in places}
-    if any(place.count != count for place in places) or len(ahead) < count:
+        if place["data"] != data:
+            raise Unknown(f"the data were {place['data']} and are {data}")
+    ahead = {place["index"]: place["next"] for place in places}
+    if any(place["count"] != count for place in places) or len(ahead) < count:
         raise Unknown(f"only the shards {sorted(ahead)} of {count} were read")
     first = min(ahead.values())
-    alike = all(place.next == ahead[place.index] for place in places)
+    alike = all(place["next"] == ahead[place["index"]] for place in places)
     if not alike or max(ahead.values()) >= first + count:
         raise Unknown(
             f"their shards stand in different places: the next examples are {[*ahead.values()]}"
@@ -105,14 +90,10 @@ def position(places: list[DataPlace], data: str) -> int:
     return first
 
 
-def check_sharded(shard: DataShard | DataPlace, processes: int) -> None:
-    """Of several processes with all examples each, nobody knows whether these are the same.
-
-    Raises:
-      Unknown: there are several.
-    """
-    if shard.count == 1 and processes > 1:
-        raise Unknown(f"no slice [index::count] follows their {shard.data.partition(' ')[0]}")
+def check_sharded(count: int, data: str, processes: int) -> None:
+    """Of several processes with all examples each, nobody knows whether these are the same."""
+    if count == 1 and processes > 1:
+        raise Unknown(f"no slice [index::count] follows their {data.partition(' ')[0]}")
 
 
 def is_grain(iterator: Any) -> bool:
@@ -120,19 +101,14 @@ def is_grain(iterator: Any) -> bool:
 
 
 def shard(iterator: Any) -> DataShard:
-    """Which examples an iterator of Grain's returns.
-
-    Raises:
-      Unknown: they are no shard of a global order, or nobody knows.
-    """
+    """Which examples an iterator of Grain's returns."""
     try:
         loads = type(iterator).__name__ == "DataLoaderIterator"
         return _shard_of(_source(iterator._iterator if loads else iterator))
     except Unknown:
         raise
-    except (
-        Exception
-    ) as error:  # of a private name that is another now, or of the user's; no save fails by it
+    # Of a private name that is another now, or of the user's; no save fails by it.
+    except Exception as error:
         raise Unknown(f"its pipeline is not known: {type(error).__name__}: {error}") from error
 
 
@@ -192,12 +168,7 @@ def _described(dataset: Any) -> Iterator[str]:
     if name == "RepeatMapDataset":
         yield from _repeated(dataset)
     elif name not in _MAPS:
-        own = [
-            f"{key.strip('_')}={value}"
-            for key, value in sorted(vars(dataset).items())
-            if _is_setting(dataset, key)
-        ]
-        yield ", ".join([f"{name} of {len(dataset)}", *own, *_source_of(dataset)])
+        yield ", ".join([f"{name} of {len(dataset)}", *_settings(dataset)])
     for parent in getattr(dataset, "_parents", ()):
         yield from _described(parent)
 
@@ -205,29 +176,24 @@ def _described(dataset: Any) -> Iterator[str]:
 def _in_words(lines: list[str]) -> str:
     """Short, for each process of thousands has it in a checkpoint: what is cut off counts by its digest."""
     text = _ADDRESS.sub("", "; ".join(lines))
-    return (
-        text
-        if len(text) <= 200
-        else f"{text[:180]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    )
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return text if len(text) <= 200 else f"{text[:180]}... {digest}"
 
 
 def _repeated(dataset: Any) -> list[str]:
     return [] if dataset._reseed_each_epoch else ["RepeatMapDataset: reseed_each_epoch=False"]
 
 
-def _is_setting(dataset: Any, key: str) -> bool:
-    """Whether an attribute is a seed, a bound and the like; what is cached may come later."""
-    cached = isinstance(getattr(type(dataset), key, None), functools.cached_property)
-    return not cached and isinstance(getattr(dataset, key), bool | int | float | str)
-
-
-def _source_of(dataset: Any) -> Iterator[str]:
-    """What else it is made by; a list or an array is not printed."""
-    for key in ("_source", "_selection_map"):
-        if (found := vars(dataset).get(key)) is not None:
-            in_memory = hasattr(found, "__array__") or isinstance(found, list | tuple)
-            yield type(found).__name__ if in_memory else repr(found)
+def _settings(dataset: Any) -> Iterator[str]:
+    """A seed, a bound and the like, and what it reads; not what is cached, which may come later."""
+    for key, value in sorted(vars(dataset).items()):
+        if isinstance(getattr(type(dataset), key, None), functools.cached_property):
+            continue
+        if isinstance(value, bool | int | float | str):
+            yield f"{key.strip('_')}={value}"
+        elif key in ("_source", "_selection_map") and value is not None:
+            in_memory = hasattr(value, "__array__") or isinstance(value, list | tuple)
+            yield type(value).__name__ if in_memory else repr(value)
 
 
 def _loader(state: bytes) -> dict[str, Any]:

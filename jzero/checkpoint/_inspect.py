@@ -13,13 +13,12 @@ import tensorstore
 from jzero import _json
 from jzero.checkpoint import _mirror, _orbax, _reading, _seal, _stored, _stream
 from jzero.checkpoint._bucket_steps import steps_in
-from jzero.checkpoint._seal import StoredLeaf
 
 WHO = "inspect"
 
 
 class InspectedLeaf(NamedTuple):
-    """A leaf: its bytes are those of its values, and fewer on disk; its role is None if nobody noted it."""
+    """A leaf; `nbytes` of its values, and fewer on disk; its role is None if nobody noted it."""
 
     name: str
     role: str | None
@@ -38,35 +37,16 @@ class Saved(NamedTuple):
 
 
 class Inspection(NamedTuple):
-    """What is in a checkpoint.
-
-    Attributes:
-      directory: where its files are.
-      step: its number, if its directory's name is one.
-      steps: those beside it, if a directory of steps was asked for.
-      written: when it was complete, in ISO format.
-      writer: the handler of Orbax that wrote it.
-      has_data_iterator: whether a `Checkpointer` saved one with it.
-      leaves: one entry each.
-      saved: by which step; None if nobody noted it.
-    """
+    """What is in a checkpoint."""
 
     directory: str
-    step: int | None
-    steps: list[int]
-    written: str | None
-    writer: str | None
+    step: int | None  # if its directory's name is a number
+    steps: list[int]  # those beside it, if a directory of steps was asked for
+    written: str | None  # when it was complete, in ISO format
+    writer: str | None  # the handler of Orbax
     has_data_iterator: bool
     leaves: list[InspectedLeaf]
     saved: Saved | None = None
-
-    @property
-    def num_uneven(self) -> int:
-        """Leaves in chunks that do not divide them: they rested in padded shards."""
-        return sum(
-            any(n % size for n, size in zip(leaf.shape, leaf.chunk_shape, strict=False) if size)
-            for leaf in self.leaves
-        )
 
     def totals(self) -> list[dict[str, Any]]:
         """Number of leaves, elements and bytes of each role and dtype."""
@@ -84,16 +64,23 @@ class Inspection(NamedTuple):
 def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
     """What is in a checkpoint, or in the latest step of a `Checkpointer`'s directory."""
     stored = _stored.find_latest(WHO, checkpoint)
-    notes = _stored.notes(WHO, stored)
+    notes, root, item = _stored.notes(WHO, stored), stored.root, stored.directory.name
     roles = _stored.roles(notes)
-    leaves = [_entry(*pair, roles) for pair in stored.types.items()]
-    step = int(stored.root.name) if stored.root.name.isdecimal() else None
-    has_data = stored.root != stored.directory and (stored.root / _orbax.DATA).exists()
-    writer = _writer(notes, stored.directory.name)
-    steps = steps_in(WHO, checkpoint).complete()
-    directory = _mirror.shown(stored.directory)
-    saved, written = _saved(notes), _time(notes)
-    return Inspection(directory, step, steps, written, writer, has_data, leaves, saved), stored
+    handlers = notes.get("item_handlers")
+    writer = handlers.get(item) if isinstance(handlers, dict) else handlers
+    # None, too, for what somebody else has noted under this name: nothing goes by it.
+    saved: Any = (notes.get("custom_metadata") or {}).get("jzero")
+    is_ours = not _json.check(saved, {"version": str, "stage": int, "axes": {str: int}})
+    return Inspection(
+        _mirror.shown(stored.directory),
+        int(root.name) if root.name.isdecimal() else None,
+        steps_in(WHO, checkpoint).complete(),
+        _time(notes.get("commit_timestamp_nsecs")),
+        writer and writer.rpartition(".")[2],
+        root != stored.directory and (root / _orbax.DATA).exists(),
+        [_entry(name, stored.stores.get(name), roles.get(name)) for name in stored.leaves],
+        Saved(saved["version"], saved["stage"], saved["axes"]) if is_ours else None,
+    ), stored
 
 
 class Verified(NamedTuple):
@@ -116,7 +103,7 @@ def verify(stored: _stored.Stored) -> Verified:
     if stored.seal is not None:
         damaged = _seal.check_digests(stored.root, stored.seal)
         found.damaged.update({name: _seal.Broken(damage) for name, damage in damaged.items()})
-    for name, store in _stored.open_leaves(WHO, stored).items():
+    for name, store in stored.stores.items():
         if not _stream.has_checksums(store):
             found.unchecked.append(name)
         try:
@@ -127,35 +114,18 @@ def verify(stored: _stored.Stored) -> Verified:
     return found
 
 
-def _entry(name: str, found: StoredLeaf | None, roles: dict[str, str]) -> InspectedLeaf:
-    if found is None:
-        return InspectedLeaf(name, roles.get(name), "string", (), 0, ())
-    dtype = tensorstore.dtype(found.dtype).numpy_dtype
-    nbytes = math.prod(found.shape) * dtype.itemsize
-    return InspectedLeaf(
-        name, roles.get(name), str(dtype), found.shape, nbytes, found.chunk_shape or found.shape
-    )
+def _entry(name: str, store: tensorstore.TensorStore | None, role: str | None) -> InspectedLeaf:
+    if store is None:
+        return InspectedLeaf(name, role, "string", (), 0, ())
+    dtype, shape = store.dtype.numpy_dtype, store.shape
+    chunks = tuple(n or 0 for n in store.chunk_layout.read_chunk.shape or shape)
+    return InspectedLeaf(name, role, str(dtype), shape, store.size * dtype.itemsize, chunks)
 
 
-def _time(notes: dict[str, Any]) -> str | None:
-    nanoseconds = notes.get("commit_timestamp_nsecs")
+def _time(nanoseconds: int | None) -> str | None:
     if nanoseconds is None:
         return None
     try:
         return datetime.datetime.fromtimestamp(nanoseconds // 10**9, datetime.UTC).isoformat()
     except (ValueError, OverflowError, OSError):  # no time that a calendar has
         return None
-
-
-def _saved(notes: dict[str, Any]) -> Saved | None:
-    """None, too, for what somebody else has noted under this name: nothing goes by it."""
-    found: Any = (notes.get("custom_metadata") or {}).get("jzero")
-    if _json.check(found, {"version": str, "stage": int, "axes": {str: int}}):
-        return None
-    return Saved(found["version"], found["stage"], found["axes"])
-
-
-def _writer(notes: dict[str, Any], item: str) -> str | None:
-    found = notes.get("item_handlers")
-    found = found.get(item) if isinstance(found, dict) else found
-    return None if found is None else found.rpartition(".")[2]

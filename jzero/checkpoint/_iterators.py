@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -20,17 +19,14 @@ from jzero.checkpoint import _grain
 _OF_PROCESS = {"shard_index", "shard_count", "num_shards", "process_index", "process_count"}
 _GLOBAL = "global_next_index"  # the key of Grain's ElasticIterator
 # Of what one process saved; it has its state either as bytes or as JSON.
-FORM = {
-    "bytes": Maybe(str),
-    "place": Maybe(({"index": int, "count": int, "data": str, "next": int}, str)),
-}  # fmt: skip
+FORM = {"bytes": Maybe(str), "place": Maybe((_grain.FORM, str))}
 
 
 class SavedIterator(NamedTuple):
     """What `get_state()` of one process returned, and its place in Grain's data, or why it has none."""
 
     state: Any
-    place: _grain.DataPlace | str | None
+    place: _grain.Place | str | None
 
 
 def state(iterator: Any) -> dict[str, Any]:
@@ -40,7 +36,7 @@ def state(iterator: Any) -> dict[str, Any]:
     saved = _encode(found)
     if _in_shard(iterator, found):
         try:
-            saved["place"] = dataclasses.asdict(_grain.shard(iterator).place(found))
+            saved["place"] = _grain.shard(iterator).place(found)
         except _grain.Unknown as error:
             saved["place"] = str(error)
     return saved
@@ -49,28 +45,20 @@ def state(iterator: Any) -> dict[str, Any]:
 def moving(
     iterator: Any, saved: list[SavedIterator], where: str, process: int, processes: int
 ) -> Callable[[], None]:
-    """What sets `iterator`, of one of so many processes, to where all the saved ones stood.
-
-    Raises:
-      CheckpointError: there were others, and nobody knows where this one is to begin.
-    """
+    """What sets `iterator`, of one of so many processes, to where all the saved ones stood."""
     _check(iterator, "set_state")
     try:
-        return functools.partial(
-            iterator.set_state, _state_for(iterator, saved, process, processes)
-        )
+        state = _state_for(iterator, saved, process, processes)
     except _grain.Unknown as error:
-        again = (
-            "Use as many processes"
-            if len(saved) != processes
-            else "Make it as it was when it was saved"
-        )
+        same = len(saved) == processes
+        again = "Make it as it was when it was saved" if same else "Use as many processes"
         raise CheckpointError(message(
             f"Checkpointer.restore {where}",
             f"data iterators cannot go on from {len(saved)} to {processes} processes: {error}",
             "There must be one place in the data that all processes have come to.",
             f"{again}, or use an iterator with a global position; see \"Data on another number of "
             "processes\" in the guide to checkpoints.")) from error  # fmt: skip
+    return functools.partial(iterator.set_state, state)
 
 
 def _state_for(iterator: Any, saved: list[SavedIterator], process: int, processes: int) -> Any:
@@ -81,13 +69,12 @@ def _state_for(iterator: Any, saved: list[SavedIterator], process: int, processe
     if not _in_shard(iterator, now):
         return _for_all(now, [each.state for each in saved])
     shard = _grain.shard(iterator)
-    _grain.check_sharded(shard, processes)
-    places = [each.place for each in saved if isinstance(each.place, _grain.DataPlace)]
+    _grain.check_sharded(shard.count, shard.data, processes)
+    places = [each.place for each in saved if isinstance(each.place, dict)]
     if len(places) < len(saved):
         reasons = [each.place for each in saved if isinstance(each.place, str)]
-        raise _grain.Unknown(
-            f"they had no place in the data of all: {[*reasons, 'none was saved'][0]}"
-        )
+        reason = [*reasons, "none was saved"][0]
+        raise _grain.Unknown(f"they had no place in the data of all: {reason}")
     return shard.state_from(_grain.position(places, shard.data), now)
 
 
@@ -98,10 +85,10 @@ def _in_shard(iterator: Any, state: Any) -> bool:
 
 def _is_elsewhere(iterator: Any, saved: SavedIterator) -> bool:
     """Whether what was saved for as many processes is another place in the data that it has now."""
-    if isinstance(saved.place, _grain.DataPlace) and _grain.is_grain(iterator):
+    if isinstance(saved.place, dict) and _grain.is_grain(iterator):
         with contextlib.suppress(_grain.Unknown):
             shard = _grain.shard(iterator)
-            return shard.place(saved.state) != dataclasses.replace(saved.place, data=shard.data)
+            return shard.place(saved.state) != {**saved.place, "data": shard.data}
     return False
 
 
@@ -154,14 +141,6 @@ def _encode(state: Any) -> dict[str, Any]:
 
 
 def decoded(saved: dict[str, Any]) -> SavedIterator:
-    """What was encoded so.
-
-    Raises:
-      ValueError: it was not.
-    """
+    """What was encoded so; a ValueError if it was not."""
     state = base64.b64decode(saved["bytes"]) if "bytes" in saved else saved["json"]
-    place = saved.get("place")
-    if isinstance(place, dict):
-        names = [field.name for field in dataclasses.fields(_grain.DataPlace)]
-        place = _grain.DataPlace(**{name: place[name] for name in names})
-    return SavedIterator(state, place)
+    return SavedIterator(state, saved.get("place"))

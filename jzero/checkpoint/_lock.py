@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from jzero import _json
 from jzero._errors import CheckpointError, message
+from jzero._json import Maybe
 from jzero._thread_group import Flag, start_thread
 from jzero.checkpoint import _files, _nearby
 from jzero.checkpoint._bucket import Bucket, Lost, Object
@@ -65,23 +66,37 @@ class Holder(NamedTuple):
 
     owner: Owner | None  # None if it cannot be told
     version: bytes = b""  # of the object
-    noted: list[int] = []  # the last steps
+    steps: list[int] | None = (
+        None  # those that may be there; None if only a list of objects can tell
+    )
     beat: int = 0  # how often it has shown that it lives
     free: bool = False  # It was given back.
 
 
 class Lock:
-    """The right to write in a directory, once it is acquired."""
+    """The right to write in a directory, once it is acquired; `ObjectLock` is one in a bucket.
+
+    It is a file that is there while somebody has the right, touched to show that its owner lives. What those
+    leave who die while they take it is removed with unfinished steps.
+    """
 
     def __init__(self, directory: Path | Bucket):
-        self._place = _place(directory)
+        self.directory: Any = directory
         self._owner: Owner | None = None
         self._ended = Flag()
+
+    def __str__(self) -> str:
+        return str(self.directory / NAME)
 
     @property
     def owner(self) -> str:
         """This process, as no other is called."""
         return f"{self._owner}, {self._owner and self._owner.token}"
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has it, as far as it knows."""
+        return self._owner is not None
 
     def ensure(self, who: str) -> bool:
         """Takes the right, also from a process that is dead; False if this process has it already.
@@ -89,53 +104,41 @@ class Lock:
         Raises:
           CheckpointError: another one has it.
         """
-        if self._owner is not None and self._place.is_there():
+        if self.is_held and self._is_there():
             self.check(who, now=False)
             return False
         self.release()  # Somebody has removed the directory, and all that was in it.
-        self._acquire(who)
-        return True
-
-    def _acquire(self, who: str) -> None:
         owner = Owner.new()
         try:
             self._owner, self._ended = owner, Flag()
             _held.add(owner.token)
-            while not self._place.take(who, owner):
-                _make_way(who, self._place)
-            args = self._place, owner, self._ended
+            while not self._take(who, owner):
+                self._make_way(who)
+            args = self, owner, self._ended
             start_thread(threading.Thread(target=_beat, args=args, daemon=True))
         except BaseException:  # Ctrl-C, too.
             self.release()
             raise
+        return True
 
-    def check(self, who: str, *, now: bool = True, step: int | None = None) -> None:
+    def check(self, who: str, *, now: bool = True) -> None:
         """That this process has it still: after a long sleep, another one may.
 
         Args:
           who: whom messages name.
           now: ask; else it may have been seen so recently that nobody can have taken it since.
-          step: what to note in a bucket, where a list may be late to show it.
 
         Raises:
           CheckpointError: it has not.
         """
-        if self._owner is None or not self._place.has(self._owner, now, step):
-            holder = _holder(self._place)
-            if holder is None:  # The next one takes it again.
-                self.release()
-            taken = (
-                f"{holder and holder.owner or 'somebody'} has taken over {self._place.directory}"
-            )
+        if self._owner is None or not self._has(self._owner, now):
+            holder = self.holder()
+            self.release()  # Who saves again takes it again, or is refused.
+            taken = f"{holder and holder.owner or 'somebody'} has taken over {self.directory}"
             raise CheckpointError(message(
-                who, taken if holder else f"{self._place} was removed",
+                who, taken if holder else f"{self} was removed",
                 f"A process that shows no sign of life for {EXPIRES:.0f} s counts as dead.",
                 "End one of the two, or save to another directory."))  # fmt: skip
-
-    def noted(self) -> list[int]:
-        """The last steps that were noted."""
-        holder = self._place.read()
-        return [] if holder is None else holder.noted
 
     def release(self) -> None:
         """Gives it back, if this process has it."""
@@ -143,7 +146,193 @@ class Lock:
         owner, self._owner = self._owner, None
         _held.discard(owner.token if owner else "")
         if owner is not None and owner.pid == os.getpid():  # A forked child has it not.
-            self._place.give_back(owner)
+            self._give_back(owner)
+
+    def holder(self) -> Holder | None:
+        """Who has the right; None if nobody does."""
+        found = self.read()
+        return None if found is None or found.free else found
+
+    def _make_way(self, who: str) -> None:
+        """Ends the right of a dead process.
+
+        Raises:
+          CheckpointError: it may be alive.
+        """
+        holder = self.holder()
+        if holder is None:
+            return
+        runs = None if holder.owner is None else _runs(holder.owner)
+        age = self._age(holder) if runs is None else 0.0
+        if runs or (runs is None and age < EXPIRES):
+            writer = holder.owner or "somebody"
+            raise CheckpointError(message(
+                who, f"{writer} writes in {self.directory}, and showed it {age:.0f} s ago",
+                "One process at a time saves steps in a directory.",
+                _advice(holder.owner, self.directory)))  # fmt: skip
+        self.remove(holder)
+
+    def read(self) -> Holder | None:
+        """What is found; None if nothing is there."""
+        return Holder(_read(self._path)) if self._is_there() else None
+
+    def beat(self, owner: Owner) -> None:
+        """Shows that the owner lives."""
+        os.utime(self._path, follow_symlinks=False)
+
+    def remove(self, holder: Holder) -> None:
+        """Ends the right of a holder; somebody else may do so just now: what was moved is looked at."""
+        moved = self._beside(uuid.uuid4().hex)
+        with contextlib.suppress(FileNotFoundError):
+            if _files.kind(self._path) != "a file":
+                self._path.unlink()  # A directory is an error.
+            os.rename(self._path, moved)
+            if _read(moved) != holder.owner:
+                _link(moved, self._path)
+            moved.unlink()
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.directory, NAME)
+
+    def _is_there(self) -> bool:
+        return os.path.lexists(self._path)
+
+    def _has(self, owner: Owner, now: bool) -> bool:
+        return _read(self._path) == owner
+
+    def _take(self, who: str, owner: Owner) -> bool:
+        """Takes what nobody has; whether it did."""
+        if (kind := _files.kind(self._path)) not in ("a file", "nothing"):
+            raise CheckpointError(message(
+                who, f"{self} is {kind}", "Who writes there has a regular file of that name.",
+                "Remove it, if nobody writes there."))  # fmt: skip
+        private = self._beside(owner.token)
+        try:
+            with private.open("x") as file:
+                file.write(json.dumps(owner))
+            _files.sync(private)  # After a power cut it says who had it, or is not there.
+            # NFS may deny what it has done.
+            return _link(private, self._path) or _read(self._path) == owner
+        except FileNotFoundError:  # Who got it has tidied up.
+            return False
+        finally:
+            private.unlink(missing_ok=True)
+
+    def _age(self, holder: Holder) -> float:
+        """Seconds since the holder has shown that it lives, by the clock of the file system."""
+        try:
+            with tempfile.TemporaryFile(dir=self.directory) as now:
+                return os.fstat(now.fileno()).st_mtime - self._path.lstat().st_mtime
+        except FileNotFoundError:  # Given back.
+            return EXPIRES
+
+    def _give_back(self, owner: Owner) -> None:
+        if _read(self._path) == owner:
+            self._path.unlink(missing_ok=True)
+
+    def _beside(self, tag: str) -> Path:
+        return _files.unfinished(self.directory / f"{NAME}.{tag}")
+
+
+class ObjectLock(Lock):
+    """An object in a bucket, never removed, and rewritten only as what it was when it was read.
+
+    Nobody compares clocks: the holder counts beats in it, and who wants the right watches by its own clock
+    that nothing changes. A holder that has slept takes the right for lost before anybody may take it.
+
+    Attributes:
+      steps: of the holder, those that may be there, which it writes with each beat: a list of a bucket would
+        have every object of them. None if it did not find out yet.
+    """
+
+    def __init__(self, bucket: Bucket):
+        super().__init__(bucket)
+        self.steps: list[int] | None = None
+        self._seen = float("-inf")  # when it was certainly this process's
+
+    def noted(self) -> tuple[list[int] | None, bool]:
+        """The steps that may be there, if that is known, and whether this process is the one that writes."""
+        found = self.read()
+        is_own = self.is_held and found is not None and found.owner == self._owner
+        return found and found.steps, is_own
+
+    def read(self) -> Holder | None:
+        found = self.directory.read(NAME)
+        return None if found is None else _parsed(found)
+
+    def beat(self, owner: Owner) -> None:
+        self._rewrite(owner)
+
+    def remove(self, holder: Holder) -> None:
+        with contextlib.suppress(Lost):
+            self.directory.write_if(NAME, _text(None, 0, holder.steps), holder.version)
+
+    def _is_there(self) -> bool:
+        return True  # `_has` says if not.
+
+    def _has(self, owner: Owner, now: bool) -> bool:
+        seen = not now and _now() - self._seen < EXPIRES - _MARGIN
+        return seen or self._rewrite(owner)
+
+    def _take(self, who: str, owner: Owner) -> bool:
+        start, found = _now(), self.read()
+        if found is not None and not found.free:
+            return found.owner == owner
+        self.steps = None if found is None else found.steps
+        try:
+            data = _text(owner, 0, self.steps)
+            old = self.directory.write_if(NAME, data, found and found.version)
+            self._check_conditions(who, owner, old)
+        except Lost:
+            return False
+        self._seen = start
+        return True
+
+    def _check_conditions(self, who: str, owner: Owner, old: bytes) -> None:
+        """That a write whose condition does not hold fails, as others rely on.
+
+        Raises:
+          CheckpointError: it does not.
+        """
+        self.directory.write_if(NAME, _text(owner, 1, self.steps), old)
+        for version in (None, old):
+            try:
+                self.directory.write_if(NAME, _text(owner, 2, self.steps), version)
+            except Lost:
+                continue
+            raise CheckpointError(message(
+                who, f"{self.directory} replaces an object that another writer has written",
+                "One of two writers must fail, which takes conditional writes (If-None-Match, If-Match).",
+                "Use an endpoint that honours them, or save to a file system."))  # fmt: skip
+
+    def _age(self, holder: Holder) -> float:
+        """Watches it, until it changes or for as long as a dead process is believed to live."""
+        start = time.monotonic()
+        while (age := time.monotonic() - start) < EXPIRES:
+            time.sleep(min(_LOOK, EXPIRES - age))
+            found = self.directory.read(NAME)
+            if found is None or found.version != holder.version:
+                return 0.0
+        return EXPIRES
+
+    def _give_back(self, owner: Owner) -> None:
+        with contextlib.suppress(CheckpointError):
+            self._rewrite(owner, release=True)
+
+    def _rewrite(self, owner: Owner, *, release: bool = False) -> bool:
+        """Counts a beat, if it still is this owner's; whether it is."""
+        while True:
+            start, found = _now(), self.read()
+            if found is None or found.owner != owner:
+                return False
+            data = _text(None if release else owner, found.beat + 1, self.steps)
+            try:
+                self.directory.write_if(NAME, data, found.version)
+            except Lost:  # The other thread of this process was first, or another process.
+                continue
+            self._seen = start
+            return True
 
 
 def unlock(who: str, directory: Path | Bucket) -> str:
@@ -152,8 +341,8 @@ def unlock(who: str, directory: Path | Bucket) -> str:
     Raises:
       CheckpointError: nobody has it, or a process of this machine that runs.
     """
-    place = _place(directory)
-    holder = _holder(place)
+    lock = ObjectLock(directory) if isinstance(directory, Bucket) else Lock(directory)
+    holder = lock.holder()
     if holder is None:
         raise CheckpointError(message(
             who, f"nobody writes in {directory}", f"Who does has {NAME} there.",
@@ -163,31 +352,12 @@ def unlock(who: str, directory: Path | Bucket) -> str:
             who, f"{holder.owner} runs", "Two writers in one directory destroy what they write.",
             "End it first."))  # fmt: skip
     try:
-        place.remove(holder)
+        lock.remove(holder)
     except OSError as error:
         raise CheckpointError(message(
-            who, f"{place} cannot be removed: {error.strerror}", "It is the file of who writes there.",
+            who, f"{lock} cannot be removed: {error.strerror}", "It is the file of who writes there.",
             "Remove whatever it is by hand.")) from error  # fmt: skip
     return str(holder.owner or "somebody")
-
-
-def _make_way(who: str, place: FilePlace | ObjectPlace) -> None:
-    """Ends the right of a dead process.
-
-    Raises:
-      CheckpointError: it may be alive.
-    """
-    holder = _holder(place)
-    if holder is None:
-        return
-    runs = None if holder.owner is None else _runs(holder.owner)
-    age = place.age(holder) if runs is None else 0.0
-    if runs or (runs is None and age < EXPIRES):
-        raise CheckpointError(message(
-            who, f"{holder.owner or 'somebody'} writes in {place.directory}, and showed it {age:.0f} s ago",
-            "One process at a time saves steps in a directory.",
-            _advice(holder.owner, place.directory)))  # fmt: skip
-    place.remove(holder)
 
 
 def _advice(owner: Owner | None, directory: Path | Bucket) -> str:
@@ -209,188 +379,14 @@ def _elsewhere(directory: Path | Bucket) -> str:
     return f"It is in the step {step}, and not the directory of steps: name {step.parent}."
 
 
-def _holder(place: FilePlace | ObjectPlace) -> Holder | None:
-    """Who has the right; None if nobody does."""
-    holder = place.read()
-    return None if holder is None or holder.free else holder
-
-
-def _beat(place: FilePlace | ObjectPlace, owner: Owner, ended: Flag) -> None:
+def _beat(lock: Lock, owner: Owner, ended: Flag) -> None:
     while not ended.wait(BEAT):
         with contextlib.suppress(OSError, CheckpointError):
-            place.beat(owner)
+            lock.beat(owner)
 
 
-def _place(directory: Path | Bucket) -> FilePlace | ObjectPlace:
-    return ObjectPlace(directory) if isinstance(directory, Bucket) else FilePlace(directory)
-
-
-class FilePlace:
-    """A file that is there while somebody has the right; touched to show that its owner lives.
-
-    What those leave who die while they take it is removed with unfinished steps.
-    """
-
-    def __init__(self, directory: Path):
-        self.directory, self._path = directory, directory / NAME
-
-    def __str__(self) -> str:
-        return str(self._path)
-
-    def is_there(self) -> bool:
-        return os.path.lexists(self._path)
-
-    def read(self) -> Holder | None:
-        return Holder(_read(self._path)) if self.is_there() else None
-
-    def has(self, owner: Owner, now: bool, step: int | None) -> bool:
-        return _read(self._path) == owner
-
-    def take(self, who: str, owner: Owner) -> bool:
-        if (kind := _files.kind(self._path)) not in ("a file", "nothing"):
-            raise CheckpointError(message(
-                who, f"{self} is {kind}", "Who writes there has a regular file of that name.",
-                "Remove it, if nobody writes there."))  # fmt: skip
-        private = self._beside(owner.token)
-        try:
-            with private.open("x") as file:
-                file.write(json.dumps(owner))
-            _files.sync(private)  # After a power cut it says who had it, or is not there.
-            # NFS may deny what it has done.
-            return _link(private, self._path) or _read(self._path) == owner
-        except FileNotFoundError:  # Who got it has tidied up.
-            return False
-        finally:
-            private.unlink(missing_ok=True)
-
-    def age(self, holder: Holder) -> float:
-        """By the clock of the file system."""
-        try:
-            with tempfile.TemporaryFile(dir=self.directory) as now:
-                return os.fstat(now.fileno()).st_mtime - self._path.lstat().st_mtime
-        except FileNotFoundError:  # Given back.
-            return EXPIRES
-
-    def remove(self, holder: Holder) -> None:
-        """Somebody else may do so just now: what was moved away must be what was looked at."""
-        moved = self._beside(uuid.uuid4().hex)
-        with contextlib.suppress(FileNotFoundError):
-            if _files.kind(self._path) != "a file":
-                self._path.unlink()  # A directory is an error.
-            os.rename(self._path, moved)
-            if _read(moved) != holder.owner:
-                _link(moved, self._path)
-            moved.unlink()
-
-    def _beside(self, tag: str) -> Path:
-        return _files.unfinished(self.directory / f"{NAME}.{tag}")
-
-    def beat(self, owner: Owner) -> None:
-        os.utime(self._path, follow_symlinks=False)
-
-    def give_back(self, owner: Owner) -> None:
-        if _read(self._path) == owner:
-            self._path.unlink(missing_ok=True)
-
-
-class ObjectPlace:
-    """An object in a bucket, never removed, and rewritten only as what it was when it was read.
-
-    Nobody compares clocks: the holder counts beats in it, and who wants the right watches by its own clock
-    that nothing changes. A holder that has slept takes the right for lost before anybody may take it.
-    """
-
-    def __init__(self, bucket: Bucket):
-        self.directory = bucket
-        self._seen = float("-inf")  # when it was certainly this process's
-
-    def __str__(self) -> str:
-        return str(self.directory / NAME)
-
-    def is_there(self) -> bool:
-        return True  # `has` says if not.
-
-    def read(self) -> Holder | None:
-        found = self.directory.read(NAME)
-        if found is None:  # An error if the bucket is not there: to read does not tell.
-            self.directory.names(NAME)
-            return None
-        return _parsed(found)
-
-    def has(self, owner: Owner, now: bool, step: int | None) -> bool:
-        seen = not now and _now() - self._seen < EXPIRES - _MARGIN
-        return seen or self._rewrite(owner, step)
-
-    def take(self, who: str, owner: Owner) -> bool:
-        start, holder = _now(), self.read()
-        if holder is not None and not holder.free:
-            return holder.owner == owner
-        noted = [] if holder is None else holder.noted
-        try:
-            old = self.directory.write_if(NAME, _text(owner, 0, noted), holder and holder.version)
-            self._check_conditions(who, owner, noted, old)
-        except Lost:
-            return False
-        self._seen = start
-        return True
-
-    def _check_conditions(self, who: str, owner: Owner, noted: list[int], old: bytes) -> None:
-        """That a write whose condition does not hold fails, as others rely on.
-
-        Raises:
-          CheckpointError: it does not.
-        """
-        self.directory.write_if(NAME, _text(owner, 1, noted), old)
-        for version in (None, old):
-            try:
-                self.directory.write_if(NAME, _text(owner, 2, noted), version)
-            except Lost:
-                continue
-            raise CheckpointError(message(
-                who, f"{self.directory} replaces an object that another writer has written",
-                "One of two writers must fail, which takes conditional writes (If-None-Match, If-Match).",
-                "Use an endpoint that honours them, or save to a file system."))  # fmt: skip
-
-    def age(self, holder: Holder) -> float:
-        """Watches it, until it changes or for as long as a dead process is believed to live."""
-        start = time.monotonic()
-        while (age := time.monotonic() - start) < EXPIRES:
-            time.sleep(min(_LOOK, EXPIRES - age))
-            found = self.directory.read(NAME)
-            if found is None or found.version != holder.version:
-                return 0.0
-        return EXPIRES
-
-    def remove(self, holder: Holder) -> None:
-        with contextlib.suppress(Lost):
-            self.directory.write_if(NAME, _text(None, 0, holder.noted), holder.version)
-
-    def beat(self, owner: Owner) -> None:
-        self._rewrite(owner)
-
-    def give_back(self, owner: Owner) -> None:
-        with contextlib.suppress(CheckpointError):
-            self._rewrite(owner, release=True)
-
-    def _rewrite(self, owner: Owner, step: int | None = None, *, release: bool = False) -> bool:
-        """Counts a beat, if it still is this owner's; whether it is."""
-        while True:
-            start, holder = _now(), self.read()
-            if holder is None or holder.owner != owner:
-                return False
-            # That before may be all that there is, if this one is never sealed.
-            noted = holder.noted if step is None else [*holder.noted[-1:], step]
-            data = _text(None if release else owner, holder.beat + 1, noted)
-            try:
-                self.directory.write_if(NAME, data, holder.version)
-            except Lost:  # The other thread of this process was first, or another process.
-                continue
-            self._seen = start
-            return True
-
-
-def _text(owner: Owner | None, beat: int, noted: list[int]) -> bytes:
-    return json.dumps({"owner": owner, "beat": beat, "steps": noted}).encode()
+def _text(owner: Owner | None, beat: int, steps: list[int] | None) -> bytes:
+    return json.dumps({"owner": owner, "beat": beat, "steps": steps}).encode()
 
 
 def _parsed(found: Object) -> Holder:
@@ -399,11 +395,11 @@ def _parsed(found: Object) -> Holder:
         value = _json.parse(found.data)
     except _json.Malformed:
         value = {}
-    if _json.check(value, {"beat": int, "steps": [int]}):
+    if _json.check(value, {"beat": int, "steps": Maybe([int])}):
         return Holder(None, found.version)
     owner = Owner.of(value.get("owner"))
     free = value.get("owner", ...) is None
-    return Holder(owner, found.version, value["steps"], value["beat"], free)
+    return Holder(owner, found.version, value.get("steps"), value["beat"], free)
 
 
 def _now() -> float:

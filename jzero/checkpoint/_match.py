@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,8 +11,6 @@ import jax.numpy as jnp
 
 from jzero._errors import CheckpointError, describe_leaf, message
 
-_SHOWN = 20  # leaves in a message; those of another model are all of them
-
 
 class Leaf(NamedTuple):
     """A leaf as it is stored, or is to be restored; `path` is what messages call it."""
@@ -21,12 +18,6 @@ class Leaf(NamedTuple):
     path: str
     shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Of its values; 0 of a string."""
-        itemsize = 0 if self.dtype == "string" else jnp.dtype(self.dtype).itemsize
-        return math.prod(self.shape) * itemsize
 
 
 class Origin(NamedTuple):
@@ -38,8 +29,12 @@ class Origin(NamedTuple):
 
 def leaf_names(tree: Any) -> list[str]:
     """The name of each leaf in a checkpoint: `opt_state/0/mu/w`; a tree that is one array is `state`."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths]
+    return [name_at(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def name_at(path: Any) -> str:
+    """The name of the leaf at a path of keys."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "state"
 
 
 def match(
@@ -48,39 +43,31 @@ def match(
     """For each wanted leaf, by name, where it is stored.
 
     That is under the same name, except that `jzero.master_weights` may have come or gone: then parameters
-    are restored from masters, or masters from parameters.
-
-    Raises:
-      CheckpointError: all leaves that are missing, left over, or of another shape or dtype.
+    are restored from masters, or masters from parameters. All other leaves that differ are an error.
     """
     moved, dropped = _moved_masters(wanted, stored)
     sources = {name: moved.get(name, Origin(name)) for name in wanted}
-    bad = [
-        problem
-        for name, leaf in wanted.items()
-        if (problem := _problem(leaf, stored.get(sources[name].name), sources[name].cast))
-    ]
-    used = dropped.union(source.name for source in sources.values())
-    bad += [
-        f"{describe_leaf(*leaf)} is in the checkpoint only"
-        for name, leaf in stored.items()
-        if name not in used
-    ]
+    bad = []
+    for name, leaf in wanted.items():
+        found, text = stored.get(sources[name].name), describe_leaf(*leaf)
+        if found is None:
+            bad.append(f"{text} is not in the checkpoint")
+        elif leaf.shape != found.shape or (leaf.dtype != found.dtype and not sources[name].cast):
+            bad.append(f"{text} is {describe_leaf('', *found[1:]).strip()} in the checkpoint")
+    left = stored.keys() - dropped - {source.name for source in sources.values()}
+    only = [describe_leaf(*leaf) for name, leaf in stored.items() if name in left]
+    bad += [f"{text} is in the checkpoint only" for text in only]
     if bad:
         raise CheckpointError(message(
             f"{who} {directory}", bad,
             "A checkpoint is restored into a state with the same leaves, shapes and dtypes.",
-            "Use the model and optimizer that it was saved with; python -m jzero inspect lists its leaves.",
-            shown=_SHOWN))  # fmt: skip
+            "Use the model and optimizer that it was saved with; python -m jzero inspect lists its leaves."
+        ))  # fmt: skip
     return sources
 
 
 def masters(who: str, leaves: Mapping[str, Leaf]) -> dict[str, str]:
-    """For each parameter that `master_weights` keeps in more bits, the name of its master.
-
-    Raises:
-      CheckpointError: there are masters, and it cannot be told of which leaves.
-    """
+    """For each parameter that `master_weights` keeps in more bits, the name of its master."""
     found: dict[str, str] = {}
     for at in _wrappers(leaves):
         pairs = _masters(at, leaves)
@@ -91,14 +78,6 @@ def masters(who: str, leaves: Mapping[str, Leaf]) -> dict[str, str]:
                 f"Export them as they rest, or the masters: --select '^{at}masters/'."))  # fmt: skip
         found |= {param: master for master, param in pairs}
     return found
-
-
-def _problem(wanted: Leaf, stored: Leaf | None, cast: bool) -> str | None:
-    if stored is None:
-        return f"{describe_leaf(*wanted)} is not in the checkpoint"
-    if wanted.shape != stored.shape or (wanted.dtype != stored.dtype and not cast):
-        return f"{describe_leaf(*wanted)} is {describe_leaf('', *stored[1:]).strip()} in the checkpoint"
-    return None
 
 
 def _moved_masters(

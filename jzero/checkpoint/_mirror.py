@@ -43,21 +43,39 @@ def local(who: str, path: Any) -> Path:
     try:
         # The files of a step are listed in its seal, which may be above: of `steps/100/state`.
         if above and (found := sealed(step := Bucket(bucket.scheme, bucket.name, above))):
-            return _copy(step, *found) / item
-        return copy(bucket)
+            return copy(step, found) / item
+        return copy(bucket, sealed(bucket))
     except Broken as error:
         raise CheckpointError(message(
             f"{who} {bucket}", str(error), "A checkpoint counts once it is complete, and as long as it is.",
             "Use the latest complete step.")) from error  # fmt: skip
 
 
-def copy(bucket: Bucket) -> Path:
-    """A copy of a checkpoint or a step.
+def copy(bucket: Bucket, found: tuple[Object, Seal] | None) -> Path:
+    """A copy of a checkpoint or a step, of which `sealed` found this.
 
     Raises:
-      Broken: it was never finished, or objects are missing or cut short.
+      Broken: objects are missing or cut short.
     """
-    return _copy(bucket, *(sealed(bucket) or (b"", None)))
+    if found and bucket in _copies and _copies[bucket][0] == found[0].version:
+        return _copies[bucket][1]
+    made = Path(tempfile.mkdtemp(dir=_root()), f"{bucket.scheme}:", bucket.name, bucket.prefix)
+    made.mkdir(parents=True)
+    try:
+        names = bucket.names() if found is None else [*found[1].files]
+        if odd := [name for name in names if {"", ".", ".."} & {*name.split("/")}]:
+            raise Broken(f"an object is called {first_of([*map(named, odd)])}")
+        bucket.download((name for name in names if not _DATA.fullmatch(name)), made)
+        if found is not None:
+            (made / _seal.NAME).write_bytes(found[0].data)
+            _make_holes(bucket, made, found[1])
+            # What is not whole now may be when it is copied again.
+            _seal.check_sizes(made, found[1].files)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    _copies[bucket] = found[0].version if found else b"", made
+    return made
 
 
 def bucket_of(path: Any) -> Bucket | None:
@@ -74,14 +92,14 @@ def shown(path: Path) -> str:
     return str(bucket_of(path) or path)
 
 
-def sealed(bucket: Bucket) -> tuple[bytes, Seal] | None:
-    """The version of the seal of a step, and the seal; None if it has none.
+def sealed(bucket: Bucket) -> tuple[Object, Seal] | None:
+    """The seal of a step, and what it says; None if it has none.
 
     Raises:
       Broken: it is damaged, or the step is not finished.
     """
     found = bucket.read(_seal.NAME)
-    return None if found is None else (found.version, _seal.parse(found.data))
+    return found and (found, _seal.parse(found.data))
 
 
 def is_claim(found: Object | None) -> bool:
@@ -107,27 +125,6 @@ def check_claim(bucket: Bucket, claim: bytes) -> None:
 def random_names(names: Iterable[str]) -> list[str]:
     """Of objects of a checkpoint those of which no other writer comes to have one of the same name."""
     return [name for name in names if _RANDOM.fullmatch(name)]
-
-
-def _copy(bucket: Bucket, version: bytes, seal: Seal | None) -> Path:
-    if version and bucket in _copies and _copies[bucket][0] == version:
-        return _copies[bucket][1]
-    made = Path(tempfile.mkdtemp(dir=_root()), f"{bucket.scheme}:", bucket.name, bucket.prefix)
-    made.mkdir(parents=True)
-    try:
-        names = bucket.names() if seal is None else [*seal.files, _seal.NAME]
-        if odd := [name for name in names if {"", ".", ".."} & {*name.split("/")}]:
-            raise Broken(f"an object is called {first_of([*map(named, odd)])}")
-        bucket.download((name for name in names if not _DATA.fullmatch(name)), made)
-        if seal is not None:
-            _make_holes(bucket, made, seal)
-            # What is not whole now may be when it is copied again.
-            _seal.check_sizes(made, seal.files)
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        raise
-    _copies[bucket] = version, made
-    return made
 
 
 def _make_holes(bucket: Bucket, folder: Path, seal: Seal) -> None:

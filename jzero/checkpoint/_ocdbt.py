@@ -17,7 +17,6 @@ from typing import Any
 import tensorstore
 
 from jzero.checkpoint._chunks import Box
-from jzero.checkpoint._seal import StoredLeaf
 
 # Of data files: a bucket takes each in one request, and until one is full it is in memory.
 FILE_BYTES = 2**26
@@ -41,7 +40,6 @@ async def transaction() -> AsyncIterator[tensorstore.Transaction]:
 
 
 def directory(path: Path) -> dict[str, Any]:
-    """The base of a store in a directory."""
     return {"driver": "file", "path": f"{path}/"}
 
 
@@ -64,13 +62,7 @@ async def merge(
 ) -> None:
     """Makes one store of those that processes have written in it; their data files stay where they are.
 
-    Args:
-      base: of the store.
-      processes: which ones have written.
-      shared: parts of chunks that several processes have parts of, by the leaf: whose, and where.
-
-    Raises:
-      ValueError: such a part is missing.
+    Of chunks that several processes have parts of, `shared` says whose and where these are, by the leaf.
     """
     one = context()  # It copies only between stores in one.
     parts = {i: {**base, "path": f"{base['path']}{part_of(i)}/"} for i in processes}
@@ -96,24 +88,21 @@ async def merge(
                 await into[box].write(await piece[box].read())
 
 
-async def check_complete(base: Mapping[str, Any], leaves: Mapping[str, StoredLeaf]) -> None:
-    """That every chunk of every leaf is in the store of a checkpoint.
-
-    Raises:
-      OSError: some are not.
-    """
+async def check_complete(
+    base: Mapping[str, Any], leaves: Mapping[str, tuple[Sequence[int], Sequence[int]]]
+) -> None:
+    """That every chunk of every leaf, by shape and chunk shape, is in the store; an OSError if not."""
     store = await tensorstore.KvStore.open({"driver": "ocdbt", "base": base})
     keys = [_KEY.fullmatch(key.decode()) for key in await store.list()]
     found = Counter(match[1] for match in keys if match)
-    for name, leaf in leaves.items():
-        pairs = zip(leaf.shape, leaf.chunk_shape, strict=True)
+    for name, shapes in leaves.items():
+        pairs = zip(*shapes, strict=True)
         wanted = 1 + math.prod(math.ceil(size / chunk) for size, chunk in pairs)
         if found[name] != wanted:
             raise OSError(f"{name} has {found[name]} of {wanted} entries in {base['path']}")
 
 
 def array_spec(base: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An array in a store, to be written."""
     return {
         "driver": "zarr3", "kvstore": {**_store(base), "path": f"{name}/"},
         "recheck_cached_data": False, "recheck_cached_metadata": False,

@@ -21,8 +21,6 @@ STATE, DATA = "state", "data"  # The items of our checkpoints; a state alone is 
 TREE = "_METADATA"  # The file that every Orbax checkpoint of a pytree has.
 NOTES = "_CHECKPOINT_METADATA"  # What Orbax says of a checkpoint, or of all items of a step.
 ITERATOR_FILE = "metadata"  # The only file of an item that is JSON.
-
-
 # What Orbax calls its handlers of items.
 PYTREE, JSON = (
     f"{handler.__module__}.{handler.__qualname__}"
@@ -33,14 +31,7 @@ PYTREE, JSON = (
 def write_notes(
     directory: Path, handlers: str | dict[str, str], started: int, custom: dict[str, Any]
 ) -> None:
-    """Writes what Orbax says of a checkpoint, or of all items of a step.
-
-    Args:
-      directory: of the checkpoint, or the step.
-      handlers: of the checkpoint, or of each item.
-      started: when it was begun, in nanoseconds since the epoch.
-      custom: what its writer says of it.
-    """
+    """Writes what Orbax says of a checkpoint, or of all items of a step, begun at `started` nanoseconds."""
     notes = {
         "item_handlers": handlers, "metrics": {}, "performance_metrics": {},
         "init_timestamp_nsecs": started, "commit_timestamp_nsecs": time.time_ns(),
@@ -64,13 +55,7 @@ def write_tree(directory: Path, tree: Any) -> list[tuple[str, Any]]:
 
 
 class LeafSource:
-    """A leaf that is read when it is written.
-
-    Args:
-      shape: its shape.
-      dtype: its dtype.
-      read: reads some rows, `read(slice(0, 2))`, or all of it, `read(...)`.
-    """
+    """A leaf that is read when it is written: some rows, `read(slice(0, 2))`, or all of it, `read(...)`."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Any], np.ndarray]):
         self.shape, self.dtype, self.read = shape, dtype, read

@@ -17,9 +17,14 @@ from orbax.checkpoint import type_handlers
 from jzero import _json
 from jzero._errors import escaped, named
 from jzero.checkpoint import _mirror
-from jzero.checkpoint._seal import StoredLeaf
 
 _LEAST_CHUNK = 2**26  # bytes that chunks of other writers may have, however small the leaf
+# Chunks of a bucket that are asked for within so long, and are neighbours, are read in one request.
+_COALESCED = {
+    "experimental_read_coalescing_interval": "20ms",
+    "experimental_read_coalescing_merged_bytes": 2**24,
+    "experimental_read_coalescing_threshold_bytes": 2**18,  # between two of them, read in vain
+}
 _ALIGNMENT = 64  # bytes; on CPUs XLA takes an array as it is that begins at a multiple
 
 
@@ -72,25 +77,21 @@ async def all_of(work: Iterable[Awaitable[Any]]) -> list[Any]:
     return done
 
 
-async def open_leaf(info: Any, known: StoredLeaf | None = None) -> tensorstore.TensorStore:
-    """Opens a leaf to read; nothing is read but its type, which must be the known one.
-
-    Raises:
-      ValueError: it is another.
-    """
+async def open_leaf(info: Any) -> tensorstore.TensorStore:
+    """Opens a leaf to read; nothing is read but its type."""
     spec = type_handlers.get_json_tspec_read(
         info, info.is_ocdbt_checkpoint,
         raise_array_data_missing_error=info.raise_array_data_missing_error,
     )  # fmt: skip
     if bucket := _mirror.bucket_of(info.parent_dir):
-        kept = {key: spec["kvstore"][key] for key in ("driver", "path", "cache_pool")}
-        in_store = info.is_ocdbt_checkpoint
-        spec["kvstore"] = {**kept, "base": bucket.spec()} if in_store else bucket.spec(info.name)
+        if info.is_ocdbt_checkpoint:
+            kept = {key: spec["kvstore"][key] for key in ("driver", "path", "cache_pool")}
+            spec["kvstore"] = {**kept, **_COALESCED, "base": bucket.spec()}
+        else:
+            spec["kvstore"] = bucket.spec(info.name)
     await _check_described(spec, info.ts_context)
     store = await tensorstore.open(spec, open=True, read=True, context=info.ts_context)
     _check_chunks(store)
-    if known is not None and type_of(store) != known:
-        raise ValueError(f"it is {type_of(store)}, and was written as {known}")
     return store
 
 
@@ -134,9 +135,11 @@ class Budget:
         """Waits until so many are free; what to give back."""
         taken = min(nbytes, self._all)
         async with self._turn:
-            while self._free < taken:
-                self._given.clear()
-                await self._given.wait()
+            if self._free < taken:
+                # Who follows begins together, so that neighbours in a bucket are one request.
+                while self._free < max(taken, self._all // 4):
+                    self._given.clear()
+                    await self._given.wait()
             self._free -= taken
         return taken
 
@@ -145,15 +148,8 @@ class Budget:
         self._given.set()
 
 
-def type_of(store: tensorstore.TensorStore) -> StoredLeaf:
-    """The type of an open leaf."""
-    chunks = store.chunk_layout.read_chunk.shape or store.shape
-    return StoredLeaf(store.shape, store.dtype.name, tuple(n or 0 for n in chunks))
-
-
-async def read(info: Any, known: StoredLeaf | None, arg: ReadAs, budget: Budget) -> jax.Array:
-    """A leaf in its layout."""
-    store = await open_leaf(info, known)
+async def read(store: tensorstore.TensorStore, arg: ReadAs, budget: Budget) -> jax.Array:
+    """An open leaf in its layout."""
     of_keys = is_key(arg.dtype)
     shape = store.shape if of_keys else arg.shape
     if not of_keys and store.dtype.numpy_dtype != arg.dtype:

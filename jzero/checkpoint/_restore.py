@@ -24,9 +24,7 @@ from jzero.tracing import _call
 from jzero.tracing._axis_types import takes_explicit_axes
 
 _AT_ONCE = 2**27  # bytes that may be read at the same time, however small the leaves are
-_TO_HOST = (
-    2**28
-)  # bytes of leaves that are read to pinned memory before they move to where they rest
+_TO_HOST = 2**28  # bytes that are read to pinned memory before they move to where they are stored
 
 
 @takes_explicit_axes
@@ -92,7 +90,7 @@ def restore_for(
             who, f"state is the function {name}", "A state is restored into its shapes.",
             f"Pass jax.eval_shape({name}, ...), with the arguments of {name}."))  # fmt: skip
     mesh = train_step._programs.setting.mesh
-    with _agreement.alike(who, mesh, lambda: {"checkpoint": task.identity()}):
+    with _agreement.alike(who, mesh, lambda: {"checkpoint": _stored.identity(task.stored)}):
         task = _Task(who, path, train_step, state, args, kwargs)
     with _agreement.alike(who, mesh, lambda: {"call": [f"{who}, done"]}):
         restored = task.run()
@@ -106,7 +104,7 @@ class _Task:
         self, who: str, path: str | Path, train_step: ShardedTrainStep, state: Any,
         args: Sequence[Any], kwargs: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self._who, self._stored = who, _stored.find(who, path)
+        self._who, self.stored = who, _stored.find(who, path)
         placement = train_step._placement
         self._plans, shardings = placement.leaf_plans(state, args, kwargs)
         self._tree, names = jax.tree.structure(state), leaf_names(state)
@@ -114,33 +112,27 @@ class _Task:
         self._leaves = dict(zip(names, leaves, strict=True))
         pairs = zip(self._leaves.items(), self._plans, strict=True)
         wanted = {name: _as_stored(leaf, plan) for (name, leaf), plan in pairs}
-        self._sources = match(who, wanted, self._stored.leaves, str(self._stored.directory))
-        found = _stored.writes(who, self._stored)
+        self._sources = match(who, wanted, self.stored.leaves, str(self.stored.directory))
+        found = _stored.writes(who, self.stored)
         self._writes = [found.get(self._sources[name].name) for name in self._leaves]
         if not placement.programs.options.offload.resumes:
             self._warn_of_zeros()
         places = placement.places(self._plans, shardings)
         self._filling = placement.filling(self._plans, places)
         self._places = dict(zip(names, places, strict=True))
-        _available.check(
-            who, _available.shortage(_placing.host_needs(places), placement.programs.setting.mesh)
-        )
+        needs = _placing.host_needs(places)
+        _available.check(who, _available.shortage(needs, placement.programs.setting.mesh))
 
     def _warn_of_zeros(self) -> None:
         """Of leaves that were saved beside state in files: they may stand for what is there."""
-        without = [
-            name for name, write in zip(self._leaves, self._writes, strict=True) if not write
-        ]
+        pairs = zip(self._leaves, self._writes, strict=True)
+        without = [name for name, write in pairs if not write]
         if without and any(self._writes):
             warn(message(
-                self._who, f"{len(without)} leaves of {self._stored.directory} may stand for state in files "
+                self._who, f"{len(without)} leaves of {self.stored.directory} may stand for state in files "
                 f"that it was saved beside: {first_of(without)}",
                 "They are restored as they were saved, zeros too.", "If they are zeros, restore with "
                 "offload=jzero.NVMe(path, resume=True), where these files are."))  # fmt: skip
-
-    def identity(self) -> list[str]:
-        """What must be the same in all processes."""
-        return _stored.identity(self._stored)
 
     def run(self) -> Any:
         """The state, placed."""
@@ -162,17 +154,14 @@ class _Task:
         places = [self._places[name] for name in group]
         if self._filling and self._filling.resumed and self._places[group[0]].home:
             return _placing.place_state([...] * len(group), places, filling=self._filling)
-        how = {
-            self._sources[name].name: ReadAs(
-                place.plan.padded_shape, self._leaves[name].dtype, place.sharding
-            )
-            for name, place in zip(group, places, strict=True)
-        }
+        names = [self._sources[name].name for name in group]
+        dtypes = [self._leaves[name].dtype for name in group]
+        how = [ReadAs(x.plan.padded_shape, dtype, x.sharding)
+               for x, dtype in zip(places, dtypes, strict=True)]  # fmt: skip
         at_once = max(_AT_ONCE, *(2 * plan.nbytes for plan in self._plans))
-        found = _stored.read(self._who, self._stored, how, at_once)
+        found = _stored.read(self._who, self.stored, dict(zip(names, how, strict=True)), at_once)
         # Python numbers become arrays, and what goes on to the host is there before more is read.
-        arrays = [found[self._sources[name].name] for name in group]
-        return _placing.place_state(arrays, places, filling=self._filling)
+        return _placing.place_state([found[name] for name in names], places, filling=self._filling)
 
 
 def _groups(sources: Mapping[str, Origin], places: Mapping[str, Place]) -> Iterator[list[str]]:
@@ -180,17 +169,17 @@ def _groups(sources: Mapping[str, Origin], places: Mapping[str, Place]) -> Itera
 
     A stored leaf that becomes a parameter, in fewer bits, and its master, is read for each by itself.
     """
+
+    def nbytes(name: str) -> int:  # one part for each device of this process, replicas or not
+        place = places[name]
+        return place.plan.nbytes_per_device * len(place.sharding.addressable_devices)
+
     for cast in (False, True):
         chosen = [name for name, source in sources.items() if source.cast == cast]
         here = [name for name in chosen if places[name].home is None]
         there = [name for name in chosen if places[name].home is not None]
         yield from [here] if here else []
-        yield from groups(there, _TO_HOST, lambda name: _nbytes_here(places[name]))
-
-
-def _nbytes_here(place: Place) -> int:
-    """Bytes of what this process reads of a leaf: one part for each of its devices, replicas or not."""
-    return place.plan.nbytes_per_device * len(place.sharding.addressable_devices)
+        yield from groups(there, _TO_HOST, nbytes)
 
 
 def _as_stored(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> Leaf:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seal of a step: the file, written last, that says what belongs to it.
 
-It lists every file of the step with its size, those that have no checksums of their own with their digest,
-and the type of every leaf; its last line is the digest of what is above. So a step from which something is
+It lists every file of the step with its size, and those that have no checksums of their own with their
+digest; its last line is the digest of what is above. So a step from which something is
 missing, or in which a bit of what describes it has flipped, is found before it is used.
 """
 
@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,50 +35,38 @@ class Unfinished(Broken):
 
 
 class File(NamedTuple):
-    """A file of a step; data files have no digest, for each chunk and node in them has a checksum."""
+    """A file of a step; data files have no digest."""
 
     nbytes: int
     digest: str | None
 
 
-class StoredLeaf(NamedTuple):
-    """The type of a leaf on disk, and of the chunks that it is cut into."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    chunk_shape: tuple[int, ...]
-
-
 class Seal(NamedTuple):
-    """What belongs to a step: files by their paths in it, leaves by their names in Orbax's files."""
+    """What belongs to a step: files by their paths in it."""
 
     files: Mapping[str, File]
-    leaves: Mapping[str, StoredLeaf]
 
 
-def write(directory: Path, leaves: Mapping[str, StoredLeaf]) -> None:
+def write(directory: Path) -> None:
     """Seals a directory whose files are complete: syncs all of it, and lists it in one more file."""
-    (directory / NAME).write_bytes(text(files_in(directory), leaves))
+    (directory / NAME).write_bytes(text(files_in(directory)))
     _files.sync_tree(directory)
 
 
 def files_in(directory: Path) -> dict[str, File]:
     """What a seal says of the files in a directory and below."""
-    sizes = _sizes(directory)
     return {
-        name: File(size, None if _is_data(name) else _digest((directory / name).read_bytes()))
-        for name, size in sizes.items()
+        name: File(size, None) if _is_data(name) else file(name, (directory / name).read_bytes())
+        for name, size in _sizes(directory).items()
     }
 
 
 def file(name: str, data: bytes) -> File:
-    """What a seal says of a file."""
     return File(len(data), None if _is_data(name) else _digest(data))
 
 
-def text(files: Mapping[str, File], leaves: Mapping[str, StoredLeaf]) -> bytes:
-    """What is in a seal."""
-    found = json.dumps({"format": _FORMAT, "files": files, "leaves": leaves})
+def text(files: Mapping[str, File]) -> bytes:
+    found = json.dumps({"format": _FORMAT, "files": files})
     return f"{found}\n{_digest(found.encode())}\n".encode()
 
 
@@ -92,56 +78,41 @@ def claim(owner: object) -> bytes:
 def read(directory: Path) -> Seal | None:
     """The seal of a directory whose files are there; None if it has none, as Orbax alone writes them.
 
-    Raises:
-      Broken: it is damaged, or of a later format; or a file is missing, or has not all of its bytes.
-      CheckpointError: it cannot be read now.
+    It is `Broken` if it is damaged, or of a later format; or a file is missing, or has not all of its bytes.
     """
     path = directory / NAME
     if not path.exists():
         return None
     with malformed_is_broken():
-        seal = parse(_json.read_bytes("seal", path), path)
+        data = _json.read_bytes("seal", path)
+    seal = parse(data)
     check_sizes(directory, seal.files)
     return seal
 
 
-def parse(data: bytes, path: Path = Path(NAME)) -> Seal:
-    """What a seal says.
-
-    Raises:
-      Broken: it is damaged, of a later format, or none yet.
-    """
+def parse(data: bytes) -> Seal:
+    """What a seal says; `Broken` if it is damaged, of a later format, or none yet."""
     if data.startswith(_BEGUN):
         raise Unfinished(f"it was never finished: {data.decode(errors='replace')[:200]}")
     body, _, digest = data.rstrip(b"\n").rpartition(b"\n")
     if _digest(body) != digest.decode(errors="replace"):
         raise Broken(f"{NAME} is damaged")
-    with malformed_is_broken():
-        found = _json.decode("seal", path, body, {"format": int})
-        if found["format"] != _FORMAT:
-            raise Broken(
-                f"{NAME} has format {found['format']}, and this jzero reads {_FORMAT}: update it"
-            )
-    if bad := _json.check(found, {"files": {}, "leaves": {}}):
+    try:
+        found = _json.parse(body)
+    except _json.Malformed as error:
+        raise Broken(f"{NAME}: {'; '.join(map(str, error.args))}") from error
+    version = found.get("format") if isinstance(found, dict) else None
+    if type(version) is int and version != _FORMAT:
+        raise Broken(f"{NAME} has format {version}, and this jzero reads {_FORMAT}: update it")
+    if bad := _json.check(found, {"format": int, "files": {}}):
         raise Broken(f"{NAME}: {'; '.join(bad)}")
-    files = {name: _file(name, entry) for name, entry in found["files"].items()}
-    leaves = {name: _stored_leaf(name, entry) for name, entry in found["leaves"].items()}
-    return Seal(files, leaves)
+    return Seal({name: _file(name, entry) for name, entry in found["files"].items()})
 
 
 def _file(name: str, entry: Any) -> File:
     match entry:
         case [int(nbytes), None | str() as digest]:
             return File(nbytes, digest)
-    raise Broken(f"{NAME} has {_json.shown(entry)} of {named(name)}")
-
-
-def _stored_leaf(name: str, entry: Any) -> StoredLeaf:
-    match entry:
-        case [list(shape), str(dtype), list(chunk_shape)]:
-            sizes_are_counts = all(type(n) is int and n >= 0 for n in (*shape, *chunk_shape))
-            if sizes_are_counts and len(shape) == len(chunk_shape):
-                return StoredLeaf(tuple(shape), dtype, tuple(chunk_shape))
     raise Broken(f"{NAME} has {_json.shown(entry)} of {named(name)}")
 
 
@@ -157,7 +128,6 @@ def malformed_is_broken() -> Iterator[None]:
 
 
 def check_sizes(directory: Path, files: Mapping[str, File]) -> None:
-    """That every file is there, with all of its bytes."""
     found = _sizes(directory)
     bad = [
         f"{named(name)} is missing" if name not in found else
@@ -189,24 +159,16 @@ def _damage(path: Path, file: File) -> str | None:
 
 def _sizes(directory: Path) -> dict[str, int]:
     """Every file in a directory and below, but for the seal."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    walk = os.walk(directory, onerror=fail)
-    paths = (Path(folder, name) for folder, _, names in walk for name in names)
-    sizes = {path.relative_to(directory).as_posix(): _size(path) for path in paths}
-    return {name: size for name, size in sorted(sizes.items()) if name != NAME}
-
-
-def _size(path: Path) -> int:
-    """A link to a file is one; to nothing, it is a file of another size."""
-    found = path.lstat()
-    return (path.stat() if stat.S_ISLNK(found.st_mode) and path.is_file() else found).st_size
+    try:
+        paths = sorted(_files.files_below(directory))
+    except NotRegular as error:
+        raise Broken(str(error.strerror)) from error
+    sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
+    return {name: size for name, size in sizes.items() if name != NAME}
 
 
 def _is_data(name: str) -> bool:
-    """Whether it is one of OCDBT's data files."""
+    """Whether it is one of OCDBT's data files, of which each chunk and node has a checksum."""
     return name.split("/")[-2:-1] == ["d"]
 
 

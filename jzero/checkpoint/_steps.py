@@ -19,7 +19,7 @@ from jzero.checkpoint import _files, _ocdbt, _seal
 from jzero.checkpoint._bucket import Bucket
 from jzero.checkpoint._lock import Lock
 from jzero.checkpoint._orbax import NOTES, STATE, TREE
-from jzero.checkpoint._seal import Broken, File, StoredLeaf, Unfinished
+from jzero.checkpoint._seal import Broken, File, Unfinished
 
 _SEEN_SECONDS = 30.0
 _said: set[tuple[str, str]] = set()  # Steps that are not whole, and why: each is said once.
@@ -40,13 +40,8 @@ class Steps:
         return Lock(self.where)
 
     def complete(self) -> list[int]:
-        """The steps that are whole; of the others it says once what they lack.
-
-        Raises:
-          CheckpointError: it cannot be told, since something cannot be read now.
-        """
-        with _readable(self.where):
-            return sorted(step for step in self._candidates() if self._is_whole(step))
+        """The steps that are whole; of the others it says once what they lack."""
+        return sorted(self._whole())
 
     def damaged(self) -> list[int]:
         """The steps that are not whole."""
@@ -54,16 +49,10 @@ class Steps:
 
     def latest(self) -> int | None:
         """The last that is whole."""
-        with _readable(self.where):
-            steps = sorted(self._candidates(), reverse=True)
-            return next((step for step in steps if self._is_whole(step)), None)
+        return next(self._whole(), None)
 
     def check_is_last(self, who: str, step: int) -> None:
-        """That no step is complete that is as late as the one that is to be saved.
-
-        Raises:
-          CheckpointError: there is one.
-        """
+        """That no step is complete that is as late as the one that is to be saved."""
         latest = self.latest()
         if latest is not None and step <= latest:
             raise CheckpointError(message(
@@ -76,7 +65,6 @@ class Steps:
         _files.make_directory(self.where)
 
     def is_there(self, step: int) -> bool:
-        """Whether there is something of that name."""
         return os.path.lexists(self.where / str(step))
 
     def path(self, step: int) -> Path:
@@ -88,7 +76,9 @@ class Steps:
         """Process 0 gets the right to write, and makes a step's place empty, before all of them write."""
         self.open()
         if self.lock.ensure(who):
-            _files.remove_unfinished(self.where)
+            # Of writers that were interrupted.
+            for left in self.where.glob(f"*{_files.UNFINISHED}"):
+                _files.discard(left)
         self.check_is_last(who, step)
         _files.discard(self._folder(step))
         (self._folder(step) / STATE).mkdir(parents=True)
@@ -122,11 +112,9 @@ class Steps:
         """Of the store in which the parts of all processes are put together, for tensorstore."""
         return _ocdbt.directory(self._folder(step) / STATE)
 
-    def publish(
-        self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
-    ) -> None:
+    def publish(self, who: str, step: int, parts: Mapping[str, File]) -> None:
         """Seals a step whose files are all there (`parts` were handed in), and makes it count."""
-        _seal.write(self._folder(step), leaves)
+        _seal.write(self._folder(step))
         self.lock.check(who)
         _files.publish(self.where / str(step))
 
@@ -136,21 +124,18 @@ class Steps:
             _files.discard(self._folder(step))
 
     def remove(self, who: str, step: int) -> None:
-        """Removes a complete step; whoever is interrupted leaves nothing that looks like it."""
         self.lock.check(who)
         _files.remove(self.where / str(step))
 
     def close(self) -> None:
-        """Lets others write."""
         self.lock.release()
 
     def _folder(self, step: int) -> Path:
-        """Where a step is written."""
         return _files.unfinished(self.where / str(step))
 
     def _names(self) -> list[str]:
         """What may be steps."""
-        return [path.name for path in self.where.iterdir()] if self.where.is_dir() else []
+        return os.listdir(self.where) if self.where.is_dir() else []
 
     def _check(self, step: int) -> None:
         """Raises `Broken` if a step does not count."""
@@ -165,11 +150,16 @@ class Steps:
 
     def _candidates(self) -> list[int]:
         """The numbers that names in the directory are."""
-        names = self._names()
-        for name in names:
-            if name.isdecimal() and not _is_step(name):
-                _say(self.where, name, "that is not how its number is written")
-        return [int(name) for name in names if _is_step(name)]
+        names = [name for name in self._names() if name.isdecimal()]
+        steps = [name for name in names if len(name) < 20 and str(int(name)) == name]
+        for name in {*names} - {*steps}:
+            _say(self.where, name, "that is not how its number is written")
+        return [int(name) for name in steps]
+
+    def _whole(self) -> Iterator[int]:
+        """The steps that are whole, the last first."""
+        with _readable(self.where):
+            yield from filter(self._is_whole, sorted(self._candidates(), reverse=True))
 
     def _is_whole(self, step: int) -> bool:
         try:
@@ -198,27 +188,20 @@ def _readable(directory: Path | Bucket) -> Iterator[None]:
             "Check the path, its permissions, and the disk.")) from error  # fmt: skip
 
 
-def _is_step(name: str) -> bool:
-    return name.isascii() and name.isdecimal() and len(name) < 20 and str(int(name)) == name
-
-
 def _say(directory: Path | Bucket, name: str, reason: str) -> None:
     if (str(directory / name), reason) not in _said:
         _said.add((str(directory / name), reason))
-        text = message(
+        warn(message(
             f"Checkpointer {directory}", f"{name} does not count as a step: {reason}",
-            "What is not whole is left out.", "Look at it, and remove it.")  # fmt: skip
-        warn(text)
+            "What is not whole is left out.", "Look at it, and remove it."))  # fmt: skip
 
 
 def _check_unsealed(directory: Path) -> None:
     """Of a step without a seal, what every Orbax checkpoint has."""
-    trees = [
-        path for path in (directory / TREE, *sorted(directory.glob(f"*/{TREE}"))) if path.exists()
-    ]
+    trees = [path for path in (directory / TREE, *directory.glob(f"*/{TREE}")) if path.exists()]
     if not trees:
         raise Broken(f"{TREE} is missing")
-    for path in (*trees, directory / NOTES):
+    for path in (*sorted(trees), directory / NOTES):
         with _seal.malformed_is_broken():
             found = _json.read("step", path, {}) if path.exists() else {}
         manifest = path.parent / "manifest.ocdbt"

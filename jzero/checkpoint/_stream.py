@@ -25,45 +25,32 @@ def write_leaves(directory: Path, tree: Any, notes: dict[str, Any]) -> None:
     """Writes a checkpoint of `LeafSource`s to a new directory, seals and syncs it."""
     started = time.time_ns()
     directory.mkdir()
-    writing = Writing(
-        directory, 8 * AT_ONCE
-    )  # which writes an eighth of it at once, and copies nothing
+    writing = Writing(directory, 8 * AT_ONCE)  # writes an eighth of it at once, and copies nothing
     writing.take(tree)
     writing.write()
     writing.complete()
     _orbax.write_notes(directory, _orbax.PYTREE, started, notes)
-    _seal.write(directory, writing.leaves)
+    _seal.write(directory)
 
 
 def read_blocks(name: str, store: tensorstore.TensorStore) -> Iterator[np.ndarray]:
-    """All of an open leaf, in order; each chunk is decoded once.
-
-    Raises:
-      LeafErrors: a chunk is damaged.
-    """
+    """All of an open leaf, in order; each chunk is decoded once. A damaged one is in `LeafErrors`."""
     itemsize = store.dtype.numpy_dtype.itemsize
     chunk_rows = [n or 1 for n in (store.chunk_layout.read_chunk.shape or ())[:1]]
     whole = tuple(slice(0, size) for size in store.shape)
     for box in cut(whole, (*chunk_rows, *store.shape[1:]), itemsize, AT_ONCE):
         try:
-            _check_fits(math.prod(side.stop - side.start for side in box) * itemsize)
+            nbytes = math.prod(side.stop - side.start for side in box) * itemsize
+            left = _available.available() if nbytes > AT_ONCE else None
+            if left is not None and 2 * nbytes > left:  # Tensorstore would end the process.
+                raise ValueError(
+                    f"its chunks are so large that {nbytes} bytes are read at once, which takes twice as "
+                    f"much memory, and {left} bytes are available"
+                )
             block = np.asarray(store[box].read().result())
         except Exception as error:
             raise _reading.LeafErrors({name: error}) from error
         yield block
-
-
-def _check_fits(nbytes: int) -> None:
-    """A block of large chunks, decoded and again in order, is in memory; tensorstore aborts without it.
-
-    Raises:
-      ValueError: there is less.
-    """
-    if nbytes > AT_ONCE and (left := _available.available()) is not None and 2 * nbytes > left:
-        raise ValueError(
-            f"its chunks are so large that {nbytes} bytes are read at once, which takes twice as much "
-            f"memory, and {left} bytes are available"
-        )
 
 
 def has_checksums(store: tensorstore.TensorStore) -> bool:

@@ -191,11 +191,8 @@ def _summary(found: Inspection) -> str:
     params = [row["elements"] for row in totals if row["role"] == PARAMETER]
     elements = sum(row["elements"] for row in totals)
     of_them = f", {sum(params):,} of them parameters" if params else ""
-    uneven = f"; {found.num_uneven:,} in chunks that do not divide their shapes" * (
-        found.num_uneven > 0
-    )
     nbytes = readable_bytes(sum(row["nbytes"] for row in totals))
-    return f"{len(found.leaves):,} leaves, {elements:,} elements{of_them}: {nbytes}{uneven}."
+    return f"{len(found.leaves):,} leaves, {elements:,} elements{of_them}: {nbytes}."
 
 
 def _as_lines(found: Inspection, verified: Verified) -> Iterator[str]:

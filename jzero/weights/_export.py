@@ -231,7 +231,7 @@ def _exports(
 ) -> list[_Export]:  # fmt: skip
     """The tensors. In another dtype than the leaf's, values come from its master, if it has one."""
     who = f"{WHO} {stored.directory}"
-    stores = _stored.open_leaves(WHO, stored)
+    stores = stored.stores
     wide = masters(who, stored.leaves) if dtype else {}
     own = {x: stores[x].dtype.numpy_dtype if x in stores else "a string" for x in leaves}
     wanted = {x: np.dtype(FLOATS[dtype]) if dtype and is_float(own[x]) else own[x] for x in leaves}
