@@ -1,0 +1,126 @@
+"""Nine models as their authors write them, what is compiled of them, and four ways to train each."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+from experiments.rivals.annotations import Annotated, shards_of
+from experiments.rivals.models.dit import DiT
+from experiments.rivals.models.flax_gpt import FlaxGPT
+from experiments.rivals.models.gpt import GPT
+from experiments.rivals.models.llama import Llama
+from experiments.rivals.models.mamba import Mamba
+from experiments.rivals.models.moe import MoE
+from experiments.rivals.models.t5 import T5
+from experiments.rivals.models.unet import UNet
+
+
+class Row(NamedTuple):
+    """One model, and how it is trained.
+
+    Attributes:
+      model: of 7 to 8 billion parameters if it is scanned and one of the three that grow, else as it is.
+      rows: of the batch, on each device.
+      small: of half a billion, for 8 devices; None for a model of one size.
+      stage: of ZeRO.
+      accumulate: microbatches.
+      scanned: its layers are a loop.
+    """
+
+    model: Any
+    rows: int = 1
+    small: Any = None
+    stage: int = 3
+    accumulate: int = 1
+    scanned: bool = True
+
+
+_llama = Llama(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336)
+_small_llama = Llama(layers=16, dim=1024, heads=16, kv_heads=4, hidden=3584)
+_chunked = dataclasses.replace(_llama, loss_chunks=4)
+_gpt, _small_gpt = {"layers": 36, "dim": 4096, "heads": 32}, {"layers": 24, "dim": 1280, "heads": 20}
+ROWS = {
+    "Flax GPT": Row(FlaxGPT(**_gpt), small=FlaxGPT(**_small_gpt)),
+    "Llama": Row(_llama, small=_small_llama),
+    "our GPT": Row(GPT(**_gpt), small=GPT(**_small_gpt)),
+    "T5": Row(T5(layers=24, dim=2048, heads=32, head_size=64, hidden=5120)),
+    "MoE": Row(MoE(layers=24, dim=2048, heads=16, hidden=5632)),
+    "Mamba": Row(Mamba(layers=48, dim=2048)),
+    "DiT": Row(DiT(layers=28, dim=2048, heads=16), rows=4, scanned=False),
+    "UNet": Row(UNet(widths=(320, 640, 1280, 1280)), rows=4, scanned=False),
+    "Llama, loss in chunks": Row(_chunked),
+    "Llama, 4 sequences": Row(_llama, rows=4),
+    "Llama, 4 sequences, loss in chunks": Row(_chunked, rows=4),
+    "Llama, accumulate=4": Row(_llama, rows=4, accumulate=4),
+    "Llama, stage 2": Row(_llama, stage=2),
+}
+
+TINY: dict[str, Row] = {
+    "Flax GPT": Row(FlaxGPT(2, 16, 2, 32, 8)),
+    "Llama": Row(Llama(2, 16, 4, 2, 32, 32, 8)),
+    "our GPT": Row(GPT(2, 16, 2, 32, 8)),
+    "T5": Row(T5(2, 16, 2, 8, 32, 32, 8)),
+    "MoE": Row(MoE(2, 16, 2, 32, 4, vocab=32, context=8)),
+    "Mamba": Row(Mamba(2, 16, 4, 32, 8)),
+    "DiT": Row(DiT(2, 16, 2, image=8, classes=8), scanned=False),
+    "UNet": Row(UNet((8, 16), 1, (False, True), image=8), scanned=False),
+    "Llama, loss in chunks": Row(Llama(2, 16, 4, 2, 32, 32, 8, loss_chunks=2)),
+    "Llama, accumulate=4": Row(Llama(2, 16, 4, 2, 32, 32, 8), rows=4, accumulate=4),
+    "Llama, stage 2": Row(Llama(2, 16, 4, 2, 32, 32, 8), stage=2),
+}  # for tests
+
+class Rival(NamedTuple):
+    """A way to train, ready to be called or lowered with a state and a batch.
+
+    Attributes:
+      step: `step(state, batch) -> (state, loss)`, of global arrays.
+      state: shapes of the state, in its shardings.
+      batch: shapes of the batch, in its shardings.
+    """
+
+    step: Any
+    state: Any
+    batch: Any
+
+    def lower(self) -> jax.stages.Lowered:
+        return self.step.lower(self.state, self.batch)
+
+
+RIVALS = ("jzero", "expert", "jit")
+
+
+def rival(name: str, row: Row, model: Any, mesh: Mesh, **options: Any) -> Rival:
+    """One of `RIVALS`; all have the state at rest in the same shards.
+
+    * jzero: the author's step, given to `jzero.shard_train_step`.
+    * expert: annotated, given to `jax.jit`.
+    * jit: the author's step, given to `jax.jit`: XLA's partitioner decides.
+    """
+    state = jax.eval_shape(model.init, jax.random.key(0))
+    batch = model.batch(row.rows * mesh.size)
+    train_step = jzero.shard_train_step(
+        model.step, stage=row.stage, accumulate=row.accumulate, mesh=mesh, **options
+    )
+    if name == "jzero":
+        return Rival(train_step, state, batch)
+    at_rest = train_step.state_shardings(state, batch)
+    annotate = model.annotate
+    if name == "expert":
+        annotate = Annotated(mesh, shards_of(state, at_rest))
+    if row.accumulate > 1:
+        model = dataclasses.replace(model, microbatches=row.accumulate)
+    step = dataclasses.replace(model, annotate=annotate).step
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(at_rest, None))
+    on_rows = jax.tree.map(lambda _: NamedSharding(mesh, P("data")), batch)
+    return Rival(jitted, _placed(state, at_rest), _placed(batch, on_rows))
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes, shardings,
+    )  # fmt: skip
