@@ -38,7 +38,7 @@ class Unannotated:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Annotated(Unannotated):
-    """Activations on the batch's shards, weights gathered in the layer, their gradients reduced to shards there.
+    """Activations in the batch's shards, weights gathered in the layer, their gradients reduced there.
 
     Attributes:
       mesh: of one axis, "data".
@@ -81,7 +81,8 @@ class Annotated(Unannotated):
 
         @jax.custom_vjp
         def gather(w: jax.Array) -> jax.Array:
-            return self._constrain(w, P())
+            # Pinned twice, or XLA may gather first and cast then.
+            return self._constrain(self._constrain(w, shard), P())
 
         # The transpose of a constraint is itself: without this, gradients would be all-reduced.
         gather.defvjp(lambda w: (gather(w), None), lambda _, g: (self._constrain(g, shard),))
@@ -89,12 +90,13 @@ class Annotated(Unannotated):
 
 
 def shards_of(state: Any, shardings: Any) -> dict[tuple[int, ...], P]:
-    """Specs by shape: those of Adam's first moments, which gradients meet; and of slices of stacked layers."""
+    """Specs by shape: Adam's first moments', which gradients meet; also of slices of stacked layers."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     found: dict[tuple[int, ...], P] = {}
     for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
         if ".mu" in jax.tree_util.keystr(path):
             spec = tuple(sharding.spec)
-            found.setdefault(leaf.shape[1:], P(*spec[1:])) if spec[:1] == (None,) else None
+            if spec[:1] == (None,):
+                found.setdefault(leaf.shape[1:], P(*spec[1:]))
             found[leaf.shape] = sharding.spec
     return found

@@ -1,11 +1,11 @@
-"""The zoo compiled ahead of time for H200s: jzero, an expert's step and plain `jax.jit`, one program after the other.
+"""The zoo compiled ahead of time for H200s: jzero, and its rivals, one program after the other.
 
 python experiments/rivals/measure.py                     # 64 devices, XLA's defaults; no GPU is needed
 python experiments/rivals/measure.py --devices 8 512
 python experiments/rivals/measure.py --flags nvidia --rows T5 MoE --rivals jzero expert
 
-Nothing runs. Writes a line of results/<date>.jsonl for every program, and leaves out those that are there: the
-same text, flags and versions. What XLA made of a program is also kept in .cache/rivals, so that another
+Nothing runs. Writes a line of results/<date>.jsonl for every program, and leaves out those that are there:
+the same text, flags and versions. What XLA made of a program is also kept in .cache/rivals, so that another
 `jzero.preflight` reads it without compiling.
 """
 
@@ -60,7 +60,11 @@ class Kept(jax.stages.Lowered):
     def __init__(self, lowered: jax.stages.Lowered, flags: dict[str, Any]):
         for name in jax.stages.Lowered.__slots__:
             setattr(self, name, getattr(lowered, name))
-        says = [lowered.as_text(), flags, records.versions("jaxlib", "jax-cuda12-plugin") | {"date": ""}]
+        says = [
+            lowered.as_text(),
+            flags,
+            records.versions("jaxlib", "jax-cuda12-plugin") | {"date": ""},
+        ]
         self.name = hashlib.sha256(json.dumps(says).encode()).hexdigest()[:16]
         self.path = CACHE / f"{self.name}.json.gz"
 
@@ -106,7 +110,9 @@ def numbers(found: jzero.Preflight) -> dict[str, Any]:
     }
 
 
-def measure(rival: str, row: zoo.Row, devices: int, flags: str, known: set[Any]) -> dict[str, Any] | None:
+def measure(
+    rival: str, row: zoo.Row, devices: int, flags: str, known: set[Any]
+) -> dict[str, Any] | None:
     """One program, traced, lowered and compiled; None if it is known. Seconds are of processors."""
     where: dict[str, Any] = {"target": "h200", "topology": f"{devices // 8}x8"}
     model = row.small if devices == 8 else row.model
@@ -153,7 +159,13 @@ def main() -> None:
             result = measure(rival, row, devices, flags, known)
             if result is not None:
                 records.append(path, cell | result | about)
-                keys = ("peak_bytes", "moved_bytes", "exposed_seconds", "step_seconds", "compile_seconds")
+                keys = (
+                    "peak_bytes",
+                    "moved_bytes",
+                    "exposed_seconds",
+                    "step_seconds",
+                    "compile_seconds",
+                )
                 print(*cell.values(), *(result[key] for key in keys), sep="  ", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Nine models as their authors write them, what is compiled of them, and four ways to train each."""
+"""Nine models as their authors write them, what is compiled of them, and the ways to train each."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from experiments.rivals.annotations import Annotated, shards_of
+from experiments.rivals.constraints import with_constraints
 from experiments.rivals.models.dit import DiT
 from experiments.rivals.models.flax_gpt import FlaxGPT
 from experiments.rivals.models.gpt import GPT
@@ -42,7 +43,10 @@ class Row(NamedTuple):
 _llama = Llama(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336)
 _small_llama = Llama(layers=16, dim=1024, heads=16, kv_heads=4, hidden=3584)
 _chunked = dataclasses.replace(_llama, loss_chunks=4)
-_gpt, _small_gpt = {"layers": 36, "dim": 4096, "heads": 32}, {"layers": 24, "dim": 1280, "heads": 20}
+_gpt, _small_gpt = (
+    {"layers": 36, "dim": 4096, "heads": 32},
+    {"layers": 24, "dim": 1280, "heads": 20},
+)
 ROWS = {
     "Flax GPT": Row(FlaxGPT(**_gpt), small=FlaxGPT(**_small_gpt)),
     "Llama": Row(_llama, small=_small_llama),
@@ -73,6 +77,7 @@ TINY: dict[str, Row] = {
     "Llama, stage 2": Row(Llama(2, 16, 4, 2, 32, 32, 8), stage=2),
 }  # for tests
 
+
 class Rival(NamedTuple):
     """A way to train, ready to be called or lowered with a state and a batch.
 
@@ -90,7 +95,7 @@ class Rival(NamedTuple):
         return self.step.lower(self.state, self.batch)
 
 
-RIVALS = ("jzero", "expert", "jit")
+RIVALS = ("jzero", "expert", "jit", "constraints")
 
 
 def rival(name: str, row: Row, model: Any, mesh: Mesh, **options: Any) -> Rival:
@@ -99,6 +104,7 @@ def rival(name: str, row: Row, model: Any, mesh: Mesh, **options: Any) -> Rival:
     * jzero: the author's step, given to `jzero.shard_train_step`.
     * expert: annotated, given to `jax.jit`.
     * jit: the author's step, given to `jax.jit`: XLA's partitioner decides.
+    * constraints: the author's step, annotated by a pass (`constraints.py`), given to `jax.jit`.
     """
     state = jax.eval_shape(model.init, jax.random.key(0))
     batch = model.batch(row.rows * mesh.size)
@@ -108,12 +114,15 @@ def rival(name: str, row: Row, model: Any, mesh: Mesh, **options: Any) -> Rival:
     if name == "jzero":
         return Rival(train_step, state, batch)
     at_rest = train_step.state_shardings(state, batch)
-    annotate = model.annotate
-    if name == "expert":
-        annotate = Annotated(mesh, shards_of(state, at_rest))
+    shards = shards_of(state, at_rest)
     if row.accumulate > 1:
         model = dataclasses.replace(model, microbatches=row.accumulate)
-    step = dataclasses.replace(model, annotate=annotate).step
+    if name == "expert":
+        model = dataclasses.replace(model, annotate=Annotated(mesh, shards))
+    step = model.step
+    if name == "constraints":
+        rows = {num * mesh.size for num in (row.rows, row.rows // row.accumulate)}
+        step = with_constraints(step, mesh, shards, rows)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(at_rest, None))
     on_rows = jax.tree.map(lambda _: NamedSharding(mesh, P("data")), batch)
     return Rival(jitted, _placed(state, at_rest), _placed(batch, on_rows))

@@ -26,9 +26,7 @@ def selective_scan(
 
 
 class Layer(nnx.Module):
-    def __init__(
-        self, dim: int, states: int, dtype: Any, annotate: Unannotated, *, rngs: nnx.Rngs
-    ):
+    def __init__(self, dim: int, states: int, dtype: Any, annotate: Unannotated, *, rngs: nnx.Rngs):
         inner, rank = 2 * dim, max(1, dim // 16)
         self.annotate = annotate
         dense = {"dtype": dtype, "rngs": rngs}

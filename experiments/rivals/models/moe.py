@@ -1,4 +1,4 @@
-"""A mixture of experts in plain JAX: top 2 of each token, by einsum with a capacity for each expert and row."""
+"""A mixture of experts in plain JAX: top 2 of each token, by einsums with a capacity for each expert."""
 
 import dataclasses
 from typing import Any
@@ -28,7 +28,12 @@ class MoE:
         return jax.ShapeDtypeStruct((rows, self.context + 1), jnp.int32)
 
     def init(self, key: jax.Array) -> State:
-        normal, d, num, hidden = jax.nn.initializers.normal(0.02), self.dim, self.layers, self.hidden
+        normal, d, num, hidden = (
+            jax.nn.initializers.normal(0.02),
+            self.dim,
+            self.layers,
+            self.hidden,
+        )
         shapes = {
             "q": (d, d), "k": (d, d), "v": (d, d), "o": (d, d), "router": (d, self.experts),
             "up": (self.experts, d, hidden), "down": (self.experts, hidden, d),

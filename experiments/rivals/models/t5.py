@@ -76,9 +76,7 @@ class Layer(nn.Module):
     ) -> tuple[jax.Array, None]:
         norm = functools.partial(nn.RMSNorm, dtype=self.dtype)
         dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
-        attend = functools.partial(
-            Attention, self.heads, self.head_size, self.dtype, self.annotate
-        )
+        attend = functools.partial(Attention, self.heads, self.head_size, self.dtype, self.annotate)
         rows = self.annotate.rows
         h = norm()(x)
         x += attend(name="attention")(h, h, bias, encoded is not None)
