@@ -35,6 +35,7 @@ def new_batch(shapes: Any, seed: int) -> Any:
     return jax.tree.map(leaf, shapes)
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("name", TINY)
 def test_every_rival_trains_as_one_device(name: str):
     row = TINY[name]

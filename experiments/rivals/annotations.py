@@ -63,8 +63,8 @@ class Annotated(Unannotated):
         return mapped
 
     def nnx(self, module: Any, dtype: Any = None) -> Any:
-        graphdef, params, rest = nnx.split(module, nnx.Param, ...)
-        return nnx.merge(graphdef, self.weights(params, dtype), rest)
+        graphdef, params = nnx.split(module)
+        return nnx.merge(graphdef, self.weights(params, dtype))
 
     def _shard(self, x: jax.Array) -> P:
         """That of the parameter, or of the stack of layers of which this is a slice."""

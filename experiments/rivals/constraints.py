@@ -18,8 +18,10 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-_INNER = {"scan": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr", "jit": "jaxpr", "pjit": "jaxpr",
-          "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}  # fmt: skip
+from jzero.tracing._jaxpr import open_jaxpr, scan_parts
+
+_BODIES = {"scan", "checkpoint", "remat2"}
+_CALLS = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call"}
 _REDUCES = {"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "transpose"}
 
 Kinds = list[bool]  # of values: whether they are of the batch
@@ -58,9 +60,8 @@ class _Writer:
             ins = [read(v) for v in eqn.invars]
             ins_kinds = [of_batch.get(v, False) for v in _hashable(eqn.invars)]
             mine = [of_batch[v] for v in eqn.outvars]
-            name = _INNER.get(eqn.primitive.name)
-            if name is not None and any(ins_kinds):
-                outs = self._inside(eqn, name, ins, ins_kinds)
+            if eqn.primitive.name in _BODIES | _CALLS and any(ins_kinds):
+                outs = self._inside(eqn, ins, ins_kinds)
             else:
                 if self._meets_rows(eqn, ins_kinds):
                     ins = [x if b else self._constrain(x, P())
@@ -71,23 +72,23 @@ class _Writer:
             values.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _inside(self, eqn: Any, name: str, ins: list[Any], kinds: Kinds) -> list[Any]:
+    def _inside(self, eqn: Any, ins: list[Any], kinds: Kinds) -> list[Any]:
+        name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
         inner = eqn.params[name]
-        closed = isinstance(inner, core.ClosedJaxpr)
-        jaxpr, consts = (inner.jaxpr, inner.consts) if closed else (inner, ())
+        jaxpr, consts = open_jaxpr(inner)
         if eqn.primitive.name == "scan":
-            kinds = _carried(jaxpr, kinds, eqn.params["num_consts"], eqn.params["num_carry"])
+            parts = scan_parts(eqn)
+            kinds = _carried(jaxpr, kinds, parts.num_consts, parts.num_carry)
 
         def body(*args: Any) -> list[Any]:
             return self.run(jaxpr, consts, args, kinds)
 
-        if eqn.primitive.name not in ("scan", "checkpoint", "remat2"):
+        if eqn.primitive.name not in _BODIES:
             return body(*ins)  # Calls are inlined: their derivatives have been taken.
-        new = jax.make_jaxpr(body)(
-            *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars)
-        )
-        assert not new.consts
-        return eqn.primitive.bind(*ins, **eqn.params | {name: new if closed else new.jaxpr})
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+        new = jax.make_jaxpr(body)(*shapes)
+        params = {name: new if isinstance(new, type(inner)) else new.jaxpr}
+        return eqn.primitive.bind(*ins, **eqn.params | params)
 
     def _meets_rows(self, eqn: Any, kinds: Kinds) -> bool:
         """Whether what is of the state meets an activation here, or is repeated for each row."""

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import zoo
+from experiments.rivals import zoo
 from experiments.shared import records
 
 RESULTS = Path(__file__).parent / "results"

@@ -43,10 +43,8 @@ class Row(NamedTuple):
 _llama = Llama(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336)
 _small_llama = Llama(layers=16, dim=1024, heads=16, kv_heads=4, hidden=3584)
 _chunked = dataclasses.replace(_llama, loss_chunks=4)
-_gpt, _small_gpt = (
-    {"layers": 36, "dim": 4096, "heads": 32},
-    {"layers": 24, "dim": 1280, "heads": 20},
-)
+_gpt: dict[str, Any] = {"layers": 36, "dim": 4096, "heads": 32}
+_small_gpt: dict[str, Any] = {"layers": 24, "dim": 1280, "heads": 20}
 ROWS = {
     "Flax GPT": Row(FlaxGPT(**_gpt), small=FlaxGPT(**_small_gpt)),
     "Llama": Row(_llama, small=_small_llama),

@@ -89,4 +89,5 @@ class FlaxGPT:
 
     def loss(self, params: Any, tokens: jax.Array) -> jax.Array:
         tokens = self.annotate.rows(tokens)
-        return cross_entropy(self.model.apply({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+        logits: Any = self.model.apply({"params": params}, tokens[:, :-1])
+        return cross_entropy(logits, tokens[:, 1:])

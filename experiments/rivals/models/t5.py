@@ -154,5 +154,5 @@ class T5:
     def loss(self, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         batch = self.annotate.rows(batch)
         shifted = jnp.pad(batch["targets"][:, :-1], ((0, 0), (1, 0)))
-        logits = self.model.apply({"params": params}, batch["inputs"], shifted)
+        logits: Any = self.model.apply({"params": params}, batch["inputs"], shifted)
         return cross_entropy(logits, batch["targets"])
