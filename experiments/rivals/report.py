@@ -100,7 +100,7 @@ def missed(cells: dict[Cell, Rivals]) -> str:
     for name, of, figure, most in targets:
         found = {cell: ratio(rivals, figure) for cell, rivals in of.items()}
         above = sorted(
-            ((value, cell) for cell, value in found.items() if value > most), reverse=True
+            ((value, cell) for cell, value in found.items() if round(value, 3) > most), reverse=True
         )
         texts = [f"{' '.join(map(str, cell))} {value:.3f}" for value, cell in above]
         lines.append(f"| {name} | {len(of) - len(above)} of {len(of)} | {'; '.join(texts)} |")

@@ -52,8 +52,10 @@ ROWS = {
     "T5": Row(T5(layers=24, dim=2048, heads=32, head_size=64, hidden=5120)),
     "MoE": Row(MoE(layers=24, dim=2048, heads=16, hidden=5632)),
     "Mamba": Row(Mamba(layers=48, dim=2048)),
-    "DiT": Row(DiT(layers=28, dim=2048, heads=16), rows=4, scanned=False),
-    "UNet": Row(UNet(widths=(320, 640, 1280, 1280)), rows=4, scanned=False),
+    "DiT": Row(DiT(layers=12, dim=3072, heads=24), rows=4, scanned=False),
+    "UNet": Row(
+        UNet(widths=(512, 1024, 2048), depth=1, attends=(False, True, True)), rows=4, scanned=False
+    ),
     "Llama, loss in chunks": Row(_chunked),
     "Llama, 4 sequences": Row(_llama, rows=4),
     "Llama, 4 sequences, loss in chunks": Row(_chunked, rows=4),
