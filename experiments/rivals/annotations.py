@@ -43,10 +43,12 @@ class Annotated(Unannotated):
     Attributes:
       mesh: of one axis, "data".
       shards: how the gradient of a parameter of some shape is sharded.
+      stored_whole: parameters are, as at stages 1 and 2; else they are sharded as their gradients.
     """
 
     mesh: Mesh
     shards: Mapping[tuple[int, ...], P]
+    stored_whole: bool = False
 
     def rows(self, x: Any) -> Any:
         return jax.tree.map(lambda x: self._constrain(x, P("data")), x)
@@ -78,11 +80,12 @@ class Annotated(Unannotated):
         if dtype is not None and w.ndim > 1 and jnp.issubdtype(w.dtype, jnp.floating):
             w = w.astype(dtype)
         shard = self._shard(w)
+        stored = P() if self.stored_whole else shard
 
         @jax.custom_vjp
         def gather(w: jax.Array) -> jax.Array:
             # Pinned twice, or XLA may gather first and cast then.
-            return self._constrain(self._constrain(w, shard), P())
+            return self._constrain(self._constrain(w, stored), P())
 
         # The transpose of a constraint is itself: without this, gradients would be all-reduced.
         gather.defvjp(lambda w: (gather(w), None), lambda _, g: (self._constrain(g, shard),))

@@ -28,29 +28,38 @@ Kinds = list[bool]  # of values: whether they are of the batch
 
 
 def with_constraints(
-    step: Callable[..., Any], mesh: Mesh, shards: Mapping[tuple[int, ...], P], rows: set[int]
-) -> Callable[..., Any]:
-    """`step(state, batch)` with constraints; `rows` are the sizes that the batch's dim has in it."""
+    step: Callable[..., Any], mesh: Mesh, shards: Mapping[tuple[int, ...], P], rows: set[int],
+    *, stored_whole: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
+    """`step(state, batch)` with constraints; `rows` are the sizes that the batch's dim has in it.
+
+    Gradients are sharded as `shards` says by shape; so are the parameters, if they are not stored whole.
+    """
 
     def constrained(state: Any, batch: Any) -> Any:
         closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, batch)
         leaves, of_state = jax.tree.leaves((state, batch)), len(jax.tree.leaves(state))
         kinds = [i >= of_state for i in range(len(leaves))]
-        outs = _Writer(mesh, shards, rows).run(closed.jaxpr, closed.consts, leaves, kinds)
+        outs = _Writer(mesh, shards, rows, stored_whole).run(
+            closed.jaxpr, closed.consts, leaves, kinds
+        )
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     return constrained
 
 
 class _Writer:
-    def __init__(self, mesh: Mesh, shards: Mapping[tuple[int, ...], P], rows: set[int]):
+    def __init__(
+        self, mesh: Mesh, shards: Mapping[tuple[int, ...], P], rows: set[int], stored_whole: bool
+    ):
         self._mesh, self._shards, self._rows = mesh, shards, rows
+        self._stored = {} if stored_whole else shards
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], kinds: Kinds
     ) -> list[Any]:
         """Evaluates a jaxpr, and writes constraints."""
-        of_batch = _kinds(jaxpr, kinds)
+        found = _kinds(jaxpr, kinds)
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(v: Any) -> Any:
@@ -58,14 +67,14 @@ class _Writer:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            ins_kinds = [of_batch.get(v, False) for v in _hashable(eqn.invars)]
-            mine = [of_batch[v] for v in eqn.outvars]
+            ins_kinds = [found.get(v, False) for v in _hashable(eqn.invars)]
+            mine = [found[v] for v in eqn.outvars]
             if eqn.primitive.name in _BODIES | _CALLS and any(ins_kinds):
                 outs = self._inside(eqn, ins, ins_kinds)
             else:
                 if self._meets_rows(eqn, ins_kinds):
-                    ins = [x if b else self._constrain(x, P())
-                           for x, b in zip(ins, ins_kinds, strict=True)]  # fmt: skip
+                    pairs = zip(ins, ins_kinds, strict=True)
+                    ins = [x if of_batch else self._gathered(x) for x, of_batch in pairs]
                 outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
                 outs = outs if eqn.primitive.multiple_results else [outs]
             outs = [self._settled(eqn, x, b) for x, b in zip(outs, mine, strict=True)]
@@ -105,6 +114,11 @@ class _Writer:
             return self._constrain(x, P("data"))
         spec = self._shards.get(x.shape) if of_batch and eqn.primitive.name in _REDUCES else None
         return x if spec is None else self._constrain(x, spec)
+
+    def _gathered(self, x: Any) -> Any:
+        # Pinned twice, or XLA may gather first and cast then.
+        stored = self._stored.get(getattr(x, "shape", ()))
+        return self._constrain(x if stored is None else self._constrain(x, stored), P())
 
     def _has_rows(self, x: Any) -> bool:
         return len(x.shape) > 1 and x.shape[0] in self._rows and x.shape not in self._shards

@@ -118,11 +118,11 @@ def rival(name: str, row: Row, model: Any, mesh: Mesh, **options: Any) -> Rival:
     if row.accumulate > 1:
         model = dataclasses.replace(model, microbatches=row.accumulate)
     if name == "expert":
-        model = dataclasses.replace(model, annotate=Annotated(mesh, shards))
+        model = dataclasses.replace(model, annotate=Annotated(mesh, shards, row.stage < 3))
     step = model.step
     if name == "constraints":
         rows = {num * mesh.size for num in (row.rows, row.rows // row.accumulate)}
-        step = with_constraints(step, mesh, shards, rows)
+        step = with_constraints(step, mesh, shards, rows, stored_whole=row.stage < 3)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(at_rest, None))
     on_rows = jax.tree.map(lambda _: NamedSharding(mesh, P("data")), batch)
     return Rival(jitted, _placed(state, at_rest), _placed(batch, on_rows))
