@@ -11,10 +11,35 @@ import pytest
 from jax.sharding import AxisType
 
 from experiments.rivals.models import training
-from experiments.rivals.zoo import RIVALS, TINY, rival
+from experiments.rivals.zoo import (
+    GPT,
+    RIVALS,
+    T5,
+    DiT,
+    FlaxGPT,
+    Llama,
+    Mamba,
+    MoE,
+    Row,
+    UNet,
+    rival,
+)
 from jzero._compare import to_host
 
 STEPS, DEVICES = 2, 4
+TINY: dict[str, Row] = {
+    "Flax GPT": Row(FlaxGPT(2, 16, 2, 32, 8)),
+    "Llama": Row(Llama(2, 16, 4, 2, 32, 32, 8)),
+    "our GPT": Row(GPT(2, 16, 2, 32, 8)),
+    "T5": Row(T5(2, 16, 2, 8, 32, 32, 8)),
+    "MoE": Row(MoE(2, 16, 2, 32, 4, vocab=32, context=8)),
+    "Mamba": Row(Mamba(2, 16, 4, 32, 8)),
+    "DiT": Row(DiT(2, 16, 2, image=8, classes=8), scanned=False),
+    "UNet": Row(UNet((8, 16), 1, (False, True), image=8), scanned=False),
+    "Llama, loss in chunks": Row(Llama(2, 16, 4, 2, 32, 32, 8, loss_chunks=2)),
+    "Llama, accumulate=4": Row(Llama(2, 16, 4, 2, 32, 32, 8), rows=4, accumulate=4),
+    "Llama, stage 2": Row(Llama(2, 16, 4, 2, 32, 32, 8), stage=2),
+}
 
 
 @pytest.fixture(autouse=True)

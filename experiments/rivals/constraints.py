@@ -60,6 +60,7 @@ class _Writer:
     ) -> list[Any]:
         """Evaluates a jaxpr, and writes constraints."""
         found = _kinds(jaxpr, kinds)
+        gathered: dict[Any, Any] = {}
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(v: Any) -> Any:
@@ -73,8 +74,11 @@ class _Writer:
                 outs = self._inside(eqn, ins, ins_kinds)
             else:
                 if self._meets_rows(eqn, ins_kinds):
-                    pairs = zip(ins, ins_kinds, strict=True)
-                    ins = [x if of_batch else self._gathered(x) for x, of_batch in pairs]
+                    for i, v in enumerate(_hashable(eqn.invars)):
+                        if v is not None and not ins_kinds[i]:
+                            if v not in gathered:  # Once in a body: XLA would gather for each use.
+                                gathered[v] = self._gathered(ins[i])
+                            ins[i] = gathered[v]
                 outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
                 outs = outs if eqn.primitive.multiple_results else [outs]
             outs = [self._settled(eqn, x, b) for x, b in zip(outs, mine, strict=True)]

@@ -30,6 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 OPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _GIB = 2**30
 # NVIDIA's page "Tips for High-Performance LLMs with JAX and XLA": latency hiding, collectives of FSDP, loops.
+# Its xla_gpu_enable_pipelined_* are no options of jaxlib 0.12.0.1.
 FLAGS: dict[str, dict[str, Any]] = {
     "default": {},
     "nvidia": {
@@ -40,9 +41,6 @@ FLAGS: dict[str, dict[str, Any]] = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": _GIB,
         "xla_gpu_enable_all_gather_combine_by_dim": False,
         "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
-        "xla_gpu_enable_pipelined_all_gather": True,
-        "xla_gpu_enable_pipelined_reduce_scatter": True,
-        "xla_gpu_enable_pipelined_all_reduce": True,
         "xla_gpu_enable_while_loop_double_buffering": True,
     },
 }

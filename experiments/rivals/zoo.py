@@ -1,4 +1,4 @@
-"""Nine models as their authors write them, what is compiled of them, and the ways to train each."""
+"""Eight models as their authors write them, what is compiled of them, and the ways to train each."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -62,20 +62,6 @@ ROWS = {
     "Llama, accumulate=4": Row(_llama, rows=4, accumulate=4),
     "Llama, stage 2": Row(_llama, stage=2),
 }
-
-TINY: dict[str, Row] = {
-    "Flax GPT": Row(FlaxGPT(2, 16, 2, 32, 8)),
-    "Llama": Row(Llama(2, 16, 4, 2, 32, 32, 8)),
-    "our GPT": Row(GPT(2, 16, 2, 32, 8)),
-    "T5": Row(T5(2, 16, 2, 8, 32, 32, 8)),
-    "MoE": Row(MoE(2, 16, 2, 32, 4, vocab=32, context=8)),
-    "Mamba": Row(Mamba(2, 16, 4, 32, 8)),
-    "DiT": Row(DiT(2, 16, 2, image=8, classes=8), scanned=False),
-    "UNet": Row(UNet((8, 16), 1, (False, True), image=8), scanned=False),
-    "Llama, loss in chunks": Row(Llama(2, 16, 4, 2, 32, 32, 8, loss_chunks=2)),
-    "Llama, accumulate=4": Row(Llama(2, 16, 4, 2, 32, 32, 8), rows=4, accumulate=4),
-    "Llama, stage 2": Row(Llama(2, 16, 4, 2, 32, 32, 8), stage=2),
-}  # for tests
 
 
 class Rival(NamedTuple):
