@@ -92,6 +92,7 @@ class Kept(jax.stages.Lowered):
 
 def numbers(found: jzero.Preflight) -> dict[str, Any]:
     moved = {op: found.nbytes(op) for op in OPS if found.nbytes(op)}
+    each = found.schedule.collectives
     hidden = sum(found.nbytes(op, hidden=True) for op in OPS)
     schedule = found.schedule
     return {
@@ -102,7 +103,10 @@ def numbers(found: jzero.Preflight) -> dict[str, Any]:
         "exposed_seconds": round(schedule.exposed_seconds, 5),
         "step_seconds": round(schedule.step_seconds, 5),
         "product_seconds": round(schedule.product_seconds, 5),
-        "collectives": sum(c.times for c in schedule.collectives),
+        "times": {op: sum(c.times for c in each if c.op == op) for op in moved},
+        "seconds": {
+            op: round(sum(c.times * c.seconds for c in each if c.op == op), 5) for op in moved
+        },
         "unknown_loops": schedule.unknown_loops,
     }
 

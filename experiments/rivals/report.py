@@ -46,6 +46,18 @@ def lowered(row: dict[str, Any]) -> float:
     return row["lower_seconds"]
 
 
+def gathers(row: dict[str, Any]) -> str:
+    return f"{row['times']['all-gather']} in {1000 * row['seconds']['all-gather']:.0f} ms"
+
+
+def reductions(row: dict[str, Any]) -> str:
+    times, seconds = (
+        sum(row[name].get(op, 0) for op in ("reduce-scatter", "all-reduce"))
+        for name in ("times", "seconds")
+    )
+    return f"{times} in {1000 * seconds:.0f} ms"
+
+
 def ratio(rivals: Rivals, figure: Any, of: str = "expert") -> float:
     return figure(rivals["jzero"]) / max(figure(rivals[of]), 1e-9)
 
@@ -55,7 +67,8 @@ COLUMNS = (
     ("moved, bytes per parameter", moved, "{:.2f}", True),
     ("exposed, ms", exposed, "{:.0f}", True),
     ("step, ms", step, "{:.0f}", True),
-    ("collectives", lambda row: row["collectives"], "{:.0f}", False),
+    ("gathers", gathers, "{}", False),
+    ("reductions", reductions, "{}", False),
     ("compile, s", compiled, "{:.0f}", True),
     ("trace and lower, s", lowered, "{:.1f}", False),
 )
@@ -71,7 +84,8 @@ def table(cells: dict[Cell, Rivals]) -> str:
         for _, figure, form, compared in COLUMNS:
             values = [form.format(figure(rivals[x])) if x in rivals else "-" for x in zoo.RIVALS]
             texts.append(" / ".join(values))
-            texts += [f"{ratio(rivals, figure):.3f}"] * compared
+            if compared:
+                texts.append(f"{ratio(rivals, figure):.3f}")
         lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines)
 
