@@ -157,13 +157,15 @@ wheel:
 	PYTHON="$(PYTHON)" .ci/wheel
 
 # An experiment is a folder of scripts that import each other by their bare names, so each is
-# checked by itself: two of them may both have a plot.py. What they share is experiments.shared.
+# checked by itself: two of them may both have a plot.py. What they share is experiments.shared. One with
+# an __init__.py is a package, whose modules tests import, too.
 lint: .venv/installed
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy jzero tests examples
 	@for folder in $(sort $(dir $(wildcard experiments/*/*.py experiments/*/*/*.py))); do \
-	    echo "mypy $$folder"; MYPYPATH="$$folder" $(BIN)/mypy "$$folder" || exit 1; \
+	    echo "mypy $$folder"; path=$$folder; [ ! -e "$$folder/__init__.py" ] || path=; \
+	    MYPYPATH="$$path" $(BIN)/mypy "$$folder" || exit 1; \
 	done
 
 .venv-oldest/installed: EXTRAS := test

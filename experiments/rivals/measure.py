@@ -1,130 +1,174 @@
-"""jzero at stage 3 against `jax.jit` with the same shardings at rest, compiled for H200s ahead of time.
+"""The zoo compiled ahead of time for H200s: jzero, and its rivals, one program after the other.
 
-python experiments/rivals/measure.py                      # every cell, about half an hour; no GPU needed
-python experiments/rivals/measure.py --devices 64 --styles "scanned + remat"
+python experiments/rivals/measure.py                     # 64 devices, XLA's defaults; no GPU is needed
+python experiments/rivals/measure.py --devices 8 512
+python experiments/rivals/measure.py --flags nvidia --rows T5 MoE --rivals jzero expert
 
-Nothing runs. Writes a line of <date>.jsonl for every program, and leaves out those that are there.
+Nothing runs. Writes a line of results/<date>.jsonl for every program, and leaves out those that are there:
+the same text, flags and versions. What XLA made of a program is also kept in .cache/rivals, so that another
+`jzero.preflight` reads it without compiling.
 """
 
 import argparse
-import dataclasses
-from collections.abc import Callable
-from functools import partial
+import gzip
+import hashlib
+import json
+import os
+import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jzero
+from experiments.rivals import held, zoo
 from experiments.shared import records
-from experiments.shared.gpt import GPT, make_step
 
-
-class Style(NamedTuple):
-    """How the layers are written."""
-
-    scan: bool
-    remat: bool
-
-    def __str__(self) -> str:
-        return ("scanned" if self.scan else "unrolled") + (" + remat" if self.remat else "")
-
-
-# ---------------------------------------------------------------------------------------------
-sizes = {  # devices: the model trained on them, one sequence on each
-    8: GPT(layers=24, dim=1280, heads=20),
-    64: GPT(layers=36, dim=4096, heads=32),
-    512: GPT(layers=36, dim=4096, heads=32),
+CACHE = records.ROOT / ".cache" / "rivals"
+RESULTS = Path(__file__).parent / "results"
+OPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+_GIB = 2**30
+# NVIDIA's page "Tips for High-Performance LLMs with JAX and XLA": latency hiding, collectives of FSDP, loops.
+# Its xla_gpu_enable_pipelined_* are no options of jaxlib 0.12.0.1.
+FLAGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "nvidia": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_all_reduce_combine_threshold_bytes": _GIB,
+        "xla_gpu_all_gather_combine_threshold_bytes": _GIB,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": _GIB,
+        "xla_gpu_enable_all_gather_combine_by_dim": False,
+        "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
+        "xla_gpu_enable_while_loop_double_buffering": True,
+    },
 }
-styles = [Style(scan, remat) for scan in (True, False) for remat in (True, False)]
-# ---------------------------------------------------------------------------------------------
-
-tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
 
-def topology(num_devices: int) -> str:
-    return f"{num_devices // 8}x8"
+def processor_seconds() -> float:
+    """Of this process and of those that it started (ptxas)."""
+    return sum(os.times()[:4])
 
 
-def sharded(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings
-    )
+class Kept(jax.stages.Lowered):
+    """A lowered program that is compiled once: what `preflight` reads of it is in a file afterwards."""
+
+    def __init__(self, lowered: jax.stages.Lowered, flags: dict[str, Any]):
+        for name in jax.stages.Lowered.__slots__:
+            setattr(self, name, getattr(lowered, name))
+        says = [
+            lowered.as_text(),
+            flags,
+            records.versions("jaxlib", "jax-cuda12-plugin") | {"date": ""},
+        ]
+        self.name = hashlib.sha256(json.dumps(says).encode()).hexdigest()[:16]
+        self.path = CACHE / f"{self.name}.json.gz"
+
+    def compile(self, compiler_options: Any = None, **_: Any) -> Any:
+        if not self.path.exists():
+            with tempfile.TemporaryDirectory() as dump:
+                options = compiler_options | held.OPTIONS | {"xla_dump_to": dump}
+                start = processor_seconds()
+                compiled = super().compile(compiler_options=options)
+                seconds = processor_seconds() - start
+                memory: Any = compiled.memory_analysis()
+                sizes = {name: getattr(memory, name) for name in dir(memory) if "bytes" in name}
+                kept = {
+                    "text": compiled.as_text(), "memory": sizes, "seconds": seconds,
+                    "held": held.held_at_peak(Path(dump)),
+                }  # fmt: skip
+            CACHE.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_suffix(".part")
+            partial.write_bytes(gzip.compress(json.dumps(kept).encode()))
+            partial.rename(self.path)
+        kept = self.read()
+        memory = SimpleNamespace(**kept["memory"])
+        return SimpleNamespace(as_text=lambda: kept["text"], memory_analysis=lambda: memory)
+
+    def read(self) -> Any:
+        return json.loads(gzip.decompress(self.path.read_bytes()))
 
 
-def jitted(step: Callable[..., Any], state: Any, tokens: Any) -> jax.stages.Lowered:
-    """What everybody writes: shardings at rest, in and out, and XLA's partitioner does the rest."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, tokens)
-
-
-def programs(num_devices: int, style: Style) -> dict[str, Callable[[], jzero.Preflight]]:
-    """The three rivals, compiled when called."""
-    model = dataclasses.replace(sizes[num_devices], **style._asdict())
-    mesh = jzero.target_mesh("h200", topology(num_devices))
-    on_rows = NamedSharding(mesh, P("data"))
-    state = jax.eval_shape(lambda: model.state(tx))
-    tokens = jax.ShapeDtypeStruct((num_devices, model.context + 1), jnp.int32)
-    train_step = jzero.shard_train_step(make_step(model.loss, tx), stage=3, mesh=mesh)
-    where: dict[str, Any] = {"target": "h200", "topology": topology(num_devices)}
-
-    def plain(constrain: Callable[[jax.Array], jax.Array]) -> jzero.Preflight:
-        at_rest = sharded(state, train_step.state_shardings(state, tokens))
-        step = make_step(partial(model.loss, constrain=constrain), tx)
-        return jzero.preflight(jitted(step, at_rest, sharded(tokens, on_rows)), **where)
-
+def numbers(found: jzero.Preflight) -> dict[str, Any]:
+    moved = {op: found.nbytes(op) for op in OPS if found.nbytes(op)}
+    each = found.schedule.collectives
+    hidden = sum(found.nbytes(op, hidden=True) for op in OPS)
+    schedule = found.schedule
     return {
-        "jzero": lambda: jzero.preflight(train_step, state, tokens, **where),
-        "jit": lambda: plain(lambda x: x),
-        "annotated jit": lambda: plain(lambda x: jax.lax.with_sharding_constraint(x, on_rows)),
+        "peak_bytes": found.peak_bytes,
+        "argument_bytes": found.argument_bytes,
+        "moved_bytes": moved,
+        "hidden_share": round(hidden / max(1, sum(moved.values())), 3),
+        "exposed_seconds": round(schedule.exposed_seconds, 5),
+        "step_seconds": round(schedule.step_seconds, 5),
+        "product_seconds": round(schedule.product_seconds, 5),
+        "times": {op: sum(c.times for c in each if c.op == op) for op in moved},
+        "seconds": {
+            op: round(sum(c.times * c.seconds for c in each if c.op == op), 5) for op in moved
+        },
+        "unknown_loops": schedule.unknown_loops,
     }
 
 
-def numbers(found: jzero.Preflight, psi: int) -> dict[str, Any]:
-    ops = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-    moved = {op: found.nbytes(op) for op in ops if found.nbytes(op)}
-    hidden = sum(found.nbytes(op, hidden=True) for op in ops)
+def measure(
+    rival: str, row: zoo.Row, devices: int, flags: str, known: set[Any]
+) -> dict[str, Any] | None:
+    """One program, traced, lowered and compiled; None if it is known. Seconds are of processors."""
+    where: dict[str, Any] = {"target": "h200", "topology": f"{devices // 8}x8"}
+    model = row.small if devices == 8 else row.model
+    given = zoo.rival(rival, row, model, jzero.target_mesh(*where.values()))
+    state, batch = jax.eval_shape(lambda x: x, (given.state, given.batch))
+    jax.eval_shape(model.step, state, batch)  # so that what JAX caches counts for nobody
+    start = processor_seconds()
+    lowered = given.step.lower(given.state, given.batch)
+    seconds = processor_seconds() - start
+    program = Kept(lowered, FLAGS[flags])
+    if program.name in known:
+        return None
+    found = jzero.preflight(program, **where, compiler_options=FLAGS[flags])
+    kept = program.read()
     return {
-        "peak_bytes": found.peak_bytes,
-        "temporary_bytes": found.temporary_bytes,
-        "argument_bytes": found.argument_bytes,
-        "peak_bytes_per_parameter": round(found.peak_bytes / psi, 4),
-        "moved_bytes": moved,
-        "moved_bytes_per_parameter": round(sum(moved.values()) / psi, 3),
-        "hidden_share": round(hidden / max(1, sum(moved.values())), 3),
-        "exposed_seconds": round(found.schedule.exposed_seconds, 5),
-        "product_seconds": round(found.schedule.product_seconds, 5),
-        "compile_seconds": round(found.compile_seconds, 1),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state["params"])),
+        **numbers(found),
+        "lower_seconds": round(seconds, 1),
+        "compile_seconds": round(kept["seconds"], 1),
+        "held": kept["held"],
+        "program": program.name,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--devices", type=int, nargs="+", choices=sizes, default=list(sizes))
-    parser.add_argument("--styles", nargs="+", default=list(map(str, styles)))
-    parser.add_argument("--rivals", nargs="+", default=["jzero", "jit", "annotated jit"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--devices", type=int, nargs="+", default=[64])
+    parser.add_argument("--rows", nargs="+", choices=zoo.ROWS, default=list(zoo.ROWS))
+    parser.add_argument("--rivals", nargs="+", choices=zoo.RIVALS, default=list(zoo.RIVALS))
+    parser.add_argument("--flags", nargs="+", choices=FLAGS, default=["default"])
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    about = {**records.versions("jax", "jaxlib", "optax"), "target": "H200"}
+    about = {**records.versions("jax", "jaxlib", "flax", "optax"), "target": "H200"}
+    about["preflight"] = records.git("rev-parse", "--short", "HEAD:jzero/preflight")
     path = args.out / f"{about['date']}.jsonl"
-    known = {(x["devices"], x["style"], x["rival"]) for x in records.read_lines(path)}
-    for num_devices in args.devices:
-        psi = sizes[num_devices].num_params
-        for style in styles:
-            for rival, compile_it in programs(num_devices, style).items():
-                wanted = str(style) in args.styles and rival in args.rivals
-                if not wanted or (num_devices, str(style), rival) in known:
-                    continue
-                cell = {"devices": num_devices, "style": str(style), "rival": rival}
-                result = {**cell, "parameters": psi, **numbers(compile_it(), psi), **about}
-                records.append(path, result)
-                print(*(f"{value}" for value in [*cell.values(), result["peak_bytes_per_parameter"],
-                        result["moved_bytes"], result["hidden_share"], result["exposed_seconds"],
-                        result["compile_seconds"]]), sep="  ", flush=True)  # fmt: skip
+    for devices, name in [(devices, name) for devices in args.devices for name in args.rows]:
+        row = zoo.ROWS[name]
+        if devices != 64 and row.small is None:
+            continue
+        for flags, rival in [(flags, rival) for flags in args.flags for rival in args.rivals]:
+            cell = {"model": name, "devices": devices, "flags": flags, "rival": rival}
+            same = [x for x in records.read_lines(path) if cell.items() <= x.items()]
+            # The last one counts (report.py).
+            known = {x["program"] for x in same[-1:] if x["preflight"] == about["preflight"]}
+            result = measure(rival, row, devices, flags, known)
+            if result is not None:
+                records.append(path, cell | result | about)
+                keys = (
+                    "peak_bytes",
+                    "moved_bytes",
+                    "exposed_seconds",
+                    "step_seconds",
+                    "compile_seconds",
+                )
+                print(*cell.values(), *(result[key] for key in keys), sep="  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,65 +1,149 @@
-"""The results as a table in Markdown, and as a picture: python experiments/rivals/report.py"""
+"""Tables in Markdown, the worst rows first: python experiments/rivals/report.py [results.jsonl]"""
 
+import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.shared import pictures, records
+from experiments.rivals import zoo
+from experiments.shared import records
 
 RESULTS = Path(__file__).parent / "results"
-RIVALS = ("jzero", "annotated jit", "jit")
-COLORS = ("#2b6cb0", "#dd8452", "#a0a0a0")
-
-Cell = tuple[int, str]
+Cell = tuple[str, int, str]
+Rivals = dict[str, dict[str, Any]]
 
 
-def read(path: Path) -> dict[Cell, dict[str, Any]]:
-    """`{(devices, style): {rival: numbers}}`."""
-    cells: dict[Cell, dict[str, Any]] = {}
+def read(path: Path) -> dict[Cell, Rivals]:
+    """`{(model, devices, flags): {rival: numbers}}`, the worst peak first; of equal cells the last counts."""
+    cells: dict[Cell, Rivals] = {}
     for row in records.read_lines(path):
-        cells.setdefault((row["devices"], row["style"]), {})[row["rival"]] = row
-    return dict(sorted(cells.items()))
+        cells.setdefault((row["model"], row["devices"], row["flags"]), {})[row["rival"]] = row
+    complete = {cell: rivals for cell, rivals in cells.items() if {"jzero", "expert"} <= {*rivals}}
+    return dict(sorted(complete.items(), key=lambda item: -ratio(item[1], peak)))
 
 
-def table(cells: dict[Cell, dict[str, Any]]) -> str:
-    lines = [
-        "| devices | layers | peak, bytes per parameter | of annotated | of jit "
-        "| moved, bytes per parameter | hidden | exposed ms |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for (devices, style), rivals in cells.items():
-        rows = [rivals[name] for name in RIVALS]
-        peaks = [row["peak_bytes_per_parameter"] for row in rows]
-        texts = [
-            " / ".join(f"{peak:.3f}" for peak in peaks),
-            f"{peaks[0] / peaks[1]:.2f}",
-            f"{peaks[0] / peaks[2]:.2f}",
-            " / ".join(f"{row['moved_bytes_per_parameter']:.2f}" for row in rows),
-            " / ".join(f"{100 * row['hidden_share']:.0f} %" for row in rows),
-            " / ".join(f"{1000 * row['exposed_seconds']:.0f}" for row in rows),
-        ]
-        lines.append(f"| {devices} | {style} | " + " | ".join(texts) + " |")
+def peak(row: dict[str, Any]) -> float:
+    return row["peak_bytes"] / 2**30
+
+
+def moved(row: dict[str, Any]) -> float:
+    """Bytes per parameter."""
+    return sum(row["moved_bytes"].values()) / row["parameters"]
+
+
+def exposed(row: dict[str, Any]) -> float:
+    return 1000 * row["exposed_seconds"]
+
+
+def step(row: dict[str, Any]) -> float:
+    return 1000 * row["step_seconds"]
+
+
+def compiled(row: dict[str, Any]) -> float:
+    return row["compile_seconds"]
+
+
+def lowered(row: dict[str, Any]) -> float:
+    return row["lower_seconds"]
+
+
+def gathers(row: dict[str, Any]) -> str:
+    return f"{row['times']['all-gather']} in {1000 * row['seconds']['all-gather']:.0f} ms"
+
+
+def reductions(row: dict[str, Any]) -> str:
+    times, seconds = (
+        sum(row[name].get(op, 0) for op in ("reduce-scatter", "all-reduce"))
+        for name in ("times", "seconds")
+    )
+    return f"{times} in {1000 * seconds:.0f} ms"
+
+
+def ratio(rivals: Rivals, figure: Any, of: str = "expert") -> float:
+    return figure(rivals["jzero"]) / max(figure(rivals[of]), 1e-9)
+
+
+COLUMNS = (
+    ("peak, GiB", peak, "{:.2f}", True),
+    ("moved, bytes per parameter", moved, "{:.2f}", True),
+    ("exposed, ms", exposed, "{:.0f}", True),
+    ("step, ms", step, "{:.0f}", True),
+    ("gathers", gathers, "{}", False),
+    ("reductions", reductions, "{}", False),
+    ("compile, s", compiled, "{:.0f}", True),
+    ("trace and lower, s", lowered, "{:.1f}", False),
+)
+
+
+def table(cells: dict[Cell, Rivals]) -> str:
+    header = ["model", "devices", "flags"]
+    for name, _, _, compared in COLUMNS:
+        header += [name, *["of expert's"] * compared]
+    lines = [f"| {' | '.join(header)} |", "| --- " * len(header) + "|"]
+    for cell, rivals in cells.items():
+        texts = [*map(str, cell)]
+        for _, figure, form, compared in COLUMNS:
+            values = [form.format(figure(rivals[x])) if x in rivals else "-" for x in zoo.RIVALS]
+            texts.append(" / ".join(values))
+            if compared:
+                texts.append(f"{ratio(rivals, figure):.3f}")
+        lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
-def picture(cells: dict[Cell, dict[str, Any]], path: Path) -> None:
-    with pictures.drawn(path, figsize=(9, 3.6), font=10) as (_, axes):
-        for place, (name, color) in enumerate(zip(RIVALS, COLORS, strict=True)):
-            peaks = [rivals[name]["peak_bytes_per_parameter"] for rivals in cells.values()]
-            places = [i + 0.27 * (place - 1) for i in range(len(cells))]
-            axes.bar(places, peaks, 0.25, label=name, color=color)
-        axes.set_yscale("log")
-        axes.set_ylabel("peak bytes per parameter, each device")
-        labels = [f"{devices}\n" + style.replace(" + ", "\n+ ") for devices, style in cells]
-        axes.set_xticks(range(len(cells)), labels, fontsize=8)
-        axes.set_xlabel("H200s, and how the layers are written")
-        axes.legend(frameon=False)
+def at_logits(cell: Cell, rivals: Rivals) -> bool:
+    """Whether the largest values at the peak have the vocabulary as a dim."""
+    row = zoo.ROWS[cell[0]]
+    vocab = str(getattr(row.small if cell[1] == 8 else row.model, "vocab", "none"))
+    return any(vocab in value["shape"] for value in rivals["jzero"]["held"][:3])
+
+
+def missed(cells: dict[Cell, Rivals]) -> str:
+    """Each target of the aims in README.md, and the rows that miss it."""
+    scanned = {cell: rivals for cell, rivals in cells.items() if zoo.ROWS[cell[0]].scanned}
+    transformers = {cell: rivals for cell, rivals in scanned.items() if cell[0] != "Mamba"}
+    away = {cell: rivals for cell, rivals in scanned.items() if not at_logits(cell, rivals)}
+    targets = [
+        ("peak at most the expert's", cells, peak, 1.0),
+        ("peak at most 0.95 of it: scanned, memory not at the logits", away, peak, 0.95),
+        ("bytes at most the expert's: scanned", scanned, moved, 1.0),
+        ("exposed time at most the expert's", cells, exposed, 1.0),
+        ("exposed time at most 0.8 of it: scanned transformers", transformers, exposed, 0.8),
+        ("compile time at most 1.5 of the expert's", cells, compiled, 1.5),
+    ]
+    lines = ["| target | met | missed by |", "| --- | --- | --- |"]
+    for name, of, figure, most in targets:
+        found = {cell: ratio(rivals, figure) for cell, rivals in of.items()}
+        above = sorted(
+            ((value, cell) for cell, value in found.items() if round(value, 3) > most), reverse=True
+        )
+        texts = [f"{' '.join(map(str, cell))} {value:.3f}" for value, cell in above]
+        lines.append(f"| {name} | {len(of) - len(above)} of {len(of)} | {'; '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def holding(cells: dict[Cell, Rivals], most: int = 4) -> str:
+    """The largest values at the peak, beside the arguments."""
+    lines = ["| model | devices | flags | jzero | expert |", "| --- | --- | --- | --- | --- |"]
+    for cell, rivals in cells.items():
+        texts = [
+            "; ".join(f"{x['bytes'] >> 20} MiB {x['shape']}" for x in rivals[name]["held"][:most])
+            for name in ("jzero", "expert")
+        ]
+        lines.append(f"| {' | '.join(map(str, [*cell, *texts]))} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    path = sorted(RESULTS.glob("*.jsonl"))[-1]
-    cells = read(path)
-    print(table(cells))
-    picture(cells, path.with_suffix(".png"))
+    latest = sorted(RESULTS.glob("*.jsonl"))[-1]
+    cells = read(Path(sys.argv[1]) if sys.argv[1:] else latest)
+    worst = dict(list(cells.items())[:8])
+    print(
+        f"In a cell: {' / '.join(zoo.RIVALS)}.",
+        table(cells),
+        missed(cells),
+        holding(worst),
+        sep="\n\n",
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ State = dict[str, Any]
 Constrain = Callable[[jax.Array], jax.Array]
 
 
-def unchanged(x: jax.Array) -> jax.Array:
+def unchanged(x: Any) -> Any:
     return x
 
 
@@ -102,28 +102,36 @@ class GPT:
         params = jax.tree.map(make, self.shapes, is_leaf=_is_shape)
         return {"params": params, "opt_state": tx.init(params)}
 
-    def loss(self, params: Any, tokens: jax.Array, constrain: Constrain = unchanged) -> jax.Array:
+    def loss(
+        self, params: Any, tokens: jax.Array, constrain: Constrain = unchanged,
+        gathered: Callable[[Any], Any] = unchanged,
+    ) -> jax.Array:  # fmt: skip
         """Mean cross entropy, of int32 [rows, context + 1].
 
-        `constrain` says where activations lie, for an expert.
+        For an expert, `constrain` shards activations, and `gathered` replicates weights where they are used.
         """
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         embed, positions = (params[name].astype(self.dtype) for name in ("embed", "positions"))
-        x = constrain(embed[inputs] + positions[None])
-        layer = self.rematerialized(lambda x, weights: (self.block(x, weights, constrain), None))
+        x = constrain(gathered(embed)[inputs] + gathered(positions)[None])
+        layer = self.rematerialized(
+            lambda x, weights: (self.block(x, weights, constrain, gathered), None)
+        )
         if self.scan:
             x, _ = jax.lax.scan(layer, x, params["blocks"])
         else:
             for weights in params["blocks"]:
                 x, _ = layer(x, weights)
-        logits = constrain((jax.nn.standardize(x) @ embed.T).astype(jnp.float32))
+        logits = constrain((jax.nn.standardize(x) @ gathered(embed).T).astype(jnp.float32))
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
     def rematerialized(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         return jax.checkpoint(layer, prevent_cse=not self.scan) if self.remat else layer
 
-    def block(self, x: jax.Array, weights: Any, constrain: Constrain = unchanged) -> jax.Array:
-        weights = jax.tree.map(lambda w: w.astype(self.dtype), weights)
+    def block(
+        self, x: jax.Array, weights: Any, constrain: Constrain = unchanged,
+        gathered: Callable[[Any], Any] = unchanged,
+    ) -> jax.Array:  # fmt: skip
+        weights = gathered(jax.tree.map(lambda w: w.astype(self.dtype), weights))
         scales = 1 + weights["scales"][:, None, None]
         return block(x, weights, scales, self.heads, constrain=constrain)
 

@@ -1,0 +1,1 @@
+"""Models as their authors write them. `annotate` is what an expert adds."""
