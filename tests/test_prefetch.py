@@ -214,39 +214,6 @@ def test_a_backward_loop_begins_when_its_carry_is_there():
     assert found == [False, True]  # of the forward loop, and of the backward one
 
 
-def headed_step(params, x):
-    """Gradient descent on a stack of layers and a head behind it."""
-
-    def loss_fn(params):
-        layers = {name: params[name] for name in ("up", "down", "scale")}
-        y, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, layers)
-        return jnp.mean((y @ params["head"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
-
-
-@pytest.mark.parametrize("prefetch_bytes", [NOTHING, EVERYTHING])
-def test_what_is_gathered_behind_a_loop_waits_for_it(prefetch_bytes):
-    """A head of any size would else be gathered in front of the layers, and be there while they run."""
-    state = stacked_state(5) | {"head": jax.random.normal(jax.random.key(3), (16, 64)) / 4}
-    x = jax.random.normal(jax.random.key(1), (16, 16))
-    train_step = small.shard_train_step(headed_step, mesh=mesh_of(8), prefetch_bytes=prefetch_bytes)
-    expected = jax.jit(headed_step)(state, x)
-    assert_close(train_step(train_step.shard(state, x), x), expected)
-    jaxpr = _jaxpr.open_jaxpr(jax.make_jaxpr(train_step)(state, x))[0]
-    outer = next(j for j, eqn in walk(jaxpr) if eqn.primitive.name == "scan")
-    loops: dict = {}  # variable -> the loops behind it
-    waits = []
-    for eqn in outer.eqns:
-        behind = set().union(*(loops.get(a, set()) for a in eqn.invars if not _jaxpr.is_literal(a)))
-        if _collectives.is_gather(eqn) and eqn.outvars[0].aval.shape == (16, 64):
-            waits.append(len(behind))
-        this = {id(eqn)} if eqn.primitive.name == "scan" else set()
-        loops |= dict.fromkeys(eqn.outvars, behind | this)
-    assert waits == [1, 1]  # for the forward loop: in the forward pass, and in the backward pass
-
-
 def calls_behind_gathers(body):
     """For each gather that a turn makes for the next: whether a call with matrix products is behind it."""
     behind: dict = {}
@@ -347,19 +314,6 @@ def test_the_queue_counts_bytes_not_gathers():
     assert waits == [[], [], [0], [1], [2]]
     following = queue.next_pass()
     assert [int(token) for token in following.tokens(4)] == [5]
-
-
-def test_the_queue_begins_anew_behind_a_loop():
-    queue = _queue.GatherQueue(limit=10)
-    values = jnp.arange(3.0)
-    queue.note(values[0], "dot_general")
-    queue.tokens(4)
-    queue.fence([jnp.int32(7), values[1]])
-    assert [int(token) for token in queue.tokens(4)] == [1]
-    queue.note(values[2], "scan")
-    assert [int(token) for token in queue.tokens(20)] == [1]
-    queue.fence([jnp.int32(7)])  # nothing to wait for
-    assert [int(token) for token in queue.tokens(20)] == [1]
 
 
 def test_small_gathers_in_between_leave_a_large_one_its_product():

@@ -93,7 +93,6 @@ class _Loop:
         jaxpr = traced.jaxpr
         self.carried, sliced = split(jaxpr.invars, num_carry)
         self.made = jaxpr.outvars[num_carry:]
-        self.changes = [a is not b for a, b in zip(self.carried, jaxpr.outvars, strict=False)]
         self.known = dict(zip(jaxpr.constvars, traced.consts, strict=True))
         self.stacks = dict(zip(sliced, xs, strict=True))
         self.length, self.reverse, self.ahead = length, reverse, ahead
@@ -116,9 +115,6 @@ class _Loop:
 
         state: State = (0, init, made, self.begun(init, self.gathered(0, tokens)))
         (_, *last), _ = lax.scan(step, state, None, length=self.length - 1)
-        if queue is not None:
-            changed = [x for x, changes in zip(last[0], self.changes, strict=True) if changes]
-            queue.fence([*changed, *last[1]])
         carry, made, _ = self.one_turn(self.length - 1, *last)
         return carry, _settled(made)
 

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.sharding.run._memory_spaces import on_host
-
 # [Note: tokens of a pass]
 # A gather that starts too early is the gather of the pass before: the compiler lets one serve both, and
 # every parameter is alive in between. One that starts too late has nothing to hide behind. So each waits,
@@ -28,12 +26,6 @@ from jzero.sharding.run._memory_spaces import on_host
 # (test_reductions.py::test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients). Small ones
 # may be combined, but wait for a large one: free, the first large one would be combined with the last
 # small one (test_reductions.py::test_a_small_reduction_waits_for_a_large_one_not_the_reverse).
-
-# [Note: a loop is a fence]
-# A gather is ahead of its use by one product, whatever its size, and a loop is one product. So what is
-# gathered behind a loop over layers would be whole while the loop runs, and beside all that the loop has
-# gathered. It waits until the loop is over but for its last turn, which has nothing to gather for the next
-# (test_prefetch.py::test_what_is_gathered_behind_a_loop_waits_for_it).
 
 # The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
 # random bits may be there before anything else is.
@@ -111,14 +103,6 @@ class GatherQueue:
         """Remembers a reduction of so many bytes."""
         if nbytes >= REDUCED_ALONE:
             self._reduced = made, shard
-
-    def fence(self, after: Sequence[jax.Array]) -> None:
-        """Gathers from here on wait for these values: [Note: a loop is a fence]."""
-        ready = [x for x in after if jnp.issubdtype(x.dtype, jnp.floating) and not on_host(x)]
-        if ready:
-            self.start = token_of(ready[0])
-            self._sizes.clear()
-            self._before.clear()
 
     def next_pass(self, limit: int | None = None) -> GatherQueue:
         """The queue of the pass that starts now; the one before has computed something."""
