@@ -160,6 +160,19 @@ def test_inside_jit():
     same_training(jax.jit(train_step), jax.jit(train), X, Y)
 
 
+def test_compiler_options_of_jit():
+    """Several collectives under way are an option of XLA's, which a sharded step takes as any function."""
+    limit = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+    train_step = small.shard_train_step(train)
+    same_training(jax.jit(train_step, compiler_options=limit), jax.jit(train), X, Y)
+    donating = jax.jit(train_step, donate_argnums=0, compiler_options=limit)
+    state = train_step.shard(make_state(), X, Y)
+    donating(state, X, Y)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    with pytest.raises(Exception, match="No such compile option"):
+        jax.jit(train_step, compiler_options={"overlap_limit": 4})(make_state(), X, Y)
+
+
 def test_inside_scan_inside_jit():
     def many(step):
         def run(state, xs, ys):

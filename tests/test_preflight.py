@@ -17,6 +17,7 @@ import programs
 import small
 from jzero._quantities import readable_bytes
 from jzero.preflight._targets import find_target
+from jzero.sharding.run import _collectives
 
 gpu_compiler.skip_without_it()
 
@@ -175,6 +176,35 @@ def test_gradients_of_an_unrolled_model_do_not_pile_up():
     activations = (num_layers + 2) * 2 * 1024 * dim
     # Beside the gradients' shards: matrices as they are gathered and reduced, not all of the 16.
     assert found.peak_bytes - found.argument_bytes - activations < 6 * 2 * dim**2
+
+
+def test_a_gradient_that_waits_for_its_reduction_is_not_copied(monkeypatch):
+    """Experts' matrices are sharded along their second dim; their gradients are made in that layout."""
+    layers, experts, dim, rows = 4, 4, 1024, 8 * 512
+    stack = jax.ShapeDtypeStruct((layers, experts, dim, 2 * dim), jnp.bfloat16)
+
+    def layer(x, w):
+        hidden = jax.nn.gelu(jnp.einsum("erd,edf->erf", x, w["up"]))
+        return x + jnp.einsum("erf,edf->erd", hidden, w["down"]), None
+
+    def step(weights, x):
+        def loss_fn(weights):
+            block = jax.checkpoint(layer, prevent_cse=False)
+            y, _ = jax.lax.scan(block, x.swapaxes(0, 1), weights)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    def kernel_bytes():
+        x = jax.ShapeDtypeStruct((rows, experts, dim), jnp.bfloat16)
+        found = jzero.preflight(jzero.shard_train_step(step), {"up": stack, "down": stack}, x)
+        return found.schedule.kernel_bytes
+
+    laid_out = kernel_bytes()
+    monkeypatch.setattr(_collectives, "with_dim_first", lambda x, *_: x)
+    # Of each layer one gradient waits for the other.
+    assert kernel_bytes() - laid_out >= 2 * stack.size
 
 
 LAYERS, WIDTH, MIB = 8, 1024, 2**20

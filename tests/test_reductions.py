@@ -14,7 +14,7 @@ import small
 import zoo
 from jzero.segments import _programs
 from jzero.sharding.plan import _layout
-from jzero.sharding.run import _interpret, _queue
+from jzero.sharding.run import _interpret, _loops, _queue
 from jzero.tracing import _jaxpr
 
 TIED = programs.VOCAB * programs.WIDTH  # elements of the table that looks up and makes logits
@@ -137,6 +137,56 @@ def test_trains_the_same_reduced_early(monkeypatch):
         expected, _ = step(expected, tokens)
     actual, expected = zoo.to_host(train_step.unshard(actual)), zoo.to_host(expected)
     zoo.assert_trees_close(actual.params, expected.params, zoo.FP32, "params")
+
+
+def half_precision_step(state, x):
+    """Layers that compute in bfloat16 on wider weights; the optimizer's one product of gradients is exact."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["up"].astype(x.dtype)) @ w["down"].astype(x.dtype), None
+
+    def loss_fn(params):
+        y, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    params, momentum = state
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    norm = optax.tree.norm(grads)
+    momentum = jax.tree.map(lambda g, m: g + 0.875 * m, grads, momentum)
+    return (jax.tree.map(lambda p, m: p - 0.5 * m, params, momentum), momentum), (loss, norm)
+
+
+def half_precision_state(dtype):
+    def make(key, shape):
+        return jax.random.normal(jax.random.key(key), shape, dtype) / 4
+
+    params = {"up": make(0, (5, 16, 32)), "down": make(1, (5, 32, 16))}
+    return params, jax.tree.map(jnp.zeros_like, params)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_a_loop_stacks_gradients_as_they_are_reduced(stage, dtype, monkeypatch):
+    """In bfloat16, and widens them behind the loop: to the bit what widening each slice gives."""
+    with jax.enable_x64(dtype == jnp.float64):
+        narrow = trained_in_half_precision(stage, dtype)
+        monkeypatch.setattr(_loops, "_as_reduced", lambda value: value)
+        wide = trained_in_half_precision(stage, dtype)
+    assert (narrow[0], wide[0]) == ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(dtype)})
+    jax.tree.map(np.testing.assert_array_equal, narrow[1], wide[1])
+
+
+def trained_in_half_precision(stage, dtype):
+    """The dtypes of the backward loop's stacks, and the state and outputs after three steps."""
+    train_step = small.shard_train_step(half_precision_step, stage=stage)
+    batches = [jax.random.normal(jax.random.key(i), (16, 16), jnp.bfloat16) for i in range(3)]
+    state = train_step.shard(half_precision_state(dtype), batches[0])
+    jaxpr = _jaxpr.open_jaxpr(jax.make_jaxpr(train_step)(state, batches[0]))[0]
+    loops = [e for j in all_jaxprs(jaxpr) for e in j.eqns if e.primitive.name == "scan"]
+    stacks = {var.aval.dtype for var in loops[-1].outvars if var.aval.shape[:1] == (5,)}
+    for x in batches:
+        state, outputs = train_step(state, x)
+    return stacks, zoo.to_host((train_step.unshard(state), outputs))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import jzero
 import programs
 import small
 import zoo
-from jzero.sharding.run import _devices
+from jzero.sharding.run import _collectives, _devices, _queue
 
 WIDTH, HIDDEN, HEADS, SEQ, BATCH = 32, 64, 4, 8, 16
 COLUMNS, ROWS = P(None, "model"), P("model", None)
@@ -477,3 +477,40 @@ def test_unknown_patterns_axes_and_dims():
             ).plan(leaves, x)  # fmt: skip
         for text in texts:
             assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, "model"), P(None, None, None, "model")], ids=str)
+def test_gradients_of_experts_wait_for_each_other(spec, monkeypatch):
+    """They are sharded along a later dim, and laid out for that before they wait."""
+    monkeypatch.setattr(_queue, "REDUCED_ALONE", 0)
+    laid_out, with_dim_first = [], _collectives.with_dim_first
+
+    def counted(x, dim, automatic, alone):
+        laid_out.append((dim, automatic))
+        return with_dim_first(x, dim, automatic, alone)
+
+    monkeypatch.setattr(_collectives, "with_dim_first", counted)
+
+    def layer(x, w):
+        hidden = jnp.tanh(jnp.einsum("bed,edf->bef", x, w["up"]))
+        return x + jnp.einsum("bef,efd->bed", hidden, w["down"]), None
+
+    def experts_step(weights, x):
+        def loss_fn(weights):
+            return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    keys = jax.random.split(jax.random.key(0))
+    up = jax.random.normal(keys[0], (3, 2, 16, 32)) / 4
+    weights = {"up": up, "down": up.swapaxes(-1, -2) / 2}
+    x = jax.random.normal(keys[1], (BATCH, 2, 16))
+    train_step = small.shard_train_step(
+        experts_step, mesh=mesh_of(), axis_names="data", auto_specs={".*": spec}
+    )
+    actual = train_step(train_step.shard(weights, x), x)
+    expected = zoo.to_host(jax.jit(experts_step)(weights, x))
+    zoo.assert_trees_close(zoo.to_host(actual), expected, zoo.FP32, "experts")
+    assert {dim for dim, _ in laid_out} == {1}
+    assert {any(automatic) for _, automatic in laid_out} == {spec != P()}

@@ -26,7 +26,10 @@ from jzero.tracing import _jaxpr
 # ones, not in their place. And it starts all such gathers of an update together: a second copy of all
 # parameters is alive at once. So what is scattered is put into the layout of arrays at rest, and large
 # leaves are gathered in slices (test_preflight.py::test_an_update_is_made_in_the_place_of_the_old_state,
-# test_memory.py::test_new_parameters_go_into_the_old_ones_in_slices).
+# test_memory.py::test_new_parameters_go_into_the_old_ones_in_slices). And a barrier in front of a scatter
+# ends what the compiler knows of the layout that it reads: a product makes the whole gradient in another,
+# and a copy of it stands beside it
+# (test_preflight.py::test_a_gradient_that_waits_for_its_reduction_is_not_copied).
 
 # [Note: 16 bits on CPUs]
 # XLA:CPU sums 16-bit floats of several devices in 32 bits, and the pass that sees to it ends the process
@@ -87,6 +90,15 @@ def exchange(x: jax.Array, cut: int, joined: int, axes: Axes, name: str) -> jax.
 def row_major(x: jax.Array) -> jax.Array:
     """`x` in the layout in which arrays rest."""
     laid_out: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return laid_out
+
+
+def with_dim_first(x: jax.Array, dim: int, automatic: Automatic, alone: Axes = ()) -> jax.Array:
+    """`x` in the layout in which its reduction along `dim` reads it: [Note: layouts at rest]."""
+    order = Layout((dim, *(d for d in range(x.ndim) if d != dim)))
+    laid_out: jax.Array = part_by_part(
+        lambda part: with_layout_constraint(part, order), automatic, alone
+    )(x)
     return laid_out
 
 

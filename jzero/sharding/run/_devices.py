@@ -377,6 +377,9 @@ class Devices:
             return _coded.reduce_scatter(
                 shard, dim, sizes, hops, codes, name, automatic, tokens, alone
             )
+        automatic, alone = self.automatic_of(name, shard.shape, dim), self._alone(shard)
+        if dim and tokens:
+            shard = _collectives.with_dim_first(shard, dim, automatic, alone)
         shard = not_before(shard, tokens)
         for axes in self._steps(self.shard_axes):
             automatic, alone = self.automatic_of(name, shard.shape, dim), self._alone(shard)

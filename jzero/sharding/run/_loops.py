@@ -61,6 +61,7 @@ def run_scan(
         entering = [each.enter(x) for each, x in zip(carries, carry, strict=True)]
         outs = inner.run(child, [*consts, *entering, *here])
         leaving, made = split(outs, scan.num_carry)
+        made = [_as_reduced(value) for value in made]
         ys = [_unless_sliced(value, slices) for value in inner.hand_out(made, held)]
         send = _residuals.marked if interp.in_parts else _memory_spaces.to_host
         ys = [_sent(y, send) if away else y for y, away in zip(ys, go_away, strict=True)]
@@ -80,9 +81,10 @@ def run_scan(
     starts = [each.start(interp.devices) for each in carries]
     ends, (ys, kinds) = loop(turn, starts, stacks, length=scan.length, reverse=scan.reverse)
     finished = zip(carries, ends, kinds, strict=True)
+    made = zip(eqn.outvars[scan.num_carry :], ys, strict=True)
     return [
         *(each.finish(interp, x, kind.value) for each, x, kind in finished),
-        *(stacks[y.value] if isinstance(y, _Found) else y for y in ys),
+        *(stacks[y.value] if isinstance(y, _Found) else _as_written(y, var) for var, y in made),
     ]
 
 
@@ -236,6 +238,22 @@ def _unless_sliced(value: Value, slices: Sequence[Settled]) -> Value | _Found[in
     """A turn's `[n, d]` for a new stack, unless it is a slice again (a residual): that stack is there."""
     found = (_Found(i) for i, each in enumerate(slices) if value is each)
     return next(found, moved(value, 1))
+
+
+def _as_reduced(value: Value) -> Value:
+    """A sum that is due, in the dtype in which it is reduced if the step widens it: the loop stacks it so."""
+    if waits(value) and value.x.dtype.itemsize < jnp.dtype(value.dtype).itemsize:
+        return dataclasses.replace(value, dtype=value.x.dtype)
+    return value
+
+
+def _as_written(value: Value, var: _jaxpr.Var) -> Value:
+    """A stack in the dtype that the step gives it."""
+    if waits(value):
+        return dataclasses.replace(value, dtype=var.aval.dtype)
+    if isinstance(value, CodedValue) or value.x.dtype == var.aval.dtype:
+        return value
+    return dataclasses.replace(value, x=value.x.astype(var.aval.dtype))
 
 
 def _sent(made: Value | _Found[int], send: Callable[[jax.Array], jax.Array]) -> Value | _Found[int]:
