@@ -77,7 +77,7 @@ def main() -> None:
         result = {**dict(zip(keys, cell, strict=True)), "parameters": psi,
                   **measure.numbers(found, psi), "held": held, **about}  # fmt: skip
         records.append(path, result)
-        print(*cell, result["peak_bytes_per_parameter"], result["hidden_share"], held, flush=True)
+        print(*cell, result["peak_bytes_per_parameter"], result["hidden"], held, flush=True)
 
 
 if __name__ == "__main__":

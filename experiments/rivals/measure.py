@@ -87,7 +87,6 @@ def programs(num_devices: int, style: Style) -> dict[str, Callable[[], jzero.Pre
 def numbers(found: jzero.Preflight, psi: int) -> dict[str, Any]:
     ops = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
     moved = {op: found.nbytes(op) for op in ops if found.nbytes(op)}
-    hidden = sum(found.nbytes(op, hidden=True) for op in ops)
     return {
         "peak_bytes": found.peak_bytes,
         "temporary_bytes": found.temporary_bytes,
@@ -95,7 +94,8 @@ def numbers(found: jzero.Preflight, psi: int) -> dict[str, Any]:
         "peak_bytes_per_parameter": round(found.peak_bytes / psi, 4),
         "moved_bytes": moved,
         "moved_bytes_per_parameter": round(sum(moved.values()) / psi, 3),
-        "hidden_share": round(hidden / max(1, sum(moved.values())), 3),
+        "hidden": found.hidden(),
+        "collective_seconds": round(found.schedule.collective_seconds, 5),
         "exposed_seconds": round(found.schedule.exposed_seconds, 5),
         "product_seconds": round(found.schedule.product_seconds, 5),
         "compile_seconds": round(found.compile_seconds, 1),
@@ -123,7 +123,7 @@ def main() -> None:
                 result = {**cell, "parameters": psi, **numbers(compile_it(), psi), **about}
                 records.append(path, result)
                 print(*(f"{value}" for value in [*cell.values(), result["peak_bytes_per_parameter"],
-                        result["moved_bytes"], result["hidden_share"], result["exposed_seconds"],
+                        result["moved_bytes"], result["hidden"], result["exposed_seconds"],
                         result["compile_seconds"]]), sep="  ", flush=True)  # fmt: skip
 
 

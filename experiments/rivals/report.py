@@ -34,7 +34,7 @@ def table(cells: dict[Cell, dict[str, Any]]) -> str:
             f"{peaks[0] / peaks[1]:.2f}",
             f"{peaks[0] / peaks[2]:.2f}",
             " / ".join(f"{row['moved_bytes_per_parameter']:.2f}" for row in rows),
-            " / ".join(f"{100 * row['hidden_share']:.0f} %" for row in rows),
+            " / ".join(records.percent(row.get("hidden")) for row in rows),
             " / ".join(f"{1000 * row['exposed_seconds']:.0f}" for row in rows),
         ]
         lines.append(f"| {devices} | {style} | " + " | ".join(texts) + " |")

@@ -145,7 +145,7 @@ def scores(cells: dict[str, tuple[Row, Row]]) -> str:
             f"{ours['peak_bytes'] / theirs['peak_bytes']:.3f}",
             f"{fixed / theirs['peak_bytes']:.3f}",
             " / ".join(f"{row['moved_bytes_per_parameter']:.2f}" for row in both),
-            " / ".join(f"{100 * row['hidden_share']:.0f} %" for row in both),
+            " / ".join(records.percent(row.get("hidden")) for row in both),
             " / ".join(f"{1000 * row['exposed_seconds']:.0f}" for row in both),
             f"{1000 * ours['product_seconds']:.0f}",
         ]
