@@ -189,7 +189,7 @@ def _ahead(jaxpr: _jaxpr.Jaxpr, num_carry: int, limit: int | None) -> list[_jaxp
     late = set(jaxpr.invars[:num_carry])
     gathered: list[_jaxpr.Var] = []
     fetched: list[_jaxpr.Var] = []
-    computing, full = limit == 0, limit is None
+    computing, full, total = limit == 0, limit is None, 0
     for eqn in jaxpr.eqns:
         computing |= eqn.primitive.name in PRODUCTS
         reads = _jaxpr.variables_read(eqn)
@@ -198,6 +198,7 @@ def _ahead(jaxpr: _jaxpr.Jaxpr, num_carry: int, limit: int | None) -> list[_jaxp
         elif _memory_spaces.is_fetch(eqn):
             fetched.extend(eqn.outvars)
         elif _collectives.is_gather(eqn) and limit is not None:
-            full |= computing and nbytes([*gathered, *eqn.outvars]) > limit
+            total += nbytes(eqn.outvars)
+            full |= computing and total > limit
             gathered.extend([] if full else eqn.outvars)
     return [*gathered, *fetched]
