@@ -7,9 +7,9 @@ import pytest
 from jzero.preflight import _kernels
 from jzero.preflight._clocks import FROM_HOST, TO_HOST, Link
 from jzero.preflight._hlo import parse
-from jzero.preflight._links import with_links
 from jzero.preflight._schedule import Copied, Started, hidden_share, read_program, schedule_of
-from jzero.preflight._targets import Topology, find_target
+from jzero.targets._links import with_links
+from jzero.targets._target import Topology, find_target
 
 H200 = find_target("test", "h200")
 # Round numbers per second: 1000 operations, 100 of float32; 1000 bytes of memory, 100 of each link.

@@ -11,9 +11,9 @@ import gpu_compiler
 import jzero
 import small
 from jzero.preflight import _schedule
-from jzero.preflight._targets import Topology, find_target
 from jzero.sharding.analysis._frames import variables
 from jzero.sharding.cut import _layer_parts
+from jzero.targets._target import Topology, find_target
 
 gpu_compiler.skip_without_it()
 

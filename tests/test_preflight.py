@@ -16,7 +16,7 @@ import jzero
 import programs
 import small
 from jzero._quantities import readable_bytes
-from jzero.preflight._targets import find_target
+from jzero.targets._target import find_target
 
 gpu_compiler.skip_without_it()
 

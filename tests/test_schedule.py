@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import gpu_compiler
 import jzero
 from jzero.preflight import _schedule
-from jzero.preflight._targets import Topology, find_target
+from jzero.targets._target import Topology, find_target
 
 gpu_compiler.skip_without_it()
 

@@ -11,8 +11,9 @@ import jzero
 import programs
 import small
 from jzero.preflight._schedule import read_schedule
-from jzero.preflight._targets import Topology, find_target, read_topology
+from jzero.preflight._targets import read_topology
 from jzero.preflight._tpu_text import collectives_alone
+from jzero.targets._target import Topology, find_target
 
 V5E = find_target("test", "tpu-v5e")
 

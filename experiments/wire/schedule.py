@@ -21,9 +21,10 @@ import optax
 import jzero
 from experiments.shared import records
 from experiments.shared.gpt import GPT, make_step
-from jzero.preflight._links import with_links
 from jzero.preflight._schedule import Schedule, hidden_share, read_schedule
-from jzero.preflight._targets import find_target, read_topology
+from jzero.preflight._targets import read_topology
+from jzero.targets._links import with_links
+from jzero.targets._target import find_target
 
 HOPS = {"local": jnp.int8, "node": jzero.Blocks(jnp.int4, rotate=True)}
 WAYS: dict[str, dict[str, Any]] = {

@@ -28,8 +28,6 @@ from jzero.preflight._schedule import (
     without_times,
 )
 from jzero.preflight._targets import (
-    Target,
-    Topology,
     check_lowered,
     checked_axes,
     compiled_target,
@@ -43,6 +41,7 @@ from jzero.reports._describe import Report
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, Table
 from jzero.segments._programs import inputs_at_rest
+from jzero.targets._target import Target, Topology
 from jzero.tracing._axis_types import takes_explicit_axes
 
 WHO = "preflight"

@@ -16,8 +16,8 @@ import numpy as np
 from jzero.preflight._clocks import COLLECTIVES, COMPUTE, FROM_HOST, TO_HOST, Clocks
 from jzero.preflight._hlo import Instruction, callees, parse, sizes, trips_of
 from jzero.preflight._kernels import KernelWork, work_of
-from jzero.preflight._links import CollectiveTime, collective_time, members
-from jzero.preflight._targets import Target, Topology
+from jzero.targets._links import CollectiveTime, collective_time, members
+from jzero.targets._target import Target, Topology
 
 _OPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 

@@ -77,7 +77,7 @@ def run_scan(
     fetches = any(_on_host(value) for value in stacks)
     if (gathers or fetches) and scan.length > 1 and scan.unroll == 1:
         queue = interp.devices.queue if gathers else None
-        loop = functools.partial(_prefetch.scan, queue=queue)
+        loop = functools.partial(_prefetch.scan, queue=queue, balance=interp.devices.balance)
     starts = [each.start(interp.devices) for each in carries]
     ends, (ys, kinds) = loop(turn, starts, stacks, length=scan.length, reverse=scan.reverse)
     finished = zip(carries, ends, kinds, strict=True)
