@@ -265,7 +265,7 @@ def _note_unreduced(frame: Frame, index: int, eqn: Eqn) -> None:
     elif name == "cond" and frame.reads(eqn)[0]:
         same = {out for out in eqn.outvars if not frame.varies(out)}
         frame.unreduced |= same & _returned(frame, index, eqn, lambda child: child.unreduced)
-    elif _jaxpr.call_parts(eqn) is not None:
+    elif index in frame.children and name not in _FLOW:  # a call
         frame.unreduced |= _returned(frame, index, eqn, lambda child: child.unreduced)
     elif _rules.is_linear(eqn):
         if all(is_unreduced(frame, atom) for atom in eqn.invars):
