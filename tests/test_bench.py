@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from experiments.shared import speed
-from jzero.preflight._targets import TARGETS, find_target
+from jzero.targets._target import TARGETS, find_target
 
 pytest.importorskip("matplotlib")
 

@@ -7,9 +7,9 @@ import pytest
 from jzero.preflight import _kernels
 from jzero.preflight._clocks import FROM_HOST, TO_HOST, Link
 from jzero.preflight._hlo import parse
-from jzero.preflight._links import with_links
-from jzero.preflight._schedule import Copied, Started, read_program, schedule_of
-from jzero.preflight._targets import Topology, find_target
+from jzero.preflight._schedule import Copied, Started, hidden_share, read_program, schedule_of
+from jzero.targets._links import with_links
+from jzero.targets._target import Topology, find_target
 
 H200 = find_target("test", "h200")
 # Round numbers per second: 1000 operations, 100 of float32; 1000 bytes of memory, 100 of each link.
@@ -52,7 +52,15 @@ def program(*lines, more=""):
 def modelled(*texts, under_way=1):
     """The time of a step that starts these programs, or copies, one after the other."""
     started = [Started(read_program(x)) if isinstance(x, str) else x for x in texts]
-    return schedule_of(started, {"data": 2}, TARGET, Topology(1, 2), under_way)
+    found = schedule_of(started, {"data": 2}, TARGET, Topology(1, 2), under_way)
+    exposed = sum(c.exposed_seconds for c in found.collectives)
+    assert exposed == pytest.approx(found.exposed_seconds)  # each wait belongs to a collective
+    return found
+
+
+def exposed_of(found):
+    """Exposed seconds of a step, of what each of its collectives takes alone."""
+    return [(c.exposed_seconds, c.seconds * c.times) for c in found.collectives]
 
 
 def named(line, name):
@@ -146,13 +154,18 @@ def test_a_second_collective_waits_for_the_first_or_shares_the_links():
         named(GATHER, "long"), named(SHORT, "short"), PRODUCT, named(SHORT_DONE, "short"),
         PRODUCT, named(GATHERED, "long"),
     )  # fmt: skip
-    # The long one until 4 s, then the short one until 5 s; products from 0 to 2 and from 5 to 7.
+    # The long one until 4 s, then the short one until 5 s; products from 0 to 2 and from 5 to 7. From 2 to 4
+    # the short one is awaited while the long one runs: these seconds of the long one are exposed.
     found = modelled(text)
     assert (found.exposed_seconds, found.step_seconds) == (3.0, 7.0)
+    assert exposed_of(found) == [(2.0, 4.0), (1.0, 1.0)]
+    assert [c.hidden for c in found.collectives] == [0.5, 0.0]
+    assert hidden_share(found.collectives) == pytest.approx(0.4)
     # Each at half the rate: the short one is over at 2 s, and then the long one has 3 s left, to 5 s.
     found = modelled(text, under_way=2)
     assert (found.exposed_seconds, found.step_seconds) == (1.0, 5.0)
-    assert [(c.seconds, c.hidden) for c in found.collectives] == [(1.0, True), (4.0, True)]
+    assert exposed_of(found) == [(1.0, 4.0), (0.0, 1.0)]
+    assert hidden_share(found.collectives) == pytest.approx(0.8)
     assert found.collective_seconds == 5.0
 
 
@@ -188,10 +201,38 @@ def test_latencies_of_collectives_are_not_shared():
     assert (alone.end("first"), alone.end("second"), alone.last()) == (5.0, 8.0, 8.0)
 
 
-def test_a_collective_that_only_a_kernel_runs_beside_is_not_hidden_but_takes_no_more_time():
-    found = modelled(program(named(GATHER, "g"), KERNEL, named(GATHERED, "g")))
-    assert [c.hidden for c in found.collectives] == [False]
-    assert (found.exposed_seconds, found.step_seconds) == (1.0, 4.0)
+@pytest.mark.parametrize(
+    ("beside", "hidden"),
+    [
+        ((), 0.0),  # waits for all of the gather's 4 s
+        ((PRODUCT,), 0.5),  # 2 s of product: too short
+        ((KERNEL,), 0.75),  # 3 s of a kernel without products hide as much
+        ((PRODUCT, PRODUCT), 1.0),
+        ((PRODUCT, KERNEL, PRODUCT), 1.0),  # over before it is awaited
+    ],
+)
+def test_hidden_is_the_share_of_a_collective_s_time_that_nothing_waits_for(beside, hidden):
+    found = modelled(program(named(GATHER, "g"), *beside, named(GATHERED, "g")))
+    assert [c.hidden for c in found.collectives] == [hidden]
+    assert found.exposed_seconds == 4.0 * (1 - hidden)
+    # Twice the program is twice each of its collectives.
+    twice = Started(read_program(program(named(GATHER, "g"), *beside, named(GATHERED, "g"))))
+    assert exposed_of(modelled(twice, twice)) == [(2 * found.exposed_seconds, 8.0)]
+
+
+def test_collectives_that_run_side_by_side_share_the_wait():
+    """The short one is awaited until 2 s, at half the rate; then the long one has 3 of its 4 s left."""
+    text = program(
+        named(GATHER, "long"), named(SHORT, "short"), named(SHORT_DONE, "short"),
+        named(GATHERED, "long"),
+    )  # fmt: skip
+    assert exposed_of(modelled(text, under_way=2)) == [(1.0 + 3.0, 4.0), (1.0, 1.0)]
+    # One after the other: until 4 s the wait for the short one is for the long one.
+    assert exposed_of(modelled(text)) == [(4.0, 4.0), (1.0, 1.0)]
+
+
+def test_a_step_without_collectives_has_no_hidden_share():
+    assert hidden_share(modelled(program(PRODUCT)).collectives) is None
 
 
 BODY = """\
@@ -216,11 +257,14 @@ def test_a_loop_is_multiplied_out():
     assert (found.product_seconds, found.compute_seconds) == (10.0, 13.0)
     assert (found.collective_seconds, found.from_host_seconds) == (20.0, 20.0)
     assert [c.times for c in found.collectives] == [5]
+    assert exposed_of(found) == [(5 * 2.0, 5 * 4.0)]
     # What began before hides behind the whole loop: 3 s of the first iteration's wait are for it.
     around = program(named(GATHER, "o"), LOOP, named(GATHERED, "o"), more=body)
     found = modelled(around)
     assert found.step_seconds == 4.0 + 5 * 4.0
     assert found.exposed_seconds == 5 * 2.0 + 4.0
+    # Until 2 s a product; then the one before the loop is exposed until 4 s, the first one inside until 8 s.
+    assert exposed_of(found) == [(2.0, 4.0), (4.0 + 4 * 2.0, 5 * 4.0)]
     body = named(BODY, "  " + named(PRODUCT, "d"))
     around = program(named(GATHER, "o"), LOOP, named(GATHERED, "o"), more=body)
     assert modelled(around).step_seconds == 10.0

@@ -23,7 +23,7 @@ FLOORS = (
         "_thread_group",
         "_version",
     ),
-    ("_json", "_own_options", "_quantities", "_tested"),
+    ("_json", "_own_options", "_quantities", "_tested", "targets"),
     ("_blocks",),
     ("tracing", "offload/nvme"),
     ("processes", "sharding/analysis", "_compare"),

@@ -11,9 +11,9 @@ import gpu_compiler
 import jzero
 import small
 from jzero.preflight import _schedule
-from jzero.preflight._targets import Topology, find_target
 from jzero.sharding.analysis._frames import variables
 from jzero.sharding.cut import _layer_parts
+from jzero.targets._target import Topology, find_target
 
 gpu_compiler.skip_without_it()
 
@@ -92,7 +92,8 @@ def test_gathers_run_beside_products(which):
     found = _schedule.read_schedule(text, {"data": 8}, H200, Topology(1, 8))
     gathers = [c for c in found.collectives if c.op == "all-gather"]
     assert sum(c.whole_bytes for c in gathers) == 2 * 2 * 4 * WIDTH**2
-    assert all(c.hidden for c in gathers)
+    # All of the forward pass's; backwards a reduction is awaited while the gather runs.
+    assert all(c.hidden >= (1.0, 0.7)[which] for c in gathers)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "layer_major": True}], ids=str)

@@ -16,9 +16,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.preflight._targets import TARGETS
 from jzero.segments import _program
 from jzero.sharding.plan import _options
+from jzero.targets._target import TARGETS
 
 W = jnp.ones((8, 8))
 X = jnp.ones((16, 8))

@@ -235,7 +235,7 @@ def test_a_turn_gathers_for_the_next_one_when_it_has_gathered_for_itself(
 ):
     """In the backward loop, where collectives take longer than products."""
     if products_take_longer:
-        monkeypatch.setattr(_turns, "BALANCE", 0)
+        monkeypatch.setattr(_turns, "balance", lambda *_: 0.0)
     step = functools.partial(stacked_step, remat=True)
     state, x = stacked_state(5), jax.random.normal(jax.random.key(1), (16, 16))
     # `scale` and `up` are gathered a turn before, `down` in its own.

@@ -2,19 +2,30 @@
 
 import dataclasses
 import re
+import types
 
 import pytest
 
 from jzero.preflight._bandwidth import with_bandwidth
-from jzero.preflight._links import (
+from jzero.preflight._wires import rates_of
+from jzero.sharding.run._turns import balance
+from jzero.targets._links import (
     collective_time,
     level_along,
     level_of,
     members,
     with_links,
 )
-from jzero.preflight._targets import _FOLDER, TARGETS, LinkDomain, Topology, find_target
-from jzero.preflight._wires import rates_of
+from jzero.targets._target import (
+    _FOLDER,
+    DEFAULT,
+    TARGETS,
+    LinkDomain,
+    Topology,
+    find_target,
+    target_of,
+    topology_of,
+)
 
 H200 = find_target("test", "h200")
 AXES, TWO_HOSTS = {"node": 2, "local": 4}, Topology(2, 4)
@@ -185,3 +196,36 @@ def test_rates_of_a_table_are_those_of_the_outermost_links():
     assert rates_of(rack, Topology(18, 4)) == (int(rack.domains[0].bandwidth),)
     assert int(rack.domains[1].bandwidth) in rates_of(rack, Topology(36, 4))
     assert len(rates_of(rack, Topology(36, 4))) == 6
+
+
+def devices_of(kind, hosts, per_host, processes=None):
+    """As JAX describes them, a process for each host if it is not said."""
+    num = hosts * per_host
+    return [
+        types.SimpleNamespace(device_kind=kind, process_index=i * (processes or hosts) // num)
+        for i in range(num)
+    ]
+
+
+def test_a_program_is_ordered_for_the_devices_of_its_mesh():
+    """Multiplications for each byte, by the target of the devices' kind; else by the default one."""
+    nodes = devices_of("NVIDIA H200", 8, 8)
+    assert (target_of(nodes), topology_of(nodes)) == (H200, Topology(8, 8))
+    # A ring of 8 hosts, each with the links of its 8 devices; 494.7e12 multiplications a second.
+    assert balance(nodes, range(64)) == pytest.approx(494.7e12 * 7 / 8 / (8 * 50e9))
+    assert balance(nodes, range(8)) == pytest.approx(494.7e12 * 7 / 8 / 450e9)
+    older = devices_of("NVIDIA A100-SXM4-80GB", 8, 8)
+    assert target_of(older) == find_target("test", "a100-80gb")
+    assert balance(older, range(8)) == pytest.approx(156e12 * 7 / 8 / 300e9, rel=1e-3)
+    assert target_of(devices_of("cpu", 1, 8)) == find_target("test", DEFAULT)
+    # A process for each device says nothing of hosts.
+    assert topology_of(devices_of("NVIDIA H200", 2, 8, processes=16)) == Topology(2, 8)
+    assert topology_of(devices_of("NVIDIA H200", 1, 4, processes=4)) == Topology(1, 4)
+    assert topology_of(devices_of("NVIDIA H200", 2, 4)) == Topology(2, 4)
+    assert balance(devices_of("cpu", 1, 1), range(1)) == 0  # nothing is moved
+
+
+def test_every_kind_of_device_is_found_by_its_name():
+    for name in TARGETS:
+        target = find_target("test", name)
+        assert target_of(devices_of(target.name, 1, 1)).name == target.name

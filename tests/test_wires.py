@@ -16,8 +16,8 @@ from jzero._quantities import parse_bandwidth, readable_bits
 from jzero.preflight import _hlo, _kernels
 from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._schedule import Schedule, read_schedule
-from jzero.preflight._targets import Topology, find_target
 from jzero.preflight._wires import Wire, WireVerdict, check_wire, formats, rates_of, time_of
+from jzero.targets._target import Topology, find_target
 
 H200 = find_target("test", "h200")
 PREFLIGHT: Any = jzero.preflight

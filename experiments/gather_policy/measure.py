@@ -21,6 +21,7 @@ import optax
 import jzero
 from experiments.shared import records
 from experiments.shared.gpt import GPT, make_step
+from jzero.preflight._schedule import hidden_share
 
 # ---------------------------------------------------------------------------------------------
 head_dim = 64
@@ -44,7 +45,7 @@ policies: dict[str, dict[str, Any]] = {
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 HEADER = (
     "policy", "all-gather", "reduce-scatter", "at rest GiB", "temporary GiB", "peak GiB",
-    "in loops hidden: gathers", "reductions", "bytes hidden: gathered", "reduced", "exposed ms", "CPU s",
+    "hidden in loops: gathers", "reductions", "hidden: gathers", "reductions", "exposed ms", "CPU s",
 )  # fmt: skip
 
 
@@ -66,35 +67,34 @@ def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]
         "at_rest_bytes": found.at_rest,
         "temporary_bytes": found.temporary_bytes,
         "peak_bytes": found.peak_bytes,
-        "gathers": hidden(found, "all-gather", args.accumulate),
-        "reductions": hidden(found, "reduce-scatter", args.accumulate),
+        "gathers": collectives(found, "all-gather", args.accumulate),
+        "reductions": collectives(found, "reduce-scatter", args.accumulate),
         "exposed_seconds": round(found.schedule.exposed_seconds, 5),
         # Of all threads: wall time depends on what else the machine does.
         "cpu_seconds": round(time.process_time() - start, 1),
     }
 
 
-def hidden(found: jzero.Preflight, op: str, accumulate: int) -> dict[str, int]:
-    """The collectives of layer loops, and bytes of all of them; in each case also those that hide."""
+def collectives(found: jzero.Preflight, op: str, accumulate: int) -> dict[str, Any]:
+    """Bytes of a kind, and the hidden share of its time: in layer loops, and of all."""
     in_loops = [c for c in found.schedule.collectives if c.op == op and c.times > accumulate]
     return {
-        "in_loops": len(in_loops),
-        "hidden_in_loops": sum(c.hidden for c in in_loops),
         "bytes": found.nbytes(op),
-        "hidden_bytes": found.nbytes(op, hidden=True),
+        "in_loops": len(in_loops),
+        "hidden_in_loops": hidden_share(in_loops),
+        "hidden": found.hidden(op),
     }
 
 
 def row(name: str, found: dict[str, Any]) -> str:
-    collectives = found["gathers"], found["reductions"]
+    kinds = found["gathers"], found["reductions"]
     sizes = [found[f"{what}_bytes"] / 2**30 for what in ("at_rest", "temporary", "peak")]
     cells = [
         name,
         f"{found['all_gather_psi']:.3g} Psi",
         f"{found['reduce_scatter_psi']:.3g} Psi",
         *(f"{size:.2f}" for size in sizes),
-        *(f"{n['hidden_in_loops']} of {n['in_loops']}" for n in collectives),
-        *(f"{100 * n['hidden_bytes'] / n['bytes']:.0f} %" for n in collectives),
+        *(records.percent(kind[what]) for what in ("hidden_in_loops", "hidden") for kind in kinds),
         f"{1000 * found['exposed_seconds']:.1f}",
         f"{found['cpu_seconds']}",
     ]

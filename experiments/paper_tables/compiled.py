@@ -88,7 +88,6 @@ class Program:
             "moved": _totals(found.schedule.collectives),
             "described": _totals(found.report.traffic),
             "described_elements": _totals(found.report.traffic, "total_elements"),
-            "hidden": sum(c.nbytes for c in found.schedule.collectives if c.hidden),
             "compile_seconds": round(found.compile_seconds, 1),
         }
 

@@ -93,13 +93,12 @@ class Kept(jax.stages.Lowered):
 def numbers(found: jzero.Preflight) -> dict[str, Any]:
     moved = {op: found.nbytes(op) for op in OPS if found.nbytes(op)}
     each = found.schedule.collectives
-    hidden = sum(found.nbytes(op, hidden=True) for op in OPS)
     schedule = found.schedule
     return {
         "peak_bytes": found.peak_bytes,
         "argument_bytes": found.argument_bytes,
         "moved_bytes": moved,
-        "hidden_share": round(hidden / max(1, sum(moved.values())), 3),
+        "hidden": found.hidden(),
         "exposed_seconds": round(schedule.exposed_seconds, 5),
         "step_seconds": round(schedule.step_seconds, 5),
         "product_seconds": round(schedule.product_seconds, 5),

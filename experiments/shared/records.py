@@ -63,6 +63,11 @@ def git(*args: str, root: Path = ROOT) -> str:
     return done.stdout.strip()
 
 
+def percent(share: float | None) -> str:
+    """A cell of a table; a dash for what was not measured, or not in that way."""
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
 def write(path: Path, result: Any) -> None:
     """Writes one result, and the folder that it lies in."""
     path.parent.mkdir(parents=True, exist_ok=True)

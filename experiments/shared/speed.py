@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jzero.preflight import _targets
+from jzero.targets import _target
 
 
 def flops_per_token(num_params: int, layers: int, dim: int, context: int) -> int:
@@ -15,7 +15,7 @@ def flops_per_token(num_params: int, layers: int, dim: int, context: int) -> int
 
 def peak_flops(device_kind: str) -> float | None:
     """Dense bfloat16 operations per second of a device; None if jzero does not know its kind."""
-    known = (_targets.find_target("speed", name) for name in _targets.TARGETS)
+    known = (_target.find_target("speed", name) for name in _target.TARGETS)
     speeds = {target.name: target.bf16_flops for target in known}
     return speeds.get(device_kind)
 

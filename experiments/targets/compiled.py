@@ -21,7 +21,7 @@ import optax
 import jzero
 from experiments.shared import records
 from experiments.shared.gpt import GPT, make_step
-from jzero.preflight._targets import TARGETS, find_target
+from jzero.targets._target import TARGETS, find_target
 
 # Hosts and devices of each; of TPUs the chips of a slice.
 TOPOLOGIES = {"gb200-nvl72": "18x4", "gh200": "8x1", "rtx4090": "1x4", "rtx5090": "1x4"}

@@ -33,7 +33,7 @@ HEADER = (
 
 
 def measure(model: GPT, devices: int, tile_bytes: int | None, activations: str) -> dict[str, Any]:
-    """Bytes on each device, bytes that move, and what of them hides, of one compiled program."""
+    """Bytes on each device, bytes that move, and what of their time hides, of one compiled program."""
     train_step = jzero.shard_train_step(
         make_step(model.loss, tx), tile_bytes=tile_bytes,
         offload_activations=jzero.PinnedHost() if activations == "host" else jzero.NoOffload(),
@@ -58,12 +58,12 @@ def measure(model: GPT, devices: int, tile_bytes: int | None, activations: str) 
     }
 
 
-def moved(found: jzero.Preflight, op: str) -> dict[str, int]:
-    """Bytes of the compiled program's collectives of a kind: all, those that hide, and the largest."""
+def moved(found: jzero.Preflight, op: str) -> dict[str, Any]:
+    """Of the compiled program's collectives of a kind: bytes, hidden share of their time, and the largest."""
     largest = max(c.whole_bytes for c in found.schedule.collectives if c.op == op)
     return {
         "bytes": found.nbytes(op),
-        "hidden": found.nbytes(op, hidden=True),
+        "hidden": found.hidden(op),
         "largest": largest,
     }
 
@@ -76,7 +76,7 @@ def row(found: dict[str, Any]) -> str:
         *(f"{found[what] / GB:.2f}" for what in ("at_rest", "within", "peak")),
         *(f"{each['bytes'] / GB:.1f}" for each in (gathers, reductions)),
         *(f"{each['largest'] / 1e6:.0f}" for each in (gathers, reductions)),
-        *(f"{100 * each['hidden'] / each['bytes']:.1f} %" for each in (gathers, reductions)),
+        *(f"{100 * each['hidden']:.1f} %" for each in (gathers, reductions)),
         f"{found['product_seconds']:.3f}",
         f"{found['exposed_seconds']:.3f}",
     ]

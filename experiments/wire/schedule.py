@@ -21,9 +21,10 @@ import optax
 import jzero
 from experiments.shared import records
 from experiments.shared.gpt import GPT, make_step
-from jzero.preflight._links import with_links
-from jzero.preflight._schedule import Schedule, read_schedule
-from jzero.preflight._targets import find_target, read_topology
+from jzero.preflight._schedule import Schedule, hidden_share, read_schedule
+from jzero.preflight._targets import read_topology
+from jzero.targets._links import with_links
+from jzero.targets._target import find_target
 
 HOPS = {"local": jnp.int8, "node": jzero.Blocks(jnp.int4, rotate=True)}
 WAYS: dict[str, dict[str, Any]] = {
@@ -62,7 +63,9 @@ def compiled(model: GPT, options: dict[str, Any]) -> dict[str, Any]:
         "peak MiB": round(memory.peak_memory_in_bytes / 2**20),
         "products ms": round(1e3 * last.product_seconds, 2),
         "MiB": moved(last),
-        "hidden, of bytes that cross nodes": round(hidden(last), 3),
+        "hidden, of what crosses nodes": hidden_share(
+            [x for x in last.collectives if "node" in x.axes]
+        ),
         "exposed ms": {gbits: round(1e3 * x.exposed_seconds, 2) for gbits, x in over.items()},
     }
 
@@ -74,11 +77,6 @@ def moved(schedule: Schedule) -> dict[str, int]:
         name = f"{x.op} over {' and '.join(x.axes)}"
         found[name] = found.get(name, 0) + x.nbytes / 2**20
     return {name: round(x) for name, x in found.items() if round(x)}
-
-
-def hidden(schedule: Schedule) -> float:
-    there = [x for x in schedule.collectives if "node" in x.axes]
-    return sum(x.nbytes for x in there if x.hidden) / max(sum(x.nbytes for x in there), 1)
 
 
 def main() -> None:
@@ -113,9 +111,8 @@ def show(result: dict[str, Any]) -> None:
     print("| --- | --- | --- | --- |")
     for name, way in result["ways"].items():
         what = "; ".join(f"{op} {mib}" for op, mib in way["MiB"].items())
-        print(
-            f"| {name} | {way['peak MiB']} | {what} | {way['hidden, of bytes that cross nodes']:.0%} |"
-        )
+        hidden = records.percent(way.get("hidden, of what crosses nodes"))
+        print(f"| {name} | {way['peak MiB']} | {what} | {hidden} |")
     print(f"\n| exposed ms at | {' | '.join(f'{x:g} Gb/s' for x in GBITS)} |")
     print("| --- " * (len(GBITS) + 1) + "|")
     for name, way in result["ways"].items():

@@ -8,8 +8,8 @@ from typing import Any
 
 from jzero._errors import MeshError, OptionError, message
 from jzero._quantities import BANDWIDTH_RULE, parse_bandwidth, readable_rate
-from jzero.preflight._links import level_along, with_links
-from jzero.preflight._targets import Target, Topology
+from jzero.targets._links import level_along, with_links
+from jzero.targets._target import Target, Topology
 
 
 def with_bandwidth(

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 COMPUTE, COLLECTIVES, TO_HOST, FROM_HOST = "compute", "collectives", "to host", "from host"
 
@@ -24,9 +24,14 @@ class Link:
     """What moves data beside the compute stream.
 
     Up to `under_way` transfers share its bandwidth equally; the others wait for them, in their order.
+
+    Attributes:
+      exposed: seconds of each transfer for which something waited while it ran; of transfers that ran side by
+        side, each has an equal part. So it is at most what the transfer takes alone.
     """
 
     def __init__(self, under_way: int = 1):
+        self.exposed: dict[Hashable, float] = defaultdict(float)
         self._under_way = under_way
         self._now = 0.0
         self._left: dict[Hashable, _Transfer] = {}
@@ -37,17 +42,20 @@ class Link:
         self._advance(ready)
         self._left[key] = _Transfer(ready, latency, seconds)
 
-    def end(self, key: Hashable) -> float:
-        """When that transfer is over, if nothing else begins before; 0 if there was none."""
-        self._advance(math.inf, key)
+    def end(self, key: Hashable, since: float = math.inf) -> float:
+        """When that transfer is over, if nothing else begins before; 0 if there was none.
+
+        From `since` on, something waits for it.
+        """
+        self._advance(math.inf, key, since)
         return self._ends.get(key, 0.0)
 
-    def last(self) -> float:
-        """When all are over."""
-        self._advance(math.inf)
+    def last(self, since: float = math.inf) -> float:
+        """When all are over, for which something waits from `since` on."""
+        self._advance(math.inf, since=since)
         return self._now
 
-    def _advance(self, until: float, key: Hashable = None) -> None:
+    def _advance(self, until: float, key: Hashable = None, since: float = math.inf) -> None:
         """Runs what is under way until then, or until a transfer is over."""
         while self._left and self._now < until and (key is None or key in self._left):
             first = dict(itertools.islice(self._left.items(), self._under_way))
@@ -58,8 +66,10 @@ class Link:
             flowing = sum(not left.latency for left in running.values())
             needs = {x: left.latency or left.seconds * flowing for x, left in running.items()}
             step = min(until - self._now, *needs.values())
-            self._now = min(until, self._now + step)
+            before, self._now = self._now, min(until, self._now + step)
+            waited = max(0.0, self._now - max(before, since))
             for each, (ready, latency, seconds) in running.items():
+                self.exposed[each] += waited / len(running)
                 over = needs[each] == step
                 if latency:
                     self._left[each] = _Transfer(ready, 0.0 if over else latency - step, seconds)
@@ -110,12 +120,16 @@ class Clocks:
     def wait(self, key: Hashable) -> None:
         """The compute stream waits for a transfer, if it is not over."""
         for stream, link in self._links.items():
-            self._wait(stream, link.end(key))
+            self._wait(stream, link.end(key, self.now))
+
+    def exposed(self, stream: str, key: Hashable) -> float:
+        """Seconds for which the compute stream waited while that transfer ran, in all its runs."""
+        return self._links[stream].exposed.get(key, 0.0)
 
     def finish(self) -> None:
         """Waits for all that is under way."""
         for stream, link in self._links.items():
-            self._wait(stream, link.last())
+            self._wait(stream, link.last(self.now))
 
     def _wait(self, stream: str, end: float) -> None:
         self.waited[stream] += max(0.0, end - self.now)
@@ -126,9 +140,14 @@ class Clocks:
         if times > 0:
             run()
         if times > 1:
-            now, busy, waited = self.now, dict(self.busy), dict(self.waited)
+            now, sums = self.now, self._sums()
+            firsts = [dict(found) for found in sums]
             run()
             self.now += (times - 2) * (self.now - now)
-            for found, before in ((self.busy, busy), (self.waited, waited)):
-                for stream, seconds in found.items():
-                    found[stream] += (times - 2) * (seconds - before.get(stream, 0.0))
+            for found, first in zip(sums, firsts, strict=True):
+                for key, seconds in found.items():
+                    found[key] += (times - 2) * (seconds - first.get(key, 0.0))
+
+    def _sums(self) -> list[dict[Any, float]]:
+        """What adds up over the iterations of a loop."""
+        return [self.busy, self.waited, *(link.exposed for link in self._links.values())]

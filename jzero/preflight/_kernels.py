@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jzero.preflight._hlo import ON_HOST, Instruction, arrays, sizes
-from jzero.preflight._targets import Target
+from jzero.targets._target import Target
 
 Computations = Mapping[str, Sequence[Instruction]]
 

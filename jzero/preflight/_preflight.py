@@ -22,13 +22,12 @@ from jzero.preflight._largest_rows import largest_rows
 from jzero.preflight._schedule import (
     Schedule,
     ScheduledCollective,
+    hidden_share,
     read_program,
     schedule_of,
     without_times,
 )
 from jzero.preflight._targets import (
-    Target,
-    Topology,
     check_lowered,
     checked_axes,
     compiled_target,
@@ -42,6 +41,7 @@ from jzero.reports._describe import Report
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, Table
 from jzero.segments._programs import inputs_at_rest
+from jzero.targets._target import Target, Topology
 from jzero.tracing._axis_types import takes_explicit_axes
 
 WHO = "preflight"
@@ -269,23 +269,30 @@ class Preflight:
         rows = Memory("batch", batch * num, batch, False, "and counters of the program")
         return (*self.report.memory, rows, within)
 
-    def nbytes(self, op: str, hidden: bool | None = None) -> int:
-        """Bytes that a step moves by `op`; only those that hide behind products, or do not."""
-        return sum(
-            c.nbytes for c in self.schedule.collectives if c.op == op and hidden in (None, c.hidden)
-        )
+    def nbytes(self, op: str) -> int:
+        """Bytes that a step moves by `op`."""
+        return sum(c.nbytes for c in self.schedule.collectives if c.op == op)
+
+    def hidden(self, op: str | None = None) -> float | None:
+        """Of the time that collectives take alone, all or those of `op`, the share that is not exposed.
+
+        By the same model as the step's time: 1 if all run while the device computes, 0 if it waits
+        for all of them. None if they take no time, and of TPUs.
+        """
+        return hidden_share([c for c in self.schedule.collectives if op in (None, c.op)])
 
     def to_dict(self) -> dict[str, Any]:
         """All that the text says, as plain types: `json.dumps` takes it. Bytes are ints, times seconds.
 
         Keys: target, hosts, devices_per_host; compile_seconds; argument_bytes, temporary_bytes, peak_bytes,
         host_bytes, usable_bytes, memory_fraction, fits; parts, the fields of each `PartMemory`; memory, as in
-        `Report.to_dict`; collectives as compiled: op, axes, bytes, times, hidden, seconds (each time);
-        step_seconds, compute_seconds, product_seconds, exposed_seconds, exposed_copy_seconds,
-        collective_seconds, to_host_seconds, from_host_seconds, kernel_bytes, as in `Schedule` (of TPUs None,
-        as hidden), and unknown_loops; rows and largest_rows (None without `search_batch`); wires, as in
-        `WireVerdict.to_dict` (None without `search_wire`); step, the `Report.to_dict` of the step (None for a
-        program that is not jzero's).
+        `Report.to_dict`; collectives as compiled: op, axes, bytes, times, seconds (each time),
+        exposed_seconds (of a step) and hidden, as in `ScheduledCollective`; hidden, of all; step_seconds,
+        compute_seconds, product_seconds, exposed_seconds, exposed_copy_seconds, collective_seconds,
+        to_host_seconds, from_host_seconds, kernel_bytes, as in `Schedule` (of TPUs None, as hidden), and
+        unknown_loops; rows and largest_rows (None without `search_batch`); wires, as in `WireVerdict.to_dict`
+        (None without `search_wire`); step, the `Report.to_dict` of the step (None for a program that is not
+        jzero's).
         """
         times = {name: x for name, x in vars(self.schedule).items() if name != "collectives"}
         return {
@@ -302,9 +309,10 @@ class Preflight:
             "memory": [row._asdict() for row in self.memory],
             "collectives": [
                 {"op": c.op, "axes": list(c.axes), "bytes": c.nbytes, "times": c.times,
-                 "hidden": c.hidden if self._timed else None, "seconds": c.seconds}
+                 "seconds": c.seconds, "exposed_seconds": c.exposed_seconds, "hidden": c.hidden}
                 for c in self.schedule.collectives
             ],
+            "hidden": self.hidden(),
             **times,
             "host_bytes": self.host_bytes,
             "parts": [part._asdict() | {"host_operations": [*part.host_operations]}
@@ -388,13 +396,13 @@ class Preflight:
         rows = []
         for key, group in sorted(groups.items()):
             total = sum(c.nbytes for c in group)
-            hidden = sum(c.nbytes for c in group if c.hidden)
-            share = f"{100 * hidden / total:.0f} %" if total else "-"
+            hidden = hidden_share(group)
+            share = "-" if hidden is None else f"{100 * hidden:.0f} %"
             times = sum(c.times for c in group)
             seconds = sum(c.seconds * c.times for c in group)
             behind = (share,) if self._timed else ()
             rows.append((*key, readable_bytes(total), str(times), *behind, f"{1000 * seconds:.1f}"))
-        behind = ("behind products",) if self._timed else ()
+        behind = ("hidden",) if self._timed else ()
         header = ("as compiled", "axes", "bytes", "times", *behind, "ms")
         return Table(header, rows).text()
 

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,8 @@ import numpy as np
 from jzero.preflight._clocks import COLLECTIVES, COMPUTE, FROM_HOST, TO_HOST, Clocks
 from jzero.preflight._hlo import Instruction, callees, parse, sizes, trips_of
 from jzero.preflight._kernels import KernelWork, work_of
-from jzero.preflight._links import CollectiveTime, collective_time, members
-from jzero.preflight._targets import Target, Topology
+from jzero.targets._links import CollectiveTime, collective_time, members
+from jzero.targets._target import Target, Topology
 
 _OPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -30,21 +30,40 @@ class ScheduledCollective(NamedTuple):
       axes: the mesh axes it runs over.
       whole_bytes: of the whole value: gathered by an all-gather, reduced by a reduction.
       times: how often a step runs it: the trip counts of the loops around it.
-      hidden: it starts before a matrix product and is awaited after it.
       seconds: what it takes once, by the target's bandwidths.
+      exposed_seconds: of a step's, for which the compute stream waits while it runs. Where several run
+        side by side, each has an equal part of the wait. Of TPUs None.
     """
 
     op: str
     axes: tuple[str, ...]
     whole_bytes: int
     times: int
-    hidden: bool
     seconds: float
+    exposed_seconds: float | None
 
     @property
     def nbytes(self) -> int:
         """Bytes a step moves through it."""
         return self.whole_bytes * self.times
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of its seconds that is not exposed; of TPUs None."""
+        return hidden_share([self])
+
+
+def hidden_share(collectives: Collection[ScheduledCollective]) -> float | None:
+    """Of the seconds that these collectives take alone, the share that is not exposed.
+
+    1 if all of them run while the device computes, 0 if it waits for all that they take. None if they take no
+    time, or if the exposed seconds are not known.
+    """
+    exposed = [c.exposed_seconds for c in collectives if c.exposed_seconds is not None]
+    seconds = sum(c.seconds * c.times for c in collectives)
+    if len(exposed) < len(collectives) or not seconds:
+        return None
+    return 1 - sum(exposed) / seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +156,11 @@ def schedule_of(
             counts[each.program] = counts.get(each.program, 0) + 1
     clocks.finish()
     return Schedule(
-        tuple(c for program, times in counts.items() for c in model.collectives(program, times)),
+        tuple(
+            c
+            for program, times in counts.items()
+            for c in model.collectives(model.taken(program), times)
+        ),
         clocks.now,
         clocks.busy[COMPUTE],
         clocks.busy[_PRODUCTS],
@@ -155,7 +178,8 @@ def without_times(schedule: Schedule) -> Schedule:
     """Its collectives and its loops: of programs whose text does not say what else runs."""
     kept = ("collectives", "unknown_loops")
     nothing: dict[str, Any] = {name: None for name in vars(schedule) if name not in kept}
-    return dataclasses.replace(schedule, **nothing)
+    collectives = tuple(c._replace(exposed_seconds=None) for c in schedule.collectives)
+    return dataclasses.replace(schedule, collectives=collectives, **nothing)
 
 
 def read_schedule(
@@ -173,27 +197,25 @@ class _Kernel:
     work: KernelWork
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Collective:
     """Where one begins; of its groups of devices that of device 0, or all pairs of a permutation."""
 
-    name: str
     op: str
     groups: tuple[frozenset[int], ...]
     nbytes: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Copy:
     """Where one begins that runs beside the compute stream."""
 
-    name: str
     work: KernelWork
 
 
 @dataclasses.dataclass(frozen=True)
 class _Wait:
-    name: str
+    begun: _Collective | _Copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +251,7 @@ def read_program(text: str) -> ScheduledProgram:
 def _ops(name: str, computations: Mapping[str, list[Instruction]]) -> Iterator[_Op]:
     lines = computations[name]
     shapes = {line.name: line.shape for line in lines}
-    begun: set[str] = set()
+    begun: dict[str, _Collective | _Copy] = {}
     for line in lines:
         called, trips = [tuple(_ops(name, computations)) for name in callees(line)], trips_of(line)
         if line.op == "conditional":
@@ -240,17 +262,17 @@ def _ops(name: str, computations: Mapping[str, list[Instruction]]) -> Iterator[_
             )
         if line.op.endswith("-done"):
             if line.operands and line.operands[0] in begun:
-                yield _Wait(line.operands[0])
+                yield _Wait(begun[line.operands[0]])
         elif collective := _collective(line, shapes):
-            begun.add(line.name)
+            begun[line.name] = collective
             yield collective
             if line.op in _OPS:
-                yield _Wait(line.name)
+                yield _Wait(collective)
         else:
             work = work_of(line, shapes, computations)
             if line.op.endswith("-start") and (work.from_host or work.to_host):
-                begun.add(line.name)
-                yield _Copy(line.name, work)
+                copy = begun[line.name] = _Copy(work)
+                yield copy
             elif any(work):
                 yield _Kernel(work)
 
@@ -265,7 +287,7 @@ def _collective(line: Instruction, shapes: Mapping[str, str]) -> _Collective | N
     if line.op.endswith("-start") and op != "all-reduce":
         results -= sum(whole)
     nbytes = max(sum(whole), results if op != "all-reduce" else 0)
-    return _Collective(line.name, op, groups_of(line.text), nbytes)
+    return _Collective(op, groups_of(line.text), nbytes)
 
 
 def _kernel_bytes(ops: Sequence[_Op]) -> int:
@@ -328,13 +350,13 @@ class _Model:
                     clocks.busy[_PRODUCTS] += seconds if work.flops is not None else 0.0
                     if work.from_host or work.to_host:  # XLA left it on the compute stream.
                         clocks.wait(op)
-                case _Copy(name, work):
-                    self._copy(name, work)
+                case _Copy(work):
+                    self._copy(op, work)
                 case _Collective():
                     time = self._time(op)
-                    clocks.begin(COLLECTIVES, op.name, time.wire, latency=time.latency)
-                case _Wait(name):
-                    clocks.wait(name)
+                    clocks.begin(COLLECTIVES, op, time.wire, latency=time.latency)
+                case _Wait(begun):
+                    clocks.wait(begun)
 
     def _copy(self, key: Hashable, work: KernelWork) -> None:
         for stream, nbytes in ((TO_HOST, work.to_host), (FROM_HOST, work.from_host)):
@@ -350,33 +372,21 @@ class _Model:
         ]
         return max(found, key=lambda time: time.seconds)
 
-    def collectives(self, program: ScheduledProgram, times: int) -> list[ScheduledCollective]:
-        """Those of a program, which a step runs so often."""
-        found: list[ScheduledCollective] = []
-        self._find(self.taken(program), times, 0, found)
-        return found
-
-    def _find(
-        self, ops: Sequence[_Op], times: int, products: int, found: list[ScheduledCollective]
-    ) -> int:
-        """Appends collectives as they end; returns how many products there are by then."""
-        begun: dict[str, tuple[_Collective, int]] = {}
+    def collectives(self, ops: Sequence[_Op], times: int) -> Iterator[ScheduledCollective]:
+        """Those of operations that a step runs so often, once it has run."""
         for op in ops:
             match op:
                 case _Repeat(inner, trips):
-                    products = self._find(inner, times * trips, products, found)
-                case _Kernel(work):
-                    products += work.flops is not None
+                    yield from self.collectives(inner, times * trips)
                 case _Collective():
-                    begun[op.name] = op, products
-                case _Wait(name) if name in begun:
-                    each, before = begun.pop(name)
-                    axes, seconds = along(each.groups, self._axes), self._time(each).seconds
-                    hidden = products > before
-                    found.append(
-                        ScheduledCollective(each.op, axes, each.nbytes, times, hidden, seconds)
+                    yield ScheduledCollective(
+                        op.op,
+                        along(op.groups, self._axes),
+                        op.nbytes,
+                        times,
+                        self._time(op).seconds,
+                        self._clocks.exposed(COLLECTIVES, op),
                     )
-        return products
 
 
 def _group(group: frozenset[int], axes: Mapping[str, int]) -> frozenset[int]:

@@ -3,134 +3,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib.resources
 import math
 import re
-import tomllib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
 
 from jzero._errors import MeshError, OptionError, message
+from jzero.targets._target import Target, Topology, find_target
 from jzero.tracing import _jaxpr
-
-_FOLDER = importlib.resources.files("jzero") / "targets"
-TARGETS = tuple(
-    sorted(f.name.removesuffix(".toml") for f in _FOLDER.iterdir() if f.name.endswith(".toml"))
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Topology:
-    """So many hosts with so many devices each.
-
-    Attributes:
-      hosts: how many.
-      per_host: devices of one.
-      chips: of TPUs, those of a slice in each dim, '4x4'; of GPUs ''.
-    """
-
-    hosts: int
-    per_host: int
-    chips: str = ""
-
-    @property
-    def num_devices(self) -> int:
-        """Devices in all."""
-        return self.hosts * self.per_host
-
-
-@dataclasses.dataclass(frozen=True)
-class LinkDomain:
-    """Devices that reach each other by links of one kind.
-
-    Attributes:
-      name: of the links.
-      devices: how many reach each other: 'host' for those of one host, 'any' for all there are.
-      bandwidth: bytes per second and direction of each device.
-      latency: seconds that one message takes.
-      ll128_latency: the same by NCCL's protocol LL128, where it has that: less, with less of the bandwidth.
-    """
-
-    name: str
-    devices: int | str
-    bandwidth: float
-    latency: float
-    ll128_latency: float | None = None
-
-    def num_devices(self, topology: Topology) -> int:
-        """How many they are, of consecutive devices."""
-        if isinstance(self.devices, int):
-            return self.devices
-        return topology.per_host if self.devices == "host" else topology.num_devices
-
-
-class HostLinks(NamedTuple):
-    """A device's share of its host.
-
-    Attributes:
-      bandwidth: bytes per second each way between the device and its host.
-      memory_bytes: of the host.
-      memory_bandwidth: bytes per second of the host's processors.
-    """
-
-    bandwidth: float
-    memory_bytes: int
-    memory_bandwidth: float
-
-
-class Disk(NamedTuple):
-    """A device's share of its host's disks: bytes per second."""
-
-    read: float
-    write: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """One kind of device; the files in `jzero/targets` name their sources.
-
-    What no source says is infinite: it takes no time.
-
-    Attributes:
-      name: as its driver names it.
-      memory_bytes: of one device.
-      memory_bandwidth: bytes per second.
-      bf16_flops: dense bfloat16 operations per second.
-      f32_flops: float32 operations per second, without tensor cores.
-      domains: of links, innermost first; the outermost has all devices.
-      host: the device's share of its host.
-      disk: its share of the host's disks.
-      platform: 'cuda', 'rocm' or 'tpu'.
-      xla: XLA's description of a GPU, or its name of a TPU; empty if it is not to be had.
-    """
-
-    name: str
-    memory_bytes: int
-    memory_bandwidth: float
-    bf16_flops: float
-    f32_flops: float
-    domains: tuple[LinkDomain, ...]
-    host: HostLinks
-    disk: Disk
-    platform: str
-    xla: str
-
-
-def find_target(who: str, name: str) -> Target:
-    """The target of that name."""
-    if name not in TARGETS:
-        raise OptionError(message(
-            who, f"target={name!r}", f"There are {', '.join(TARGETS)}.",
-            "Name one of them."))  # fmt: skip
-    fields = tomllib.loads((_FOLDER / f"{name}.toml").read_text())
-    domains = tuple(LinkDomain(**links) for links in fields.pop("domains"))
-    host, disk = HostLinks(**fields.pop("host")), Disk(**fields.pop("disk"))
-    return Target(**fields, domains=domains, host=host, disk=disk)
 
 
 def compiled_target(who: str, name: str) -> Target:

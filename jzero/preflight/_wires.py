@@ -12,12 +12,12 @@ from jzero._errors import OptionError, message
 from jzero._quantities import readable_bits, readable_bytes
 from jzero._step import ShardedTrainStep
 from jzero.preflight._examined import Examined
-from jzero.preflight._links import level_along, level_of, with_links
 from jzero.preflight._schedule import Schedule, schedule_of
-from jzero.preflight._targets import Target, Topology
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Table
 from jzero.sharding.plan._options import Options
+from jzero.targets._links import level_along, level_of, with_links
+from jzero.targets._target import Target, Topology
 
 _GBITS = (12.5, 25, 50, 100, 200, 400)
 

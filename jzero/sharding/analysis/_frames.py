@@ -14,6 +14,7 @@ are found about its variables:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -56,14 +57,19 @@ class Frame:
     feeds_batch: set[Var] = dataclasses.field(default_factory=set)
     on_host: dict[Var, int] = dataclasses.field(default_factory=dict)  # and in how many slices
     lone_products: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
-    _last_uses: dict[Var, int] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[int]]:
+        """Which equations read a variable, by index; the number of equations if it is returned."""
+        readers: dict[Var, list[int]] = {}
+        for i, atoms in enumerate([*(e.invars for e in self.jaxpr.eqns), self.jaxpr.outvars]):
+            for var in variables(atoms):
+                readers.setdefault(var, []).append(i)
+        return readers
 
     def last_use(self, var: Var) -> int:
         """Where `var` is read last: an equation's index, or the number of equations if it is returned."""
-        if not self._last_uses:
-            reads = [*(eqn.invars for eqn in self.jaxpr.eqns), self.jaxpr.outvars]
-            self._last_uses |= {var: i for i, read in enumerate(reads) for var in variables(read)}
-        return self._last_uses.get(var, -1)
+        return self.readers.get(var, [-1])[-1]
 
     def varies(self, atom: Atom) -> Varying:
         """The axes over which `atom` differs between devices."""
@@ -259,7 +265,7 @@ def _note_unreduced(frame: Frame, index: int, eqn: Eqn) -> None:
     elif name == "cond" and frame.reads(eqn)[0]:
         same = {out for out in eqn.outvars if not frame.varies(out)}
         frame.unreduced |= same & _returned(frame, index, eqn, lambda child: child.unreduced)
-    elif _jaxpr.call_parts(eqn) is not None:
+    elif index in frame.children and name not in _FLOW:  # a call
         frame.unreduced |= _returned(frame, index, eqn, lambda child: child.unreduced)
     elif _rules.is_linear(eqn):
         if all(is_unreduced(frame, atom) for atom in eqn.invars):
@@ -288,8 +294,11 @@ def running_sums(frame: Frame, num_consts: int, num_carry: int) -> frozenset[int
 
 def _added(frame: Frame, var: Var) -> tuple[Var, Var] | None:
     """The sum of a variable and something, and what that is."""
-    eqn = next((e for e in frame.jaxpr.eqns if any(a is var for a in e.invars)), None)
-    if eqn is None or eqn.primitive.name not in ("add_any", "add"):
+    first = frame.readers.get(var, [len(frame.jaxpr.eqns)])[0]
+    if first == len(frame.jaxpr.eqns):
+        return None
+    eqn = frame.jaxpr.eqns[first]
+    if eqn.primitive.name not in ("add_any", "add"):
         return None
     others = variables(atom for atom in eqn.invars if atom is not var)
     return (eqn.outvars[0], others[0]) if others else None

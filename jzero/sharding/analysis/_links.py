@@ -31,6 +31,7 @@ class Links:
         self._leaf: dict[DimKey, str] = {}
         self._full_leaf: dict[DimKey, str] = {}
         self._link_frame(root)
+        self._looped_classes = frozenset(map(self._classes.of, self._looped))
 
     def shard(self, frame: Frame, var: Var, dim: int, leaf: str) -> None:
         """Declares the class of this dim to be sharded, for `leaf`; earlier declarations rank higher."""
@@ -58,9 +59,8 @@ class Links:
 
     def looped_dims(self, frame: Frame, var: Var) -> set[int]:
         """Dims of `var` that a scan slices one by one: sharding them would gather the whole stack."""
-        looped = {self._classes.of(key) for key in self._looped}
-        dims = range(len(var.aval.shape))
-        return {dim for dim in dims if self._classes.of((id(frame), var, dim)) in looped}
+        keys = [(id(frame), var, dim) for dim in range(len(var.aval.shape))]
+        return {key[2] for key in keys if self._classes.of(key) in self._looped_classes}
 
     def sharded_dim(self, frame: Frame, atom: Atom) -> int | None:
         """The dim along which `atom` is sharded if it is sharded at all."""

@@ -9,7 +9,7 @@ batch*: does it flow into compute that differs between devices? That is what mak
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -42,7 +42,7 @@ def _is_of_a_pass(frame: Frame, eqn: Eqn) -> bool:
     return _spreads(frame, eqn) or frame.pass_of(eqn) is not None
 
 
-def read_dtype(frame: Frame, var: Var, indices: Iterable[int] | None = None) -> DType | None:
+def read_dtype(frame: Frame, var: Var, indices: Collection[int] | None = None) -> DType | None:
     """The dtype to which all readers of `var` cast it first, so that it can be cast before a gather.
 
     Args:
@@ -53,10 +53,12 @@ def read_dtype(frame: Frame, var: Var, indices: Iterable[int] | None = None) -> 
     Returns:
       The dtype, or None if some reader reads `var` as it is.
     """
-    found = set()
-    if indices is None and any(out is var for out in frame.jaxpr.outvars):
-        return None
-    for index in range(len(frame.jaxpr.eqns)) if indices is None else indices:
+    found = set[DType | None]()
+    for index in frame.readers.get(var, ()):
+        if indices is not None and index not in indices:
+            continue
+        if index == len(frame.jaxpr.eqns):  # It is returned.
+            return None
         eqn = frame.jaxpr.eqns[index]
         for place, atom in enumerate(eqn.invars):
             if atom is var:

@@ -7,6 +7,8 @@ together, or skipped together, lead to one leaf each.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Collection, Iterator, Sequence
 
 from jzero.sharding.analysis import _rules
@@ -40,7 +42,10 @@ def told_apart(sets: Sequence[int]) -> list[int]:
 
 def bits(leaves: int) -> Iterator[int]:
     """The numbers in a set."""
-    return (i for i in range(leaves.bit_length()) if leaves >> i & 1)
+    while leaves:
+        least = leaves & -leaves
+        yield least.bit_length() - 1
+        leaves ^= least
 
 
 def _note(frame: Frame, found: LeafSets, stops: Collection[int]) -> None:
@@ -61,21 +66,26 @@ def _note(frame: Frame, found: LeafSets, stops: Collection[int]) -> None:
                 for atom, var in zip(operands, child.jaxpr.invars, strict=True):
                     _add(found, atom, inner.get(var, 0))
             continue
-        for atom in eqn.invars:
-            for out, leaves in zip(eqn.outvars, outs, strict=True):
-                if leaves and _passes_on(eqn, atom, out):
-                    _add(found, atom, leaves)
+        for atom, leaves in _passed_on(eqn, outs):
+            _add(found, atom, leaves)
 
 
-def _passes_on(eqn: Eqn, atom: Atom, out: Var) -> bool:
-    if min(getattr(atom.aval, "ndim", 0), getattr(out.aval, "ndim", 0)) < 2:
-        return False
+def _passed_on(eqn: Eqn, outs: Sequence[int]) -> Iterator[tuple[Atom, int]]:
+    """Operands whose dims an equation passes on, each with the leaves that it becomes."""
     rule = _rules.rule_for(eqn)
-    if rule is None:  # A loop may make anything of its operands.
-        loop = eqn.primitive.name in ("scan", "while") or eqn.primitive.name in _rules.IDENTITIES
-        return loop and atom.aval.shape == out.aval.shape
-    dims = next(d for a, d in zip(eqn.invars, rule.dims(eqn), strict=True) if a is atom)
-    return any(dim is not None for dim in dims)
+    leaves: dict[tuple[int, ...], int] = {}  # by the results' shapes
+    for out, each in zip(eqn.outvars, outs, strict=True):
+        if len(shape := getattr(out.aval, "shape", ())) > 1:
+            leaves[shape] = leaves.get(shape, 0) | each
+    if rule is not None:
+        every = functools.reduce(operator.or_, leaves.values(), 0)
+        for atom, dims in zip(eqn.invars, rule.dims(eqn), strict=True):
+            if any(dim is not None for dim in dims):
+                yield atom, every
+    # A loop may make anything of its operands.
+    elif eqn.primitive.name in ("scan", "while") or eqn.primitive.name in _rules.IDENTITIES:
+        for atom in eqn.invars:
+            yield atom, leaves.get(getattr(atom.aval, "shape", ()), 0)
 
 
 def _add(found: LeafSets, atom: Atom, leaves: int) -> None:

@@ -75,12 +75,11 @@ def find_regions(frame: Frame, links: Links, names: Names) -> list[Region]:
         together = (v for v in read if v in made or (v.aval.ndim > 1 and v not in constant))
         return [*eqns[index].outvars, *together]
 
-    readers = _readers(frame)
     makers = {out: i for i, eqn in enumerate(eqns) for out in eqn.outvars}
     found = []
     for part in grouped(inside, keys):
-        eqns_of = _with_makers(frame, part, plain, constant, readers, makers)
-        region = _region(frame, links, eqns_of, readers)
+        eqns_of = _with_makers(frame, part, plain, constant, makers)
+        region = _region(frame, links, eqns_of)
         if any(dim is not None for dim in region.sharded) or _matrices(region):
             found.append(region)
     return _with_leaves(frame, links, _with_levels(frame, found), names)
@@ -163,18 +162,8 @@ def _between(eqns: list[Eqn], plain: list[bool], hard: list[bool]) -> list[int]:
     return inside[::-1]
 
 
-def _readers(frame: Frame) -> dict[Var, set[int]]:
-    """Which equations read a variable, by index; the number of equations if it is returned."""
-    readers: dict[Var, set[int]] = {}
-    for i, atoms in enumerate([*(e.invars for e in frame.jaxpr.eqns), frame.jaxpr.outvars]):
-        for var in variables(atoms):
-            readers.setdefault(var, set()).add(i)
-    return readers
-
-
 def _with_makers(
-    frame: Frame, part: list[int], plain: list[bool], constant: set[Var], readers: dict[Var, set[int]],
-    makers: dict[Var, int],
+    frame: Frame, part: list[int], plain: list[bool], constant: set[Var], makers: dict[Var, int],
 ) -> list[int]:  # fmt: skip
     """And what makes something for them alone of constants and of what they read anyway.
 
@@ -193,8 +182,9 @@ def _with_makers(
             continue
         operands = variables(eqn.invars)
         matrices = {v for v in operands if v.aval.ndim > 1}
-        known = matrices <= read | constant and (matrices or constant.issuperset(eqn.outvars))
-        if known and set().union(*(readers.get(out, ()) for out in eqn.outvars)) <= inside:
+        known = all(v in read or v in constant for v in matrices)
+        known &= bool(matrices) or constant.issuperset(eqn.outvars)
+        if known and all(inside.issuperset(frame.readers.get(out, ())) for out in eqn.outvars):
             inside.add(i)
             read |= set(operands)
             for var in operands:
@@ -223,12 +213,13 @@ def _with_levels(frame: Frame, regions: list[Region]) -> list[Region]:
     return [dataclasses.replace(region, level=number) for region, number in pairs]
 
 
-def _region(frame: Frame, links: Links, indices: list[int], readers: dict[Var, set[int]]) -> Region:
+def _region(frame: Frame, links: Links, indices: list[int]) -> Region:
     eqns = [frame.jaxpr.eqns[i] for i in indices]
     made = {out for eqn in eqns for out in eqn.outvars}
     reads = [v for v in variables(a for eqn in eqns for a in eqn.invars) if v not in made]
     inside = set(indices)
-    gives = [out for eqn in eqns for out in eqn.outvars if readers.get(out, set()) - inside]
+    outs = [out for eqn in eqns for out in eqn.outvars]
+    gives = [out for out in outs if not inside.issuperset(frame.readers.get(out, ()))]
     sharded = [links.sharded_dim(frame, var) for var in reads]
     return Region(tuple(indices), tuple(reads), tuple(gives), tuple(sharded), ())
 

@@ -14,6 +14,7 @@ offloaded leaf, belong together: a parameter's moments and its update. Where the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterable, Sequence
 
 from jzero._components import Components
@@ -60,7 +61,7 @@ class UpdatePart:
     boundary: dict[Var, Eqn | None]
     apart: frozenset[int] = frozenset()
 
-    @property
+    @functools.cached_property
     def outs(self) -> frozenset[int]:
         """Outputs of the step that pieces make."""
         return frozenset(index for piece in self.pieces for index in piece.outs)
@@ -103,16 +104,16 @@ def pack(pieces: Sequence[Piece], sizes: Sequence[int], most: int) -> list[list[
       most: a pack of one piece may have more.
     """
     packs: list[list[Piece]] = []
+    leaves, nbytes = set[int](), 0  # of the last pack
     for piece in pieces:
-        fits = (
-            packs
-            and packs[-1][0].level == piece.level
-            and nbytes_of([*packs[-1], piece], sizes) <= most
-        )
-        if fits:
+        more = sum(sizes[leaf] for leaf in piece.leaves if leaf not in leaves)
+        if packs and packs[-1][0].level == piece.level and nbytes + more <= most:
             packs[-1].append(piece)
         else:
             packs.append([piece])
+            leaves, nbytes, more = set(), 0, nbytes_of([piece], sizes)
+        leaves.update(piece.leaves)
+        nbytes += more
     return packs
 
 
@@ -138,6 +139,7 @@ class _UpdateCutter:
         self._eqns = frame.jaxpr.eqns
         invars = frame.jaxpr.invars
         self._leaf_of = {invars[i]: i for i in (*offloaded, *parameters)}
+        self._leaves = {*offloaded, *parameters}
         # Offloaded leaves, and what depends on them.
         self._update_vars = {invars[i] for i in offloaded}
         self._consts = set(frame.jaxpr.constvars)
@@ -158,6 +160,10 @@ class _UpdateCutter:
         wanted = [var for atoms in self.reads.values() for var in atoms]
         free = {invars[i] for i in parameters}
         self.copies = copies(frame, wanted, self._update_vars, free)
+        self._readers: dict[Var, list[int]] = {}
+        for node, atoms in self.reads.items():
+            for var in atoms:
+                self._readers.setdefault(var, []).append(node)
         self._tied: Components[int | Var] = Components()
         for node in self.reads:
             for var in self._large(node):
@@ -247,10 +253,10 @@ class _UpdateCutter:
         atoms = [a for i in nodes for a in self.reads[i]] + [a for x in copied.values() for a in x]
         reads = {a: None for a in atoms if a not in made}
         mine = set(nodes)
-        elsewhere = {a for node in self.reads if node not in mine for a in self.reads[node]}
-        gives = tuple(a for i in own for a in self._eqns[i].outvars if a in elsewhere)
+        given = [a for i in own for a in self._eqns[i].outvars]
+        gives = tuple(a for a in given if not mine.issuperset(self._readers.get(a, ())))
         leaves = {self._leaf_of[a] for a in reads if a in self._leaf_of}
-        leaves |= {out for out in outs if out in self._leaf_of.values()}
+        leaves |= {out for out in outs if out in self._leaves}
         return Piece(level, tuple(eqns), tuple(reads), gives, outs, tuple(sorted(leaves)))
 
 

@@ -51,6 +51,7 @@ class Devices:
       alone: mesh axes over which XLA must not shard a sum of 16 bits: [Note: 16 bits on CPUs].
       scope: gathers of one shard are shared within a scope (a pass, a loop body, a remat body).
       queue: the gathers of the pass, and how far they may run ahead of its compute.
+      balance: multiplications in the time in which a byte is moved among the devices.
       divergent: inside a branch or loop that not all devices take together.
       gather_codes: in which parameters are gathered that are `coded`; None if none is.
       reduce_codes: over each axis, in which gradients travel that are `coded`; no axis if none is.
@@ -62,6 +63,7 @@ class Devices:
     param_axes: Axes
     leaves: Mapping[str, tuple[tuple[int, ...], Automatic]]
     queue: GatherQueue
+    balance: float = dataclasses.field(kw_only=True)
     others: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alone: Axes = ()
     scope: Hashable = None

@@ -8,7 +8,7 @@ never bound there; `Devices` decides them value by value.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeGuard
 
 import jax
@@ -45,12 +45,23 @@ CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
 class Env:
     """Values of a frame's variables; in `stacks`, [microbatches, ...], what differs between microbatches.
 
-    `on_host` has copies of those that a backward pass is yet to fetch.
+    `on_host` has copies of those that a backward pass is yet to fetch. `large` are those of more than
+    `WAITS_THROUGH_LOOPS` bytes that wait for a reduction, and may have been reduced since.
     """
 
     values: dict[_jaxpr.Var, Value]
     stacks: dict[_jaxpr.Var, jax.Array] = dataclasses.field(default_factory=dict)
     on_host: dict[_jaxpr.Var, jax.Array] = dataclasses.field(default_factory=dict)
+    large: dict[_jaxpr.Var, Unreduced] = dataclasses.field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for var, value in self.values.items():
+            self.note_large(var, value)
+
+    def note_large(self, var: _jaxpr.Var, value: Value) -> None:
+        """Remembers a value if it is large and waits."""
+        if waits(value) and value.x.nbytes > WAITS_THROUGH_LOOPS:
+            self.large[var] = value
 
 
 @dataclasses.dataclass
@@ -147,6 +158,7 @@ class Interpreter:
             if waits(value) and not value.scattered:
                 value.dim = self.dim_of(frame, var)
             env.values[var] = value
+            env.note_large(var, value)
             if var in frame.on_host and isinstance(value, FullValue):
                 self.send(frame, env, var, value)
 
@@ -233,10 +245,10 @@ class Interpreter:
         if self.hold or eqn.primitive.name != "scan" or frame.pass_of(eqn) != "backward":
             return
         tokens = [
-            token_of(self.devices.settle(value).x) for var, value in env.values.items()
-            if waits(value) and value.x.nbytes > WAITS_THROUGH_LOOPS and not value.collecting
-            and frame.last_use(var) > index
+            token_of(self.devices.settle(value).x) for var, value in env.large.items()
+            if waits(value) and not value.collecting and frame.last_use(var) > index
         ]  # fmt: skip
+        env.large = {var: value for var, value in env.large.items() if waits(value)}
         # The loop waits for them: the compiler would else reduce after it, together with the rest.
         for atom in eqn.invars:
             if _jaxpr.is_literal(atom):
@@ -301,7 +313,7 @@ class Interpreter:
         return dim
 
     def gathered(
-        self, frame: Frame, var: _jaxpr.Var, value: Settled, indices: Iterable[int] | None = None
+        self, frame: Frame, var: _jaxpr.Var, value: Settled, indices: Collection[int] | None = None
     ) -> FullValue:
         """`value`, `[n/k, d]` or whole, as the whole `[n, d]` for the equations that read it as `var`.
 
@@ -317,9 +329,11 @@ class Interpreter:
                 cast = dataclasses.replace(value, x=value.x.astype(dtype), view_of=None)
                 value.views[key] = dataclasses.replace(cast, gathered={}, views={})
             value = value.views[key]
-        eqns = frame.jaxpr.eqns if indices is None else [frame.jaxpr.eqns[i] for i in indices]
-        readers = [eqn for eqn in eqns if any(atom is var for atom in eqn.invars)]
-        as_codes = any(frame.varies(out) for eqn in readers for out in eqn.outvars)
+        eqns = frame.jaxpr.eqns
+        readers = [i for i in frame.readers.get(var, ()) if indices is None or i in indices]
+        as_codes = any(
+            frame.varies(out) for i in readers if i < len(eqns) for out in eqns[i].outvars
+        )
         return FullValue(self.devices.full(value, as_codes), value.name)
 
     # -- passes ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import jax
@@ -62,7 +62,8 @@ def run_scan(
         outs = inner.run(child, [*consts, *entering, *here])
         leaving, made = split(outs, scan.num_carry)
         made = [_as_reduced(value) for value in made]
-        ys = [_unless_sliced(value, slices) for value in inner.hand_out(made, held)]
+        places = {id(each): i for i, each in reversed(list(enumerate(slices)))}
+        ys = [_unless_sliced(value, places) for value in inner.hand_out(made, held)]
         send = _residuals.marked if interp.in_parts else _memory_spaces.to_host
         ys = [_sent(y, send) if away else y for y, away in zip(ys, go_away, strict=True)]
         kinds = [_Found(_kind(v)) for v in leaving]
@@ -77,7 +78,7 @@ def run_scan(
     fetches = any(_on_host(value) for value in stacks)
     if (gathers or fetches) and scan.length > 1 and scan.unroll == 1:
         queue = interp.devices.queue if gathers else None
-        loop = functools.partial(_prefetch.scan, queue=queue)
+        loop = functools.partial(_prefetch.scan, queue=queue, balance=interp.devices.balance)
     starts = [each.start(interp.devices) for each in carries]
     ends, (ys, kinds) = loop(turn, starts, stacks, length=scan.length, reverse=scan.reverse)
     finished = zip(carries, ends, kinds, strict=True)
@@ -234,10 +235,12 @@ def _kind(value: Value) -> _SumKind:
     return (value.scale, value.coded) if isinstance(value, Unreduced) else (None, False)
 
 
-def _unless_sliced(value: Value, slices: Sequence[Settled]) -> Value | _Found[int]:
-    """A turn's `[n, d]` for a new stack, unless it is a slice again (a residual): that stack is there."""
-    found = (_Found(i) for i, each in enumerate(slices) if value is each)
-    return next(found, moved(value, 1))
+def _unless_sliced(value: Value, places: Mapping[int, int]) -> Value | _Found[int]:
+    """A turn's `[n, d]` for a new stack, unless it is a slice again (a residual): that stack is there.
+
+    `places` has the places of the slices, by their ids.
+    """
+    return _Found(places[id(value)]) if id(value) in places else moved(value, 1)
 
 
 def _as_reduced(value: Value) -> Value:

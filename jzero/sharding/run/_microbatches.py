@@ -231,12 +231,13 @@ def _captured(
 ) -> dict[_jaxpr.Var, Settled]:
     """What the loop reads from before it; reductions among it run now, not once a microbatch."""
     captured: dict[_jaxpr.Var, Settled] = {}
+    loop = frozenset(phase.loop)
     for atom in [atom for index in phase.loop for atom in frame.jaxpr.eqns[index].invars]:
         if _jaxpr.is_literal(atom) or atom in captured or atom not in env.values:
             continue
         value = interp.devices.settle(env.values[atom])
         if gather and isinstance(value, ShardValue) and atom in frame.needs_full:
-            value = interp.gathered(frame, atom, value, phase.loop)
+            value = interp.gathered(frame, atom, value, loop)
         captured[atom] = value
     return captured
 

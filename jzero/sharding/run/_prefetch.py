@@ -38,7 +38,7 @@ Made = TypeVar("Made")
 
 def scan(
     body: Callable[[Carry, Stacks], tuple[Carry, Made]], init: Carry, xs: Stacks,
-    queue: GatherQueue | None, *, length: int, reverse: bool,
+    queue: GatherQueue | None, balance: float, *, length: int, reverse: bool,
 ) -> tuple[Carry, Made]:  # fmt: skip
     """`lax.scan`, with as many of each turn's gathers as `queue` allows moved into the turn before.
 
@@ -59,7 +59,7 @@ def scan(
     arrays, stacks = jax.tree.leaves(init), jax.tree.leaves(xs)
     ahead = _ahead(traced.jaxpr, len(arrays), None if queue is None else queue.limit)
     if ahead:
-        loop = _Loop(traced, stacks, len(arrays), length, reverse, ahead)
+        loop = _Loop(traced, stacks, len(arrays), length, reverse, ahead, balance)
         carry, made = loop.run(arrays, queue)
     else:
         carry, made = _plain(traced, arrays, stacks, length, reverse)
@@ -88,7 +88,7 @@ class _Loop:
 
     def __init__(
         self, traced: _jaxpr.Traced, xs: Arrays, num_carry: int, length: int, reverse: bool,
-        ahead: list[_jaxpr.Var],
+        ahead: list[_jaxpr.Var], balance: float,
     ):  # fmt: skip
         jaxpr = traced.jaxpr
         self.carried, sliced = split(jaxpr.invars, num_carry)
@@ -97,7 +97,7 @@ class _Loop:
         self.stacks = dict(zip(sliced, xs, strict=True))
         self.length, self.reverse, self.ahead = length, reverse, ahead
         self.gathers = _rewrite.excerpt(jaxpr, ahead, effects=False)
-        self.awaited = latest_use(jaxpr, ahead)
+        self.awaited = latest_use(jaxpr, ahead, balance)
         turn = _rewrite.excerpt(jaxpr, [*jaxpr.outvars, *self.awaited], ahead)
         self.reduces = any(map(_collectives.is_reduction, jaxpr.eqns))
         # One function for the loop and for its last turn: it is traced and lowered once.
@@ -189,7 +189,7 @@ def _ahead(jaxpr: _jaxpr.Jaxpr, num_carry: int, limit: int | None) -> list[_jaxp
     late = set(jaxpr.invars[:num_carry])
     gathered: list[_jaxpr.Var] = []
     fetched: list[_jaxpr.Var] = []
-    computing, full = limit == 0, limit is None
+    computing, full, total = limit == 0, limit is None, 0
     for eqn in jaxpr.eqns:
         computing |= eqn.primitive.name in PRODUCTS
         reads = _jaxpr.variables_read(eqn)
@@ -198,6 +198,7 @@ def _ahead(jaxpr: _jaxpr.Jaxpr, num_carry: int, limit: int | None) -> list[_jaxp
         elif _memory_spaces.is_fetch(eqn):
             fetched.extend(eqn.outvars)
         elif _collectives.is_gather(eqn) and limit is not None:
-            full |= computing and nbytes([*gathered, *eqn.outvars]) > limit
+            total += nbytes(eqn.outvars)
+            full |= computing and total > limit
             gathered.extend([] if full else eqn.outvars)
     return [*gathered, *fetched]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Sequence
 
 import jax
@@ -60,29 +61,33 @@ class GatherQueue:
     start: jax.Array | None = None
     latest: jax.Array | None = None
     product: jax.Array | None = None
-    _sizes: list[int] = dataclasses.field(default_factory=list)
-    _before: list[jax.Array | None] = dataclasses.field(default_factory=list)
+    _ahead: deque[tuple[int, jax.Array | None]] = dataclasses.field(default_factory=deque)
+    _ahead_bytes: int = 0
+    _all_ahead: bool = True
     _reduced: tuple[int, jax.Array] | None = None
 
     def tokens(self, nbytes: int) -> list[jax.Array]:
         """What the next gather, of so many bytes, waits for."""
-        self._sizes.append(nbytes)
-        self._before.append(self.product)
-        first, ahead = len(self._sizes) - 1, nbytes
-        while first and self.limit:
-            ahead += self._sizes[first - 1]
-            # Whatever its size, a gather has a product to hide behind.
-            if ahead > self.limit and self._before[first] is not self.product:
-                break
-            first -= 1
-        done = self._before[first] if first or not self.limit else None
-        tokens = [] if self.start is None else [self.start]
-        return tokens if done is None else [*tokens, token_of(done)]
+        if not self.limit:
+            return self._after(self.product)
+        ahead = self._ahead
+        ahead.append((nbytes, self.product))
+        self._ahead_bytes += nbytes
+        # Whatever its size, a gather has a product to hide behind. What fits no more never fits again, so
+        # that each gather is dropped once (test_growth.py).
+        while self._ahead_bytes > self.limit and len(ahead) > 1 and ahead[1][1] is not self.product:
+            self._ahead_bytes -= ahead.popleft()[0]
+            self._all_ahead = False
+        return self._after(None if self._all_ahead else ahead[0][1])
 
     def decoding_tokens(self) -> list[jax.Array]:
         """What it waits for that codes become numbers: the product before their use."""
+        return self._after(self.product)
+
+    def _after(self, product: jax.Array | None) -> list[jax.Array]:
+        """Tokens of the pass before and of a product of this one, as far as there are any."""
         tokens = [] if self.start is None else [self.start]
-        return tokens if self.product is None else [*tokens, token_of(self.product)]
+        return tokens if product is None else [*tokens, token_of(product)]
 
     def note(self, x: jax.Array, primitive: str) -> None:
         """Remembers a value that the pass has computed."""

@@ -17,7 +17,7 @@ from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
 from jzero.sharding.plan._layout import Automatic, Full, Layout, Shard
 from jzero.sharding.plan._plan import Analysis, StepPlan
-from jzero.sharding.run import _coded, _collectives, _microbatches
+from jzero.sharding.run import _coded, _collectives, _microbatches, _turns
 from jzero.sharding.run._control import CONTROL
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
@@ -26,6 +26,7 @@ from jzero.sharding.run._ordinary import ORDINARY, apply
 from jzero.sharding.run._queue import GatherQueue
 from jzero.sharding.run._tiles import TILED
 from jzero.sharding.run._values import FullValue, Settled, ShardValue, Value
+from jzero.targets._links import members
 from jzero.tracing import _jaxpr
 
 
@@ -92,6 +93,9 @@ class Runner:
             automatic,
             # The loop over layers takes their reductions in, and none of them can wait for one of all layers.
             GatherQueue(exchange.prefetch_bytes, in_order=not plan.microbatches.layer_major),
+            balance=_turns.balance(
+                _devices_of(self.mesh), members(self.mesh.shape, [name for name, _ in plan.axes])
+            ),
             others={axis: self.mesh.shape[axis] for axis in plan.automatic},
             # [Note: 16 bits on CPUs]
             alone=plan.automatic if _may_be_on_cpus(self.mesh) else (),
@@ -175,6 +179,11 @@ class Runner:
     def _overtakes(self) -> bool:
         """Whether XLA would let collectives overtake a loop: on CPUs, if residuals leave within a program."""
         return bool(self.plan.activations) and not self.plan.in_parts and _on_cpus(self.mesh)
+
+
+def _devices_of(mesh: Mesh) -> list[Any]:
+    """Its devices; an abstract mesh stands for as many of the default platform."""
+    return [*mesh.devices.flat] if isinstance(mesh, Mesh) else jax.devices()[:1] * mesh.size
 
 
 def _on_cpus(mesh: Mesh) -> bool:

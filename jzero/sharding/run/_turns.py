@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+import jax
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.run import _collectives
 from jzero.sharding.run._queue import PRODUCTS
+from jzero.targets._links import collective_time
+from jzero.targets._target import target_of, topology_of
 from jzero.tracing import _jaxpr
 from jzero.tracing._jaxpr import Eqn, Jaxpr, Var
 
@@ -23,12 +27,20 @@ from jzero.tracing._jaxpr import Eqn, Jaxpr, Var
 # (test_prefetch.py::test_a_turn_gathers_for_the_next_one_when_it_has_gathered_for_itself,
 # experiments/rivals).
 
-# Multiplications for each byte that is moved above which products take longer: those of H100s and H200s in
-# 16 bits (495e12 a second), on a node whose eight have 50 GB/s to others each.
-BALANCE = 1100
+_LARGE = 2**30  # bytes of a gather whose latency is nothing beside its time
 
 
-def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var]) -> list[Var]:
+def balance(devices: Sequence[jax.Device], group: Collection[int]) -> float:
+    """Multiplications in the time in which a byte is gathered by a group of these devices.
+
+    By the target that the devices are: [Note: the device that a program is for].
+    """
+    target, topology = target_of(devices), topology_of(devices)
+    time = collective_time("all-gather", group, _LARGE, target, topology)
+    return target.bf16_flops / 2 * time.wire / _LARGE
+
+
+def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var], balance: float) -> list[Var]:
     """What the product gives for which gathers for the next turn wait; nothing if they need not.
 
     The reason is in [Note: late gathers].
@@ -36,6 +48,7 @@ def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var]) -> list[Var]:
     Args:
       jaxpr: the body of a loop.
       ahead: what the turn before has gathered, or fetched.
+      balance: multiplications for each byte that is moved above which products take longer.
     """
     uses = _first_uses(jaxpr, ahead)
     own = [at for var, at in uses.items() if var not in {*ahead}]
@@ -46,7 +59,7 @@ def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var]) -> list[Var]:
         for v in _jaxpr.variables_read(eqn)
     ]
     work, moved = sum(map(_work, jaxpr.eqns)), nbytes([*uses, *reduced])
-    if not own or not reduced or work >= BALANCE * moved:
+    if not own or not reduced or work >= balance * moved:
         return []
     return [var for var in jaxpr.eqns[max(own)].outvars if not _jaxpr.is_dropped(var)][:1]
 

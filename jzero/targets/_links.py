@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from jzero.preflight._targets import LinkDomain, Target, Topology
+from jzero.targets._target import LinkDomain, Target, Topology
 
 
 def members(axes: Mapping[str, int], chosen: Sequence[str]) -> set[int]:
