@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
 from typing import Any, NamedTuple
 
 import grain
@@ -21,7 +22,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.checkpoint import _restore
+from jzero.checkpoint import _restore, _saver
 
 ROWS, WIDTH = 40, 52  # of 8 devices, the first is divided evenly, and the second not
 
@@ -425,6 +426,23 @@ def test_data_iterator_comes_back(place, tmp_path):
     assert other.state == place
 
 
+def test_a_data_iterator_may_go_on_while_it_is_saved(tmp_path, monkeypatch):
+    """`get_state()` may return the dict that the iterator counts in: saved is where it stood at `save`."""
+    train_step = sharded(3, (8,))
+    state = train_step.init(new_state)
+    place = {"next": 12, "shards": [1, 2]}
+    run, gate = _saver._Work.run, threading.Event()
+    monkeypatch.setattr(_saver._Work, "run", lambda work: (gate.wait(60), run(work))[1])
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        checkpointer.save(1, state, Count(place))
+        place["next"] = 13
+        place["shards"][0] = 5
+        gate.set()
+        other = Count(None)
+        checkpointer.restore(state, data_iterator=other)
+    assert other.state == {"next": 12, "shards": [1, 2]}
+
+
 def test_grain_goes_on_where_it_was(tmp_path):
     def batches():
         dataset = grain.MapDataset.range(1000).seed(0).shuffle().repeat().batch(8)
@@ -444,7 +462,7 @@ def test_grain_goes_on_where_it_was(tmp_path):
 
 MEASURE = """
     import sys, jax, jax.numpy as jnp, jzero
-    from jzero.checkpoint import _restore
+    from jzero.checkpoint import _restore, _saver
 
     _restore._TO_HOST = 2**26
 

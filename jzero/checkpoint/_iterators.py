@@ -128,8 +128,9 @@ def _encode(state: Any) -> dict[str, Any]:
     """As JSON that says what it is; grain's older iterators have their state in bytes."""
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode()}
-    try:
-        same = _json.parse(json.dumps(state).encode()) == state
+    try:  # A copy: some return what they go on changing.
+        copy = _json.parse(json.dumps(state).encode())
+        same = copy == state
     except (TypeError, ValueError, _json.Malformed):
         same = False
     if not same:
@@ -137,7 +138,7 @@ def _encode(state: Any) -> dict[str, Any]:
             "Checkpointer", f"get_state() of the data iterator is {state!r:.200}",
             "It is saved as JSON, and must come back as it was.",
             "Return bytes, or dicts with string keys, lists, strings and Python numbers."))  # fmt: skip
-    return {"json": state}
+    return {"json": copy}
 
 
 def decoded(saved: dict[str, Any]) -> SavedIterator:
