@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_TILE = 32  # elements; two cache lines of float32
+TILE = 32  # rows or columns that are transposed together: two cache lines of float32
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim its axes, outermost first
 Box = Mapping[str, tuple[int, int]]  # of each axis a range
@@ -138,8 +138,8 @@ def _in_order(x: np.ndarray) -> np.ndarray:
     if not x.ndim or x.strides[-1] == x.itemsize:
         return x
     made = np.empty(x.shape, x.dtype)
-    for at in range(0, x.shape[-1], _TILE):
-        made[..., at : at + _TILE] = x[..., at : at + _TILE]
+    for at in range(0, x.shape[-1], TILE):
+        made[..., at : at + TILE] = x[..., at : at + TILE]
     return made
 
 
