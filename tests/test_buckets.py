@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -533,6 +534,23 @@ def test_staging(s3, train_step, tmp_path, monkeypatch):
         monkeypatch.undo()
     assert [*tmp_path.iterdir()] == [other.path]
     other.close()
+
+
+def test_a_folder_that_is_removed_before_it_is_locked(tmp_path, monkeypatch):
+    """Another process takes it for one that a dead process left."""
+    make, made = tempfile.mkdtemp, list[str]()
+
+    def removed_once(*args: Any, **kwargs: Any) -> str:
+        made.append(make(*args, **kwargs))
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", removed_once)
+    own = _temporary.Temporary("own-", tmp_path)
+    assert [str(own.path)] == made[1:]
+    assert own.path.is_dir()
+    own.close()
 
 
 def test_what_a_closed_writer_remembers_is_not_removed(s3, train_step, monkeypatch):

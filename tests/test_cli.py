@@ -669,15 +669,17 @@ def test_damaged_notes(steps, tmp_path):
 
 
 @pytest.mark.parametrize(("path", "text"), [
-    ("runs/x", "there is no directory {runs}/x. A checkpoint is a directory. Checkpoints are in {steps}."),
+    ("runs/x", "there is no directory {runs}/x. A checkpoint is a directory. "
+               "Correct the path; {runs} has a."),
     ("runs", "{runs} is no checkpoint, nor a directory of steps. A checkpoint of Orbax has a file _METADATA, "
-             "or one item that has. Checkpoints are in {steps}."),
-    ("runs/a/2", "there is no directory {steps}/2. A checkpoint is a directory. {steps} has the steps 1, 3: "
-                 "name one, or {steps}."),
+             "or one item that has. Correct the path; {runs} has a."),
+    ("runs/a/2", "there is no directory {steps}/2. A checkpoint is a directory. "
+                 "Correct the path; {steps} has 1, 3."),
     ("runs/a/3/state/d", "It is inside of the step {steps}/3: name that."),
     ("runs/a/3/_JZERO_SEAL", "_JZERO_SEAL is a file. A checkpoint is a directory. It is inside of the step"),
-    ("empty", "{root}/empty is empty."),
-    ("emty", "there is no directory {root}/emty. A checkpoint is a directory. Checkpoints are in {steps}."),
+    ("empty", "Correct the path; {root}/empty is empty."),
+    ("emty", "there is no directory {root}/emty. A checkpoint is a directory. "
+             "Correct the path; {root} has runs, empty, files."),
     ("files/x", "Correct the path; {root}/files has a.txt."),
     ("files/a.txt", "A checkpoint is a directory. Correct the path; {root}/files has a.txt."),
 ])  # fmt: skip

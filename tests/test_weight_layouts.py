@@ -1,6 +1,7 @@
 """Hugging Face's weights in and out: names, transposes, heads and layers by a table, bit for bit."""
 
 import importlib.util
+import itertools
 import json
 import pathlib
 import re
@@ -438,7 +439,7 @@ def test_own_rules_for_another_tree(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("heads", [(HEADS + 2 * KV_HEADS, HEAD), ((HEADS + 2 * KV_HEADS) * HEAD,)])
-def test_queries_keys_and_values_in_one_leaf(heads, tmp_path):
+def test_queries_keys_and_wholein_one_leaf(heads, tmp_path):
     """Of grouped heads, with biases: which columns are whose, only a config says."""
     tensors = values(decoder(bias="qkv"))
     shapes = {name: shape for name, shape in as_default(decoder()).items()
@@ -878,6 +879,20 @@ def test_columns_are_read_once(tmp_path):
     path.write_bytes(b"")
     with pytest.raises(jzero.CheckpointError, match="it has no bytes"):
         _sources.read_part(file, 0, tensor.shape, tensor.dtype, index)
+
+
+@pytest.mark.parametrize("shape", [(70, 33), (64, 32), (3, 5, 65), (1, 40, 7), (2, 3, 4, 5)])
+def test_any_transpose(shape):
+    """It is copied in tiles; and axes that stay together are one."""
+    names, (whole,) = "abcd"[: len(shape)], values({"": shape}).values()
+    dims = [(name,) for name in names]
+    for order in itertools.permutations(range(len(shape))):
+        made = tuple(dims[i] for i in order)
+        sizes = dict(zip(names, shape, strict=True))
+        move = _axes.Rearranged(_axes.Side("", tuple(dims)), _axes.Side("", made), sizes)
+        found = move.read(0, slice(0, shape[order[0]]), lambda _, index: whole[index])
+        np.testing.assert_array_equal(found, whole.transpose(order))
+        assert found.strides[-1] == found.itemsize
 
 
 def test_a_directory_as_source(tmp_path):

@@ -34,8 +34,11 @@ class Temporary:
             _remove_dead(left, ends)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             # Until it is locked, another process may take it for one that was left, and remove it.
+            try:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
             if _files.try_lock(self._fd) is not False and self.path.exists():
                 return
             os.close(self._fd)

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+TILE = 32  # rows or columns that are transposed together: two cache lines of float32
+
 Dims = tuple[tuple[str, ...], ...]  # for each dim its axes, outermost first
 Box = Mapping[str, tuple[int, int]]  # of each axis a range
 # Reads a part of the array with this number: a slice of each dim.
@@ -65,7 +67,7 @@ class Rearranged(NamedTuple):
         data = np.stack(parts) if len(parts) > 1 else parts[0]
         data = data.reshape([lengths[axis] for axis in self.source.axes])
         data = data.transpose([self.source.axes.index(axis) for axis in self.made.axes])
-        return data.reshape(shape_of(self.made.dims, lengths))
+        return _in_order(data).reshape(shape_of(self.made.dims, lengths))
 
 
 def axes_of(dims: Dims) -> list[str]:
@@ -127,6 +129,18 @@ def solve(sizes: dict[str, int], dims: Dims, shape: Sequence[int]) -> bool:
         elif len(unknown) == 1 or (not unknown and known != size):
             return False
     return True
+
+
+def _in_order(x: np.ndarray) -> np.ndarray:
+    """A transposed array, copied in tiles: NumPy's copy reads a cache line for each element of a row."""
+    while x.ndim > 1 and x.strides[-2] == x.shape[-1] * x.strides[-1]:
+        x = x.reshape(*x.shape[:-2], -1)  # a view
+    if not x.ndim or x.strides[-1] == x.itemsize:
+        return x
+    made = np.empty(x.shape, x.dtype)
+    for at in range(0, x.shape[-1], TILE):
+        made[..., at : at + TILE] = x[..., at : at + TILE]
+    return made
 
 
 def _neighbours(dims: Dims) -> set[tuple[str, str]]:
