@@ -30,12 +30,14 @@ class Made(NamedTuple):
       shape: its own.
       sources: the names of those that it is made of; all have one dtype.
       read: some of its rows; it is given what reads these.
+      is_copy: whether it is one source as that is.
     """
 
     name: str
     shape: TensorShape
     sources: list[str]
     read: Callable[[slice, ReadNamed], np.ndarray]
+    is_copy: bool = False
 
 
 class Pair(NamedTuple):
@@ -87,7 +89,8 @@ class Pair(NamedTuple):
                 return move.read(layer, of_all, lambda i, index: by_name(self.leaves[i], index))
 
             shape = (self.lengths[part], *inner) if self.tensor.dims else ()
-            return Made(name, shape, self.leaves, read)
+            is_copy = self.leaf == self.tensor and len(self.tensors) == len(self.leaves) == 1
+            return Made(name, shape, self.leaves, read, is_copy)
 
         return itertools.starmap(made, enumerate(self.tensors))
 

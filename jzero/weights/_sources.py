@@ -24,6 +24,7 @@ _NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
 )  # Hugging Face's loader takes the first.
+_TILE = 32  # rows or columns that are transposed together: two cache lines of float32
 _SPOOLED = 8  # tensors of an object that are on disk, since one leaf may be of several
 
 
@@ -134,25 +135,30 @@ def find(who: str, path: str | os.PathLike[str]) -> WeightFile:
 def read_part(
     file: WeightFile, start: int, shape: Sequence[int], dtype: np.dtype, index: Sequence[slice]
 ) -> np.ndarray:
-    """A part of an array that begins at `start`: whole rows at once, or of each row what lies together.
+    """A part of an array that begins at `start`: at once, or one after the other what lies together.
 
     Nothing is kept: columns that are next to each other come from the system's cache.
     """
-    if not shape:
-        return file.read(start, dtype.itemsize).view(dtype).reshape(())
-    row, each = (dtype.itemsize * math.prod(shape[i:]) for i in (1, 2))
-    rows, *cuts = (slice(*x.indices(size)) for x, size in zip(index, shape, strict=True))
-    begin, num = start + rows.start * row, rows.stop - rows.start
-    if all(cut == slice(0, size, 1) for cut, size in zip(cuts, shape[1:], strict=True)):
-        return file.read(begin, num * row).view(dtype).reshape(num, *shape[1:])
-    first, width = each * cuts[0].start, each * (cuts[0].stop - cuts[0].start)
-    data = np.empty((num, width), np.uint8)
-    with file.opened(start, shape[0] * row) as (fd, at), data.data.cast("B") as view:
-        for i in range(num):
-            from_start = rows.start * row + i * row + first
-            part = view[i * width : (i + 1) * width]
-            _check(file, start + from_start, width, os.preadv(fd, [part], at + from_start))
-    return data.view(dtype).reshape(num, -1, *shape[2:])[(slice(None), slice(None), *cuts[1:])]
+    box = [range(*x.indices(size)) for x, size in zip(index, shape, strict=True)]
+    each = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    # Dims after this one are read whole.
+    last = max((i for i, size in enumerate(shape) if len(box[i]) < size), default=0)
+    sizes, width = [*map(len, box)], dtype.itemsize * math.prod(map(len, box[last:]))
+    begins = np.array([sum(step * side.start for step, side in zip(each, box, strict=True))])
+    for step, size in zip(each[:last], sizes, strict=False):
+        begins = np.add.outer(begins, step * np.arange(size)).reshape(-1)
+    if len(begins) == 1:
+        return file.read(start + int(begins[0]), width).view(dtype).reshape(sizes)
+    # In memory column after column, which is the order that whoever reads columns wants.
+    made = np.empty((width // dtype.itemsize, len(begins)), dtype)
+    tile = np.empty((_TILE, width), np.uint8)
+    with file.opened(start, math.prod(shape) * dtype.itemsize) as (fd, at):
+        for i in range(0, len(begins), _TILE):
+            rows = tile[: len(begins) - i]
+            for row, begin in zip(rows, begins[i : i + _TILE].tolist(), strict=True):
+                _check(file, start + begin, width, os.preadv(fd, [row], at + begin))
+            made[:, i : i + _TILE] = rows.view(dtype).T
+    return made.T.reshape(sizes)
 
 
 def _check(file: WeightFile, start: int, nbytes: int, found: int) -> None:
