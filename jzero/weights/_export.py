@@ -72,7 +72,8 @@ def export_weights(
 ) -> Exported:
     """Writes the parameters of a checkpoint to `out`, or to several files of `max_file_size` and an index.
 
-    Whoever reads `out`, or its index, finds all of an older export or all of the new one, whenever that is.
+    Whoever opens `out`, or the index and then its files, finds all of an older export or all of the new one,
+    or that files of the older one are gone; never some of each.
 
     >>> import os, tempfile, jax.numpy as jnp, jzero, orbax.checkpoint as ocp
     >>> with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as orbax:
@@ -243,13 +244,14 @@ def _exports(
             "Its dtypes are floats, integers and booleans.",
             "Leave some out with --select REGEX."))  # fmt: skip
     shapes = {leaf: stored.leaves[leaf].shape for leaf in leaves}
-    pairs = (
-        [Pair.same(name, leaf, shapes[leaf]) for leaf, name in _names(who, leaves).items()] if layout is None
-        else Planner(who, layout, Expected(layout, config), leaves=shapes).plan().pairs
-    )  # fmt: skip
+    if layout is None:
+        pairs = [Pair.same(x, leaf, shapes[leaf]) for leaf, x in _names(who, leaves).items()]
+    else:
+        expected = Expected(WHO, layout, config)
+        pairs = Planner(who, layout, expected, leaves=shapes).plan().pairs
     arrays = [array for pair in pairs for array in pair.as_tensors()]
     if layout is not None:
-        Expected(layout, config).check(who, {array.name: array.shape for array in arrays})
+        expected.check(who, {array.name: array.shape for array in arrays})
     exports = []
     for array, kind in zip(
         arrays, dtypes_of(who, arrays, wanted, "leaves", "Export one with --dtype."), strict=True
@@ -303,7 +305,7 @@ class _Leaves:
             return read_part(self._files[name], 0, store.shape, dtype, index)
 
         rows = (*array.shape, 1)[0] if export.nbytes else 0
-        each = max(_stream.AT_ONCE * rows // max(export.nbytes, 1), 1)
+        each = max(_stream.AT_ONCE // 2 * rows // max(export.nbytes, 1), 1)
         for start in range(0, rows, each):
             yield array.read(slice(start, min(start + each, rows)), read)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,12 @@ _TILE = 32  # rows or columns that are transposed together: two cache lines of f
 _SPOOLED = 8  # tensors of an object that are on disk, since one leaf may be of several
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class LocalFile:
-    """A file on disk. Nothing is mapped: one that becomes shorter is an error, and no SIGBUS."""
+    """A file on disk, open from its first read on: what replaces it meanwhile is not read.
+
+    Nothing is mapped: one that becomes shorter is an error, and no SIGBUS.
+    """
 
     path: Path
 
@@ -44,23 +49,29 @@ class LocalFile:
         return _json.read_bytes(who, self.path)
 
     def ends_at(self, end: int) -> bool:
-        with _json.open_regular(self.path) as file:
-            return os.fstat(file.fileno()).st_size == end
+        return os.fstat(self._fd).st_size == end
 
     def read(self, start: int, nbytes: int) -> np.ndarray:
-        with _json.open_regular(self.path) as file:
-            data = np.fromfile(file, np.uint8, nbytes, offset=start)
-        _check(self, start, nbytes, len(data))
+        data, done = np.empty(nbytes, np.uint8), 0
+        while done < nbytes and (num := os.preadv(self._fd, [data[done:].data], start + done)):
+            done += num
+        _check(self, start, nbytes, done)
         return data
 
     @contextlib.contextmanager
     def opened(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """A descriptor, and where some bytes begin in what it is of."""
+        yield self._fd, start
+
+    @functools.cached_property
+    def _fd(self) -> int:
         with _json.open_regular(self.path) as file:
-            yield file.fileno(), start
+            fd = os.dup(file.fileno())
+        weakref.finalize(self, os.close, fd)
+        return fd
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class BucketFile:
     """An object of a bucket, read in ranges."""
 
@@ -122,7 +133,15 @@ def find(who: str, path: str | os.PathLike[str]) -> WeightFile:
     """The file of a path or a URL, or that which Hugging Face's loader takes of a directory."""
     if (bucket := Bucket.of(who, path)) is not None:
         above, _, name = bucket.prefix.rpartition("/")
-        return BucketFile(dataclasses.replace(bucket, prefix=above), name)
+        file = BucketFile(dataclasses.replace(bucket, prefix=above), name)
+        if name and not file.bucket.cut_short({name: 1}):
+            return file
+        missing = bucket.cut_short(dict.fromkeys(_NAMES, 1))
+        if names := [x for x in _NAMES if x not in missing]:
+            return BucketFile(bucket, names[0])
+        raise CheckpointError(message(
+            f"{who} {bucket}", f"there is no object {bucket}, and no {' or '.join(_NAMES)} below it",
+            "An object is read, or of a directory one of these.", "Correct the URL."))  # fmt: skip
     if not os.path.isdir(path):
         return LocalFile(Path(path))
     if found := [Path(path, name) for name in _NAMES if Path(path, name).exists()]:
