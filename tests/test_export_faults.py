@@ -407,6 +407,26 @@ def test_source_that_becomes_shorter(source, tmp_path, monkeypatch):
     assert names(tmp_path) == ["in.safetensors"]
 
 
+def test_source_that_is_replaced(source, tmp_path, monkeypatch):
+    """Between its header and its data: what was opened is imported; and a part that is gone is named."""
+    save_file({"a": np.full(5, 1.0)}, source)
+    header = _import._safetensors.read_header
+
+    def read_and_replace(who: str, file: Any) -> Any:
+        tensors = header(who, file)
+        save_file({"a": np.full(5, 2.0)}, tmp_path / "new")
+        (tmp_path / "new").replace(file.path)
+        return tensors
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_import._safetensors, "read_header", read_and_replace)
+        _import.import_(source, tmp_path / "ck")
+    np.testing.assert_array_equal(read(tmp_path / "ck")["a"], np.full(5, 1.0))
+    (tmp_path / "m.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(jzero.CheckpointError, match="gone.* do it again if it was replaced"):
+        _import.import_(tmp_path / "m.json", tmp_path / "other")
+
+
 # Real kills.
 
 CHILD = """

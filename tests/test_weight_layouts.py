@@ -542,6 +542,7 @@ LLAMA = {"model_type": "llama", **SIZES}
 OWN_HEAD = {"lm_head.weight": ones(VOCAB, DIM)}  # other values than the embedding's
 UNTIED = "lm_head.weight has no leaf, and other values than model.embed_tokens.weight"
 A_LAYOUT = "It is a WeightLayout, the name of one, or a file with one. There are llama, qwen"
+LAYERS = {f"layers__{i}__mlp__{x}_proj__kernel": None for i in range(NUM) for x in ("up", "gate")}
 # Tensors in place of a model's (None: left out), options, and what is said.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "tensors": (
@@ -591,6 +592,31 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {f"model.layers.{i}.mlp.up_proj.weight": ones(2, 2) for i in ("20000000", "9" * 5000)}, {},
         ["tensor model.layers.20000000.mlp.up_proj.weight is not in the layout"],
     ),
+    "heads": (
+        {}, {"config": LLAMA, "like": like_default(
+            layers__0__self_attn__q_proj__kernel=(DIM, 2, 4),
+            layers__1__self_attn__o_proj__kernel=(2, 4, DIM))},
+        ["self_attn/q_proj/kernel [8, 2, 4] has heads of 4, and config says 2",
+         "self_attn/o_proj/kernel [2, 4, 8] has heads of 4, and config says 2"],
+    ),
+    "layers": (
+        {}, {"like": like_default(**LAYERS, layers__mlp__up_proj__kernel=(4, DIM, INNER),
+                                  layers__mlp__gate_proj__kernel=(DIM, NUM, INNER))},
+        ["params/layers/mlp/up_proj/kernel [4, 8, 12] has 4 layers in its dim 0, and the files have 3",
+         "gate_proj/kernel [8, 3, 12] has 8 layers in its dim 0, and the files have 3; a rule whose axes"],
+    ),
+    **{f"like without leaves {i}": ({}, {"like": like}, ["import: like=", "which has no leaves"])
+       for i, like in enumerate([{}, {"a": None}])},
+    **{f"config {i}": ({}, {"config": config}, ["import: ", said, "leave config out."])
+       for i, (config, said) in enumerate([
+           (LLAMA | {"hidden_size": "8"}, "hidden_size of config is '8'"),
+           ({"model_type": "phi3"}, "model_type of config is 'phi3'")])},
+    **{f"layout of no texts {i}": (
+        {}, {"layout": jzero.LAYOUTS["llama"].extended(**changes)}, ["import: layout ", said])
+       for i, (changes, said) in enumerate([
+           ({"ignored": "vision_tower.*"}, "ignored is 'vision_tower.*', not a list"),
+           ({"ignored": (3,)}, "ignored.0 is 3, not a text"),
+           ({"base": None}, "base is None, not a text"), ({"name": 5}, "name is 5, not a text")])},
     "dtype": ({}, {"dtype": "int8"}, ["dtype='int8'"]),
     **{f"like {i}": ({}, {"like": like}, ["which has no shape and dtype"])
        for i, like in enumerate([example, {"a": 3}])},
@@ -688,7 +714,9 @@ def test_a_tuple_is_no_rule(tmp_path):
 
 def test_layouts_that_are_none(tmp_path, capsys):
     (tmp_path / "t.json").write_text(json.dumps({"extends": "lama", "rules": []}))
-    with pytest.raises(jzero.OptionError, match="layout='.*t.json': KeyError: 'lama'"):
+    with pytest.raises(
+        jzero.OptionError, match="layout='.*t.json': extends is 'lama', which is no layout"
+    ):
         jzero.export_weights(
             tmp_path, tmp_path / "out.safetensors", layout=str(tmp_path / "t.json")
         )
@@ -697,7 +725,7 @@ def test_layouts_that_are_none(tmp_path, capsys):
     with pytest.raises(jzero.OptionError, match="config is given without a layout"):
         jzero.export_weights(tmp_path, tmp_path / "out.safetensors", config={})
     with pytest.raises(jzero.OptionError, match="like or config is given without a layout"):
-        jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", like={})
+        jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", like={"a": ones(1)})
     with pytest.raises(SystemExit):
         main(["import", "in", "out", "--layout", "llama", "--like", "no_such_module:shapes"])
     assert "--like: " in capsys.readouterr().err
@@ -862,13 +890,45 @@ def test_the_example_imports_another_file_anew(tmp_path):
         assert (leaves_of(found)["params/norm/scale"] == value).all()
 
 
+def num_read() -> int:
+    """Bytes that this process has read from files."""
+    return int(re.findall(r"rchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[0])
+
+
+def test_parts_of_a_file_against_numpy(tmp_path):
+    rng = np.random.default_rng(0)
+    (x := rng.normal(size=(2, 3, 67, 5)).astype(np.float32)).tofile(tmp_path / "data")
+    file = _sources.find("test", tmp_path / "data")
+    for _ in range(300):
+        index = tuple(slice(*sorted(rng.choice(size + 1, 2, replace=False))) for size in x.shape)
+        index = tuple(side if rng.integers(2) else slice(None) for side in index)
+        found = _sources.read_part(file, 0, x.shape, x.dtype, index)
+        np.testing.assert_array_equal(found, x[index])
+
+
+@pytest.mark.parametrize("axes", ["b a -> i a b", "(h k) d -> d i h k", "d (h k) -> i h k d"])
+def test_an_export_decodes_each_chunk_once(axes, tmp_path, monkeypatch):
+    """Also of a leaf with all layers: transposed, and a block of rows of a tensor at a time."""
+    monkeypatch.setattr(_stream, "AT_ONCE", 2**16)
+    names = [f"x.{i}.weight" for i in range(4)]
+    save_file(values(dict.fromkeys(names, (512, 256))), tmp_path / "in.safetensors")
+    layout = jzero.WeightLayout("t", (jzero.WeightRule("x.{i}.weight", "x/kernel", axes),))
+    shape = jax.ShapeDtypeStruct(
+        {"b": (4, 256, 512), "(": (256, 4, 8, 64), "d": (4, 4, 64, 512)}[axes[0]], jnp.float32
+    )
+    jzero.import_weights(
+        tmp_path / "in.safetensors", tmp_path / "ck", layout=layout, like={"x": {"kernel": shape}}
+    )
+    before = num_read()
+    jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout=layout)
+    assert num_read() - before < 2.2 * 4 * 512 * 256 * 4
+    assert_same(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "in.safetensors"))
+
+
 def test_columns_are_read_once(tmp_path):
     tensor = values({"a.weight": (512, 1024)})["a.weight"]
     tensor.tofile(path := tmp_path / "data")
     file = _sources.find("test", path)
-
-    def num_read() -> int:
-        return int(re.findall(r"rchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[0])
 
     before = num_read()
     for i in range(0, 1024, 32):
@@ -913,12 +973,19 @@ def test_a_user_s_files_that_cannot_be_used(tmp_path, monkeypatch, capsys):
     (tmp_path / "exits_at_once.py").write_text("import sys; sys.exit(3)")
     (tmp_path / "cut.json").write_text('{"rules": [')
     (tmp_path / "other.json").write_text('{"rules": [{"tensors": 3}]}')
+    tables = {"ignored.json": "ignored is 'v.*', not a list", "base.json": "base is 3, not a text",
+              "rules.json": "it is .*, not an object", "none.json": "rules is missing"}  # fmt: skip
+    for name, entries in {
+        "ignored": {"rules": [], "ignored": "v.*"}, "base": {"rules": [], "base": 3},
+        "rules": [{"tensors": "a", "leaves": "b"}], "none": {"extends": "llama"},
+    }.items():  # fmt: skip
+        (tmp_path / f"{name}.json").write_text(json.dumps(entries))
     found = {
-        "exits_at_once.py:X": "SystemExit: 3", "no.json": "FileNotFoundError: .* No such file",
-        "cut.json": "it is not JSON", "other.json": "TypeError: .* missing 1 required .*'leaves'",
+        **tables, "exits_at_once.py:X": "SystemExit: 3", "no.json": "FileNotFoundError: .* No such file",
+        "cut.json": "it is not JSON", "other.json": "rules.0.tensors is 3, not a text; rules.0.leaves is",
     }  # fmt: skip
     for layout, text in found.items():
-        with pytest.raises(jzero.OptionError, match=f"layout='{layout}': {text}"):
+        with pytest.raises(jzero.OptionError, match=f"(layout=')?{layout}(': |.*){text}"):
             jzero.import_weights("in.safetensors", "ck", layout=layout)
     for like in ("nosuch:f", "nosuch", "exits_at_once:f"):
         with pytest.raises(SystemExit, match="2"):
@@ -926,3 +993,25 @@ def test_a_user_s_files_that_cannot_be_used(tmp_path, monkeypatch, capsys):
         error = "SystemExit: 3" if "exits" in like else "No module named 'nosuch'"
         said = " ".join(capsys.readouterr().err.split())
         assert f"{error}. It is MODULE:FUNCTION, which takes nothing" in said
+
+
+def test_an_export_of_one_leaf_needs_config(tmp_path):
+    """Nothing else is said of queries, keys and values of which nobody knows how many rows each has."""
+    rows = (HEADS + 2 * KV_HEADS) * HEAD
+    leaves = {name: x for name, x in as_default(decoder()).items() if "_proj" not in name or "mlp" in name
+              or "o_proj" in name}  # fmt: skip
+    leaves |= {f"layers/{i}/self_attn/qkv_proj/kernel": (DIM, rows) for i in range(NUM)}
+    ocp.PyTreeCheckpointer().save(
+        tmp_path / "ck", {"params": tree_of({name: ones(*x) for name, x in leaves.items()})}
+    )
+    with pytest.raises(jzero.CheckpointError, match="pass config") as caught:
+        jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
+    assert not re.search(r"missing|\(like\)", str(caught.value))
+    config = {**LLAMA, "hidden_size": "8"}
+    with pytest.raises(jzero.OptionError, match="export: hidden_size of config is '8'"):
+        jzero.export_weights(
+            tmp_path / "ck", tmp_path / "out.safetensors", layout="llama", config=config
+        )
+    jzero.export_weights(
+        tmp_path / "ck", tmp_path / "out.safetensors", layout="llama", config=LLAMA
+    )

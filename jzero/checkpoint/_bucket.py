@@ -105,7 +105,9 @@ class Bucket:
           CheckpointError: it is not, or has fewer.
         """
         found = self._wait(name, "read", self._open.read(name, byte_range=slice(start, stop)))
-        if found.state != "value" or len(found.value) != stop - start:
+        if found.state != "value":
+            raise _failed(str(self / name), "read", "there is no such object")
+        if len(found.value) != stop - start:
             raise _failed(str(self / name), "read", f"it has no bytes {start} to {stop}")
         return bytes(found.value)
 

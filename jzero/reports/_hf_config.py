@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 from jzero import _json
 from jzero._errors import OptionError, message, named
 
-WHO = "estimate"
 ParamShapes = dict[str, tuple[int, ...]]
 _MAX_SIZE = 10**9  # of a dim; products of a few stay printable
 _MAX_LAYERS = 10**5
 _MAX_BYTES = 2**24
 _ENTRY = "Correct it, or give the number of parameters instead (num_params='7.5B')."
+
+
+class _Bad(Exception):
+    """Of a configuration: what a message says of it."""
 
 
 class ModelPart(NamedTuple):
@@ -50,11 +53,13 @@ class Model(NamedTuple):
       model_type: the name of its family.
       width: elements of a layer's input for a token.
       parts: layers, embeddings, heads.
+      head_dim: the size of a head of attention, where it is known.
     """
 
     model_type: str
     width: int
     parts: tuple[ModelPart, ...]
+    head_dim: int | None = None
 
     @property
     def num_params(self) -> int:
@@ -96,13 +101,23 @@ class Model(NamedTuple):
         }
 
 
-def read_model(config: Any) -> Model:
+def read_model(config: Any, who: str = "estimate", edit: str = _ENTRY) -> Model:
     """The model of a configuration: a dict, or the path of its JSON file.
 
     Raises:
-      OptionError: it is neither, its family is not known, or an entry is not what it should be.
+      OptionError: it is neither, its family is not known, or an entry is not what it should be; `edit` says
+        what to do about an entry.
     """
-    entries = _read(config)
+    try:
+        return _model(_read(config))
+    except _Bad as error:
+        found, rule, own, *rest = error.args
+        raise OptionError(
+            message(who, found, rule, edit if own is _ENTRY else own, *rest)
+        ) from None
+
+
+def _model(entries: Mapping[str, Any]) -> Model:
     if entries.get("text_config") is not None:
         raise _refused(
             "model_type", entries.get("model_type"), "Several models are in it.",
@@ -114,16 +129,16 @@ def read_model(config: Any) -> Model:
             "quantization_config", entries["quantization_config"],
             "Parameters of a quantised model are packed, and are not trained as they rest.",
             "Drop it for the model that it was made from.")  # fmt: skip
-    return Model(family, *_FAMILIES[family].read(found))
+    return Model(family, *_FAMILIES[family].read(found), found.head_dim)
 
 
 def _read(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, str | os.PathLike):
-        raise OptionError(message(
-            WHO, f"config={_json.shown(config)}", "It is a dict, or the path of a JSON file.",
-            "Write config='config.json'."))  # fmt: skip
+        raise _Bad(
+            f"config={_json.shown(config)}", "It is a dict, or the path of a JSON file.",
+            "Write config='config.json'.")  # fmt: skip
     text, path = named(os.fspath(config)), Path(os.path.expanduser(config))
     rule, edit = "It is the path of a model's config.json.", "Correct the path."
     if "://" in text:
@@ -139,21 +154,21 @@ def _read(config: Any) -> Mapping[str, Any]:
             raise _json.Malformed(f"it has more than {_MAX_BYTES} bytes")
         value = _json.parse(data)
     except OSError as error:
-        raise OptionError(message(
-            WHO, f"config={text!r} cannot be read: {error.strerror}", rule, edit)) from None  # fmt: skip
+        raise _Bad(
+            f"config={text!r} cannot be read: {error.strerror}", rule, edit) from None  # fmt: skip
     except _json.Malformed as error:
-        raise OptionError(message(
-            WHO, [f"config={text!r}: {found}" for found in error.args], "A configuration is a JSON file.",
-            "Correct it.", "entries", 20)) from None  # fmt: skip
+        raise _Bad(
+            [f"config={text!r}: {found}" for found in error.args], "A configuration is a JSON file.",
+            "Correct it.", "entries", 20) from None  # fmt: skip
     if not isinstance(value, dict):
-        raise OptionError(message(
-            WHO, f"config={text!r} has {_json.shown(value)}", "A configuration is one JSON object.",
-            edit if path.name != "config.json" else "Get it again."))  # fmt: skip
+        raise _Bad(
+            f"config={text!r} has {_json.shown(value)}", "A configuration is one JSON object.",
+            edit if path.name != "config.json" else "Get it again.")  # fmt: skip
     return value
 
 
-def _refused(key: str, value: Any, rule: str, edit: str = _ENTRY) -> OptionError:
-    return OptionError(message(WHO, f"{key} of config is {_json.shown(value)}", rule, edit))
+def _refused(key: str, value: Any, rule: str, edit: str = _ENTRY) -> _Bad:
+    return _Bad(f"{key} of config is {_json.shown(value)}", rule, edit)
 
 
 class _Entries:
@@ -162,6 +177,7 @@ class _Entries:
     def __init__(self, entries: Mapping[str, Any]):
         self._entries = {key: x for key, x in entries.items() if x is not None}
         self._null = entries.keys() - self._entries.keys()
+        self.head_dim: int | None = None  # as the family's reader finds it
 
     def family(self) -> str:
         """The name of the family, from `model_type`, or else from the class."""
@@ -200,8 +216,8 @@ class _Entries:
         """A whole number; it must be there if it has no default."""
         value = self._entries.get(key, default)
         if value is None:
-            raise OptionError(message(
-                WHO, f"config has no {key}", "The number of parameters goes by it.", _ENTRY))  # fmt: skip
+            raise _Bad(
+                f"config has no {key}", "The number of parameters goes by it.", _ENTRY)  # fmt: skip
         if type(value) is not int or not least <= value <= most:
             raise _refused(key, value, f"It is a whole number from {least} to {most}.")
         return value
@@ -263,7 +279,7 @@ def _attention(
         raise _refused("num_attention_heads", heads, f"Heads divide the width, {d}.")
     if heads % kv_heads:
         raise _refused("num_key_value_heads", kv_heads, f"They divide the heads, {heads}.")
-    each = c.size("head_dim", head_dim or d // heads)
+    each = c.head_dim = c.size("head_dim", head_dim or d // heads)
     every = bias == "all" and c.flag("attention_bias", False)
     qkv = every or (bias == "qkv" and c.flag("qkv_bias", True))
     return (
@@ -370,8 +386,10 @@ def _gpt2(c: _Entries) -> _Reading:
     if c.flag("add_cross_attention", False):
         raise _refused("add_cross_attention", True, "Cross-attention of GPT-2 is not counted.")
     d, vocab = c.size("n_embd"), c.size("vocab_size")
-    if c.says("n_head") and d % (heads := c.size("n_head", 12)):
+    heads = c.size("n_head", 12)
+    if c.says("n_head") and d % heads:
         raise _refused("n_head", heads, f"Heads divide the width, {d}.")
+    c.head_dim = None if d % heads else d // heads
     inner = c.size("n_inner", 4 * d)
     layer = (
         _norms(d, "ln_1", "ln_2", bias=True)

@@ -9,16 +9,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jzero._errors import CheckpointError, message
-from jzero.reports._hf_config import read_model
+from jzero.reports._hf_config import ModelPart, read_model
 from jzero.weights._layout import TensorShape, WeightLayout
 
 
 class Expected:
     """What a configuration says of tensors that a layout names; nothing of all if it is None."""
 
-    def __init__(self, layout: WeightLayout, config: Any):
-        self._layout = layout
-        self._parts = () if config is None else read_model(config).parts
+    def __init__(self, who: str, layout: WeightLayout, config: Any):
+        self._layout, self._parts, self.head_dim = layout, tuple[ModelPart, ...](), None
+        if config is not None:
+            model = read_model(config, who, "Correct it, or leave config out.")
+            self._parts, self.head_dim = model.parts, model.head_dim
 
     def shape(self, name: str) -> TensorShape | None:
         """Of a tensor; None if the model has none of this name."""

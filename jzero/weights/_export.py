@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,17 +29,18 @@ from jzero.weights._families import layout_or_none
 from jzero.weights._layout import WeightLayout
 from jzero.weights._plan import Made, Pair, Planner, dtypes_of
 from jzero.weights._safetensors import FLOATS, Tensor, is_float
+from jzero.weights._sources import LocalFile, read_part
 
 WHO = "export"
 _PREFIX = "params/"
 
 
 class _Export(NamedTuple):
-    """A tensor to be, the stored leaves that its values come from, and what reads these in blocks of it."""
+    """A tensor to be, what it is made of, and where each leaf of that is stored: its name and its store."""
 
     tensor: Tensor
-    leaves: list[str]
-    blocks: Callable[[], Iterator[np.ndarray]]
+    array: Made
+    sources: Mapping[str, tuple[str, Any]]
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +72,8 @@ def export_weights(
 ) -> Exported:
     """Writes the parameters of a checkpoint to `out`, or to several files of `max_file_size` and an index.
 
-    Whoever reads `out`, or its index, finds all of an older export or all of the new one, whenever that is.
+    Whoever opens `out`, or the index and then its files, finds all of an older export or all of the new one,
+    or that files of the older one are gone; never some of each.
 
     >>> import os, tempfile, jax.numpy as jnp, jzero, orbax.checkpoint as ocp
     >>> with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as orbax:
@@ -241,24 +244,21 @@ def _exports(
             "Its dtypes are floats, integers and booleans.",
             "Leave some out with --select REGEX."))  # fmt: skip
     shapes = {leaf: stored.leaves[leaf].shape for leaf in leaves}
-    pairs = (
-        [Pair.same(name, leaf, shapes[leaf]) for leaf, name in _names(who, leaves).items()] if layout is None
-        else Planner(who, layout, Expected(layout, config), leaves=shapes).plan().pairs
-    )  # fmt: skip
+    if layout is None:
+        pairs = [Pair.same(x, leaf, shapes[leaf]) for leaf, x in _names(who, leaves).items()]
+    else:
+        expected = Expected(WHO, layout, config)
+        pairs = Planner(who, layout, expected, leaves=shapes).plan().pairs
     arrays = [array for pair in pairs for array in pair.as_tensors()]
     if layout is not None:
-        Expected(layout, config).check(who, {array.name: array.shape for array in arrays})
+        expected.check(who, {array.name: array.shape for array in arrays})
     exports = []
     for array, kind in zip(
         arrays, dtypes_of(who, arrays, wanted, "leaves", "Export one with --dtype."), strict=True
     ):
         names = {x: x if kind == own[x] else wide.get(x, x) for x in array.sources}
         sources = {leaf: (name, stores[name]) for leaf, name in names.items()}
-        tensor = Tensor(array.name, kind, array.shape)
-        blocks = partial(_blocks, array, tensor, sources)
-        if layout is None:  # Of a leaf as it is, each chunk is decoded once.
-            blocks = partial(_stream.read_blocks, *sources[array.sources[0]])
-        exports.append(_Export(tensor, [*names.values()], blocks))
+        exports.append(_Export(Tensor(array.name, kind, array.shape), array, sources))
     return exports
 
 
@@ -277,22 +277,37 @@ def _names(who: str, leaves: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _blocks(
-    array: Made, tensor: Tensor, sources: Mapping[str, tuple[str, Any]]
-) -> Iterator[np.ndarray]:
-    """All of a tensor, in order."""
+class _Leaves:
+    """Stored leaves that are read by columns: as they are on disk, so that each chunk is decoded once."""
 
-    def read(leaf: str, index: tuple[slice, ...]) -> np.ndarray:
-        name, store = sources[leaf]
-        try:
-            return np.asarray(store[index].read().result())
-        except Exception as error:
-            raise _reading.LeafErrors({name: error}) from error
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._files: dict[str, LocalFile] = {}
 
-    rows = (*array.shape, 1)[0] if tensor.nbytes else 0
-    each = max(_stream.AT_ONCE * rows // max(tensor.nbytes, 1), 1)
-    for start in range(0, rows, each):
-        yield array.read(slice(start, min(start + each, rows)), read)
+    def blocks(self, export: _Export) -> Iterator[np.ndarray]:
+        """All of a tensor, in order."""
+        array, sources = export.array, export.sources
+        names = {name for name, _ in sources.values()}
+        for name in self._files.keys() - names:
+            self._files.pop(name).path.unlink()
+        if array.is_copy:
+            yield from _stream.read_blocks(*sources[array.sources[0]])
+            return
+
+        def read(leaf: str, index: tuple[slice, ...]) -> np.ndarray:
+            name, store = sources[leaf]
+            if name not in self._files:
+                self._files[name] = LocalFile(self._folder / secrets.token_hex(8))
+                with self._files[name].path.open("xb") as file:
+                    for block in _stream.read_blocks(name, store):
+                        file.write(_bytes_of(block))
+            dtype = store.dtype.numpy_dtype
+            return read_part(self._files[name], 0, store.shape, dtype, index)
+
+        rows = (*array.shape, 1)[0] if export.nbytes else 0
+        each = max(_stream.AT_ONCE // 2 * rows // max(export.nbytes, 1), 1)
+        for start in range(0, rows, each):
+            yield array.read(slice(start, min(start + each, rows)), read)
 
 
 def _write(
@@ -300,9 +315,9 @@ def _write(
     names: Sequence[str], written: Callable[[Path], None],
 ) -> list[Path]:  # fmt: skip
     """Writes all files into `folder`, and says when each is; the index last."""
-    paths, overflown = [folder / name for name in names], list[str]()
+    paths, overflown, leaves = [folder / name for name in names], list[str](), _Leaves(folder)
     for path, exports in zip(paths, files, strict=True):
-        overflown += _write_file(path, exports, framework)
+        overflown += _write_file(path, exports, framework, leaves)
         if not overflown:
             written(path)
     if overflown:
@@ -318,20 +333,26 @@ def _write(
     return paths
 
 
-def _write_file(path: Path, exports: Iterable[_Export], framework: str) -> list[str]:
+def _write_file(
+    path: Path, exports: Iterable[_Export], framework: str, leaves: _Leaves
+) -> list[str]:
     """Writes one file; the leaves with finite values that the wanted dtype cannot hold."""
     overflown: dict[str, None] = {}
     with path.open("wb") as file:
         file.write(_safetensors.header([export.tensor for export in exports], framework))
         for export in exports:
-            for block in export.blocks():
+            for block in leaves.blocks(export):
                 values, fits = _safetensors.cast(block, export.tensor.dtype)
                 if not fits:
-                    overflown |= dict.fromkeys(export.leaves)
-                file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+                    overflown |= dict.fromkeys(name for name, _ in export.sources.values())
+                file.write(_bytes_of(values))
         file.flush()
         os.fsync(file.fileno())  # Before it gets the name of a complete file.
     return [*overflown]
+
+
+def _bytes_of(x: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 def _index(files: Mapping[str, Sequence[_Export]]) -> str:

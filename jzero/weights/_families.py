@@ -15,7 +15,7 @@ from typing import Any
 
 from jzero import _json
 from jzero._errors import OptionError, message
-from jzero._json import Malformed
+from jzero._json import Malformed, Maybe
 from jzero.weights._layout import WeightLayout, WeightRule
 
 _T, _L = "model.layers.{i}.", "[model/]layers/{i}/"
@@ -131,16 +131,24 @@ def layout_or_none(who: str, given: Any, **needed_for: Any) -> WeightLayout | No
     return found
 
 
+_NAMES = (str, [str])
+_TABLE = {"rules": [{"tensors": _NAMES, "leaves": _NAMES}], "ignored": Maybe([str])}
+
+
 def _from_json(path: str) -> WeightLayout:
     """Of `{"extends": "llama", "rules": [{"tensors": "a.weight", "leaves": "a/scale"}]}`."""
     with _json.open_regular(path) as file:
         entries = _json.parse(file.read(_json.MAX_BYTES))
-    own = LAYOUTS[entries.pop("extends")] if "extends" in entries else WeightLayout(path, ())
+    if bad := _json.check(entries, _TABLE):
+        raise Malformed(*bad)
+    if (name := entries.pop("extends", None)) not in (None, *LAYOUTS):
+        raise Malformed(f"extends is {_json.shown(name)}, which is no layout")
+    own = WeightLayout(path, ()) if name is None else LAYOUTS[name]
     rules: list[dict[str, Any]] = [
         {key: tuple(x) if isinstance(x, list) else x for key, x in rule.items()}
         for rule in entries.pop("rules")
     ]
-    ignored = entries.pop("ignored", [])
+    ignored = entries.pop("ignored", None) or []
     made = own.extended(*(WeightRule(**rule) for rule in rules), **entries)
     return dataclasses.replace(made, ignored=(*made.ignored, *ignored))
 

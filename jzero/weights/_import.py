@@ -149,7 +149,10 @@ def _laid_out(
     config: Any,
 ) -> list[Pair]:  # fmt: skip
     """By a layout: of the leaves in `types`, if there are some."""
-    shapes, expected = {name: x.tensor.shape for name, x in held.items()}, Expected(layout, config)
+    shapes, expected = (
+        {name: x.tensor.shape for name, x in held.items()},
+        Expected(WHO, layout, config),
+    )
     wanted = {name: tuple(leaf.shape) for name, leaf in types.items()}
     plan = Planner(
         who, layout, expected, tensors=shapes, leaves=wanted or None, prefix=prefix
@@ -204,6 +207,10 @@ def _check_equal(who: str, first: _Held, second: _Held) -> None:
 
 def _check_like(like: Any) -> None:
     leaves = jax.tree.leaves(like)
+    if like is not None and not leaves:
+        raise OptionError(message(
+            WHO, f"like={shown(like)}, which has no leaves", "Its leaves are the parameters of a model.",
+            "Pass jax.eval_shape(model.init, ...)['params'], or leave it out."))  # fmt: skip
     if bad := [x for x in leaves if not (hasattr(x, "shape") and hasattr(x, "dtype"))]:
         raise OptionError(message(
             WHO, f"like has {bad[0]!r:.100}, which has no shape and dtype",

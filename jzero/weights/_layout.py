@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from jzero import _json
 from jzero._errors import OptionError, message
+from jzero._json import shown
 from jzero.weights._axes import Dims, axes_of, parse
 
 LAYER, PART = "i", "n"  # axes: of layers, and of the tensors (or leaves) of a rule
@@ -137,7 +139,15 @@ class WeightLayout:
         return bases.most_common(1)[0][0] if bases else None
 
     def check(self, who: str) -> None:
-        """That every rule is one."""
+        """That it has texts, and every rule is one."""
+        ignored = [*self.ignored] if isinstance(self.ignored, tuple) else self.ignored
+        own = {"name": self.name, "base": self.base, "ignored": ignored}
+        if odd := _json.check(own, {"name": str, "base": str, "ignored": [str]}):
+            raise OptionError(message(
+                who, [f"layout {shown(self.name)}: {x}" for x in odd],
+                "A layout has a name and a base, and a tuple of patterns that are ignored.",
+                "Write ignored=('vision_tower.*',), with its comma, and base='model.'.", "entries"
+            ))  # fmt: skip
         texts = [rule for rule in self.rules if _has_texts(rule)]
         names = {rule.tensors for rule in texts}
         bad = [

@@ -17,6 +17,7 @@ from jzero.weights._axes import Dims, Rearranged, Side, axes_of, fused, merged, 
 from jzero.weights._complete import Expected
 from jzero.weights._layout import LAYER, PART, Key, TensorShape, WeightLayout, WeightRule, numbered
 
+_HEADS = {"h", "k"}  # axes: of heads, and of the elements of one
 NamedShapes = Mapping[str, TensorShape]
 # Reads a part of an array by its name: a slice of each dim.
 ReadNamed = Callable[[str, tuple[slice, ...]], np.ndarray]
@@ -30,12 +31,14 @@ class Made(NamedTuple):
       shape: its own.
       sources: the names of those that it is made of; all have one dtype.
       read: some of its rows; it is given what reads these.
+      is_copy: whether it is one source as that is.
     """
 
     name: str
     shape: TensorShape
     sources: list[str]
     read: Callable[[slice, ReadNamed], np.ndarray]
+    is_copy: bool = False
 
 
 class Pair(NamedTuple):
@@ -87,7 +90,8 @@ class Pair(NamedTuple):
                 return move.read(layer, of_all, lambda i, index: by_name(self.leaves[i], index))
 
             shape = (self.lengths[part], *inner) if self.tensor.dims else ()
-            return Made(name, shape, self.leaves, read)
+            is_copy = self.leaf == self.tensor and len(self.tensors) == len(self.leaves) == 1
+            return Made(name, shape, self.leaves, read, is_copy)
 
         return itertools.starmap(made, enumerate(self.tensors))
 
@@ -153,6 +157,7 @@ class Planner:
         self._tensors, self._leaves = tensors, leaves
         matched, named = layout.match_tensors(tensors or ()), layout.match_leaves(leaves or ())
         self._of_tensors, self._of_leaves = matched.found, named.found
+        self._unfit = set[str]()
         self._numbered = (named if tensors is None else matched).num_layers
         self._bad = [f"tensor {name} is not in the layout" for name in matched.left]
         self._bad += [f"leaf {name} is not in the layout" for name in named.left]
@@ -217,6 +222,7 @@ class Planner:
                 yield self._pair(rule, tensors, leaves, is_stacked)
             except _Unfit as error:
                 self._bad.append(str(error))
+                self._unfit |= {*tensors}
 
     def _pair(
         self, rule: WeightRule, tensors: list[str], leaves: list[str], is_stacked: bool
@@ -233,10 +239,22 @@ class Planner:
             shapes = [(left, of_tensor), (right, of_leaf)]
             fits = all(shape is None or solve(sizes, dims, shape) for dims, shape in shapes * 2)
             if fits and sizes.keys() >= {*tensor.axes, *leaf.axes}:
+                if (wanted := self._expected.head_dim) and _HEADS <= {*axes_of(left)}:
+                    if sizes["k"] != wanted:
+                        raise _Unfit(f"{leaves[0]} {[*(of_leaf or ())]} has heads of {sizes['k']}, and "
+                                     f"config says {wanted}")  # fmt: skip
                 total = (shape_of(left, sizes) or (1,))[0]
                 lengths = lengths or self._known_lengths(rule, tensors[:num], total)
                 sizes = {axis: sizes[axis] for axis in tensor.axes}
                 return Pair(tensors, leaves, tensor, leaf, sizes, lengths)
+        if is_stacked and self._tensors is not None and of_leaf is not None:
+            dims, num_layers = _options(rule, rank, True), len(tensors) // num
+            at = [right.index((LAYER,)) for _, right in dims if len(right) == len(of_leaf)]
+            if at and of_leaf[at[0]] != num_layers:
+                raise _Unfit(
+                    f"{leaves[0]} {[*of_leaf]} has {of_leaf[at[0]]} layers in its dim {at[0]}, and the files "
+                    f"have {num_layers}; a rule whose axes have {LAYER} says which dim counts them"
+                )
         shown = ((tensors[0], of_tensor), (leaves[0], of_leaf))
         said = " and ".join(f"{name} {list(shape)}" for name, shape in shown if shape is not None)
         raise _Unfit(f"{said} do not fit: {rule.axes or 'their shapes are the same'}")
@@ -308,16 +326,17 @@ class Planner:
         self._bad += [f"tensor {name} has no leaf" for name in matched if name not in used]
         for rule in self._layout.rules if self._tensors is None else ():
             names = rule.tensors_of(0 if rule.is_layer else None)
-            if not rule.optional and not {*names} & {*made}:
+            if not rule.optional and not {*names} & {*made, *self._unfit}:
                 self._bad.append(f"leaf {rule.leaf_names[0]} is missing, of tensor {names[0]}")
 
     def _refuse(self, *first: str) -> None:
         if bad := [*dict.fromkeys([*first, *self._bad])]:
+            like = "" if self._tensors is None else ", or say which leaves there are (like)"
             raise CheckpointError(message(
                 self._who, bad,
                 f"Tensors and leaves are counterparts by the layout {self._layout.name}.",
-                "Take the layout of its family, extend it with rules (WeightLayout.extended), or say which "
-                "leaves there are (like).", "names"))  # fmt: skip
+                "Take the layout of its family, or extend it with rules (WeightLayout.extended)"
+                f"{like}.", "names"))  # fmt: skip
 
 
 def _options(rule: WeightRule, rank: int, is_stacked: bool) -> Iterator[tuple[Dims, Dims]]:

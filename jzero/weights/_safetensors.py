@@ -98,7 +98,8 @@ def read_header(who: str, file: WeightFile) -> list[Tensor]:
     except OSError as error:
         raise CheckpointError(message(
             who, f"{file} cannot be read: {error.strerror}", "It is a safetensors file, or an index of some.",
-            "Correct the path, or its permissions.")) from error  # fmt: skip
+            "Correct the path, or its permissions; do it again if it was replaced meanwhile."
+        )) from error  # fmt: skip
     except Malformed as error:
         raise CheckpointError(message(
             f"{who} {file}", list(error.args), "Its header says where in the file each tensor is.",

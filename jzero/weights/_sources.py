@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,12 @@ _NAMES = (
 _SPOOLED = 8  # tensors of an object that are on disk, since one leaf may be of several
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class LocalFile:
-    """A file on disk. Nothing is mapped: one that becomes shorter is an error, and no SIGBUS."""
+    """A file on disk, open from its first read on: what replaces it meanwhile is not read.
+
+    Nothing is mapped: one that becomes shorter is an error, and no SIGBUS.
+    """
 
     path: Path
 
@@ -44,23 +49,29 @@ class LocalFile:
         return _json.read_bytes(who, self.path)
 
     def ends_at(self, end: int) -> bool:
-        with _json.open_regular(self.path) as file:
-            return os.fstat(file.fileno()).st_size == end
+        return os.fstat(self._fd).st_size == end
 
     def read(self, start: int, nbytes: int) -> np.ndarray:
-        with _json.open_regular(self.path) as file:
-            data = np.fromfile(file, np.uint8, nbytes, offset=start)
-        _check(self, start, nbytes, len(data))
+        data, done = np.empty(nbytes, np.uint8), 0
+        while done < nbytes and (num := os.preadv(self._fd, [data[done:].data], start + done)):
+            done += num
+        _check(self, start, nbytes, done)
         return data
 
     @contextlib.contextmanager
     def opened(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """A descriptor, and where some bytes begin in what it is of."""
+        yield self._fd, start
+
+    @functools.cached_property
+    def _fd(self) -> int:
         with _json.open_regular(self.path) as file:
-            yield file.fileno(), start
+            fd = os.dup(file.fileno())
+        weakref.finalize(self, os.close, fd)
+        return fd
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class BucketFile:
     """An object of a bucket, read in ranges."""
 
@@ -122,7 +133,15 @@ def find(who: str, path: str | os.PathLike[str]) -> WeightFile:
     """The file of a path or a URL, or that which Hugging Face's loader takes of a directory."""
     if (bucket := Bucket.of(who, path)) is not None:
         above, _, name = bucket.prefix.rpartition("/")
-        return BucketFile(dataclasses.replace(bucket, prefix=above), name)
+        file = BucketFile(dataclasses.replace(bucket, prefix=above), name)
+        if name and not file.bucket.cut_short({name: 1}):
+            return file
+        missing = bucket.cut_short(dict.fromkeys(_NAMES, 1))
+        if names := [x for x in _NAMES if x not in missing]:
+            return BucketFile(bucket, names[0])
+        raise CheckpointError(message(
+            f"{who} {bucket}", f"there is no object {bucket}, and no {' or '.join(_NAMES)} below it",
+            "An object is read, or of a directory one of these.", "Correct the URL."))  # fmt: skip
     if not os.path.isdir(path):
         return LocalFile(Path(path))
     if found := [Path(path, name) for name in _NAMES if Path(path, name).exists()]:
@@ -135,29 +154,30 @@ def find(who: str, path: str | os.PathLike[str]) -> WeightFile:
 def read_part(
     file: WeightFile, start: int, shape: Sequence[int], dtype: np.dtype, index: Sequence[slice]
 ) -> np.ndarray:
-    """A part of an array that begins at `start`: whole rows at once, or of each row what lies together.
+    """A part of an array that begins at `start`: at once, or one after the other what lies together.
 
     Nothing is kept: columns that are next to each other come from the system's cache.
     """
-    if not shape:
-        return file.read(start, dtype.itemsize).view(dtype).reshape(())
-    row, each = (dtype.itemsize * math.prod(shape[i:]) for i in (1, 2))
-    rows, *cuts = (slice(*x.indices(size)) for x, size in zip(index, shape, strict=True))
-    begin, num = start + rows.start * row, rows.stop - rows.start
-    if all(cut == slice(0, size, 1) for cut, size in zip(cuts, shape[1:], strict=True)):
-        return file.read(begin, num * row).view(dtype).reshape(num, *shape[1:])
-    first, width = each * cuts[0].start, each * (cuts[0].stop - cuts[0].start)
+    box = [range(*x.indices(size)) for x, size in zip(index, shape, strict=True)]
+    each = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    # Dims after this one are read whole.
+    last = max((i for i, size in enumerate(shape) if len(box[i]) < size), default=0)
+    sizes, width = [*map(len, box)], dtype.itemsize * math.prod(map(len, box[last:]))
+    begins = np.array([sum(step * side.start for step, side in zip(each, box, strict=True))])
+    for step, size in zip(each[:last], sizes, strict=False):
+        begins = np.add.outer(begins, step * np.arange(size)).reshape(-1)
+    if len(begins) == 1:
+        return file.read(start + int(begins[0]), width).view(dtype).reshape(sizes)
     # In memory column after column, which is the order that whoever reads columns wants.
-    made = np.empty((width // dtype.itemsize, num), dtype)
-    tile = np.empty((min(TILE, num), width), np.uint8)
-    with file.opened(start, shape[0] * row) as (fd, at):
-        for i in range(0, num, TILE):
-            for k, part in enumerate(tile[: num - i], i):
-                from_start = begin - start + k * row + first
-                found = os.preadv(fd, [part], at + from_start)
-                _check(file, start + from_start, width, found)
-            made[:, i : i + TILE] = tile[: num - i].view(dtype).T
-    return made.T.reshape(num, -1, *shape[2:])[(slice(None), slice(None), *cuts[1:])]
+    made = np.empty((width // dtype.itemsize, len(begins)), dtype)
+    tile = np.empty((TILE, width), np.uint8)
+    with file.opened(start, math.prod(shape) * dtype.itemsize) as (fd, at):
+        for i in range(0, len(begins), TILE):
+            rows = tile[: len(begins) - i]
+            for row, begin in zip(rows, begins[i : i + TILE].tolist(), strict=True):
+                _check(file, start + begin, width, os.preadv(fd, [row], at + begin))
+            made[:, i : i + TILE] = rows.view(dtype).T
+    return made.T.reshape(sizes)
 
 
 def _check(file: WeightFile, start: int, nbytes: int, found: int) -> None:
