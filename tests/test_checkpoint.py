@@ -431,8 +431,8 @@ def test_a_data_iterator_may_go_on_while_it_is_saved(tmp_path, monkeypatch):
     train_step = sharded(3, (8,))
     state = train_step.init(new_state)
     place = {"next": 12, "shards": [1, 2]}
-    run, gate = _saver._Work.run, threading.Event()
-    monkeypatch.setattr(_saver._Work, "run", lambda work: (gate.wait(60), run(work))[1])
+    end, gate = _saver._Work._complete, threading.Event()
+    monkeypatch.setattr(_saver._Work, "_complete", lambda *args: (gate.wait(60), end(*args))[1])
     with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
         checkpointer.save(1, state, Count(place))
         place["next"] = 13
