@@ -78,8 +78,8 @@ def owner_in(bucket: Bucket) -> str | None:
 
 def of_another_machine(url: str, beat: int = 7) -> None:
     """The lock of a writer of which nobody here can tell whether it runs."""
-    holder = {"owner": ["node7", "boot pid:[1]", 12, 34, "token"], "beat": beat, "steps": None}
-    opened(url).write("_JZERO_WRITER", json.dumps(holder).encode())
+    owner = _lock.Owner("node7", "boot pid:[1]", 12, 34, "token")
+    opened(url).write("_JZERO_WRITER", _lock._text(owner, beat, None))
 
 
 # -- as in a directory --------------------------------------------------------------------------------
@@ -467,6 +467,39 @@ def test_a_step_that_nothing_shows(s3, proxy, train_step):
         proxy.disarm()
         assert checkpointer.steps() == [1]
         assert_restored(checkpointer.restore(new_state()))
+
+
+def test_a_copy_of_a_step_never_counts(s3, train_step):
+    """Beside others, and in the way of a later one: it has another step's values."""
+    bucket = opened(s3)
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(1, new_state())
+    for name, found in (bucket / "1").objects((bucket / "1").names()):
+        bucket.write(f"3/{name}", found.data)
+    for _ in range(2):
+        with jzero.Checkpointer(s3, train_step) as checkpointer:
+            assert checkpointer.latest_step() == 1
+            checkpointer.save(3, new_state())
+            with pytest.raises(jzero.CheckpointError, match="/3 was written by another process"):
+                checkpointer.wait()
+            assert checkpointer.steps() == [1]
+    (bucket / "3").remove([*(bucket / "3").names()])
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(3, new_state())
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_a_damaged_lock_hides_no_step(s3, train_step):
+    bucket = opened(s3)
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(1, new_state())
+        checkpointer.save(2, new_state())
+    data = bucket.read("_JZERO_WRITER").data
+    assert b"[1, 2]" in data
+    bucket.write("_JZERO_WRITER", data.replace(b"[1, 2]", b"[1, 3]"))
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        assert checkpointer.latest_step() == 2
 
 
 def test_objects_that_are_cut_short_or_missing(s3, train_step):

@@ -259,6 +259,8 @@ def test_steps_in_order(saved, train_step):
             jzero.CheckpointError, match="step 2 is not after step 2 .* remove the dir"
         ):
             checkpointer.save(2, new_state())
+        with pytest.raises(jzero.OptionError, match="step is True. It counts steps"):
+            checkpointer.save(True, new_state())
         with pytest.raises(jzero.OptionError, match="step is 2.5. It counts steps"):
             checkpointer.save(2.5, new_state())  # type: ignore[arg-type]
         with pytest.raises(jzero.OptionError, match="step is -1"):

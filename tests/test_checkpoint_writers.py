@@ -172,6 +172,11 @@ UNSAVABLE = {
     ),
     "text": ({"a": {"b": "text"}}, "a/b is a str. A checkpoint holds arrays and numbers"),
     "a key that ends in a slash": ({"a/": jnp.zeros(3)}, "has the key 'a/'. A checkpoint holds"),
+    "a key without a name": ({"": jnp.zeros(3)}, "has the key ''. A checkpoint holds"),
+    "a number for which JAX has no room": (
+        {"a": 5_000_000_000, "b": np.int64(7)},
+        "a has values beyond int32, as which JAX restores it without jax_enable_x64. A",
+    ),
     "a key with half a pair": ({"\udc80": jnp.zeros(3)}, "has the key '.udc80'"),
     "nothing": ({}, "the state is {}, without leaves. A checkpoint holds arrays"),
     "no arrays": ({"a": None}, "the state is {'a': None}, without leaves"),

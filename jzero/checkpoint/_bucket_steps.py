@@ -79,6 +79,7 @@ class BucketSteps(Steps):
     def _forget(self) -> None:
         """What is known only as long as no other process writes."""
         self._is_unknown = True
+        self._may_lag = False  # whether the steps are those of a list of objects
         self._latest: int | None = None
         self._claims: dict[int, bytes] = {}  # the versions of what this one has begun
         self._uncleared: set[int] = set()  # steps that it is to remove
@@ -122,16 +123,22 @@ class BucketSteps(Steps):
             there = {names[name]: found for name, found in self.where.objects(names)}
             self._latest = self.latest()
             self._uncleared = {x for x, found in there.items() if _mirror.is_claim(found)}
+            self._may_lag = self.lock.steps is None
             self.lock.steps, self._is_unknown = [*there], False
         for each in sorted(self._uncleared):
             self.remove(who, each)
         if self._latest is not None and step <= self._latest:
             self.check_is_last(who, step)
         found = self.where.read(f"{step}/{_seal.NAME}")
-        self.lock.steps = sorted({*(self.lock.steps or ()), step})
-        self.lock.check(who)  # After the look, as in `remove`.
         with self._not_lost(who, step):
-            version = found.version if found and _mirror.is_claim(found) else None
+            is_sealed = found is not None and not _mirror.is_claim(found)
+            if (
+                is_sealed and not self._may_lag
+            ):  # Somebody has copied a step, which is never to count.
+                raise Lost(f"{self.where / str(step)}")
+            self.lock.steps = sorted({*(self.lock.steps or ()), step})
+            self.lock.check(who)  # After the look, as in `remove`.
+            version = found.version if found and not is_sealed else None
             self._claims[step] = self._write_claim(step, version)
         return self.lock.owner
 

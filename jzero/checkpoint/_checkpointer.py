@@ -418,7 +418,7 @@ def _reached_preemption(step: int) -> bool:
 
 def _step_number(who: str, step: Any) -> int:
     try:
-        number = operator.index(step)
+        number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1
     if not 0 <= number < 2**31:

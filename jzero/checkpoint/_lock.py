@@ -9,6 +9,7 @@ shown nothing for minutes.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -386,7 +387,12 @@ def _beat(lock: Lock, owner: Owner, ended: Flag) -> None:
 
 
 def _text(owner: Owner | None, beat: int, steps: list[int] | None) -> bytes:
-    return json.dumps({"owner": owner, "beat": beat, "steps": steps}).encode()
+    said = {"owner": owner, "beat": beat, "steps": steps}
+    return json.dumps({**said, "digest": _digest(said)}).encode()
+
+
+def _digest(said: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def _parsed(found: Object) -> Holder:
@@ -395,7 +401,11 @@ def _parsed(found: Object) -> Holder:
         value = _json.parse(found.data)
     except _json.Malformed:
         value = {}
-    if _json.check(value, {"beat": int, "steps": Maybe([int])}):
+    is_wrong = _json.check(value, {"beat": int, "steps": Maybe([int]), "digest": str})
+    if (
+        is_wrong
+        or _digest({key: value.get(key) for key in ("owner", "beat", "steps")}) != value["digest"]
+    ):
         return Holder(None, found.version)
     owner = Owner.of(value.get("owner"))
     free = value.get("owner", ...) is None

@@ -51,6 +51,10 @@ def _problem(name: str, leaf: Any) -> str | None:
     if isinstance(leaf, CodedArray):
         return f"{name} rests in codes, whose rows are an array (eval_step.rows)"
     dtype = _dtype(leaf)
+    if not isinstance(leaf, jax.Array) and np.issubdtype(dtype, np.integer):
+        restored = jax.dtypes.canonicalize_dtype(dtype)
+        if restored != dtype and not np.array_equal(np.asarray(leaf).astype(restored), leaf):
+            return f"{name} has values beyond {restored}, as which JAX restores it without jax_enable_x64"
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or _can_hold(dtype):
         return None
     return f"{describe_leaf(name, np.shape(leaf), dtype)} has a dtype that cannot be written"
@@ -83,7 +87,9 @@ def _without_names(paths: Sequence[Path]) -> list[str]:
     """Leaves with a key that no file in the store can have: it ends where a path's part ends."""
     keys = {key: jax.tree_util.keystr((key,), simple=True) for key in {x for y in paths for x in y}}
     bad = {
-        x for x, key in keys.items() if key.strip("/") != key or "//" in key or not _is_text(key)
+        x
+        for x, key in keys.items()
+        if not key or key.strip("/") != key or "//" in key or not _is_text(key)
     }
     return [
         f"{jax.tree_util.keystr(path)[:200]!r} has the key {keys[key][:80]!r}"
