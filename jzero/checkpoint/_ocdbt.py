@@ -43,11 +43,10 @@ def directory(path: Path) -> dict[str, Any]:
     return {"driver": "file", "path": f"{path}/"}
 
 
-def context(cache_bytes: int = CACHE_BYTES, syncs: bool = True) -> tensorstore.Context:
+def context(cache_bytes: int = CACHE_BYTES) -> tensorstore.Context:
     """Like Orbax's: as many files at a time, and nodes of the tree are kept in memory, so many bytes."""
     return tensorstore.Context({
-        "file_io_concurrency": {"limit": 128}, "file_io_sync": syncs,
-        "cache_pool#ocdbt": {"total_bytes_limit": cache_bytes},
+        "file_io_concurrency": {"limit": 128}, "cache_pool#ocdbt": {"total_bytes_limit": cache_bytes},
     })  # fmt: skip
 
 

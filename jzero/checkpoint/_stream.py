@@ -25,8 +25,7 @@ def write_leaves(directory: Path, tree: Any, notes: dict[str, Any]) -> None:
     """Writes a checkpoint of `LeafSource`s to a new directory, seals and syncs it."""
     started = time.time_ns()
     directory.mkdir()
-    # It writes an eighth of that at once, and copies nothing; `_seal.write` syncs all of it.
-    writing = Writing(directory, 8 * AT_ONCE, syncs=False)
+    writing = Writing(directory, 8 * AT_ONCE)  # writes an eighth of it at once, and copies nothing
     writing.take(tree)
     writing.write()
     writing.complete()

@@ -80,18 +80,13 @@ class Writing:
       shared: of chunks of which several processes have parts, whose and where these are, by the leaf.
     """
 
-    def __init__(
-        self, directory: Path, save_bytes: int = SAVE_BYTES, syncs: bool = True
-    ) -> None:  # fmt: skip
-        """Writes into the directory of a tree; for `save_bytes` see [Note: memory of a save].
-
-        Without `syncs` no transaction waits for the disk, and who calls syncs the directory at the end.
-        """
+    def __init__(self, directory: Path, save_bytes: int = SAVE_BYTES) -> None:
+        """Writes into the directory of a tree; for `save_bytes` see [Note: memory of a save]."""
         self._directory = directory
         self._together = min(_TOGETHER, max(save_bytes // 8, 1))
         cache = min(_ocdbt.CACHE_BYTES, save_bytes // 8)
         self._room = save_bytes - 2 * self._together - cache
-        self._context = _ocdbt.context(cache, syncs)
+        self._context = _ocdbt.context(cache)
         self._parts: list[_Part] = []
         self._specs: dict[str, dict[str, Any]] = {}
         self._pins: dict[TileFiles, Pin] = {}  # keep what is in files, while steps go on
