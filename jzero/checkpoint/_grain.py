@@ -27,7 +27,7 @@ _SEEN, _FIRST_WORKER = "last_seen_indices", "0"  # of a DataLoader's state
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 # Where a `DataShard` stood when it was saved: its index, count and data, and its next global index.
-Place: TypeAlias = dict[str, Any]
+GrainPlace: TypeAlias = dict[str, Any]
 FORM = {"index": int, "count": int, "data": str, "next": int}
 
 
@@ -45,7 +45,7 @@ class DataShard:
     examples: int  # that Grain counts as one (a batch of a `MapDataset`)
     length: int  # how many times it counts one until the data end
 
-    def place(self, state: Any) -> Place:
+    def place(self, state: Any) -> GrainPlace:
         """Where it stands by a state of Grain's."""
         if isinstance(state, bytes):
             following = int(_loader(state)[_FIRST_WORKER]) + self.count
@@ -71,7 +71,7 @@ class DataShard:
         return {"next_index": taken}
 
 
-def position(places: list[Place], data: str) -> int:
+def position(places: list[GrainPlace], data: str) -> int:
     """Before which global index all shards have returned everything, and after it nothing."""
     count = places[0]["count"]
     check_sharded(count, places[0]["data"], len(places))

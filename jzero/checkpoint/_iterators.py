@@ -26,7 +26,7 @@ class SavedIterator(NamedTuple):
     """What `get_state()` of one process returned, and its place in Grain's data, or why it has none."""
 
     state: Any
-    place: _grain.Place | str | None
+    place: _grain.GrainPlace | str | None
 
 
 def state(iterator: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jzero._errors import StateError, a_type, describe_leaf, message
 from jzero.checkpoint._match import leaf_names, name_at
 from jzero.offload.memory._coded_array import CodedArray
 
-Path: TypeAlias = tuple[Any, ...]
+TreePath: TypeAlias = tuple[Any, ...]
 
 _ARRAYS = (jax.Array, np.ndarray)
 _NUMBERS = (int, float, complex, np.number, np.bool_)
@@ -83,7 +83,7 @@ def _is_empty(node: Any) -> bool:
     return found is not None and not found[0]
 
 
-def _without_names(paths: Sequence[Path]) -> list[str]:
+def _without_names(paths: Sequence[TreePath]) -> list[str]:
     """Leaves with a key that no file in the store can have: it ends where a path's part ends."""
     keys = {key: jax.tree_util.keystr((key,), simple=True) for key in {x for y in paths for x in y}}
     bad = {
@@ -99,9 +99,9 @@ def _without_names(paths: Sequence[Path]) -> list[str]:
     ]
 
 
-def _mixed(paths: Iterable[Path]) -> list[str]:
+def _mixed(paths: Iterable[TreePath]) -> list[str]:
     """Nodes, empty ones among them, of which some have numbers in a sequence: Orbax cannot read them."""
-    kinds: dict[Path, set[bool]] = {}
+    kinds: dict[TreePath, set[bool]] = {}
     while paths := dict.fromkeys(path for path in paths if path):
         for path in paths:
             is_index = isinstance(path[-1], jax.tree_util.SequenceKey)

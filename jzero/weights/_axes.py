@@ -18,7 +18,7 @@ import numpy as np
 TILE = 32  # rows or columns that are transposed together: two cache lines of float32
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim its axes, outermost first
-Box = Mapping[str, tuple[int, int]]  # of each axis a range
+AxisRanges = Mapping[str, tuple[int, int]]  # of each axis a range
 # Reads a part of the array with this number: a slice of each dim.
 Read = Callable[[int, tuple[slice, ...]], np.ndarray]
 
@@ -57,7 +57,7 @@ class Rearranged(NamedTuple):
         parts = [self._read_box({**box, **part}, read) for part in boxes]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _read_box(self, box: Box, read: Read) -> np.ndarray:
+    def _read_box(self, box: AxisRanges, read: Read) -> np.ndarray:
         bounds = [_bounds(axes, self.sizes, box) for axes in self.source.dims]
         index, inner = tuple(b[0] for b in bounds), [n for b in bounds for n in b[1]]
         cuts = tuple(cut for b in bounds for cut in b[2])
@@ -147,7 +147,9 @@ def _neighbours(dims: Dims) -> set[tuple[str, str]]:
     return {pair for group in dims for pair in itertools.pairwise(group)}
 
 
-def _boxes(axes: Sequence[str], sizes: Mapping[str, int], start: int, stop: int) -> Iterator[Box]:
+def _boxes(
+    axes: Sequence[str], sizes: Mapping[str, int], start: int, stop: int
+) -> Iterator[AxisRanges]:
     """Boxes that have, in turn, the positions from `start` to `stop` of axes that are one dim."""
     axis, *inner = axes
     each = math.prod(sizes[name] for name in inner)
@@ -164,7 +166,7 @@ def _boxes(axes: Sequence[str], sizes: Mapping[str, int], start: int, stop: int)
 
 
 def _bounds(
-    axes: Sequence[str], sizes: Mapping[str, int], box: Box
+    axes: Sequence[str], sizes: Mapping[str, int], box: AxisRanges
 ) -> tuple[slice, list[int], list[slice]]:
     """The slice of a dim that encloses a box; the lengths of its axes in it, and the box in these."""
     offset, lengths = 0, list[int]()

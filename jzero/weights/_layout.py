@@ -19,13 +19,15 @@ from jzero.weights._axes import Dims, axes_of, parse
 
 LAYER, PART = "i", "n"  # axes: of layers, and of the tensors (or leaves) of a rule
 TensorShape = tuple[int, ...]
-Key = tuple[int | None, int]  # a layer, or None for all or none; and which of the rule's names
+TensorKey = tuple[
+    int | None, int
+]  # a layer, or None for all or none; and which of the rule's names
 
 
 class Matched(NamedTuple):
     """For each rule the names that are there; those of no rule; and how many layers are numbered, from 0."""
 
-    found: list[dict[Key, str]]
+    found: list[dict[TensorKey, str]]
     left: list[str]
     num_layers: int
 
@@ -203,7 +205,7 @@ def _match(
     )  # fmt: skip
     found, taken = [], set[str]()
     for each in spelled:
-        hits: dict[Key, str] = {}
+        hits: dict[TensorKey, str] = {}
         for part, spelling in each:
             for layer in range(num) if "{i}" in spelling else [None]:
                 name = called.get(numbered(spelling, layer))

@@ -15,7 +15,15 @@ import numpy as np
 from jzero._errors import CheckpointError, message
 from jzero.weights._axes import Dims, Rearranged, Side, axes_of, fused, merged, shape_of, solve
 from jzero.weights._complete import Expected
-from jzero.weights._layout import LAYER, PART, Key, TensorShape, WeightLayout, WeightRule, numbered
+from jzero.weights._layout import (
+    LAYER,
+    PART,
+    TensorKey,
+    TensorShape,
+    WeightLayout,
+    WeightRule,
+    numbered,
+)
 
 _HEADS = {"h", "k"}  # axes: of heads, and of the elements of one
 NamedShapes = Mapping[str, TensorShape]
@@ -167,7 +175,7 @@ class Planner:
         for rule, matched, named in zip(
             self._layout.rules, self._of_tensors, self._of_leaves, strict=True
         ):
-            found: Mapping[Key, str] = matched
+            found: Mapping[TensorKey, str] = matched
             if self._leaves is None:
                 # Of rules for the same tensors the first one counts; a tied head comes with its tensor only.
                 if used & {*found.values()} or (rule.optional and not found):
@@ -198,8 +206,8 @@ class Planner:
         return Plan(pairs, equal)
 
     def _pairs(
-        self, rule: WeightRule, found: Mapping[Key, str],
-        named: Mapping[Key, str], num: int, is_stacked: bool,
+        self, rule: WeightRule, found: Mapping[TensorKey, str],
+        named: Mapping[TensorKey, str], num: int, is_stacked: bool,
     ) -> Iterator[Pair]:  # fmt: skip
         """Of a rule: one for all layers if they are in one leaf, or else one for each."""
         layers: Sequence[int | None] = range(num) if rule.is_layer else [None]
@@ -308,7 +316,7 @@ class Planner:
                 return shape[at] if len(shape) > at else 0
         return 0
 
-    def _tied_to(self, rule: WeightRule) -> Mapping[Key, str]:
+    def _tied_to(self, rule: WeightRule) -> Mapping[TensorKey, str]:
         at = [x.tensors for x in self._layout.rules].index(rule.tied)
         return self._of_tensors[at]
 
@@ -357,12 +365,12 @@ def _is_counted(rule: WeightRule) -> bool:
 
 def _names(
     layers: Iterable[int | None], of_layer: Callable[[int | None], Iterable[str]]
-) -> dict[Key, str]:
+) -> dict[TensorKey, str]:
     return {(i, part): name for i in layers for part, name in enumerate(of_layer(i))}
 
 
 def _wrong(
-    kind: str, found: Mapping[Key, str], paths: Sequence[str],
+    kind: str, found: Mapping[TensorKey, str], paths: Sequence[str],
     layers: Iterable[int | None],
 ) -> Iterator[str]:  # fmt: skip
     """What is missing of a rule's names, and what is too many."""

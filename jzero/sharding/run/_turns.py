@@ -33,7 +33,7 @@ _LARGE = 2**30  # bytes of a gather whose latency is nothing beside its time
 def balance(devices: Sequence[jax.Device], group: Collection[int]) -> float:
     """Multiplications in the time in which a byte is gathered by a group of these devices.
 
-    By the target that the devices are: [Note: the device that a program is for].
+    By the target that the devices are (`jzero.targets`).
     """
     target, topology = target_of(devices), topology_of(devices)
     time = collective_time("all-gather", group, _LARGE, target, topology)
