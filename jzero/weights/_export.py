@@ -305,7 +305,8 @@ class _Leaves:
             return read_part(self._files[name], 0, store.shape, dtype, index)
 
         rows = (*array.shape, 1)[0] if export.nbytes else 0
-        each = max(_stream.AT_ONCE // 2 * rows // max(export.nbytes, 1), 1)
+        # So small that malloc keeps its memory: new pages take longer than the read.
+        each = max(_stream.AT_ONCE // 4 * rows // max(export.nbytes, 1), 1)
         for start in range(0, rows, each):
             yield array.read(slice(start, min(start + each, rows)), read)
 
