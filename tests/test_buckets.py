@@ -495,9 +495,10 @@ def test_a_damaged_lock_hides_no_step(s3, train_step):
     with jzero.Checkpointer(s3, train_step) as checkpointer:
         checkpointer.save(1, new_state())
         checkpointer.save(2, new_state())
-    data = bucket.read("_JZERO_WRITER").data
-    assert b"[1, 2]" in data
-    bucket.write("_JZERO_WRITER", data.replace(b"[1, 2]", b"[1, 3]"))
+    found = bucket.read("_JZERO_WRITER")
+    assert found is not None
+    assert b"[1, 2]" in found.data
+    bucket.write("_JZERO_WRITER", found.data.replace(b"[1, 2]", b"[1, 3]"))
     with jzero.Checkpointer(s3, train_step) as checkpointer:
         assert checkpointer.latest_step() == 2
 

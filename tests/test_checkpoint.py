@@ -430,7 +430,7 @@ def test_a_data_iterator_may_go_on_while_it_is_saved(tmp_path, monkeypatch):
     """`get_state()` may return the dict that the iterator counts in: saved is where it stood at `save`."""
     train_step = sharded(3, (8,))
     state = train_step.init(new_state)
-    place = {"next": 12, "shards": [1, 2]}
+    place: dict[str, Any] = {"next": 12, "shards": [1, 2]}
     end, gate = _saver._Work._complete, threading.Event()
     monkeypatch.setattr(_saver._Work, "_complete", lambda *args: (gate.wait(60), end(*args))[1])
     with jzero.Checkpointer(tmp_path, train_step) as checkpointer:

@@ -53,7 +53,7 @@ def modelled(*texts, under_way=1):
     """The time of a step that starts these programs, or copies, one after the other."""
     started = [Started(read_program(x)) if isinstance(x, str) else x for x in texts]
     found = schedule_of(started, {"data": 2}, TARGET, Topology(1, 2), under_way)
-    exposed = sum(c.exposed_seconds for c in found.collectives)
+    exposed = sum(c.exposed_seconds or 0.0 for c in found.collectives)
     assert exposed == pytest.approx(found.exposed_seconds)  # each wait belongs to a collective
     return found
 

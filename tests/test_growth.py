@@ -1,8 +1,10 @@
 """Work grows with the leaves of a step and not with their square: counted in lines of jzero that run."""
 
 import collections
+import functools
 import os
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +57,12 @@ def within_a_layer(params, x):
 
 def loops(params, x):
     """A loop for each leaf, forwards and backwards."""
+
+    def turn(w, x, _):
+        return jnp.tanh(x @ w), None
+
     for w in params.values():
-        x, _ = jax.lax.scan(lambda x, _, w=w: (jnp.tanh(x @ w), None), x, None, length=2)
+        x, _ = jax.lax.scan(functools.partial(turn, w), x, None, length=2)
     return jnp.mean(x**2)
 
 
@@ -86,7 +92,7 @@ def accumulating(loss):
     return value_and_grad
 
 
-STEPS = {
+STEPS: dict[str, Any] = {
     "unrolled": (square, step_of(one_after_the_other), {}),
     "stage 1": (square, step_of(one_after_the_other), {"stage": 1}),
     "clipped": (square, step_of(one_after_the_other, optax.chain(
@@ -113,7 +119,7 @@ STEPS = {
 
 def lines_of(fn):
     """How often each function of jzero runs one of its lines: loops on one line count each time, too."""
-    found = collections.Counter()
+    found: collections.Counter[Any] = collections.Counter()
 
     def count(frame, event, _):
         if event == "line":

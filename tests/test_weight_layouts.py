@@ -612,11 +612,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
            (LLAMA | {"hidden_size": "8"}, "hidden_size of config is '8'"),
            ({"model_type": "phi3"}, "model_type of config is 'phi3'")])},
     **{f"layout of no texts {i}": (
-        {}, {"layout": jzero.LAYOUTS["llama"].extended(**changes)}, ["import: layout ", said])
-       for i, (changes, said) in enumerate([
+        {}, {"layout": jzero.LAYOUTS["llama"].extended(**changes)},
+        ["import: layout ", said])
+       for i, (changes, said) in enumerate(list[tuple[dict[str, Any], str]]([
            ({"ignored": "vision_tower.*"}, "ignored is 'vision_tower.*', not a list"),
            ({"ignored": (3,)}, "ignored.0 is 3, not a text"),
-           ({"base": None}, "base is None, not a text"), ({"name": 5}, "name is 5, not a text")])},
+           ({"base": None}, "base is None, not a text"), ({"name": 5}, "name is 5, not a text")]))},
     "dtype": ({}, {"dtype": "int8"}, ["dtype='int8'"]),
     **{f"like {i}": ({}, {"like": like}, ["which has no shape and dtype"])
        for i, like in enumerate([example, {"a": 3}])},
