@@ -54,8 +54,14 @@ HEADER = (
 class GPT(model.GPT):
     """With a name for what enters a block, which a policy of the step's own may ask for."""
 
-    def block(self, x: jax.Array, weights: Any, constrain: Constrain = unchanged) -> jax.Array:
-        return super().block(checkpoint_name(x, "block input"), weights, constrain)
+    def block(
+        self,
+        x: jax.Array,
+        weights: Any,
+        constrain: Constrain = unchanged,
+        gathered: Any = unchanged,
+    ) -> jax.Array:
+        return super().block(checkpoint_name(x, "block input"), weights, constrain, gathered)
 
 
 def measure(layout: tuple[bool, int, str, int], where: str, devices: int) -> dict[str, Any]:

@@ -69,8 +69,10 @@ class GPT(gpt.GPT):
         return jax.checkpoint(layer, prevent_cse=False, policy=RECOMPUTE[self.recompute])
 
     def block(
-        self, x: jax.Array, weights: Any, constrain: gpt.Constrain = gpt.unchanged
-    ) -> jax.Array:
+        self, x: jax.Array, weights: Any, constrain: gpt.Constrain = gpt.unchanged,
+        gathered: Callable[[Any], Any] = gpt.unchanged,
+    ) -> jax.Array:  # fmt: skip
+        weights = gathered(weights)
         attend = {"whole": _attend, "in parts": _attend_in_parts}[self.attention]
         scales = weights["scales"][:, None, None]
         if self.model_parallel:

@@ -93,11 +93,15 @@ through_float8.defvjp(lambda w: (through_float8(w), None), lambda _, grad: (grad
 class Float8GPT(GPT):
     """A GPT that casts its matrices to float8 itself, so that these bytes are gathered."""
 
-    def block(self, x: jax.Array, weights: Any, constrain: Any = None) -> jax.Array:
+    def block(
+        self, x: jax.Array, weights: Any, constrain: Any = None, gathered: Any = None
+    ) -> jax.Array:
         cast = {name: through_float8(w) for name, w in weights.items() if name != "scales"}
         return super().block(x, weights | cast)
 
-    def loss(self, params: Any, tokens: jax.Array, constrain: Any = None) -> jax.Array:
+    def loss(
+        self, params: Any, tokens: jax.Array, constrain: Any = None, gathered: Any = None
+    ) -> jax.Array:
         return super().loss(params | {"embed": through_float8(params["embed"])}, tokens)
 
 
