@@ -15,6 +15,7 @@ import zoo
 from jzero.segments import _programs
 from jzero.sharding.plan import _layout
 from jzero.sharding.run import _interpret, _loops, _queue
+from jzero.sharding.run._values import Unreduced
 from jzero.tracing import _jaxpr
 
 TIED = programs.VOCAB * programs.WIDTH  # elements of the table that looks up and makes logits
@@ -62,16 +63,17 @@ def test_reductions_of_a_layer_run_one_after_the_other(alone, monkeypatch):
 
 
 def products_behind(jaxpr):
-    """For each reduction in order: how many products it waits for, and whether for the one before it."""
+    """For each reduction in order: how many products it waits for, and for which of those before it."""
     behind: dict[object, set[int]] = {}
-    found, previous = [], None
+    found: list[tuple[int, set[int]]] = []
+    reductions: list[int] = []
     for i, eqn in enumerate(jaxpr.eqns):
         reads = [a for a in eqn.invars if not _jaxpr.is_literal(a)]
         before = set().union(*(behind.get(atom, set()) for atom in reads))
         if eqn.primitive.name == "reduce_scatter":
             products = [j for j in before if jaxpr.eqns[j].primitive.name == "dot_general"]
-            found.append((len(products), previous in before))
-            previous = i
+            found.append((len(products), {n for n, j in enumerate(reductions) if j in before}))
+            reductions.append(i)
         behind |= dict.fromkeys(eqn.outvars, before | {i})
     return found
 
@@ -81,7 +83,7 @@ def products_behind(jaxpr):
 def test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients(
     remat, accumulate, monkeypatch
 ):
-    """And not in that of the update, in which the first would wait for the last gradient."""
+    """In two groups, and not in the order of the update: the first would wait for the last gradient."""
     monkeypatch.setattr(_queue, "REDUCED_ALONE", 0)
     model = programs.Model(depth=3, scan=False, remat=remat)
     train_step = small.shard_train_step(programs.train_step, accumulate=accumulate)
@@ -91,7 +93,20 @@ def test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients(
     products = [num for num, _ in found]
     assert len(products) == 3 * 2 + 1
     assert products == sorted(set(products))
-    assert [after for _, after in found] == [False] + [True] * 6
+    waits = [bool(waited) for _, waited in found]
+    first = waits.index(True)
+    assert waits == [False] * first + [True] * (7 - first)
+    # The second half waits for all of the first, and none for one of its own half.
+    assert [waited for _, waited in found[first:]] == [set(range(first))] * (7 - first)
+
+
+def noted(queue, sizes):
+    """Of gradients of so many bytes, made and reduced in this order: for how many tokens each waits."""
+    found = []
+    for made, nbytes in enumerate(sizes):
+        found.append(len(queue.reduction_tokens(made, nbytes)))
+        queue.note_reduction(jnp.ones(4), made, nbytes)
+    return found
 
 
 @pytest.mark.parametrize("alone", [0, 2**30])
@@ -99,10 +114,27 @@ def test_a_small_reduction_waits_for_a_large_one_not_the_reverse(alone, monkeypa
     """Were it free, the compiler would combine the last small one with the first large one."""
     monkeypatch.setattr(_queue, "REDUCED_ALONE", alone)
     queue = _queue.GatherQueue(limit=0)
-    assert queue.reduction_tokens(made=1) == []
-    queue.note_reduction(jnp.ones(4), made=1, nbytes=16)
-    assert queue.reduction_tokens(made=0) == []
-    assert len(queue.reduction_tokens(made=2)) == (alone == 0)
+    assert noted(queue, [16, 16]) == [0, int(alone == 0)]
+    assert queue.reduction_tokens(0, 16) == []  # of an earlier one
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes", "expected"),
+    [
+        (100, [5, 5, 5, 5], [0, 0, 1, 1]),  # two halves
+        (100, [10, 10, 10, 2, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1]),
+        (100, [6, 6, 6, 2, 2, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1]),
+        (3, [2, 2, 1, 2], [0, 1, 1, 1]),  # a bound below the half: three groups
+        (0, [5, 5, 5], [0, 1, 1]),
+        (100, [5, 0, 5], [0, 0, 1]),  # a small one joins, and counts for nothing
+    ],
+)
+def test_a_group_has_half_of_the_bytes_or_the_limit(limit, sizes, expected, monkeypatch):
+    monkeypatch.setattr(_queue, "REDUCED_ALONE", 1)
+    queue = _queue.GatherQueue(limit)
+    waiting = [Unreduced(jnp.ones(n, jnp.int8), 1.0, jnp.int8) for n in sizes]
+    queue.expect(waiting)
+    assert noted(queue, sizes) == expected
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

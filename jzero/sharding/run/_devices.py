@@ -351,7 +351,7 @@ class Devices:
     def _scatter(self, total: jax.Array, dim: int, value: Unreduced) -> jax.Array:
         """`total [n, d]` of each device -> this device's `[n/k, d]` of their sum, when it is its turn."""
         total = _collectives.pad(total, dim, self.num_shards)
-        tokens = self.queue.reduction_tokens(value.made)
+        tokens = self.queue.reduction_tokens(value.made, total.nbytes)
         shard = self.reduce_scatter(total, dim, value.name, value.coded, tokens)
         self.queue.note_reduction(shard, value.made, total.nbytes)
         return shard

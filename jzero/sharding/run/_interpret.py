@@ -284,15 +284,16 @@ class Interpreter:
         self._reduce_all([value for value in values if waits(value)])
 
     def _reduce_all(self, due: Sequence[Unreduced]) -> None:
+        self.devices.queue.expect(due)
         for value in sorted(due, key=lambda value: value.made):
             self.devices.settle(value)
 
     def hand_out(self, values: Sequence[Value], held: Sequence[bool]) -> list[Value]:
         """What a loop's body hands out: reduced in order, unless a loop around it is to do that."""
         outs = list(values)
-        for i in in_order_made(outs):
-            if (self.hold or held[i]) and waits(outs[i]):
-                continue
+        due = [i for i in in_order_made(outs) if not (self.hold or held[i]) or not waits(outs[i])]
+        self.devices.queue.expect([outs[i] for i in due])
+        for i in due:
             reduce = self.devices.settle if self.microbatch is None else self.devices.scatter
             outs[i] = reduce(outs[i])
         return outs

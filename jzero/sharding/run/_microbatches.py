@@ -183,6 +183,7 @@ def _loop(
         _run_turn(inner, frame, local, phase)
         terms = [local.values[s.var] for s in sums]
         totals = carry[: len(terms)]
+        inner.devices.queue.expect(terms)
         for i in in_order_made(terms):
             totals[i] = sums[i].add(inner, totals[i], terms[i])
         lasts = [

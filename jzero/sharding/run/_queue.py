@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the collectives of a pass run: gathers ahead by so many bytes, reductions one after the other."""
+"""When the collectives of a pass run: gathers ahead by so many bytes, reductions group after group."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero.sharding.run._values import Value, waits
+
 # [Note: tokens of a pass]
 # A gather that starts too early is the gather of the pass before: the compiler lets one serve both, and
 # every parameter is alive in between. One that starts too late has nothing to hide behind. So each waits,
@@ -21,12 +23,15 @@ from jax import lax
 # test_prefetch.py::test_gathers_of_an_unrolled_model_wait_for_compute).
 
 # [Note: reductions in order]
-# The compiler combines the reductions of a pass, or of a loop's body, into few at its end: nothing hides
-# them, and all gradients wait for them. So each waits for the one before it, and they run in the order in
-# which their gradients were made (`Unreduced.made`); an update reads them in about the reverse one
+# The compiler combines the reductions of a pass, or of a loop's body, into one at its end: all gradients
+# wait for it, whole. One after the other each would take a latency, which grows with the devices. So they
+# run in two groups, of about half of the bytes each, or in more if `limit` is less; an update reads them in
+# about the reverse of the order in which they were made (`Unreduced.made`). Those of a group do not wait
+# for each other, so that the compiler combines them, but for all of the group before: it would else combine
+# one that nothing waits for with those of a later group
 # (test_reductions.py::test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients). Small ones
-# may be combined, but wait for a large one: free, the first large one would be combined with the last
-# small one (test_reductions.py::test_a_small_reduction_waits_for_a_large_one_not_the_reverse).
+# join a group and nothing waits for them: free, the first large one would be combined with the last small
+# one (test_reductions.py::test_a_small_reduction_waits_for_a_large_one_not_the_reverse).
 
 # The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
 # random bits may be there before anything else is.
@@ -35,6 +40,28 @@ PRODUCTS = frozenset(
 )
 
 REDUCED_ALONE = 2**22  # bytes; a larger reduction keeps the wire busy on its own
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """Reductions that do not wait for each other, but for those of the group before.
+
+    Attributes:
+      after: a token of these, if there are any.
+      made: which of the large gradients was made last.
+      nbytes: of the large ones together.
+      tokens: one of each large one.
+    """
+
+    after: list[jax.Array] = dataclasses.field(default_factory=list)
+    made: int = -1
+    nbytes: int = 0
+    tokens: list[jax.Array] = dataclasses.field(default_factory=list)
+
+    def next_group(self) -> _Group:
+        """The one that waits for this one."""
+        first, *rest = self.tokens
+        return _Group([not_before(first, rest)], self.made)
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,7 +76,8 @@ class GatherQueue:
         whose gather may start after the product with            -    -    -    1st  3rd     4th
 
     Attributes:
-      limit: how many gathered bytes may be ahead of the compute that first uses them; with 0, none are.
+      limit: how many gathered bytes may be ahead of the compute that first uses them; with 0, none are. And
+        how many bytes of whole gradients are reduced together.
       in_order: whether reductions wait for each other ([Note: reductions in order]).
       start: a token from the pass before, for which every gather waits ([Note: tokens of a pass]).
       latest: what was computed last and differs between devices; the next pass starts after it.
@@ -64,7 +92,8 @@ class GatherQueue:
     _ahead: deque[tuple[int, jax.Array | None]] = dataclasses.field(default_factory=deque)
     _ahead_bytes: int = 0
     _all_ahead: bool = True
-    _reduced: tuple[int, jax.Array] | None = None
+    _half: float = math.inf
+    _group: _Group = dataclasses.field(default_factory=_Group)
 
     def tokens(self, nbytes: int) -> list[jax.Array]:
         """What the next gather, of so many bytes, waits for."""
@@ -95,19 +124,29 @@ class GatherQueue:
         if primitive in PRODUCTS:
             self.product = x
 
-    def reduction_tokens(self, made: int) -> list[jax.Array]:
-        """What the reduction of the `made`th value waits for: that of an earlier one, not of a later.
+    def expect(self, values: Sequence[Value]) -> None:
+        """What is reduced next: in two groups, or in more."""
+        self._half = sum(value.x.nbytes for value in values if waits(value)) / 2
+
+    def reduction_tokens(self, made: int, nbytes: int) -> list[jax.Array]:
+        """What the reduction of the `made`th value, of so many bytes, waits for: the group before its own.
 
         The reason is in [Note: reductions in order].
         """
-        if not self.in_order or self._reduced is None or self._reduced[0] >= made:
+        group = self._group
+        if not self.in_order or made < group.made:
             return []
-        return [token_of(self._reduced[1])]
+        full = group.nbytes + nbytes / 2 > self._half or group.nbytes + nbytes > self.limit
+        if full and group.tokens and nbytes >= REDUCED_ALONE:
+            self._group, self._half = group.next_group(), math.inf
+        return self._group.after
 
     def note_reduction(self, shard: jax.Array, made: int, nbytes: int) -> None:
         """Remembers a reduction of so many bytes."""
         if nbytes >= REDUCED_ALONE:
-            self._reduced = made, shard
+            self._group.made = max(made, self._group.made)
+            self._group.nbytes += nbytes
+            self._group.tokens.append(token_of(shard))
 
     def next_pass(self, limit: int | None = None) -> GatherQueue:
         """The queue of the pass that starts now; the one before has computed something."""

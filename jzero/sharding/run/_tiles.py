@@ -232,7 +232,7 @@ def _reduced_product(
     total, last = _one_ahead(tiles, made(0, tiles.tile), made, turn, total)
     for start, tile in last:
         # The compiler would combine it with those of other matrices, for which all would wait.
-        tile = not_before(tile, devices.queue.reduction_tokens(result.made))
+        tile = not_before(tile, devices.queue.reduction_tokens(result.made, tile.nbytes))
         total = put(total, start, reduced(tile))
     return total
 
