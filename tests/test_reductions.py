@@ -119,7 +119,7 @@ def test_a_small_reduction_waits_for_a_large_one_not_the_reverse(alone, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("limit", "sizes", "expected"),
+    ("together", "sizes", "expected"),
     [
         (100, [5, 5, 5, 5], [0, 0, 1, 1]),  # two halves
         (100, [10, 10, 10, 2, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1]),
@@ -129,9 +129,9 @@ def test_a_small_reduction_waits_for_a_large_one_not_the_reverse(alone, monkeypa
         (100, [5, 0, 5], [0, 0, 1]),  # a small one joins, and counts for nothing
     ],
 )
-def test_a_group_has_half_of_the_bytes_or_the_limit(limit, sizes, expected, monkeypatch):
+def test_a_group_has_half_of_the_bytes_or_the_limit(together, sizes, expected, monkeypatch):
     monkeypatch.setattr(_queue, "REDUCED_ALONE", 1)
-    queue = _queue.GatherQueue(limit)
+    queue = _queue.GatherQueue(0, together)
     waiting = [Unreduced(jnp.ones(n, jnp.int8), 1.0, jnp.int8) for n in sizes]
     queue.expect(waiting)
     assert noted(queue, sizes) == expected

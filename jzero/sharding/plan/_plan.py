@@ -65,6 +65,15 @@ class Exchange:
     gather_codes: Blocks | None = None
     reduce_codes: tuple[tuple[str, Blocks | None], ...] = ()
 
+    @property
+    def reduced_together(self) -> int:
+        """How many bytes of whole gradients are alive to be reduced together.
+
+        A quarter of what gathers have: enough for the wires, and two groups are alive at once.
+        """
+        together = self.prefetch_bytes // 4
+        return together if self.tile_bytes is None else min(together, self.tile_bytes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Microbatches:

@@ -383,11 +383,12 @@ class Interpreter:
 
         What a loop that holds both passes keeps on the host leaves and comes back inside of its program.
         """
+        queue = self.devices.queue
         devices = dataclasses.replace(
             self.devices,
             scope=object(),
             queue=GatherQueue(
-                self.devices.queue.limit, start=None if after is None else token_of(after)
+                queue.limit, queue.together, start=None if after is None else token_of(after)
             ),
             divergent=divergent or self.devices.divergent,
         )

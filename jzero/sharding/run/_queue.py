@@ -25,10 +25,10 @@ from jzero.sharding.run._values import Value, waits
 # [Note: reductions in order]
 # The compiler combines the reductions of a pass, or of a loop's body, into one at its end: all gradients
 # wait for it, whole. One after the other each would take a latency, which grows with the devices. So they
-# run in two groups, of about half of the bytes each, or in more if `limit` is less; an update reads them in
-# about the reverse of the order in which they were made (`Unreduced.made`). Those of a group do not wait
-# for each other, so that the compiler combines them, but for all of the group before: it would else combine
-# one that nothing waits for with those of a later group
+# run in two groups, of about half of the bytes each, or in more where that is beyond `together`; an update
+# reads them in about the reverse of the order in which they were made (`Unreduced.made`). Those of a group do
+# not wait for each other, so that the compiler combines them, but for all of the group before: it would else
+# combine one that nothing waits for with those of a later group
 # (test_reductions.py::test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients). Small ones
 # join a group and nothing waits for them: free, the first large one would be combined with the last small
 # one (test_reductions.py::test_a_small_reduction_waits_for_a_large_one_not_the_reverse).
@@ -76,8 +76,8 @@ class GatherQueue:
         whose gather may start after the product with            -    -    -    1st  3rd     4th
 
     Attributes:
-      limit: how many gathered bytes may be ahead of the compute that first uses them; with 0, none are. And
-        how many bytes of whole gradients are reduced together.
+      limit: how many gathered bytes may be ahead of the compute that first uses them; with 0, none are.
+      together: how many bytes of whole gradients are reduced together.
       in_order: whether reductions wait for each other ([Note: reductions in order]).
       start: a token from the pass before, for which every gather waits ([Note: tokens of a pass]).
       latest: what was computed last and differs between devices; the next pass starts after it.
@@ -85,6 +85,7 @@ class GatherQueue:
     """
 
     limit: int
+    together: int = 0
     in_order: bool = True
     start: jax.Array | None = None
     latest: jax.Array | None = None
@@ -136,7 +137,7 @@ class GatherQueue:
         group = self._group
         if not self.in_order or made < group.made:
             return []
-        full = group.nbytes + nbytes / 2 > self._half or group.nbytes + nbytes > self.limit
+        full = group.nbytes + nbytes / 2 > self._half or group.nbytes + nbytes > self.together
         if full and group.tokens and nbytes >= REDUCED_ALONE:
             self._group, self._half = group.next_group(), math.inf
         return self._group.after
@@ -152,7 +153,9 @@ class GatherQueue:
         """The queue of the pass that starts now; the one before has computed something."""
         assert self.latest is not None
         limit = self.limit if limit is None else limit
-        return GatherQueue(limit, self.in_order, start=token_of(self.latest), latest=self.latest)
+        return GatherQueue(
+            limit, self.together, self.in_order, start=token_of(self.latest), latest=self.latest
+        )
 
 
 def token_of(x: jax.Array) -> jax.Array:

@@ -92,7 +92,11 @@ class Runner:
             stage_axes.param_axes,
             automatic,
             # The loop over layers takes their reductions in, and none of them can wait for one of all layers.
-            GatherQueue(exchange.prefetch_bytes, in_order=not plan.microbatches.layer_major),
+            GatherQueue(
+                exchange.prefetch_bytes,
+                exchange.reduced_together,
+                in_order=not plan.microbatches.layer_major,
+            ),
             balance=_turns.balance(
                 _devices_of(self.mesh), members(self.mesh.shape, [name for name, _ in plan.axes])
             ),
