@@ -173,7 +173,7 @@ def let_go(xs: Sequence[Any]) -> None:
     threads an array is not deleted: it takes the place of one that was, and a second array, which the first
     one holds, keeps what threads may be reading (tests/test_calls.py).
     """
-    if not DELETES_DONATED and len(sys._current_frames()) > 1:
+    if len(sys._current_frames()) > 1:
         plain = [x._base_array if isinstance(x, PRNGKeyArray) else x for x in xs]
         _vacate([x for x in plain if isinstance(x, ArrayImpl)])
         xs = [x for x in plain if not isinstance(x, ArrayImpl)]
@@ -186,8 +186,8 @@ def let_go(xs: Sequence[Any]) -> None:
 
 def _vacate(xs: Sequence[Any]) -> None:
     """Makes deleted arrays of these, and frees nothing of what another thread reads just now."""
-    # Of one that was deleted it is None, and to ask it more ends the process.
-    xs = [x for x in xs if x.traceback is not None]
+    # Of one that was deleted on JAX 0.10 it is None, and to ask it more ends the process.
+    xs = [x for x in xs if x.traceback is not None and not x.is_deleted()]
     if not xs:
         return
     kept = [_alike(x.sharding) for x in xs]
@@ -196,7 +196,12 @@ def _vacate(xs: Sequence[Any]) -> None:
         [xla.ArrayCopySemantics.REUSE_INPUT] * len(xs))  # fmt: skip
     for x, copy_of in zip(xs, copies, strict=True):
         x._vacated = copy_of
-        x._replace_with(_vacant(x.sharding, x.aval))  # In one go: Ctrl-C may come behind it.
+        # Each in one go, since Ctrl-C may come behind it; JAX 0.11 refuses a deleted array here.
+        if DELETES_DONATED:
+            other = functools.partial(x._replace_with, _zeros(x.shape, x.dtype, x.sharding))
+            collections.deque(map(operator.call, (other, x.delete)), maxlen=0)
+        else:
+            x._replace_with(_vacant(x.sharding, x.aval))
 
 
 @functools.cache
@@ -209,12 +214,16 @@ def _alike(sharding: Sharding) -> NamedSharding:
 @functools.cache
 def _vacant(sharding: NamedSharding, aval: Any) -> jax.Array:
     """A deleted array that says to be of this sharding and type, and never had an element."""
-    empty = np.zeros((0,) * len(sharding.spec), np.float32)
-    with jax.transfer_guard("allow"):  # Whoever forbids copies does not mean these.
-        x = jax.make_array_from_callback(empty.shape, sharding, lambda index: empty[index])
+    x = _zeros((0,) * len(sharding.spec), np.float32, sharding)
     x.delete()
     x.aval = aval
     return x
+
+
+def _zeros(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
+    whole = np.broadcast_to(np.zeros((), dtype), shape)
+    with jax.transfer_guard("allow"):  # Whoever forbids copies does not mean these.
+        return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
 
 
 def forget_views(x: Any) -> None:
