@@ -137,6 +137,23 @@ def test_a_group_has_half_of_the_bytes_or_the_limit(together, sizes, expected, m
     assert noted(queue, sizes) == expected
 
 
+@pytest.mark.parametrize(
+    ("together", "num", "groups"),
+    [(64, 16, 4), (64, 64, 16), (64, 256, 16), (32, 256, 32), (0, 8, 8)],
+)
+def test_a_group_has_a_quarter_or_a_sixteenth_of_the_bytes(together, num, groups, monkeypatch):
+    """A quarter of `together`, or a sixteenth of all bytes, but no more than `together`."""
+    monkeypatch.setattr(_queue, "REDUCED_ALONE", 1)
+    queue = _queue.GatherQueue(0, together)
+    queue.expect([Unreduced(jnp.ones(4, jnp.int8), 1.0, jnp.int8)] * num)
+    found = []
+    for made in range(num):
+        queue.reduction_tokens(made, 4)
+        queue.note_reduction(jnp.ones(4), made, 4)
+        found.append(queue._group)
+    assert len({id(group) for group in found}) == groups
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("limit", [0, 2**26])
 def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkeypatch):

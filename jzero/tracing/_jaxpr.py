@@ -169,14 +169,18 @@ def let_go(xs: Sequence[Any]) -> None:
     alive, wholly or on some devices, is left to delete. JAX 0.10 leaves them as they are, and the process
     crashes where a program of several devices takes one (tests/test_donate.py). To delete such an array costs
     little: what is freed then need not be freed later. But it crashes, too, where another thread reads the
-    array just then: JAX 0.10 reads without the interpreter's lock what it does not hold. So beside other
+    array just then: JAX reads without the interpreter's lock what it does not hold. So beside other
     threads an array is not deleted: it takes the place of one that was, and a second array, which the first
     one holds, keeps what threads may be reading (tests/test_calls.py).
     """
     if len(sys._current_frames()) > 1:
         plain = [x._base_array if isinstance(x, PRNGKeyArray) else x for x in xs]
-        _vacate([x for x in plain if isinstance(x, ArrayImpl)])
-        xs = [x for x in plain if not isinstance(x, ArrayImpl)]
+        whole = [x for x in plain if isinstance(x, ArrayImpl) and _is_whole(x)]
+        _vacate(whole)
+        ids = set(map(id, whole))
+        xs = [
+            x for x in plain if id(x) not in ids and (DELETES_DONATED or type(x) is not ArrayImpl)
+        ]
     # Every step pays for this: a loop, or a method that is looked up for each, takes longer.
     delete = (
         ArrayImpl.delete if set(map(type, xs)) == {ArrayImpl} else operator.methodcaller("delete")
@@ -184,10 +188,15 @@ def let_go(xs: Sequence[Any]) -> None:
     collections.deque(map(delete, xs), maxlen=0)
 
 
+def _is_whole(x: Any) -> bool:
+    """Whether no device has deleted its part; JAX 0.11 leaves some on a part of the devices."""
+    if not DELETES_DONATED:  # Of a deleted one it is None, and to ask it more ends the process.
+        return x.traceback is not None
+    return not x.is_deleted() and not any(shard.is_deleted() for shard in x._arrays)
+
+
 def _vacate(xs: Sequence[Any]) -> None:
     """Makes deleted arrays of these, and frees nothing of what another thread reads just now."""
-    # Of one that was deleted on JAX 0.10 it is None, and to ask it more ends the process.
-    xs = [x for x in xs if x.traceback is not None and not x.is_deleted()]
     if not xs:
         return
     kept = [_alike(x.sharding) for x in xs]
@@ -214,13 +223,13 @@ def _alike(sharding: Sharding) -> NamedSharding:
 @functools.cache
 def _vacant(sharding: NamedSharding, aval: Any) -> jax.Array:
     """A deleted array that says to be of this sharding and type, and never had an element."""
-    x = _zeros((0,) * len(sharding.spec), np.float32, sharding)
+    x: Any = _zeros((0,) * len(sharding.spec), np.float32, sharding)
     x.delete()
     x.aval = aval
     return x
 
 
-def _zeros(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
     whole = np.broadcast_to(np.zeros((), dtype), shape)
     with jax.transfer_guard("allow"):  # Whoever forbids copies does not mean these.
         return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])

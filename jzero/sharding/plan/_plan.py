@@ -67,12 +67,8 @@ class Exchange:
 
     @property
     def reduced_together(self) -> int:
-        """How many bytes of whole gradients are alive to be reduced together.
-
-        A quarter of what gathers have: enough for the wires, and two groups are alive at once.
-        """
-        together = self.prefetch_bytes // 4
-        return together if self.tile_bytes is None else min(together, self.tile_bytes)
+        """How many bytes of whole gradients are reduced together, at most."""
+        return min(self.prefetch_bytes, self.tile_bytes or self.prefetch_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

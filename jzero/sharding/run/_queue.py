@@ -25,7 +25,8 @@ from jzero.sharding.run._values import Value, waits
 # [Note: reductions in order]
 # The compiler combines the reductions of a pass, or of a loop's body, into one at its end: all gradients
 # wait for it, whole. One after the other each would take a latency, which grows with the devices. So they
-# run in two groups, of about half of the bytes each, or in more where that is beyond `together`; an update
+# run in two groups, of about half of the bytes each, or in more: of a quarter of `together`, and of a sixteenth
+# of the bytes if that is more, but at most of `together`. For whole gradients are alive in a group. An update
 # reads them in about the reverse of the order in which they were made (`Unreduced.made`). Those of a group do
 # not wait for each other, so that the compiler combines them, but for all of the group before: it would else
 # combine one that nothing waits for with those of a later group
@@ -77,7 +78,7 @@ class GatherQueue:
 
     Attributes:
       limit: how many gathered bytes may be ahead of the compute that first uses them; with 0, none are.
-      together: how many bytes of whole gradients are reduced together.
+      together: how many bytes of whole gradients are reduced together at most, if more than one is.
       in_order: whether reductions wait for each other ([Note: reductions in order]).
       start: a token from the pass before, for which every gather waits ([Note: tokens of a pass]).
       latest: what was computed last and differs between devices; the next pass starts after it.
@@ -94,6 +95,7 @@ class GatherQueue:
     _ahead_bytes: int = 0
     _all_ahead: bool = True
     _half: float = math.inf
+    _most: float = 0
     _group: _Group = dataclasses.field(default_factory=_Group)
 
     def tokens(self, nbytes: int) -> list[jax.Array]:
@@ -127,7 +129,9 @@ class GatherQueue:
 
     def expect(self, values: Sequence[Value]) -> None:
         """What is reduced next: in two groups, or in more."""
-        self._half = sum(value.x.nbytes for value in values if waits(value)) / 2
+        nbytes = sum(value.x.nbytes for value in values if waits(value))
+        self._half = nbytes / 2
+        self._most = max(self.together / 4, min(nbytes / 16, self.together))
 
     def reduction_tokens(self, made: int, nbytes: int) -> list[jax.Array]:
         """What the reduction of the `made`th value, of so many bytes, waits for: the group before its own.
@@ -137,7 +141,7 @@ class GatherQueue:
         group = self._group
         if not self.in_order or made < group.made:
             return []
-        full = group.nbytes + nbytes / 2 > self._half or group.nbytes + nbytes > self.together
+        full = group.nbytes + nbytes / 2 > self._half or group.nbytes + nbytes > self._most
         if full and group.tokens and nbytes >= REDUCED_ALONE:
             self._group, self._half = group.next_group(), math.inf
         return self._group.after
