@@ -138,14 +138,17 @@ def test_a_group_has_half_of_the_bytes_or_the_limit(together, sizes, expected, m
 
 
 @pytest.mark.parametrize(
-    ("together", "num", "groups"),
-    [(64, 16, 4), (64, 64, 16), (64, 256, 16), (32, 256, 32), (0, 8, 8)],
-)
-def test_a_group_has_a_quarter_or_a_sixteenth_of_the_bytes(together, num, groups, monkeypatch):
-    """A quarter of `together`, or a sixteenth of all bytes, but no more than `together`."""
+    ("of_turn", "together", "num", "groups"),
+    [
+        (False, 64, 16, 4), (False, 64, 64, 16), (False, 64, 256, 16), (False, 32, 256, 32), (False, 0, 8, 8),
+        (True, 64, 64, 8), (True, 64, 256, 16),
+    ],
+)  # fmt: skip
+def test_groups_of_a_pass_are_smaller(of_turn, together, num, groups, monkeypatch):
+    """A quarter of `together`, or half of it, or a sixteenth of all bytes, but no more than `together`."""
     monkeypatch.setattr(_queue, "REDUCED_ALONE", 1)
     queue = _queue.GatherQueue(0, together)
-    queue.expect([Unreduced(jnp.ones(4, jnp.int8), 1.0, jnp.int8)] * num)
+    queue.expect([Unreduced(jnp.ones(4, jnp.int8), 1.0, jnp.int8)] * num, of_turn)
     found = []
     for made in range(num):
         queue.reduction_tokens(made, 4)

@@ -284,7 +284,7 @@ class Interpreter:
         self._reduce_all([value for value in values if waits(value)])
 
     def _reduce_all(self, due: Sequence[Unreduced]) -> None:
-        self.devices.queue.expect(due)
+        self.devices.queue.expect(due, of_turn=False)
         for value in sorted(due, key=lambda value: value.made):
             self.devices.settle(value)
 
