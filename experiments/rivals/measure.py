@@ -33,6 +33,7 @@ _GIB = 2**30
 # Its xla_gpu_enable_pipelined_* are no options of jaxlib 0.12.0.1.
 FLAGS: dict[str, dict[str, Any]] = {
     "default": {},
+    "overlap 4": {"xla_gpu_experimental_parallel_collective_overlap_limit": 4},
     "nvidia": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_enable_triton_gemm": False,
