@@ -16,10 +16,13 @@ from jzero.ir._layout import (
     LOCAL,
     Layout,
     Partial,
+    added,
+    agree,
     conversion,
+    from_spec,
+    permutation,
     received,
     replicated,
-    sources,
 )
 from jzero.tracing import _jaxpr
 
@@ -66,7 +69,9 @@ def terms_of(layout, value, mesh):
 
 def assembled(layout, blocks, mesh):
     """The whole value, of all blocks: each element once for each replica, and all replicas equal."""
-    terms = defaultdict(lambda: np.full(layout.shape, np.nan, np.float32))
+    terms: dict[tuple[int, ...], np.ndarray] = defaultdict(
+        lambda: np.full(layout.shape, np.nan, np.float32)
+    )
     for device, block in zip(devices(mesh), blocks, strict=True):
         assert block.shape == layout.local_shape
         own = layout.positions(device)
@@ -77,8 +82,8 @@ def assembled(layout, blocks, mesh):
         assert np.all(np.isnan(held) | (held == block[inside]))
         term[index] = block[inside]
     assert not any(np.isnan(term).any() for term in terms.values())
-    op = {"sum": np.sum, "max": np.max, "min": np.min}[[*(p.op for p in layout.partial), "sum"][0]]
-    return op(list(terms.values()), axis=0)
+    op = next((p.op for p in layout.partial), "sum")
+    return getattr(np, op)(list(terms.values()), axis=0)
 
 
 # -- layouts ----------------------------------------------------------------------------------------
@@ -125,11 +130,27 @@ def primes(n):
 
 
 @st.composite
+def near(draw, layout, mesh):
+    """Where partial sums are scattered or reduced, and axes change places."""
+    for p in layout.partial:
+        layout = layout.settled([p.axis])
+        try:
+            layout = layout.cut(draw(st.integers(0, len(layout.dims) - 1)), p.axis)
+        except AssertionError:
+            pass
+    a, b = draw(st.sampled_from([(a, b) for a in mesh for b in mesh if mesh[a] == mesh[b]]))
+    return layout.swapped(a, b)
+
+
+@st.composite
 def cases(draw, sums=True, num=1):
     mesh = draw(st.sampled_from(MESHES))
     shape = draw(shapes())
-    found = []
-    for _ in range(num):
+    found: list[Layout] = []
+    while len(found) < num:
+        if found and draw(st.booleans()):
+            found.append(draw(near(found[0], mesh)))
+            continue
         start = split(draw, shape) if draw(st.booleans()) else shape
         layout = draw(layouts_of(start, mesh, sums))
         found.append(layout.reshapable(shape).reshape(shape))
@@ -243,7 +264,7 @@ ROWS = lay((10, 6), (0, "data"))
         ),
         (lay((1, 8), (0, "data")).reshape((8,)), "[8+24@data]"),
         (lay((), Partial("data")), "[] sum(data)"),
-        (lay((8,), (0, "data")).replaced("model", "model"), "[8@data]"),
+        (lay((8,), (0, "data")).swapped("model", "model"), "[8@data]"),
         (lay((8,), (0, "one"), mesh={"one": 1}), "[8]"),
     ],
 )
@@ -260,7 +281,7 @@ def split_at(x, dim, outer, n):
 def blocks_of(layout, axis, among):
     """How many blocks stand before an axis's cut in what a device of another layout holds."""
     dim, outer = layout.place(axis)
-    return dim, outer // among.num([c.axis for c in among.dims[dim].cuts if c.outer < outer])
+    return dim, among.local_outer(dim, outer)
 
 
 def joined(y, layout, axes, after):
@@ -276,7 +297,7 @@ def run(step, x):
     if step.kind == "gather":
         return joined(lax.all_gather(x, axes), before, axes, after)
     if step.kind == "permute":
-        return lax.ppermute(x, axes, sources(step))
+        return lax.ppermute(x, axes, permutation(step))
     if step.kind == "reduce":
         op = {p.op for p in before.partial if p.axis in axes}.pop()
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[op](x, axes)
@@ -300,9 +321,11 @@ def run(step, x):
 
 
 def padded(step, x):
-    (d,) = (d for d, (a, b) in enumerate(zip(step.before.dims, step.after.dims)) if a != b)
+    (d,) = (
+        d for d, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b
+    )
     dim = (step.after if step.kind == "pad" else step.before).dims[d]
-    local = dim.pad.outer // step.before.num([c.axis for c in dim.cuts])
+    local = step.before.local_outer(d, dim.pad.outer)
     parts = x.reshape(*x.shape[:d], local, -1, *x.shape[d + 1 :])
     if step.kind == "unpad":
         y = lax.slice_in_dim(parts, 0, dim.pad.true, axis=d + 1)
@@ -340,7 +363,8 @@ KINDS = {
 
 def collectives(jaxpr, sizes):
     """Kinds, and the bytes that reach a device, of a traced program."""
-    found, nbytes = Counter(), 0
+    found: Counter[str] = Counter()
+    nbytes = 0.0
     for eqn in jaxpr.eqns:
         if kind := KINDS.get(eqn.primitive.name):
             axes = eqn.params.get("axes") or eqn.params["axis_name"]
@@ -397,7 +421,7 @@ def test_bytes_of_an_axis_are_what_comes_from_across_it(case):
         ):
             continue
         for device in devices(mesh):
-            found = Counter()
+            found: Counter[str] = Counter()
             lacks = held(step.after, device) - held(step.before, device)
             for peer in peers(device, step.axes, mesh):
                 if theirs := lacks & held(step.before, peer):
@@ -405,7 +429,9 @@ def test_bytes_of_an_axis_are_what_comes_from_across_it(case):
             assert found == Counter(dict(step.received))
 
 
-DATA, MODEL, BOTH = (0, "data"), (0, "model"), Partial("data")
+DATA, MODEL, DUE = (0, "data"), (0, "model"), Partial("data")
+ALL = (Partial("data"), Partial("model"))
+ROW_MAJOR = {"data": 1536, "model": 256}  # Of 2 KiB over both axes.
 
 
 @pytest.mark.parametrize(
@@ -413,29 +439,131 @@ DATA, MODEL, BOTH = (0, "data"), (0, "model"), Partial("data")
     [
         # ZeRO: gather a leaf, scatter a gradient, reduce a metric.
         (lay((64, 8), DATA), lay((64, 8)), "gather(data)", {"data": 1536}),
-        (lay((64, 8), DATA, MODEL), lay((64, 8)), "gather(data,model)", {"data": 1536, "model": 256}),
-        (lay((64, 8), BOTH), lay((64, 8), DATA), "scatter(data)", {"data": 1536}),
-        (lay((64, 8), BOTH), lay((64, 8)), "reduce(data)", {"data": 3072}),
-        (lay((64, 8), BOTH, Partial("model")), lay((64, 8), DATA, MODEL), "scatter(data,model)", {"data": 1536, "model": 256}),
-        (lay((64, 8), BOTH, (1, "model")), lay((64, 8), DATA, (1, "model")), "scatter(data)", {"data": 768}),
+        (lay((64, 8), DATA, MODEL), lay((64, 8)), "gather(data,model)", ROW_MAJOR),
+        (lay((64, 8), DUE), lay((64, 8), DATA), "scatter(data)", {"data": 1536}),
+        (lay((64, 8), DUE), lay((64, 8)), "reduce(data)", {"data": 3072}),
+        (lay((64, 8), *ALL), lay((64, 8), DATA, MODEL), "scatter(data,model)", ROW_MAJOR),
+        (lay((64, 8), DUE, (1, "model")), lay((64, 8), DATA, (1, "model")), "scatter(data)", {"data": 768}),
         # Hybrid sharding: scatter in one axis, reduce what is left in the other.
-        (lay((64, 8), BOTH, Partial("model")), lay((64, 8), DATA), "scatter(data) reduce(model)", {"data": 1536, "model": 512}),
+        (lay((64, 8), *ALL), lay((64, 8), DATA), "scatter(data) reduce(model)", {"data": 1536, "model": 512}),
         # Ulysses: from sequence to heads.
         (lay((64, 8), DATA), lay((64, 8), (1, "data")), "exchange(data)", {"data": 384}),
         (lay((64, 8)), lay((64, 8), (1, "data")), "slice(data)", {}),
         # Other devices have the very block.
         (lay((64, 8), DATA, MODEL), lay((64, 8), MODEL, DATA), "permute(data,model)", {"data": 256}),
         (lay((9, 8), DATA), lay((9, 8)), "gather(data) unpad()", {"data": 288}),
-        (lay((9, 8), BOTH), lay((9, 8), DATA), "pad() scatter(data)", {"data": 288}),
+        (lay((9, 8), DUE), lay((9, 8), DATA), "pad() scatter(data)", {"data": 288}),
         (lay((9, 6), DATA), lay((9, 6), (1, "data")), "pad() exchange(data) unpad()", {"data": 72}),
-        (lay((8, 8)), lay((8, 8), BOTH), "mask(data)", {}),
+        (lay((8, 8)), lay((8, 8), DUE), "mask(data)", {}),
         (lay((8, 8), Partial("data", "max")), lay((8, 8), DATA), "reduce(data) slice(data)", {"data": 384}),
         (lay((40, 2), (0, "data", 5)), lay((40, 2), DATA), "gather(data) slice(data)", {"data": 240}),
         (lay((64, 2), (0, "data", 16)), lay((64, 2), DATA), "exchange(data)", {"data": 96}),
     ],
 )  # fmt: skip
-def test_the_cheapest_conversion(source, target, steps, nbytes):
+def test_a_conversion_costs_what_it_should(source, target, steps, nbytes):
     found = conversion(source, target, 4)
     assert " ".join(f"{s.kind}({','.join(s.axes)})" for s in found) == steps
     assert received(found) == nbytes
     check_run(MESH, source, target)
+
+
+ABC = {"a": 2, "b": 2, "c": 2}
+
+
+def test_a_block_passes_to_the_device_that_needs_it():
+    source, target = lay((8, 4), (0, "a"), mesh=ABC), lay((8, 4), (0, "b"), mesh=ABC)
+    (step,) = conversion(source, target, 4)
+    assert (step.kind, step.received) == ("permute", (("a", 64),))
+    assert permutation(step) == [(0, 0), (1, 2), (2, 1), (3, 3)]
+    check_run(ABC, source, target)
+
+
+def test_prices_choose_what_crosses_an_axis():
+    """A device's shard crosses the slow axis once, and then the fast one."""
+    source, target = lay((64, 8), DATA, MODEL), lay((64, 8))
+    first, second = conversion(source, target, 4, (("data", 10.0),))
+    assert (first.axes, second.axes) == (("data",), ("model",))
+    assert received([first, second]) == {"data": 768, "model": 1024}
+
+
+def test_no_detour_is_cheaper():
+    """Over every layout in between, where no replicated value becomes a partial sum."""
+    of_a, of_b = ([(0, x), (1, x), Partial(x)] for x in "ab")
+    found = [lay((8, 4), *cuts, mesh=ABC) for cuts in itertools.product(of_a, of_b)]
+    for source, target in itertools.product(found, found):
+        if {*target.partial} <= {*source.partial}:
+            least = sum(received(conversion(source, target, 4)).values())
+            for middle in found:
+                there = [*conversion(source, middle, 4), *conversion(middle, target, 4)]
+                assert sum(received(there).values()) >= least, (
+                    str(source),
+                    str(middle),
+                    str(target),
+                )
+
+
+SPECS = [
+    P(), P("data"), P(None, "data"), P(("data", "model")), P("model", "data"), P(("model", "data"), None)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_partition_spec_comes_and_goes(spec):
+    """Blocks are those of `NamedSharding`; where it does not divide, of the padded value."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    for shape in ((16, 8), (9, 6), (1, 1)):
+        layout = from_spec(shape, MESH, spec)
+        assert layout.shape == shape
+        assert (written := layout.spec()) is not None
+        assert P(*written) == P(*spec, *[None] * (2 - len(spec)))
+        sharding = jax.NamedSharding(mesh, written)
+        padded = tuple(dim.size for dim in layout.dims)
+        held = sharding.devices_indices_map(padded)
+        whole = np.arange(math.prod(padded)).reshape(padded)
+        inside = whole[tuple(slice(n) for n in shape)]
+        for device, at in zip(devices(MESH), mesh.devices.flat, strict=True):
+            block = whole[held[at]]
+            assert layout.local_shape == block.shape == sharding.shard_shape(padded)
+            own = layout.block(inside, device, -1)
+            np.testing.assert_array_equal(own, np.where(np.isin(block, inside), block, -1))
+
+
+def test_no_partition_spec_says_this():
+    for layout in (lay((40,), (0, "data", 5)), lay((8,), Partial("data"))):
+        assert layout.spec() is None
+
+
+def test_sums_are_added_where_they_are_alike():
+    a, b = (lay((8,), Partial("data", linear=frozenset({x}))) for x in "ab")
+    assert agree(a, b)
+    assert added(a, b) == lay((8,), Partial("data", linear=frozenset("ab")))
+    assert added(a, lay((8,))) is None
+    assert added(a, lay((8,), Partial("data", "max"))) is None
+    assert conversion(a, b, 4) == ()
+
+
+def test_what_a_reshape_loses():
+    rows = lay((4, 10), (0, "model"), (1, "data"))
+    assert str(rows.reshapable((8, 5))) == "[4@model, 10]"
+    assert str(rows.reshapable((2, 20))) == "[4@model, 10+2@data]"
+    assert str(rows.reshape((2, 20))) == "[2@model, 2*(10+2)@2,data]"
+    assert str(rows.without(["data"])) == "[4@model, 10]"
+    assert str(lay((0, 3), (1, "data")).reshapable((3, 0))) == "[0, 3]"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: lay((16, 8), DATA, (1, "data")), "used twice"),
+        (lambda: lay((16,), (0, "data", 2), (0, "model", 4)), "overlap"),
+        (lambda: lay((10,), (0, "data", 4)), "no 4 blocks along 0"),
+        (lambda: ROWS.reshape((5, 12)), "has no layout as"),
+        (lambda: ROWS.swapped("data", "model"), "differ in size"),
+        (lambda: lay((1, 8), DATA).broadcast((4, 8), (0, 1)), "cut where it is repeated"),
+        (lambda: ROWS.reshapable((5, 5)), "differ in size"),
+        (lambda: conversion(ROWS, lay((10, 5)), 4), "to"),
+    ],
+)
+def test_what_cannot_be(make, text):
+    with pytest.raises(AssertionError, match=text):
+        make()
