@@ -263,6 +263,8 @@ ROWS = lay((10, 6), (0, "data"))
             "[8] sum(data; linear in a, b)",
         ),
         (lay((1, 8), (0, "data")).reshape((8,)), "[8+24@data]"),
+        (lay((3, 2), (1, "data")).reshape((6,)), "[3*(2+2)@3,data]"),
+        (lay((3, 2), (1, "data")).reshape((6,)).reshape((3, 2)), "[3, 2+2@data]"),
         (lay((), Partial("data")), "[] sum(data)"),
         (lay((8,), (0, "data")).swapped("model", "model"), "[8@data]"),
         (lay((8,), (0, "one"), mesh={"one": 1}), "[8]"),
@@ -542,6 +544,18 @@ def test_sums_are_added_where_they_are_alike():
     assert conversion(a, b, 4) == ()
 
 
+@pytest.mark.parametrize(
+    ("layout", "outer", "local"),
+    [
+        (lay((16,), (0, "data"), (0, "model")), (1, 4, 8, 16), (1, 1, 1, 2)),
+        (lay((40,), (0, "data", 5)), (1, 5, 20, 40), (1, 5, 5, 10)),
+        (lay((40,)), (1, 5, 20, 40), (1, 5, 20, 40)),
+    ],
+)
+def test_blocks_on_one_device(layout, outer, local):
+    assert tuple(layout.local_outer(0, at) for at in outer) == local
+
+
 def test_what_a_reshape_loses():
     rows = lay((4, 10), (0, "model"), (1, "data"))
     assert str(rows.reshapable((8, 5))) == "[4@model, 10]"
@@ -549,6 +563,7 @@ def test_what_a_reshape_loses():
     assert str(rows.reshape((2, 20))) == "[2@model, 2*(10+2)@2,data]"
     assert str(rows.without(["data"])) == "[4@model, 10]"
     assert str(lay((0, 3), (1, "data")).reshapable((3, 0))) == "[0, 3]"
+    assert str(lay((1, 0), (0, "data")).reshapable((1, 0, 1))) == "[1, 0]"
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ class Layout:
     def block(
         self, value: np.ndarray[Any, Any], device: Mapping[str, int], padding: Any = 0
     ) -> Any:
-        """What a device holds of the value, if first devices hold all of a partial sum."""
+        """What a device holds of the value; of a partial sum the axis's first device holds all."""
         own = self.positions(device)
         true = functools.reduce(np.logical_and.outer, (at >= 0 for at in own), np.array(True))
         held = np.where(true, value[np.ix_(*own)], np.asarray(padding, value.dtype))
@@ -330,7 +330,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, ran
 
 
 def _blocks(dims: Sequence[Dim], dim: int, at: int) -> int:
-    """Into how many blocks of a dim the flat order's first `at` blocks divide it; 0 if into none."""
+    """The `outer` of a cut along a dim that is `at` along the flat order; 0 if there is none."""
     before = math.prod(d.size for d in dims[:dim])
     return 0 if before == 0 or dims[dim].size == 0 or at % before else at // before
 
@@ -351,7 +351,7 @@ def _padding_moved(old: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | None
     found = []
     for e, n in enumerate(shape):
         outer, after = _blocks(new, e, begin), math.prod(shape[e + 1 :])
-        if outer and n % outer == 0 and block % after == 0:
+        if outer and after and n % outer == 0 and block % after == 0:
             found.append((n == outer, e, Dim(outer * block // after, (), Pad(outer, n // outer))))
     if not found:
         return None
