@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import P, lax
 
+import programs
 from jzero.ir._layout import (
     LOCAL,
     Layout,
@@ -384,7 +385,13 @@ def collectives(jaxpr, sizes):
     return found, nbytes
 
 
-def check_run(mesh, source, target):
+COMPILED = {
+    "gather": "all-gather", "scatter": "reduce-scatter", "exchange": "all-to-all", "reduce": "all-reduce",
+    "permute": "collective-permute",
+}  # fmt: skip
+
+
+def check_run(mesh, source, target, compiled=False):
     steps = conversion(source, target, 4)
     value = value_of(source.shape)
     blocks = terms_of(source, value, mesh)
@@ -393,6 +400,13 @@ def check_run(mesh, source, target):
     counted, nbytes = collectives(run_on_devices.trace(stacked).jaxpr.jaxpr, mesh)
     assert counted == Counter(step.kind for step in steps if step.kind not in LOCAL)
     assert math.isclose(sum(received(steps).values()), nbytes, abs_tol=len(mesh) * len(steps))
+    if compiled:
+        text = run_on_devices.lower(stacked).compile().as_text()
+        made: Counter[str] = Counter()
+        for step in steps:
+            made[step.kind] += math.prod(step.after.local_shape)
+        for kind, name in COMPILED.items():
+            assert sum(programs.compiled_elements(text, name)) == made[kind]
     out = np.asarray(run_on_devices(stacked)).reshape(-1, *target.local_shape)
     np.testing.assert_array_equal(assembled(target, list(out), mesh), value)
 
@@ -466,7 +480,7 @@ def test_a_conversion_costs_what_it_should(source, target, steps, nbytes):
     found = conversion(source, target, 4)
     assert " ".join(f"{s.kind}({','.join(s.axes)})" for s in found) == steps
     assert received(found) == nbytes
-    check_run(MESH, source, target)
+    check_run(MESH, source, target, compiled=True)
 
 
 ABC = {"a": 2, "b": 2, "c": 2}
@@ -562,6 +576,9 @@ def test_what_a_reshape_loses():
     assert str(rows.reshapable((2, 20))) == "[4@model, 10+2@data]"
     assert str(rows.reshape((2, 20))) == "[2@model, 2*(10+2)@2,data]"
     assert str(rows.without(["data"])) == "[4@model, 10]"
+    both = lay((2, 3), (0, "a"), (1, "b"), mesh={"b": 2, "a": 3})
+    assert str(both) == "[2+1@a, 3+1@b]"
+    assert str(both.reshapable((6,))) == "[2, 3]"
     assert str(lay((0, 3), (1, "data")).reshapable((3, 0))) == "[0, 3]"
     assert str(lay((1, 0), (0, "data")).reshapable((1, 0, 1))) == "[1, 0]"
 
