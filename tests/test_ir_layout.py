@@ -462,6 +462,9 @@ ROW_MAJOR = {"data": 1536, "model": 256}  # Of 2 KiB over both axes.
         (lay((64, 8), DUE, (1, "model")), lay((64, 8), DATA, (1, "model")), "scatter(data)", {"data": 768}),
         # Hybrid sharding: scatter in one axis, reduce what is left in the other.
         (lay((64, 8), *ALL), lay((64, 8), DATA), "scatter(data) reduce(model)", {"data": 1536, "model": 512}),
+        # A sum is scattered before anything else moves, even where the target has no such shards.
+        (lay((64, 8), DATA, Partial("model")), lay((64, 8), MODEL),
+         "scatter(model) gather(data) exchange(model)", {"model": 768, "data": 768}),
         # Ulysses: from sequence to heads.
         (lay((64, 8), DATA), lay((64, 8), (1, "data")), "exchange(data)", {"data": 384}),
         (lay((64, 8)), lay((64, 8), (1, "data")), "slice(data)", {}),
