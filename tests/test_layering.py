@@ -26,6 +26,7 @@ FLOORS = (
     ("_json", "_own_options", "_quantities", "_tested", "targets"),
     ("_blocks",),
     ("tracing", "offload/nvme"),
+    ("ir",),
     ("processes", "sharding/analysis", "_compare"),
     ("sharding/batch", "sharding/cut"),
     ("sharding/plan",),

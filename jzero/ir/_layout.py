@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: how a value is laid out over the axes of a mesh, and the cost of converting one to another.
+
+An axis of `n` devices cuts a dim as `[outer, n, inner]`: its device i holds the i-th `inner` elements of each
+of `outer` blocks. One block gives contiguous shards, a block per time step a batch merged with time, a block
+per device of other axes nested shards.
+
+In DTensor's words: an axis with a `Cut` is `Shard(dim)`, with a `Partial` it is `Partial(op)`, with neither
+`Replicate`. `[16@data, 10+6@data, 40@4,data, 8] sum(model)` is how a layout prints: a dim of 16 sharded over
+`data`; one of 10 padded to 16; one that is `[4, data, inner]`; a replicated one; to be summed over `model`.
+
+[Note: padding] A padded dim is `pad.outer` blocks; each begins with `pad.true` of the value's elements. The
+rest is anything, even NaN: whoever reduces the dim masks it. Dims dealt out or merged have several blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+Digits = list[tuple[int, int]]  # `(outer, n)` of cuts: the dim's index in mixed radix.
+LOCAL = frozenset({"slice", "mask", "pad", "unpad"})  # Kinds of steps that move nothing.
+
+
+class Cut(NamedTuple):
+    axis: str
+    outer: int
+
+
+class Pad(NamedTuple):
+    outer: int
+    true: int
+
+
+class Partial(NamedTuple):
+    """The value is the sum (max, min) over the devices of `axis` of what they hold.
+
+    `linear` names the operands (a loop's carries) that it contains linearly, so that they may be partial sums
+    over the axis, too. Reducing one of them alone would count it once per device.
+    """
+
+    axis: str
+    op: str = "sum"
+    linear: frozenset[str] = frozenset()
+
+
+class Dim(NamedTuple):
+    """`size` elements, padding included; the cuts are ordered by `outer`."""
+
+    size: int
+    cuts: tuple[Cut, ...] = ()
+    pad: Pad | None = None
+
+    @property
+    def true(self) -> int:
+        return self.size if self.pad is None else self.pad.outer * self.pad.true
+
+    def put(self, *cuts: Cut) -> Dim:
+        return self._replace(cuts=tuple(sorted((*self.cuts, *cuts), key=lambda cut: cut.outer)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """The dims of a value with their cuts and padding, and its partial sums.
+
+    `mesh` has `(axis, devices)` from the outermost axis to the innermost. An axis cuts one dim, or has a
+    partial sum, or neither, as do axes of one device.
+    """
+
+    dims: tuple[Dim, ...]
+    mesh: tuple[tuple[str, int], ...]
+    partial: tuple[Partial, ...] = ()
+
+    def __post_init__(self) -> None:
+        axes = [cut.axis for dim in self.dims for cut in dim.cuts] + [p.axis for p in self.partial]
+        assert len(axes) == len(set(axes)), f"an axis is used twice: {self}"
+        assert all(fits(d.size, self.digits(d.cuts)) for d in self.dims), f"cuts overlap: {self}"
+
+    def __str__(self) -> str:
+        linear = [
+            "; linear in " * bool(p.linear) + ", ".join(sorted(p.linear)) for p in self.partial
+        ]
+        sums = [f" {p.op}({p.axis}{text})" for p, text in zip(self.partial, linear, strict=True)]
+        return f"[{', '.join(map(self._dim_text, self.dims))}]{''.join(sums)}"
+
+    def _dim_text(self, dim: Dim) -> str:
+        text, at, parts = str(dim.size), 1, list[str]()
+        if dim.pad is not None:
+            text = f"{dim.pad.true}+{dim.size // dim.pad.outer - dim.pad.true}"
+            text = text if dim.pad.outer == 1 else f"{dim.pad.outer}*({text})"
+        for cut in dim.cuts:
+            parts += [str(cut.outer // at)] * (cut.outer != at) + [cut.axis]
+            at = cut.outer * self.num([cut.axis])
+        return f"{text}@{','.join(parts)}" if parts else text
+
+    # -- what devices hold ----------------------------------------------------------------------------
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The value's shape, without padding."""
+        return tuple(dim.true for dim in self.dims)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what one device holds, with padding."""
+        return tuple(self.local_outer(d, dim.size) for d, dim in enumerate(self.dims))
+
+    def num(self, axes: Collection[str]) -> int:
+        """How many devices the axes have."""
+        return math.prod(n for axis, n in self.mesh if axis in axes)
+
+    def place(self, axis: str) -> tuple[int, int] | None:
+        """`(dim, outer)` of the axis's cut, if it has one."""
+        cuts = ((d, cut) for d, dim in enumerate(self.dims) for cut in dim.cuts)
+        return next(((d, cut.outer) for d, cut in cuts if cut.axis == axis), None)
+
+    def local_outer(self, dim: int, outer: int) -> int:
+        """How many of a dim's `outer` blocks are on one device."""
+        return outer // self.num([cut.axis for cut in self.dims[dim].cuts if cut.outer < outer])
+
+    def digits(self, cuts: Iterable[Cut]) -> Digits:
+        return [(cut.outer, self.num([cut.axis])) for cut in cuts]
+
+    def positions(self, device: Mapping[str, int]) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+        """For each dim the value's indices that a device (its index on each axis) holds; -1 is padding."""
+        found = []
+        for dim in self.dims:
+            at, own = np.arange(dim.size), np.full(dim.size, True)
+            for axis, outer in dim.cuts:
+                inner = dim.size // (outer * self.num([axis])) or 1
+                own &= at // inner % self.num([axis]) == device[axis]
+            if dim.pad is not None:
+                block, rest = np.divmod(at, dim.size // dim.pad.outer or 1)
+                at = np.where(rest < dim.pad.true, block * dim.pad.true + rest, -1)
+            found.append(at[own])
+        return found
+
+    def block(
+        self, value: np.ndarray[Any, Any], device: Mapping[str, int], padding: Any = 0
+    ) -> Any:
+        """What a device holds of the value; of a partial sum the axis's first device holds all."""
+        own = self.positions(device)
+        true = functools.reduce(np.logical_and.outer, (at >= 0 for at in own), np.array(True))
+        held = np.where(true, value[np.ix_(*own)], np.asarray(padding, value.dtype))
+        first = all(device[p.axis] == 0 for p in self.partial if p.op == "sum")
+        return held if first else np.zeros_like(held)
+
+    # -- other layouts of the same value --------------------------------------------------------------
+    def cut(self, dim: int, axis: str, outer: int | None = None) -> Layout:
+        """Also sharded along a dim, by default within the shards that it has; padded as far as needed."""
+        old = self.dims[dim]
+        if self.num([axis]) == 1:
+            return self
+        if outer is None:
+            outer = old.cuts[-1].outer * self.num([old.cuts[-1].axis]) if old.cuts else 1
+        new = old.put(Cut(axis, outer))
+        if not fits(new.size, digits := self.digits(new.cuts)):
+            pad = old.pad or Pad(new.cuts[0].outer, old.size // new.cuts[0].outer)
+            assert old.true == pad.outer * pad.true, f"{self} has no {pad.outer} blocks along {dim}"
+            step = math.lcm(pad.outer, *(at * n for at, n in digits)) // pad.outer
+            new = Dim(pad.outer * step * -(-pad.true // step), new.cuts, pad)
+        return self._with({dim: new})
+
+    def without(self, axes: Collection[str]) -> Layout:
+        """Replicated over axes that cut, and without the padding that only they needed."""
+        found = self._drop(axes)
+        unpadded = [fits(dim.true, found.digits(dim.cuts)) for dim in found.dims]
+        return found._unpadded(itertools.compress(itertools.count(), unpadded))
+
+    def swapped(self, axis: str, other: str) -> Layout:
+        """With two axes of as many devices in each other's place; the other one may have none."""
+        assert self.num([axis]) == self.num([other]), f"{axis!r} and {other!r} differ in size"
+        new = {axis: other, other: axis}
+        cuts = [[c._replace(axis=new.get(c.axis, c.axis)) for c in d.cuts] for d in self.dims]
+        dims = tuple(d._replace(cuts=tuple(c)) for d, c in zip(self.dims, cuts, strict=True))
+        partial = tuple(p._replace(axis=new.get(p.axis, p.axis)) for p in self.partial)
+        return Layout(dims, self.mesh, partial)
+
+    def summed(self, *partial: Partial) -> Layout:
+        """Also a partial sum (max, min) over axes."""
+        new = tuple(p for p in partial if self.num([p.axis]) > 1)
+        return dataclasses.replace(self, partial=(*self.partial, *new))
+
+    def settled(self, axes: Collection[str]) -> Layout:
+        """No partial sum over the axes."""
+        kept = tuple(p for p in self.partial if p.axis not in axes)
+        return dataclasses.replace(self, partial=kept)
+
+    def _with(self, new: Mapping[int, Dim]) -> Layout:
+        dims = tuple(new.get(d, dim) for d, dim in enumerate(self.dims))
+        return dataclasses.replace(self, dims=dims)
+
+    def _drop(self, axes: Collection[str]) -> Layout:
+        cuts = [tuple(cut for cut in dim.cuts if cut.axis not in axes) for dim in self.dims]
+        return self._with({d: self.dims[d]._replace(cuts=c) for d, c in enumerate(cuts)})
+
+    def _unpadded(self, dims: Iterable[int]) -> Layout:
+        """Without the padding of dims, and without the cuts that need it."""
+        new = {}
+        for d in dims:
+            size, cuts = self.dims[d].true, self.dims[d].cuts
+            new[d] = Dim(size, tuple(c for c in cuts if fits(size, self.digits([c]))))
+        return self._with(new)
+
+    # -- layouts of other values ----------------------------------------------------------------------
+    def transpose(self, order: Sequence[int]) -> Layout:
+        return dataclasses.replace(self, dims=tuple(self.dims[d] for d in order))
+
+    def broadcast(self, shape: Sequence[int], dims: Sequence[int]) -> Layout:
+        """As `lax.broadcast_in_dim`: dim i becomes dim `dims[i]`; what is repeated must be replicated."""
+        new = [Dim(n) for n in shape]
+        for old, d in zip(self.dims, dims, strict=True):
+            assert old.true == shape[d] or old == Dim(1), f"{self} is cut where it is repeated"
+            new[d] = old if old.true == shape[d] else new[d]
+        return dataclasses.replace(self, dims=tuple(new))
+
+    def reshape(self, shape: Sequence[int]) -> Layout:
+        """After a reshape of every device's block, which must be possible: see `reshapable`."""
+        found, lost = self._reshaped(shape)
+        assert not any(lost), f"{self} has no layout as {tuple(shape)}"
+        return found
+
+    def reshapable(self, shape: Sequence[int]) -> Layout:
+        """This layout without the cuts and the padding that have no place after a reshape."""
+        layout = self
+        while any(lost := layout._reshaped(shape)[1]):
+            layout = layout.without(lost[0])._unpadded(lost[1])
+        return layout
+
+    def _reshaped(self, shape: Sequence[int]) -> tuple[Layout, tuple[set[str], set[int]]]:
+        """A cut keeps its place in the flat order. Also the axes and the padded dims that have none."""
+        dims, axes, pads = list[Dim](), set[str](), set[int]()
+        for olds, news in _groups(self.shape, shape):
+            group = [self.dims[d] for d in olds]
+            new = _padding_moved(group, [shape[d] for d in news])
+            if new is None:
+                pads |= {d for d in olds if self.dims[d].pad is not None}
+                continue
+            for k, cut in ((k, cut) for k, dim in enumerate(group) for cut in dim.cuts):
+                at, n = math.prod(d.size for d in group[:k]) * cut.outer, self.num([cut.axis])
+                outers = [_blocks(new, e, at) for e in range(len(new))]
+                fit = (e for e, at in enumerate(outers) if at and new[e].size % (at * n) == 0)
+                if (e := next(fit, None)) is None:
+                    axes.add(cut.axis)
+                else:
+                    new[e] = new[e].put(Cut(cut.axis, outers[e]))
+            dims += new
+        return dataclasses.replace(self, dims=tuple(dims)), (axes, pads)
+
+    def spec(self) -> PartitionSpec | None:
+        """Of the padded value; None if no PartitionSpec says it (dealt out, or a partial sum)."""
+        if self.partial or any(_runs([(1, 1), *self.digits(d.cuts)])[1:] for d in self.dims):
+            return None
+        names = [tuple(cut.axis for cut in dim.cuts) for dim in self.dims]
+        return PartitionSpec(*(n[0] if len(n) == 1 else n or None for n in names))
+
+
+def replicated(shape: Sequence[int], mesh: Mapping[str, int]) -> Layout:
+    return Layout(tuple(Dim(n) for n in shape), tuple(mesh.items()))
+
+
+def from_spec(shape: Sequence[int], mesh: Mapping[str, int], spec: PartitionSpec) -> Layout:
+    """The layout of a `PartitionSpec`, padded along the dims that the axes do not divide."""
+    layout = replicated(shape, mesh)
+    for d, names in enumerate(spec):
+        for axis in (names,) if isinstance(names, str) else names or ():
+            layout = layout.cut(d, axis)
+    return layout
+
+
+def agree(a: Layout, b: Layout) -> bool:
+    """Whether each device holds the same in both: no conversion is needed."""
+    return _plain(a) == _plain(b)
+
+
+def added(a: Layout, b: Layout) -> Layout | None:
+    """The layout of `a + b` (of partial maxima, the larger) on each device; None if they do not agree."""
+    linear = {p.axis: p.linear for p in b.partial}
+    if not agree(a, b):
+        return None
+    both = tuple(p._replace(linear=p.linear | linear[p.axis]) for p in a.partial)
+    return dataclasses.replace(a, partial=both)
+
+
+def _plain(layout: Layout) -> Layout:
+    partial = tuple(sorted(Partial(p.axis, p.op) for p in layout.partial))
+    return layout if layout.partial == partial else dataclasses.replace(layout, partial=partial)
+
+
+# -- index arithmetic ---------------------------------------------------------------------------------
+def fits(size: int, digits: Digits) -> bool:
+    """Whether a dim can be `[outer, n, inner]` for each `(outer, n)`, from the outermost in, at once."""
+    ends = [1, *(outer * n for outer, n in digits)]
+    starts = [*(outer for outer, _ in digits), size]
+    return all(start % end == 0 for start, end in zip(starts, ends, strict=True))
+
+
+def _runs(digits: Digits) -> Digits:
+    """With neighbours as one digit."""
+    runs: Digits = []
+    for outer, n in digits:
+        if runs and math.prod(runs[-1]) == outer:
+            outer, n = runs[-1][0], runs.pop()[1] * n
+        runs.append((outer, n))
+    return runs
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """The fewest dims of both shapes that hold the same elements, from the first to the last."""
+    assert math.prod(old) == math.prod(new), f"{tuple(old)} and {tuple(new)} differ in size"
+    i, j = (0, 0) if math.prod(old) else (len(old), len(new))
+    if not math.prod(old):
+        yield range(i), range(j)
+    while i < len(old) or j < len(new):
+        a, b = i + 1, j + 1
+        while (x := math.prod(old[i:a])) != (y := math.prod(new[j:b])):
+            a, b = a + (x < y), b + (x > y)
+        if a >= len(old) or b >= len(new):  # Only dims of 1 can be left.
+            a, b = len(old), len(new)
+        yield range(i, a), range(j, b)
+        i, j = a, b
+
+
+def _blocks(dims: Sequence[Dim], dim: int, at: int) -> int:
+    """The `outer` of a cut along a dim that is `at` along the flat order; 0 if there is none."""
+    before = math.prod(d.size for d in dims[:dim])
+    return 0 if before == 0 or dims[dim].size == 0 or at % before else at // before
+
+
+def _padding_moved(old: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | None:
+    """The dims after a reshape, not cut yet; None if none of them can have the padding.
+
+    In the flat order the operand is `pad.outer` blocks that begin with the value's elements: any dim that
+    begins with as many blocks can have the padding, if its part of a block is a whole number.
+    """
+    new = [Dim(n) for n in shape]
+    padded = [(k, dim.pad) for k, dim in enumerate(old) if dim.pad is not None]
+    if len(padded) != 1:
+        return None if padded else new
+    ((k, pad),) = padded
+    begin = math.prod(dim.size for dim in old[:k]) * pad.outer
+    block = math.prod(dim.size for dim in old[k:]) // pad.outer
+    found = []
+    for e, n in enumerate(shape):
+        outer, after = _blocks(new, e, begin), math.prod(shape[e + 1 :])
+        if outer and after and n % outer == 0 and block % after == 0:
+            found.append((n == outer, e, Dim(outer * block // after, (), Pad(outer, n // outer))))
+    if not found:
+        return None
+    _, e, new[e] = min(found)  # Blocks of one element only where there is no other.
+    return new
+
+
+# -- conversions --------------------------------------------------------------------------------------
+class Step(NamedTuple):
+    """One collective or local operation of a conversion.
+
+    `gather`, `scatter` (a partial sum to shards), `exchange` (all-to-all: a cut moves to another place),
+    `reduce` and `permute` (blocks move whole) communicate. `slice`, `mask` (a replicated value to a partial
+    sum: the first device has it), `pad` and `unpad` are local. `axes` are in their order in the dim.
+    `received` is bytes per device and axis: what comes from a device that differs in several axes counts for
+    the outermost of them.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    before: Layout
+    after: Layout
+    received: tuple[tuple[str, int], ...]
+
+
+def received(steps: Iterable[Step]) -> dict[str, int]:
+    """Bytes that reach each device, by axis."""
+    total: dict[str, int] = defaultdict(int)
+    for axis, nbytes in itertools.chain.from_iterable(step.received for step in steps):
+        total[axis] += nbytes
+    return dict(total)
+
+
+@functools.lru_cache(maxsize=2**14)
+def conversion(
+    source: Layout, target: Layout, itemsize: int, prices: tuple[tuple[str, float], ...] = ()
+) -> tuple[Step, ...]:
+    """The cheapest steps from layout to layout: fewest bytes, then collectives, then steps (Dijkstra).
+
+    An axis goes where the target has it, or becomes replicated; a partial sum may be scattered anywhere.
+    `prices` weighs an axis's bytes, as by seconds per byte of its links; 1 where it says nothing.
+    """
+    assert (source.shape, source.mesh) == (target.shape, target.mesh), f"{source} to {target}"
+    price, goal, order = dict(prices), _plain(target), itertools.count()
+    queue = [((0.0, 0, 0), next(order), _plain(source), tuple[Step, ...]())]
+    seen: set[Layout] = set()
+    while (found := heapq.heappop(queue))[2] != goal:  # Gathered and reduced, any goal can be cut.
+        (nbytes, collectives, _), _, now, steps = found
+        if now in seen:
+            continue
+        seen.add(now)
+        for kind, axes, after in _moves(now, goal):
+            step = Step(kind, axes, now, _plain(after), _received(kind, axes, now, after, itemsize))
+            paid = nbytes + sum(price.get(axis, 1.0) * n for axis, n in step.received)
+            cost = (paid, collectives + (kind not in LOCAL), len(steps) + 1)
+            heapq.heappush(queue, (cost, next(order), step.after, (*steps, step)))
+    return found[3]
+
+
+def _received(
+    kind: str, axes: Sequence[str], before: Layout, after: Layout, itemsize: int
+) -> tuple[tuple[str, int], ...]:
+    """Of what a device makes, or reduces, its own part is there; each other device sends an equal part."""
+    nbytes = math.prod((after if kind == "gather" else before).local_shape) * itemsize
+    moved = [(axis, n) for axis, n in before.mesh if axis in axes and kind not in LOCAL]
+    if kind == "permute":
+        return ((moved[0][0], nbytes),)
+    nbytes *= 2 if kind == "reduce" else 1  # As a scatter and a gather.
+    inner = [math.prod(n for _, n in moved[i:]) for i in range(1, len(moved) + 1)]
+    parts = zip(moved, inner, strict=True)
+    return tuple((axis, -(-nbytes * (n - 1) * k // before.num(axes))) for (axis, n), k in parts)
+
+
+def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
+    """What may come next: gathers of any shards, and whatever makes a part as it is in the goal."""
+    for d, (dim, wanted) in enumerate(zip(now.dims, goal.dims, strict=True)):
+        for axes in _neighbours(now, dim):
+            yield "gather", axes, (gathered := now._drop(axes))
+            moved = _put(gathered, goal, axes)
+            if moved is not None and _exchanges(now, moved, d, axes):
+                yield "exchange", axes, moved
+        pad = dim.pad or wanted.pad
+        if pad and dim[::2] != wanted[::2] and fits(pad.outer, now.digits(dim.cuts)):
+            new = Dim(dim.true, dim.cuts) if dim.pad else wanted._replace(cuts=dim.cuts)
+            yield ("unpad" if dim.pad else "pad"), (), now._with({d: new})
+    due = [p for p in now.partial if p not in goal.partial]
+    for op in {p.op: None for p in due}:
+        axes = tuple(p.axis for p in due if p.op == op)
+        some = (itertools.combinations(axes, k + 1) for k in range(len(axes)))
+        yield from (("reduce", s, now.settled(s)) for s in itertools.chain.from_iterable(some))
+        for d, s in itertools.product(range(len(now.dims)), axes if op == "sum" else ()):
+            new = now.dims[d].put(Cut(s, math.prod(([(1, 1), *now.digits(now.dims[d].cuts)])[-1])))
+            if fits(new.size, now.digits(new.cuts)):  # Less to move later.
+                yield "scatter", (s,), now.settled([s])._with({d: new})
+    used = {cut.axis for dim in now.dims for cut in dim.cuts} | {p.axis for p in now.partial}
+    for dim in goal.dims:
+        for axes in _neighbours(goal, dim):
+            sums = all(Partial(axis) in due for axis in axes)
+            moved = _put(now.settled(axes), goal, axes) if sums or not used & {*axes} else None
+            if moved is not None:
+                yield ("scatter" if sums else "slice"), axes, moved
+    for p in goal.partial:
+        if p.axis not in used:
+            yield "mask", (p.axis,), now.summed(p)
+    if now != goal and now.partial == goal.partial and _blocks_of(now) == _blocks_of(goal):
+        moving = tuple(axis for axis, _ in now.mesh if now.place(axis) != goal.place(axis))
+        yield "permute", moving, goal
+
+
+def _neighbours(layout: Layout, dim: Dim) -> Iterator[tuple[str, ...]]:
+    """Axes whose cuts follow each other immediately, so that one collective serves them all."""
+    for i, j in itertools.combinations(range(len(dim.cuts) + 1), 2):
+        if len(_runs(layout.digits(dim.cuts[i:j]))) == 1:
+            yield tuple(cut.axis for cut in dim.cuts[i:j])
+
+
+def _put(layout: Layout, goal: Layout, axes: Sequence[str]) -> Layout | None:
+    """With neighbouring cuts of the goal, in this order; None if they are none, or do not fit yet."""
+    place = goal.place(axes[0])
+    if place is None or tuple(axes) not in _neighbours(goal, goal.dims[place[0]]):
+        return None
+    dim, wanted = layout.dims[place[0]], goal.dims[place[0]]
+    new = dim.put(*(cut for cut in wanted.cuts if cut.axis in axes))
+    fit = dim[::2] == wanted[::2] and fits(new.size, layout.digits(new.cuts))
+    return layout._with({place[0]: new}) if fit else None
+
+
+def _exchanges(now: Layout, moved: Layout, dim: int, axes: Sequence[str]) -> bool:
+    """Whether an all-to-all does it: within one dim, what is cut and what is joined must not overlap."""
+    digits = sorted(now.digits({*now.dims[dim].cuts, *moved.dims[dim].cuts}))
+    return moved.place(axes[0]) != now.place(axes[0]) and fits(moved.dims[dim].size, digits)
+
+
+def _blocks_of(layout: Layout) -> list[tuple[int, Pad | None, Digits]]:
+    """Equal for layouts that divide a value into the same blocks, whichever device has which."""
+    return [(dim.size, dim.pad, _runs(layout.digits(dim.cuts))) for dim in layout.dims]
+
+
+def permutation(step: Step) -> list[tuple[int, int]]:
+    """`(from, to)` of a permute, in devices along its axes."""
+    holders, users = defaultdict(list), defaultdict(list)
+    sizes = [step.before.num([axis]) for axis in step.axes]
+    for i, at in enumerate(itertools.product(*map(range, sizes))):
+        device = dict(zip(step.axes, at, strict=True))
+        holders[_start(step.before, device)].append(i)
+        users[_start(step.after, device)].append(i)
+    return [p for start in users for p in zip(holders[start], users[start], strict=True)]
+
+
+def _start(layout: Layout, device: Mapping[str, int]) -> tuple[int, ...]:
+    """Where in each dim a device's block begins, as far as the given axes say."""
+    return tuple(
+        sum(
+            device[axis] * (dim.size // (outer * layout.num([axis])))
+            for axis, outer in dim.cuts
+            if axis in device
+        )
+        for dim in layout.dims
+    )

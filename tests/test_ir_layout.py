@@ -1,0 +1,604 @@
+"""`jzero.ir._layout`: what layouts mean, on real arrays, and conversions as programs of 8 devices."""
+
+import itertools
+import math
+from collections import Counter, defaultdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import P, lax
+
+import programs
+from jzero.ir._layout import (
+    LOCAL,
+    Layout,
+    Partial,
+    added,
+    agree,
+    conversion,
+    from_spec,
+    permutation,
+    received,
+    replicated,
+)
+from jzero.tracing import _jaxpr
+
+MESHES = ({"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"b": 2, "a": 3}, {"a": 8, "one": 1})
+GARBAGE = 777  # What padding holds.
+
+
+def devices(mesh):
+    """Every device: its place on each axis."""
+    return [
+        dict(zip(mesh, at, strict=True)) for at in itertools.product(*map(range, mesh.values()))
+    ]
+
+
+def value_of(shape):
+    return np.random.default_rng(math.prod(shape)).integers(-9, 10, shape).astype(np.float32)
+
+
+def terms_of(layout, value, mesh):
+    """What each device holds, by the blocks; of partial sums random terms, that make the value."""
+    rng = np.random.default_rng(1)
+    summed = [p for p in layout.partial if p.op == "sum"]
+    others = [p for p in layout.partial if p.op != "sum"]
+    whole = Layout(layout.dims, layout.mesh)
+    terms, cache = [], {}
+    for device in devices(mesh):
+        at = tuple(device[p.axis] for p in layout.partial)
+        if at not in cache:
+            cache[at] = rng.integers(-9, 10, value.shape).astype(value.dtype)
+        terms.append(cache[at])
+    if summed and not others:
+        cache[max(cache)][:] += value - sum(cache.values())
+    elif others:  # The first device has the value; what others have is no larger (no smaller).
+        sign = -1 if others[0].op == "max" else 1
+        for at, term in cache.items():
+            term[:] = value if not any(at) else value + sign * np.abs(term)
+    else:
+        terms = [value] * len(terms)
+    return [
+        whole.block(term, device, GARBAGE)
+        for device, term in zip(devices(mesh), terms, strict=True)
+    ]
+
+
+def assembled(layout, blocks, mesh):
+    """The whole value, of all blocks: each element once for each replica, and all replicas equal."""
+    terms: dict[tuple[int, ...], np.ndarray] = defaultdict(
+        lambda: np.full(layout.shape, np.nan, np.float32)
+    )
+    for device, block in zip(devices(mesh), blocks, strict=True):
+        assert block.shape == layout.local_shape
+        own = layout.positions(device)
+        inside = np.ix_(*(np.flatnonzero(at >= 0) for at in own))
+        index = np.ix_(*(at[at >= 0] for at in own))
+        term = terms[tuple(device[p.axis] for p in layout.partial)]
+        held = term[index]
+        assert np.all(np.isnan(held) | (held == block[inside]))
+        term[index] = block[inside]
+    assert not any(np.isnan(term).any() for term in terms.values())
+    op = next((p.op for p in layout.partial), "sum")
+    return getattr(np, op)(list(terms.values()), axis=0)
+
+
+# -- layouts ----------------------------------------------------------------------------------------
+@st.composite
+def shapes(draw, max_dims=3):
+    return tuple(
+        draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12]), min_size=1, max_size=max_dims))
+    )
+
+
+@st.composite
+def layouts_of(draw, shape, mesh, sums=True):
+    """Shards (nested, dealt out, padded), partial sums of one operation."""
+    layout = replicated(shape, mesh)
+    op = draw(st.sampled_from(["sum", "sum", "max", "min"]))
+    for axis in draw(st.permutations(list(mesh))):
+        kind = draw(st.sampled_from(["none", "cut", "cut", "dealt", "partial"]))
+        d = draw(st.integers(0, len(shape) - 1))
+        if kind == "partial" and sums:
+            layout = layout.summed(Partial(axis, op))
+        elif kind in ("cut", "dealt"):
+            size = layout.dims[d].true
+            outers = [k for k in range(1, size + 1) if size % k == 0] if kind == "dealt" else [None]
+            try:
+                layout = layout.cut(d, axis, draw(st.sampled_from(outers)))
+            except AssertionError:
+                pass
+    return layout
+
+
+def split(draw, shape):
+    """Another shape of as many elements."""
+    flat = [p for n in shape for p in primes(n)]
+    cuts = sorted(draw(st.lists(st.integers(0, len(flat)), max_size=3)))
+    ends = zip([0, *cuts], [*cuts, len(flat)], strict=True)
+    return tuple(math.prod(flat[a:b]) for a, b in ends)
+
+
+def primes(n):
+    for p in (2, 3, 5):
+        if n % p == 0 and n > 1:
+            return [p, *primes(n // p)]
+    return []
+
+
+@st.composite
+def near(draw, layout, mesh):
+    """Where partial sums are scattered or reduced, and axes change places."""
+    for p in layout.partial:
+        layout = layout.settled([p.axis])
+        try:
+            layout = layout.cut(draw(st.integers(0, len(layout.dims) - 1)), p.axis)
+        except AssertionError:
+            pass
+    a, b = draw(st.sampled_from([(a, b) for a in mesh for b in mesh if mesh[a] == mesh[b]]))
+    return layout.swapped(a, b)
+
+
+@st.composite
+def cases(draw, sums=True, num=1):
+    mesh = draw(st.sampled_from(MESHES))
+    shape = draw(shapes())
+    found: list[Layout] = []
+    while len(found) < num:
+        if found and draw(st.booleans()):
+            found.append(draw(near(found[0], mesh)))
+            continue
+        start = split(draw, shape) if draw(st.booleans()) else shape
+        layout = draw(layouts_of(start, mesh, sums))
+        found.append(layout.reshapable(shape).reshape(shape))
+    return mesh, *found
+
+
+@given(cases())
+@settings(max_examples=300)
+def test_blocks_of_all_devices_are_the_value(case):
+    mesh, layout = case
+    value = value_of(layout.shape)
+    np.testing.assert_array_equal(
+        assembled(layout, [layout.block(value, d) for d in devices(mesh)], mesh), value
+    )
+    np.testing.assert_array_equal(assembled(layout, terms_of(layout, value, mesh), mesh), value)
+
+
+@given(cases(sums=False))
+@settings(max_examples=200)
+def test_blocks_are_those_of_a_reshape(case):
+    """The definition, `[outer, n, inner]`, by NumPy's reshape and pad."""
+    mesh, layout = case
+    value = value_of(layout.shape)
+    padded = value
+    for d, dim in enumerate(layout.dims):
+        if dim.pad:
+            s = padded.shape
+            padded = padded.reshape(*s[:d], dim.pad.outer, dim.pad.true, *s[d + 1 :])
+            more = [(0, 0)] * padded.ndim
+            more[d + 1] = (0, dim.size // dim.pad.outer - dim.pad.true)
+            padded = np.pad(padded, more, constant_values=GARBAGE)
+            padded = padded.reshape(*s[:d], dim.size, *s[d + 1 :])
+    for device in devices(mesh):
+        block = padded
+        for d, dim in enumerate(layout.dims):
+            for cut in reversed(
+                dim.cuts
+            ):  # The innermost first: those before it keep their places.
+                s, n = block.shape, mesh[cut.axis]
+                parts = block.reshape(*s[:d], cut.outer, n, -1, *s[d + 1 :])
+                block = parts.take(device[cut.axis], d + 1).reshape(*s[:d], s[d] // n, *s[d + 1 :])
+        np.testing.assert_array_equal(layout.block(value, device, GARBAGE), block)
+
+
+@given(cases(), st.data())
+@settings(max_examples=400)
+def test_reshape_is_a_reshape_of_each_block(case, data):
+    mesh, layout = case
+    shape = split(data.draw, layout.shape)
+    before = layout.reshapable(shape)
+    after = before.reshape(shape)
+    assert after.shape == shape
+    assert after.partial == layout.partial
+    value = value_of(layout.shape)
+    for device in devices(mesh):
+        np.testing.assert_array_equal(
+            before.block(value, device, GARBAGE).reshape(after.local_shape),
+            after.block(value.reshape(shape), device, GARBAGE),
+        )
+
+
+@given(cases(), st.data())
+@settings(max_examples=100)
+def test_transpose_and_broadcast_are_those_of_each_block(case, data):
+    mesh, layout = case
+    order = data.draw(st.permutations(range(len(layout.dims))))
+    value = value_of(layout.shape)
+    wide = (3, *layout.shape)
+    for device in devices(mesh):
+        block = layout.block(value, device, GARBAGE)
+        np.testing.assert_array_equal(
+            layout.transpose(order).block(value.transpose(order), device, GARBAGE),
+            block.transpose(order),
+        )
+        whole = layout.broadcast(wide, range(1, len(wide)))
+        np.testing.assert_array_equal(
+            whole.block(np.broadcast_to(value, wide), device, GARBAGE),
+            np.broadcast_to(block, (3, *block.shape)),
+        )
+
+
+MESH = {"data": 4, "model": 2}
+
+
+def lay(shape, *cuts, mesh=None):
+    layout = replicated(shape, mesh or MESH)
+    for cut in cuts:
+        layout = layout.summed(cut) if isinstance(cut, Partial) else layout.cut(*cut)
+    return layout
+
+
+ROWS = lay((10, 6), (0, "data"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (lay((16, 8), (0, "data"), (0, "model")), "[16@data,model, 8]"),
+        (ROWS, "[10+2@data, 6]"),
+        (ROWS.reshape((60,)), "[60+12@data]"),
+        (ROWS.reshapable((5, 2, 6)), "[10, 6]"),
+        (ROWS.reshape((10, 2, 3)), "[10+2@data, 2, 3]"),
+        (lay((40, 8), (0, "data", 5)), "[40@5,data, 8]"),
+        (lay((40, 8), (0, "data", 5)).reshape((5, 8, 8)), "[5, 8@data, 8]"),
+        (lay((4, 10), (1, "data")).reshape((40,)), "[4*(10+2)@4,data]"),
+        (lay((4, 10), (0, "model"), (1, "data")).reshape((40,)), "[4*(10+2)@model,2,data]"),
+        (lay((8,), (0, "data")).summed(Partial("model", "max")), "[8@data] max(model)"),
+        (
+            lay((8,)).summed(Partial("data", linear=frozenset({"b", "a"}))),
+            "[8] sum(data; linear in a, b)",
+        ),
+        (lay((1, 8), (0, "data")).reshape((8,)), "[8+24@data]"),
+        (lay((3, 2), (1, "data")).reshape((6,)), "[3*(2+2)@3,data]"),
+        (lay((3, 2), (1, "data")).reshape((6,)).reshape((3, 2)), "[3, 2+2@data]"),
+        (lay((), Partial("data")), "[] sum(data)"),
+        (lay((8,), (0, "data")).swapped("model", "model"), "[8@data]"),
+        (lay((8,), (0, "one"), mesh={"one": 1}), "[8]"),
+    ],
+)
+def test_a_layout_prints_as_a_short_text(layout, text):
+    assert str(layout) == text
+
+
+# -- conversions ------------------------------------------------------------------------------------
+def split_at(x, dim, outer, n):
+    """`[..., outer, n, rest, ...]` of a dim."""
+    return x.reshape(*x.shape[:dim], outer, n, -1, *x.shape[dim + 1 :])
+
+
+def blocks_of(layout, axis, among):
+    """How many blocks stand before an axis's cut in what a device of another layout holds."""
+    dim, outer = layout.place(axis)
+    return dim, among.local_outer(dim, outer)
+
+
+def joined(y, layout, axes, after):
+    """`y[source]` of all devices, where `layout` has the axes."""
+    dim, outer = blocks_of(layout, axes[0], after)
+    y = y.reshape(y.shape[0], *y.shape[1 : dim + 1], outer, -1, *y.shape[dim + 2 :])
+    return jnp.moveaxis(y, 0, dim + 1).reshape(after.local_shape)
+
+
+def run(step, x):
+    before, after, axes = step.before, step.after, step.axes
+    n = before.num(axes)
+    if step.kind == "gather":
+        return joined(lax.all_gather(x, axes), before, axes, after)
+    if step.kind == "permute":
+        return lax.ppermute(x, axes, permutation(step))
+    if step.kind == "reduce":
+        op = {p.op for p in before.partial if p.axis in axes}.pop()
+        return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[op](x, axes)
+    if step.kind == "mask":
+        (op,) = {p.op for p in after.partial if p.axis in axes}
+        return jnp.where(lax.axis_index(axes) == 0, x, 0) if op == "sum" else x
+    if step.kind in ("pad", "unpad"):
+        return padded(step, x)
+    dim, outer = blocks_of(after, axes[0], before)
+    parts = split_at(x, dim, outer, n)
+    if step.kind == "slice":
+        return parts.take(lax.axis_index(axes), dim + 1).reshape(after.local_shape)
+    if step.kind == "scatter":
+        y = lax.psum_scatter(jnp.moveaxis(parts, dim + 1, 0), axes)
+        return y.reshape(after.local_shape)
+    assert step.kind == "exchange"
+    y = lax.all_to_all(jnp.moveaxis(parts, dim + 1, 0), axes, 0, 0)
+    shape = [n, *before.local_shape]
+    shape[dim + 1] //= n
+    return joined(y.reshape(shape), before, axes, after)
+
+
+def padded(step, x):
+    (d,) = (
+        d for d, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b
+    )
+    dim = (step.after if step.kind == "pad" else step.before).dims[d]
+    local = step.before.local_outer(d, dim.pad.outer)
+    parts = x.reshape(*x.shape[:d], local, -1, *x.shape[d + 1 :])
+    if step.kind == "unpad":
+        y = lax.slice_in_dim(parts, 0, dim.pad.true, axis=d + 1)
+    else:
+        more = [(0, 0)] * parts.ndim
+        more[d + 1] = (0, dim.size // dim.pad.outer - dim.pad.true)
+        y = jnp.pad(parts, more, constant_values=GARBAGE)
+    return y.reshape(step.after.local_shape)
+
+
+def program(steps, mesh):
+    def on_device(x):
+        x = x.reshape(x.shape[len(mesh) :])
+        for step in steps:
+            assert x.shape == step.before.local_shape
+            x = run(step, x)
+        return x.reshape(*[1] * len(mesh), *x.shape)
+
+    where = jax.make_mesh(
+        tuple(mesh.values()),
+        tuple(mesh),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(mesh),
+        devices=jax.devices()[: math.prod(mesh.values())],
+    )
+    return jax.jit(
+        jax.shard_map(on_device, mesh=where, in_specs=P(*mesh), out_specs=P(*mesh), check_vma=False)
+    )
+
+
+KINDS = {
+    "all_gather": "gather", "reduce_scatter": "scatter", "all_to_all": "exchange", "ppermute": "permute",
+    "psum": "reduce", "pmax": "reduce", "pmin": "reduce",
+}  # fmt: skip
+
+
+def collectives(jaxpr, sizes):
+    """Kinds, and the bytes that reach a device, of a traced program."""
+    found: Counter[str] = Counter()
+    nbytes = 0.0
+    for eqn in jaxpr.eqns:
+        if kind := KINDS.get(eqn.primitive.name):
+            axes = eqn.params.get("axes") or eqn.params["axis_name"]
+            n = math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
+            large = max(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
+            if kind == "permute":
+                moved = large
+            else:
+                moved = (2 if kind == "reduce" else 1) * large * (n - 1) / n
+            found[kind] += 1
+            nbytes += moved
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            more, moved = collectives(_jaxpr.open_jaxpr(inner)[0], sizes)
+            found, nbytes = found + more, nbytes + moved
+    return found, nbytes
+
+
+COMPILED = {
+    "gather": "all-gather", "scatter": "reduce-scatter", "exchange": "all-to-all", "reduce": "all-reduce",
+    "permute": "collective-permute",
+}  # fmt: skip
+
+
+def check_run(mesh, source, target, compiled=False):
+    steps = conversion(source, target, 4)
+    value = value_of(source.shape)
+    blocks = terms_of(source, value, mesh)
+    run_on_devices = program(steps, mesh)
+    stacked = np.stack(blocks).reshape(*mesh.values(), *source.local_shape)
+    counted, nbytes = collectives(run_on_devices.trace(stacked).jaxpr.jaxpr, mesh)
+    assert counted == Counter(step.kind for step in steps if step.kind not in LOCAL)
+    assert math.isclose(sum(received(steps).values()), nbytes, abs_tol=len(mesh) * len(steps))
+    if compiled:
+        text = run_on_devices.lower(stacked).compile().as_text()
+        made: Counter[str] = Counter()
+        for step in steps:
+            made[step.kind] += math.prod(step.after.local_shape)
+        for kind, name in COMPILED.items():
+            assert sum(programs.compiled_elements(text, name)) == made[kind]
+    out = np.asarray(run_on_devices(stacked)).reshape(-1, *target.local_shape)
+    np.testing.assert_array_equal(assembled(target, list(out), mesh), value)
+
+
+@given(cases(num=2))
+@settings(max_examples=60)
+def test_conversions_run_on_devices(case):
+    check_run(*case)
+
+
+def peers(device, axes, mesh):
+    for at in itertools.product(*(range(mesh[a]) for a in axes)):
+        yield {**device, **dict(zip(axes, at, strict=True))}
+
+
+def held(layout, device):
+    return set(itertools.product(*(map(int, at) for at in layout.positions(device))))
+
+
+@given(cases(sums=False, num=2))
+@settings(max_examples=150)
+def test_bytes_of_an_axis_are_what_comes_from_across_it(case):
+    """Of gathers and exchanges: elements that a device lacks, of the devices of the group that have them."""
+    mesh, source, target = case
+    for step in conversion(source, target, 1):
+        if step.kind not in ("gather", "exchange") or any(
+            d.pad for d in (*step.before.dims, *step.after.dims)
+        ):
+            continue
+        for device in devices(mesh):
+            found: Counter[str] = Counter()
+            lacks = held(step.after, device) - held(step.before, device)
+            for peer in peers(device, step.axes, mesh):
+                if theirs := lacks & held(step.before, peer):
+                    found[next(a for a in mesh if peer[a] != device[a])] += len(theirs)
+            assert found == Counter(dict(step.received))
+
+
+DATA, MODEL, DUE = (0, "data"), (0, "model"), Partial("data")
+ALL = (Partial("data"), Partial("model"))
+ROW_MAJOR = {"data": 1536, "model": 256}  # Of 2 KiB over both axes.
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps", "nbytes"),
+    [
+        # ZeRO: gather a leaf, scatter a gradient, reduce a metric.
+        (lay((64, 8), DATA), lay((64, 8)), "gather(data)", {"data": 1536}),
+        (lay((64, 8), DATA, MODEL), lay((64, 8)), "gather(data,model)", ROW_MAJOR),
+        (lay((64, 8), DUE), lay((64, 8), DATA), "scatter(data)", {"data": 1536}),
+        (lay((64, 8), DUE), lay((64, 8)), "reduce(data)", {"data": 3072}),
+        (lay((64, 8), *ALL), lay((64, 8), DATA, MODEL), "scatter(data,model)", ROW_MAJOR),
+        (lay((64, 8), DUE, (1, "model")), lay((64, 8), DATA, (1, "model")), "scatter(data)", {"data": 768}),
+        # Hybrid sharding: scatter in one axis, reduce what is left in the other.
+        (lay((64, 8), *ALL), lay((64, 8), DATA), "scatter(data) reduce(model)", {"data": 1536, "model": 512}),
+        # A sum is scattered before anything else moves, even where the target has no such shards.
+        (lay((64, 8), DATA, Partial("model")), lay((64, 8), MODEL),
+         "scatter(model) gather(data) exchange(model)", {"model": 768, "data": 768}),
+        # Ulysses: from sequence to heads.
+        (lay((64, 8), DATA), lay((64, 8), (1, "data")), "exchange(data)", {"data": 384}),
+        (lay((64, 8)), lay((64, 8), (1, "data")), "slice(data)", {}),
+        # Other devices have the very block.
+        (lay((64, 8), DATA, MODEL), lay((64, 8), MODEL, DATA), "permute(data,model)", {"data": 256}),
+        (lay((9, 8), DATA), lay((9, 8)), "gather(data) unpad()", {"data": 288}),
+        (lay((9, 8), DUE), lay((9, 8), DATA), "pad() scatter(data)", {"data": 288}),
+        (lay((9, 6), DATA), lay((9, 6), (1, "data")), "pad() exchange(data) unpad()", {"data": 72}),
+        (lay((8, 8)), lay((8, 8), DUE), "mask(data)", {}),
+        (lay((8, 8), Partial("data", "max")), lay((8, 8), DATA), "reduce(data) slice(data)", {"data": 384}),
+        (lay((40, 2), (0, "data", 5)), lay((40, 2), DATA), "gather(data) slice(data)", {"data": 240}),
+        (lay((64, 2), (0, "data", 16)), lay((64, 2), DATA), "exchange(data)", {"data": 96}),
+    ],
+)  # fmt: skip
+def test_a_conversion_costs_what_it_should(source, target, steps, nbytes):
+    found = conversion(source, target, 4)
+    assert " ".join(f"{s.kind}({','.join(s.axes)})" for s in found) == steps
+    assert received(found) == nbytes
+    check_run(MESH, source, target, compiled=True)
+
+
+ABC = {"a": 2, "b": 2, "c": 2}
+
+
+def test_a_block_passes_to_the_device_that_needs_it():
+    source, target = lay((8, 4), (0, "a"), mesh=ABC), lay((8, 4), (0, "b"), mesh=ABC)
+    (step,) = conversion(source, target, 4)
+    assert (step.kind, step.received) == ("permute", (("a", 64),))
+    assert permutation(step) == [(0, 0), (1, 2), (2, 1), (3, 3)]
+    check_run(ABC, source, target)
+
+
+def test_prices_choose_what_crosses_an_axis():
+    """A device's shard crosses the slow axis once, and then the fast one."""
+    source, target = lay((64, 8), DATA, MODEL), lay((64, 8))
+    first, second = conversion(source, target, 4, (("data", 10.0),))
+    assert (first.axes, second.axes) == (("data",), ("model",))
+    assert received([first, second]) == {"data": 768, "model": 1024}
+
+
+def test_no_detour_is_cheaper():
+    """Over every layout in between, where no replicated value becomes a partial sum."""
+    of_a, of_b = ([(0, x), (1, x), Partial(x)] for x in "ab")
+    found = [lay((8, 4), *cuts, mesh=ABC) for cuts in itertools.product(of_a, of_b)]
+    for source, target in itertools.product(found, found):
+        if {*target.partial} <= {*source.partial}:
+            least = sum(received(conversion(source, target, 4)).values())
+            for middle in found:
+                there = [*conversion(source, middle, 4), *conversion(middle, target, 4)]
+                assert sum(received(there).values()) >= least, (
+                    str(source),
+                    str(middle),
+                    str(target),
+                )
+
+
+SPECS = [
+    P(), P("data"), P(None, "data"), P(("data", "model")), P("model", "data"), P(("model", "data"), None)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_partition_spec_comes_and_goes(spec):
+    """Blocks are those of `NamedSharding`; where it does not divide, of the padded value."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    for shape in ((16, 8), (9, 6), (1, 1)):
+        layout = from_spec(shape, MESH, spec)
+        assert layout.shape == shape
+        assert (written := layout.spec()) is not None
+        assert P(*written) == P(*spec, *[None] * (2 - len(spec)))
+        sharding = jax.NamedSharding(mesh, written)
+        padded = tuple(dim.size for dim in layout.dims)
+        held = sharding.devices_indices_map(padded)
+        whole = np.arange(math.prod(padded)).reshape(padded)
+        inside = whole[tuple(slice(n) for n in shape)]
+        for device, at in zip(devices(MESH), mesh.devices.flat, strict=True):
+            block = whole[held[at]]
+            assert layout.local_shape == block.shape == sharding.shard_shape(padded)
+            own = layout.block(inside, device, -1)
+            np.testing.assert_array_equal(own, np.where(np.isin(block, inside), block, -1))
+
+
+def test_no_partition_spec_says_this():
+    for layout in (lay((40,), (0, "data", 5)), lay((8,), Partial("data"))):
+        assert layout.spec() is None
+
+
+def test_sums_are_added_where_they_are_alike():
+    a, b = (lay((8,), Partial("data", linear=frozenset({x}))) for x in "ab")
+    assert agree(a, b)
+    assert added(a, b) == lay((8,), Partial("data", linear=frozenset("ab")))
+    assert added(a, lay((8,))) is None
+    assert added(a, lay((8,), Partial("data", "max"))) is None
+    assert conversion(a, b, 4) == ()
+
+
+@pytest.mark.parametrize(
+    ("layout", "outer", "local"),
+    [
+        (lay((16,), (0, "data"), (0, "model")), (1, 4, 8, 16), (1, 1, 1, 2)),
+        (lay((40,), (0, "data", 5)), (1, 5, 20, 40), (1, 5, 5, 10)),
+        (lay((40,)), (1, 5, 20, 40), (1, 5, 20, 40)),
+    ],
+)
+def test_blocks_on_one_device(layout, outer, local):
+    assert tuple(layout.local_outer(0, at) for at in outer) == local
+
+
+def test_what_a_reshape_loses():
+    rows = lay((4, 10), (0, "model"), (1, "data"))
+    assert str(rows.reshapable((8, 5))) == "[4@model, 10]"
+    assert str(rows.reshapable((2, 20))) == "[4@model, 10+2@data]"
+    assert str(rows.reshape((2, 20))) == "[2@model, 2*(10+2)@2,data]"
+    assert str(rows.without(["data"])) == "[4@model, 10]"
+    both = lay((2, 3), (0, "a"), (1, "b"), mesh={"b": 2, "a": 3})
+    assert str(both) == "[2+1@a, 3+1@b]"
+    assert str(both.reshapable((6,))) == "[2, 3]"
+    assert str(lay((0, 3), (1, "data")).reshapable((3, 0))) == "[0, 3]"
+    assert str(lay((1, 0), (0, "data")).reshapable((1, 0, 1))) == "[1, 0]"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: lay((16, 8), DATA, (1, "data")), "used twice"),
+        (lambda: lay((16,), (0, "data", 2), (0, "model", 4)), "overlap"),
+        (lambda: lay((10,), (0, "data", 4)), "no 4 blocks along 0"),
+        (lambda: ROWS.reshape((5, 12)), "has no layout as"),
+        (lambda: ROWS.swapped("data", "model"), "differ in size"),
+        (lambda: lay((1, 8), DATA).broadcast((4, 8), (0, 1)), "cut where it is repeated"),
+        (lambda: ROWS.reshapable((5, 5)), "differ in size"),
+        (lambda: conversion(ROWS, lay((10, 5)), 4), "to"),
+    ],
+)
+def test_what_cannot_be(make, text):
+    with pytest.raises(AssertionError, match=text):
+        make()
