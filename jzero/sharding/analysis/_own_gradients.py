@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _frames
-from jzero.sharding.analysis._frames import Frame, variables
+from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 

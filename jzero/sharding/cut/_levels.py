@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import Frame, variables
+from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._kinds import (
     COLLECTED,
     CutError,
