@@ -7,12 +7,13 @@ mapping from values, and writes them nowhere.
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from jzero._components import Components
-from jzero.ir._regions import Edge, Region, Value, edges
+from jzero.ir._regions import Edge, Kind, Region, Value, edges
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Literal, Var
 
@@ -67,83 +68,96 @@ def union(
     return found
 
 
+class _Item(NamedTuple):
+    """What is due: an equation; or what its programs return in `region` (backward: what they take there)."""
+
+    region: Region
+    holder: Region
+    eqn: Eqn
+
+
 class _Flow(Generic[Fact]):
-    """What is due stands in the program's order: an equation, or (None) the other end of a region."""
+    """Items in the order of the program. What a loop carries only gains; all else is found anew each time."""
 
     def __init__(
         self, program: Region, facts: Facts[Fact], step: Step[Fact], join: Join[Fact], nothing: Fact,
         across: Across[Fact], literal: Callable[[Literal], Fact] | None, is_backward: bool,
     ):  # fmt: skip
-        self._found = dict(facts)
+        self._given, self._found = facts, dict(facts)
         self._step, self._join, self._nothing = step, join, nothing
         self._across, self._literal, self._backward = across, literal, is_backward
         self._items = [*self._items_of(program)]
-        self._place = {(region, i): n for n, (region, i) in enumerate(self._items)}
+        self._places = {
+            (item.region, id(item.eqn) if item.region is item.holder else None): number
+            for number, item in enumerate(self._items)
+        }
         self._due = list(range(len(self._items)))
         self._is_due = set(self._due)
-        self._edges: dict[tuple[Region, int], list[Edge]] = {}
+        self._over: dict[tuple[Region, int], dict[Value, list[Edge]]] = {}
 
-    def _items_of(self, region: Region) -> Iterator[tuple[Region, int | None]]:
-        places = range(len(region.jaxpr.eqns))
-        for i in reversed(places) if self._backward else places:
-            yield region, i
-            inner = region.inner(region.jaxpr.eqns[i])
-            for each in reversed(inner) if self._backward else inner:
+    def _items_of(self, region: Region) -> Iterator[_Item]:
+        order = reversed if self._backward else iter
+        for eqn in order(region.jaxpr.eqns):
+            yield _Item(region, region, eqn)
+            for each in order(region.inner(eqn)):
                 yield from self._items_of(each)
-                yield each, None
+                yield _Item(each, region, eqn)
 
     def run(self) -> dict[Value, Fact]:
         while self._due:
             number = heapq.heappop(self._due)
             self._is_due.remove(number)
-            region, i = self._items[number]
-            if i is not None:
-                holder, eqn = region, region.jaxpr.eqns[i]
-            else:
-                assert region.around is not None
-                holder, eqn = region.around
-            over = self._edges_of(holder, eqn)
-            for edge in over:
-                start, end = (edge.target, edge.source) if self._backward else edge[1:3]
-                if start[0] is region:
-                    self._add(end, self._across(eqn, edge, self._fact(*start)))
-            if not over and i is not None:
-                read, made = eqn.invars, eqn.outvars
-                given, results = (made, read) if self._backward else (read, made)
+            region, holder, eqn = self._items[number]
+            for end, over in self._edges_to(holder, eqn).items():
+                starts = [each.target if self._backward else each.source for each in over]
+                if any(start[0] is region for start in starts):
+                    found = [
+                        self._across(eqn, each, self._fact(*start))
+                        for each, start in zip(over, starts, strict=True)
+                    ]
+                    goes_round = any(each.kind is Kind.BACK for each in over)
+                    self._note(end, functools.reduce(self._join, found), goes_round)
+            if region is holder and not region.inner(eqn):
+                ends: tuple[Sequence[Atom], Sequence[Atom]] = eqn.invars, eqn.outvars
+                given, results = reversed(ends) if self._backward else ends
                 facts = self._step(region, eqn, [self._fact(region, atom) for atom in given])
                 for atom, fact in zip(results, facts, strict=True):
-                    self._add((region, atom), fact)
+                    self._note((region, atom), fact)
         return self._found
 
-    def _edges_of(self, region: Region, eqn: Eqn) -> list[Edge]:
-        key = region, id(eqn)
-        if key not in self._edges:
-            self._edges[key] = edges(region, eqn)
-        return self._edges[key]
+    def _edges_to(self, region: Region, eqn: Eqn) -> dict[Value, list[Edge]]:
+        """The edges across an equation, by the variables at their ends."""
+        if (key := (region, id(eqn))) not in self._over:
+            found = self._over[key] = dict[Value, list[Edge]]()
+            for edge in edges(region, eqn):
+                end = edge.source if self._backward else edge.target
+                if not _jaxpr.is_literal(end[1]):
+                    found.setdefault(end, []).append(edge)
+        return self._over[key]
 
     def _fact(self, region: Region, atom: Atom) -> Fact:
         if _jaxpr.is_literal(atom):
             return self._nothing if self._literal is None else self._literal(atom)
         return self._found.get((region, atom), self._nothing)
 
-    def _add(self, value: Value, fact: Fact) -> None:
+    def _note(self, value: Value, fact: Fact, gains: bool = False) -> None:
         region, atom = value
         if _jaxpr.is_literal(atom):
             return
         old = self._fact(region, atom)
-        new = self._join(old, fact)
-        if new != old:
-            self._found[value] = new
+        if gains or self._backward:  # Backward, others read it, too.
+            fact = self._join(old, fact)
+        elif value in self._given:
+            fact = self._join(self._given[value], fact)
+        if fact != old:
+            self._found[value] = fact
             self._have_due(region, atom)
 
     def _have_due(self, region: Region, var: Var) -> None:
-        num = len(region.jaxpr.eqns)
-        if self._backward:
-            places = [region.makers.get(var)]
-        else:
-            places = [None if i == num else i for i in region.readers.get(var, ())]
-        for i in places:
-            number = self._place.get((region, i))
+        eqns = region.jaxpr.eqns
+        made = region.makers.get(var, len(eqns))
+        for i in [made] if self._backward else region.readers.get(var, ()):
+            number = self._places.get((region, id(eqns[i]) if i < len(eqns) else None))
             if number is not None and number not in self._is_due:
                 self._is_due.add(number)
                 heapq.heappush(self._due, number)

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 from jax.typing import ArrayLike
 
 from jzero.tracing import _jaxpr
+from jzero.tracing._rewrite import Flat
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
@@ -43,6 +44,13 @@ class Region:
             found = [Region(*program, autodiff, around) for program in _programs(eqn)]
             self._inner[id(eqn)] = found
         return self._inner[id(eqn)]
+
+    def only(self, eqn: Eqn) -> Region:
+        """A region of one equation, with the same programs inside."""
+        program = Flat([], variables(eqn.invars), [*eqn.outvars], [eqn])
+        found = Region(program, [], self.autodiff, self.around)
+        found._inner[id(eqn)] = self.inner(eqn)
+        return found
 
     @functools.cached_property
     def _inner(self) -> dict[int, Sequence[Region]]:
