@@ -7,7 +7,7 @@ import operator
 
 from jzero.ir._dataflow import backward, forward, union
 from jzero.ir._regions import Kind, edges, turns
-from jzero.sharding.analysis import _frames, _rules
+from jzero.sharding.analysis import _frames, _own_gradients, _product_reads, _rules
 from jzero.sharding.analysis._frames import NOWHERE
 from jzero.tracing import _jaxpr
 
@@ -175,6 +175,55 @@ def feeds_batch(program, differ):
         return spreads(differ, region, eqn) or region.pass_of(eqn) is not None
 
     return needs(program, forces, differ)
+
+
+def own_gradients(program):
+    """Sums over devices of which nothing else is computed in a pass, but along views and casts."""
+
+    def step(region, eqn, mixed):
+        if eqn.primitive.name in _frames.REDUCTIONS:
+            return [False] * len(eqn.invars)
+        mixes = any(mixed) or (region.pass_of(eqn) and not _own_gradients._is_plain(eqn))
+        return [bool(mixes)] * len(eqn.invars)
+
+    def across(eqn, edge, mixed):
+        holder = edge.source[0].around[0] if is_inside(edge.source[0], eqn) else edge.source[0]
+        if any(each.kind is Kind.PREDICATE for each in edges(holder, eqn)):
+            return True
+        return mixed and edge.kind is not Kind.PAST
+
+    mixed = backward(program, {}, step, operator.or_, False, across)
+    return {
+        (region, out)
+        for region in program.regions() for eqn in region.jaxpr.eqns
+        if eqn.primitive.name in _frames.REDUCTIONS
+        for out in eqn.outvars if not mixed.get((region, out))
+    }  # fmt: skip
+
+
+def read_through_views(program, names):
+    """Which of some variables products read, as they are, cast, rearranged, or slices of them."""
+    found = set()
+
+    def step(region, eqn, ins):
+        if eqn.primitive.name in _product_reads._PRODUCTS:
+            found.update(filter(None, ins))
+        is_view = eqn.primitive.name in _product_reads._VIEWS
+        return [ins[0] if is_view else ""] * len(eqn.outvars)
+
+    def across(eqn, edge, name):
+        inside = is_inside(edge.target[0], eqn)
+        over = edges(edge.target[0].around[0] if inside else edge.target[0], eqn)
+        if not inside:  # Out of calls alone.
+            return name if {each.kind for each in over} == {Kind.IN, Kind.OUT} and not any(
+                each.shift for each in over
+            ) else ""  # fmt: skip
+        carried = any(e.kind is Kind.BACK and e.target == edge.target for e in over)
+        return "" if carried or edge.kind is Kind.PREDICATE else name
+
+    start = {(program, var): name for var, name in names.items()}
+    forward(program, start, step, lambda a, b: a or b, "", across)
+    return found
 
 
 def is_inside(region, eqn):

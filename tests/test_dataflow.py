@@ -14,6 +14,7 @@ import jzero
 import zoo
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import Kind, Region, edges, turns
+from jzero.sharding.analysis import _frames, _own_gradients, _product_reads
 from jzero.sharding.plan import _make
 from jzero.tracing import _jaxpr
 from sampling import check
@@ -92,6 +93,21 @@ def compared(frame, links, owned):
             compare("unreduced", *here, here in sums, var in region.unreduced)
             compare("needs full", *here, here in full, var in region.needs_full)
             compare("feeds batch", *here, here in feeds, var in region.feeds_batch)
+    _own_gradients.note_own_gradients(frame)
+    own = facts.own_gradients(frame)
+    for region in frame.regions():
+        for eqn in region.jaxpr.eqns:
+            if eqn.primitive.name in _frames.REDUCTIONS:
+                for out in eqn.outvars:
+                    mine, theirs = (region, out) in own, out in region.own_gradients
+                    compare("own gradients", region, out, mine, theirs)
+    names = {var: str(i) for i, var in enumerate(frame.jaxpr.invars)}
+    mine, theirs = (
+        facts.read_through_views(frame, names),
+        _product_reads.read_through_views(frame, names),
+    )
+    for name in names.values():
+        compare("read by products", frame, name, name in mine, name in theirs)
     mine = facts.classes(frame, differ)
     pairs = collections.defaultdict(set), collections.defaultdict(set)
     for region in frame.regions():

@@ -62,7 +62,8 @@ def _of_children(eqn: Eqn, children: Sequence[Frame], asked: Sequence[bool]) -> 
         return note_own_gradients(child, asked)
     scan, outs = _jaxpr.scan_parts(eqn), list(asked)
     while True:
-        child.own_gradients.clear()
+        for each, _, _ in child.walk():
+            each.own_gradients.clear()
         found = note_own_gradients(child, outs)
         carried = found[scan.num_consts : scan.num_consts + scan.num_carry]
         after = [a or b for a, b in zip(outs, [*carried, *outs[scan.num_carry :]], strict=True)]
