@@ -187,3 +187,18 @@ def test_a_fact_goes_round_a_loop():
         frozenset.union, nothing,
     )  # fmt: skip
     assert all(found[region, out] == {"a"} for out in region.jaxpr.outvars)
+
+
+def test_a_loop_may_have_no_turn():
+    """What it is given is what it returns, then."""
+
+    def fn(n, x):
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, 0.0), (0, x))[1]
+
+    closed = jax.make_jaxpr(fn)(3, 2.0)
+    region = Region(closed.jaxpr, closed.consts)
+    start = {(region, region.jaxpr.invars[1]): True}
+    found = forward(
+        region, start, lambda r, eqn, ins: [any(ins)] * len(eqn.outvars), lambda a, b: a or b, False
+    )
+    assert found[region, region.jaxpr.outvars[0]]
