@@ -148,7 +148,7 @@ def needs(program, forces, differ, owned=()):
         (holder, _), (region, _) = edge.source, edge.target
         if edge.kind is Kind.PREDICATE:
             outer = holder.around[0] if is_inside(holder, eqn) else holder
-            # Not of what only a later turn asks: see test_dataflow.py.
+            # `_needs` does not ask it where only a turn inside asks what is carried (sampled seed 480).
             return (asked and region is outer) or forces(outer, eqn)
         if edge.kind is Kind.PAST:  # A loop of so many turns has one.
             return asked and turns(eqn) is None

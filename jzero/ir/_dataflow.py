@@ -7,6 +7,7 @@ mapping from values, and writes them nowhere.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -36,13 +37,13 @@ def forward(
     Args:
       program: of which.
       facts: where they start.
-      step: the facts of an equation's results, from those of its operands; never less if those are more.
+      step: the facts of an equation's results, from those of its operands.
       join: the fact of what may be either of two values; associative, and `nothing` adds nothing.
       nothing: the fact of values that are not in `facts`.
       across: what becomes of a fact along an edge.
       literal: the facts of constants that are written into equations; `nothing` if it is not given.
     """
-    return _Flow(program, facts, step, join, nothing, across, literal, False).run()
+    return _Flow(program, facts, step, join, nothing, across, literal).run()
 
 
 def backward(
@@ -50,7 +51,7 @@ def backward(
     across: Across[Fact] = lambda eqn, edge, fact: fact,
 ) -> dict[Value, Fact]:  # fmt: skip
     """The facts of all values, from those of the results back; `step` makes operands' of results'."""
-    return _Flow(program, facts, step, join, nothing, across, None, True).run()
+    return _Flow(program, facts, step, join, nothing, across, backward=True).run()
 
 
 def union(
@@ -76,17 +77,22 @@ class _Item(NamedTuple):
     eqn: Eqn
 
 
+@dataclasses.dataclass
 class _Flow(Generic[Fact]):
     """Items in the order of the program. What a loop carries only gains; all else is found anew each time."""
 
-    def __init__(
-        self, program: Region, facts: Facts[Fact], step: Step[Fact], join: Join[Fact], nothing: Fact,
-        across: Across[Fact], literal: Callable[[Literal], Fact] | None, is_backward: bool,
-    ):  # fmt: skip
-        self._given, self._found = facts, dict(facts)
-        self._step, self._join, self._nothing = step, join, nothing
-        self._across, self._literal, self._backward = across, literal, is_backward
-        self._items = [*self._items_of(program)]
+    program: Region
+    given: Facts[Fact]
+    step: Step[Fact]
+    join: Join[Fact]
+    nothing: Fact
+    across: Across[Fact]
+    literal: Callable[[Literal], Fact] | None = None
+    backward: bool = False
+
+    def __post_init__(self) -> None:
+        self._found = dict(self.given)
+        self._items = [*self._items_of(self.program)]
         self._places = {
             (item.region, id(item.eqn) if item.region is item.holder else None): number
             for number, item in enumerate(self._items)
@@ -96,7 +102,7 @@ class _Flow(Generic[Fact]):
         self._over: dict[tuple[Region, int], dict[Value, list[Edge]]] = {}
 
     def _items_of(self, region: Region) -> Iterator[_Item]:
-        order = reversed if self._backward else iter
+        order = reversed if self.backward else iter
         for eqn in order(region.jaxpr.eqns):
             yield _Item(region, region, eqn)
             for each in order(region.inner(eqn)):
@@ -109,18 +115,16 @@ class _Flow(Generic[Fact]):
             self._is_due.remove(number)
             region, holder, eqn = self._items[number]
             for end, over in self._edges_to(holder, eqn).items():
-                starts = [each.target if self._backward else each.source for each in over]
+                starts = [each.target if self.backward else each.source for each in over]
                 if any(start[0] is region for start in starts):
-                    found = [
-                        self._across(eqn, each, self._fact(*start))
-                        for each, start in zip(over, starts, strict=True)
-                    ]
+                    pairs = zip(over, starts, strict=True)
+                    found = [self.across(eqn, each, self._fact(*start)) for each, start in pairs]
                     goes_round = any(each.kind is Kind.BACK for each in over)
-                    self._note(end, functools.reduce(self._join, found), goes_round)
+                    self._note(end, functools.reduce(self.join, found), goes_round)
             if region is holder and not region.inner(eqn):
                 ends: tuple[Sequence[Atom], Sequence[Atom]] = eqn.invars, eqn.outvars
-                given, results = reversed(ends) if self._backward else ends
-                facts = self._step(region, eqn, [self._fact(region, atom) for atom in given])
+                given, results = reversed(ends) if self.backward else ends
+                facts = self.step(region, eqn, [self._fact(region, atom) for atom in given])
                 for atom, fact in zip(results, facts, strict=True):
                     self._note((region, atom), fact)
         return self._found
@@ -130,25 +134,25 @@ class _Flow(Generic[Fact]):
         if (key := (region, id(eqn))) not in self._over:
             found = self._over[key] = dict[Value, list[Edge]]()
             for edge in edges(region, eqn):
-                end = edge.source if self._backward else edge.target
+                end = edge.source if self.backward else edge.target
                 if not _jaxpr.is_literal(end[1]):
                     found.setdefault(end, []).append(edge)
         return self._over[key]
 
     def _fact(self, region: Region, atom: Atom) -> Fact:
         if _jaxpr.is_literal(atom):
-            return self._nothing if self._literal is None else self._literal(atom)
-        return self._found.get((region, atom), self._nothing)
+            return self.nothing if self.literal is None else self.literal(atom)
+        return self._found.get((region, atom), self.nothing)
 
     def _note(self, value: Value, fact: Fact, gains: bool = False) -> None:
         region, atom = value
         if _jaxpr.is_literal(atom):
             return
         old = self._fact(region, atom)
-        if gains or self._backward:  # Backward, others read it, too.
-            fact = self._join(old, fact)
-        elif value in self._given:
-            fact = self._join(self._given[value], fact)
+        if gains or self.backward:  # Backward, others read it, too.
+            fact = self.join(old, fact)
+        elif value in self.given:
+            fact = self.join(self.given[value], fact)
         if fact != old:
             self._found[value] = fact
             self._have_due(region, atom)
@@ -156,7 +160,7 @@ class _Flow(Generic[Fact]):
     def _have_due(self, region: Region, var: Var) -> None:
         eqns = region.jaxpr.eqns
         made = region.makers.get(var, len(eqns))
-        for i in [made] if self._backward else region.readers.get(var, ()):
+        for i in [made] if self.backward else region.readers.get(var, ()):
             number = self._places.get((region, id(eqns[i]) if i < len(eqns) else None))
             if number is not None and number not in self._is_due:
                 self._is_due.add(number)
