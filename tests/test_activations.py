@@ -18,9 +18,9 @@ import parity
 import samples
 import small
 import zoo
+from jzero.ir._regions import variables
 from jzero.offload._part_values import PartValues
 from jzero.sharding.analysis import _residuals
-from jzero.sharding.analysis._frames import variables
 from jzero.sharding.cut import _layer_parts
 from jzero.sharding.plan import _host_memory
 from jzero.tracing import _jaxpr

@@ -13,7 +13,8 @@ import pytest
 
 import jzero
 import small
-from jzero.sharding.analysis import _frames, _kinds, _products
+from jzero.ir._regions import Region
+from jzero.sharding.analysis import _kinds, _products
 
 ROWS, FEATURES, WIDTH, EMBED = 96, 12, 24, 16
 
@@ -384,8 +385,8 @@ def test_products_are_counted_in_loops_and_branches():
 
     shapes = [(4, 8), (8, 8), (2, 3, 10, 10), (6, 3, 3, 3)]
     jaxpr = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
-    frame = _frames.build_frames(jaxpr.jaxpr, jaxpr.consts, [_frames.NOWHERE] * 4)
-    found = sum(_products.products(frame, i, eqn) for i, eqn in enumerate(jaxpr.jaxpr.eqns))
+    region = Region(jaxpr.jaxpr, jaxpr.consts)
+    found = sum(_products.products(region, eqn) for eqn in jaxpr.jaxpr.eqns)
     assert found == (5 + 2) * 4 * 8 * 8 + 2 * 6 * 8 * 8 * 3 * 3 * 3
 
 

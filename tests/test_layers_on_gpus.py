@@ -10,8 +10,8 @@ import pytest
 import gpu_compiler
 import jzero
 import small
+from jzero.ir._regions import variables
 from jzero.preflight import _schedule
-from jzero.sharding.analysis._frames import variables
 from jzero.sharding.cut import _layer_parts
 from jzero.targets._target import Topology, find_target
 

@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._memory_kinds import DEVICE, PINNED
+from jzero.ir._regions import variables
 from jzero.offload._whole_parts import evaluate_parts, read
 from jzero.segments._segment import Run, Segment, Var
-from jzero.sharding.analysis._frames import variables
 from jzero.sharding.cut import _layer_parts
 from jzero.sharding.cut._layer_body import LayerBody
 from jzero.sharding.cut._layer_parts import (

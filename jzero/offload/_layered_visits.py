@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 
 import jax
 
+from jzero.ir._regions import variables
 from jzero.offload._loop_run import LoopRun, OnEnd
 from jzero.offload._part_values import PartValues
 from jzero.offload._pinned import Visit
-from jzero.sharding.analysis._frames import variables
 from jzero.sharding.cut._layer_parts import LayerLoop, LayerPart, NestedLoop, Stretch
 from jzero.sharding.run._values import Arrays
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from jzero.ir._regions import variables
 from jzero.offload._part_values import PartValues
 from jzero.offload._pinned import Visit
 from jzero.segments._segment import Var
-from jzero.sharding.analysis._frames import variables
 from jzero.sharding.cut._layer_parts import HOSTED, SENT, SLICES, STACK, LayerLoop, LayerPart
 from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr

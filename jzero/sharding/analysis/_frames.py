@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from jax.typing import ArrayLike
 
+from jzero.ir._regions import Region, variables
 from jzero.sharding.analysis import _rules
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -39,14 +40,10 @@ COLLECTIVES = AGREEING | SPREADING
 
 
 @dataclasses.dataclass(eq=False)
-class Frame:
+class Frame(Region):
     """One place in the step where a jaxpr runs, and what was found about its variables."""
 
-    jaxpr: Jaxpr
-    consts: list[ArrayLike]
-    varying: dict[Var, Varying]
-    autodiff: str | None = None  # the AD pass around it
-    around: tuple[Frame, Eqn] | None = None  # the equation that it is the body of, and its frame
+    varying: dict[Var, Varying] = dataclasses.field(default_factory=dict)
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
     unreduced: set[Var] = dataclasses.field(default_factory=set)
     stacked: set[Var] = dataclasses.field(default_factory=set)  # [Note: stacks of sums]
@@ -55,17 +52,14 @@ class Frame:
     own_gradients: set[Var] = dataclasses.field(default_factory=set)
     needs_full: set[Var] = dataclasses.field(default_factory=set)
     feeds_batch: set[Var] = dataclasses.field(default_factory=set)
-    on_host: dict[Var, int] = dataclasses.field(default_factory=dict)  # and in how many slices
     lone_products: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
 
+    def inner(self, eqn: Eqn) -> Sequence[Frame]:
+        return self.children.get(self._places[id(eqn)], ())
+
     @functools.cached_property
-    def readers(self) -> dict[Var, list[int]]:
-        """Which equations read a variable, by index; the number of equations if it is returned."""
-        readers: dict[Var, list[int]] = {}
-        for i, atoms in enumerate([*(e.invars for e in self.jaxpr.eqns), self.jaxpr.outvars]):
-            for var in variables(atoms):
-                readers.setdefault(var, []).append(i)
-        return readers
+    def _places(self) -> dict[int, int]:
+        return {id(eqn): index for index, eqn in enumerate(self.jaxpr.eqns)}
 
     def last_use(self, var: Var) -> int:
         """Where `var` is read last: an equation's index, or the number of equations if it is returned."""
@@ -74,18 +68,6 @@ class Frame:
     def varies(self, atom: Atom) -> Varying:
         """The axes over which `atom` differs between devices."""
         return NOWHERE if _jaxpr.is_literal(atom) else self.varying[atom]
-
-    def pass_of(self, eqn: Eqn) -> str | None:
-        """'forward' or 'backward' if JAX's AD made the equation, or the loop or call around it."""
-        return self.autodiff or _jaxpr.autodiff_pass(eqn)
-
-    def at_line(self, eqn: Eqn) -> str:
-        """` at file.py:12 (train_step)`: of an equation of a library's loop, where the user called it."""
-        line = _jaxpr.at_line(eqn)
-        if line or self.around is None:
-            return line
-        outer, call = self.around
-        return outer.at_line(call)
 
     def reads(self, eqn: Eqn) -> list[Varying]:
         """Variance of the operands."""
@@ -102,11 +84,6 @@ class Frame:
             yield self, index, eqn
             for child in self.children.get(index, ()):
                 yield from child.walk()
-
-
-def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """The variables among some atoms, each once."""
-    return list({atom: None for atom in atoms if not _jaxpr.is_literal(atom)})
 
 
 def axes_of(eqn: Eqn) -> tuple[str, ...]:
@@ -129,7 +106,7 @@ def build_frames(
     """The tree of frames of `jaxpr`, with the variance of every variable."""
     varying = dict(zip(jaxpr.invars, in_varying, strict=True))
     varying |= dict.fromkeys(jaxpr.constvars, NOWHERE)
-    frame = Frame(jaxpr, consts, varying, autodiff, around)
+    frame = Frame(jaxpr, consts, autodiff, around, varying)
     for index, eqn in enumerate(jaxpr.eqns):
         flow = _FLOW.get(eqn.primitive.name, _flow_default)
         outs = flow(frame, index, eqn, frame.reads(eqn))

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import cast
 
 from jzero._errors import StepError, message
+from jzero.ir import _regions as regions
+from jzero.ir._dataflow import forward
+from jzero.ir._regions import Edge, Region, Value, turns
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import REDUCTIONS, Frame, split
+from jzero.sharding.analysis._frames import REDUCTIONS, Frame
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Literal
+from jzero.tracing._types import Eqn, Literal
 
 
 class CutError(StepError):
@@ -35,9 +39,9 @@ class Kind(enum.Enum):
 COLLECTED = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin"})
 
 
-def equations(frame: Frame, index: int, eqn: Eqn) -> list[tuple[Frame, Eqn]]:
+def equations(frame: Frame, eqn: Eqn) -> list[tuple[Frame, Eqn]]:
     """The equation, and every one inside it."""
-    inner = [(f, e) for child in frame.children.get(index, ()) for f, _, e in child.walk()]
+    inner = [(f, e) for child in frame.inner(eqn) for f, _, e in child.walk()]
     return [(frame, eqn), *inner]
 
 
@@ -56,10 +60,10 @@ def uncut_checkpoints(frame: Frame) -> set[int]:
         if _jaxpr.is_rematted(eqn):
             ins = [Kind.LOCAL if axes else Kind.SAME for axes in frame.reads(eqn)]
             try:
-                kinds_of(frame, index, eqn, ins)
+                kinds_of(frame, eqn, ins)
             except CutError:
                 found.add(index)
-            if any(e.primitive.name in COLLECTED for _, e in equations(frame, index, eqn)):
+            if any(e.primitive.name in COLLECTED for _, e in equations(frame, eqn)):
                 found.add(index)
     return found
 
@@ -88,27 +92,61 @@ def literal_kind(atom: Literal) -> Kind:
     return Kind.ZERO if is_zero else Kind.SAME
 
 
-def kinds_of(frame: Frame, index: int, eqn: Eqn, ins: list[Kind]) -> list[Kind]:
+def kinds_of(frame: Frame, eqn: Eqn, ins: Sequence[Kind]) -> list[Kind]:
     """Kinds of an equation's results, given those of its operands.
 
     Raises:
       CutError: it reads a partial sum otherwise than linearly.
     """
-    name, children = eqn.primitive.name, frame.children.get(index, [])
-    if name == "scan":
-        return _scan_kinds(frame, eqn, children[0], ins)
-    if name == "while":
-        return _while_kinds(frame, index, eqn, ins)
-    if name == "cond":
-        branches = [_frame_kinds(child, ins[1:]) for child in children]
-        if ins[0] is Kind.PARTIAL:
-            raise _refusal(frame, eqn)
-        return [
-            Kind.LOCAL if frame.varies(out) else _join(frame, eqn, kinds)
-            for out, kinds in zip(eqn.outvars, zip(*branches, strict=True), strict=True)
-        ]
-    if children:
-        return _frame_kinds(children[0], ins)
+    if not frame.inner(eqn):
+        return _of_equation(frame, eqn, ins)
+    program, at = frame.only(eqn), [(frame, eqn)]  # where kinds are joined
+
+    def frame_of(region: Region) -> Frame:
+        return region if isinstance(region, Frame) else frame
+
+    def across(eqn: Eqn, edge: Edge, kind: Kind | None) -> Kind | None:
+        end, var = edge.target
+        inside = end.around is not None and end.around[1] is eqn
+        at[:] = [(frame_of(end.around[0] if inside and end.around else end), eqn)]
+        decides = edge.kind is regions.Kind.PREDICATE
+        if kind is Kind.PARTIAL and (decides or turns(eqn) is None):
+            raise _refusal(*at[0])
+        if kind is None or decides:
+            return None
+        return kind if inside or not frame_of(end).varies(var) else Kind.LOCAL
+
+    def join(a: Kind | None, b: Kind | None) -> Kind | None:
+        return b if a is None else a if b is None else _join(*at[0], (a, b))
+
+    def step(region: Region, eqn: Eqn, ins: Sequence[Kind | None]) -> list[Kind | None]:
+        own = frame_of(region)
+        if reduces(own, eqn) and (loop := _uncounted(own)):
+            raise _refusal(*loop)
+        known = [Kind.SAME if kind is None else kind for kind in ins]  # of constants
+        return [*_of_equation(own, eqn, known)]
+
+    given = zip(eqn.invars, ins, strict=True)
+    facts: dict[Value, Kind | None] = {
+        (program, atom): kind for atom, kind in given if not _jaxpr.is_literal(atom)
+    }
+    found = forward(program, facts, step, join, None, across, literal_kind)
+    return [found[program, out] or Kind.SAME for out in eqn.outvars]
+
+
+def _uncounted(frame: Frame) -> tuple[Frame, Eqn] | None:
+    """The loop around a frame whose turns nobody knows: AD makes no reductions in one."""
+    while frame.around is not None:
+        outer, eqn = frame.around
+        frame = cast(Frame, outer)
+        if turns(eqn) is None:
+            return frame, eqn
+    return None
+
+
+def _of_equation(frame: Frame, eqn: Eqn, ins: Sequence[Kind]) -> list[Kind]:
+    """Of one that holds no programs."""
+    name = eqn.primitive.name
     if reduces(frame, eqn):
         return [
             Kind.PARTIAL if axes and not frame.varies(out) else Kind.LOCAL if axes else Kind.SAME
@@ -124,7 +162,7 @@ def kinds_of(frame: Frame, index: int, eqn: Eqn, ins: list[Kind]) -> list[Kind]:
     return [Kind.PARTIAL] * len(eqn.outvars)
 
 
-def _stays_partial(name: str, ins: list[Kind]) -> bool:
+def _stays_partial(name: str, ins: Sequence[Kind]) -> bool:
     if name in _PRODUCTS:
         return ins.count(Kind.PARTIAL) == 1
     if name not in _SUMMANDS:
@@ -136,43 +174,12 @@ def _stays_partial(name: str, ins: list[Kind]) -> bool:
     )  # fmt: skip
 
 
-def _frame_kinds(frame: Frame, ins: Sequence[Kind]) -> list[Kind]:
-    kinds = dict(zip(frame.jaxpr.invars, ins, strict=True))
-    kinds |= dict.fromkeys(frame.jaxpr.constvars, Kind.SAME)
-
-    def read(atom: Atom) -> Kind:
-        return literal_kind(atom) if _jaxpr.is_literal(atom) else kinds[atom]
-
-    for index, eqn in enumerate(frame.jaxpr.eqns):
-        outs = kinds_of(frame, index, eqn, [read(atom) for atom in eqn.invars])
-        kinds |= zip(eqn.outvars, outs, strict=True)
-    return [read(atom) for atom in frame.jaxpr.outvars]
-
-
 def _join(frame: Frame, eqn: Eqn, kinds: Sequence[Kind]) -> Kind:
     found = set(kinds)
     if Kind.PARTIAL in found and found - {Kind.PARTIAL, Kind.ZERO}:
         raise _refusal(frame, eqn)
     order = (Kind.LOCAL, Kind.PARTIAL, Kind.SAME, Kind.ZERO)
     return next(kind for kind in order if kind in found)
-
-
-def _scan_kinds(frame: Frame, eqn: Eqn, body: Frame, ins: list[Kind]) -> list[Kind]:
-    scan = _jaxpr.scan_parts(eqn)
-    consts, carry, xs = split(ins, scan.num_consts, scan.num_carry)
-    while True:
-        new, ys = split(_frame_kinds(body, [*consts, *carry, *xs]), scan.num_carry)
-        joined = [_join(frame, eqn, pair) for pair in zip(carry, new, strict=True)]
-        if joined == carry:
-            return [*carry, *ys]
-        carry = joined
-
-
-def _while_kinds(frame: Frame, index: int, eqn: Eqn, ins: list[Kind]) -> list[Kind]:
-    # Nothing may be said of a loop whose number of turns is unknown; AD makes no reductions in one.
-    if Kind.PARTIAL in ins or any(reduces(f, e) for f, e in equations(frame, index, eqn)):
-        raise _refusal(frame, eqn)
-    return [Kind.LOCAL if frame.varies(out) else Kind.SAME for out in eqn.outvars]
 
 
 def _refusal(frame: Frame, eqn: Eqn) -> CutError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _frames, _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
@@ -40,13 +41,13 @@ def _flow(frame: Frame, outs: Sequence[bool], reduce_once: bool) -> None:
         for child in frame.children.get(index, ()):
             _flow(child, _of_child(frame, child, eqn, asked, reduce_once), reduce_once)
         if name in _frames.REDUCTIONS and alone:
-            sums |= dict.fromkeys(_frames.variables(eqn.invars), eqn)
+            sums |= dict.fromkeys(variables(eqn.invars), eqn)
         elif name == "dot_general":
             (out,) = eqn.outvars
             if reads.get(out) == 1 and out in sums and sums[out].outvars[0] not in added:
                 frame.lone_products[out] = sums[out]
         elif any(asked) and (name in _ADDS or (_rules.is_linear(eqn) and alone)):
-            added.update(_frames.variables(eqn.invars))
+            added.update(variables(eqn.invars))
 
 
 def _of_child(

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _frames
-from jzero.sharding.analysis._frames import Frame, variables
+from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
@@ -61,7 +62,8 @@ def _of_children(eqn: Eqn, children: Sequence[Frame], asked: Sequence[bool]) -> 
         return note_own_gradients(child, asked)
     scan, outs = _jaxpr.scan_parts(eqn), list(asked)
     while True:
-        child.own_gradients.clear()
+        for each, _, _ in child.walk():
+            each.own_gradients.clear()
         found = note_own_gradients(child, outs)
         carried = found[scan.num_consts : scan.num_consts + scan.num_carry]
         after = [a or b for a, b in zip(outs, [*carried, *outs[scan.num_carry :]], strict=True)]

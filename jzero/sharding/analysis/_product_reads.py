@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import Frame, split, variables
+from jzero.sharding.analysis._frames import Frame, split
 from jzero.sharding.analysis._links import Links
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var

@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import math
 
-from jzero.sharding.analysis._frames import Frame
-from jzero.tracing import _jaxpr
+from jzero.ir._regions import Region, turns
 from jzero.tracing._types import Eqn
 
 
-def products(frame: Frame, index: int, eqn: Eqn) -> int:
+def products(region: Region, eqn: Eqn) -> int:
     """Multiplications in an equation's products; a `while` counts one turn, a `cond` its longest branch."""
     if eqn.primitive.name in _COUNTS:
         return _COUNTS[eqn.primitive.name](eqn)
-    inner = [
-        sum(products(child, i, e) for i, e in enumerate(child.jaxpr.eqns))
-        for child in frame.children.get(index, ())
-    ]
+    inner = [sum(products(child, e) for e in child.jaxpr.eqns) for child in region.inner(eqn)]
     if eqn.primitive.name == "cond":
         return max(inner)
-    return sum(inner) * (_jaxpr.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1)
+    times = turns(eqn)
+    return sum(inner) * (1 if times is None else times)
 
 
 def _dot(eqn: Eqn) -> int:

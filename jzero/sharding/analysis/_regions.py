@@ -18,8 +18,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jzero._components import grouped
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _frames, _new_leaves, _rules
-from jzero.sharding.analysis._frames import Frame, variables
+from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var

@@ -14,18 +14,22 @@ Where parts of a step are programs of their own, a residual goes and comes betwe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jzero.ir._dataflow import forward
+from jzero.ir._regions import Region, Value, edges, turns
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import Frame, split, variables
+from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._products import products
 from jzero.sharding.analysis._traffic import Crossing
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Eqn, Jaxpr, Var
+from jzero.tracing._rewrite import Flat
+from jzero.tracing._types import Eqn, Var
 
 # A copy of 1 MiB takes 20 us at 55 GB/s, about twice what it takes to start one.
 LEAST_BYTES = 2**20
@@ -59,41 +63,42 @@ class Residual(NamedTuple):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]{moves}{times}, at {self.where}"
 
 
-Readers = list[Eqn | None]  # of a variable; None stands for what calls the jaxpr
+Residuals = Mapping[Value, Residual]
 
 
-def note_residuals(frame: Frame, kept: Collection[Var] = (), times: int = 1) -> Iterator[Residual]:
-    """Notes in each frame's `on_host` what waits on the host, and in how many parts, and tells it.
+def residuals(frame: Frame, kept: Collection[Var] = (), times: int = 1) -> dict[Value, Residual]:
+    """What waits on the host.
 
     Not what loops over microbatches have `kept` for later ones, and nothing whose slices (values) have less
     than `LEAST_BYTES`.
     """
-    readers, last = _readers(frame.jaxpr), _last_product(frame)
+    found, last = dict[Value, Residual](), _last_product(frame)
     for index, eqn in enumerate(frame.jaxpr.eqns):
         if frame.pass_of(eqn) is None:  # What is part of one pass keeps nothing for another inside.
-            turns = _jaxpr.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1
-            for child in frame.children.get(index, ()):
-                yield from note_residuals(child, (), times * turns)
+            num = turns(eqn)
+            for child in frame.inner(eqn):
+                found |= residuals(child, (), times if num is None else times * num)
         if frame.pass_of(eqn) != "forward":
             continue
-        for place, out in enumerate(eqn.outvars):
-            turns = _turns(frame, index, place, readers.get(out, []))
+        for out in eqn.outvars:
+            parts = _parts(frame, eqn, out)
             if (
-                turns
-                and (turns > 1 or index < last)
+                parts
+                and (parts > 1 or index < last)
                 and out not in kept
-                and _fits(frame, out, turns)
+                and _fits(frame, out, parts)
             ):
-                frame.on_host[out] = turns
                 aval, where = out.aval, _jaxpr.summary(eqn)
                 nbytes = _rules.size_in_bytes(aval)
-                yield Residual(tuple(aval.shape), str(aval.dtype), nbytes, where, turns, times)
+                shape, dtype = tuple(aval.shape), str(aval.dtype)
+                found[frame, out] = Residual(shape, dtype, nbytes, where, parts, times)
+    return found
 
 
-def crossings(residuals: Sequence[Residual], microbatches: int) -> Iterator[Crossing]:
+def crossings(waiting: Sequence[Residual], microbatches: int) -> Iterator[Crossing]:
     """What each device and its host copy to each other for them in a step."""
     for direction in ("to host", "to device"):
-        for r in residuals:
+        for r in waiting:
             times = r.times * microbatches
             num, nbytes = times * math.prod(r.shape), times * r.nbytes
             yield Crossing(direction, "activation", r.dtype, num, nbytes)
@@ -111,26 +116,12 @@ def is_mark(eqn: Eqn) -> bool:
 
 def marks(eqns: Iterable[Eqn]) -> set[Var]:
     """What is marked in equations: values, and the stacks of loops that mark slices."""
-    found = set[Var]()
-    for eqn in eqns:
-        if is_mark(eqn):
-            found.update(eqn.outvars)
-        elif eqn.primitive.name == "scan":
-            scan = _jaxpr.scan_parts(eqn)
-            inner = marks(scan.body.eqns)
-            pairs = [*zip(scan.body.outvars, eqn.outvars, strict=True)][scan.num_carry :]
-            found |= {out for atom, out in pairs if not _jaxpr.is_literal(atom) and atom in inner}
-    return found
-
-
-def _readers(jaxpr: Jaxpr) -> dict[Var, Readers]:
-    found: dict[Var, Readers] = {}
-    for eqn in jaxpr.eqns:
-        for var in variables(eqn.invars):
-            found.setdefault(var, []).append(eqn)
-    for var in variables(jaxpr.outvars):
-        found.setdefault(var, []).append(None)
-    return found
+    program = Region(Flat([], [], [], [*eqns]), [])
+    found = forward(
+        program, {}, lambda _, eqn, ins: [is_mark(eqn)] * len(eqn.outvars), operator.or_, False,
+        lambda _, edge, marked: marked and edge.shift == 1,
+    )  # fmt: skip
+    return {_jaxpr.variable(atom) for region, atom in found if region is program}
 
 
 def _last_product(frame: Frame) -> int:
@@ -138,46 +129,41 @@ def _last_product(frame: Frame) -> int:
     return max((
         index for index, eqn in enumerate(frame.jaxpr.eqns)
         if frame.pass_of(eqn) == "forward"
-        and (eqn.primitive.name == "pallas_call" or products(frame, index, eqn))
+        and (eqn.primitive.name == "pallas_call" or products(frame, eqn))
     ), default=-1)  # fmt: skip
 
 
-def _turns(frame: Frame, index: int, place: int, readers: Readers) -> int:
-    """In how many parts result `place` of an equation leaves and comes back; 0 if it stays."""
-    eqn = frame.jaxpr.eqns[index]
-    var = eqn.outvars[place]
-    late = [r for r in readers if r is not None and frame.pass_of(r) == "backward"]
-    if None in readers or not late:
+def _parts(frame: Frame, eqn: Eqn, var: Var) -> int:
+    """In how many parts a result of an equation leaves and comes back; 0 if it stays."""
+    eqns, readers = frame.jaxpr.eqns, frame.readers.get(var, [])
+    late = [i for i in readers if i < len(eqns) and frame.pass_of(eqns[i]) == "backward"]
+    if len(eqns) in readers or not late:
         return 0
-    if not any(_slices(reader, var) for reader in late):
+    sliced = [_slices(frame, eqns[i], var) for i in late]
+    if not any(sliced):
         return 1
-    if len(late) < len(readers) or not all(_slices(reader, var) for reader in late):
+    if len(late) < len(readers) or not all(sliced):
         return 0
-    return _jaxpr.scan_parts(eqn).length if _makes_stack(eqn, place) else 0
+    return (turns(eqn) or 0) if _makes_stack(frame, eqn, var) else 0
 
 
-def _makes_stack(eqn: Eqn, place: int) -> bool:
-    """Whether result `place` is what the turns of a loop make, and not slices of stacks that are there."""
-    if eqn.primitive.name != "scan":
-        return False
-    parts = _jaxpr.scan_parts(eqn)
-    made = parts.body.outvars[place]
-    _, _, slices = split(parts.body.invars, parts.num_consts, parts.num_carry)
-    return place >= parts.num_carry and not _jaxpr.is_literal(made) and made not in slices
+def _makes_stack(frame: Frame, eqn: Eqn, var: Var) -> bool:
+    """Whether a result is what the turns of a loop make, and not slices of stacks that are there."""
+    over = edges(frame, eqn)
+    slices = {edge.target[1] for edge in over if edge.shift == -1}
+    made = [edge.source[1] for edge in over if edge.shift == 1 and edge.target[1] is var]
+    return any(not _jaxpr.is_literal(atom) and atom not in slices for atom in made)
 
 
-def _slices(eqn: Eqn, var: Var) -> bool:
+def _slices(frame: Frame, eqn: Eqn, var: Var) -> bool:
     """Whether the equation is a loop that reads `var` slice by slice, and in no other way."""
-    if eqn.primitive.name != "scan":
-        return False
-    parts = _jaxpr.scan_parts(eqn)
-    sliced = parts.num_consts + parts.num_carry
-    return all(place >= sliced for place, atom in enumerate(eqn.invars) if atom is var)
+    read = [edge.shift for edge in edges(frame, eqn) if edge.source[1] is var]
+    return set(read) == {-1}
 
 
-def _fits(frame: Frame, var: Var, turns: int) -> bool:
+def _fits(frame: Frame, var: Var, parts: int) -> bool:
     """Whether it is an array of the batch's rows, on the device, and what moves at once is large."""
     aval = var.aval
     is_array = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
-    large = _rules.size_in_bytes(aval) >= turns * LEAST_BYTES
+    large = _rules.size_in_bytes(aval) >= parts * LEAST_BYTES
     return bool(frame.varies(var)) and is_array and large and not _jaxpr.is_on_host(aval)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jzero.ir._regions import Kind, Region, edges, turns
 from jzero.sharding.analysis._frames import axes_of
 from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.tracing import _jaxpr
@@ -108,9 +109,10 @@ def collectives(
         name = eqn.primitive.name
         if name in _OPS:
             yield from _collectives_of(eqn, times, each_turn, leaf_of(eqn) or leaf)
-        inner = times * _jaxpr.scan_parts(eqn).length if name == "scan" else times
+        known = turns(eqn)
+        inner = times if known is None else times * known
         for sub in _jaxpr.inner_jaxprs(eqn):
-            yield from collectives(sub, inner, each_turn or name == "while", leaf_of(eqn) or leaf)
+            yield from collectives(sub, inner, each_turn or known is None, leaf_of(eqn) or leaf)
 
 
 def op_of(eqn: Eqn) -> str | None:
@@ -141,12 +143,11 @@ def _collectives_of(eqn: Eqn, times: int, each_turn: bool, leaf: str) -> Iterato
 
 def carried_bytes(jaxpr: Any, scope: str) -> int:
     """Bytes that the largest `scan` made under the named scope carries from one turn to the next."""
-    most = 0
-    for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, scope):
-            scan = _jaxpr.scan_parts(eqn)
-            carry = eqn.invars[scan.num_consts : scan.num_consts + scan.num_carry]
-            most = max(most, sum(size_in_bytes(atom.aval) for atom in carry))
+    most, region = 0, Region(*_jaxpr.open_jaxpr(jaxpr))
+    for eqn in region.jaxpr.eqns:
+        over = edges(region, eqn) if _jaxpr.in_scope(eqn, scope) else []
+        if carried := [edge.target[1].aval for edge in over if edge.kind is Kind.BACK]:
+            most = max(most, sum(map(size_in_bytes, carried)))
         else:
             most = max([most, *(carried_bytes(sub, scope) for sub in _jaxpr.inner_jaxprs(eqn))])
     return most

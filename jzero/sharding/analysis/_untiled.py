@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _traffic
-from jzero.sharding.analysis._frames import variables
 from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var

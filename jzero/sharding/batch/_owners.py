@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jzero._errors import describe_leaf
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _frames, _regions
-from jzero.sharding.analysis._frames import Frame, variables
+from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._regions import Names, Region
 from jzero.sharding.batch._localize import localize

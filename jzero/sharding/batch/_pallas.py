@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import variables
 from jzero.sharding.batch import _factors
 from jzero.sharding.batch._factors import Factor
 from jzero.tracing import _jaxpr

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jax import lax
 
-from jzero.sharding.analysis._frames import variables
+from jzero.ir._regions import variables
 from jzero.sharding.cut._followers import repeats
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Primitive, Var

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
-from jzero.sharding.analysis._frames import variables
+from jzero.ir._regions import variables
 from jzero.sharding.cut._levels import Levels
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Var

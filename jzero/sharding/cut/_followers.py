@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from jzero.ir._regions import Edge, Kind, Region, edges, variables
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import variables
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.tracing import _jaxpr
+from jzero.tracing._rewrite import Flat
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
@@ -71,8 +72,17 @@ def gathered_bytes(eqns: Iterable[Eqn], leaves: Collection[Var]) -> int:
 
     Not those of rows: what a gather reads follows from leaves alone.
     """
+    return _gathered(Region(Flat([], [], [], [*eqns]), []), leaves)
+
+
+def _gathered(region: Region, leaves: Iterable[Var]) -> int:
     follows, total = Followers(leaves, ()), 0
-    for eqn in eqns:
+
+    def is_given(edge: Edge) -> bool:
+        atom = edge.source[1]
+        return edge.kind is Kind.IN and not _jaxpr.is_literal(atom) and atom in follows.found
+
+    for eqn in region.jaxpr.eqns:
         if eqn.primitive.name == "optimization_barrier":
             pairs = zip(eqn.outvars, eqn.invars, strict=True)
             follows.found.update(
@@ -80,10 +90,7 @@ def gathered_bytes(eqns: Iterable[Eqn], leaves: Collection[Var]) -> int:
             )
         elif follows.takes(eqn) and eqn.primitive.name == "all_gather":
             total += _rules.size_in_bytes(eqn.outvars[0].aval)
-        for closed in _jaxpr.inner_jaxprs(eqn):
-            inner, _ = _jaxpr.open_jaxpr(closed)
-            # What comes before these an equation takes for itself: a choice, what a condition reads.
-            pairs = zip(reversed(inner.invars), reversed(eqn.invars), strict=False)
-            given = {v for v, a in pairs if not _jaxpr.is_literal(a) and a in follows.found}
-            total += gathered_bytes(inner.eqns, given)
+        given = [edge.target for edge in edges(region, eqn) if is_given(edge)]
+        for inner in region.inner(eqn):
+            total += _gathered(inner, [_jaxpr.variable(v) for at, v in given if at is inner])
     return total

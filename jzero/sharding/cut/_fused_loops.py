@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from jax import lax
 
-from jzero.sharding.analysis._frames import variables
+from jzero.ir._regions import variables
 from jzero.sharding.cut import _growing_loop, _over_turns
 from jzero.sharding.cut._growing_loop import GrowingLoop, MadeInLoop, Source
 from jzero.tracing import _jaxpr

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from jax import lax
 
-from jzero.sharding.analysis._frames import split, variables
+from jzero.ir._regions import variables
+from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut import _over_turns
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Var

@@ -18,7 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from jzero._errors import OptionError, message
-from jzero.sharding.analysis._frames import split, variables
+from jzero.ir._regions import variables
+from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut import _layers
 from jzero.sharding.cut._all_microbatches import AllMicrobatches, Running
 from jzero.sharding.cut._followers import following, without_barriers

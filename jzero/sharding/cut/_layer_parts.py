@@ -8,8 +8,9 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _residuals
-from jzero.sharding.analysis._frames import split, variables
+from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut._layer_body import LayerBody
 from jzero.sharding.cut._open_loop import OpenLoop
 from jzero.tracing import _jaxpr

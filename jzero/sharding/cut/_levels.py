@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import Frame, variables
+from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._kinds import (
     COLLECTED,
     CutError,
@@ -51,7 +52,7 @@ class Levels:
 
     def _place(self, index: int, eqn: Eqn, is_apart: bool) -> None:
         frame, atoms = self.frame, variables(eqn.invars)
-        outs = None if is_apart else self._kinds_while_summing(index, eqn, atoms)
+        outs = None if is_apart else self._kinds_while_summing(eqn, atoms)
         if outs is not None:
             self._unfinished.add(id(eqn))
         level = max((self.of[a] + self._is_due(eqn, a) for a in atoms), default=0)
@@ -64,9 +65,9 @@ class Levels:
             or Kind.LOCAL in kinds
             or any(frame.varies(out) for out in eqn.outvars)
             or any(a in self.lasts and self.of[a] == level for a in atoms)
-            or any(reduces(f, e) for f, e in equations(frame, index, eqn))
+            or any(reduces(f, e) for f, e in equations(frame, eqn))
         )
-        outs = kinds_of(frame, index, eqn, kinds) if outs is None else outs
+        outs = kinds_of(frame, eqn, kinds) if outs is None else outs
         for out, kind in zip(eqn.outvars, outs, strict=True):
             self.kinds[out], self.of[out], self.maker[out] = kind, level, index
             if in_loop and kind in (Kind.SAME, Kind.ZERO):
@@ -75,7 +76,7 @@ class Levels:
             self.loop.add(index)
         self.of_eqns.append(level)
 
-    def _kinds_while_summing(self, index: int, eqn: Eqn, atoms: list[Var]) -> list[Kind] | None:
+    def _kinds_while_summing(self, eqn: Eqn, atoms: list[Var]) -> list[Kind] | None:
         """Kinds of the results if the equation may run on partial sums, inside their loop.
 
         What AD adds up (tied weights) then is one sum, and a loop may go on adding to it.
@@ -90,7 +91,7 @@ class Levels:
         if {self.of[a] for a in partial} != {max(self.of[a] for a in atoms)}:
             return None
         try:
-            return kinds_of(self.frame, index, eqn, kinds)
+            return kinds_of(self.frame, eqn, kinds)
         except CutError:
             return None
 

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from jzero.sharding.analysis._frames import split, variables
+from jzero.ir._regions import variables
+from jzero.sharding.analysis._frames import split
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 

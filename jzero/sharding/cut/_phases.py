@@ -18,8 +18,9 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from jzero._errors import message
+from jzero.ir._regions import variables
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS, Frame, axes_of, variables
+from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS, Frame, axes_of
 from jzero.sharding.analysis._kinds import COLLECTED, CutError
 from jzero.sharding.cut._bits import compared, moved_into
 from jzero.sharding.cut._kept import Keeper, Loops

@@ -18,7 +18,8 @@ import functools
 from collections.abc import Collection, Iterable, Sequence
 
 from jzero._components import Components
-from jzero.sharding.analysis._frames import Frame, variables
+from jzero.ir._regions import variables
+from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._crossing import copies, is_scalar
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Var

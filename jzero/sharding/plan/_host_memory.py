@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jzero._errors import OptionError, StepError, message
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._residuals import Residuals
 from jzero.sharding.plan._options import Options
 from jzero.tracing import _call, _jaxpr
 
@@ -24,7 +25,7 @@ _RULE = (
 )
 
 
-def check(options: Options, frame: Frame, mesh: Any) -> None:
+def check(options: Options, frame: Frame, waiting: Residuals, mesh: Any) -> None:
     """Refuses loops over stacks on the host where they would be compiled wrong.
 
     Where layers are programs of their own (`offload_params`), whole arrays move between programs, and no
@@ -44,7 +45,7 @@ def check(options: Options, frame: Frame, mesh: Any) -> None:
     moves = options.moves_activations and (
         not options.offload.streams
         or (options.accumulate > 1 and not options.layer_major)
-        or _inside(frame)
+        or _inside(frame, waiting)
     )
     if not (own or moves) or platform_of(mesh) not in ("gpu", "cuda"):
         return
@@ -58,9 +59,9 @@ def check(options: Options, frame: Frame, mesh: Any) -> None:
         f"{edit}, or let the policies of jax.checkpoint offload nothing.", "loops"))  # fmt: skip
 
 
-def _inside(frame: Frame) -> bool:
+def _inside(frame: Frame, waiting: Residuals) -> bool:
     """Whether loops or branches of the step keep something on the host for a backward pass that they hold."""
-    return any(each.on_host for each, _, _ in frame.walk() if each is not frame)
+    return any(region is not frame for region, _ in waiting)
 
 
 def platform_of(mesh: Any) -> str:

@@ -20,7 +20,7 @@ from jzero.sharding.analysis._lone import note_lone_products
 from jzero.sharding.analysis._needs import note_needs
 from jzero.sharding.analysis._own_gradients import note_own_gradients
 from jzero.sharding.analysis._regions import Names
-from jzero.sharding.analysis._residuals import note_residuals
+from jzero.sharding.analysis._residuals import residuals
 from jzero.sharding.batch import _trace
 from jzero.sharding.batch._owners import SharedOut, shared_out
 from jzero.sharding.cut import _phases
@@ -107,12 +107,12 @@ def make_plan(
         frame, links, stage_axes, resting, local.specs, setting.batch_axes, update
     )
     microbatches = _microbatches(local, update, len(resting), setting)
-    activations = None
+    waiting = {}
     if options.moves_activations:
         phases = microbatches.phases
         kept = {var for phase in phases for var in (*phase.kept, *phase.stacks)}
-        activations = tuple(note_residuals(frame, kept))
-    _host_memory.check(options, frame, setting.mesh)
+        waiting = residuals(frame, kept)
+    _host_memory.check(options, frame, waiting, setting.mesh)
     plan = StepPlan(
         stage=options.stage,
         stage_axes=stage_axes,
@@ -144,10 +144,10 @@ def make_plan(
         updates=not setting.evaluates and _updates(frame, len(leaves)),
         donates=setting.options.donate,
         unread=_unread(frame, len(leaves)) if setting.evaluates else frozenset(),
-        activations=activations,
+        activations=tuple(waiting.values()) if options.moves_activations else None,
         owned=shared.owned,
     )
-    return plan, Analysis(frame, links, shared.owners)
+    return plan, Analysis(frame, links, shared.owners, waiting)
 
 
 def _laid_out(

@@ -16,7 +16,7 @@ from jzero._blocks import Blocks
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
-from jzero.sharding.analysis._residuals import Residual
+from jzero.sharding.analysis._residuals import Residual, Residuals
 from jzero.sharding.batch._owners import Owned, Owners
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.cut._phases import Phase
@@ -34,6 +34,7 @@ class Analysis(NamedTuple):
     frame: Frame
     links: Links
     owners: Owners
+    residuals: Residuals
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jzero._blocks import Blocks
 from jzero._errors import OptionError, message
-from jzero.sharding.analysis._frames import Frame, variables
+from jzero.ir._regions import variables
+from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._product_reads import read_by_products
 from jzero.sharding.plan._leaves import LeafPlan

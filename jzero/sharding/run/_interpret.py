@@ -20,6 +20,7 @@ from jzero.sharding.analysis import _residuals
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import read_dtype
+from jzero.sharding.analysis._residuals import Residuals
 from jzero.sharding.batch._owners import Owners
 from jzero.sharding.run import _coded, _memory_spaces
 from jzero.sharding.run._devices import Devices
@@ -89,6 +90,7 @@ class Interpreter:
       fetches: when copies from the host start, in a backward pass that reads some.
       tile_bytes: the most that a matrix may have to be gathered, and its gradient made, whole.
       owners: what owners run in the place of a call, by its first result.
+      residuals: what waits on the host for a backward pass.
       in_parts: what runs here is cut into programs, which find out from marks what waits on the host.
     """
 
@@ -109,6 +111,7 @@ class Interpreter:
     loop_bytes: int | None = None
     tile_bytes: int | None = None
     owners: Owners = dataclasses.field(default_factory=dict)
+    residuals: Residuals = dataclasses.field(default_factory=dict)
     in_parts: bool = False
     seen_pass: str | None = None
     leaving: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -159,7 +162,7 @@ class Interpreter:
                 value.dim = self.dim_of(frame, var)
             env.values[var] = value
             env.note_large(var, value)
-            if var in frame.on_host and isinstance(value, FullValue):
+            if (frame, var) in self.residuals and isinstance(value, FullValue):
                 self.send(frame, env, var, value)
 
     def read(self, frame: Frame, env: Env, atom: _jaxpr.Atom) -> Value:
@@ -176,7 +179,7 @@ class Interpreter:
         when the backward pass asks for them, and keep all values on the device until then.
         """
         if self.in_parts:
-            if frame.on_host[var] == 1:
+            if self.residuals[frame, var].turns == 1:
                 env.on_host[var] = _residuals.marked(value.x)
             return
         if _memory_spaces.on_host(value.x):
@@ -221,7 +224,7 @@ class Interpreter:
         for atom in eqn.invars:
             if _jaxpr.is_literal(atom) or atom not in env.on_host:
                 continue
-            if self.in_parts and atom in frame.on_host:
+            if self.in_parts and (frame, atom) in self.residuals:
                 env.values[atom] = FullValue(env.on_host.pop(atom))
                 continue
             if self.fetches is None:
@@ -230,7 +233,10 @@ class Interpreter:
                 self.fetches = GatherQueue(limit) if nothing_yet else queue.next_pass(limit)
             copy = env.on_host.pop(atom)
             x = not_before(copy, self.fetches.tokens(copy.nbytes))
-            if atom in frame.on_host:  # Else an equation of the step's own policy fetches it.
+            if (
+                frame,
+                atom,
+            ) in self.residuals:  # Else an equation of the step's own policy fetches it.
                 x = _memory_spaces.to_device(x)
             env.values[atom] = FullValue(x, getattr(env.values[atom], "name", ""))
 

@@ -49,9 +49,12 @@ def run_scan(
 
     again = _gathers_again(interp, child, consts)
     held = [out in frame.held for out in eqn.outvars[scan.num_carry :]]
-    come_back = [x in frame.on_host for x in eqn.invars[scan.num_consts + scan.num_carry :]]
+    come_back = [
+        (frame, x) in interp.residuals for x in eqn.invars[scan.num_consts + scan.num_carry :]
+    ]
     # One that is read whole goes as a value, when the loop is over.
-    go_away = [frame.on_host.get(x, 1) > 1 for x in eqn.outvars[scan.num_carry :]]
+    leave = [interp.residuals.get((frame, x)) for x in eqn.outvars[scan.num_carry :]]
+    go_away = [each is not None and each.turns > 1 for each in leave]
 
     def turn(carry: list[_Carried], slices: list[Settled]) -> tuple[list[_Carried], _Made]:
         after = _changing([*carry, *slices]) if again else None

@@ -123,6 +123,7 @@ class Runner:
             loop_bytes=exchange.loop_bytes,
             tile_bytes=exchange.tile_bytes,
             owners=self.analysis.owners,
+            residuals=self.analysis.residuals,
             in_parts=plan.in_parts,
         )
 

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dataflow: facts about the values of a program, from equation to equation, to a fixed point in loops.
+
+An analysis says what an equation does to facts, and what becomes of one along an edge; it gets them as a
+mapping from values, and writes them nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from jzero._components import Components
+from jzero.ir._regions import Edge, Kind, Region, Value, edges
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Literal, Var
+
+Fact = TypeVar("Fact")
+Node = TypeVar("Node", bound=Hashable)
+Facts = Mapping[Value, Fact]
+# What an equation that holds no programs makes of the facts of its operands; backward, of its results.
+Step = Callable[[Region, Eqn, Sequence[Fact]], Sequence[Fact]]
+Across = Callable[[Eqn, Edge, Fact], Fact]
+Join = Callable[[Fact, Fact], Fact]
+
+
+def forward(
+    program: Region, facts: Facts[Fact], step: Step[Fact], join: Join[Fact], nothing: Fact,
+    across: Across[Fact] = lambda eqn, edge, fact: fact,
+    literal: Callable[[Literal], Fact] | None = None,
+) -> dict[Value, Fact]:  # fmt: skip
+    """The facts of all values, from those of the arguments on.
+
+    Args:
+      program: of which.
+      facts: where they start.
+      step: the facts of an equation's results, from those of its operands.
+      join: the fact of what may be either of two values; associative, and `nothing` adds nothing.
+      nothing: the fact of values that are not in `facts`.
+      across: what becomes of a fact along an edge.
+      literal: the facts of constants that are written into equations; `nothing` if it is not given.
+    """
+    return _Flow(program, facts, step, join, nothing, across, literal).run()
+
+
+def backward(
+    program: Region, facts: Facts[Fact], step: Step[Fact], join: Join[Fact], nothing: Fact,
+    across: Across[Fact] = lambda eqn, edge, fact: fact,
+) -> dict[Value, Fact]:  # fmt: skip
+    """The facts of all values, from those of the results back; `step` makes operands' of results'."""
+    return _Flow(program, facts, step, join, nothing, across, backward=True).run()
+
+
+def union(
+    program: Region, related: Callable[[Region, Eqn], Iterable[tuple[Node, Node]]],
+    across: Callable[[Eqn, Edge], Iterable[tuple[Node, Node]]],
+) -> Components[Node]:  # fmt: skip
+    """The components of what equations, and edges across those that hold programs, relate."""
+    found: Components[Node] = Components()
+    for region in program.regions():
+        for eqn in region.jaxpr.eqns:
+            over = edges(region, eqn)
+            pairs = [pair for edge in over for pair in across(eqn, edge)]
+            for a, b in pairs if over else related(region, eqn):
+                found.join(a, b)
+    return found
+
+
+class _Item(NamedTuple):
+    """What is due: an equation; or what its programs return in `region` (backward: what they take there)."""
+
+    region: Region
+    holder: Region
+    eqn: Eqn
+
+
+@dataclasses.dataclass
+class _Flow(Generic[Fact]):
+    """Items in the order of the program. What a loop carries only gains; all else is found anew each time."""
+
+    program: Region
+    given: Facts[Fact]
+    step: Step[Fact]
+    join: Join[Fact]
+    nothing: Fact
+    across: Across[Fact]
+    literal: Callable[[Literal], Fact] | None = None
+    backward: bool = False
+
+    def __post_init__(self) -> None:
+        self._found = dict(self.given)
+        self._items = [*self._items_of(self.program)]
+        self._places = {
+            (item.region, id(item.eqn) if item.region is item.holder else None): number
+            for number, item in enumerate(self._items)
+        }
+        self._due = list(range(len(self._items)))
+        self._is_due = set(self._due)
+        self._over: dict[tuple[Region, int], dict[Value, list[Edge]]] = {}
+
+    def _items_of(self, region: Region) -> Iterator[_Item]:
+        order = reversed if self.backward else iter
+        for eqn in order(region.jaxpr.eqns):
+            yield _Item(region, region, eqn)
+            for each in order(region.inner(eqn)):
+                yield from self._items_of(each)
+                yield _Item(each, region, eqn)
+
+    def run(self) -> dict[Value, Fact]:
+        while self._due:
+            number = heapq.heappop(self._due)
+            self._is_due.remove(number)
+            region, holder, eqn = self._items[number]
+            for end, over in self._edges_to(holder, eqn).items():
+                starts = [each.target if self.backward else each.source for each in over]
+                if any(start[0] is region for start in starts):
+                    pairs = zip(over, starts, strict=True)
+                    found = [self.across(eqn, each, self._fact(*start)) for each, start in pairs]
+                    goes_round = any(each.kind is Kind.BACK for each in over)
+                    self._note(end, functools.reduce(self.join, found), goes_round)
+            if region is holder and not region.inner(eqn):
+                ends: tuple[Sequence[Atom], Sequence[Atom]] = eqn.invars, eqn.outvars
+                given, results = reversed(ends) if self.backward else ends
+                facts = self.step(region, eqn, [self._fact(region, atom) for atom in given])
+                for atom, fact in zip(results, facts, strict=True):
+                    self._note((region, atom), fact)
+        return self._found
+
+    def _edges_to(self, region: Region, eqn: Eqn) -> dict[Value, list[Edge]]:
+        """The edges across an equation, by the variables at their ends."""
+        if (key := (region, id(eqn))) not in self._over:
+            found = self._over[key] = dict[Value, list[Edge]]()
+            for edge in edges(region, eqn):
+                end = edge.source if self.backward else edge.target
+                if not _jaxpr.is_literal(end[1]):
+                    found.setdefault(end, []).append(edge)
+        return self._over[key]
+
+    def _fact(self, region: Region, atom: Atom) -> Fact:
+        if _jaxpr.is_literal(atom):
+            return self.nothing if self.literal is None else self.literal(atom)
+        return self._found.get((region, atom), self.nothing)
+
+    def _note(self, value: Value, fact: Fact, gains: bool = False) -> None:
+        region, atom = value
+        if _jaxpr.is_literal(atom):
+            return
+        old = self._fact(region, atom)
+        if gains or self.backward:  # Backward, others read it, too.
+            fact = self.join(old, fact)
+        elif value in self.given:
+            fact = self.join(self.given[value], fact)
+        if fact != old:
+            self._found[value] = fact
+            self._have_due(region, atom)
+
+    def _have_due(self, region: Region, var: Var) -> None:
+        eqns = region.jaxpr.eqns
+        made = region.makers.get(var, len(eqns))
+        for i in [made] if self.backward else region.readers.get(var, ()):
+            number = self._places.get((region, id(eqns[i]) if i < len(eqns) else None))
+            if number is not None and number not in self._is_due:
+                self._is_due.add(number)
+                heapq.heappush(self._due, number)

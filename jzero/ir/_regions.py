@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regions: the places where the programs of a step run, and which value is which across them.
+
+A loop, a branch, a `jax.checkpoint`, a call, a custom derivative and an operation that JAX expands hold
+programs of their own. `edges` says of each which of its values become which of theirs, so that what is
+written on edges needs to know none of these operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from jax.typing import ArrayLike
+
+from jzero.tracing import _jaxpr
+from jzero.tracing._rewrite import Flat
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """One place where a program runs: a function that is called twice is two regions.
+
+    Attributes:
+      jaxpr: the program.
+      consts: values of its `constvars`.
+      autodiff: the pass of `jax.grad` around it: 'forward' or 'backward'.
+      around: the equation that holds it, and the region of that.
+    """
+
+    jaxpr: Jaxpr
+    consts: list[ArrayLike]
+    autodiff: str | None = None
+    around: tuple[Region, Eqn] | None = None
+
+    def inner(self, eqn: Eqn) -> Sequence[Region]:
+        """Where the programs run that an equation holds: of a `while` the condition first, then the body."""
+        if id(eqn) not in self._inner:
+            around, autodiff = (self, eqn), self.pass_of(eqn)
+            found = [Region(*program, autodiff, around) for program in _programs(eqn)]
+            self._inner[id(eqn)] = found
+        return self._inner[id(eqn)]
+
+    def only(self, eqn: Eqn) -> Region:
+        """A region of one equation, with the same programs inside."""
+        program = Flat([], variables(eqn.invars), [*eqn.outvars], [eqn])
+        found = Region(program, [], self.autodiff, self.around)
+        found._inner[id(eqn)] = self.inner(eqn)
+        return found
+
+    @functools.cached_property
+    def _inner(self) -> dict[int, Sequence[Region]]:
+        return {}
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[int]]:
+        """Which equations read a variable, by index; the number of equations if it is returned."""
+        readers: dict[Var, list[int]] = {}
+        for i, atoms in enumerate([*(e.invars for e in self.jaxpr.eqns), self.jaxpr.outvars]):
+            for var in variables(atoms):
+                readers.setdefault(var, []).append(i)
+        return readers
+
+    @functools.cached_property
+    def makers(self) -> dict[Var, int]:
+        """Which equation makes a variable, by index; arguments and constants have none."""
+        return {out: i for i, eqn in enumerate(self.jaxpr.eqns) for out in eqn.outvars}
+
+    def pass_of(self, eqn: Eqn) -> str | None:
+        """'forward' or 'backward' if JAX's AD made the equation, or the loop or call around it."""
+        return self.autodiff or _jaxpr.autodiff_pass(eqn)
+
+    def at_line(self, eqn: Eqn) -> str:
+        """` at file.py:12 (train_step)`: of an equation of a library's loop, where the user called it."""
+        line = _jaxpr.at_line(eqn)
+        if line or self.around is None:
+            return line
+        outer, call = self.around
+        return outer.at_line(call)
+
+    def regions(self) -> Iterator[Region]:
+        """This region, and those inside."""
+        yield self
+        for eqn in self.jaxpr.eqns:
+            for each in self.inner(eqn):
+                yield from each.regions()
+
+
+Value: TypeAlias = tuple[Region, Atom]
+
+
+class Kind(enum.Enum):
+    """How a value becomes another one across an equation.
+
+    IN: an operand, an argument of a program inside. OUT: what a program returns, a result. BACK: what a turn
+    of a loop returns, an argument of the next. PAST: an operand, a result, if a loop has no turn. PREDICATE:
+    what decides which program runs, or whether a turn does, and what thereby is one value or another.
+    """
+
+    IN, OUT, BACK, PAST, PREDICATE = range(5)
+
+
+class Edge(NamedTuple):
+    """One value that becomes another.
+
+    Attributes:
+      kind: how.
+      source: the value.
+      target: what it becomes.
+      shift: its dim d is dim `d + shift` of the target: -1 where a loop slices a stack, 1 where it makes one.
+    """
+
+    kind: Kind
+    source: Value
+    target: Value
+    shift: int = 0
+
+
+def edges(region: Region, eqn: Eqn) -> list[Edge]:
+    """Which value is which across an equation; nothing if it holds no program that is known."""
+    inner = region.inner(eqn)
+    if not inner:
+        return []
+    of = _EDGES.get(eqn.primitive.name, _call_edges)
+    return [*of(region, eqn, inner)]
+
+
+def turns(eqn: Eqn) -> int | None:
+    """How often an equation runs the programs that it holds; None if nobody knows."""
+    if eqn.primitive.name == "while":
+        return None
+    return _jaxpr.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """The variables among some atoms, each once."""
+    return list({atom: None for atom in atoms if not _jaxpr.is_literal(atom)})
+
+
+def _programs(eqn: Eqn) -> list[tuple[Jaxpr, list[ArrayLike]]]:
+    name = eqn.primitive.name
+    if name == "scan":
+        scan = _jaxpr.scan_parts(eqn)
+        return [(scan.body, scan.body_consts)]
+    if name == "while":
+        loop = _jaxpr.while_parts(eqn)
+        return [(loop.cond, loop.cond_consts), (loop.body, loop.body_consts)]
+    if name == "cond":
+        return _jaxpr.cond_parts(eqn)
+    call = _jaxpr.call_parts(eqn)
+    return [] if call is None else [call]
+
+
+def _between(
+    kind: Kind, a: Region, xs: Sequence[Atom], b: Region, ys: Sequence[Atom], shift: int = 0
+) -> Iterator[Edge]:
+    for x, y in zip(xs, ys, strict=True):
+        yield Edge(kind, (a, x), (b, y), shift)
+
+
+def _call_edges(region: Region, eqn: Eqn, inner: Sequence[Region]) -> Iterator[Edge]:
+    (child,) = inner
+    yield from _between(Kind.IN, region, eqn.invars, child, child.jaxpr.invars)
+    yield from _between(Kind.OUT, child, child.jaxpr.outvars, region, eqn.outvars)
+
+
+def _cond_edges(region: Region, eqn: Eqn, inner: Sequence[Region]) -> Iterator[Edge]:
+    choice, *operands = eqn.invars
+    for child in inner:
+        yield from _between(Kind.IN, region, operands, child, child.jaxpr.invars)
+        yield from _between(Kind.OUT, child, child.jaxpr.outvars, region, eqn.outvars)
+    for out in eqn.outvars:
+        yield Edge(Kind.PREDICATE, (region, choice), (region, out))
+
+
+def _scan_edges(region: Region, eqn: Eqn, inner: Sequence[Region]) -> Iterator[Edge]:
+    (body,), scan = inner, _jaxpr.scan_parts(eqn)
+    first, last, num = scan.num_consts, scan.num_consts + scan.num_carry, scan.num_carry
+    ins, outs = body.jaxpr.invars, body.jaxpr.outvars
+    yield from _between(Kind.IN, region, eqn.invars[:last], body, ins[:last])
+    yield from _between(Kind.IN, region, eqn.invars[last:], body, ins[last:], -1)
+    yield from _between(Kind.BACK, body, outs[:num], body, ins[first:last])
+    yield from _between(Kind.OUT, body, outs[:num], region, eqn.outvars[:num])
+    yield from _between(Kind.OUT, body, outs[num:], region, eqn.outvars[num:], 1)
+    yield from _between(Kind.PAST, region, eqn.invars[first:last], region, eqn.outvars[:num])
+
+
+def _while_edges(region: Region, eqn: Eqn, inner: Sequence[Region]) -> Iterator[Edge]:
+    (cond, body), loop = inner, _jaxpr.while_parts(eqn)
+    first, last = loop.num_cond_consts, loop.num_cond_consts + loop.num_body_consts
+    carry, outs = eqn.invars[last:], body.jaxpr.outvars
+    yield from _between(Kind.IN, region, [*eqn.invars[:first], *carry], cond, cond.jaxpr.invars)
+    yield from _between(Kind.IN, region, eqn.invars[first:], body, body.jaxpr.invars)
+    carried = [(cond, v) for v in cond.jaxpr.invars[loop.num_cond_consts :]]
+    carried += [(body, v) for v in body.jaxpr.invars[loop.num_body_consts :]]
+    for out, target in zip([*outs, *outs], carried, strict=True):
+        yield Edge(Kind.BACK, (body, out), target)
+    yield from _between(Kind.OUT, body, outs, region, eqn.outvars)
+    yield from _between(Kind.PAST, region, carry, region, eqn.outvars)
+    for target in [*((region, out) for out in eqn.outvars), *carried]:
+        yield Edge(Kind.PREDICATE, (cond, cond.jaxpr.outvars[0]), target)
+
+
+_EDGES = {"scan": _scan_edges, "while": _while_edges, "cond": _cond_edges}

@@ -1,0 +1,234 @@
+"""What jzero's analyses find of a step, found again on `jzero.ir`: edges and dataflow, and nothing else.
+
+Facts are mappings from (region, variable). None of these functions knows a loop, a branch or a call.
+"""
+
+import operator
+
+from jzero.ir._dataflow import backward, forward, union
+from jzero.ir._regions import Kind, edges, turns
+from jzero.sharding.analysis import _frames, _own_gradients, _product_reads, _rules
+from jzero.sharding.analysis._frames import NOWHERE
+from jzero.tracing import _jaxpr
+
+
+def varying(program, arguments):
+    """The axes over which each value differs between devices, and which sums over them may wait.
+
+    A branch that each device chooses for itself makes what differs, unless the sum over all is yet due: which
+    values differ decides which sums there are, and these, which results of such branches differ.
+    """
+    pending = set()
+    while True:
+        found = _varying(program, arguments, pending)
+        sums = unreduced(program, found)
+        chosen = {
+            (edge.target[0], edge.target[1])
+            for edge in choices(program) if fact(found, *edge.source)
+            if any(e.source in sums for e in into(edge.target) if not is_literal(e.source))
+        }  # fmt: skip
+        if chosen == pending:
+            return found, sums
+        pending = chosen
+
+
+def fact(found, region, atom, nothing=NOWHERE):
+    return nothing if _jaxpr.is_literal(atom) else found.get((region, atom), nothing)
+
+
+def is_literal(value):
+    return _jaxpr.is_literal(value[1])
+
+
+def choices(program):
+    """Edges from operands that choose between programs."""
+    return [
+        edge
+        for region in program.regions() for eqn in region.jaxpr.eqns for edge in edges(region, eqn)
+        if edge.kind is Kind.PREDICATE and edge.source[0] is region
+    ]  # fmt: skip
+
+
+def into(value):
+    """What the programs inside an equation return as its result."""
+    region, var = value
+    eqn = region.jaxpr.eqns[region.makers[var]]
+    return [e for e in edges(region, eqn) if e.kind is Kind.OUT and e.target[1] is var]
+
+
+def _varying(program, arguments, pending):
+    def step(region, eqn, ins):
+        if eqn.primitive.name == "optimization_barrier":
+            return ins
+        out = NOWHERE.union(*ins)
+        if eqn.primitive.name in _frames.AGREEING and not eqn.params.get("axis_index_groups"):
+            return [axes - set(_frames.axes_of(eqn)) for axes in ins]
+        if eqn.primitive.name in _frames.COLLECTIVES:
+            out |= set(_frames.axes_of(eqn))
+        return [out] * len(eqn.outvars)
+
+    def across(eqn, edge, axes):
+        return NOWHERE if edge.kind is Kind.PREDICATE and edge.target in pending else axes
+
+    start = {(program, v): x for v, x in zip(program.jaxpr.invars, arguments, strict=True) if x}
+    return forward(program, start, step, operator.or_, NOWHERE, across)
+
+
+def unreduced(program, differ):
+    """Sums over devices, and what linear equations make of nothing else."""
+
+    def step(region, eqn, ins):
+        if eqn.primitive.name in _frames.REDUCTIONS:
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            return [bool(fact(differ, region, x)) and not differ.get((region, y)) for x, y in pairs]
+        return [_rules.is_linear(eqn) and all(ins)] * len(eqn.outvars)
+
+    def across(eqn, edge, waits):
+        # Into no program, out of no loop; out of a branch that devices choose, if it is the same on all.
+        region, atom = edge.target
+        if edge.kind is not Kind.OUT or not waits or loops(region, eqn):
+            return False
+        choice = [e for e in edges(region, eqn) if e.kind is Kind.PREDICATE]
+        if not choice:
+            return True
+        return bool(fact(differ, *choice[0].source)) and not differ.get((region, atom))
+
+    return forward(program, {}, step, operator.or_, False, across)
+
+
+def loops(region, eqn):
+    return any(edge.kind in (Kind.BACK, Kind.PAST) or edge.shift for edge in edges(region, eqn))
+
+
+def classes(program, differ):
+    """Components of dims that are sharded together."""
+
+    def dims(region, atom):
+        takes = not _jaxpr.is_literal(atom) and not differ.get((region, atom))
+        return range(len(getattr(atom.aval, "shape", ()))) if takes else ()
+
+    def related(region, eqn):
+        if eqn.primitive.name in _rules.IDENTITIES:
+            for x, y in zip(eqn.invars, eqn.outvars, strict=True):
+                if dims(region, y):
+                    yield from (((region, x, d), (region, y, d)) for d in dims(region, x))
+            return
+        rule = _rules.rule_for(eqn)
+        if rule is None or any(differ.get((region, out)) for out in eqn.outvars):
+            return
+        for atom, to in zip(eqn.invars, rule.dims(eqn), strict=True):
+            if not _jaxpr.is_literal(atom):
+                for out in eqn.outvars:
+                    for d, o in enumerate(to):
+                        if o is not None:
+                            yield (region, atom, d), (region, out, o)
+
+    def across(eqn, edge):
+        (a, x), (b, y) = edge.source, edge.target
+        if edge.kind is Kind.PREDICATE or _jaxpr.is_literal(x) or _jaxpr.is_literal(y):
+            return
+        if differ.get((a, x)) or differ.get((b, y)):
+            return
+        for d in range(len(getattr(x.aval, "shape", ()))):
+            if d + edge.shift >= 0:
+                yield (a, x, d), (b, y, d + edge.shift)
+
+    return union(program, related, across)
+
+
+def needs(program, forces, differ, owned=()):
+    """Values that the equations which `forces` says, or what is asked itself, are made of."""
+
+    def step(region, eqn, outs):
+        if eqn.primitive.name in _rules.IDENTITIES or eqn.primitive.name == "optimization_barrier":
+            return outs
+        return [forces(region, eqn) or any(outs)] * len(eqn.invars)
+
+    def across(eqn, edge, asked):
+        (holder, _), (region, _) = edge.source, edge.target
+        if edge.kind is Kind.PREDICATE:
+            outer = holder.around[0] if is_inside(holder, eqn) else holder
+            # `_needs` does not ask it where only a turn inside asks what is carried (sampled seed 480).
+            return (asked and region is outer) or forces(outer, eqn)
+        if edge.kind is Kind.PAST:  # A loop of so many turns has one.
+            return asked and turns(eqn) is None
+        if edge.kind is Kind.IN:
+            if owned and eqn.outvars[0] in owned:
+                return False
+            choice = [e for e in edges(holder, eqn) if e.kind is Kind.PREDICATE]
+            return asked or any(e.source[0] is holder and fact(differ, *e.source) for e in choice)
+        return asked
+
+    found = backward(program, {}, step, operator.or_, False, across)
+    return {value for value, asked in found.items() if asked}
+
+
+def needs_full(program, differ, owned=()):
+    def forces(region, eqn):
+        return _rules.rule_for(eqn) is None or spreads(differ, region, eqn)
+
+    return needs(program, forces, differ, owned)
+
+
+def feeds_batch(program, differ):
+    def forces(region, eqn):
+        return spreads(differ, region, eqn) or region.pass_of(eqn) is not None
+
+    return needs(program, forces, differ)
+
+
+def own_gradients(program):
+    """Sums over devices of which nothing else is computed in a pass, but along views and casts."""
+
+    def step(region, eqn, mixed):
+        if eqn.primitive.name in _frames.REDUCTIONS:
+            return [False] * len(eqn.invars)
+        mixes = any(mixed) or (region.pass_of(eqn) and not _own_gradients._is_plain(eqn))
+        return [bool(mixes)] * len(eqn.invars)
+
+    def across(eqn, edge, mixed):
+        holder = edge.source[0].around[0] if is_inside(edge.source[0], eqn) else edge.source[0]
+        if any(each.kind is Kind.PREDICATE for each in edges(holder, eqn)):
+            return True
+        return mixed and edge.kind is not Kind.PAST
+
+    mixed = backward(program, {}, step, operator.or_, False, across)
+    return {
+        (region, out)
+        for region in program.regions() for eqn in region.jaxpr.eqns
+        if eqn.primitive.name in _frames.REDUCTIONS
+        for out in eqn.outvars if not mixed.get((region, out))
+    }  # fmt: skip
+
+
+def read_through_views(program, names):
+    """Which of some variables products read, as they are, cast, rearranged, or slices of them."""
+    found = set()
+
+    def step(region, eqn, ins):
+        if eqn.primitive.name in _product_reads._PRODUCTS:
+            found.update(filter(None, ins))
+        is_view = eqn.primitive.name in _product_reads._VIEWS
+        return [ins[0] if is_view else ""] * len(eqn.outvars)
+
+    def across(eqn, edge, name):
+        inside = is_inside(edge.target[0], eqn)
+        over = edges(edge.target[0].around[0] if inside else edge.target[0], eqn)
+        if not inside:  # Out of calls alone.
+            return name if {each.kind for each in over} == {Kind.IN, Kind.OUT} and not any(
+                each.shift for each in over
+            ) else ""  # fmt: skip
+        carried = any(e.kind is Kind.BACK and e.target == edge.target for e in over)
+        return "" if carried or edge.kind is Kind.PREDICATE else name
+
+    start = {(program, var): name for var, name in names.items()}
+    forward(program, start, step, lambda a, b: a or b, "", across)
+    return found
+
+
+def is_inside(region, eqn):
+    return region.around is not None and region.around[1] is eqn
+
+
+def spreads(differ, region, eqn):
+    return any(differ.get((region, out)) for out in eqn.outvars)

@@ -1,0 +1,204 @@
+"""Facts that jzero's analyses find of real steps, and the same on edges and dataflow: none may differ."""
+
+import collections
+import contextlib
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import facts
+import jzero
+import zoo
+from jzero.ir._dataflow import forward
+from jzero.ir._regions import Kind, Region, edges, turns
+from jzero.sharding.analysis import _frames, _own_gradients, _product_reads
+from jzero.sharding.plan import _make
+from jzero.tracing import _jaxpr
+from sampling import check
+
+SAMPLED = range(0, 500, 10)  # one of each bundle's setting
+
+
+@contextlib.contextmanager
+def analysed():
+    """Frames that plans are made of, with their links and what owners run."""
+    found, original = [], _make._laid_out
+
+    def laid_out(frame, *args):
+        links, layouts = original(frame, *args)
+        found.append((frame, links, args[4] if len(args) > 4 else ()))
+        return links, layouts
+
+    with mock.patch.object(_make, "_laid_out", laid_out):
+        yield found
+
+
+def zoo_step(name):
+    entry, mesh = zoo.get(name), jax.make_mesh((8,), ("data",))
+    with analysed() as found:
+        train_step = jzero.shard_train_step(entry.step, mesh=mesh, **entry.options)
+        train_step.plan(jax.eval_shape(entry.init), *entry.batches(1)[0])
+    return found
+
+
+def sampled_step(seed):
+    setting = check.setting_of(seed)
+    program = check.program_of(seed, setting)
+    b, t, w = ([batch] for batch in program.batches[0])
+    with jax.enable_x64(setting.dtype == "float64"), jax.numpy_rank_promotion("allow"):
+        with analysed() as found, contextlib.suppress(jzero.JzeroError):
+            setting.shard(check.together([program])).plan([program.make_state()], b, t, w)
+    return found
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_facts_of_the_zoo(name):
+    found = zoo_step(name)
+    assert found
+    for each in found:
+        assert_same(*each)
+
+
+@pytest.mark.parametrize("seed", SAMPLED)
+def test_facts_of_sampled_steps(seed):
+    for each in sampled_step(seed):
+        assert_same(*each)
+
+
+def assert_same(frame, links, owned):
+    differences, counts = compared(frame, links, owned)
+    assert counts["varying"]
+    assert not differences, "\n".join(differences[:20])
+
+
+def compared(frame, links, owned):
+    """Where the facts of a frame differ from those on edges, and how many there are of each kind."""
+    differ, sums = facts.varying(frame, [frame.varies(var) for var in frame.jaxpr.invars])
+    differences, counts = [], collections.Counter()
+
+    def compare(kind, region, what, mine, theirs):
+        counts[kind] += 1
+        if mine != theirs:
+            at = region.at_line(what) if hasattr(what, "primitive") else what
+            differences.append(f"{kind} of {at}: {mine}, not {theirs}")
+
+    full, feeds = facts.needs_full(frame, differ, owned), facts.feeds_batch(frame, differ)
+    for region in frame.regions():
+        for var in values(region):
+            here = region, var
+            compare("varying", *here, differ.get(here, frozenset()), region.varying[var])
+            compare("unreduced", *here, here in sums, var in region.unreduced)
+            compare("needs full", *here, here in full, var in region.needs_full)
+            compare("feeds batch", *here, here in feeds, var in region.feeds_batch)
+    _own_gradients.note_own_gradients(frame)
+    own = facts.own_gradients(frame)
+    for region in frame.regions():
+        for eqn in region.jaxpr.eqns:
+            if eqn.primitive.name in _frames.REDUCTIONS:
+                for out in eqn.outvars:
+                    mine, theirs = (region, out) in own, out in region.own_gradients
+                    compare("own gradients", region, out, mine, theirs)
+    names = {var: str(i) for i, var in enumerate(frame.jaxpr.invars)}
+    mine, theirs = (
+        facts.read_through_views(frame, names),
+        _product_reads.read_through_views(frame, names),
+    )
+    for name in names.values():
+        compare("read by products", frame, name, name in mine, name in theirs)
+    mine = facts.classes(frame, differ)
+    pairs = collections.defaultdict(set), collections.defaultdict(set)
+    for region in frame.regions():
+        for var in values(region):
+            for dim in range(len(getattr(var.aval, "shape", ()))):
+                a = mine.of((region, var, dim))
+                b = links._classes.of((id(region), var, dim))
+                pairs[0][a].add(b)
+                pairs[1][b].add(a)
+                counts["links"] += 1
+    for side, sets in enumerate(pairs):
+        for each in sets.values():
+            if len(each) > 1:
+                differences.append(
+                    f"links: one class of {('mine', 'theirs')[side]} is {len(each)}: {each}"
+                )
+    return differences, counts
+
+
+def values(region):
+    jaxpr = region.jaxpr
+    made = [out for eqn in jaxpr.eqns for out in eqn.outvars if not _jaxpr.is_dropped(out)]
+    return dict.fromkeys([*jaxpr.constvars, *jaxpr.invars, *made])
+
+
+def test_every_edge_of_a_loop():
+    """A scan and a while, with what is carried, sliced, stacked and decided."""
+
+    def fn(w, init, xs):
+        out, ys = lax.scan(lambda c, x: (c + w * x, c), init, xs)
+        return lax.while_loop(lambda c: c < w, lambda c: c + 1, out), ys
+
+    closed = jax.make_jaxpr(fn)(1.0, 2.0, jnp.ones(3))
+    region = Region(closed.jaxpr, closed.consts)
+    scan, loop = region.jaxpr.eqns
+    (body,), (cond, turn) = region.inner(scan), region.inner(loop)
+    found = collections.Counter((e.kind, e.shift) for e in edges(region, scan))
+    assert found == {
+        (Kind.IN, 0): 2, (Kind.IN, -1): 1, (Kind.OUT, 0): 1, (Kind.OUT, 1): 1,
+        (Kind.BACK, 0): 1, (Kind.PAST, 0): 1,
+    }  # fmt: skip
+    assert [turns(eqn) for eqn in (scan, loop)] == [3, None]
+    back = [e for e in edges(region, loop) if e.kind is Kind.BACK]
+    assert [e.target[0] for e in back] == [cond, turn]
+    decided = [e.target[0] for e in edges(region, loop) if e.kind is Kind.PREDICATE]
+    assert decided == [region, cond, turn]
+    assert body.around == (region, scan)
+
+
+def test_a_function_called_twice_is_two_regions():
+    def fn(x, y):
+        return double(x), double(y)
+
+    double = jax.jit(lambda x: x * 2)
+    closed = jax.make_jaxpr(fn)(1.0, 1.0)
+    region = Region(closed.jaxpr, closed.consts)
+    x, _ = region.jaxpr.invars
+    found = forward(
+        region, {(region, x): True}, lambda r, eqn, ins: [any(ins)] * len(eqn.outvars),
+        lambda a, b: a or b, False,
+    )  # fmt: skip
+    assert [(region, out) in found for out in region.jaxpr.outvars] == [True, False]
+
+
+def test_a_fact_goes_round_a_loop():
+    """Three turns bring it from the first carry to the last."""
+
+    def fn(a, b, c):
+        return lax.fori_loop(0, 5, lambda i, abc: (abc[2], abc[0], abc[1]), (a, b, c))
+
+    closed = jax.make_jaxpr(fn)(1.0, 2.0, 3.0)
+    region = Region(closed.jaxpr, closed.consts)
+    start = {(region, region.jaxpr.invars[0]): frozenset("a")}
+    nothing = frozenset()
+    found = forward(
+        region, start, lambda r, eqn, ins: [nothing.union(*ins)] * len(eqn.outvars),
+        frozenset.union, nothing,
+    )  # fmt: skip
+    assert all(found[region, out] == {"a"} for out in region.jaxpr.outvars)
+
+
+def test_a_loop_may_have_no_turn():
+    """What it is given is what it returns, then."""
+
+    def fn(n, x):
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, 0.0), (0, x))[1]
+
+    closed = jax.make_jaxpr(fn)(3, 2.0)
+    region = Region(closed.jaxpr, closed.consts)
+    start = {(region, region.jaxpr.invars[1]): True}
+    found = forward(
+        region, start, lambda r, eqn, ins: [any(ins)] * len(eqn.outvars), lambda a, b: a or b, False
+    )
+    assert found[region, region.jaxpr.outvars[0]]
