@@ -4,6 +4,7 @@ Facts are mappings from (region, variable). None of these functions knows a loop
 """
 
 import operator
+from typing import Any
 
 from jzero.ir._dataflow import backward, forward, union
 from jzero.ir._regions import Kind, edges, turns
@@ -18,7 +19,7 @@ def varying(program, arguments):
     A branch that each device chooses for itself makes what differs, unless the sum over all is yet due: which
     values differ decides which sums there are, and these, which results of such branches differ.
     """
-    pending = set()
+    pending = set[Any]()
     while True:
         found = _varying(program, arguments, pending)
         sums = unreduced(program, found)
@@ -203,7 +204,7 @@ def own_gradients(program):
 
 def read_through_views(program, names):
     """Which of some variables products read, as they are, cast, rearranged, or slices of them."""
-    found = set()
+    found = set[Any]()
 
     def step(region, eqn, ins):
         if eqn.primitive.name in _product_reads._PRODUCTS:

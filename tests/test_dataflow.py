@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+from typing import Any
 from unittest import mock
 
 import jax
@@ -13,7 +14,7 @@ import facts
 import jzero
 import zoo
 from jzero.ir._dataflow import forward
-from jzero.ir._regions import Kind, Region, edges, turns
+from jzero.ir._regions import Kind, Region, Value, edges, turns
 from jzero.sharding.analysis import _frames, _own_gradients, _product_reads
 from jzero.sharding.plan import _make
 from jzero.tracing import _jaxpr
@@ -77,7 +78,7 @@ def assert_same(frame, links, owned):
 def compared(frame, links, owned):
     """Where the facts of a frame differ from those on edges, and how many there are of each kind."""
     differ, sums = facts.varying(frame, [frame.varies(var) for var in frame.jaxpr.invars])
-    differences, counts = [], collections.Counter()
+    differences, counts = [], collections.Counter[str]()
 
     def compare(kind, region, what, mine, theirs):
         counts[kind] += 1
@@ -99,17 +100,15 @@ def compared(frame, links, owned):
         for eqn in region.jaxpr.eqns:
             if eqn.primitive.name in _frames.REDUCTIONS:
                 for out in eqn.outvars:
-                    mine, theirs = (region, out) in own, out in region.own_gradients
-                    compare("own gradients", region, out, mine, theirs)
+                    theirs = out in region.own_gradients
+                    compare("own gradients", region, out, (region, out) in own, theirs)
     names = {var: str(i) for i, var in enumerate(frame.jaxpr.invars)}
-    mine, theirs = (
-        facts.read_through_views(frame, names),
-        _product_reads.read_through_views(frame, names),
-    )
+    views = facts.read_through_views(frame, names)
+    read = _product_reads.read_through_views(frame, names)
     for name in names.values():
-        compare("read by products", frame, name, name in mine, name in theirs)
+        compare("read by products", frame, name, name in views, name in read)
     mine = facts.classes(frame, differ)
-    pairs = collections.defaultdict(set), collections.defaultdict(set)
+    pairs = collections.defaultdict[Any, set[Any]](set), collections.defaultdict[Any, set[Any]](set)
     for region in frame.regions():
         for var in values(region):
             for dim in range(len(getattr(var.aval, "shape", ()))):
@@ -180,8 +179,8 @@ def test_a_fact_goes_round_a_loop():
 
     closed = jax.make_jaxpr(fn)(1.0, 2.0, 3.0)
     region = Region(closed.jaxpr, closed.consts)
-    start = {(region, region.jaxpr.invars[0]): frozenset("a")}
-    nothing = frozenset()
+    nothing = frozenset[str]()
+    start: dict[Value, frozenset[str]] = {(region, region.jaxpr.invars[0]): frozenset("a")}
     found = forward(
         region, start, lambda r, eqn, ins: [nothing.union(*ins)] * len(eqn.outvars),
         frozenset.union, nothing,
@@ -197,7 +196,7 @@ def test_a_loop_may_have_no_turn():
 
     closed = jax.make_jaxpr(fn)(3, 2.0)
     region = Region(closed.jaxpr, closed.consts)
-    start = {(region, region.jaxpr.invars[1]): True}
+    start: dict[Value, bool] = {(region, region.jaxpr.invars[1]): True}
     found = forward(
         region, start, lambda r, eqn, ins: [any(ins)] * len(eqn.outvars), lambda a, b: a or b, False
     )
