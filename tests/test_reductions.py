@@ -140,12 +140,12 @@ def test_a_group_has_half_of_the_bytes_or_the_limit(together, sizes, expected, m
 @pytest.mark.parametrize(
     ("of_turn", "together", "num", "groups"),
     [
-        (False, 64, 16, 4), (False, 64, 64, 16), (False, 64, 256, 16), (False, 32, 256, 32), (False, 0, 8, 8),
-        (True, 64, 64, 8), (True, 64, 256, 16),
+        (False, 32, 16, 4), (False, 32, 64, 16), (False, 64, 256, 16), (False, 32, 256, 32), (False, 0, 8, 8),
+        (True, 32, 64, 8), (True, 64, 256, 16),
     ],
 )  # fmt: skip
 def test_groups_of_a_pass_are_smaller(of_turn, together, num, groups, monkeypatch):
-    """A quarter of `together`, or half of it, or a sixteenth of all bytes, but no more than `together`."""
+    """Half of `together`, or a sixteenth of all bytes, but no more than `together`."""
     monkeypatch.setattr(_queue, "REDUCED_ALONE", 1)
     queue = _queue.GatherQueue(0, together)
     queue.expect([Unreduced(jnp.ones(4, jnp.int8), 1.0, jnp.int8)] * num, of_turn)

@@ -25,12 +25,12 @@ from jzero.sharding.run._values import Value, waits
 # [Note: reductions in order]
 # The compiler combines the reductions of a pass, or of a loop's body, into one at its end: all gradients
 # wait for it, whole. One after the other each would take a latency, which grows with the devices. So they
-# run in two groups, of about half of the bytes each, or in more. What is alive of a loop's turn is bounded by
-# the layer: a group has up to half of `together`. Of layers that are unrolled, two groups and what was made
-# meanwhile are alive: it has a quarter, or a sixteenth of the bytes, up to `together`. An update reads them
-# in about the reverse of the order in which they were made (`Unreduced.made`). Those of a group do not wait
-# for each other, so that the compiler combines them, but for all of the group before: it would else combine
-# one that nothing waits for with those of a later group
+# run in two groups, of about half of the bytes each, or in more of up to `together`. Of layers that are
+# unrolled, two groups and what was made meanwhile are alive: each has up to half of it, or a sixteenth of the
+# bytes if that is more, but no more than `together`. An update reads them in about the reverse of the order
+# in which they were made (`Unreduced.made`). Those of a group do not wait for each other, so that the
+# compiler combines them, but for all of the group before: it would else combine one that nothing waits for
+# with those of a later group
 # (test_reductions.py::test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients). Small ones
 # join a group and nothing waits for them: free, the first large one would be combined with the last small
 # one (test_reductions.py::test_a_small_reduction_waits_for_a_large_one_not_the_reverse).
@@ -132,7 +132,7 @@ class GatherQueue:
         """What is reduced next, of a loop's turn or of a whole pass: in two groups, or in more."""
         nbytes = sum(value.x.nbytes for value in values if waits(value))
         self._half = nbytes / 2
-        share = self.together / (2 if of_turn else 4)
+        share = self.together if of_turn else self.together / 2
         self._most = max(share, min(nbytes / 16, self.together))
 
     def reduction_tokens(self, made: int, nbytes: int) -> list[jax.Array]:
