@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 from jzero.ir._dataflow import backward, forward, union
-from jzero.ir._regions import Kind, edges, turns
+from jzero.ir._regions import EdgeKind, edges, turns
 from jzero.sharding.analysis import _frames, _own_gradients, _product_reads, _rules
 from jzero.sharding.analysis._frames import NOWHERE
 from jzero.tracing import _jaxpr
@@ -46,7 +46,7 @@ def choices(program):
     return [
         edge
         for region in program.regions() for eqn in region.jaxpr.eqns for edge in edges(region, eqn)
-        if edge.kind is Kind.PREDICATE and edge.source[0] is region
+        if edge.kind is EdgeKind.PREDICATE and edge.source[0] is region
     ]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def into(value):
     """What the programs inside an equation return as its result."""
     region, var = value
     eqn = region.jaxpr.eqns[region.makers[var]]
-    return [e for e in edges(region, eqn) if e.kind is Kind.OUT and e.target[1] is var]
+    return [e for e in edges(region, eqn) if e.kind is EdgeKind.OUT and e.target[1] is var]
 
 
 def _varying(program, arguments, pending):
@@ -69,7 +69,7 @@ def _varying(program, arguments, pending):
         return [out] * len(eqn.outvars)
 
     def across(eqn, edge, axes):
-        return NOWHERE if edge.kind is Kind.PREDICATE and edge.target in pending else axes
+        return NOWHERE if edge.kind is EdgeKind.PREDICATE and edge.target in pending else axes
 
     start = {(program, v): x for v, x in zip(program.jaxpr.invars, arguments, strict=True) if x}
     return forward(program, start, step, operator.or_, NOWHERE, across)
@@ -87,9 +87,9 @@ def unreduced(program, differ):
     def across(eqn, edge, waits):
         # Into no program, out of no loop; out of a branch that devices choose, if it is the same on all.
         region, atom = edge.target
-        if edge.kind is not Kind.OUT or not waits or loops(region, eqn):
+        if edge.kind is not EdgeKind.OUT or not waits or loops(region, eqn):
             return False
-        choice = [e for e in edges(region, eqn) if e.kind is Kind.PREDICATE]
+        choice = [e for e in edges(region, eqn) if e.kind is EdgeKind.PREDICATE]
         if not choice:
             return True
         return bool(fact(differ, *choice[0].source)) and not differ.get((region, atom))
@@ -98,7 +98,9 @@ def unreduced(program, differ):
 
 
 def loops(region, eqn):
-    return any(edge.kind in (Kind.BACK, Kind.PAST) or edge.shift for edge in edges(region, eqn))
+    return any(
+        edge.kind in (EdgeKind.BACK, EdgeKind.PAST) or edge.shift for edge in edges(region, eqn)
+    )
 
 
 def classes(program, differ):
@@ -126,7 +128,7 @@ def classes(program, differ):
 
     def across(eqn, edge):
         (a, x), (b, y) = edge.source, edge.target
-        if edge.kind is Kind.PREDICATE or _jaxpr.is_literal(x) or _jaxpr.is_literal(y):
+        if edge.kind is EdgeKind.PREDICATE or _jaxpr.is_literal(x) or _jaxpr.is_literal(y):
             return
         if differ.get((a, x)) or differ.get((b, y)):
             return
@@ -147,16 +149,16 @@ def needs(program, forces, differ, owned=()):
 
     def across(eqn, edge, asked):
         (holder, _), (region, _) = edge.source, edge.target
-        if edge.kind is Kind.PREDICATE:
+        if edge.kind is EdgeKind.PREDICATE:
             outer = holder.around[0] if is_inside(holder, eqn) else holder
             # `_needs` does not ask it where only a turn inside asks what is carried (sampled seed 480).
             return (asked and region is outer) or forces(outer, eqn)
-        if edge.kind is Kind.PAST:  # A loop of so many turns has one.
+        if edge.kind is EdgeKind.PAST:  # A loop of so many turns has one.
             return asked and turns(eqn) is None
-        if edge.kind is Kind.IN:
+        if edge.kind is EdgeKind.IN:
             if owned and eqn.outvars[0] in owned:
                 return False
-            choice = [e for e in edges(holder, eqn) if e.kind is Kind.PREDICATE]
+            choice = [e for e in edges(holder, eqn) if e.kind is EdgeKind.PREDICATE]
             return asked or any(e.source[0] is holder and fact(differ, *e.source) for e in choice)
         return asked
 
@@ -189,9 +191,9 @@ def own_gradients(program):
 
     def across(eqn, edge, mixed):
         holder = edge.source[0].around[0] if is_inside(edge.source[0], eqn) else edge.source[0]
-        if any(each.kind is Kind.PREDICATE for each in edges(holder, eqn)):
+        if any(each.kind is EdgeKind.PREDICATE for each in edges(holder, eqn)):
             return True
-        return mixed and edge.kind is not Kind.PAST
+        return mixed and edge.kind is not EdgeKind.PAST
 
     mixed = backward(program, {}, step, operator.or_, False, across)
     return {
@@ -216,11 +218,11 @@ def read_through_views(program, names):
         inside = is_inside(edge.target[0], eqn)
         over = edges(edge.target[0].around[0] if inside else edge.target[0], eqn)
         if not inside:  # Out of calls alone.
-            return name if {each.kind for each in over} == {Kind.IN, Kind.OUT} and not any(
+            return name if {each.kind for each in over} == {EdgeKind.IN, EdgeKind.OUT} and not any(
                 each.shift for each in over
             ) else ""  # fmt: skip
-        carried = any(e.kind is Kind.BACK and e.target == edge.target for e in over)
-        return "" if carried or edge.kind is Kind.PREDICATE else name
+        carried = any(e.kind is EdgeKind.BACK and e.target == edge.target for e in over)
+        return "" if carried or edge.kind is EdgeKind.PREDICATE else name
 
     start = {(program, var): name for var, name in names.items()}
     forward(program, start, step, lambda a, b: a or b, "", across)

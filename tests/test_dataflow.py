@@ -14,7 +14,7 @@ import facts
 import jzero
 import zoo
 from jzero.ir._dataflow import forward
-from jzero.ir._regions import Kind, Region, Value, edges, turns
+from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, turns
 from jzero.sharding.analysis import _frames, _own_gradients, _product_reads
 from jzero.sharding.plan import _make
 from jzero.tracing import _jaxpr
@@ -145,13 +145,13 @@ def test_every_edge_of_a_loop():
     (body,), (cond, turn) = region.inner(scan), region.inner(loop)
     found = collections.Counter((e.kind, e.shift) for e in edges(region, scan))
     assert found == {
-        (Kind.IN, 0): 2, (Kind.IN, -1): 1, (Kind.OUT, 0): 1, (Kind.OUT, 1): 1,
-        (Kind.BACK, 0): 1, (Kind.PAST, 0): 1,
+        (EdgeKind.IN, 0): 2, (EdgeKind.IN, -1): 1, (EdgeKind.OUT, 0): 1, (EdgeKind.OUT, 1): 1,
+        (EdgeKind.BACK, 0): 1, (EdgeKind.PAST, 0): 1,
     }  # fmt: skip
     assert [turns(eqn) for eqn in (scan, loop)] == [3, None]
-    back = [e for e in edges(region, loop) if e.kind is Kind.BACK]
+    back = [e for e in edges(region, loop) if e.kind is EdgeKind.BACK]
     assert [e.target[0] for e in back] == [cond, turn]
-    decided = [e.target[0] for e in edges(region, loop) if e.kind is Kind.PREDICATE]
+    decided = [e.target[0] for e in edges(region, loop) if e.kind is EdgeKind.PREDICATE]
     assert decided == [region, cond, turn]
     assert body.around == (region, scan)
 
@@ -180,7 +180,7 @@ def test_a_fact_goes_round_a_loop():
     closed = jax.make_jaxpr(fn)(1.0, 2.0, 3.0)
     region = Region(closed.jaxpr, closed.consts)
     nothing = frozenset[str]()
-    start: dict[Value, frozenset[str]] = {(region, region.jaxpr.invars[0]): frozenset("a")}
+    start: dict[ValueIn, frozenset[str]] = {(region, region.jaxpr.invars[0]): frozenset("a")}
     found = forward(
         region, start, lambda r, eqn, ins: [nothing.union(*ins)] * len(eqn.outvars),
         frozenset.union, nothing,
@@ -196,7 +196,7 @@ def test_a_loop_may_have_no_turn():
 
     closed = jax.make_jaxpr(fn)(3, 2.0)
     region = Region(closed.jaxpr, closed.consts)
-    start: dict[Value, bool] = {(region, region.jaxpr.invars[1]): True}
+    start: dict[ValueIn, bool] = {(region, region.jaxpr.invars[1]): True}
     found = forward(
         region, start, lambda r, eqn, ins: [any(ins)] * len(eqn.outvars), lambda a, b: a or b, False
     )

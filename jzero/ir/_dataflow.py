@@ -14,24 +14,24 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Generic, NamedTuple, TypeVar
 
 from jzero._components import Components
-from jzero.ir._regions import Edge, Kind, Region, Value, edges
+from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn, edges
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Literal, Var
 
 Fact = TypeVar("Fact")
 Node = TypeVar("Node", bound=Hashable)
-Facts = Mapping[Value, Fact]
+Facts = Mapping[ValueIn, Fact]
 # What an equation that holds no programs makes of the facts of its operands; backward, of its results.
-Step = Callable[[Region, Eqn, Sequence[Fact]], Sequence[Fact]]
+Transfer = Callable[[Region, Eqn, Sequence[Fact]], Sequence[Fact]]
 Across = Callable[[Eqn, Edge, Fact], Fact]
 Join = Callable[[Fact, Fact], Fact]
 
 
 def forward(
-    program: Region, facts: Facts[Fact], step: Step[Fact], join: Join[Fact], nothing: Fact,
+    program: Region, facts: Facts[Fact], step: Transfer[Fact], join: Join[Fact], nothing: Fact,
     across: Across[Fact] = lambda eqn, edge, fact: fact,
     literal: Callable[[Literal], Fact] | None = None,
-) -> dict[Value, Fact]:  # fmt: skip
+) -> dict[ValueIn, Fact]:  # fmt: skip
     """The facts of all values, from those of the arguments on.
 
     Args:
@@ -47,9 +47,9 @@ def forward(
 
 
 def backward(
-    program: Region, facts: Facts[Fact], step: Step[Fact], join: Join[Fact], nothing: Fact,
+    program: Region, facts: Facts[Fact], step: Transfer[Fact], join: Join[Fact], nothing: Fact,
     across: Across[Fact] = lambda eqn, edge, fact: fact,
-) -> dict[Value, Fact]:  # fmt: skip
+) -> dict[ValueIn, Fact]:  # fmt: skip
     """The facts of all values, from those of the results back; `step` makes operands' of results'."""
     return _Flow(program, facts, step, join, nothing, across, backward=True).run()
 
@@ -83,7 +83,7 @@ class _Flow(Generic[Fact]):
 
     program: Region
     given: Facts[Fact]
-    step: Step[Fact]
+    step: Transfer[Fact]
     join: Join[Fact]
     nothing: Fact
     across: Across[Fact]
@@ -99,7 +99,7 @@ class _Flow(Generic[Fact]):
         }
         self._due = list(range(len(self._items)))
         self._is_due = set(self._due)
-        self._over: dict[tuple[Region, int], dict[Value, list[Edge]]] = {}
+        self._over: dict[tuple[Region, int], dict[ValueIn, list[Edge]]] = {}
 
     def _items_of(self, region: Region) -> Iterator[_Item]:
         order = reversed if self.backward else iter
@@ -109,7 +109,7 @@ class _Flow(Generic[Fact]):
                 yield from self._items_of(each)
                 yield _Item(each, region, eqn)
 
-    def run(self) -> dict[Value, Fact]:
+    def run(self) -> dict[ValueIn, Fact]:
         while self._due:
             number = heapq.heappop(self._due)
             self._is_due.remove(number)
@@ -119,7 +119,7 @@ class _Flow(Generic[Fact]):
                 if any(start[0] is region for start in starts):
                     pairs = zip(over, starts, strict=True)
                     found = [self.across(eqn, each, self._fact(*start)) for each, start in pairs]
-                    goes_round = any(each.kind is Kind.BACK for each in over)
+                    goes_round = any(each.kind is EdgeKind.BACK for each in over)
                     self._note(end, functools.reduce(self.join, found), goes_round)
             if region is holder and not region.inner(eqn):
                 ends: tuple[Sequence[Atom], Sequence[Atom]] = eqn.invars, eqn.outvars
@@ -129,10 +129,10 @@ class _Flow(Generic[Fact]):
                     self._note((region, atom), fact)
         return self._found
 
-    def _edges_to(self, region: Region, eqn: Eqn) -> dict[Value, list[Edge]]:
+    def _edges_to(self, region: Region, eqn: Eqn) -> dict[ValueIn, list[Edge]]:
         """The edges across an equation, by the variables at their ends."""
         if (key := (region, id(eqn))) not in self._over:
-            found = self._over[key] = dict[Value, list[Edge]]()
+            found = self._over[key] = dict[ValueIn, list[Edge]]()
             for edge in edges(region, eqn):
                 end = edge.source if self.backward else edge.target
                 if not _jaxpr.is_literal(end[1]):
@@ -144,7 +144,7 @@ class _Flow(Generic[Fact]):
             return self.nothing if self.literal is None else self.literal(atom)
         return self._found.get((region, atom), self.nothing)
 
-    def _note(self, value: Value, fact: Fact, gains: bool = False) -> None:
+    def _note(self, value: ValueIn, fact: Fact, gains: bool = False) -> None:
         region, atom = value
         if _jaxpr.is_literal(atom):
             return

@@ -5,8 +5,8 @@ An axis of `n` devices cuts a dim as `[outer, n, inner]`: its device i holds the
 of `outer` blocks. One block gives contiguous shards, a block per time step a batch merged with time, a block
 per device of other axes nested shards.
 
-In DTensor's words: an axis with a `Cut` is `Shard(dim)`, with a `Partial` it is `Partial(op)`, with neither
-`Replicate`. `[16@data, 10+6@data, 40@4,data, 8] sum(model)` is how a layout prints: a dim of 16 sharded over
+In DTensor's words: an axis with an `AxisCut` is `Shard(dim)`, with a `Partial` it is `Partial(op)`, with
+neither `Replicate`. `[16@data, 10+6@data, 40@4,data, 8] sum(model)` is how a layout prints: a dim of 16 sharded over
 `data`; one of 10 padded to 16; one that is `[4, data, inner]`; a replicated one; to be summed over `model`.
 
 [Note: padding] A padded dim is `pad.outer` blocks; each begins with `pad.true` of the value's elements. The
@@ -31,7 +31,7 @@ Digits = list[tuple[int, int]]  # `(outer, n)` of cuts: the dim's index in mixed
 LOCAL = frozenset({"slice", "mask", "pad", "unpad"})  # Kinds of steps that move nothing.
 
 
-class Cut(NamedTuple):
+class AxisCut(NamedTuple):
     axis: str
     outer: int
 
@@ -57,14 +57,14 @@ class Dim(NamedTuple):
     """`size` elements, padding included; the cuts are ordered by `outer`."""
 
     size: int
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[AxisCut, ...] = ()
     pad: Pad | None = None
 
     @property
     def true(self) -> int:
         return self.size if self.pad is None else self.pad.outer * self.pad.true
 
-    def put(self, *cuts: Cut) -> Dim:
+    def put(self, *cuts: AxisCut) -> Dim:
         return self._replace(cuts=tuple(sorted((*self.cuts, *cuts), key=lambda cut: cut.outer)))
 
 
@@ -126,7 +126,7 @@ class Layout:
         """How many of a dim's `outer` blocks are on one device."""
         return outer // self.num([cut.axis for cut in self.dims[dim].cuts if cut.outer < outer])
 
-    def digits(self, cuts: Iterable[Cut]) -> Digits:
+    def digits(self, cuts: Iterable[AxisCut]) -> Digits:
         return [(cut.outer, self.num([cut.axis])) for cut in cuts]
 
     def positions(self, device: Mapping[str, int]) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
@@ -161,7 +161,7 @@ class Layout:
             return self
         if outer is None:
             outer = old.cuts[-1].outer * self.num([old.cuts[-1].axis]) if old.cuts else 1
-        new = old.put(Cut(axis, outer))
+        new = old.put(AxisCut(axis, outer))
         if not fits(new.size, digits := self.digits(new.cuts)):
             pad = old.pad or Pad(new.cuts[0].outer, old.size // new.cuts[0].outer)
             assert old.true == pad.outer * pad.true, f"{self} has no {pad.outer} blocks along {dim}"
@@ -251,7 +251,7 @@ class Layout:
                 if (e := next(fit, None)) is None:
                     axes.add(cut.axis)
                 else:
-                    new[e] = new[e].put(Cut(cut.axis, outers[e]))
+                    new[e] = new[e].put(AxisCut(cut.axis, outers[e]))
             dims += new
         return dataclasses.replace(self, dims=tuple(dims)), (axes, pads)
 
@@ -360,7 +360,7 @@ def _padding_moved(old: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | None
 
 
 # -- conversions --------------------------------------------------------------------------------------
-class Step(NamedTuple):
+class LayoutStep(NamedTuple):
     """One collective or local operation of a conversion.
 
     `gather`, `scatter` (a partial sum to shards), `exchange` (all-to-all: a cut moves to another place),
@@ -377,7 +377,7 @@ class Step(NamedTuple):
     received: tuple[tuple[str, int], ...]
 
 
-def received(steps: Iterable[Step]) -> dict[str, int]:
+def received(steps: Iterable[LayoutStep]) -> dict[str, int]:
     """Bytes that reach each device, by axis."""
     total: dict[str, int] = defaultdict(int)
     for axis, nbytes in itertools.chain.from_iterable(step.received for step in steps):
@@ -388,7 +388,7 @@ def received(steps: Iterable[Step]) -> dict[str, int]:
 @functools.lru_cache(maxsize=2**14)
 def conversion(
     source: Layout, target: Layout, itemsize: int, prices: tuple[tuple[str, float], ...] = ()
-) -> tuple[Step, ...]:
+) -> tuple[LayoutStep, ...]:
     """The cheapest steps from layout to layout: fewest bytes, then collectives, then steps (Dijkstra).
 
     An axis goes where the target has it, or becomes replicated; a partial sum may be scattered anywhere.
@@ -396,7 +396,7 @@ def conversion(
     """
     assert (source.shape, source.mesh) == (target.shape, target.mesh), f"{source} to {target}"
     price, goal, order = dict(prices), _plain(target), itertools.count()
-    queue = [((0.0, 0, 0), next(order), _plain(source), tuple[Step, ...]())]
+    queue = [((0.0, 0, 0), next(order), _plain(source), tuple[LayoutStep, ...]())]
     seen: set[Layout] = set()
     while (found := heapq.heappop(queue))[2] != goal:  # Gathered and reduced, any goal can be cut.
         (nbytes, collectives, _), _, now, steps = found
@@ -404,7 +404,9 @@ def conversion(
             continue
         seen.add(now)
         for kind, axes, after in _moves(now, goal):
-            step = Step(kind, axes, now, _plain(after), _received(kind, axes, now, after, itemsize))
+            step = LayoutStep(
+                kind, axes, now, _plain(after), _received(kind, axes, now, after, itemsize)
+            )
             paid = nbytes + sum(price.get(axis, 1.0) * n for axis, n in step.received)
             cost = (paid, collectives + (kind not in LOCAL), len(steps) + 1)
             heapq.heappush(queue, (cost, next(order), step.after, (*steps, step)))
@@ -443,7 +445,9 @@ def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], La
         some = (itertools.combinations(axes, k + 1) for k in range(len(axes)))
         yield from (("reduce", s, now.settled(s)) for s in itertools.chain.from_iterable(some))
         for d, s in itertools.product(range(len(now.dims)), axes if op == "sum" else ()):
-            new = now.dims[d].put(Cut(s, math.prod(([(1, 1), *now.digits(now.dims[d].cuts)])[-1])))
+            new = now.dims[d].put(
+                AxisCut(s, math.prod(([(1, 1), *now.digits(now.dims[d].cuts)])[-1]))
+            )
             if fits(new.size, now.digits(new.cuts)):  # Less to move later.
                 yield "scatter", (s,), now.settled([s])._with({d: new})
     used = {cut.axis for dim in now.dims for cut in dim.cuts} | {p.axis for p in now.partial}
@@ -490,7 +494,7 @@ def _blocks_of(layout: Layout) -> list[tuple[int, Pad | None, Digits]]:
     return [(dim.size, dim.pad, _runs(layout.digits(dim.cuts))) for dim in layout.dims]
 
 
-def permutation(step: Step) -> list[tuple[int, int]]:
+def permutation(step: LayoutStep) -> list[tuple[int, int]]:
     """`(from, to)` of a permute, in devices along its axes."""
     holders, users = defaultdict(list), defaultdict(list)
     sizes = [step.before.num([axis]) for axis in step.axes]

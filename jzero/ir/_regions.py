@@ -90,10 +90,10 @@ class Region:
                 yield from each.regions()
 
 
-Value: TypeAlias = tuple[Region, Atom]
+ValueIn: TypeAlias = tuple[Region, Atom]
 
 
-class Kind(enum.Enum):
+class EdgeKind(enum.Enum):
     """How a value becomes another one across an equation.
 
     IN: an operand, an argument of a program inside. OUT: what a program returns, a result. BACK: what a turn
@@ -114,9 +114,9 @@ class Edge(NamedTuple):
       shift: its dim d is dim `d + shift` of the target: -1 where a loop slices a stack, 1 where it makes one.
     """
 
-    kind: Kind
-    source: Value
-    target: Value
+    kind: EdgeKind
+    source: ValueIn
+    target: ValueIn
     shift: int = 0
 
 
@@ -156,7 +156,7 @@ def _programs(eqn: Eqn) -> list[tuple[Jaxpr, list[ArrayLike]]]:
 
 
 def _between(
-    kind: Kind, a: Region, xs: Sequence[Atom], b: Region, ys: Sequence[Atom], shift: int = 0
+    kind: EdgeKind, a: Region, xs: Sequence[Atom], b: Region, ys: Sequence[Atom], shift: int = 0
 ) -> Iterator[Edge]:
     for x, y in zip(xs, ys, strict=True):
         yield Edge(kind, (a, x), (b, y), shift)
@@ -164,45 +164,45 @@ def _between(
 
 def _call_edges(region: Region, eqn: Eqn, inner: Sequence[Region]) -> Iterator[Edge]:
     (child,) = inner
-    yield from _between(Kind.IN, region, eqn.invars, child, child.jaxpr.invars)
-    yield from _between(Kind.OUT, child, child.jaxpr.outvars, region, eqn.outvars)
+    yield from _between(EdgeKind.IN, region, eqn.invars, child, child.jaxpr.invars)
+    yield from _between(EdgeKind.OUT, child, child.jaxpr.outvars, region, eqn.outvars)
 
 
 def _cond_edges(region: Region, eqn: Eqn, inner: Sequence[Region]) -> Iterator[Edge]:
     choice, *operands = eqn.invars
     for child in inner:
-        yield from _between(Kind.IN, region, operands, child, child.jaxpr.invars)
-        yield from _between(Kind.OUT, child, child.jaxpr.outvars, region, eqn.outvars)
+        yield from _between(EdgeKind.IN, region, operands, child, child.jaxpr.invars)
+        yield from _between(EdgeKind.OUT, child, child.jaxpr.outvars, region, eqn.outvars)
     for out in eqn.outvars:
-        yield Edge(Kind.PREDICATE, (region, choice), (region, out))
+        yield Edge(EdgeKind.PREDICATE, (region, choice), (region, out))
 
 
 def _scan_edges(region: Region, eqn: Eqn, inner: Sequence[Region]) -> Iterator[Edge]:
     (body,), scan = inner, _jaxpr.scan_parts(eqn)
     first, last, num = scan.num_consts, scan.num_consts + scan.num_carry, scan.num_carry
     ins, outs = body.jaxpr.invars, body.jaxpr.outvars
-    yield from _between(Kind.IN, region, eqn.invars[:last], body, ins[:last])
-    yield from _between(Kind.IN, region, eqn.invars[last:], body, ins[last:], -1)
-    yield from _between(Kind.BACK, body, outs[:num], body, ins[first:last])
-    yield from _between(Kind.OUT, body, outs[:num], region, eqn.outvars[:num])
-    yield from _between(Kind.OUT, body, outs[num:], region, eqn.outvars[num:], 1)
-    yield from _between(Kind.PAST, region, eqn.invars[first:last], region, eqn.outvars[:num])
+    yield from _between(EdgeKind.IN, region, eqn.invars[:last], body, ins[:last])
+    yield from _between(EdgeKind.IN, region, eqn.invars[last:], body, ins[last:], -1)
+    yield from _between(EdgeKind.BACK, body, outs[:num], body, ins[first:last])
+    yield from _between(EdgeKind.OUT, body, outs[:num], region, eqn.outvars[:num])
+    yield from _between(EdgeKind.OUT, body, outs[num:], region, eqn.outvars[num:], 1)
+    yield from _between(EdgeKind.PAST, region, eqn.invars[first:last], region, eqn.outvars[:num])
 
 
 def _while_edges(region: Region, eqn: Eqn, inner: Sequence[Region]) -> Iterator[Edge]:
     (cond, body), loop = inner, _jaxpr.while_parts(eqn)
     first, last = loop.num_cond_consts, loop.num_cond_consts + loop.num_body_consts
     carry, outs = eqn.invars[last:], body.jaxpr.outvars
-    yield from _between(Kind.IN, region, [*eqn.invars[:first], *carry], cond, cond.jaxpr.invars)
-    yield from _between(Kind.IN, region, eqn.invars[first:], body, body.jaxpr.invars)
+    yield from _between(EdgeKind.IN, region, [*eqn.invars[:first], *carry], cond, cond.jaxpr.invars)
+    yield from _between(EdgeKind.IN, region, eqn.invars[first:], body, body.jaxpr.invars)
     carried = [(cond, v) for v in cond.jaxpr.invars[loop.num_cond_consts :]]
     carried += [(body, v) for v in body.jaxpr.invars[loop.num_body_consts :]]
     for out, target in zip([*outs, *outs], carried, strict=True):
-        yield Edge(Kind.BACK, (body, out), target)
-    yield from _between(Kind.OUT, body, outs, region, eqn.outvars)
-    yield from _between(Kind.PAST, region, carry, region, eqn.outvars)
+        yield Edge(EdgeKind.BACK, (body, out), target)
+    yield from _between(EdgeKind.OUT, body, outs, region, eqn.outvars)
+    yield from _between(EdgeKind.PAST, region, carry, region, eqn.outvars)
     for target in [*((region, out) for out in eqn.outvars), *carried]:
-        yield Edge(Kind.PREDICATE, (cond, cond.jaxpr.outvars[0]), target)
+        yield Edge(EdgeKind.PREDICATE, (cond, cond.jaxpr.outvars[0]), target)
 
 
 _EDGES = {"scan": _scan_edges, "while": _while_edges, "cond": _cond_edges}

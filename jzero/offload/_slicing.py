@@ -12,7 +12,7 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _elementwise, _pieces
 from jzero.sharding.cut._pieces import Piece, UpdatePart
 from jzero.sharding.plan._boundary import Boundary
-from jzero.sharding.plan._layout import Layout
+from jzero.sharding.plan._layout import RestLayout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Turn
 from jzero.tracing import _call
@@ -113,7 +113,7 @@ def obstacle_of(
 
 def layout_of(
     frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, piece: Piece
-) -> Layout | None:
+) -> RestLayout | None:
     """The layout of a piece's offloaded leaves and gradients, if it is one."""
     own = [leaves[i] for i in piece.leaves]
     state = set(frame.jaxpr.invars[: len(leaves)])

@@ -14,7 +14,7 @@ from typing import cast
 from jzero._errors import StepError, message
 from jzero.ir import _regions as regions
 from jzero.ir._dataflow import forward
-from jzero.ir._regions import Edge, Region, Value, turns
+from jzero.ir._regions import Edge, Region, ValueIn, turns
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import REDUCTIONS, Frame
 from jzero.tracing import _jaxpr
@@ -109,7 +109,7 @@ def kinds_of(frame: Frame, eqn: Eqn, ins: Sequence[Kind]) -> list[Kind]:
         end, var = edge.target
         inside = end.around is not None and end.around[1] is eqn
         at[:] = [(frame_of(end.around[0] if inside and end.around else end), eqn)]
-        decides = edge.kind is regions.Kind.PREDICATE
+        decides = edge.kind is regions.EdgeKind.PREDICATE
         if kind is Kind.PARTIAL and (decides or turns(eqn) is None):
             raise _refusal(*at[0])
         if kind is None or decides:
@@ -127,7 +127,7 @@ def kinds_of(frame: Frame, eqn: Eqn, ins: Sequence[Kind]) -> list[Kind]:
         return [*_of_equation(own, eqn, known)]
 
     given = zip(eqn.invars, ins, strict=True)
-    facts: dict[Value, Kind | None] = {
+    facts: dict[ValueIn, Kind | None] = {
         (program, atom): kind for atom, kind in given if not _jaxpr.is_literal(atom)
     }
     found = forward(program, facts, step, join, None, across, literal_kind)

@@ -33,7 +33,7 @@ _OPAQUE = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call", 
 
 
 @dataclasses.dataclass(frozen=True)
-class Region:
+class OwnedRegion:
     """Equations of a frame that need leaves whole.
 
     Attributes:
@@ -60,7 +60,7 @@ class Names(NamedTuple):
     params: frozenset[int]
 
 
-def find_regions(frame: Frame, links: Links, names: Names) -> list[Region]:
+def find_regions(frame: Frame, links: Links, names: Names) -> list[OwnedRegion]:
     """The regions of a frame that read shards or make some, each as far as it is connected, in order."""
     eqns = frame.jaxpr.eqns
     plain = [_is_plain(frame, eqn) for eqn in eqns]
@@ -86,7 +86,7 @@ def find_regions(frame: Frame, links: Links, names: Names) -> list[Region]:
     return _with_leaves(frame, links, _with_levels(frame, found), names)
 
 
-def why_not_alone(frame: Frame, region: Region) -> str:
+def why_not_alone(frame: Frame, region: OwnedRegion) -> str:
     """Why no other device may run a region than all of them; '' if one may."""
     if all(dim is None for dim in region.sharded):
         if _frames.is_unreduced(frame, largest_read(region)):
@@ -103,7 +103,7 @@ def why_not_alone(frame: Frame, region: Region) -> str:
     return ""
 
 
-def signature(frame: Frame, region: Region) -> Hashable:
+def signature(frame: Frame, region: OwnedRegion) -> Hashable:
     """Equal for regions of one level that compute the same of other values of the same types."""
     eqns = [frame.jaxpr.eqns[index] for index in region.eqns]
     return region.level, region.sharded, _computes(region.reads, eqns, region.gives)
@@ -194,7 +194,7 @@ def _with_makers(
     return sorted(inside)
 
 
-def _with_levels(frame: Frame, regions: list[Region]) -> list[Region]:
+def _with_levels(frame: Frame, regions: list[OwnedRegion]) -> list[OwnedRegion]:
     inside = {i: number for number, region in enumerate(regions) for i in region.eqns}
     level: dict[Var, int] = {}
     made: dict[Var, int] = {}  # in which region
@@ -214,7 +214,7 @@ def _with_levels(frame: Frame, regions: list[Region]) -> list[Region]:
     return [dataclasses.replace(region, level=number) for region, number in pairs]
 
 
-def _region(frame: Frame, links: Links, indices: list[int]) -> Region:
+def _region(frame: Frame, links: Links, indices: list[int]) -> OwnedRegion:
     eqns = [frame.jaxpr.eqns[i] for i in indices]
     made = {out for eqn in eqns for out in eqn.outvars}
     reads = [v for v in variables(a for eqn in eqns for a in eqn.invars) if v not in made]
@@ -222,10 +222,12 @@ def _region(frame: Frame, links: Links, indices: list[int]) -> Region:
     outs = [out for eqn in eqns for out in eqn.outvars]
     gives = [out for out in outs if not inside.issuperset(frame.readers.get(out, ()))]
     sharded = [links.sharded_dim(frame, var) for var in reads]
-    return Region(tuple(indices), tuple(reads), tuple(gives), tuple(sharded), ())
+    return OwnedRegion(tuple(indices), tuple(reads), tuple(gives), tuple(sharded), ())
 
 
-def _with_leaves(frame: Frame, links: Links, regions: list[Region], names: Names) -> list[Region]:
+def _with_leaves(
+    frame: Frame, links: Links, regions: list[OwnedRegion], names: Names
+) -> list[OwnedRegion]:
     """With the leaves whose new values they make: parameters, or else optimizer state."""
     stops = {i for region in regions for i in region.eqns}
     made = _new_leaves.new_leaves(frame, len(names.paths), stops)
@@ -256,17 +258,17 @@ def _with_leaves(frame: Frame, links: Links, regions: list[Region], names: Names
     return found
 
 
-def largest_read(region: Region) -> Var:
+def largest_read(region: OwnedRegion) -> Var:
     """The matrix or stack that it updates: the largest that rests in shards, if any does."""
     found = _sharded_reads(region) or _matrices(region)
     return max(found, key=lambda var: _rules.size_in_bytes(var.aval))
 
 
-def _matrices(region: Region) -> list[Var]:
+def _matrices(region: OwnedRegion) -> list[Var]:
     return [var for var in region.reads if var.aval.ndim > 1]
 
 
-def _sharded_reads(region: Region) -> list[Var]:
+def _sharded_reads(region: OwnedRegion) -> list[Var]:
     return [v for v, dim in zip(region.reads, region.sharded, strict=True) if dim is not None]
 
 
@@ -274,7 +276,7 @@ def _sharded_reads(region: Region) -> list[Var]:
 # Whether two regions compute the same.
 
 
-def _all_equations(frame: Frame, region: Region) -> Iterator[Eqn]:
+def _all_equations(frame: Frame, region: OwnedRegion) -> Iterator[Eqn]:
     """Those of a region, and those of the jaxprs inside them."""
     for index in region.eqns:
         yield frame.jaxpr.eqns[index]

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.ir._dataflow import forward
-from jzero.ir._regions import Region, Value, edges, turns
+from jzero.ir._regions import Region, ValueIn, edges, turns
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._products import products
@@ -63,16 +63,16 @@ class Residual(NamedTuple):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]{moves}{times}, at {self.where}"
 
 
-Residuals = Mapping[Value, Residual]
+Residuals = Mapping[ValueIn, Residual]
 
 
-def residuals(frame: Frame, kept: Collection[Var] = (), times: int = 1) -> dict[Value, Residual]:
+def residuals(frame: Frame, kept: Collection[Var] = (), times: int = 1) -> dict[ValueIn, Residual]:
     """What waits on the host.
 
     Not what loops over microbatches have `kept` for later ones, and nothing whose slices (values) have less
     than `LEAST_BYTES`.
     """
-    found, last = dict[Value, Residual](), _last_product(frame)
+    found, last = dict[ValueIn, Residual](), _last_product(frame)
     for index, eqn in enumerate(frame.jaxpr.eqns):
         if frame.pass_of(eqn) is None:  # What is part of one pass keeps nothing for another inside.
             num = turns(eqn)

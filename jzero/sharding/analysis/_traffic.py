@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jzero.ir._regions import Kind, Region, edges, turns
+from jzero.ir._regions import EdgeKind, Region, edges, turns
 from jzero.sharding.analysis._frames import axes_of
 from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.tracing import _jaxpr
@@ -146,7 +146,7 @@ def carried_bytes(jaxpr: Any, scope: str) -> int:
     most, region = 0, Region(*_jaxpr.open_jaxpr(jaxpr))
     for eqn in region.jaxpr.eqns:
         over = edges(region, eqn) if _jaxpr.in_scope(eqn, scope) else []
-        if carried := [edge.target[1].aval for edge in over if edge.kind is Kind.BACK]:
+        if carried := [edge.target[1].aval for edge in over if edge.kind is EdgeKind.BACK]:
             most = max(most, sum(map(size_in_bytes, carried)))
         else:
             most = max([most, *(carried_bytes(sub, scope) for sub in _jaxpr.inner_jaxprs(eqn))])

@@ -26,7 +26,7 @@ from jzero.ir._regions import variables
 from jzero.sharding.analysis import _frames, _regions
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
-from jzero.sharding.analysis._regions import Names, Region
+from jzero.sharding.analysis._regions import Names, OwnedRegion
 from jzero.sharding.batch._localize import localize
 from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows
 from jzero.tracing import _jaxpr, _rewrite
@@ -106,7 +106,7 @@ Owners = Mapping[Var, OwnedGroup | OwnedStack]  # by the first result of the cal
 class OwnerCall(NamedTuple):
     """Regions whose equations become one call, and what owners run in its place."""
 
-    regions: list[Region]
+    regions: list[OwnedRegion]
     owners: OwnedGroup | OwnedStack
 
 
@@ -154,7 +154,10 @@ def _together(owned: Sequence[Owned]) -> tuple[Owned, ...]:
 
 
 def _share_out(
-    frame: Frame, regions: Sequence[Region], others: Sequence[OwnerCall], axes: Mapping[str, int]
+    frame: Frame,
+    regions: Sequence[OwnedRegion],
+    others: Sequence[OwnerCall],
+    axes: Mapping[str, int],
 ) -> tuple[list[OwnerCall], list[Owned]]:
     """Boxes for regions that compute the same, and what is to be said of them; no boxes if none fits."""
     num = math.prod(axes.values())
@@ -171,15 +174,15 @@ def _share_out(
     return [], _gathered(regions, why)
 
 
-def _alike(frame: Frame, regions: Sequence[Region]) -> list[list[Region]]:
+def _alike(frame: Frame, regions: Sequence[OwnedRegion]) -> list[list[OwnedRegion]]:
     """Regions that compute the same, together."""
-    found: dict[Hashable, list[Region]] = {}
+    found: dict[Hashable, list[OwnedRegion]] = {}
     for region in regions:
         found.setdefault(_regions.signature(frame, region), []).append(region)
     return list(found.values())
 
 
-def _choices(regions: Sequence[Region], num: int) -> list[int | None]:
+def _choices(regions: Sequence[OwnedRegion], num: int) -> list[int | None]:
     """Ways to share out work, the least first: along a dim of the largest operand, or None, as a group."""
     shape = _regions.largest_read(regions[0]).aval.shape
     sizes: list[tuple[int, int | None]] = [(len(regions), None)]
@@ -191,7 +194,7 @@ def _choices(regions: Sequence[Region], num: int) -> list[int | None]:
 
 
 def _told(
-    regions: Sequence[Region], choice: int | None, num: int, calls: Sequence[OwnerCall]
+    regions: Sequence[OwnedRegion], choice: int | None, num: int, calls: Sequence[OwnerCall]
 ) -> list[Owned]:
     """What is to be said of regions that `num` devices share."""
     largest, times = _regions.largest_read(regions[0]).aval, len(regions)
@@ -210,7 +213,7 @@ def _told(
     return [told, *_together(_each(left, TOGETHER))]
 
 
-def _gathered(regions: Sequence[Region], why: str) -> list[Owned]:
+def _gathered(regions: Sequence[OwnedRegion], why: str) -> list[Owned]:
     """What is to be said of regions that every device runs."""
     told = []
     for region in regions:
@@ -246,7 +249,7 @@ def _distinct(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 # Groups and stacks.
 
 
-def _group(frame: Frame, regions: Sequence[Region]) -> list[OwnerCall]:
+def _group(frame: Frame, regions: Sequence[OwnedRegion]) -> list[OwnerCall]:
     """All regions as one group."""
     reads = tuple(region.reads for region in regions)
     shared = tuple(len(set(slot)) == 1 for slot in zip(*reads, strict=True))
@@ -259,7 +262,7 @@ def _group(frame: Frame, regions: Sequence[Region]) -> list[OwnerCall]:
 
 
 def _stack(
-    frame: Frame, regions: Sequence[Region], dim: int, axes: Mapping[str, int]
+    frame: Frame, regions: Sequence[OwnedRegion], dim: int, axes: Mapping[str, int]
 ) -> list[OwnerCall] | str:
     """Each region as a stack along a dim of its largest operand; or why it is none."""
     first, num = regions[0], math.prod(axes.values())
@@ -313,7 +316,7 @@ def _dim_of(form: Form) -> int | None:
 # Equations in order: [Note: boxes].
 
 
-def _gives(regions: Sequence[Region]) -> list[Var]:
+def _gives(regions: Sequence[OwnedRegion]) -> list[Var]:
     return [var for region in regions for var in region.gives]
 
 

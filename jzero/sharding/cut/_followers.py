@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from jzero.ir._regions import Edge, Kind, Region, edges, variables
+from jzero.ir._regions import Edge, EdgeKind, Region, edges, variables
 from jzero.sharding.analysis import _rules
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.tracing import _jaxpr
@@ -80,7 +80,7 @@ def _gathered(region: Region, leaves: Iterable[Var]) -> int:
 
     def is_given(edge: Edge) -> bool:
         atom = edge.source[1]
-        return edge.kind is Kind.IN and not _jaxpr.is_literal(atom) and atom in follows.found
+        return edge.kind is EdgeKind.IN and not _jaxpr.is_literal(atom) and atom in follows.found
 
     for eqn in region.jaxpr.eqns:
         if eqn.primitive.name == "optimization_barrier":

@@ -17,7 +17,7 @@ from jzero.sharding.analysis._links import Links
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._coded_form import CodedForm
-from jzero.sharding.plan._layout import FULL, Layout, Shard
+from jzero.sharding.plan._layout import FULL, RestLayout, Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _call, _jaxpr
@@ -40,7 +40,7 @@ class ValuePlan:
     path: str
     shape: tuple[int, ...]
     dtype: jax.typing.DTypeLike
-    layout: Layout
+    layout: RestLayout
     padded_shape: tuple[int, ...]
     spec: P
     codes: CodedForm | None = None

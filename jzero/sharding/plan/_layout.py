@@ -31,7 +31,7 @@ class Shard:
         return f"shard(dim {self.dim} over {','.join(self.axes)})"
 
 
-Layout = Full | Shard
+RestLayout = Full | Shard
 FULL = Full()
 
 
@@ -39,7 +39,7 @@ FULL = Full()
 Automatic = tuple[tuple[str, ...], ...]
 
 
-def partition_spec(layout: Layout, automatic: Automatic = ()) -> P:
+def partition_spec(layout: RestLayout, automatic: Automatic = ()) -> P:
     """The layout as JAX spells it."""
     entries = [*automatic]
     if isinstance(layout, Shard):

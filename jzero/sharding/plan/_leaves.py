@@ -17,7 +17,7 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.plan import _layout, _spared
 from jzero.sharding.plan._coded_form import CodedForm
-from jzero.sharding.plan._layout import FULL, Automatic, Layout, Shard
+from jzero.sharding.plan._layout import FULL, Automatic, RestLayout, Shard
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER, StageAxes, StateLeaf
 from jzero.tracing import _call
 
@@ -51,7 +51,7 @@ class LeafPlan:
     dtype: str
     itemsize: int
     role: str
-    layout: Layout
+    layout: RestLayout
     num_shards: int = 1
     why_full: str = ""
     automatic: Automatic = ()

@@ -17,7 +17,7 @@ from jzero.sharding.batch._body import OUTPUT, Movement
 from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, is_padded
 from jzero.sharding.batch._trace import TracedStep
 from jzero.sharding.plan import _layout, _outputs, _untold
-from jzero.sharding.plan._layout import Layout, Shard
+from jzero.sharding.plan._layout import RestLayout, Shard
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call, _jaxpr, _reading, _weak
 from jzero.tracing._modules import arrays_of
@@ -46,7 +46,7 @@ class LocalStep:
 
     traced: TracedStep
     specs: tuple[P, ...]
-    outputs: tuple[Layout, ...]
+    outputs: tuple[RestLayout, ...]
     keys: tuple[bool, ...]
     whole_arguments: tuple[str, ...] = ()
 
@@ -235,7 +235,7 @@ def _check_movements(movements: Sequence[Movement], most: int) -> None:
             f"max_gather_bytes={bad[0].nbytes}.", things="operations", shown=8))  # fmt: skip
 
 
-def _layout_of(form: Form, axis_names: tuple[str, ...]) -> Layout:
+def _layout_of(form: Form, axis_names: tuple[str, ...]) -> RestLayout:
     return Shard(form.dim, axis_names) if isinstance(form, Rows) else _layout.FULL
 
 

@@ -27,7 +27,7 @@ from jzero.sharding.cut import _phases
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan import _host_memory, _leaves, _weights, _wire
 from jzero.sharding.plan._boundary import boundary_of
-from jzero.sharding.plan._layout import Layout, Shard
+from jzero.sharding.plan._layout import RestLayout, Shard
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import LocalStep
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
@@ -224,5 +224,5 @@ def _loop_bytes(setting: Setting) -> int:
     return int((stats or {}).get("bytes_limit", sys.maxsize)) // 2
 
 
-def _is_sharded(layout: Layout) -> bool:
+def _is_sharded(layout: RestLayout) -> bool:
     return isinstance(layout, Shard)

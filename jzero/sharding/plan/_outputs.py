@@ -11,7 +11,7 @@ import jax
 from jzero._errors import StateError, StepError, counted, describe_leaf, message
 from jzero.sharding.batch import _trace
 from jzero.sharding.plan import _layout
-from jzero.sharding.plan._layout import Layout, Shard
+from jzero.sharding.plan._layout import RestLayout, Shard
 from jzero.tracing import _call
 from jzero.tracing._modules import arrays_of
 from jzero.tracing._objects import Mutated
@@ -34,9 +34,9 @@ def global_shapes(
 def output_layouts(
     traced: _trace.TracedStep, globals_: list[tuple[int, ...]] | None, num_state: int,
     axis_names: tuple[str, ...],
-) -> list[Layout]:  # fmt: skip
+) -> list[RestLayout]:  # fmt: skip
     """Layouts of the outputs beside the state: the same on all devices, or one entry per example."""
-    layouts: list[Layout] = []
+    layouts: list[RestLayout] = []
     pairs = []
     paths = output_paths(traced.out_tree, num_state)
     for i, aval in enumerate(traced.out_avals[num_state:], num_state):
@@ -57,7 +57,7 @@ def output_layouts(
 
 
 def check_reduced(
-    traced: _trace.TracedStep, layouts: Sequence[Layout], num_new: int, state_tree: Any,
+    traced: _trace.TracedStep, layouts: Sequence[RestLayout], num_new: int, state_tree: Any,
     axes: Sequence[str],
 ) -> None:  # fmt: skip
     """What a step written for one device returns is the same on all of them, or one entry per example.

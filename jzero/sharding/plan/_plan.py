@@ -22,7 +22,7 @@ from jzero.sharding.cut._kept import Loops
 from jzero.sharding.cut._phases import Phase
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
-from jzero.sharding.plan._layout import Layout, Shard
+from jzero.sharding.plan._layout import RestLayout, Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _jaxpr
@@ -151,7 +151,7 @@ class StepPlan:
     reductions: str
     leaves: tuple[LeafPlan, ...]
     arguments: tuple[P, ...]
-    outputs: tuple[Layout, ...]
+    outputs: tuple[RestLayout, ...]
     microbatches: Microbatches
     exchange: Exchange
     update: UpdatePart
@@ -200,7 +200,7 @@ class StepPlan:
         return self.exchange.reduce_once
 
     @functools.cached_property
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[RestLayout, ...]:
         """Of everything that the step returns."""
         return (*(leaf.layout for leaf in self.new_leaves), *self.outputs)
 

@@ -16,7 +16,7 @@ from jzero._blocks import Blocks
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
-from jzero.sharding.plan._layout import Automatic, Full, Layout, Shard
+from jzero.sharding.plan._layout import Automatic, Full, RestLayout, Shard
 from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.sharding.run import _coded, _collectives, _microbatches, _turns
 from jzero.sharding.run._control import CONTROL
@@ -159,7 +159,7 @@ class Runner:
         return env
 
     def out(
-        self, interp: Interpreter, env: Env, index: int, old: Any, layout: Layout | None = None,
+        self, interp: Interpreter, env: Env, index: int, old: Any, layout: RestLayout | None = None,
         masks_padding: bool = True,
     ) -> Any:  # fmt: skip
         """Output `index` of the step as it rests, a leaf of the state in the place of `old`.
@@ -220,7 +220,7 @@ def value_of(
 
 
 def _finish(
-    interp: Interpreter, atom: _jaxpr.Atom, value: Value, layout: Layout, example: bool, old: Any,
+    interp: Interpreter, atom: _jaxpr.Atom, value: Value, layout: RestLayout, example: bool, old: Any,
     masks_padding: bool, codes: Blocks | None,
 ) -> Any:  # fmt: skip
     if isinstance(layout, Full):
