@@ -7,7 +7,8 @@ per device of other axes nested shards.
 
 In DTensor's words: an axis with an `AxisCut` is `Shard(dim)`, with a `Partial` it is `Partial(op)`, with
 neither `Replicate`. `[16@data, 10+6@data, 40@4,data, 8] sum(model)` is how a layout prints: a dim of 16
-sharded over `data`; one of 10 padded to 16; one that is `[4, data, inner]`; a replicated one; to be summed over `model`.
+sharded over `data`; one of 10 padded to 16; one that is `[4, data, inner]`; a replicated one; to be summed
+over `model`.
 
 [Note: padding] A padded dim is `pad.outer` blocks; each begins with `pad.true` of the value's elements. The
 rest is anything, even NaN: whoever reduces the dim masks it. Dims dealt out or merged have several blocks.
