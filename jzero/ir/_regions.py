@@ -129,6 +129,11 @@ def edges(region: Region, eqn: Eqn) -> list[Edge]:
     return [*of(region, eqn, inner)]
 
 
+def region_of(eqns: Iterable[Eqn]) -> Region:
+    """Some equations of a program, as a region of their own."""
+    return Region(Flat([], [], [], [*eqns]), [])
+
+
 def turns(eqn: Eqn) -> int | None:
     """How often an equation runs the programs that it holds; None if nobody knows."""
     if eqn.primitive.name == "while":

@@ -70,7 +70,6 @@ def takes_explicit_axes(fn: F) -> F:
                 _jaxpr.let_go([
                     x for x in given.leaves
                     if isinstance(x, jax.Array) and (view := views[id(x)]) is not x and view.is_deleted()
-                    and not (_jaxpr.DELETES_DONATED and x.is_deleted())
                 ])  # fmt: skip
                 given.map_objects(
                     lambda x: before[id(x)] if id(x) in before else _as_on(x, current)

@@ -76,10 +76,9 @@ def find_regions(frame: Frame, links: Links, names: Names) -> list[OwnedRegion]:
         together = (v for v in read if v in made or (v.aval.ndim > 1 and v not in constant))
         return [*eqns[index].outvars, *together]
 
-    makers = {out: i for i, eqn in enumerate(eqns) for out in eqn.outvars}
     found = []
     for part in grouped(inside, keys):
-        eqns_of = _with_makers(frame, part, plain, constant, makers)
+        eqns_of = _with_makers(frame, part, plain, constant)
         region = _region(frame, links, eqns_of)
         if any(dim is not None for dim in region.sharded) or _matrices(region):
             found.append(region)
@@ -163,14 +162,12 @@ def _between(eqns: list[Eqn], plain: list[bool], hard: list[bool]) -> list[int]:
     return inside[::-1]
 
 
-def _with_makers(
-    frame: Frame, part: list[int], plain: list[bool], constant: set[Var], makers: dict[Var, int],
-) -> list[int]:  # fmt: skip
+def _with_makers(frame: Frame, part: list[int], plain: list[bool], constant: set[Var]) -> list[int]:
     """And what makes something for them alone of constants and of what they read anyway.
 
     An identity each device makes for itself; of a gradient and its transpose it gets one.
     """
-    eqns, inside = frame.jaxpr.eqns, set(part)
+    eqns, makers, inside = frame.jaxpr.eqns, frame.makers, set(part)
     read = {v for i in part for v in variables(eqns[i].invars)}
     due = [
         -makers[v] for v in read if v in makers

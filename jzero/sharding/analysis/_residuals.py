@@ -22,13 +22,12 @@ import jax
 import jax.numpy as jnp
 
 from jzero.ir._dataflow import forward
-from jzero.ir._regions import Region, ValueIn, edges, turns
+from jzero.ir._regions import ValueIn, edges, region_of, turns
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._products import products
 from jzero.sharding.analysis._traffic import Crossing
 from jzero.tracing import _jaxpr
-from jzero.tracing._rewrite import Flat
 from jzero.tracing._types import Eqn, Var
 
 # A copy of 1 MiB takes 20 us at 55 GB/s, about twice what it takes to start one.
@@ -116,7 +115,7 @@ def is_mark(eqn: Eqn) -> bool:
 
 def marks(eqns: Iterable[Eqn]) -> set[Var]:
     """What is marked in equations: values, and the stacks of loops that mark slices."""
-    program = Region(Flat([], [], [], [*eqns]), [])
+    program = region_of(eqns)
     found = forward(
         program, {}, lambda _, eqn, ins: [is_mark(eqn)] * len(eqn.outvars), operator.or_, False,
         lambda _, edge, marked: marked and edge.shift == 1,

@@ -40,7 +40,7 @@ def copies(
       free: what is where the update runs, whoever else reads it: parameters on the host.
     """
     known = {*frame.jaxpr.constvars, *made}
-    makers = {out: i for i, eqn in enumerate(frame.jaxpr.eqns) for out in eqn.outvars}
+    makers = frame.makers
 
     def large(atoms: Iterable[Atom]) -> list[Var]:
         return [a for a in variables(atoms) if a not in known and not is_scalar(a)]

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from jzero.ir._regions import Edge, EdgeKind, Region, edges, variables
+from jzero.ir._regions import Edge, EdgeKind, Region, edges, region_of, variables
 from jzero.sharding.analysis import _rules
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.tracing import _jaxpr
-from jzero.tracing._rewrite import Flat
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
@@ -72,7 +71,7 @@ def gathered_bytes(eqns: Iterable[Eqn], leaves: Collection[Var]) -> int:
 
     Not those of rows: what a gather reads follows from leaves alone.
     """
-    return _gathered(Region(Flat([], [], [], [*eqns]), []), leaves)
+    return _gathered(region_of(eqns), leaves)
 
 
 def _gathered(region: Region, leaves: Iterable[Var]) -> int:

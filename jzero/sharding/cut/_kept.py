@@ -73,7 +73,7 @@ class Keeper:
     ):  # fmt: skip
         self._eqns, self._num, self._room = frame.jaxpr.eqns, num, room
         self._inputs, self._is_local, self._compared = inputs, is_local, compared
-        self._maker = {out: i for i, eqn in enumerate(self._eqns) for out in eqn.outvars}
+        self._maker = frame.makers
         self._products = [products(frame, eqn) for eqn in self._eqns]
         self._first_run: dict[int, int] = {}  # of an equation: the first loop that runs it
         self._all_run = 0

@@ -233,10 +233,8 @@ class Interpreter:
                 self.fetches = GatherQueue(limit) if nothing_yet else queue.next_pass(limit)
             copy = env.on_host.pop(atom)
             x = not_before(copy, self.fetches.tokens(copy.nbytes))
-            if (
-                frame,
-                atom,
-            ) in self.residuals:  # Else an equation of the step's own policy fetches it.
+            # Else an equation of the step's own policy fetches it.
+            if (frame, atom) in self.residuals:
                 x = _memory_spaces.to_device(x)
             env.values[atom] = FullValue(x, getattr(env.values[atom], "name", ""))
 

@@ -132,8 +132,8 @@ class GatherQueue:
         """What is reduced next, of a loop's turn or of a whole pass: in two groups, or in more."""
         nbytes = sum(value.x.nbytes for value in values if waits(value))
         self._half = nbytes / 2
-        share = self.together if of_turn else self.together / 2
-        self._most = max(share, min(nbytes / 16, self.together))
+        most = self.together if of_turn else max(self.together / 2, nbytes / 16)
+        self._most = min(self.together, most)
 
     def reduction_tokens(self, made: int, nbytes: int) -> list[jax.Array]:
         """What the reduction of the `made`th value, of so many bytes, waits for: the group before its own.

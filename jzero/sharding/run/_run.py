@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,7 +94,7 @@ class Runner:
             # The loop over layers takes their reductions in, and none of them can wait for one of all layers.
             GatherQueue(
                 exchange.prefetch_bytes,
-                exchange.reduced_together(math.prod(n for _, n in plan.axes)),
+                exchange.reduced_together(plan.num_devices),
                 in_order=not plan.microbatches.layer_major,
             ),
             balance=_turns.balance(
