@@ -1,0 +1,345 @@
+"""The text of a row: what jzero says of the step, the program that it makes, and what that computes."""
+
+import contextlib
+import inspect
+import itertools
+import logging
+import math
+import re
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import exactness
+import jzero
+from exactness._compare import configured
+
+from .rows import Row
+
+NUM_STEPS = 2
+Record = dict[str, list[str]]
+# By their names in a jaxpr, those that move values between devices.
+_COLLECTIVES = {
+    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce (max)",
+    "pmin": "all-reduce (min)", "all_to_all": "all-to-all", "ppermute": "collective-permute",
+}  # fmt: skip
+_PRODUCTS = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
+_REPORTED = ("kept", "loops", "repeats", "num", "reduce", "layer_major", "accumulator_bytes", "handed_bytes")
+
+
+def record(row: Row) -> Record:
+    """Everything of a row, by section; a section without lines is left out."""
+    jax.clear_caches()  # Which programs are compiled is then the same whatever ran before.
+    family = exactness.get(row.step)
+    found: Record = {"row": [_title(row)]}
+    with (
+        configured(family),
+        warnings.catch_warnings(record=True) as caught,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        warnings.simplefilter("always")
+        try:
+            found |= _recorded(row, family, folder)
+        except jzero.JzeroError as error:
+            found["refused"] = _refusal(error)
+    found["warnings"] = sorted({
+        f"{each.category.__name__}: {str(each.message).splitlines()[0]}" for each in caught
+    })  # fmt: skip
+    return {section: lines for section, lines in found.items() if lines}
+
+
+def _title(row: Row) -> str:
+    axes = " x ".join(f"{name} {size}" for name, size in row.axes.items())
+    axes += f" x model {row.model}" if row.model > 1 else ""
+    parts = [f"{row.step} on {axes}", _text(row.options("FOLDER"))]
+    if row.evaluates:
+        parts[0] = f"evaluation of {parts[0]}"
+        parts.append("no train step" if row.like is None else f"like {_text(row.like('FOLDER'))}")
+    return "; ".join(filter(None, parts))
+
+
+def _text(options: dict[str, Any]) -> str:
+    def of(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {of(v)}" for k, v in value.items()) + "}"
+        return getattr(value, "__name__", None) or repr(value)
+
+    return ", ".join(f"{name}={of(value)}" for name, value in sorted(options.items())) or "defaults"
+
+
+def _refusal(error: jzero.JzeroError) -> list[str]:
+    """Class, function, subject and the options that are named; the rest may be worded anew."""
+    who, _, text = str(error).partition(": ")
+    subject = re.sub(r"\(.*?:\d+\)|/\S+", "...", text.strip().splitlines()[0].partition(". ")[0])
+    faces = (jzero.shard_train_step, jzero.shard_eval_step)
+    options = {name for face in faces for name in inspect.signature(face).parameters}
+    named = sorted(name for name in options if re.search(rf"\b{name}\b", str(error)))
+    return [
+        f"{type(error).__name__} by {who}",
+        f"subject: {subject}",
+        f"options named: {', '.join(named) or 'none'}",
+    ]
+
+
+def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
+    sharded = _sharded(row, family, folder)
+    batches = family.batches(NUM_STEPS, jnp.dtype("float64"))
+    state = family.init(jnp.dtype("float64"))
+    report = sharded.describe(state, *batches[0])
+    facts = report.to_dict()
+    alone = _program(sharded, state, batches[0])
+    found: Record = {
+        "layouts at rest": [_layout(leaf) for leaf in facts["leaves"]],
+        "bytes at rest": _at_rest(facts["leaves"]),
+        "traffic": _traffic(report.traffic),
+        "host transfers": [_crossing(each) for each in facts["crossings"]],
+        "rows moved": [
+            f"{m['operation']}: {m['reason']}, {m['nbytes']:,} bytes x {m['times']}"
+            for m in facts["movements"]
+        ],
+        "said": _said(facts),
+    }
+    if alone is None:
+        found["collectives in order"] = [_collective(each) for each in report.traffic]
+    else:
+        jaxpr, memory = alone
+        found["program"] = list(_events(jaxpr))
+        found["temporaries"] = [f"{memory.temp_size_in_bytes:,} bytes"]
+    with _programs(found.setdefault("programs started", [])) if alone is None else contextlib.nullcontext():
+        values = _train(row, sharded, state, batches)
+    found["values"] = _values(values)
+    return found
+
+
+def _sharded(row: Row, family: exactness.Family, folder: str) -> Any:
+    sizes = (*row.axes.values(), *((row.model,) if row.model > 1 else ()))
+    names = (*row.axes, *(("model",) if row.model > 1 else ()))
+    mesh = jax.make_mesh(sizes, names, devices=jax.devices()[: math.prod(sizes)])
+    axes = tuple(row.axes)
+    given = {"mesh": mesh, "axis_names": axes}
+    specs = family.in_specs(axes[0] if len(axes) == 1 else axes)
+
+    def train_step(options: dict[str, Any]) -> Any:
+        defaults = {**given, "min_shard_bytes": 0, "in_specs": specs, **family.options}
+        return jzero.shard_train_step(family.step, **{**defaults, **options})
+
+    if not row.evaluates:
+        return train_step(row.options(folder))
+    options = {"in_specs": specs, **row.options(folder)}
+    if row.like is None:
+        options |= given
+    else:
+        options["like"] = train_step(row.like(folder))
+    return jzero.shard_eval_step(lambda state, *args: family.step(state, *args)[1], **options)
+
+
+def _train(row: Row, sharded: Any, state: Any, batches: list[Any]) -> Any:
+    if row.evaluates:
+        if row.like is not None:
+            state = sharded.like.shard(state, *batches[0]) if hasattr(sharded, "like") else state
+        return {"outputs": [sharded(state, *batch) for batch in batches]}
+    outputs: Any = None
+    for batch in batches:
+        state, outputs = sharded(state, *batch)
+    if row.options("").get("offload") == jzero.HostCPU(threads=1, delayed_update=True, delay_after=0):
+        state = sharded.flush(state)
+    return {"outputs": outputs, "state": sharded.unshard(state)}
+
+
+def _layout(leaf: dict[str, Any]) -> str:
+    how = "full" if leaf["dim"] is None else f"dim {leaf['dim']} over {', '.join(leaf['axes'])}"
+    if leaf["padded_shape"] != leaf["shape"]:
+        how += f", padded to {leaf['padded_shape']}"
+    what = f"{leaf['path']}  {leaf['role']}  {leaf['dtype']}{leaf['shape']}"
+    why = f" ({leaf['why_full']})" if leaf["why_full"] else ""
+    return f"{what}: {how}{why}, {leaf['nbytes_per_device']:,} bytes, {leaf['memory']}"
+
+
+def _at_rest(leaves: list[dict[str, Any]]) -> list[str]:
+    sums = Counter[str]()
+    for leaf in leaves:
+        sums[leaf["memory"]] += leaf["nbytes_per_device"]
+    return [f"{memory}: {num:,}" for memory, num in sorted(sums.items())]
+
+
+def _traffic(found: Any) -> list[str]:
+    """Sums, from which a better row is told from a worse one."""
+    nbytes, nums = Counter[str](), Counter[str]()
+    for each in found:
+        nums[each.op] += each.times
+        for axis in each.axes:
+            nbytes[axis] += each.nbytes
+    return [
+        *(f"bytes over {axis}: {num:,}" for axis, num in sorted(nbytes.items())),
+        *(f"{op}: {num}" for op, num in sorted(nums.items())),
+    ]
+
+
+def _collective(each: Any) -> str:
+    times = f" x {each.times}" * (each.times > 1) + " in each turn" * each.each_turn
+    size = math.ceil(each.elements * each.itemsize)
+    return f"{each.op} over {', '.join(each.axes)}: {each.dtype} {size:,} bytes {each.leaf}".rstrip() + times
+
+
+def _crossing(each: dict[str, Any]) -> str:
+    turns = " in each turn" if each["each_turn"] else ""
+    return f"{each['direction']}: {each['what']}, {each['dtype']}, {each['nbytes']:,} bytes{turns}"
+
+
+def _said(facts: dict[str, Any]) -> list[str]:
+    """What else `describe` says, without the lines of source that it names."""
+    lines = []
+    batches = {name: facts["microbatches"][name] for name in _REPORTED if name in facts["microbatches"]}
+    batches["kept"] = [[what, nbytes] for what, _, nbytes in batches.get("kept", [])]
+    if batches["num"] > 1 or facts["microbatches"]["handed_bytes"]:
+        lines += [f"microbatches: {batches}"]
+    for name in ("arguments", "outputs"):
+        each = [f"{x['path']} dim {x['dim']}" for x in facts[name]]
+        lines += [f"{name}: {', '.join(each)}"]
+    for name in ("whole_arguments", "looped", "keys", "unread"):
+        lines += [f"{name}: {', '.join(facts[name])}"] * bool(facts[name])
+    lines += [f"exact on the wire: {path}, {why}" for path, why in facts["wire"]["exact"]]
+    lines += [f"exact at rest: {path}, {why}" for path, why in facts["weights"]["exact"]]
+    lines += [f"in codes: {each['path']} {each['format']}" for each in facts["weights"]["coded"]]
+    lines += [f"owners: {each}" for each in facts["owners"]]
+    lines += [
+        f"larger than a tile: {each['leaf']} {each['what']}, {each['nbytes']:,} bytes, {each['why']}"
+        for each in facts["untiled"]
+    ]
+    lines += [f"groups of offloaded leaves: {facts['turns']}"] * (facts["turns"] > 1)
+    return lines
+
+
+def _program(sharded: Any, state: Any, batch: Any) -> tuple[Any, Any] | None:
+    """The jaxpr of a step that is one program, and the memory of that program; None of several."""
+    try:
+        jaxpr = jax.make_jaxpr(sharded)(state, *batch)
+        return jaxpr, sharded.lower(state, *batch).compile().memory_analysis()
+    except jzero.JzeroError as error:
+        if "outer jax.jit" in str(error) or "lowered" in str(error):
+            return None
+        raise
+
+
+def _events(closed: Any, depth: int = 0) -> Iterator[str]:
+    """Collectives, products, copies between memories and callbacks, in order, in their loops."""
+    for is_product, group in itertools.groupby(_each(closed, depth, ""), lambda line: line.endswith("*")):
+        lines = list(group)
+        if is_product:
+            for line, alike in itertools.groupby(lines):
+                num = len(list(alike))
+                yield line[:-1] + f"product{'s' * (num > 1)} {num}"
+        else:
+            yield from lines
+
+
+def _each(closed: Any, depth: int, leaf: str) -> Iterator[str]:
+    indent = "  " * depth
+    for eqn in getattr(closed, "jaxpr", closed).eqns:
+        name = eqn.primitive.name
+        scope = re.search(r"jzero\.\w+\[(.*)\]", str(eqn.source_info.name_stack))
+        around = scope.group(1) if scope else leaf
+        if name in _COLLECTIVES:
+            yield indent + _bound(eqn, around)
+        elif name in _PRODUCTS:
+            yield f"{indent}*"
+        elif name == "device_put" and (kinds := _memories(eqn)):
+            yield f"{indent}copy to {kinds}: {_types(eqn.outvars)} {around}".rstrip()
+        elif "callback" in name or name == "ffi_call":
+            yield f"{indent}{name}"
+        inner = list(_inner(eqn))
+        loop = name in ("scan", "while", "cond")
+        for i, sub in enumerate(inner):
+            lines = list(_each(sub, depth + loop, around))
+            if loop and lines:
+                times = f" x {eqn.params['length']}" if name == "scan" else ""
+                yield f"{indent}{name}{times}{f', branch {i}' if name == 'cond' else ''}:"
+            yield from lines
+
+
+def _bound(eqn: Any, leaf: str) -> str:
+    op, params = _COLLECTIVES[eqn.primitive.name], eqn.params
+    axes = params.get("axis_name", params.get("axes"))
+    axes = (axes,) if isinstance(axes, str) else axes
+    values = eqn.outvars if op == "all-gather" else eqn.invars
+    dims = [params[x] for x in ("all_gather_dimension", "scatter_dimension") if x in params]
+    along = f" along {dims[0]}" if dims else ""
+    return f"{op} over {', '.join(map(str, axes))}{along}: {_types(values)} {leaf}".rstrip()
+
+
+def _types(values: Any) -> str:
+    nbytes = sum(_nbytes(v.aval) for v in values)
+    return f"{', '.join(v.aval.str_short(short_dtypes=True) for v in values)}, {nbytes:,} bytes"
+
+
+def _nbytes(aval: Any) -> int:
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
+
+
+def _memories(eqn: Any) -> str:
+    """The kinds of memory that it names."""
+    kinds = [
+        getattr(device, "memory_kind", None) or getattr(device, "name", None)
+        for device in eqn.params["devices"]
+        if device is not None
+    ]
+    return ", ".join(sorted({str(kind) for kind in kinds if kind}))
+
+
+def _inner(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if hasattr(getattr(each, "jaxpr", each), "eqns"):
+                yield each
+
+
+@contextlib.contextmanager
+def _programs(lines: list[str]) -> Iterator[None]:
+    """Adds the programs of all devices, in the order in which they first run, as JAX logs them."""
+
+    class Handler(logging.Handler):
+        def emit(self, log: logging.LogRecord) -> None:
+            text = log.getMessage()
+            found = re.match(r"Compiling (?:jit\()?(\S+?)\)? with global shapes and types \((.*)\)\. ", text)
+            if found and "NamedSharding" in text:
+                types = re.findall(r"ShapedArray\((\w+(?:<\w+>)?\[[\d,]*\])", found.group(2))
+                lines.append(f"{found.group(1)}: {', '.join(types)}")
+
+    logger = logging.getLogger("jax")
+    handler, level, passes_on = Handler(), logger.level, logger.propagate
+    before = jax.config.jax_log_compiles
+    logger.addHandler(handler)
+    logger.propagate = False
+    jax.config.update("jax_log_compiles", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_log_compiles", before)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = passes_on
+
+
+def _values(tree: Any) -> list[str]:
+    """Of each leaf its norm, and a sum with weights that no two elements share: one wrong element shows."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        x = np.asarray(leaf)
+        kind = f"{x.dtype}[{','.join(map(str, x.shape))}]"
+        flat = x.reshape(-1)
+        flat = np.concatenate([flat.real, flat.imag]) if np.iscomplexobj(flat) else flat
+        flat = flat.astype(np.float64)
+        weights = np.cos(1.0 + 0.7 * np.arange(flat.size))
+        norm, mixed = float(np.sqrt(np.sum(flat**2))), float(np.sum(flat * weights))
+        found.append(f"{name}  {kind}: norm {norm:.13g}, mixed {mixed:.13g}")
+    return found

@@ -1,0 +1,67 @@
+"""Compares the golden net's rows with what is stored in tests/golden/stored, and shows what changed.
+
+    python tests/run_golden.py --processes 2
+
+Each row that changed is printed as a diff, with a verdict: better, equal or worse (tests/golden/_judge.py).
+The exit status is 1 if any did. `--update` writes what is new; words choose rows by their names.
+"""
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import pathlib
+import sys
+import traceback
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import conftest  # noqa: E402, F401
+import jax  # noqa: E402
+
+import golden  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="of the names of rows; all by default")
+    parser.add_argument("--update", action="store_true", help="store what is new")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    names = [name for name in golden.ROWS if all(word in name for word in args.words)]
+    stored = {theme: golden.read(theme) for theme in {golden.ROWS[n].theme for n in names}}
+    counts: dict[str, int] = {}
+    with concurrent.futures.ProcessPoolExecutor(
+        args.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=60
+    ) as pool:
+        for name, new in zip(names, pool.map(recorded, names), strict=True):
+            row = golden.ROWS[name]
+            records = stored[row.theme]
+            verdict = golden.compared(row.name, records.get(row.name, {}), new)
+            if verdict is not None:
+                print(f"{name}: {verdict.word} ({verdict.why})\n{verdict.diff}\n", flush=True)
+                counts[verdict.word] = counts.get(verdict.word, 0) + 1
+                if "failed" not in new:
+                    records[row.name] = golden.with_tolerance(records.get(row.name, {}), new)
+    gone = 0
+    for theme, records in stored.items():
+        rows = [row.name for row in golden.ROWS.values() if row.theme == theme]
+        gone += len(records.keys() - set(rows))
+        if args.update:
+            golden.write(theme, {name: records[name] for name in rows if name in records})
+    said = ", ".join(f"{num} {word}" for word, num in sorted(counts.items())) or "none changed"
+    print(f"{len(names)} rows: {said}" + f"; {gone} stored and no row" * bool(gone))
+    return int(bool(counts or gone) and not args.update)
+
+
+def recorded(name: str) -> Any:
+    """The record of a row, in a process of its own environment."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        return golden.record(golden.ROWS[name])
+    except Exception:
+        return {"failed": traceback.format_exc().splitlines()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
