@@ -17,10 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-import conftest  # noqa: E402, F401
-import jax  # noqa: E402
+import conftest  # noqa: F401, I001  # before JAX, whose environment it is
+import jax
 
-import golden  # noqa: E402
+import golden
 
 
 def main() -> int:
@@ -34,9 +34,8 @@ def main() -> int:
     names = [name for name in golden.ROWS if all(word in name for word in args.words)]
     stored = {theme: golden.read(theme) for theme in {golden.ROWS[n].theme for n in names}}
     counts: dict[str, int] = {}
-    with concurrent.futures.ProcessPoolExecutor(
-        args.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=60
-    ) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.processes, spawn) as pool:
         for name, (new, seconds) in zip(names, pool.map(recorded, names), strict=True):
             times.append((seconds, name))
             row = golden.ROWS[name]
@@ -51,7 +50,9 @@ def main() -> int:
                     keep(row.theme, records)
     gone = 0
     for theme, records in stored.items():
-        gone += len(records.keys() - {row.name for row in golden.ROWS.values() if row.theme == theme})
+        gone += len(
+            records.keys() - {row.name for row in golden.ROWS.values() if row.theme == theme}
+        )
         if args.update:
             keep(theme, records)
     said = ", ".join(f"{num} {word}" for word, num in sorted(counts.items())) or "none changed"

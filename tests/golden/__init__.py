@@ -5,8 +5,19 @@ theme, and `_judge` says what changed and whether it is better. `tests/run_golde
 """
 
 from ._judge import Verdict, compared
-from ._record import record
-from ._stored import read, with_tolerance, write
+from ._record import record, values
+from ._stored import FOLDER, read, with_tolerance, write
 from .rows import ROWS, Row
 
-__all__ = ["ROWS", "Row", "Verdict", "compared", "read", "record", "with_tolerance", "write"]
+__all__ = [
+    "FOLDER",
+    "ROWS",
+    "Row",
+    "Verdict",
+    "compared",
+    "read",
+    "record",
+    "values",
+    "with_tolerance",
+    "write",
+]

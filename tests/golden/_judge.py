@@ -11,6 +11,8 @@ from ._stored import text, with_tolerance
 _MEASURES = ("traffic", "bytes at rest", "host transfers", "rows moved", "temporaries")
 # What may not change for the better.
 _FIXED = ("values", "refused", "warnings")
+# The last number of a line: "sort: ranks of rows, 1,024 bytes x 3".
+_NUMBER = re.compile(r"(\d[\d,]*)(?: bytes)?(?: x (\d+))?(?: in each turn)?$")
 
 
 class Verdict(NamedTuple):
@@ -33,8 +35,8 @@ def compared(name: str, old: Record, new: Record) -> Verdict | None:
     new = with_tolerance(old, new)
     if old == new:
         return None
-    lines = [text(name, record).splitlines() for record in (old, new)]
-    diff = "\n".join(difflib.unified_diff(*lines, "stored", "now", n=1, lineterm=""))
+    before, after = (text(name, record).splitlines() for record in (old, new))
+    diff = "\n".join(difflib.unified_diff(before, after, "stored", "now", n=1, lineterm=""))
     if not old:
         return Verdict("equal", "a new row", diff)
     wrong = [section for section in _FIXED if old.get(section) != new.get(section)]
@@ -55,11 +57,9 @@ def _numbers(record: Record) -> dict[str, int]:
     found: dict[str, int] = {}
     for section in _MEASURES:
         for line in record.get(section, []):
-            key, _, rest = line.rpartition(": ") if section in ("traffic", "bytes at rest") else (
-                ("", "", line) if section == "temporaries" else (line.partition(":")[0], "", line))  # fmt: skip
-            number = re.search(r"([\d,]*\d)(?: bytes|$)(?: x (\d+))?", rest)
+            key = section if section == "temporaries" else f"{section}, {line.partition(':')[0]}"
+            number = _NUMBER.search(line)
             assert number is not None, line
-            name = f"{section} {key}".strip()
             num = int(number.group(1).replace(",", "")) * int(number.group(2) or 1)
-            found[name] = found.get(name, 0) + num
+            found[key] = found.get(key, 0) + num
     return found

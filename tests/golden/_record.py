@@ -7,10 +7,12 @@ import logging
 import math
 import re
 import tempfile
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,16 @@ _COLLECTIVES = {
     "pmin": "all-reduce (min)", "all_to_all": "all-to-all", "ppermute": "collective-permute",
 }  # fmt: skip
 _PRODUCTS = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
-_REPORTED = ("kept", "loops", "repeats", "num", "reduce", "layer_major", "accumulator_bytes", "handed_bytes")
+_REPORTED = (
+    "kept",
+    "loops",
+    "repeats",
+    "num",
+    "reduce",
+    "layer_major",
+    "accumulator_bytes",
+    "handed_bytes",
+)
 
 
 def record(row: Row) -> Record:
@@ -79,7 +90,7 @@ def _refusal(error: jzero.JzeroError) -> list[str]:
     who, _, text = str(error).partition(": ")
     subject = re.sub(r"\(.*?:\d+\)|/\S+", "...", text.strip().splitlines()[0].partition(". ")[0])
     faces = (jzero.shard_train_step, jzero.shard_eval_step)
-    options = {name for face in faces for name in inspect.signature(face).parameters}
+    options = {name for face in faces for name in [*inspect.signature(face).parameters][1:]}
     named = sorted(name for name in options if re.search(rf"\b{name}\b", str(error)))
     return [
         f"{type(error).__name__} by {who}",
@@ -112,9 +123,11 @@ def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
         jaxpr, memory = alone
         found["program"] = list(_events(jaxpr))
         found["temporaries"] = [f"{memory.temp_size_in_bytes:,} bytes"]
-    with _programs(found.setdefault("programs started", [])) if alone is None else contextlib.nullcontext():
-        values = _train(row, sharded, state, batches)
-    found["values"] = _values(values)
+    started: list[str] = []
+    with contextlib.nullcontext() if alone else _programs(started):
+        trained = _train(row, sharded, state, batches)
+    found["programs and copies"] = started
+    found["values"] = values(trained)
     return found
 
 
@@ -142,13 +155,13 @@ def _sharded(row: Row, family: exactness.Family, folder: str) -> Any:
 
 def _train(row: Row, sharded: Any, state: Any, batches: list[Any]) -> Any:
     if row.evaluates:
-        if row.like is not None:
-            state = sharded.like.shard(state, *batches[0]) if hasattr(sharded, "like") else state
         return {"outputs": [sharded(state, *batch) for batch in batches]}
     outputs: Any = None
     for batch in batches:
         state, outputs = sharded(state, *batch)
-    if row.options("").get("offload") == jzero.HostCPU(threads=1, delayed_update=True, delay_after=0):
+    if row.options("").get("offload") == jzero.HostCPU(
+        threads=1, delayed_update=True, delay_after=0
+    ):
         state = sharded.flush(state)
     return {"outputs": outputs, "state": sharded.unshard(state)}
 
@@ -185,7 +198,10 @@ def _traffic(found: Any) -> list[str]:
 def _collective(each: Any) -> str:
     times = f" x {each.times}" * (each.times > 1) + " in each turn" * each.each_turn
     size = math.ceil(each.elements * each.itemsize)
-    return f"{each.op} over {', '.join(each.axes)}: {each.dtype} {size:,} bytes {each.leaf}".rstrip() + times
+    return (
+        f"{each.op} over {', '.join(each.axes)}: {each.dtype} {size:,} bytes {each.leaf}".rstrip()
+        + times
+    )
 
 
 def _crossing(each: dict[str, Any]) -> str:
@@ -196,7 +212,9 @@ def _crossing(each: dict[str, Any]) -> str:
 def _said(facts: dict[str, Any]) -> list[str]:
     """What else `describe` says, without the lines of source that it names."""
     lines = []
-    batches = {name: facts["microbatches"][name] for name in _REPORTED if name in facts["microbatches"]}
+    batches = {
+        name: facts["microbatches"][name] for name in _REPORTED if name in facts["microbatches"]
+    }
     batches["kept"] = [[what, nbytes] for what, _, nbytes in batches.get("kept", [])]
     if batches["num"] > 1 or facts["microbatches"]["handed_bytes"]:
         lines += [f"microbatches: {batches}"]
@@ -230,7 +248,9 @@ def _program(sharded: Any, state: Any, batch: Any) -> tuple[Any, Any] | None:
 
 def _events(closed: Any, depth: int = 0) -> Iterator[str]:
     """Collectives, products, copies between memories and callbacks, in order, in their loops."""
-    for is_product, group in itertools.groupby(_each(closed, depth, ""), lambda line: line.endswith("*")):
+    for is_product, group in itertools.groupby(
+        _each(closed, depth, ""), lambda line: line.endswith("*")
+    ):
         lines = list(group)
         if is_product:
             for line, alike in itertools.groupby(lines):
@@ -302,24 +322,39 @@ def _inner(eqn: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _programs(lines: list[str]) -> Iterator[None]:
-    """Adds the programs of all devices, in the order in which they first run, as JAX logs them."""
+    """Adds each program where it first runs, as JAX logs it, and copies between memories."""
+    thread, put = threading.current_thread(), jax.device_put
+
+    def device_put(x: Any, *args: Any, **kwargs: Any) -> Any:
+        made = put(x, *args, **kwargs)
+        if threading.current_thread() is thread:  # Others are as fast as they are.
+            pairs = list(zip(jax.tree.leaves(x), jax.tree.leaves(made), strict=True))
+            moved = [b for a, b in pairs if _memory(a) not in ("", _memory(b))]
+            kinds = sorted({_memory(x) for x in moved})
+            if moved:
+                types = ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in moved)
+                lines.append(f"copy to {', '.join(kinds)}: {types}")
+        return made
 
     class Handler(logging.Handler):
         def emit(self, log: logging.LogRecord) -> None:
             text = log.getMessage()
-            found = re.match(r"Compiling (?:jit\()?(\S+?)\)? with global shapes and types \((.*)\)\. ", text)
+            found = re.match(
+                r"Compiling (?:jit\()?(\S+?)\)? with global shapes and types \((.*)\)\. ", text
+            )
             if found and "NamedSharding" in text:
                 types = re.findall(r"ShapedArray\((\w+(?:<\w+>)?\[[\d,]*\])", found.group(2))
                 lines.append(f"{found.group(1)}: {', '.join(types)}")
 
     logger = logging.getLogger("jax")
     handler, level, passes_on = Handler(), logger.level, logger.propagate
-    before = jax.config.jax_log_compiles
+    before: bool = getattr(jax.config, "jax_log_compiles")  # noqa: B009  # typed nowhere
     logger.addHandler(handler)
     logger.propagate = False
     jax.config.update("jax_log_compiles", True)
     try:
-        yield
+        with mock.patch.object(jax, "device_put", device_put):
+            yield
     finally:
         jax.config.update("jax_log_compiles", before)
         logger.removeHandler(handler)
@@ -327,7 +362,13 @@ def _programs(lines: list[str]) -> Iterator[None]:
         logger.propagate = passes_on
 
 
-def _values(tree: Any) -> list[str]:
+def _memory(x: Any) -> str:
+    """The memory of an array; nothing of a tracer and of what is not JAX's."""
+    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return str(x.sharding.memory_kind) if is_array else ""
+
+
+def values(tree: Any) -> list[str]:
     """Of each leaf its norm, and a sum with weights that no two elements share: one wrong element shows."""
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

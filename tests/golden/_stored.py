@@ -30,7 +30,9 @@ def read(theme: str) -> dict[str, Record]:
 
 def text(name: str, record: Record) -> str:
     """A row as it is stored."""
-    parts = [f"{section}:\n" + "".join(f"    {x}\n" for x in lines) for section, lines in record.items()]
+    parts = [
+        f"{section}:\n" + "".join(f"    {x}\n" for x in lines) for section, lines in record.items()
+    ]
     return "".join([f"== {name}\n", *parts])
 
 

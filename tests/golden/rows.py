@@ -101,6 +101,7 @@ def _of_families() -> list[Row]:
 
 
 SCANNED, UNROLLED = "transformer_scanned", "transformer_unrolled"
+_WHOLE = {"sequence": PartitionSpec(), "label": PartitionSpec()}
 _COLUMNS = {r"\['(wq|up)'\]": PartitionSpec(None, None, "model")}
 
 # By theme and name: the step, the mesh and the options.
@@ -124,7 +125,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
         "donate": (SCANNED, FOUR, _given(donate=False)),
         "donate, pinned": (
             SCANNED, FOUR, _given(donate=False, offload=jzero.PinnedHost(device_bytes=8192))),
-        "in_specs": ("time_major", FOUR, _given(in_specs={"sequence": PartitionSpec(), "label": PartitionSpec()})),
+        "in_specs": ("time_major", FOUR, _given(in_specs=_WHOLE)),
     },
     "options_gathers": {
         "gather per pass": (UNROLLED, EIGHT, _given(gather="per_pass")),
