@@ -75,7 +75,7 @@ RECORD = {
         ("traffic", "bytes over data: 1,025", "worse"),
         ("traffic", "all-reduce: 3", "worse"),
         ("host transfers", "to host: gradient, float32, 500 bytes", "better"),
-        ("host transfers", "to host: gradients, float32, 512 bytes", "worse"),
+        ("host transfers", "to device: gradient, float32, 512 bytes", "worse"),
         ("temporaries", "101,000 bytes", None),
         ("temporaries", "120,000 bytes", "worse"),
         ("values", "['w']  float64[2,2]: norm 2.000000001, mixed 1.000000001", None),
