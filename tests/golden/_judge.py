@@ -8,20 +8,25 @@ from ._record import Record
 from ._stored import text, with_tolerance
 
 # The sections of numbers of which less is better; what the others say does not weigh.
-_MEASURES = ("traffic", "bytes at rest", "host transfers", "rows moved", "temporaries")
-# What may not change for the better.
-_FIXED = ("values", "refused", "warnings")
+_MEASURES = (
+    "traffic",
+    "bytes at rest",
+    "host transfers",
+    "rows moved",
+    "temporaries",
+    "compiled",
+)
 # The last number of a line: "sort: ranks of rows, 1,024 bytes x 3".
-_NUMBER = re.compile(r"(\d[\d,]*)(?: bytes)?(?: x (\d+))?(?: in each turn)?$")
+_NUMBER = re.compile(r"(\d[\d,]*)(?: bytes| us)?(?: x (\d+))?(?: in each turn)?$")
 
 
 class Verdict(NamedTuple):
     """How a row changed.
 
     Attributes:
-      word: 'better' (no more bytes on any axis or at rest, no more collectives, no more temporaries, and less
-        of something), 'equal' (of all as much) or 'worse'.
-      why: what is less, more, or different.
+      word: 'better' (less of something that is measured and more of nothing), 'worse' (more of something,
+        other values, or refused where it was not) or 'other'.
+      why: what is less, more, or different, with its numbers.
       diff: of the stored text and the new one.
     """
 
@@ -37,19 +42,31 @@ def compared(name: str, old: Record, new: Record) -> Verdict | None:
         return None
     before, after = (text(name, record).splitlines() for record in (old, new))
     diff = "\n".join(difflib.unified_diff(before, after, "stored", "now", n=1, lineterm=""))
+    return Verdict(*_word(old, new), diff)
+
+
+def _word(old: Record, new: Record) -> tuple[str, str]:
     if not old:
-        return Verdict("equal", "a new row", diff)
-    wrong = [section for section in _FIXED if old.get(section) != new.get(section)]
+        return "other", "a new row"
+    if "failed" in new:
+        return "worse", "it fails"
+    if "refused" in new and "refused" not in old:
+        return "worse", "it is refused now"
+    if "refused" in old and "refused" not in new:
+        return "other", "it is no longer refused"
     a, b = _numbers(old), _numbers(new)
-    more = [key for key in sorted({*a, *b}) if b.get(key, 0) > a.get(key, 0)]
-    less = [key for key in sorted({*a, *b}) if b.get(key, 0) < a.get(key, 0)]
-    whys = [
-        f"{what}: {', '.join(keys)}"
-        for what, keys in (("different", wrong), ("more", more), ("less", less))
-        if keys
-    ]
-    word = "worse" if wrong or more else "better" if less else "equal"
-    return Verdict(word, "; ".join(whys) or "as much of everything, in another way", diff)
+    changed = {key: (a.get(key, 0), b.get(key, 0)) for key in sorted({*a, *b})}
+    more = [f"{key} {x:,} -> {y:,}" for key, (x, y) in changed.items() if y > x]
+    less = [f"{key} {x:,} -> {y:,}" for key, (x, y) in changed.items() if y < x]
+    different = sorted(
+        section for section in {*old, *new} - {*_MEASURES} if old.get(section) != new.get(section)
+    )
+    whys = {"more": more, "less": less, "different": different}
+    why = "; ".join(f"{what}: {', '.join(each)}" for what, each in whys.items() if each)
+    if more or "values" in different:
+        return "worse", why
+    is_better = less and not {"refused", "warnings"} & {*different}
+    return "better" if is_better else "other", why or "the same numbers, said in another way"
 
 
 def _numbers(record: Record) -> dict[str, int]:

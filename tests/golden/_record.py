@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import itertools
 import logging
 import math
 import re
@@ -15,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -86,7 +86,10 @@ def _text(options: dict[str, Any]) -> str:
 
 
 def _refusal(error: jzero.JzeroError) -> list[str]:
-    """Class, function, subject and the options that are named; the rest may be worded anew."""
+    """Class, function, subject and the options that are named; the rest may be worded anew.
+
+    Of a message of several lines (one for each leaf) the subject is the first.
+    """
     who, _, text = str(error).partition(": ")
     subject = re.sub(r"\(.*?:\d+\)|/\S+", "...", text.strip().splitlines()[0].partition(". ")[0])
     faces = (jzero.shard_train_step, jzero.shard_eval_step)
@@ -121,7 +124,7 @@ def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
         found["collectives in order"] = [_collective(each) for each in report.traffic]
     else:
         jaxpr, memory = alone
-        found["program"] = list(_events(jaxpr))
+        found["program"] = _Events().of(jaxpr)
         found["temporaries"] = [f"{memory.temp_size_in_bytes:,} bytes"]
     started: list[str] = []
     with contextlib.nullcontext() if alone else _programs(started):
@@ -246,42 +249,96 @@ def _program(sharded: Any, state: Any, batch: Any) -> tuple[Any, Any] | None:
         raise
 
 
-def _events(closed: Any, depth: int = 0) -> Iterator[str]:
-    """Collectives, products, copies between memories and callbacks, in order, in their loops."""
-    for is_product, group in itertools.groupby(
-        _each(closed, depth, ""), lambda line: line.endswith("*")
-    ):
-        lines = list(group)
-        if is_product:
-            for line, alike in itertools.groupby(lines):
-                num = len(list(alike))
-                yield line[:-1] + f"product{'s' * (num > 1)} {num}"
+class _Events:
+    """Collectives, products, copies between memories and callbacks of a program, in order, in their loops.
+
+    Of each collective and copy it says what it waits for: of all that its operands depend on, by data or by a
+    barrier, the latest of these lines in the same body, a product counted as one, and how many back that is.
+    """
+
+    def __init__(self, depth: int = 0):
+        self.indent = "  " * depth
+        self.depth = depth
+        self.lines: list[str] = []
+        self.kinds: list[str] = []  # Of what has been met in this body.
+        self.products = 0  # How many since the last other line.
+        # By variable: how many of `kinds` there were when the latest of them was met that it depends on.
+        self.latest: dict[Any, int] = {}
+
+    def of(self, closed: Any, leaf: str = "") -> list[str]:
+        self.walk(getattr(closed, "jaxpr", closed), leaf)
+        self.flush()
+        return self.lines
+
+    def walk(self, jaxpr: Any, leaf: str) -> None:
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            scope = re.search(r"jzero\.\w+\[(.*)\]", str(eqn.source_info.name_stack))
+            around = scope.group(1) if scope else leaf
+            after = max(map(self.at, eqn.invars), default=0)
+            inner = list(_inner(eqn))
+            if name in _COLLECTIVES:
+                after = self.meet(_COLLECTIVES[name], _bound(eqn, around), after)
+            elif name in _PRODUCTS:
+                after = self.meet("product")
+            elif name == "device_put" and (kinds := _memories(eqn)):
+                copy = f"copy to {kinds}: {_types(eqn.outvars)} {around}".rstrip()
+                after = self.meet("copy", copy, after)
+            elif "callback" in name or name == "ffi_call":
+                after = self.meet(name, name, after)
+            elif name in ("scan", "while", "cond"):
+                after = self.loop(eqn, inner, around, after)
+            elif len(inner) == 1 and self.called(eqn, inner[0], around):
+                continue
+            else:
+                for each in inner:
+                    self.walk(getattr(each, "jaxpr", each), around)
+                after = max(after, len(self.kinds)) if inner else after
+            self.latest |= dict.fromkeys(eqn.outvars, after)
+
+    def at(self, atom: Any) -> int:
+        return 0 if isinstance(atom, jax.extend.core.Literal) else self.latest.get(atom, 0)
+
+    def meet(self, kind: str, line: str = "", after: int = 0) -> int:
+        if kind == "product":
+            self.products += 1
         else:
-            yield from lines
+            self.flush()
+            back = len(self.kinds) + 1 - after
+            waits = f"; waits for the {self.kinds[after - 1]} {back} back" if after else ""
+            self.lines.append(self.indent + line + waits)
+        self.kinds.append(kind)
+        return len(self.kinds)
 
+    def flush(self) -> None:
+        if self.products:
+            self.lines.append(f"{self.indent}product{'s' * (self.products > 1)} {self.products}")
+            self.products = 0
 
-def _each(closed: Any, depth: int, leaf: str) -> Iterator[str]:
-    indent = "  " * depth
-    for eqn in getattr(closed, "jaxpr", closed).eqns:
+    def loop(self, eqn: Any, inner: list[Any], leaf: str, after: int) -> int:
         name = eqn.primitive.name
-        scope = re.search(r"jzero\.\w+\[(.*)\]", str(eqn.source_info.name_stack))
-        around = scope.group(1) if scope else leaf
-        if name in _COLLECTIVES:
-            yield indent + _bound(eqn, around)
-        elif name in _PRODUCTS:
-            yield f"{indent}*"
-        elif name == "device_put" and (kinds := _memories(eqn)):
-            yield f"{indent}copy to {kinds}: {_types(eqn.outvars)} {around}".rstrip()
-        elif "callback" in name or name == "ffi_call":
-            yield f"{indent}{name}"
-        inner = list(_inner(eqn))
-        loop = name in ("scan", "while", "cond")
-        for i, sub in enumerate(inner):
-            lines = list(_each(sub, depth + loop, around))
-            if loop and lines:
-                times = f" x {eqn.params['length']}" if name == "scan" else ""
-                yield f"{indent}{name}{times}{f', branch {i}' if name == 'cond' else ''}:"
-            yield from lines
+        bodies = [_Events(self.depth + 1).of(body, leaf) for body in inner]
+        if not any(bodies):
+            return after
+        self.flush()
+        for i, lines in enumerate(bodies):
+            if lines:
+                of_loop = f" x {eqn.params['length']}" if name == "scan" else ""
+                which = f", branch {i}" if name == "cond" else of_loop
+                self.lines += [f"{self.indent}{name}{which}:", *lines]
+        self.kinds.append(name)
+        return len(self.kinds)
+
+    def called(self, eqn: Any, closed: Any, leaf: str) -> bool:
+        """Walks a function that is called, as if it were written here; False if its operands are others."""
+        jaxpr = getattr(closed, "jaxpr", closed)
+        shapes = [len(eqn.invars), len(eqn.outvars)]
+        if shapes != [len(jaxpr.invars), len(jaxpr.outvars)]:
+            return False
+        self.latest |= {v: self.at(x) for v, x in zip(jaxpr.invars, eqn.invars, strict=True)}
+        self.walk(jaxpr, leaf)
+        self.latest |= {v: self.at(x) for v, x in zip(eqn.outvars, jaxpr.outvars, strict=True)}
+        return True
 
 
 def _bound(eqn: Any, leaf: str) -> str:
