@@ -36,17 +36,17 @@ def _double():
 
 
 @as_stored
-@pytest.mark.parametrize("name", golden.ROWS)
-def test_a_row_is_as_stored(name):
-    row = golden.ROWS[name]
-    verdict = golden.compared(
-        row.name, golden.read(row.theme).get(row.name, {}), golden.record(row)
-    )
+@pytest.mark.parametrize(
+    ("theme", "name"), [(t, n) for t, names in golden.themes().items() for n in names]
+)
+def test_a_row_is_as_stored(theme, name):
+    stored = golden.read(theme).get(name, {})
+    verdict = golden.compared(name, stored, golden.recorded(theme, name))
     assert verdict is None, f"{verdict.word} ({verdict.why})\n{verdict.diff}\n{HINT}"
 
 
 def test_every_stored_text_has_a_row():
-    themes = golden.themes() | golden.h200()
+    themes = golden.themes() | {"h200": golden.H200}
     assert {path.stem for path in golden.FOLDER.glob("*.txt")} == themes.keys()
     assert {theme: [*golden.read(theme)] for theme in themes} == themes
 
@@ -175,19 +175,18 @@ def _one_group(self, made, nbytes):
 @as_stored
 @pytest.mark.parametrize("is_planted", [False, True])
 @pytest.mark.parametrize(
-    ("name", "holder", "attribute", "fault"),
+    ("theme", "name", "holder", "attribute", "fault"),
     [
-        ("options_pinned: optimizer state in groups", _streamed, "stream", _fetched_late),
-        ("options_stages: stage 3, unrolled", _queue.GatherQueue, "reduction_tokens", _one_group),
+        ("options_pinned", "optimizer state in groups", _streamed, "stream", _fetched_late),
+        ("large", "Llama, stage 3", _queue.GatherQueue, "reduction_tokens", _one_group),
     ],
 )
 def test_a_copy_or_a_wait_in_another_place_shows(
-    name, holder, attribute, fault, is_planted, monkeypatch
+    theme, name, holder, attribute, fault, is_planted, monkeypatch
 ):
     """Neither changes a number, what is moved, or how often."""
     if is_planted:
         monkeypatch.setattr(holder, attribute, fault)
-    row = golden.ROWS[name]
-    old, new = golden.read(row.theme)[row.name], golden.record(row)
-    verdict = golden.compared(row.name, old, new)
+    stored, found = golden.read(theme)[name], golden.recorded(theme, name)
+    verdict = golden.compared(name, stored, found)
     assert (verdict and verdict.word) == ("other" if is_planted else None)

@@ -1,29 +1,30 @@
-"""The golden net: what jzero does with some 200 rows (a step, options, a mesh), as text that a person reads.
+"""The golden net: what jzero does with some 300 rows (a step, options, a mesh), as text that a person reads.
 
-`rows` lists them, `_record` writes the text of one, `_stored` keeps the texts in `stored/`, a file for each
-theme, and `_judge` says what changed and whether it is better. `_h200` compiles 20 more for H200s.
-`tests/run_golden.py` is the command.
+`rows` lists them and `_record` writes the text of one; `_large` has those of large models, which are traced
+alone, or compiled for H200s. `_stored` keeps the texts in `stored/`, a file for each theme, and `_judge` says
+what changed and whether it is better. `tests/run_golden.py` is the command.
 """
 
 from ._judge import Verdict, compared
-from ._record import record, values
+from ._large import H200, LARGE, compiled, traced
+from ._record import Record, record, values
 from ._stored import FOLDER, read, with_tolerance, write
 from .rows import ROWS, Row
 
 
 def themes() -> dict[str, list[str]]:
-    """The names of rows by theme, in the order of the table."""
+    """The names of rows by theme, in the order of the tables."""
     found: dict[str, list[str]] = {}
     for row in ROWS.values():
         found.setdefault(row.theme, []).append(row.name)
-    return found
+    return found | {"large": [*LARGE]}
 
 
-def h200() -> dict[str, list[str]]:
-    """The same of the rows that are compiled for H200s."""
-    from ._h200 import H200_ROWS  # Its models need Flax.
-
-    return {"h200": [*H200_ROWS]}
+def recorded(theme: str, name: str) -> Record:
+    """The record of a row."""
+    if theme == "large":
+        return traced(name)
+    return compiled(name) if theme == "h200" else record(ROWS[f"{theme}: {name}"])
 
 
 __all__ = [
@@ -32,9 +33,10 @@ __all__ = [
     "Row",
     "Verdict",
     "compared",
-    "h200",
+    "H200",
+    "LARGE",
     "read",
-    "record",
+    "recorded",
     "themes",
     "values",
     "with_tolerance",

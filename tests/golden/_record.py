@@ -9,7 +9,7 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -69,14 +69,16 @@ def record(row: Row) -> Record:
 def _title(row: Row) -> str:
     axes = " x ".join(f"{name} {size}" for name, size in row.axes.items())
     axes += f" x model {row.model}" if row.model > 1 else ""
-    parts = [f"{row.step} on {axes}", _text(row.options("FOLDER"))]
+    parts = [f"{row.step} on {axes}", options_text(row.options("FOLDER"))]
     if row.evaluates:
         parts[0] = f"evaluation of {parts[0]}"
-        parts.append("no train step" if row.like is None else f"like {_text(row.like('FOLDER'))}")
+        parts.append(
+            "no train step" if row.like is None else f"like {options_text(row.like('FOLDER'))}"
+        )
     return "; ".join(filter(None, parts))
 
 
-def _text(options: dict[str, Any]) -> str:
+def options_text(options: Mapping[str, Any]) -> str:
     def of(value: Any) -> str:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{k!r}: {of(v)}" for k, v in value.items()) + "}"
@@ -107,9 +109,26 @@ def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
     batches = family.batches(NUM_STEPS, jnp.dtype("float64"))
     state = family.init(jnp.dtype("float64"))
     report = sharded.describe(state, *batches[0])
-    facts = report.to_dict()
     alone = _program(sharded, state, batches[0])
-    found: Record = {
+    found = described(report)
+    if alone is None:
+        found["collectives in order"] = [_collective(each) for each in report.traffic]
+    else:
+        jaxpr, memory = alone
+        found["program"] = events(jaxpr)
+        found["temporaries"] = [f"{memory.temp_size_in_bytes:,} bytes"]
+    started: list[str] = []
+    with contextlib.nullcontext() if alone else _programs(started):
+        trained = _train(row, sharded, state, batches)
+    found["programs and copies"] = started
+    found["values"] = values(trained)
+    return found
+
+
+def described(report: Any) -> Record:
+    """What `describe` says."""
+    facts = report.to_dict()
+    return {
         "layouts at rest": [_layout(leaf) for leaf in facts["leaves"]],
         "bytes at rest": _at_rest(facts["leaves"]),
         "traffic": _traffic(report.traffic),
@@ -120,18 +139,6 @@ def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
         ],
         "said": _said(facts),
     }
-    if alone is None:
-        found["collectives in order"] = [_collective(each) for each in report.traffic]
-    else:
-        jaxpr, memory = alone
-        found["program"] = _Events().of(jaxpr)
-        found["temporaries"] = [f"{memory.temp_size_in_bytes:,} bytes"]
-    started: list[str] = []
-    with contextlib.nullcontext() if alone else _programs(started):
-        trained = _train(row, sharded, state, batches)
-    found["programs and copies"] = started
-    found["values"] = values(trained)
-    return found
 
 
 def _sharded(row: Row, family: exactness.Family, folder: str) -> Any:
@@ -249,12 +256,17 @@ def _program(sharded: Any, state: Any, batch: Any) -> tuple[Any, Any] | None:
         raise
 
 
-class _Events:
+def events(closed: Any) -> list[str]:
     """Collectives, products, copies between memories and callbacks of a program, in order, in their loops.
 
-    Of each collective and copy it says what it waits for: of all that its operands depend on, by data or by a
+    Of each but products it says what it waits for: of all that its operands depend on, by data or by a
     barrier, the latest of these lines in the same body, a product counted as one, and how many back that is.
     """
+    return _Events().of(closed)
+
+
+class _Events:
+    """Of one body."""
 
     def __init__(self, depth: int = 0):
         self.indent = "  " * depth
