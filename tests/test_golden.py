@@ -35,6 +35,7 @@ def _double():
     jax.config.update("jax_enable_x64", False)
 
 
+@pytest.mark.slow  # In `.ci/run` this is `make golden`, which shows all differences.
 @as_stored
 @pytest.mark.parametrize(
     ("theme", "name"), [(t, n) for t, names in golden.themes().items() for n in names]
