@@ -19,7 +19,7 @@ from experiments.shared import records
 
 from ._record import Record, described, events, options_text
 
-TOPOLOGY = {"target": "h200", "topology": "1x8"}
+TOPOLOGY: dict[str, Any] = {"target": "h200", "topology": "1x8"}
 ONE, TWO = {"data": 8}, {"node": 2, "local": 4}
 PINNED = jzero.PinnedHost(device_bytes=2**30)
 
