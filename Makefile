@@ -13,6 +13,8 @@
 #   make offload-timeline what devices and host do in time, drawn from traces; a minute
 #   make exactness    every family of steps in every setting against one device; hours, goes on where it stopped
 #   make sampled      20,000 train steps drawn by seed, each against one device; hours, goes on where it stopped
+#   make golden       some 300 rows (step, options, mesh) beside what is stored; GOLDEN_ARGS=--update stores it
+#   make golden-h200  20 of them compiled for H200s by the newest JAX; four minutes, less where few changed
 #   make house        rooms, walks and words of the code, beside those of before
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-all     these and the slow ones, about an hour on two cores
@@ -41,6 +43,7 @@ SWAPPER_ARGS ?=
 ONE_GPU_ARGS ?=
 EXACTNESS_ARGS ?=
 HOUSE_ARGS ?=
+GOLDEN_ARGS ?=
 SAMPLED_ARGS ?= 20000 0 --processes 2
 GPU_PYTHON ?= python3
 OFFLOAD_ARGS ?=
@@ -53,7 +56,7 @@ BIN := .venv/bin
 LIKE_A_GPU := $(if $(NEWEST_PYTHON),.venv-jax11,.venv)
 SOURCES := jzero tests experiments examples docs .ci
 
-.PHONY: train bench compare exactness sampled house tables compile-tables fsdp2 host-update swapper offload-traffic offload-delayed \
+.PHONY: train bench compare exactness sampled golden golden-h200 house tables compile-tables fsdp2 host-update swapper offload-traffic offload-delayed \
     offload-timeline one-gpu test test-all test-gpu test-like-a-gpu test-newest test-jax11 test-flags test-oldest lint site wheel clean
 
 train: .venv/installed
@@ -72,6 +75,12 @@ exactness: .venv/installed
 
 sampled: .venv/installed
 	$(BIN)/python tests/run_sampled.py $(SAMPLED_ARGS)
+
+golden: .venv/installed
+	$(BIN)/python tests/run_golden.py $(GOLDEN_ARGS)
+
+golden-h200: .venv-newest/installed
+	.venv-newest/bin/python tests/run_golden.py --h200 $(GOLDEN_ARGS)
 
 house: .venv/installed
 	$(BIN)/python experiments/house/measure.py $(HOUSE_ARGS)

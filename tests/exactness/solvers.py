@@ -613,3 +613,32 @@ def bf16_moments_on_the_host():
 
     family = _bf16_moments({"offload": jzero.HostCPU()}, "A10")
     return dataclasses.replace(family, rounded_to="bfloat16", note="equal to one rounding")
+
+
+@relative
+def factors_of_a_matrix_for_each_row():
+    """Decompositions and solves, each of the row's own matrix; what they find is a feature of the row."""
+
+    def found(x):
+        size = x.shape[-1]
+        near = x[:, :, None] * x[:, None, :] + jnp.eye(size, dtype=x.dtype)[None]
+        own = near + jnp.triu(x[:, :, None] + jnp.zeros_like(near))
+        lower = jnp.linalg.cholesky(near)
+        below, above = (0.1 * jnp.roll(x, by, axis=1) for by in (1, -1))
+        parts = [
+            jnp.diagonal(lower, axis1=1, axis2=2),
+            jnp.abs(jnp.diagonal(jnp.linalg.qr(own)[1], axis1=1, axis2=2)),
+            jnp.linalg.eigvalsh(near),
+            jnp.linalg.svd(own, compute_uv=False),
+            jnp.linalg.solve(own, x[:, :, None])[:, :, 0],
+            jax.lax.linalg.tridiagonal_solve(
+                below.at[:, 0].set(0), 2 + x**2, above.at[:, -1].set(0), x[:, :, None]
+            )[:, :, 0],
+        ]
+        return jnp.tanh(0.2 * sum(parts))
+
+    def step(state, x, label):
+        features = jax.lax.stop_gradient(found(x))
+        return learn(state, lambda params: (_loss(params, features, label), {"features": features}))
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="A7 I2")

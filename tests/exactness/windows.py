@@ -141,3 +141,41 @@ def window_of_the_moments():
         return new, {"loss": loss}
 
     return Family(init=init, batches=normals((ROWS, FEATURES)), step=step, covers="A7")
+
+
+@relative
+def scans_and_windows_of_each_row():
+    """Cumulative products and extremes, windows of any function, and writes to places, along the features."""
+
+    def found(x, at):
+        lax = jax.lax
+        zero, one = (jnp.asarray(value, x.dtype) for value in (0, 1))
+        window = ((1, 3), (1, 1), "SAME")
+        every = lambda a, b: a + b + a * b  # noqa: E731  # XLA is told no name for it
+        rows = jnp.arange(x.shape[0])
+        taken, _ = lax.approx_max_k(x, 4)
+        parts = [
+            lax.cumprod(1 + 0.1 * x, axis=1) + lax.cummax(x, axis=1) + lax.cummin(x, axis=1),
+            lax.cumlogsumexp(x, axis=1),
+            lax.reduce_window(0.1 * x, zero, every, *window),
+            lax.reduce_window(x, jnp.asarray(jnp.inf, x.dtype), lax.min, *window),
+            lax.reduce(0.1 * x, zero, every, (1,))[:, None] * one,
+            jnp.tile(taken, (1, 2)),
+            x.at[rows, at].min(0.5) + x.at[rows, at].max(-0.5) + x.at[rows, at].multiply(2),
+        ]
+        return jnp.tanh(0.2 * sum(parts))
+
+    def step(state, x, at):
+        features = jax.lax.stop_gradient(found(x, at))
+
+        def loss_fn(params):
+            made = mlp(params, features)
+            return (made**2).mean(), {"made": made}
+
+        return learn(state, loss_fn)
+
+    batches = with_arguments(
+        normals((ROWS, FEATURES)),
+        lambda i, dtype: (np.random.default_rng(i).integers(0, FEATURES, ROWS).astype(np.int32),),
+    )
+    return Family(init=_regressor, batches=batches, step=step, covers="A7 I2")

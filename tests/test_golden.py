@@ -1,0 +1,193 @@
+"""The golden net: every row is as stored; `make golden` shows what changed, and `--update` stores it."""
+
+import copy
+import importlib.metadata
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import exactness
+import golden
+from exactness._compare import configured
+from jzero._step_types import EvalStepOptions, TrainStepOptions
+from jzero.offload import _streamed
+from jzero.sharding.analysis import _rules
+from jzero.sharding.batch import _factors
+from jzero.sharding.run import _queue
+
+pytestmark = pytest.mark.one_release
+as_stored = pytest.mark.skipif(
+    importlib.metadata.version("jax") >= "0.11",
+    reason="what is stored is what JAX 0.10 makes: others order some equations in another way",
+)
+HINT = "If this is meant: make golden GOLDEN_ARGS=--update, and say why in the commit."
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _double():
+    """For all threads, and not for a context: callbacks run in XLA's threads."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.slow  # In `.ci/run` this is `make golden`, which shows all differences.
+@as_stored
+@pytest.mark.parametrize(
+    ("theme", "name"), [(t, n) for t, names in golden.themes().items() for n in names]
+)
+def test_a_row_is_as_stored(theme, name):
+    stored = golden.read(theme).get(name, {})
+    verdict = golden.compared(name, stored, golden.recorded(theme, name))
+    assert verdict is None, f"{verdict.word} ({verdict.why})\n{verdict.diff}\n{HINT}"
+
+
+def test_every_stored_text_has_a_row():
+    themes = golden.themes() | {"h200": golden.H200}
+    assert {path.stem for path in golden.FOLDER.glob("*.txt")} == themes.keys()
+    assert {theme: [*golden.read(theme)] for theme in themes} == themes
+
+
+def test_every_option_occurs():
+    evaluations = [row for row in golden.ROWS.values() if row.evaluates]
+    trainings = [row for row in golden.ROWS.values() if not row.evaluates]
+    # `_record` gives these to every row; those of jit and of NNX's steps are the families' own.
+    always = {"mesh", "axis_names", "in_specs"}
+    own = {"static_argnums", "static_argnames", "state_argnums", "state_argnames", "axis_name"}
+    for options, rows in ((TrainStepOptions, trainings), (EvalStepOptions, evaluations)):
+        found = {name for row in rows for name in row.options("folder")}
+        found |= {name for row in rows for name in exactness.get(row.step).options}
+        missing = options.__annotations__.keys() - found - always
+        assert missing <= (
+            own if options is EvalStepOptions else {"static_argnums", "state_argnames"}
+        )
+
+
+def test_every_memory_occurs():
+    texts = "".join(path.read_text() for path in golden.FOLDER.glob("*.txt"))
+    for memory in ("device", "pinned_host", "host", "nvme"):
+        assert f" bytes, {memory}\n" in texts
+
+
+def test_every_rule_occurs():
+    """Of the tables each primitive, or another of the same rule where that has parameters alone.
+
+    Of elementwise ones and of those that share a rule of `_factors`, one.
+    """
+    missing: dict[Any, list[str]] = {("elementwise",): list(_rules.ELEMENTWISE)}
+    for name in _rules.RULES.keys() - {*_rules.ELEMENTWISE}:
+        missing[name] = [name]
+    for name, factors in _factors.STRUCTURED.items():
+        missing.setdefault(factors, []).append(name)
+    for name, kind in _factors.SCATTER_REDUCES.items():
+        missing.setdefault(("scatter", kind), []).append(name)
+    for step in dict.fromkeys(row.step for row in reversed(golden.ROWS.values())):
+        found = set(_primitives(exactness.get(step)))
+        missing = {rule: names for rule, names in missing.items() if found.isdisjoint(names)}
+        if not missing:
+            return
+    assert not missing
+
+
+def _primitives(family: exactness.Family) -> Iterator[str]:
+    if family.options.get("axis_name"):  # It can be traced on devices alone.
+        return
+    with configured(family):
+        state, (batch,) = family.init(jnp.dtype("float64")), family.batches(1, jnp.dtype("float64"))
+        static = family.options.get("static_argnums", ())
+        yield from _of(jax.make_jaxpr(family.step, static_argnums=static)(state, *batch))
+
+
+def _of(closed: Any) -> Iterator[str]:
+    for eqn in getattr(closed, "jaxpr", closed).eqns:
+        yield eqn.primitive.name
+        for value in eqn.params.values():
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if hasattr(getattr(each, "jaxpr", each), "eqns"):
+                    yield from _of(each)
+
+
+RECORD = {
+    "traffic": ["bytes over data: 1,024", "all-gather: 3"],
+    "host transfers": ["to host: gradient, float32, 512 bytes"],
+    "temporaries": ["100,000 bytes"],
+    "values": ["['w']  float64[2,2]: norm 2.0, mixed 1.0"],
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "line", "word"),
+    [
+        ("traffic", "bytes over data: 1,000", "better"),
+        ("traffic", "bytes over data: 1,025", "worse"),
+        ("traffic", "all-reduce: 3", "worse"),
+        ("host transfers", "to host: gradient, float32, 500 bytes", "better"),
+        ("host transfers", "to device: gradient, float32, 512 bytes", "worse"),
+        ("temporaries", "101,000 bytes", None),
+        ("temporaries", "120,000 bytes", "worse"),
+        ("values", "['w']  float64[2,2]: norm 2.000000001, mixed 1.000000001", None),
+        ("values", "['w']  float64[2,2]: norm 2.00000001, mixed 1.0", "worse"),
+        ("said", "arguments: x dim 0", "other"),
+        ("warnings", "UserWarning: slow", "other"),
+        ("refused", "OptionError by shard_train_step", "worse"),
+    ],
+)
+def test_a_change_is_judged(section, line, word):
+    new = copy.deepcopy(RECORD)
+    new[section] = [line, *new.get(section, [])[1:]]
+    verdict = golden.compared("row", RECORD, new)
+    assert (verdict and verdict.word) == word
+
+
+def test_one_wrong_element_shows():
+    x = np.random.default_rng(0).normal(size=(300, 7))
+    for i in range(0, x.size, 97):
+        y = x.copy()
+        y.reshape(-1)[i] += 1e-5
+        old, new = ({"values": golden.values({"w": each})} for each in (x, y))
+        assert golden.compared("row", old, new) is not None
+    swapped = {"values": golden.values({"w": x[::-1]})}
+    assert golden.compared("row", {"values": golden.values({"w": x})}, swapped) is not None
+
+
+_STREAM = _streamed.stream
+
+
+def _fetched_late(visits, *args, **kwargs):
+    """Each visit's copies to the device start when the update before it has."""
+
+    def alone():
+        for visit in visits:
+            yield visit
+            yield None
+
+    return _STREAM(alone(), *args, **kwargs)
+
+
+def _one_group(self, made, nbytes):
+    """Reductions wait for nothing."""
+    return []
+
+
+@as_stored
+@pytest.mark.parametrize("is_planted", [False, True])
+@pytest.mark.parametrize(
+    ("theme", "name", "holder", "attribute", "fault"),
+    [
+        ("options_pinned", "optimizer state in groups", _streamed, "stream", _fetched_late),
+        ("large", "Llama, stage 3", _queue.GatherQueue, "reduction_tokens", _one_group),
+    ],
+)
+def test_a_copy_or_a_wait_in_another_place_shows(
+    theme, name, holder, attribute, fault, is_planted, monkeypatch
+):
+    """Neither changes a number, what is moved, or how often."""
+    if is_planted:
+        monkeypatch.setattr(holder, attribute, fault)
+    stored, found = golden.read(theme)[name], golden.recorded(theme, name)
+    verdict = golden.compared(name, stored, found)
+    assert (verdict and verdict.word) == ("other" if is_planted else None)
