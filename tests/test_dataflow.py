@@ -15,12 +15,13 @@ import jzero
 import zoo
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, turns
-from jzero.sharding.analysis import _frames, _own_gradients, _product_reads
+from jzero.sharding.analysis import _frames, _lone, _new_leaves, _own_gradients, _product_reads
 from jzero.sharding.plan import _make
 from jzero.tracing import _jaxpr
 from sampling import check
 
-SAMPLED = range(0, 500, 10)  # one of each bundle's setting
+# One of each bundle's setting; all of them are slow.
+SAMPLED = [pytest.param(i, marks=[pytest.mark.slow] * (i % 10 > 0)) for i in range(500)]
 
 
 @contextlib.contextmanager
@@ -107,6 +108,20 @@ def compared(frame, links, owned):
     read = _product_reads.read_through_views(frame, names)
     for name in names.values():
         compare("read by products", frame, name, name in views, name in read)
+    for once in (False, True):
+        lone = facts.lone_products(frame, differ, sums, once)
+        for region in frame.regions():
+            region.lone_products.clear()
+        _lone.note_lone_products(frame, len(frame.jaxpr.outvars), once)
+        for region in frame.regions():
+            for var in values(region):
+                theirs = region.lone_products.get(var)
+                compare("lone products", region, var, lone.get((region, var)), theirs)
+    num = len(frame.jaxpr.outvars)
+    for stops in (), range(0, len(frame.jaxpr.eqns), 7):
+        mine, theirs = (of.new_leaves(frame, num, stops) for of in (facts, _new_leaves))
+        for var in values(frame):
+            compare("new leaves", frame, var, mine.get(var, 0), theirs.get(var, 0))
     mine = facts.classes(frame, differ)
     pairs = collections.defaultdict[Any, set[Any]](set), collections.defaultdict[Any, set[Any]](set)
     for region in frame.regions():

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 from jax.typing import ArrayLike
 
@@ -37,11 +37,11 @@ class Region:
     autodiff: str | None = None
     around: tuple[Region, Eqn] | None = None
 
-    def inner(self, eqn: Eqn) -> Sequence[Region]:
+    def inner(self, eqn: Eqn) -> Sequence[Self]:
         """Where the programs run that an equation holds: of a `while` the condition first, then the body."""
         if id(eqn) not in self._inner:
             around, autodiff = (self, eqn), self.pass_of(eqn)
-            found = [Region(*program, autodiff, around) for program in _programs(eqn)]
+            found = [type(self)(*program, autodiff, around) for program in _programs(eqn)]
             self._inner[id(eqn)] = found
         return self._inner[id(eqn)]
 
