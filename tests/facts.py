@@ -8,7 +8,7 @@ import operator
 from typing import Any
 
 from jzero.ir._dataflow import backward, forward, union
-from jzero.ir._regions import EdgeKind, Region, edges, turns
+from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, turns
 from jzero.sharding.analysis import _frames, _own_gradients, _product_reads, _rules
 from jzero.sharding.analysis._frames import NOWHERE
 from jzero.tracing import _jaxpr
@@ -351,12 +351,10 @@ def new_leaves(frame, num, stops):
         stays = id(eqn) in stopped or region.pass_of(eqn) is not None
         return 0 if stays or edge.kind is EdgeKind.PREDICATE else leaves * has_dims(edge.source[1])
 
-    start = {
-        (program, atom): 0 for atom in frame.jaxpr.outvars[:num] if not _jaxpr.is_literal(atom)
-    }
+    start = dict[ValueIn, int]()
     for i, atom in enumerate(frame.jaxpr.outvars[:num]):
         if not _jaxpr.is_literal(atom) and has_dims(atom):
-            start[program, atom] |= 1 << i
+            start[program, atom] = start.get((program, atom), 0) | 1 << i
     found = backward(program, start, step, operator.or_, 0, across)
     return {var: leaves for (region, var), leaves in found.items() if leaves and region is program}
 

@@ -15,7 +15,14 @@ import jzero
 import zoo
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, turns
-from jzero.sharding.analysis import _frames, _lone, _new_leaves, _own_gradients, _product_reads
+from jzero.sharding.analysis import (
+    _frames,
+    _lone,
+    _needs,
+    _new_leaves,
+    _own_gradients,
+    _product_reads,
+)
 from jzero.sharding.plan import _make
 from jzero.tracing import _jaxpr
 from sampling import check
@@ -27,14 +34,21 @@ SAMPLED = [pytest.param(i, marks=[pytest.mark.slow] * (i % 10 > 0)) for i in ran
 @contextlib.contextmanager
 def analysed():
     """Frames that plans are made of, with their links and what owners run."""
-    found, original = [], _make._laid_out
+    found, original, needs = [], _make._laid_out, _needs.note_needs_full
 
     def laid_out(frame, *args):
         links, layouts = original(frame, *args)
-        found.append((frame, links, args[4] if len(args) > 4 else ()))
+        found.append((frame, links, ()))
         return links, layouts
 
-    with mock.patch.object(_make, "_laid_out", laid_out):
+    def note_needs_full(frame, owned, copied):
+        found[-1] = (*found[-1][:2], owned)
+        needs(frame, owned, copied)
+
+    with (
+        mock.patch.object(_make, "_laid_out", laid_out),
+        mock.patch.object(_make, "note_needs_full", note_needs_full),
+    ):
         yield found
 
 
@@ -87,6 +101,9 @@ def compared(frame, links, owned):
             at = region.at_line(what) if hasattr(what, "primitive") else what
             differences.append(f"{kind} of {at}: {mine}, not {theirs}")
 
+    for region in frame.regions():
+        region.needs_full.clear()
+    _needs.note_needs_full(frame, owned)
     full, feeds = facts.needs_full(frame, differ, owned), facts.feeds_batch(frame, differ)
     for region in frame.regions():
         for var in values(region):
@@ -112,7 +129,7 @@ def compared(frame, links, owned):
         lone = facts.lone_products(frame, differ, sums, once)
         for region in frame.regions():
             region.lone_products.clear()
-        _lone.note_lone_products(frame, len(frame.jaxpr.outvars), once)
+        _lone.note_lone_products(frame, once)
         for region in frame.regions():
             for var in values(region):
                 theirs = region.lone_products.get(var)

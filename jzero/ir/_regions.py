@@ -53,7 +53,7 @@ class Region:
         return found
 
     @functools.cached_property
-    def _inner(self) -> dict[int, Sequence[Region]]:
+    def _inner(self) -> dict[int, Sequence[Self]]:
         return {}
 
     @functools.cached_property

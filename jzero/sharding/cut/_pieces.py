@@ -56,11 +56,13 @@ class UpdatePart:
       pieces: in an order in which they can run.
       boundary: values of the grad part that pieces read, and an equation that does (None: it is returned).
       apart: equations that depend on offloaded leaves, and those of pieces that the grad part has no use for.
+      copied: values that pieces compute for themselves, whoever else does.
     """
 
     pieces: tuple[Piece, ...]
     boundary: dict[Var, Eqn | None]
     apart: frozenset[int] = frozenset()
+    copied: frozenset[Var] = frozenset()
 
     @functools.cached_property
     def outs(self) -> frozenset[int]:
@@ -89,9 +91,7 @@ def cut_update(
     """
     cutter = _UpdateCutter(frame, offloaded, parameters)
     boundary = cutter.boundary()
-    update = UpdatePart(cutter.pieces(), boundary, cutter.apart(boundary))
-    # A norm by dot product needs its operand whole, in the grad part: it alone must gather it.
-    frame.needs_full.difference_update(cutter.copies)
+    update = UpdatePart(cutter.pieces(), boundary, cutter.apart(boundary), frozenset(cutter.copies))
     _check(frame, offloaded, update)
     return update
 
