@@ -16,7 +16,8 @@ import parity
 import small
 import zoo
 from jzero.offload import _layered, _pinned
-from jzero.sharding.analysis import _residuals
+from jzero.segments import _programs
+from jzero.sharding.analysis import _residuals, _traffic
 from jzero.sharding.cut import _layer_parts
 
 WIDTH, ROWS, STEPS = 16, 16, 3
@@ -417,9 +418,12 @@ def test_leaves_that_are_read_as_shards_stay_for_their_turn(tile_bytes):
 
 
 def gathers_started(train_step, state, *batches):
-    """How often the programs that a step starts gather so many elements."""
+    """How often the programs that a step starts gather so many elements; the step cannot run after it."""
+    call = train_step._programs.bind((state, *batches), {})
+    program = train_step._programs.of(call)
+    traced = program.step.dispatched(*_programs.inputs_at_rest(call, program))
     found: collections.Counter[int] = collections.Counter()
-    for each in train_step.describe(state, *batches).traffic:
+    for each in _traffic.collectives(traced):
         if each.op == "all-gather":
             found[each.elements] += each.times
     return found

@@ -183,8 +183,8 @@ MAY = {
     "test_objects": "_compare",
     "test_offload": "_quantities offload._pinned offload._streamed",
     "test_offload_params":
-        "offload._layered offload._pinned sharding.analysis._residuals "
-        "sharding.cut._layer_parts",
+        "offload._layered offload._pinned segments._programs sharding.analysis._residuals "
+        "sharding.analysis._traffic sharding.cut._layer_parts",
     "test_one_order": "sharding.analysis._residuals sharding.run._run",
     "test_options": "sharding.analysis._residuals",
     "test_pipelines": "sharding.run._interpret",
