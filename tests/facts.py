@@ -152,7 +152,7 @@ def needs(program, forces, differ, owned=()):
         (holder, _), (region, _) = edge.source, edge.target
         if edge.kind is EdgeKind.PREDICATE:
             outer = holder.around[0] if is_inside(holder, eqn) else holder
-            # `_needs` does not ask it where only a turn inside asks what is carried (sampled seed 480).
+            # Whether a turn or a branch runs is no part of what it computes (sampled seed 480).
             return (asked and region is outer) or forces(outer, eqn)
         if edge.kind is EdgeKind.PAST:  # A loop of so many turns has one.
             return asked and turns(eqn) is None
