@@ -82,7 +82,14 @@ class Region:
         outer, call = self.around
         return outer.at_line(call)
 
-    def regions(self) -> Iterator[Region]:
+    def walk(self) -> Iterator[tuple[Self, Eqn]]:
+        """Every equation, and after it those inside; each with its region."""
+        for eqn in self.jaxpr.eqns:
+            yield self, eqn
+            for each in self.inner(eqn):
+                yield from each.walk()
+
+    def regions(self) -> Iterator[Self]:
         """This region, and those inside."""
         yield self
         for eqn in self.jaxpr.eqns:
