@@ -3,11 +3,12 @@
 Facts are mappings from (region, variable). None of these functions knows a loop, a branch or a call.
 """
 
+import functools
 import operator
 from typing import Any
 
 from jzero.ir._dataflow import backward, forward, union
-from jzero.ir._regions import EdgeKind, edges, turns
+from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, turns
 from jzero.sharding.analysis import _frames, _own_gradients, _product_reads, _rules
 from jzero.sharding.analysis._frames import NOWHERE
 from jzero.tracing import _jaxpr
@@ -151,7 +152,7 @@ def needs(program, forces, differ, owned=()):
         (holder, _), (region, _) = edge.source, edge.target
         if edge.kind is EdgeKind.PREDICATE:
             outer = holder.around[0] if is_inside(holder, eqn) else holder
-            # `_needs` does not ask it where only a turn inside asks what is carried (sampled seed 480).
+            # Whether a turn or a branch runs is no part of what it computes (sampled seed 480).
             return (asked and region is outer) or forces(outer, eqn)
         if edge.kind is EdgeKind.PAST:  # A loop of so many turns has one.
             return asked and turns(eqn) is None
@@ -231,6 +232,139 @@ def read_through_views(program, names):
 
 def is_inside(region, eqn):
     return region.around is not None and region.around[1] is eqn
+
+
+def stacked(program, sums):
+    """What loops put together of sums over devices, a turn each, and what only rearranges that."""
+
+    def step(region, eqn, ins):
+        return [_frames._rearranges(eqn) and any(ins)] * len(eqn.outvars)
+
+    def across(eqn, edge, is_stack):
+        if edge.kind is not EdgeKind.OUT:
+            return False
+        region, (inside, returned) = edge.target[0], edge.source
+        if loops(region, eqn):
+            return edge.shift == 1 and fact(sums, inside, returned, False)
+        return is_stack and not decides(region, eqn)
+
+    return forward(program, {}, step, operator.or_, False, across)
+
+
+def running_sums(program, sums, stacks):
+    """What turns of loops return that is what they are given, and sums over devices, and is used for nothing
+    else; with the equation of the loop."""
+
+    def collects(edge):
+        (region, out), (_, var) = edge.source, edge.target
+        uses, eqns = _frames.num_reads(region.jaxpr), region.jaxpr.eqns
+        start = var
+        while uses.get(var) == 1 and var is not out:
+            reader = region.readers[var][0]
+            if reader == len(eqns) or eqns[reader].primitive.name not in ("add", "add_any"):
+                return False
+            terms = [x for x in eqns[reader].invars if x is not var]
+            if not any(fact(found, region, x, False) for x in terms for found in (sums, stacks)):
+                return False
+            var = eqns[reader].outvars[0]
+        return var is out and var is not start and uses.get(var) == 1
+
+    return {
+        edge.source
+        for region in program.regions() for eqn in region.jaxpr.eqns if turns(eqn) is not None
+        for edge in edges(region, eqn) if edge.kind is EdgeKind.BACK and collects(edge)
+    }  # fmt: skip
+
+
+def lone_products(program, differ, sums, reduce_once):
+    """Products that one sum over devices reads, unless turns of a loop add it up first; with that sum."""
+    collected = running_sums(program, sums, stacked(program, sums))
+
+    def step(region, eqn, asked):
+        alone = _rules.is_linear(eqn) and len(eqn.invars) == 1
+        return [any(asked) and (eqn.primitive.name in ("add", "add_any") or alone)] * len(
+            eqn.invars
+        )
+
+    def across(eqn, edge, is_added):
+        if edge.kind is EdgeKind.OUT and not loops(edge.target[0], eqn):
+            return is_added and not decides(edge.target[0], eqn)
+        if edge.kind not in (EdgeKind.OUT, EdgeKind.BACK) or is_literal(edge.source):
+            return False
+        inside = edge.source[0]
+        waits = reduce_once or inside.around[0].pass_of(eqn) is not None
+        return waits and edge.source in collected
+
+    added = backward(program, {}, step, operator.or_, False, across)
+    found = {}
+    for region in program.regions():
+        reads = _frames.num_reads(region.jaxpr)
+        for eqn in region.jaxpr.eqns:
+            if eqn.primitive.name not in _frames.REDUCTIONS or len(eqn.invars) > 1:
+                continue
+            (var,), (out,) = eqn.invars, eqn.outvars
+            made = None if _jaxpr.is_literal(var) else region.makers.get(var)
+            if made is None or reads[var] > 1 or added.get((region, out)):
+                continue
+            if region.jaxpr.eqns[made].primitive.name == "dot_general":
+                found[region, var] = eqn
+    return found
+
+
+class OpenCalls(Region):
+    """A program whose loops are equations like others: of them nobody looks inside."""
+
+    def inner(self, eqn):
+        return () if self.closes(eqn) else super().inner(eqn)
+
+    def closes(self, eqn):
+        return loops(self.opened, eqn)
+
+    @functools.cached_property
+    def opened(self):
+        return Region(self.jaxpr, self.consts, self.autodiff)
+
+
+def new_leaves(frame, num, stops):
+    """Of variables, which of the first results they become, along operations that pass on their dims."""
+    program = OpenCalls(frame.jaxpr, frame.consts, frame.autodiff)
+    stopped = {id(frame.jaxpr.eqns[i]) for i in stops}
+
+    def step(region, eqn, outs):
+        if id(eqn) in stopped or region.pass_of(eqn) is not None:
+            return [0] * len(eqn.invars)
+        shapes = dict[Any, int]()
+        for out, leaves in zip(eqn.outvars, outs, strict=True):
+            shape = getattr(out.aval, "shape", ())
+            shapes[shape] = shapes.get(shape, 0) | leaves
+        rule = _rules.rule_for(eqn)
+        if rule is not None:
+            every = functools.reduce(operator.or_, shapes.values())
+            passed = [any(d is not None for d in dims) for dims in rule.dims(eqn)]
+            return [every * has_dims(x) * p for x, p in zip(eqn.invars, passed, strict=True)]
+        same = region.closes(eqn) or eqn.primitive.name in _rules.IDENTITIES
+        of = [shapes.get(getattr(x.aval, "shape", ()), 0) for x in eqn.invars]
+        return [leaves * has_dims(x) * same for x, leaves in zip(eqn.invars, of, strict=True)]
+
+    def across(eqn, edge, leaves):
+        region = edge.source[0].around[0] if is_inside(edge.source[0], eqn) else edge.source[0]
+        stays = id(eqn) in stopped or region.pass_of(eqn) is not None
+        return 0 if stays or edge.kind is EdgeKind.PREDICATE else leaves * has_dims(edge.source[1])
+
+    start = dict[ValueIn, int]()
+    for i, atom in enumerate(frame.jaxpr.outvars[:num]):
+        if not _jaxpr.is_literal(atom) and has_dims(atom):
+            start[program, atom] = start.get((program, atom), 0) | 1 << i
+    found = backward(program, start, step, operator.or_, 0, across)
+    return {var: leaves for (region, var), leaves in found.items() if leaves and region is program}
+
+
+def has_dims(atom):
+    return getattr(atom.aval, "ndim", 0) > 1
+
+
+def decides(region, eqn):
+    return any(edge.kind is EdgeKind.PREDICATE for edge in edges(region, eqn))
 
 
 def spreads(differ, region, eqn):

@@ -15,25 +15,40 @@ import jzero
 import zoo
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, turns
-from jzero.sharding.analysis import _frames, _own_gradients, _product_reads
+from jzero.sharding.analysis import (
+    _frames,
+    _lone,
+    _needs,
+    _new_leaves,
+    _own_gradients,
+    _product_reads,
+)
 from jzero.sharding.plan import _make
 from jzero.tracing import _jaxpr
 from sampling import check
 
-SAMPLED = range(0, 500, 10)  # one of each bundle's setting
+# One of each bundle's setting; all of them are slow.
+SAMPLED = [pytest.param(i, marks=[pytest.mark.slow] * (i % 10 > 0)) for i in range(500)]
 
 
 @contextlib.contextmanager
 def analysed():
     """Frames that plans are made of, with their links and what owners run."""
-    found, original = [], _make._laid_out
+    found, original, needs = [], _make._laid_out, _needs.note_needs_full
 
     def laid_out(frame, *args):
         links, layouts = original(frame, *args)
-        found.append((frame, links, args[4] if len(args) > 4 else ()))
+        found.append((frame, links, ()))
         return links, layouts
 
-    with mock.patch.object(_make, "_laid_out", laid_out):
+    def note_needs_full(frame, owned, copied):
+        found[-1] = (*found[-1][:2], owned)
+        needs(frame, owned, copied)
+
+    with (
+        mock.patch.object(_make, "_laid_out", laid_out),
+        mock.patch.object(_make, "note_needs_full", note_needs_full),
+    ):
         yield found
 
 
@@ -86,6 +101,9 @@ def compared(frame, links, owned):
             at = region.at_line(what) if hasattr(what, "primitive") else what
             differences.append(f"{kind} of {at}: {mine}, not {theirs}")
 
+    for region in frame.regions():
+        region.needs_full.clear()
+    _needs.note_needs_full(frame, owned)
     full, feeds = facts.needs_full(frame, differ, owned), facts.feeds_batch(frame, differ)
     for region in frame.regions():
         for var in values(region):
@@ -107,6 +125,20 @@ def compared(frame, links, owned):
     read = _product_reads.read_through_views(frame, names)
     for name in names.values():
         compare("read by products", frame, name, name in views, name in read)
+    for once in (False, True):
+        lone = facts.lone_products(frame, differ, sums, once)
+        for region in frame.regions():
+            region.lone_products.clear()
+        _lone.note_lone_products(frame, once)
+        for region in frame.regions():
+            for var in values(region):
+                theirs = region.lone_products.get(var)
+                compare("lone products", region, var, lone.get((region, var)), theirs)
+    num = len(frame.jaxpr.outvars)
+    for stops in (), range(0, len(frame.jaxpr.eqns), 7):
+        mine, theirs = (of.new_leaves(frame, num, stops) for of in (facts, _new_leaves))
+        for var in values(frame):
+            compare("new leaves", frame, var, mine.get(var, 0), theirs.get(var, 0))
     mine = facts.classes(frame, differ)
     pairs = collections.defaultdict[Any, set[Any]](set), collections.defaultdict[Any, set[Any]](set)
     for region in frame.regions():

@@ -333,3 +333,41 @@ def test_every_part_of_loops_is_drawn():
         if not never:
             break
     assert not never, f"drawn never: {never}"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_only_decides_whether_a_turn_follows(stage):
+    """A line search: of `limit`, and of what a turn makes of a parameter, nothing but its end depends."""
+
+    def step(state, x):
+        def loss_fn(w):
+            return jnp.mean((x @ w) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["w"])
+
+        def goes_on(carry):
+            size, _, norm, best = carry
+            return (size > 2**-6) & (norm > jnp.mean(state["limit"])) & (best >= loss)
+
+        def turn(carry):
+            size, _, _, _ = carry
+            tried = state["w"] - size * grads
+            return size / 2, size, jnp.sum(tried**2), loss_fn(tried)
+
+        size = lax.while_loop(goes_on, turn, (8.0, 8.0, jnp.inf, loss))[1]
+        return {"w": state["w"] - size * grads, "limit": state["limit"] * 0.9}, loss
+
+    def init():
+        return {
+            "w": jax.random.normal(jax.random.key(0), (16, 8)),
+            "limit": jnp.full((16, 8), 20.0),
+        }
+
+    batches = [jax.random.normal(jax.random.key(i), (16, 16)) for i in range(3)]
+    train_step = small.shard_train_step(step, stage=stage)
+    state, expected = train_step.init(init), init()
+    for x in batches:
+        (state, loss), (expected, wanted) = train_step(state, x), jax.jit(step)(expected, x)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-9)
+    for name, leaf in train_step.unshard(state).items():
+        np.testing.assert_allclose(leaf, expected[name], rtol=1e-9, err_msg=name)

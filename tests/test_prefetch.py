@@ -10,7 +10,7 @@ import pytest
 
 import programs
 import small
-from jzero.sharding.run import _collectives, _queue, _turns
+from jzero.sharding.run import _queue, _turns
 from jzero.testing import assert_same_training
 from jzero.tracing import _jaxpr
 
@@ -148,6 +148,11 @@ def walk(jaxpr):
             yield from walk(_jaxpr.open_jaxpr(inner)[0])
 
 
+def is_gather(eqn):
+    """Whether it is of a gather, by the name that a profile shows."""
+    return "jzero.gather[" in str(eqn.source_info.name_stack)
+
+
 def carried_gathers(jaxpr):
     """Bytes of gathered values that each loop hands to its next turn, for loops that hand any."""
     scans = [eqn for _, eqn in walk(jaxpr) if eqn.primitive.name == "scan"]
@@ -156,7 +161,7 @@ def carried_gathers(jaxpr):
 
 def carried_bytes(scan):
     body = _jaxpr.scan_parts(scan).body
-    outs = {v for e in body.eqns if _collectives.is_gather(e) for v in e.outvars}
+    outs = {v for e in body.eqns if is_gather(e) for v in e.outvars}
     return sum(v.aval.size * v.aval.dtype.itemsize for v in body.outvars if v in outs)
 
 
@@ -206,7 +211,7 @@ def test_a_backward_loop_begins_when_its_carry_is_there():
     for outer, eqn in walk(sharded_jaxpr(programs.Model(depth=5, remat=True), KERNEL)):
         if eqn.primitive.name == "scan":
             parts = _jaxpr.scan_parts(eqn)
-            gathers = {v for e in parts.body.eqns if _collectives.is_gather(e) for v in e.outvars}
+            gathers = {v for e in parts.body.eqns if is_gather(e) for v in e.outvars}
             carried = eqn.invars[parts.num_consts :]
             first = [x for x, y in zip(carried, parts.body.outvars, strict=False) if y in gathers]
             makers = {v: e.primitive.name for e in outer.eqns for v in e.outvars}
@@ -220,7 +225,7 @@ def calls_behind_gathers(body):
     found = []
     for eqn in body.eqns:
         waits = any(behind.get(a) for a in eqn.invars if not _jaxpr.is_literal(a))
-        if _collectives.is_gather(eqn) and any(v in body.outvars for v in eqn.outvars):
+        if is_gather(eqn) and any(v in body.outvars for v in eqn.outvars):
             found.append(waits)
         for inner in _jaxpr.inner_jaxprs(eqn):
             names = {e.primitive.name for _, e in walk(_jaxpr.open_jaxpr(inner)[0])}
@@ -274,7 +279,7 @@ def products_waited_for(jaxpr):
             behind = set().union(
                 *(before.get(a, set()) for a in eqn.invars if not _jaxpr.is_literal(a))
             )
-            if _collectives.is_gather(eqn) and eqn.outvars[0].aval.size * 4 == KERNEL:
+            if is_gather(eqn) and eqn.outvars[0].aval.size * 4 == KERNEL:
                 waits.append(len(behind))
             if eqn.primitive.name == "dot_general":
                 behind = behind | {id(eqn)}

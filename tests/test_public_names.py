@@ -15,8 +15,6 @@ from jax.scipy import special
 
 import jzero
 import zoo
-from jzero.sharding.batch._rows import even_rows
-from jzero.sharding.batch._trace import trace_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of names that will go, and of 64-bit types
 
@@ -404,20 +402,14 @@ def calls_of(module):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_calls_move_no_rows(module):
-    rows = make_rows()
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows.values()]
-    forms = [even_rows(0, NUM_ROWS, NUM_DEVICES)] * len(shapes)
-    axes, moved = {"data": NUM_DEVICES}, {}
+    mesh = jax.make_mesh((NUM_DEVICES,), ("data",))
+    rows = jax.eval_shape(make_rows)
+    moved = {}
     for name, fn in calls_of(module).items():
-        traced = trace_whole(
-            lambda *leaves, fn=fn: fn(dict(zip(rows, leaves, strict=True))), shapes, forms, forms, 0,
-            axes, False, axes, {}, False,
-        )  # fmt: skip
-        assert traced is not None
+        eval_step = jzero.shard_eval_step(lambda state, rows, fn=fn: fn(rows), mesh=mesh)
+        movements = eval_step.describe(jnp.ones(()), rows).movements
         may = {"while"} if name in IN_LOOPS.get(module, ()) else set()
-        if found := {
-            f"{m.operation}: {m.reason}" for m in traced.movements if m.operation not in may
-        }:
+        if found := {f"{m.operation}: {m.reason}" for m in movements if m.operation not in may}:
             moved[name] = found
     assert not moved, "a rule is missing, or a reason"
 

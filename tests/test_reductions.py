@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh
 import programs
 import small
 import zoo
-from jzero.segments import _programs
 from jzero.sharding.plan import _layout
 from jzero.sharding.run import _interpret, _loops, _queue
 from jzero.sharding.run._values import Unreduced
@@ -55,9 +54,7 @@ def test_reductions_of_a_layer_run_one_after_the_other(alone, monkeypatch):
     mesh = AbstractMesh((8,), ("data",))
     train_step = small.shard_train_step(programs.train_step, mesh=mesh)
     arguments = programs.abstract_state(programs.Model()), programs.tokens()
-    call = train_step._programs.bind(arguments, {})
-    program = train_step._programs.of(call)
-    jaxpr = jax.make_jaxpr(program.step.run)(*_programs.placed_inputs(call, program))
+    jaxpr = jax.make_jaxpr(train_step)(*arguments)
     (body,) = reductions_in_loops(jaxpr.jaxpr)
     assert list(body.values()) == [False, alone == 0]
 

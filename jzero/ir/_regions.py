@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 from jax.typing import ArrayLike
 
@@ -37,11 +37,11 @@ class Region:
     autodiff: str | None = None
     around: tuple[Region, Eqn] | None = None
 
-    def inner(self, eqn: Eqn) -> Sequence[Region]:
+    def inner(self, eqn: Eqn) -> Sequence[Self]:
         """Where the programs run that an equation holds: of a `while` the condition first, then the body."""
         if id(eqn) not in self._inner:
             around, autodiff = (self, eqn), self.pass_of(eqn)
-            found = [Region(*program, autodiff, around) for program in _programs(eqn)]
+            found = [type(self)(*program, autodiff, around) for program in _programs(eqn)]
             self._inner[id(eqn)] = found
         return self._inner[id(eqn)]
 
@@ -53,7 +53,7 @@ class Region:
         return found
 
     @functools.cached_property
-    def _inner(self) -> dict[int, Sequence[Region]]:
+    def _inner(self) -> dict[int, Sequence[Self]]:
         return {}
 
     @functools.cached_property
@@ -82,7 +82,14 @@ class Region:
         outer, call = self.around
         return outer.at_line(call)
 
-    def regions(self) -> Iterator[Region]:
+    def walk(self) -> Iterator[tuple[Self, Eqn]]:
+        """Every equation, and after it those inside; each with its region."""
+        for eqn in self.jaxpr.eqns:
+            yield self, eqn
+            for each in self.inner(eqn):
+                yield from each.walk()
+
+    def regions(self) -> Iterator[Self]:
         """This region, and those inside."""
         yield self
         for eqn in self.jaxpr.eqns:

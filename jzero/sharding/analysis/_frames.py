@@ -78,13 +78,6 @@ class Frame(Region):
         """Variance of the outputs."""
         return [self.varies(atom) for atom in self.jaxpr.outvars]
 
-    def walk(self) -> Iterator[tuple[Frame, int, Eqn]]:
-        """Every equation of this frame and the frames below it."""
-        for index, eqn in enumerate(self.jaxpr.eqns):
-            yield self, index, eqn
-            for child in self.children.get(index, ()):
-                yield from child.walk()
-
 
 def axes_of(eqn: Eqn) -> tuple[str, ...]:
     """The mesh axes that a collective equation names."""

@@ -41,7 +41,7 @@ COLLECTED = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin"})
 
 def equations(frame: Frame, eqn: Eqn) -> list[tuple[Frame, Eqn]]:
     """The equation, and every one inside it."""
-    inner = [(f, e) for child in frame.inner(eqn) for f, _, e in child.walk()]
+    inner = [each for child in frame.inner(eqn) for each in child.walk()]
     return [(frame, eqn), *inner]
 
 

@@ -7,7 +7,7 @@ product is never whole; but not where each device first adds up what the turns o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jzero.ir._regions import variables
 from jzero.sharding.analysis import _frames, _rules
@@ -18,15 +18,17 @@ from jzero.tracing._types import Eqn, Var
 _ADDS = frozenset({"add", "add_any"})
 
 
-def note_lone_products(frame: Frame, num_outs: int, reduce_once: bool) -> None:
+def note_lone_products(frame: Frame, reduce_once: bool, own: Collection[Var] = ()) -> None:
     """Fills `lone_products` of the frame and those below: each product, and the sum that reads it.
 
     Args:
       frame: of the step.
-      num_outs: how many results it has.
       reduce_once: a step's own loop over microbatches adds gradients up on each device.
+      own: what each microbatch hands to a later loop. No sum may stand for it.
     """
-    _flow(frame, [False] * num_outs, reduce_once)
+    _flow(frame, [False] * len(frame.jaxpr.outvars), reduce_once)
+    for var in own:
+        frame.lone_products.pop(var, None)
 
 
 def _flow(frame: Frame, outs: Sequence[bool], reduce_once: bool) -> None:

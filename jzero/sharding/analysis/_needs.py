@@ -21,16 +21,27 @@ from jzero.tracing._types import Atom, Eqn, Var
 DType = np.dtype[np.generic]
 
 
-def note_needs(frame: Frame, num_outs: int, owned: Collection[Var] = ()) -> None:
-    """Fills `needs_full` and `feeds_batch` of the frame and those below; outputs need nothing.
+def note_needs_full(
+    frame: Frame, owned: Collection[Var] = (), copied: Collection[Var] = ()
+) -> None:
+    """Fills `needs_full` of the frame and those below; outputs need nothing.
 
-    Nor does a call that owners run in parts, which has its first result in `owned`.
+    Args:
+      frame: of the step.
+      owned: the first results of calls that owners run in parts, which need nothing either.
+      copied: what the update part computes for itself. A norm by dot product needs its operand whole, in the
+        grad part: it alone must gather it.
     """
     full = _Needs(
         lambda f: f.needs_full, lambda f, e: _rules.rule_for(e) is None or _spreads(f, e), owned
     )
-    full.flow(frame, [False] * num_outs)
-    _Needs(lambda f: f.feeds_batch, _is_of_a_pass).flow(frame, [False] * num_outs)
+    full.flow(frame, [False] * len(frame.jaxpr.outvars))
+    frame.needs_full.difference_update(copied)
+
+
+def note_feeds_batch(frame: Frame) -> None:
+    """Fills `feeds_batch` of the frame and those below."""
+    _Needs(lambda f: f.feeds_batch, _is_of_a_pass).flow(frame, [False] * len(frame.jaxpr.outvars))
 
 
 def _spreads(frame: Frame, eqn: Eqn) -> bool:

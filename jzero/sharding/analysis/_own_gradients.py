@@ -62,7 +62,7 @@ def _of_children(eqn: Eqn, children: Sequence[Frame], asked: Sequence[bool]) -> 
         return note_own_gradients(child, asked)
     scan, outs = _jaxpr.scan_parts(eqn), list(asked)
     while True:
-        for each, _, _ in child.walk():
+        for each in child.regions():
             each.own_gradients.clear()
         found = note_own_gradients(child, outs)
         carried = found[scan.num_consts : scan.num_consts + scan.num_carry]

@@ -19,7 +19,7 @@ def read_by_products(root: Frame, links: Links) -> frozenset[str]:
     """Paths of leaves with which something of the batch is multiplied; casts and slices of them count."""
     return frozenset(
         links.leaf_of(frame, var)
-        for frame, _, eqn in root.walk()
+        for frame, eqn in root.walk()
         if eqn.primitive.name in _PRODUCTS and any(frame.varies(out) for out in eqn.outvars)
         for var in variables(eqn.invars)
         if not frame.varies(var)

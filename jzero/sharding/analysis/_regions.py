@@ -124,7 +124,7 @@ def _needs_whole(frame: Frame, index: int, eqn: Eqn) -> bool:
     if not children:
         return _is_hard(eqn)
     inner = (each for child in children for each in child.walk())
-    return any(not f.children.get(i) and _is_hard(e) for f, i, e in inner)
+    return any(not f.inner(e) and _is_hard(e) for f, e in inner)
 
 
 def _is_hard(eqn: Eqn) -> bool:
@@ -278,7 +278,7 @@ def _all_equations(frame: Frame, region: OwnedRegion) -> Iterator[Eqn]:
     for index in region.eqns:
         yield frame.jaxpr.eqns[index]
         for child in frame.children.get(index, ()):
-            yield from (eqn for _, _, eqn in child.walk())
+            yield from (eqn for _, eqn in child.walk())
 
 
 def _type(atom: Atom) -> Hashable:

@@ -287,9 +287,9 @@ def _stack(
 
 def _why_reduced(body: Frame, dim: int) -> str:
     """What of the update of some slices asks the other devices, if anything does."""
-    found = [(frame, eqn) for frame, _, eqn in body.walk() if eqn.primitive in _jaxpr.COLLECTIVES]
+    found = [(frame, eqn) for frame, eqn in body.walk() if eqn.primitive in _jaxpr.COLLECTIVES]
     conditions = {
-        id(frame.children[i][0]) for frame, i, eqn in body.walk() if eqn.primitive.name == "while"
+        id(frame.inner(eqn)[0]) for frame, eqn in body.walk() if eqn.primitive.name == "while"
     }
     if any(id(frame) in conditions for frame, _ in found):
         return "its loop ends when all slices are done"

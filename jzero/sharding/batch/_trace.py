@@ -263,7 +263,7 @@ def _check_refs(jaxpr: Jaxpr) -> None:
 def _check_axes(frame: Frame) -> None:
     """Refuses collectives over dims that a `jax.vmap` of the step has named."""
     inner = [
-        eqn for _, _, eqn in frame.walk()
+        eqn for _, eqn in frame.walk()
         if eqn.primitive.name in _frames.COLLECTIVES
         and any(isinstance(axis, int) for axis in _frames.axes_of(eqn))
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from jax import lax
 
-from jzero.ir._regions import variables
+from jzero.ir._regions import region_of, variables
 from jzero.sharding.cut import _growing_loop, _over_turns
 from jzero.sharding.cut._growing_loop import GrowingLoop, MadeInLoop, Source
 from jzero.tracing import _jaxpr
@@ -348,7 +348,7 @@ def _replaced(eqns: Sequence[Eqn], eqn: Eqn, loop: GrowingLoop, gone: Collection
 
 def _in_order(eqns: Sequence[Eqn]) -> list[Eqn]:
     """The equations, each after those that it needs, else in the order they have."""
-    makers = {out: eqn for eqn in eqns for out in eqn.outvars}
+    makers = region_of(eqns).makers
     ordered: list[Eqn] = []
     done: set[int] = set()
     begun: set[int] = set()
@@ -363,7 +363,7 @@ def _in_order(eqns: Sequence[Eqn]) -> list[Eqn]:
                 ordered.append(waiting.pop())
             else:
                 begun.add(id(last))
-                needs = [makers[v] for v in variables(last.invars) if v in makers]
+                needs = [eqns[makers[v]] for v in variables(last.invars) if v in makers]
                 needs = [e for e in needs if id(e) not in done]
                 assert begun.isdisjoint(map(id, needs)), "equations that wait for each other"
                 waiting += needs[::-1]

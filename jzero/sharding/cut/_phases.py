@@ -231,7 +231,7 @@ _NEEDS = {
 
 def _check_collectives(frame: Frame, everywhere: frozenset[str]) -> None:
     """Refuses collectives that microbatches which run one after the other cannot take."""
-    for inner, _, eqn in frame.walk():
+    for inner, eqn in frame.walk():
         name = eqn.primitive.name
         if name not in COLLECTIVES or name == "axis_index":
             continue

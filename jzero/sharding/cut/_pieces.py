@@ -56,11 +56,13 @@ class UpdatePart:
       pieces: in an order in which they can run.
       boundary: values of the grad part that pieces read, and an equation that does (None: it is returned).
       apart: equations that depend on offloaded leaves, and those of pieces that the grad part has no use for.
+      copied: values that pieces compute for themselves, whoever else does.
     """
 
     pieces: tuple[Piece, ...]
     boundary: dict[Var, Eqn | None]
     apart: frozenset[int] = frozenset()
+    copied: frozenset[Var] = frozenset()
 
     @functools.cached_property
     def outs(self) -> frozenset[int]:
@@ -89,9 +91,7 @@ def cut_update(
     """
     cutter = _UpdateCutter(frame, offloaded, parameters)
     boundary = cutter.boundary()
-    update = UpdatePart(cutter.pieces(), boundary, cutter.apart(boundary))
-    # A norm by dot product needs its operand whole, in the grad part: it alone must gather it.
-    frame.needs_full.difference_update(cutter.copies)
+    update = UpdatePart(cutter.pieces(), boundary, cutter.apart(boundary), frozenset(cutter.copies))
     _check(frame, offloaded, update)
     return update
 
@@ -150,7 +150,6 @@ class _UpdateCutter:
                 self._dependent.add(index)
                 self._update_vars.update(eqn.outvars)
         nodes = self._read_by_outputs(sorted(self._dependent))
-        self._maker = {out: i for i in nodes for out in self._eqns[i].outvars}
         self.reads = {i: self._reads_of(self._eqns[i].invars) for i in nodes}
         for out, atom in enumerate(frame.jaxpr.outvars):
             is_leaf = out in offloaded or out in parameters
@@ -226,8 +225,10 @@ class _UpdateCutter:
         """Level and component of every node."""
         found: dict[int, tuple[int, int]] = {}
         numbers: dict[int | Var, int] = {}
+        makers = self._frame.makers
         for node in self.reads:
-            before = {found[self._maker[a]] for a in self.reads[node] if a in self._maker}
+            made_by = (makers.get(a, -1) for a in self.reads[node])
+            before = {found[i] for i in made_by if i in self.reads}
             others = {component for _, component in before}
             as_it_is = node >= len(self._eqns) and not before  # a gradient
             if self._large(node) or as_it_is:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from jzero.ir._regions import region_of
 from jzero.sharding.analysis._frames import num_reads
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.tracing import _jaxpr
@@ -42,8 +43,8 @@ def term_by_term(body: Jaxpr, carries: Sequence[Var]) -> tuple[Jaxpr, dict[Var, 
     Returns:
       The body; and for each sum that has several terms, what it is after each of them.
     """
-    makers = {out: eqn for eqn in body.eqns for out in eqn.outvars}
-    place = {out: i for i, eqn in enumerate(body.eqns) for out in eqn.outvars}
+    place = region_of(body.eqns).makers
+    makers = {out: body.eqns[i] for out, i in place.items()}
     uses = num_reads(body)
     steps: dict[Var, list[Var]] = {}
     gone, added = set[int](), list[Eqn]()

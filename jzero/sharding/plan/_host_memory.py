@@ -39,7 +39,7 @@ def check(options: Options, frame: Frame, waiting: Residuals, mesh: Any) -> None
         return
     own = [
         f"{atom.aval.dtype}[{', '.join(map(str, atom.aval.shape))}]{_jaxpr.at_line(eqn)}"
-        for _, _, eqn in frame.walk() if eqn.primitive.name == "scan"
+        for _, eqn in frame.walk() if eqn.primitive.name == "scan"
         for atom in eqn.outvars if _jaxpr.is_on_host(atom.aval)
     ]  # fmt: skip
     moves = options.moves_activations and (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._lone import note_lone_products
-from jzero.sharding.analysis._needs import note_needs
+from jzero.sharding.analysis._needs import note_feeds_batch, note_needs_full
 from jzero.sharding.analysis._own_gradients import note_own_gradients
 from jzero.sharding.analysis._regions import Names
 from jzero.sharding.analysis._residuals import residuals
@@ -33,7 +33,7 @@ from jzero.sharding.plan._local_step import LocalStep
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._stages import PARAMETER, StateLeaf
-from jzero.tracing import _call, _jaxpr
+from jzero.tracing import _call
 
 
 def _check_sizes(leaves: Sequence[StateLeaf], setting: Setting) -> None:
@@ -96,7 +96,7 @@ def make_plan(
     if shared.owners:
         frame = shared.frame
         local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
-        links, layouts = _laid_out(frame, local, leaves, setting, rests, shared.owners.keys())
+        links, layouts = _laid_out(frame, local, leaves, setting, rests)
     policy, automatic = options.offload, tuple(setting.automatic)
     reduce_codes = options.reduce_codes(setting.axes)
     if options.gather_dtype is not None or any(reduce_codes.values()):
@@ -107,11 +107,11 @@ def make_plan(
         frame, links, stage_axes, resting, local.specs, setting.batch_axes, update
     )
     microbatches = _microbatches(local, update, len(resting), setting)
-    waiting = {}
-    if options.moves_activations:
-        phases = microbatches.phases
-        kept = {var for phase in phases for var in (*phase.kept, *phase.stacks)}
-        waiting = residuals(frame, kept)
+    phases = microbatches.phases
+    kept = {var for phase in phases for var in (*phase.kept, *phase.stacks)}
+    note_needs_full(frame, shared.owners.keys(), update.copied)
+    note_lone_products(frame, options.reduce_once, kept)
+    waiting = residuals(frame, kept) if options.moves_activations else {}
     _host_memory.check(options, frame, waiting, setting.mesh)
     plan = StepPlan(
         stage=options.stage,
@@ -152,13 +152,12 @@ def make_plan(
 
 def _laid_out(
     frame: Frame, local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting,
-    rests: Sequence[Rest | None], owned: Collection[_jaxpr.Var] = (),
+    rests: Sequence[Rest | None],
 ) -> tuple[Links, tuple[LeafPlan, ...]]:  # fmt: skip
     """Which dims are sharded together, and how each leaf rests."""
-    stage_axes, num_outs = setting.stage_axes, len(local.traced.out_avals)
+    stage_axes = setting.stage_axes
     links = Links(frame, stage_axes.count(stage_axes.shard_axes))
-    note_needs(frame, num_outs, owned)
-    note_lone_products(frame, num_outs, setting.options.reduce_once)
+    note_feeds_batch(frame)
     if setting.evaluates:
         options, automatic = setting.options, setting.automatic
         found = _leaves.plan_as_found(leaves, rests, stage_axes, automatic, frame, links)
@@ -187,10 +186,6 @@ def _microbatches(
     cut = _phases.cut(
         local.traced.frame, setting.step_axes, num, per_example, update.apart, update.boundary
     )
-    # What a later loop reads is a microbatch's own: no sum may stand for it.
-    for phase in cut.phases:
-        for var in (*phase.kept, *phase.stacks):
-            local.traced.frame.lone_products.pop(var, None)
     return Microbatches(num, dims, cut.phases, cut.loops, setting.options.layer_major)
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jzero.ir._dataflow import forward
+from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
 from jzero.sharding.batch._trace import TracedStep
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._modules import arrays_of
@@ -219,31 +221,27 @@ _PARTS = frozenset(
 def _reached(jaxpr: Jaxpr, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
     """Which inputs each output is reached from by operations that keep elements apart.
 
-    Those that jzero does not look into, as a branch or a kernel, reach all that they read.
+    Those that jzero does not look into, as a kernel, reach all that they read.
     """
-    known: dict[Any, frozenset[int]] = dict(zip(jaxpr.invars, given, strict=True))
-
-    def read(atom: Any) -> frozenset[int]:
-        return _NOTHING if _jaxpr.is_literal(atom) else known.get(atom, _NOTHING)
-
-    for eqn in jaxpr.eqns:
-        if any(ins := list(map(read, eqn.invars))):
-            known |= zip(eqn.outvars, _through(eqn, ins), strict=True)
-    return list(map(read, jaxpr.outvars))
+    program = Region(jaxpr, [])
+    pairs = zip(jaxpr.invars, given, strict=True)
+    start: dict[ValueIn, frozenset[int]] = {(program, var): of for var, of in pairs}
+    found = forward(program, start, _through, frozenset.union, _NOTHING, _across)
+    ends = (_NOTHING if _jaxpr.is_literal(x) else found.get((program, x)) for x in jaxpr.outvars)
+    return [end or _NOTHING for end in ends]
 
 
 _NOTHING = frozenset[int]()
 
 
-def _through(eqn: Eqn, ins: list[frozenset[int]]) -> list[frozenset[int]]:
+def _across(eqn: Eqn, edge: Edge, of: frozenset[int]) -> frozenset[int]:
+    return _NOTHING if edge.kind is EdgeKind.PREDICATE else of
+
+
+def _through(region: Region, eqn: Eqn, ins: Sequence[frozenset[int]]) -> Sequence[frozenset[int]]:
     name, num = eqn.primitive.name, len(eqn.outvars)
     if name in _MIXING:
         return [_NOTHING] * num
-    if name == "scan":
-        return _through_scan(eqn, ins)
-    if _jaxpr.is_rematted(eqn):
-        body, _ = _jaxpr.open_jaxpr(eqn.params["jaxpr"])
-        return _reached(body, ins)
     if _jaxpr.inner_jaxprs(eqn) or name in _PARTS:
         return [_NOTHING.union(*ins)] * num
     if name.startswith("scatter"):
@@ -255,18 +253,6 @@ def _through(eqn: Eqn, ins: list[frozenset[int]]) -> list[frozenset[int]]:
         _NOTHING.union(*(x for x, size in zip(ins, sizes, strict=True) if size == out.aval.size))
         for out in eqn.outvars
     ]
-
-
-def _through_scan(eqn: Eqn, ins: list[frozenset[int]]) -> list[frozenset[int]]:
-    parts = _jaxpr.scan_parts(eqn)
-    first = parts.num_consts
-    carried = slice(first, first + parts.num_carry)
-    while True:
-        outs = _reached(parts.body, ins)
-        after = [a | b for a, b in zip(ins[carried], outs, strict=False)]
-        if after == ins[carried]:
-            return after + outs[parts.num_carry :]
-        ins = [*ins[:first], *after, *ins[carried.stop :]]
 
 
 def _owners(inputs: Iterable[tuple[str, Any]]) -> list[str]:

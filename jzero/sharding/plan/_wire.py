@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import jax.numpy as jnp
 
@@ -18,7 +18,7 @@ from jzero.sharding.analysis._product_reads import read_by_products
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import PARAMETER, StageAxes
 from jzero.tracing import _call
-from jzero.tracing._types import Eqn, Var
+from jzero.tracing._types import Var
 
 WHO = _call.WHO
 # Elements of a leaf: below it scales and the computation cost more than the bytes are worth.
@@ -39,12 +39,11 @@ def in_codes(
     """
     products = read_by_products(frame, links)
     copies = gather_codes is not None and stage_axes.param_axes != stage_axes.shard_axes
-    makers = {out: eqn for eqn in frame.jaxpr.eqns for out in eqn.outvars} if copies else {}
     out = []
     for i, leaf in enumerate(leaves):
         if leaf.role == PARAMETER:
             why = why_exact(leaf, products)
-            renewed = not why and copies and _has_master(frame, makers, i)
+            renewed = not why and copies and _has_master(frame, i)
             leaf = dataclasses.replace(leaf, coded=not why, renewed_in_codes=renewed, why_exact=why)
         out.append(leaf)
     if gather_codes is not None and not stage_axes.param_axes:
@@ -73,7 +72,7 @@ def why_exact(leaf: LeafPlan, products: Collection[str]) -> str:
     return "it has 8 bits" if leaf.itemsize == 1 else ""
 
 
-def _has_master(frame: Frame, makers: Mapping[Var, Eqn], index: int) -> bool:
+def _has_master(frame: Frame, index: int) -> bool:
     """Whether a new parameter is made without the old one, but for its gradient."""
     old, new = frame.jaxpr.invars[index], frame.jaxpr.outvars[index]
     due, seen = variables([new]), set[Var]()
@@ -81,10 +80,11 @@ def _has_master(frame: Frame, makers: Mapping[Var, Eqn], index: int) -> bool:
         var = due.pop()
         if var is old:
             return False
-        eqn = makers.get(var)
-        # What the batch has a part in is a gradient, or follows from one.
-        if var in seen or eqn is None or any(frame.reads(eqn)):
+        if var in seen or var not in frame.makers:
             continue
         seen.add(var)
-        due += variables(eqn.invars)
+        eqn = frame.jaxpr.eqns[frame.makers[var]]
+        # What the batch has a part in is a gradient, or follows from one.
+        if not any(frame.reads(eqn)):
+            due += variables(eqn.invars)
     return True
