@@ -411,6 +411,26 @@ def scopes(eqn: Eqn) -> list[str]:
     return [entry.name for entry in eqn.source_info.name_stack.stack]
 
 
+def with_scope(eqn: Eqn, name: str) -> Eqn:
+    """The equation, as if it had been made under `jax.named_scope(name)` and nothing else."""
+    stack = source_info_util.new_name_stack(name)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
+def users_scopes(eqn: Eqn) -> list[str]:
+    """Names of the `jax.named_scope`s under which `eqn` was made, the outermost first."""
+    stack = eqn.source_info.name_stack.stack
+    found = [entry for entry in stack if not isinstance(entry, internal_source_info.Transform)]
+    return [entry.name for entry in found]
+
+
+def text_of(jaxpr: Jaxpr, width: int) -> str:
+    """A jaxpr as JAX prints it, with the scopes of each equation as a comment."""
+    printable: Any = jaxpr
+    text: str = printable.pretty_print(name_stack=True, use_color=False, width=width)
+    return text
+
+
 def not_the_users(path: str) -> None:
     """Lines of this file are not where the user wrote an equation: the line that called it is."""
     source_info_util.register_exclusion(path)
@@ -489,12 +509,17 @@ def at_line(eqn: Eqn) -> str:
 
 def user_line(eqn: Eqn) -> str:
     """`summary(eqn)`; and, if that is a line of an installed package, where the user called the package."""
+    called = called_at(eqn)
+    return f"{summary(eqn)}, called at {called}" if called else summary(eqn)
+
+
+def called_at(eqn: Eqn) -> str:
+    """Of an equation of an installed package, where the user called the package; else nothing."""
     frames = [*internal_source_info.user_frames(eqn.source_info.traceback)]
     ours = [frame for frame in frames if not _is_installed(frame.file_name)]
     if not ours or ours[0] is frames[0]:
-        return summary(eqn)
-    file, line, function = ours[0].file_name, ours[0].start_line, ours[0].function_name
-    return f"{summary(eqn)}, called at {file}:{line} ({function})"
+        return ""
+    return f"{ours[0].file_name}:{ours[0].start_line} ({ours[0].function_name})"
 
 
 def line_of_error(error: Exception) -> str:
