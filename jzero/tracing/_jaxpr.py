@@ -271,14 +271,16 @@ def scan_parts(eqn: Eqn) -> ScanParts:
 
 
 def scan_like(
-    eqn: Eqn, body: Jaxpr, ins: Sequence[Atom], outs: Sequence[Var], num_consts: int, num_carry: int
-) -> Eqn:
+    eqn: Eqn, body: Jaxpr, ins: Sequence[Atom], outs: Sequence[Var], num_consts: int,
+    num_carry: int, length: int, reverse: bool,
+) -> Eqn:  # fmt: skip
     """A `scan` equation in the place of `eqn`, with another body, whose constants it keeps."""
     # Of the axes that its collectives name; it says by position what else it does.
     axes = {x for e in body.eqns for x in e.effects if isinstance(x, NamedAxisEffect)}
     closed, old = eqn.params["jaxpr"], open_jaxpr(eqn.params["jaxpr"])[0]
     effects: Any = getattr(old, "effects", set()) | axes
-    params = eqn.params | {"jaxpr": closed.replace(jaxpr=replaced(body, effects=effects))}
+    params = eqn.params | dict(length=length, reverse=reverse)
+    params["jaxpr"] = closed.replace(jaxpr=replaced(body, effects=effects))
     if "num_carry" in params:
         params |= dict(num_consts=num_consts, num_carry=num_carry)
     else:
@@ -739,6 +741,14 @@ def equation(
     return extended.new_jaxpr_eqn(
         list(ins), list(outs), primitive, params, set(), source.source_info
     )
+
+
+def result_types(
+    primitive: Any, ins: Sequence[Atom], params: Mapping[str, Any]
+) -> list[Any]:
+    """The types of an equation's results."""
+    found, _ = primitive.abstract_eval(*[atom.aval for atom in ins], **params)
+    return list(found) if primitive.multiple_results else [found]
 
 
 def is_on_host(aval: Any) -> bool:

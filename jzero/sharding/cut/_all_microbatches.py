@@ -153,7 +153,8 @@ class AllMicrobatches:
         body = _jaxpr.replaced(self._body, invars=invars, eqns=everything, outvars=ends)
         ins = [*map(self.whole, shared), *(each.init for each in running), *map(self.stack, own)]
         outs = [*(each.out for each in running), *map(self.new_stack, made)]
-        loop = _jaxpr.scan_like(self._loop, body, ins, outs, len(shared), len(running))
+        nums, parts = (len(shared), len(running)), _jaxpr.scan_parts(self._loop)
+        loop = _jaxpr.scan_like(self._loop, body, ins, outs, *nums, self._num, parts.reverse)
         self.eqns.append(loop)
 
     def _with_cheap(self, eqns: Sequence[Eqn], ends: Sequence[Atom]) -> list[Eqn]:
