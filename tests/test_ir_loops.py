@@ -1,5 +1,6 @@
 """Loops: each operation gives a loop that computes the same, to the bit, in every form of a `scan`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -51,11 +52,8 @@ def no_carry(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]
 
 def no_stacks(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]:
     (x,) = values(length, (3,))
-    body = lambda c, _: (jnp.sin(c[0]) + c[1], c[0]), None  # noqa: E731
-    return (
-        lambda x: lax.scan(lambda c, _: (body[0](c, None), None), (x, x), None, length, reverse),
-        [x],
-    )
+    body = lambda c, _: ((jnp.sin(c[0]) + c[1], c[0]), None)  # noqa: E731
+    return lambda x: lax.scan(body, (x, x), None, length, reverse), [x]
 
 
 def nested(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]:
@@ -78,7 +76,9 @@ def through(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]:
 FORMS = [both, no_carry, no_stacks, nested, through]
 
 
-def check(fn: Callable[..., Any], args: list[Any], change: Callable[[Any, Scan], list[Any]]) -> None:
+def check(
+    fn: Callable[..., Any], args: list[Any], change: Callable[[Any, Scan], list[Any]]
+) -> None:
     """`change(jaxpr, scan)` gives the equations in the place of the last loop of `fn`."""
     traced = _jaxpr.trace_here(fn, *args)
     jaxpr = traced.jaxpr
@@ -101,7 +101,8 @@ directions = pytest.mark.parametrize("reverse", [False, True])
 @lengths
 @directions
 def test_taken_apart_and_put_together(form, length, reverse):
-    check(*form(length, reverse), lambda jaxpr, scan: ScanBuilder(scan).build().equations())
+    fn, args = form(length, reverse)
+    check(fn, args, lambda jaxpr, scan: ScanBuilder(scan).build().equations())
 
 
 @forms
@@ -114,7 +115,8 @@ def test_opened_it_has_no_stacks(form, length, reverse):
         assert not found.ys
         return found.equations()
 
-    check(*form(length, reverse), change)
+    fn, args = form(length, reverse)
+    check(fn, args, change)
 
 
 @forms
@@ -129,19 +131,14 @@ def test_slices_follow_each_other(form, length, reverse):
         for start, stop in ranges[::-1] if reverse else ranges:
             carries = zip(scan.carries, init, strict=True)
             begun = tuple(port._replace(init=atom) for port, atom in carries)
-            part = sliced(ScanBuilder(scan).build(carries_=None) if False else _with(scan, begun), start, stop)
+            part = sliced(dataclasses.replace(scan, carries=begun), start, stop)
             eqns += part.equations()
             init = [port.out for port in part.carries]
             done.append(part)
         return eqns + joined(scan, done[::-1] if reverse else done, init)
 
-    check(*form(length, reverse), change)
-
-
-def _with(scan, carries):
-    builder = ScanBuilder(scan)
-    builder.carries = [*carries]
-    return builder.build()
+    fn, args = form(length, reverse)
+    check(fn, args, change)
 
 
 def joined(scan, parts, ends):
@@ -156,18 +153,21 @@ def joined(scan, parts, ends):
 
 @lengths
 @directions
-@pytest.mark.parametrize(("form", "name"), [(both, "dot_general"), (no_carry, "mul"), (through, "")])
+@pytest.mark.parametrize(
+    ("form", "name"), [(both, "dot_general"), (no_carry, "mul"), (through, "")]
+)
 def test_pipelined_a_turn_makes_what_the_next_one_needs(form, name, length, reverse):
     def change(jaxpr, scan):
         ahead = [out for eqn in scan.eqns if eqn.primitive.name == name for out in eqn.outvars][:1]
         found = pipelined(scan, ahead)
         assert found.length == length - 1
-        num = [sum(e.primitive.name == name for e in eqns) for eqns in (found.before, found.eqns, found.after)]  # fmt: skip
-        if name == "dot_general":
-            assert num == [1, 1, 0]
+        for eqns, num in [(found.before, 1), (found.eqns, 1), (found.after, 0)]:
+            names = [eqn.primitive.name for eqn in eqns]
+            assert name != "dot_general" or names.count(name) == num
         return found.equations()
 
-    check(*form(length, reverse), change)
+    fn, args = form(length, reverse)
+    check(fn, args, change)
 
 
 def test_pipelined_refuses_what_turns_hand_on():
@@ -193,13 +193,14 @@ def test_sink_and_absorb(length, reverse):
 
     def sunk(jaxpr, scan):
         (double,) = [e for e in jaxpr.eqns if e.primitive.name == "mul"]
-        stack, given = double.outvars[0], double.invars[0]
+        stack, given = double.outvars[0], _jaxpr.variable(double.invars[0])
 
         def row(builder):
-            return builder.first.add(lax.mul_p, [builder.slice(given), double.invars[1]])[0]
+            ins: list[Any] = [builder.slice(given), double.invars[1]]
+            return builder.first.add(lax.mul_p, ins)[0]
 
         found = sink(scan, stack, row)
-        assert [port.stack for port in found.xs] == [given]
+        assert [port.stack for port in found.xs] == [*double.invars[:1]]
         return found.equations()
 
     check(fn, [x, c], sunk)
@@ -233,46 +234,28 @@ def test_sink_and_absorb(length, reverse):
 def test_interchanged_loops(length, shared, reverse):
     """Microbatches around layers: weights are shared, each layer's sum runs on over microbatches."""
     layers = 3
-    w, total, x, k = values(length, (layers, 4), (layers, 4), (length, 2, 4), (length, layers, 4))
+    w, total, x, k = values(length, (layers, 4), (layers, 4), (length, 4), (length, layers, 4))
+
+    def layer(x: Any, each: Any) -> tuple[Any, Any]:
+        w, total, k = each
+        x = jnp.tanh(x * w + k)
+        return x, (total + x, x * 2)
 
     def fn(w: Any, total: Any, x: Any, k: Any) -> Any:
         def microbatch(total: Any, each: Any) -> tuple[Any, Any]:
-            x, k = each
-
-            def layer(x: Any, each: Any) -> tuple[Any, Any]:
-                w, total, k = each
-                x = jnp.tanh(x * w + k)
-                return x, (total + x[0], x * 2)
-
-            begun = jnp.ones((2, 4)) if shared else x
+            begun, k = each if not shared else (first, each)
             x, (total, y) = lax.scan(layer, begun, (w, total, k), reverse=reverse)
             return total, (x, y)
 
-        return lax.scan(microbatch, total, (x, k), reverse=reverse)
+        first = x[0]
+        return lax.scan(microbatch, total, k if shared else (x, k), reverse=reverse)
 
     def change(jaxpr, scan):
         found = interchanged(scan)
-        assert (found.length, [e.primitive.name for e in found.eqns].count("scan")) == (layers, 1)
+        assert found.length == layers
+        assert [e.primitive.name for e in found.eqns].count("scan") == 1
         return found.equations()
 
-    if shared:
-        fn_ = fn
-        ones = jnp.ones((2, 4))
-
-        def fn(w: Any, total: Any, x: Any, k: Any) -> Any:  # noqa: F811
-            def microbatch(total: Any, k: Any) -> tuple[Any, Any]:
-                def layer(x: Any, each: Any) -> tuple[Any, Any]:
-                    w, total, k = each
-                    x = jnp.tanh(x * w + k)
-                    return x, (total + x[0], x * 2)
-
-                x, (total, y) = lax.scan(layer, begun, (w, total, k), reverse=reverse)
-                return total, (x, y)
-
-            begun = x[0]
-            return lax.scan(microbatch, total, k, reverse=reverse)
-
-        del fn_, ones
     check(fn, [w, total, x, k], change)
 
 
@@ -285,11 +268,15 @@ def test_turns_that_print_keep_their_order_or_are_refused(capfd):
         traced = _jaxpr.trace_here(lambda x: lax.scan(body, 0, x), jnp.ones(3))
         (eqn,) = traced.jaxpr.eqns
         new = _jaxpr.replaced(traced.jaxpr, eqns=change(Scan.of(eqn)))
-        jax.block_until_ready(jax.jit(lambda x: _jaxpr.evaluate(new, traced.consts, x))(jnp.ones(3)))
+        jax.block_until_ready(
+            jax.jit(lambda x: _jaxpr.evaluate(new, traced.consts, x))(jnp.ones(3))
+        )
         jax.effects_barrier()
         return capfd.readouterr().out.split()
 
-    (sine,) = [lambda scan: [e.outvars[0] for e in scan.eqns if e.primitive.name == "sin"]]
+    def sine(scan: Scan) -> list[Any]:
+        return [eqn.outvars[0] for eqn in scan.eqns if eqn.primitive.name == "sin"]
+
     assert printed(lambda scan: scan.equations()) == ["0", "1", "2"]
     assert printed(lambda scan: opened(scan).equations()) == ["0", "1", "2"]
     assert printed(lambda scan: pipelined(scan, sine(scan)).equations()) == ["0", "1", "2"]

@@ -179,7 +179,7 @@ class ScanBuilder:
 
     def build(self, **changes: Any) -> Scan:
         """The loop; `changes` are those of other fields of it."""
-        assert not (self.first.consts or self.last.consts), "constants of a turn have no port"
+        assert not [*self.first.consts, *self.last.consts], "constants of a turn have no port"
         return dataclasses.replace(
             self.scan,
             eqns=(*self.first.eqns, *self.eqns, *self.last.eqns),
@@ -199,7 +199,7 @@ def sink(scan: Scan, stack: Var, row: Callable[[ScanBuilder], Atom]) -> Scan:
 
 
 def absorb(scan: Scan, rows: Callable[[ScanBuilder], Mapping[Var, Atom]]) -> Scan:
-    """A turn does what is done to the stacks: `rows` writes it at the end of a turn, by the stack it is for."""
+    """A turn does what is done to the stacks: `rows` writes it, by the stack that it is for."""
     builder = ScanBuilder(scan)
     for stack, row in rows(builder).items():
         builder.stack(row, stack)
@@ -240,7 +240,7 @@ def empty(writer: Writer, stack: Var) -> Var:
 
 def sliced(scan: Scan, start: int, stop: int) -> Scan:
     """Its turns with the slices from `start` to `stop`; results of its own, in the place of the loop's."""
-    assert not (scan.before or scan.after), "some of its turns, and not what stands around it"
+    assert not [*scan.before, *scan.after], "some of its turns, and not what stands around it"
     builder = ScanBuilder(scan)
     builder.xs = [
         Slices(_part(builder.before, port.stack, start, stop), port.row) for port in scan.xs
@@ -392,7 +392,9 @@ def interchanged(scan: Scan) -> Scan:
             row = _jaxpr.new_var(taken.row)
             around.xs.append(Slices(port.init, row))
             last = _jaxpr.new_var(taken.row)
-            within.carries.append(Carry(row, taken.row, made.pop(_jaxpr.variable(port.after)), last))
+            within.carries.append(
+                Carry(row, taken.row, made.pop(_jaxpr.variable(port.after)), last)
+            )
             around.ys.append(Made(last, port.out))
             continue
         stack = outside(taken.stack)
@@ -400,12 +402,15 @@ def interchanged(scan: Scan) -> Scan:
             row = _jaxpr.new_var(taken.row)
             within.consts.append(Const(row, taken.row))
         else:
-            stack = _swapped(around.before, stack)
+            stack = around.before.swapped(stack)
             row = _jaxpr.var_like(taken.row.aval, (num, *taken.row.aval.shape))
             within.xs.append(Slices(row, taken.row))
         around.xs.append(Slices(stack, row))
     outs = {port.row: port.stack for port in scan.ys if not _jaxpr.is_literal(port.row)}
-    assert len(outs) == len(scan.ys), "a stack of literals"
+    results = {*made, *(port.out for port in inner.carries)}
+    assert len(outs) == len(scan.ys), "a stack of literals, or one made twice"
+    assert results.issuperset(outs), "a stack of what the inner loop does not make"
+    assert len(within.carries) == len(handed), "what turns hand on does not pass the inner loop"
     for carry in inner.carries:
         init = outside(carry.init)
         if is_shared(carry.init):
@@ -417,25 +422,18 @@ def interchanged(scan: Scan) -> Scan:
         within.ys.append(Made(carry.after, after))
         out = outs.get(carry.out) or _jaxpr.new_var(mine)
         around.carries.append(Carry(init, mine, after, out))
-    for stack, row in made.items():
+    for stack, mine in made.items():
         if stack in outs:
-            rows = _jaxpr.var_like(row.aval, (num, *row.aval.shape))
-            within.ys.append(Made(row, rows))
+            rows = _jaxpr.var_like(mine.aval, (num, *mine.aval.shape))
+            within.ys.append(Made(mine, rows))
             turned = around.stack(rows)
-            _swapped(around.after, turned, outs[stack])
+            around.after.swapped(turned, outs[stack])
     nested = within.build()
     around.eqns = tuple(nested.equations())
     found = around.build()
     return dataclasses.replace(
         found, before=(*scan.before, *found.before), after=(*found.after, *scan.after)
     )
-
-
-def _swapped(writer: Writer, stack: Atom, out: Var | None = None) -> Var:
-    first, second, *row = stack.aval.shape
-    out = _jaxpr.var_like(stack.aval, (second, first, *row)) if out is None else out
-    order = (1, 0, *range(2, stack.aval.ndim))
-    return writer.add(lax.transpose_p, [stack], [out], permutation=order)[0]
 
 
 def _own(writer: Writer, eqns: Sequence[Eqn]) -> None:

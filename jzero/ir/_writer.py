@@ -56,12 +56,12 @@ class Writer:
 
     def again(
         self, eqn: Eqn, ins: Sequence[Atom] | None = None, outs: Sequence[Var] | None = None,
-        source: Eqn | None = None, **params: Any,
+        source: Eqn | None = None, params: Mapping[str, Any] | None = None,
     ) -> list[Var]:  # fmt: skip
-        """Writes an equation once more, with other operands, results, line or some other parameters."""
+        """Writes an equation once more, with other operands, results, parameters or line."""
         parts: dict[str, Any] = {} if source is None else {"source_info": source.source_info}
-        if params:
-            parts["params"] = eqn.params | params
+        if params is not None:
+            parts["params"] = params
         parts["invars"] = [*map(self.read, eqn.invars)] if ins is None else [*ins]
         parts["outvars"] = [*map(_jaxpr.new_var, eqn.outvars)] if outs is None else [*outs]
         self.eqns.append(eqn.replace(**parts))
@@ -72,7 +72,7 @@ class Writer:
         for eqn in eqns:
             self.names |= zip(eqn.outvars, self.again(eqn, source=source), strict=True)
 
-    def inline(
+    def write(
         self, jaxpr: Jaxpr, consts: Sequence[Any], ins: Sequence[Atom], source: Eqn | None = None
     ) -> list[Atom]:
         """Writes the equations of a jaxpr, those of its calls too, and returns what it returns."""
@@ -120,25 +120,36 @@ class Writer:
             self._once[key] = self.broadcast(scalar, _jaxpr.var_like(like), (), source)
         return self._once[key]
 
-    def broadcast(
-        self, x: Atom, out: Var, dims: tuple[int, ...], source: Eqn | None = None
-    ) -> Var:
+    def broadcast(self, x: Atom, out: Var, dims: tuple[int, ...], source: Eqn | None = None) -> Var:
         """`lax.broadcast_in_dim(x, out.shape, dims)`."""
-        params = dict(shape=out.aval.shape, broadcast_dimensions=dims, sharding=None)
+        params: dict[str, Any] = dict(
+            shape=out.aval.shape, broadcast_dimensions=dims, sharding=None
+        )
         return self.add(lax.broadcast_in_dim_p, [x], [out], source, **params)[0]
 
     def reshape(self, x: Atom, shape: Sequence[int], out: Var | None = None) -> Var:
         """`x.reshape(shape)`."""
         out = _jaxpr.var_like(x.aval, shape) if out is None else out
-        params = dict(new_sizes=out.aval.shape, dimensions=None, sharding=None)
+        params: dict[str, Any] = dict(new_sizes=out.aval.shape, dimensions=None, sharding=None)
         return self.add(lax.reshape_p, [x], [out], **params)[0]
 
-    def slice(self, x: Atom, starts: Sequence[int], limits: Sequence[int], out: Var | None = None) -> Var:  # fmt: skip
+    def slice(
+        self, x: Atom, starts: Sequence[int], limits: Sequence[int], out: Var | None = None
+    ) -> Var:
         """`lax.slice(x, starts, limits)`."""
         shape = [limit - start for start, limit in zip(starts, limits, strict=True)]
         out = _jaxpr.var_like(x.aval, shape) if out is None else out
-        params = dict(start_indices=tuple(starts), limit_indices=tuple(limits), strides=None)
+        params: dict[str, Any] = dict(
+            start_indices=tuple(starts), limit_indices=tuple(limits), strides=None
+        )
         return self.add(lax.slice_p, [x], [out], **params)[0]
+
+    def swapped(self, stack: Atom, out: Var | None = None) -> Var:
+        """The first two dims, in the other order."""
+        first, second, *row = stack.aval.shape
+        out = _jaxpr.var_like(stack.aval, (second, first, *row)) if out is None else out
+        order = (1, 0, *range(2, stack.aval.ndim))
+        return self.add(lax.transpose_p, [stack], [out], permutation=order)[0]
 
     def row(self, stack: Atom, at: Atom) -> Var:
         """`stack[at]`, of a place in bounds: `[turns, n, d] -> [n, d]`."""

@@ -743,9 +743,7 @@ def equation(
     )
 
 
-def result_types(
-    primitive: Any, ins: Sequence[Atom], params: Mapping[str, Any]
-) -> list[Any]:
+def result_types(primitive: Any, ins: Sequence[Atom], params: Mapping[str, Any]) -> list[Any]:
     """The types of an equation's results."""
     found, _ = primitive.abstract_eval(*[atom.aval for atom in ins], **params)
     return list(found) if primitive.multiple_results else [found]

@@ -20,6 +20,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jzero._errors import StepError, message
+from jzero.ir import _starts
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame, Varying
 from jzero.sharding.analysis._kinds import uncut_checkpoints
@@ -27,7 +28,7 @@ from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._equations import shard_map_error
 from jzero.sharding.batch._localize import localize
 from jzero.sharding.batch._rows import Form, Rows
-from jzero.tracing import _jaxpr, _keys, _rewrite, _starts
+from jzero.tracing import _jaxpr, _keys, _rewrite
 from jzero.tracing._differences import without_differences
 from jzero.tracing._types import Aval, Jaxpr
 

@@ -165,7 +165,7 @@ class GrowingLoop(ScanBuilder):
         avals = [out.aval for out in eqn.outvars]
         outs = [_jaxpr.var_like(x, _over_turns.rows_of(x, self.turns)) for x in avals]
         params = _over_turns.of_turn(eqn, outs[0].aval.shape[0])
-        where.again(eqn, ins, outs, **params)
+        where.again(eqn, ins, outs, params=params)
         self._rows |= zip(eqn.outvars, outs, strict=True)
 
 

@@ -87,9 +87,9 @@ class _LoopOpener:
             return None
         carry = [_jaxpr.new_var(out) for out in self._eqn.outvars]
         ins = [*map(self._inside, closed), *carry]
-        outs = self._turn.inline(loop.body, loop.body_consts, ins)
+        outs = self._turn.write(loop.body, loop.body_consts, ins)
         asks = Writer(self._eqn)
-        again = asks.inline(loop.cond, loop.cond_consts, [*asked, *carry])
+        again = asks.write(loop.cond, loop.cond_consts, [*asked, *carry])
         goes_on = self._jaxpr(asks, [], again)
         goes_on = self._jaxpr(asks, _free(goes_on), again)
         known = dict(zip(asks.constvars, asks.consts, strict=True))
@@ -103,7 +103,7 @@ class _LoopOpener:
         loop = opened_scan(scan)
         carry = [_jaxpr.new_var(port.before) for port in loop.carries]
         ins = [*(self._inside(port.outer) for port in loop.consts), *carry]
-        outs = self._turn.inline(loop.body, _jaxpr.scan_parts(self._eqn).body_consts, ins)
+        outs = self._turn.write(loop.body, _jaxpr.scan_parts(self._eqn).body_consts, ins)
         first = Writer(self._eqn)
         first.eqns += loop.before
         results = [None, *(port.out for port in loop.carries[1:])]
@@ -134,9 +134,7 @@ class _LoopOpener:
 
     def _jaxpr(self, writer: Writer, ins: list[Var], outs: Sequence[Atom]) -> Jaxpr:
         eqns = [*writer.eqns]
-        return _jaxpr.replaced(
-            self._around, constvars=[], invars=ins, outvars=[*outs], eqns=eqns
-        )
+        return _jaxpr.replaced(self._around, constvars=[], invars=ins, outvars=[*outs], eqns=eqns)
 
     def _inside(self, atom: Atom) -> Atom:
         """What a turn reads for something around the loop: made anew, if it follows from leaves alone."""
