@@ -175,7 +175,7 @@ def test_pipelined_refuses_what_turns_hand_on():
     (eqn,) = [e for e in traced.jaxpr.eqns if e.primitive.name == "scan"]
     scan = Scan.of(eqn)
     with pytest.raises(AssertionError, match="hand on"):
-        pipelined(scan, [scan.eqns[-1].outvars[0], *[port.after for port in scan.carries]])
+        pipelined(scan, [_jaxpr.variable(port.after) for port in scan.carries])
 
 
 @lengths

@@ -24,19 +24,19 @@ import numpy as np
 from jax import lax
 
 from jzero.ir._regions import variables
-from jzero.ir._writer import Writer
+from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
-class Const(NamedTuple):
+class ConstPort(NamedTuple):
     """What each turn reads whole, and its name in a turn."""
 
     outer: Atom
     inner: Var
 
 
-class Carry(NamedTuple):
+class CarryPort(NamedTuple):
     """What a turn takes from the one before: the first, a turn's, what it makes of it, and the last."""
 
     init: Atom
@@ -45,14 +45,14 @@ class Carry(NamedTuple):
     out: Var
 
 
-class Slices(NamedTuple):
+class SlicePort(NamedTuple):
     """A stack of which each turn takes its slice."""
 
     stack: Atom
     row: Var
 
 
-class Made(NamedTuple):
+class StackPort(NamedTuple):
     """A stack that a loop makes of what each turn has for it."""
 
     row: Atom
@@ -74,10 +74,10 @@ class Scan:
 
     eqn: Eqn
     eqns: tuple[Eqn, ...]
-    consts: tuple[Const, ...]
-    carries: tuple[Carry, ...]
-    xs: tuple[Slices, ...]
-    ys: tuple[Made, ...]
+    consts: tuple[ConstPort, ...]
+    carries: tuple[CarryPort, ...]
+    xs: tuple[SlicePort, ...]
+    ys: tuple[StackPort, ...]
     length: int
     reverse: bool
     before: tuple[Eqn, ...] = ()
@@ -94,10 +94,10 @@ class Scan:
         )
         return cls(
             eqn, tuple(parts.body.eqns),
-            tuple(map(Const, eqn.invars[:first], ins[:first])),
-            tuple(Carry(*each) for each in carries),
-            tuple(map(Slices, eqn.invars[last:], ins[last:])),
-            tuple(map(Made, outs[num:], eqn.outvars[num:])),
+            tuple(map(ConstPort, eqn.invars[:first], ins[:first])),
+            tuple(CarryPort(*each) for each in carries),
+            tuple(map(SlicePort, eqn.invars[last:], ins[last:])),
+            tuple(map(StackPort, outs[num:], eqn.outvars[num:])),
             parts.length, parts.reverse,
         )  # fmt: skip
 
@@ -135,7 +135,7 @@ class ScanBuilder:
 
     def __init__(self, scan: Scan):
         self.scan, self.eqns = scan, scan.eqns
-        self.first, self.last, self.before, self.after = (Writer(scan.eqn) for _ in range(4))
+        self.first, self.last, self.before, self.after = (JaxprWriter(scan.eqn) for _ in range(4))
         self.consts, self.carries = [*scan.consts], [*scan.carries]
         self.xs, self.ys = [*scan.xs], [*scan.ys]
 
@@ -146,7 +146,7 @@ class ScanBuilder:
         known = [port.inner for port in self.consts if port.outer is atom]
         if not known:
             known.append(_jaxpr.new_var(atom))
-            self.consts.append(Const(atom, known[0]))
+            self.consts.append(ConstPort(atom, known[0]))
         return known[0]
 
     def slice(self, stack: Var) -> Var:
@@ -154,7 +154,7 @@ class ScanBuilder:
         known = [port.row for port in self.xs if port.stack is stack]
         if not known:
             known.append(_jaxpr.var_like(stack.aval, stack.aval.shape[1:]))
-            self.xs.append(Slices(stack, known[0]))
+            self.xs.append(SlicePort(stack, known[0]))
         return known[0]
 
     def sink(self, stack: Var, row: Callable[[Var], object]) -> None:
@@ -168,13 +168,13 @@ class ScanBuilder:
         """A value that turns hand on; `after` writes what a turn makes of it. Returns the last one."""
         before = _jaxpr.new_var(init)
         out = _jaxpr.new_var(init) if out is None else out
-        self.carries.append(Carry(init, before, after(before), out))
+        self.carries.append(CarryPort(init, before, after(before), out))
         return out
 
     def stack(self, row: Atom, out: Var | None = None) -> Var:
         """Makes a stack of what each turn has."""
         out = _jaxpr.var_like(row.aval, (self.scan.length, *row.aval.shape)) if out is None else out
-        self.ys.append(Made(row, out))
+        self.ys.append(StackPort(row, out))
         return out
 
     def build(self, **changes: Any) -> Scan:
@@ -217,22 +217,22 @@ def opened(scan: Scan) -> Scan:
     for port in scan.xs:
         row = builder.first.row(builder.whole(port.stack), place)
         builder.first.names[port.row] = row
-    turn = Writer(scan.eqn, builder.first.names)
+    turn = JaxprWriter(scan.eqn, builder.first.names)
     _own(turn, scan.eqns)
     builder.eqns = tuple(turn.eqns)
     following = _jaxpr.new_var(place)
     start, step = (_place(scan.length - 1), -1) if scan.reverse else (_place(0), 1)
-    builder.carries.append(Carry(start, place, following, _jaxpr.new_var(place)))
+    builder.carries.append(CarryPort(start, place, following, _jaxpr.new_var(place)))
     builder.carries += [port._replace(after=turn.read(port.after)) for port in scan.carries]
     for made in scan.ys:
         old = _jaxpr.new_var(made.stack)
         new = builder.last.with_row(old, turn.read(made.row), place)
-        builder.carries.append(Carry(empty(builder.before, made.stack), old, new, made.stack))
+        builder.carries.append(CarryPort(empty(builder.before, made.stack), old, new, made.stack))
     builder.last.add(lax.add_p, [place, _place(step)], [following])
     return builder.build(reverse=False)
 
 
-def empty(writer: Writer, stack: Var) -> Var:
+def empty(writer: JaxprWriter, stack: Var) -> Var:
     """What a stack is before a loop has written it."""
     zero = _jaxpr.scalar(0, stack.aval.dtype)
     return writer.broadcast(zero, _jaxpr.new_var(stack), ())
@@ -243,7 +243,7 @@ def sliced(scan: Scan, start: int, stop: int) -> Scan:
     assert not [*scan.before, *scan.after], "some of its turns, and not what stands around it"
     builder = ScanBuilder(scan)
     builder.xs = [
-        Slices(_part(builder.before, port.stack, start, stop), port.row) for port in scan.xs
+        SlicePort(_part(builder.before, port.stack, start, stop), port.row) for port in scan.xs
     ]
     builder.carries = [port._replace(out=_jaxpr.new_var(port.out)) for port in scan.carries]
     shapes = [(stop - start, *port.stack.aval.shape[1:]) for port in scan.ys]
@@ -254,7 +254,7 @@ def sliced(scan: Scan, start: int, stop: int) -> Scan:
     return builder.build(length=stop - start)
 
 
-def _part(writer: Writer, stack: Atom, start: int, stop: int) -> Var:
+def _part(writer: JaxprWriter, stack: Atom, start: int, stop: int) -> Var:
     shape = stack.aval.shape
     return writer.slice(stack, (start, *(0 for _ in shape[1:])), (stop, *shape[1:]))
 
@@ -276,17 +276,17 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
     places, step = loop.carries[0], -1 if scan.reverse else 1
     stacks = [(empty(builder.before, port.stack), port) for port in scan.ys]
 
-    def made(writer: Writer, whole: Callable[[Atom], Atom], at: Atom) -> list[Atom]:
+    def made(writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom) -> list[Atom]:
         read = set(variables([*(a for e in making for a in e.invars), *ahead]))
         names: dict[Var, Atom] = {port.inner: whole(port.outer) for port in scan.consts}
         names |= {p.row: writer.row(whole(p.stack), at) for p in scan.xs if p.row in read}
-        here = Writer(scan.eqn, names)
+        here = JaxprWriter(scan.eqn, names)
         here.copy(making)
         writer.eqns += here.eqns
         return [here.read(var) for var in ahead]
 
     def turn(
-        writer: Writer, whole: Callable[[Atom], Atom], at: Atom, carry: Sequence[Atom],
+        writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom, carry: Sequence[Atom],
         olds: Sequence[Atom], known: Sequence[Atom],
     ) -> tuple[list[Atom], list[Atom]]:  # fmt: skip
         outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
@@ -295,7 +295,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
         names |= {p.row: writer.row(whole(p.stack), at) for p in scan.xs if p.row in read}
         names |= zip(ahead, known, strict=True)
         names |= {p.before: atom for p, atom in zip(scan.carries, carry, strict=True)}
-        here = Writer(scan.eqn, names)
+        here = JaxprWriter(scan.eqn, names)
         here.copy(rest)
         writer.eqns += here.eqns
         new = [here.read(p.after) for p in scan.carries]
@@ -313,7 +313,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
     inits = [places.init, *(p.init for p in scan.carries), *(x for x, _ in stacks), *begun]
     befores, afters = [at, *first, *olds, *known], [following, *new, *news, *next_made]
     outs = [_jaxpr.new_var(var) for var in befores]
-    builder.carries = [*map(Carry, inits, befores, afters, outs)]
+    builder.carries = [*map(CarryPort, inits, befores, afters, outs)]
     num, end = len(first), 1 + len(first)
     last_at, *lasts = outs
     carry, made_stacks = turn(
@@ -369,7 +369,7 @@ def interchanged(scan: Scan) -> Scan:
     for builder in (around, within):
         builder.consts, builder.carries, builder.xs, builder.ys = [], [], [], []
     within.eqns, around.eqns = inner.eqns, ()
-    within.consts += [Const(var, var) for var in inner.body.constvars]
+    within.consts += [ConstPort(var, var) for var in inner.body.constvars]
     num = scan.length
 
     def is_shared(atom: Atom) -> bool:
@@ -382,30 +382,30 @@ def interchanged(scan: Scan) -> Scan:
     for const in inner.consts:
         mine = around.whole(outside(const.outer))
         if is_shared(const.outer):
-            within.consts.append(Const(mine, const.inner))
+            within.consts.append(ConstPort(mine, const.inner))
         else:
-            within.xs.append(Slices(mine, const.inner))
+            within.xs.append(SlicePort(mine, const.inner))
     made = {port.stack: port.row for port in inner.ys}
     for taken in inner.xs:
         if not is_shared(taken.stack) and taken.stack in handed:
             port = handed[taken.stack]
             row = _jaxpr.new_var(taken.row)
-            around.xs.append(Slices(port.init, row))
+            around.xs.append(SlicePort(port.init, row))
             last = _jaxpr.new_var(taken.row)
             within.carries.append(
-                Carry(row, taken.row, made.pop(_jaxpr.variable(port.after)), last)
+                CarryPort(row, taken.row, made.pop(_jaxpr.variable(port.after)), last)
             )
-            around.ys.append(Made(last, port.out))
+            around.ys.append(StackPort(last, port.out))
             continue
         stack = outside(taken.stack)
         if is_shared(taken.stack):
             row = _jaxpr.new_var(taken.row)
-            within.consts.append(Const(row, taken.row))
+            within.consts.append(ConstPort(row, taken.row))
         else:
             stack = around.before.swapped(stack)
             row = _jaxpr.var_like(taken.row.aval, (num, *taken.row.aval.shape))
-            within.xs.append(Slices(row, taken.row))
-        around.xs.append(Slices(stack, row))
+            within.xs.append(SlicePort(row, taken.row))
+        around.xs.append(SlicePort(stack, row))
     outs = {port.row: port.stack for port in scan.ys if not _jaxpr.is_literal(port.row)}
     results = {*made, *(port.out for port in inner.carries)}
     assert len(outs) == len(scan.ys), "a stack of literals, or one made twice"
@@ -417,15 +417,15 @@ def interchanged(scan: Scan) -> Scan:
             out = _jaxpr.var_like(carry.before.aval, (num, *carry.before.aval.shape))
             init = around.before.broadcast(init, out, tuple(range(1, out.aval.ndim)))
         mine = _jaxpr.new_var(init)
-        within.xs.append(Slices(mine, carry.before))
+        within.xs.append(SlicePort(mine, carry.before))
         after = _jaxpr.new_var(mine)
-        within.ys.append(Made(carry.after, after))
+        within.ys.append(StackPort(carry.after, after))
         out = outs.get(carry.out) or _jaxpr.new_var(mine)
-        around.carries.append(Carry(init, mine, after, out))
+        around.carries.append(CarryPort(init, mine, after, out))
     for stack, mine in made.items():
         if stack in outs:
             rows = _jaxpr.var_like(mine.aval, (num, *mine.aval.shape))
-            within.ys.append(Made(mine, rows))
+            within.ys.append(StackPort(mine, rows))
             turned = around.stack(rows)
             around.after.swapped(turned, outs[stack])
     nested = within.build()
@@ -436,7 +436,7 @@ def interchanged(scan: Scan) -> Scan:
     )
 
 
-def _own(writer: Writer, eqns: Sequence[Eqn]) -> None:
+def _own(writer: JaxprWriter, eqns: Sequence[Eqn]) -> None:
     """Writes equations, which keep their results."""
     for eqn in eqns:
         writer.again(eqn, outs=eqn.outvars)

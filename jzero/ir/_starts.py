@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jzero.ir._writer import Writer
+from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr
 
@@ -65,7 +65,7 @@ class _Clamps:
 def _slice_in_bounds(eqn: Eqn) -> list[Eqn]:
     operand, *starts = eqn.invars
     last = [n - size for n, size in zip(operand.aval.shape, eqn.params["slice_sizes"], strict=True)]
-    writer = Writer(eqn)
+    writer = JaxprWriter(eqn)
     clamped = [_clamped(x, most, writer) for x, most in zip(starts, last, strict=True)]
     if all(new is old for new, old in zip(clamped, starts, strict=True)):
         return [eqn]
@@ -73,7 +73,7 @@ def _slice_in_bounds(eqn: Eqn) -> list[Eqn]:
     return writer.eqns
 
 
-def _clamped(start: Atom, last: int, writer: Writer) -> Atom:
+def _clamped(start: Atom, last: int, writer: JaxprWriter) -> Atom:
     """A start in `[0, last]`."""
     dtype = start.aval.dtype
     if _jaxpr.is_literal(start):
@@ -98,7 +98,7 @@ def _windows_in_bounds(eqn: Eqn) -> list[Eqn]:
     if eqn.params["mode"] not in _CLAMPED or all(sizes[d] == 1 for d in dims):
         return [eqn]
     last = [operand.aval.shape[d] - sizes[d] for d in dims]
-    writer = Writer(eqn)
+    writer = JaxprWriter(eqn)
     (new,) = writer.trace(_clamped_indices, indices, static=(tuple(last),))
     writer.again(eqn, [operand, new], eqn.outvars)
     return writer.eqns

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Writer`: equations while they are written, each with the line and the scopes of what it stands for."""
+"""`JaxprWriter`: equations while they are written, each with the line of the one that it stands for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Traceable: TypeAlias = Callable[..., jax.Array | tuple[jax.Array, ...]]
 ArrayType: TypeAlias = tuple[tuple[int, ...], np.dtype[np.generic], bool]
 
 
-class Writer:
+class JaxprWriter:
     """Writes equations, one after the other.
 
     Attributes:

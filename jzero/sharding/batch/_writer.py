@@ -11,14 +11,14 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jzero.ir._writer import Traceable, Writer
+from jzero.ir._writer import JaxprWriter, Traceable
 from jzero.sharding.analysis import _rules
 from jzero.sharding.batch._rows import Rows, is_padded, local_shape
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Aval, Eqn, Var
 
 
-class EquationWriter(Writer):
+class EquationWriter(JaxprWriter):
     """Writes equations for one of `num` devices along `axes`."""
 
     def __init__(self, axes: tuple[str, ...], num: int, source: Eqn):

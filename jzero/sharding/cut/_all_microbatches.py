@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax import lax
 
 from jzero.ir._regions import variables
-from jzero.ir._writer import Writer
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.cut._followers import repeats
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
@@ -46,7 +46,7 @@ class AllMicrobatches:
         """`loop` is the loop over the microbatches that they come from."""
         scan = _jaxpr.scan_parts(loop)
         self._loop, self._body, self._num = loop, scan.body, scan.length
-        self._writer = Writer(loop)
+        self._writer = JaxprWriter(loop)
         self.shared: dict[Var, Atom] = {}
         self.stacks: dict[Var, Atom] = {}
         self._turned: dict[

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from jzero.ir._regions import variables
-from jzero.ir._writer import Writer
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.cut import _growing_loop, _over_turns
 from jzero.sharding.cut._growing_loop import GrowingLoop, MadeInLoop, Source
 from jzero.tracing import _jaxpr
@@ -307,7 +307,7 @@ def _slices_apart(eqns: Sequence[Eqn], loops: Sequence[Eqn]) -> Iterable[Eqn]:
         (start, *starts), (limit, *limits) = (
             eqn.params[name] for name in ("start_indices", "limit_indices")
         )
-        writer = Writer(eqn)
+        writer = JaxprWriter(eqn)
         some = writer.slice(x, (0, *starts), (turns, *limits))
         writer.slice(some, (start, *(0 for _ in cut)), (limit, *cut), out)
         yield from writer.eqns

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jzero.ir._loops import Carry, Scan, ScanBuilder
+from jzero.ir._loops import CarryPort, Scan, ScanBuilder
 from jzero.ir._regions import variables
-from jzero.ir._writer import Writer
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.cut import _over_turns
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Var
@@ -84,7 +84,7 @@ class GrowingLoop(ScanBuilder):
         init = self.before.full(_over_turns.neutral(eqn), out.aval, source=eqn)
         before, after = _jaxpr.new_var(out), _jaxpr.new_var(out)
         self.last.add(combine, [before, part], [after], eqn)
-        self.carries.append(Carry(init, before, after, out))
+        self.carries.append(CarryPort(init, before, after, out))
 
     def hand_out(self, stack: Var) -> None:
         """Makes a stack `[turns * k, ...]` of what each turn has of it."""
@@ -136,7 +136,7 @@ class GrowingLoop(ScanBuilder):
             return self._with_dim(self.slice(stack), stack, self.first)
         return self.slice(self.before.reshape(stack, (self.turns, *rows)))
 
-    def _with_dim(self, row: Atom, stack: Var, where: Writer) -> Var:
+    def _with_dim(self, row: Atom, stack: Var, where: JaxprWriter) -> Var:
         shape = (1, *stack.aval.shape[1:])
         return where.reshape(row, shape, _jaxpr.var_like(stack.aval, shape))
 
@@ -152,12 +152,12 @@ class GrowingLoop(ScanBuilder):
     def _made_again(self, stack: Var, source: MadeInLoop) -> Atom:
         names = {inner: self._row(a) for inner, a in source.slices.items()}
         names |= {inner: self.whole(a) for inner, a in source.consts.items()}
-        copies = Writer(self.eqn, names)
+        copies = JaxprWriter(self.eqn, names)
         copies.copy(source.eqns)
         self.first.eqns += copies.eqns
         return self._with_dim(copies.read(source.out), stack, self.first)
 
-    def _place(self, eqn: Eqn, where: Writer) -> None:
+    def _place(self, eqn: Eqn, where: JaxprWriter) -> None:
         gives = _over_turns.stacked(eqn, self.turns)
         assert gives is not None, eqn
         pairs = zip(eqn.invars, gives, strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 from jzero.ir._loops import Scan, makes_keys
 from jzero.ir._loops import opened as opened_scan
 from jzero.ir._regions import variables
-from jzero.ir._writer import Writer
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._frames import split
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -73,7 +73,7 @@ def opened(eqn: Eqn, around: Jaxpr, derived: Mapping[Var, Eqn | None]) -> OpenLo
 class _LoopOpener:
     def __init__(self, eqn: Eqn, around: Jaxpr, derived: Mapping[Var, Eqn | None]):
         self._eqn, self._around, self._derived = eqn, around, derived
-        self._turn = Writer(eqn)  # `names` has what of leaves it makes anew.
+        self._turn = JaxprWriter(eqn)  # `names` has what of leaves it makes anew.
 
     def run(self) -> OpenLoop | None:
         """The loop, if it can be opened."""
@@ -88,13 +88,13 @@ class _LoopOpener:
         carry = [_jaxpr.new_var(out) for out in self._eqn.outvars]
         ins = [*map(self._inside, closed), *carry]
         outs = self._turn.write(loop.body, loop.body_consts, ins)
-        asks = Writer(self._eqn)
+        asks = JaxprWriter(self._eqn)
         again = asks.write(loop.cond, loop.cond_consts, [*asked, *carry])
         goes_on = self._jaxpr(asks, [], again)
         goes_on = self._jaxpr(asks, _free(goes_on), again)
         known = dict(zip(asks.constvars, asks.consts, strict=True))
         results = self._eqn.outvars
-        return self._loop(carry, outs, init, results, Writer(self._eqn), None, goes_on, known)
+        return self._loop(carry, outs, init, results, JaxprWriter(self._eqn), None, goes_on, known)
 
     def _scan(self) -> OpenLoop | None:
         scan = Scan.of(self._eqn)
@@ -104,7 +104,7 @@ class _LoopOpener:
         carry = [_jaxpr.new_var(port.before) for port in loop.carries]
         ins = [*(self._inside(port.outer) for port in loop.consts), *carry]
         outs = self._turn.write(loop.body, _jaxpr.scan_parts(self._eqn).body_consts, ins)
-        first = Writer(self._eqn)
+        first = JaxprWriter(self._eqn)
         first.eqns += loop.before
         results = [None, *(port.out for port in loop.carries[1:])]
         init = [port.init for port in loop.carries]
@@ -112,7 +112,7 @@ class _LoopOpener:
 
     def _loop(
         self, carry: list[Var], outs: Sequence[Atom], init: Sequence[Atom],
-        results: Sequence[Var | None], first: Writer, length: int | None, goes_on: Jaxpr | None,
+        results: Sequence[Var | None], first: JaxprWriter, length: int | None, goes_on: Jaxpr | None,
         known: Mapping[Var, Any],
     ) -> OpenLoop:  # fmt: skip
         begins, ends = self._copied(init, first), self._copied(outs, self._turn)
@@ -122,7 +122,7 @@ class _LoopOpener:
             body, tuple(begins), tuple(results), tuple(first.eqns), length, goes_on, known
         )
 
-    def _copied(self, atoms: Sequence[Atom], writer: Writer) -> list[Atom]:
+    def _copied(self, atoms: Sequence[Atom], writer: JaxprWriter) -> list[Atom]:
         """The atoms, and of those that are leaves a copy: what a loop carries is none."""
 
         def is_leaf(atom: Atom) -> bool:
@@ -132,7 +132,7 @@ class _LoopOpener:
             writer.reshape(x, x.aval.shape, _jaxpr.new_var(x)) if is_leaf(x) else x for x in atoms
         ]
 
-    def _jaxpr(self, writer: Writer, ins: list[Var], outs: Sequence[Atom]) -> Jaxpr:
+    def _jaxpr(self, writer: JaxprWriter, ins: list[Var], outs: Sequence[Atom]) -> Jaxpr:
         eqns = [*writer.eqns]
         return _jaxpr.replaced(self._around, constvars=[], invars=ins, outvars=[*outs], eqns=eqns)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.ir._writer import Writer
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._frames import num_reads
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.tracing import _jaxpr
@@ -62,7 +62,7 @@ def term_by_term(body: Jaxpr, carries: Sequence[Var]) -> tuple[Jaxpr, dict[Var, 
             key=lambda term: -1 if _jaxpr.is_literal(term.atom) else place.get(term.atom, -1)
         )
         steps[before] = [*(_jaxpr.new_var(after) for _ in terms[1:]), eqn.outvars[0]]
-        total, writer = before, Writer(eqn)
+        total, writer = before, JaxprWriter(eqn)
         for term, then in zip(terms, steps[before], strict=True):
             atom = term.atom
             for cast in term.casts:
