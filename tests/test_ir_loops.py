@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 from jzero.ir._loops import Scan, ScanBuilder, absorb, interchanged, opened, pipelined, sink, sliced
+from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
 
 LENGTHS = [1, 2, 3, 7]
@@ -95,6 +96,23 @@ def check(
 forms = pytest.mark.parametrize("form", FORMS)
 lengths = pytest.mark.parametrize("length", LENGTHS)
 directions = pytest.mark.parametrize("reverse", [False, True])
+
+
+def test_a_writer_writes_a_function():
+    traced = _jaxpr.trace_here(lambda x: x + 1, jnp.ones((2, 3)))
+    (eqn,) = traced.jaxpr.eqns
+    (x,) = traced.jaxpr.invars
+    writer = JaxprWriter(eqn)
+    table = np.arange(6.0).reshape(2, 3)
+    (y,) = writer.trace(lambda x: x * table, x)
+    zeros = [writer.full(0.5, x.aval) for _ in range(2)]
+    assert zeros[0] is zeros[1]
+    (z,) = writer.add(lax.add_p, [y, zeros[0]])
+    assert (z.aval.shape, z.aval.dtype) == ((2, 3), jnp.float64)
+    assert all(e.source_info is eqn.source_info for e in writer.eqns)
+    program = writer.close(traced.jaxpr, [x], [z])
+    (found,) = _jaxpr.evaluate(program, writer.consts, np.full((2, 3), 2.0))
+    np.testing.assert_array_equal(found, table * 2 + 0.5)
 
 
 @forms
