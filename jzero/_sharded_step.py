@@ -19,7 +19,9 @@ from jzero._step_types import Result, StepArgs
 from jzero.offload.memory import _placing
 from jzero.offload.memory._coded_array import CodedArray
 from jzero.processes import _agreement
+from jzero.reports import _printed_program
 from jzero.reports._describe import Report, looped
+from jzero.reports._printed_program import PrintedProgram
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
@@ -32,6 +34,8 @@ from jzero.sharding.plan._plan import StepPlan
 from jzero.tracing import _call, _modules, _objects, _weak
 from jzero.tracing._axis_types import explicit_axes, explicit_mesh, takes_explicit_axes
 from jzero.tracing._returned import Like
+
+PROGRAMS = ("trace",)  # after what `program` prints one
 
 
 class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
@@ -264,6 +268,56 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             },
             () if plan.evaluates else looped(jaxpr, call.arrays, plan, program.movements),
         )
+
+    @takes_explicit_axes
+    def program(self, *args: Any, after: str, **kwargs: Any) -> PrintedProgram:
+        r"""The program of a step on `(state, *args)`; print it. Nothing compiles or runs.
+
+        `after="trace"` is the step's own jaxpr, as JAX traced it: of whole arrays, `[batch, ...]`; of one
+        device's, `[batch / devices, ...]`, if the step has collectives of its own. Behind each equation
+        stands the line that wrote it, whether `jax.grad` made it (`forward`, `backward`), and its named
+        scopes; behind each argument and result its path and its layout. `[16@data, 8]` has a dim of 16 in
+        shards over `data`, and one of 8 that every device has whole; `[10+6@data]` is padded to 16.
+
+        Args:
+          *args: the state and the step's other arguments, each leaf an array or a `ShapeDtypeStruct`.
+          after: 'trace'.
+          **kwargs: arguments by name.
+
+        Returns:
+          A value whose `str` is the text, and whose `jaxpr` is the program.
+
+        Raises:
+          OptionError: `after` is something else; it lists what there is.
+          JzeroError: the step, its state or its arguments are refused, as by a call.
+
+        >>> import jax, jax.numpy as jnp, jzero
+        >>> def step_fn(w, batch):
+        ...     return w - 0.1 * jax.grad(lambda w: jnp.sum(batch @ w))(w)
+        >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+        >>> train_step = jzero.shard_train_step(step_fn, mesh=mesh)
+        >>> program = train_step.program(jnp.ones((64, 64)), jnp.ones((8, 64)), after="trace")
+        >>> print(*str(program).splitlines()[:5], sep="\n")
+        # step_fn, as traced, of the whole batch; layouts over the mesh (data: 8)
+        { lambda
+            a:f32[64,64]  # state  [64@data, 64]  parameter
+            b:f32[8,64]   # batch  [8@data, 64]
+          . let
+        """
+        if after not in PROGRAMS:
+            raise OptionError(message(
+                self._who, f"program(after={after!r})", "It prints a step as it is after a part of its way.",
+                f"Write after={' or '.join(map(repr, PROGRAMS))}."))  # fmt: skip
+        with self._asked("program"):
+            call = self._programs.bind(self._given(args), kwargs)
+            program = self._programs.of(call)
+            jaxpr, (_, arrays) = program.as_traced().jaxpr, placed_inputs(call, program)
+        num_state = program.out_tree.num_leaves - len(program.plan.outputs)
+        return _printed_program.as_traced(
+            self._programs.signature.name, jaxpr, program.plan, self._programs.setting.mesh.shape,
+            dict(zip(_call.argument_paths(call.arrays), arrays, strict=True)),
+            _outputs.output_paths(program.out_tree, num_state),
+        )  # fmt: skip
 
     @takes_explicit_axes
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

@@ -19,6 +19,7 @@ from jzero._memory_kinds import HOST, NVME
 from jzero._placement import Placement
 from jzero._sharded_step import ShardedStep
 from jzero._step_types import AnyState, InitArgs, Result, StepArgs
+from jzero.ir import _starts
 from jzero.offload._parameters import ParameterOffload
 from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload.memory import _placing, _writes
@@ -30,7 +31,7 @@ from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
-from jzero.tracing import _call, _jaxpr, _modules, _objects, _starts
+from jzero.tracing import _call, _jaxpr, _modules, _objects
 from jzero.tracing._axis_types import takes_explicit_axes
 from jzero.tracing._reading import Elsewhere
 from jzero.tracing._signature import Signature

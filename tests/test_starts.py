@@ -16,7 +16,8 @@ import exactness
 import jzero
 from exactness import _compare
 from exactness._check import Setting, sharded
-from jzero.tracing import _jaxpr, _starts
+from jzero.ir import _starts
+from jzero.tracing import _jaxpr
 
 FAMILIES = [name for name in exactness.NAMES if exactness.module_of(name) == "windows"]
 

@@ -18,12 +18,12 @@ from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._leaves import LeafPlan, Rest
-from jzero.sharding.plan._local_step import FlatStep, local_step, promoted
+from jzero.sharding.plan._local_step import FlatStep, as_traced, local_step, promoted
 from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call, _not_arrays, _objects, _reading, _weak
+from jzero.tracing import _call, _jaxpr, _not_arrays, _objects, _reading, _weak
 from jzero.tracing._forwarded import restored
 from jzero.tracing._modules import Filtered
 from jzero.tracing._objects import AsPytrees, Mutated
@@ -50,6 +50,7 @@ class Program:
       movements: rows of the batch that operations move.
       whole_arguments: arguments with rows that come whole to every device, which do not divide them.
       state: types of the state's leaves; of those that it promotes, promoted ([Note: weak types]).
+      as_traced: traces the step once more, as it is written.
     """
 
     plan: StepPlan
@@ -58,9 +59,10 @@ class Program:
     state_shardings: list[NamedSharding]
     argument_shardings: list[NamedSharding]
     keys: tuple[str, ...]
-    movements: tuple[Movement, ...] = ()
-    whole_arguments: tuple[str, ...] = ()
-    state: tuple[jax.ShapeDtypeStruct, ...] = ()
+    movements: tuple[Movement, ...]
+    whole_arguments: tuple[str, ...]
+    state: tuple[jax.ShapeDtypeStruct, ...]
+    as_traced: Callable[[], _jaxpr.Traced]
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""
@@ -162,6 +164,7 @@ def build(
         local.traced.movements,
         local.whole_arguments,
         tuple(flat.state),
+        functools.partial(as_traced, flat, setting),
     )
 
 

@@ -271,14 +271,16 @@ def scan_parts(eqn: Eqn) -> ScanParts:
 
 
 def scan_like(
-    eqn: Eqn, body: Jaxpr, ins: Sequence[Atom], outs: Sequence[Var], num_consts: int, num_carry: int
-) -> Eqn:
+    eqn: Eqn, body: Jaxpr, ins: Sequence[Atom], outs: Sequence[Var], num_consts: int,
+    num_carry: int, length: int, reverse: bool,
+) -> Eqn:  # fmt: skip
     """A `scan` equation in the place of `eqn`, with another body, whose constants it keeps."""
     # Of the axes that its collectives name; it says by position what else it does.
     axes = {x for e in body.eqns for x in e.effects if isinstance(x, NamedAxisEffect)}
     closed, old = eqn.params["jaxpr"], open_jaxpr(eqn.params["jaxpr"])[0]
     effects: Any = getattr(old, "effects", set()) | axes
-    params = eqn.params | {"jaxpr": closed.replace(jaxpr=replaced(body, effects=effects))}
+    params = eqn.params | dict(length=length, reverse=reverse)
+    params["jaxpr"] = closed.replace(jaxpr=replaced(body, effects=effects))
     if "num_carry" in params:
         params |= dict(num_consts=num_consts, num_carry=num_carry)
     else:
@@ -411,6 +413,26 @@ def scopes(eqn: Eqn) -> list[str]:
     return [entry.name for entry in eqn.source_info.name_stack.stack]
 
 
+def with_scope(eqn: Eqn, name: str) -> Eqn:
+    """The equation, as if it had been made under `jax.named_scope(name)` and nothing else."""
+    stack = source_info_util.new_name_stack(name)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
+def users_scopes(eqn: Eqn) -> list[str]:
+    """Names of the `jax.named_scope`s under which `eqn` was made, the outermost first."""
+    stack = eqn.source_info.name_stack.stack
+    found = [entry for entry in stack if not isinstance(entry, internal_source_info.Transform)]
+    return [entry.name for entry in found]
+
+
+def text_of(jaxpr: Jaxpr, width: int) -> str:
+    """A jaxpr as JAX prints it, with the scopes of each equation as a comment."""
+    printable: Any = jaxpr
+    text: str = printable.pretty_print(name_stack=True, use_color=False, width=width)
+    return text
+
+
 def not_the_users(path: str) -> None:
     """Lines of this file are not where the user wrote an equation: the line that called it is."""
     source_info_util.register_exclusion(path)
@@ -489,12 +511,17 @@ def at_line(eqn: Eqn) -> str:
 
 def user_line(eqn: Eqn) -> str:
     """`summary(eqn)`; and, if that is a line of an installed package, where the user called the package."""
+    called = called_at(eqn)
+    return f"{summary(eqn)}, called at {called}" if called else summary(eqn)
+
+
+def called_at(eqn: Eqn) -> str:
+    """Of an equation of an installed package, where the user called the package; else nothing."""
     frames = [*internal_source_info.user_frames(eqn.source_info.traceback)]
     ours = [frame for frame in frames if not _is_installed(frame.file_name)]
     if not ours or ours[0] is frames[0]:
-        return summary(eqn)
-    file, line, function = ours[0].file_name, ours[0].start_line, ours[0].function_name
-    return f"{summary(eqn)}, called at {file}:{line} ({function})"
+        return ""
+    return f"{ours[0].file_name}:{ours[0].start_line} ({ours[0].function_name})"
 
 
 def line_of_error(error: Exception) -> str:
@@ -714,6 +741,12 @@ def equation(
     return extended.new_jaxpr_eqn(
         list(ins), list(outs), primitive, params, set(), source.source_info
     )
+
+
+def result_types(primitive: Any, ins: Sequence[Atom], params: Mapping[str, Any]) -> list[Any]:
+    """The types of an equation's results."""
+    found, _ = primitive.abstract_eval(*[atom.aval for atom in ins], **params)
+    return list(found) if primitive.multiple_results else [found]
 
 
 def is_on_host(aval: Any) -> bool:

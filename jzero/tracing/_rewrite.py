@@ -99,20 +99,6 @@ def _renamed(atoms: Sequence[Atom], env: dict[Var, Atom]) -> list[Atom]:
     return [atom if _jaxpr.is_literal(atom) else env.get(atom, atom) for atom in atoms]
 
 
-def copied(eqns: Sequence[Eqn], env: dict[Var, Atom], source: Eqn) -> list[Eqn]:
-    """The equations with variables of their own, as if `source` had been them.
-
-    `env` has what they read, by their old variables, and gets what they make.
-    """
-    new = []
-    for eqn in eqns:
-        ins = [atom if _jaxpr.is_literal(atom) else env[atom] for atom in eqn.invars]
-        outs = [_jaxpr.new_var(var) for var in eqn.outvars]
-        new.append(eqn.replace(invars=ins, outvars=outs, source_info=source.source_info))
-        env |= zip(eqn.outvars, outs, strict=True)
-    return new
-
-
 class Excerpt(NamedTuple):
     """A function cut out of a jaxpr, and the variables that are its arguments."""
 

@@ -124,10 +124,7 @@ class Body(EquationWriter):
         self, eqn: Eqn, ins: Sequence[Atom], outs: Sequence[Var], params: _rules.Params
     ) -> None:
         """Writes `eqn` with other operands, results and parameters."""
-        source = self.source.source_info
-        self.eqns.append(
-            eqn.replace(invars=list(ins), outvars=list(outs), params=params, source_info=source)
-        )
+        self.again(eqn, ins, outs, self.source, params)
 
     def summed(self, aval: Aval, x: Atom) -> BatchValue:
         """The sum of `x` over the devices: whole, or scattered, as it will be needed."""

@@ -20,6 +20,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jzero._errors import StepError, message
+from jzero.ir import _starts
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame, Varying
 from jzero.sharding.analysis._kinds import uncut_checkpoints
@@ -27,7 +28,7 @@ from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._equations import shard_map_error
 from jzero.sharding.batch._localize import localize
 from jzero.sharding.batch._rows import Form, Rows
-from jzero.tracing import _jaxpr, _keys, _rewrite, _starts
+from jzero.tracing import _jaxpr, _keys, _rewrite
 from jzero.tracing._differences import without_differences
 from jzero.tracing._types import Aval, Jaxpr
 
@@ -212,6 +213,27 @@ def trace_written(
       StepError: it names an axis that is no data axis.
       Exception: whatever the step itself raises when traced.
     """
+    traced = trace_on_device(flat_step, avals, keys, axes, automatic)
+    # One device is no special case: its plan and its refusals are those of many.
+    in_varying = [
+        frozenset(axes) if vary or key else _frames.NOWHERE
+        for vary, key in zip(varying, keys, strict=True)
+    ]
+    jaxpr, consts = _starts.in_bounds(traced.jaxpr), traced.consts
+    _check_refs(jaxpr)
+    if accumulates or has_masters:
+        jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)
+        jaxpr = without_differences(jaxpr) if has_masters else jaxpr
+    frame = _frame_of(jaxpr, consts, in_varying, accumulates)
+    _check_axes(frame)
+    return TracedStep(frame, traced.out_tree, traced.out_avals, WRITTEN)
+
+
+def trace_on_device(
+    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], keys: Sequence[bool],
+    axes: dict[str, int], automatic: dict[str, int],
+) -> _jaxpr.Traced:  # fmt: skip
+    """The trace of a step with collectives of its own, as one device sees it; see `trace_written`."""
     flat_step = _alone(flat_step)
 
     @functools.wraps(flat_step)
@@ -222,13 +244,8 @@ def trace_written(
                 for leaf, key in zip(leaves, keys, strict=True)
             ))  # fmt: skip
 
-    # One device is no special case: its plan and its refusals are those of many.
-    in_varying = [
-        frozenset(axes) if vary or key else _frames.NOWHERE
-        for vary, key in zip(varying, keys, strict=True)
-    ]
     try:
-        traced = _jaxpr.trace(folded, avals, axes, automatic)
+        return _jaxpr.trace(folded, avals, axes, automatic)
     except ValueError as error:
         raise _explained(error) from error.__cause__
     except NameError as error:
@@ -239,14 +256,6 @@ def trace_written(
             f"The data axes are {tuple(axes)}; a step with collectives of its own is one device's.",
             "Pass axis_name=, the name that jax.pmap had; or drop the collectives and write the step for "
             "the whole batch.")) from error  # fmt: skip
-    jaxpr, consts = _starts.in_bounds(traced.jaxpr), traced.consts
-    _check_refs(jaxpr)
-    if accumulates or has_masters:
-        jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)
-        jaxpr = without_differences(jaxpr) if has_masters else jaxpr
-    frame = _frame_of(jaxpr, consts, in_varying, accumulates)
-    _check_axes(frame)
-    return TracedStep(frame, traced.out_tree, traced.out_avals, WRITTEN)
 
 
 def _check_refs(jaxpr: Jaxpr) -> None:

@@ -3,49 +3,32 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
+from jzero.ir._writer import JaxprWriter, Traceable
 from jzero.sharding.analysis import _rules
 from jzero.sharding.batch._rows import Rows, is_padded, local_shape
-from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Aval, Eqn, Var
 
-Traceable: TypeAlias = Callable[..., jax.Array | tuple[jax.Array, ...]]
-# Shape, dtype, and whether it is weak.
-ArrayType: TypeAlias = tuple[tuple[int, ...], np.dtype[np.generic], bool]
 
-
-class EquationWriter:
+class EquationWriter(JaxprWriter):
     """Writes equations for one of `num` devices along `axes`."""
 
     def __init__(self, axes: tuple[str, ...], num: int, source: Eqn):
+        super().__init__(source)
         self.axes, self.num = axes, num
-        self.source = source  # the equation that is being rewritten
-        self.eqns: list[Eqn] = []
-        self.constvars: list[Var] = []
-        self.consts: list[ArrayLike] = []
         self._index: Atom | None = None
 
     def inline(self, fn: Traceable, static: tuple[Hashable, ...], *ins: Atom) -> list[Atom]:
         """Writes the equations of `fn(*static, *ins)`."""
-        types = tuple(
-            (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False)) for a in ins
-        )
-        flat, consts = _traced(fn, static, types, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-        fresh = [_jaxpr.new_var(var) for var in flat.constvars]
-        self.constvars += fresh
-        self.consts += consts
-        env = dict(zip([*flat.constvars, *flat.invars], [*fresh, *ins], strict=True))
-        self.eqns += _rewrite.copied(flat.eqns, env, self.source)
-        return [atom if _jaxpr.is_literal(atom) else env[atom] for atom in flat.outvars]
+        return self.trace(fn, *ins, static=static)
 
     def _collective(
         self, name: str, ins: Sequence[Atom], out: Var, **params: int | str | tuple[str, ...] | None
@@ -163,16 +146,6 @@ SENT_AS = {
 def cast(dtype: DTypeLike, x: jax.Array) -> jax.Array:
     """`x` in another dtype."""
     return x.astype(dtype)
-
-
-@functools.lru_cache(maxsize=4096)
-def _traced(
-    fn: Traceable, static: tuple[Hashable, ...], types: tuple[ArrayType, ...], x64: bool
-) -> tuple[_rewrite.Flat, list[ArrayLike]]:
-    del x64  # Another one gives other dtypes.
-    avals = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in types]
-    traced = _jaxpr.trace_here(functools.partial(fn, *static), *avals)
-    return _rewrite.flatten_calls(traced.jaxpr, traced.consts)
 
 
 def row_numbers(rows: Rows, num: int, index: jax.Array) -> jax.Array:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from jax import lax
 
 from jzero.ir._regions import variables
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.cut._followers import repeats
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Primitive, Var
+from jzero.tracing._types import Atom, Eqn, Var
 
 
 class Running(NamedTuple):
@@ -45,7 +46,7 @@ class AllMicrobatches:
         """`loop` is the loop over the microbatches that they come from."""
         scan = _jaxpr.scan_parts(loop)
         self._loop, self._body, self._num = loop, scan.body, scan.length
-        self.eqns: list[Eqn] = []
+        self._writer = JaxprWriter(loop)
         self.shared: dict[Var, Atom] = {}
         self.stacks: dict[Var, Atom] = {}
         self._turned: dict[
@@ -53,6 +54,10 @@ class AllMicrobatches:
         ] = {}  # `[turns, microbatches, ...]`, as loops over layers have them
         self._makers: dict[Var, Eqn] = {}  # of what is shared
         self._cheap: dict[Var, Eqn] = {}  # of these, what is made again where it is read
+
+    @property
+    def eqns(self) -> list[Eqn]:
+        return self._writer.eqns
 
     def take(self, outer: Atom, name: Var, shared: bool) -> tuple[Atom, Var]:
         """What a turn of a loop has of `outer`: the value for all microbatches, or theirs in a stack."""
@@ -82,8 +87,7 @@ class AllMicrobatches:
             return atom
         if atom not in self.shared:
             eqn = self._makers[atom]
-            fresh = [_jaxpr.new_var(out) for out in eqn.outvars]
-            self.eqns.append(eqn.replace(invars=[*map(self.whole, eqn.invars)], outvars=fresh))
+            fresh = self._writer.again(eqn, [*map(self.whole, eqn.invars)])
             self.shared |= zip(eqn.outvars, fresh, strict=True)
         return self.shared[atom]
 
@@ -91,20 +95,17 @@ class AllMicrobatches:
         """`[microbatches, ...]`."""
         if self.is_shared(atom):
             out = _stack_like(atom, self._num)
-            dims = tuple(range(1, out.aval.ndim))
-            params = dict(shape=out.aval.shape, broadcast_dimensions=dims, sharding=None)
-            self._add(lax.broadcast_in_dim_p, self.whole(atom), out, **params)
-            return out
+            return self._writer.broadcast(self.whole(atom), out, tuple(range(1, out.aval.ndim)))
         var = _jaxpr.variable(atom)
         if var not in self.stacks:
-            self.stacks[var] = self._swapped(self._turned[var])
+            self.stacks[var] = self._writer.swapped(self._turned[var])
         return self.stacks[var]
 
     def turned(self, atom: Atom) -> Atom:
         """`[turns, microbatches, ...]` of a stack `[turns, ...]` of each microbatch."""
         var = _jaxpr.variable(atom)
         if var not in self._turned:
-            self._turned[var] = self._swapped(self.stacks[var])
+            self._turned[var] = self._writer.swapped(self.stacks[var])
         return self._turned[var]
 
     def new_shared(self, name: Var) -> Var:
@@ -125,17 +126,13 @@ class AllMicrobatches:
 
     def copy(self, atom: Atom, out: Var) -> None:
         """`out = atom`."""
-        self._add(lax.copy_p, atom, out)
+        self._writer.add(lax.copy_p, [atom], [out])
 
     def row(self, stack: Atom, index: int, out: Var) -> None:
         """`out = stack[index]`."""
-        row = out.aval.shape
-        rows = _jaxpr.var_like(out.aval, (1, *row))
-        starts, limits = (index, *(0 for _ in row)), (index + 1, *row)
-        self._add(
-            lax.slice_p, stack, rows, start_indices=starts, limit_indices=limits, strides=None
-        )
-        self._add(lax.squeeze_p, rows, out, dimensions=(0,))
+        row, rows = out.aval.shape, _jaxpr.var_like(out.aval, (1, *out.aval.shape))
+        self._writer.slice(stack, (index, *(0 for _ in row)), (index + 1, *row), rows)
+        self._writer.add(lax.squeeze_p, [rows], [out], dimensions=(0,))
 
     def run(self, eqns: Sequence[Eqn], running: Sequence[Running], made: Sequence[Var]) -> None:
         """Runs equations for one microbatch after the other; `made` then are stacks."""
@@ -153,7 +150,8 @@ class AllMicrobatches:
         body = _jaxpr.replaced(self._body, invars=invars, eqns=everything, outvars=ends)
         ins = [*map(self.whole, shared), *(each.init for each in running), *map(self.stack, own)]
         outs = [*(each.out for each in running), *map(self.new_stack, made)]
-        loop = _jaxpr.scan_like(self._loop, body, ins, outs, len(shared), len(running))
+        nums, parts = (len(shared), len(running)), _jaxpr.scan_parts(self._loop)
+        loop = _jaxpr.scan_like(self._loop, body, ins, outs, *nums, self._num, parts.reverse)
         self.eqns.append(loop)
 
     def _with_cheap(self, eqns: Sequence[Eqn], ends: Sequence[Atom]) -> list[Eqn]:
@@ -164,17 +162,6 @@ class AllMicrobatches:
                 needed.update(variables(eqn.invars))
                 found.append(eqn)
         return [*found[::-1], *eqns]
-
-    def _swapped(self, stack: Atom) -> Var:
-        """The first two dims, in the other order."""
-        first, second, *row = stack.aval.shape
-        out = _jaxpr.var_like(stack.aval, (second, first, *row))
-        order = (1, 0, *range(2, stack.aval.ndim))
-        self._add(lax.transpose_p, stack, out, permutation=order)
-        return out
-
-    def _add(self, primitive: Primitive, atom: Atom, out: Var, **params: object) -> None:
-        self.eqns.append(_jaxpr.equation(primitive, [atom], [out], self._loop, **params))
 
 
 def _stack_like(atom: Atom, num: int) -> Var:

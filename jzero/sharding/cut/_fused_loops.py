@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from jax import lax
-
 from jzero.ir._regions import region_of, variables
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.cut import _growing_loop, _over_turns
 from jzero.sharding.cut._growing_loop import GrowingLoop, MadeInLoop, Source
 from jzero.tracing import _jaxpr
@@ -43,7 +42,7 @@ def sink(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
         if sinking:
             loop = GrowingLoop(eqn, derived)
             for stack in sinking:
-                loop.sink(stack)
+                loop.make(stack)
             eqns = _replaced(eqns, eqn, loop, ())
     return _without_unread(jaxpr, _in_order(eqns))
 
@@ -308,14 +307,10 @@ def _slices_apart(eqns: Sequence[Eqn], loops: Sequence[Eqn]) -> Iterable[Eqn]:
         (start, *starts), (limit, *limits) = (
             eqn.params[name] for name in ("start_indices", "limit_indices")
         )
-        some = _jaxpr.var_like(x.aval, (turns, *cut))
-        yield _slice(x, some, (0, *starts), (turns, *limits), eqn)
-        yield _slice(some, out, (start, *(0 for _ in cut)), (limit, *cut), eqn)
-
-
-def _slice(x: Atom, out: Var, starts: Sequence[int], limits: Sequence[int], eqn: Eqn) -> Eqn:
-    params = dict(start_indices=tuple(starts), limit_indices=tuple(limits), strides=None)
-    return _jaxpr.equation(lax.slice_p, [x], [out], eqn, **params)
+        writer = JaxprWriter(eqn)
+        some = writer.slice(x, (0, *starts), (turns, *limits))
+        writer.slice(some, (start, *(0 for _ in cut)), (limit, *cut), out)
+        yield from writer.eqns
 
 
 def _following(eqns: Sequence[Eqn], start: Sequence[Var]) -> set[Var]:

@@ -259,8 +259,8 @@ class _TakenApart:
             body, invars=[v for _, v in pairs], eqns=inner.eqns, outvars=[x for x, _ in outs]
         )
         ins, results = [a for a, _ in pairs], [y for _, y in outs]
-        nums = scan.num_consts, scan.num_carry
-        self._all.eqns.append(_jaxpr.scan_like(part.eqn, body, ins, results, *nums))
+        nums = scan.num_consts, scan.num_carry, scan.length
+        self._all.eqns.append(_jaxpr.scan_like(part.eqn, body, ins, results, *nums, scan.reverse))
 
     def _enter(
         self, part: LayerLoop, inner: AllMicrobatches

@@ -7,13 +7,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-from jax import lax
-
+from jzero.ir._loops import Scan, makes_keys
+from jzero.ir._loops import opened as opened_scan
 from jzero.ir._regions import variables
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._frames import split
-from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
@@ -74,9 +73,7 @@ def opened(eqn: Eqn, around: Jaxpr, derived: Mapping[Var, Eqn | None]) -> OpenLo
 class _LoopOpener:
     def __init__(self, eqn: Eqn, around: Jaxpr, derived: Mapping[Var, Eqn | None]):
         self._eqn, self._around, self._derived = eqn, around, derived
-        self._eqns: list[Eqn] = []
-        self._again: dict[Var, Atom] = {}
-        self._known: dict[Var, Any] = {}
+        self._turn = JaxprWriter(eqn)  # `names` has what of leaves it makes anew.
 
     def run(self) -> OpenLoop | None:
         """The loop, if it can be opened."""
@@ -89,132 +86,64 @@ class _LoopOpener:
         if any(var in self._derived for var in variables(asked)):
             return None
         carry = [_jaxpr.new_var(out) for out in self._eqn.outvars]
-        body, outs = self._inlined(
-            loop.body, loop.body_consts, [*map(self._inside, closed), *carry]
-        )
-        self._eqns += body
-        cond, again = self._inlined(loop.cond, loop.cond_consts, [*asked, *carry])
-        goes_on = self._jaxpr([], again, cond)
-        goes_on = self._jaxpr(_free(goes_on), again, cond)
-        return self._loop(carry, outs, init, self._eqn.outvars, (), None, goes_on)
+        ins = [*map(self._inside, closed), *carry]
+        outs = self._turn.write(loop.body, loop.body_consts, ins)
+        asks = JaxprWriter(self._eqn)
+        again = asks.write(loop.cond, loop.cond_consts, [*asked, *carry])
+        goes_on = self._jaxpr(asks, [], again)
+        goes_on = self._jaxpr(asks, _free(goes_on), again)
+        known = dict(zip(asks.constvars, asks.consts, strict=True))
+        results = self._eqn.outvars
+        return self._loop(carry, outs, init, results, JaxprWriter(self._eqn), None, goes_on, known)
 
     def _scan(self) -> OpenLoop | None:
-        scan = _jaxpr.scan_parts(self._eqn)
-        closed, init, stacks = split(self._eqn.invars, scan.num_consts, scan.num_carry)
-        ends, made = split(self._eqn.outvars, scan.num_carry)
-        if any(jax.dtypes.issubdtype(y.aval.dtype, jax.dtypes.extended) for y in made):
+        scan = Scan.of(self._eqn)
+        if makes_keys(scan):
             return None
-        at, following = (_jaxpr.var_like(_PLACE.aval) for _ in range(2))
-        carry = [_jaxpr.new_var(out) for out in ends]
-        olds = [_jaxpr.new_var(y) for y in made]
-        slices = [self._slice(self._inside(x), at) for x in stacks]
-        body, outs = self._inlined(
-            scan.body, scan.body_consts, [*map(self._inside, closed), *carry, *slices]
-        )
-        self._eqns += body
-        leaving, ys = split(outs, scan.num_carry)
-        news = [self._stored(old, y, at) for old, y in zip(olds, ys, strict=True)]
-        step = _place(-1 if scan.reverse else 1)
-        self._eqns.append(_jaxpr.equation(lax.add_p, [at, step], [following], self._eqn))
-        start = _place(scan.length - 1 if scan.reverse else 0)
-        first, empty = [], []
-        for y in made:
-            empty.append(_jaxpr.new_var(y))
-            zero = _jaxpr.scalar(0, y.aval.dtype)
-            params = dict(shape=y.aval.shape, broadcast_dimensions=(), sharding=None)
-            first.append(
-                _jaxpr.equation(lax.broadcast_in_dim_p, [zero], [empty[-1]], self._eqn, **params)
-            )
-        return self._loop(
-            [at, *carry, *olds], [following, *leaving, *news], [start, *init, *empty],
-            [None, *ends, *made], first, scan.length, None,
-        )  # fmt: skip
+        loop = opened_scan(scan)
+        carry = [_jaxpr.new_var(port.before) for port in loop.carries]
+        ins = [*(self._inside(port.outer) for port in loop.consts), *carry]
+        outs = self._turn.write(loop.body, _jaxpr.scan_parts(self._eqn).body_consts, ins)
+        first = JaxprWriter(self._eqn)
+        first.eqns += loop.before
+        results = [None, *(port.out for port in loop.carries[1:])]
+        init = [port.init for port in loop.carries]
+        return self._loop(carry, outs, init, results, first, scan.length, None, {})
 
     def _loop(
         self, carry: list[Var], outs: Sequence[Atom], init: Sequence[Atom],
-        results: Sequence[Var | None], first: Sequence[Eqn], length: int | None, goes_on: Jaxpr | None,
+        results: Sequence[Var | None], first: JaxprWriter, length: int | None, goes_on: Jaxpr | None,
+        known: Mapping[Var, Any],
     ) -> OpenLoop:  # fmt: skip
-        before = list(first)
-        begins, ends = self._copied(init, before), self._copied(outs, self._eqns)
-        body = self._jaxpr(carry, ends, self._eqns)
+        begins, ends = self._copied(init, first), self._copied(outs, self._turn)
+        body = self._jaxpr(self._turn, carry, ends)
+        known = {**known, **dict(zip(self._turn.constvars, self._turn.consts, strict=True))}
         return OpenLoop(
-            body, tuple(begins), tuple(results), tuple(before), length, goes_on, self._known
+            body, tuple(begins), tuple(results), tuple(first.eqns), length, goes_on, known
         )
 
-    def _copied(self, atoms: Sequence[Atom], eqns: list[Eqn]) -> list[Atom]:
-        """The atoms, and of those that are leaves a copy that `eqns` make: what a loop carries is none."""
-        found: list[Atom] = []
-        for atom in atoms:
-            leaf = not _jaxpr.is_literal(atom) and self._derived.get(atom, self._eqn) is None
-            copy = _jaxpr.new_var(atom)
-            if leaf:
-                eqns.append(self._reshape(atom, copy))
-            found.append(copy if leaf else atom)
-        return found
+    def _copied(self, atoms: Sequence[Atom], writer: JaxprWriter) -> list[Atom]:
+        """The atoms, and of those that are leaves a copy: what a loop carries is none."""
 
-    def _jaxpr(self, ins: list[Var], outs: Sequence[Atom], eqns: Sequence[Eqn]) -> Jaxpr:
-        return _jaxpr.replaced(
-            self._around, constvars=[], invars=ins, outvars=list(outs), eqns=list(eqns)
-        )
+        def is_leaf(atom: Atom) -> bool:
+            return not _jaxpr.is_literal(atom) and self._derived.get(atom, self._eqn) is None
+
+        return [
+            writer.reshape(x, x.aval.shape, _jaxpr.new_var(x)) if is_leaf(x) else x for x in atoms
+        ]
+
+    def _jaxpr(self, writer: JaxprWriter, ins: list[Var], outs: Sequence[Atom]) -> Jaxpr:
+        eqns = [*writer.eqns]
+        return _jaxpr.replaced(self._around, constvars=[], invars=ins, outvars=[*outs], eqns=eqns)
 
     def _inside(self, atom: Atom) -> Atom:
         """What a turn reads for something around the loop: made anew, if it follows from leaves alone."""
         eqn = None if _jaxpr.is_literal(atom) else self._derived.get(atom)
-        if _jaxpr.is_literal(atom) or eqn is None:
-            return atom
-        if atom not in self._again:
-            ins, outs = [*map(self._inside, eqn.invars)], [*map(_jaxpr.new_var, eqn.outvars)]
-            self._eqns.append(eqn.replace(invars=ins, outvars=outs))
-            self._again |= zip(eqn.outvars, outs, strict=True)
-        return self._again[atom]
-
-    def _inlined(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], ins: Sequence[Atom]
-    ) -> tuple[list[Eqn], list[Atom]]:
-        """The equations of a jaxpr with these inputs, and its outputs; no other call has its names."""
-        flat, values = _rewrite.flatten_calls(jaxpr, consts)
-        fresh = [_jaxpr.new_var(var) for var in flat.constvars]
-        self._known |= zip(fresh, values, strict=True)
-        env: dict[Var, Atom] = dict(zip(flat.constvars, fresh, strict=True))
-        env |= zip(flat.invars, ins, strict=True)
-
-        def read(atoms: Sequence[Atom]) -> list[Atom]:
-            return [a if _jaxpr.is_literal(a) else env.get(a, a) for a in atoms]
-
-        return [e.replace(invars=read(e.invars)) for e in flat.eqns], read(flat.outvars)
-
-    def _slice(self, stack: Atom, at: Var) -> Var:
-        """`[turns, n, d] -> [n, d]`."""
-        shape = stack.aval.shape
-        row = _jaxpr.var_like(stack.aval, (1, *shape[1:]))
-        out = _jaxpr.var_like(stack.aval, shape[1:])
-        starts = [at, *[_place(0)] * (len(shape) - 1)]
-        self._eqns.append(_jaxpr.equation(
-            lax.dynamic_slice_p, [stack, *starts], [row], self._eqn, slice_sizes=row.aval.shape
-        ))  # fmt: skip
-        self._eqns.append(self._reshape(row, out))
-        return out
-
-    def _stored(self, stack: Var, y: Atom, at: Var) -> Var:
-        """The stack with a turn's `[n, d]` in its place."""
-        row = _jaxpr.var_like(stack.aval, (1, *stack.aval.shape[1:]))
-        new, starts = _jaxpr.new_var(stack), [at, *[_place(0)] * (len(stack.aval.shape) - 1)]
-        self._eqns.append(self._reshape(y, row))
-        self._eqns.append(
-            _jaxpr.equation(lax.dynamic_update_slice_p, [stack, row, *starts], [new], self._eqn)
-        )
-        return new
-
-    def _reshape(self, atom: Atom, out: Var) -> Eqn:
-        params = dict(new_sizes=out.aval.shape, dimensions=None, sharding=None)
-        return _jaxpr.equation(lax.reshape_p, [atom], [out], self._eqn, **params)
-
-
-def _place(i: int) -> Atom:
-    return _jaxpr.scalar(i, np.int32)
-
-
-_PLACE = _place(0)
+        if eqn is not None and atom not in self._turn.names:
+            for each in eqn.invars:
+                self._inside(each)
+            self._turn.copy([eqn])
+        return self._turn.read(atom)
 
 
 def _free(jaxpr: Jaxpr) -> list[Var]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.ir._regions import region_of
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._frames import num_reads
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.tracing import _jaxpr
@@ -62,15 +63,13 @@ def term_by_term(body: Jaxpr, carries: Sequence[Var]) -> tuple[Jaxpr, dict[Var, 
             key=lambda term: -1 if _jaxpr.is_literal(term.atom) else place.get(term.atom, -1)
         )
         steps[before] = [*(_jaxpr.new_var(after) for _ in terms[1:]), eqn.outvars[0]]
-        total = before
+        total, writer = before, JaxprWriter(eqn)
         for term, then in zip(terms, steps[before], strict=True):
             atom = term.atom
             for cast in term.casts:
-                out = _jaxpr.new_var(cast.outvars[0])
-                added.append(cast.replace(invars=[atom], outvars=[out]))
-                atom = out
-            added.append(_jaxpr.equation(lax.add_p, [total, atom], [then], eqn))
-            total = then
+                (atom,) = writer.again(cast, [atom])
+            (total,) = writer.add(lax.add_p, [total, atom], [then])
+        added += writer.eqns
         gone.add(id(eqn))
     eqns = [*(eqn for eqn in body.eqns if id(eqn) not in gone), *added]
     return _jaxpr.replaced(body, eqns=eqns), steps

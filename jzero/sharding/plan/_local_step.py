@@ -270,20 +270,12 @@ def _read_whole(step: FlatStep, setting: Setting) -> None:
 
 def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     options, axes = setting.options, _step_axes(setting)
-    specs = _call.argument_specs(step.arrays, step.in_specs, setting.batch_axes, options.accumulate)
-    local = [
-        _call.local_aval(aval, spec, setting.batch_axes)
-        for aval, spec in zip(step.array_avals, specs, strict=True)
-    ]
-    keys = tuple(
-        not any(spec) and _call.is_single_key(aval.dtype, aval.shape)
-        for aval, spec in zip(step.array_avals, specs, strict=True)
-    )
+    specs, local, keys = _on_one_device(step, setting)
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
     varying = [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs]
     traced = _trace.trace_written(
         step.fn,
-        [*step.state, *local],
+        local,
         varying,
         [False] * num_state + list(keys),
         axes,
@@ -298,6 +290,34 @@ def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     outputs = _outputs.output_layouts(traced, shapes, num_new, setting.axis_names)
     _outputs.check_reduced(traced, outputs, num_new, step.state_tree, tuple(axes))
     return LocalStep(traced, tuple(specs), tuple(outputs), keys)
+
+
+def _on_one_device(
+    step: FlatStep, setting: Setting
+) -> tuple[list[P], list[jax.ShapeDtypeStruct], tuple[bool, ...]]:
+    """How arguments are split, shapes of all leaves on one device, and which arguments are keys for all."""
+    specs = _call.argument_specs(
+        step.arrays, step.in_specs, setting.batch_axes, setting.options.accumulate
+    )
+    local = [
+        _call.local_aval(aval, spec, setting.batch_axes)
+        for aval, spec in zip(step.array_avals, specs, strict=True)
+    ]
+    keys = tuple(
+        not any(spec) and _call.is_single_key(aval.dtype, aval.shape)
+        for aval, spec in zip(step.array_avals, specs, strict=True)
+    )
+    return specs, [*step.state, *local], keys
+
+
+def as_traced(step: FlatStep, setting: Setting) -> _jaxpr.Traced:
+    """The trace of a step as it is written: of the whole batch, or of one device if it has collectives."""
+    traced = _as_written(step, step.fn, setting)
+    if traced is not None:
+        return traced
+    _, local, keys = _on_one_device(step, setting)
+    keys = (*[False] * len(step.state), *keys)
+    return _trace.trace_on_device(step.fn, local, keys, _step_axes(setting), setting.automatic)
 
 
 def _step_axes(setting: Setting) -> dict[str, int]:

@@ -273,7 +273,7 @@ def _slice(value: Value, dim: int, index: jax.Array, num: int) -> jax.Array:
     assert isinstance(value, FullValue)
     # An element of [num, ...], and not a slice of rows: XLA merges such a slice with the row that a step's
     # scatter writes, and a row that the scatter should drop would be another microbatch's
-    # (`tracing/_starts.py`).
+    # (`ir/_starts.py`).
     shape = value.x.shape
     parts = value.x.reshape(*shape[:dim], num, -1, *shape[dim + 1 :])
     own: jax.Array = lax.dynamic_index_in_dim(parts, index, dim, keepdims=False)

@@ -13,15 +13,15 @@ equation each, as soon as the step is traced: no place that takes a part has to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
-from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+from jzero.ir._writer import JaxprWriter
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr
 
 # How JAX treats an index out of bounds in these: it clamps. With a fill, nothing that is read there counts.
 _CLAMPED = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
@@ -65,15 +65,16 @@ class _Clamps:
 def _slice_in_bounds(eqn: Eqn) -> list[Eqn]:
     operand, *starts = eqn.invars
     last = [n - size for n, size in zip(operand.aval.shape, eqn.params["slice_sizes"], strict=True)]
-    clamps: list[Eqn] = []
-    clamped = [_clamped(x, most, eqn, clamps) for x, most in zip(starts, last, strict=True)]
+    writer = JaxprWriter(eqn)
+    clamped = [_clamped(x, most, writer) for x, most in zip(starts, last, strict=True)]
     if all(new is old for new, old in zip(clamped, starts, strict=True)):
         return [eqn]
-    return [*clamps, eqn.replace(invars=[operand, *clamped])]
+    writer.again(eqn, [operand, *clamped], eqn.outvars)
+    return writer.eqns
 
 
-def _clamped(start: Atom, last: int, source: Eqn, clamps: list[Eqn]) -> Atom:
-    """A start in `[0, last]`; the equation that makes it goes into `clamps`."""
+def _clamped(start: Atom, last: int, writer: JaxprWriter) -> Atom:
+    """A start in `[0, last]`."""
     dtype = start.aval.dtype
     if _jaxpr.is_literal(start):
         value = int(_jaxpr.literal(start))
@@ -81,10 +82,8 @@ def _clamped(start: Atom, last: int, source: Eqn, clamps: list[Eqn]) -> Atom:
         return start if inside == value else _jaxpr.scalar(inside, dtype)
     if last == 0:
         return _jaxpr.scalar(0, dtype)
-    out = _jaxpr.var_like(start.aval)
-    bounds = [_jaxpr.scalar(bound, dtype) for bound in (0, _most(last, dtype))]
-    clamps.append(_jaxpr.equation(lax.clamp_p, [bounds[0], start, bounds[1]], [out], source))
-    return out
+    least, most = [_jaxpr.scalar(bound, dtype) for bound in (0, _most(last, dtype))]
+    return writer.add(lax.clamp_p, [least, start, most], [_jaxpr.var_like(start.aval)])[0]
 
 
 def _most(last: int, dtype: Any) -> int:
@@ -99,23 +98,16 @@ def _windows_in_bounds(eqn: Eqn) -> list[Eqn]:
     if eqn.params["mode"] not in _CLAMPED or all(sizes[d] == 1 for d in dims):
         return [eqn]
     last = [operand.aval.shape[d] - sizes[d] for d in dims]
-    new, eqns = _inlined(lambda x: _clamped_indices(x, last), indices, eqn)
-    return [*eqns, eqn.replace(invars=[operand, new])]
+    writer = JaxprWriter(eqn)
+    (new,) = writer.trace(_clamped_indices, indices, static=(tuple(last),))
+    writer.again(eqn, [operand, new], eqn.outvars)
+    return writer.eqns
 
 
-def _clamped_indices(indices: jax.Array, last: list[int]) -> jax.Array:
+def _clamped_indices(last: tuple[int, ...], indices: jax.Array) -> jax.Array:
     """`[..., d]`, of which each of the d has a largest value of its own."""
     columns = [
         lax.clamp(np.asarray(0, x.dtype), x, np.asarray(_most(most, x.dtype), x.dtype))
         for x, most in zip(lax.split(indices, [1] * len(last), indices.ndim - 1), last, strict=True)
     ]
     return lax.concatenate(columns, indices.ndim - 1)
-
-
-def _inlined(fn: Callable[[jax.Array], jax.Array], x: Atom, source: Eqn) -> tuple[Atom, list[Eqn]]:
-    """`fn(x)` as equations in the place of `source`."""
-    traced = _jaxpr.trace_here(fn, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)).jaxpr
-    env: dict[Var, Atom] = {traced.invars[0]: x}
-    eqns = _rewrite.copied(traced.eqns, env, source)
-    (out,) = traced.outvars
-    return env[_jaxpr.variable(out)], eqns

@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Scan`, a loop taken apart, and `ScanBuilder`, which makes another of it; and what can be done to a loop.
+
+Each operation takes a `Scan` and returns one that computes the same::
+
+    sink         a turn makes its slice of a stack, rather than taking it
+    absorb       a turn does what is done to the stacks that it makes
+    opened       no stacks: a turn reads and writes its place in whole ones
+    pipelined    each turn makes ahead what the next one needs, and the last turn stands behind the loop
+    sliced       some of its turns
+    interchanged a loop around a loop, the other way round
+
+Of a loop whose turns do more than compute, all but `interchanged` keep the order of what they do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from jzero.ir._regions import variables
+from jzero.ir._writer import JaxprWriter
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+
+class ConstPort(NamedTuple):
+    """What each turn reads whole, and its name in a turn."""
+
+    outer: Atom
+    inner: Var
+
+
+class CarryPort(NamedTuple):
+    """What a turn takes from the one before: the first, a turn's, what it makes of it, and the last."""
+
+    init: Atom
+    before: Var
+    after: Atom
+    out: Var
+
+
+class SlicePort(NamedTuple):
+    """A stack of which each turn takes its slice."""
+
+    stack: Atom
+    row: Var
+
+
+class StackPort(NamedTuple):
+    """A stack that a loop makes of what each turn has for it."""
+
+    row: Atom
+    stack: Var
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scan:
+    """A `lax.scan` taken apart, and equations around it.
+
+    Attributes:
+      eqn: the loop as it was: its line, its effects, and the constants of its body.
+      eqns: of a turn.
+      consts, carries, xs, ys: its ports.
+      length: how many turns.
+      reverse: whether the last slice is the first turn's.
+      before, after: equations that stand around it.
+    """
+
+    eqn: Eqn
+    eqns: tuple[Eqn, ...]
+    consts: tuple[ConstPort, ...]
+    carries: tuple[CarryPort, ...]
+    xs: tuple[SlicePort, ...]
+    ys: tuple[StackPort, ...]
+    length: int
+    reverse: bool
+    before: tuple[Eqn, ...] = ()
+    after: tuple[Eqn, ...] = ()
+
+    @classmethod
+    def of(cls, eqn: Eqn) -> Scan:
+        """A `scan` equation taken apart."""
+        parts = _jaxpr.scan_parts(eqn)
+        first, last, num = parts.num_consts, parts.num_consts + parts.num_carry, parts.num_carry
+        ins, outs = parts.body.invars, parts.body.outvars
+        carries = zip(
+            eqn.invars[first:last], ins[first:last], outs[:num], eqn.outvars[:num], strict=True
+        )
+        return cls(
+            eqn, tuple(parts.body.eqns),
+            tuple(map(ConstPort, eqn.invars[:first], ins[:first])),
+            tuple(CarryPort(*each) for each in carries),
+            tuple(map(SlicePort, eqn.invars[last:], ins[last:])),
+            tuple(map(StackPort, outs[num:], eqn.outvars[num:])),
+            parts.length, parts.reverse,
+        )  # fmt: skip
+
+    @property
+    def body(self) -> Jaxpr:
+        """A turn."""
+        ins = [port.inner for port in self.consts]
+        ins += [*(port.before for port in self.carries), *(port.row for port in self.xs)]
+        outs = [*(port.after for port in self.carries), *(port.row for port in self.ys)]
+        old = _jaxpr.scan_parts(self.eqn).body
+        return _jaxpr.replaced(old, invars=ins, outvars=outs, eqns=[*self.eqns])
+
+    def equation(self) -> Eqn:
+        """The loop."""
+        ins = [port.outer for port in self.consts]
+        ins += [*(port.init for port in self.carries), *(port.stack for port in self.xs)]
+        outs = [*(port.out for port in self.carries), *(port.stack for port in self.ys)]
+        nums = len(self.consts), len(self.carries)
+        return _jaxpr.scan_like(self.eqn, self.body, ins, outs, *nums, self.length, self.reverse)
+
+    def equations(self) -> list[Eqn]:
+        """The loop, and what stands around it."""
+        return [*self.before, self.equation(), *self.after]
+
+
+class ScanBuilder:
+    """A loop while it changes: ports are added by name, and equations at both ends of a turn and outside.
+
+    Attributes:
+      scan: the loop as it was.
+      first, last: write equations of a turn, before and behind those that it has.
+      before, after: write equations around the loop.
+      consts, carries, xs, ys: its ports.
+    """
+
+    def __init__(self, scan: Scan):
+        self.scan, self.eqns = scan, scan.eqns
+        self.first, self.last, self.before, self.after = (JaxprWriter(scan.eqn) for _ in range(4))
+        self.consts, self.carries = [*scan.consts], [*scan.carries]
+        self.xs, self.ys = [*scan.xs], [*scan.ys]
+
+    def whole(self, atom: Atom) -> Atom:
+        """What each turn reads whole."""
+        if _jaxpr.is_literal(atom):
+            return atom
+        known = [port.inner for port in self.consts if port.outer is atom]
+        if not known:
+            known.append(_jaxpr.new_var(atom))
+            self.consts.append(ConstPort(atom, known[0]))
+        return known[0]
+
+    def slice(self, stack: Var) -> Var:
+        """A turn's slice of a stack."""
+        known = [port.row for port in self.xs if port.stack is stack]
+        if not known:
+            known.append(_jaxpr.var_like(stack.aval, stack.aval.shape[1:]))
+            self.xs.append(SlicePort(stack, known[0]))
+        return known[0]
+
+    def sink(self, stack: Var, row: Callable[[Var], object]) -> None:
+        """Takes no slices of a stack: `row` writes the equation that makes a turn's."""
+        for port in self.xs:
+            if port.stack is stack:
+                row(port.row)
+        self.xs = [port for port in self.xs if port.stack is not stack]
+
+    def carry(self, init: Atom, after: Callable[[Var], Atom], out: Var | None = None) -> Var:
+        """A value that turns hand on; `after` writes what a turn makes of it. Returns the last one."""
+        before = _jaxpr.new_var(init)
+        out = _jaxpr.new_var(init) if out is None else out
+        self.carries.append(CarryPort(init, before, after(before), out))
+        return out
+
+    def stack(self, row: Atom, out: Var | None = None) -> Var:
+        """Makes a stack of what each turn has."""
+        out = _jaxpr.var_like(row.aval, (self.scan.length, *row.aval.shape)) if out is None else out
+        self.ys.append(StackPort(row, out))
+        return out
+
+    def build(self, **changes: Any) -> Scan:
+        """The loop; `changes` are those of other fields of it."""
+        assert not [*self.first.consts, *self.last.consts], "constants of a turn have no port"
+        return dataclasses.replace(
+            self.scan,
+            eqns=(*self.first.eqns, *self.eqns, *self.last.eqns),
+            consts=tuple(self.consts), carries=tuple(self.carries),
+            xs=tuple(self.xs), ys=tuple(self.ys),
+            before=(*self.scan.before, *self.before.eqns),
+            after=(*self.after.eqns, *self.scan.after), **changes,
+        )  # fmt: skip
+
+
+def sink(scan: Scan, stack: Var, row: Callable[[ScanBuilder], Atom]) -> Scan:
+    """A turn makes its slice of a stack: `row` writes it, at the beginning of a turn."""
+    builder = ScanBuilder(scan)
+    made = row(builder)
+    builder.sink(stack, lambda out: builder.first.add(lax.copy_p, [made], [out]))
+    return builder.build()
+
+
+def absorb(scan: Scan, rows: Callable[[ScanBuilder], Mapping[Var, Atom]]) -> Scan:
+    """A turn does what is done to the stacks: `rows` writes it, by the stack that it is for."""
+    builder = ScanBuilder(scan)
+    for stack, row in rows(builder).items():
+        builder.stack(row, stack)
+    return builder.build()
+
+
+def opened(scan: Scan) -> Scan:
+    """A loop without stacks: a turn reads its slices from whole ones, and writes into those that it carries.
+
+    The first carry is a turn's place; then come the loop's own, and then the stacks that it makes.
+    """
+    builder = ScanBuilder(scan)
+    builder.xs, builder.ys, builder.carries = [], [], []
+    place = _jaxpr.var_like(_place(0).aval)
+    for port in scan.xs:
+        row = builder.first.row(builder.whole(port.stack), place)
+        builder.first.names[port.row] = row
+    turn = JaxprWriter(scan.eqn, builder.first.names)
+    _own(turn, scan.eqns)
+    builder.eqns = tuple(turn.eqns)
+    following = _jaxpr.new_var(place)
+    start, step = (_place(scan.length - 1), -1) if scan.reverse else (_place(0), 1)
+    builder.carries.append(CarryPort(start, place, following, _jaxpr.new_var(place)))
+    builder.carries += [port._replace(after=turn.read(port.after)) for port in scan.carries]
+    for made in scan.ys:
+        old = _jaxpr.new_var(made.stack)
+        new = builder.last.with_row(old, turn.read(made.row), place)
+        builder.carries.append(CarryPort(empty(builder.before, made.stack), old, new, made.stack))
+    builder.last.add(lax.add_p, [place, _place(step)], [following])
+    return builder.build(reverse=False)
+
+
+def empty(writer: JaxprWriter, stack: Var) -> Var:
+    """What a stack is before a loop has written it."""
+    zero = _jaxpr.scalar(0, stack.aval.dtype)
+    return writer.broadcast(zero, _jaxpr.new_var(stack), ())
+
+
+def sliced(scan: Scan, start: int, stop: int) -> Scan:
+    """Its turns with the slices from `start` to `stop`; results of its own, in the place of the loop's."""
+    assert not [*scan.before, *scan.after], "some of its turns, and not what stands around it"
+    builder = ScanBuilder(scan)
+    builder.xs = [
+        SlicePort(_part(builder.before, port.stack, start, stop), port.row) for port in scan.xs
+    ]
+    builder.carries = [port._replace(out=_jaxpr.new_var(port.out)) for port in scan.carries]
+    shapes = [(stop - start, *port.stack.aval.shape[1:]) for port in scan.ys]
+    builder.ys = [
+        port._replace(stack=_jaxpr.var_like(port.stack.aval, shape))
+        for port, shape in zip(scan.ys, shapes, strict=True)
+    ]
+    return builder.build(length=stop - start)
+
+
+def _part(writer: JaxprWriter, stack: Atom, start: int, stop: int) -> Var:
+    shape = stack.aval.shape
+    return writer.slice(stack, (start, *(0 for _ in shape[1:])), (stop, *shape[1:]))
+
+
+def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
+    """Each turn makes for the next one what is `ahead`, which follows from its slices and consts alone.
+
+    It runs like this, and nothing is made more often than it was::
+
+        made = make(xs[0])
+        for i in range(length - 1):
+            made, (carry, ys[i]) = make(xs[i + 1]), turn(carry, xs[i], made)
+        carry, ys[-1] = turn(carry, xs[-1], made)
+    """
+    _check_closed(scan)
+    making, rest = _making(scan, ahead)
+    loop = opened(dataclasses.replace(scan, xs=(), ys=(), eqns=()))
+    builder = ScanBuilder(dataclasses.replace(loop, eqns=(), carries=()))
+    places, step = loop.carries[0], -1 if scan.reverse else 1
+    stacks = [(empty(builder.before, port.stack), port) for port in scan.ys]
+
+    def made(writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom) -> list[Atom]:
+        read = set(variables([*(a for e in making for a in e.invars), *ahead]))
+        names: dict[Var, Atom] = {port.inner: whole(port.outer) for port in scan.consts}
+        names |= {p.row: writer.row(whole(p.stack), at) for p in scan.xs if p.row in read}
+        here = JaxprWriter(scan.eqn, names)
+        here.copy(making)
+        writer.eqns += here.eqns
+        return [here.read(var) for var in ahead]
+
+    def turn(
+        writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom, carry: Sequence[Atom],
+        olds: Sequence[Atom], known: Sequence[Atom],
+    ) -> tuple[list[Atom], list[Atom]]:  # fmt: skip
+        outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
+        read = set(variables([*(a for e in rest for a in e.invars), *outs]))
+        names: dict[Var, Atom] = {port.inner: whole(port.outer) for port in scan.consts}
+        names |= {p.row: writer.row(whole(p.stack), at) for p in scan.xs if p.row in read}
+        names |= zip(ahead, known, strict=True)
+        names |= {p.before: atom for p, atom in zip(scan.carries, carry, strict=True)}
+        here = JaxprWriter(scan.eqn, names)
+        here.copy(rest)
+        writer.eqns += here.eqns
+        new = [here.read(p.after) for p in scan.carries]
+        rows = [here.read(p.row) for p in scan.ys]
+        return new, [writer.with_row(o, row, at) for o, row in zip(olds, rows, strict=True)]
+
+    begun = made(builder.before, lambda atom: atom, places.init)
+    at, following = places.before, _jaxpr.new_var(places.before)
+    first = [_jaxpr.new_var(p.before) for p in scan.carries]
+    olds = [_jaxpr.new_var(stack) for stack, _ in stacks]
+    known = [_jaxpr.new_var(var) for var in ahead]
+    builder.first.add(lax.add_p, [at, _place(step)], [following])
+    new, news = turn(builder.first, builder.whole, at, first, olds, known)
+    next_made = made(builder.last, builder.whole, following)
+    inits = [places.init, *(p.init for p in scan.carries), *(x for x, _ in stacks), *begun]
+    befores, afters = [at, *first, *olds, *known], [following, *new, *news, *next_made]
+    outs = [_jaxpr.new_var(var) for var in befores]
+    builder.carries = [*map(CarryPort, inits, befores, afters, outs)]
+    num, end = len(first), 1 + len(first)
+    last_at, *lasts = outs
+    carry, made_stacks = turn(
+        builder.after, lambda atom: atom, last_at, lasts[:num],
+        outs[end : end + len(olds)], outs[end + len(olds) :],
+    )  # fmt: skip
+    results = [*(p.out for p in scan.carries), *(p.stack for p in scan.ys)]
+    for atom, out in zip([*carry, *made_stacks], results, strict=True):
+        builder.after.add(lax.copy_p, [atom], [out])
+    return builder.build(length=scan.length - 1, reverse=False)
+
+
+def _making(scan: Scan, ahead: Sequence[Var]) -> tuple[list[Eqn], list[Eqn]]:
+    """The equations that make `ahead`, and those of the rest of a turn."""
+    given = {port.inner for port in scan.consts} | {port.row for port in scan.xs}
+    wanted, making = set(ahead), list[Eqn]()
+    for eqn in reversed(scan.eqns):
+        if wanted.intersection(eqn.outvars):
+            assert not _jaxpr.has_side_effects(eqn), f"{eqn.primitive} does more than compute"
+            making.append(eqn)
+            wanted.update(variables(eqn.invars))
+    making.reverse()
+    made = {out for eqn in making for out in eqn.outvars}
+    assert wanted <= made | given, "what is ahead needs what turns hand on"
+    outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
+    known, rest = set(ahead), list[Eqn]()
+    needed = set(variables(outs)) - known
+    for eqn in reversed(scan.eqns):
+        if _jaxpr.has_side_effects(eqn) or needed.intersection(eqn.outvars):
+            rest.append(eqn)
+            needed.update(v for v in variables(eqn.invars) if v not in known)
+    return making, rest[::-1]
+
+
+def _check_closed(scan: Scan) -> None:
+    consts = _jaxpr.scan_parts(scan.eqn).body_consts
+    assert not consts, "a turn's equations are to stand where its constants are not"
+
+
+def interchanged(scan: Scan) -> Scan:
+    """A loop whose turns are one loop, as one of that loop's turns around it: `[outer, inner, ...]` swapped.
+
+    What the outer loop hands on passes the inner one slice by slice: a stack that this takes and makes.
+    """
+    (eqn,) = scan.eqns
+    inner = Scan.of(eqn)
+    assert not _jaxpr.has_side_effects(scan.eqn), "turns would do what they do in another order"
+    _check_closed(scan)
+    consts = {port.inner: port.outer for port in scan.consts}
+    own = {port.row: port.stack for port in scan.xs}
+    handed = {port.before: port for port in scan.carries}
+    around, within = ScanBuilder(inner), ScanBuilder(scan)
+    for builder in (around, within):
+        builder.consts, builder.carries, builder.xs, builder.ys = [], [], [], []
+    within.eqns, around.eqns = inner.eqns, ()
+    within.consts += [ConstPort(var, var) for var in inner.body.constvars]
+    num = scan.length
+
+    def is_shared(atom: Atom) -> bool:
+        return _jaxpr.is_literal(atom) or atom in consts
+
+    def outside(atom: Atom) -> Atom:
+        """What stands for what an outer turn has: one for all of them, or a stack."""
+        return atom if _jaxpr.is_literal(atom) else consts[atom] if atom in consts else own[atom]
+
+    for const in inner.consts:
+        mine = around.whole(outside(const.outer))
+        if is_shared(const.outer):
+            within.consts.append(ConstPort(mine, const.inner))
+        else:
+            within.xs.append(SlicePort(mine, const.inner))
+    made = {port.stack: port.row for port in inner.ys}
+    for taken in inner.xs:
+        if not is_shared(taken.stack) and taken.stack in handed:
+            port = handed[taken.stack]
+            row = _jaxpr.new_var(taken.row)
+            around.xs.append(SlicePort(port.init, row))
+            last = _jaxpr.new_var(taken.row)
+            within.carries.append(
+                CarryPort(row, taken.row, made.pop(_jaxpr.variable(port.after)), last)
+            )
+            around.ys.append(StackPort(last, port.out))
+            continue
+        stack = outside(taken.stack)
+        if is_shared(taken.stack):
+            row = _jaxpr.new_var(taken.row)
+            within.consts.append(ConstPort(row, taken.row))
+        else:
+            stack = around.before.swapped(stack)
+            row = _jaxpr.var_like(taken.row.aval, (num, *taken.row.aval.shape))
+            within.xs.append(SlicePort(row, taken.row))
+        around.xs.append(SlicePort(stack, row))
+    outs = {port.row: port.stack for port in scan.ys if not _jaxpr.is_literal(port.row)}
+    results = {*made, *(port.out for port in inner.carries)}
+    assert len(outs) == len(scan.ys), "a stack of literals, or one made twice"
+    assert results.issuperset(outs), "a stack of what the inner loop does not make"
+    assert len(within.carries) == len(handed), "what turns hand on does not pass the inner loop"
+    for carry in inner.carries:
+        init = outside(carry.init)
+        if is_shared(carry.init):
+            out = _jaxpr.var_like(carry.before.aval, (num, *carry.before.aval.shape))
+            init = around.before.broadcast(init, out, tuple(range(1, out.aval.ndim)))
+        mine = _jaxpr.new_var(init)
+        within.xs.append(SlicePort(mine, carry.before))
+        after = _jaxpr.new_var(mine)
+        within.ys.append(StackPort(carry.after, after))
+        out = outs.get(carry.out) or _jaxpr.new_var(mine)
+        around.carries.append(CarryPort(init, mine, after, out))
+    for stack, mine in made.items():
+        if stack in outs:
+            rows = _jaxpr.var_like(mine.aval, (num, *mine.aval.shape))
+            within.ys.append(StackPort(mine, rows))
+            turned = around.stack(rows)
+            around.after.swapped(turned, outs[stack])
+    nested = within.build()
+    around.eqns = tuple(nested.equations())
+    found = around.build()
+    return dataclasses.replace(
+        found, before=(*scan.before, *found.before), after=(*found.after, *scan.after)
+    )
+
+
+def _own(writer: JaxprWriter, eqns: Sequence[Eqn]) -> None:
+    """Writes equations, which keep their results."""
+    for eqn in eqns:
+        writer.again(eqn, outs=eqn.outvars)
+
+
+def makes_keys(scan: Scan) -> bool:
+    """Whether it makes stacks of keys, which nothing can be written into."""
+    kinds = [port.stack.aval.dtype for port in scan.ys]
+    return any(jax.dtypes.issubdtype(kind, jax.dtypes.extended) for kind in kinds)
+
+
+def _place(i: int) -> Atom:
+    return _jaxpr.scalar(i, np.int32)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PrintedProgram`: a step's jaxpr to read, with its leaves by name and where they rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+
+from jzero._errors import counted
+from jzero._memory_kinds import DEVICE
+from jzero.ir._layout import from_spec
+from jzero.sharding.batch._trace import WRITTEN
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._layout import Shard
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._plan import StepPlan
+from jzero.tracing._printed import Note, printed
+from jzero.tracing._types import Jaxpr
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrintedProgram:
+    """A step's jaxpr; `print` it.
+
+    Attributes:
+      title: of which step, and after what.
+      jaxpr: the program.
+      arguments: of each leaf that it takes, its name and layout.
+      results: of each that it returns.
+    """
+
+    title: str
+    jaxpr: Jaxpr
+    arguments: tuple[Note, ...]
+    results: tuple[Note, ...]
+
+    def __repr__(self) -> str:
+        num = counted(len(self.jaxpr.eqns), "equation", "equations")
+        return f"<PrintedProgram: {self.title}, {num}; print it>"
+
+    def __str__(self) -> str:
+        return f"# {self.title}\n{printed(self.jaxpr, self.arguments, self.results)}"
+
+
+def as_traced(
+    name: str, jaxpr: Jaxpr, plan: StepPlan, mesh: Mapping[str, int],
+    arguments: Mapping[str, jax.ShapeDtypeStruct], outputs: Sequence[str],
+) -> PrintedProgram:  # fmt: skip
+    """A step as it was traced.
+
+    Args:
+      name: of the step.
+      jaxpr: what it takes and returns are the state's leaves, then the others.
+      plan: what of them rests where.
+      mesh: its axes and their sizes.
+      arguments: by path, each leaf beside the state, with its sharding.
+      outputs: the paths of what it returns beside the state.
+    """
+    state = tuple(_at_rest(leaf, mesh) for leaf in plan.leaves)
+    given = tuple(
+        Note(path, str(from_spec(x.shape, mesh, x.sharding.spec))) for path, x in arguments.items()
+    )
+    results = state[: 0 if plan.evaluates else len(state)]
+    results += tuple(_outputs(outputs, jaxpr, plan, mesh))
+    of = "of one device" if plan.reductions == WRITTEN else "of the whole batch"
+    axes = ", ".join(f"{axis}: {num}" for axis, num in mesh.items())
+    title = f"{name}, as traced, {of}; layouts over the mesh ({axes})"
+    return PrintedProgram(title, jaxpr, (*state, *given), results)
+
+
+def _outputs(
+    paths: Sequence[str], jaxpr: Jaxpr, plan: StepPlan, mesh: Mapping[str, int]
+) -> Iterator[Note]:
+    atoms = jaxpr.outvars[len(jaxpr.outvars) - len(paths) :]
+    for path, atom, layout in zip(paths, atoms, plan.outputs, strict=True):
+        whole = [*atom.aval.shape]
+        if plan.reductions == WRITTEN and isinstance(layout, Shard):
+            whole[layout.dim] *= math.prod(mesh[axis] for axis in layout.axes)
+        yield Note(path, str(from_spec(whole, mesh, _layout.partition_spec(layout))))
+
+
+def _at_rest(leaf: LeafPlan, mesh: Mapping[str, int]) -> Note:
+    """`[16@data, 8]  parameter, in pinned_host`."""
+    whole = leaf.decoded
+    layout = from_spec(whole.shape, mesh, _layout.partition_spec(whole.layout, whole.automatic))
+    said = [leaf.role, f"in {leaf.tier}" * (leaf.tier != DEVICE), str(leaf.codes or "")]
+    return Note(leaf.path, f"{layout}  {', '.join(filter(None, said))}")

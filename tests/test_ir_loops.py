@@ -1,0 +1,308 @@
+"""Loops: each operation gives a loop that computes the same, to the bit, in every form of a `scan`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jzero.ir._loops import Scan, ScanBuilder, absorb, interchanged, opened, pipelined, sink, sliced
+from jzero.ir._writer import JaxprWriter
+from jzero.tracing import _jaxpr
+
+LENGTHS = [1, 2, 3, 7]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _double():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def values(seed, *shapes):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
+
+
+def turn(w: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+    a, b = carry
+    made = jnp.tanh(x["x"] @ w) * x["y"]
+    return (a * 0.5 + made, b + jnp.sum(made, axis=0)), {"z": a + made, "row": x["y"]}
+
+
+def both(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]:
+    w, a, b, x, y = values(length, (4, 4), (3, 4), (4,), (length, 3, 4), (length, 3, 4))
+
+    def fn(w: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
+        body = functools.partial(turn, w)
+        return lax.scan(body, (a, b), {"x": x, "y": y}, reverse=reverse)
+
+    return fn, [w, a, b, x, y]
+
+
+def no_carry(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]:
+    x, w = values(length, (length, 3), (3,))
+    return lambda x, w: lax.scan(lambda c, x: (c, (x * w, w)), (), x, reverse=reverse), [x, w]
+
+
+def no_stacks(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]:
+    (x,) = values(length, (3,))
+    body = lambda c, _: ((jnp.sin(c[0]) + c[1], c[0]), None)  # noqa: E731
+    return lambda x: lax.scan(body, (x, x), None, length, reverse), [x]
+
+
+def nested(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]:
+    x, c = values(length, (length, 2, 3), (3,))
+
+    def body(c: Any, x: Any) -> tuple[Any, Any]:
+        c, y = lax.scan(lambda c, x: (c * 0.9 + x, jnp.cos(c) * x), c, x, reverse=not reverse)
+        return c + 1, (y, c)
+
+    return lambda x, c: lax.scan(body, c, x, reverse=reverse), [x, c]
+
+
+def through(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]:
+    """A carry that a turn's slice becomes, one that stays, and literals."""
+    x, c = values(length, (length, 3), (3,))
+    body = lambda c, x: ((x, c[1], 2.0), (c[0], x, 1.0))  # noqa: E731
+    return lambda x, c: lax.scan(body, (c, c, 1.0), x, reverse=reverse), [x, c]
+
+
+FORMS = [both, no_carry, no_stacks, nested, through]
+
+
+def check(
+    fn: Callable[..., Any], args: list[Any], change: Callable[[Any, Scan], list[Any]]
+) -> None:
+    """`change(jaxpr, scan)` gives the equations in the place of the last loop of `fn`."""
+    traced = _jaxpr.trace_here(fn, *args)
+    jaxpr = traced.jaxpr
+    place = max(i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "scan")
+    eqns = [*jaxpr.eqns]
+    eqns[place : place + 1] = change(jaxpr, Scan.of(eqns[place]))
+    new = _jaxpr.replaced(jaxpr, eqns=eqns)
+    run = lambda program: jax.jit(lambda *xs: _jaxpr.evaluate(program, traced.consts, *xs))(*args)  # noqa: E731
+    for was, now in zip(run(jaxpr), run(new), strict=True):
+        assert was.dtype == now.dtype
+        np.testing.assert_array_equal(was, now)
+
+
+forms = pytest.mark.parametrize("form", FORMS)
+lengths = pytest.mark.parametrize("length", LENGTHS)
+directions = pytest.mark.parametrize("reverse", [False, True])
+
+
+def test_a_writer_writes_a_function():
+    traced = _jaxpr.trace_here(lambda x: x + 1, jnp.ones((2, 3)))
+    (eqn,) = traced.jaxpr.eqns
+    (x,) = traced.jaxpr.invars
+    writer = JaxprWriter(eqn)
+    table = np.arange(6.0).reshape(2, 3)
+    (y,) = writer.trace(lambda x: x * table, x)
+    zeros = [writer.full(0.5, x.aval) for _ in range(2)]
+    assert zeros[0] is zeros[1]
+    (z,) = writer.add(lax.add_p, [y, zeros[0]])
+    assert (z.aval.shape, z.aval.dtype) == ((2, 3), jnp.float64)
+    assert all(e.source_info is eqn.source_info for e in writer.eqns)
+    program = writer.close(traced.jaxpr, [x], [z])
+    (found,) = _jaxpr.evaluate(program, writer.consts, np.full((2, 3), 2.0))
+    np.testing.assert_array_equal(found, table * 2 + 0.5)
+
+
+@forms
+@lengths
+@directions
+def test_taken_apart_and_put_together(form, length, reverse):
+    fn, args = form(length, reverse)
+    check(fn, args, lambda jaxpr, scan: ScanBuilder(scan).build().equations())
+
+
+@forms
+@lengths
+@directions
+def test_opened_it_has_no_stacks(form, length, reverse):
+    def change(jaxpr, scan):
+        found = opened(scan)
+        assert not found.xs
+        assert not found.ys
+        return found.equations()
+
+    fn, args = form(length, reverse)
+    check(fn, args, change)
+
+
+@forms
+@lengths
+@directions
+def test_slices_follow_each_other(form, length, reverse):
+    def change(jaxpr, scan):
+        cut = length // 2
+        ranges = [(0, cut), (cut, length)]
+        done, eqns = [], []
+        init = [port.init for port in scan.carries]
+        for start, stop in ranges[::-1] if reverse else ranges:
+            carries = zip(scan.carries, init, strict=True)
+            begun = tuple(port._replace(init=atom) for port, atom in carries)
+            part = sliced(dataclasses.replace(scan, carries=begun), start, stop)
+            eqns += part.equations()
+            init = [port.out for port in part.carries]
+            done.append(part)
+        return eqns + joined(scan, done[::-1] if reverse else done, init)
+
+    fn, args = form(length, reverse)
+    check(fn, args, change)
+
+
+def joined(scan, parts, ends):
+    writer = ScanBuilder(scan).after
+    for i, port in enumerate(scan.ys):
+        ins = [part.ys[i].stack for part in parts]
+        writer.add(lax.concatenate_p, ins, [port.stack], dimension=0)
+    for port, atom in zip(scan.carries, ends, strict=True):
+        writer.add(lax.copy_p, [atom], [port.out])
+    return writer.eqns
+
+
+@lengths
+@directions
+@pytest.mark.parametrize(
+    ("form", "name"), [(both, "dot_general"), (no_carry, "mul"), (through, "")]
+)
+def test_pipelined_a_turn_makes_what_the_next_one_needs(form, name, length, reverse):
+    def change(jaxpr, scan):
+        ahead = [out for eqn in scan.eqns if eqn.primitive.name == name for out in eqn.outvars][:1]
+        found = pipelined(scan, ahead)
+        assert found.length == length - 1
+        for eqns, num in [(found.before, 1), (found.eqns, 1), (found.after, 0)]:
+            names = [eqn.primitive.name for eqn in eqns]
+            assert name != "dot_general" or names.count(name) == num
+        return found.equations()
+
+    fn, args = form(length, reverse)
+    check(fn, args, change)
+
+
+def test_pipelined_refuses_what_turns_hand_on():
+    traced = _jaxpr.trace_here(both(3, False)[0], *both(3, False)[1])
+    (eqn,) = [e for e in traced.jaxpr.eqns if e.primitive.name == "scan"]
+    scan = Scan.of(eqn)
+    with pytest.raises(AssertionError, match="hand on"):
+        pipelined(scan, [_jaxpr.variable(port.after) for port in scan.carries])
+
+
+@lengths
+@directions
+def test_sink_and_absorb(length, reverse):
+    x, c = values(length, (length, 3), (3,))
+    after = lambda y: jnp.exp(y) + 1  # noqa: E731
+
+    def inner(c: Any, x: Any) -> tuple[Any, Any]:
+        return c * 0.5 + x, jnp.cos(c) * x
+
+    def fn(x: Any, c: Any) -> Any:
+        last, y = lax.scan(inner, c, x * 2, reverse=reverse)
+        return last, y
+
+    def sunk(jaxpr, scan):
+        (double,) = [e for e in jaxpr.eqns if e.primitive.name == "mul"]
+        stack, given = double.outvars[0], _jaxpr.variable(double.invars[0])
+
+        def row(builder):
+            ins: list[Any] = [builder.slice(given), double.invars[1]]
+            return builder.first.add(lax.mul_p, ins)[0]
+
+        found = sink(scan, stack, row)
+        assert [port.stack for port in found.xs] == [*double.invars[:1]]
+        return found.equations()
+
+    check(fn, [x, c], sunk)
+
+    def absorbed(jaxpr, scan):
+        """`exp(y) + 1` of each turn; the equations behind the loop are for nothing then."""
+        out = jaxpr.outvars[1]
+
+        def rows(builder):
+            (made,) = [port.row for port in scan.ys]
+            return {out: builder.last.trace(after, made)[0]}
+
+        return absorb(scan, rows).equations()
+
+    def with_after(x: Any, c: Any) -> Any:
+        last, y = lax.scan(inner, c, x, reverse=reverse)
+        return last, after(y)
+
+    traced = _jaxpr.trace_here(with_after, x, c)
+    place = [e.primitive.name for e in traced.jaxpr.eqns].index("scan")
+    loop = absorbed(traced.jaxpr, Scan.of(traced.jaxpr.eqns[place]))
+    new = _jaxpr.replaced(traced.jaxpr, eqns=[*traced.jaxpr.eqns[:place], *loop])
+    was, now = _jaxpr.evaluate(traced.jaxpr, traced.consts, x, c), _jaxpr.evaluate(new, [], x, c)
+    # XLA's `exp` of a vector and of a row of it may round differently.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-15), was, now)
+
+
+@lengths
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_interchanged_loops(length, shared, reverse):
+    """Microbatches around layers: weights are shared, each layer's sum runs on over microbatches."""
+    layers = 3
+    w, total, x, k = values(length, (layers, 4), (layers, 4), (length, 4), (length, layers, 4))
+
+    def layer(x: Any, each: Any) -> tuple[Any, Any]:
+        w, total, k = each
+        x = jnp.tanh(x * w + k)
+        return x, (total + x, x * 2)
+
+    def fn(w: Any, total: Any, x: Any, k: Any) -> Any:
+        def microbatch(total: Any, each: Any) -> tuple[Any, Any]:
+            begun, k = each if not shared else (first, each)
+            x, (total, y) = lax.scan(layer, begun, (w, total, k), reverse=reverse)
+            return total, (x, y)
+
+        first = x[0]
+        return lax.scan(microbatch, total, k if shared else (x, k), reverse=reverse)
+
+    def change(jaxpr, scan):
+        found = interchanged(scan)
+        assert found.length == layers
+        assert [e.primitive.name for e in found.eqns].count("scan") == 1
+        return found.equations()
+
+    check(fn, [w, total, x, k], change)
+
+
+def test_turns_that_print_keep_their_order_or_are_refused(capfd):
+    def body(c: Any, x: Any) -> tuple[Any, Any]:
+        jax.debug.callback(lambda c: print(int(c)), c, ordered=True)
+        return c + 1, jnp.sin(x)
+
+    def printed(change: Callable[[Scan], list[Any]]) -> list[str]:
+        traced = _jaxpr.trace_here(lambda x: lax.scan(body, 0, x), jnp.ones(3))
+        (eqn,) = traced.jaxpr.eqns
+        new = _jaxpr.replaced(traced.jaxpr, eqns=change(Scan.of(eqn)))
+        jax.block_until_ready(
+            jax.jit(lambda x: _jaxpr.evaluate(new, traced.consts, x))(jnp.ones(3))
+        )
+        jax.effects_barrier()
+        return capfd.readouterr().out.split()
+
+    def sine(scan: Scan) -> list[Any]:
+        return [eqn.outvars[0] for eqn in scan.eqns if eqn.primitive.name == "sin"]
+
+    assert printed(lambda scan: scan.equations()) == ["0", "1", "2"]
+    assert printed(lambda scan: opened(scan).equations()) == ["0", "1", "2"]
+    assert printed(lambda scan: pipelined(scan, sine(scan)).equations()) == ["0", "1", "2"]
+
+    def outer(c: Any, x: Any) -> tuple[Any, Any]:
+        c, y = lax.scan(body, c, x)
+        return c, y
+
+    traced = _jaxpr.trace_here(lambda x: lax.scan(outer, 0, x), jnp.ones((2, 3)))
+    with pytest.raises(AssertionError, match="another order"):
+        interchanged(Scan.of(traced.jaxpr.eqns[-1]))
