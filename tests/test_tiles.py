@@ -11,7 +11,7 @@ import pytest
 
 import jzero
 import small
-from jzero.sharding.analysis._rules import size_in_bytes
+from jzero.ir._rules import size_in_bytes
 from jzero.sharding.run._cuts import cut
 from jzero.testing import Tolerance, assert_same_training
 from jzero.tracing import _jaxpr

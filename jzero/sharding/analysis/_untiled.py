@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jzero.ir._regions import variables
+from jzero.ir._rules import size_in_bytes
 from jzero.sharding.analysis import _traffic
-from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 

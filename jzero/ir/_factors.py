@@ -1,72 +1,203 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factors: which dims of an equation's operands and results are one dim, as rules for the batch.
-
-The rule table of parameters' shards (`sharding/analysis/_rules.py`) says for every operand dim which output
-dim it becomes. Products, convolutions, look-ups and their like need more: a dim that two operands share and
-that is summed over. A *factor* says both, and serves whatever has a dim map too.
+"""Factors: which dims of an equation's operands and results are one dim.
 
 Reference: the factors of Shardy's `sdy.op_sharding_rule` say the same of an operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jax import lax
 
-from jzero.sharding.analysis import _rules
 from jzero.tracing._types import Eqn
+
+Params = dict[str, Any]  # of an equation: what else it says beside its operands, by name
+# For each operand, for each of its dims: the dim of the results that it becomes, or None.
+DimMaps = list[tuple[int | None, ...]]
+
+
+def _unchanged(size: int, num: int) -> Params:
+    return {}
 
 
 class Factor(NamedTuple):
-    """One dim of an equation.
+    """One dim of an equation: it may run on blocks of the dim, each of which gives a block of the results.
 
     Attributes:
       ins: which dim of each operand it is; None for an operand that does not have it.
       outs: which dim of each result; all None if it is reduced.
-      reduces: 'sum', 'max' or 'min', if it is.
-      local: parameters of the equation when a device has `size` of its `num` parts of the dim.
-      groups: the dim is made of so many groups that no device may cut; 0 for any.
+      reduces: 'sum', 'prod', 'max', 'min', 'and' or 'or', if it is.
+      local: parameters of the equation on one of `num` blocks, whose results have `size` of the dim.
+      groups: the dim is made of so many groups that no block may cut; 0 for any.
     """
 
     ins: tuple[int | None, ...]
     outs: tuple[int | None, ...]
     reduces: str | None = None
-    local: Callable[[int, int], _rules.Params] = lambda size, num: {}
+    local: Callable[[int, int], Params] = _unchanged
     groups: int = 0
 
 
-def factors_of(eqn: Eqn) -> list[Factor]:
-    """The factors of an equation; a dim in none of them needs its whole operand."""
-    structured = STRUCTURED.get(eqn.primitive.name)
-    if structured is not None:
-        return structured(eqn)
-    rule = _ELEMENTWISE if eqn.primitive.name in MORE_ELEMENTWISE else _rules.rule_for(eqn)
-    if rule is None or eqn.primitive.name == "reshape":
-        return []
-    return _from_dims(eqn, rule)
+FactorsOf = Callable[[Eqn], list[Factor]]
 
 
-_ELEMENTWISE = _rules.RULES["add"]
-MORE_ELEMENTWISE = frozenset({"random_fold_in", "threefry2x32"})
+def none(eqn: Eqn) -> list[Factor]:
+    return []
 
 
-def _from_dims(eqn: Eqn, rule: _rules.Rule) -> list[Factor]:
-    maps = rule.dims(eqn)
-    found: list[Factor] = []
+# -- each dim of an operand becomes one of the results, or is gone ---------------------------------------
+
+
+def mapped(
+    maps: Callable[[Eqn], DimMaps], resized: str = "", reduces: str | None = None
+) -> FactorsOf:
+    """The factors of dim maps.
+
+    Args:
+      maps: of an equation.
+      resized: a parameter that has the results' sizes, if one does.
+      reduces: how dims that are gone are reduced.
+    """
+
+    def factors(eqn: Eqn) -> list[Factor]:
+        return _of_maps(eqn, maps(eqn), resized, reduces)
+
+    return factors
+
+
+def _of_maps(eqn: Eqn, maps: DimMaps, resized: str, reduces: str | None) -> list[Factor]:
+    num, found = len(eqn.outvars), list[Factor]()
     for out in range(len(eqn.outvars[0].aval.shape)):
         ins = tuple(dims.index(out) if out in dims else None for dims in maps)
-
-        def local(size: int, num: int, out: int = out) -> _rules.Params:
-            return rule.local(eqn, out, size)
-
         if any(dim is not None for dim in ins):
-            found.append(Factor(ins, (out,) * len(eqn.outvars), local=local))
-    if rule.reduces is not None:
+            local = functools.partial(_resized, eqn, resized, out) if resized else _unchanged
+            found.append(Factor(ins, (out,) * num, local=local))
+    if reduces is not None:
         gone = [dim for dim, out in enumerate(maps[0]) if out is None]
-        found += [Factor((dim,), (None,), rule.reduces) for dim in gone]
+        found += [Factor((dim,), (None,), reduces) for dim in gone]
     return found
+
+
+def _resized(eqn: Eqn, param: str, dim: int, size: int, num: int) -> Params:
+    return {param: _with(eqn.params[param], dim, size)}
+
+
+def _with(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
+
+
+def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
+    return [atom.aval.shape for atom in eqn.invars]
+
+
+def _out_shape(eqn: Eqn) -> tuple[int, ...]:
+    shape: tuple[int, ...] = eqn.outvars[0].aval.shape
+    return shape
+
+
+def _same_dims(shape: Sequence[int], out: Sequence[int]) -> tuple[int | None, ...]:
+    # Scalars and dims of size 1 are broadcast by elementwise primitives.
+    return tuple(d if size == out[d] else None for d, size in enumerate(shape))
+
+
+def same_dims(eqn: Eqn) -> DimMaps:
+    return [_same_dims(shape, _out_shape(eqn)) for shape in _shapes(eqn)]
+
+
+def permuted(eqn: Eqn) -> DimMaps:
+    permutation = eqn.params["permutation"]
+    return [tuple(permutation.index(d) for d in range(len(permutation)))]
+
+
+def _without(ndim: int, gone: Sequence[int]) -> tuple[int | None, ...]:
+    left = _free(ndim, gone)
+    return tuple(left.index(d) if d in left else None for d in range(ndim))
+
+
+def without(param: str) -> Callable[[Eqn], DimMaps]:
+    """Dims that a parameter names are gone."""
+    return lambda eqn: [_without(len(shape), eqn.params[param]) for shape in _shapes(eqn)]
+
+
+def all_but(param: str) -> Callable[[Eqn], DimMaps]:
+    """All dims but those that a parameter names stay."""
+
+    def dims(eqn: Eqn) -> DimMaps:
+        gone, num = eqn.params[param], len(_shapes(eqn)[0])
+        gone = [d % num for d in (gone if isinstance(gone, tuple) else (gone,))]
+        return [tuple(None if d in gone else d for d in range(len(s))) for s in _shapes(eqn)]
+
+    return dims
+
+
+def windowed(eqn: Eqn) -> DimMaps:
+    """Of slices, updates of slices and pads: dims that are left whole stay. Indices are scalars."""
+    kept = _same_dims(_shapes(eqn)[0], _out_shape(eqn))
+    if eqn.primitive.name == "slice":
+        strides = eqn.params["strides"] or (1,) * len(kept)
+        kept = tuple(None if step != 1 else d for d, step in zip(kept, strides, strict=True))
+    if eqn.primitive.name == "pad":
+        config = eqn.params["padding_config"]
+        kept = tuple(
+            d if c == (0, 0, 0) else None for d, c in zip(kept, map(tuple, config), strict=True)
+        )
+    if eqn.primitive.name == "dynamic_update_slice":
+        kept = _same_dims(_shapes(eqn)[1], _shapes(eqn)[0])
+        return [kept, kept, *(() for _ in eqn.invars[2:])]
+    return [kept, *(() for _ in eqn.invars[1:])]
+
+
+def reduction(reduces: str | None = None, of_bools: str | None = None) -> FactorsOf:
+    """Of dims that `axes` names; `of_bools` is what it is called of Booleans."""
+
+    def factors(eqn: Eqn) -> list[Factor]:
+        kind = of_bools if eqn.invars[0].aval.dtype == bool else reduces
+        return _of_maps(eqn, without("axes")(eqn), "", kind or reduces)
+
+    return factors
+
+
+def broadcast(eqn: Eqn) -> list[Factor]:
+    """`broadcast_in_dim`; blocks of a dim that the operand has not are made of all of it."""
+    out, places = _out_shape(eqn), eqn.params["broadcast_dimensions"]
+    operand, *dynamic = _shapes(eqn)
+    source = {p: d for d, (n, p) in enumerate(zip(operand, places, strict=True)) if n == out[p]}
+    return [
+        Factor((source.get(d), *(None for _ in dynamic)), (d,),
+               local=functools.partial(_resized, eqn, "shape", d))
+        for d in range(len(out))
+    ]  # fmt: skip
+
+
+def iota(eqn: Eqn) -> list[Factor]:
+    nothing, along = (None,) * len(eqn.invars), eqn.params["dimension"]
+    return [
+        Factor(nothing, (d,), local=functools.partial(_resized, eqn, "shape", d))
+        for d in _free(len(_out_shape(eqn)), [along])
+    ]
+
+
+def reshape(eqn: Eqn) -> list[Factor]:
+    """A dim's blocks stay blocks if as many elements stand before it as before a dim of the result."""
+    (shape, *others), out = _shapes(eqn), _out_shape(eqn)
+    if eqn.params.get("dimensions") is not None or 0 in shape or others:
+        return []
+    starts = {math.prod(out[:d]): d for d, size in enumerate(out) if size > 1}
+    found = []
+    for d, size in enumerate(shape):
+        to = starts.get(math.prod(shape[:d]))
+        if size > 1 and to is not None:
+            local = functools.partial(_resized, eqn, "new_sizes", to)
+            groups = 0 if size == out[to] else math.gcd(size, out[to])
+            found.append(Factor((d,), (to,), local=local, groups=groups))
+    return found
+
+
+# -- products, look-ups, linear algebra --------------------------------------------------------------
 
 
 def _free(dims: int, *taken: Iterable[int]) -> list[int]:
@@ -74,7 +205,7 @@ def _free(dims: int, *taken: Iterable[int]) -> list[int]:
     return [dim for dim in range(dims) if dim not in used]
 
 
-def _dot_general(eqn: Eqn) -> list[Factor]:
+def dot_general(eqn: Eqn) -> list[Factor]:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs, rhs = (atom.aval.ndim for atom in eqn.invars)
     found = [Factor((a, b), (None,), "sum") for a, b in zip(lhs_sum, rhs_sum, strict=True)]
@@ -89,7 +220,7 @@ def _dot_general(eqn: Eqn) -> list[Factor]:
     return found
 
 
-def _conv(eqn: Eqn) -> list[Factor]:
+def conv(eqn: Eqn) -> list[Factor]:
     params = eqn.params
     numbers = params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -109,21 +240,17 @@ def _conv(eqn: Eqn) -> list[Factor]:
 
 
 def _group(lhs: int, rhs: int, out: int, param: str, groups: int) -> Factor:
-    def local(size: int, num: int) -> _rules.Params:
+    def local(size: int, num: int) -> Params:
         return {param: groups // num}
 
     return Factor((lhs, rhs), (out,), local=local, groups=groups)
-
-
-def _cut(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
 # A window as large as its dim stays where it is, wherever the indices would move it.
 STAYS_INSIDE = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
-def _gather(eqn: Eqn) -> list[Factor]:
+def gather(eqn: Eqn) -> list[Factor]:
     operand, indices = (atom.aval for atom in eqn.invars)
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     places = _free(eqn.outvars[0].aval.ndim, numbers.offset_dims)
@@ -138,8 +265,8 @@ def _gather(eqn: Eqn) -> list[Factor]:
         moved = dim in numbers.start_index_map and eqn.params["mode"] not in STAYS_INSIDE
         if sizes[dim] == operand.shape[dim] and not moved:
 
-            def local(size: int, num: int, dim: int = dim) -> _rules.Params:
-                return {"slice_sizes": _cut(sizes, dim, size)}
+            def local(size: int, num: int, dim: int = dim) -> Params:
+                return {"slice_sizes": _with(sizes, dim, size)}
 
             found.append(Factor((dim, None), (out,), local=local))
     return found
@@ -152,7 +279,7 @@ SCATTER_REDUCES = {
 }  # fmt: skip
 
 
-def _scatter(eqn: Eqn) -> list[Factor]:
+def scatter(eqn: Eqn) -> list[Factor]:
     operand, indices, updates = (atom.aval for atom in eqn.invars)
     numbers = eqn.params["dimension_numbers"]
     rows = _free(updates.ndim, numbers.update_window_dims)
@@ -188,7 +315,7 @@ def _same(dims: list[int], eqn: Eqn) -> list[Factor]:
     ]
 
 
-def _leading(trailing: int | Callable[[Eqn], int]) -> Callable[[Eqn], list[Factor]]:
+def leading(trailing: int | Callable[[Eqn], int]) -> FactorsOf:
     """Operations on the last dims of their operands."""
 
     def factors(eqn: Eqn) -> list[Factor]:
@@ -198,20 +325,12 @@ def _leading(trailing: int | Callable[[Eqn], int]) -> Callable[[Eqn], list[Facto
     return factors
 
 
-def _all_but(param: str) -> Callable[[Eqn], list[Factor]]:
-    def factors(eqn: Eqn) -> list[Factor]:
-        ndim = eqn.invars[0].aval.ndim
-        return _same(_free(ndim, [eqn.params[param] % ndim]), eqn)
-
-    return factors
-
-
 _NO_WINDOW = {
     "window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1, "window_dilation": 1,
 }  # fmt: skip
 
 
-def _window(eqn: Eqn) -> list[Factor]:
+def window(eqn: Eqn) -> list[Factor]:
     def untouched(dim: int) -> bool:
         return all(
             eqn.params[name][dim] == none if name != "padding" else tuple(eqn.params[name][dim]) == none
@@ -222,13 +341,13 @@ def _window(eqn: Eqn) -> list[Factor]:
     return _same([d for d in range(eqn.invars[0].aval.ndim) if untouched(d)], eqn)
 
 
-def _bitcast(eqn: Eqn) -> list[Factor]:
+def bitcast(eqn: Eqn) -> list[Factor]:
     """To narrower words, which become a new last dim, or to wider ones."""
     before, after = eqn.invars[0].aval.ndim, eqn.outvars[0].aval.ndim
     return _same(list(range(min(before, after))), eqn)
 
 
-def _reduce(eqn: Eqn) -> list[Factor]:
+def reduce(eqn: Eqn) -> list[Factor]:
     """With any function; its arrays are followed by as many initial values."""
     arrays, name = len(eqn.outvars), "dimensions" if "dimensions" in eqn.params else "axes"
     kept = _free(eqn.invars[0].aval.ndim, eqn.params[name])
@@ -236,33 +355,33 @@ def _reduce(eqn: Eqn) -> list[Factor]:
     return [Factor((d,) * arrays + nothing, (out,) * arrays) for out, d in enumerate(kept)]
 
 
-def _triangular_solve(eqn: Eqn) -> list[Factor]:
+def triangular_solve(eqn: Eqn) -> list[Factor]:
     ndim = eqn.invars[1].aval.ndim
     free = ndim - 1 if eqn.params["left_side"] else ndim - 2
-    return [*_leading(2)(eqn), Factor((None, free), (free,))]
+    return [*leading(2)(eqn), Factor((None, free), (free,))]
 
 
-def _tridiagonal_solve(eqn: Eqn) -> list[Factor]:
+def tridiagonal_solve(eqn: Eqn) -> list[Factor]:
     free = eqn.invars[3].aval.ndim - 1
-    return [*_leading(1)(eqn), Factor((None, None, None, free), (free,))]
+    return [*leading(1)(eqn), Factor((None, None, None, free), (free,))]
 
 
-def _tile(eqn: Eqn) -> list[Factor]:
+def tile(eqn: Eqn) -> list[Factor]:
     return _same([d for d, num in enumerate(eqn.params["reps"]) if num == 1], eqn)
 
 
-def _stack(eqn: Eqn) -> list[Factor]:
+def stack(eqn: Eqn) -> list[Factor]:
     axis, num = eqn.params["axis"], len(eqn.invars)
     return [Factor((d,) * num, (d + (d >= axis),)) for d in range(eqn.invars[0].aval.ndim)]
 
 
-def _unstack(eqn: Eqn) -> list[Factor]:
+def unstack(eqn: Eqn) -> list[Factor]:
     axis, num = eqn.params["axis"], len(eqn.outvars)
     dims = _free(eqn.invars[0].aval.ndim, [axis])
     return [Factor((d,), (d - (d > axis),) * num) for d in dims]
 
 
-def _ragged_dot(eqn: Eqn) -> list[Factor]:
+def ragged_dot(eqn: Eqn) -> list[Factor]:
     """Dims that no group cuts: free ones, of which the result has the same rows."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
@@ -283,33 +402,3 @@ def _ragged_dot(eqn: Eqn) -> list[Factor]:
         found.append(Factor((None, dim, None), (at,)))
         at += 1
     return found
-
-
-STRUCTURED: dict[str, Callable[[Eqn], list[Factor]]] = {
-    "dot_general": _dot_general,
-    "ragged_dot_general": _ragged_dot,
-    "conv_general_dilated": _conv,
-    "gather": _gather,
-    **dict.fromkeys(["scatter", "scatter-mul", "scatter_mul", *SCATTER_REDUCES], _scatter),
-    **dict.fromkeys(["top_k"], _all_but("axis")),
-    "approx_top_k": _all_but("reduction_dimension"),
-    **dict.fromkeys(
-        ["reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min",
-         "select_and_scatter", "select_and_scatter_add", "select_and_gather_add"], _window),
-    "bitcast_convert_type": _bitcast,
-    **dict.fromkeys(["reduce", "reduce_xor"], _reduce),
-    "fft": _leading(lambda eqn: len(eqn.params["fft_lengths"])),
-    **dict.fromkeys(
-        ["cholesky", "qr", "eig", "eigh", "svd", "lu", "geqrf", "geqp3", "hessenberg", "schur", "tridiagonal",
-         "householder_product", "ormqr", "symmetric_product"], _leading(2)),
-    "triangular_solve": _triangular_solve,
-    "tridiagonal_solve": _tridiagonal_solve,
-    **dict.fromkeys(["lu_pivots_to_permutation", "random_wrap"], _leading(1)),
-    **dict.fromkeys(
-        ["random_seed", "random_clone", "random_split", "random_unwrap", "random_bits",
-         "random_gamma"],
-        _leading(0)),
-    "tile": _tile,
-    "stack": _stack,
-    "unstack": _unstack,
-}  # fmt: skip
