@@ -161,6 +161,22 @@ def reduction(reduces: str | None = None, of_bools: str | None = None) -> Factor
     return factors
 
 
+def all_gather(eqn: Eqn) -> list[Factor]:
+    """Without `tiled` it makes a new dim, of the devices."""
+    dim, is_new = eqn.params["all_gather_dimension"], not eqn.params["tiled"]
+    dims = range(eqn.invars[0].aval.ndim)
+    maps = [tuple(d + (is_new and d >= dim) if is_new or d != dim else None for d in dims)]
+    return _of_maps(eqn, maps, "", None)
+
+
+def reduce_scatter(eqn: Eqn) -> list[Factor]:
+    """Without `tiled` its dim, of the devices, is gone."""
+    dim, is_gone = eqn.params["scatter_dimension"], not eqn.params["tiled"]
+    dims = range(eqn.invars[0].aval.ndim)
+    maps = [tuple(d - (is_gone and d > dim) if d != dim else None for d in dims)]
+    return _of_maps(eqn, maps, "", None)
+
+
 def broadcast(eqn: Eqn) -> list[Factor]:
     """`broadcast_in_dim`; blocks of a dim that the operand has not are made of all of it."""
     out, places = _out_shape(eqn), eqn.params["broadcast_dimensions"]
@@ -274,8 +290,7 @@ def gather(eqn: Eqn) -> list[Factor]:
 
 # What makes one result of the devices' own; the operand must be neutral on all but one of them.
 SCATTER_REDUCES = {
-    "scatter-add": "sum", "scatter_add": "sum", "scatter-max": "max", "scatter_max": "max",
-    "scatter-min": "min", "scatter_min": "min", "scatter-sub": "sum", "scatter_sub": "sum",
+    "scatter-add": "sum", "scatter-sub": "sum", "scatter-max": "max", "scatter-min": "min",
 }  # fmt: skip
 
 

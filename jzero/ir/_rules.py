@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jzero.ir import _factors
 from jzero.ir._factors import DimMaps, Factor, FactorsOf
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Aval, Eqn
+from jzero.tracing._types import Atom, Aval, Eqn
 
 
 class Cost(enum.Enum):
@@ -42,6 +42,9 @@ class Cost(enum.Enum):
     ) = range(17)  # fmt: skip
 
 
+Linear = tuple[slice, ...]
+
+
 class Rule(NamedTuple):
     """What is known of a primitive.
 
@@ -54,19 +57,41 @@ class Rule(NamedTuple):
 
     factors: FactorsOf
     cost: Cost
-    linear: tuple[slice, ...] = ()
+    linear: Linear | Callable[[Eqn], Linear] = ()
 
 
 TOGETHER = (slice(None),)
 FIRST = (slice(1),)
 EACH_OF_TWO = (slice(1), slice(1, 2))
+_SUMS_AND_UPDATES = (slice(0, 3, 2),)
 
-# What neither moves elements nor mixes them: it runs on shards of parameters as on these whole, and links
-# the dims of its operands to those of its results.
+# What runs on shards, and links the dims of its operands to those of its results. Of all else the operands
+# are gathered.
 _KEEPS_DIMS = frozenset({
     Cost.COPY, Cost.VIEW, Cost.PART, Cost.REPEAT, Cost.JOIN, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG,
     Cost.REDUCTION, Cost.TRANSFER,
 })  # fmt: skip
+
+
+def _quotient(eqn: Eqn) -> Linear:
+    return FIRST if _is(eqn.invars[0], jnp.inexact) else ()  # Of integers it rounds.
+
+
+def _cast(eqn: Eqn) -> Linear:
+    """From float to float; a narrower one rounds, as each term of a sum does."""
+    floats = all(_is(atom, jnp.floating) for atom in (*eqn.invars, *eqn.outvars))
+    return TOGETHER if floats else ()
+
+
+def _look_up(eqn: Eqn) -> Linear:
+    """Each term of a sum would have what it fills in, which matters unless that is 0 or NaN."""
+    fill = eqn.params["fill_value"]
+    none = _is(eqn.invars[0], jnp.inexact) if fill is None else fill == 0
+    return FIRST if none or eqn.params["mode"] is not lax.GatherScatterMode.FILL_OR_DROP else ()
+
+
+def _is(atom: Atom, kind: Any) -> bool:
+    return jnp.issubdtype(atom.aval.dtype, kind)
 
 
 def _all(names: str, *rule: Any) -> dict[str, Rule]:
@@ -75,28 +100,27 @@ def _all(names: str, *rule: Any) -> dict[str, Rule]:
 
 _ELEMENTWISE = _factors.mapped(_factors.same_dims)
 _STAY = _factors.leading(0)
-_SUMS_AND_UPDATES = (slice(0, 3, 2),)
 
 RULES: dict[str, Rule] = {
     **_all(
-        "pvary pcast pbroadcast sharding_constraint mesh_cast reshard", _ELEMENTWISE, Cost.IDENTITY,
+        "pvary pbroadcast sharding_constraint reshard", _ELEMENTWISE, Cost.IDENTITY,
         TOGETHER),
-    **_all("copy copy_p name stop_gradient xla_metadata_value", _ELEMENTWISE, Cost.COPY, TOGETHER),
+    **_all("copy name stop_gradient xla_metadata_value", _ELEMENTWISE, Cost.COPY, TOGETHER),
     **_all(
         """
         abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
         clamp clz cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
         igammac integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mulhi ne
-        nextafter not one_minus_square or polygamma polynomial population_count pow random_gamma_grad
+        nextafter not one_minus_square or polygamma polynomial population_count pow
         reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic
         shift_right_logical sign sin sinh sqrt square tan tanh xor zeta
         """,
         _ELEMENTWISE, Cost.ELEMENTWISE),
     **_all("add add_any sub neg complex conj imag real", _ELEMENTWISE, Cost.ELEMENTWISE, TOGETHER),
     "mul": Rule(_ELEMENTWISE, Cost.ELEMENTWISE, EACH_OF_TWO),
-    "div": Rule(_ELEMENTWISE, Cost.ELEMENTWISE, FIRST),
+    "div": Rule(_ELEMENTWISE, Cost.ELEMENTWISE, _quotient),
     "select_n": Rule(_ELEMENTWISE, Cost.ELEMENTWISE, (slice(1, None),)),
-    "convert_element_type": Rule(_ELEMENTWISE, Cost.CAST, TOGETHER),
+    "convert_element_type": Rule(_ELEMENTWISE, Cost.CAST, _cast),
     "device_put": Rule(_ELEMENTWISE, Cost.TRANSFER, TOGETHER),
     "transpose": Rule(_factors.mapped(_factors.permuted), Cost.VIEW, TOGETHER),
     "reshape": Rule(_factors.reshape, Cost.VIEW, TOGETHER),
@@ -104,11 +128,11 @@ RULES: dict[str, Rule] = {
     "slice": Rule(_factors.mapped(_factors.windowed, "limit_indices"), Cost.PART, TOGETHER),
     "dynamic_slice": Rule(_factors.mapped(_factors.windowed, "slice_sizes"), Cost.PART, FIRST),
     "split": Rule(_factors.mapped(_factors.all_but("axis")), Cost.PART, TOGETHER),
-    "unstack": Rule(_factors.unstack, Cost.WHOLE, TOGETHER),
+    "unstack": Rule(_factors.unstack, Cost.PART, TOGETHER),
     "broadcast_in_dim": Rule(_factors.broadcast, Cost.REPEAT, FIRST),
-    "tile": Rule(_factors.tile, Cost.WHOLE, TOGETHER),
+    "tile": Rule(_factors.tile, Cost.REPEAT, TOGETHER),
     "concatenate": Rule(_factors.mapped(_factors.all_but("dimension")), Cost.JOIN, TOGETHER),
-    "stack": Rule(_factors.stack, Cost.WHOLE, TOGETHER),
+    "stack": Rule(_factors.stack, Cost.JOIN, TOGETHER),
     "pad": Rule(_factors.mapped(_factors.windowed), Cost.JOIN, TOGETHER),
     "dynamic_update_slice": Rule(_factors.mapped(_factors.windowed), Cost.JOIN, (slice(2),)),
     "rev": Rule(_factors.mapped(_factors.all_but("dimensions")), Cost.ALONG, TOGETHER),
@@ -130,13 +154,13 @@ RULES: dict[str, Rule] = {
     **_all("rng_bit_generator rng_uniform", _factors.none, Cost.DRAW),
     **_all("psum psum_invariant", _STAY, Cost.COLLECTIVE, TOGETHER),
     **_all("pmax pmin layout_constraint", _STAY, Cost.COLLECTIVE),
-    "all_gather": Rule(_factors.mapped(_factors.all_but("all_gather_dimension")), Cost.COLLECTIVE),
-    "reduce_scatter": Rule(_factors.mapped(_factors.all_but("scatter_dimension")), Cost.COLLECTIVE),
-    "gather": Rule(_factors.gather, Cost.LOOKUP, FIRST),
-    **_all("scatter scatter-mul scatter_mul", _factors.scatter, Cost.LOOKUP),
+    "all_gather": Rule(_factors.all_gather, Cost.COLLECTIVE),
+    "reduce_scatter": Rule(_factors.reduce_scatter, Cost.COLLECTIVE),
+    "gather": Rule(_factors.gather, Cost.LOOKUP, _look_up),
+    **_all("scatter scatter-mul", _factors.scatter, Cost.LOOKUP),
     **_all(
-        "scatter-add scatter_add scatter-sub scatter_sub", _factors.scatter, Cost.LOOKUP, _SUMS_AND_UPDATES),
-    **_all("scatter-max scatter_max scatter-min scatter_min", _factors.scatter, Cost.LOOKUP),
+        "scatter-add scatter-sub", _factors.scatter, Cost.LOOKUP, _SUMS_AND_UPDATES),
+    **_all("scatter-max scatter-min", _factors.scatter, Cost.LOOKUP),
     "dot_general": Rule(_factors.dot_general, Cost.PRODUCT, EACH_OF_TWO),
     "ragged_dot_general": Rule(_factors.ragged_dot, Cost.PRODUCT, EACH_OF_TWO),
     "conv_general_dilated": Rule(_factors.conv, Cost.PRODUCT, EACH_OF_TWO),
@@ -231,31 +255,13 @@ def factor_to(eqn: Eqn, dim: int) -> Factor | None:
 
 
 def linear_in(eqn: Eqn) -> list[range]:
-    """Sets of operands in all of which together the equation is linear; see `Rule.linear`.
-
-    So is the narrowing of a float, which rounds. Of what a look-up fills in there would be one for each term.
-    """
+    """Sets of operands in all of which together the equation is linear; see `Rule.linear`."""
     rule = rule_of(eqn)
-    if rule is None or (rule.cost is Cost.CAST and not is_float_cast(eqn)):
-        return []
-    if eqn.primitive.name == "gather" and not _fills_with_zeros(eqn):
-        return []
-    return [range(len(eqn.invars))[operands] for operands in rule.linear]
-
-
-def is_float_cast(eqn: Eqn) -> bool:
-    if not costs(eqn, Cost.CAST):
-        return False
-    dtypes = (eqn.invars[0].aval.dtype, eqn.params["new_dtype"])
-    return all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
-
-
-def _fills_with_zeros(eqn: Eqn) -> bool:
-    """Or with NaN, which is so in a sum."""
-    fill = eqn.params["fill_value"]
-    if eqn.params["mode"] is not lax.GatherScatterMode.FILL_OR_DROP:
-        return True
-    return jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact) if fill is None else fill == 0
+    linear = () if rule is None else rule.linear
+    return [
+        range(len(eqn.invars))[operands]
+        for operands in (linear(eqn) if callable(linear) else linear)
+    ]
 
 
 def stays_partial(eqn: Eqn, partial: Collection[int], zero: Collection[int]) -> bool:
@@ -269,8 +275,13 @@ def stays_zero(eqn: Eqn, zero: Collection[int]) -> bool:
     """Whether the result is zero if the operands at `zero` are. If another is a float, 0 * inf is NaN."""
     if costs(eqn, Cost.CAST):
         return 0 in zero
-    floats = {i for i, a in enumerate(eqn.invars) if jnp.issubdtype(a.aval.dtype, jnp.inexact)}
+    floats = {i for i, atom in enumerate(eqn.invars) if _is(atom, jnp.inexact)}
     return any(floats <= set(operands) <= set(zero) for operands in linear_in(eqn))
+
+
+def is_float_cast(eqn: Eqn) -> bool:
+    """From one float to another."""
+    return costs(eqn, Cost.CAST) and bool(linear_in(eqn))
 
 
 def sum_waits(eqn: Eqn) -> bool:
@@ -283,14 +294,14 @@ def sum_waits(eqn: Eqn) -> bool:
 
 def is_elementwise(eqn: Eqn) -> bool:
     """Whether an element of the result depends on the same element of the operands, and on scalars."""
-    if costs(eqn, Cost.REPEAT):
+    if eqn.primitive.name == "broadcast_in_dim":
         return math.prod(eqn.invars[0].aval.shape) == 1
     return costs(eqn, Cost.COPY, Cost.CAST, Cost.ELEMENTWISE)
 
 
 def compares(eqn: Eqn) -> bool:
     """Whether an equation compares floats."""
-    floats = any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars)
+    floats = any(_is(atom, jnp.inexact) for atom in eqn.invars)
     return floats and costs(eqn, Cost.ELEMENTWISE) and eqn.outvars[0].aval.dtype == bool
 
 
