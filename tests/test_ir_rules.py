@@ -7,6 +7,7 @@ have there. No other code of jzero takes part.
 import functools
 import gc
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ def primitives() -> dict[str, Primitive]:
 
 UNARY = """
     acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cosh digamma erf erfc exp2 expm1 lgamma log1p
-    logistic sinh tan
+    logistic neg rsqrt sinh tan
 """.split()
 MORE: dict[str, Case] = {
     **{name: Case(getattr(lax, name), "+:ab") for name in UNARY},
@@ -56,7 +57,9 @@ MORE: dict[str, Case] = {
         name: Case(getattr(lax, name), "+:ab +:ab")
         for name in ("atan2", "igamma_grad_a", "nextafter", "polygamma", "pow")
     },
-    **{f"order, {name}": Case(bind(name), "ab ab") for name in ("eq_to", "le_to", "lt_to")},
+    **{
+        f"two, {name}": Case(bind(name), "ab ab") for name in ("add_any", "eq_to", "le_to", "lt_to")
+    },
     "bits": Case(
         lambda x, y: (
             lax.shift_left(x, y),
@@ -111,42 +114,52 @@ CASES = {
 }
 
 
-def equations(case):
-    """A case's equations, each with the values of its operands and of its results."""
+def traced(case: Case) -> Any:
+    """A case's equations, its constants and its arguments."""
     letters = sorted({c for c in case.arguments + (case.to or "") if c.isalpha()})
     sizes = dict(zip(letters, itertools.cycle(SIZES), strict=False))
     specs = [parsed(spec) for spec in case.arguments.split()]
     rng = np.random.default_rng(0)
     arguments = [drawn(dtype, tuple(length(d, sizes) for d in dims), rng) for dtype, dims in specs]
     to = [] if case.to is None else [tuple(length(d, sizes) for d in parsed(case.to)[1])]
-    traced = _jaxpr.trace_here(lambda *xs: jax.tree.leaves(case.fn(*xs, *to)), *arguments)
-    flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+    found = _jaxpr.trace_here(lambda *xs: jax.tree.leaves(case.fn(*xs, *to)), *arguments)
+    return *_rewrite.flatten_calls(found.jaxpr, found.consts), arguments
+
+
+def equations(case: Case) -> Iterator[Any]:
+    """Equations that no case had before, each with the values of its operands and of its results."""
+    flat, consts, arguments = traced(case)
     env = dict(zip(flat.constvars, map(_jaxpr.constant, consts), strict=True))
     env |= zip(flat.invars, map(jnp.asarray, arguments), strict=True)
     for eqn in flat.eqns:
         ins = [_jaxpr.literal(a) if _jaxpr.is_literal(a) else env[a] for a in eqn.invars]
         outs = _jaxpr.bind(eqn, *ins)
         env |= zip(eqn.outvars, outs, strict=True)
-        yield eqn, [jnp.asarray(x) for x in ins], outs
+        ins = [jnp.asarray(x) for x in ins]
+        key = str((eqn.primitive, eqn.params, [(x.shape, x.dtype.name) for x in ins]))
+        if _rules.rule_of(eqn) is not None and key not in seen():
+            seen().add(key)
+            yield eqn, ins, outs
 
 
 @functools.cache
-def seen(_name: str = "") -> set[Any]:
+def seen() -> set[str]:
     return set()
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("name", CASES)
-def test_on_blocks(name):
+def test_each_equation(name):
     for eqn, ins, outs in equations(CASES[name]):
-        key = str((eqn.primitive, eqn.params, [x.shape for x in ins]))
-        if key not in seen():
-            seen().add(key)
-            for factor in _rules.factors_of(eqn):
-                check_factor(eqn, factor, ins, outs)
+        for factor in _rules.factors_of(eqn):
+            check_factor(eqn, factor, ins, outs)
+        for operands in _rules.linear_in(eqn):
+            check_linear(eqn, operands, ins)
+        check_class(eqn, ins, outs)
 
 
 def check_factor(eqn, factor, ins, outs):
-    """On contiguous blocks, and on blocks that are dealt out or padded, if no groups have to stay together."""
+    """On contiguous blocks; and dealt out or padded, if no groups have to stay together."""
     size, groups = size_of(factor, ins, outs), factor.groups
     checks = [(2, 1), (3, 1), *([] if groups else [(2, 2)])]
     for num, outer in checks if size else ():
@@ -221,7 +234,8 @@ def assert_same(got, want, where):
     got, want = np.asarray(got), np.asarray(want)
     if got.dtype in (np.float64, np.complex128):
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12, err_msg=where)
-    elif got.dtype.kind in "fc":
+    elif jnp.issubdtype(got.dtype, jnp.inexact):
+        got, want = (x if x.dtype.kind in "fc" else x.astype(np.float32) for x in (got, want))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=where)
     else:
         np.testing.assert_array_equal(got, want, where)
@@ -254,8 +268,8 @@ def test_collectives_on_blocks(name):
     assert factors
     for factor in factors:
         (d,), (to,) = factor.ins, factor.outs
-        parts = [run(block(x, d + 1, {"a": 2}, 1, i, None))[0] for i in range(2)]
-        assert_same(jnp.concatenate(parts, to + 1), out, name)
+        parts = [np.asarray(run(block(x, d + 1, {"a": 2}, 1, i, None))[0]) for i in range(2)]
+        assert_same(np.concatenate(parts, to + 1), out, name)
 
 
 def equations_of(fn):
@@ -266,61 +280,49 @@ def equations_of(fn):
 # -- sums ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_linear_operands(name):
+def check_linear(eqn, operands, ins):
     """f(a + c, b + d) = f(a, b) + f(c, d), of small whole numbers, which no dtype rounds."""
     rng = np.random.default_rng(1)
 
     def terms(x):
         return jnp.asarray(rng.integers(1, 3, x.shape).astype(np.uint8)).astype(x.dtype)
 
-    for eqn, ins, outs in equations(CASES[name]):
-        for operands in _rules.linear_in(eqn):
-            a, b = ([terms(x) if i in operands else x for i, x in enumerate(ins)] for _ in "ab")
-            both = [
-                x + y if i in operands else x for i, (x, y) in enumerate(zip(a, b, strict=True))
-            ]
-            found = [_jaxpr.bind(eqn, *each) for each in (a, b, both)]
-            for one, other, together in zip(*found, strict=True):
-                assert_same(one + other, together, str(eqn))
-            zeros = [jnp.zeros_like(x) if i in operands else x for i, x in enumerate(ins)]
-            if _rules.stays_zero(eqn, operands):
-                assert not any(map(np.any, _jaxpr.bind(eqn, *zeros)))
+    if any(map(is_key, ins)):
+        return
+    a, b = ([terms(x) if i in operands else x for i, x in enumerate(ins)] for _ in "ab")
+    both = [x + y if i in operands else x for i, (x, y) in enumerate(zip(a, b, strict=True))]
+    found = [_jaxpr.bind(eqn, *each) for each in (a, b, both)]
+    for one, other, together in zip(*found, strict=True):
+        if one.dtype != bool:
+            assert_same(one + other, together, str(eqn))
+    if _rules.stays_zero(eqn, operands):
+        zeros = [jnp.zeros_like(x) if i in operands else x for i, x in enumerate(ins)]
+        assert not any(map(np.any, _jaxpr.bind(eqn, *zeros)))
 
 
 # -- classes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_classes(name):
-    """What each class of cost says of elements."""
-    for eqn, ins, outs in equations(CASES[name]):
-        if _rules.rule_of(eqn) is not None and outs[0].size:
-            check_class(eqn, _rules.rule_of(eqn).cost, ins, outs)
-
-
-def check_class(eqn, cost, ins, outs):
-    given = [set(elements(x)) for x in ins]
-    made = set().union(*map(elements, outs))
+def check_class(eqn, ins, outs):
+    """What a class of cost says of elements."""
+    cost, out = _rules.rule_of(eqn).cost, outs[0]
     if cost is Cost.COPY:
-        assert_same(outs[0], ins[0], str(eqn))
+        assert_same(out, ins[0], str(eqn))
     elif cost is Cost.VIEW:
-        assert sorted(elements(outs[0])) == sorted(elements(ins[0]))
+        assert sorted(elements(out)) == sorted(elements(ins[0]))
     elif cost in (Cost.PART, Cost.REPEAT):
-        assert made <= given[0]
+        assert set().union(*map(elements, outs)) <= set(elements(ins[0]))
     elif cost is Cost.JOIN:
-        assert made <= set().union(*given)
+        assert set(elements(out)) <= set().union(*map(elements, ins))
     elif cost is Cost.PRODUCT:
-        assert any(f.reduces == "sum" for f in _rules.factors_of(eqn)) or "ragged" in str(eqn)
+        assert len(_rules.linear_in(eqn)) == 2
     elif cost is Cost.REDUCTION:
-        assert outs[0].ndim < ins[0].ndim or not eqn.params["axes"]
+        assert out.ndim < ins[0].ndim or not eqn.params["axes"]
     elif cost is Cost.SOURCE:
         assert not ins
     if _rules.is_elementwise(eqn) and eqn.primitive.name != "broadcast_in_dim":
-        maps = _rules.dim_maps(eqn)
-        whole = [dims for dims, x in zip(maps, ins, strict=True) if x.shape == outs[0].shape]
-        assert all(dims == tuple(range(outs[0].ndim)) for dims in whole)
-        assert all(x.shape == outs[0].shape or x.ndim == 0 for x in [*ins, *outs])
+        for x, dims in zip(ins, _rules.dim_maps(eqn), strict=True):
+            assert all(to == d or x.shape[d] == 1 for d, to in enumerate(dims))
 
 
 def elements(x):
@@ -328,14 +330,14 @@ def elements(x):
     if is_key(x):
         x = random.key_data(x)
         return [bytes(each) for each in np.asarray(x).reshape(-1, x.shape[-1])]
-    return [each.tobytes() for each in np.asarray(x).ravel()]
+    return [each.tobytes() for each in np.asarray(x).ravel()[:10_000]]
 
 
 # -- every entry --------------------------------------------------------------------------------------
 
 
 def test_every_entry_has_an_equation():
-    found = {eqn.primitive.name for case in CASES.values() for eqn, *_ in equations(case)}
+    found = {eqn.primitive.name for case in CASES.values() for eqn in traced(case)[0].eqns}
     found |= {eqns[-1].primitive.name for eqns in map(equations_of, COLLECTIVES.values())}
     passed = _rules.IDENTITIES | {n for n, r in _rules.RULES.items() if r.factors is _factors.none}
     missing = _rules.RULES.keys() - found - passed - UNSEEN.keys()
