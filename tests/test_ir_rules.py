@@ -23,6 +23,9 @@ import test_batch_rules
 from jzero.ir import _factors, _rules
 from jzero.ir._layout import replicated
 from jzero.ir._rules import Cost
+from jzero.sharding.analysis import _frames, _products
+from jzero.sharding.plan import _untold
+from jzero.sharding.run import _ordinary
 from jzero.tracing import _jaxpr, _rewrite
 from test_batch_rules import Case, drawn, length, parsed
 
@@ -70,6 +73,7 @@ MORE: dict[str, Case] = {
         ),
         "u:ab u:ab",
     ),
+    "integer_pow": Case(lambda x: lax.integer_pow(x, 3), "ab"),
     "reduce_precision": Case(lambda x: lax.reduce_precision(x, 5, 4), "ab"),
     "quotient of integers": Case(lambda x: lax.div(x, jnp.full_like(x, 2)), "i:ab"),
     "products of integers": Case(lambda x, y: x * y - y, "i:ab i:ab"),
@@ -135,11 +139,16 @@ def equations(case: Case) -> Iterator[Any]:
         ins = [_jaxpr.literal(a) if _jaxpr.is_literal(a) else env[a] for a in eqn.invars]
         outs = _jaxpr.bind(eqn, *ins)
         env |= zip(eqn.outvars, outs, strict=True)
-        ins = [jnp.asarray(x) for x in ins]
+        ins, outs = [*map(array, ins)], [*map(array, outs)]
         key = str((eqn.primitive, eqn.params, [(x.shape, x.dtype.name) for x in ins]))
         if _rules.rule_of(eqn) is not None and key not in seen():
             seen().add(key)
             yield eqn, ins, outs
+
+
+def array(x: Any) -> Any:
+    """What needs no program for each shape to be cut; keys do."""
+    return jnp.asarray(x) if is_key(x) else np.asarray(x)
 
 
 @functools.cache
@@ -174,7 +183,7 @@ def size_of(factor, ins, outs):
 
 
 def is_key(x):
-    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
 
 
 def check_blocks(eqn, factor, ins, outs, num, outer):
@@ -188,10 +197,10 @@ def check_blocks(eqn, factor, ins, outs, num, outer):
             for place, (x, d) in enumerate(zip(ins, factor.ins, strict=True))
         ]
         if eqn.primitive.name in SUMMED and factor.reduces == "sum" and i:
-            operands[0] = jnp.zeros_like(operands[0])
+            operands[0] = np.zeros_like(operands[0])
         to = factor.outs[0]
         size = None if to is None else layout(outs[0], to, mesh, outer).local_shape[to]
-        parts.append(_jaxpr.bind(eqn, *operands, **factor.local(size, num)))
+        parts.append([*map(array, _jaxpr.bind(eqn, *operands, **factor.local(size, num)))])
     for out, d, *found in zip(outs, factor.outs, *parts, strict=True):
         if d is None:
             combined = functools.reduce(_rules.COMBINES[factor.reduces].bind, found)
@@ -201,7 +210,7 @@ def check_blocks(eqn, factor, ins, outs, num, outer):
             at = layout(out, d, mesh, outer).positions({"a": i})[d]
             true = np.flatnonzero(at >= 0)
             assert part.shape[d] == len(at), where
-            assert_same(jnp.take(part, true, d), jnp.take(out, at[true], d), where)
+            assert_same(taken(part, true, d), taken(out, at[true], d), where)
 
 
 def layout(x, dim, mesh, outer):
@@ -210,11 +219,15 @@ def layout(x, dim, mesh, outer):
 
 def block(x, dim, mesh, outer, device, fill):
     at = layout(x, dim, mesh, outer).positions({"a": device})[dim]
-    found = jnp.take(x, np.maximum(at, 0), dim)
+    found = taken(x, np.maximum(at, 0), dim)
     if (at >= 0).all():
         return found
     inside = np.expand_dims(at >= 0, [d for d in range(x.ndim) if d != dim])
-    return jnp.where(inside, found, jnp.asarray(fill(), x.dtype))
+    return np.where(inside, found, np.asarray(fill(), x.dtype))
+
+
+def taken(x, at, dim):
+    return (jnp if is_key(x) else np).take(x, at, dim)
 
 
 def padding(eqn, factor, place, x):
@@ -261,7 +274,7 @@ def test_collectives_on_blocks(name):
     eqns = equations_of(COLLECTIVES[name])
     eqn = eqns[-1]
     shape = (2, *eqn.invars[0].aval.shape)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=shape))
+    x = np.random.default_rng(0).normal(size=shape)
     run = jax.jit(jax.vmap(functools.partial(_jaxpr.bind, eqn), axis_name="v"))
     (out,) = run(x)
     factors = _rules.factors_of(eqn)
@@ -285,18 +298,18 @@ def check_linear(eqn, operands, ins):
     rng = np.random.default_rng(1)
 
     def terms(x):
-        return jnp.asarray(rng.integers(1, 3, x.shape).astype(np.uint8)).astype(x.dtype)
+        return rng.integers(1, 3, x.shape).astype(x.dtype)
 
     if any(map(is_key, ins)):
         return
     a, b = ([terms(x) if i in operands else x for i, x in enumerate(ins)] for _ in "ab")
     both = [x + y if i in operands else x for i, (x, y) in enumerate(zip(a, b, strict=True))]
     found = [_jaxpr.bind(eqn, *each) for each in (a, b, both)]
-    for one, other, together in zip(*found, strict=True):
+    for one, other, together in (map(array, each) for each in zip(*found, strict=True)):
         if one.dtype != bool:
             assert_same(one + other, together, str(eqn))
     if _rules.stays_zero(eqn, operands):
-        zeros = [jnp.zeros_like(x) if i in operands else x for i, x in enumerate(ins)]
+        zeros = [np.zeros_like(x) if i in operands else x for i, x in enumerate(ins)]
         assert not any(map(np.any, _jaxpr.bind(eqn, *zeros)))
 
 
@@ -344,3 +357,19 @@ def test_every_entry_has_an_equation():
     assert sorted(missing & primitives().keys()) == []
     # Newer releases have them.
     assert missing <= {"log2", "one_minus_square", "polynomial"}
+
+
+def test_tables_that_say_how_name_what_the_classes_say():
+    """Handlers and texts beside their readers: which primitives they are for is what the table says."""
+    assert set(_ordinary._LINEAR) == _rules.named(Cost.VIEW, Cost.CAST) | _rules.ADDS
+    assert set(_products._COUNTS) == _rules.named(Cost.PRODUCT)
+    # Of the collectives this one moves nothing.
+    assert _rules.named(Cost.COLLECTIVE) - _frames.COLLECTIVES == {"layout_constraint"}
+    assert set(_factors.SCATTER_REDUCES) < _rules.named(Cost.LOOKUP)
+    # What mixes elements of an operand: to reverse or sort them keeps a state a state.
+    mixes = _rules.named(Cost.PRODUCT, Cost.REDUCTION, Cost.ALONG, Cost.LOOKUP, Cost.WHOLE)
+    assert _untold._MIXING <= mixes
+    assert _rules.named(Cost.PRODUCT, Cost.REDUCTION, Cost.ALONG) - _untold._MIXING == {
+        "rev",
+        "sort",
+    }
