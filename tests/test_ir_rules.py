@@ -281,6 +281,8 @@ def test_collectives_on_blocks(name):
     assert factors
     for factor in factors:
         (d,), (to,) = factor.ins, factor.outs
+        assert d is not None
+        assert to is not None
         parts = [np.asarray(run(block(x, d + 1, {"a": 2}, 1, i, None))[0]) for i in range(2)]
         assert_same(np.concatenate(parts, to + 1), out, name)
 
@@ -318,7 +320,9 @@ def check_linear(eqn, operands, ins):
 
 def check_class(eqn, ins, outs):
     """What a class of cost says of elements."""
-    cost, out = _rules.rule_of(eqn).cost, outs[0]
+    rule, out = _rules.rule_of(eqn), outs[0]
+    assert rule is not None
+    cost = rule.cost
     if cost is Cost.COPY:
         assert_same(out, ins[0], str(eqn))
     elif cost is Cost.VIEW:
