@@ -100,12 +100,16 @@ def _out_shape(eqn: Eqn) -> tuple[int, ...]:
 
 
 def _same_dims(shape: Sequence[int], out: Sequence[int]) -> tuple[int | None, ...]:
-    # Scalars and dims of size 1 are broadcast by elementwise primitives.
     return tuple(d if size == out[d] else None for d, size in enumerate(shape))
 
 
-def same_dims(eqn: Eqn) -> DimMaps:
-    return [_same_dims(shape, _out_shape(eqn)) for shape in _shapes(eqn)]
+def elementwise(eqn: Eqn) -> list[Factor]:
+    """Scalars and dims of size 1 are broadcast by elementwise primitives."""
+    shapes, num = _shapes(eqn), len(eqn.outvars)
+    return [
+        Factor(tuple(d if s and s[d] == size else None for s in shapes), (d,) * num)
+        for d, size in enumerate(_out_shape(eqn))
+    ]
 
 
 def permuted(eqn: Eqn) -> DimMaps:

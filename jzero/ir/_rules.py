@@ -98,14 +98,13 @@ def _all(names: str, *rule: Any) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), Rule(*rule))
 
 
-_ELEMENTWISE = _factors.mapped(_factors.same_dims)
 _STAY = _factors.leading(0)
 
 RULES: dict[str, Rule] = {
     **_all(
-        "pvary pbroadcast sharding_constraint reshard", _ELEMENTWISE, Cost.IDENTITY,
+        "pvary pbroadcast sharding_constraint reshard", _factors.elementwise, Cost.IDENTITY,
         TOGETHER),
-    **_all("copy name stop_gradient xla_metadata_value", _ELEMENTWISE, Cost.COPY, TOGETHER),
+    **_all("copy name stop_gradient xla_metadata_value", _factors.elementwise, Cost.COPY, TOGETHER),
     **_all(
         """
         abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
@@ -115,13 +114,13 @@ RULES: dict[str, Rule] = {
         reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic
         shift_right_logical sign sin sinh sqrt square tan tanh xor zeta
         """,
-        _ELEMENTWISE, Cost.ELEMENTWISE),
-    **_all("add add_any sub neg complex conj imag real", _ELEMENTWISE, Cost.ELEMENTWISE, TOGETHER),
-    "mul": Rule(_ELEMENTWISE, Cost.ELEMENTWISE, EACH_OF_TWO),
-    "div": Rule(_ELEMENTWISE, Cost.ELEMENTWISE, _quotient),
-    "select_n": Rule(_ELEMENTWISE, Cost.ELEMENTWISE, (slice(1, None),)),
-    "convert_element_type": Rule(_ELEMENTWISE, Cost.CAST, _cast),
-    "device_put": Rule(_ELEMENTWISE, Cost.TRANSFER, TOGETHER),
+        _factors.elementwise, Cost.ELEMENTWISE),
+    **_all("add add_any sub neg complex conj imag real", _factors.elementwise, Cost.ELEMENTWISE, TOGETHER),
+    "mul": Rule(_factors.elementwise, Cost.ELEMENTWISE, EACH_OF_TWO),
+    "div": Rule(_factors.elementwise, Cost.ELEMENTWISE, _quotient),
+    "select_n": Rule(_factors.elementwise, Cost.ELEMENTWISE, (slice(1, None),)),
+    "convert_element_type": Rule(_factors.elementwise, Cost.CAST, _cast),
+    "device_put": Rule(_factors.elementwise, Cost.TRANSFER, TOGETHER),
     "transpose": Rule(_factors.mapped(_factors.permuted), Cost.VIEW, TOGETHER),
     "reshape": Rule(_factors.reshape, Cost.VIEW, TOGETHER),
     "squeeze": Rule(_factors.mapped(_factors.without("dimensions")), Cost.VIEW, TOGETHER),
@@ -150,7 +149,7 @@ RULES: dict[str, Rule] = {
     "iota": Rule(_factors.iota, Cost.SOURCE),
     **_all("random_bits random_clone random_gamma random_seed random_split random_unwrap", _STAY, Cost.DRAW),
     "random_wrap": Rule(_factors.leading(1), Cost.DRAW),
-    **_all("random_fold_in threefry2x32", _ELEMENTWISE, Cost.DRAW),
+    **_all("random_fold_in threefry2x32", _factors.elementwise, Cost.DRAW),
     **_all("rng_bit_generator rng_uniform", _factors.none, Cost.DRAW),
     **_all("psum psum_invariant", _STAY, Cost.COLLECTIVE, TOGETHER),
     **_all("pmax pmin layout_constraint", _STAY, Cost.COLLECTIVE),
