@@ -24,7 +24,6 @@ from jzero.ir import _factors, _rules
 from jzero.ir._layout import replicated
 from jzero.ir._rules import Cost
 from jzero.sharding.analysis import _frames, _products
-from jzero.sharding.plan import _untold
 from jzero.sharding.run import _ordinary
 from jzero.tracing import _jaxpr, _rewrite
 from test_batch_rules import Case, drawn, length, parsed
@@ -370,10 +369,3 @@ def test_tables_that_say_how_name_what_the_classes_say():
     # Of the collectives this one moves nothing.
     assert _rules.named(Cost.COLLECTIVE) - _frames.COLLECTIVES == {"layout_constraint"}
     assert set(_factors.SCATTER_REDUCES) < _rules.named(Cost.LOOKUP)
-    # What mixes elements of an operand: to reverse or sort them keeps a state a state.
-    mixes = _rules.named(Cost.PRODUCT, Cost.REDUCTION, Cost.ALONG, Cost.LOOKUP, Cost.WHOLE)
-    assert _untold._MIXING <= mixes
-    assert _rules.named(Cost.PRODUCT, Cost.REDUCTION, Cost.ALONG) - _untold._MIXING == {
-        "rev",
-        "sort",
-    }

@@ -138,6 +138,23 @@ def all_but(param: str) -> Callable[[Eqn], DimMaps]:
     return dims
 
 
+def shifted(param: str, by: int) -> Callable[[Eqn], DimMaps]:
+    """Dims from a parameter's on are one further behind (1), or before, and that one is gone (-1).
+
+    With `tiled` collectives it is gone alone: devices then are no dim of their own.
+    """
+
+    def dims(eqn: Eqn) -> DimMaps:
+        axis, shift = eqn.params[param], 0 if eqn.params.get("tiled") else by
+        gone = [axis] if shift < 1 else []
+        return [
+            tuple(None if d in gone else d + shift * (d >= axis) for d in range(len(shape)))
+            for shape in _shapes(eqn)
+        ]
+
+    return dims
+
+
 def windowed(eqn: Eqn) -> DimMaps:
     """Of slices, updates of slices and pads: dims that are left whole stay. Indices are scalars."""
     kept = _same_dims(_shapes(eqn)[0], _out_shape(eqn))
@@ -163,22 +180,6 @@ def reduction(reduces: str | None = None, of_bools: str | None = None) -> Factor
         return _of_maps(eqn, without("axes")(eqn), "", kind or reduces)
 
     return factors
-
-
-def all_gather(eqn: Eqn) -> list[Factor]:
-    """Without `tiled` it makes a new dim, of the devices."""
-    dim, is_new = eqn.params["all_gather_dimension"], not eqn.params["tiled"]
-    dims = range(eqn.invars[0].aval.ndim)
-    maps = [tuple(d + (is_new and d >= dim) if is_new or d != dim else None for d in dims)]
-    return _of_maps(eqn, maps, "", None)
-
-
-def reduce_scatter(eqn: Eqn) -> list[Factor]:
-    """Without `tiled` its dim, of the devices, is gone."""
-    dim, is_gone = eqn.params["scatter_dimension"], not eqn.params["tiled"]
-    dims = range(eqn.invars[0].aval.ndim)
-    maps = [tuple(d - (is_gone and d > dim) if d != dim else None for d in dims)]
-    return _of_maps(eqn, maps, "", None)
 
 
 def broadcast(eqn: Eqn) -> list[Factor]:
@@ -366,14 +367,6 @@ def bitcast(eqn: Eqn) -> list[Factor]:
     return _same(list(range(min(before, after))), eqn)
 
 
-def reduce(eqn: Eqn) -> list[Factor]:
-    """With any function; its arrays are followed by as many initial values."""
-    arrays, name = len(eqn.outvars), "dimensions" if "dimensions" in eqn.params else "axes"
-    kept = _free(eqn.invars[0].aval.ndim, eqn.params[name])
-    nothing = (None,) * (len(eqn.invars) - arrays)
-    return [Factor((d,) * arrays + nothing, (out,) * arrays) for out, d in enumerate(kept)]
-
-
 def triangular_solve(eqn: Eqn) -> list[Factor]:
     ndim = eqn.invars[1].aval.ndim
     free = ndim - 1 if eqn.params["left_side"] else ndim - 2
@@ -387,17 +380,6 @@ def tridiagonal_solve(eqn: Eqn) -> list[Factor]:
 
 def tile(eqn: Eqn) -> list[Factor]:
     return _same([d for d, num in enumerate(eqn.params["reps"]) if num == 1], eqn)
-
-
-def stack(eqn: Eqn) -> list[Factor]:
-    axis, num = eqn.params["axis"], len(eqn.invars)
-    return [Factor((d,) * num, (d + (d >= axis),)) for d in range(eqn.invars[0].aval.ndim)]
-
-
-def unstack(eqn: Eqn) -> list[Factor]:
-    axis, num = eqn.params["axis"], len(eqn.outvars)
-    dims = _free(eqn.invars[0].aval.ndim, [axis])
-    return [Factor((d,), (d - (d > axis),) * num) for d in dims]
 
 
 def ragged_dot(eqn: Eqn) -> list[Factor]:

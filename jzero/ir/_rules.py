@@ -101,9 +101,7 @@ def _all(names: str, *rule: Any) -> dict[str, Rule]:
 _STAY = _factors.leading(0)
 
 RULES: dict[str, Rule] = {
-    **_all(
-        "pvary pbroadcast sharding_constraint reshard", _factors.elementwise, Cost.IDENTITY,
-        TOGETHER),
+    **_all("pvary pbroadcast sharding_constraint reshard", _factors.elementwise, Cost.IDENTITY, TOGETHER),
     **_all("copy name stop_gradient xla_metadata_value", _factors.elementwise, Cost.COPY, TOGETHER),
     **_all(
         """
@@ -127,11 +125,11 @@ RULES: dict[str, Rule] = {
     "slice": Rule(_factors.mapped(_factors.windowed, "limit_indices"), Cost.PART, TOGETHER),
     "dynamic_slice": Rule(_factors.mapped(_factors.windowed, "slice_sizes"), Cost.PART, FIRST),
     "split": Rule(_factors.mapped(_factors.all_but("axis")), Cost.PART, TOGETHER),
-    "unstack": Rule(_factors.unstack, Cost.PART, TOGETHER),
+    "unstack": Rule(_factors.mapped(_factors.shifted("axis", -1)), Cost.PART, TOGETHER),
     "broadcast_in_dim": Rule(_factors.broadcast, Cost.REPEAT, FIRST),
     "tile": Rule(_factors.tile, Cost.REPEAT, TOGETHER),
     "concatenate": Rule(_factors.mapped(_factors.all_but("dimension")), Cost.JOIN, TOGETHER),
-    "stack": Rule(_factors.stack, Cost.JOIN, TOGETHER),
+    "stack": Rule(_factors.mapped(_factors.shifted("axis", 1)), Cost.JOIN, TOGETHER),
     "pad": Rule(_factors.mapped(_factors.windowed), Cost.JOIN, TOGETHER),
     "dynamic_update_slice": Rule(_factors.mapped(_factors.windowed), Cost.JOIN, (slice(2),)),
     "rev": Rule(_factors.mapped(_factors.all_but("dimensions")), Cost.ALONG, TOGETHER),
@@ -144,8 +142,8 @@ RULES: dict[str, Rule] = {
     "reduce_min": Rule(_factors.reduction("min"), Cost.REDUCTION),
     "reduce_and": Rule(_factors.reduction("and", of_bools="min"), Cost.REDUCTION),
     "reduce_or": Rule(_factors.reduction("or", of_bools="max"), Cost.REDUCTION),
-    **_all("argmax argmin", _factors.reduction(), Cost.REDUCTION),
-    **_all("reduce reduce_xor", _factors.reduce, Cost.WHOLE),
+    **_all("argmax argmin reduce_xor", _factors.reduction(), Cost.REDUCTION),
+    "reduce": Rule(_factors.mapped(_factors.without("dimensions")), Cost.WHOLE),
     "iota": Rule(_factors.iota, Cost.SOURCE),
     **_all("random_bits random_clone random_gamma random_seed random_split random_unwrap", _STAY, Cost.DRAW),
     "random_wrap": Rule(_factors.leading(1), Cost.DRAW),
@@ -153,12 +151,11 @@ RULES: dict[str, Rule] = {
     **_all("rng_bit_generator rng_uniform", _factors.none, Cost.DRAW),
     **_all("psum psum_invariant", _STAY, Cost.COLLECTIVE, TOGETHER),
     **_all("pmax pmin layout_constraint", _STAY, Cost.COLLECTIVE),
-    "all_gather": Rule(_factors.all_gather, Cost.COLLECTIVE),
-    "reduce_scatter": Rule(_factors.reduce_scatter, Cost.COLLECTIVE),
+    "all_gather": Rule(_factors.mapped(_factors.shifted("all_gather_dimension", 1)), Cost.COLLECTIVE),
+    "reduce_scatter": Rule(_factors.mapped(_factors.shifted("scatter_dimension", -1)), Cost.COLLECTIVE),
     "gather": Rule(_factors.gather, Cost.LOOKUP, _look_up),
     **_all("scatter scatter-mul", _factors.scatter, Cost.LOOKUP),
-    **_all(
-        "scatter-add scatter-sub", _factors.scatter, Cost.LOOKUP, _SUMS_AND_UPDATES),
+    **_all("scatter-add scatter-sub", _factors.scatter, Cost.LOOKUP, _SUMS_AND_UPDATES),
     **_all("scatter-max scatter-min", _factors.scatter, Cost.LOOKUP),
     "dot_general": Rule(_factors.dot_general, Cost.PRODUCT, EACH_OF_TWO),
     "ragged_dot_general": Rule(_factors.ragged_dot, Cost.PRODUCT, EACH_OF_TWO),

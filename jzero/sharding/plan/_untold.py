@@ -206,11 +206,9 @@ def misread(flow: Flow) -> Misread:
 
 
 # Of what these compute, each element is one of many of an operand's.
-_MIXING = frozenset(
-    """argmax argmin conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general gather
-    ragged_dot_general reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
-    reduce_window reduce_window_sum select_and_gather_add select_and_scatter_add""".split()
-)
+_MIXING = _rules.named(Cost.PRODUCT, Cost.REDUCTION, Cost.ALONG) - {"rev", "sort"} | {
+    "gather", "reduce_window", "reduce_window_sum", "select_and_gather_add", "select_and_scatter_add",
+}  # fmt: skip
 # Those that put parts together, or take one, also over devices.
 _PARTS = _rules.named(Cost.PART, Cost.JOIN) | {
     "all_gather", "all_to_all", "ppermute", "reduce_scatter",
