@@ -98,7 +98,7 @@ MORE: dict[str, Case] = {
     "newer": Case(
         lambda x: (
             *([lax.one_minus_square(x)] if hasattr(lax, "one_minus_square") else []),
-            *([lax.polynomial([1.0, 2.0], x)] if hasattr(lax, "polynomial") else []),
+            *([lax.polynomial(x, [1.0, 2.0])] if hasattr(lax, "polynomial") else []),
             xla_metadata.set_xla_metadata(x, key="value"),
         ),
         "ab",
