@@ -7,9 +7,10 @@ import functools
 import operator
 from typing import Any
 
+from jzero.ir import _rules
 from jzero.ir._dataflow import backward, forward, union
 from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, turns
-from jzero.sharding.analysis import _frames, _own_gradients, _product_reads, _rules
+from jzero.sharding.analysis import _frames, _own_gradients, _product_reads
 from jzero.sharding.analysis._frames import NOWHERE
 from jzero.tracing import _jaxpr
 
@@ -83,7 +84,7 @@ def unreduced(program, differ):
         if eqn.primitive.name in _frames.REDUCTIONS:
             pairs = zip(eqn.invars, eqn.outvars, strict=True)
             return [bool(fact(differ, region, x)) and not differ.get((region, y)) for x, y in pairs]
-        return [_rules.is_linear(eqn) and all(ins)] * len(eqn.outvars)
+        return [_rules.sum_waits(eqn) and all(ins)] * len(eqn.outvars)
 
     def across(eqn, edge, waits):
         # Into no program, out of no loop; out of a branch that devices choose, if it is the same on all.
@@ -117,10 +118,10 @@ def classes(program, differ):
                 if dims(region, y):
                     yield from (((region, x, d), (region, y, d)) for d in dims(region, x))
             return
-        rule = _rules.rule_for(eqn)
-        if rule is None or any(differ.get((region, out)) for out in eqn.outvars):
+        maps = _rules.dims_of(eqn)
+        if maps is None or any(differ.get((region, out)) for out in eqn.outvars):
             return
-        for atom, to in zip(eqn.invars, rule.dims(eqn), strict=True):
+        for atom, to in zip(eqn.invars, maps, strict=True):
             if not _jaxpr.is_literal(atom):
                 for out in eqn.outvars:
                     for d, o in enumerate(to):
@@ -169,7 +170,7 @@ def needs(program, forces, differ, owned=()):
 
 def needs_full(program, differ, owned=()):
     def forces(region, eqn):
-        return _rules.rule_for(eqn) is None or spreads(differ, region, eqn)
+        return not _rules.keeps_dims(eqn) or spreads(differ, region, eqn)
 
     return needs(program, forces, differ, owned)
 
@@ -210,9 +211,9 @@ def read_through_views(program, names):
     found = set[Any]()
 
     def step(region, eqn, ins):
-        if eqn.primitive.name in _product_reads._PRODUCTS:
+        if _rules.costs(eqn, _rules.Cost.PRODUCT):
             found.update(filter(None, ins))
-        is_view = eqn.primitive.name in _product_reads._VIEWS
+        is_view = _rules.costs(eqn, *_product_reads._VIEWS)
         return [ins[0] if is_view else ""] * len(eqn.outvars)
 
     def across(eqn, edge, name):
@@ -281,10 +282,8 @@ def lone_products(program, differ, sums, reduce_once):
     collected = running_sums(program, sums, stacked(program, sums))
 
     def step(region, eqn, asked):
-        alone = _rules.is_linear(eqn) and len(eqn.invars) == 1
-        return [any(asked) and (eqn.primitive.name in ("add", "add_any") or alone)] * len(
-            eqn.invars
-        )
+        alone = _rules.sum_waits(eqn) and len(eqn.invars) == 1
+        return [any(asked) and (eqn.primitive.name in _rules.ADDS or alone)] * len(eqn.invars)
 
     def across(eqn, edge, is_added):
         if edge.kind is EdgeKind.OUT and not loops(edge.target[0], eqn):
@@ -337,10 +336,10 @@ def new_leaves(frame, num, stops):
         for out, leaves in zip(eqn.outvars, outs, strict=True):
             shape = getattr(out.aval, "shape", ())
             shapes[shape] = shapes.get(shape, 0) | leaves
-        rule = _rules.rule_for(eqn)
-        if rule is not None:
+        maps = _rules.dims_of(eqn)
+        if maps is not None:
             every = functools.reduce(operator.or_, shapes.values())
-            passed = [any(d is not None for d in dims) for dims in rule.dims(eqn)]
+            passed = [any(d is not None for d in dims) for dims in maps]
             return [every * has_dims(x) * p for x, p in zip(eqn.invars, passed, strict=True)]
         same = region.closes(eqn) or eqn.primitive.name in _rules.IDENTITIES
         of = [shapes.get(getattr(x.aval, "shape", ()), 0) for x in eqn.invars]

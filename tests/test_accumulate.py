@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
+import jzero
 import programs
 import small
 
@@ -439,3 +440,29 @@ def test_under_set_mesh():
     with jax.set_mesh(mesh):
         found = small.shard_train_step(programs.train_step, accumulate=K).describe(state, TOKENS)
     assert found.elements("reduce-scatter") == K * PSI
+
+
+@pytest.mark.parametrize(
+    ("primitive", "read"),
+    [
+        ("gather", lambda s: s.at[jnp.array([0, 9])].get(mode="fill", fill_value=1)),
+        ("gather", lambda s: s.at[jnp.array([0, 9])].get(mode="fill")),
+        ("div", lambda s: jax.lax.div(s, jnp.full_like(s, 2))),
+    ],
+    ids=["filled with 1", "filled", "quotient"],
+)
+def test_what_is_no_sum_of_its_terms_is_refused(primitive, read):
+    """In a loop that makes a sum of the batch, nothing may read it but what is linear."""
+
+    def step(w, x):
+        def body(carry, scale):
+            return carry, read(jnp.sum((x * scale > 0.3).astype(jnp.int32), 0))
+
+        _, found = jax.lax.scan(body, 0, jnp.arange(1.0, 4.0))
+        return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), found
+
+    train_step = small.shard_train_step(step, accumulate=2)
+    with pytest.raises(
+        jzero.StepError, match=f"and {primitive} at .* uses a gradient, loss or sum"
+    ):
+        train_step(jnp.ones((4, 3)), jnp.ones((32, 4)))

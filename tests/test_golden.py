@@ -14,9 +14,8 @@ import exactness
 import golden
 from exactness._compare import configured
 from jzero._step_types import EvalStepOptions, TrainStepOptions
+from jzero.ir import _rules
 from jzero.offload import _streamed
-from jzero.sharding.analysis import _rules
-from jzero.sharding.batch import _factors
 from jzero.sharding.run import _queue
 
 pytestmark = pytest.mark.one_release
@@ -74,17 +73,10 @@ def test_every_memory_occurs():
 
 
 def test_every_rule_occurs():
-    """Of the tables each primitive, or another of the same rule where that has parameters alone.
-
-    Of elementwise ones and of those that share a rule of `_factors`, one.
-    """
-    missing: dict[Any, list[str]] = {("elementwise",): list(_rules.ELEMENTWISE)}
-    for name in _rules.RULES.keys() - {*_rules.ELEMENTWISE}:
-        missing[name] = [name]
-    for name, factors in _factors.STRUCTURED.items():
-        missing.setdefault(factors, []).append(name)
-    for name, kind in _factors.SCATTER_REDUCES.items():
-        missing.setdefault(("scatter", kind), []).append(name)
+    """Of primitives with the same factors, cost and linearity, one; of each kind of scatter, one."""
+    missing: dict[Any, list[str]] = {}
+    for name, rule in _rules.RULES.items():
+        missing.setdefault(name if name.startswith("scatter") else rule, []).append(name)
     for step in dict.fromkeys(row.step for row in reversed(golden.ROWS.values())):
         found = set(_primitives(exactness.get(step)))
         missing = {rule: names for rule, names in missing.items() if found.isdisjoint(names)}

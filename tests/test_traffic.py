@@ -239,3 +239,18 @@ def test_collectives_of_a_leaf_have_its_path_in_a_profile(model, layer):
     ):
         lines = [line for line in text.splitlines() if f" {op}(" in line or f" {op}-start(" in line]
         assert any(scope in line.partition("op_name=")[2] for line in lines), (op, lines)
+
+
+def test_moments_that_are_stacked_stay_shards():
+    """`jnp.stack` in an update runs on shards, as its concatenation would."""
+
+    def step(state, x):
+        w, moments = state
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        moments = jnp.stack([0.9 * moments[0] + grad, 0.99 * moments[1] + grad**2])
+        return (w - moments[0] / (1 + jnp.sqrt(moments[1])), moments), loss
+
+    state = (jnp.ones((64, 128)), jnp.zeros((2, 64, 128)))
+    found = small.shard_train_step(step, stage=1).describe(state, jnp.ones((16, 64)))
+    assert found.elements("all-gather") == found.elements("reduce-scatter") == 64 * 128
+    assert "updated by every device" not in str(found)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from jzero._errors import StateError, message
 from jzero._memory_kinds import HOST, PINNED, HostNeed
+from jzero.ir._rules import size_in_bytes
 from jzero.offload._early_turns import EarlyPlan, plan_early
 from jzero.offload._early_updates import EarlyRun, EarlyUpdates
 from jzero.offload._host_engine import HostEngine
@@ -26,7 +27,6 @@ from jzero.segments import _conversions
 from jzero.segments._builder import Builder
 from jzero.segments._segment import Values, Var, shard_of
 from jzero.segments._segmented import SegmentedStep
-from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.plan._offload import Shared
 from jzero.sharding.run._run import Runner

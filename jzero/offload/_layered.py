@@ -17,6 +17,7 @@ from jzero._errors import OptionError, message
 from jzero._folded import folded
 from jzero._memory_kinds import DEVICE, NVME, PINNED, HostNeed
 from jzero.ir._regions import variables
+from jzero.ir._rules import size_in_bytes
 from jzero.offload._file_reads import FileReads
 from jzero.offload._file_run import FileSource, Wanted
 from jzero.offload._layer_programs import LayerPrograms, Locals
@@ -25,7 +26,6 @@ from jzero.offload._part_values import CutSegment, PartValues
 from jzero.offload._pinned import stream
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.segments._segment import Segment, Values, Var, shard_of
-from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.sharding.analysis._traffic import Crossing, Turns
 from jzero.sharding.cut import _handed, _interchange, _layer_parts, _layers
 from jzero.sharding.cut._layer_parts import (

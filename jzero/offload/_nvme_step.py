@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import OptionError, StateError, first_of, message
 from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
 from jzero._quantities import readable_bytes
+from jzero.ir._rules import size_in_bytes
 from jzero.offload._file_layout import identity_of, layout_to_read
 from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
 from jzero.offload._host_step import UPDATING, HostStep, with_new
@@ -31,7 +32,6 @@ from jzero.offload.nvme._job_threads import JobThreads
 from jzero.offload.nvme._layout import TileLayout
 from jzero.segments import _conversions
 from jzero.segments._segment import Values, Var, shard_of
-from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.plan._offload import Shared
 from jzero.sharding.run._run import Runner

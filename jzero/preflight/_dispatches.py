@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._memory_kinds import DEVICE, PINNED
 from jzero.ir._regions import variables
+from jzero.ir._rules import size_in_bytes
 from jzero.preflight._clocks import FROM_HOST, TO_HOST
 from jzero.preflight._schedule import Copied
 from jzero.segments._segment import shard_of
-from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Var
 

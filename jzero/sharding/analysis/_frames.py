@@ -20,8 +20,8 @@ from typing import TypeVar
 
 from jax.typing import ArrayLike
 
+from jzero.ir import _rules
 from jzero.ir._regions import Region, variables
-from jzero.sharding.analysis import _rules
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -237,7 +237,7 @@ def _note_unreduced(frame: Frame, index: int, eqn: Eqn) -> None:
         frame.unreduced |= same & _returned(frame, index, eqn, lambda child: child.unreduced)
     elif index in frame.children and name not in _FLOW:  # a call
         frame.unreduced |= _returned(frame, index, eqn, lambda child: child.unreduced)
-    elif _rules.is_linear(eqn):
+    elif _rules.sum_waits(eqn):
         if all(is_unreduced(frame, atom) for atom in eqn.invars):
             frame.unreduced.update(eqn.outvars)
 
@@ -268,7 +268,7 @@ def _added(frame: Frame, var: Var) -> tuple[Var, Var] | None:
     if first == len(frame.jaxpr.eqns):
         return None
     eqn = frame.jaxpr.eqns[first]
-    if eqn.primitive.name not in ("add_any", "add"):
+    if eqn.primitive.name not in _rules.ADDS:
         return None
     others = variables(atom for atom in eqn.invars if atom is not var)
     return (eqn.outvars[0], others[0]) if others else None
@@ -320,7 +320,7 @@ def _hold(frame: Frame, atom: Var) -> None:
 def _rearranges(eqn: Eqn) -> bool:
     """Whether a sum may wait through an equation of one operand."""
     return len(eqn.invars) == 1 and (
-        _rules.is_linear(eqn) or eqn.primitive.name in _rules.IDENTITIES
+        _rules.sum_waits(eqn) or eqn.primitive.name in _rules.IDENTITIES
     )
 
 

@@ -13,9 +13,9 @@ from typing import cast
 
 from jzero._errors import StepError, message
 from jzero.ir import _regions as regions
+from jzero.ir import _rules
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import Edge, Region, ValueIn, turns
-from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import REDUCTIONS, Frame
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Literal
@@ -66,24 +66,6 @@ def uncut_checkpoints(frame: Frame) -> set[int]:
             if any(e.primitive.name in COLLECTED for _, e in equations(frame, eqn)):
                 found.add(index)
     return found
-
-
-# Which operands must be summands (partial or zero), so that the result is the partial sum of the results;
-# all others must be the same for all microbatches.
-_SUMMANDS = {
-    **dict.fromkeys(
-        "add add_any sub neg convert_element_type transpose reshape squeeze broadcast_in_dim reduce_sum"
-        " concatenate copy copy_p slice rev real imag conj cumsum split".split(),
-        slice(None),
-    ),
-    **dict.fromkeys(_rules.IDENTITIES | REDUCTIONS, slice(None)),
-    **dict.fromkeys(["div", "dynamic_slice", "gather"], slice(0, 1)),
-    **dict.fromkeys(["dynamic_update_slice", "pad"], slice(0, 2)),
-    "scatter-add": slice(0, 3, 2),
-    "select_n": slice(1, None),
-}
-_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
-_ZERO_OF_ZEROS = frozenset(_SUMMANDS) - {"div"}
 
 
 def literal_kind(atom: Literal) -> Kind:
@@ -146,32 +128,20 @@ def _uncounted(frame: Frame) -> tuple[Frame, Eqn] | None:
 
 def _of_equation(frame: Frame, eqn: Eqn, ins: Sequence[Kind]) -> list[Kind]:
     """Of one that holds no programs."""
-    name = eqn.primitive.name
     if reduces(frame, eqn):
         return [
             Kind.PARTIAL if axes and not frame.varies(out) else Kind.LOCAL if axes else Kind.SAME
             for axes, out in zip(frame.reads(eqn), eqn.outvars, strict=False)
         ]
+    zeros = [i for i, kind in enumerate(ins) if kind is Kind.ZERO]
     if Kind.PARTIAL not in ins:
-        zeros = bool(ins) and name in _ZERO_OF_ZEROS and set(ins[_SUMMANDS[name]]) == {Kind.ZERO}
-        same = Kind.ZERO if zeros else Kind.SAME
+        same = Kind.ZERO if _rules.stays_zero(eqn, zeros) else Kind.SAME
         return [Kind.LOCAL if frame.varies(out) else same for out in eqn.outvars]
-    rounds = name == "convert_element_type" and not _rules.is_linear(eqn)
-    if rounds or not _stays_partial(name, ins) or any(frame.varies(out) for out in eqn.outvars):
+    partial = [i for i, kind in enumerate(ins) if kind is Kind.PARTIAL]
+    stays = _rules.stays_partial(eqn, partial, zeros)
+    if not stays or any(frame.varies(out) for out in eqn.outvars):
         raise _refusal(frame, eqn)
     return [Kind.PARTIAL] * len(eqn.outvars)
-
-
-def _stays_partial(name: str, ins: Sequence[Kind]) -> bool:
-    if name in _PRODUCTS:
-        return ins.count(Kind.PARTIAL) == 1
-    if name not in _SUMMANDS:
-        return False
-    summands = ins[_SUMMANDS[name]]
-    return (
-        all(kind in (Kind.PARTIAL, Kind.ZERO) for kind in summands)
-        and ins.count(Kind.PARTIAL) == summands.count(Kind.PARTIAL)
-    )  # fmt: skip
 
 
 def _join(frame: Frame, eqn: Eqn, kinds: Sequence[Kind]) -> Kind:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jzero._components import Components
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
@@ -101,10 +101,10 @@ class Links:
                 self._link_frame(child)
 
     def _link_rule(self, frame: Frame, eqn: Eqn) -> None:
-        rule = _rules.rule_for(eqn)
-        if rule is None or any(frame.varies(out) for out in eqn.outvars):
+        maps = _rules.dims_of(eqn)
+        if maps is None or any(frame.varies(out) for out in eqn.outvars):
             return
-        for atom, dims in zip(eqn.invars, rule.dims(eqn), strict=True):
+        for atom, dims in zip(eqn.invars, maps, strict=True):
             if _jaxpr.is_literal(atom):
                 continue
             for out in eqn.outvars:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from jzero.ir import _rules
 from jzero.ir._regions import variables
-from jzero.sharding.analysis import _frames, _rules
+from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
-
-_ADDS = frozenset({"add", "add_any"})
 
 
 def note_lone_products(frame: Frame, reduce_once: bool, own: Collection[Var] = ()) -> None:
@@ -48,7 +47,7 @@ def _flow(frame: Frame, outs: Sequence[bool], reduce_once: bool) -> None:
             (out,) = eqn.outvars
             if reads.get(out) == 1 and out in sums and sums[out].outvars[0] not in added:
                 frame.lone_products[out] = sums[out]
-        elif any(asked) and (name in _ADDS or (_rules.is_linear(eqn) and alone)):
+        elif any(asked) and (name in _rules.ADDS or (_rules.sum_waits(eqn) and alone)):
             added.update(variables(eqn.invars))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
@@ -33,7 +33,7 @@ def note_needs_full(
         grad part: it alone must gather it.
     """
     full = _Needs(
-        lambda f: f.needs_full, lambda f, e: _rules.rule_for(e) is None or _spreads(f, e), owned
+        lambda f: f.needs_full, lambda f, e: not _rules.keeps_dims(e) or _spreads(f, e), owned
     )
     full.flow(frame, [False] * len(frame.jaxpr.outvars))
     frame.needs_full.difference_update(copied)

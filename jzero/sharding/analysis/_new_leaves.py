@@ -11,7 +11,7 @@ import functools
 import operator
 from collections.abc import Collection, Iterator, Sequence
 
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
@@ -72,14 +72,14 @@ def _note(frame: Frame, found: LeafSets, stops: Collection[int]) -> None:
 
 def _passed_on(eqn: Eqn, outs: Sequence[int]) -> Iterator[tuple[Atom, int]]:
     """Operands whose dims an equation passes on, each with the leaves that it becomes."""
-    rule = _rules.rule_for(eqn)
+    maps = _rules.dims_of(eqn)
     leaves: dict[tuple[int, ...], int] = {}  # by the results' shapes
     for out, each in zip(eqn.outvars, outs, strict=True):
         if len(shape := getattr(out.aval, "shape", ())) > 1:
             leaves[shape] = leaves.get(shape, 0) | each
-    if rule is not None:
+    if maps is not None:
         every = functools.reduce(operator.or_, leaves.values(), 0)
-        for atom, dims in zip(eqn.invars, rule.dims(eqn), strict=True):
+        for atom, dims in zip(eqn.invars, maps, strict=True):
             if any(dim is not None for dim in dims):
                 yield atom, every
     # A loop may make anything of its operands.

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jzero.ir import _rules
 from jzero.ir._regions import variables
+from jzero.ir._rules import Cost
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
 # What a gradient passes through on its way to its leaf, and is still all of it.
-_PLAIN = frozenset({
-    "convert_element_type", "transpose", "reshape", "squeeze", "add_any", "pad", "concatenate", "copy",
-    "copy_p", *_frames.REDUCTIONS,
-})  # fmt: skip
+_PLAIN = _rules.named(Cost.COPY, Cost.VIEW, Cost.CAST) | _frames.REDUCTIONS | {
+    "add_any", "pad", "concatenate",
+}  # fmt: skip
 
 
 def note_own_gradients(frame: Frame, outs: Sequence[bool] | None = None) -> list[bool]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jzero.ir import _rules
 from jzero.ir._regions import variables
-from jzero.sharding.analysis import _rules
+from jzero.ir._rules import Cost
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.sharding.analysis._links import Links
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
-
-_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 
 
 def read_by_products(root: Frame, links: Links) -> frozenset[str]:
@@ -20,16 +19,14 @@ def read_by_products(root: Frame, links: Links) -> frozenset[str]:
     return frozenset(
         links.leaf_of(frame, var)
         for frame, eqn in root.walk()
-        if eqn.primitive.name in _PRODUCTS and any(frame.varies(out) for out in eqn.outvars)
+        if _rules.costs(eqn, Cost.PRODUCT) and any(frame.varies(out) for out in eqn.outvars)
         for var in variables(eqn.invars)
         if not frame.varies(var)
     )
 
 
 # Each element of a result is one of the first operand, cast perhaps.
-_VIEWS = _rules.IDENTITIES | {
-    "convert_element_type", "copy", "dynamic_slice", "reshape", "slice", "split", "squeeze", "transpose",
-}  # fmt: skip
+_VIEWS = (Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.PART, Cost.CAST)
 
 
 def read_through_views(root: Frame, names: Mapping[Var, str]) -> frozenset[str]:
@@ -54,9 +51,9 @@ def _follow(frame: Frame, known: dict[Var, str], found: set[str]) -> list[str]:
         if not any(names):
             continue
         children = frame.children.get(index, [])
-        if eqn.primitive.name in _PRODUCTS:
+        if _rules.costs(eqn, Cost.PRODUCT):
             found.update(filter(None, names))
-        elif eqn.primitive.name in _VIEWS:
+        elif _rules.costs(eqn, *_VIEWS):
             known |= dict.fromkeys(eqn.outvars, names[0])
         for child, ins in zip(children, _operands(eqn, names), strict=False):
             named = {var: name for var, name in zip(child.jaxpr.invars, ins, strict=True) if name}

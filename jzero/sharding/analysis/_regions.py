@@ -18,16 +18,15 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jzero._components import grouped
+from jzero.ir import _rules
 from jzero.ir._regions import variables
-from jzero.sharding.analysis import _frames, _new_leaves, _rules
+from jzero.ir._rules import Cost
+from jzero.sharding.analysis import _frames, _new_leaves
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-_DRAWS = ("random_", "threefry", "rng_")
-# What is made of nothing, or of keys: no operand of it is a matrix that would have to be whole.
-_MAKES = ("iota", *_DRAWS)
 # Nobody knows what they do, or to which of several matrices.
 _OPAQUE = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_call"})
 
@@ -93,7 +92,7 @@ def why_not_alone(frame: Frame, region: OwnedRegion) -> str:
         return "what it reads is whole on every device"
     for eqn in _all_equations(frame, region):
         name = eqn.primitive.name
-        if name.startswith(_DRAWS):
+        if _rules.costs(eqn, Cost.DRAW):
             return "it draws random numbers"
         if name in _OPAQUE:
             return f"nobody knows what its {name} does"
@@ -128,8 +127,8 @@ def _needs_whole(frame: Frame, index: int, eqn: Eqn) -> bool:
 
 
 def _is_hard(eqn: Eqn) -> bool:
-    name = eqn.primitive.name
-    if name in _rules.IDENTITIES or name.startswith(_MAKES) or _rules.rule_for(eqn) is not None:
+    # What is made of nothing, or of keys, has no matrix for an operand that would have to be whole.
+    if _rules.keeps_dims(eqn) or _rules.costs(eqn, Cost.IDENTITY, Cost.SOURCE, Cost.DRAW):
         return False
     return any(getattr(atom.aval, "ndim", 0) > 1 for atom in eqn.invars)
 

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jzero.ir import _rules
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import ValueIn, edges, region_of, turns
-from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._products import products
 from jzero.sharding.analysis._traffic import Crossing

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jzero.ir._regions import EdgeKind, Region, edges, turns
+from jzero.ir._rules import size_in_bytes
 from jzero.sharding.analysis._frames import axes_of
-from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 

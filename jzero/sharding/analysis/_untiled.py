@@ -6,19 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jzero.ir import _rules
 from jzero.ir._regions import variables
+from jzero.ir._rules import Cost, size_in_bytes
 from jzero.sharding.analysis import _traffic
-from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
 TILES = "jzero.tiles"  # the scope of a loop over tiles
 
 # What a gathered matrix, or one that is to be reduced, passes through unchanged.
-_PASSED = frozenset({
-    "convert_element_type", "transpose", "reshape", "squeeze", "slice", "pad", "broadcast_in_dim",
-    "optimization_barrier", "copy",
-})  # fmt: skip
+_PASSED = _rules.named(Cost.COPY, Cost.VIEW, Cost.PART, Cost.REPEAT, Cost.CAST) | {
+    "pad", "optimization_barrier",
+}  # fmt: skip
 _READ_BY = {
     "gather": "a look-up reads it whole",
     "conv_general_dilated": "a convolution reads it whole",
@@ -29,7 +29,6 @@ _READ_BY = {
 }
 _MADE_BY = {
     "scatter-add": "its gradient is that of a look-up",
-    "scatter_add": "its gradient is that of a look-up",
     "conv_general_dilated": "its gradient is that of a convolution",
     "dot_general": "it rests over other mesh axes, or its sum is one of several",
     "scan": "a loop adds it up before it is reduced",

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.batch._body import BatchRule, Body, RuleInRows
 from jzero.sharding.batch._equations import gathered, run
 from jzero.sharding.batch._rows import FULL, Rows, even_rows, is_padded, local_shape, reshaped

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from jax.typing import ArrayLike
 
-from jzero.sharding.analysis._rules import Params
+from jzero.ir._factors import Params
 from jzero.sharding.batch._body import Body
 from jzero.sharding.batch._equations import NotRowByRow, run
 from jzero.sharding.batch._rows import FULL, OWN, Form, PartialSum, Rows, is_of_iteration

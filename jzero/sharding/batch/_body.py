@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jzero.sharding.analysis import _rules
+from jzero.ir._factors import Params
 from jzero.sharding.batch._rows import FULL, Form, Rows, is_padded
 from jzero.sharding.batch._values import BatchValue, OfSum, var_in, vars_in
 from jzero.sharding.batch._writer import SENT_AS, EquationWriter
@@ -120,9 +120,7 @@ class Body(EquationWriter):
         self.replace(eqn, ins, outs, {**eqn.params, **overrides} if overrides else eqn.params)
         return [*outs]
 
-    def replace(
-        self, eqn: Eqn, ins: Sequence[Atom], outs: Sequence[Var], params: _rules.Params
-    ) -> None:
+    def replace(self, eqn: Eqn, ins: Sequence[Atom], outs: Sequence[Var], params: Params) -> None:
         """Writes `eqn` with other operands, results and parameters."""
         self.again(eqn, ins, outs, self.source, params)
 

@@ -8,13 +8,20 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jzero.sharding.analysis import _rules
-from jzero.sharding.batch import _factors
+from jzero.ir import _rules
+from jzero.ir._factors import SCATTER_REDUCES, Factor
+from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.batch._body import Body
-from jzero.sharding.batch._factors import SCATTER_REDUCES, Factor
 from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, is_padded
 from jzero.sharding.batch._values import BatchValue, values_of
 from jzero.tracing._types import Atom, Eqn
+
+
+def factors_of(eqn: Eqn) -> list[Factor]:
+    """Those along which devices can have rows; reshapes are in `_along.py`."""
+    if eqn.primitive.name == "reshape" or _rules.costs(eqn, Cost.COLLECTIVE):
+        return []
+    return [f for f in _rules.factors_of(eqn) if f.reduces is None or f.reduces in BY_DEVICES]
 
 
 def cheapest(
@@ -37,7 +44,7 @@ def elsewhere(body: Body, eqn: Eqn, ins: list[BatchValue]) -> tuple[float, Facto
     for k, value in enumerate(ins):
         if not isinstance(value.form, Rows):
             continue
-        for factor in _factors.factors_of(eqn):
+        for factor in factors_of(eqn):
             dim = factor.ins[k]
             if dim is None or dim == value.form.dim or factor.groups or None in factor.outs:
                 continue

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._errors import StepError, message
-from jzero.sharding.analysis import _rules
-from jzero.sharding.batch import _factors
+from jzero.ir import _rules
+from jzero.ir._factors import Factor
+from jzero.ir._rules import Cost
 from jzero.sharding.batch._body import BatchRule, Body
-from jzero.sharding.batch._cheapest import cheapest, elsewhere, run_factor
-from jzero.sharding.batch._factors import Factor
+from jzero.sharding.batch._cheapest import cheapest, elsewhere, factors_of, run_factor
 from jzero.sharding.batch._rows import (
     FULL,
     OWN,
@@ -74,7 +74,7 @@ def _apply(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
         return on_own(body, eqn, ins)
     if not any(isinstance(value.form, Rows) for value in ins):
         return _on_whole(body, eqn, ins)
-    outs = by_factor(body, eqn, ins, _factors.factors_of(eqn))
+    outs = by_factor(body, eqn, ins, factors_of(eqn))
     if outs is not None:
         note_growth(body, eqn, ins, outs)
     if outs is None and name in body.rules.along:
@@ -104,7 +104,7 @@ def _note_facts(eqn: Eqn, ins: list[BatchValue], outs: list[BatchValue]) -> None
     out = outs[0]
     if any(out is value for value in ins):
         return
-    if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape", "copy"):
+    if _rules.costs(eqn, Cost.COPY, Cost.VIEW, Cost.PART, Cost.REPEAT, Cost.CAST):
         out.fill = ins[0].fill
     known = all(value.constant is not None for value in ins) and out.form is FULL
     if known and _can_be_evaluated(eqn):
@@ -195,7 +195,7 @@ def _partial_sum(eqn: Eqn, ins: list[BatchValue]) -> Form | None:
     if not sums:
         return None
     name, out = eqn.primitive.name, eqn.outvars[0].aval
-    adds = name in ("add", "add_any") or (name == "sub" and ins[0].form is sums[0])
+    adds = name in _rules.ADDS or (name == "sub" and ins[0].form is sums[0])
     # To the same dtype if a Python number becomes an array.
     stays = name == "convert_element_type" and out.dtype == ins[0].aval.dtype
     if len(sums) > 1 or not (adds or stays):

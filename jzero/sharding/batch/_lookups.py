@@ -12,18 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.batch._along import concatenate
 from jzero.sharding.batch._body import BatchRule, Body, RuleInRows
-from jzero.sharding.batch._cheapest import cheapest, elsewhere, run_factor
-from jzero.sharding.batch._factors import SCATTER_REDUCES, factors_of
+from jzero.sharding.batch._cheapest import cheapest, elsewhere, factors_of, run_factor
 from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, is_of_iteration
 from jzero.sharding.batch._values import BatchValue, rows_of, whole
 from jzero.sharding.batch._waiting import on_whole
 from jzero.tracing._types import Atom, Aval, Eqn
 
 MODES = lax.GatherScatterMode
-SCATTERS = ("scatter", "scatter-mul", "scatter_mul", *SCATTER_REDUCES)
+SCATTERS = _rules.named(_rules.Cost.LOOKUP) - {"gather"}
 
 
 # -- x[arange(B), y] takes of each row an element, which is its device's ------------------------------

@@ -8,11 +8,10 @@ call itself proves it; that it *could* run on fewer rows proves nothing. Else th
 from __future__ import annotations
 
 from jzero._errors import StepError, describe_leaf, message
-from jzero.sharding.analysis._rules import Params
+from jzero.ir._factors import Factor, Params
 from jzero.sharding.batch import _cudnn, _pallas
 from jzero.sharding.batch._body import BatchRule, Body
 from jzero.sharding.batch._equations import by_factor, gathered
-from jzero.sharding.batch._factors import Factor
 from jzero.sharding.batch._rows import FULL, Rows, even_rows, is_of_iteration
 from jzero.sharding.batch._values import BatchValue
 from jzero.tracing import _jaxpr

@@ -11,10 +11,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jzero.ir import _rules
+from jzero.ir._factors import Factor, Params
 from jzero.ir._regions import variables
-from jzero.sharding.analysis import _rules
-from jzero.sharding.batch import _factors
-from jzero.sharding.batch._factors import Factor
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
@@ -25,7 +24,7 @@ _NUMBERS = {"program_id", "num_programs"}
 _IN_BLOCKS = {"get", "swap", "addupdate", "masked_load", "masked_swap"}
 _HINTS = {"multiple_of", "max_contiguous", "broadcast_to", "reciprocal"}
 _SHARES_NOTHING = frozenset(
-    {"iota", *_CALLS, *_NUMBERS, *_IN_BLOCKS, *_HINTS, *_rules.RULES, *_factors.STRUCTURED}
+    {*_CALLS, *_NUMBERS, *_IN_BLOCKS, *_HINTS, *_rules.RULES} - _rules.named(_rules.Cost.COLLECTIVE)
 )
 
 
@@ -86,7 +85,7 @@ def _along(eqn: Eqn, axis: int) -> Factor | None:
         return None
     single = set(sizes) == {1}
 
-    def local(size: int, num: int) -> _rules.Params:
+    def local(size: int, num: int) -> Params:
         programs = size if single else mapping.grid[axis] // num
         return _with_programs(eqn, axis, programs, dims)
 
@@ -115,7 +114,7 @@ def _size(block: Any) -> int | None:
     return 1 if kind == "Squeezed" else block.block_size if kind == "Blocked" else None
 
 
-def _with_programs(eqn: Eqn, axis: int, programs: int, dims: list[int | None]) -> _rules.Params:
+def _with_programs(eqn: Eqn, axis: int, programs: int, dims: list[int | None]) -> Params:
     """The parameters of the call with so many programs along a grid dim, and arrays as long as that takes."""
     mapping = eqn.params["grid_mapping"]
     grid = (*mapping.grid[:axis], programs, *mapping.grid[axis + 1 :])

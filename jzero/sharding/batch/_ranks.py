@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.batch._body import BatchRule, Body
 from jzero.sharding.batch._cheapest import elsewhere
 from jzero.sharding.batch._rows import FULL, Rows, is_padded

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.batch import _bodies
 from jzero.sharding.batch._bodies import CARRIED, BodyRun, Input

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from jzero.sharding.batch import _factors
+from jzero.ir import _rules
+from jzero.ir._factors import Factor
 from jzero.sharding.batch._body import BatchRule, Body
-from jzero.sharding.batch._cheapest import run_factor
-from jzero.sharding.batch._factors import Factor
+from jzero.sharding.batch._cheapest import factors_of, run_factor
 from jzero.sharding.batch._rows import FULL, Rows, even_rows
 from jzero.sharding.batch._values import BatchValue
 from jzero.tracing._types import Eqn
@@ -26,7 +26,7 @@ def _product(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | 
         return None
     own = ins.index(sums[0])
     found: list[tuple[int, Factor, Rows]] = []
-    for factor in _factors.factors_of(eqn):
+    for factor in factors_of(eqn):
         dim = factor.ins[own]
         alone = [d for d in factor.ins if d is not None] == [dim]
         size = 0 if dim is None else sums[0].aval.shape[dim]
@@ -42,6 +42,4 @@ def _product(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | 
     return run_factor(body, eqn, ins, factor, rows)
 
 
-HANDLERS: dict[str, BatchRule] = dict.fromkeys(
-    ["dot_general", "ragged_dot_general", "conv_general_dilated"], _product
-)
+HANDLERS: dict[str, BatchRule] = dict.fromkeys(_rules.named(_rules.Cost.PRODUCT), _product)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.typing import ArrayLike
 
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.batch._rows import FULL, Form, Rows, local_shape
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Aval, Literal, Var

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jzero.sharding.analysis import _rules
-from jzero.sharding.batch import _factors
+from jzero.ir import _rules
+from jzero.ir._factors import SCATTER_REDUCES
+from jzero.ir._rules import Cost
 from jzero.sharding.batch._body import Body
-from jzero.sharding.batch._cheapest import run_factor
-from jzero.sharding.batch._factors import SCATTER_REDUCES
+from jzero.sharding.batch._cheapest import factors_of, run_factor
 from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, local_shape, reshaped
 from jzero.sharding.batch._values import BatchValue, OfSum, values_of
 from jzero.tracing._types import Atom, Eqn
@@ -41,7 +41,12 @@ def may_wait(eqn: Eqn, ins: list[BatchValue]) -> bool:
         return True
     if name in SCATTER_REDUCES:  # The gradient of a look-up.
         return ins[0].is_lazy and all(v.aval.size < size for v in ins[1:])
-    if name not in _rules.RULES or name in ("dynamic_slice", "dynamic_update_slice", "sort", "pad"):
+    if not _rules.keeps_dims(eqn) or name in (
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "sort",
+        "pad",
+    ):
         return False
     return any(v.is_lazy for v in ins) and all(v.is_lazy or v.aval.size < size for v in ins)
 
@@ -72,12 +77,9 @@ def note_sum(body: Body, eqn: Eqn, ins: list[BatchValue], outs: list[BatchValue]
 
 def note_growth(body: Body, eqn: Eqn, ins: list[BatchValue], outs: list[BatchValue]) -> None:
     """What is made of smaller rows can be made in other forms too, of these moved: `x[None]`, of [B, B]."""
-    name = eqn.primitive.name
     if len(outs) != 1 or not isinstance(outs[0].form, Rows) or outs[0].make is not None:
         return
-    grows = (
-        name == "broadcast_in_dim" or name in _rules.ELEMENTWISE or name == "convert_element_type"
-    )
+    grows = _rules.costs(eqn, Cost.REPEAT, Cost.COPY, Cost.CAST, Cost.ELEMENTWISE)
     size = outs[0].nbytes
     small = all(v.is_lazy or body.num * v.cheapest_bytes < size for v in ins)
     if grows and small:
@@ -89,7 +91,7 @@ def reduced_in_rows(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchVa
     """The reduction of a large value that waits to be needed: each device makes and reduces its rows."""
     if not (_reduces_waiting(eqn, ins) and ins[0].aval.size >= LARGE and body.exchanges):
         return None
-    for factor in _factors.factors_of(eqn):
+    for factor in factors_of(eqn):
         dim = factor.ins[0]
         size = 0 if dim is None else ins[0].aval.shape[dim]
         if factor.reduces is not None and dim is not None and size and size % body.num == 0:
@@ -98,8 +100,8 @@ def reduced_in_rows(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchVa
 
 
 def _reduces_waiting(eqn: Eqn, ins: list[BatchValue]) -> bool:
-    rule = _rules.rule_for(eqn)
-    return rule is not None and rule.reduces is not None and ins[0].is_lazy
+    reduces = _rules.costs(eqn, Cost.REDUCTION) and any(f.reduces for f in factors_of(eqn))
+    return reduces and ins[0].is_lazy
 
 
 def _made_in_rows(body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows) -> Atom | None:
@@ -114,7 +116,7 @@ def _made_in_rows(body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows) -> At
             return None
         before = reshaped(shape, ins[0].aval.shape, rows, body.num)
         return None if before is None else reshape_rows(body, eqn, body.at(ins[0], before), rows)
-    for factor in _factors.factors_of(eqn):
+    for factor in factors_of(eqn):
         if factor.outs == (rows.dim,):
             outs = run_factor(body, eqn, ins, factor, rows)
             return outs[0].atoms[rows]

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jzero.ir import _rules
 from jzero.ir._writer import JaxprWriter, Traceable
-from jzero.sharding.analysis import _rules
 from jzero.sharding.batch._rows import Rows, is_padded, local_shape
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Aval, Eqn, Var
@@ -210,8 +210,7 @@ def masked(
     """`x` with what changes no 'sum', 'max' or 'min' where it holds padding."""
     if not is_padded(rows, size, num):
         return x
-    opposite = {"max": "min", "min": "max"}
-    fill = 0 if neutral == "sum" else _rules.extreme(x.dtype, opposite[neutral])
+    fill = _rules.neutral(neutral, x.dtype)
     inside = lax.broadcast_in_dim(row_numbers(rows, num, index) < size, x.shape, (rows.dim,))
     return jnp.where(inside, x, jnp.asarray(fill, x.dtype))
 

@@ -13,35 +13,32 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
+from jzero.ir import _rules
 from jzero.ir._regions import variables
+from jzero.ir._rules import Cost
 from jzero.sharding.cut._levels import Levels
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._types import Eqn, Var
+from jzero.tracing._types import Var
 
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_MOVES = frozenset(
-    {"reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "copy", "copy_p"}
-)
+_MOVES = (Cost.COPY, Cost.VIEW, Cost.REPEAT)
 
 
 def compared(levels: Levels, boundary: Iterable[Var]) -> set[Var]:
     """Local values that are compared with what is complete only when the loop that makes them is done."""
     jaxpr = levels.frame.jaxpr
     # AD leaves comparisons that nothing reads, of the place of a maximum.
-    read = set(map(id, _rewrite.without_unread(jaxpr.eqns, [*jaxpr.outvars, *boundary], _compares)))
+    read = set(
+        map(id, _rewrite.without_unread(jaxpr.eqns, [*jaxpr.outvars, *boundary], _rules.compares))
+    )
     return {
         var
         for index, eqn in enumerate(jaxpr.eqns)
-        if _compares(eqn) and index in levels.loop and id(eqn) in read
+        if _rules.compares(eqn) and index in levels.loop and id(eqn) in read
         for var in variables(eqn.invars)
         if levels.is_made_in_loop(var) and levels.is_local(var)
         and levels.of[var] < levels.of_eqns[index]
         and jnp.issubdtype(var.aval.dtype, jnp.inexact)
     }  # fmt: skip
-
-
-def _compares(eqn: Eqn) -> bool:
-    return eqn.primitive.name in _COMPARISONS
 
 
 def moved_into(levels: Levels, stacks: Iterable[Var]) -> set[Var]:
@@ -50,7 +47,7 @@ def moved_into(levels: Levels, stacks: Iterable[Var]) -> set[Var]:
     for var in stacks:
         while levels.is_made_in_loop(var):
             eqn = levels.frame.jaxpr.eqns[levels.maker[var]]
-            if eqn.primitive.name not in _MOVES or _jaxpr.is_literal(eqn.invars[0]):
+            if not _rules.costs(eqn, *_MOVES) or _jaxpr.is_literal(eqn.invars[0]):
                 break
             var = eqn.invars[0]
             if levels.is_made_in_loop(var) and levels.is_local(var):

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
+from jzero.ir import _rules
 from jzero.ir._regions import variables
-from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._min_cut import min_cut
 from jzero.tracing._types import Atom, Eqn, Var

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
+from jzero.ir import _rules
 from jzero.ir._regions import variables
-from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._pieces import Piece
 from jzero.tracing import _jaxpr

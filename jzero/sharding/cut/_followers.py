@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from jzero.ir import _rules
 from jzero.ir._regions import Edge, EdgeKind, Region, edges, region_of, variables
-from jzero.sharding.analysis import _rules
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from jzero.sharding.analysis._rules import size_in_bytes
+from jzero.ir._rules import size_in_bytes
 from jzero.sharding.cut._layer_parts import HOSTED, SENT, UNREAD, LayerLoop, LayerPart, Stretch
 from jzero.tracing._types import Var
 

@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._products import products
 from jzero.sharding.cut._min_cut import MinCut

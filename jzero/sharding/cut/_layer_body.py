@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jzero.ir import _rules
 from jzero.ir._regions import variables
-from jzero.sharding.analysis import _rules
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Excerpt
 from jzero.tracing._types import Jaxpr, Var

@@ -13,8 +13,9 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from jzero.ir import _rules
 from jzero.ir._regions import variables
-from jzero.sharding.analysis import _residuals, _rules
+from jzero.sharding.analysis import _residuals
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.sharding.cut._followers import Followers, gathered_bytes, repeats, without_barriers
 from jzero.sharding.cut._fused_loops import fused

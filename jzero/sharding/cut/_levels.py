@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from jzero.ir import _rules
 from jzero.ir._regions import variables
-from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._kinds import (
     COLLECTED,
@@ -82,7 +82,7 @@ class Levels:
         What AD adds up (tied weights) then is one sum, and a loop may go on adding to it.
         """
         kinds = [self._kind(a) for a in eqn.invars]
-        adds = eqn.primitive.name in ("add", "add_any") or _rules.is_linear(eqn)
+        adds = eqn.primitive.name in _rules.ADDS or _rules.sum_waits(eqn)
         if Kind.PARTIAL not in kinds or not (adds or Kind.LOCAL in kinds):
             return None
         partial = [a for a in atoms if self.kinds[a] is Kind.PARTIAL]

@@ -9,23 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax import lax
-
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
+from jzero.ir._rules import Cost
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval, Eqn, Primitive
-
-# What puts together the results that a reduction has of two parts.
-_TOGETHER: dict[str, Primitive] = {
-    "reduce_sum": lax.add_p, "reduce_prod": lax.mul_p, "reduce_max": lax.max_p,
-    "reduce_min": lax.min_p, "reduce_and": lax.and_p, "reduce_or": lax.or_p,
-    "dot_general": lax.add_p,
-}  # fmt: skip
-# Keep all dims: what each device does, it does with any part.
-_ALONE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "layout_constraint"})
-_ALONG = {"reduce_scatter": "scatter_dimension", "all_gather": "all_gather_dimension"}
-# Make equal parts of what has none.
-_SOURCES = frozenset({"broadcast_in_dim", "iota"})
 
 
 def stacked(eqn: Eqn, turns: int) -> list[bool] | None:
@@ -33,75 +20,64 @@ def stacked(eqn: Eqn, turns: int) -> list[bool] | None:
 
     Others are read whole in each turn.
     """
-    dims = _dims(eqn)
+    factor = _rules.factor_to(eqn, 0) if _is_of_turns(eqn) else None
     outs = [out.aval.shape for out in eqn.outvars]
-    if dims is None or _jaxpr.has_side_effects(eqn) or not all(s and _cuts(s, turns) for s in outs):
+    if (
+        factor is None
+        or _jaxpr.has_side_effects(eqn)
+        or not all(s and _cuts(s, turns) for s in outs)
+    ):
         return None
-    gives = [0 in each for each in dims]
-    whole = [a for a, given in zip(eqn.invars, gives, strict=True) if given]
-    if any(each.index(0) != 0 for each in dims if 0 in each):
+    own = [a for a, dim in zip(eqn.invars, factor.ins, strict=True) if dim is not None]
+    if not {*factor.ins} <= {0, None} or not all(_cuts(atom.aval.shape, turns) for atom in own):
         return None
-    if not all(_cuts(atom.aval.shape, turns) for atom in whole):
-        return None
-    return gives if whole or eqn.primitive.name in _SOURCES else None
+    return [dim is not None for dim in factor.ins]
 
 
 def _cuts(shape: tuple[int, ...], turns: int) -> bool:
     return shape[0] > 0 and shape[0] % turns == 0
 
 
-def _dims(eqn: Eqn) -> _rules.DimMaps | None:
-    name, params = eqn.primitive.name, eqn.params
-    if name == "iota":
-        return [] if params["dimension"] != 0 else None
-    if name == "dot_general":
-        _, batch = params["dimension_numbers"]
-        first = all(dims[:1] == (0,) for dims in map(tuple, batch))
-        return [(0,) + (None,) * (atom.aval.ndim - 1) for atom in eqn.invars] if first else None
-    if name in _ALONE or (name in _ALONG and params[_ALONG[name]] != 0):
-        return [tuple(range(atom.aval.ndim)) for atom in eqn.invars]
-    rule = _rules.rule_for(eqn)
-    return None if rule is None else rule.dims(eqn)
+def _is_of_turns(eqn: Eqn) -> bool:
+    """Whether a turn runs it as well on its part: of products, those of each turn with its own."""
+    if _rules.costs(eqn, Cost.PRODUCT):
+        factor = _rules.factor_to(eqn, 0)
+        return factor is not None and None not in factor.ins and not factor.groups
+    return _rules.keeps_dims(eqn) or _rules.costs(eqn, Cost.COLLECTIVE, Cost.SOURCE)
 
 
 def is_cheap(eqn: Eqn) -> bool:
     """Whether it may be done again: it is no product, no collective and no loop."""
-    return _rules.rule_for(eqn) is not None and not _jaxpr.has_side_effects(eqn)
+    return _rules.keeps_dims(eqn) and not _jaxpr.has_side_effects(eqn)
 
 
 def makes_less(eqn: Eqn) -> bool:
     """Whether it reduces dims, whichever these are."""
-    return eqn.primitive.name.startswith(("reduce_", "arg")) and eqn.primitive.name not in (
-        "reduce_precision",
-        "reduce_scatter",
-    )
+    return _rules.costs(eqn, Cost.REDUCTION)
 
 
 def combines(eqn: Eqn) -> Primitive | None:
     """What puts the turns' results together, if it reduces dim 0 of all its operands; else None."""
-    name = eqn.primitive.name
-    if name == "dot_general":
-        contracted, _ = eqn.params["dimension_numbers"]
-        return _TOGETHER[name] if (0, 0) in zip(*contracted, strict=True) else None
-    return _TOGETHER.get(name) if 0 in eqn.params.get("axes", ()) else None
+    kind = _reduces(eqn)
+    return None if kind is None else _rules.COMBINES[kind]
 
 
 def neutral(eqn: Eqn) -> Any:
     """What such a reduction has of nothing."""
-    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
-    if name in ("reduce_max", "reduce_min"):
-        return _rules.extreme(dtype, "min" if name == "reduce_max" else "max")
-    if name == "reduce_and":
-        return ~dtype.type(0)  # of Booleans, True
-    return 1 if name == "reduce_prod" else 0
+    kind = _reduces(eqn)
+    assert kind is not None
+    return _rules.neutral(kind, eqn.outvars[0].aval.dtype)
+
+
+def _reduces(eqn: Eqn) -> str | None:
+    return next((f.reduces for f in _rules.factors_of(eqn) if {*f.ins} == {0} and f.reduces), None)
 
 
 def of_turn(eqn: Eqn, size: int) -> dict[str, Any]:
     """The equation's parameters where dim 0 of its results is cut to `size`."""
-    rule = _rules.rule_for(eqn)
-    if eqn.primitive.name == "iota":
-        return eqn.params | {"shape": (size, *eqn.params["shape"][1:])}
-    return eqn.params | (rule.local(eqn, 0, size) if rule is not None else {})
+    factor = _rules.factor_to(eqn, 0)
+    whole = eqn.outvars[0].aval.shape[0]
+    return eqn.params | ({} if factor is None else factor.local(size, whole // size))
 
 
 def rows_of(aval: Aval, turns: int) -> tuple[int, ...]:

@@ -18,8 +18,9 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from jzero._errors import message
+from jzero.ir import _rules
 from jzero.ir._regions import variables
-from jzero.sharding.analysis import _rules
+from jzero.ir._rules import Cost
 from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS, Frame, axes_of
 from jzero.sharding.analysis._kinds import COLLECTED, CutError
 from jzero.sharding.cut._bits import compared, moved_into
@@ -215,10 +216,8 @@ class _Cutter:
 
 def _is_cheap(eqn: Eqn) -> bool:
     """Whether an equation only moves elements, or treats each by itself."""
-    rule, name = _rules.rule_for(eqn), eqn.primitive.name
-    return (
-        name == "iota" or name in _rules.IDENTITIES or (rule is not None and rule.reduces is None)
-    )
+    moves = _rules.keeps_dims(eqn) and not _rules.costs(eqn, Cost.REDUCTION)
+    return moves or _rules.costs(eqn, Cost.SOURCE, Cost.IDENTITY)
 
 
 _NEEDS = {

@@ -14,17 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax import lax
 
+from jzero.ir import _rules
 from jzero.ir._regions import region_of
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._frames import num_reads
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
-
-_ADDS = ("add", "add_any")
 
 
 class _Term(NamedTuple):
@@ -83,7 +81,7 @@ def _terms(whole: Atom, makers: Mapping[Var, Eqn], uses: Mapping[Var, int]) -> l
         eqn = None if _jaxpr.is_literal(atom) or uses[atom] != 1 else makers.get(atom)
         if eqn is not None and _adds(eqn):
             waiting += [_Term(each, casts) for each in eqn.invars]
-        elif eqn is not None and _is_cast(eqn) and _is_sum(eqn.invars[0], makers, uses):
+        elif eqn is not None and _rules.is_float_cast(eqn) and _is_sum(eqn.invars[0], makers, uses):
             waiting.append(_Term(eqn.invars[0], (eqn, *casts)))
         else:
             found.append(term)
@@ -92,17 +90,10 @@ def _terms(whole: Atom, makers: Mapping[Var, Eqn], uses: Mapping[Var, int]) -> l
 
 def _adds(eqn: Eqn) -> bool:
     same = all(atom.aval.shape == eqn.outvars[0].aval.shape for atom in eqn.invars)
-    return eqn.primitive.name in _ADDS and same and eqn.invars[0] is not eqn.invars[1]
+    return eqn.primitive.name in _rules.ADDS and same and eqn.invars[0] is not eqn.invars[1]
 
 
 def _is_sum(atom: Atom, makers: Mapping[Var, Eqn], uses: Mapping[Var, int]) -> bool:
     return (
         not _jaxpr.is_literal(atom) and uses[atom] == 1 and atom in makers and _adds(makers[atom])
     )
-
-
-def _is_cast(eqn: Eqn) -> bool:
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    dtypes = (eqn.invars[0].aval.dtype, eqn.params["new_dtype"])
-    return all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)

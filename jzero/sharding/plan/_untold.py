@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jzero.ir import _rules
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
+from jzero.ir._rules import Cost
 from jzero.sharding.batch._trace import TracedStep
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._modules import arrays_of
@@ -206,16 +208,13 @@ def misread(flow: Flow) -> Misread:
 
 
 # Of what these compute, each element is one of many of an operand's.
-_MIXING = frozenset(
-    """argmax argmin conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general gather
-    ragged_dot ragged_dot_general reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
-    reduce_window reduce_window_sum select_and_gather_add select_and_scatter_add""".split()
-)
+_MIXING = _rules.named(Cost.PRODUCT, Cost.REDUCTION, Cost.ALONG) - {"rev", "sort"} | {
+    "gather", "reduce_window", "reduce_window_sum", "select_and_gather_add", "select_and_scatter_add",
+}  # fmt: skip
 # Those that put parts together, or take one, also over devices.
-_PARTS = frozenset(
-    """all_gather all_to_all concatenate dynamic_slice dynamic_update_slice pad ppermute reduce_scatter slice
-    split""".split()
-)
+_PARTS = _rules.named(Cost.PART, Cost.JOIN) | {
+    "all_gather", "all_to_all", "ppermute", "reduce_scatter",
+}  # fmt: skip
 
 
 def _reached(jaxpr: Jaxpr, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:

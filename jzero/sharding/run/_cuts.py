@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles: how a matrix is cut, and which dims of a product's other operand and result are those of its own."""
+"""Tiles: how a matrix is cut."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
-
-from jzero.tracing._types import Eqn
 
 # [Note: which dim is cut into tiles]
 # A matrix [n, d] rests along n, as [n/k, d] on each device. Its tiles are ranges of another dim: a range of
@@ -69,42 +66,3 @@ def cut(
     # Rather a few tiles more that are all of one size: a smaller one stands beside the loop.
     equal = (num for num in range(fewest, fewest + fewest // 2 + 1) if size % num == 0)
     return Tiles(dim, size, -(-size // next(equal, fewest)))
-
-
-@dataclasses.dataclass(frozen=True)
-class ProductDims:
-    """The dims of a `dot_general`, in pairs of one of each operand; None where an operand has it not.
-
-    Attributes:
-      contracted: those that are summed over.
-      kept: those of the result, in its order.
-    """
-
-    contracted: tuple[tuple[int, int], ...]
-    kept: tuple[tuple[int | None, int | None], ...]
-
-    @classmethod
-    def of(cls, eqn: Eqn) -> ProductDims:
-        contracted, batch = (tuple(zip(*p, strict=True)) for p in eqn.params["dimension_numbers"])
-        both = [*contracted, *batch]
-        left, right = (
-            [dim for dim in range(atom.aval.ndim) if all(pair[place] != dim for pair in both)]
-            for place, atom in enumerate(eqn.invars)
-        )
-        return cls(
-            contracted, (*batch, *((dim, None) for dim in left), *((None, dim) for dim in right))
-        )
-
-    def kept_of(self, place: int) -> list[int]:
-        """The dims of the operand at `place` that the result has."""
-        return [dim for dim in (pair[place] for pair in self.kept) if dim is not None]
-
-    def of_result(self, place: int, dim: int) -> int | None:
-        """The dim of the result that is `dim` of the operand at `place`; None if it is summed over."""
-        found = (i for i, pair in enumerate(self.kept) if pair[place] == dim)
-        return next(found, None)
-
-    def of_other(self, place: int, dim: int) -> int | None:
-        """The dim of the other operand that is `dim` of the one at `place`, if it has it."""
-        pairs = [*self.contracted, *self.kept]
-        return next(pair[1 - place] for pair in pairs if pair[place] == dim)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jzero._blocks import Blocks
 from jzero._errors import StepError, message
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.plan._layout import Automatic, padded_size
 from jzero.sharding.run import _coded, _collectives
 from jzero.sharding.run._collectives import Axes
@@ -128,12 +128,8 @@ class Devices:
         """The shard `[n/k, d]` with padding that changes no 'sum', 'max' or 'min' of it."""
         if value.size % self.num_shards == 0:
             return value.x
-        fill = {
-            "sum": 0,
-            "max": _rules.extreme(value.x.dtype, "min"),
-            "min": _rules.extreme(value.x.dtype, "max"),
-        }
-        return _collectives.mask_padding(value.x, value.dim, value.size, value.axes, fill[reduces])
+        fill = _rules.neutral(reduces, value.x.dtype)
+        return _collectives.mask_padding(value.x, value.dim, value.size, value.axes, fill)
 
     def shard_shape(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
         """`[n, d]` -> `[n/k, d]`, a gradient's shard along `dim`; the whole for None."""

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.sharding.analysis import _frames, _residuals, _rules
+from jzero.ir import _rules
+from jzero.sharding.analysis import _frames, _residuals
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.sharding.run import _coded, _memory_spaces, _prefetch
 from jzero.sharding.run._devices import Devices

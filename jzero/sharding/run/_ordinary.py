@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.sharding.analysis import _frames, _rules
+from jzero.ir import _rules
+from jzero.ir._factors import DimMaps, Factor
+from jzero.ir._rules import Cost
+from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.run import _coded, _collectives
@@ -75,7 +78,7 @@ def _before_reduction(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) ->
 def _cast(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unreduced | None:
     """`x [n, d]` keeps its dtype; the sum is presented in another."""
     (value,) = ins
-    if not waits(value) or not _rules.is_linear(eqn):
+    if not waits(value) or not _rules.is_float_cast(eqn):
         return None
     return dataclasses.replace(value, dtype=eqn.params["new_dtype"])
 
@@ -161,36 +164,37 @@ def _on_shards(
     interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, ins: list[Settled]
 ) -> list[Value] | None:
     """The results computed from shards, or None if the operands must be gathered."""
-    rule = _rules.rule_for(eqn)
-    if rule is None or any(frame.varies(out) for out in eqn.outvars):
+    if not _rules.keeps_dims(eqn) or any(frame.varies(out) for out in eqn.outvars):
         return None
     ins = [interp.devices.own_part(x) if isinstance(x, CodedValue) else x for x in ins]
-    if not (rule.linear and len(ins) == 1 and isinstance(ins[0], ShardValue)):
-        return _by_rule(interp, frame, eqn, rule, ins)
+    if not (_rules.costs(eqn, *_WHOLE_VIEWS) and isinstance(ins[0], ShardValue)):
+        return _by_rule(interp, frame, eqn, ins)
     # A view that was made before is the same one, and its gather, too.
     views, key = ins[0].views, (interp.devices.scope, eqn.primitive.name, str(eqn.params))
     if key in views:
         return [views[key]]
-    outs = _by_rule(interp, frame, eqn, rule, ins)
+    outs = _by_rule(interp, frame, eqn, ins)
     if outs is not None and isinstance(outs[0], ShardValue):
         views[key] = outs[0]
     return outs
 
 
 def _by_rule(
-    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, rule: _rules.Rule, ins: list[Settled]
+    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, ins: list[Settled]
 ) -> list[Value] | None:
     """`[n/k, d], [d] -> [n/k, d]`: what the rule makes of shards that line up; of others, None."""
-    maps, devices = rule.dims(eqn), interp.devices
+    factors, devices = _rules.factors_of(eqn), interp.devices
+    maps = _rules.dim_maps(eqn, factors)
     name = next((value.name for value in ins if isinstance(value, ShardValue)), "")
-    reduced = _reduction(interp, eqn, rule, maps, ins)
+    reduced = _reduction(interp, eqn, factors, ins)
     if reduced is not None:
         return [dataclasses.replace(reduced, name=name)]
     dim = _output_dim(interp, frame, eqn, maps, ins)
     if dim is None:
         return None
     # Dims of size 1 that the operation broadcasts stay as they are.
-    own = [dims.index(dim) if dim in dims else None for dims in maps]
+    factor = next(each for each in factors if each.outs[0] == dim)
+    own = factor.ins
     size = eqn.outvars[0].aval.shape[dim]
     sizes = [a.aval.shape[d] for a, d in zip(eqn.invars, own, strict=True) if d is not None]
     if not all(devices.line_up(other, size) for other in sizes):
@@ -200,18 +204,19 @@ def _by_rule(
         devices.full(value) if d is None else devices.shard(value, d, axes)
         for value, d in zip(ins, own, strict=True)
     ]
-    outs = _jaxpr.bind(eqn, *arrays, **rule.local(eqn, dim, devices.shard_size(size, axes)))
-    first, views = ins[0], (rule.linear and len(ins) == 1) or eqn.primitive.name in _SLICES
+    local = factor.local(devices.shard_size(size, axes), devices.count(axes))
+    outs = _jaxpr.bind(eqn, *arrays, **local)
+    first, views = ins[0], _rules.costs(eqn, *_WHOLE_VIEWS, Cost.PART)
     coded = views and isinstance(first, ShardValue) and first.coded
     automatic = _automatic(interp, eqn, maps, ins, dim)
     return [
-        ShardValue(x, dim, size, axes, name, coded, automatic, view_of=_view(eqn, rule, ins, i))
+        ShardValue(x, dim, size, axes, name, coded, automatic, view_of=_view(eqn, ins, i))
         for i, x in enumerate(outs)
     ]
 
 
 def _automatic(
-    interp: Interpreter, eqn: _jaxpr.Eqn, maps: _rules.DimMaps, ins: list[Settled], dim: int
+    interp: Interpreter, eqn: _jaxpr.Eqn, maps: DimMaps, ins: list[Settled], dim: int
 ) -> Automatic:
     """How XLA shards a result along other dims than `dim`: as the first operand of which it is known.
 
@@ -242,46 +247,45 @@ def _output_axes(
 
 
 def _view(
-    eqn: _jaxpr.Eqn, rule: _rules.Rule, ins: list[Settled], index: int
+    eqn: _jaxpr.Eqn, ins: list[Settled], index: int
 ) -> tuple[ShardValue | CodedValue, Callable[[jax.Array], jax.Array]] | None:
     """The operand, if the equation only rearranges it: a table and its transpose share a gather.
 
     Of what rests in codes casts and slices share it, too: only its codes are gathered then.
     """
     first, (operand, *rest) = eqn.invars[0], ins
-    same = rule.linear and first.aval.dtype == eqn.outvars[0].aval.dtype
-    same |= eqn.primitive.name in _OF_CODES and comes_from_codes(operand)
+    same = _rules.costs(eqn, *_WHOLE_VIEWS) and first.aval.dtype == eqn.outvars[0].aval.dtype
+    same |= _rules.costs(eqn, Cost.PART, Cost.CAST) and comes_from_codes(operand)
     if rest or not (same and isinstance(operand, ShardValue)):
         return None
     return operand, lambda whole: _jaxpr.bind(eqn, whole)[index]
 
 
-_SLICES = frozenset({"dynamic_slice", "slice", "split"})
-_OF_CODES = _SLICES | {"convert_element_type"}
+_WHOLE_VIEWS = (Cost.VIEW, Cost.CAST)
 
 
 def _reduction(
     interp: Interpreter,
     eqn: _jaxpr.Eqn,
-    rule: _rules.Rule,
-    maps: _rules.DimMaps,
+    factors: Sequence[Factor],
     ins: list[Settled],
 ) -> FullValue | Unreduced | None:
     """Sum, maximum or minimum over a sharded dim, `[n/k, d] -> [d]`: local first, then over the devices."""
-    if rule.reduces is None or not isinstance(ins[0], ShardValue):
+    if not isinstance(value := ins[0], ShardValue):
         return None
-    if maps[0][ins[0].dim] is not None:
+    reduces = next((f.reduces for f in factors if f.ins[0] == value.dim), None)
+    if reduces not in _rules.BY_DEVICES:
         return None
-    devices, axes = interp.devices, ins[0].axes
-    (local,) = _jaxpr.bind(eqn, devices.without_padding(ins[0], rule.reduces))
-    if rule.reduces == "sum" and jnp.issubdtype(local.dtype, jnp.inexact):
+    devices, axes = interp.devices, value.axes
+    (local,) = _jaxpr.bind(eqn, devices.without_padding(value, reduces))
+    if reduces == "sum" and jnp.issubdtype(local.dtype, jnp.inexact):
         # Devices beside these axes hold the same, and a reduction sums over all.
         return Unreduced(local, devices.count(axes) / devices.num, local.dtype)
-    return FullValue(devices.all_reduce(local, axes, rule.reduces))
+    return FullValue(devices.all_reduce(local, axes, reduces))
 
 
 def _output_dim(
-    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, maps: _rules.DimMaps, ins: list[Settled]
+    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, maps: DimMaps, ins: list[Settled]
 ) -> int | None:
     """The dim along which the output is computed in shards; None for whole."""
     out = eqn.outvars[0]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero.ir import _rules
 from jzero.sharding.run._values import Value, waits
 
 # [Note: tokens of a pass]
@@ -37,9 +38,7 @@ from jzero.sharding.run._values import Value, waits
 
 # The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
 # random bits may be there before anything else is.
-PRODUCTS = frozenset(
-    {"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "scan", "while"}
-)
+PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 
 REDUCED_ALONE = 2**22  # bytes; a larger reduction keeps the wire busy on its own
 

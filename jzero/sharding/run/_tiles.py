@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.analysis._frames import REDUCTIONS, Frame
 from jzero.sharding.analysis._untiled import TILES
 from jzero.sharding.run import _collectives, _ordinary
-from jzero.sharding.run._cuts import ProductDims, Tiles, cut
+from jzero.sharding.run._cuts import Tiles, cut
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import EqnHandler, Interpreter
 from jzero.sharding.run._queue import not_before, token_of
@@ -75,7 +75,7 @@ def _tiles_of_operand(
     if not _is_large(interp, aval.size * itemsize) or value.name in interp.devices.leaves:
         return None
     assert interp.tile_bytes is not None
-    kept = ProductDims.of(eqn).kept_of(place)
+    kept = [d for d, to in enumerate(_rules.dim_maps(eqn)[place]) if to is not None]
     return cut(aval.shape, itemsize, value.dim, interp.tile_bytes, kept)
 
 
@@ -90,8 +90,9 @@ def _product(
 
     The results of tiles are put side by side, or summed up if the product sums over their dim.
     """
-    dims, aval = ProductDims.of(eqn), eqn.outvars[0].aval
-    beside, into = dims.of_other(place, tiles.dim), dims.of_result(place, tiles.dim)
+    aval, factor = eqn.outvars[0].aval, _rules.factor_of(eqn, place, tiles.dim)
+    assert factor is not None
+    beside, (into,) = factor.ins[1 - place], factor.outs
     dtype = _dtype_of_sum(eqn) if into is None else aval.dtype
 
     def gathered(start: Start, size: int, tokens: Sequence[jax.Array] = ()) -> jax.Array:
@@ -207,11 +208,12 @@ def _reduced_product(
 ) -> jax.Array:  # fmt: skip
     """`x [b, n]`, `y [b, d]` -> this device's `[n/k, d]` of the devices' sum of `x.T @ y [n, d]`."""
     aval, dim = eqn.outvars[0].aval, result.dim
+    factor = _rules.factor_to(eqn, tiles.dim)
     assert dim is not None
-    sources = ProductDims.of(eqn).kept[tiles.dim]
+    assert factor is not None
 
     def made(start: Start, size: int) -> jax.Array:
-        parts = [_range(x, start, size, d) for x, d in zip(operands, sources, strict=True)]
+        parts = [_range(x, start, size, d) for x, d in zip(operands, factor.ins, strict=True)]
         (tile,) = _jaxpr.bind(eqn, *parts)
         on_wire: jax.Array = tile.astype(dtype)
         return on_wire

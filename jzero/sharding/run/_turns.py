@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import jax
 
-from jzero.sharding.analysis import _rules
+from jzero.ir import _rules
 from jzero.sharding.run import _collectives
 from jzero.sharding.run._queue import PRODUCTS
 from jzero.targets._links import collective_time

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Factors: which dims of an equation's operands and results are one dim.
+
+Reference: the factors of Shardy's `sdy.op_sharding_rule` say the same of an operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from jzero.tracing._types import Eqn
+
+Params = dict[str, Any]  # of an equation: what else it says beside its operands, by name
+# For each operand, for each of its dims: the dim of the results that it becomes, or None.
+DimMaps = list[tuple[int | None, ...]]
+
+
+def _unchanged(size: int, num: int) -> Params:
+    return {}
+
+
+class Factor(NamedTuple):
+    """One dim of an equation: it may run on blocks of the dim, each of which gives a block of the results.
+
+    Attributes:
+      ins: which dim of each operand it is; None for an operand that does not have it.
+      outs: which dim of each result; all None if it is reduced.
+      reduces: 'sum', 'prod', 'max', 'min', 'and' or 'or', if it is.
+      local: parameters of the equation on one of `num` blocks, whose results have `size` of the dim.
+      groups: the dim is made of so many groups that no block may cut; 0 for any.
+    """
+
+    ins: tuple[int | None, ...]
+    outs: tuple[int | None, ...]
+    reduces: str | None = None
+    local: Callable[[int, int], Params] = _unchanged
+    groups: int = 0
+
+
+FactorsOf = Callable[[Eqn], list[Factor]]
+
+
+def none(eqn: Eqn) -> list[Factor]:
+    return []
+
+
+# -- each dim of an operand becomes one of the results, or is gone ---------------------------------------
+
+
+def mapped(
+    maps: Callable[[Eqn], DimMaps], resized: str = "", reduces: str | None = None
+) -> FactorsOf:
+    """The factors of dim maps.
+
+    Args:
+      maps: of an equation.
+      resized: a parameter that has the results' sizes, if one does.
+      reduces: how dims that are gone are reduced.
+    """
+
+    def factors(eqn: Eqn) -> list[Factor]:
+        return _of_maps(eqn, maps(eqn), resized, reduces)
+
+    return factors
+
+
+def _of_maps(eqn: Eqn, maps: DimMaps, resized: str, reduces: str | None) -> list[Factor]:
+    num, found = len(eqn.outvars), list[Factor]()
+    for out in range(len(eqn.outvars[0].aval.shape)):
+        ins = tuple(dims.index(out) if out in dims else None for dims in maps)
+        if any(dim is not None for dim in ins):
+            local = functools.partial(_resized, eqn, resized, out) if resized else _unchanged
+            found.append(Factor(ins, (out,) * num, local=local))
+    if reduces is not None:
+        gone = [dim for dim, out in enumerate(maps[0]) if out is None]
+        found += [Factor((dim,), (None,), reduces) for dim in gone]
+    return found
+
+
+def _resized(eqn: Eqn, param: str, dim: int, size: int, num: int) -> Params:
+    return {param: _with(eqn.params[param], dim, size)}
+
+
+def _with(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
+
+
+def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
+    return [atom.aval.shape for atom in eqn.invars]
+
+
+def _out_shape(eqn: Eqn) -> tuple[int, ...]:
+    shape: tuple[int, ...] = eqn.outvars[0].aval.shape
+    return shape
+
+
+def _same_dims(shape: Sequence[int], out: Sequence[int]) -> tuple[int | None, ...]:
+    return tuple(d if size == out[d] else None for d, size in enumerate(shape))
+
+
+def elementwise(eqn: Eqn) -> list[Factor]:
+    """Scalars and dims of size 1 are broadcast by elementwise primitives."""
+    shapes, num = _shapes(eqn), len(eqn.outvars)
+    return [
+        Factor(tuple(d if s and s[d] == size else None for s in shapes), (d,) * num)
+        for d, size in enumerate(_out_shape(eqn))
+    ]
+
+
+def permuted(eqn: Eqn) -> DimMaps:
+    permutation = eqn.params["permutation"]
+    return [tuple(permutation.index(d) for d in range(len(permutation)))]
+
+
+def _without(ndim: int, gone: Sequence[int]) -> tuple[int | None, ...]:
+    left = _free(ndim, gone)
+    return tuple(left.index(d) if d in left else None for d in range(ndim))
+
+
+def without(param: str) -> Callable[[Eqn], DimMaps]:
+    """Dims that a parameter names are gone."""
+    return lambda eqn: [_without(len(shape), eqn.params[param]) for shape in _shapes(eqn)]
+
+
+def all_but(param: str) -> Callable[[Eqn], DimMaps]:
+    """All dims but those that a parameter names stay."""
+
+    def dims(eqn: Eqn) -> DimMaps:
+        gone, num = eqn.params[param], len(_shapes(eqn)[0])
+        gone = [d % num for d in (gone if isinstance(gone, tuple) else (gone,))]
+        return [tuple(None if d in gone else d for d in range(len(s))) for s in _shapes(eqn)]
+
+    return dims
+
+
+def shifted(param: str, by: int) -> Callable[[Eqn], DimMaps]:
+    """Dims from a parameter's on are one further behind (1), or before, and that one is gone (-1).
+
+    With `tiled` collectives it is gone alone: devices then are no dim of their own.
+    """
+
+    def dims(eqn: Eqn) -> DimMaps:
+        axis, shift = eqn.params[param], 0 if eqn.params.get("tiled") else by
+        gone = [axis] if shift < 1 else []
+        return [
+            tuple(None if d in gone else d + shift * (d >= axis) for d in range(len(shape)))
+            for shape in _shapes(eqn)
+        ]
+
+    return dims
+
+
+def windowed(eqn: Eqn) -> DimMaps:
+    """Of slices, updates of slices and pads: dims that are left whole stay. Indices are scalars."""
+    kept = _same_dims(_shapes(eqn)[0], _out_shape(eqn))
+    if eqn.primitive.name == "slice":
+        strides = eqn.params["strides"] or (1,) * len(kept)
+        kept = tuple(None if step != 1 else d for d, step in zip(kept, strides, strict=True))
+    if eqn.primitive.name == "pad":
+        config = eqn.params["padding_config"]
+        kept = tuple(
+            d if c == (0, 0, 0) else None for d, c in zip(kept, map(tuple, config), strict=True)
+        )
+    if eqn.primitive.name == "dynamic_update_slice":
+        kept = _same_dims(_shapes(eqn)[1], _shapes(eqn)[0])
+        return [kept, kept, *(() for _ in eqn.invars[2:])]
+    return [kept, *(() for _ in eqn.invars[1:])]
+
+
+def reduction(reduces: str | None = None, of_bools: str | None = None) -> FactorsOf:
+    """Of dims that `axes` names; `of_bools` is what it is called of Booleans."""
+
+    def factors(eqn: Eqn) -> list[Factor]:
+        kind = of_bools if eqn.invars[0].aval.dtype == bool else reduces
+        return _of_maps(eqn, without("axes")(eqn), "", kind or reduces)
+
+    return factors
+
+
+def broadcast(eqn: Eqn) -> list[Factor]:
+    """`broadcast_in_dim`; blocks of a dim that the operand has not are made of all of it."""
+    out, places = _out_shape(eqn), eqn.params["broadcast_dimensions"]
+    operand, *dynamic = _shapes(eqn)
+    source = {p: d for d, (n, p) in enumerate(zip(operand, places, strict=True)) if n == out[p]}
+    return [
+        Factor((source.get(d), *(None for _ in dynamic)), (d,),
+               local=functools.partial(_resized, eqn, "shape", d))
+        for d in range(len(out))
+    ]  # fmt: skip
+
+
+def iota(eqn: Eqn) -> list[Factor]:
+    nothing, along = (None,) * len(eqn.invars), eqn.params["dimension"]
+    return [
+        Factor(nothing, (d,), local=functools.partial(_resized, eqn, "shape", d))
+        for d in _free(len(_out_shape(eqn)), [along])
+    ]
+
+
+def reshape(eqn: Eqn) -> list[Factor]:
+    """A dim's blocks stay blocks if as many elements stand before it as before a dim of the result."""
+    (shape, *others), out = _shapes(eqn), _out_shape(eqn)
+    if eqn.params.get("dimensions") is not None or 0 in shape or others:
+        return []
+    starts = {math.prod(out[:d]): d for d, size in enumerate(out) if size > 1}
+    found = []
+    for d, size in enumerate(shape):
+        to = starts.get(math.prod(shape[:d]))
+        if size > 1 and to is not None:
+            local = functools.partial(_resized, eqn, "new_sizes", to)
+            groups = 0 if size == out[to] else math.gcd(size, out[to])
+            found.append(Factor((d,), (to,), local=local, groups=groups))
+    return found
+
+
+# -- products, look-ups, linear algebra --------------------------------------------------------------
+
+
+def _free(dims: int, *taken: Iterable[int]) -> list[int]:
+    used = {dim for group in taken for dim in group}
+    return [dim for dim in range(dims) if dim not in used]
+
+
+def dot_general(eqn: Eqn) -> list[Factor]:
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    lhs, rhs = (atom.aval.ndim for atom in eqn.invars)
+    found = [Factor((a, b), (None,), "sum") for a, b in zip(lhs_sum, rhs_sum, strict=True)]
+    found += [
+        Factor((a, b), (i,)) for i, (a, b) in enumerate(zip(lhs_batch, rhs_batch, strict=True))
+    ]
+    at = len(lhs_batch)
+    for place, free in enumerate([_free(lhs, lhs_sum, lhs_batch), _free(rhs, rhs_sum, rhs_batch)]):
+        for dim in free:
+            found.append(Factor((None, dim) if place else (dim, None), (at,)))
+            at += 1
+    return found
+
+
+def conv(eqn: Eqn) -> list[Factor]:
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    feature_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
+    found = []
+    if batch_groups == 1:
+        found.append(Factor((lhs[0], None), (out[0],)))
+    else:
+        found.append(_group(lhs[0], rhs[0], out[1], "batch_group_count", batch_groups))
+    if feature_groups == 1:
+        found.append(Factor((lhs[1], rhs[1]), (None,), "sum"))
+    else:
+        found.append(_group(lhs[1], rhs[0], out[1], "feature_group_count", feature_groups))
+    if feature_groups == batch_groups == 1:
+        found.append(Factor((None, rhs[0]), (out[1],)))
+    return found
+
+
+def _group(lhs: int, rhs: int, out: int, param: str, groups: int) -> Factor:
+    def local(size: int, num: int) -> Params:
+        return {param: groups // num}
+
+    return Factor((lhs, rhs), (out,), local=local, groups=groups)
+
+
+# A window as large as its dim stays where it is, wherever the indices would move it.
+STAYS_INSIDE = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+
+def gather(eqn: Eqn) -> list[Factor]:
+    operand, indices = (atom.aval for atom in eqn.invars)
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    places = _free(eqn.outvars[0].aval.ndim, numbers.offset_dims)
+    kept = _free(operand.ndim, numbers.collapsed_slice_dims, numbers.operand_batching_dims)
+    batching = dict(
+        zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    )
+    found = []
+    for k in range(indices.ndim - 1):
+        found.append(Factor((batching.get(k), k), (places[k],)))
+    for dim, out in zip(kept, numbers.offset_dims, strict=True):
+        moved = dim in numbers.start_index_map and eqn.params["mode"] not in STAYS_INSIDE
+        if sizes[dim] == operand.shape[dim] and not moved:
+
+            def local(size: int, num: int, dim: int = dim) -> Params:
+                return {"slice_sizes": _with(sizes, dim, size)}
+
+            found.append(Factor((dim, None), (out,), local=local))
+    return found
+
+
+# What makes one result of the devices' own; the operand must be neutral on all but one of them.
+SCATTER_REDUCES = {
+    "scatter-add": "sum", "scatter-sub": "sum", "scatter-max": "max", "scatter-min": "min",
+}  # fmt: skip
+
+
+def scatter(eqn: Eqn) -> list[Factor]:
+    operand, indices, updates = (atom.aval for atom in eqn.invars)
+    numbers = eqn.params["dimension_numbers"]
+    rows = _free(updates.ndim, numbers.update_window_dims)
+    kept = _free(operand.ndim, numbers.inserted_window_dims, numbers.operand_batching_dims)
+    batching = dict(
+        zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    )
+    found = []
+    reduces = SCATTER_REDUCES.get(eqn.primitive.name)
+    for k in range(indices.ndim - 1):
+        if k in batching:
+            found.append(Factor((batching[k], k, rows[k]), (batching[k],)))
+        elif reduces is not None:
+            found.append(Factor((None, k, rows[k]), (None,), reduces))
+    for dim, window in zip(kept, numbers.update_window_dims, strict=True):
+        whole = updates.shape[window] == operand.shape[dim]
+        moved = (
+            dim in numbers.scatter_dims_to_operand_dims and eqn.params["mode"] not in STAYS_INSIDE
+        )
+        if whole and not moved:
+            found.append(Factor((dim, None, window), (dim,)))
+    return found
+
+
+def _same(dims: list[int], eqn: Eqn) -> list[Factor]:
+    """Dims that are the same in all operands and results that have them."""
+    return [
+        Factor(
+            tuple(dim if atom.aval.ndim > dim else None for atom in eqn.invars),
+            tuple(dim if atom.aval.ndim > dim else None for atom in eqn.outvars),
+        )
+        for dim in dims
+    ]
+
+
+def leading(trailing: int | Callable[[Eqn], int]) -> FactorsOf:
+    """Operations on the last dims of their operands."""
+
+    def factors(eqn: Eqn) -> list[Factor]:
+        num = trailing if isinstance(trailing, int) else trailing(eqn)
+        return _same(list(range(eqn.invars[0].aval.ndim - num)), eqn)
+
+    return factors
+
+
+_NO_WINDOW = {
+    "window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1, "window_dilation": 1,
+}  # fmt: skip
+
+
+def window(eqn: Eqn) -> list[Factor]:
+    def untouched(dim: int) -> bool:
+        return all(
+            eqn.params[name][dim] == none if name != "padding" else tuple(eqn.params[name][dim]) == none
+            for name, none in _NO_WINDOW.items()
+            if name in eqn.params
+        )  # fmt: skip
+
+    return _same([d for d in range(eqn.invars[0].aval.ndim) if untouched(d)], eqn)
+
+
+def bitcast(eqn: Eqn) -> list[Factor]:
+    """To narrower words, which become a new last dim, or to wider ones."""
+    before, after = eqn.invars[0].aval.ndim, eqn.outvars[0].aval.ndim
+    return _same(list(range(min(before, after))), eqn)
+
+
+def triangular_solve(eqn: Eqn) -> list[Factor]:
+    ndim = eqn.invars[1].aval.ndim
+    free = ndim - 1 if eqn.params["left_side"] else ndim - 2
+    return [*leading(2)(eqn), Factor((None, free), (free,))]
+
+
+def tridiagonal_solve(eqn: Eqn) -> list[Factor]:
+    free = eqn.invars[3].aval.ndim - 1
+    return [*leading(1)(eqn), Factor((None, None, None, free), (free,))]
+
+
+def tile(eqn: Eqn) -> list[Factor]:
+    return _same([d for d, num in enumerate(eqn.params["reps"]) if num == 1], eqn)
+
+
+def ragged_dot(eqn: Eqn) -> list[Factor]:
+    """Dims that no group cuts: free ones, of which the result has the same rows."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    ragged, grouped = set(numbers.lhs_ragged_dimensions), set(numbers.rhs_group_dimensions)
+    lhs, rhs = (atom.aval.ndim for atom in eqn.invars[:2])
+    if not ragged.isdisjoint(lhs_sum):  # Its result has a dim of groups in front.
+        return []
+    found = []
+    if not ragged & set(lhs_batch):
+        pairs = zip(lhs_sum, rhs_sum, strict=True)
+        found = [Factor((a, b, None), (None,), "sum") for a, b in pairs]
+    at = len(lhs_batch)
+    for dim in _free(lhs, lhs_sum, lhs_batch):
+        if dim not in ragged:
+            found.append(Factor((dim, None, None), (at,)))
+        at += 1
+    for dim in _free(rhs, rhs_sum, rhs_batch, grouped):
+        found.append(Factor((None, dim, None), (at,)))
+        at += 1
+    return found
