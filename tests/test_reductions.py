@@ -13,7 +13,7 @@ import programs
 import small
 import zoo
 from jzero.sharding.plan import _layout
-from jzero.sharding.run import _interpret, _loops, _queue
+from jzero.sharding.run import _loops, _queue
 from jzero.sharding.run._values import Unreduced
 from jzero.tracing import _jaxpr
 
@@ -158,7 +158,7 @@ def test_groups_of_a_pass_are_smaller(of_turn, together, num, groups, monkeypatc
 @pytest.mark.parametrize("limit", [0, 2**26])
 def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkeypatch):
     """The logits' part of a tied table's gradient is reduced before the layers, the look-up's after."""
-    monkeypatch.setattr(_interpret, "WAITS_THROUGH_LOOPS", limit)
+    monkeypatch.setattr(_queue, "WAITS_THROUGH_LOOPS", limit)
     state = programs.abstract_state(programs.Model(), optax.sgd(0.1))
     train_step = small.shard_train_step(programs.train_step, accumulate=accumulate)
     found = train_step.describe(state, programs.tokens())
@@ -169,7 +169,7 @@ def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkey
 
 
 def test_trains_the_same_reduced_early(monkeypatch):
-    monkeypatch.setattr(_interpret, "WAITS_THROUGH_LOOPS", 0)
+    monkeypatch.setattr(_queue, "WAITS_THROUGH_LOOPS", 0)
     monkeypatch.setattr(_queue, "REDUCED_ALONE", 0)
     model, tx = programs.Model(remat=True), optax.adam(1e-2)
     tokens = jax.random.randint(jax.random.key(0), (programs.BATCH, programs.SEQ), 0, 32)

@@ -112,12 +112,14 @@ def build_frames(
 
 def _note_local_gradients(frame: Frame, index: int, eqn: Eqn) -> None:
     """Notes what comes out of a backward pass and still differs between devices."""
+    varying = {out for out in eqn.outvars if frame.varies(out)}
+    if not varying:
+        return
     read = not frame.local_gradients.isdisjoint(variables(eqn.invars))
     made = read or frame.pass_of(eqn) == "backward"
-    inner = _returned(frame, index, eqn, lambda child: child.local_gradients)
-    frame.local_gradients |= {
-        out for out in eqn.outvars if frame.varies(out) and (made or out in inner)
-    }
+    frame.local_gradients |= (
+        varying if made else varying & _returned(frame, index, eqn, lambda c: c.local_gradients)
+    )
 
 
 def _returned(frame: Frame, index: int, eqn: Eqn, noted: Callable[[Frame], set[Var]]) -> set[Var]:

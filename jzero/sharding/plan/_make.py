@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jzero._errors import StepError, message
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._inputs_first import inputs_first
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._lone import note_lone_products
 from jzero.sharding.analysis._needs import note_feeds_batch, note_needs_full
@@ -84,7 +85,9 @@ def make_plan(
       StepError: it is compiled wrong on these devices.
       CutError: it cannot be cut into microbatches.
     """
-    frame, stage_axes, options = local.traced.frame, setting.stage_axes, setting.options
+    stage_axes, options = setting.stage_axes, setting.options
+    frame = inputs_first(local.traced.frame, options.freed_first)
+    local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
     _check_sizes(leaves, setting)
     links, layouts = _laid_out(frame, local, leaves, setting, rests)
     shared = SharedOut(frame, {}, ())

@@ -209,6 +209,16 @@ class Options:
         return PREFETCH_BYTES if self.prefetch_bytes is None else self.prefetch_bytes
 
     @property
+    def freed_first(self) -> int:
+        """The most bytes of a matrix that may be there beside its whole gradient: what gathers may be ahead.
+
+        A part of a streamed step has its own few matrices.
+        """
+        if self.keep_gathered or self.offload.streams:
+            return sys.maxsize
+        return self.prefetch or PREFETCH_BYTES
+
+    @property
     def gather_once(self) -> bool:
         """Whether one gather serves all microbatches."""
         return self.stage < 3 or self.gather == "once_per_step"

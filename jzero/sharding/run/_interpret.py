@@ -18,11 +18,12 @@ from jax.typing import DTypeLike
 
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._inputs_first import COTANGENT
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import read_dtype
 from jzero.sharding.analysis._residuals import Residuals
 from jzero.sharding.batch._owners import Owners
-from jzero.sharding.run import _coded, _memory_spaces
+from jzero.sharding.run import _coded, _memory_spaces, _queue
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._queue import GatherQueue, not_before, token_of
 from jzero.sharding.run._values import (
@@ -38,7 +39,6 @@ from jzero.sharding.run._values import (
 )
 from jzero.tracing import _jaxpr
 
-WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
 
 
@@ -61,7 +61,7 @@ class Env:
 
     def note_large(self, var: _jaxpr.Var, value: Value) -> None:
         """Remembers a value if it is large and waits."""
-        if waits(value) and value.x.nbytes > WAITS_THROUGH_LOOPS:
+        if waits(value) and value.x.nbytes > _queue.WAITS_THROUGH_LOOPS:
             self.large[var] = value
 
 
@@ -248,10 +248,13 @@ class Interpreter:
         """
         if self.hold or eqn.primitive.name != "scan" or frame.pass_of(eqn) != "backward":
             return
-        tokens = [
+        # And for those of what a loop before has summed up: nothing else waits for them.
+        tokens = [*self.devices.queue.before_loop]
+        tokens += [
             token_of(self.devices.settle(value).x) for var, value in env.large.items()
             if waits(value) and not value.collecting and frame.last_use(var) > index
         ]  # fmt: skip
+        self.devices.queue.before_loop.clear()
         env.large = {var: value for var, value in env.large.items() if waits(value)}
         # The loop waits for them: the compiler would else reduce after it, together with the rest.
         for atom in eqn.invars:
@@ -370,6 +373,8 @@ class Interpreter:
                     self.devices.queue.note(value.x, eqn.primitive.name)
                     if self.fetches is not None:
                         self.fetches.note(value.x, eqn.primitive.name)
+                if _jaxpr.is_named(eqn, COTANGENT):
+                    self.devices.queue.start = token_of(value.x)
 
     def as_contribution(self, value: Value, scale: float) -> jax.Array:
         """What this device adds to a sum, `scale` times which is `value [n, d]`; it was reduced already."""

@@ -41,6 +41,7 @@ from jzero.sharding.run._values import Value, waits
 PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 
 REDUCED_ALONE = 2**22  # bytes; a larger reduction keeps the wire busy on its own
+WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,6 +84,7 @@ class GatherQueue:
       start: a token from the pass before, for which every gather waits ([Note: tokens of a pass]).
       latest: what was computed last and differs between devices; the next pass starts after it.
       product: the latest of these that came out of a matrix product or a loop.
+      before_loop: tokens of reductions so large that the next loop waits for them.
     """
 
     limit: int
@@ -91,6 +93,7 @@ class GatherQueue:
     start: jax.Array | None = None
     latest: jax.Array | None = None
     product: jax.Array | None = None
+    before_loop: list[jax.Array] = dataclasses.field(default_factory=list)
     _ahead: deque[tuple[int, jax.Array | None]] = dataclasses.field(default_factory=deque)
     _ahead_bytes: int = 0
     _all_ahead: bool = True
@@ -153,6 +156,8 @@ class GatherQueue:
             self._group.made = max(made, self._group.made)
             self._group.nbytes += nbytes
             self._group.tokens.append(token_of(shard))
+        if nbytes > WAITS_THROUGH_LOOPS:
+            self.before_loop.append(token_of(shard))
 
     def next_pass(self, limit: int | None = None) -> GatherQueue:
         """The queue of the pass that starts now; the one before has computed something."""
