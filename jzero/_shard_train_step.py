@@ -161,7 +161,8 @@ def shard_train_step(
         the next layer while it computes this one. Traffic does not change. Memory: up to these bytes,
         beside what is in use. By default 256 MiB, a layer of 128 Mi bfloat16 parameters. Larger ones are
         gathered beside the product before theirs; with 0 nothing is, and a gather waits for all products
-        before its use.
+        before its use. Gradients are reduced together up to the smaller of these bytes and 2 MiB for each
+        device (4 MiB at least), and of `tile_bytes`; half of that, or a sixteenth of all, outside of loops.
       min_shard_bytes: leaves smaller than this stay full, because a collective costs more time than
         they cost memory; 0 shards whatever can be. Each costs its bytes on every device. Neither are
         leaves sharded that would have to be padded (`jzero.PaddedArray`: no dim is divided by the devices)
@@ -227,7 +228,8 @@ def shard_train_step(
         ranges of one of its dims of up to so many bytes (memory-centric tiling), the next one beside the
         use of this one. Memory: a few such tiles, in place of the largest matrices and their gradients.
         Traffic: as without, but that a matrix that several products of a pass read (recomputation is one
-        more) is gathered for each. None (default): no tiles. What is not read by products, a table's
+        more) is gathered for each. First tiles of several matrices may be gathered together, up to
+        `prefetch_bytes`. None (default): no tiles. What is not read by products, a table's
         look-up or a convolution's kernel, is whole as ever: `describe` names it.
       layer_major: with `offload_params` and `accumulate=k`, all k microbatches pass a layer before the next
         layer comes (layered gradient accumulation). False (default): one microbatch after the other passes

@@ -235,7 +235,7 @@ def test_large_gradients_leave_as_layers_end():
         step_of(loss_fn), mesh=mesh, offload=jzero.HostCPU(), accumulate=2, layer_major=True,
         offload_params=jzero.PinnedHost(device_bytes=2**30),
     )  # fmt: skip
-    rows = 2 * _queue.REDUCED_ALONE // (LAYERS * width * 4)
+    rows = 2 * _queue.SMALLEST_GROUP // (LAYERS * width * 4)
     layers = {"up": (LAYERS, width, rows), "down": (LAYERS, rows, width)}
     params = {"layers": {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in layers.items()}}
     state = {"params": params, "opt_state": jax.eval_shape(ADAM.init, params)}

@@ -1,6 +1,9 @@
 """Large gradients do not wait: each is reduced before the next is due, and none through a loop."""
 
+import collections
 import functools
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,15 +51,15 @@ def reductions_in_loops(jaxpr, inside=False):
     return found + ([made] if inside and made else [])
 
 
-@pytest.mark.parametrize("alone", [0, 2**30])
-def test_reductions_of_a_layer_run_one_after_the_other(alone, monkeypatch):
-    monkeypatch.setattr(_queue, "REDUCED_ALONE", alone)
+@pytest.mark.parametrize("smallest", [0, 2**22])
+def test_reductions_of_a_layer_run_one_after_the_other(smallest, monkeypatch):
+    monkeypatch.setattr(_queue, "SMALLEST_GROUP", smallest)
     mesh = AbstractMesh((8,), ("data",))
     train_step = small.shard_train_step(programs.train_step, mesh=mesh)
     arguments = programs.abstract_state(programs.Model()), programs.tokens()
     jaxpr = jax.make_jaxpr(train_step)(*arguments)
     (body,) = reductions_in_loops(jaxpr.jaxpr)
-    assert list(body.values()) == [False, alone == 0]
+    assert list(body.values()) == [False, smallest == 0]
 
 
 def products_behind(jaxpr):
@@ -81,7 +84,7 @@ def test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients(
     remat, accumulate, monkeypatch
 ):
     """In two groups, and not in the order of the update: the first would wait for the last gradient."""
-    monkeypatch.setattr(_queue, "REDUCED_ALONE", 0)
+    monkeypatch.setattr(_queue, "SMALLEST_GROUP", 0)
     model = programs.Model(depth=3, scan=False, remat=remat)
     train_step = small.shard_train_step(programs.train_step, accumulate=accumulate)
     state, tokens = programs.abstract_state(model, optax.sgd(0.1)), programs.tokens()
@@ -106,13 +109,47 @@ def noted(queue, sizes):
     return found
 
 
-@pytest.mark.parametrize("alone", [0, 2**30])
-def test_a_small_reduction_waits_for_a_large_one_not_the_reverse(alone, monkeypatch):
-    """Were it free, the compiler would combine the last small one with the first large one."""
-    monkeypatch.setattr(_queue, "REDUCED_ALONE", alone)
-    queue = _queue.GatherQueue(limit=0)
-    assert noted(queue, [16, 16]) == [0, int(alone == 0)]
-    assert queue.reduction_tokens(0, 16) == []  # of an earlier one
+@pytest.mark.parametrize("smallest", [0, 2**22])
+def test_a_gradient_made_before_a_group_does_not_wait_for_it(smallest, monkeypatch):
+    monkeypatch.setattr(_queue, "SMALLEST_GROUP", smallest)
+    queue = _queue.GatherQueue(0, 2**22)
+    assert noted(queue, [16, 16]) == [0, int(smallest == 0)]
+    assert queue.reduction_tokens(0, 16) == []
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("of_turn", "together", "sizes", "groups"),
+    [
+        # 240 MiB in groups of a sixteenth, of `together`, and of two halves.
+        (False, 16 * MIB, [15 * MIB // 4] * 64, [4] * 16),
+        (True, 16 * MIB, [15 * MIB // 4] * 64, [4] * 16),
+        (True, 256 * MIB, [15 * MIB // 4] * 64, [32, 32]),
+        # A bias before, between or after matrices takes no latency of its own.
+        (True, 16 * MIB, [64 * MIB, 8, 64 * MIB, 8], [2, 2]),
+        (True, 16 * MIB, [8, 64 * MIB, 8, 64 * MIB, 8], [3, 2]),
+        (True, 16 * MIB, [2**10] * 1000, [1000]),
+        (False, 16 * MIB, [8 * MIB, *[2**10] * 500, 8 * MIB], [501, 1]),
+        # But many do not join: 512 have an eighth of 4 MiB.
+        (True, 16 * MIB, [64 * MIB, *[2**10] * 9000, 64 * MIB], [513, 8488, 1]),
+        # Tiles of 3.75 MiB, and 4 MiB of two devices.
+        (True, 15 * MIB // 4, [15 * MIB // 4] * 5, [1] * 5),
+        (False, 4 * MIB, [MIB] * 8, [2] * 4),
+    ],
+)  # fmt: skip
+def test_many_small_reductions(of_turn, together, sizes, groups):
+    """They are reduced together up to the limit, as large ones are, and few bytes delay nobody."""
+    queue = _queue.GatherQueue(0, together)
+    arrays: list[Any] = [types.SimpleNamespace(nbytes=n) for n in sizes]
+    queue.expect([Unreduced(x, 1.0, jnp.int8) for x in arrays], of_turn)
+    found = []
+    for made, nbytes in enumerate(sizes):
+        queue.reduction_tokens(made, nbytes)
+        queue.note_reduction(jnp.ones(4), made, nbytes)
+        found.append(queue._group)
+    assert list(collections.Counter(found).values()) == groups
 
 
 @pytest.mark.parametrize(
@@ -123,11 +160,11 @@ def test_a_small_reduction_waits_for_a_large_one_not_the_reverse(alone, monkeypa
         (100, [6, 6, 6, 2, 2, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1]),
         (3, [2, 2, 1, 2], [0, 1, 1, 1]),  # a bound below the half: three groups
         (0, [5, 5, 5], [0, 1, 1]),
-        (100, [5, 0, 5], [0, 0, 1]),  # a small one joins, and counts for nothing
+        (100, [5, 1, 5], [0, 0, 1]),
     ],
 )
 def test_a_group_has_half_of_the_bytes_or_the_limit(together, sizes, expected, monkeypatch):
-    monkeypatch.setattr(_queue, "REDUCED_ALONE", 1)
+    monkeypatch.setattr(_queue, "SMALLEST_GROUP", 0)
     queue = _queue.GatherQueue(0, together)
     waiting = [Unreduced(jnp.ones(n, jnp.int8), 1.0, jnp.int8) for n in sizes]
     queue.expect(waiting)
@@ -143,7 +180,7 @@ def test_a_group_has_half_of_the_bytes_or_the_limit(together, sizes, expected, m
 )  # fmt: skip
 def test_groups_of_a_pass_are_smaller(of_turn, together, num, groups, monkeypatch):
     """Half of `together`, or a sixteenth of all bytes, but no more than `together`."""
-    monkeypatch.setattr(_queue, "REDUCED_ALONE", 1)
+    monkeypatch.setattr(_queue, "SMALLEST_GROUP", 0)
     queue = _queue.GatherQueue(0, together)
     queue.expect([Unreduced(jnp.ones(4, jnp.int8), 1.0, jnp.int8)] * num, of_turn)
     found = []
@@ -170,7 +207,7 @@ def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkey
 
 def test_trains_the_same_reduced_early(monkeypatch):
     monkeypatch.setattr(_queue, "WAITS_THROUGH_LOOPS", 0)
-    monkeypatch.setattr(_queue, "REDUCED_ALONE", 0)
+    monkeypatch.setattr(_queue, "SMALLEST_GROUP", 0)
     model, tx = programs.Model(remat=True), optax.adam(1e-2)
     tokens = jax.random.randint(jax.random.key(0), (programs.BATCH, programs.SEQ), 0, 32)
 

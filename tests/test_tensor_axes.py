@@ -482,7 +482,7 @@ def test_unknown_patterns_axes_and_dims():
 @pytest.mark.parametrize("spec", [P(), P(None, "model"), P(None, None, None, "model")], ids=str)
 def test_gradients_of_experts_wait_for_each_other(spec, monkeypatch):
     """They are sharded along a later dim, and laid out for that before they wait."""
-    monkeypatch.setattr(_queue, "REDUCED_ALONE", 0)
+    monkeypatch.setattr(_queue, "SMALLEST_GROUP", 0)
     laid_out, with_dim_first = [], _collectives.with_dim_first
 
     def counted(x, dim, automatic, alone):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from jax import lax
 
+from jzero.ir import _rules
 from jzero.ir._regions import variables
-from jzero.sharding.analysis import _frames, _rules
+from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Var

@@ -69,10 +69,11 @@ class Exchange:
     def reduced_together(self, devices: int) -> int:
         """How many bytes of whole gradients are reduced together, at most.
 
-        A reduction's latency grows with its devices: so many bytes keep it below a tenth of the time on the
-        wire (experiments/rivals, 64 and 512 devices).
+        A reduction's latency grows with its devices: 2 MiB for each keep it below a tenth of the time on the
+        wire (experiments/rivals, 64 and 512 devices). 4 MiB are small anyway: without them each bias would
+        take a latency where `prefetch_bytes` is 0.
         """
-        most = min(self.prefetch_bytes, devices * 2**21)
+        most = max(min(self.prefetch_bytes, devices * 2**21), 2**22)
         return most if self.tile_bytes is None else min(most, self.tile_bytes)
 
 

@@ -33,14 +33,15 @@ from jzero.sharding.run._values import Value, waits
 # compiler combines them, but for all of the group before: it would else combine one that nothing waits for
 # with those of a later group
 # (test_reductions.py::test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients). Small ones
-# join a group and nothing waits for them: free, the first large one would be combined with the last small
-# one (test_reductions.py::test_a_small_reduction_waits_for_a_large_one_not_the_reverse).
+# count like all others: many of them are as much as a large one. But a group of few bytes goes on, and few
+# more join a full one: a bias before, between or after matrices would else take a latency of its own
+# (test_reductions.py::test_many_small_reductions).
 
 # The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
 # random bits may be there before anything else is.
 PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 
-REDUCED_ALONE = 2**22  # bytes; a larger reduction keeps the wire busy on its own
+SMALLEST_GROUP = 2**22  # bytes; so many keep the wire busy on their own
 WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 
 
@@ -50,19 +51,21 @@ class _Group:
 
     Attributes:
       after: a token of these, if there are any.
-      made: which of the large gradients was made last.
-      nbytes: of the large ones together.
-      tokens: one of each large one.
+      made: which of the gradients was made last.
+      nbytes: of all together.
+      late: of those that joined when the group was full.
+      shards: what they are reduced to.
     """
 
     after: list[jax.Array] = dataclasses.field(default_factory=list)
     made: int = -1
     nbytes: int = 0
-    tokens: list[jax.Array] = dataclasses.field(default_factory=list)
+    late: int = 0
+    shards: list[jax.Array] = dataclasses.field(default_factory=list)
 
     def next_group(self) -> _Group:
         """The one that waits for this one."""
-        first, *rest = self.tokens
+        first, *rest = map(token_of, self.shards)
         return _Group([not_before(first, rest)], self.made)
 
 
@@ -146,16 +149,18 @@ class GatherQueue:
         if not self.in_order or made < group.made:
             return []
         full = group.nbytes + nbytes / 2 > self._half or group.nbytes + nbytes > self._most
-        if full and group.tokens and nbytes >= REDUCED_ALONE:
-            self._group, self._half = group.next_group(), math.inf
+        least = min(SMALLEST_GROUP, self.together / 2)
+        if full and group.shards and group.nbytes >= least:
+            group.late += nbytes
+            if group.late > least / 8:
+                self._group, self._half = group.next_group(), math.inf
         return self._group.after
 
     def note_reduction(self, shard: jax.Array, made: int, nbytes: int) -> None:
         """Remembers a reduction of so many bytes."""
-        if nbytes >= REDUCED_ALONE:
-            self._group.made = max(made, self._group.made)
-            self._group.nbytes += nbytes
-            self._group.tokens.append(token_of(shard))
+        group = self._group
+        group.made, group.nbytes = max(made, group.made), group.nbytes + nbytes
+        group.shards.append(shard)
         if nbytes > WAITS_THROUGH_LOOPS:
             self.before_loop.append(token_of(shard))
 

@@ -198,7 +198,6 @@ def _reduced(
     )
     x = _reduced_product(devices, eqn, [value.x for value in ins], dtype, waiting, tiles)
     waiting = dataclasses.replace(waiting, x=x)
-    devices.queue.note_reduction(x, waiting.made, nbytes // tiles.size * tiles.tile)
     return waiting if devices.replica_axes else devices.settle(waiting)
 
 
@@ -234,8 +233,9 @@ def _reduced_product(
     total, last = _one_ahead(tiles, made(0, tiles.tile), made, turn, total)
     for start, tile in last:
         # The compiler would combine it with those of other matrices, for which all would wait.
-        tile = not_before(tile, devices.queue.reduction_tokens(result.made, tile.nbytes))
-        total = put(total, start, reduced(tile))
+        shard = reduced(not_before(tile, devices.queue.reduction_tokens(result.made, tile.nbytes)))
+        devices.queue.note_reduction(shard, result.made, tile.nbytes)
+        total = put(total, start, shard)
     return total
 
 
