@@ -18,6 +18,7 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._residuals import Residual, Residuals
 from jzero.sharding.batch._owners import Owned, Owners
+from jzero.sharding.batch._tables import Tables
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.cut._phases import Phase
 from jzero.sharding.cut._pieces import UpdatePart
@@ -35,6 +36,7 @@ class Analysis(NamedTuple):
     links: Links
     owners: Owners
     residuals: Residuals
+    tables: Tables
 
 
 @dataclasses.dataclass(frozen=True)
