@@ -15,6 +15,7 @@ from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._tables import Tables
 from jzero.sharding.plan import _layout, _spared
 from jzero.sharding.plan._coded_form import CodedForm
 from jzero.sharding.plan._layout import FULL, Automatic, RestLayout, Shard
@@ -250,7 +251,7 @@ def _as_found(
 
 
 def plan_leaves(
-    leaves: Sequence[StateLeaf], stage_axes: StageAxes, frame: Frame, links: Links
+    leaves: Sequence[StateLeaf], stage_axes: StageAxes, frame: Frame, links: Links, tables: Tables
 ) -> tuple[LeafPlan, ...]:
     """Roles from dataflow, layouts from the stage's row; tells `links` which dims are sharded.
 
@@ -259,6 +260,7 @@ def plan_leaves(
       stage_axes: the stage on the mesh.
       frame: the step, analysed.
       links: linked dims of the step.
+      tables: in which it looks up rows, and the dims that all look-ups keep.
 
     Raises:
       OptionError: `sharding.full` matches no parameter.
@@ -276,7 +278,7 @@ def plan_leaves(
         dim = links.sharded_dim(frame, var)
         dim = None if dim in leaf.taken else dim
         if dim is None and roles[i] != OTHER:
-            dim, why = stage_axes.choose(leaf, looped[i], i in spared)
+            dim, why = stage_axes.choose(leaf, looped[i], i in spared, tables.get((frame, var), ()))
         if dim is not None and roles[i] != OTHER:
             links.shard(frame, var, dim, leaf.path)
         elif roles[i] == PARAMETER:

@@ -22,6 +22,7 @@ from jzero.sharding.analysis._needs import note_feeds_batch, note_needs_full
 from jzero.sharding.analysis._own_gradients import note_own_gradients
 from jzero.sharding.analysis._regions import Names
 from jzero.sharding.analysis._residuals import residuals
+from jzero.sharding.analysis._tables import Tables, looked_up
 from jzero.sharding.batch import _trace
 from jzero.sharding.batch._owners import SharedOut, shared_out
 from jzero.sharding.cut import _phases
@@ -89,7 +90,8 @@ def make_plan(
     frame = inputs_first(local.traced.frame, options.freed_first)
     local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
     _check_sizes(leaves, setting)
-    links, layouts = _laid_out(frame, local, leaves, setting, rests)
+    tables = looked_up(frame)
+    links, layouts = _laid_out(frame, tables, local, leaves, setting, rests)
     shared = SharedOut(frame, {}, ())
     if _has_owners(setting):
         axes = {axis: setting.axes[axis] for axis in stage_axes.shard_axes}
@@ -99,7 +101,8 @@ def make_plan(
     if shared.owners:
         frame = shared.frame
         local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
-        links, layouts = _laid_out(frame, local, leaves, setting, rests)
+        tables = looked_up(frame)
+        links, layouts = _laid_out(frame, tables, local, leaves, setting, rests)
     policy, automatic = options.offload, tuple(setting.automatic)
     reduce_codes = options.reduce_codes(setting.axes)
     if options.gather_dtype is not None or any(reduce_codes.values()):
@@ -150,11 +153,11 @@ def make_plan(
         activations=tuple(waiting.values()) if options.moves_activations else None,
         owned=shared.owned,
     )
-    return plan, Analysis(frame, links, shared.owners, waiting)
+    return plan, Analysis(frame, links, shared.owners, waiting, tables)
 
 
 def _laid_out(
-    frame: Frame, local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting,
+    frame: Frame, tables: Tables, local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting,
     rests: Sequence[Rest | None],
 ) -> tuple[Links, tuple[LeafPlan, ...]]:  # fmt: skip
     """Which dims are sharded together, and how each leaf rests."""
@@ -167,7 +170,7 @@ def _laid_out(
         return links, _weights.at_rest(
             found, rests, frame, options.weight_dtype, options.tile_bytes
         )
-    return links, _leaves.plan_leaves(leaves, stage_axes, frame, links)
+    return links, _leaves.plan_leaves(leaves, stage_axes, frame, links, tables)
 
 
 def _has_owners(setting: Setting) -> bool:

@@ -17,6 +17,7 @@ from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._residuals import Residual, Residuals
+from jzero.sharding.analysis._tables import Tables
 from jzero.sharding.batch._owners import Owned, Owners
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.cut._phases import Phase
@@ -35,6 +36,7 @@ class Analysis(NamedTuple):
     links: Links
     owners: Owners
     residuals: Residuals
+    tables: Tables
 
 
 @dataclasses.dataclass(frozen=True)

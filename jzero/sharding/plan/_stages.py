@@ -95,13 +95,19 @@ class StageAxes:
         return math.prod(leaf.shape) * leaf.itemsize < self.min_bytes
 
     def choose(
-        self, leaf: StateLeaf, looped: Collection[int], spared: bool
+        self, leaf: StateLeaf, looped: Collection[int], spared: bool, kept: Collection[int] = ()
     ) -> tuple[int | None, str]:
-        """The dim along which a leaf can rest in shards, or None and the reason; not padded if `spared`."""
+        """The dim along which a leaf can rest in shards, or None and the reason; not padded if `spared`.
+
+        It is one of those that all look-ups keep, if the devices divide one (`sharding/analysis/_tables.py`).
+        """
         num = self.count(self.shard_axes)
         if num == 1:
             return None, ""
         avoid = leaf.taken | set(looped)
+        columns = {d for d in kept if leaf.shape[d] % num == 0} - avoid
+        if columns and leaf.splittable and not leaf.automatic:
+            avoid |= set(range(len(leaf.shape))) - columns
         dim = _layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
         if dim is None:
             return None, _layout.why_full(leaf.shape, avoid)

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from jzero._blocks import Blocks
 from jzero._errors import StepError, message
 from jzero.ir import _rules
+from jzero.sharding.analysis._tables import added_dims
 from jzero.sharding.plan._layout import Automatic, padded_size
-from jzero.sharding.run import _coded, _collectives
+from jzero.sharding.run import _coded, _collectives, _tables
 from jzero.sharding.run._collectives import Axes
 from jzero.sharding.run._queue import GatherQueue, not_before
+from jzero.sharding.run._tables import RowsAdded
 from jzero.sharding.run._values import (
     CodedValue,
     FullValue,
@@ -28,6 +30,8 @@ from jzero.sharding.run._values import (
     ShardValue,
     Unreduced,
     Value,
+    comes_from_codes,
+    rows_of,
     waits,
 )
 
@@ -322,9 +326,10 @@ class Devices:
             total = self._over_replicas(value.x, value).astype(value.dtype)
             return ShardValue(total, value.dim, value.size, self.shard_axes, value.name)
         dim, (before, after) = value.dim if self.num > 1 else None, _halves(value)
-        total = _scaled(value.x, before)
-        if dim is not None:
-            total = self._scatter(total, dim, value)
+        if dim is None:
+            total = _scaled(value.x, before)
+        else:
+            total = self._scatter(value, dim, before)
         if self.num > 1 and dim is None:
             total = self._all_reduce(total, self.axes, value.name, None)
         elif self.num > 1:
@@ -339,18 +344,37 @@ class Devices:
         if not waits(value) or value.dim is None or not self.replica_axes:
             return self.settle(value)
         before, after = _halves(value)
-        total = self._scatter(value.x * jnp.asarray(before, value.x.dtype), value.dim, value)
+        total = self._scatter(value, value.dim, before)
         total = total * jnp.asarray(after, total.dtype)
         size = value.x.shape[value.dim]
         return dataclasses.replace(value, x=total, scale=1.0, size=size, scattered=True)
 
-    def _scatter(self, total: jax.Array, dim: int, value: Unreduced) -> jax.Array:
-        """`total [n, d]` of each device -> this device's `[n/k, d]` of their sum, when it is its turn."""
-        total = _collectives.pad(total, dim, self.num_shards)
+    def _scatter(self, value: Unreduced, dim: int, scale: float) -> jax.Array:
+        """`x [n, d]` of each device -> this one's `[n/k, d]` of `scale` times their sum, in its turn."""
+        rows = rows_of(value)
+        if rows and all(self.adds_rows(each, dim, value.name, value.coded) for each in rows):
+            self._check_together("a gradient is reduced")
+            sums = [_tables.add_up(each, dim, self.shard_axes, value.name, scale) for each in rows]
+            return functools.reduce(jnp.add, sums)
+        total = _collectives.pad(_scaled(value.x, scale), dim, self.num_shards)
         tokens = self.queue.reduction_tokens(value.made, total.nbytes)
         shard = self.reduce_scatter(total, dim, value.name, value.coded, tokens)
         self.queue.note_reduction(shard, value.made, total.nbytes)
         return shard
+
+    def adds_rows(self, rows: RowsAdded, dim: int, name: str, coded: bool) -> bool:
+        """Whether rows are exchanged for columns of their sum, and not their sums reduced."""
+        codes = coded and any(self.reduce_codes.get(axis) for axis in self.shard_axes)
+        shape = rows.table.shape
+        even = dim in added_dims(rows.eqn) and shape[dim] % self.num_shards == 0
+        return even and not codes and not any(self.automatic_of(name, shape, dim))
+
+    def looks_up(self, table: ShardValue) -> bool:
+        """Whether columns of all rows that are looked up are exchanged for rows."""
+        even = table.size % self.count(table.axes) == 0
+        codes = table.coded and self.gather_codes is not None
+        here = (self.scope, False) in table.gathered or comes_from_codes(table)
+        return even and not (codes or here or self.divergent or any(self.automatic(table)))
 
     def reduce_scatter(
         self, total: jax.Array, dim: int, name: str, coded: bool = False,

@@ -22,6 +22,7 @@ from jzero.sharding.analysis._inputs_first import COTANGENT
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import read_dtype
 from jzero.sharding.analysis._residuals import Residuals
+from jzero.sharding.analysis._tables import Tables
 from jzero.sharding.batch._owners import Owners
 from jzero.sharding.run import _coded, _memory_spaces, _queue
 from jzero.sharding.run._devices import Devices
@@ -91,6 +92,7 @@ class Interpreter:
       tile_bytes: the most that a matrix may have to be gathered, and its gradient made, whole.
       owners: what owners run in the place of a call, by its first result.
       residuals: what waits on the host for a backward pass.
+      tables: in which rows are looked up, and nothing else is done with them.
       in_parts: what runs here is cut into programs, which find out from marks what waits on the host.
     """
 
@@ -112,6 +114,7 @@ class Interpreter:
     tile_bytes: int | None = None
     owners: Owners = dataclasses.field(default_factory=dict)
     residuals: Residuals = dataclasses.field(default_factory=dict)
+    tables: Tables = dataclasses.field(default_factory=dict)
     in_parts: bool = False
     seen_pass: str | None = None
     leaving: list[jax.Array] = dataclasses.field(default_factory=list)

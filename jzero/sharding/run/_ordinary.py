@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jzero.ir import _rules
@@ -17,9 +18,11 @@ from jzero.ir._factors import DimMaps, Factor
 from jzero.ir._rules import Cost
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._tables import added_dims
 from jzero.sharding.plan._layout import Automatic
-from jzero.sharding.run import _coded, _collectives
+from jzero.sharding.run import _coded, _collectives, _tables
 from jzero.sharding.run._interpret import EqnHandler, Interpreter
+from jzero.sharding.run._tables import RowsAdded
 from jzero.sharding.run._values import (
     CodedValue,
     FullValue,
@@ -28,6 +31,7 @@ from jzero.sharding.run._values import (
     Unreduced,
     Value,
     comes_from_codes,
+    rows_of,
     waits,
 )
 from jzero.tracing import _jaxpr
@@ -127,8 +131,10 @@ def _sum(eqn: _jaxpr.Eqn, waiting: Sequence[Unreduced], collects: bool) -> Unred
     wire = jnp.result_type(*(value.x.dtype for value in waiting))
     (x,) = _jaxpr.bind(eqn, *(value.x.astype(first.dtype) for value in waiting))
     scale, made = next(iter(scales), None), max(value.made for value in waiting)
+    x, known = x.astype(wire), all(rows_of(value) for value in waiting)
+    added = [each._replace(table=x) for value in waiting for each in value.added if known]
     return dataclasses.replace(
-        first, x=x.astype(wire), scale=scale, collecting=collects, coded=coded, made=made
+        first, x=x, scale=scale, collecting=collects, coded=coded, made=made, added=(*added,)
     )
 
 
@@ -352,10 +358,57 @@ def psum(
         if axes:
             wire = x.astype(wire_dtype(interp, frame, eqn, atom))
             leaf, coded = interp.links.leaf_of(frame, out), is_coded(interp, frame, eqn, atom, out)
-            outs.append(Unreduced(wire, 1.0, x.dtype, leaf, coded=coded))
+            rows, dim = rows_of(value), interp.dim_of(frame, out)
+            added = tuple(
+                each._replace(table=wire) for each in rows
+                if dim is not None and interp.devices.adds_rows(each, dim, leaf, coded)
+            )  # fmt: skip
+            outs.append(Unreduced(wire, 1.0, x.dtype, leaf, coded=coded, added=added))
         else:  # The sum of what all devices have in common.
             outs.append(FullValue(x * jnp.asarray(num, x.dtype)))
     return outs
+
+
+def _look_up(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    """Rows `[b, d]` of a table; one in shards of columns that nothing else reads is not gathered."""
+    table, places = ins
+    kept = interp.tables.get((frame, eqn.invars[0]), ()) if frame.varies(eqn.outvars[0]) else ()
+    if (
+        not isinstance(table, ShardValue)
+        or table.dim not in kept
+        or not interp.devices.looks_up(table)
+    ):
+        return apply(interp, frame, index, eqn, ins)
+    found = _tables.look_up(
+        eqn, table.x, interp.devices.full(places), table.dim, table.axes, table.name
+    )
+    return [FullValue(found)]
+
+
+def _add_rows(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    """A table of rows `[b, d]` that are added up: of zeros and such rows, it is remembered of which."""
+    (out,) = apply(interp, frame, index, eqn, ins)
+    _, places, rows = ins
+    here = isinstance(places, FullValue) and isinstance(rows, FullValue)
+    if here and isinstance(out, FullValue) and added_dims(eqn) and _is_zero(frame, eqn.invars[0]):
+        out = FullValue(out.x, out.name, (RowsAdded(out.x, eqn, places.x, rows.x),))
+    return [out]
+
+
+def _is_zero(frame: Frame, atom: _jaxpr.Atom) -> bool:
+    if _jaxpr.is_literal(atom):
+        return bool(np.all(np.asarray(atom.val) == 0))
+    made = frame.makers.get(atom)
+    eqn = None if made is None else frame.jaxpr.eqns[made]
+    return (
+        eqn is not None
+        and eqn.primitive.name == "broadcast_in_dim"
+        and _is_zero(frame, eqn.invars[0])
+    )
 
 
 def is_over_all(interp: Interpreter, eqn: _jaxpr.Eqn) -> bool:
@@ -431,4 +484,6 @@ ORDINARY: dict[str, EqnHandler] = {
     **dict.fromkeys(_frames.REDUCTIONS, psum),
     **dict.fromkeys(_rules.IDENTITIES, _identity),
     "sharding_constraint": _constrain,
+    "gather": _look_up,
+    "scatter-add": _add_rows,
 }

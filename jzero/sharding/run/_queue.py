@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero.ir import _rules
-from jzero.sharding.run._values import Value, waits
+from jzero.sharding.run._values import Value, rows_of, waits
 
 # [Note: tokens of a pass]
 # A gather that starts too early is the gather of the pass before: the compiler lets one serve both, and
@@ -135,7 +135,7 @@ class GatherQueue:
 
     def expect(self, values: Sequence[Value], of_turn: bool = True) -> None:
         """What is reduced next, of a loop's turn or of a whole pass: in two groups, or in more."""
-        nbytes = sum(value.x.nbytes for value in values if waits(value))
+        nbytes = sum(v.x.nbytes for v in values if waits(v) and not rows_of(v))
         self._half = nbytes / 2
         most = self.together if of_turn else max(self.together / 2, nbytes / 16)
         self._most = min(self.together, most)

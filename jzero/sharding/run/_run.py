@@ -124,6 +124,7 @@ class Runner:
             tile_bytes=exchange.tile_bytes,
             owners=self.analysis.owners,
             residuals=self.analysis.residuals,
+            tables=self.analysis.tables,
             in_parts=plan.in_parts,
         )
 

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jzero._blocks import Blocks
 from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.run._collectives import Axes
+from jzero.sharding.run._tables import RowsAdded
 
 Arrays = list[jax.Array]
 
@@ -32,10 +33,14 @@ Arrays = list[jax.Array]
 
 @dataclasses.dataclass(eq=False)
 class FullValue:
-    """The whole value, `x [n, d]`; whether it differs between devices is the frame's knowledge."""
+    """The whole value, `x [n, d]`; whether it differs between devices is the frame's knowledge.
+
+    Of a look-up's gradient it is known which rows were `added` up.
+    """
 
     x: jax.Array
     name: str = ""
+    added: tuple[RowsAdded, ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,7 +82,8 @@ class Unreduced:
     A running sum of reductions (`collecting`) has no `scale` before the first: it takes that of what is
     added to it.
     `x` keeps the dtype in which the step wrote the reduction, so a cast after it changes no traffic. What is
-    `coded`, a gradient, may travel as codes of few bits.
+    `coded`, a gradient, may travel as codes of few bits. In the place of the gradient of look-ups the
+    rows may travel that were `added` up (`rows_of`).
     """
 
     x: jax.Array
@@ -90,6 +96,7 @@ class Unreduced:
     scattered: bool = False
     coded: bool = False
     made: int = dataclasses.field(default_factory=itertools.count().__next__)
+    added: tuple[RowsAdded, ...] = ()
     reduced: Settled | None = None
 
 
@@ -143,7 +150,7 @@ class CodedValue:
 Settled = FullValue | ShardValue | CodedValue
 Value = Settled | Unreduced
 
-jax.tree_util.register_dataclass(FullValue, ["x"], ["name"])
+jax.tree_util.register_dataclass(FullValue, ["x"], ["name"], ["added"])
 jax.tree_util.register_dataclass(
     ShardValue,
     ["x"],
@@ -160,13 +167,20 @@ jax.tree_util.register_dataclass(
     Unreduced,
     ["x"],
     ["scale", "dtype", "name", "collecting", "dim", "size", "scattered", "coded", "made"],
-    ["reduced"],
+    ["added", "reduced"],
 )
 
 
 def waits(value: Value) -> TypeGuard[Unreduced]:
     """Whether the value is a reduction that has not run."""
     return isinstance(value, Unreduced) and value.reduced is None
+
+
+def rows_of(value: Value) -> tuple[RowsAdded, ...]:
+    """The rows whose sum the value's `x` is, if that is known."""
+    if not isinstance(value, FullValue | Unreduced):
+        return ()
+    return value.added if all(each.table is value.x for each in value.added) else ()
 
 
 def comes_from_codes(value: Value) -> bool:

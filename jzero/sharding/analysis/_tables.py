@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables in which a step looks up rows, and which dims of them the look-ups keep.
+
+An embedding `[vocabulary, d]` of which each device has some columns need not be gathered: the devices look up
+all tokens in their own columns, and exchange columns of all rows for all columns of their own rows. Its
+gradient takes the way back. Both move rows `[tokens, d]`, which are few beside a large vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jzero.ir import _rules
+from jzero.ir._dataflow import backward
+from jzero.ir._regions import Edge, Region, ValueIn
+from jzero.sharding.analysis._frames import Frame
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn
+
+# The dims of a value that all who read it in a pass keep; None if nobody reads it there.
+Kept = frozenset[int] | None
+NO_DIM: frozenset[int] = frozenset()
+Tables = Mapping[ValueIn, frozenset[int]]
+
+
+def kept_dims(eqn: Eqn) -> dict[int, int]:
+    """The dims of a table that a look-up has whole, and which dims of its rows they are.
+
+    Empty of any other equation, and if the rows are larger than the table.
+    """
+    if eqn.primitive.name != "gather":
+        return {}
+    kept = [(factor.ins, factor.outs[0]) for factor in _rules.factors_of(eqn)]
+    return {} if _grows(eqn, eqn.outvars[0]) else _both(kept)
+
+
+def added_dims(eqn: Eqn) -> dict[int, int]:
+    """The same of rows `[tokens, d]` that are added to a table `[vocabulary, d]`."""
+    if eqn.primitive.name != "scatter-add":
+        return {}
+    kept = [(factor.ins, factor.ins[2]) for factor in _rules.factors_of(eqn)]
+    return {} if _grows(eqn, eqn.invars[2]) else _both(kept)
+
+
+def _both(kept: Sequence[tuple[tuple[int | None, ...], int | None]]) -> dict[int, int]:
+    return {
+        ins[0]: dim
+        for ins, dim in kept
+        if ins[0] is not None and ins[1] is None and dim is not None
+    }
+
+
+def _grows(eqn: Eqn, rows: _jaxpr.Atom) -> bool:
+    numbers = eqn.params["dimension_numbers"]
+    larger = _rules.size_in_bytes(rows.aval) >= _rules.size_in_bytes(eqn.invars[0].aval)
+    return larger or bool(numbers.operand_batching_dims)
+
+
+def looked_up(program: Frame) -> Tables:
+    """Values in which passes only look up rows, and the dims that all look-ups keep."""
+    if not any(kept_dims(eqn) for region in program.regions() for eqn in region.jaxpr.eqns):
+        return {}
+    found = backward(program, {}, _step, _join, None, _across)
+    return {value: dims for value, dims in found.items() if dims}
+
+
+def _join(a: Kept, b: Kept) -> Kept:
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
+def _step(region: Region, eqn: Eqn, outs: Sequence[Kept]) -> Sequence[Kept]:
+    assert isinstance(region, Frame)
+    if any(region.varies(out) for out in eqn.outvars):
+        return [frozenset(kept_dims(eqn)), *[NO_DIM] * len(eqn.invars)][: len(eqn.invars)]
+    asked = [kept for kept in outs if kept is not None]
+    if not asked or eqn.primitive.name in (*_rules.IDENTITIES, "optimization_barrier"):
+        return outs if asked else [None] * len(eqn.invars)
+    maps, dims = _rules.dims_of(eqn), frozenset.intersection(*asked)
+    if maps is None:
+        return [NO_DIM] * len(eqn.invars)
+    return [frozenset(dim for dim, out in enumerate(places) if out in dims) for places in maps]
+
+
+def _across(eqn: Eqn, edge: Edge, kept: Kept) -> Kept:
+    """What a loop or a branch of a pass reads is gathered for it."""
+    region = edge.source[0]
+    inside = region.around is not None and region.around[1] is eqn
+    holder = region.around[0] if region.around is not None and inside else region
+    passes = _jaxpr.call_parts(eqn) is not None or (holder.pass_of(eqn) is None and not edge.shift)
+    return kept if kept is None or passes else NO_DIM
