@@ -38,12 +38,11 @@ WHY = {
 MAY = {
     "exactness/_compare": "_compare",
     "facts":
-        "ir._dataflow ir._regions sharding.analysis._frames sharding.analysis._own_gradients "
-        "sharding.analysis._product_reads sharding.analysis._rules tracing._jaxpr",
+        "ir._dataflow ir._regions ir._rules sharding.analysis._frames sharding.analysis._own_gradients "
+        "sharding.analysis._product_reads tracing._jaxpr",
     "faults/_buckets": "checkpoint._bucket checkpoint._lock",
     "faults/_scenarios": "checkpoint._bucket",
-    "faults/_scripts":
-        "checkpoint._bucket checkpoint._lock checkpoint._mirror checkpoint._seal cli._main",
+    "faults/_scripts": "checkpoint._bucket checkpoint._lock checkpoint._mirror checkpoint._seal cli._main",
     "gpu/test_checks": "sharding.plan._host_memory",
     "gpu/test_host": "offload._bandwidth offload.kernels._host_update",
     "gpu/test_layers": "sharding.analysis._residuals",
@@ -59,32 +58,28 @@ MAY = {
     "sampling/noise": "tracing._jaxpr",
     "sampling/settings": "sharding.plan._wire sharding.run._codes",
     "test_activations":
-        "ir._regions offload._part_values sharding.analysis._residuals "
-        "sharding.cut._layer_parts sharding.plan._host_memory tracing._jaxpr",
+        "ir._regions offload._part_values sharding.analysis._residuals sharding.cut._layer_parts "
+        "sharding.plan._host_memory tracing._jaxpr",
     "test_activations_on_gpus": "sharding.analysis._residuals",
     "test_bandwidth":
-        "cli._main offload._bandwidth offload._links offload.kernels._machine "
-        "reports._bandwidth",
+        "cli._main offload._bandwidth offload._links offload.kernels._machine reports._bandwidth",
     "test_batch_costs":
-        "sharding.analysis._traffic sharding.batch._localize sharding.batch._rows "
-        "tracing._jaxpr tracing._rewrite",
-    "test_batch_rules":
-        "sharding.batch._localize sharding.batch._rows tracing._jaxpr tracing._rewrite",
+        "sharding.analysis._traffic sharding.batch._localize sharding.batch._rows tracing._jaxpr "
+        "tracing._rewrite",
+    "test_batch_rules": "sharding.batch._localize sharding.batch._rows tracing._jaxpr tracing._rewrite",
     "test_bench": "targets._target",
     "test_blocks": "sharding.run._codes",
     "test_bucket": "checkpoint._bucket",
     "test_bucket_faults": "checkpoint._bucket",
     "test_buckets":
-        "checkpoint._bucket checkpoint._bucket_steps checkpoint._lock checkpoint._reading "
-        "checkpoint._seal checkpoint._temporary cli._main",
+        "checkpoint._bucket checkpoint._bucket_steps checkpoint._lock checkpoint._reading checkpoint._seal "
+        "checkpoint._temporary cli._main",
     "test_call_log": "processes._call_log",
     "test_checkpoint": "checkpoint._restore checkpoint._saver",
     "test_checkpoint_faults":
-        "checkpoint._inspect checkpoint._reading checkpoint._stored checkpoint._writing "
-        "weights._export",
+        "checkpoint._inspect checkpoint._reading checkpoint._stored checkpoint._writing weights._export",
     "test_checkpoint_memory":
-        "checkpoint._chunks checkpoint._inspect checkpoint._ocdbt checkpoint._reading "
-        "checkpoint._writing",
+        "checkpoint._chunks checkpoint._inspect checkpoint._ocdbt checkpoint._reading checkpoint._writing",
     "test_checkpoint_writers": "checkpoint._lock checkpoint._seal checkpoint._writing cli._main",
     "test_cli": "checkpoint._lock cli._main",
     "test_clocks":
@@ -96,15 +91,14 @@ MAY = {
     "test_data_on_processes": "checkpoint._grain checkpoint._iterators",
     "test_dataflow":
         "ir._dataflow ir._regions sharding.analysis._frames sharding.analysis._lone "
-        "sharding.analysis._needs sharding.analysis._new_leaves "
-        "sharding.analysis._own_gradients sharding.analysis._product_reads sharding.plan._make "
-        "tracing._jaxpr",
+        "sharding.analysis._needs sharding.analysis._new_leaves sharding.analysis._own_gradients "
+        "sharding.analysis._product_reads sharding.plan._make tracing._jaxpr",
     "test_deepspeed": "deepspeed._table",
     "test_describe": "_folded _quantities reports._lines reports._tables",
     "test_differences": "tracing._differences tracing._jaxpr tracing._rewrite",
     "test_dispatches":
-        "offload._layered offload._pinned offload._streamed preflight._dispatches "
-        "preflight._examined segments._programs",
+        "offload._layered offload._pinned offload._streamed preflight._dispatches preflight._examined "
+        "segments._programs",
     "test_donate": "_quantities",
     "test_early_updates":
         "offload._early_turns offload._host_step offload._layered_visits offload._loop_run "
@@ -115,47 +109,49 @@ MAY = {
     "test_estimate_offload": "_quantities",
     "test_eval_step": "_compare",
     "test_examples":
-        "_components _folded _step checkpoint._checkpointer checkpoint._restore "
-        "deepspeed._schedules deepspeed._transforms deepspeed._translate offload._policy "
-        "offload.memory._host_array offload.memory._padded preflight._preflight "
-        "preflight._targets reports._bandwidth reports._describe reports._estimate "
-        "reports._lines tracing._eqx tracing._keys tracing._local tracing._nnx "
-        "tracing._precision",
+        "_components _folded _step checkpoint._checkpointer checkpoint._restore deepspeed._schedules "
+        "deepspeed._transforms deepspeed._translate offload._policy offload.memory._host_array "
+        "offload.memory._padded preflight._preflight preflight._targets reports._bandwidth "
+        "reports._describe reports._estimate reports._lines tracing._eqx tracing._keys tracing._local "
+        "tracing._nnx tracing._precision",
     "test_export": "cli._main weights._export weights._safetensors weights._sources",
     "test_export_faults": "checkpoint._stream weights._export weights._import weights._publish",
     "test_first_hour": "reports._tables",
     "test_fused_loops":
         "sharding.cut._fused_loops sharding.cut._growing_loop tracing._jaxpr tracing._rewrite",
+    "test_golden": "_step_types ir._rules offload._streamed sharding.run._queue",
     "test_growth": "preflight._preflight",
     "test_hf_config": "reports._hf_config",
     "test_host_array": "offload.memory._available offload.memory._placing",
     "test_host_cpu_step":
-        "_quantities offload._bandwidth offload._host_engine offload._host_step "
-        "offload.memory._available offload.memory._pinned_leaf sharding.plan._layout",
+        "_quantities offload._bandwidth offload._host_engine offload._host_step offload.memory._available "
+        "offload.memory._pinned_leaf sharding.plan._layout",
     "test_host_interrupted": "offload._host_step",
     "test_host_memory": "offload.memory._available",
     "test_host_update":
-        "offload.kernels._host_update offload.kernels._kernel offload.kernels._loops "
-        "offload.kernels._roads offload.memory._addresses",
+        "offload.kernels._host_update offload.kernels._kernel offload.kernels._loops offload.kernels._roads "
+        "offload.memory._addresses",
     "test_host_update_ops":
-        "offload.kernels._host_update offload.kernels._kernel offload.kernels._ops "
-        "offload.kernels._roads offload.kernels._writer",
+        "offload.kernels._host_update offload.kernels._kernel offload.kernels._ops offload.kernels._roads "
+        "offload.kernels._writer",
     "test_host_update_optimizers": "offload.kernels._host_update offload.kernels._roads",
     "test_hostile_checkpoints": "checkpoint._inspect checkpoint._seal cli._main weights._export",
     "test_hostile_files":
-        "_json checkpoint._inspect weights._export weights._import weights._safetensors "
-        "weights._sources",
+        "_json checkpoint._inspect weights._export weights._import weights._safetensors weights._sources",
     "test_hostile_tiles": "offload.nvme._layout",
     "test_infer_from_host": "_compare offload._layered offload._pinned sharding.cut._layer_parts",
+    "test_inputs_first": "_compare segments._programs sharding.plan._make sharding.run._queue tracing._jaxpr",
     "test_interchange":
         "sharding.analysis._traffic sharding.cut._interchange sharding.cut._layer_parts "
         "sharding.cut._layers sharding.cut._phases tracing._jaxpr tracing._rewrite",
     "test_ir_layout": "ir._layout tracing._jaxpr",
+    "test_ir_loops": "ir._loops ir._writer tracing._jaxpr",
+    "test_ir_rules":
+        "ir._factors ir._layout ir._rules sharding.analysis._frames sharding.analysis._products "
+        "sharding.run._ordinary tracing._jaxpr tracing._rewrite",
     "test_jaxpr_types": "tracing._jaxpr tracing._rewrite tracing._types",
-    "test_layer_major":
-        "sharding.analysis._residuals sharding.cut._layer_parts sharding.run._queue",
-    "test_layers_on_gpus":
-        "ir._regions preflight._schedule sharding.cut._layer_parts targets._target",
+    "test_layer_major": "sharding.analysis._residuals sharding.cut._layer_parts sharding.run._queue",
+    "test_layers_on_gpus": "ir._regions preflight._schedule sharding.cut._layer_parts targets._target",
     "test_like_arrays": "sharding.plan._wire",
     "test_memory": "sharding.run._devices",
     "test_messages": "segments._program sharding.plan._options targets._target",
@@ -163,8 +159,7 @@ MAY = {
     "test_nnx": "_compare",
     "test_nvme": "checkpoint._writing offload.nvme._aligned",
     "test_nvme_faults":
-        "offload.kernels._tiled_update offload.memory._filling offload.nvme._aligned "
-        "offload.nvme._files",
+        "offload.kernels._tiled_update offload.memory._filling offload.nvme._aligned offload.nvme._files",
     "test_nvme_file":
         "offload.nvme._aligned offload.nvme._checksum offload.nvme._direct offload.nvme._file "
         "offload.nvme._files offload.nvme._header offload.nvme._layout offload.nvme._sweep",
@@ -177,8 +172,8 @@ MAY = {
     "test_nvme_starts": "offload.nvme._folders",
     "test_nvme_store":
         "offload.kernels._tiles offload.memory._away_array offload.memory._filling "
-        "offload.memory._nvme_array offload.memory._nvme_store offload.nvme._aligned "
-        "offload.nvme._files offload.nvme._header",
+        "offload.memory._nvme_array offload.memory._nvme_store offload.nvme._aligned offload.nvme._files "
+        "offload.nvme._header",
     "test_nvme_sweep": "offload.nvme._aligned offload.nvme._sweep",
     "test_objects": "_compare",
     "test_offload": "_quantities offload._pinned offload._streamed",
@@ -187,21 +182,20 @@ MAY = {
         "sharding.analysis._traffic sharding.cut._layer_parts",
     "test_one_order": "sharding.analysis._residuals sharding.run._run",
     "test_options": "sharding.analysis._residuals",
-    "test_pipelines": "sharding.run._interpret",
+    "test_pipelines": "sharding.run._queue",
     "test_prefetch": "sharding.run._queue sharding.run._turns tracing._jaxpr",
     "test_preflight": "_quantities sharding.run._collectives targets._target",
     "test_processes": "checkpoint._inspect",
+    "test_program": "tracing._jaxpr tracing._printed",
     "test_reductions":
-        "sharding.plan._layout sharding.run._interpret sharding.run._loops sharding.run._queue "
-        "sharding.run._values tracing._jaxpr",
+        "sharding.plan._layout sharding.run._loops sharding.run._queue sharding.run._values tracing._jaxpr",
     "test_repeats": "_placement",
     "test_rivals": "_compare",
     "test_sampled": "sharding.run._coded",
     "test_schedule": "preflight._schedule targets._target",
-    "test_starts": "tracing._jaxpr tracing._starts",
+    "test_starts": "ir._starts tracing._jaxpr",
     "test_targets":
-        "preflight._bandwidth preflight._wires sharding.run._turns targets._links "
-        "targets._target",
+        "preflight._bandwidth preflight._wires sharding.run._turns targets._links targets._target",
     "test_tensor_axes": "sharding.run._collectives sharding.run._devices sharding.run._queue",
     "test_tested": "_tested",
     "test_testing": "_compare",
@@ -211,12 +205,10 @@ MAY = {
     "test_tiles": "sharding.run._cuts tracing._jaxpr",
     "test_tpu": "preflight._schedule preflight._targets preflight._tpu_text targets._target",
     "test_typed": "_step_types",
-    "test_views_of_pinned":
-        "offload.memory._pinned_leaf sharding.plan._layout sharding.plan._leaves",
+    "test_views_of_pinned": "offload.memory._pinned_leaf sharding.plan._layout sharding.plan._leaves",
     "test_weight_buckets":
         "checkpoint._bucket checkpoint._seal checkpoint._stream cli._main weights._publish",
-    "test_weight_layouts":
-        "checkpoint._stored checkpoint._stream cli._main weights._axes weights._sources",
+    "test_weight_layouts": "checkpoint._stored checkpoint._stream cli._main weights._axes weights._sources",
     "test_wire": "sharding.run._codes",
     "test_wires":
         "_quantities preflight._bandwidth preflight._hlo preflight._kernels preflight._schedule "

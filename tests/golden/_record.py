@@ -69,11 +69,11 @@ def record(row: Row) -> Record:
 def _title(row: Row) -> str:
     axes = " x ".join(f"{name} {size}" for name, size in row.axes.items())
     axes += f" x model {row.model}" if row.model > 1 else ""
-    parts = [f"{row.step} on {axes}", options_text(row.options("FOLDER"))]
+    parts = [f"{row.step} on {axes}", options_text(row.options("/FOLDER"))]
     if row.evaluates:
         parts[0] = f"evaluation of {parts[0]}"
         parts.append(
-            "no train step" if row.like is None else f"like {options_text(row.like('FOLDER'))}"
+            "no train step" if row.like is None else f"like {options_text(row.like('/FOLDER'))}"
         )
     return "; ".join(filter(None, parts))
 

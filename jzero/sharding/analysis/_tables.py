@@ -18,7 +18,7 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
 # The dims of a value that all who read it in a pass keep; None if nobody reads it there.
-Kept = frozenset[int] | None
+KeptDims = frozenset[int] | None
 NO_DIM: frozenset[int] = frozenset()
 Tables = Mapping[ValueIn, frozenset[int]]
 
@@ -26,7 +26,7 @@ Tables = Mapping[ValueIn, frozenset[int]]
 def kept_dims(eqn: Eqn) -> dict[int, int]:
     """The dims of a table that a look-up has whole, and which dims of its rows they are.
 
-    Empty of any other equation, and if the rows are larger than the table.
+    Empty of any other equation, and if the rows are more than half as large as the table.
     """
     if eqn.primitive.name != "gather":
         return {}
@@ -51,8 +51,9 @@ def _both(kept: Sequence[tuple[tuple[int | None, ...], int | None]]) -> dict[int
 
 
 def _grows(eqn: Eqn, rows: _jaxpr.Atom) -> bool:
+    """Whether two look-ups of so many rows move more than the table."""
     numbers = eqn.params["dimension_numbers"]
-    larger = _rules.size_in_bytes(rows.aval) >= _rules.size_in_bytes(eqn.invars[0].aval)
+    larger = 2 * _rules.size_in_bytes(rows.aval) > _rules.size_in_bytes(eqn.invars[0].aval)
     return larger or bool(numbers.operand_batching_dims)
 
 
@@ -64,13 +65,13 @@ def looked_up(program: Frame) -> Tables:
     return {value: dims for value, dims in found.items() if dims}
 
 
-def _join(a: Kept, b: Kept) -> Kept:
+def _join(a: KeptDims, b: KeptDims) -> KeptDims:
     if a is None or b is None:
         return b if a is None else a
     return a & b
 
 
-def _step(region: Region, eqn: Eqn, outs: Sequence[Kept]) -> Sequence[Kept]:
+def _step(region: Region, eqn: Eqn, outs: Sequence[KeptDims]) -> Sequence[KeptDims]:
     assert isinstance(region, Frame)
     if any(region.varies(out) for out in eqn.outvars):
         return [frozenset(kept_dims(eqn)), *[NO_DIM] * len(eqn.invars)][: len(eqn.invars)]
@@ -83,7 +84,7 @@ def _step(region: Region, eqn: Eqn, outs: Sequence[Kept]) -> Sequence[Kept]:
     return [frozenset(dim for dim, out in enumerate(places) if out in dims) for places in maps]
 
 
-def _across(eqn: Eqn, edge: Edge, kept: Kept) -> Kept:
+def _across(eqn: Eqn, edge: Edge, kept: KeptDims) -> KeptDims:
     """What a loop or a branch of a pass reads is gathered for it."""
     region = edge.source[0]
     inside = region.around is not None and region.around[1] is eqn
