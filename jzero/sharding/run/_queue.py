@@ -42,6 +42,7 @@ from jzero.sharding.run._values import Value, rows_of, waits
 PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 
 SMALLEST_GROUP = 2**22  # bytes; so many keep the wire busy on their own
+FEW = SMALLEST_GROUP // 8  # bytes of a bias, for which nothing waits if there is more in its group
 WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 
 
@@ -51,21 +52,22 @@ class _Group:
 
     Attributes:
       after: a token of these, if there are any.
-      made: which of the gradients was made last.
+      made: which of those of more than `FEW` bytes was made last.
       nbytes: of all together.
       late: of those that joined when the group was full.
-      shards: what they are reduced to.
+      shards: bytes of each, and what it is reduced to.
     """
 
     after: list[jax.Array] = dataclasses.field(default_factory=list)
     made: int = -1
     nbytes: int = 0
     late: int = 0
-    shards: list[jax.Array] = dataclasses.field(default_factory=list)
+    shards: list[tuple[int, jax.Array]] = dataclasses.field(default_factory=list)
 
     def next_group(self) -> _Group:
-        """The one that waits for this one."""
-        first, *rest = map(token_of, self.shards)
+        """The one that waits for this one: for biases only if nothing else is in it."""
+        large = [shard for nbytes, shard in self.shards if nbytes > FEW]
+        first, *rest = map(token_of, large or [shard for _, shard in self.shards])
         return _Group([not_before(first, rest)], self.made)
 
 
@@ -148,8 +150,10 @@ class GatherQueue:
         group = self._group
         if not self.in_order or made < group.made:
             return []
-        full = group.nbytes + nbytes / 2 > self._half or group.nbytes + nbytes > self._most
         least = min(SMALLEST_GROUP, self.together / 2)
+        # Matrices that just fit are no more because of their biases.
+        most = self._most + least / 8
+        full = group.nbytes + nbytes / 2 > self._half or group.nbytes + nbytes > most
         if full and group.shards and group.nbytes >= least:
             group.late += nbytes
             if group.late > least / 8:
@@ -159,8 +163,10 @@ class GatherQueue:
     def note_reduction(self, shard: jax.Array, made: int, nbytes: int) -> None:
         """Remembers a reduction of so many bytes."""
         group = self._group
-        group.made, group.nbytes = max(made, group.made), group.nbytes + nbytes
-        group.shards.append(shard)
+        group.nbytes += nbytes
+        if nbytes > FEW:
+            group.made = max(made, group.made)
+        group.shards.append((nbytes, shard))
         if nbytes > WAITS_THROUGH_LOOPS:
             self.before_loop.append(token_of(shard))
 
