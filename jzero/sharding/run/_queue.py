@@ -42,8 +42,12 @@ from jzero.sharding.run._values import Value, rows_of, waits
 PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 
 SMALLEST_GROUP = 2**22  # bytes; so many keep the wire busy on their own
-FEW = SMALLEST_GROUP // 8  # bytes of a bias, for which nothing waits if there is more in its group
 WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
+
+
+def _counts(nbytes: int) -> bool:
+    """Whether others wait for a reduction of so many bytes, if there is a larger one in its group."""
+    return nbytes > SMALLEST_GROUP / 8
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,7 +56,7 @@ class _Group:
 
     Attributes:
       after: a token of these, if there are any.
-      made: which of those of more than `FEW` bytes was made last.
+      made: which of those that count, and are no biases, was made last.
       nbytes: of all together.
       late: of those that joined when the group was full.
       shards: bytes of each, and what it is reduced to.
@@ -66,7 +70,7 @@ class _Group:
 
     def next_group(self) -> _Group:
         """The one that waits for this one: for biases only if nothing else is in it."""
-        large = [shard for nbytes, shard in self.shards if nbytes > FEW]
+        large = [shard for nbytes, shard in self.shards if _counts(nbytes)]
         first, *rest = map(token_of, large or [shard for _, shard in self.shards])
         return _Group([not_before(first, rest)], self.made)
 
@@ -164,7 +168,7 @@ class GatherQueue:
         """Remembers a reduction of so many bytes."""
         group = self._group
         group.nbytes += nbytes
-        if nbytes > FEW:
+        if _counts(nbytes):
             group.made = max(made, group.made)
         group.shards.append((nbytes, shard))
         if nbytes > WAITS_THROUGH_LOOPS:
