@@ -1,0 +1,137 @@
+"""Embeddings in which passes only look up rows: rows are exchanged, and the table is never whole."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+
+import jzero
+import small
+from jzero.testing import Tolerance, assert_same_training
+
+VOCABULARY, WIDTH, BATCH, TOKENS = 512, 32, 16, 4
+
+
+def once(p, tokens):
+    return p["table"][tokens]
+
+
+def twice(p, tokens):
+    """From the front, and, of other tokens, with rows of NaN where there is none."""
+    return p["table"][tokens] + jnp.take(p["table"], (tokens * 7) % VOCABULARY, axis=0)
+
+
+def recomputed(p, tokens):
+    return jax.checkpoint(lambda p: jnp.tanh(p["table"][tokens] @ p["w"]))(p)
+
+
+def clipped(p, tokens):
+    return jnp.take(p["table"], tokens * 3, axis=0, mode="clip")
+
+
+def in_bfloat16(p, tokens):
+    return p["table"].astype(jnp.bfloat16)[tokens].astype(p["table"].dtype)
+
+
+def tied(p, tokens):
+    return p["table"][tokens] + jnp.tanh(p["table"][tokens] @ p["table"].T) @ p["table"]
+
+
+LOOK_UPS = {
+    "once": once, "twice": twice, "recomputed": recomputed, "clipped": clipped, "in bfloat16": in_bfloat16,
+}  # fmt: skip
+
+
+def train_step(look_up, tx, state, batch):
+    params, opt_state = state
+
+    def loss(p):
+        logits = jnp.tanh(look_up(p, batch["tokens"]) @ p["w"]) @ p["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), value
+
+
+def params_of(vocabulary=VOCABULARY, width=WIDTH):
+    table, w, head = jax.random.split(jax.random.key(0), 3)
+    return {
+        "table": jax.random.normal(table, (vocabulary, width)),
+        "w": jax.random.normal(w, (width, width)) / 8,
+        "head": jax.random.normal(head, (width, VOCABULARY)) / 8,
+    }
+
+
+def batches(steps=3):
+    rng = np.random.default_rng(0)
+    shape = BATCH, TOKENS
+    return [
+        {
+            "tokens": rng.integers(-3, VOCABULARY, shape),
+            "labels": rng.integers(0, VOCABULARY, shape),
+        }
+        for _ in range(steps)
+    ]
+
+
+def moved(look_up, vocabulary=VOCABULARY, width=WIDTH, **options):
+    """Elements of the table that are gathered and reduced, and of rows that are exchanged."""
+    tx = optax.adamw(1e-2)
+    mesh = AbstractMesh((8,), ("data",))
+    step = small.shard_train_step(functools.partial(train_step, look_up, tx), mesh=mesh, **options)
+    params = jax.eval_shape(functools.partial(params_of, vocabulary, width))
+    report = step.describe((params, jax.eval_shape(tx.init, params)), batches()[0])
+    found = [c for c in report.traffic if "table" in c.leaf and not c.dtype.startswith("int")]
+    return {op: sum(c.total_elements for c in found if c.op == op) for op in {c.op for c in found}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_trains_the_same(name, stage):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    step = functools.partial(train_step, LOOK_UPS[name], tx)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params_of())
+        limit = 1e-2 if name == "in bfloat16" else 1e-9
+        assert_same_training(
+            step, lambda: (params, tx.init(params)), batches(), stage=stage,
+            tolerance=Tolerance(limit, limit),
+        )  # fmt: skip
+
+
+ROWS = BATCH // 8 * TOKENS * WIDTH
+
+
+def test_what_moves_is_rows():
+    assert moved(once, stage=3) == {"all-to-all": 2 * ROWS}
+    assert moved(twice, stage=3) == {"all-to-all": 4 * ROWS}
+    assert moved(recomputed, stage=3) == {"all-to-all": 3 * ROWS}
+    table = VOCABULARY * WIDTH
+    assert moved(once, stage=2) == {"all-to-all": ROWS, "all-gather": table}
+    assert moved(once, stage=3, accumulate=2) == {"all-to-all": 2 * ROWS}
+
+
+def test_a_table_that_a_product_reads_is_gathered():
+    table = VOCABULARY * WIDTH
+    assert moved(tied, stage=3) == {"all-gather": 2 * table, "reduce-scatter": table}
+
+
+def test_a_small_table_is_gathered():
+    """Rows of it would be as much."""
+    assert moved(once, vocabulary=12, stage=3).keys() == {"all-gather", "reduce-scatter"}
+
+
+def test_columns_that_devices_do_not_divide_are_gathered():
+    assert moved(once, width=36, stage=3).keys() == {"all-gather", "reduce-scatter"}
+
+
+def test_the_table_rests_in_columns():
+    step = small.shard_train_step(functools.partial(train_step, once, optax.sgd(0.1)), stage=3)
+    params = params_of()
+    state = step.shard((params, optax.sgd(0.1).init(params)), batches()[0])
+    assert state[0]["table"].sharding.spec == jax.P(None, "data")
