@@ -278,7 +278,9 @@ def plan_leaves(
         dim = links.sharded_dim(frame, var)
         dim = None if dim in leaf.taken else dim
         if dim is None and roles[i] != OTHER:
-            dim, why = stage_axes.choose(leaf, looped[i], i in spared, tables.get((frame, var), ()))
+            dim, why = stage_axes.choose(
+                leaf, looped[i], i in spared, tables.get((frame, var), ()) if axes else ()
+            )
         if dim is not None and roles[i] != OTHER:
             links.shard(frame, var, dim, leaf.path)
         elif roles[i] == PARAMETER:
