@@ -105,6 +105,9 @@ def test_a_function_that_is_none(function, text):
         (("--axes", "node=3"), "axes {'node': 3}, and 1 hosts of 8 devices."),
         (("--memory-fraction", "2"), "--memory-fraction 2.0. It is a share"),
         (("--bandwidth", "fast"), "--bandwidth: 'fast' is not of the form node=100Gb/s,local=450GB/s"),
+        (("--bandwidth", "data=0"), "--bandwidth: '0' along data. It is what a device sends, and "
+         "receives, above 0, in bytes per second or in bits: '450GB/s', '100Gb/s'"),
+        (("--bandwidth", "data=-1GB/s"), "--bandwidth: '-1GB/s' along data. It is what a device sends"),
         (("--bandwidth", "node=1GB/s"), "--bandwidth"),
         (("--search_batch",), "there is no --search_batch. Did you mean --search-batch?"),
         ((), "the following arguments are required"),

@@ -231,6 +231,15 @@ def test_collectives_that_run_side_by_side_share_the_wait():
     assert exposed_of(modelled(text)) == [(4.0, 4.0), (1.0, 1.0)]
 
 
+def test_no_collective_is_hidden_by_less_than_nothing():
+    """Nothing else runs: rounding, or links that are shared, must not make it `-0 %`."""
+    (gather,) = modelled(program(named(GATHER, "g"), named(GATHERED, "g"))).collectives
+    late = gather._replace(exposed_seconds=gather.seconds * (1 + 1e-9))
+    assert f"{100 * late.hidden:.0f} %" == "0 %"
+    shared = gather._replace(exposed_seconds=1.2 * gather.seconds)
+    assert hidden_share([shared]) == 0
+
+
 def test_a_step_without_collectives_has_no_hidden_share():
     assert hidden_share(modelled(program(PRODUCT)).collectives) is None
 

@@ -427,6 +427,9 @@ PINNED = jzero.PinnedHost()
         ({"tokens": 1.5, "layers": 0}, "estimate: 2 arguments fail:\n  - tokens=1.5\n  - layers=0"),
         ({"peak": "989T"}, "estimate: peak='989T'. It is operations per second, a whole number"),
         ({"pcie": "400Gb/s"}, "pcie='400Gb/s'. It is bytes per second, a whole number from 1 or a string"),
+        ({"interconnect": 0}, "interconnect=0. It is bytes per second, a whole number from 1 or a string "
+         "such as '55GB/s'; a capital B is a byte. Write interconnect='350GB/s'."),
+        ({"layers": 0, "width": -1}, "Write layers=32, width=4096."),
         ({"pcie": "55GB/s"}, "estimate: pcie='55GB/s' without peak and without tokens. The time of a step"),
         ({"peak": "1TFLOP/s"}, "estimate: peak='1TFLOP/s' without tokens. The time of a step is"),
         ({"tokens": 8192}, "estimate: tokens=8192 without peak. Bytes do not go by them; the time"),

@@ -650,7 +650,29 @@ def test_numpy_and_python_leaves_are_fine():
         ({"topology": "8"}, jzero.OptionError, "topology='8'. It is 'HOSTSxDEVICES'"),
         ({"topology": 8}, jzero.OptionError, "topology=8. It is 'HOSTSxDEVICES'"),
         ({"axes": {"data": 4}}, jzero.MeshError, "The axes' sizes must multiply to 8"),
+        *(
+            (
+                {"axes": axes},
+                jzero.MeshError,
+                f"axes={axes!r}. They map the names of mesh axes to their sizes, ints from 1. "
+                "Write axes={'data': 8}.",
+            )
+            for axes in ({"a": -2, "b": -4}, {"a": 0}, {"a": 8.0}, {"a": "8"}, ["a"], "a")
+        ),
         ({"memory_fraction": 1.5}, jzero.OptionError, "memory_fraction=1.5. It is a share"),
+        (
+            {"compiler_options": ["a"]},
+            jzero.OptionError,
+            "compiler_options=['a']. It maps names of XLA flags to their values. Write compiler_opt",
+        ),
+        *(
+            (
+                {"compiler_options": {name: True}},
+                jzero.OptionError,
+                f"compiler_options has {name!r}. The name of an XLA flag is a string, here without",
+            )
+            for name in ("--xla_gpu_enable_latency_hiding_scheduler", 1)
+        ),
         *(
             (
                 {

@@ -400,6 +400,28 @@ def test_verdict_and_limits():
     assert "DOES NOT FIT, by" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"xla_gpu_nope": 1}, "No such compile option: 'xla_gpu_nope'."),
+        (
+            {"xla_gpu_autotune_level": "x"},
+            "While setting option xla_gpu_autotune_level, 'x' is not",
+        ),
+    ],
+)
+@pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.PinnedHost()])
+def test_options_that_xla_does_not_have(options, said, offload):
+    state = programs.abstract_state(programs.Model())
+    train_step = small.shard_train_step(programs.train_step, offload=offload)
+    with pytest.raises(
+        jzero.OptionError, match="preflight: compiler_options has 'xla_gpu_"
+    ) as caught:
+        jzero.preflight(train_step, state, BATCH, compiler_options=options)
+    assert f"XLA says: {said}" in str(caught.value)
+    assert str(caught.value).endswith("Correct it, or drop it.")
+
+
 def test_the_most_rows_that_fit():
     def step(w, x):
         loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)

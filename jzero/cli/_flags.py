@@ -14,7 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jzero._errors import escaped, named
-from jzero._quantities import parse_bandwidth, parse_bytes, parse_count, parse_flops, parse_rate
+from jzero._quantities import (
+    BANDWIDTH_RULE,
+    parse_bandwidth,
+    parse_bytes,
+    parse_count,
+    parse_flops,
+    parse_rate,
+)
 from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, PinnedHost
 from jzero.reports._lines import WIDTH, wrapped
@@ -222,6 +229,11 @@ def mesh(text: str) -> dict[str, int]:
 def bandwidths(text: str) -> dict[str, str]:
     """Names of axes and what each device sends along them, as it was written."""
     pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name and parse_bandwidth(found) for name, _, found in pairs):
+    if not all(name and found for name, _, found in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form node=100Gb/s,local=450GB/s")
+    for name, _, found in pairs:
+        if parse_bandwidth(found) is None:
+            raise argparse.ArgumentTypeError(
+                f"{found!r} along {name}. It is what a device sends, and receives, {BANDWIDTH_RULE}"
+            )
     return {name: found for name, _, found in pairs}

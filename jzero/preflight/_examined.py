@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE
 from jzero.preflight._dispatches import (
     DispatchedProgram,
@@ -65,7 +66,7 @@ class Examined(NamedTuple):
 def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any], read: _Read) -> Examined:
     """Compiles the one program of a step; `read` takes its text."""
     start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=dict(options))
+    compiled = _compiled(lowered, options)
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
     peak = memory.peak_memory_in_bytes
@@ -95,9 +96,7 @@ def examine_parts(
         key = program.as_text()
         equal.setdefault(key, []).append(part)
         programs.setdefault(key, program)
-    compiled = {
-        key: program.compile(compiler_options=dict(options)) for key, program in programs.items()
-    }
+    compiled = {key: _compiled(program, options) for key, program in programs.items()}
     seconds = time.perf_counter() - start
     memory = {part: ProgramMemory.of(compiled[key]) for key, same in equal.items() for part in same}
     held = moments(found, memory)
@@ -123,6 +122,20 @@ def examine_parts(
         ),
         tuple(parts),
     )
+
+
+_BAD_OPTION = re.compile(r"No such compile option: '(.*)'|While setting option (.*?), .*")
+
+
+def _compiled(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
+    try:
+        return lowered.compile(compiler_options=dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        if not (found := _BAD_OPTION.search(str(error))):
+            raise
+        raise OptionError(message(
+            "preflight", f"compiler_options has {found[1] or found[2]!r}",
+            f"XLA says: {found[0].rstrip('.')}.", "Correct it, or drop it."))  from error  # fmt: skip
 
 
 _ON_HOSTS_PROCESSORS = re.compile(r'_xla_compute_type\\?"?[=:]\s*\\?"host')

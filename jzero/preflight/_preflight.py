@@ -104,8 +104,8 @@ def preflight(
       A `Preflight`; print it.
 
     Raises:
-      OptionError: a target, topology, fraction or bandwidth that does not exist; a program lowered for
-        other devices.
+      OptionError: a target, topology, fraction, bandwidth or compiler option that does not exist; a
+        program lowered for other devices.
       MeshError: `axes` do not make up the devices, or cannot be guessed; bandwidths of other axes.
       ImportError: `jzero[preflight]` is not installed.
     """
@@ -115,9 +115,9 @@ def preflight(
             "Use a number above 0, up to 1."))  # fmt: skip
     gpu = compiled_target(WHO, target)
     grid = read_topology(WHO, gpu, topology)
-    options = {"xla_gpu_autotune_level": 0} | dict(compiler_options or {})
+    options = {"xla_gpu_autotune_level": 0} | _checked_options(compiler_options)
     if isinstance(train_step, ShardedTrainStep):
-        sizes = _axes_for(train_step, grid) if axes is None else dict(axes)
+        sizes = _axes_for(train_step, grid) if axes is None else checked_axes(WHO, grid, axes)
     elif isinstance(train_step, jax.stages.Lowered):
         if search_batch or search_wire:
             raise OptionError(message(
@@ -444,6 +444,21 @@ _LIMITS_OF_PARTS = (
     "fetches and sends back, a chunk at a time."
 )
 _OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+
+def _checked_options(options: Any) -> dict[str, Any]:
+    """Those of `compiler_options`, whose names only XLA knows."""
+    if not isinstance(options, Mapping | None):
+        raise OptionError(message(
+            WHO, f"compiler_options={options!r}", "It maps names of XLA flags to their values.",
+            f"Write compiler_options={{{_OVERLAP!r}: 2}}."))  # fmt: skip
+    options = dict(options or {})
+    if bad := [name for name in options if not isinstance(name, str) or name.startswith("-")]:
+        raise OptionError(message(
+            WHO, [f"compiler_options has {name!r}" for name in bad],
+            "The name of an XLA flag is a string, here without the dashes before it.",
+            f"Write {_OVERLAP!r}.", things="flags"))  # fmt: skip
+    return options
 
 
 def _under_way(options: Mapping[str, Any]) -> int:

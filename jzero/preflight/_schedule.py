@@ -63,7 +63,8 @@ def hidden_share(collectives: Collection[ScheduledCollective]) -> float | None:
     seconds = sum(c.seconds * c.times for c in collectives)
     if len(exposed) < len(collectives) or not seconds:
         return None
-    return 1 - sum(exposed) / seconds
+    # One that shares the links may be waited for longer than it takes alone.
+    return max(0.0, 1 - sum(exposed) / seconds)
 
 
 @dataclasses.dataclass(frozen=True)

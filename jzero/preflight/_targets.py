@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -93,13 +94,22 @@ def mesh_of(
 
 def checked_axes(who: str, topology: Topology, axes: Mapping[str, int] | None) -> dict[str, int]:
     """The axes of the mesh, if they make up the topology's devices; one axis 'data' by default."""
-    axes = {"data": topology.num_devices} if axes is None else dict(axes)
+    axes = {"data": topology.num_devices} if axes is None else axes
+    if not isinstance(axes, Mapping) or not all(map(_is_size, axes.values())):
+        raise MeshError(message(
+            who, f"axes={axes!r}", "They map the names of mesh axes to their sizes, ints from 1.",
+            f"Write axes={{'data': {topology.num_devices}}}."))  # fmt: skip
+    axes = {name: int(size) for name, size in axes.items()}
     if math.prod(axes.values()) != topology.num_devices:
         raise MeshError(message(
             who, f"axes {axes}, and {topology.hosts} hosts of {topology.per_host} devices",
             f"The axes' sizes must multiply to {topology.num_devices}.",
             "Correct one of the two."))  # fmt: skip
     return axes
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def check_lowered(

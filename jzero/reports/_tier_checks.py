@@ -25,6 +25,10 @@ from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options
 
 _SHAPE = ("tokens", "layers", "width")
+_EXAMPLES = {
+    "tokens": "'8K'", "layers": "32", "width": "4096", "peak": "'989TFLOP/s'", "pcie": "'55GB/s'",
+    "interconnect": "'350GB/s'", "host_update": "'4GB/s'", "disk": "'5GB/s'",
+}  # fmt: skip
 
 
 def host_tiers(activations: Any, shape: Mapping[str, Any], recompute: Any) -> HostTiers:
@@ -42,7 +46,7 @@ def host_tiers(activations: Any, shape: Mapping[str, Any], recompute: Any) -> Ho
         raise OptionError(
             message(WHO, f"recompute={recompute!r}", "It is True or False.", "Drop it.")
         )
-    counts = _numbers(shape, parse_count, COUNT_RULE, "Write tokens='8K'.")
+    counts = _numbers(shape, parse_count, COUNT_RULE)
     return HostTiers(activations, recompute=recompute, **counts)
 
 
@@ -52,23 +56,19 @@ def rates(**given: Any) -> Rates:
     Raises:
       OptionError: one is none.
     """
-    peak = _numbers(
-        {"peak": given.pop("peak")}, parse_flops, FLOPS_RULE, "Write peak='989TFLOP/s'."
-    )
-    return Rates(**peak, **_numbers(given, parse_rate, RATE_RULE, "Write pcie='55GB/s'."))
+    peak = _numbers({"peak": given.pop("peak")}, parse_flops, FLOPS_RULE)
+    return Rates(**peak, **_numbers(given, parse_rate, RATE_RULE))
 
 
 def _numbers(
-    given: Mapping[str, Any], parse: Callable[[object], int | None], rule: str, edit: str
+    given: Mapping[str, Any], parse: Callable[[object], int | None], rule: str
 ) -> dict[str, int | None]:
     found = {name: None if value is None else parse(value) for name, value in given.items()}
-    bad = [
-        f"{name}={given[name]!r}"
-        for name, n in found.items()
-        if n is None and given[name] is not None
-    ]
+    bad = [name for name, n in found.items() if n is None and given[name] is not None]
     if bad:
-        raise OptionError(message(WHO, bad, f"It is {rule}.", edit, things="arguments"))
+        edit = f"Write {', '.join(f'{name}={_EXAMPLES[name]}' for name in bad)}."
+        said = [f"{name}={given[name]!r}" for name in bad]
+        raise OptionError(message(WHO, said, f"It is {rule}.", edit, things="arguments"))
     return found
 
 
