@@ -199,6 +199,30 @@ def reductions_of_every_kind():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A8 I2")
 
 
+@relative
+def measures_of_weights():
+    """Of weights their sum, how many are zero and a partition function; a gain that only a penalty reads."""
+
+    def init(dtype):
+        return start({"layers": mlp_params(dtype), "gain": jnp.full((FEATURES,), 2, dtype)})
+
+    def step(state, x, label):
+        def loss_fn(params):
+            loss = cross_entropies(mlp(params["layers"], x), label).mean()
+            return loss + 0.1 * jnp.sum((params["gain"] - 1) ** 2), {}
+
+        leaves = jax.tree.leaves(state["params"])
+        measures = {
+            "sum": sum(leaf.sum() for leaf in leaves),
+            "zeros": sum((leaf == 0).sum() for leaf in leaves),
+            "partition": sum(jnp.exp(leaf).sum() for leaf in leaves),
+        }
+        state, outputs = learn(state, loss_fn)
+        return state, {**outputs, **measures}
+
+    return Family(init=init, batches=labelled, step=step, covers="I2")
+
+
 @family
 def python_step_outputs():
     """Outputs that are Python numbers, None, rows of other dtypes, nested containers, empty arrays."""

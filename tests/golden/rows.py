@@ -32,6 +32,7 @@ class Row:
       evaluates: what the step returns beside the state, by `shard_eval_step` with these options; `like` is
         then the options of the train step whose state it reads, or None.
       model: devices along an axis that stays XLA's.
+      dtype: of the state and the batch; state in files is updated by kernels, of which none knows float64.
     """
 
     theme: str
@@ -42,6 +43,7 @@ class Row:
     evaluates: bool = False
     like: Options | None = None
     model: int = 1
+    dtype: str = "float64"
 
 
 def _given(**options: Any) -> Options:
@@ -49,11 +51,15 @@ def _given(**options: Any) -> Options:
 
 
 def _in_files(**options: Any) -> Options:
-    """`jzero.NVMe` of this folder for optimizer state; for parameters, too, if so many bytes are given."""
-    params = options.pop("device_bytes", None)
+    """`jzero.NVMe` of this folder for optimizer state; for parameters, too, if so many bytes are given.
+
+    And for `gradients`.
+    """
+    params, gradients = options.pop("device_bytes", None), options.pop("gradients", False)
 
     def of(folder: str) -> dict[str, Any]:
-        found = {**options, "offload": jzero.NVMe(folder, threads=1, host_bytes=2**20)}
+        state = jzero.NVMe(folder, threads=1, host_bytes=2**20, gradients=gradients)
+        found = {**options, "offload": state}
         if params is not None:
             found["offload_params"] = jzero.NVMe(
                 folder, device_bytes=params, host_bytes=2**20, threads=1
@@ -130,6 +136,9 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
         "donate, pinned": (
             SCANNED, FOUR, _given(donate=False, offload=jzero.PinnedHost(device_bytes=8192))),
         "in_specs": ("time_major", FOUR, _given(in_specs=_WHOLE)),
+        "padded leaves are summed": ("measures_of_weights", THREE, _given()),
+        "leaves of param_axes are summed": (
+            "measures_of_weights", TWO_BY_FOUR, _given(param_axes="local")),
     },
     "options_gathers": {
         "gather per pass": (UNROLLED, EIGHT, _given(gather="per_pass")),
@@ -142,6 +151,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
         "no prefetch, unrolled": (UNROLLED, EIGHT, _given(prefetch_bytes=0)),
         "some prefetch": (SCANNED, EIGHT, _given(prefetch_bytes=6000)),
         "some prefetch, unrolled": (UNROLLED, EIGHT, _given(prefetch_bytes=6000)),
+        "prefetch of less than a matrix, unrolled": (UNROLLED, EIGHT, _given(prefetch_bytes=2000)),
         "tiles": (UNROLLED, EIGHT, _given(tile_bytes=2048)),
         "tiles, scanned": (SCANNED, FOUR, _given(tile_bytes=2048)),
         "tiles, stage 1": (UNROLLED, FOUR, _given(tile_bytes=2048, stage=1)),
@@ -170,6 +180,11 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
         "gather_dtype int8": (UNROLLED, EIGHT, _given(gather_dtype=jnp.int8)),
         "gather_dtype int4": (SCANNED, EIGHT, _given(gather_dtype=jnp.int4)),
         "gather_dtype Blocks": (SCANNED, FOUR, _given(gather_dtype=jzero.Blocks(jnp.int8, 64))),
+        "gather_dtype Blocks, many in a row": (
+            UNROLLED, FOUR, _given(gather_dtype=jzero.Blocks(jnp.int8, 16))),
+        "reduce_dtype of replicas": (
+            SCANNED, TWO_BY_FOUR,
+            _given(param_axes="local", optimizer_axes="local", reduce_dtype=jnp.int8)),
         "both": (UNROLLED, FOUR, _given(gather_dtype=jnp.int8, reduce_dtype=jnp.int8, stage=3)),
     },
     "options_pinned": {
@@ -219,6 +234,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
         "NVMe, microbatches": (SCANNED, FOUR, _in_files(accumulate=2)),
         "NVMe, parameters": (SCANNED, FOUR, _in_files(device_bytes=2**16)),
         "NVMe, parameters, unrolled": (UNROLLED, FOUR, _in_files(device_bytes=2**16)),
+        "NVMe, gradients": (SCANNED, FOUR, _in_files(device_bytes=2**16, gradients=True)),
     },
     "refusals": {
         "stage 4": (SCANNED, FOUR, _given(stage=4)),
@@ -248,6 +264,32 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
         "donate with HostCPU": (
             SCANNED, FOUR, _given(donate=False, offload=jzero.HostCPU(threads=1))),
         "layer_major alone": (SCANNED, FOUR, _given(layer_major=True)),
+        "layer_major without accumulate": (
+            SCANNED, FOUR,
+            _given(layer_major=True, offload_params=jzero.PinnedHost(device_bytes=2**16))),
+        "layer_major reduced each": (
+            SCANNED, FOUR,
+            _given(accumulate=2, layer_major=True, reduce="each",
+                   offload_params=jzero.PinnedHost(device_bytes=2**16))),
+        "layer_major is a word": (SCANNED, FOUR, _given(layer_major="yes")),
+        "reduce sometimes": (SCANNED, FOUR, _given(accumulate=2, reduce="sometimes")),
+        "codes of gradients at stage 0": (SCANNED, FOUR, _given(stage=0, reduce_dtype=jnp.int8)),
+        "tiles at stage 0": (SCANNED, FOUR, _given(stage=0, tile_bytes=2048)),
+        "prefetch of pinned parameters": (
+            SCANNED, FOUR,
+            _given(prefetch_bytes=0, offload_params=jzero.PinnedHost(device_bytes=2**16))),
+        "pinned parameters kept": (
+            SCANNED, FOUR,
+            _given(gather="keep", offload_params=jzero.PinnedHost(device_bytes=2**16))),
+        "full at stage 1": (SCANNED, FOUR, _given(stage=1, full="embed")),
+        "full that matches nothing": (SCANNED, FOUR, _given(full="nothing")),
+        "optimizer_axes at stage 0": (
+            SCANNED, TWO_BY_FOUR, _given(stage=0, optimizer_axes="local")),
+        "activations are a word": (SCANNED, FOUR, _given(offload_activations="host")),
+        "activations in few bytes": (
+            SCANNED, FOUR, _given(offload_activations=jzero.PinnedHost(device_bytes=8192))),
+        "donate is a word": (SCANNED, FOUR, _given(donate="no")),
+        "files of float64": (SCANNED, FOUR, _in_files()),
         "activations on HostCPU": (
             SCANNED, FOUR, _given(offload_activations=jzero.HostCPU(threads=1))),
         "more gathered than allowed": ("median_of_the_losses", EIGHT, _given(max_gather_bytes=8)),
@@ -259,10 +301,11 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
 
 def _of_options() -> list[Row]:
     return [
-        Row(theme=theme, name=name, step=step, axes=axes, options=options)
+        Row(theme=theme, name=name, step=step, axes=axes, options=options,
+            dtype="float32" if name.startswith("NVMe") else "float64")
         for theme, rows in _OPTIONS.items()
         for name, (step, axes, options) in rows.items()
-    ]
+    ]  # fmt: skip
 
 
 def _of_models() -> list[Row]:
