@@ -46,6 +46,7 @@ MAY = {
     "gpu/test_checks": "sharding.plan._host_memory",
     "gpu/test_host": "offload._bandwidth offload.kernels._host_update",
     "gpu/test_layers": "sharding.analysis._residuals",
+    "golden/_record": "sharding.plan._wire",
     "handing_over": "offload.kernels._host_update",
     "host_updates": "offload.kernels._host_update offload.memory._addresses",
     "hostile_checkpoints": "checkpoint._inspect checkpoint._seal weights._export",

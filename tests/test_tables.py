@@ -36,12 +36,17 @@ def in_bfloat16(p, tokens):
     return p["table"].astype(jnp.bfloat16)[tokens].astype(p["table"].dtype)
 
 
+def in_two_dtypes(p, tokens):
+    return once(p, tokens) + in_bfloat16(p, tokens + 1)
+
+
 def tied(p, tokens):
     return p["table"][tokens] + jnp.tanh(p["table"][tokens] @ p["table"].T) @ p["table"]
 
 
 LOOK_UPS = {
     "once": once, "twice": twice, "recomputed": recomputed, "clipped": clipped, "in bfloat16": in_bfloat16,
+    "in two dtypes": in_two_dtypes,
 }  # fmt: skip
 
 
@@ -96,11 +101,35 @@ def test_trains_the_same(name, stage):
     step = functools.partial(train_step, LOOK_UPS[name], tx)
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params_of())
-        limit = 1e-2 if name == "in bfloat16" else 1e-9
+        limit = 1e-2 if "in " in name else 1e-9
         assert_same_training(
             step, lambda: (params, tx.init(params)), batches(), stage=stage,
             tolerance=Tolerance(limit, limit),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("reduce_dtype", ["bfloat16", "float64"])
+def test_rows_travel_and_are_added_up_in_other_dtypes(reduce_dtype):
+    tx = optax.sgd(1e-2)
+    step = functools.partial(train_step, once, tx)
+    with jax.enable_x64(True):
+        assert_same_training(
+            step, lambda: (params_of(), tx.init(params_of())), batches(),
+            reduce_dtype=jnp.dtype(reduce_dtype), tolerance=Tolerance(1e-2, 1e-2),
+        )  # fmt: skip
+    assert moved(in_two_dtypes, stage=3) == {"all-to-all": 4 * ROWS}
+
+
+def test_a_token_that_all_rows_have_is_added_up_in_32_bits():
+    """In bfloat16, 1 more than 256 is 256."""
+
+    def step(table, tokens):
+        grads = jax.grad(lambda table: table[tokens].astype(jnp.float32).sum())(table)
+        return grads, tokens.sum()
+
+    sharded = small.shard_train_step(step, stage=3)
+    table = sharded.shard(jnp.ones((4096, 8), jnp.bfloat16), jnp.zeros(1024, jnp.int32))
+    assert sharded(table, jnp.zeros(1024, jnp.int32))[0][0, 0] == 1024
 
 
 ROWS = BATCH // 8 * TOKENS * WIDTH

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jzero.sharding.analysis._tables import added_dims, kept_dims
 from jzero.sharding.run import _collectives
@@ -44,33 +45,38 @@ def look_up(
     sizes[dim] = columns.shape[dim]
     numbers = numbers._replace(offset_dims=_behind(numbers.offset_dims))
     places = _collectives.gather(places[None], 0, axes, name, ())
-    params = {"dimension_numbers": numbers, "slice_sizes": tuple(sizes), **_UNSORTED}
+    params = {"dimension_numbers": numbers, "slice_sizes": tuple(sizes)}
+    params |= {"indices_are_sorted": False, "unique_indices": False}
     (found,) = _jaxpr.bind(eqn, columns, places, **params)
     rows: jax.Array = _collectives.exchange(found, 0, kept_dims(eqn)[dim] + 1, axes, name)[0]
     return rows
 
 
 def add_up(added: RowsAdded, dim: int, axes: Axes, name: str, scale: float) -> jax.Array:
-    """Of the table to which the rows of all devices are added, this one's columns `[n, d/k]`, along `dim`."""
-    eqn, table = added.eqn, added.table
-    numbers = eqn.params["dimension_numbers"]
+    """Of the table to which the rows of all devices are added, this one's columns `[n, d/k]`, along `dim`.
+
+    Rows travel in the narrower of their dtype and the table's, and are added up in 32 bits at least.
+    """
+    params, table, rows = added.eqn.params, added.table, added.rows[None]
+    numbers = params["dimension_numbers"]
     numbers = numbers._replace(update_window_dims=_behind(numbers.update_window_dims))
+    if table.dtype.itemsize <= rows.dtype.itemsize:
+        rows = rows.astype(table.dtype)
     places = _collectives.gather(added.places[None], 0, axes, name, ())
-    rows = _collectives.exchange(added.rows[None], added_dims(eqn)[dim] + 1, 0, axes, name)
-    rows = rows.astype(table.dtype)
+    columns = added_dims(added.eqn)[dim] + 1
+    rows = _collectives.exchange(rows, columns, 0, axes, name)
+    wide = jnp.promote_types(table.dtype, rows.dtype)
+    if jnp.issubdtype(wide, jnp.floating):
+        wide = jnp.promote_types(wide, jnp.float32)
+    rows = rows.astype(wide)
     if scale != 1:
-        rows = rows * jnp.asarray(scale, rows.dtype)
-    shape = [
-        rows.shape[added_dims(eqn)[dim] + 1] if d == dim else n for d, n in enumerate(table.shape)
-    ]
-    params = {"dimension_numbers": numbers, **_UNSORTED}
-    columns: jax.Array
-    (columns,) = _jaxpr.bind(eqn, jnp.zeros(shape, rows.dtype), places, rows, **params)
-    return columns
-
-
-# What a device knows of its places is not known of all.
-_UNSORTED = {"indices_are_sorted": False, "unique_indices": False}
+        rows = rows * jnp.asarray(scale, wide)
+    shape = [rows.shape[columns] if d == dim else n for d, n in enumerate(table.shape)]
+    # What a device knows of its places is not known of all: they are not sorted, nor unique.
+    total: jax.Array = lax.scatter_add(
+        jnp.zeros(shape, wide), places, rows, numbers, mode=params["mode"]
+    )
+    return total.astype(table.dtype)
 
 
 def _behind(dims: tuple[int, ...]) -> tuple[int, ...]:
