@@ -15,6 +15,7 @@ import golden
 from exactness._compare import configured
 from jzero._step_types import EvalStepOptions, TrainStepOptions
 from jzero.ir import _rules
+from jzero.ir._rules import Cost
 from jzero.offload import _streamed
 from jzero.sharding.run import _queue
 
@@ -72,18 +73,27 @@ def test_every_memory_occurs():
         assert f" bytes, {memory}\n" in texts
 
 
+ONLY_IN_TEST_IR_RULES = {"scatter-sub", "lu_pivots_to_permutation"}
+
+
 def test_every_rule_occurs():
     """Of primitives with the same factors, cost and linearity, one; of each kind of scatter, one."""
     missing: dict[Any, list[str]] = {}
     for name, rule in _rules.RULES.items():
+        of_other_steps = rule.cost in (Cost.IDENTITY, Cost.COLLECTIVE)  # which are not traced here
+        if of_other_steps or name in ONLY_IN_TEST_IR_RULES:
+            continue
         alike = (rule.factors, rule.cost, str(rule.linear))
         missing.setdefault(name if name.startswith("scatter") else alike, []).append(name)
     for step in dict.fromkeys(row.step for row in reversed(golden.ROWS.values())):
-        found = set(_primitives(exactness.get(step)))
+        try:
+            found = set(_primitives(exactness.get(step)))
+        except NameError:  # A step with collectives of its own.
+            continue
         missing = {rule: names for rule, names in missing.items() if found.isdisjoint(names)}
         if not missing:
             return
-    assert not missing
+    assert not [*missing.values()]
 
 
 def _primitives(family: exactness.Family) -> Iterator[str]:
