@@ -319,9 +319,10 @@ def test_bytes_on_the_wire_are_codes_and_scales_to_the_byte(num):
     part = D * D // num  # of a matrix; four of them are gathered in each of two passes
     assert found["all-gather", "uint8", ("data",)] == 2 * 4 * num * INT8.nbytes(part)
     assert found["all-to-all", "uint8", ("data",)] == 4 * num * INT4.nbytes(part)
-    # The table and the scales, which no product reads.
-    assert found["reduce-scatter", "float32", ("data",)] == 4 * (256 * D + 3 * D)
-    assert found["all-gather", "float32", ("data",)] == 4 * (256 * D + 2 * 3 * D)
+    # The scales and rows of the table, which no product reads.
+    assert found["reduce-scatter", "float32", ("data",)] == 4 * 3 * D
+    assert found["all-gather", "float32", ("data",)] == 4 * 2 * 3 * D
+    assert found["all-to-all", "float32", ("data",)] == 4 * 2 * 48 // num * D
 
 
 def test_zero_plus_plus_by_the_names_of_its_parts():
