@@ -218,7 +218,7 @@ def opened(scan: Scan) -> Scan:
         row = builder.first.row(builder.whole(port.stack), place)
         builder.first.names[port.row] = row
     turn = JaxprWriter(scan.eqn, builder.first.names)
-    _own(turn, scan.eqns)
+    turn.keep(scan.eqns)
     builder.eqns = tuple(turn.eqns)
     following = _jaxpr.new_var(place)
     start, step = (_place(scan.length - 1), -1) if scan.reverse else (_place(0), 1)
@@ -276,30 +276,31 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
     places, step = loop.carries[0], -1 if scan.reverse else 1
     stacks = [(empty(builder.before, port.stack), port) for port in scan.ys]
 
-    def made(writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom) -> list[Atom]:
-        read = set(variables([*(a for e in making for a in e.invars), *ahead]))
+    def written(
+        writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom, eqns: Sequence[Eqn],
+        outs: Sequence[Atom], known: Mapping[Var, Atom],
+    ) -> list[Atom]:  # fmt: skip
+        """Writes equations of the turn `at` a place, and returns what stands for `outs`."""
+        read = set(variables([*(a for e in eqns for a in e.invars), *outs]))
         names: dict[Var, Atom] = {port.inner: whole(port.outer) for port in scan.consts}
         names |= {p.row: writer.row(whole(p.stack), at) for p in scan.xs if p.row in read}
-        here = JaxprWriter(scan.eqn, names)
-        here.copy(making)
+        here = JaxprWriter(scan.eqn, {**names, **known})
+        here.copy(eqns)
         writer.eqns += here.eqns
-        return [here.read(var) for var in ahead]
+        return [*map(here.read, outs)]
+
+    def made(writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom) -> list[Atom]:
+        return written(writer, whole, at, making, ahead, {})
 
     def turn(
         writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom, carry: Sequence[Atom],
         olds: Sequence[Atom], known: Sequence[Atom],
     ) -> tuple[list[Atom], list[Atom]]:  # fmt: skip
-        outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
-        read = set(variables([*(a for e in rest for a in e.invars), *outs]))
-        names: dict[Var, Atom] = {port.inner: whole(port.outer) for port in scan.consts}
-        names |= {p.row: writer.row(whole(p.stack), at) for p in scan.xs if p.row in read}
-        names |= zip(ahead, known, strict=True)
+        names = dict(zip(ahead, known, strict=True))
         names |= {p.before: atom for p, atom in zip(scan.carries, carry, strict=True)}
-        here = JaxprWriter(scan.eqn, names)
-        here.copy(rest)
-        writer.eqns += here.eqns
-        new = [here.read(p.after) for p in scan.carries]
-        rows = [here.read(p.row) for p in scan.ys]
+        outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
+        found = written(writer, whole, at, rest, outs, names)
+        new, rows = found[: len(scan.carries)], found[len(scan.carries) :]
         return new, [writer.with_row(o, row, at) for o, row in zip(olds, rows, strict=True)]
 
     begun = made(builder.before, lambda atom: atom, places.init)
@@ -434,12 +435,6 @@ def interchanged(scan: Scan) -> Scan:
     return dataclasses.replace(
         found, before=(*scan.before, *found.before), after=(*found.after, *scan.after)
     )
-
-
-def _own(writer: JaxprWriter, eqns: Sequence[Eqn]) -> None:
-    """Writes equations, which keep their results."""
-    for eqn in eqns:
-        writer.again(eqn, outs=eqn.outvars)
 
 
 def makes_keys(scan: Scan) -> bool:

@@ -72,6 +72,11 @@ class JaxprWriter:
         for eqn in eqns:
             self.names |= zip(eqn.outvars, self.again(eqn, source=source), strict=True)
 
+    def keep(self, eqns: Iterable[Eqn]) -> None:
+        """Writes equations, which keep their results."""
+        for eqn in eqns:
+            self.again(eqn, outs=eqn.outvars)
+
     def write(
         self, jaxpr: Jaxpr, consts: Sequence[Any], ins: Sequence[Atom], source: Eqn | None = None
     ) -> list[Atom]:
