@@ -12,10 +12,11 @@ from jax import lax
 
 from jzero.ir import _rules
 from jzero.ir._regions import variables
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._types import Eqn, Var
+from jzero.tracing._types import Eqn, Primitive, Var
 
 COTANGENT = "jzero.cotangent"  # the name of one whose product with a gathered matrix comes first
 
@@ -30,7 +31,7 @@ def inputs_first(frame: Frame, nbytes: int) -> Frame:
     jaxpr, products = frame.jaxpr, _products(frame, nbytes)
     if not products:
         return frame
-    eqns, behind = list[Eqn](), dict[Var, Var]()
+    writer = JaxprWriter(jaxpr.eqns[0])  # its names: what is read behind a barrier
     late: dict[int, list[Eqn]] = {product: [] for product in products.values()}
     made: dict[Var, int] = {}  # by what is late, and behind which product
     for index, eqn in enumerate(jaxpr.eqns):
@@ -39,19 +40,19 @@ def inputs_first(frame: Frame, nbytes: int) -> Frame:
             due.add(products[index])
         elif due and (index in late or _jaxpr.has_side_effects(eqn)):
             for product in sorted(p for p in late if p <= max(due)):
-                eqns += [_renamed(each, behind) for each in late.pop(product)]
+                writer.keep(late.pop(product))
             due = set()  # It cannot be late, and so nothing that it reads can.
         if due:
             late[max(due)].append(eqn)
             made |= dict.fromkeys(eqn.outvars, max(due))
         elif late.get(index):
             gradient, *followers = late.pop(index)
-            eqns += _in_order(_renamed(eqn, behind), _renamed(gradient, behind), behind)
-            eqns += [_renamed(each, behind) for each in followers]
+            _write_in_order(writer, eqn, gradient)
+            writer.keep(followers)
         else:
-            eqns.append(_renamed(eqn, behind))
-    outvars = [a if _jaxpr.is_literal(a) else behind.get(a, a) for a in jaxpr.outvars]
-    flat = _rewrite.Flat([*jaxpr.constvars], [*jaxpr.invars], outvars, eqns)
+            writer.keep([eqn])
+    outvars = [*map(writer.read, jaxpr.outvars)]
+    flat = _rewrite.Flat([*jaxpr.constvars], [*jaxpr.invars], outvars, writer.eqns)
     varying = [frame.varying[var] for var in jaxpr.invars]
     return _frames.build_frames(flat, frame.consts, varying, frame.autodiff)
 
@@ -95,31 +96,24 @@ def _reads_matrix(frame: Frame, eqn: Eqn, gradient: Eqn, nbytes: int) -> bool:
     )
 
 
-def _in_order(product: Eqn, gradient: Eqn, behind: dict[Var, Var]) -> list[Eqn]:
+def _write_in_order(writer: JaxprWriter, product: Eqn, gradient: Eqn) -> None:
     """A product, and behind it a gradient: what reads the product reads it behind a barrier for both."""
-    shared = [var for var in variables(product.invars) if var in gradient.invars]
-    (held, *_) = [*(var for var in variables(gradient.invars) if var not in shared), *shared]
+    ins, own = ([*map(writer.read, eqn.invars)] for eqn in (product, gradient))
+    shared = [var for var in variables(ins) if var in own]
+    (held, *_) = [*(var for var in variables(own) if var not in shared), *shared]
     # A token of it is one of a whole value: the compiler would else compute one element twice.
-    whole, names = [{var: _jaxpr.new_var(var) for var in shared} for _ in range(2)]
-    marks = [
-        *(
-            _jaxpr.equation(lax.optimization_barrier_p, [var], [new], product)
-            for var, new in whole.items()
-        ),
-        *(
-            _jaxpr.equation(_jaxpr.name_p, [whole[var]], [new], product, name=COTANGENT)
-            for var, new in names.items()
-        ),
-    ]
+    whole = {var: _alike(writer, lax.optimization_barrier_p, var, product) for var in shared}
+    names = {
+        var: _alike(writer, _jaxpr.name_p, whole[var], product, name=COTANGENT) for var in shared
+    }
+    writer.again(product, [*map(JaxprWriter(product, names).read, ins)], product.outvars)
     here = {var: _jaxpr.new_var(var) for var in (held, *product.outvars)}
-    barrier = _jaxpr.equation(
-        lax.optimization_barrier_p, [*here], [*here.values()], source=gradient
-    )
-    behind |= {var: here[var] for var in product.outvars}
-    return [*marks, _renamed(product, names), barrier, _renamed(gradient, whole | here)]
+    writer.add(lax.optimization_barrier_p, [*here], [*here.values()], gradient)
+    writer.names |= {var: here[var] for var in product.outvars}
+    writer.again(gradient, [*map(JaxprWriter(gradient, whole | here).read, own)], gradient.outvars)
 
 
-def _renamed(eqn: Eqn, names: dict[Var, Var]) -> Eqn:
-    if names.keys().isdisjoint(variables(eqn.invars)):
-        return eqn
-    return eqn.replace(invars=[a if _jaxpr.is_literal(a) else names.get(a, a) for a in eqn.invars])
+def _alike(writer: JaxprWriter, primitive: Primitive, var: Var, source: Eqn, **params: str) -> Var:
+    """`primitive(var)`, which has the type of `var`."""
+    (out,) = writer.add(primitive, [var], [_jaxpr.new_var(var)], source, **params)
+    return out
