@@ -8,14 +8,15 @@ gradient takes the way back. Both move rows `[tokens, d]`, which are few beside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jzero.ir import _rules
 from jzero.ir._dataflow import backward
+from jzero.ir._factors import Factor
 from jzero.ir._regions import Edge, Region, ValueIn
 from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Eqn
+from jzero.tracing._types import Atom, Eqn
 
 # The dims of a value that all who read it in a pass keep; None if nobody reads it there.
 KeptDims = frozenset[int] | None
@@ -30,36 +31,30 @@ def kept_dims(eqn: Eqn) -> dict[int, int]:
     """
     if eqn.primitive.name != "gather":
         return {}
-    kept = [(factor.ins, factor.outs[0]) for factor in _rules.factors_of(eqn)]
-    return {} if _grows(eqn, eqn.outvars[0]) else _both(kept)
+    return _dims(eqn, eqn.outvars[0], lambda factor: factor.outs[0])
 
 
 def added_dims(eqn: Eqn) -> dict[int, int]:
     """The same of rows `[tokens, d]` that are added to a table `[vocabulary, d]`."""
     if eqn.primitive.name != "scatter-add":
         return {}
-    kept = [(factor.ins, factor.ins[2]) for factor in _rules.factors_of(eqn)]
-    return {} if _grows(eqn, eqn.invars[2]) else _both(kept)
+    return _dims(eqn, eqn.invars[2], lambda factor: factor.ins[2])
 
 
-def _both(kept: Sequence[tuple[tuple[int | None, ...], int | None]]) -> dict[int, int]:
-    return {
-        ins[0]: dim
-        for ins, dim in kept
-        if ins[0] is not None and ins[1] is None and dim is not None
-    }
-
-
-def _grows(eqn: Eqn, rows: _jaxpr.Atom) -> bool:
-    """Whether two look-ups of so many rows move more than the table."""
-    numbers = eqn.params["dimension_numbers"]
+def _dims(eqn: Eqn, rows: Atom, of_rows: Callable[[Factor], int | None]) -> dict[int, int]:
+    """None if two look-ups of so many rows move more than the table."""
     larger = 2 * _rules.size_in_bytes(rows.aval) > _rules.size_in_bytes(eqn.invars[0].aval)
-    return larger or bool(numbers.operand_batching_dims)
+    if larger or eqn.params["dimension_numbers"].operand_batching_dims:
+        return {}
+    found = {
+        factor.ins[0]: of_rows(factor) for factor in _rules.factors_of(eqn) if factor.ins[1] is None
+    }
+    return {of: dim for of, dim in found.items() if of is not None and dim is not None}
 
 
 def looked_up(program: Frame) -> Tables:
     """Values in which passes only look up rows, and the dims that all look-ups keep."""
-    if not any(kept_dims(eqn) for region in program.regions() for eqn in region.jaxpr.eqns):
+    if not any(kept_dims(eqn) for _, eqn in program.walk()):
         return {}
     found = backward(program, {}, _step, _join, None, _across)
     return {value: dims for value, dims in found.items() if dims}
