@@ -10,6 +10,7 @@ import os
 import pathlib
 import signal
 import sys
+import tempfile
 
 # Each of these must be in the environment before JAX is imported. There, and not in jax.config, so
 # that scripts which tests start as processes of their own run under the same settings.
@@ -78,6 +79,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from _pytest.faulthandler import fault_handler_stderr_fd_key  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import covering  # noqa: E402
@@ -88,6 +90,23 @@ from s3_server import s3, s3_endpoint  # noqa: E402, F401
 # Every run draws the same examples; none fails for being slow on a busy machine.
 hypothesis.settings.register_profile("jzero", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("jzero")
+
+
+# Where a worker of xdist writes the stacks of all threads when it crashes, or when a test hangs: for
+# pytest_terminal_summary, since what it says on stderr is far from what a long run prints last.
+STACKS = "JZERO_TEST_STACKS"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="jzero-stacks-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[STACKS] = folder.name
+        return
+    path = pathlib.Path(os.environ[STACKS]) / os.environ["PYTEST_XDIST_WORKER"]
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), config.stash[fault_handler_stderr_fd_key])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -121,4 +140,8 @@ def no_compilation_cache():
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for path in sorted(pathlib.Path(os.environ[STACKS]).iterdir()):
+        if text := path.read_text(errors="replace"):
+            terminalreporter.section(f"stacks of {path.name}")
+            terminalreporter.write_line("\n".join(text.splitlines()[:200]))
     terminalreporter.write_line(versions.line())
