@@ -35,6 +35,7 @@ BY_DEFAULT = {
     "dropout_key_in_the_state", "one_typed_key_for_each_row", "rng_bit_generator",
     "accept_or_reject_in_microbatches", "reduce_on_plateau", "custom_linear_solve", "td3_in_microbatches",
     "bf16_moments_on_the_host", "batch_norm", "float8_amax_history", "grouped_queries",
+    "scaled_products", "sparse_arrays",
 }  # fmt: skip
 MESHES = ((1,), (2,), (4,), (8,), (2, 2), (2, 4))
 

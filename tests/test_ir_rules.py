@@ -4,6 +4,7 @@ Equations are those of the cases of `test_batch_rules.py` and of `MORE`, with th
 have there. No other code of jzero takes part.
 """
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -17,8 +18,10 @@ import pytest
 from jax import lax, random
 from jax.experimental import xla_metadata
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.sparse import BCOO, bcoo_dot_general, bcoo_dot_general_sampled, bcoo_extract
 from jax.extend.core import Primitive
 
+import scaled_products  # noqa: F401 (it is what runs jax.nn.scaled_matmul here)
 import test_batch_rules
 from jzero.ir import _factors, _rules
 from jzero.ir._layout import replicated
@@ -104,6 +107,65 @@ MORE: dict[str, Case] = {
         "ab",
     ),
 }
+
+
+def scaled_dots(x, y, a, b):
+    """Of numbers that no dtype rounds: XLA may keep more of a bfloat16 than that holds."""
+    x, y = (each.astype(jnp.float8_e4m3fn) for each in (x, y))
+    a, b = (2.0**each for each in (a, b))
+    given = {
+        "dimension_numbers": (((2,), (2,)), ((0,), (0,))),
+        "preferred_element_type": jnp.float32,
+    }
+    return lax.scaled_dot(x, y, lhs_scale=a, rhs_scale=b, **given), jax.nn.scaled_matmul(x, y, a, b)
+
+
+def sparse_rows(data, indices, w, y):
+    """Rows of a batch, each with its own indices: a product with them, and its gradients."""
+
+    def product(data, w):
+        return BCOO((data, indices), shape=(len(data), len(w))) @ w
+
+    out, pull = jax.vjp(product, data, w)
+    return out, pull(y)
+
+
+def sparse_weights(data, indices, x, y):
+    """A sparse matrix that all rows of the batch share."""
+
+    def product(data, x):
+        return x @ BCOO((data, indices), shape=(x.shape[1], y.shape[1]))
+
+    out, pull = jax.vjp(product, data, x)
+    return out, pull(y)
+
+
+def sparse_and_dense(data, indices):
+    """Two indices each, and a dense dim behind what they count."""
+    shape = (len(indices), 7, 6, data.shape[-1])
+    dense = BCOO((data, indices), shape=shape).todense()
+    return dense, bcoo_extract(BCOO((data, indices), shape=shape), dense).data
+
+
+def sparse_blocks(data, indices, w):
+    """All rows have the same data, at other places."""
+    x = BCOO((data, indices), shape=(len(indices), len(w), data.shape[-1]))
+    return bcoo_dot_general(x, w, dimension_numbers=(((1,), (0,)), ((), ()))), x.todense()
+
+
+MORE |= {
+    "scaled_dot": Case(scaled_dots, "i:ba(km) i:bd(km) i:bam i:bdm"),
+    "sparse rows": Case(sparse_rows, "bn i:bn1 dk bk"),
+    "sparse weights": Case(sparse_weights, "n i:n2 bd bk"),
+    "sparse and dense": Case(sparse_and_dense, "bne i:bn2"),
+    "sparse blocks": Case(sparse_blocks, "1ne i:bn1 dk"),
+    "sampled": Case(
+        lambda x, y, indices: bcoo_dot_general_sampled(
+            x, y, indices, dimension_numbers=(((1,), (0,)), ((), ()))
+        ),
+        "bk kde i:bn1",
+    ),
+}
 # Beside those that jzero passes on as they are, and those that have no factors.
 UNSEEN = {
     "select_and_scatter": "no function of JAX's face makes it",
@@ -160,10 +222,23 @@ def seen() -> set[str]:
 def test_each_equation(name):
     for eqn, ins, outs in equations(CASES[name]):
         for factor in _rules.factors_of(eqn):
-            check_factor(eqn, factor, ins, outs)
+            with noted(f"by {factor} of {eqn}"):
+                check_factor(eqn, factor, ins, outs)
         for operands in _rules.linear_in(eqn):
-            check_linear(eqn, operands, ins)
-        check_class(eqn, ins, outs)
+            with noted(f"linear in {operands}, says the rule of {eqn}"):
+                check_linear(eqn, operands, ins)
+        with noted(f"see the classes of Cost, and the rule of {eqn.primitive}"):
+            check_class(eqn, ins, outs)
+
+
+@contextlib.contextmanager
+def noted(what):
+    """What fails inside may be an assertion here, or JAX, which refuses an equation on a block."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(what)
+        raise
 
 
 def check_factor(eqn, factor, ins, outs):
@@ -198,7 +273,10 @@ def check_blocks(eqn, factor, ins, outs, num, outer):
         if eqn.primitive.name in SUMMED and factor.reduces == "sum" and i:
             operands[0] = np.zeros_like(operands[0])
         to = factor.outs[0]
-        size = None if to is None else layout(outs[0], to, mesh, outer).local_shape[to]
+        at = next(
+            (x.shape[d] for x, d in zip(operands, factor.ins, strict=True) if d is not None), 0
+        )
+        size = at if to is None else layout(outs[0], to, mesh, outer).local_shape[to]
         parts.append([*map(array, _jaxpr.bind(eqn, *operands, **factor.local(size, num)))])
     for out, d, *found in zip(outs, factor.outs, *parts, strict=True):
         if d is None:
@@ -357,15 +435,22 @@ def test_every_entry_has_an_equation():
     found |= {eqns[-1].primitive.name for eqns in map(equations_of, COLLECTIVES.values())}
     passed = _rules.IDENTITIES | {n for n, r in _rules.RULES.items() if r.factors is _factors.none}
     missing = _rules.RULES.keys() - found - passed - UNSEEN.keys()
-    assert sorted(missing & primitives().keys()) == []
+    asked = sorted(missing & primitives().keys())
+    assert not asked, f"give each of {asked} a case in MORE, or say in UNSEEN why it has none"
     # Newer releases have them.
     assert missing <= {"log2", "one_minus_square", "polynomial"}
 
 
 def test_tables_that_say_how_name_what_the_classes_say():
     """Handlers and texts beside their readers: which primitives they are for is what the table says."""
-    assert set(_ordinary._LINEAR) == _rules.named(Cost.VIEW, Cost.CAST) | _rules.ADDS
-    assert set(_products._COUNTS) == _rules.named(Cost.PRODUCT)
+    linear = _rules.named(Cost.VIEW, Cost.CAST) | _rules.ADDS
     # Of the collectives this one moves nothing.
-    assert _rules.named(Cost.COLLECTIVE) - _frames.COLLECTIVES == {"layout_constraint"}
+    moves = _rules.named(Cost.COLLECTIVE) - {"layout_constraint"}
+    for module, table, named in (
+        (_ordinary, "_LINEAR", linear),
+        (_products, "_COUNTS", _rules.named(Cost.PRODUCT)),
+        (_frames, "COLLECTIVES", _frames.COLLECTIVES | moves),
+    ):
+        differ = sorted(named ^ set(getattr(module, table)))
+        assert not differ, f"{differ}: add it to {table} of {module.__name__}, or change its Cost"
     assert set(_factors.SCATTER_REDUCES) < _rules.named(Cost.LOOKUP)

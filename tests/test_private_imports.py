@@ -145,6 +145,7 @@ MAY = {
     "test_interchange":
         "sharding.analysis._traffic sharding.cut._interchange sharding.cut._layer_parts "
         "sharding.cut._layers sharding.cut._phases tracing._jaxpr tracing._rewrite",
+    "test_ir_analysis": "ir._dataflow ir._regions",
     "test_ir_layout": "ir._layout tracing._jaxpr",
     "test_ir_loops": "ir._loops ir._writer tracing._jaxpr",
     "test_ir_rules":
@@ -193,6 +194,7 @@ MAY = {
     "test_repeats": "_placement",
     "test_rivals": "_compare",
     "test_sampled": "sharding.run._coded",
+    "test_scaled_and_sparse": "ir._rules",
     "test_schedule": "preflight._schedule targets._target",
     "test_starts": "ir._starts tracing._jaxpr",
     "test_targets":

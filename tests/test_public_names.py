@@ -14,6 +14,7 @@ from jax import lax, nn
 from jax.scipy import special
 
 import jzero
+import scaled_products  # noqa: F401 (it is what runs jax.nn.scaled_matmul here)
 import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of names that will go, and of 64-bit types
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of names that will go, and 
 MODULES = {"jnp": jnp, "nn": nn, "lax": lax, "special": special, "losses": optax.losses}
 NUM_ROWS, NUM_DEVICES = 16, 8
 W = np.linspace(0.2, 0.9, 4, dtype=np.float32)
+PAIRS = (((2,), (2,)), ((0,), (0,)))  # what a product sums over, and its batch
 MATRIX = np.linspace(0.1, 0.8, 12, dtype=np.float32).reshape(4, 3)
 DIMS = lax.ScatterDimensionNumbers((0,), (1,), (1,))
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -176,6 +178,13 @@ CALLS = {
     "nn": dict(
         dot_product_attention=lambda f, r: f(r.heads, r.heads, r.heads),
         one_hot=lambda f, r: f(r.label, 4),
+        scaled_dot_general=lambda f, r: f(
+            jnp.tile(r.square, (1, 8, 8)),
+            jnp.tile(r.square, (1, 8, 8)),
+            PAIRS,
+            configs=[nn.get_scaled_dot_general_config("mxfp8")] * 3,
+        ),
+        scaled_matmul=lambda f, r: f(r.cube, r.cube, r.cube[:, :, :2], r.cube[:, :, :2]),
     ),
     "lax": dict(
         associative_scan=lambda f, r: f(jnp.add, r.x, axis=1),
@@ -235,6 +244,13 @@ CALLS = {
         reduce_xor=lambda f, r: f(r.i, axes=(1,)),
         reshape=lambda f, r: f(r.x, (NUM_ROWS, 2, 2)),
         rev=lambda f, r: f(r.x, (1,)),
+        scaled_dot=lambda f, r: f(
+            r.cube,
+            r.cube,
+            dimension_numbers=PAIRS,
+            lhs_scale=r.cube[..., :2],
+            rhs_scale=r.cube[..., :2],
+        ),
         scatter_apply=lambda f, r: f(
             r.x, np.array([1]), lambda v: v * 2, DIMS, update_shape=(NUM_ROWS,)
         ),
@@ -304,7 +320,6 @@ REASONS = {
     },
     "nn": {
         "a choice of formats": "get_scaled_dot_general_config",
-        "gathers rows, no rule yet (docs/what-is-missing.md)": "scaled_dot_general scaled_matmul",
     },
     "lax": {
         "a type": """
@@ -324,7 +339,7 @@ REASONS = {
         "takes functions: control flow, and what JAX builds of it, have tests of their own": """
             cond custom_linear_solve custom_root fori_loop map platform_dependent scan stage switch
             while_loop""",
-        "gathers rows, no rule yet (docs/what-is-missing.md)": "ragged_dot ragged_dot_general scaled_dot",
+        "gathers rows, no rule yet (docs/what-is-missing.md)": "ragged_dot ragged_dot_general",
         "says where values lie (test_tensor_axes.py)": "with_sharding_constraint",
     },
     "special": {"of a number that is known while tracing": "bernoulli"},
@@ -340,8 +355,9 @@ IN_LOOPS = {"special": "exp1 expi expn hyp1f1 hyp2f1".split()}
 NO_DERIVATIVE = {
     "jnp": "nextafter spacing",
     "lax": """
-        betainc composite igamma_grad_a nextafter polygamma random_gamma_grad scatter_apply scatter_mul
-        zeta""",
+        betainc composite igamma_grad_a nextafter polygamma random_gamma_grad scaled_dot scatter_apply
+        scatter_mul zeta""",
+    "nn": "scaled_matmul",
     "special": "betainc",
 }
 

@@ -31,7 +31,8 @@ class Factor(NamedTuple):
       ins: which dim of each operand it is; None for an operand that does not have it.
       outs: which dim of each result; all None if it is reduced.
       reduces: 'sum', 'prod', 'max', 'min', 'and' or 'or', if it is.
-      local: parameters of the equation on one of `num` blocks, whose results have `size` of the dim.
+      local: parameters of the equation on one of `num` blocks. `size` is what its results have of the dim, or
+        its operands if it is reduced.
       groups: the dim is made of so many groups that no block may cut; 0 for any.
     """
 
@@ -227,17 +228,33 @@ def _free(dims: int, *taken: Iterable[int]) -> list[int]:
 
 
 def dot_general(eqn: Eqn) -> list[Factor]:
-    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    lhs, rhs = (atom.aval.ndim for atom in eqn.invars)
+    return _product(eqn.params["dimension_numbers"], *map(len, _shapes(eqn)))
+
+
+def _product(numbers: Any, lhs: int, rhs: int) -> list[Factor]:
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers
     found = [Factor((a, b), (None,), "sum") for a, b in zip(lhs_sum, rhs_sum, strict=True)]
-    found += [
-        Factor((a, b), (i,)) for i, (a, b) in enumerate(zip(lhs_batch, rhs_batch, strict=True))
-    ]
-    at = len(lhs_batch)
-    for place, free in enumerate([_free(lhs, lhs_sum, lhs_batch), _free(rhs, rhs_sum, rhs_batch)]):
-        for dim in free:
-            found.append(Factor((None, dim) if place else (dim, None), (at,)))
-            at += 1
+    pairs = [*zip(lhs_batch, rhs_batch, strict=True)]
+    pairs += [(dim, None) for dim in _free(lhs, lhs_sum, lhs_batch)]
+    pairs += [(None, dim) for dim in _free(rhs, rhs_sum, rhs_batch)]
+    return found + [Factor(pair, (at,)) for at, pair in enumerate(pairs)]
+
+
+# Of `jax.nn.scaled_matmul`, which has no parameter for it.
+_LAST_OF_BOTH = (((2,), (2,)), ((0,), (0,)))
+
+
+def scaled_dot(eqn: Eqn) -> list[Factor]:
+    """A scale for each block of what is summed up; of all other dims its scales have as many elements."""
+    shapes = _shapes(eqn)
+    numbers = eqn.params.get("dimension_numbers", _LAST_OF_BOTH)
+    found = []
+    for factor in _product(numbers, *map(len, shapes[:2])):
+        ins, groups = factor.ins * 2, 0
+        if factor.reduces:
+            dims = zip(shapes, ins, strict=True)
+            groups = math.gcd(*(shape[d] for shape, d in dims if d is not None))
+        found.append(factor._replace(ins=ins, groups=groups))
     return found
 
 
@@ -403,3 +420,73 @@ def ragged_dot(eqn: Eqn) -> list[Factor]:
         found.append(Factor((None, dim, None), (at,)))
         at += 1
     return found
+
+
+# -- sparse arrays ------------------------------------------------------------------------------------
+
+
+def _stored(indices: tuple[int, ...], ndim: int) -> dict[int, tuple[int, int | None]]:
+    """Which dims of a `BCOO` are dims of its data and of its indices: those of a batch, and dense ones.
+
+    Those between are what its indices count; data and indices have one dim instead, of their number.
+    """
+    batch, by_index = len(indices) - 2, indices[-1]
+    found: dict[int, tuple[int, int | None]] = {dim: (dim, dim) for dim in range(batch)}
+    return found | {dim: (dim - by_index + 1, None) for dim in range(batch + by_index, ndim)}
+
+
+def _of_size(eqn: Eqn, ins: tuple[int | None, ...], size: int) -> tuple[int | None, ...]:
+    """Data and indices may have 1 of a dim of the batch, for all rows."""
+    dims = zip(_shapes(eqn), ins, strict=True)
+    return tuple(None if d is None or shape[d] != size else d for shape, d in dims)
+
+
+def _of_info(param: str, info: Any, dim: int) -> Callable[[int, int], Params]:
+    return lambda size, num: {param: info._replace(shape=_with(info.shape, dim, size))}
+
+
+def sparse_dot(eqn: Eqn) -> list[Factor]:
+    _, indices, rhs = _shapes(eqn)
+    info = eqn.params["lhs_spinfo"]
+    stored, found = _stored(indices, len(info.shape)), []
+    for factor in _product(eqn.params["dimension_numbers"], len(info.shape), len(rhs)):
+        dim, other = factor.ins
+        if dim is None:
+            found.append(factor._replace(ins=(None, None, other)))
+        elif dim in stored:
+            ins = _of_size(eqn, (*stored[dim], other), info.shape[dim])
+            found.append(factor._replace(ins=ins, local=_of_info("lhs_spinfo", info, dim)))
+    return found
+
+
+def sampled_dot(eqn: Eqn) -> list[Factor]:
+    """A product of which some elements are needed: those at indices."""
+    lhs, rhs, indices = _shapes(eqn)
+    factors = _product(eqn.params["dimension_numbers"], len(lhs), len(rhs))
+    stored, found = _stored(indices, len(factors)), []
+    for factor in factors:
+        (dim,) = factor.outs
+        if dim is None:
+            found.append(factor._replace(ins=(*factor.ins, None)))
+        elif dim in stored:
+            out, at = stored[dim]
+            ins = _of_size(eqn, (*factor.ins, at), _out_shape(eqn)[out])
+            found.append(Factor(ins, (out,)))
+    return found
+
+
+def sparse_to_dense(eqn: Eqn) -> list[Factor]:
+    info = eqn.params["spinfo"]
+    return [
+        Factor(_of_size(eqn, ins, info.shape[dim]), (dim,), local=_of_info("spinfo", info, dim))
+        for dim, ins in _stored(_shapes(eqn)[1], len(info.shape)).items()
+    ]
+
+
+def dense_to_sparse(eqn: Eqn) -> list[Factor]:
+    """The elements at indices."""
+    indices, dense = _shapes(eqn)
+    return [
+        Factor(_of_size(eqn, (at, dim), dense[dim]), (out,))
+        for dim, (out, at) in _stored(indices, len(dense)).items()
+    ]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.sparse import BCOO
 
 from ._family import Family, family, relative
 from ._parts import (
@@ -871,6 +872,96 @@ def float8_products():
         exact_dtypes=("float32",),
         note="products in float8, summed in float32",
     )
+
+
+@family
+def scaled_products():
+    """`lax.scaled_dot`: float8 with a scale for each block of what a product sums over, rows among them."""
+    block = 4  # Of the batch's 32 rows, too, so that no block is on two of 8 devices.
+
+    def narrow(v):
+        blocks = v.reshape(*v.shape[:-1], -1, block)
+        most = jnp.maximum(jnp.abs(blocks).max(-1, keepdims=True), 1e-6)
+        scales = jnp.exp2(jnp.ceil(jnp.log2(most / 448)))
+        codes = (blocks / scales).astype(jnp.float8_e4m3fn).reshape(v.shape)
+        return codes[None], scales[None, ..., 0].astype(jnp.float8_e8m0fnu)
+
+    @jax.custom_vjp
+    def product(rows, w):
+        (a, a_scale), (b, b_scale) = narrow(rows), narrow(w.T)
+        out = jax.lax.scaled_dot(
+            a, b, lhs_scale=a_scale, rhs_scale=b_scale, preferred_element_type=jnp.float32,
+            dimension_numbers=(((2,), (2,)), ((0,), (0,))),
+        )  # fmt: skip
+        return out[0].astype(rows.dtype)
+
+    def backward(saved, g):
+        rows, w = saved
+        return product(g, w.T), product(rows.T, g)
+
+    product.defvjp(lambda rows, w: (product(rows, w), (rows, w)), backward)
+
+    def init(dtype):
+        return start(mlp_params(dtype, (FEATURES, WIDTH, WIDTH, CLASSES)))
+
+    def step(state, x, label):
+        def loss_fn(params):
+            h = jnp.tanh(product(x, params[0]["kernel"]))
+            h = jnp.tanh(product(h, params[1]["kernel"]))
+            losses = cross_entropies(dense(params[2], h), label)
+            return losses.mean(), {"losses": losses}
+
+        return learn(state, loss_fn)
+
+    return Family(
+        init=init,
+        batches=labelled,
+        step=step,
+        covers="I2 A9",
+        exact_dtypes=("float32",),
+        note="products in float8, summed in float32",
+    )
+
+
+@family
+def sparse_arrays():
+    """Rows of a few features each, by index, with trained values; and a sparse matrix that is trained."""
+    features, num = 24, 5
+    indices = np.argwhere(np.random.default_rng(0).random((WIDTH, CLASSES)) < 0.3)
+
+    def init(dtype):
+        return start(
+            {
+                "values": normal(0, (features,), dtype),
+                "table": normal(1, (features, WIDTH), dtype, 0.3),
+                "dense": normal(2, (features, WIDTH), dtype, 0.3),
+                "elements": normal(3, (len(indices),), dtype),
+            }
+        )
+
+    def step(state, data, indices_of_rows, label):
+        def loss_fn(params):
+            scaled = data * params["values"][indices_of_rows[..., 0]]
+            x = BCOO((scaled, indices_of_rows), shape=(len(data), features))
+            h = jnp.tanh(x @ params["table"] + x.todense() @ params["dense"])
+            out = BCOO((params["elements"], jnp.asarray(indices)), shape=(WIDTH, CLASSES))
+            losses = cross_entropies(h @ out, label)
+            return losses.mean(), {"losses": losses}
+
+        return learn(state, loss_fn)
+
+    def batches(num_steps, dtype):
+        rng = np.random.default_rng(4)
+        return [
+            (
+                rng.normal(size=(ROWS, num)).astype(dtype),
+                rng.integers(0, features, (ROWS, num, 1), np.int32),
+                rng.integers(0, CLASSES, ROWS).astype(np.int32),
+            )
+            for _ in range(num_steps)
+        ]
+
+    return Family(init=init, batches=batches, step=step, covers="I2 A5")
 
 
 @relative

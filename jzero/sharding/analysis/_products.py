@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+from jzero.ir import _rules
 from jzero.ir._regions import Region, turns
 from jzero.tracing._types import Eqn
 
@@ -21,9 +22,17 @@ def products(region: Region, eqn: Eqn) -> int:
 
 
 def _dot(eqn: Eqn) -> int:
-    contracted: tuple[int, ...] = eqn.params["dimension_numbers"][0][0]
     shape = eqn.invars[0].aval.shape
-    return math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in contracted)
+    summed = [shape[f.ins[0]] for f in _rules.factors_of(eqn) if f.reduces and f.ins[0] is not None]
+    return math.prod(eqn.outvars[0].aval.shape) * math.prod(summed)
+
+
+def _sparse_dot(eqn: Eqn) -> int:
+    (_, contracted), (_, batch) = eqn.params["dimension_numbers"]
+    sizes = enumerate(eqn.invars[2].aval.shape)
+    return eqn.invars[0].aval.size * math.prod(
+        n for d, n in sizes if d not in (*contracted, *batch)
+    )
 
 
 def _ragged_dot(eqn: Eqn) -> int:
@@ -38,6 +47,10 @@ def _conv(eqn: Eqn) -> int:
 
 _COUNTS = {
     "dot_general": _dot,
+    "scaled_dot": _dot,
+    "scaled_matmul_wrapper": _dot,
+    "bcoo_dot_general": _sparse_dot,
+    "bcoo_dot_general_sampled": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _conv,
 }
