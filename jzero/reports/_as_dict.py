@@ -12,6 +12,7 @@ from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._owners import Owned
+from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Full
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
@@ -91,6 +92,14 @@ def microbatches(plan: StepPlan, accumulator_bytes: int, handed_bytes: int) -> d
         "repeats": 1.0 if loops is None else float(loops.repeats),
         "kept": [{"what": k.what, "where": k.where, "nbytes": k.nbytes} for k in kept],
     }
+
+
+def extra_work(found: Extra) -> dict[str, Any]:
+    """What the devices do more than once."""
+    return {
+        "what": found.what, "why": found.why, "fix": found.fix, "share": found.share,
+        "flops": found.flops,
+    }  # fmt: skip
 
 
 def movement(found: Movement) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jzero._errors import JzeroError, escaped
+from jzero._errors import JzeroError, escaped, warn
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero.processes import _agreement
 from jzero.segments import _at_rest, _identity, _program
@@ -65,6 +65,7 @@ class Programs:
         self._shared: Any = weakref.WeakValueDictionary()
         # Programs that all processes have built alike, by id.
         self._agreed: dict[int, _agreement.Agreement] = {}
+        self._warned: set[str] = set()  # of which causes of extra work
 
     def on_mesh(self, mesh: Any) -> Programs:
         """Those of the same step on another mesh."""
@@ -80,7 +81,7 @@ class Programs:
             self._step_fn, self.signature, options, mesh, self._axis_names, self._axis_name,
             self._evaluates, self._trained_by,
         )  # fmt: skip
-        other._trained = self._trained
+        other._trained, other._warned = self._trained, self._warned
         return other
 
     def to_evaluate(
@@ -257,7 +258,15 @@ class Programs:
             self.built.setdefault((*key[:3], _avals_key(later), rests), program)
             new = jax.tree.unflatten(jax.tree.structure(state), program.state)
             self._layouts[_state_key(new, setting)] = program.plan.leaves
+            self._warn_of(program)
         return self.built[key]
+
+    def _warn_of(self, program: Program) -> None:
+        """Warns of what a program's devices do more than once, of each cause once."""
+        for extra in program.extra_work:
+            if extra.costs and extra.cause not in self._warned:
+                self._warned.add(extra.cause)
+                warn(extra.warning(self.signature.name))
 
     def agreed(self, call: Call, setting: Setting) -> Program:
         """The program for a call that is about to run: every process must have built, and call, the same.
