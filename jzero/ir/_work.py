@@ -18,6 +18,9 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._rewrite import Flat, without_unread
 from jzero.tracing._types import Eqn
 
+# What is less costs nothing that anybody would see: the time of a step varies by more.
+LEAST_SHARE = 0.01
+
 
 class Repeated(NamedTuple):
     """Work on the batch that the devices do more than once.
@@ -120,7 +123,9 @@ def repeated(
     every = [*_equations(program, 1)]
     total, of_all = sum(work for *_, work in every), _by_line(every)
     of_device = _by_line([*_equations(Region(device, []), 1)])
-    if num * sum(of_device.values()) <= total:
+    # What is the same on every device, an update above all, counts here too: it is not known yet.
+    most = sum(max(0, num * of_device.get(key, 0) - work) for key, work in of_all.items())
+    if most < LEAST_SHARE * total:
         return total, []
     has_rows = _Rows(program, dims)
     of_rows = _by_line([x for x in every if has_rows(*x[:2])])
@@ -146,7 +151,7 @@ def _equations(region: Region, times: int) -> Iterator[_Work]:
     Without those that nobody reads: XLA drops them.
     """
     for eqn in without_unread(region.jaxpr.eqns, region.jaxpr.outvars, lambda _: True):
-        inner = region.inner(eqn)
+        inner = () if _rules.rule_of(eqn) is not None else region.inner(eqn)
         if not inner:
             yield region, eqn, times * flops(eqn)
         for each in inner:
@@ -209,6 +214,8 @@ def _through(region: Region, eqn: Eqn, ins: Sequence[_Dims]) -> Sequence[_Dims]:
     outs = [set[int]() for _ in eqn.outvars]
     if not any(ins):
         return [_NONE] * len(outs)
+    if eqn.primitive.name in ("psum", "pmax", "pmin"):
+        return _without(eqn, ins)
     left = [set(dims) for dims in ins]
     for factor in _rules.factors_of(eqn):
         places = [(i, dim) for i, dim in enumerate(factor.ins) if dim is not None]
@@ -226,6 +233,12 @@ def _through(region: Region, eqn: Eqn, ins: Sequence[_Dims]) -> Sequence[_Dims]:
                 if dim < 0 or not reduces and _size(var, dim) == _size(atom, dim):
                     out.add(dim)
     return [frozenset(out) for out in outs]
+
+
+def _without(eqn: Eqn, ins: Sequence[_Dims]) -> Sequence[_Dims]:
+    """A collective over an axis that `jax.vmap` has made a dim reduces that dim."""
+    gone = {axis for axis in eqn.params["axes"] if isinstance(axis, int)}
+    return [frozenset(d - sum(g < d for g in gone if d >= 0) for d in dims - gone) for dims in ins]
 
 
 def _size(atom: object, dim: int) -> int | None:

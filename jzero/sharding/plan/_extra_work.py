@@ -10,13 +10,11 @@ from typing import NamedTuple
 
 from jzero._errors import counted, message
 from jzero._folded import listed
-from jzero.ir._work import Repeated
+from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
 
-# What is less costs nothing that anybody would see. RowsOf that devices do not divide are 1 % of more than 99
-# rows for each; a million operations take less than to start a step: 0.1 ms of one CPU core.
-LEAST_SHARE = 0.01
+# Less than it takes to start a step: 0.1 ms of one CPU core, 1 us of a GPU.
 LEAST_FLOPS = 1e6
 _SHOWN = 3  # lines of the user's that a warning names
 
@@ -121,15 +119,14 @@ def _uneven(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
         k for k in range(1, 2 * microbatches)
         if k != microbatches and not any(size % (devices * k) for size in sizes)
     ]  # fmt: skip
-    nearest = min(better, key=lambda k: abs(k - microbatches), default=None)
-    fix = f"Give a batch whose rows are a multiple of {num}"
-    fix += f", or accumulate={nearest}." * (nearest is not None) + "." * (nearest is None)
+    nearest = min(better, key=lambda k: (abs(k - microbatches), -k), default=None)
+    instead = "" if nearest is None else f", or accumulate={nearest}"
     return (
         "uneven",
         listed([x.leaf for x in rows], 8),
         f"{' and '.join(each)} on {over}",
         "The last row is repeated until all have as many.",
-        fix,
+        f"Give a batch whose rows are a multiple of {num}{instead}.",
     )
 
 
@@ -140,8 +137,8 @@ def _unsplit(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
         listed([x.leaf for x in rows], 8),
         f"in_specs splits no dim over all data axes ({rows[0].spec}), so every device computes all rows",
         "The data axes split one dim, all of them together.",
-        f"Write in_specs={{{rows[0].argument!r}: jax.P({axes!r})}}, or axis_names={axes[:1]!r} to leave other "
-        "axes to XLA.",
+        f"Write in_specs={{{rows[0].argument!r}: jax.P({axes!r})}}, or axis_names={axes[:1]!r} to leave the "
+        "other axes to XLA.",
     )
 
 
@@ -158,6 +155,6 @@ def _run_whole(
         ", ".join(shown) + f" and {more} more" * (more > 0),
         "every device computes all rows",
         "What needs rows of other devices and is no sum over the batch is computed whole.",
-        "Compute it for each row alone, or by sums over the batch. If it is a loop over minibatches, split the "
-        f"rows of each: in_specs={{{rows[0].argument!r}: {spec}}}.",
+        "Compute it for each row alone, or by sums over the batch. If it is a loop over minibatches, split "
+        f"the rows of each: in_specs={{{rows[0].argument!r}: {spec}}}.",
     )
