@@ -158,22 +158,36 @@ def test_what_every_device_computes_whole(step_fn, x, operation):
     assert re.search(line, warning), warning
     assert "every device computes all rows" in warning
     assert "in_specs={'x': jax.P(None, 'data')}" in warning
-    assert f"Done more than once, {found['share']:.0%}" in " ".join(str(report).split())
-    # The operations that move these rows are listed beside it, with their lines.
-    assert any("test_extra_work.py" in m["where"] for m in report.to_dict()["movements"])
+    words = " ".join(str(report).split())
+    assert f"Done more than once, {found['share']:.0%}" in words
+    # The operations that move these rows are listed beside it, with the rows and their lines.
+    moves = report.to_dict()["movements"]
+    assert any("test_extra_work.py" in m["where"] for m in moves)
+    assert all(f"of {m['value']} {m['operation']}" in words for m in moves)
 
 
 def test_once_for_a_step_and_cause():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train_step = jzero.shard_train_step(mlp(), mesh=MESH)
-        train_step.plan(PARAMS, rows(16))
-        assert not caught
-        for num in (12, 12, 20):
+        train_step = jzero.shard_train_step(mlp(over_rows), mesh=MESH)
+        for num in (12, 12, 20, 512, 500):
             train_step.describe(PARAMS, rows(num))
-    assert len(caught) == 1
+    causes = ["12 rows become 16", "every device computes all rows"]
+    assert len(caught) == 2
+    assert all(cause in str(each.message) for cause, each in zip(causes, caught, strict=True))
     _, again = described(mlp(), rows(12))  # Another step.
     assert len(again) == 1
+
+
+def test_the_rest_of_an_epoch_is_no_matter():
+    """After a larger batch a smaller one, which the devices do not divide, is listed alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_step = jzero.shard_train_step(mlp(), mesh=MESH)
+        train_step.plan(PARAMS, rows(16))
+        assert train_step.describe(PARAMS, rows(12)).to_dict()["extra_work"]
+    with pytest.warns(UserWarning, match="20 rows become 24"):
+        train_step.plan(PARAMS, rows(20))
 
 
 def test_a_call_warns_and_trains():

@@ -141,11 +141,11 @@ def repeated(
     return total, sorted(found.values(), key=lambda x: (-x.extra, x.where, x.operation))
 
 
-_Work = tuple[Region, Eqn, float]
-_Line = tuple[str, int]
+_Counted = tuple[Region, Eqn, float]
+_SameLine = tuple[str, int]
 
 
-def _equations(region: Region, times: int) -> Iterator[_Work]:
+def _equations(region: Region, times: int) -> Iterator[_Counted]:
     """Equations that hold no programs, and their flops; of loops of unknown length those of one iteration.
 
     Without those that nobody reads: XLA drops them.
@@ -158,12 +158,12 @@ def _equations(region: Region, times: int) -> Iterator[_Work]:
             yield from _equations(each, times * (turns(eqn) or 1))
 
 
-def _key(eqn: Eqn) -> _Line:
+def _key(eqn: Eqn) -> _SameLine:
     return eqn.primitive.name, id(eqn.source_info.traceback)
 
 
-def _by_line(equations: Sequence[_Work]) -> Mapping[_Line, float]:
-    found: dict[_Line, float] = defaultdict(float)
+def _by_line(equations: Sequence[_Counted]) -> Mapping[_SameLine, float]:
+    found: dict[_SameLine, float] = defaultdict(float)
     for _, eqn, work in equations:
         if work:
             found[_key(eqn)] += work

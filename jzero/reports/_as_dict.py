@@ -106,5 +106,5 @@ def movement(found: Movement) -> dict[str, Any]:
     """What moves rows of the batch."""
     return {
         "operation": found.operation, "where": found.where, "reason": found.reason,
-        "nbytes": found.nbytes, "times": found.times,
+        "value": found.value, "nbytes": found.nbytes, "times": found.times,
     }  # fmt: skip

@@ -155,7 +155,8 @@ class Report:
                                  says that these are of one turn of a `while`
             activations          that wait on the host for the backward pass: shape, dtype, nbytes, where,
                                  turns (of a loop's stack; 1), times; None without offload_activations
-            movements            of rows of the batch: operation, where, reason, nbytes (once), times
+            movements            of rows of the batch: operation, where, reason, value (type and shape; ''),
+                                 nbytes (once), times
             turns, device_bytes  in how many turns offloaded leaves visit a device, at most so many bytes
             host_updates         lines on how the host updates what rests there
 
@@ -448,7 +449,8 @@ class Report:
                 f"{len(found)} {verb} rows of the batch, {readable_bytes(total)} to each device:"
             )
             for m in found[:20]:
-                lines += wrapped(str(m), "    ", first=f"  {readable_bytes(m.nbytes)}  ")
+                size = readable_bytes(m.nbytes) + f" of {m.value}" * bool(m.value)
+                lines += wrapped(str(m), "    ", first=f"  {size}  ")
             lines += [f"  and {len(found) - 20} more"] if len(found) > 20 else []
         for each in self.extra_work:
             share = f"{each.share:.0%} of what the devices compute"

@@ -16,6 +16,7 @@ from jzero.tracing import _call
 
 # Less than it takes to start a step: 0.1 ms of one CPU core, 1 us of a GPU.
 LEAST_FLOPS = 1e6
+UNEVEN = "uneven"  # the cause: rows that the devices do not divide
 _SHOWN = 3  # lines of the user's that a warning names
 
 
@@ -122,7 +123,7 @@ def _uneven(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
     nearest = min(better, key=lambda k: (abs(k - microbatches), -k), default=None)
     instead = "" if nearest is None else f", or accumulate={nearest}"
     return (
-        "uneven",
+        UNEVEN,
         listed([x.leaf for x in rows], 8),
         f"{' and '.join(each)} on {over}",
         "The last row is repeated until all have as many.",
