@@ -59,6 +59,8 @@ def flops(eqn: Eqn) -> float:
         return each(eqn)
     if _rules.rule_of(eqn) is _FACTORIZATION:
         return float(eqn.invars[0].aval.size * eqn.invars[0].aval.shape[-1])
+    if _rules.costs(eqn, Cost.LOOKUP):  # What is looked up or written, and not the table.
+        return float(eqn.outvars[0].aval.size if len(eqn.invars) == 2 else sizes[2])
     return float(max(sizes, default=0))
 
 
@@ -179,14 +181,21 @@ class _Rows:
             for var, dim in zip(program.jaxpr.invars, dims, strict=True)
             if dim is not None
         }
+        self._of_state = {
+            var.aval.shape
+            for var, dim in zip(program.jaxpr.invars, dims, strict=True)
+            if dim is None
+        }
         self._found = forward(program, start, _through, frozenset.union, _NONE, _across)
 
     def __call__(self, region: Region, eqn: Eqn) -> bool:
-        return any(
-            self._found.get((region, atom))
-            for atom in (*eqn.invars, *eqn.outvars)
-            if not _jaxpr.is_literal(atom)
-        )
+        """Whether it is work on rows: not what updates parameters by rows, element by element."""
+        atoms = [x for x in (*eqn.invars, *eqn.outvars) if not _jaxpr.is_literal(x)]
+        dims = _NONE.union(*(self._found.get((region, atom), _NONE) for atom in atoms))
+        if not _rules.is_elementwise(eqn):
+            return bool(dims)
+        # A loop over minibatches updates in each iteration.
+        return max(dims, default=-1) >= 0 and eqn.outvars[0].aval.shape not in self._of_state
 
 
 def _depth(region: Region) -> int:
