@@ -267,6 +267,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
                 if isinstance(x, CodedArray) and x.error is not None
             },
             () if plan.evaluates else looped(jaxpr, call.arrays, plan, program.movements),
+            program.extra_work,
         )
 
     @takes_explicit_axes

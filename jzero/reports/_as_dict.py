@@ -12,6 +12,7 @@ from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._owners import Owned
+from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Full
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
@@ -93,9 +94,17 @@ def microbatches(plan: StepPlan, accumulator_bytes: int, handed_bytes: int) -> d
     }
 
 
+def extra_work(found: Extra) -> dict[str, Any]:
+    """What the devices do more than once."""
+    return {
+        "what": found.what, "why": found.why, "fix": found.fix, "share": found.share,
+        "flops": found.flops,
+    }  # fmt: skip
+
+
 def movement(found: Movement) -> dict[str, Any]:
     """What moves rows of the batch."""
     return {
         "operation": found.operation, "where": found.where, "reason": found.reason,
-        "nbytes": found.nbytes, "times": found.times,
+        "value": found.value, "nbytes": found.nbytes, "times": found.times,
     }  # fmt: skip

@@ -27,6 +27,7 @@ from jzero.sharding.analysis._traffic import Collective, Crossing, Turns
 from jzero.sharding.analysis._untiled import Untiled
 from jzero.sharding.batch._body import TURNS_DEPEND, Movement
 from jzero.sharding.cut._kept import Loops
+from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Full
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
@@ -54,6 +55,7 @@ class Report:
       handed_bytes: on each device, the most of what layers hand on, where a step runs layer by layer.
       coding: by path, what leaves that rest in codes have lost, of those that are there.
       looped: arguments along whose dim 0 every device runs a loop, and whose dim 1 the devices divide.
+      extra_work: what the devices do more than once.
     """
 
     plan: StepPlan
@@ -71,6 +73,7 @@ class Report:
     handed_bytes: int = 0
     coding: Mapping[str, CodingError] = dataclasses.field(default_factory=dict)
     looped: tuple[str, ...] = ()
+    extra_work: tuple[Extra, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Report: {self._title()}; print it>"
@@ -129,6 +132,8 @@ class Report:
             arguments, outputs   beside the state: path, and the dim that is split over the devices or None
             whole_arguments      paths of those whose rows the devices do not divide
             looped               arguments that a loop of every device runs along, and in_specs could split
+            extra_work           what the devices do more than once: what, why, fix; share of all that they
+                                 compute; flops, of each device
             whole_argument_bytes  of all arguments that come whole to each device
             keys                 paths of PRNG keys into which each device folds its index
             wire                 gather, the codes in which passes gather parameters, and reduce, of each axis
@@ -150,7 +155,8 @@ class Report:
                                  says that these are of one turn of a `while`
             activations          that wait on the host for the backward pass: shape, dtype, nbytes, where,
                                  turns (of a loop's stack; 1), times; None without offload_activations
-            movements            of rows of the batch: operation, where, reason, nbytes (once), times
+            movements            of rows of the batch: operation, where, reason, value (type and shape; ''),
+                                 nbytes (once), times
             turns, device_bytes  in how many turns offloaded leaves visit a device, at most so many bytes
             host_updates         lines on how the host updates what rests there
 
@@ -183,6 +189,7 @@ class Report:
             "outputs": [{"path": path, "dim": dim} for path, dim in self.outputs],
             "whole_arguments": list(self.whole_arguments),
             "looped": list(self.looped),
+            "extra_work": [_as_dict.extra_work(each) for each in self.extra_work],
             "whole_argument_bytes": self.whole_argument_bytes,
             "keys": list(self.keys),
             "wire": {
@@ -442,8 +449,12 @@ class Report:
                 f"{len(found)} {verb} rows of the batch, {readable_bytes(total)} to each device:"
             )
             for m in found[:20]:
-                lines += wrapped(str(m), "    ", first=f"  {readable_bytes(m.nbytes)}  ")
+                size = readable_bytes(m.nbytes) + f" of {m.value}" * bool(m.value)
+                lines += wrapped(str(m), "    ", first=f"  {size}  ")
             lines += [f"  and {len(found) - 20} more"] if len(found) > 20 else []
+        for each in self.extra_work:
+            share = f"{each.share:.0%} of what the devices compute"
+            lines += wrapped(f"Done more than once, {share}: {each}", "  ")
         return lines + self._minibatches()
 
     def _minibatches(self) -> list[str]:

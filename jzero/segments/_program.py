@@ -17,6 +17,7 @@ from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.plan import _layout
+from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import FlatStep, as_traced, local_step, promoted
 from jzero.sharding.plan._make import make_plan, state_leaves
@@ -49,6 +50,7 @@ class Program:
       keys: paths of the arguments taken for PRNG keys, of a step with collectives of its own.
       movements: rows of the batch that operations move.
       whole_arguments: arguments with rows that come whole to every device, which do not divide them.
+      extra_work: what the devices do more than once.
       state: types of the state's leaves; of those that it promotes, promoted ([Note: weak types]).
       as_traced: traces the step once more, as it is written.
     """
@@ -61,6 +63,7 @@ class Program:
     keys: tuple[str, ...]
     movements: tuple[Movement, ...]
     whole_arguments: tuple[str, ...]
+    extra_work: tuple[Extra, ...]
     state: tuple[jax.ShapeDtypeStruct, ...]
     as_traced: Callable[[], _jaxpr.Traced]
 
@@ -163,6 +166,7 @@ def build(
         tuple(path for path, key in zip(paths, local.keys, strict=True) if key),
         local.traced.movements,
         local.whole_arguments,
+        local.extra_work,
         tuple(flat.state),
         functools.partial(as_traced, flat, setting),
     )

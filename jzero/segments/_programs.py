@@ -15,12 +15,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jzero._errors import JzeroError, escaped
+from jzero._errors import JzeroError, escaped, warn
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero.processes import _agreement
 from jzero.segments import _at_rest, _identity, _program
 from jzero.segments._program import Program
 from jzero.sharding.plan import _setting
+from jzero.sharding.plan._extra_work import UNEVEN
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._options import Options
@@ -65,6 +66,8 @@ class Programs:
         self._shared: Any = weakref.WeakValueDictionary()
         # Programs that all processes have built alike, by id.
         self._agreed: dict[int, _agreement.Agreement] = {}
+        self._warned: set[str] = set()  # of which causes of extra work
+        self._most_rows = 0  # of a batch
 
     def on_mesh(self, mesh: Any) -> Programs:
         """Those of the same step on another mesh."""
@@ -81,6 +84,7 @@ class Programs:
             self._evaluates, self._trained_by,
         )  # fmt: skip
         other._trained = self._trained
+        other._warned, other._most_rows = self._warned, self._most_rows
         return other
 
     def to_evaluate(
@@ -257,7 +261,19 @@ class Programs:
             self.built.setdefault((*key[:3], _avals_key(later), rests), program)
             new = jax.tree.unflatten(jax.tree.structure(state), program.state)
             self._layouts[_state_key(new, setting)] = program.plan.leaves
+            self._warn_of(program, arrays)
         return self.built[key]
+
+    def _warn_of(self, program: Program, arrays: Mapping[str, Any]) -> None:
+        """Warns of what a program's devices do more than once, of each cause once."""
+        rows = max((x.shape[0] for x in jax.tree.leaves(arrays) if x.shape), default=0)
+        # The rest of an epoch, after larger batches, is one step of many.
+        is_rest, self._most_rows = rows < self._most_rows, max(rows, self._most_rows)
+        for extra in program.extra_work:
+            is_new = extra.cause not in self._warned
+            if extra.costs and is_new and not (is_rest and extra.cause == UNEVEN):
+                self._warned.add(extra.cause)
+                warn(extra.warning(self.signature.name))
 
     def agreed(self, call: Call, setting: Setting) -> Program:
         """The program for a call that is about to run: every process must have built, and call, the same.

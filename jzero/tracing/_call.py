@@ -158,6 +158,23 @@ def rows_of_arguments(
     return out
 
 
+def dims_in_parts(
+    arrays: Mapping[str, Any], specs: Mapping[str, Any], axes: Mapping[str, int]
+) -> list[tuple[int | None, str]]:
+    """Of each leaf of which `in_specs` splits dims, but none over all data axes: the first, and its spec."""
+    out: list[tuple[int | None, str]] = []
+    for name, tree in arrays.items():
+        leaves, treedef = jax.tree.flatten(tree)
+        given = (
+            _broadcast_specs(name, specs[name], treedef) if name in specs else [P()] * len(leaves)
+        )
+        for spec in given:
+            names = [set(spec_axes(entry)) for entry in spec]
+            dim = next((d for d, found in enumerate(names) if found), None)
+            out.append((None, "") if dim is None or set(axes) in names else (dim, f"{spec}"))
+    return out
+
+
 def checked_specs(in_specs: Any) -> Mapping[Any, Any]:
     """`in_specs`, if it is what it must be; none for None."""
     if in_specs is None:

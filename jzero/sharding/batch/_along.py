@@ -217,8 +217,8 @@ def _random_rows(body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows) -> Ato
     """Bits of one device's rows, where the generator counts; others are made whole and cut."""
     key, shape = ins[0], eqn.params["shape"]
     if not _jaxpr.is_threefry(key.aval.dtype) or math.prod(shape) >= 2**32:
-        nbytes = _rules.size_in_bytes(eqn.outvars[0].aval)
-        body.note_movement(nbytes, "its random bits are made whole on every device, and cut")
+        out, reason = eqn.outvars[0].aval, "its random bits are made whole on every device, and cut"
+        body.note_movement(_rules.size_in_bytes(out), reason, out)
         return None
     static = (rows, body.num, shape, eqn.params["bit_width"])
     return body.inline(_bits, static, body.at(key, FULL), body.index)[0]

@@ -34,6 +34,7 @@ class Movement:
         of the rows.
       times: how often a step does it.
       reason: what the operation needs.
+      value: whose rows they are, `float32[16,64]`; of totals and ranks nothing.
     """
 
     operation: str
@@ -41,6 +42,7 @@ class Movement:
     nbytes: int
     times: int
     reason: str
+    value: str = ""
 
     def __str__(self) -> str:
         times = f", {self.times} times a step" if self.times > 1 else ""
@@ -186,7 +188,7 @@ class Body(EquationWriter):
             self._reason = outer
         elif form is FULL:
             assert isinstance(value.form, Rows), (value.form, reason)
-            self.note_movement(value.nbytes, reason)
+            self.note_movement(value.nbytes, reason, value.aval)
             atom = self.gather(value.atoms[value.form], value.form, value.aval)
         elif value.of_sum is not None and isinstance(form, Rows):
             scattered = value.of_sum.rows(form)
@@ -195,7 +197,9 @@ class Body(EquationWriter):
             assert isinstance(value.form, Rows)
             assert isinstance(form, Rows)
             self.note_movement(
-                value.nbytes // self.num, reason or self._reason or "rows along another dim"
+                value.nbytes // self.num,
+                reason or self._reason or "rows along another dim",
+                value.aval,
             )
             atom = self.exchange(value.atoms[value.form], value.form, form)
         else:
@@ -206,10 +210,12 @@ class Body(EquationWriter):
         value.atoms[form] = atom
         return atom
 
-    def note_movement(self, nbytes: int, reason: str) -> None:
-        """Remembers that so many bytes of rows reach each device, for the report."""
+    def note_movement(self, nbytes: int, reason: str, of: Aval | None = None) -> None:
+        """Remembers that so many bytes of rows of a value reach each device, for the report."""
         where, name = self._line(), self.source.primitive.name
-        self.movements.append(Movement(name, where, nbytes, self.times, reason or self._reason))
+        value = "" if of is None else f"{of.dtype}[{','.join(map(str, of.shape))}]"
+        reason = reason or self._reason
+        self.movements.append(Movement(name, where, nbytes, self.times, reason, value))
 
     def _line(self) -> str:
         """Where the user wrote what is being rewritten, or called the library that did."""

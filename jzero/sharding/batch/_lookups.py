@@ -190,7 +190,8 @@ def _found_by_all(
 ) -> BatchValue:
     (operand, indices), out = ins, eqn.outvars[0].aval
     numbers, size = eqn.params["dimension_numbers"], operand.aval.shape[rows.dim]
-    body.note_movement(_rules.size_in_bytes(out), "each device looks up what is in its rows")
+    reason = "each device looks up what is in its rows"
+    body.note_movement(_rules.size_in_bytes(out), reason, out)
     column, fills = (
         numbers.start_index_map.index(rows.dim),
         eqn.params["mode"] == MODES.FILL_OR_DROP,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ from jax.typing import ArrayLike
 
 from jzero._errors import StepError, message
 from jzero.ir import _starts
+from jzero.ir._work import Repeated, repeated
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame, Varying
 from jzero.sharding.analysis._kinds import uncut_checkpoints
@@ -51,6 +53,8 @@ class TracedStep:
       outputs: of a whole-batch step, in which form it returns each of its outputs.
       of_rows: of a whole-batch step, which outputs have rows of the batch, those that are gathered too.
       movements: of a whole-batch step, the rows that it gathers.
+      work: of a whole-batch step, the flops of all its rows, once each.
+      repeated: of these, what the devices do more than once.
     """
 
     frame: Frame
@@ -60,12 +64,14 @@ class TracedStep:
     outputs: tuple[Form, ...] = ()
     of_rows: tuple[bool, ...] = ()
     movements: tuple[Movement, ...] = ()
+    work: float = 0
+    repeated: tuple[Repeated, ...] = ()
 
 
 def trace_whole(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], forms: Sequence[Form],
     given: Sequence[Form], num_new: int, axes: dict[str, int], has_masters: bool, mesh_axes: dict[str, int],
-    automatic: dict[str, int], accumulates: bool,
+    automatic: dict[str, int], accumulates: bool, dims: Sequence[int | None],
 ) -> TracedStep | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch, and rewrites it for one device.
 
@@ -80,6 +86,7 @@ def trace_whole(
       mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
       automatic: those that are no data axes.
       accumulates: it will run in microbatches.
+      dims: the dim of each leaf that is the batch's, also where the devices do not divide it.
 
     Returns:
       None if the step has collectives of its own over the data axes, and so is one device's already.
@@ -97,6 +104,7 @@ def trace_whole(
     found = localize(flat, consts, forms, given, num_new, axes, exchanges=not accumulates)
     varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
     frame = _frame_of(found.jaxpr, found.consts, varying, accumulates)
+    work, again = repeated(flat, found.jaxpr, consts, dims, math.prod(axes.values()))
     return TracedStep(
         frame,
         traced.out_tree,
@@ -105,6 +113,8 @@ def trace_whole(
         tuple(found.outputs),
         tuple(found.of_rows),
         tuple(found.movements),
+        work,
+        tuple(again),
     )
 
 

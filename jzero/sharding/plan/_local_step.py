@@ -17,6 +17,7 @@ from jzero.sharding.batch._body import OUTPUT, Movement
 from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, is_padded
 from jzero.sharding.batch._trace import TracedStep
 from jzero.sharding.plan import _layout, _outputs, _untold
+from jzero.sharding.plan._extra_work import Extra, RowsOf, extra_work
 from jzero.sharding.plan._layout import RestLayout, Shard
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call, _jaxpr, _reading, _weak
@@ -42,6 +43,7 @@ class LocalStep:
       outputs: layouts of what the step returns beside the state.
       keys: arguments that are keys, and folded with the device's index, if the step is one device's.
       whole_arguments: arguments with rows that come whole to every device, as the devices do not divide them.
+      extra_work: what the devices do more than once.
     """
 
     traced: TracedStep
@@ -49,6 +51,7 @@ class LocalStep:
     outputs: tuple[RestLayout, ...]
     keys: tuple[bool, ...]
     whole_arguments: tuple[str, ...] = ()
+    extra_work: tuple[Extra, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,9 +194,12 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
         for form, aval in zip(forms, avals, strict=True)
     ]
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
+    parts = _call.dims_in_parts(step.arrays, step.in_specs, setting.batch_axes)
+    rows = [part if dim is None else dim for dim, (part, _) in zip(dims, parts, strict=True)]
     traced = _trace.trace_whole(
         step.fn, avals, forms, given, num_new, axes, setting.options.needs_masters,
         setting.axes | setting.automatic, setting.automatic, setting.options.accumulate > 1,
+        [*[None] * num_state, *rows],
     )  # fmt: skip
     if traced is None:
         return None
@@ -206,12 +212,18 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     _check_movements(traced.movements, setting.options.max_gather_bytes)
     uneven = [form != got for form, got in zip(forms[num_state:], given[num_state:], strict=True)]
     paths = _call.argument_paths(step.arrays)
-    whole = tuple(
-        f"{describe_leaf(path, aval.shape, aval.dtype)}"
-        for path, aval, is_whole in zip(paths, step.array_avals, uneven, strict=True)
-        if is_whole
-    )
-    return LocalStep(traced, specs, outputs, (False,) * len(specs), whole)
+    named = [
+        describe_leaf(path, aval.shape, aval.dtype)
+        for path, aval in zip(paths, step.array_avals, strict=True)
+    ]
+    whole = tuple(leaf for leaf, is_whole in zip(named, uneven, strict=True) if is_whole)
+    of_rows = [
+        RowsOf(leaf, aval.shape[dim], spec)
+        for leaf, aval, dim, (_, spec) in zip(named, step.array_avals, rows, parts, strict=True)
+        if dim is not None
+    ]
+    extra = extra_work(traced.work, traced.repeated, of_rows, setting)
+    return LocalStep(traced, specs, outputs, (False,) * len(specs), whole, extra)
 
 
 def _with_paths(traced: TracedStep) -> tuple[Movement, ...]:

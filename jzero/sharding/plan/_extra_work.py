@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work that a step's devices do more than once: what causes it, what it costs, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jzero._errors import counted, message
+from jzero._folded import listed
+from jzero.ir._work import LEAST_SHARE, Repeated
+from jzero.sharding.plan._setting import Setting
+from jzero.tracing import _call
+
+# Less than it takes to start a step: 0.1 ms of one CPU core, 1 us of a GPU.
+LEAST_FLOPS = 1e6
+UNEVEN = "uneven"  # the cause: rows that the devices do not divide
+_SHOWN = 3  # lines of the user's that a warning names
+
+
+class Extra(NamedTuple):
+    """Work that is done more than once, by its cause.
+
+    Attributes:
+      cause: tells it from others of the same step, whatever the sizes.
+      what: the arguments, or the lines.
+      why: what the devices do.
+      rule: what they do in general.
+      fix: what to do about it.
+      share: of all that the devices compute in a step.
+      flops: of each device, in a step.
+    """
+
+    cause: str
+    what: str
+    why: str
+    rule: str
+    fix: str
+    share: float
+    flops: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}. {self.fix}"
+
+    @property
+    def costs(self) -> bool:
+        """Whether a user would see it."""
+        return self.flops >= LEAST_FLOPS
+
+    def warning(self, name: str) -> str:
+        """What to say of it where the step of this name is first traced."""
+        return message(
+            _call.WHO, f"{name} does {self.share:.0%} of its work in vain, for {self.what}: {self.why}",
+            self.rule, self.fix,
+        )  # fmt: skip
+
+
+class RowsOf(NamedTuple):
+    """Of an argument beside the state, its rows.
+
+    Attributes:
+      leaf: `batch['x'] float32[16,8]`.
+      size: how many.
+      spec: of an argument of which `in_specs` splits no dim over all data axes, but some over one, that.
+    """
+
+    leaf: str
+    size: int
+    spec: str = ""
+
+    @property
+    def argument(self) -> str:
+        """The argument that it is in."""
+        return re.split(r"[\[. ]", self.leaf)[0]
+
+
+def extra_work(
+    work: float, repeated: Sequence[Repeated], rows: Sequence[RowsOf], setting: Setting
+) -> tuple[Extra, ...]:
+    """What is done more than once, and is worth a line.
+
+    Args:
+      work: flops of the step, each done once.
+      repeated: what is done more than once of it.
+      rows: of each argument that has some.
+      setting: the mesh, and how many microbatches.
+    """
+    num = math.prod(setting.batch_axes.values())
+    ratio = max((-(-x.size // num) * num / x.size for x in rows if not x.spec), default=1)
+    # Of each line, copies are what is no more than these; the rest has other reasons.
+    padding = sum(min(x.extra, (ratio - 1) * x.flops) for x in repeated)
+    others = [x._replace(extra=x.extra - (ratio - 1) * x.flops) for x in repeated]
+    others = sorted((x for x in others if x.extra > 0), key=lambda x: -x.extra)
+    whole, parts = sum(x.extra for x in others), [x for x in rows if x.spec]
+    every = work + padding + whole
+    devices = math.prod(setting.axes.values())
+    found = []
+    if padding and padding >= LEAST_SHARE * every:
+        uneven = [x for x in rows if not x.spec and x.size % num]
+        found.append(Extra(*_uneven(uneven, setting), padding / every, padding / devices))
+    if whole and whole >= LEAST_SHARE * every:
+        texts = _unsplit(parts, setting) if parts else _run_whole(others, every, rows, setting)
+        found.append(Extra(*texts, whole / every, whole / devices))
+    return tuple(found)
+
+
+_Texts = tuple[str, str, str, str, str]
+
+
+def _uneven(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
+    num = math.prod(setting.batch_axes.values())
+    devices, microbatches = math.prod(setting.axes.values()), setting.options.accumulate
+    sizes = sorted({x.size for x in rows})
+    each = [f"{size} rows become {-(-size // num) * num}" for size in sizes]
+    over = counted(devices, "device", "devices")
+    over += f" with {microbatches} microbatches each" * (microbatches > 1)
+    better = [
+        k for k in range(1, 2 * microbatches)
+        if k != microbatches and not any(size % (devices * k) for size in sizes)
+    ]  # fmt: skip
+    nearest = min(better, key=lambda k: (abs(k - microbatches), -k), default=None)
+    instead = "" if nearest is None else f", or accumulate={nearest}"
+    return (
+        UNEVEN,
+        listed([x.leaf for x in rows], 8),
+        f"{' and '.join(each)} on {over}",
+        "The last row is repeated until all have as many.",
+        f"Give a batch whose rows are a multiple of {num}{instead}.",
+    )
+
+
+def _unsplit(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
+    axes = tuple(setting.axis_names)
+    return (
+        "unsplit",
+        listed([x.leaf for x in rows], 8),
+        f"in_specs splits no dim over all data axes ({rows[0].spec}), so every device computes all rows",
+        "The data axes split one dim, all of them together.",
+        f"Write in_specs={{{rows[0].argument!r}: jax.P({axes!r})}}, or axis_names={axes[:1]!r} to leave the "
+        "other axes to XLA.",
+    )
+
+
+def _run_whole(
+    lines: Sequence[Repeated], every: float, rows: Sequence[RowsOf], setting: Setting
+) -> _Texts:
+    lines = [x for x in lines if x.extra / every >= LEAST_SHARE] or lines[:1]
+    shown = [f"{x.operation} at {x.where} ({x.extra / every:.0%})" for x in lines[:_SHOWN]]
+    more = len(lines) - len(shown)
+    axes = tuple(setting.axis_names)
+    spec = f"jax.P(None, {axes if len(axes) > 1 else axes[0]!r})"
+    return (
+        "whole",
+        ", ".join(shown) + f" and {more} more" * (more > 0),
+        "every device computes all rows",
+        "What needs rows of other devices and is no sum over the batch is computed whole.",
+        "Compute it for each row alone, or by sums over the batch. If it is a loop over minibatches, split "
+        f"the rows of each: in_specs={{{rows[0].argument!r}: {spec}}}.",
+    )

@@ -1,0 +1,297 @@
+"""Work that the devices do more than once: `describe` lists it, and a step warns of it once."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import jzero
+from experiments.shared.gpt import GPT, make_step
+
+DIM = 256
+MESH = AbstractMesh((8,), ("data",))
+PARAMS = {
+    "up": jax.ShapeDtypeStruct((DIM, 4 * DIM), jnp.float32),
+    "down": jax.ShapeDtypeStruct((4 * DIM, DIM), jnp.float32),
+}
+
+
+def mlp(between=lambda h: h):
+    """A step of an MLP; `between` is what it does with all rows of the hidden layer."""
+
+    def train_step(params, x):
+        def loss(p):
+            return jnp.mean((between(jnp.tanh(x @ p["up"])) @ p["down"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return train_step
+
+
+def rows(num, *others):
+    return jax.ShapeDtypeStruct((num, *(others or (DIM,))), jnp.float32)
+
+
+def described(step_fn, *batch, state=PARAMS, mesh=MESH, **options):
+    """What `describe` says is done more than once, and what was warned of on the way."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_step = jzero.shard_train_step(step_fn, mesh=mesh, **options)
+        report = train_step.describe(state, *batch)
+    for each in caught:
+        assert each.filename == __file__
+    return report, [str(each.message) for each in caught]
+
+
+UNEVEN = {
+    "12 rows": (12, {}, 1 / 4, "12 rows become 16 on 8 devices", "a multiple of 8."),
+    "4 rows": (4, {}, 1 / 2, "4 rows become 8 on 8 devices", "a multiple of 8."),
+    "3 microbatches": (
+        16, dict(accumulate=3), 1 / 3, "16 rows become 24 on 8 devices with 3 microbatches each",
+        "a multiple of 24, or accumulate=2.",
+    ),
+    "the nearest": (
+        64, dict(accumulate=6), 1 / 3, "64 rows become 96 on 8 devices with 6 microbatches each",
+        "a multiple of 48, or accumulate=8.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("num", "options", "share", "why", "fix"), UNEVEN.values(), ids=UNEVEN)
+def test_rows_that_the_devices_do_not_divide(num, options, share, why, fix):
+    report, (warning,) = described(mlp(), rows(num), **options)
+    (found,) = report.to_dict()["extra_work"]
+    assert found["what"] == f"x float32[{num},{DIM}]"
+    # Updates of parameters are in all of the step's work, and are done for no row.
+    assert 0.8 * share < found["share"] <= share
+    words = " ".join(str(report).split())
+    for text in (warning, words):
+        assert f"x float32[{num},{DIM}]: {why}. " in text
+        assert fix in text
+    assert warning.startswith(f"shard_train_step: train_step does {found['share']:.0%} of its work")
+
+
+def test_the_share_is_that_of_the_compiled_program():
+    """XLA counts the same: of 12 rows on 8 devices, a third more work than of 12 on one."""
+    state = {"w": jax.ShapeDtypeStruct((DIM, 8 * DIM), jnp.float32)}
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(lambda s: jnp.mean((x @ s["w"]) ** 2))(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    def flops(lowered):
+        cost = lowered.compile().cost_analysis()
+        return (cost[0] if isinstance(cost, list) else cost)["flops"]
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    train_step = jzero.shard_train_step(step, mesh=mesh, stage=3, min_shard_bytes=0)
+    with pytest.warns(UserWarning, match="12 rows become 16"):
+        report = train_step.describe(state, rows(12))
+    (found,) = report.to_dict()["extra_work"]
+    on_all = 8 * flops(train_step.lower(state, rows(12)))
+    alone = flops(jax.jit(step).lower(state, rows(12)))
+    assert 1 - alone / on_all == pytest.approx(found["share"], rel=0.1)
+
+
+def test_a_batch_that_in_specs_splits_over_no_dim():
+    mesh = AbstractMesh((4, 2), ("data", "seq"))
+    report, (warning,) = described(
+        mlp(), rows(16, 32, DIM), mesh=mesh, in_specs={"x": P("data", "seq")}
+    )
+    (found,) = report.to_dict()["extra_work"]
+    assert found["share"] > 0.8  # Seven of eight devices compute what the first one does.
+    assert "x float32[16,32,256]: in_specs splits no dim over all data axes" in warning
+    assert "in_specs={'x': jax.P(('data', 'seq'))}" in warning
+    for options in ({"in_specs": {"x": P(("data", "seq"))}}, {"axis_names": ("data",)}):
+        report, caught = described(mlp(), rows(16, 32, DIM), mesh=mesh, **options)
+        assert report.to_dict()["extra_work"] == caught == []
+
+
+def over_rows(h):
+    """A factor of the matrix of all pairs of rows, which no rule splits."""
+    kernel = h @ h.T + len(h) * jnp.eye(len(h))
+    return jnp.linalg.cholesky(kernel) @ h
+
+
+def by_rank(h):
+    """Scores, each over its rank in the batch."""
+    scores = h.mean(1)
+    ranks = jnp.argsort(jnp.argsort(scores))
+    return h / (1 + ranks[:, None])
+
+
+def trained_row_by_row(params, x):
+    def body(params, row):
+        def loss(p):
+            return jnp.mean((jnp.tanh(row @ p["up"]) @ p["down"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return jax.lax.scan(body, params, x)
+
+
+WHOLE = {
+    "a factorization of pairs": (mlp(over_rows), rows(512), "cholesky"),
+    # A model of 4 numbers, whose step does little beside.
+    "ranks": (mlp(by_rank), rows(2**17, 2), "sort"),
+    "iterations that depend on each other": (trained_row_by_row, rows(64, 8, DIM), "dot_general"),
+}
+SMALL = {"up": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
+SMALL["down"] = SMALL["up"]
+
+
+@pytest.mark.parametrize(("step_fn", "x", "operation"), WHOLE.values(), ids=WHOLE)
+def test_what_every_device_computes_whole(step_fn, x, operation):
+    state = SMALL if x.shape[-1] == 2 else PARAMS
+    report, (warning,) = described(step_fn, x, state=state)
+    (found,) = report.to_dict()["extra_work"]
+    assert found["share"] > 0.05
+    line = rf"{operation} at \S*test_extra_work\.py:\d+:?\d* \(.*?\) \(\d+%\)"
+    assert re.search(line, warning), warning
+    assert "every device computes all rows" in warning
+    assert "in_specs={'x': jax.P(None, 'data')}" in warning
+    words = " ".join(str(report).split())
+    assert f"Done more than once, {found['share']:.0%}" in words
+    # The operations that move these rows are listed beside it, with the rows and their lines.
+    moves = report.to_dict()["movements"]
+    assert any("test_extra_work.py" in m["where"] for m in moves)
+    assert all(f"of {m['value']} {m['operation']}" in words for m in moves)
+
+
+def test_once_for_a_step_and_cause():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_step = jzero.shard_train_step(mlp(over_rows), mesh=MESH)
+        for num in (12, 12, 20, 512, 500):
+            train_step.describe(PARAMS, rows(num))
+    causes = ["12 rows become 16", "every device computes all rows"]
+    assert len(caught) == 2
+    assert all(cause in str(each.message) for cause, each in zip(causes, caught, strict=True))
+    _, again = described(mlp(), rows(12))  # Another step.
+    assert len(again) == 1
+
+
+def test_the_rest_of_an_epoch_is_no_matter():
+    """After a larger batch a smaller one, which the devices do not divide, is listed alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_step = jzero.shard_train_step(mlp(), mesh=MESH)
+        train_step.plan(PARAMS, rows(16))
+        assert train_step.describe(PARAMS, rows(12)).to_dict()["extra_work"]
+    with pytest.warns(UserWarning, match="20 rows become 24"):
+        train_step.plan(PARAMS, rows(20))
+
+
+def test_a_call_warns_and_trains():
+    key = jax.random.key(0)
+    state = {n: jax.random.normal(key, x.shape) * 0.1 for n, x in PARAMS.items()}
+    x = jax.random.normal(key, (12, DIM))
+    train_step = jzero.shard_train_step(mlp(), donate=False)
+    with pytest.warns(UserWarning, match="12 rows become 16"):
+        new, loss = train_step(state, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_step(state, x)
+    expected, expected_loss = jax.jit(mlp())(state, x)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), new, expected)
+
+
+def test_an_evaluation_warns_in_its_own_name():
+    eval_step = jzero.shard_eval_step(
+        lambda params, x: jnp.mean((x @ params["up"]) ** 2),
+        like=jzero.shard_train_step(mlp(), mesh=MESH),
+    )
+    with pytest.warns(UserWarning, match="shard_eval_step: .* 12 rows become 16") as caught:
+        eval_step.describe(PARAMS, rows(12, 64, DIM))
+    assert len(caught) == 1
+
+
+# -- no warning where it costs nothing, or where each device does its part ----------------------------
+
+
+@pytest.mark.parametrize("num", [1001, 4096 + 8])
+def test_copies_of_less_than_a_percent_are_no_matter(num):
+    report, caught = described(mlp(), rows(num))
+    assert report.to_dict()["extra_work"] == caught == []
+
+
+def test_little_work_is_listed_and_not_warned_of():
+    report, caught = described(mlp(), rows(12, 2), state=SMALL)
+    assert report.to_dict()["extra_work"][0]["flops"] < 1e6
+    assert caught == []
+
+
+def metrics_of_rows(params, x):
+    """A median of losses of rows, which is only returned."""
+    new, loss = mlp()(params, x)
+    each = jnp.mean((x @ params["up"]) ** 2, axis=1)
+    return new, {"loss": loss, "median": jnp.median(each), "worst": jnp.sort(each)[-3:]}
+
+
+def batch_norm(h):
+    mean, var = h.mean(0, keepdims=True), h.var(0, keepdims=True)
+    return (h - mean) / jnp.sqrt(var + 1e-5)
+
+
+def dropout(h):
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, h.shape), h / 0.9, 0)
+
+
+def experts(params, x):
+    """Tokens of [rows, context, dim], sent to 4 experts of a capacity by einsums."""
+
+    def loss(p):
+        scores = jax.nn.softmax(x @ p["router"])
+        chosen = jax.nn.one_hot(scores.argmax(-1), 4)
+        place = (jnp.cumsum(chosen, axis=1) * chosen - 1).astype(jnp.int32)
+        sent = jax.nn.one_hot(place, 16) * chosen[..., None]
+        inputs = jnp.einsum("btec,btd->becd", sent, x)
+        hidden = jax.nn.gelu(jnp.einsum("becd,edf->becf", inputs, p["up"]))
+        out = jnp.einsum("becf,efd->becd", hidden, p["down"])
+        y = jnp.einsum("btec,becd->btd", sent * scores.max(-1)[..., None, None], out)
+        balance = jnp.sum(chosen.mean((0, 1)) * scores.mean((0, 1)))
+        return jnp.mean((y - x) ** 2) + 0.01 * balance
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+EXPERTS = {"router": rows(DIM, 4), "up": rows(4, DIM, 2 * DIM), "down": rows(4, 2 * DIM, DIM)}
+TX = optax.adamw(1e-3)
+SCANNED = GPT(layers=2, dim=DIM, heads=4, vocab=1024, context=64)
+UNROLLED = GPT(layers=2, dim=DIM, heads=4, vocab=1024, context=64, scan=False, remat=False)
+TOKENS = jax.ShapeDtypeStruct((16, 65), jnp.int32)
+CLEAN = {
+    "MLP": (mlp(), PARAMS, rows(64), {}),
+    "MLP in microbatches": (mlp(), PARAMS, rows(64), dict(accumulate=4)),
+    "BatchNorm": (mlp(batch_norm), PARAMS, rows(64), {}),
+    "BatchNorm in microbatches": (mlp(batch_norm), PARAMS, rows(64), dict(accumulate=2)),
+    "dropout": (mlp(dropout), PARAMS, rows(64), {}),
+    "all pairs": (mlp(lambda h: jax.nn.softmax(h @ h.T) @ h), PARAMS, rows(64), {}),
+    "a sum along the batch": (mlp(lambda h: jnp.cumsum(h, axis=0)), PARAMS, rows(64), {}),
+    "sorted columns": (mlp(lambda h: jnp.sort(h, axis=0)), PARAMS, rows(64), {}),
+    "metrics of rows": (metrics_of_rows, PARAMS, rows(64), {}),
+    "experts": (experts, EXPERTS, rows(16, 64, DIM), {}),
+    "GPT": (make_step(SCANNED.loss, TX), SCANNED, TOKENS, {}),
+    "GPT unrolled": (make_step(UNROLLED.loss, TX), UNROLLED, TOKENS, {}),
+    "GPT in microbatches": (make_step(SCANNED.loss, TX), SCANNED, TOKENS, dict(accumulate=2)),
+    "told to come whole": (mlp(), PARAMS, rows(64), dict(in_specs={"x": P()})),
+}
+
+
+@pytest.mark.parametrize(("step_fn", "state", "batch", "options"), CLEAN.values(), ids=CLEAN)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_warning_where_each_device_does_its_part(step_fn, state, batch, options, stage):
+    if isinstance(state, GPT):
+        state = jax.eval_shape(lambda: state.state(TX))
+    report, caught = described(step_fn, batch, state=state, stage=stage, **options)
+    assert report.to_dict()["extra_work"] == caught == []
