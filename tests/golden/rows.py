@@ -62,7 +62,7 @@ def _in_files(**options: Any) -> Options:
         found = {**options, "offload": state}
         if params is not None:
             found["offload_params"] = jzero.NVMe(
-                folder, device_bytes=params, host_bytes=2**20, threads=1
+                folder, device_bytes=params, host_bytes=2**20, threads=1, gradients=gradients
             )
         return found
 
