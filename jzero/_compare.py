@@ -90,9 +90,9 @@ def _excess(actual: np.ndarray, desired: np.ndarray, tolerance: Tolerance | None
     allowed = tolerance or TOLERANCES.get(desired.dtype.name, _EXACT)
     a, d = actual.astype(np.float64), desired.astype(np.float64)
     largest = np.abs(d[np.isfinite(d)]).max(initial=0.0)
-    scale = allowed.leaf_rtol * largest + allowed.rtol * np.abs(d)
     same = (a == d) | (np.isnan(a) & np.isnan(d))
     with np.errstate(all="ignore"):
+        scale = allowed.leaf_rtol * largest + allowed.rtol * np.abs(d)
         error = np.abs(a - d)
         return np.where(same, 0.0, np.where(np.isfinite(error), error / scale, np.inf))
 

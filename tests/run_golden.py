@@ -3,7 +3,7 @@
     python tests/run_golden.py --processes 2
     python tests/run_golden.py --h200         # 20 rows compiled for H200s, by the newest JAX and one process
 
-Each row that changed is printed as a diff, with a verdict: better, worse or other (tests/golden/_judge.py).
+Each row that changed is printed as a diff, with a verdict: better or update (tests/golden/_judge.py).
 The exit status is 1 if any did. `--update` writes what is new; words choose rows by their names.
 """
 

@@ -321,6 +321,7 @@ def test_what_differs_is_described():
 def test_what_is_not_finite():
     nan, inf = np.array([np.nan], np.float32), np.array([np.inf], np.float32)
     assert found(nan, nan) == found(inf, inf) == []
+    assert found(inf, inf, tolerance=Tolerance(0, 0)) == []
     assert "nan instead of inf" in found(nan, inf)[0]
     assert (
         "most at [0]: inf instead of 1.0"

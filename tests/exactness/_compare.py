@@ -97,10 +97,10 @@ def largest_difference(expected: Training, actual: Training) -> float:
             if x.shape != y.shape or not x.size:
                 largest = max(largest, float(x.shape != y.shape))
                 continue
-            apart = np.nan_to_num(
-                np.abs(x - y), nan=0.0 if np.array_equal(np.isnan(x), np.isnan(y)) else 1.0
-            )
-            largest = max(largest, float(apart.max() / max(np.nanmax(np.abs(x)), 1e-30)))
+            differ = (x != y) & ~(np.isnan(x) & np.isnan(y))
+            apart = np.nan_to_num(np.abs(x[differ] - y[differ]), nan=1.0).max(initial=0.0)
+            largest_x = np.abs(x[np.isfinite(x)]).max(initial=1e-30)
+            largest = max(largest, float(apart / largest_x))
     return largest
 
 

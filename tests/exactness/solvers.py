@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ._family import Family, family, relative
@@ -15,6 +16,7 @@ from ._parts import (
     adamw,
     cross_entropies,
     dense,
+    kernel,
     labelled,
     learn,
     mlp,
@@ -355,6 +357,36 @@ def skip_nonfinite_updates():
 
         (_, outputs), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
         return update(state, grads, tx), outputs
+
+    return Family(init=init, batches=batches, step=step, covers="A3 A2")
+
+
+@relative
+def elements_that_overflow():
+    """Of each step's gradient elements are inf, -inf and NaN; so the weights become."""
+
+    def init(dtype):
+        return start({"kernel": kernel(0, (FEATURES, WIDTH), dtype)})
+
+    def batches(num_steps, dtype):
+        found = normals((ROWS, FEATURES), (ROWS, WIDTH))(num_steps, dtype)
+        large = np.finfo(dtype).max ** 0.75  # Its square is inf.
+        for i, (x, wanted) in enumerate(found):
+            for row, column, sign in ((5, 1, 1), (11, 8, -1)):
+                x[row], wanted[row] = 0, 0
+                x[row, column // 2 + i], wanted[row, column + i] = large, sign * large
+            # A column of the gradient, of which each device keeps a part; then a row, which one keeps.
+            (x if i % 2 else wanted)[3, 6] = np.nan
+        return found
+
+    def step(state, x, wanted):
+        def loss_fn(params):
+            scores = x @ params["kernel"]
+            is_usual = jnp.abs(x).max(axis=1, keepdims=True) < 10
+            usual = jnp.where(is_usual, jnp.abs(scores), 0)
+            return -(scores * wanted).sum(axis=1).mean(), {"scores": usual.mean(axis=0)}
+
+        return learn(state, loss_fn)
 
     return Family(init=init, batches=batches, step=step, covers="A3 A2")
 

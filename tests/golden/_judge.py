@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ._record import Record
 from ._stored import text, with_tolerance
 
-# The sections of numbers of which less is better; what the others say does not weigh.
+# The sections of numbers of which less is better.
 _MEASURES = (
     "traffic",
     "bytes at rest",
@@ -16,6 +16,8 @@ _MEASURES = (
     "temporaries",
     "compiled",
 )
+# What no gain outweighs.
+_SAME = {"values", "refused", "warnings", "aliased", "streamed"}
 # The last number of a line: "sort: ranks of rows, 1,024 bytes x 3".
 _NUMBER = re.compile(r"(\d[\d,]*)(?: bytes| us)?(?: x (\d+))?(?: in each turn)?$")
 
@@ -24,8 +26,8 @@ class Verdict(NamedTuple):
     """How a row changed.
 
     Attributes:
-      word: 'better' (less of something that is measured and more of nothing), 'worse' (more of something,
-        other values, or refused where it was not) or 'other'.
+      word: 'better' (no more bytes on any axis, no more collectives, no more temporaries or whatever else is
+        measured, and less of one of them), 'update' (everything else), or 'failed' where there is no text.
       why: what is less, more, or different, with its numbers.
       diff: of the stored text and the new one.
     """
@@ -46,14 +48,10 @@ def compared(name: str, old: Record, new: Record) -> Verdict | None:
 
 
 def _word(old: Record, new: Record) -> tuple[str, str]:
-    if not old:
-        return "other", "a new row"
     if "failed" in new:
-        return "worse", "it fails"
-    if "refused" in new and "refused" not in old:
-        return "worse", "it is refused now"
-    if "refused" in old and "refused" not in new:
-        return "other", "it is no longer refused"
+        return "failed", "it has no text"
+    if not old:
+        return "update", "a new row"
     a, b = _numbers(old), _numbers(new)
     changed = {key: (a.get(key, 0), b.get(key, 0)) for key in sorted({*a, *b})}
     more = [f"{key} {x:,} -> {y:,}" for key, (x, y) in changed.items() if y > x]
@@ -63,10 +61,8 @@ def _word(old: Record, new: Record) -> tuple[str, str]:
     )
     whys = {"more": more, "less": less, "different": different}
     why = "; ".join(f"{what}: {', '.join(each)}" for what, each in whys.items() if each)
-    if more or "values" in different:
-        return "worse", why
-    is_better = less and not {"refused", "warnings"} & {*different}
-    return "better" if is_better else "other", why or "the same numbers, said in another way"
+    is_better = less and not more and _SAME.isdisjoint(different)
+    return "better" if is_better else "update", why or "the same numbers, said in another way"
 
 
 def _numbers(record: Record) -> dict[str, int]:
@@ -74,7 +70,11 @@ def _numbers(record: Record) -> dict[str, int]:
     found: dict[str, int] = {}
     for section in _MEASURES:
         for line in record.get(section, []):
-            key = section if section == "temporaries" else f"{section}, {line.partition(':')[0]}"
+            key = f"{section}, {line.partition(':')[0]}"
+            if section == "temporaries":
+                key = section
+            elif section == "traffic" and not line.startswith("bytes"):
+                key = "collectives"
             number = _NUMBER.search(line)
             assert number is not None, line
             num = int(number.group(1).replace(",", "")) * int(number.group(2) or 1)

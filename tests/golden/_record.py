@@ -2,11 +2,9 @@
 
 import contextlib
 import inspect
-import logging
 import math
 import re
 import tempfile
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -23,6 +21,7 @@ import jzero
 from exactness._compare import configured
 from jzero.sharding.plan import _wire
 
+from ._watch import aliased, watched
 from .rows import Row
 
 NUM_STEPS = 2
@@ -121,10 +120,13 @@ def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
         jaxpr, memory = alone
         found["program"] = events(jaxpr)
         found["temporaries"] = [f"{memory.temp_size_in_bytes:,} bytes"]
-    started: list[str] = []
-    with contextlib.nullcontext() if alone else _programs(started):
+        found["aliased"] = aliased("step", memory)
+    with contextlib.nullcontext() if alone else watched() as seen:
         trained = _train(row, sharded, state, batches)
-    found["programs and copies"] = started
+    if seen is not None:
+        found["programs and copies"] = seen.started
+        found["aliased"] = seen.aliased
+        found["streamed"] = seen.streamed
     found["values"] = values(trained)
     return found
 
@@ -393,56 +395,11 @@ def _inner(eqn: Any) -> Iterator[Any]:
                 yield each
 
 
-@contextlib.contextmanager
-def _programs(lines: list[str]) -> Iterator[None]:
-    """Adds each program where it first runs, as JAX logs it, and copies between memories."""
-    thread, put = threading.current_thread(), jax.device_put
-
-    def device_put(x: Any, *args: Any, **kwargs: Any) -> Any:
-        made = put(x, *args, **kwargs)
-        if threading.current_thread() is thread:  # Others are as fast as they are.
-            pairs = list(zip(jax.tree.leaves(x), jax.tree.leaves(made), strict=True))
-            moved = [b for a, b in pairs if _memory(a) not in ("", _memory(b))]
-            kinds = sorted({_memory(x) for x in moved})
-            if moved:
-                types = ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in moved)
-                lines.append(f"copy to {', '.join(kinds)}: {types}")
-        return made
-
-    class Handler(logging.Handler):
-        def emit(self, log: logging.LogRecord) -> None:
-            text = log.getMessage()
-            found = re.match(
-                r"Compiling (?:jit\()?(\S+?)\)? with global shapes and types \((.*)\)\. ", text
-            )
-            if found and "NamedSharding" in text:
-                types = re.findall(r"ShapedArray\((\w+(?:<\w+>)?\[[\d,]*\])", found.group(2))
-                lines.append(f"{found.group(1)}: {', '.join(types)}")
-
-    logger = logging.getLogger("jax")
-    handler, level, passes_on = Handler(), logger.level, logger.propagate
-    before: bool = getattr(jax.config, "jax_log_compiles")  # noqa: B009  # typed nowhere
-    logger.addHandler(handler)
-    logger.propagate = False
-    jax.config.update("jax_log_compiles", True)
-    try:
-        with mock.patch.object(jax, "device_put", device_put):
-            yield
-    finally:
-        jax.config.update("jax_log_compiles", before)
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = passes_on
-
-
-def _memory(x: Any) -> str:
-    """The memory of an array; nothing of a tracer and of what is not JAX's."""
-    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    return str(x.sharding.memory_kind) if is_array else ""
-
-
 def values(tree: Any) -> list[str]:
-    """Of each leaf its norm, and a sum with weights that no two elements share: one wrong element shows."""
+    """Of each leaf its norm, and a sum with weights that no two elements share: one wrong element shows.
+
+    Elements that are not finite are 0 in both, and counted.
+    """
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path)
@@ -453,7 +410,11 @@ def values(tree: Any) -> list[str]:
         flat = x.reshape(-1)
         flat = np.concatenate([flat.real, flat.imag]) if np.iscomplexobj(flat) else flat
         flat = flat.astype(np.float64)
+        is_finite = np.isfinite(flat)
+        counts = Counter(str(x) for x in flat[~is_finite])
+        others = "".join(f", {each} {num}" for each, num in sorted(counts.items()))
+        flat = np.where(is_finite, flat, 0.0)
         weights = np.cos(1.0 + 0.7 * np.arange(flat.size))
         norm, mixed = float(np.sqrt(np.sum(flat**2))), float(np.sum(flat * weights))
-        found.append(f"{name}  {kind}: norm {norm:.13g}, mixed {mixed:.13g}")
+        found.append(f"{name}  {kind}: norm {norm:.13g}, mixed {mixed:.13g}{others}")
     return found

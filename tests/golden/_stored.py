@@ -1,5 +1,6 @@
 """The stored texts: a file for each theme, its rows one after the other."""
 
+import math
 import pathlib
 import re
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ FOLDER = pathlib.Path(__file__).parent / "stored"
 # XLA:CPU gives threads of other processors other buffers.
 TEMPORARIES = 0.1
 RTOL = {"float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4, "float16": 1e-2}
-_VALUE = re.compile(r"(.*  (\w+)\[[\d,]*\]): norm (\S+), mixed (\S+)")
+_VALUE = re.compile(r"(.*  (\w+)\[[\d,]*\]): norm (\S+), mixed ([^\s,]+)(.*)")
 
 
 def read(theme: str) -> dict[str, Record]:
@@ -59,10 +60,10 @@ def _near_lines(section: str, old: list[str], new: list[str]) -> list[str]:
 
 def _values_near(old: str, new: str) -> bool:
     a, b = _VALUE.fullmatch(old), _VALUE.fullmatch(new)
-    if a is None or b is None or a.group(1) != b.group(1):
+    if a is None or b is None or a.group(1, 5) != b.group(1, 5):
         return False
-    numbers = [float(x) for m in (a, b) for x in m.groups()[2:]]
-    if any(x != x for x in numbers):
+    numbers = [float(x) for m in (a, b) for x in m.group(3, 4)]
+    if not all(map(math.isfinite, numbers)):  # Squares may be larger than floats.
         return a.groups() == b.groups()
     bound = RTOL.get(a.group(2), 3e-2 if "float" in a.group(2) else 0.0) * abs(numbers[0]) + 1e-12
     return all(abs(x - y) <= bound for x, y in zip(numbers[:2], numbers[2:], strict=True))

@@ -62,7 +62,7 @@ def _in_files(**options: Any) -> Options:
         found = {**options, "offload": state}
         if params is not None:
             found["offload_params"] = jzero.NVMe(
-                folder, device_bytes=params, host_bytes=2**20, threads=1
+                folder, device_bytes=params, host_bytes=2**20, threads=1, gradients=gradients
             )
         return found
 
@@ -186,6 +186,13 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
             SCANNED, TWO_BY_FOUR,
             _given(param_axes="local", optimizer_axes="local", reduce_dtype=jnp.int8)),
         "both": (UNROLLED, FOUR, _given(gather_dtype=jnp.int8, reduce_dtype=jnp.int8, stage=3)),
+        "not finite": (
+            "elements_that_overflow", EIGHT,
+            _given(gather_dtype=jnp.int8, reduce_dtype=jnp.int8)),
+        "not finite, replicas, int4": (
+            "elements_that_overflow", TWO_BY_FOUR,
+            _given(param_axes="local", optimizer_axes="local", reduce_dtype=jnp.int4,
+                   gather_dtype=jzero.Blocks(jnp.int4, 16))),
     },
     "options_pinned": {
         "optimizer state": (SCANNED, EIGHT, _given(offload=jzero.PinnedHost())),
