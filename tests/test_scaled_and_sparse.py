@@ -46,6 +46,7 @@ STEPS = {
     "mxfp8": mxfp8,
     "scaled_products": lambda: of_family("scaled_products"),
     "sparse_arrays": lambda: of_family("sparse_arrays"),
+    "sparse_arrays_made_in_the_step": lambda: of_family("sparse_arrays_made_in_the_step"),
 }
 
 
@@ -67,6 +68,9 @@ RULES = {
     "sparse_arrays": [
         "bcoo_dot_general", "bcoo_dot_general_sampled", "bcoo_todense", "bcoo_extract",
     ],
+    "sparse_arrays_made_in_the_step": [
+        "bcoo_fromdense", "bcoo_sort_indices", "bcoo_spdot_general", "bcoo_sum_duplicates", "bcoo_transpose",
+    ],
 }  # fmt: skip
 
 
@@ -85,6 +89,8 @@ def test_without_a_rule_they_are(name, rule):
         ("mxfp8", ROWS, {"accumulate": 2}),
         ("sparse_arrays", 27, {}),
         ("sparse_arrays", 32, {"accumulate": 2}),
+        ("sparse_arrays_made_in_the_step", 27, {}),
+        ("sparse_arrays_made_in_the_step", 32, {"accumulate": 2}),
     ],
     ids=str,
 )

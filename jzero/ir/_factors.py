@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax import lax
 
-from jzero.tracing._types import Eqn
+from jzero.tracing._types import Atom, Eqn
 
 Params = dict[str, Any]  # of an equation: what else it says beside its operands, by name
 # For each operand, for each of its dims: the dim of the results that it becomes, or None.
 DimMaps = list[tuple[int | None, ...]]
+Dims = tuple[int | None, ...]  # of each operand, or of each result, one dim
 
 
 def _unchanged(size: int, num: int) -> Params:
@@ -29,7 +30,8 @@ class Factor(NamedTuple):
 
     Attributes:
       ins: which dim of each operand it is; None for an operand that does not have it.
-      outs: which dim of each result; all None if it is reduced.
+      outs: which dim of each result; all None if it is reduced. None of one of several: all blocks give the
+        same.
       reduces: 'sum', 'prod', 'max', 'min', 'and' or 'or', if it is.
       local: parameters of the equation on one of `num` blocks. `size` is what its results have of the dim, or
         its operands if it is reduced.
@@ -435,14 +437,24 @@ def _stored(indices: tuple[int, ...], ndim: int) -> dict[int, tuple[int, int | N
     return found | {dim: (dim - by_index + 1, None) for dim in range(batch + by_index, ndim)}
 
 
-def _of_size(eqn: Eqn, ins: tuple[int | None, ...], size: int) -> tuple[int | None, ...]:
+def _of_size(atoms: Sequence[Atom], dims: Dims, size: int) -> Dims:
     """Data and indices may have 1 of a dim of the batch, for all rows."""
-    dims = zip(_shapes(eqn), ins, strict=True)
-    return tuple(None if d is None or shape[d] != size else d for shape, d in dims)
+    pairs = zip(atoms, dims, strict=True)
+    return tuple(None if d is None or atom.aval.shape[d] != size else d for atom, d in pairs)
 
 
-def _of_info(param: str, info: Any, dim: int) -> Callable[[int, int], Params]:
-    return lambda size, num: {param: info._replace(shape=_with(info.shape, dim, size))}
+def _of_info(eqn: Eqn, **dims: int | None) -> Callable[[int, int], Params]:
+    """Parameters that say the shape of a sparse array, for each the dim of it that is cut."""
+
+    def local(size: int, num: int) -> Params:
+        found = Params()
+        for name, dim in dims.items():
+            if dim is not None:
+                info = eqn.params[name]
+                found[name] = info._replace(shape=_with(info.shape, dim, size))
+        return found
+
+    return local
 
 
 def sparse_dot(eqn: Eqn) -> list[Factor]:
@@ -454,8 +466,8 @@ def sparse_dot(eqn: Eqn) -> list[Factor]:
         if dim is None:
             found.append(factor._replace(ins=(None, None, other)))
         elif dim in stored:
-            ins = _of_size(eqn, (*stored[dim], other), info.shape[dim])
-            found.append(factor._replace(ins=ins, local=_of_info("lhs_spinfo", info, dim)))
+            ins = _of_size(eqn.invars, (*stored[dim], other), info.shape[dim])
+            found.append(factor._replace(ins=ins, local=_of_info(eqn, lhs_spinfo=dim)))
     return found
 
 
@@ -470,7 +482,7 @@ def sampled_dot(eqn: Eqn) -> list[Factor]:
             found.append(factor._replace(ins=(*factor.ins, None)))
         elif dim in stored:
             out, at = stored[dim]
-            ins = _of_size(eqn, (*factor.ins, at), _out_shape(eqn)[out])
+            ins = _of_size(eqn.invars, (*factor.ins, at), _out_shape(eqn)[out])
             found.append(Factor(ins, (out,)))
     return found
 
@@ -478,7 +490,7 @@ def sampled_dot(eqn: Eqn) -> list[Factor]:
 def sparse_to_dense(eqn: Eqn) -> list[Factor]:
     info = eqn.params["spinfo"]
     return [
-        Factor(_of_size(eqn, ins, info.shape[dim]), (dim,), local=_of_info("spinfo", info, dim))
+        Factor(_of_size(eqn.invars, ins, info.shape[dim]), (dim,), local=_of_info(eqn, spinfo=dim))
         for dim, ins in _stored(_shapes(eqn)[1], len(info.shape)).items()
     ]
 
@@ -487,6 +499,38 @@ def dense_to_sparse(eqn: Eqn) -> list[Factor]:
     """The elements at indices."""
     indices, dense = _shapes(eqn)
     return [
-        Factor(_of_size(eqn, (at, dim), dense[dim]), (out,))
+        Factor(_of_size(eqn.invars, (at, dim), dense[dim]), (out,))
         for dim, (out, at) in _stored(indices, len(dense)).items()
     ]
+
+
+def sparse_of_dense(eqn: Eqn) -> list[Factor]:
+    """Dims of the batch, as many as a parameter says."""
+    return _same(list(range(eqn.params["n_batch"])), eqn)
+
+
+def _to_sparse(eqn: Eqn, ins: Dims, out: int, **dims: int | None) -> Iterator[Factor]:
+    """A dim of the batch of the result, which its data, its indices or both have."""
+    name, dim = next((name, dim) for name, dim in dims.items() if dim is not None)
+    size = eqn.params[name].shape[dim]
+    outs = _of_size(eqn.outvars, (out, out), size)
+    if outs != (None, None):
+        yield Factor(_of_size(eqn.invars, ins, size), outs, local=_of_info(eqn, **dims))
+
+
+def sparse_rows(eqn: Eqn) -> list[Factor]:
+    """From a sparse array to one: dims of the batch, which a permutation may move among themselves."""
+    batch, found = len(_shapes(eqn)[1]) - 2, list[Factor]()
+    for out, dim in enumerate(eqn.params.get("permutation", range(batch))[:batch]):
+        found += _to_sparse(eqn, (dim, dim), out, spinfo=dim)
+    return found
+
+
+def sparse_product(eqn: Eqn) -> list[Factor]:
+    """Of two sparse arrays, which gives one: dims of either's batch."""
+    _, lhs, _, rhs = _shapes(eqn)
+    numbers, found = (((), ()), eqn.params["dimension_numbers"][1]), list[Factor]()
+    for out, factor in enumerate(_product(numbers, len(lhs) - 2, len(rhs) - 2)):
+        a, b = factor.ins
+        found += _to_sparse(eqn, (a, a, b, b), out, lhs_spinfo=a, rhs_spinfo=b)
+    return found

@@ -964,6 +964,52 @@ def sparse_arrays():
     return Family(init=init, batches=batches, step=step, covers="I2 A5")
 
 
+@family
+def sparse_arrays_made_in_the_step():
+    """Rows are sparse matrices: merged, times a sparse one, sorted, transposed; and sparse activations."""
+    num, sizes = 5, (6, 4)
+    graph = np.argwhere(np.random.default_rng(7).random((sizes[1], sizes[1])) < 0.4)
+
+    def init(dtype):
+        return start(
+            {
+                "values": normal(0, (sizes[1],), dtype),
+                "table": normal(1, (sizes[0], sizes[1], WIDTH), dtype, 0.3),
+                "head": normal(2, (WIDTH, CLASSES), dtype, 0.3),
+            }
+        )
+
+    def step(state, data, indices, label):
+        def loss_fn(params):
+            x = BCOO((data, indices), shape=(len(data), *sizes)).sum_duplicates(nse=num)
+            edges = BCOO(
+                (jnp.ones(len(graph), data.dtype), jnp.asarray(graph, jnp.int32)),
+                shape=sizes[1:] * 2,
+            )
+            x = (x @ edges).sort_indices()
+            scaled = x.data * params["values"][x.indices[..., 1]]
+            x = BCOO((scaled, x.indices), shape=x.shape).transpose((0, 2, 1))
+            h = jax.nn.relu(jnp.einsum("bji,ijd->bd", x.todense(), params["table"]))
+            logits = BCOO.fromdense(h, nse=WIDTH, n_batch=1) @ params["head"]
+            losses = cross_entropies(logits, label)
+            return losses.mean(), {"losses": losses}
+
+        return learn(state, loss_fn)
+
+    def batches(num_steps, dtype):
+        rng = np.random.default_rng(4)
+        return [
+            (
+                rng.normal(size=(ROWS, num)).astype(dtype),
+                rng.integers(0, sizes, (ROWS, num, 2), np.int32),
+                rng.integers(0, CLASSES, ROWS).astype(np.int32),
+            )
+            for _ in range(num_steps)
+        ]
+
+    return Family(init=init, batches=batches, step=step, covers="I2 A5")
+
+
 @relative
 def bfloat16_compute():
     """bf16 parameters and activations from float32 masters; losses in float32."""

@@ -125,7 +125,9 @@ def run_factor(
         return [BatchValue(aval, FULL, {FULL: body.reduce(out, reduces)})]
     forms: list[Form] = []
     for var, dim in zip(eqn.outvars, factor.outs, strict=True):
-        assert dim is not None
+        if dim is None:
+            forms.append(FULL)
+            continue
         size = var.aval.shape[dim]
         forms.append(even_rows(dim, size, body.num) if factor.groups else rows.at(dim))
     outs = body.emit(eqn, atoms, forms, **local)
