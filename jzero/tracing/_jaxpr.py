@@ -44,6 +44,7 @@ try:
     from jax._src import source_info_util as internal_source_info  # Transform, user_frames: 0.7.0
     from jax._src.ad_checkpoint import name_p  # the same in 0.10.2 to 0.12
     from jax._src.array import ArrayImpl  # 0.12
+    from jax._src.interpreters.partial_eval import DynamicJaxprTrace  # emit_eqn: 0.10.2
     from jax._src.lax.lax import empty2  # 0.8.0
     from jax._src.lax.parallel import reduce_scatter_p  # 0.4.36
     from jax._src.lib import _jax as xla  # batched_copy_array_to_devices_with_sharding: 0.10.2 only
@@ -601,6 +602,56 @@ def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     leaves, tree = jax.tree.flatten(shapes)
     return Traced(*open_jaxpr(jaxpr), tree, leaves)
+
+
+def shard_mapped(
+    jaxpr: Jaxpr, mesh: Any, in_specs: Sequence[P], out_specs: Sequence[P],
+    out_shapes: Sequence[tuple[int, ...]],
+) -> Callable[..., list[Any]]:  # fmt: skip
+    """A function of whole arrays that is one `shard_map` equation around one device's `jaxpr`.
+
+    Where a call is staged, as under `jax.jit`, the equation holds `jaxpr` itself: nothing of it is traced
+    again. Elsewhere (eagerly, under `jax.grad` or `jax.vmap`) it is evaluated inside of `jax.shard_map`.
+
+    Args:
+      jaxpr: without constants.
+      mesh: all of whose axes are manual.
+      in_specs: of its arguments.
+      out_specs: of its results.
+      out_shapes: of the whole results.
+    """
+    given: dict[str, Any] = dict(mesh=mesh, in_specs=tuple(in_specs), check_vma=False)
+
+    def run(*args: Any) -> list[Any]:
+        trace = internal.trace_ctx.trace
+        if not isinstance(trace, DynamicJaxprTrace):
+            body = functools.partial(core.eval_jaxpr, jaxpr, ())
+            found: list[Any] = jax.shard_map(body, out_specs=[*out_specs], **given)(*args)
+            return found
+        # JAX makes the equation's other parameters, which are not the same in all releases.
+        without_results = jax.shard_map(lambda *_: (), out_specs=(), **given)
+        (eqn,) = jax.make_jaxpr(without_results)(*map(jax.typeof, args)).jaxpr.eqns
+        params = {**eqn.params, "jaxpr": jaxpr, "out_specs": tuple(out_specs)}
+        types = [
+            core.ShapedArray(shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
+            for shape, atom in zip(out_shapes, jaxpr.outvars, strict=True)
+        ]
+        source = internal_source_info.current()
+        tracers = [trace.to_jaxpr_tracer(x, source) for x in args]
+        outs = trace.emit_eqn(tracers, types, eqn.primitive, params, eqn.effects, source)
+        return list(outs)
+
+    return run
+
+
+def without_constants(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr with its constants as its first arguments."""
+    return replaced(
+        jaxpr,
+        constvars=[],
+        invars=[*jaxpr.constvars, *jaxpr.invars],
+        debug_info=jaxpr.debug_info.with_unknown_names(),  # type: ignore[attr-defined]
+    )
 
 
 def static_arguments(fn: Callable[..., Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:

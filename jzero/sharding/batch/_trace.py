@@ -12,7 +12,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,20 @@ WHOLE, WRITTEN = "whole batch", "written"
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
 
 
+class WholeBatch(NamedTuple):
+    """A step as one device would run it.
+
+    Attributes:
+      jaxpr: of whole arrays, calls replaced by their equations.
+      consts: values of its constants.
+      rows: for each input, the dim of its rows of the batch; None if it has none.
+    """
+
+    jaxpr: _rewrite.Flat
+    consts: list[ArrayLike]
+    rows: tuple[int | None, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
     """A step's jaxpr, analysed: the frames, and what the trace found out.
@@ -51,6 +65,7 @@ class TracedStep:
       outputs: of a whole-batch step, in which form it returns each of its outputs.
       of_rows: of a whole-batch step, which outputs have rows of the batch, those that are gathered too.
       movements: of a whole-batch step, the rows that it gathers.
+      whole: of a whole-batch step, what it was rewritten from.
     """
 
     frame: Frame
@@ -60,6 +75,7 @@ class TracedStep:
     outputs: tuple[Form, ...] = ()
     of_rows: tuple[bool, ...] = ()
     movements: tuple[Movement, ...] = ()
+    whole: WholeBatch | None = None
 
 
 def trace_whole(
@@ -105,6 +121,9 @@ def trace_whole(
         tuple(found.outputs),
         tuple(found.of_rows),
         tuple(found.movements),
+        WholeBatch(
+            flat, consts, tuple(f.dim if isinstance(f, Rows) else None for f in forms)
+        ),
     )
 
 
