@@ -176,6 +176,10 @@ class Layout:
         unpadded = [fits(dim.true, found.digits(dim.cuts)) for dim in found.dims]
         return found._unpadded(itertools.compress(itertools.count(), unpadded))
 
+    def without_cuts(self) -> Layout:
+        """Replicated, with the same padding."""
+        return self._drop([axis for axis, _ in self.mesh])
+
     def swapped(self, axis: str, other: str) -> Layout:
         """With two axes of as many devices in each other's place; the other one may have none."""
         assert self.num([axis]) == self.num([other]), f"{axis!r} and {other!r} differ in size"
