@@ -43,7 +43,9 @@ def roles(state):
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     leaves = jax.tree.leaves(state)
     params = {
-        p.removeprefix("['p']"): x for p, x in zip(paths, leaves, strict=True) if p.startswith("['p']")
+        p.removeprefix("['p']"): x
+        for p, x in zip(paths, leaves, strict=True)
+        if p.startswith("['p']")
     }
     found = []
     for path, x in zip(paths, leaves, strict=True):
@@ -99,7 +101,9 @@ def traced(case: Case):
 
 
 def _struct(x):
-    return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), weak_type=getattr(x, "weak_type", False))
+    return jax.ShapeDtypeStruct(
+        np.shape(x), jnp.result_type(x), weak_type=getattr(x, "weak_type", False)
+    )
 
 
 def prepare(case: Case) -> Ready:
@@ -159,7 +163,9 @@ def train(case: Case, ready: Ready, num=3):
     for _ in range(num):
         outs = ready.run(*state, *batch)
         state, more = outs[:start], outs[start:]
-        metrics.append([unpadded(x, at) for x, at in zip(more, ready.program.outs[start:], strict=True)])
+        metrics.append(
+            [unpadded(x, at) for x, at in zip(more, ready.program.outs[start:], strict=True)]
+        )
     return [
         *(unpadded(x, at) for x, at in zip(state, ready.program.outs, strict=False)),
         *(x for step in metrics for x in step),

@@ -18,18 +18,21 @@ from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
+from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import CannotPartitionError, cannot
 from jzero.sharding.partition._partition import Input, Program, partition
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
 
 SWITCH = "JZERO_PARTITION"
+_OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
 
 
 def is_on() -> bool:
@@ -49,9 +52,20 @@ class Partitioned:
     program: Program
     run: Callable[..., Any]
 
+    @property
+    def movements(self) -> tuple[Movement, ...]:
+        """What it moves of the batch, and of what is computed of it."""
+        return tuple(
+            Movement(move.kind, move.line, move.nbytes, move.times, move.why)
+            for move in self.program.moves
+            if move.of is None and move.why not in _OF_ZERO
+        )
+
 
 class PartitionedStep:
     """A step on whole arrays, partitioned when it is first asked for; interpreted if it cannot be."""
+
+    __name__ = "local_step"  # as profiles say it
 
     def __init__(self, runner: Runner):
         self._runner = runner
@@ -73,6 +87,11 @@ class PartitionedStep:
     def _run(self) -> Callable[..., Any]:
         found = self.found
         return found.run if isinstance(found, Partitioned) else self._runner.whole_step()
+
+
+def of_step(step: StepProgram) -> Partitioned | CannotPartitionError | None:
+    """What the partitioner made of a step, or why it made nothing; None if nobody asked."""
+    return step.run.found if isinstance(step.run, PartitionedStep) else None
 
 
 def _partitioned(runner: Runner) -> Partitioned:
@@ -145,9 +164,12 @@ def _inputs(
     yield from (Input(_leaf(leaf, mesh)) for leaf in plan.leaves)
     for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
         layout = replicated(var.aval.shape, mesh)
-        for axis in axes if dim is not None else ():
+        if dim is None:
+            yield Input(layout)
+            continue
+        for axis in axes:
             layout = layout.cut(dim, axis)
-        yield Input(layout, frozenset(axes if dim is not None else ()))
+        yield Input(layout, frozenset(axes))
 
 
 def _leaf(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:

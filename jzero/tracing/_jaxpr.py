@@ -633,7 +633,9 @@ def shard_mapped(
         (eqn,) = jax.make_jaxpr(without_results)(*map(jax.typeof, args)).jaxpr.eqns
         params = {**eqn.params, "jaxpr": jaxpr, "out_specs": tuple(out_specs)}
         types = [
-            core.ShapedArray(shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
+            core.ShapedArray(
+                shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False)
+            )
             for shape, atom in zip(out_shapes, jaxpr.outvars, strict=True)
         ]
         source = internal_source_info.current()

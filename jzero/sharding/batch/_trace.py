@@ -121,9 +121,7 @@ def trace_whole(
         tuple(found.outputs),
         tuple(found.of_rows),
         tuple(found.movements),
-        WholeBatch(
-            flat, consts, tuple(f.dim if isinstance(f, Rows) else None for f in forms)
-        ),
+        WholeBatch(flat, consts, tuple(f.dim if isinstance(f, Rows) else None for f in forms)),
     )
 
 
