@@ -623,6 +623,7 @@ def shard_mapped(
     given: dict[str, Any] = dict(mesh=mesh, in_specs=tuple(in_specs), check_vma=False)
 
     def run(*args: Any) -> list[Any]:
+        args = tuple([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in args])
         trace = internal.trace_ctx.trace
         if not isinstance(trace, DynamicJaxprTrace):
             body = functools.partial(core.eval_jaxpr, jaxpr, ())

@@ -8,7 +8,7 @@ what changed and whether it is better. `tests/run_golden.py` is the command.
 from collections.abc import Mapping
 
 from ._judge import Verdict, between_engines, compared
-from ._large import H200, LARGE, compiled, traced
+from ._large import H200, LARGE, compiled, sharded, traced
 from ._record import Record, record, values
 from ._stored import FOLDER, read, with_tolerance, write
 from .rows import ROWS, Row
@@ -49,6 +49,7 @@ __all__ = [
     "LARGE",
     "read",
     "recorded",
+    "sharded",
     "themes",
     "values",
     "with_tolerance",
