@@ -28,13 +28,15 @@ from typing import Any, NamedTuple
 sys.path[:0] = [str(pathlib.Path(__file__).parents[i]) for i in (0, 1)]
 os.environ["JZERO_PARTITION"] = "1"
 
+# isort: off
+import conftest  # noqa: E402, F401  # before JAX, whose environment it is
 import jax  # noqa: E402
 
-import conftest  # noqa: E402, F401  # before JAX, whose environment it is
 import engines  # noqa: E402
 import exactness  # noqa: E402
 import golden  # noqa: E402
 from exactness._check import Setting, applies  # noqa: E402
+# isort: on
 
 
 class Outcome(NamedTuple):
