@@ -168,7 +168,7 @@ class Layout:
             assert old.true == pad.outer * pad.true, f"{self} has no {pad.outer} blocks along {dim}"
             step = math.lcm(pad.outer, *(at * n for at, n in digits)) // pad.outer
             new = Dim(pad.outer * step * -(-pad.true // step), new.cuts, pad)
-        return self._with({dim: new})
+        return self.with_dims({dim: new})
 
     def without(self, axes: Collection[str]) -> Layout:
         """Replicated over axes that cut, and without the padding that only they needed."""
@@ -199,13 +199,14 @@ class Layout:
         kept = tuple(p for p in self.partial if p.axis not in axes)
         return dataclasses.replace(self, partial=kept)
 
-    def _with(self, new: Mapping[int, Dim]) -> Layout:
+    def with_dims(self, new: Mapping[int, Dim]) -> Layout:
+        """With others in the place of some dims."""
         dims = tuple(new.get(d, dim) for d, dim in enumerate(self.dims))
         return dataclasses.replace(self, dims=dims)
 
     def _drop(self, axes: Collection[str]) -> Layout:
         cuts = [tuple(cut for cut in dim.cuts if cut.axis not in axes) for dim in self.dims]
-        return self._with({d: self.dims[d]._replace(cuts=c) for d, c in enumerate(cuts)})
+        return self.with_dims({d: self.dims[d]._replace(cuts=c) for d, c in enumerate(cuts)})
 
     def _unpadded(self, dims: Iterable[int]) -> Layout:
         """Without the padding of dims, and without the cuts that need it."""
@@ -213,7 +214,7 @@ class Layout:
         for d in dims:
             size, cuts = self.dims[d].true, self.dims[d].cuts
             new[d] = Dim(size, tuple(c for c in cuts if fits(size, self.digits([c]))))
-        return self._with(new)
+        return self.with_dims(new)
 
     # -- layouts of other values ----------------------------------------------------------------------
     def transpose(self, order: Sequence[int]) -> Layout:
@@ -443,7 +444,7 @@ def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], La
         pad = dim.pad or wanted.pad
         if pad and dim[::2] != wanted[::2] and fits(pad.outer, now.digits(dim.cuts)):
             new = Dim(dim.true, dim.cuts) if dim.pad else wanted._replace(cuts=dim.cuts)
-            yield ("unpad" if dim.pad else "pad"), (), now._with({d: new})
+            yield ("unpad" if dim.pad else "pad"), (), now.with_dims({d: new})
     due = [p for p in now.partial if p not in goal.partial]
     for op in {p.op: None for p in due}:
         axes = tuple(p.axis for p in due if p.op == op)
@@ -454,7 +455,7 @@ def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], La
                 AxisCut(s, math.prod(([(1, 1), *now.digits(now.dims[d].cuts)])[-1]))
             )
             if fits(new.size, now.digits(new.cuts)):  # Less to move later.
-                yield "scatter", (s,), now.settled([s])._with({d: new})
+                yield "scatter", (s,), now.settled([s]).with_dims({d: new})
     used = {cut.axis for dim in now.dims for cut in dim.cuts} | {p.axis for p in now.partial}
     for dim in goal.dims:
         for axes in _neighbours(goal, dim):
@@ -485,7 +486,7 @@ def _put(layout: Layout, goal: Layout, axes: Sequence[str]) -> Layout | None:
     dim, wanted = layout.dims[place[0]], goal.dims[place[0]]
     new = dim.put(*(cut for cut in wanted.cuts if cut.axis in axes))
     fit = dim[::2] == wanted[::2] and fits(new.size, layout.digits(new.cuts))
-    return layout._with({place[0]: new}) if fit else None
+    return layout.with_dims({place[0]: new}) if fit else None
 
 
 def _exchanges(now: Layout, moved: Layout, dim: int, axes: Sequence[str]) -> bool:

@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jzero.ir._layout import Layout, replicated
+from jzero.ir._layout import Layout
+from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._errors import cannot
-from jzero.sharding.partition._writer import DeviceWriter, Move
+from jzero.sharding.partition._frame import Frame, Shared
+from jzero.sharding.partition._hints import hints_of
+from jzero.sharding.partition._run import run
+from jzero.sharding.partition._values import Value, axes_of
+from jzero.sharding.partition._writer import Move
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Jaxpr, Var
 
@@ -64,32 +69,46 @@ def partition(
     """
     if not jaxpr.eqns:
         raise cannot("a step without equations")
-    moves: dict[Var, Move] = {}
-    writer = DeviceWriter(jaxpr.eqns[0], mesh, moves)
-    invars = [_jaxpr.var_like(v.aval, each.layout.local_shape)
-              for v, each in zip(jaxpr.invars, ins, strict=True)]  # fmt: skip
-    for var, own, each in zip(jaxpr.invars, invars, ins, strict=True):
-        writer.names[var] = writer.convert(own, each.layout, replicated(var.aval.shape, mesh))
-    writer.copy(jaxpr.eqns)
-    results = []
-    layouts = [
-        replicated(atom.aval.shape, mesh) if out is None else out
-        for atom, out in zip(jaxpr.outvars, outs, strict=True)
+    region = Region(jaxpr, [*consts])
+    frame = Frame(jaxpr.eqns[0], Shared(mesh, hints_of(region, outs)), region)
+    own = [
+        _jaxpr.var_like(var.aval, each.layout.local_shape)
+        for var, each in zip(jaxpr.invars, ins, strict=True)
     ]
-    writer.source = jaxpr.eqns[-1]
-    for atom, layout in zip(jaxpr.outvars, layouts, strict=True):
-        whole = replicated(atom.aval.shape, mesh)
-        results.append(writer.convert(writer.read(atom), whole, layout))
-    writer.constvars += jaxpr.constvars
-    writer.consts += consts
-    closed = writer.close(template(), invars, results)
-    return Program(
-        closed, writer.consts, tuple(each.layout for each in ins), tuple(layouts),
-        tuple(moves.values()),
-    )  # fmt: skip
+    results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
+    frame.source = jaxpr.eqns[-1]
+    layouts = [_returned(frame, v, out) for v, out in zip(results, outs, strict=True)]
+    atoms = [frame.at(v, layout) for v, layout in zip(results, layouts, strict=True)]
+    written = frame.function(_template(), own, atoms)
+    moves = tuple(_moves(written, frame.moves, 1))
+    ins_ = tuple(each.layout for each in ins)
+    return Program(written, frame.consts, ins_, tuple(layouts), moves)
 
 
-def template() -> Any:
+def _value(var: Var, own: Var, given: Input, i: int) -> Value:
+    layout = given.layout
+    rows = given.rows & axes_of(layout)
+    return Value(var.aval, layout, {layout: own}, rows, given.firm, origin=i)
+
+
+def _returned(frame: Frame, value: Value, wanted: Layout | None) -> Layout:
+    """In which layout a result is returned: where nothing else is said, whole, unless it has rows."""
+    if wanted is not None:
+        return wanted
+    frame.settle(value)
+    keeps = value.rows and value.make is None and value.layout.spec() is not None
+    return value.layout if keeps else frame.whole(value.aval.shape)
+
+
+def _moves(jaxpr: Jaxpr, moves: Mapping[Var, Move], times: int) -> Iterator[Move]:
+    """What the equations of a program move, in their order; in a loop, in all iterations."""
+    for eqn in jaxpr.eqns:
+        if eqn.outvars and (move := moves.get(eqn.outvars[0])) is not None:
+            yield move._replace(nbytes=move.nbytes * times, times=times)
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            yield from _moves(_jaxpr.open_jaxpr(inner)[0], moves, times * (turns(eqn) or 1))
+
+
+def _template() -> Any:
     """Any jaxpr, in the place of whose parts others stand."""
-    found: Any = _jaxpr.trace_here(lambda: ()).jaxpr
-    return _jaxpr.replaced(found, debug_info=found.debug_info.with_unknown_names())
+    return _jaxpr.trace_here(lambda: ()).jaxpr

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from jzero.ir import _rules
-from jzero.ir._layout import LOCAL, Layout, LayoutStep, conversion, permutation
+from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, conversion, permutation
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.batch._writer import SENT_AS, _from_ordered, cast, fenced, ordered_integers
 from jzero.sharding.partition._errors import cannot
@@ -62,6 +61,7 @@ class DeviceWriter(JaxprWriter):
         super().__init__(source)
         self.mesh, self.moves = mesh, moves
         self._index: dict[tuple[str, ...], Atom] = {}
+        self._inside: dict[Dim, Atom] = {}
 
     def inline(self, fn: Callable[..., object], static: tuple[Hashable, ...], *ins: Atom) -> Atom:
         """Writes the equations of `fn(*static, *ins)`, which has one result."""
@@ -171,15 +171,16 @@ class DeviceWriter(JaxprWriter):
         assert pad is not None
         return self.inline(_unpadded, (d, step.before.local_outer(d, pad.outer), pad.true), x)
 
-    def masked(self, x: Atom, layout: Layout, dim: int, neutral: object) -> Atom:
-        """`x`, with `neutral` in the place of a dim's padding."""
+    def masked(self, x: Atom, layout: Layout, dim: int, reduces: str) -> Atom:
+        """`x`, with what changes no sum (maximum, ...) in the place of a dim's padding."""
         own = layout.dims[dim]
         if own.pad is None:
             return x
-        step, line = own.size // own.pad.outer, Layout((own,), layout.mesh)
-        inside: Atom = self.inline(_inside, (own.size, step, own.pad.true))
-        inside = self.convert(inside, line.without_cuts(), line)
-        return self.inline(_where_inside, (dim, neutral), inside, x)
+        if own not in self._inside:
+            line = Layout((own,), layout.mesh)
+            whole = self.inline(_inside, (own.size, own.size // own.pad.outer, own.pad.true))
+            self._inside[own] = self.convert(whole, line.without_cuts(), line)
+        return self.inline(_where_inside, (dim, reduces), self._inside[own], x)
 
     # -- collectives --------------------------------------------------------------------------------------
     def _among(
@@ -311,11 +312,6 @@ def _inside(size: int, step: int, true: int) -> jax.Array:
     return lax.rem(lax.iota(jnp.int32, size), jnp.int32(step)) < true
 
 
-def _where_inside(dim: int, neutral: object, inside: jax.Array, x: jax.Array) -> jax.Array:
-    fill = jnp.asarray(neutral, x.dtype)  # type: ignore[arg-type]
+def _where_inside(dim: int, reduces: str, inside: jax.Array, x: jax.Array) -> jax.Array:
+    fill = jnp.asarray(_rules.neutral(reduces, x.dtype), x.dtype)
     return jnp.where(lax.broadcast_in_dim(inside, x.shape, (dim,)), x, fill)
-
-
-def as_dtype(dtype: DTypeLike, x: jax.Array) -> jax.Array:
-    """`x` in another dtype."""
-    return x.astype(dtype)
