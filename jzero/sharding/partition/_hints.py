@@ -17,7 +17,16 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
 Hint = Layout | None
-_THROUGH = (Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG, Cost.REDUCTION, Cost.PART)
+_THROUGH = (
+    Cost.IDENTITY,
+    Cost.COPY,
+    Cost.VIEW,
+    Cost.CAST,
+    Cost.ELEMENTWISE,
+    Cost.ALONG,
+    Cost.REDUCTION,
+    Cost.PART,
+)
 
 
 def hints_of(step: Region, outs: Sequence[Layout | None]) -> dict[ValueIn, Hint]:

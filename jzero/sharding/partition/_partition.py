@@ -16,7 +16,7 @@ from jzero.sharding.partition._run import run
 from jzero.sharding.partition._values import Value, axes_of
 from jzero.sharding.partition._writer import Move
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Jaxpr, Var
+from jzero.tracing._types import Atom, Jaxpr, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def partition(
       consts: values of its `constvars`.
       mesh: the axes, and how many devices each has.
       ins: for each argument.
-      outs: for each result its layout; None where the partitioner chooses.
+      outs: for each result its layout, whose padding is zero; None where the partitioner chooses.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
@@ -78,7 +78,7 @@ def partition(
     results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
     frame.source = jaxpr.eqns[-1]
     layouts = [_returned(frame, v, out) for v, out in zip(results, outs, strict=True)]
-    atoms = [frame.at(v, layout) for v, layout in zip(results, layouts, strict=True)]
+    atoms = [_with_zeros(frame, v, each) for v, each in zip(results, layouts, strict=True)]
     written = frame.function(_template(), own, atoms)
     moves = tuple(_moves(written, frame.moves, 1))
     ins_ = tuple(each.layout for each in ins)
@@ -98,6 +98,16 @@ def _returned(frame: Frame, value: Value, wanted: Layout | None) -> Layout:
     frame.settle(value)
     keeps = value.rows and value.make is None and value.layout.spec() is not None
     return value.layout if keeps else frame.whole(value.aval.shape)
+
+
+def _with_zeros(frame: Frame, value: Value, layout: Layout) -> Atom:
+    """A result, with zeros for padding, as an argument has that is returned."""
+    x = frame.at(value, layout)
+    if value.origin is not None and value.view is None and layout == value.layout:
+        return x
+    for d in range(len(layout.dims)):
+        x = frame.masked(x, layout, d, "sum")
+    return x
 
 
 def _moves(jaxpr: Jaxpr, moves: Mapping[Var, Move], times: int) -> Iterator[Move]:

@@ -71,7 +71,11 @@ class DeviceWriter(JaxprWriter):
     def index(self, axes: Sequence[str]) -> Atom:
         """This device's place among those along the axes."""
         axes = tuple(axes)
-        if axes not in self._index:
+        if len(axes) > 1 and axes not in self._index:  # JAX lowers the index along one axis only.
+            num = math.prod(self.mesh[axis] for axis in axes[1:])
+            parts = self.index(axes[:1]), self.index(axes[1:])
+            self._index[axes] = self.inline(_mixed, (num,), *parts)
+        elif axes not in self._index:
             out = _jaxpr.var_like(None, (), np.dtype(np.int32))
             self._index[axes] = self._collective("axis_index", [], out, axis_name=_name(axes))
         return self._index[axes]
@@ -274,6 +278,10 @@ def _split_for_exchange(
 # -- traced ------------------------------------------------------------------------------------------------
 def _reshaped(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
     return fenced(x.reshape(shape))
+
+
+def _mixed(num: int, outer: jax.Array, inner: jax.Array) -> jax.Array:
+    return outer * num + inner
 
 
 def _taken(dim: int, outer: int, num: int, inner: int, x: jax.Array, index: jax.Array) -> jax.Array:
