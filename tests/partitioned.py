@@ -1,4 +1,4 @@
-"""Steps of `partition_steps` and others, partitioned and run on 8 CPU devices, for the tests of the partitioner."""
+"""Steps that are partitioned, and run on 8 CPU devices, for the tests of the partitioner."""
 
 import dataclasses
 import math
@@ -43,7 +43,9 @@ def roles(state):
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     leaves = jax.tree.leaves(state)
     params = {
-        p.removeprefix("['p']"): x for p, x in zip(paths, leaves, strict=True) if p.startswith("['p']")
+        p.removeprefix("['p']"): x
+        for p, x in zip(paths, leaves, strict=True)
+        if p.startswith("['p']")
     }
     found = []
     for path, x in zip(paths, leaves, strict=True):
@@ -99,7 +101,9 @@ def traced(case: Case):
 
 
 def _struct(x):
-    return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), weak_type=getattr(x, "weak_type", False))
+    return jax.ShapeDtypeStruct(
+        np.shape(x), jnp.result_type(x), weak_type=getattr(x, "weak_type", False)
+    )
 
 
 def prepare(case: Case) -> Ready:
@@ -159,7 +163,9 @@ def train(case: Case, ready: Ready, num=3):
     for _ in range(num):
         outs = ready.run(*state, *batch)
         state, more = outs[:start], outs[start:]
-        metrics.append([unpadded(x, at) for x, at in zip(more, ready.program.outs[start:], strict=True)])
+        metrics.append(
+            [unpadded(x, at) for x, at in zip(more, ready.program.outs[start:], strict=True)]
+        )
     return [
         *(unpadded(x, at) for x, at in zip(state, ready.program.outs, strict=False)),
         *(x for step in metrics for x in step),
@@ -178,7 +184,7 @@ def worst(got, want):
     """The largest difference, relative where values are large."""
     most = 0.0
     for x, y in zip(got, want, strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
         if x.size:
             x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
             most = max(most, float(np.max(np.abs(x - y) / (1 + np.abs(y)))))

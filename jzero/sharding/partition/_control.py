@@ -69,7 +69,7 @@ class _Carried:
 
 @dataclasses.dataclass
 class _Loop:
-    """What `scan` and `while` have in common: carries, and bodies that are written until these stay as they are."""
+    """A loop whose bodies are written until its carries stay as they are laid out."""
 
     frame: Frame
     region: Region
@@ -168,7 +168,14 @@ class _Scan(_Loop):
             rows.append(_jaxpr.var_like(v.aval, layout.local_shape))
             axes = axes_of(layout)
             slices.append(
-                Value(_slice_type(v), layout, {layout: rows[-1]}, v.rows & axes, v.firm & axes, origin=v.origin)
+                Value(
+                    _slice_type(v),
+                    layout,
+                    {layout: rows[-1]},
+                    v.rows & axes,
+                    v.firm & axes,
+                    origin=v.origin,
+                )
             )
         outs = self.run(inner, self.body, [*values, *carried, *slices])
         return [*vars, *rows], inner, outs
@@ -262,9 +269,7 @@ class _While(_Loop):
         results = self.results(layouts)
         like = _without_consts(self.eqn, "cond_jaxpr", cond)
         like = _without_consts(like, "body_jaxpr", body)
-        params = like.params | dict(
-            cond_nconsts=len(test.imports), body_nconsts=len(inner.imports)
-        )
+        params = like.params | dict(cond_nconsts=len(test.imports), body_nconsts=len(inner.imports))
         frame.again(like, [*test.imports, *inner.imports, *starts], results, params=params)
         each = zip(self.eqn.outvars, carries, results, strict=True)
         return [Value(var.aval, c.layout, {c.layout: x}, c.rows) for var, c, x in each]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ordinary equations: which of their factors the devices share, by cost, and the equation of one device.
 
-[Note: rows stay, the state moves] For each mesh axis an equation has candidates: a factor whose dim an operand
-has sharded over the axis. The one that moves the fewest bytes is taken. If an operand is sharded because rows
-of the batch are, moving state to them counts for nothing, whatever the sizes: that makes it ZeRO. State that a
-user's spec shards is `firm`, and its moves do count.
+[Note: rows stay, the state moves] For each mesh axis an equation has candidates: factors whose dim an operand
+has sharded over the axis. The one that moves the fewest bytes is taken. If an operand is sharded because
+rows of the batch are, moving state to them counts for nothing, whatever the sizes: that makes it ZeRO. State
+that a user's spec shards is `firm`, and its moves do count.
 
-[Note: masks] A padded dim holds anything. Where a factor is reduced, each operand that has it gets what changes
-no sum (maximum, ...) in the place of the padding: of a product both, since 0 * NaN is NaN.
+[Note: masks] A padded dim holds anything. Where a factor is reduced, each operand that has it gets what
+changes no sum (maximum, ...) in the place of the padding: of a product both, since 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from jzero.sharding.partition._values import Value, axes_of, is_whole, next_oute
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
-Chosen = Mapping[int, Dim]  # Of factors, by index: how the devices cut the dim. Its size counts if it is padded.
+Chosen = Mapping[
+    int, Dim
+]  # Of factors, by index: how the devices cut the dim. Its size counts if it is padded.
 
 
 def waits(eqn: Eqn) -> bool:
@@ -169,7 +171,12 @@ class _Choice:
         if best.cost == 0:
             return False
         others = any(b != axis for v in rows for b in v.rows)
-        cut = {c.axis for i, dim in self.chosen.items() if not _is_reduced(self.factors[i]) for c in dim.cuts}
+        cut = {
+            c.axis
+            for i, dim in self.chosen.items()
+            if not _is_reduced(self.factors[i])
+            for c in dim.cuts
+        }
         cut_rows = any(b != axis and b in cut for v in self.ins for b in v.rows)
         summed = _is_reduced(self.factors[best.factor]) and others and cut_rows
         return best.moves_rows or summed
@@ -198,7 +205,12 @@ class _Choice:
     def _sum_price(self, axis: str) -> float:
         """Of the sum that is due over the axis: scattered if what follows says where."""
         n, total = self.frame.mesh[axis], 0.0
-        cut = {c.axis for i, dim in self.chosen.items() if not _is_reduced(self.factors[i]) for c in dim.cuts}
+        cut = {
+            c.axis
+            for i, dim in self.chosen.items()
+            if not _is_reduced(self.factors[i])
+            for c in dim.cuts
+        }
         for var in self.eqn.outvars:
             scattered = self.frame.hint_of(var) is not None
             own = num_bytes(var.aval) / self.ins[0].layout.num(cut)
@@ -307,7 +319,9 @@ class _Written:
         params = dict[str, Any]()
         for i, dim in self.chosen.items():
             factor, n = self.factors[i], self.ins[0].layout.num([c.axis for c in dim.cuts])
-            out = next((layouts[j].local_shape[d] for j, d in enumerate(factor.outs) if d is not None), 0)
+            out = next(
+                (layouts[j].local_shape[d] for j, d in enumerate(factor.outs) if d is not None), 0
+            )
             for name, new in factor.local(out or dim.size // n, n).items():
                 old = params.get(name)
                 params[name] = new if old is None else tuple(map(min, old, new))

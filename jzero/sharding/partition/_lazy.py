@@ -79,9 +79,11 @@ def _make(
         cut = {f.outs[0]: f for f in factors if f.outs[0] is not None and _is_cut(layout, f)}
         atoms = []
         for k, value in enumerate(ins):
-            dims = {f.ins[k]: layout.dims[d] for d, f in cut.items() if f.ins[k] is not None}
-            own = {d: sized(dim, value.aval.shape[d]) for d, dim in dims.items()}
-            atoms.append(frame.at(value, frame.whole(value.aval.shape).with_dims(own)))
+            shape, own = value.aval.shape, dict[int, Dim]()
+            for to, factor in cut.items():
+                if (d := factor.ins[k]) is not None:
+                    own[d] = sized(layout.dims[to], shape[d])
+            atoms.append(frame.at(value, frame.whole(shape).with_dims(own)))
         made = _written(frame, eqn, atoms, layout)
     frame.source = source
     return made

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Value`: a value of the step on one device, in the layouts in which it is there; and sums of layouts' facts."""
+"""`Value`: a value of the step on one device; and what is made of two layouts."""
 
 from __future__ import annotations
 
