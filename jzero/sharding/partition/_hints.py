@@ -18,15 +18,9 @@ from jzero.tracing._types import Eqn
 
 Hint = Layout | None
 _THROUGH = (
-    Cost.IDENTITY,
-    Cost.COPY,
-    Cost.VIEW,
-    Cost.CAST,
-    Cost.ELEMENTWISE,
-    Cost.ALONG,
-    Cost.REDUCTION,
-    Cost.PART,
-)
+    Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG, Cost.REDUCTION, Cost.PART,
+    Cost.JOIN, Cost.REPEAT,
+)  # fmt: skip
 
 
 def hints_of(step: Region, outs: Sequence[Layout | None]) -> dict[ValueIn, Hint]:

@@ -18,8 +18,9 @@ from jzero.ir import _rules
 from jzero.ir._factors import Factor
 from jzero.ir._layout import Dim, Layout
 from jzero.ir._rules import Cost
+from jzero.sharding.partition._equations import met
 from jzero.sharding.partition._frame import Frame
-from jzero.sharding.partition._values import Value, axes_of, joined, sized
+from jzero.sharding.partition._values import Value, axes_of, sized
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -45,16 +46,9 @@ def may_wait(eqn: Eqn, ins: Sequence[Value]) -> bool:
 def lazy(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]) -> Value:
     """The result of an equation, which is written where it is read."""
     out = eqn.outvars[0].aval
-    layout = frame.whole(out.shape)
+    layout = met(frame, eqn, ins, factors)
     if eqn.primitive.name == "reshape":
         layout = ins[0].layout.reshapable(out.shape).reshape(out.shape)
-        factors = ()
-    for factor in factors:
-        for value, d in zip(ins, factor.ins, strict=True):
-            to = factor.outs[0]
-            if d is not None and to is not None and value.aval.shape[d] == out.shape[to]:
-                want = frame.whole(out.shape).with_dims({to: value.layout.dims[d]})
-                layout = joined(layout, want)
     rows = frozenset(a for v in ins for a in v.rows) & axes_of(layout)
     views = eqn.primitive.name in ("broadcast_in_dim", "reshape") or _rules.is_float_cast(eqn)
     fill = ins[0].fill if ins and views else None
