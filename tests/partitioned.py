@@ -1,4 +1,4 @@
-"""Steps of `partition_steps` and others, partitioned and run on 8 CPU devices, for the tests of the partitioner."""
+"""Steps that are partitioned, and run on 8 CPU devices, for the tests of the partitioner."""
 
 import dataclasses
 import math
@@ -184,7 +184,7 @@ def worst(got, want):
     """The largest difference, relative where values are large."""
     most = 0.0
     for x, y in zip(got, want, strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
         if x.size:
             x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
             most = max(most, float(np.max(np.abs(x - y) / (1 + np.abs(y)))))

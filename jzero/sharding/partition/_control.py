@@ -69,7 +69,7 @@ class _Carried:
 
 @dataclasses.dataclass
 class _Loop:
-    """What `scan` and `while` have in common: carries, and bodies that are written until these stay as they are."""
+    """A loop whose bodies are written until its carries stay as they are laid out."""
 
     frame: Frame
     region: Region

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ordinary equations: which of their factors the devices share, by cost, and the equation of one device.
 
-[Note: rows stay, the state moves] For each mesh axis an equation has candidates: a factor whose dim an operand
-has sharded over the axis. The one that moves the fewest bytes is taken. If an operand is sharded because rows
-of the batch are, moving state to them counts for nothing, whatever the sizes: that makes it ZeRO. State that a
-user's spec shards is `firm`, and its moves do count.
+[Note: rows stay, the state moves] For each mesh axis an equation has candidates: factors whose dim an operand
+has sharded over the axis. The one that moves the fewest bytes is taken. If an operand is sharded because
+rows of the batch are, moving state to them counts for nothing, whatever the sizes: that makes it ZeRO. State
+that a user's spec shards is `firm`, and its moves do count.
 
-[Note: masks] A padded dim holds anything. Where a factor is reduced, each operand that has it gets what changes
-no sum (maximum, ...) in the place of the padding: of a product both, since 0 * NaN is NaN.
+[Note: masks] A padded dim holds anything. Where a factor is reduced, each operand that has it gets what
+changes no sum (maximum, ...) in the place of the padding: of a product both, since 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from jzero.ir._factors import SCATTER_REDUCES, Factor
 from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.partition._frame import Frame
-from jzero.sharding.partition._values import Value, axes_of, is_whole, next_outer, num_bytes, sized
+from jzero.sharding.partition._values import (
+    Value,
+    axes_of,
+    is_whole,
+    joined,
+    next_outer,
+    num_bytes,
+    sized,
+)
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -61,7 +69,7 @@ def ordinary(
     """Writes an equation that holds no programs."""
     kept = due(eqn, ins)
     if not kept:
-        settle(frame, eqn, ins)
+        settle(frame, eqn, ins, factors)
     elif (alone := _added_to_zero(eqn, ins)) is not None:
         return [alone]
     if all(is_whole(v.layout) for v in ins):
@@ -70,15 +78,26 @@ def ordinary(
     return _Written(frame, eqn, ins, factors, chosen, kept).run()
 
 
-def settle(frame: Frame, eqn: Eqn, ins: Sequence[Value]) -> None:
+def settle(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]) -> None:
     """Does the sums of all operands, where the others of an elementwise equation are."""
     if any(v.layout.partial for v in ins):
-        shape = eqn.outvars[0].aval.shape
-        alike = [v for v in ins if v.aval.shape == shape and _rules.costs(eqn, Cost.ELEMENTWISE)]
-        others = (v.layout for v in alike if v.make is None and not v.layout.partial)
-        towards = next((x for x in others if not is_whole(x)), None)
+        towards = met(frame, eqn, ins, factors) if _rules.costs(eqn, Cost.ELEMENTWISE) else None
         for v in ins:
-            frame.settle(v, towards if v in alike else None)
+            alike = towards is not None and v.aval.shape == towards.shape
+            frame.settle(v, towards if alike else None)
+
+
+def met(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]) -> Layout:
+    """The result's layout if all operands but partial sums stay where they are, lazy ones last."""
+    shape = eqn.outvars[0].aval.shape
+    layout = frame.whole(shape)
+    order = sorted(range(len(ins)), key=lambda k: ins[k].make is not None)
+    for k in (k for k in order if not ins[k].layout.partial):
+        for factor in factors:
+            d, to = factor.ins[k], factor.outs[0]
+            if d is not None and to is not None and ins[k].aval.shape[d] == shape[to]:
+                layout = joined(layout, frame.whole(shape).with_dims({to: ins[k].layout.dims[d]}))
+    return layout
 
 
 def _added_to_zero(eqn: Eqn, ins: Sequence[Value]) -> Value | None:
@@ -144,10 +163,17 @@ class _Choice:
         if lead and (best is None or rows and self._may_exchange(axis, best, rows)):
             self._exchanges(axis, lead, bool(rows), found)
             best = min(found.values(), default=None)
-        return best
+        return None if best is None or best.cost and self._is_cheaper_whole(axis, best) else best
 
     def _is_at(self, value: Value, factor: Factor, d: int) -> bool:
         return any(v is value and at == d for v, at in zip(self.ins, factor.ins, strict=True))
+
+    def _is_cheaper_whole(self, axis: str, best: _Candidate) -> bool:
+        """Of state alone: whether it costs no more to have all of it, and so its results."""
+        if any(v.rows for v in self.ins):
+            return False
+        distinct = dict.fromkeys(v if v.view is None else v.view[1] for v in self.ins)
+        return best.cost >= sum(self.frame.price(v, axis, None) for v in distinct)
 
     def _exchanges(
         self, axis: str, lead: Sequence[Value], rows: bool,
@@ -333,6 +359,7 @@ class _Written:
         firm = frozenset[str]() if rows else frozenset(a for v in self.ins for a in v.firm) & axes
         found = Value(aval, layout, {layout: x}, rows & axes, firm)
         (first, *others), name = self.ins, self.eqn.primitive.name
+        found.spread = self._spread(layout)
         if not others and not rows:
             found.origin = first.origin
         if name in ("transpose", "convert_element_type"):
@@ -340,6 +367,30 @@ class _Written:
         if name == "transpose" and first.is_state and first.make is None:
             found.view = self.eqn, first
         return found
+
+    def _spread(self, layout: Layout) -> Layout | None:
+        """Where a sum along rows is scattered: along another dim of as many (as keys beside queries)."""
+        if self.kept:
+            return _spread_on(self.eqn, self.ins[0].spread)
+        found = self.frame.whole(layout.shape)
+        if not any(axes_of(layout) & v.rows for v in self.ins):
+            return None  # A gradient of state, not of activations.
+        for i, dim in self.chosen.items():
+            axes = {cut.axis for cut in dim.cuts}
+            if not _is_reduced(self.factors[i]) or not any(axes <= v.rows for v in self.ins):
+                continue
+            alike = [d for d, n in enumerate(layout.shape) if n == dim.true > 1]
+            free = [d for d in alike if not layout.dims[d].cuts]
+            found = found.with_dims({free[0]: dim} if free else {})
+        return None if is_whole(found) else found
+
+
+def _spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
+    """The same behind an equation through which the sum waits."""
+    if before is not None and eqn.primitive.name == "transpose":
+        return before.transpose(eqn.params["permutation"])
+    same = before is not None and before.shape == eqn.outvars[0].aval.shape
+    return before if same else None
 
 
 def reshaped(frame: Frame, eqn: Eqn, value: Value) -> Value:

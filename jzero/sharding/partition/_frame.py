@@ -50,9 +50,9 @@ class Frame(DeviceWriter):
         self.no_rule = False
         # A pass of `jax.grad` gathers state for itself, behind what the pass before ended with.
         self._pass: str | None = None
-        self._scope, self._latest, self._token = 0, None, None
-        self._latest: Atom | None
-        self._token: Atom | None
+        self._scope = 0
+        self._latest: Atom | None = None
+        self._token: Atom | None = None
 
     def whole(self, shape: Sequence[int]) -> Layout:
         """Replicated."""
@@ -155,7 +155,7 @@ class Frame(DeviceWriter):
         return sum(n for step in steps for _, n in step.received)
 
     def price(self, value: Value, axis: str, dim: int | None, outer: int = 0) -> float:
-        """Bytes that reach a device if an axis is to cut this dim, or none; about, since the others may move."""
+        """Bytes that reach a device, about, if an axis is to cut this dim, or none."""
         if value.make is not None:
             return 0.0
         prices, n = [], self.mesh[axis]
@@ -172,13 +172,16 @@ class Frame(DeviceWriter):
         return min(prices)
 
     def settle(self, value: Value, towards: Layout | None = None) -> None:
-        """Does the sums that a value is, where what follows wants it: else where `towards` is, else whole."""
+        """Does the sums that a value is: where what follows wants it, where `towards` is, or whole."""
         if not value.layout.partial:
             return
         new = value.layout.settled(value.due)
         for want in (value.hint, towards):
             if want is not None:
                 new = joined(new, want, value.due)
+        if value.spread is not None:
+            new = joined(new, value.spread, value.due)
+            value.rows |= axes_of(new) & axes_of(value.spread) & value.due
         self.at(value, new)
         value.layout = new
 
@@ -187,7 +190,7 @@ class Frame(DeviceWriter):
         return self.shared.hints.get((self.region, var))
 
     def function(self, like: Jaxpr, ins: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
-        """What is written, as far as it is needed, as a function of `imports` that are left, and of `ins`."""
+        """What is written and needed, as a function of the `imports` that are left and of `ins`."""
         assert self.outer is None or not self.constvars, "constants of a body have no place"
         needed, eqns = set(variables(outs)), list[Eqn]()
         for eqn in reversed(self.eqns):
@@ -200,7 +203,7 @@ class Frame(DeviceWriter):
         info: Any = found
         return _jaxpr.replaced(found, debug_info=info.debug_info.with_unknown_names())
 
-    # -- passes ------------------------------------------------------------------------------------------------
+    # -- passes ---------------------------------------------------------------------------------------------
     def enter_pass(self, now: str | None) -> None:
         """Begins another pass of `jax.grad`, of which gathers are its own."""
         if self.outer is not None or now is None or now == self._pass:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hints: in which layout what follows wants a value, so that a sum is scattered there and nowhere else.
 
-They start from the layouts of the new state, and go back through everything that keeps dims; products stop them.
+They start from the layouts of the new state, and go back through all that keeps dims; products stop them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,9 @@ from jzero.tracing._types import Eqn
 
 Hint = Layout | None
 _THROUGH = (
-    Cost.IDENTITY,
-    Cost.COPY,
-    Cost.VIEW,
-    Cost.CAST,
-    Cost.ELEMENTWISE,
-    Cost.ALONG,
-    Cost.REDUCTION,
-    Cost.PART,
-)
+    Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG, Cost.REDUCTION, Cost.PART,
+    Cost.JOIN, Cost.REPEAT,
+)  # fmt: skip
 
 
 def hints_of(step: Region, outs: Sequence[Layout | None]) -> dict[ValueIn, Hint]:
@@ -51,11 +45,11 @@ def _join(a: Hint, b: Hint) -> Hint:
 
 def _before(region: Region, eqn: Eqn, outs: Sequence[Hint]) -> list[Hint]:
     """Of an equation's operands."""
-    out, nothing = outs[0], [None] * len(eqn.invars)
+    out = outs[0]
     if eqn.primitive.name == "optimization_barrier":
         return [*outs]
     if out is None or not _rules.costs(eqn, *_THROUGH):
-        return nothing
+        return [None for _ in eqn.invars]
     if eqn.primitive.name == "reshape":
         shape = eqn.invars[0].aval.shape
         found = out.reshapable(shape).reshape(shape) if len(eqn.invars) == 1 else out

@@ -18,8 +18,9 @@ from jzero.ir import _rules
 from jzero.ir._factors import Factor
 from jzero.ir._layout import Dim, Layout
 from jzero.ir._rules import Cost
+from jzero.sharding.partition._equations import met
 from jzero.sharding.partition._frame import Frame
-from jzero.sharding.partition._values import Value, axes_of, joined, sized
+from jzero.sharding.partition._values import Value, axes_of, sized
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -45,16 +46,9 @@ def may_wait(eqn: Eqn, ins: Sequence[Value]) -> bool:
 def lazy(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]) -> Value:
     """The result of an equation, which is written where it is read."""
     out = eqn.outvars[0].aval
-    layout = frame.whole(out.shape)
+    layout = met(frame, eqn, ins, factors)
     if eqn.primitive.name == "reshape":
         layout = ins[0].layout.reshapable(out.shape).reshape(out.shape)
-        factors = ()
-    for factor in factors:
-        for value, d in zip(ins, factor.ins, strict=True):
-            to = factor.outs[0]
-            if d is not None and to is not None and value.aval.shape[d] == out.shape[to]:
-                want = frame.whole(out.shape).with_dims({to: value.layout.dims[d]})
-                layout = joined(layout, want)
     rows = frozenset(a for v in ins for a in v.rows) & axes_of(layout)
     views = eqn.primitive.name in ("broadcast_in_dim", "reshape") or _rules.is_float_cast(eqn)
     fill = ins[0].fill if ins and views else None
@@ -79,9 +73,11 @@ def _make(
         cut = {f.outs[0]: f for f in factors if f.outs[0] is not None and _is_cut(layout, f)}
         atoms = []
         for k, value in enumerate(ins):
-            dims = {f.ins[k]: layout.dims[d] for d, f in cut.items() if f.ins[k] is not None}
-            own = {d: sized(dim, value.aval.shape[d]) for d, dim in dims.items()}
-            atoms.append(frame.at(value, frame.whole(value.aval.shape).with_dims(own)))
+            shape, own = value.aval.shape, dict[int, Dim]()
+            for to, factor in cut.items():
+                if (d := factor.ins[k]) is not None:
+                    own[d] = sized(layout.dims[to], shape[d])
+            atoms.append(frame.at(value, frame.whole(shape).with_dims(own)))
         made = _written(frame, eqn, atoms, layout)
     frame.source = source
     return made

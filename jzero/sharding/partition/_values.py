@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Value`: a value of the step on one device, in the layouts in which it is there; and sums of layouts' facts."""
+"""`Value`: a value of the step on one device; and what is made of two layouts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Value:
       fill: all its elements, if they are one that is known.
       origin: the input of which it is a view, by index.
       hint: in which layout what follows wants it.
+      spread: where a sum of activations is scattered that nobody has asked of: beside the dim that it summed.
       outer: the same value in the frame around.
       view: an equation and the state of which it is a transpose: a table and its transpose share a gather.
       scopes: of gathers of state that serve one pass only, which.
@@ -43,6 +44,7 @@ class Value:
     fill: Any = None
     origin: int | None = None
     hint: Layout | None = None
+    spread: Layout | None = None
     outer: Value | None = None
     view: tuple[Eqn, Value] | None = None
     scopes: dict[Layout, int] = dataclasses.field(default_factory=dict)

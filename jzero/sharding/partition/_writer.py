@@ -85,7 +85,7 @@ class DeviceWriter(JaxprWriter):
         self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = ""
     ) -> Atom:
         """`x`, which is laid out as `source`, as `target`."""
-        for step in conversion(source, target, _rules.size_in_bytes(_element(x))):
+        for step in conversion(source, target, getattr(x.aval.dtype, "itemsize", 4)):
             x = self._as_data(x, step)
             if step.kind not in LOCAL:
                 nbytes = sum(n for _, n in step.received)
@@ -132,7 +132,7 @@ class DeviceWriter(JaxprWriter):
         num, joined = step.before.num(step.axes), _digit(step.before, step.axes)
         cut = _digit(step.after, step.axes)
         shape, where = _split_for_exchange(x.aval.shape, step.before, joined, cut, num)
-        y = self.reshape(x, shape)
+        y: Atom = self.reshape(x, shape)
         new = _with(_with(shape, where[0], 1), where[1], num)
         y = self._sent(y, new, "all_to_all", split_axis=where[0], concat_axis=where[1],
                        axis_name=_name(step.axes), axis_index_groups=None, tiled=True)  # fmt: skip
@@ -217,15 +217,6 @@ class DeviceWriter(JaxprWriter):
         """The operands, none of which is there before all are."""
         outs = [_jaxpr.new_var(x) for x in ins]
         return self.add(lax.optimization_barrier_p, ins, outs)
-
-
-class _Element(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: np.dtype[np.generic]
-
-
-def _element(x: Atom) -> _Element:
-    return _Element((), x.aval.dtype)
 
 
 def _reason(step: LayoutStep) -> str:
