@@ -104,6 +104,7 @@ def _received(
 ) -> Iterator[tuple[str, int]]:
     """As `jzero.ir._layout` counts: an all-reduce is a reduce-scatter and an all-gather."""
     nbytes *= 2 if op == "all-reduce" else 1
+    over = [axis for axis in axes if axis in over]
     sizes = [axes[axis] for axis in over]
     for i, axis in enumerate(over):
         inner = math.prod(sizes[i + 1 :])
