@@ -17,6 +17,7 @@ from jzero.ir._regions import Region
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import Frame
 from jzero.sharding.partition._values import Value, axes_of, common
+from jzero.sharding.partition._writer import communicates
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -230,7 +231,12 @@ def _collects(body: Region, i: int, j: int) -> bool:
 
 @dataclasses.dataclass
 class _While(_Loop):
-    """Writes a `while`; all devices decide alike, since they have the whole predicate."""
+    """Writes a `while`; all devices decide alike, since they have the whole predicate.
+
+    [Note: loops of single rows] In `jax.vmap` a predicate has an element for each row, and a row that is done
+    keeps its carry. If nothing in the loop communicates, each device stops by itself when its own rows are
+    done; else they are gathered. Padding never goes on.
+    """
 
     def __post_init__(self) -> None:
         self.parts = _jaxpr.while_parts(self.eqn)
@@ -242,7 +248,23 @@ class _While(_Loop):
         self.init = self.ins[last:]
 
     def write(self) -> list[Value]:
-        carries = self.carries(self.init)
+        of_rows = self.cond.jaxpr.outvars[0].aval.ndim
+        found = self._attempt(of_rows, self.carries(self.init))
+        if found is None:
+            carries = [_Carried(*self._whole_rows(v, of_rows)) for v in self.init]
+            found = self._attempt(of_rows, carries, whole=True)
+        assert found is not None
+        return found
+
+    def _whole_rows(self, value: Value, of_rows: int) -> tuple[Layout, frozenset[str]]:
+        cut = {c.axis for dim in value.layout.dims[:of_rows] for c in dim.cuts}
+        layout = value.layout.without(cut)
+        return layout, value.rows & axes_of(layout)
+
+    def _attempt(
+        self, of_rows: int, carries: list[_Carried], whole: bool = False
+    ) -> list[Value] | None:  # fmt: skip
+        """The loop; None if it stops for each row by itself, and the devices would have to communicate."""
         for attempt in range(_ATTEMPTS):
             inner, vars = self.inner(self.body), self.variables(carries, self.init)
             carried = self.values(carries, vars, self.init)
@@ -251,18 +273,28 @@ class _While(_Loop):
             for v in outs:
                 inner.settle(v)
             new = self.after(attempt, carries, outs)
+            if whole:
+                for c, v in zip(new, outs, strict=True):
+                    c.layout, c.rows = self._whole_rows(
+                        dataclasses.replace(v, layout=c.layout), of_rows
+                    )
             if new == carries:
-                return self._written(inner, vars, carries, outs)
+                return self._written(inner, vars, carries, outs, of_rows, whole)
             carries = new
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
 
     def _written(
-        self, inner: Frame, vars: list[Var], carries: list[_Carried], outs: list[Value]
-    ) -> list[Value]:  # fmt: skip
+        self, inner: Frame, vars: list[Var], carries: list[_Carried], outs: list[Value],
+        of_rows: int, whole: bool,
+    ) -> list[Value] | None:  # fmt: skip
         frame, inner.source = self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs, carries, strict=True)]
         body = inner.function(self.parts.body, vars, ends)
-        test, cond = self._predicate(carries)
+        test, cond, go = self._predicate(carries, whole)
+        if of_rows and not whole:
+            alike = all(c.layout.dims[:of_rows] == go.layout.dims for c in carries)
+            if not alike or any(communicates(x, frame.moves) for x in (cond, body)):
+                return None
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
         layouts = [c.layout for c in carries]
@@ -274,12 +306,19 @@ class _While(_Loop):
         each = zip(self.eqn.outvars, carries, results, strict=True)
         return [Value(var.aval, c.layout, {c.layout: x}, c.rows) for var, c, x in each]
 
-    def _predicate(self, carries: Sequence[_Carried]) -> tuple[Frame, Jaxpr]:
+    def _predicate(
+        self, carries: Sequence[_Carried], whole: bool
+    ) -> tuple[Frame, Jaxpr, Value]:  # fmt: skip
         test, vars = self.inner(self.cond), self.variables(carries, self.init)
         carried = self.values(carries, vars, self.init)
         (go,) = self.run(test, self.cond, [*map(test.entered, self.cond_consts), *carried])
+        test.source = self.eqn
         test.settle(go)
-        return test, test.function(self.parts.cond, vars, [test.at(go, test.whole(()))])
+        layout = go.layout if go.aval.ndim and not whole else test.whole(go.aval.shape)
+        goes_on = test.at(go, layout)
+        for d in range(go.aval.ndim):
+            goes_on = test.masked(goes_on, layout, d, "or")
+        return test, test.function(self.parts.cond, vars, [goes_on]), go
 
 
 # -- branches ------------------------------------------------------------------------------------------------

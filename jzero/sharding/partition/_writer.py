@@ -22,7 +22,7 @@ from jzero.ir._writer import JaxprWriter
 from jzero.sharding.batch._writer import SENT_AS, _from_ordered, cast, fenced, ordered_integers
 from jzero.sharding.partition._errors import cannot
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Var
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 Parts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
 
@@ -70,14 +70,14 @@ class DeviceWriter(JaxprWriter):
 
     def index(self, axes: Sequence[str]) -> Atom:
         """This device's place among those along the axes."""
-        axes = tuple(axes)
-        if len(axes) > 1 and axes not in self._index:  # JAX lowers the index along one axis only.
-            num = math.prod(self.mesh[axis] for axis in axes[1:])
-            parts = self.index(axes[:1]), self.index(axes[1:])
-            self._index[axes] = self.inline(_mixed, (num,), *parts)
+        (first, *others), axes = axes, tuple(axes)
+        if axes not in self._index and others:
+            each = [self.index([axis]) for axis in axes]
+            sizes = tuple(self.mesh[axis] for axis in others)
+            self._index[axes] = self.inline(_joint_index, (sizes,), *each)
         elif axes not in self._index:
             out = _jaxpr.var_like(None, (), np.dtype(np.int32))
-            self._index[axes] = self._collective("axis_index", [], out, axis_name=_name(axes))
+            self._index[axes] = self._collective("axis_index", [], out, axis_name=first)
         return self._index[axes]
 
     # -- conversions --------------------------------------------------------------------------------------
@@ -266,13 +266,23 @@ def _split_for_exchange(
     return flat, (starts[0] + places[0], starts[1] + places[1])
 
 
+def communicates(jaxpr: Jaxpr, moves: Mapping[Var, Move]) -> bool:
+    """Whether a program, or one inside, has a collective."""
+    inner = [_jaxpr.open_jaxpr(each)[0] for eqn in jaxpr.eqns for each in _jaxpr.inner_jaxprs(eqn)]
+    own = any(eqn.outvars and eqn.outvars[0] in moves for eqn in jaxpr.eqns)
+    return own or any(communicates(each, moves) for each in inner)
+
+
 # -- traced ------------------------------------------------------------------------------------------------
 def _reshaped(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
     return fenced(x.reshape(shape))
 
 
-def _mixed(num: int, outer: jax.Array, inner: jax.Array) -> jax.Array:
-    return outer * num + inner
+def _joint_index(sizes: tuple[int, ...], first: jax.Array, *others: jax.Array) -> jax.Array:
+    """A place among several axes, the outermost first (JAX 0.10.2 lowers the index of one axis only)."""
+    for size, index in zip(sizes, others, strict=True):
+        first = first * jnp.int32(size) + index
+    return first
 
 
 def _taken(dim: int, outer: int, num: int, inner: int, x: jax.Array, index: jax.Array) -> jax.Array:
