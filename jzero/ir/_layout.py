@@ -82,9 +82,11 @@ class Layout:
     partial: tuple[Partial, ...] = ()
 
     def __post_init__(self) -> None:
-        axes = [cut.axis for dim in self.dims for cut in dim.cuts] + [p.axis for p in self.partial]
-        assert len(axes) == len(set(axes)), f"an axis is used twice: {self}"
-        assert all(fits(d.size, self.digits(d.cuts)) for d in self.dims), f"cuts overlap: {self}"
+        cut = [dim for dim in self.dims if dim.cuts]  # Of most layouts of a step, none.
+        if cut or self.partial:
+            axes = [x.axis for dim in cut for x in dim.cuts] + [p.axis for p in self.partial]
+            assert len(axes) == len(set(axes)), f"an axis is used twice: {self}"
+            assert all(fits(d.size, self.digits(d.cuts)) for d in cut), f"cuts overlap: {self}"
 
     def __str__(self) -> str:
         linear = [
@@ -270,7 +272,12 @@ class Layout:
 
 
 def replicated(shape: Sequence[int], mesh: Mapping[str, int]) -> Layout:
-    return Layout(tuple(Dim(n) for n in shape), tuple(mesh.items()))
+    return _replicated(tuple(shape), tuple(mesh.items()))
+
+
+@functools.lru_cache(maxsize=2**12)
+def _replicated(shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]) -> Layout:
+    return Layout(tuple(map(Dim, shape)), mesh)
 
 
 def from_spec(shape: Sequence[int], mesh: Mapping[str, int], spec: PartitionSpec) -> Layout:
