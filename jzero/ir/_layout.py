@@ -82,9 +82,12 @@ class Layout:
     partial: tuple[Partial, ...] = ()
 
     def __post_init__(self) -> None:
-        axes = [cut.axis for dim in self.dims for cut in dim.cuts] + [p.axis for p in self.partial]
+        cut = [dim for dim in self.dims if dim.cuts]
+        if not cut and not self.partial:  # As most are.
+            return
+        axes = [c.axis for dim in cut for c in dim.cuts] + [p.axis for p in self.partial]
         assert len(axes) == len(set(axes)), f"an axis is used twice: {self}"
-        assert all(fits(d.size, self.digits(d.cuts)) for d in self.dims), f"cuts overlap: {self}"
+        assert all(fits(d.size, self.digits(d.cuts)) for d in cut), f"cuts overlap: {self}"
 
     def __str__(self) -> str:
         linear = [
