@@ -12,6 +12,7 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 from jzero.ir._layout import Layout, from_spec, replicated
+from jzero.ir._regions import turns
 from jzero.ir._starts import in_bounds
 from jzero.sharding.partition._partition import Input, Program, partition
 from jzero.tracing import _jaxpr, _rewrite
@@ -199,3 +200,23 @@ def moved(program: Program) -> dict[str, tuple[int, int]]:
         times[move.kind] += move.times
         nbytes[move.kind] += move.nbytes
     return {kind: (times[kind], nbytes[kind]) for kind in sorted(times)}
+
+
+def collectives(jaxpr, mesh, kinds) -> dict[str, tuple[int, int]]:
+    """The same as `moved`, counted in a program's equations."""
+    found: dict[str, tuple[int, int]] = {}
+
+    def walk(jaxpr, times):
+        for eqn in jaxpr.eqns:
+            if (kind := kinds.get(eqn.primitive.name)) is not None:
+                axes = eqn.params.get("axes") or eqn.params["axis_name"]
+                n = math.prod(mesh[a] for a in ((axes,) if isinstance(axes, str) else axes))
+                most = max(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
+                num, nbytes = found.get(kind, (0, 0))
+                received = (2 if kind == "reduce" else 1) * most * (n - 1) // n
+                found[kind] = num + times, nbytes + times * received
+            for inner in _jaxpr.inner_jaxprs(eqn):
+                walk(_jaxpr.open_jaxpr(inner)[0], times * (turns(eqn) or 1))
+
+    walk(jaxpr, 1)
+    return dict(sorted(found.items()))

@@ -141,12 +141,25 @@ class _Choice:
     kept: tuple[Partial, ...]
 
     def run(self) -> dict[int, Dim]:
+        if (alike := self._alike()) is not None:
+            return alike
         self.chosen: dict[int, Dim] = {}
         kept = {p.axis for p in self.kept}
         for axis in self.frame.mesh:
             if axis not in kept and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
         return self.chosen
+
+    def _alike(self) -> dict[int, Dim] | None:
+        """Of an elementwise equation whose operands are sharded alike, or whole: that, as is found below."""
+        if not _rules.costs(self.eqn, Cost.ELEMENTWISE, Cost.CAST, Cost.COPY):
+            return None
+        hard = [v.layout for v in self.ins if v.make is None and not is_whole(v.layout)]
+        shape = self.eqn.outvars[0].aval.shape
+        if not hard or hard[0].shape != shape or any(x.dims != hard[0].dims for x in hard[1:]):
+            return None
+        dims, outs = hard[0].dims, [f.outs[0] for f in self.factors]
+        return {i: dims[d] for i, d in enumerate(outs) if d is not None and dims[d].cuts}
 
     def _best(self, axis: str) -> _Candidate | None:
         holders = [v for v in self.ins if v.layout.place(axis) is not None]
@@ -297,19 +310,27 @@ class _Written:
             for var, layout in zip(self.eqn.outvars, layouts, strict=True)
         ]
         self.frame.again(self.eqn, atoms, outs, params=self._params(layouts))
-        results: list[Atom] = [*outs]
-        for i, dim in reduced.items():
-            partial = tuple(Partial(cut.axis, self.factors[i].reduces or "") for cut in dim.cuts)
-            layouts = [layout.summed(*partial) for layout in layouts]
-        layouts = [dataclasses.replace(x, partial=tuple(sorted(x.partial))) for x in layouts]
-        extremes = {p.axis for x in layouts for p in x.partial if p.op != "sum"}
-        if extremes:  # Nothing is linear in them: they are due now.
-            results = [
-                self.frame.convert(x, layout, layout.settled(extremes))
-                for x, layout in zip(results, layouts, strict=True)
-            ]
-            layouts = [layout.settled(extremes) for layout in layouts]
-        return [self._value(j, x, layouts[j]) for j, x in enumerate(results)]
+        if reduced:
+            return self._reduced(outs, layouts, reduced)
+        return [self._value(j, x, layouts[j]) for j, x in enumerate(outs)]
+
+    def _reduced(
+        self, outs: Sequence[Atom], layouts: Sequence[Layout], reduced: Chosen
+    ) -> list[Value]:  # fmt: skip
+        """The results as sums that wait; nothing is linear in maxima and minima: they are due now."""
+        more = [
+            Partial(cut.axis, self.factors[i].reduces or "")
+            for i, dim in reduced.items()
+            for cut in dim.cuts
+        ]
+        partial = tuple(sorted((*self.kept, *more)))
+        extremes = {p.axis for p in partial if p.op != "sum"}
+        found = []
+        for j, (x, layout) in enumerate(zip(outs, layouts, strict=True)):
+            terms = dataclasses.replace(layout, partial=partial)
+            now = terms.settled(extremes)
+            found.append(self._value(j, self.frame.convert(x, terms, now), now))
+        return found
 
     def _operand(self, k: int, value: Value, reduced: Chosen) -> Atom:
         dims = {}
@@ -317,9 +338,8 @@ class _Written:
             d = self.factors[i].ins[k]
             if d is not None:
                 dims[d] = sized(dim, value.aval.shape[d])
-        layout = self.frame.whole(value.aval.shape).with_dims(dims)
-        if self.kept and (value.layout.partial or value.is_zero):
-            layout = dataclasses.replace(layout, partial=self.kept)
+        waits = self.kept and (value.layout.partial or value.is_zero)
+        layout = self.frame.sharded(value.aval.shape, dims, self.kept if waits else ())
         atom = self.frame.at(value, layout)
         scatters = self.eqn.primitive.name in SCATTER_REDUCES
         if scatters and k == 0 and reduced and not value.is_zero:
@@ -338,8 +358,7 @@ class _Written:
             d = self.factors[i].outs[j]
             if d is not None:
                 dims[d] = sized(dim, shape[d])
-        layout = self.frame.whole(shape).with_dims(dims)
-        return dataclasses.replace(layout, partial=self.kept)
+        return self.frame.sharded(shape, dims, self.kept)
 
     def _params(self, layouts: Sequence[Layout]) -> dict[str, Any]:
         params = dict[str, Any]()

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jzero.ir._layout import Layout, conversion, replicated
+from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.sharding.partition._values import Value, axes_of, is_whole, joined, num_bytes
 from jzero.sharding.partition._writer import DeviceWriter, Move
@@ -26,6 +26,7 @@ class Shared:
     mesh: Mapping[str, int]
     hints: Mapping[ValueIn, Layout | None]
     moves: dict[Var, Move] = dataclasses.field(default_factory=dict)
+    layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
 
 class Frame(DeviceWriter):
@@ -56,7 +57,17 @@ class Frame(DeviceWriter):
 
     def whole(self, shape: Sequence[int]) -> Layout:
         """Replicated."""
-        return replicated(shape, self.mesh)
+        return self.sharded(shape, {})
+
+    def sharded(
+        self, shape: Sequence[int], dims: Mapping[int, Dim], partial: tuple[Partial, ...] = ()
+    ) -> Layout:  # fmt: skip
+        """Replicated but for some dims; made once, since most layouts are asked for often."""
+        key = tuple(shape), tuple(dims.items()), partial
+        if key not in self.shared.layouts:
+            layout = replicated(shape, self.mesh).with_dims(dims)
+            self.shared.layouts[key] = dataclasses.replace(layout, partial=partial)
+        return self.shared.layouts[key]
 
     # -- values that come from elsewhere ------------------------------------------------------------------
     def literal(self, atom: Literal) -> Value:

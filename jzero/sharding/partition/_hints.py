@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jzero.ir import _dataflow, _rules
+from jzero.ir._factors import Factor
 from jzero.ir._layout import Dim, Layout
 from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
 from jzero.ir._rules import Cost
@@ -54,14 +55,15 @@ def _before(region: Region, eqn: Eqn, outs: Sequence[Hint]) -> list[Hint]:
         shape = eqn.invars[0].aval.shape
         found = out.reshapable(shape).reshape(shape) if len(eqn.invars) == 1 else out
         return [found if _is_cut(found) else None]
-    return [_of_operand(eqn, k, out) for k in range(len(eqn.invars))]
+    factors = _rules.factors_of(eqn)
+    return [_of_operand(eqn, k, out, factors) for k in range(len(eqn.invars))]
 
 
-def _of_operand(eqn: Eqn, k: int, out: Layout) -> Hint:
+def _of_operand(eqn: Eqn, k: int, out: Layout, factors: Sequence[Factor]) -> Hint:
     """The cuts of the result's dims that the operand has."""
     atom, to = eqn.invars[k], eqn.outvars[0].aval.shape
     found = Layout(tuple(map(Dim, atom.aval.shape)), out.mesh)
-    for factor in _rules.factors_of(eqn):
+    for factor in factors:
         d, e = factor.ins[k], factor.outs[0]
         if d is None or e is None or atom.aval.shape[d] != to[e]:
             continue
