@@ -82,20 +82,12 @@ class Layout:
     partial: tuple[Partial, ...] = ()
 
     def __post_init__(self) -> None:
-<<<<<<< HEAD
-        cut = [dim for dim in self.dims if dim.cuts]  # Of most layouts of a step, none.
-        if cut or self.partial:
-            axes = [x.axis for dim in cut for x in dim.cuts] + [p.axis for p in self.partial]
-            assert len(axes) == len(set(axes)), f"an axis is used twice: {self}"
-            assert all(fits(d.size, self.digits(d.cuts)) for d in cut), f"cuts overlap: {self}"
-=======
         cut = [dim for dim in self.dims if dim.cuts]
         if not cut and not self.partial:  # As most are.
             return
         axes = [c.axis for dim in cut for c in dim.cuts] + [p.axis for p in self.partial]
         assert len(axes) == len(set(axes)), f"an axis is used twice: {self}"
         assert all(fits(d.size, self.digits(d.cuts)) for d in cut), f"cuts overlap: {self}"
->>>>>>> c2842c7f732064f1b91132e8ca75654b112b2fcf
 
     def __str__(self) -> str:
         linear = [

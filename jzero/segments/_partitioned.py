@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
+from jzero.ir._regions import Region, turns
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import CannotPartitionError, cannot
@@ -134,9 +135,18 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "tile_bytes": exchange.tile_bytes is not None,
         "owners of matrices": bool(plan.owned),
         "gather": plan.stage == 3 and exchange.keep_gathered and not plan.evaluates,
+        "gathers in each iteration": whole is not None and _gathers_in_loops(plan, whole),
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
     }
     yield from (reason for reason, is_so in asked.items() if is_so)
+
+
+def _gathers_in_loops(plan: StepPlan, whole: WholeBatch) -> bool:
+    """Whether a loop of an evaluation may not keep what it gathers: the partitioner's loops do."""
+    most = plan.exchange.loop_bytes
+    fits = most is None or sum(leaf.nbytes for leaf in plan.leaves) <= most
+    region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
+    return not fits and any(turns(eqn) != 1 for _, eqn in region.walk())
 
 
 def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | None, ...]]:
