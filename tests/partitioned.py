@@ -11,6 +11,7 @@ import numpy as np
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
+import jzero
 from jzero.ir._layout import Layout, from_spec, replicated
 from jzero.ir._regions import turns
 from jzero.ir._starts import in_bounds
@@ -202,13 +203,28 @@ def moved(program: Program) -> dict[str, tuple[int, int]]:
     return {kind: (times[kind], nbytes[kind]) for kind in sorted(times)}
 
 
-def collectives(jaxpr, mesh, kinds) -> dict[str, tuple[int, int]]:
+KINDS = {
+    "all_gather": "gather", "reduce_scatter": "scatter", "all_to_all": "exchange", "psum": "reduce",
+    "pmax": "reduce", "pmin": "reduce", "ppermute": "permute",
+}  # fmt: skip
+
+
+def moved_by_the_other_engine(case: Case) -> dict[str, tuple[int, int]]:
+    """The same as `moved`, of `jzero.shard_train_step`."""
+    kinds = (AxisType.Auto,) * len(case.mesh)
+    mesh = jax.make_mesh(tuple(case.mesh.values()), tuple(case.mesh), axis_types=kinds)
+    step = jzero.shard_train_step(case.step, stage=case.stage, mesh=mesh, min_shard_bytes=0)
+    traced = jax.make_jaxpr(step)(jax.eval_shape(case.init), jax.eval_shape(lambda: case.batch))
+    return collectives(traced.jaxpr, case.mesh)
+
+
+def collectives(jaxpr, mesh) -> dict[str, tuple[int, int]]:
     """The same as `moved`, counted in a program's equations."""
     found: dict[str, tuple[int, int]] = {}
 
     def walk(jaxpr, times):
         for eqn in jaxpr.eqns:
-            if (kind := kinds.get(eqn.primitive.name)) is not None:
+            if (kind := KINDS.get(eqn.primitive.name)) is not None:
                 axes = eqn.params.get("axes") or eqn.params["axis_name"]
                 n = math.prod(mesh[a] for a in ((axes,) if isinstance(axes, str) else axes))
                 most = max(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))

@@ -89,32 +89,47 @@ def test_trains_with_specs_of_a_further_axis(kind, stage):
     assert not [m for m in gathered if m.of is not None]
 
 
-# -- what moves: (how often, bytes that reach a device) in all ---------------------------------------
-# The engine of today moves the same in each of these, as counted in its jaxpr.
+# -- what moves ---------------------------------------------------------------------------------------
+def times(gathers, scatters, reductions):
+    return {"gather": gathers, "reduce": reductions, "scatter": scatters}
+
+
 @pytest.mark.parametrize(
     ("kind", "stage", "expected"),
     [
-        ("mlp", 3, {}),
-        ("tied_gpt", 3, {}),
-        ("scanned_gpt", 1, {}),
-        ("scanned_gpt", 3, {}),
-        ("lstm", 3, {}),
-        ("moe", 3, {}),
+        ("mlp", 3, times((4, 23408), (3, 18928), (2, 28))),
+        ("tied_gpt", 3, times((38, 391104), (20, 196448), (3, 42))),
+        ("scanned_gpt", 1, times((12, 217952), (21, 217952), (3, 42))),
+        ("scanned_gpt", 3, times((41, 414400), (21, 217952), (3, 42))),
+        ("lstm", 3, times((3, 115584), (2, 58240), (2, 28))),
+        ("moe", 3, times((6, 180096), (4, 119168), (2, 28))),
     ],
 )
 def test_what_moves(kind, stage, expected):
-    assert (
-        partitioned.moved(partitioned.prepare(Case(*KINDS[kind](), DATA, stage)).program)
-        == expected
-    )
+    """How often, and the bytes that reach a device."""
+    case = Case(*KINDS[kind](), DATA, stage)
+    assert partitioned.moved(partitioned.prepare(case).program) == expected
+
+
+# Bytes that it moves more: of the logits of labels, and of one sum over rows in 53 KB of gradients.
+MORE = {"clip": 112, "convolutions": 224}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_no_more_moves_than_in_the_other_engine(kind):
+    case = Case(*KINDS[kind](), DATA, 3)
+    found = partitioned.moved(partitioned.prepare(case).program)
+    other = partitioned.moved_by_the_other_engine(case)
+    assert total(found) <= total(other) + MORE.get(kind, 0)
+
+
+def total(moved):
+    return sum(nbytes for _, nbytes in moved.values())
 
 
 def test_moves_are_the_collectives_of_the_program():
     ready = partitioned.prepare(Case(*steps.gpt(), DATA, 3))
-    kinds = {"all_gather": "gather", "reduce_scatter": "scatter", "psum": "reduce"}
-    assert partitioned.collectives(ready.program.jaxpr, DATA, kinds) == partitioned.moved(
-        ready.program
-    )
+    assert partitioned.collectives(ready.program.jaxpr, DATA) == partitioned.moved(ready.program)
     state = [m for m in ready.program.moves if m.why == "state"]
     assert state
     assert all(m.of is not None and m.kind == "gather" for m in state)

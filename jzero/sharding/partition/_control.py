@@ -248,23 +248,31 @@ class _While(_Loop):
         self.init = self.ins[last:]
 
     def write(self) -> list[Value]:
-        of_rows = self.cond.jaxpr.outvars[0].aval.ndim
-        found = self._attempt(of_rows, self.carries(self.init))
+        self.of_rows = self.cond.jaxpr.outvars[0].aval.ndim
+        found = self._attempt(self._with_rows if self.of_rows else lambda carry: carry)
         if found is None:
-            carries = [_Carried(*self._whole_rows(v, of_rows)) for v in self.init]
-            found = self._attempt(of_rows, carries, whole=True)
+            found = self._attempt(self._with_whole_rows, whole=True)
         assert found is not None
         return found
 
-    def _whole_rows(self, value: Value, of_rows: int) -> tuple[Layout, frozenset[str]]:
-        cut = {c.axis for dim in value.layout.dims[:of_rows] for c in dim.cuts}
-        layout = value.layout.without(cut)
-        return layout, value.rows & axes_of(layout)
+    def _with_rows(self, carry: _Carried) -> _Carried:
+        """Of a loop of single rows: sharded as the first carry that is."""
+        each = (v.layout.dims[: self.of_rows] for v in self.init)
+        rows = next((dims for dims in each if any(dim.cuts for dim in dims)), ())
+        layout = carry.layout.without([c.axis for dim in rows for c in dim.cuts])
+        layout = layout.with_dims(dict(enumerate(rows)))
+        return _Carried(layout, carry.rows | {c.axis for dim in rows for c in dim.cuts})
+
+    def _with_whole_rows(self, carry: _Carried) -> _Carried:
+        layout = carry.layout
+        layout = layout.without([c.axis for d in layout.dims[: self.of_rows] for c in d.cuts])
+        return _Carried(layout, carry.rows & axes_of(layout))
 
     def _attempt(
-        self, of_rows: int, carries: list[_Carried], whole: bool = False
+        self, pinned: Callable[[_Carried], _Carried], whole: bool = False
     ) -> list[Value] | None:  # fmt: skip
         """The loop; None if it stops for each row by itself, and the devices would have to communicate."""
+        carries = [*map(pinned, self.carries(self.init))]
         for attempt in range(_ATTEMPTS):
             inner, vars = self.inner(self.body), self.variables(carries, self.init)
             carried = self.values(carries, vars, self.init)
@@ -272,27 +280,22 @@ class _While(_Loop):
             outs = self.run(inner, self.body, values)
             for v in outs:
                 inner.settle(v)
-            new = self.after(attempt, carries, outs)
-            if whole:
-                for c, v in zip(new, outs, strict=True):
-                    c.layout, c.rows = self._whole_rows(
-                        dataclasses.replace(v, layout=c.layout), of_rows
-                    )
+            new = [*map(pinned, self.after(attempt, carries, outs))]
             if new == carries:
-                return self._written(inner, vars, carries, outs, of_rows, whole)
+                return self._written(inner, vars, carries, outs, whole)
             carries = new
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
 
     def _written(
         self, inner: Frame, vars: list[Var], carries: list[_Carried], outs: list[Value],
-        of_rows: int, whole: bool,
+        whole: bool,
     ) -> list[Value] | None:  # fmt: skip
         frame, inner.source = self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs, carries, strict=True)]
         body = inner.function(self.parts.body, vars, ends)
         test, cond, go = self._predicate(carries, whole)
-        if of_rows and not whole:
-            alike = all(c.layout.dims[:of_rows] == go.layout.dims for c in carries)
+        if self.of_rows and not whole:
+            alike = all(c.layout.dims[: self.of_rows] == go.layout.dims for c in carries)
             if not alike or any(communicates(x, frame.moves) for x in (cond, body)):
                 return None
         frame.source = self.eqn

@@ -46,9 +46,9 @@ def _join(a: Hint, b: Hint) -> Hint:
 
 def _before(region: Region, eqn: Eqn, outs: Sequence[Hint]) -> list[Hint]:
     """Of an equation's operands."""
-    out = outs[0]
     if eqn.primitive.name == "optimization_barrier":
         return [*outs]
+    out = outs[0] if outs else None
     if out is None or not _rules.costs(eqn, *_THROUGH):
         return [None for _ in eqn.invars]
     if eqn.primitive.name == "reshape":
