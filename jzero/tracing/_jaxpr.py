@@ -466,6 +466,13 @@ def _keep_local(params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def without_sharding(eqn: Eqn) -> Eqn:
+    """The equation, that says nothing of the mesh under which it was traced."""
+    if all(eqn.params.get(name) is None for name in ("sharding", "out_sharding")):
+        return eqn
+    return eqn.replace(params=_keep_local(eqn.params))
+
+
 def bind(eqn: Eqn, *args: Any, **overrides: Any) -> list[Any]:
     """Runs the equation on `args` with some of its parameters replaced; always returns a list."""
     params = eqn.primitive.get_bind_params(_keep_local(eqn.params) | overrides)

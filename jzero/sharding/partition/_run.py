@@ -56,12 +56,13 @@ def _waits(region: Region, var: Var) -> bool:
 
 def _equation(frame: Frame, region: Region, eqn: Eqn, ins: list[Value]) -> list[Value]:
     name = eqn.primitive.name
-    if name in _rules.IDENTITIES:
+    if name in _rules.IDENTITIES or _moves_nothing(eqn):
         return ins
     if name == "optimization_barrier":
         return _control.barrier(frame, ins)
     if region.inner(eqn):
         return _control.run_inner(frame, region, eqn, ins, run)
+    eqn = _jaxpr.without_sharding(eqn)
     _check(eqn, region)
     if name == "reshape" and eqn.params["dimensions"] is None and len(ins) == 1:
         if _lazy.may_wait(eqn, ins):
@@ -80,6 +81,12 @@ def _equation(frame: Frame, region: Region, eqn: Eqn, ins: list[Value]) -> list[
     outs = _equations.ordinary(frame, eqn, ins, factors)
     frame.no_rule = False
     return outs
+
+
+def _moves_nothing(eqn: Eqn) -> bool:
+    """Whether it is a `device_put` to nowhere in particular."""
+    puts = eqn.primitive.name == "device_put"
+    return puts and all(device is None for device in eqn.params["devices"])
 
 
 def _check(eqn: Eqn, region: Region) -> None:
