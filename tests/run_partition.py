@@ -39,6 +39,9 @@ from exactness._check import Setting, applies  # noqa: E402
 # isort: on
 
 
+JOBS = 40  # of a process
+
+
 class Outcome(NamedTuple):
     """Of one training: its word, what it is about, and why it is not equal or falls back."""
 
@@ -120,11 +123,12 @@ def times(num: int) -> Iterator[str]:
         )
 
 
-def _in_processes(jobs: list[tuple[Any, ...]], num: int) -> Any:
+def _in_processes(jobs: list[tuple[Any, ...]], num: int) -> Iterator[Outcome]:
     """In processes of their own, which end after some jobs: programs are all different."""
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(num, spawn, max_tasks_per_child=60) as pool:
-        yield from pool.map(_outcome, jobs)
+    for i in range(0, len(jobs), JOBS * num):
+        with concurrent.futures.ProcessPoolExecutor(num, spawn) as pool:
+            yield from pool.map(_outcome, jobs[i : i + JOBS * num])
 
 
 def _outcome(job: tuple[Any, ...]) -> Outcome:
