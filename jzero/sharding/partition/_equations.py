@@ -50,6 +50,8 @@ def waits(eqn: Eqn) -> bool:
 
 
 _PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum"}
+# Of state that is not larger, what they read is gathered in their place: a table and its transpose share it.
+_VIEWS = {"transpose", "convert_element_type", "broadcast_in_dim"}
 
 
 def due(eqn: Eqn, ins: Sequence[Value]) -> tuple[Partial, ...]:
@@ -383,8 +385,9 @@ class _Written:
             found.origin = first.origin
         if name in ("transpose", "convert_element_type"):
             found.fill = first.fill
-        if name == "transpose" and first.is_state and first.make is None:
-            found.view = self.eqn, first
+        if name in _VIEWS and first.is_state and first.make is None:
+            if num_bytes(first.aval) <= num_bytes(aval):
+                found.view = self.eqn, first
         return found
 
     def _spread(self, layout: Layout) -> Layout | None:

@@ -99,7 +99,9 @@ class Frame(DeviceWriter):
         assert self.outer is not None
         self.outer.settle(value)
         make = None if value.make is None else _imported
-        return dataclasses.replace(value, atoms={}, scopes={}, outer=value, make=make, view=None)
+        return dataclasses.replace(
+            value, atoms={}, scopes={}, casts={}, outer=value, make=make, view=None
+        )
 
     # -- layouts ---------------------------------------------------------------------------------------------
     def at(self, value: Value, layout: Layout) -> Atom:

@@ -72,6 +72,12 @@ def _equation(frame: Frame, region: Region, eqn: Eqn, ins: list[Value]) -> list[
     if _lazy.may_wait(eqn, ins):
         return [_lazy.lazy(frame, eqn, ins, factors)]
     frame.no_rule = not factors and any(v.layout.local_shape for v in ins)
+    if name == "convert_element_type" and ins[0].is_state:
+        key = eqn.params["new_dtype"], eqn.params["weak_type"]
+        if key not in ins[0].casts:
+            (ins[0].casts[key],) = _equations.ordinary(frame, eqn, ins, factors)
+        frame.no_rule = False
+        return [ins[0].casts[key]]
     outs = _equations.ordinary(frame, eqn, ins, factors)
     frame.no_rule = False
     return outs

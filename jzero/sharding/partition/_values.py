@@ -31,7 +31,8 @@ class Value:
       hint: in which layout what follows wants it.
       spread: where a sum of activations is scattered that nobody has asked of: beside the dim that it summed.
       outer: the same value in the frame around.
-      view: an equation and the state of which it is a transpose: a table and its transpose share a gather.
+      view: an equation and the state that it reads, which is gathered in its place.
+      casts: of state, what it is in other dtypes: equal casts share a gather.
       scopes: of gathers of state that serve one pass only, which.
     """
 
@@ -47,6 +48,7 @@ class Value:
     spread: Layout | None = None
     outer: Value | None = None
     view: tuple[Eqn, Value] | None = None
+    casts: dict[tuple[Any, bool], Value] = dataclasses.field(default_factory=dict)
     scopes: dict[Layout, int] = dataclasses.field(default_factory=dict)
 
     @property
