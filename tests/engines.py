@@ -1,5 +1,6 @@
 """Which engine runs a step, where `JZERO_PARTITION=1` asks for the partitioner."""
 
+import re
 from typing import Any
 
 from jzero.segments import _partitioned
@@ -15,3 +16,8 @@ def why_not(step: Any) -> list[str]:
         if not isinstance(each, Partitioned)
     ]
     return [*dict.fromkeys(whys)]
+
+
+def without_line(why: str) -> str:
+    """A reason without the line of the step."""
+    return re.sub(r" at \S+:\d+\S*( \([^)]*\))?", "", why)

@@ -28,6 +28,7 @@ else:
     import conftest  # noqa: F401  # before JAX, whose environment it is
 import jax  # noqa: E402
 
+import engines  # noqa: E402
 import golden  # noqa: E402
 
 
@@ -86,7 +87,7 @@ def between_engines(names: list[tuple[str, str]], processes: int) -> int:
         verdict = golden.between_engines(old, new, axes)
         counts[theme, verdict.word] += 1
         if verdict.word == "falls back":
-            whys[verdict.why] += 1
+            whys[engines.without_line(verdict.why)] += 1
         elif verdict.word not in ("equal", "refused"):
             print(
                 f"{verdict.word}: {theme}: {name}: {verdict.why}\n{verdict.diff}".rstrip(),

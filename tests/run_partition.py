@@ -16,7 +16,6 @@ import itertools
 import multiprocessing
 import os
 import pathlib
-import re
 import statistics
 import sys
 import time
@@ -187,8 +186,8 @@ def _of(step: Any, name: str, difference: str) -> Outcome:
     whys = engines.why_not(step)
     if difference:
         return Outcome("differs", name, f"{difference[:300]} ({'; '.join(whys) or 'partitioned'})")
-    if whys:  # Without the user's lines.
-        return Outcome("falls back", name, re.sub(r" at \S+:\d+\S*( \(\S+\))?", "", whys[0]))
+    if whys:
+        return Outcome("falls back", name, engines.without_line(whys[0]))
     return Outcome("equal", name)
 
 
