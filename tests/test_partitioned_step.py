@@ -1,5 +1,9 @@
 """Steps that the partitioner runs, behind `JZERO_PARTITION=1`, and what can be asked of them."""
 
+import os
+import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -197,6 +201,30 @@ def test_its_program_is_printed():
     assert any("f64[2,16] # batch [13+3@data, 16]" in line for line in lines)
     assert any("# state[0]['a'] [16@data, 10] parameter" in line for line in lines)
     assert "all_gather" in str(program)
+
+
+PRINTS = """
+import conftest, hashlib, jax, test_partitioned_step as t
+mesh = jax.sharding.AbstractMesh((2, 4), ("node", "local"))
+step = t.small.shard_train_step(t.step_fn, mesh=mesh, param_axes="local")
+text = str(step.program(t.state_of(13, 10), t.batches(13, 10)[0], after="partition"))
+print(len(text), hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_processes_write_the_same_program():
+    tests = pathlib.Path(__file__).parent
+    paths = os.pathsep.join(map(str, (tests, tests.parent)))
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", PRINTS],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert found[0] == found[1]
+    assert int(found[0].split()[0]) > 1000
 
 
 def test_without_the_switch_nobody_asks(monkeypatch):
