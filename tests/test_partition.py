@@ -111,8 +111,8 @@ def test_what_moves(kind, stage, expected):
     assert partitioned.moved(partitioned.prepare(case).program) == expected
 
 
-# Bytes that it moves more: of the logits of labels; of one sum over rows; of tables, in whose columns the other
-# engine looks up the rows of all devices, and exchanges what it finds.
+# Bytes that it moves more: of the logits of labels; of one sum over rows; of tables, in whose columns the
+# other engine looks up the rows of all devices, and exchanges what it finds.
 MORE = {
     "clip": 112, "convolutions": 224, "scanned_gpt": 26880, "scanned_gpt_without_remat": 26880,
     "unrolled_gpt_with_remat": 26880, "gpt_whose_leaves_are_padded": 6720,

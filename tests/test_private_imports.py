@@ -22,7 +22,7 @@ DOCTESTS = "runs the examples in docstrings"
 
 # Why a module may be imported: of the names that it begins with, the longest says it.
 WHY = {
-    "sharding.analysis": ENGINE, "sharding.batch": ENGINE, "sharding.run": ENGINE,
+    "sharding.analysis": ENGINE, "sharding.batch": ENGINE, "sharding.run": ENGINE, "sharding.partition": IR,
     "sharding.analysis._residuals": CONSTANT, "sharding.analysis._traffic": IR,
     "sharding.cut._layer_parts": CONSTANT,
     "sharding.cut": IR, "sharding.plan": IR, "ir": IR, "tracing": IR, "_components": IR,
@@ -54,6 +54,8 @@ MAY = {
     "nvme_state":
         "offload.nvme._aligned offload.nvme._files offload.nvme._header offload.nvme._layout "
         "offload.nvme._sweep",
+    "partitioned":
+        "ir._layout ir._regions ir._starts sharding.partition._partition tracing._jaxpr tracing._rewrite",
     "process_worker": "checkpoint._chunks offload.memory._available processes._agreement",
     "refuse_like_a_gpu": "offload.memory._pinned_leaf",
     "sampling/noise": "tracing._jaxpr",
@@ -183,6 +185,11 @@ MAY = {
         "sharding.analysis._traffic sharding.cut._layer_parts",
     "test_one_order": "sharding.analysis._residuals sharding.run._run",
     "test_options": "sharding.analysis._residuals",
+    "test_partition":
+        "ir._layout sharding.partition._errors sharding.partition._partition tracing._jaxpr "
+        "tracing._rewrite",
+    "test_partition_conversions":
+        "ir._layout sharding.partition._writer tracing._jaxpr tracing._types",
     "test_pipelines": "sharding.run._queue",
     "test_prefetch": "sharding.run._queue sharding.run._turns tracing._jaxpr",
     "test_preflight": "_quantities sharding.run._collectives targets._target",

@@ -15,27 +15,27 @@ from jzero.ir import _rules
 from jzero.ir._layout import Layout
 from jzero.ir._regions import Region
 from jzero.sharding.partition._errors import cannot
-from jzero.sharding.partition._frame import Frame
-from jzero.sharding.partition._values import Value, axes_of, common
+from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.partition._values import DeviceValue, axes_of, common
 from jzero.sharding.partition._writer import communicates
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
-Run = Callable[[Frame, Region, Sequence[Value]], list[Value]]
+RunRegion = Callable[[DeviceFrame, Region, Sequence[DeviceValue]], list[DeviceValue]]
 _ATTEMPTS = 8  # From the third on, a carry keeps only the cuts that it had before.
 
 
 def run_inner(
-    frame: Frame, region: Region, eqn: Eqn, ins: list[Value], run: Run
-) -> list[Value]:  # fmt: skip
+    frame: DeviceFrame, region: Region, eqn: Eqn, ins: list[DeviceValue], run: RunRegion
+) -> list[DeviceValue]:  # fmt: skip
     """Writes an equation that holds programs."""
     name = eqn.primitive.name
     if _jaxpr.has_side_effects(eqn):
         raise cannot("it does more than compute", eqn, region)
     if name == "scan":
-        return _Scan(frame, region, eqn, ins, run).write()
+        return _ScanWriter(frame, region, eqn, ins, run).write()
     if name == "while":
-        return _While(frame, region, eqn, ins, run).write()
+        return _WhileWriter(frame, region, eqn, ins, run).write()
     if name == "cond":
         return _cond(frame, region, eqn, ins, run)
     if _jaxpr.is_rematted(eqn) and _jaxpr.prevents_cse(eqn):
@@ -44,7 +44,7 @@ def run_inner(
     return run(frame, body, ins)
 
 
-def barrier(frame: Frame, ins: Sequence[Value]) -> list[Value]:
+def barrier(frame: DeviceFrame, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
     """The values, none of which is there before all are; lazy ones stay as they are."""
     for value in ins:
         frame.settle(value)
@@ -54,14 +54,14 @@ def barrier(frame: Frame, ins: Sequence[Value]) -> list[Value]:
         atoms = frame.barrier([frame.at(ins[k], ins[k].layout) for k in kept])
         for k, x in zip(kept, atoms, strict=True):
             outs[k] = dataclasses.replace(
-                ins[k], atoms={ins[k].layout: x}, scopes={}, outer=None, view=None
+                ins[k], atoms={ins[k].layout: x}, scopes={}, casts={}, outer=None, view=None
             )
     return outs
 
 
 # -- loops ---------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
-class _Carried:
+class _CarryLayout:
     """A carry: how it is laid out in all iterations."""
 
     layout: Layout
@@ -69,50 +69,50 @@ class _Carried:
 
 
 @dataclasses.dataclass
-class _Loop:
+class _LoopWriter:
     """A loop whose bodies are written until its carries stay as they are laid out."""
 
-    frame: Frame
+    frame: DeviceFrame
     region: Region
     eqn: Eqn
-    ins: list[Value]
-    run: Run
+    ins: list[DeviceValue]
+    run: RunRegion
 
     def hoists(self) -> bool:
         """Whether gathers stand before the loop: in a pass of `jax.grad` they serve all iterations."""
         inside = self.frame.outer is not None and self.frame.hoists
         return self.region.pass_of(self.eqn) is not None or inside
 
-    def inner(self, body: Region) -> Frame:
-        return Frame(self.eqn, self.frame.shared, body, self.frame, self.hoists())
+    def inner(self, body: Region) -> DeviceFrame:
+        return DeviceFrame(self.eqn, self.frame.shared, body, self.frame, self.hoists())
 
-    def settle(self, values: Sequence[Value]) -> None:
+    def settle(self, values: Sequence[DeviceValue]) -> None:
         for value in values:
             self.frame.settle(value)
 
-    def carries(self, init: Sequence[Value]) -> list[_Carried]:
-        return [_Carried(v.layout, v.rows) for v in init]
+    def carries(self, init: Sequence[DeviceValue]) -> list[_CarryLayout]:
+        return [_CarryLayout(v.layout, v.rows) for v in init]
 
-    def variables(self, carries: Sequence[_Carried], init: Sequence[Value]) -> list[Var]:
+    def variables(self, carries: Sequence[_CarryLayout], init: Sequence[DeviceValue]) -> list[Var]:
         pairs = zip(carries, init, strict=True)
         return [_jaxpr.var_like(v.aval, c.layout.local_shape) for c, v in pairs]
 
     def values(
-        self, carries: Sequence[_Carried], vars: Sequence[Var], init: Sequence[Value]
-    ) -> list[Value]:  # fmt: skip
+        self, carries: Sequence[_CarryLayout], vars: Sequence[Var], init: Sequence[DeviceValue]
+    ) -> list[DeviceValue]:  # fmt: skip
         each = zip(carries, vars, init, strict=True)
-        return [Value(v.aval, c.layout, {c.layout: x}, c.rows) for c, x, v in each]
+        return [DeviceValue(v.aval, c.layout, {c.layout: x}, c.rows) for c, x, v in each]
 
     def after(
-        self, attempt: int, before: Sequence[_Carried], outs: Sequence[Value]
-    ) -> list[_Carried]:  # fmt: skip
+        self, attempt: int, before: Sequence[_CarryLayout], outs: Sequence[DeviceValue]
+    ) -> list[_CarryLayout]:  # fmt: skip
         """The carries as a body returns them; fewer cuts from attempt to attempt, so that it ends."""
         found = []
         for old, value in zip(before, outs, strict=True):
             layout = old.layout if value.make is not None else value.layout
             if attempt >= 2 and layout != old.layout:
                 layout = common(layout, old.layout)
-            found.append(_Carried(layout, (old.rows | value.rows) & axes_of(layout)))
+            found.append(_CarryLayout(layout, (old.rows | value.rows) & axes_of(layout)))
         return found
 
     def results(self, layouts: Sequence[Layout]) -> list[Var]:
@@ -121,7 +121,7 @@ class _Loop:
 
 
 @dataclasses.dataclass
-class _Scan(_Loop):
+class _ScanWriter(_LoopWriter):
     """Writes a `scan`."""
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class _Scan(_Loop):
         # Iterations are not shared by devices: each has its part of every slice.
         self.stacks = [v.layout.without([c.axis for c in v.layout.dims[0].cuts]) for v in self.xs]
 
-    def write(self) -> list[Value]:
+    def write(self) -> list[DeviceValue]:
         carries = self.carries(self.init)
         for attempt in range(_ATTEMPTS):
             ins, inner, outs = self._iteration(attempt, carries)
@@ -154,8 +154,8 @@ class _Scan(_Loop):
         return [kept and (v.is_zero or bool(v.layout.partial)) for kept, v in pairs]
 
     def _iteration(
-        self, attempt: int, carries: Sequence[_Carried]
-    ) -> tuple[list[Var], Frame, list[Value]]:
+        self, attempt: int, carries: Sequence[_CarryLayout]
+    ) -> tuple[list[Var], DeviceFrame, list[DeviceValue]]:
         inner = self.inner(self.body)
         vars = self.variables(carries, self.init)
         values = [inner.entered(v) for v in self.consts]
@@ -163,13 +163,13 @@ class _Scan(_Loop):
         for j, value in enumerate(carried):
             # Added to what each iteration has of it, zeros are no sum, and become one.
             value.fill = self.init[j].fill if attempt == 0 and self.collects[j] else None
-        rows, slices = list[Var](), list[Value]()
+        rows, slices = list[Var](), list[DeviceValue]()
         for v, stack in zip(self.xs, self.stacks, strict=True):
             layout = dataclasses.replace(stack, dims=stack.dims[1:])
             rows.append(_jaxpr.var_like(v.aval, layout.local_shape))
             axes = axes_of(layout)
             slices.append(
-                Value(
+                DeviceValue(
                     _slice_type(v),
                     layout,
                     {layout: rows[-1]},
@@ -182,8 +182,8 @@ class _Scan(_Loop):
         return [*vars, *rows], inner, outs
 
     def _written(
-        self, inner: Frame, ins: list[Var], carries: list[_Carried], outs: list[Value]
-    ) -> list[Value]:  # fmt: skip
+        self, inner: DeviceFrame, ins: list[Var], carries: list[_CarryLayout], outs: list[DeviceValue]
+    ) -> list[DeviceValue]:  # fmt: skip
         num, frame, inner.source = len(carries), self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
         for v in outs[num:]:
@@ -209,14 +209,14 @@ class _Scan(_Loop):
         rows = [*(c.rows for c in carries), *(v.rows for v in outs[num:])]
         origins = [*[None] * num, *(None if v.rows else v.origin for v in outs[num:])]
         return [
-            Value(var.aval, layout, {layout: x}, r, origin=origin)
+            DeviceValue(var.aval, layout, {layout: x}, r, origin=origin)
             for var, layout, x, r, origin in zip(
                 self.eqn.outvars, layouts, results, rows, origins, strict=True
             )
         ]
 
 
-def _slice_type(v: Value) -> Any:
+def _slice_type(v: DeviceValue) -> Any:
     return _jaxpr.var_like(v.aval, v.aval.shape[1:]).aval
 
 
@@ -230,7 +230,7 @@ def _collects(body: Region, i: int, j: int) -> bool:
 
 
 @dataclasses.dataclass
-class _While(_Loop):
+class _WhileWriter(_LoopWriter):
     """Writes a `while`; all devices decide alike, since they have the whole predicate.
 
     [Note: loops of single rows] In `jax.vmap` a predicate has an element for each row, and a row that is done
@@ -247,7 +247,7 @@ class _While(_Loop):
         self.cond_consts, self.body_consts = self.ins[:first], self.ins[first:last]
         self.init = self.ins[last:]
 
-    def write(self) -> list[Value]:
+    def write(self) -> list[DeviceValue]:
         self.of_rows = self.cond.jaxpr.outvars[0].aval.ndim
         found = self._attempt(self._with_rows if self.of_rows else lambda carry: carry)
         if found is None:
@@ -255,22 +255,22 @@ class _While(_Loop):
         assert found is not None
         return found
 
-    def _with_rows(self, carry: _Carried) -> _Carried:
+    def _with_rows(self, carry: _CarryLayout) -> _CarryLayout:
         """Of a loop of single rows: sharded as the first carry that is."""
         each = (v.layout.dims[: self.of_rows] for v in self.init)
         rows = next((dims for dims in each if any(dim.cuts for dim in dims)), ())
         layout = carry.layout.without([c.axis for dim in rows for c in dim.cuts])
         layout = layout.with_dims(dict(enumerate(rows)))
-        return _Carried(layout, carry.rows | {c.axis for dim in rows for c in dim.cuts})
+        return _CarryLayout(layout, carry.rows | {c.axis for dim in rows for c in dim.cuts})
 
-    def _with_whole_rows(self, carry: _Carried) -> _Carried:
+    def _with_whole_rows(self, carry: _CarryLayout) -> _CarryLayout:
         layout = carry.layout
         layout = layout.without([c.axis for d in layout.dims[: self.of_rows] for c in d.cuts])
-        return _Carried(layout, carry.rows & axes_of(layout))
+        return _CarryLayout(layout, carry.rows & axes_of(layout))
 
     def _attempt(
-        self, pinned: Callable[[_Carried], _Carried], whole: bool = False
-    ) -> list[Value] | None:  # fmt: skip
+        self, pinned: Callable[[_CarryLayout], _CarryLayout], whole: bool = False
+    ) -> list[DeviceValue] | None:  # fmt: skip
         """The loop; None if it stops for each row by itself, and the devices would have to communicate."""
         carries = [*map(pinned, self.carries(self.init))]
         for attempt in range(_ATTEMPTS):
@@ -287,9 +287,9 @@ class _While(_Loop):
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
 
     def _written(
-        self, inner: Frame, vars: list[Var], carries: list[_Carried], outs: list[Value],
+        self, inner: DeviceFrame, vars: list[Var], carries: list[_CarryLayout], outs: list[DeviceValue],
         whole: bool,
-    ) -> list[Value] | None:  # fmt: skip
+    ) -> list[DeviceValue] | None:  # fmt: skip
         frame, inner.source = self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs, carries, strict=True)]
         body = inner.function(self.parts.body, vars, ends)
@@ -307,11 +307,11 @@ class _While(_Loop):
         params = like.params | dict(cond_nconsts=len(test.imports), body_nconsts=len(inner.imports))
         frame.again(like, [*test.imports, *inner.imports, *starts], results, params=params)
         each = zip(self.eqn.outvars, carries, results, strict=True)
-        return [Value(var.aval, c.layout, {c.layout: x}, c.rows) for var, c, x in each]
+        return [DeviceValue(var.aval, c.layout, {c.layout: x}, c.rows) for var, c, x in each]
 
     def _predicate(
-        self, carries: Sequence[_Carried], whole: bool
-    ) -> tuple[Frame, Jaxpr, Value]:  # fmt: skip
+        self, carries: Sequence[_CarryLayout], whole: bool
+    ) -> tuple[DeviceFrame, Jaxpr, DeviceValue]:  # fmt: skip
         test, vars = self.inner(self.cond), self.variables(carries, self.init)
         carried = self.values(carries, vars, self.init)
         (go,) = self.run(test, self.cond, [*map(test.entered, self.cond_consts), *carried])
@@ -326,8 +326,8 @@ class _While(_Loop):
 
 # -- branches ------------------------------------------------------------------------------------------------
 def _cond(
-    frame: Frame, region: Region, eqn: Eqn, ins: Sequence[Value], run: Run
-) -> list[Value]:  # fmt: skip
+    frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue], run: RunRegion
+) -> list[DeviceValue]:  # fmt: skip
     """Writes a `cond`: what its branches read is converted inside, and they return the same layouts."""
     index, *operands = ins
     inner = region.inner(eqn)
@@ -336,9 +336,9 @@ def _cond(
     for value in ins:
         frame.settle(value)
     predicate = frame.at(index, frame.whole(()))
-    frames, returned = list[Frame](), list[list[Value]]()
+    frames, returned = list[DeviceFrame](), list[list[DeviceValue]]()
     for branch in inner:
-        each = Frame(eqn, frame.shared, branch, frame, hoists=False)
+        each = DeviceFrame(eqn, frame.shared, branch, frame, hoists=False)
         outs = run(each, branch, [each.entered(v) for v in operands])
         each.source = eqn
         for value in outs:
@@ -354,7 +354,7 @@ def _cond(
     return _branches(frame, eqn, predicate, frames, returned, layouts, ends)
 
 
-def _of_branches(values: Sequence[Value]) -> Layout:
+def _of_branches(values: Sequence[DeviceValue]) -> Layout:
     known = [v for v in values if v.make is None] or [*values]
     layout = known[0].layout
     for v in known[1:]:
@@ -363,9 +363,9 @@ def _of_branches(values: Sequence[Value]) -> Layout:
 
 
 def _branches(
-    frame: Frame, eqn: Eqn, predicate: Atom, frames: Sequence[Frame],
-    returned: Sequence[Sequence[Value]], layouts: Sequence[Layout], ends: Sequence[Sequence[Atom]],
-) -> list[Value]:  # fmt: skip
+    frame: DeviceFrame, eqn: Eqn, predicate: Atom, frames: Sequence[DeviceFrame],
+    returned: Sequence[Sequence[DeviceValue]], layouts: Sequence[Layout], ends: Sequence[Sequence[Atom]],
+) -> list[DeviceValue]:  # fmt: skip
     order = [*dict.fromkeys(x for each in frames for x in each.imports)]
     branches = []
     for closed, each, outs in zip(eqn.params["branches"], frames, ends, strict=True):
@@ -379,7 +379,7 @@ def _branches(
     found = []
     for j, (var, layout, x) in enumerate(zip(eqn.outvars, layouts, results, strict=True)):
         rows = frozenset(a for outs in returned for a in outs[j].rows)
-        found.append(Value(var.aval, layout, {layout: x}, rows & axes_of(layout)))
+        found.append(DeviceValue(var.aval, layout, {layout: x}, rows & axes_of(layout)))
     return found
 
 

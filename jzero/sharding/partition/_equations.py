@@ -20,9 +20,9 @@ from jzero.ir import _rules
 from jzero.ir._factors import SCATTER_REDUCES, Factor
 from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
 from jzero.ir._rules import BY_DEVICES, Cost
-from jzero.sharding.partition._frame import Frame
+from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import (
-    Value,
+    DeviceValue,
     axes_of,
     is_whole,
     joined,
@@ -33,7 +33,7 @@ from jzero.sharding.partition._values import (
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
-Chosen = Mapping[
+FactorCuts = Mapping[
     int, Dim
 ]  # Of factors, by index: how the devices cut the dim. Its size counts if it is padded.
 
@@ -54,7 +54,7 @@ _PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum"}
 _VIEWS = {"transpose", "convert_element_type", "broadcast_in_dim"}
 
 
-def due(eqn: Eqn, ins: Sequence[Value]) -> tuple[Partial, ...]:
+def due(eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
     """The partial sums that wait through the equation; none if some operand must be settled first."""
     partial = {k for k, v in enumerate(ins) if v.layout.partial}
     if not partial or not waits(eqn):
@@ -66,8 +66,8 @@ def due(eqn: Eqn, ins: Sequence[Value]) -> tuple[Partial, ...]:
 
 
 def ordinary(
-    frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]
-) -> list[Value]:
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
+) -> list[DeviceValue]:
     """Writes an equation that holds no programs."""
     kept = due(eqn, ins)
     if not kept:
@@ -76,11 +76,13 @@ def ordinary(
         return [alone]
     if all(is_whole(v.layout) for v in ins):
         return _replicated(frame, eqn, ins)
-    chosen = _Choice(frame, eqn, ins, factors, kept).run()
+    chosen = _FactorChoice(frame, eqn, ins, factors, kept).run()
     return _Written(frame, eqn, ins, factors, chosen, kept).run()
 
 
-def settle(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]) -> None:
+def settle(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
+) -> None:
     """Does the sums of all operands, where the others of an elementwise equation are."""
     if any(v.layout.partial for v in ins):
         towards = met(frame, eqn, ins, factors) if _rules.costs(eqn, Cost.ELEMENTWISE) else None
@@ -89,7 +91,9 @@ def settle(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Facto
             frame.settle(v, towards if alike else None)
 
 
-def met(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]) -> Layout:
+def met(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
+) -> Layout:
     """The result's layout if all operands but partial sums stay where they are, lazy ones last."""
     shape = eqn.outvars[0].aval.shape
     layout = frame.whole(shape)
@@ -102,7 +106,7 @@ def met(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor])
     return layout
 
 
-def _added_to_zero(eqn: Eqn, ins: Sequence[Value]) -> Value | None:
+def _added_to_zero(eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValue | None:
     """The other operand, if one is zero and it is a partial sum already."""
     if eqn.primitive.name not in _rules.ADDS:
         return None
@@ -114,12 +118,12 @@ def _added_to_zero(eqn: Eqn, ins: Sequence[Value]) -> Value | None:
     return None
 
 
-def _replicated(frame: Frame, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
+def _replicated(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
     atoms = [frame.at(v, v.layout) for v in ins]
     outs = frame.again(eqn, atoms)
     layouts = [frame.whole(o.aval.shape) for o in outs]
     return [
-        Value(o.aval, layout, {layout: o}) for o, layout in zip(outs, layouts, strict=True)
+        DeviceValue(o.aval, layout, {layout: o}) for o, layout in zip(outs, layouts, strict=True)
     ]  # fmt: skip
 
 
@@ -133,12 +137,12 @@ class _Candidate(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Choice:
+class _FactorChoice:
     """Chooses for each mesh axis the factor that it cuts."""
 
-    frame: Frame
+    frame: DeviceFrame
     eqn: Eqn
-    ins: Sequence[Value]
+    ins: Sequence[DeviceValue]
     factors: Sequence[Factor]
     kept: tuple[Partial, ...]
 
@@ -180,7 +184,7 @@ class _Choice:
             best = min(found.values(), default=None)
         return None if best is None or best.cost and self._is_cheaper_whole(axis, best) else best
 
-    def _is_at(self, value: Value, factor: Factor, d: int) -> bool:
+    def _is_at(self, value: DeviceValue, factor: Factor, d: int) -> bool:
         return any(v is value and at == d for v, at in zip(self.ins, factor.ins, strict=True))
 
     def _is_cheaper_whole(self, axis: str, best: _Candidate) -> bool:
@@ -191,7 +195,7 @@ class _Choice:
         return best.cost >= sum(self.frame.price(v, axis, None) for v in distinct)
 
     def _exchanges(
-        self, axis: str, lead: Sequence[Value], rows: bool,
+        self, axis: str, lead: Sequence[DeviceValue], rows: bool,
         found: dict[tuple[int, Dim], _Candidate],
     ) -> None:  # fmt: skip
         """Factors of other dims of what is sharded over the axis: it would be exchanged."""
@@ -207,7 +211,7 @@ class _Choice:
                 if outer is not None and own.pad is None:
                     self._consider(axis, i, own._replace(cuts=()), outer, rows, found, True)
 
-    def _may_exchange(self, axis: str, best: _Candidate, rows: Sequence[Value]) -> bool:
+    def _may_exchange(self, axis: str, best: _Candidate, rows: Sequence[DeviceValue]) -> bool:
         """Whether keeping rows where they are moves some, or leaves a sum of activations."""
         if best.cost == 0:
             return False
@@ -276,7 +280,7 @@ class _Choice:
         return new if fits(new.size, self.ins[0].layout.digits(new.cuts)) else None
 
 
-def _place(value: Value, axis: str) -> tuple[int, int]:
+def _place(value: DeviceValue, axis: str) -> tuple[int, int]:
     place = value.layout.place(axis)
     assert place is not None
     return place
@@ -296,14 +300,14 @@ def _sizes(eqn: Eqn, factor: Factor) -> list[int]:
 class _Written:
     """The equation of one device."""
 
-    frame: Frame
+    frame: DeviceFrame
     eqn: Eqn
-    ins: Sequence[Value]
+    ins: Sequence[DeviceValue]
     factors: Sequence[Factor]
-    chosen: Chosen
+    chosen: FactorCuts
     kept: tuple[Partial, ...]
 
-    def run(self) -> list[Value]:
+    def run(self) -> list[DeviceValue]:
         reduced = {i: dim for i, dim in self.chosen.items() if _is_reduced(self.factors[i])}
         atoms = [self._operand(k, v, reduced) for k, v in enumerate(self.ins)]
         layouts = [self._layout(var.aval.shape, j) for j, var in enumerate(self.eqn.outvars)]
@@ -317,8 +321,8 @@ class _Written:
         return [self._value(j, x, layouts[j]) for j, x in enumerate(outs)]
 
     def _reduced(
-        self, outs: Sequence[Atom], layouts: Sequence[Layout], reduced: Chosen
-    ) -> list[Value]:  # fmt: skip
+        self, outs: Sequence[Atom], layouts: Sequence[Layout], reduced: FactorCuts
+    ) -> list[DeviceValue]:  # fmt: skip
         """The results as sums that wait; nothing is linear in maxima and minima: they are due now."""
         more = [
             Partial(cut.axis, self.factors[i].reduces or "")
@@ -334,7 +338,7 @@ class _Written:
             found.append(self._value(j, self.frame.convert(x, terms, now), now))
         return found
 
-    def _operand(self, k: int, value: Value, reduced: Chosen) -> Atom:
+    def _operand(self, k: int, value: DeviceValue, reduced: FactorCuts) -> Atom:
         dims = {}
         for i, dim in self.chosen.items():
             d = self.factors[i].ins[k]
@@ -374,11 +378,11 @@ class _Written:
                 params[name] = new if old is None else tuple(map(min, old, new))
         return self.eqn.params | params
 
-    def _value(self, j: int, x: Atom, layout: Layout) -> Value:
+    def _value(self, j: int, x: Atom, layout: Layout) -> DeviceValue:
         aval, axes = self.eqn.outvars[j].aval, axes_of(layout)
         rows = frozenset(a for v in self.ins for a in v.rows)
         firm = frozenset[str]() if rows else frozenset(a for v in self.ins for a in v.firm) & axes
-        found = Value(aval, layout, {layout: x}, rows & axes, firm)
+        found = DeviceValue(aval, layout, {layout: x}, rows & axes, firm)
         (first, *others), name = self.ins, self.eqn.primitive.name
         found.spread = self._spread(layout)
         if not others and not rows:
@@ -415,7 +419,7 @@ def _spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
     return before if same else None
 
 
-def reshaped(frame: Frame, eqn: Eqn, value: Value) -> Value:
+def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     """A reshape of what each device has; cuts that have no place after it are gathered."""
     out = eqn.outvars[0].aval
     before = value.layout.reshapable(out.shape)
@@ -424,7 +428,7 @@ def reshaped(frame: Frame, eqn: Eqn, value: Value) -> Value:
     new = _jaxpr.var_like(out, after.local_shape)
     frame.again(eqn, [frame.at(value, before)], [new], params=params)
     axes = axes_of(after)
-    return Value(
+    return DeviceValue(
         out, after, {after: new}, value.rows & axes, value.firm & axes, fill=value.fill,
         origin=value.origin,
     )  # fmt: skip

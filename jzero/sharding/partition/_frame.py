@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Frame`: the values of one jaxpr (the step's, a loop's body, a branch) while its equations are written."""
+"""`DeviceFrame`: the values of one jaxpr (the step's, a body, a branch) while its equations are written."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jax import lax
 
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
 from jzero.ir._regions import Region, ValueIn, variables
-from jzero.sharding.partition._values import Value, axes_of, is_whole, joined, num_bytes
+from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined, num_bytes
 from jzero.sharding.partition._writer import DeviceWriter, Move
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
 
 
 @dataclasses.dataclass
-class Shared:
+class Partitioning:
     """What all frames of a program share: the mesh, the layouts that are wanted, and what is moved."""
 
     mesh: Mapping[str, int]
@@ -29,7 +29,7 @@ class Shared:
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
 
-class Frame(DeviceWriter):
+class DeviceFrame(DeviceWriter):
     """The values of one jaxpr.
 
     Attributes:
@@ -41,7 +41,7 @@ class Frame(DeviceWriter):
     """
 
     def __init__(
-        self, source: Eqn, shared: Shared, region: Region, outer: Frame | None = None,
+        self, source: Eqn, shared: Partitioning, region: Region, outer: DeviceFrame | None = None,
         hoists: bool = True,
     ):  # fmt: skip
         super().__init__(source, shared.mesh, shared.moves)
@@ -70,21 +70,21 @@ class Frame(DeviceWriter):
         return self.shared.layouts[key]
 
     # -- values that come from elsewhere ------------------------------------------------------------------
-    def literal(self, atom: Literal) -> Value:
+    def literal(self, atom: Literal) -> DeviceValue:
         layout = self.whole(atom.aval.shape)
         fill = None if isinstance(atom.val, jax.core.Tracer) else np.asarray(atom.val)
-        return Value(atom.aval, layout, {layout: atom}, fill=fill)
+        return DeviceValue(atom.aval, layout, {layout: atom}, fill=fill)
 
-    def constant(self, var: Var, const: Any) -> Value:
+    def constant(self, var: Var, const: Any) -> DeviceValue:
         """A constant of a jaxpr: one of the program, which bodies import."""
         layout = self.whole(var.aval.shape)
         if self.outer is not None:
             value = self.outer.constant(var, const)
-            return Value(var.aval, layout, {layout: self.brought(value.atoms[layout])})
+            return DeviceValue(var.aval, layout, {layout: self.brought(value.atoms[layout])})
         own = _jaxpr.new_var(var)
         self.constvars.append(own)
         self.consts.append(const)
-        return Value(var.aval, layout, {layout: own})
+        return DeviceValue(var.aval, layout, {layout: own})
 
     def brought(self, atom: Atom) -> Atom:
         """What stands outside, as an argument of this body."""
@@ -94,7 +94,7 @@ class Frame(DeviceWriter):
             self.imports[atom] = _jaxpr.new_var(atom)
         return self.imports[atom]
 
-    def entered(self, value: Value) -> Value:
+    def entered(self, value: DeviceValue) -> DeviceValue:
         """A value of the frame around, in this one."""
         assert self.outer is not None
         self.outer.settle(value)
@@ -104,7 +104,7 @@ class Frame(DeviceWriter):
         )
 
     # -- layouts ---------------------------------------------------------------------------------------------
-    def at(self, value: Value, layout: Layout) -> Atom:
+    def at(self, value: DeviceValue, layout: Layout) -> Atom:
         """The value in a layout; what converts it is written where there is none yet."""
         if layout in value.atoms and value.scopes.get(layout, self._scope) == self._scope:
             return value.atoms[layout]
@@ -119,7 +119,7 @@ class Frame(DeviceWriter):
             value.atoms[layout] = self._converted(value, layout)
         return value.atoms[layout]
 
-    def _from_outer(self, value: Value, layout: Layout) -> Atom:
+    def _from_outer(self, value: DeviceValue, layout: Layout) -> Atom:
         assert self.outer is not None
         assert value.outer is not None
         outer, self.outer.source = self.outer.source, self.source
@@ -127,7 +127,7 @@ class Frame(DeviceWriter):
         self.outer.source = outer
         return found
 
-    def _made(self, value: Value, layout: Layout) -> Atom:
+    def _made(self, value: DeviceValue, layout: Layout) -> Atom:
         """A lazy value; of a partial sum, zeros are one already."""
         assert value.make is not None
         due = [p.axis for p in layout.partial]
@@ -137,7 +137,7 @@ class Frame(DeviceWriter):
         made = value.make(self, terms)
         return made if value.is_zero else self.convert(made, terms, layout)
 
-    def _converted(self, value: Value, layout: Layout) -> Atom:
+    def _converted(self, value: DeviceValue, layout: Layout) -> Atom:
         if value.view is not None and is_whole(layout) and value.is_state:
             eqn, origin = value.view
             (out,) = self.again(eqn, [self.at(origin, self.whole(origin.aval.shape))])
@@ -153,21 +153,21 @@ class Frame(DeviceWriter):
                 value.scopes[layout] = self._scope
         return self.convert(x, source, layout, value.origin, self._why(value))
 
-    def _why(self, value: Value) -> str:
+    def _why(self, value: DeviceValue) -> str:
         if self.no_rule:
             return f"{self.source.primitive.name} has no rule"
         if value.layout.partial:
             return "sum"
         return "rows" if value.rows else "state"
 
-    def nbytes(self, value: Value, source: Layout, target: Layout) -> int:
+    def nbytes(self, value: DeviceValue, source: Layout, target: Layout) -> int:
         """Bytes that reach a device on the way from layout to layout."""
         if source == target:
             return 0
         steps = conversion(source, target, getattr(value.aval.dtype, "itemsize", 4))
         return sum(n for step in steps for _, n in step.received)
 
-    def price(self, value: Value, axis: str, dim: int | None, outer: int = 0) -> float:
+    def price(self, value: DeviceValue, axis: str, dim: int | None, outer: int = 0) -> float:
         """Bytes that reach a device, about, if an axis is to cut this dim, or none."""
         if value.make is not None:
             return 0.0
@@ -184,7 +184,7 @@ class Frame(DeviceWriter):
                 prices.append(part if dim is None or here[0] == dim else part / n)
         return min(prices)
 
-    def settle(self, value: Value, towards: Layout | None = None) -> None:
+    def settle(self, value: DeviceValue, towards: Layout | None = None) -> None:
         """Does the sums that a value is: where what follows wants it, where `towards` is, or whole."""
         if not value.layout.partial:
             return
@@ -226,7 +226,7 @@ class Frame(DeviceWriter):
             self._token = self.inline(_first_element, (), self._latest)
         self._pass = now
 
-    def note(self, values: Sequence[Value]) -> None:
+    def note(self, values: Sequence[DeviceValue]) -> None:
         """The latest rows of a pass: the next one's gathers wait for them."""
         if self._pass is None:
             return
@@ -235,7 +235,7 @@ class Frame(DeviceWriter):
                 self._latest = value.atoms[value.layout]
 
 
-def _imported(frame: Frame, layout: Layout) -> Atom:
+def _imported(frame: DeviceFrame, layout: Layout) -> Atom:
     raise AssertionError("a lazy value of the frame around")
 
 

@@ -19,15 +19,15 @@ from jzero.ir._factors import Factor
 from jzero.ir._layout import Dim, Layout
 from jzero.ir._rules import Cost
 from jzero.sharding.partition._equations import met
-from jzero.sharding.partition._frame import Frame
-from jzero.sharding.partition._values import Value, axes_of, sized
+from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.partition._values import DeviceValue, axes_of, sized
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
 _FREE = (Cost.ELEMENTWISE, Cost.CAST, Cost.VIEW, Cost.REPEAT, Cost.SOURCE, Cost.COPY)
 
 
-def may_wait(eqn: Eqn, ins: Sequence[Value]) -> bool:
+def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
     """Whether the equation costs little in any layout."""
     if len(eqn.outvars) != 1 or any(v.layout.partial for v in ins):
         return False
@@ -43,7 +43,9 @@ def may_wait(eqn: Eqn, ins: Sequence[Value]) -> bool:
     return free and lazy and all(v.make is not None or v.aval.size == 1 for v in ins)
 
 
-def lazy(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]) -> Value:
+def lazy(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
+) -> DeviceValue:
     """The result of an equation, which is written where it is read."""
     out = eqn.outvars[0].aval
     layout = met(frame, eqn, ins, factors)
@@ -55,12 +57,12 @@ def lazy(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]
     if isinstance(fill, jax.Array) or fill is not None and fill.size != 1:
         fill = None
     make = functools.partial(_make, eqn, tuple(ins), tuple(factors), frame)
-    return Value(out, layout, rows=rows, make=make, fill=fill)
+    return DeviceValue(out, layout, rows=rows, make=make, fill=fill)
 
 
 def _make(
-    eqn: Eqn, ins: tuple[Value, ...], factors: tuple[Factor, ...], home: Frame, frame: Frame,
-    layout: Layout,
+    eqn: Eqn, ins: tuple[DeviceValue, ...], factors: tuple[Factor, ...], home: DeviceFrame,
+    frame: DeviceFrame, layout: Layout,
 ) -> Atom:  # fmt: skip
     assert home is frame, "a lazy value of another frame"
     source, frame.source = frame.source, eqn
@@ -89,14 +91,14 @@ def _is_cut(layout: Layout, factor: Factor) -> bool:
     return bool(dim.cuts or dim.pad)
 
 
-def _written(frame: Frame, eqn: Eqn, atoms: list[Atom], layout: Layout) -> Atom:
+def _written(frame: DeviceFrame, eqn: Eqn, atoms: list[Atom], layout: Layout) -> Atom:
     shape = layout.local_shape
     more = {"shape": shape} if eqn.primitive.name == "broadcast_in_dim" else {}
     out = _jaxpr.var_like(eqn.outvars[0].aval, shape)
     return frame.again(eqn, atoms, [out], params={**eqn.params, **more})[0]
 
 
-def _iota(frame: Frame, eqn: Eqn, layout: Layout) -> Atom:
+def _iota(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> Atom:
     """The part of a line, repeated along all other dims."""
     out, d = eqn.outvars[0].aval, eqn.params["dimension"]
     dim = layout.dims[d]
@@ -120,7 +122,7 @@ def _spread(shape: tuple[int, ...], dim: int, line: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(line, shape, (dim,))
 
 
-def _reshape(frame: Frame, eqn: Eqn, value: Value, layout: Layout) -> Atom:
+def _reshape(frame: DeviceFrame, eqn: Eqn, value: DeviceValue, layout: Layout) -> Atom:
     out = eqn.outvars[0].aval
     before = layout.reshapable(value.aval.shape).reshape(value.aval.shape)
     after = before.reshape(out.shape)

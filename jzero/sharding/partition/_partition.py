@@ -10,10 +10,10 @@ from typing import Any
 from jzero.ir._layout import Layout
 from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._errors import cannot
-from jzero.sharding.partition._frame import Frame, Shared
+from jzero.sharding.partition._frame import DeviceFrame, Partitioning
 from jzero.sharding.partition._hints import hints_of
 from jzero.sharding.partition._run import run
-from jzero.sharding.partition._values import Value, axes_of
+from jzero.sharding.partition._values import DeviceValue, axes_of
 from jzero.sharding.partition._writer import Move
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Jaxpr, Var
@@ -70,7 +70,7 @@ def partition(
     if not jaxpr.eqns:
         raise cannot("a step without equations")
     region = Region(jaxpr, [*consts])
-    frame = Frame(jaxpr.eqns[0], Shared(mesh, hints_of(region, outs)), region)
+    frame = DeviceFrame(jaxpr.eqns[0], Partitioning(mesh, hints_of(region, outs)), region)
     own = [
         _jaxpr.var_like(var.aval, each.layout.local_shape)
         for var, each in zip(jaxpr.invars, ins, strict=True)
@@ -85,13 +85,13 @@ def partition(
     return Program(written, frame.consts, ins_, tuple(layouts), moves)
 
 
-def _value(var: Var, own: Var, given: Input, i: int) -> Value:
+def _value(var: Var, own: Var, given: Input, i: int) -> DeviceValue:
     layout = given.layout
     rows = given.rows & axes_of(layout)
-    return Value(var.aval, layout, {layout: own}, rows, given.firm, origin=i)
+    return DeviceValue(var.aval, layout, {layout: own}, rows, given.firm, origin=i)
 
 
-def _returned(frame: Frame, value: Value, wanted: Layout | None) -> Layout:
+def _returned(frame: DeviceFrame, value: DeviceValue, wanted: Layout | None) -> Layout:
     """In which layout a result is returned: where nothing else is said, whole, unless it has rows."""
     if wanted is not None:
         return wanted

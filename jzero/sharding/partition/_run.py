@@ -14,8 +14,8 @@ from jzero.ir._regions import Region
 from jzero.ir._rules import Cost
 from jzero.sharding.partition import _control, _equations, _lazy
 from jzero.sharding.partition._errors import cannot
-from jzero.sharding.partition._frame import Frame
-from jzero.sharding.partition._values import Value
+from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
 
@@ -26,10 +26,10 @@ _REFUSED = {
 }
 
 
-def run(frame: Frame, region: Region, ins: Sequence[Value]) -> list[Value]:
+def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
     """Writes a program's equations on one device, and returns its results."""
     outer, frame.region = frame.region, region
-    env: dict[Var, Value] = dict(zip(region.jaxpr.invars, ins, strict=True))
+    env: dict[Var, DeviceValue] = dict(zip(region.jaxpr.invars, ins, strict=True))
     for var, const in zip(region.jaxpr.constvars, region.consts, strict=True):
         env[var] = frame.constant(var, const)
     for eqn in region.jaxpr.eqns:
@@ -54,7 +54,9 @@ def _waits(region: Region, var: Var) -> bool:
     return any(i == len(eqns) or _equations.waits(eqns[i]) for i in readers)
 
 
-def _equation(frame: Frame, region: Region, eqn: Eqn, ins: list[Value]) -> list[Value]:
+def _equation(
+    frame: DeviceFrame, region: Region, eqn: Eqn, ins: list[DeviceValue]
+) -> list[DeviceValue]:
     name = eqn.primitive.name
     if name in _rules.IDENTITIES or _moves_nothing(eqn):
         return ins

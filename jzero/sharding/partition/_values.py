@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Value`: a value of the step on one device; and what is made of two layouts."""
+"""`DeviceValue`: a value of the step on one device; and what is made of two layouts."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jzero.ir._layout import AxisCut, Dim, Layout, fits
 from jzero.tracing._types import Atom, Aval, Eqn
 
-if TYPE_CHECKING:
-    from jzero.sharding.partition._frame import Frame
-
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Value:
+class DeviceValue:
     """A value on one device.
 
     Attributes:
@@ -25,7 +22,7 @@ class Value:
       atoms: what there is of it, by layout.
       rows: the axes over which it differs because rows of the batch do.
       firm: the axes over which it stays sharded though it is state, as the user's specs say.
-      make: writes it in any layout at little cost; None for values that must be converted.
+      make: `make(frame, layout)` writes it in any layout at little cost; else it must be converted.
       fill: all its elements, if they are one that is known.
       origin: the input of which it is a view, by index.
       hint: in which layout what follows wants it.
@@ -41,14 +38,14 @@ class Value:
     atoms: dict[Layout, Atom] = dataclasses.field(default_factory=dict)
     rows: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
-    make: Callable[[Frame, Layout], Atom] | None = None
+    make: Callable[..., Atom] | None = None
     fill: Any = None
     origin: int | None = None
     hint: Layout | None = None
     spread: Layout | None = None
-    outer: Value | None = None
-    view: tuple[Eqn, Value] | None = None
-    casts: dict[tuple[Any, bool], Value] = dataclasses.field(default_factory=dict)
+    outer: DeviceValue | None = None
+    view: tuple[Eqn, DeviceValue] | None = None
+    casts: dict[tuple[Any, bool], DeviceValue] = dataclasses.field(default_factory=dict)
     scopes: dict[Layout, int] = dataclasses.field(default_factory=dict)
 
     @property

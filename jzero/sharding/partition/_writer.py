@@ -24,7 +24,7 @@ from jzero.sharding.partition._errors import cannot
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
-Parts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
+DimParts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
 
 
 class Move(NamedTuple):
@@ -128,7 +128,7 @@ class DeviceWriter(JaxprWriter):
         return self._among(x, d, (outer, num, inner), scatter, (outer, 1, inner))
 
     def _exchange(self, x: Atom, step: LayoutStep) -> Atom:
-        """Parts of the dim that is to be cut go to the devices, and join in the dim that is cut."""
+        """DimParts of the dim that is to be cut go to the devices, and join in the dim that is cut."""
         num, joined = step.before.num(step.axes), _digit(step.before, step.axes)
         cut = _digit(step.after, step.axes)
         shape, where = _split_for_exchange(x.aval.shape, step.before, joined, cut, num)
@@ -188,7 +188,7 @@ class DeviceWriter(JaxprWriter):
 
     # -- collectives --------------------------------------------------------------------------------------
     def _among(
-        self, x: Atom, dim: int, parts: Parts, moved: Callable[[Atom], Atom], after: Parts
+        self, x: Atom, dim: int, parts: DimParts, moved: Callable[[Atom], Atom], after: DimParts
     ) -> Atom:
         """`moved` of `x`, a dim of which is read as parts; the result's dim is `after` as one."""
         if parts[0] == 1:
@@ -237,7 +237,7 @@ def _digit(layout: Layout, axes: Sequence[str]) -> tuple[int, int]:
     return place
 
 
-def _place(layout: Layout, axes: Sequence[str]) -> Parts:
+def _place(layout: Layout, axes: Sequence[str]) -> DimParts:
     """The dim that neighbouring axes cut, how many blocks stand before them on a device, and the rest."""
     dim, outer = _digit(layout, axes)
     here = layout.local_outer(dim, outer)
