@@ -36,6 +36,7 @@ WHY = {
 }  # fmt: skip
 
 MAY = {
+    "engines": "segments._partitioned",
     "exactness/_compare": "_compare",
     "facts":
         "ir._dataflow ir._regions ir._rules sharding.analysis._frames sharding.analysis._own_gradients "
@@ -46,7 +47,7 @@ MAY = {
     "gpu/test_checks": "sharding.plan._host_memory",
     "gpu/test_host": "offload._bandwidth offload.kernels._host_update",
     "gpu/test_layers": "sharding.analysis._residuals",
-    "golden/_record": "sharding.plan._wire",
+    "golden/_record": "segments._partitioned sharding.plan._wire",
     "handing_over": "offload.kernels._host_update",
     "host_updates": "offload.kernels._host_update offload.memory._addresses",
     "hostile_checkpoints": "checkpoint._inspect checkpoint._seal weights._export",
@@ -190,6 +191,7 @@ MAY = {
         "tracing._rewrite",
     "test_partition_conversions":
         "ir._layout sharding.partition._writer tracing._jaxpr tracing._types",
+    "test_partitioned_step": "segments._partitioned",
     "test_pipelines": "sharding.run._queue",
     "test_prefetch": "sharding.run._queue sharding.run._turns tracing._jaxpr",
     "test_preflight": "_quantities sharding.run._collectives targets._target",
