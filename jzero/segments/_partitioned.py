@@ -82,7 +82,7 @@ class PartitionedStep:
         try:
             return _partitioned(self._runner)
         except CannotPartitionError as error:
-            return error
+            return error.with_traceback(None)  # Its frames hold tracers.
 
     @functools.cached_property
     def _run(self) -> Callable[..., Any]:
