@@ -281,6 +281,12 @@ def run_and_compare(fn, *specs):
     assert partitioned.worst(got, want) < 1e-12
 
 
+def test_what_runs_on_no_shards_is_replicated_first_and_listed():
+    found = program(lambda w, x: jnp.sort(x[:, 0]) + w[0], (SQUARE, P()), (SQUARE, ROWS))
+    assert [(m.kind, m.why) for m in found.moves] == [("gather", "sort needs it whole")]
+    run_and_compare(lambda w, x: jnp.sort(x[:, 0]) + w[0, 0], (SQUARE, P()), ((13, 3), ROWS))
+
+
 # -- what is refused -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("fn", "text"),
