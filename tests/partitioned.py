@@ -30,6 +30,7 @@ class Case:
     stage: int
     specs: Any = None  # of a parameter's path and shape: further axes
     rows: tuple[str, ...] = ("data",)
+    spec: P | None = None  # of the batch, if it is not sharded along dim 0 only
 
 
 @dataclasses.dataclass
@@ -114,7 +115,7 @@ def prepare(case: Case) -> Ready:
     num = len(stored)
     ins = [Input(layout, firm=axes) for layout, axes in zip(stored, firm, strict=True)]
     for x in leaves[num:]:
-        spec = P(case.rows) if np.ndim(x) else P()
+        spec = (case.spec or P(case.rows)) if np.ndim(x) else P()
         layout = from_spec(np.shape(x), case.mesh, spec)
         ins.append(Input(layout, rows=frozenset(case.rows if np.ndim(x) else ())))
     outs = [*stored, *[None] * (len(jaxpr.outvars) - num)]

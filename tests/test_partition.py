@@ -1,7 +1,11 @@
 """Partitioned steps: every leaf and output of three steps against `jax.jit`, in float64; and what moves."""
 
 import functools
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +93,24 @@ def test_trains_with_specs_of_a_further_axis(kind, stage):
     assert not [m for m in gathered if m.of is not None]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # K and V are gathered in both passes, and their gradients scattered: 2 + 2 + 2 a layer.
+        ({"data": 4, "context": 2}, {"gather": 41 + 8, "reduce": 3, "scatter": 21 + 4}),
+        # Heads are sharded in the place of the sequence: q, k, v and what they attend to are exchanged.
+        ({"data": 2, "context": 4}, {"exchange": 26, "gather": 41, "reduce": 3, "scatter": 21}),
+    ],
+    ids=["keys_are_gathered", "heads_are_exchanged"],
+)
+def test_trains_with_the_sequence_sharded_too(sizes, expected):
+    """The state rests in shards over both axes; positions and masks are those of the whole sequence."""
+    spec = P("data", "context")
+    case = Case(*steps.gpt(), sizes, 3, rows=("data", "context"), spec=spec)
+    found = partitioned.moved(check(case).program)
+    assert {kind: num for kind, (num, _) in found.items()} == expected
+
+
 # -- what moves ---------------------------------------------------------------------------------------
 def times(gathers, scatters, reductions):
     return {"gather": gathers, "reduce": reductions, "scatter": scatters}
@@ -144,6 +166,28 @@ def test_it_is_the_same_program_every_time():
     case = Case(*steps.mlp(), DATA, 3)
     texts = {str(partitioned.prepare(case).program.jaxpr) for _ in range(2)}
     assert len(texts) == 1
+
+
+def test_it_is_the_same_program_in_every_process():
+    """Whatever order its sets have: processes that made other programs would wait for each other."""
+    script = (
+        "import conftest, jax, partition_steps, partitioned;"
+        "jax.config.update('jax_enable_x64', True);"
+        "jax.config.update('jax_numpy_rank_promotion', 'allow');"
+        "case = partitioned.Case(*partition_steps.clip(), {'data': 4, 'model': 2}, 3);"
+        "print(partitioned.prepare(case).program.jaxpr)"
+    )
+    texts = set()
+    for seed in ("0", "77"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        tests = pathlib.Path(__file__).parent
+        run = subprocess.run(
+            [sys.executable, "-c", script], env=env, cwd=tests, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        texts.add(run.stdout)
+    assert len(texts) == 1
+    assert "psum" in texts.pop()
 
 
 # -- parts of it ----------------------------------------------------------------------------------------
@@ -235,6 +279,12 @@ def run_and_compare(fn, *specs):
     ]
     want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(fn)(*values))]
     assert partitioned.worst(got, want) < 1e-12
+
+
+def test_what_runs_on_no_shards_is_replicated_first_and_listed():
+    found = program(lambda w, x: jnp.sort(x[:, 0]) + w[0], (SQUARE, P()), (SQUARE, ROWS))
+    assert [(m.kind, m.why) for m in found.moves] == [("gather", "sort needs it whole")]
+    run_and_compare(lambda w, x: jnp.sort(x[:, 0]) + w[0, 0], (SQUARE, P()), ((13, 3), ROWS))
 
 
 # -- what is refused -----------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from jzero.sharding.partition._values import (
     is_whole,
     joined,
     next_outer,
-    num_bytes,
     sized,
 )
 from jzero.tracing import _jaxpr
@@ -258,7 +257,7 @@ class _FactorChoice:
         }
         for var in self.eqn.outvars:
             scattered = self.frame.hint_of(var) is not None
-            own = num_bytes(var.aval) / self.ins[0].layout.num(cut)
+            own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut)
             total += own * (n - 1) / n * (1 if scattered else 2)
         return total
 
@@ -390,7 +389,7 @@ class _Written:
         if name in ("transpose", "convert_element_type"):
             found.fill = first.fill
         if name in _VIEWS and first.is_state and first.make is None:
-            if num_bytes(first.aval) <= num_bytes(aval):
+            if _rules.size_in_bytes(first.aval) <= _rules.size_in_bytes(aval):
                 found.view = self.eqn, first
         return found
 

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jax import lax
 
+from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
 from jzero.ir._regions import Region, ValueIn, variables
-from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined, num_bytes
+from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import DeviceWriter, Move
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
@@ -37,7 +38,7 @@ class DeviceFrame(DeviceWriter):
       hoists: whether what a body reads in another layout is converted outside, once for all iterations.
       imports: what stands outside, and its name here.
       region: whose equations are written now.
-      no_rule: whether the equation at hand runs whole because nothing is known of it.
+      no_rule: whether the equation at hand has no dim along which it runs on shards.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class DeviceFrame(DeviceWriter):
 
     def _why(self, value: DeviceValue) -> str:
         if self.no_rule:
-            return f"{self.source.primitive.name} has no rule"
+            return f"{self.source.primitive.name} needs it whole"
         if value.layout.partial:
             return "sum"
         return "rows" if value.rows else "state"
@@ -174,7 +175,7 @@ class DeviceFrame(DeviceWriter):
         prices, n = [], self.mesh[axis]
         for layout in [*value.atoms, value.layout]:
             here = layout.place(axis)
-            size = num_bytes(value.aval) / layout.num(axes_of(layout) - {axis})
+            size = _rules.size_in_bytes(value.aval) / layout.num(axes_of(layout) - {axis})
             part = size * (n - 1) / n
             if any(p.axis == axis for p in layout.partial):
                 prices.append(part * (2 if dim is None else 1))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +119,3 @@ def common(a: Layout, b: Layout) -> Layout:
     found = Layout(tuple(dims), a.mesh)
     both = tuple(p for p in a.partial if p in b.partial)
     return dataclasses.replace(found, partial=both)
-
-
-def num_bytes(aval: Aval) -> int:
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)

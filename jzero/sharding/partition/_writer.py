@@ -36,7 +36,7 @@ class Move(NamedTuple):
       nbytes: that reach each device, in all iterations of the loops around it.
       of: the input that is moved, by index, if it is one that is only viewed.
       line: where the user wrote what needs it.
-      why: 'state', 'rows', 'sum', or that an equation has no rule.
+      why: 'state', 'rows', 'sum', or which equation needs it whole.
       times: how often it runs; at least once in a loop of unknown length.
     """
 
