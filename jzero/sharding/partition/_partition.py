@@ -100,7 +100,7 @@ def _returned(frame: DeviceFrame, value: DeviceValue, wanted: Layout | None) -> 
     return value.layout if keeps else frame.whole(value.aval.shape)
 
 
-def _with_zeros(frame: Frame, value: Value, layout: Layout) -> Atom:
+def _with_zeros(frame: DeviceFrame, value: DeviceValue, layout: Layout) -> Atom:
     """A result, with zeros for padding, as an argument has that is returned."""
     x = frame.at(value, layout)
     if value.origin is not None and value.view is None and layout == value.layout:
