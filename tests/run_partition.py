@@ -94,12 +94,17 @@ TIMED = (
 
 
 def times(num: int) -> Iterator[str]:
-    """A table: seconds of processors to trace and lower large steps, each engine in turn, `num` times."""
+    """A table: seconds of processors to trace and lower large steps, each engine in turn, `num` times.
+
+    'alone' is the partitioner without what the interpreter analyses and plans before it: the trace of
+    `jax.jit`, the partitioner, and its lowering.
+    """
     jax.config.update("jax_enable_x64", False)
-    yield "| step | jax.jit, s | interpreted | partitioned | to interpreted, paired |"
-    yield "| --- " * 5 + "|"
+    yield "| step | jax.jit, s | interpreted | partitioned | alone | to interpreted, paired |"
+    yield "| --- " * 6 + "|"
     for name in TIMED:
-        seconds: dict[str, list[float]] = {"jit": [], "0": [], "1": []}
+        # Of each way the seconds until it is traced (and planned), and until it is lowered.
+        seconds: dict[str, list[tuple[float, float]]] = {"jit": [], "0": [], "1": []}
         engine = ""
         for _, which in itertools.product(range(num), seconds):
             os.environ["JZERO_PARTITION"] = which
@@ -107,18 +112,22 @@ def times(num: int) -> Iterator[str]:
             jax.clear_caches()
             gc.collect()
             start = time.process_time()
-            (jax.jit(step.__wrapped__, donate_argnums=0) if which == "jit" else step).lower(
-                state, batch
-            )
-            seconds[which].append(time.process_time() - start)
+            if which == "jit":
+                traced: Any = jax.jit(step.__wrapped__, donate_argnums=0).trace(state, batch)
+            else:
+                step.plan(state, batch)
+            middle = time.process_time() - start
+            _ = traced.lower() if which == "jit" else step.lower(state, batch)
+            seconds[which].append((middle, time.process_time() - start))
             if which == "1":
                 engine = "; ".join(engines.why_not(step))
-        jit = min(seconds["jit"])
-        paired = [new / old for new, old in zip(seconds["1"], seconds["0"], strict=True)]
-        multiples = [f"{min(seconds[which]) / jit:.2f}x" for which in "01"]
+        jit, old, new = (min(whole for _, whole in seconds[which]) for which in ("jit", "0", "1"))
+        pairs = list(zip(*seconds.values(), strict=True))
+        alone = min(b[1] - b[0] + a[0] for a, _, b in pairs)
+        ratios = [b[1] / a[1] for _, a, b in pairs]
         yield (
-            f"| {name} | {jit:.2f} | {multiples[0]} | {engine or multiples[1]} "
-            f"| {statistics.median(paired):.2f} ({min(paired):.2f} to {max(paired):.2f}) |"
+            f"| {name} | {jit:.2f} | {old / jit:.2f}x | {engine or f'{new / jit:.2f}x'} | {alone / jit:.2f}x "
+            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
         )
 
 
