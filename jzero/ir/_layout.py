@@ -273,7 +273,12 @@ class Layout:
 
 
 def replicated(shape: Sequence[int], mesh: Mapping[str, int]) -> Layout:
-    return Layout(tuple(Dim(n) for n in shape), tuple(mesh.items()))
+    return _replicated(tuple(shape), tuple(mesh.items()))
+
+
+@functools.lru_cache(maxsize=2**12)
+def _replicated(shape: tuple[int, ...], mesh: tuple[tuple[str, int], ...]) -> Layout:
+    return Layout(tuple(map(Dim, shape)), mesh)
 
 
 def from_spec(shape: Sequence[int], mesh: Mapping[str, int], spec: PartitionSpec) -> Layout:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jzero.ir._layout import Layout
@@ -16,7 +16,7 @@ from jzero.sharding.partition._run import run
 from jzero.sharding.partition._values import DeviceValue, axes_of
 from jzero.sharding.partition._writer import Move
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Jaxpr, Var
+from jzero.tracing._types import Atom, Jaxpr, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def partition(
       consts: values of its `constvars`.
       mesh: the axes, and how many devices each has.
       ins: for each argument.
-      outs: for each result its layout; None where the partitioner chooses.
+      outs: for each result its layout, whose padding is zero; None where the partitioner chooses.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
@@ -78,7 +78,8 @@ def partition(
     results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
     frame.source = jaxpr.eqns[-1]
     layouts = [_returned(frame, v, out) for v, out in zip(results, outs, strict=True)]
-    atoms = [frame.at(v, layout) for v, layout in zip(results, layouts, strict=True)]
+    given = frozenset(own)
+    atoms = [_with_zeros(frame, v, each, given) for v, each in zip(results, layouts, strict=True)]
     written = frame.function(_template(), own, atoms)
     moves = tuple(_moves(written, frame.moves, 1))
     ins_ = tuple(each.layout for each in ins)
@@ -98,6 +99,17 @@ def _returned(frame: DeviceFrame, value: DeviceValue, wanted: Layout | None) -> 
     frame.settle(value)
     keeps = value.rows and value.make is None and value.layout.spec() is not None
     return value.layout if keeps else frame.whole(value.aval.shape)
+
+
+def _with_zeros(
+    frame: DeviceFrame, value: DeviceValue, layout: Layout, given: Collection[Var]
+) -> Atom:  # fmt: skip
+    """A result, with zeros for padding, as an argument has that is returned."""
+    x = frame.at(value, layout)
+    padded = [d for d, dim in enumerate(layout.dims) if dim.pad is not None]
+    for d in padded if padded and x not in given else ():
+        x = frame.masked(x, layout, d, "sum")
+    return x
 
 
 def _moves(jaxpr: Jaxpr, moves: Mapping[Var, Move], times: int) -> Iterator[Move]:
