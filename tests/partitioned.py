@@ -155,7 +155,10 @@ def padded(x, layout: Layout):
 
 
 def unpadded(x, layout: Layout):
-    return np.asarray(x)[tuple(slice(dim.true) for dim in layout.dims)]
+    """Without its padding, which is zero."""
+    true = np.asarray(x)[tuple(slice(dim.true) for dim in layout.dims)]
+    assert np.count_nonzero(np.asarray(x)) == np.count_nonzero(true)
+    return true
 
 
 def train(case: Case, ready: Ready, num=3):

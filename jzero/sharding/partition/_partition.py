@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jzero.ir._layout import Layout
@@ -78,7 +78,8 @@ def partition(
     results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
     frame.source = jaxpr.eqns[-1]
     layouts = [_returned(frame, v, out) for v, out in zip(results, outs, strict=True)]
-    atoms = [_with_zeros(frame, v, each) for v, each in zip(results, layouts, strict=True)]
+    given = frozenset(own)
+    atoms = [_with_zeros(frame, v, each, given) for v, each in zip(results, layouts, strict=True)]
     written = frame.function(_template(), own, atoms)
     moves = tuple(_moves(written, frame.moves, 1))
     ins_ = tuple(each.layout for each in ins)
@@ -100,12 +101,13 @@ def _returned(frame: DeviceFrame, value: DeviceValue, wanted: Layout | None) -> 
     return value.layout if keeps else frame.whole(value.aval.shape)
 
 
-def _with_zeros(frame: DeviceFrame, value: DeviceValue, layout: Layout) -> Atom:
+def _with_zeros(
+    frame: DeviceFrame, value: DeviceValue, layout: Layout, given: Collection[Var]
+) -> Atom:  # fmt: skip
     """A result, with zeros for padding, as an argument has that is returned."""
     x = frame.at(value, layout)
-    if value.origin is not None and value.view is None and layout == value.layout:
-        return x
-    for d in range(len(layout.dims)):
+    padded = [d for d, dim in enumerate(layout.dims) if dim.pad is not None]
+    for d in padded if padded and x not in given else ():
         x = frame.masked(x, layout, d, "sum")
     return x
 
