@@ -22,12 +22,15 @@ from jzero.processes import _agreement
 from jzero.reports import _printed_program
 from jzero.reports._describe import Report, looped
 from jzero.reports._printed_program import PrintedProgram
+from jzero.segments import _partitioned
+from jzero.segments._partitioned import Partitioned
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.analysis import _residuals, _traffic, _untiled
 from jzero.sharding.batch import _trace
 from jzero.sharding.cut import _phases
+from jzero.sharding.partition import _partition as partition
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
@@ -245,7 +248,9 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             inputs = placed_inputs(call, program)
             jaxpr = jax.make_jaxpr(program.step.run)(*inputs)
         num_state = program.out_tree.num_leaves - len(program.plan.outputs)
-        plan = program.plan
+        plan, partitioned = program.plan, _partitioned.of_step(program.step)
+        asked = partitioned if isinstance(partitioned, Partitioned) else program
+        movements = asked.movements
         activations = plan.activations or ()
         return Report(
             plan,
@@ -254,7 +259,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             _traffic.carried_bytes(jaxpr, _phases.SCOPE),
             (*program.step.crossings(), *_residuals.crossings(activations, plan.accumulate)),
             program.step.roads(),
-            program.movements,
+            movements,
             program.whole_arguments,
             tuple(_call.argument_paths(call.arrays)),
             tuple(x.size * x.dtype.itemsize for x in inputs[1]),
@@ -266,7 +271,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
                 for leaf, x in zip(plan.leaves, jax.tree.leaves(call.state), strict=True)
                 if isinstance(x, CodedArray) and x.error is not None
             },
-            () if plan.evaluates else looped(jaxpr, call.arrays, plan, program.movements),
+            () if plan.evaluates else looped(jaxpr, call.arrays, plan, movements),
             program.extra_work,
         )
 
@@ -305,20 +310,35 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             b:f32[8,64]   # batch  [8@data, 64]
           . let
         """
-        if after not in PROGRAMS:
+        known = (*PROGRAMS, *(("partition",) if _partitioned.is_on() else ()))
+        if after not in known:
             raise OptionError(message(
                 self._who, f"program(after={after!r})", "It prints a step as it is after a part of its way.",
-                f"Write after={' or '.join(map(repr, PROGRAMS))}."))  # fmt: skip
+                f"Write after={' or '.join(map(repr, known))}."))  # fmt: skip
         with self._asked("program"):
             call = self._programs.bind(self._given(args), kwargs)
             program = self._programs.of(call)
+            name, paths = self._programs.signature.name, _call.argument_paths(call.arrays)
+            num_state = program.out_tree.num_leaves - len(program.plan.outputs)
+            outputs = _outputs.output_paths(program.out_tree, num_state)
+            if after == "partition":
+                found = self._partitioned(program)
+                return _printed_program.as_partitioned(name, found, program.plan, paths, outputs)
             jaxpr, (_, arrays) = program.as_traced().jaxpr, placed_inputs(call, program)
-        num_state = program.out_tree.num_leaves - len(program.plan.outputs)
         return _printed_program.as_traced(
-            self._programs.signature.name, jaxpr, program.plan, self._programs.setting.mesh.shape,
-            dict(zip(_call.argument_paths(call.arrays), arrays, strict=True)),
-            _outputs.output_paths(program.out_tree, num_state),
+            name, jaxpr, program.plan, self._programs.setting.mesh.shape,
+            dict(zip(paths, arrays, strict=True)), outputs,
         )  # fmt: skip
+
+    def _partitioned(self, program: Program) -> partition.Program:
+        found = _partitioned.of_step(program.step)
+        if isinstance(found, Partitioned):
+            return found.program
+        why = "it is several programs" if found is None else found
+        raise OptionError(message(
+            self._who, f"program(after='partition') of a step that is not partitioned: {why}",
+            f"Such a step is interpreted, {_partitioned.SWITCH}=1 or not.", "Write after='trace'."
+        )) from found  # fmt: skip
 
     @takes_explicit_axes
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

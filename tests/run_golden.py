@@ -2,6 +2,7 @@
 
     python tests/run_golden.py --processes 2
     python tests/run_golden.py --h200         # 20 rows compiled for H200s, by the newest JAX and one process
+    python tests/run_golden.py --partition    # each row by the partitioner, beside the stored one
 
 Each row that changed is printed as a diff, with a verdict: better or update (tests/golden/_judge.py).
 The exit status is 1 if any did. `--update` writes what is new; words choose rows by their names.
@@ -15,6 +16,7 @@ import pathlib
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ else:
     import conftest  # noqa: F401  # before JAX, whose environment it is
 import jax  # noqa: E402
 
+import engines  # noqa: E402
 import golden  # noqa: E402
 
 
@@ -34,11 +37,14 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="of the names of rows; all by default")
     parser.add_argument("--update", action="store_true", help="store what is new")
     parser.add_argument("--h200", action="store_true", help="the rows that are compiled for H200s")
+    parser.add_argument("--partition", action="store_true", help="by the partitioner: a table")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--times", type=int, default=0, help="print so many of the slowest rows")
     args = parser.parse_args()
     themes = {"h200": golden.H200} if args.h200 else golden.themes()
     names = [name for name in rows_of(themes) if all(word in " ".join(name) for word in args.words)]
+    if args.partition:
+        return between_engines(names, args.processes)
     stored = {theme: golden.read(theme) for theme in themes}
     times: list[tuple[float, str]] = []
     counts: dict[str, int] = {}
@@ -64,6 +70,38 @@ def main() -> int:
     for seconds, name in sorted(times, reverse=True)[: args.times]:
         print(f"{seconds:6.1f} s  {name}")
     return int(bool(counts or gone) and not args.update)
+
+
+WORDS = ("equal", "better", "worse", "falls back", "refused", "differs", "fails")
+
+
+def between_engines(names: list[tuple[str, str]], processes: int) -> int:
+    """Runs rows by the partitioner where it can, and prints how they compare with the stored ones.
+
+    The exit status is 1 if any is worse, differs or fails.
+    """
+    os.environ["JZERO_PARTITION"] = "1"
+    whys, counts = Counter[str](), Counter[tuple[str, str]]()
+    for (theme, name), (new, _) in zip(names, in_processes(names, processes), strict=True):
+        old, axes = golden.read(theme)[name], golden.axes_of(theme, name)
+        verdict = golden.between_engines(old, new, axes)
+        counts[theme, verdict.word] += 1
+        if verdict.word == "falls back":
+            whys[engines.without_line(verdict.why)] += 1
+        elif verdict.word not in ("equal", "refused"):
+            print(
+                f"{verdict.word}: {theme}: {name}: {verdict.why}\n{verdict.diff}".rstrip(),
+                flush=True,
+            )
+    rows = [f"| theme | {' | '.join(WORDS)} |", "| --- " * (len(WORDS) + 1) + "|"]
+    themes = [*dict.fromkeys(theme for theme, _ in names)]
+    sums = {word: sum(counts[theme, word] for theme in themes) for word in WORDS}
+    for theme in themes:
+        rows.append(f"| {theme} | {' | '.join(str(counts[theme, word]) for word in WORDS)} |")
+    rows.append(f"| all | {' | '.join(map(str, sums.values()))} |")
+    print("", *rows, sep="\n")
+    print(*(f"{num} x {why}" for why, num in whys.most_common()), sep="\n")
+    return int(any(sums[word] for word in ("worse", "differs", "fails")))
 
 
 def rows_of(themes: dict[str, list[str]]) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ DOCTESTS = "runs the examples in docstrings"
 
 # Why a module may be imported: of the names that it begins with, the longest says it.
 WHY = {
-    "sharding.analysis": ENGINE, "sharding.batch": ENGINE, "sharding.run": ENGINE,
+    "sharding.analysis": ENGINE, "sharding.batch": ENGINE, "sharding.run": ENGINE, "sharding.partition": IR,
     "sharding.analysis._residuals": CONSTANT, "sharding.analysis._traffic": IR,
     "sharding.cut._layer_parts": CONSTANT,
     "sharding.cut": IR, "sharding.plan": IR, "ir": IR, "tracing": IR, "_components": IR,
@@ -36,6 +36,7 @@ WHY = {
 }  # fmt: skip
 
 MAY = {
+    "engines": "segments._partitioned",
     "exactness/_compare": "_compare",
     "facts":
         "ir._dataflow ir._regions ir._rules sharding.analysis._frames sharding.analysis._own_gradients "
@@ -46,7 +47,7 @@ MAY = {
     "gpu/test_checks": "sharding.plan._host_memory",
     "gpu/test_host": "offload._bandwidth offload.kernels._host_update",
     "gpu/test_layers": "sharding.analysis._residuals",
-    "golden/_record": "sharding.plan._wire",
+    "golden/_record": "segments._partitioned sharding.plan._wire",
     "handing_over": "offload.kernels._host_update",
     "host_updates": "offload.kernels._host_update offload.memory._addresses",
     "hostile_checkpoints": "checkpoint._inspect checkpoint._seal weights._export",
@@ -54,6 +55,8 @@ MAY = {
     "nvme_state":
         "offload.nvme._aligned offload.nvme._files offload.nvme._header offload.nvme._layout "
         "offload.nvme._sweep",
+    "partitioned":
+        "ir._layout ir._regions ir._starts sharding.partition._partition tracing._jaxpr tracing._rewrite",
     "process_worker": "checkpoint._chunks offload.memory._available processes._agreement",
     "refuse_like_a_gpu": "offload.memory._pinned_leaf",
     "sampling/noise": "tracing._jaxpr",
@@ -184,6 +187,12 @@ MAY = {
         "sharding.analysis._traffic sharding.cut._layer_parts",
     "test_one_order": "sharding.analysis._residuals sharding.run._run",
     "test_options": "sharding.analysis._residuals",
+    "test_partition":
+        "ir._layout sharding.partition._errors sharding.partition._partition tracing._jaxpr "
+        "tracing._rewrite",
+    "test_partition_conversions":
+        "ir._layout sharding.partition._writer tracing._jaxpr tracing._types",
+    "test_partitioned_step": "segments._partitioned",
     "test_pipelines": "sharding.run._queue",
     "test_prefetch": "sharding.run._queue sharding.run._turns tracing._jaxpr",
     "test_preflight": "_quantities sharding.run._collectives targets._target",

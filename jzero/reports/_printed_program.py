@@ -11,8 +11,9 @@ import jax
 
 from jzero._errors import counted
 from jzero._memory_kinds import DEVICE
-from jzero.ir._layout import from_spec
+from jzero.ir._layout import Layout, from_spec
 from jzero.sharding.batch._trace import WRITTEN
+from jzero.sharding.partition._partition import Program
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
@@ -69,6 +70,37 @@ def as_traced(
     axes = ", ".join(f"{axis}: {num}" for axis, num in mesh.items())
     title = f"{name}, as traced, {of}; layouts over the mesh ({axes})"
     return PrintedProgram(title, jaxpr, (*state, *given), results)
+
+
+def as_partitioned(
+    name: str, program: Program, plan: StepPlan, arguments: Sequence[str], outputs: Sequence[str]
+) -> PrintedProgram:
+    """A step's program of one device, by the partitioner.
+
+    Args:
+      name: of the step.
+      program: it takes the leaves of the state that are read, then the others.
+      plan: what of them is what.
+      arguments: the paths of what it takes beside the state.
+      outputs: of what it returns beside it.
+    """
+    state = [(leaf.path, leaf.role) for leaf in plan.leaves]
+    taken = [each for i, each in enumerate(state) if i not in plan.unread]
+    ins = [*taken, *((path, "") for path in arguments)]
+    outs = [*state[: len(plan.new_leaves)], *((path, "") for path in outputs)]
+    mesh = dict(program.ins[0].mesh) if program.ins else {}
+    axes = ", ".join(f"{axis}: {num}" for axis, num in mesh.items())
+    title = f"{name}, partitioned, of one device; layouts over the mesh ({axes})"
+    return PrintedProgram(
+        title, program.jaxpr, _laid_out(ins, program.ins), _laid_out(outs, program.outs)
+    )
+
+
+def _laid_out(named: Sequence[tuple[str, str]], layouts: Sequence[Layout]) -> tuple[Note, ...]:
+    return tuple(
+        Note(path, f"{layout}  {role}".rstrip())
+        for (path, role), layout in zip(named, layouts, strict=True)
+    )
 
 
 def _outputs(

@@ -10,6 +10,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import HostNeed
+from jzero.segments import _partitioned
+from jzero.segments._partitioned import PartitionedStep
 from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.run._run import Runner
 
@@ -24,7 +26,9 @@ class WholeStep:
 
     def __init__(self, runner: Runner, shardings: Sequence[NamedSharding]):
         plan = runner.plan
-        self.run: Callable[..., Any] = runner.whole_step()
+        self.run: Callable[..., Any] = (
+            PartitionedStep(runner) if _partitioned.is_on() else runner.whole_step()
+        )
         self._unread = plan.unread
         # Else XLA would choose over the automatic axes, and the next step would move the state back.
         options: dict[str, Any] = {"out_shardings": (list(shardings), None)}

@@ -44,6 +44,7 @@ try:
     from jax._src import source_info_util as internal_source_info  # Transform, user_frames: 0.7.0
     from jax._src.ad_checkpoint import name_p  # the same in 0.10.2 to 0.12
     from jax._src.array import ArrayImpl  # 0.12
+    from jax._src.interpreters.partial_eval import DynamicJaxprTrace  # emit_eqn: 0.10.2
     from jax._src.lax.lax import empty2  # 0.8.0
     from jax._src.lax.parallel import reduce_scatter_p  # 0.4.36
     from jax._src.lib import _jax as xla  # batched_copy_array_to_devices_with_sharding: 0.10.2 only
@@ -465,6 +466,13 @@ def _keep_local(params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def without_sharding(eqn: Eqn) -> Eqn:
+    """The equation, that says nothing of the mesh under which it was traced."""
+    if all(eqn.params.get(name) is None for name in ("sharding", "out_sharding")):
+        return eqn
+    return eqn.replace(params=_keep_local(eqn.params))
+
+
 def bind(eqn: Eqn, *args: Any, **overrides: Any) -> list[Any]:
     """Runs the equation on `args` with some of its parameters replaced; always returns a list."""
     params = eqn.primitive.get_bind_params(_keep_local(eqn.params) | overrides)
@@ -601,6 +609,59 @@ def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     leaves, tree = jax.tree.flatten(shapes)
     return Traced(*open_jaxpr(jaxpr), tree, leaves)
+
+
+def shard_mapped(
+    jaxpr: Jaxpr, mesh: Any, in_specs: Sequence[P], out_specs: Sequence[P],
+    out_shapes: Sequence[tuple[int, ...]],
+) -> Callable[..., list[Any]]:  # fmt: skip
+    """A function of whole arrays that is one `shard_map` equation around one device's `jaxpr`.
+
+    Where a call is staged, as under `jax.jit`, the equation holds `jaxpr` itself: nothing of it is traced
+    again. Elsewhere (eagerly, under `jax.grad` or `jax.vmap`) it is evaluated inside of `jax.shard_map`.
+
+    Args:
+      jaxpr: without constants.
+      mesh: all of whose axes are manual.
+      in_specs: of its arguments.
+      out_specs: of its results.
+      out_shapes: of the whole results.
+    """
+    given: dict[str, Any] = dict(mesh=mesh, in_specs=tuple(in_specs), check_vma=False)
+
+    def run(*args: Any) -> list[Any]:
+        args = tuple([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in args])
+        trace = internal.trace_ctx.trace
+        if not isinstance(trace, DynamicJaxprTrace):
+            body = functools.partial(core.eval_jaxpr, jaxpr, ())
+            found: list[Any] = jax.shard_map(body, out_specs=[*out_specs], **given)(*args)
+            return found
+        # JAX makes the equation's other parameters, which are not the same in all releases.
+        without_results = jax.shard_map(lambda *_: (), out_specs=(), **given)
+        (eqn,) = jax.make_jaxpr(without_results)(*map(jax.typeof, args)).jaxpr.eqns
+        params = {**eqn.params, "jaxpr": jaxpr, "out_specs": tuple(out_specs)}
+        types = [
+            core.ShapedArray(
+                shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False)
+            )
+            for shape, atom in zip(out_shapes, jaxpr.outvars, strict=True)
+        ]
+        source = internal_source_info.current()
+        tracers = [trace.to_jaxpr_tracer(x, source) for x in args]
+        outs = trace.emit_eqn(tracers, types, eqn.primitive, params, eqn.effects, source)
+        return list(outs)
+
+    return run
+
+
+def without_constants(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr with its constants as its first arguments."""
+    return replaced(
+        jaxpr,
+        constvars=[],
+        invars=[*jaxpr.constvars, *jaxpr.invars],
+        debug_info=jaxpr.debug_info.with_unknown_names(),  # type: ignore[attr-defined]
+    )
 
 
 def static_arguments(fn: Callable[..., Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -797,7 +858,7 @@ def var_like(aval: Any, shape: Sequence[int] | None = None, dtype: Any = None) -
 PRIMITIVES = {
     "psum": lax.psum_p, "pmax": lax.pmax_p, "pmin": lax.pmin_p, "all_gather": lax.all_gather_p,
     "all_to_all": lax.all_to_all_p, "psum_scatter": reduce_scatter_p,
-    "axis_index": lax.axis_index_p, "cond": lax.cond_p,
+    "ppermute": lax.ppermute_p, "axis_index": lax.axis_index_p, "cond": lax.cond_p,
 }  # fmt: skip
 
 

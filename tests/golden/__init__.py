@@ -5,8 +5,10 @@ alone, or compiled for H200s. `_stored` keeps the texts in `stored/`, a file for
 what changed and whether it is better. `tests/run_golden.py` is the command.
 """
 
-from ._judge import Verdict, compared
-from ._large import H200, LARGE, compiled, traced
+from collections.abc import Mapping
+
+from ._judge import Verdict, between_engines, compared
+from ._large import H200, LARGE, compiled, sharded, traced
 from ._record import Record, record, values
 from ._stored import FOLDER, read, with_tolerance, write
 from .rows import ROWS, Row
@@ -27,16 +29,27 @@ def recorded(theme: str, name: str) -> Record:
     return compiled(name) if theme == "h200" else record(ROWS[f"{theme}: {name}"])
 
 
+def axes_of(theme: str, name: str) -> Mapping[str, int]:
+    """The axes of a row's mesh, and their sizes."""
+    if theme in ("large", "h200"):
+        return LARGE[name].axes
+    row = ROWS[f"{theme}: {name}"]
+    return {**row.axes, "model": row.model}
+
+
 __all__ = [
     "FOLDER",
     "ROWS",
+    "axes_of",
     "Row",
     "Verdict",
+    "between_engines",
     "compared",
     "H200",
     "LARGE",
     "read",
     "recorded",
+    "sharded",
     "themes",
     "values",
     "with_tolerance",

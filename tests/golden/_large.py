@@ -17,7 +17,7 @@ import jzero
 from experiments.rivals import measure, zoo
 from experiments.shared import records
 
-from ._record import Record, described, events, options_text
+from ._record import Record, described, engine, events, options_text
 
 TOPOLOGY: dict[str, Any] = {"target": "h200", "topology": "1x8"}
 ONE, TWO = {"data": 8}, {"node": 2, "local": 4}
@@ -67,8 +67,8 @@ def traced(name: str) -> Record:
     """What jzero says of the step, and the program that it makes."""
     row = LARGE[name]
     with jax.enable_x64(False):
-        step, state, batch = _sharded(row, _mesh(row.axes))
-        found = {"row": [_title(row)], **described(step.describe(state, batch))}
+        step, state, batch = sharded(name)
+        found = {"row": [_title(row)], **described(step.describe(state, batch))} | engine(step)
         return found | {"program": events(jax.make_jaxpr(step)(state, batch))}
 
 
@@ -95,6 +95,11 @@ def compiled(name: str) -> Record:
 def _mesh(axes: Mapping[str, int]) -> jax.sharding.Mesh:
     devices = jax.devices()[: math.prod(axes.values())]
     return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+
+
+def sharded(name: str) -> tuple[Any, Any, Any]:
+    """A row's step on devices of this machine, and shapes of its state and batch."""
+    return _sharded(LARGE[name], _mesh(LARGE[name].axes))
 
 
 def _sharded(row: Large, mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any]:

@@ -16,9 +16,11 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
+import engines
 import exactness
 import jzero
 from exactness._compare import configured
+from jzero.segments import _partitioned
 from jzero.sharding.plan import _wire
 
 from ._watch import aliased, watched
@@ -113,7 +115,7 @@ def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
         state = sharded.shard(state, *batches[0])
     report = sharded.describe(state, *batches[0])
     alone = _program(sharded, state, batches[0])
-    found = described(report)
+    found = engine(sharded) | described(report)
     if alone is None:
         found["collectives in order"] = [_collective(each) for each in report.traffic]
     else:
@@ -129,6 +131,14 @@ def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
         found["streamed"] = seen.streamed
     found["values"] = values(trained)
     return found
+
+
+def engine(sharded: Any) -> Record:
+    """With `JZERO_PARTITION=1`, what runs a step that was asked for before; nothing without."""
+    if not _partitioned.is_on():
+        return {}
+    whys = engines.why_not(sharded)
+    return {"engine": [f"interpreted: {why}" for why in whys] or ["partitioned"]}
 
 
 def described(report: Any) -> Record:

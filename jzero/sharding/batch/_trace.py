@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,20 @@ WHOLE, WRITTEN = "whole batch", "written"
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
 
 
+class WholeBatch(NamedTuple):
+    """A step as one device would run it.
+
+    Attributes:
+      jaxpr: of whole arrays, calls replaced by their equations.
+      consts: values of its constants.
+      rows: for each input, the dim of its rows of the batch; None if it has none.
+    """
+
+    jaxpr: _rewrite.Flat
+    consts: list[ArrayLike]
+    rows: tuple[int | None, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
     """A step's jaxpr, analysed: the frames, and what the trace found out.
@@ -55,6 +69,7 @@ class TracedStep:
       movements: of a whole-batch step, the rows that it gathers.
       work: of a whole-batch step, the flops of all its rows, once each.
       repeated: of these, what the devices do more than once.
+      whole: of a whole-batch step, what it was rewritten from.
     """
 
     frame: Frame
@@ -66,6 +81,7 @@ class TracedStep:
     movements: tuple[Movement, ...] = ()
     work: float = 0
     repeated: tuple[Repeated, ...] = ()
+    whole: WholeBatch | None = None
 
 
 def trace_whole(
@@ -115,6 +131,7 @@ def trace_whole(
         tuple(found.movements),
         work,
         tuple(again),
+        WholeBatch(flat, consts, tuple(f.dim if isinstance(f, Rows) else None for f in forms)),
     )
 
 

@@ -153,7 +153,7 @@ def make_plan(
         activations=tuple(waiting.values()) if options.moves_activations else None,
         owned=shared.owned,
     )
-    return plan, Analysis(frame, links, shared.owners, waiting, tables)
+    return plan, Analysis(frame, links, shared.owners, waiting, tables, local.traced.whole)
 
 
 def _laid_out(

@@ -19,6 +19,7 @@ from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._residuals import Residual, Residuals
 from jzero.sharding.analysis._tables import Tables
 from jzero.sharding.batch._owners import Owned, Owners
+from jzero.sharding.batch._trace import WholeBatch
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.cut._phases import Phase
 from jzero.sharding.cut._pieces import UpdatePart
@@ -37,6 +38,7 @@ class Analysis(NamedTuple):
     owners: Owners
     residuals: Residuals
     tables: Tables
+    whole: WholeBatch | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as one program of the partitioner, where `JZERO_PARTITION=1` asks for it and it can.
+
+A developer's switch, until that engine runs all steps: every other step is interpreted as the plan says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jzero._memory_kinds import DEVICE
+from jzero.ir._layout import Layout, Pad, from_spec, replicated
+from jzero.ir._regions import Region, turns
+from jzero.sharding.batch._body import Movement
+from jzero.sharding.batch._trace import WHOLE, WholeBatch
+from jzero.sharding.partition._errors import CannotPartitionError, cannot
+from jzero.sharding.partition._partition import Input, Program, partition
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._layout import Shard
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._offload import StepProgram
+from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.run._run import Runner
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._rewrite import Flat
+
+SWITCH = "JZERO_PARTITION"
+_OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
+
+
+def is_on() -> bool:
+    """Whether steps are partitioned that can be."""
+    return os.environ.get(SWITCH) == "1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioned:
+    """A step that the partitioner runs.
+
+    Attributes:
+      program: of one device.
+      run: `(state leaves, argument leaves) -> (new state leaves, outputs)`, on whole arrays.
+    """
+
+    program: Program
+    run: Callable[..., Any]
+
+    @property
+    def movements(self) -> tuple[Movement, ...]:
+        """What it moves of the batch, and of what is computed of it."""
+        return tuple(
+            Movement(move.kind, move.line, move.nbytes, move.times, move.why)
+            for move in self.program.moves
+            if move.of is None and move.why not in _OF_ZERO
+        )
+
+
+class PartitionedStep:
+    """A step on whole arrays, partitioned when it is first asked for; interpreted if it cannot be."""
+
+    __name__ = "local_step"  # as profiles say it
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+
+    def __call__(self, state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs it."""
+        made: tuple[list[Any], list[Any]] = self._run(state, arrays)
+        return made
+
+    @functools.cached_property
+    def found(self) -> Partitioned | CannotPartitionError:
+        """What runs it, or why the partitioner does not."""
+        try:
+            return _partitioned(self._runner)
+        except CannotPartitionError as error:
+            return error.with_traceback(None)  # Its frames hold tracers.
+
+    @functools.cached_property
+    def _run(self) -> Callable[..., Any]:
+        found = self.found
+        return found.run if isinstance(found, Partitioned) else self._runner.whole_step()
+
+
+def of_step(step: StepProgram) -> Partitioned | CannotPartitionError | None:
+    """What the partitioner made of a step, or why it made nothing; None if nobody asked."""
+    return step.run.found if isinstance(step.run, PartitionedStep) else None
+
+
+def _partitioned(runner: Runner) -> Partitioned:
+    plan, whole = runner.plan, runner.analysis.whole
+    why = next(_reasons(plan, whole), None)
+    if why is not None or whole is None:
+        raise cannot(why or "it has no jaxpr of the whole batch")
+    mesh = dict(runner.mesh.shape)
+    flat, rows = _read_only(whole, plan)
+    taken = [i for i in range(len(rows)) if i not in plan.unread]
+    inputs = [*_inputs(plan, flat, rows, mesh)]
+    outs = [_leaf(leaf, mesh) for leaf in plan.new_leaves]
+    outs += [
+        from_spec(atom.aval.shape, mesh, _layout.partition_spec(layout))
+        for atom, layout in zip(flat.outvars[len(outs) :], plan.outputs, strict=True)
+    ]
+    program = partition(
+        flat._replace(invars=[flat.invars[i] for i in taken]),  # type: ignore[arg-type]
+        whole.consts,
+        mesh,
+        [inputs[i] for i in taken],
+        outs,
+    )
+    return Partitioned(program, _run_of(program, runner, taken))
+
+
+def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
+    """Why the partitioner does not run a step: what its options ask for, or what the step does."""
+    exchange = plan.exchange
+    asked = {
+        "collectives of its own": plan.reductions != WHOLE or whole is None,
+        "accumulate": plan.accumulate > 1,
+        "mesh axes beside the data axes": bool(plan.automatic),
+        "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
+        "offload_activations": plan.activations is not None,
+        "gather_dtype": exchange.gather_codes is not None,
+        "reduce_dtype": exchange.reduce_dtype is not None
+        or any(codes is not None for _, codes in exchange.reduce_codes),
+        "weight_dtype": any(leaf.codes for leaf in plan.leaves),
+        "tile_bytes": exchange.tile_bytes is not None,
+        "owners of matrices": bool(plan.owned),
+        "gather": plan.stage == 3 and exchange.keep_gathered and not plan.evaluates,
+        "gathers in each iteration": whole is not None and _gathers_in_loops(plan, whole),
+        "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
+    }
+    yield from (reason for reason, is_so in asked.items() if is_so)
+
+
+def _gathers_in_loops(plan: StepPlan, whole: WholeBatch) -> bool:
+    """Whether a loop of an evaluation may not keep what it gathers: the partitioner's loops do."""
+    most = plan.exchange.loop_bytes
+    fits = most is None or sum(leaf.nbytes for leaf in plan.leaves) <= most
+    region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
+    return not fits and any(turns(eqn) != 1 for _, eqn in region.walk())
+
+
+def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | None, ...]]:
+    """The step without the equations of which nothing is returned.
+
+    Raises:
+      CannotPartitionError: it reads a leaf that the plan does not read.
+    """
+    flat = whole.jaxpr
+    flat = flat._replace(
+        eqns=_rewrite.without_unread(flat.eqns, flat.outvars, lambda _: True),
+    )
+    read = {atom for eqn in flat.eqns for atom in _jaxpr.variables_read(eqn)}
+    read |= {atom for atom in flat.outvars if not _jaxpr.is_literal(atom)}
+    if any(flat.invars[i] in read for i in plan.unread):
+        raise cannot("it reads a leaf that the plan does not read")
+    return flat, whole.rows
+
+
+def _inputs(
+    plan: StepPlan, flat: Flat, rows: Sequence[int | None], mesh: dict[str, int]
+) -> Iterator[Input]:
+    """Leaves as they are stored; arguments in rows, padded where the devices do not divide them."""
+    axes = tuple(axis for axis, _ in plan.axes)
+    yield from (Input(_leaf(leaf, mesh)) for leaf in plan.leaves)
+    for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
+        layout = replicated(var.aval.shape, mesh)
+        if dim is None:
+            yield Input(layout)
+            continue
+        for axis in axes:
+            layout = layout.cut(dim, axis)
+        yield Input(layout, frozenset(axes))
+
+
+def _leaf(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:
+    """A leaf's layout at rest; it may be padded for more axes than it is sharded over."""
+    layout = from_spec(leaf.shape, mesh, _layout.partition_spec(leaf.layout))
+    if not isinstance(leaf.layout, Shard) or not leaf.padding:
+        return layout
+    dims, d = [*layout.dims], leaf.layout.dim
+    dims[d] = dims[d]._replace(size=leaf.padded_shape[d], pad=Pad(1, leaf.shape[d]))
+    return dataclasses.replace(layout, dims=tuple(dims))
+
+
+def _run_of(program: Program, runner: Runner, taken: Sequence[int]) -> Callable[..., Any]:
+    """The program as a function of whole arrays, those of leaves padded."""
+    plan, consts = runner.plan, [*map(_jaxpr.constant, program.consts)]
+    num_new = len(plan.new_leaves)
+    local = _jaxpr.shard_mapped(
+        _jaxpr.without_constants(program.jaxpr),
+        runner.mesh,
+        [*[PartitionSpec()] * len(consts), *map(_spec, program.ins)],
+        [*map(_spec, program.outs)],
+        [tuple(dim.size for dim in layout.dims) for layout in program.outs],
+    )
+
+    def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        given = [*state, *arrays]
+        pairs = zip((given[i] for i in taken), program.ins, strict=True)
+        outs = local(*consts, *(_padded(x, layout) for x, layout in pairs))
+        return outs[:num_new], outs[num_new:]
+
+    return step
+
+
+def _spec(layout: Layout) -> PartitionSpec:
+    spec = layout.spec()
+    assert spec is not None, f"{layout} is no layout of a JAX array"
+    return spec
+
+
+def _padded(x: jax.Array, layout: Layout) -> jax.Array:
+    """An argument with as many rows as the devices divide: its last one again, which nobody reads."""
+    for d, dim in enumerate(layout.dims):
+        if x.shape[d] != dim.size:
+            last = jax.lax.slice_in_dim(x, x.shape[d] - 1, None, axis=d)
+            x = jnp.concatenate([x, *[last] * (dim.size - x.shape[d])], axis=d)
+    return x

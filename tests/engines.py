@@ -1,0 +1,23 @@
+"""Which engine runs a step, where `JZERO_PARTITION=1` asks for the partitioner."""
+
+import re
+from typing import Any
+
+from jzero.segments import _partitioned
+from jzero.segments._partitioned import Partitioned
+
+
+def why_not(step: Any) -> list[str]:
+    """Why the partitioner does not run some programs of a step that was called; nothing if it runs all."""
+    found = [_partitioned.of_step(each.step) for each in step._programs.built.values()]
+    whys = [
+        "several programs" if each is None else str(each)
+        for each in found
+        if not isinstance(each, Partitioned)
+    ]
+    return [*dict.fromkeys(whys)]
+
+
+def without_line(why: str) -> str:
+    """A reason without the line of the step."""
+    return re.sub(r" at \S+:\d+\S*( \([^)]*\))?", "", why)

@@ -1,0 +1,204 @@
+"""Trains steps by the partitioner, against one device with the whole batch, and counts what becomes of them.
+
+    python tests/run_partition.py families --stages 3 1 --meshes 8 2x4   # of tests/exactness
+    python tests/run_partition.py sampled 200 0                          # seeds of tests/sampling
+    python tests/run_partition.py loops 200 0                            # scans and whiles along the batch
+    python tests/run_partition.py times 5                                # trace and lower, so often
+
+Each is 'equal', 'differs', 'fails' or 'refused'; or it falls back: the partitioner does not run it, and why
+is counted. The exit status is 1 if any differs or fails. `--every 5` runs each fifth family, or seed.
+"""
+
+import argparse
+import concurrent.futures
+import gc
+import itertools
+import multiprocessing
+import os
+import pathlib
+import statistics
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+sys.path[:0] = [str(pathlib.Path(__file__).parents[i]) for i in (0, 1)]
+os.environ["JZERO_PARTITION"] = "1"
+
+# isort: off
+import conftest  # noqa: E402, F401  # before JAX, whose environment it is
+import jax  # noqa: E402
+
+import engines  # noqa: E402
+import exactness  # noqa: E402
+import golden  # noqa: E402
+from exactness._check import Setting, applies  # noqa: E402
+# isort: on
+
+
+JOBS = 40  # of a process
+
+
+class Outcome(NamedTuple):
+    """Of one training: its word, what it is about, and why it is not equal or falls back."""
+
+    word: str
+    name: str
+    why: str = ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("families", "sampled", "loops", "times"))
+    parser.add_argument("num", type=int, nargs="?", default=200, help="of seeds, or of repetitions")
+    parser.add_argument("seed", type=int, nargs="?", default=0, help="the first")
+    parser.add_argument("--stages", type=int, nargs="+", default=(3,))
+    parser.add_argument("--meshes", nargs="+", default=("8",))
+    parser.add_argument("--names", nargs="+", help="of families; all by default")
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1)
+    args = parser.parse_args()
+    if args.what == "times":
+        print(*times(args.num), sep="\n")
+        return 0
+    jobs: list[tuple[Any, ...]]
+    if args.what == "families":
+        names = args.names or [x for x in exactness.NAMES if x not in exactness.SLOW]
+        meshes = [tuple(map(int, mesh.split("x"))) for mesh in args.meshes]
+        settings = [Setting(stage, mesh) for mesh in meshes for stage in args.stages]
+        jobs = [("family", name, setting) for name in names[:: args.every] for setting in settings]
+    else:
+        seeds = range(args.seed, args.seed + args.num, args.every)
+        jobs = [(args.what, seed) for seed in seeds]
+    counts, whys = Counter[str](), Counter[str]()
+    for outcome in _in_processes(jobs, args.processes):
+        counts[outcome.word] += 1
+        if outcome.word == "falls back":
+            whys[outcome.why] += 1
+        elif outcome.word in ("differs", "fails"):
+            print(f"{outcome.word}: {outcome.name}: {outcome.why}", flush=True)
+    print(", ".join(f"{num} {word}" for word, num in sorted(counts.items())))
+    print(*(f"{num} x {why}" for why, num in whys.most_common()), sep="\n")
+    return int(bool(counts["differs"] or counts["fails"]))
+
+
+TIMED = (
+    "Llama, stage 3",
+    "our GPT, stage 3",
+    "Flax GPT, stage 3",
+    "Llama, stage 1",
+    "layers unrolled",
+)
+
+
+def times(num: int) -> Iterator[str]:
+    """A table: seconds of processors to trace and lower large steps, each engine in turn, `num` times.
+
+    'alone' is the partitioner without what the interpreter analyses and plans before it: the trace of
+    `jax.jit`, the partitioner, and its lowering.
+    """
+    jax.config.update("jax_enable_x64", False)
+    yield "| step | jax.jit, s | interpreted | partitioned | alone | to interpreted, paired |"
+    yield "| --- " * 6 + "|"
+    for name in TIMED:
+        # Of each way the seconds until it is traced (and planned), and until it is lowered.
+        seconds: dict[str, list[tuple[float, float]]] = {"jit": [], "0": [], "1": []}
+        engine = ""
+        for _, which in itertools.product(range(num), seconds):
+            os.environ["JZERO_PARTITION"] = which
+            step, state, batch = golden.sharded(name)
+            jax.clear_caches()
+            gc.collect()
+            start = time.process_time()
+            if which == "jit":
+                traced: Any = jax.jit(step.__wrapped__, donate_argnums=0).trace(state, batch)
+            else:
+                step.plan(state, batch)
+            middle = time.process_time() - start
+            _ = traced.lower() if which == "jit" else step.lower(state, batch)
+            seconds[which].append((middle, time.process_time() - start))
+            if which == "1":
+                engine = "; ".join(engines.why_not(step))
+        jit, old, new = (min(whole for _, whole in seconds[which]) for which in ("jit", "0", "1"))
+        pairs = list(zip(*seconds.values(), strict=True))
+        alone = min(b[1] - b[0] + a[0] for a, _, b in pairs)
+        ratios = [b[1] / a[1] for _, a, b in pairs]
+        yield (
+            f"| {name} | {jit:.2f} | {old / jit:.2f}x | {engine or f'{new / jit:.2f}x'} | {alone / jit:.2f}x "
+            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+        )
+
+
+def _in_processes(jobs: list[tuple[Any, ...]], num: int) -> Iterator[Outcome]:
+    """In processes of their own, which end after some jobs: programs are all different."""
+    spawn = multiprocessing.get_context("spawn")
+    for i in range(0, len(jobs), JOBS * num):
+        with concurrent.futures.ProcessPoolExecutor(num, spawn) as pool:
+            yield from pool.map(_outcome, jobs[i : i + JOBS * num])
+
+
+def _outcome(job: tuple[Any, ...]) -> Outcome:
+    kind, *rest = job
+    name = ", ".join(map(str, rest))
+    try:
+        return {"family": _family, "sampled": _sampled, "loops": _sampled}[kind](job, name)
+    except Exception:
+        lines = traceback.format_exc().splitlines()
+        return Outcome("fails", name, "\n".join(lines[-5:]))
+    finally:
+        jax.clear_caches()
+
+
+def _family(job: tuple[Any, ...], name: str) -> Outcome:
+    """A step of tests/exactness."""
+    from exactness import _check, _compare
+
+    _, family_name, setting = job
+    family = exactness.get(family_name)
+    if not applies(family, setting):
+        return Outcome("does not apply", name)
+    jax.config.update("jax_enable_x64", True)
+    step = _check.sharded(family, setting)
+    try:
+        actual = _compare.train(family, step, "float64")
+    except _check.jzero.JzeroError:
+        return Outcome("refused", name)
+    expected = _compare.train(family, _compare.reference(family), "float64")
+    found = _compare.differences(expected, actual, "float64")
+    return _of(step, name, "; ".join(found[:2]))
+
+
+def _sampled(job: tuple[Any, ...], name: str) -> Outcome:
+    """A program drawn by its seed, in the setting of its bundle."""
+    from sampling import check, loops
+
+    kind, seed = job
+    family = loops if kind == "loops" else check
+    setting = family.setting_of(seed)
+    shard, made = setting.shard, []
+
+    def shards(step: Callable[..., Any]) -> Any:
+        made.append(shard(step))
+        return made[-1]
+
+    object.__setattr__(setting, "shard", shards)  # It is frozen.
+    program = loops.draw(seed, setting.rows) if kind == "loops" else check.program_of(seed, setting)
+    (result,) = check.compare([program], setting)
+    if result.verdict in ("refused", "noisy"):
+        return Outcome(result.verdict, name)
+    return _of(made[0], name, result.why if result.verdict == "differs" else "")
+
+
+def _of(step: Any, name: str, difference: str) -> Outcome:
+    whys = engines.why_not(step)
+    if difference:
+        return Outcome("differs", name, f"{difference[:300]} ({'; '.join(whys) or 'partitioned'})")
+    if whys:
+        return Outcome("falls back", name, engines.without_line(whys[0]))
+    return Outcome("equal", name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""Partitioned steps: every leaf and output of three steps against `jax.jit`, in float64; and what moves."""
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P, lax
+
+import partition_steps as steps
+import partitioned
+from jzero.ir._layout import from_spec
+from jzero.sharding.partition._errors import CannotPartitionError
+from jzero.sharding.partition._partition import Input, partition
+from jzero.tracing import _jaxpr, _rewrite
+from partitioned import Case
+
+DATA, BOTH = {"data": 8}, {"data": 4, "model": 2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _double():
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def megatron(path, shape):
+    """Products by columns, then by rows, over the axis `model`."""
+    dims = {
+        "q": -2,
+        "k": -2,
+        "v": -2,
+        "o": -3,
+        "w1": -1,
+        "w2": -2,
+        "b1": -1,
+        "head": -1,
+        "a": -1,
+        "b": -2,
+    }
+    name = re.findall(r"\['(\w+)'\]", path)[-1]
+    return P(*[None] * (len(shape) + dims[name]), "model") if name in dims else P()
+
+
+tied = functools.partial(steps.gpt, scan=False, remat=False, tied=True)
+KINDS = {
+    "mlp": steps.mlp,
+    "tied_gpt": tied,
+    "scanned_gpt": steps.gpt,
+    "scanned_gpt_without_remat": functools.partial(steps.gpt, remat=False),
+    "unrolled_gpt_with_remat": functools.partial(steps.gpt, scan=False),
+    "gpt_whose_leaves_are_padded": functools.partial(steps.gpt, width=20, heads=2, vocab=90),
+    "convolutions": steps.convolutions, "lstm": steps.lstm, "clip": steps.clip, "moe": steps.moe,
+    "per_example": steps.per_example, "maml": steps.maml, "muon": steps.muon,
+    "accumulated": steps.accumulated, "searched": steps.searched, "newton": steps.newton,
+}  # fmt: skip
+# By default stage 3; of 13 rows those that couple them, or look them up.
+UNEVEN = {"mlp", "convolutions", "clip", "newton", "lstm"}
+
+
+def cases():
+    for kind in KINDS:
+        for stage in (0, 1, 3):
+            for num in (16, 13):
+                default = stage == 3 and (num == 16 or kind in UNEVEN)
+                marks = () if default else pytest.mark.slow
+                yield pytest.param(kind, stage, num, marks=marks, id=f"{kind}-{stage}-{num}")
+
+
+def check(case: Case) -> partitioned.Ready:
+    ready = partitioned.prepare(case)
+    assert partitioned.worst(partitioned.train(case, ready), partitioned.expected(case)) < 1e-9
+    return ready
+
+
+@pytest.mark.parametrize(("kind", "stage", "num"), list(cases()))
+def test_trains_as_on_one_device(kind, stage, num):
+    check(Case(*KINDS[kind](num), DATA, stage))
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
+@pytest.mark.parametrize("kind", ["mlp", "tied_gpt", "scanned_gpt"])
+def test_trains_with_specs_of_a_further_axis(kind, stage):
+    """Parameters rest in shards over `model` and stay there: columns and rows, logits by the vocabulary."""
+    ready = check(Case(*KINDS[kind](), BOTH, stage, megatron))
+    gathered = [m for m in ready.program.moves if m.kind == "gather" and "model" in m.axes]
+    assert not [m for m in gathered if m.of is not None]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # K and V are gathered in both passes, and their gradients scattered: 2 + 2 + 2 a layer.
+        ({"data": 4, "context": 2}, {"gather": 41 + 8, "reduce": 3, "scatter": 21 + 4}),
+        # Heads are sharded in the place of the sequence: q, k, v and what they attend to are exchanged.
+        ({"data": 2, "context": 4}, {"exchange": 26, "gather": 41, "reduce": 3, "scatter": 21}),
+    ],
+    ids=["keys_are_gathered", "heads_are_exchanged"],
+)
+def test_trains_with_the_sequence_sharded_too(sizes, expected):
+    """The state rests in shards over both axes; positions and masks are those of the whole sequence."""
+    spec = P("data", "context")
+    case = Case(*steps.gpt(), sizes, 3, rows=("data", "context"), spec=spec)
+    found = partitioned.moved(check(case).program)
+    assert {kind: num for kind, (num, _) in found.items()} == expected
+
+
+# -- what moves ---------------------------------------------------------------------------------------
+def times(gathers, scatters, reductions):
+    return {"gather": gathers, "reduce": reductions, "scatter": scatters}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "expected"),
+    [
+        ("mlp", 3, times((4, 23408), (3, 18928), (2, 28))),
+        ("tied_gpt", 3, times((38, 391104), (20, 196448), (3, 42))),
+        ("scanned_gpt", 1, times((12, 217952), (21, 217952), (3, 42))),
+        ("scanned_gpt", 3, times((41, 414400), (21, 217952), (3, 42))),
+        ("lstm", 3, times((3, 115584), (2, 58240), (2, 28))),
+        ("moe", 3, times((6, 180096), (4, 119168), (2, 28))),
+    ],
+)
+def test_what_moves(kind, stage, expected):
+    """How often, and the bytes that reach a device."""
+    case = Case(*KINDS[kind](), DATA, stage)
+    assert partitioned.moved(partitioned.prepare(case).program) == expected
+
+
+# Bytes that it moves more: of the logits of labels; of one sum over rows; of tables, in whose columns the
+# other engine looks up the rows of all devices, and exchanges what it finds.
+MORE = {
+    "clip": 112, "convolutions": 224, "scanned_gpt": 26880, "scanned_gpt_without_remat": 26880,
+    "unrolled_gpt_with_remat": 26880, "gpt_whose_leaves_are_padded": 6720,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_no_more_moves_than_in_the_other_engine(kind):
+    case = Case(*KINDS[kind](), DATA, 3)
+    found = partitioned.moved(partitioned.prepare(case).program)
+    other = partitioned.moved_by_the_other_engine(case)
+    assert total(found) <= total(other) + MORE.get(kind, 0)
+
+
+def total(moved):
+    return sum(nbytes for _, nbytes in moved.values())
+
+
+def test_moves_are_the_collectives_of_the_program():
+    ready = partitioned.prepare(Case(*steps.gpt(), DATA, 3))
+    assert partitioned.collectives(ready.program.jaxpr, DATA) == partitioned.moved(ready.program)
+    state = [m for m in ready.program.moves if m.why == "state"]
+    assert state
+    assert all(m.of is not None and m.kind == "gather" for m in state)
+    assert all("partition_steps.py" in m.line or "optax" in m.line for m in ready.program.moves)
+
+
+def test_it_is_the_same_program_every_time():
+    case = Case(*steps.mlp(), DATA, 3)
+    texts = {str(partitioned.prepare(case).program.jaxpr) for _ in range(2)}
+    assert len(texts) == 1
+
+
+def test_it_is_the_same_program_in_every_process():
+    """Whatever order its sets have: processes that made other programs would wait for each other."""
+    script = (
+        "import conftest, jax, partition_steps, partitioned;"
+        "jax.config.update('jax_enable_x64', True);"
+        "jax.config.update('jax_numpy_rank_promotion', 'allow');"
+        "case = partitioned.Case(*partition_steps.clip(), {'data': 4, 'model': 2}, 3);"
+        "print(partitioned.prepare(case).program.jaxpr)"
+    )
+    texts = set()
+    for seed in ("0", "77"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        tests = pathlib.Path(__file__).parent
+        run = subprocess.run(
+            [sys.executable, "-c", script], env=env, cwd=tests, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        texts.add(run.stdout)
+    assert len(texts) == 1
+    assert "psum" in texts.pop()
+
+
+# -- parts of it ----------------------------------------------------------------------------------------
+def program(fn, *specs, outs=None, mesh=None):
+    """A function of arrays of 16 x 16: `rows` where the spec has `data`."""
+    mesh = mesh or DATA
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float64) for shape, _ in specs]
+    traced = _jaxpr.trace_whole(fn, avals, {})
+    jaxpr, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+    ins = []
+    for i, (shape, spec) in enumerate(specs):
+        layout = from_spec(shape, mesh, spec)
+        ins.append(Input(layout, rows=frozenset(["data"]) if i else frozenset()))
+    return partition(jaxpr, consts, mesh, ins, outs or [None] * len(jaxpr.outvars))
+
+
+SQUARE, ROWS = (16, 16), P("data")
+
+
+def kinds(found):
+    return [m.kind for m in found.moves]
+
+
+def test_state_moves_to_rows():
+    found = program(lambda w, x: jnp.sin(x @ w), (SQUARE, ROWS), (SQUARE, ROWS))
+    assert [(m.kind, m.of, m.why) for m in found.moves] == [("gather", 0, "state")]
+    assert str(found.outs[0]) == "[16@data, 16]"
+
+
+def test_a_sum_waits_and_is_scattered_where_the_state_is():
+    wanted = from_spec(SQUARE, DATA, P(None, "data"))
+
+    def fn(w, x):
+        return w + (x.T @ x + (jnp.cos(x).T @ x).T)
+
+    found = program(fn, (SQUARE, P(None, "data")), (SQUARE, ROWS), outs=[wanted])
+    assert kinds(found) == ["scatter"]
+
+
+def test_a_sum_in_a_carry_is_settled_behind_the_loop():
+    """S1: the carry starts from zeros, each iteration adds a partial sum."""
+    wanted = from_spec(SQUARE, DATA, ROWS)
+
+    def fn(w, x):
+        total, _ = lax.scan(
+            lambda c, k: (c + x.T @ (k * x), None), jnp.zeros_like(w), jnp.arange(3.0)
+        )
+        return w + total
+
+    found = program(fn, (SQUARE, ROWS), (SQUARE, ROWS), outs=[wanted])
+    assert [(m.kind, m.times) for m in found.moves] == [("scatter", 1)]
+
+
+def test_a_carry_that_is_no_zero_is_added_once():
+    def fn(w, x):
+        return lax.scan(lambda c, k: (0.5 * c + x.T @ (k * x), None), w, jnp.arange(3.0))[0]
+
+    case = fn, (SQUARE, P()), (SQUARE, ROWS)
+    run_and_compare(*case)
+
+
+def test_masks_and_positions_are_made_where_they_are_read():
+    def fn(w, x):
+        at = jnp.arange(16)
+        return jnp.where(at[:, None] >= at[None, :], x, 0.0) + at[:, None] * w[0, 0]
+
+    run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS))
+    assert not program(fn, (SQUARE, P()), (SQUARE, ROWS)).moves
+
+
+def test_padding_is_masked_even_if_it_is_nan():
+    def fn(w, x):
+        return x.sum(0), x.max(0), x.T @ x, jnp.sort(x, 0), x.mean(), jnp.cumsum(x, 0), x.prod(0)
+
+    run_and_compare(fn, (SQUARE, P()), ((13, 5), ROWS))
+
+
+def run_and_compare(fn, *specs):
+    values = [np.random.RandomState(i).randn(*shape) for i, (shape, _) in enumerate(specs)]
+    found = program(fn, *specs)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    body = jax.shard_map(
+        lambda *a: _jaxpr.evaluate(found.jaxpr, found.consts, *a), mesh=mesh, check_vma=False,
+        in_specs=tuple(x.spec() for x in found.ins), out_specs=[x.spec() for x in found.outs],
+    )  # fmt: skip
+    ins = [partitioned.padded(x, layout) for x, layout in zip(values, found.ins, strict=True)]
+    got = [
+        partitioned.unpadded(x, at) for x, at in zip(jax.jit(body)(*ins), found.outs, strict=True)
+    ]
+    want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(fn)(*values))]
+    assert partitioned.worst(got, want) < 1e-12
+
+
+def test_what_runs_on_no_shards_is_replicated_first_and_listed():
+    found = program(lambda w, x: jnp.sort(x[:, 0]) + w[0], (SQUARE, P()), (SQUARE, ROWS))
+    assert [(m.kind, m.why) for m in found.moves] == [("gather", "sort needs it whole")]
+    run_and_compare(lambda w, x: jnp.sort(x[:, 0]) + w[0, 0], (SQUARE, P()), ((13, 3), ROWS))
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (lambda w, x: (jax.debug.print("{}", x[0, 0]), w)[1] + 1, "debug_.*does more than compute"),
+        (lambda w, x: jax.pure_callback(np.sin, x, x) + w, "pure_callback.*calls back to the host"),
+        (lambda w, x: w, "a step without equations"),
+        (
+            lambda w, x: lax.custom_linear_solve(lambda v: w @ v, x, lambda m, b: b, symmetric=True),
+            "nothing is known of the program that it holds",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused_by_name(fn, text):
+    with pytest.raises(CannotPartitionError, match=text):
+        program(fn, (SQUARE, ROWS), (SQUARE, ROWS))

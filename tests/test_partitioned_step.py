@@ -1,0 +1,235 @@
+"""Steps that the partitioner runs, behind `JZERO_PARTITION=1`, and what can be asked of them."""
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import engines
+import jzero
+import small
+from jzero import OptionError
+from jzero.segments import _partitioned
+from jzero.segments._partitioned import Partitioned
+
+TX = optax.adam(1e-2)
+
+
+@pytest.fixture(autouse=True)
+def _partitions(monkeypatch):
+    monkeypatch.setenv(_partitioned.SWITCH, "1")
+    with jax.enable_x64(True):
+        yield
+
+
+def loss_of(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2)
+
+
+def step_fn(state, batch):
+    params, opt_state = state
+    loss, grads = jax.value_and_grad(loss_of)(params, batch)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), {"loss": loss, "sums": batch.sum(1)}
+
+
+def state_of(dim=10, features=16):
+    rng = np.random.default_rng(0)
+    shapes = {"a": (features, dim), "b": (dim, 16)}
+    params = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
+    return params, TX.init(params)
+
+
+def batches(rows=16, features=16):
+    rng = np.random.default_rng(1)
+    return [jnp.asarray(rng.normal(size=(rows, features))) for _ in range(3)]
+
+
+def assert_close(actual, expected):
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), path
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12, err_msg=jax.tree_util.keystr(path))
+
+
+def mesh(**sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes))
+
+
+@pytest.mark.parametrize("rows", [16, 13, 3])
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"data": 8}, {}),
+        ({"data": 8}, {"stage": 0}),
+        ({"data": 8}, {"stage": 1}),
+        ({"data": 8}, {"stage": 2, "donate": False}),
+        ({"node": 2, "local": 4}, {}),
+        ({"node": 2, "local": 4}, {"param_axes": "local"}),
+        ({"data": 8, "one": 1}, {}),
+    ],
+)
+def test_it_trains_as_one_device(axes, options, rows):
+    train_step = small.shard_train_step(step_fn, mesh=mesh(**axes), **options)
+    expected = state = state_of()
+    for batch in batches(rows):
+        expected, wanted = jax.jit(step_fn)(expected, batch)
+        state, found = train_step(state, batch)
+        assert_close(found, wanted)
+    assert engines.why_not(train_step) == []
+    assert_close(train_step.unshard(state), expected)
+
+
+def equation_of(train_step, *args):
+    """The one equation of a step on whole arrays, and its program."""
+    program = train_step._programs.of(train_step._programs.bind(args, {}))
+    found = _partitioned.of_step(program.step)
+    assert isinstance(found, Partitioned)
+    leaves = [*jax.tree.leaves(args[0])], [*jax.tree.leaves(args[1])]
+    (eqn,) = jax.make_jaxpr(program.step.run)(*leaves).eqns
+    return eqn, found.program
+
+
+def test_its_program_is_one_equation_that_is_not_traced_again():
+    train_step = small.shard_train_step(step_fn)
+    eqn, program = equation_of(train_step, state_of(16), batches()[0])
+    assert eqn.primitive.name == "shard_map"
+    assert len(eqn.params["jaxpr"].eqns) == len(program.jaxpr.eqns)
+    pairs = zip(eqn.params["jaxpr"].eqns, program.jaxpr.eqns, strict=True)
+    assert all(a is b for a, b in pairs)
+
+
+def test_leaves_that_the_devices_do_not_divide():
+    train_step = small.shard_train_step(step_fn)
+    expected = state = state_of(13, 10)
+    for batch in batches(13, 10):
+        expected, _ = jax.jit(step_fn)(expected, batch)
+        state, _ = train_step(state, batch)
+    assert engines.why_not(train_step) == []
+    assert_close(train_step.unshard(state), expected)
+    padded = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jzero.PaddedArray)]
+    assert padded
+    for leaf in padded:
+        whole = np.asarray(leaf.padded)
+        (dim,) = (d for d, n in enumerate(whole.shape) if n != leaf.shape[d])
+        assert not np.take(whole, range(leaf.shape[dim], whole.shape[dim]), dim).any()
+
+
+def test_under_an_outer_jit_and_its_gradient():
+    train_step = small.shard_train_step(step_fn)
+    state, batch = state_of(16), batches()[0]
+
+    def loss_after(step, params):
+        (params, _), _ = step((params, state[1]), batch)
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+    def gradient(step):
+        return jax.jit(jax.grad(lambda params: loss_after(step, params)))(state[0])
+
+    assert_close(gradient(train_step), gradient(step_fn))
+
+
+def test_it_is_lowered_traced_and_described():
+    train_step = small.shard_train_step(step_fn)
+    text = train_step.lower(state_of(16), batches()[0]).as_text()
+    assert "all_gather" in text
+    report = train_step.describe(state_of(16), batches()[0])
+    assert {"all-gather"} <= {each.op for each in report.traffic}
+
+
+def test_an_evaluation_reads_what_it_reads():
+    train_step = small.shard_train_step(step_fn)
+    state, _ = train_step(state_of(10), batches()[0])
+    eval_step = jzero.shard_eval_step(lambda s, b: (loss_of(s[0], b), b.sum(1)), like=train_step)
+    params = train_step.unshard(state)[0]
+    for batch in batches(13):
+        assert_close(eval_step(state, batch), (loss_of(params, batch), batch.sum(1)))
+    assert engines.why_not(eval_step) == []
+
+
+def pmapped(state, batch):
+    grads = jax.grad(loss_of)(state, batch)
+    return jax.tree.map(lambda w, g: w - jax.lax.pmean(g, "data"), state, grads)
+
+
+def printing(state, batch):
+    jax.debug.callback(print, batch.sum())
+    return jax.tree.map(lambda w, g: w - g, state, jax.grad(loss_of)(state, batch))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"accumulate": 2}, "accumulate"),
+        ({"gather": "keep"}, "gather"),
+        ({"gather_dtype": jnp.int8}, "gather_dtype"),
+        ({"reduce_dtype": jnp.float32}, "reduce_dtype"),
+        ({"reduce_dtype": jnp.int8}, "reduce_dtype"),
+        ({"tile_bytes": 512}, "tile_bytes"),
+        ({"offload": jzero.PinnedHost()}, "several programs"),
+        ({"offload_activations": jzero.PinnedHost()}, "offload_activations"),
+        ({"mesh": (4, 2), "axis_names": "data"}, "mesh axes beside the data axes"),
+        ({"step": pmapped}, "collectives of its own"),
+        ({"step": printing}, "effects"),
+    ],
+)
+def test_what_it_does_not_run(options, why):
+    options: dict[str, Any] = {"step": step_fn, "mesh": (8,), **options}
+    step, sizes = options.pop("step"), options.pop("mesh")
+    own = mesh(**dict(zip(("data", "model"), sizes, strict=False)))
+    train_step = small.shard_train_step(step, mesh=own, **options)
+    state = state_of(16) if step is step_fn else state_of(16)[0]
+    train_step.plan(state, batches()[0])
+    assert engines.why_not(train_step) == [why]
+    with pytest.raises(OptionError, match=f"is not partitioned: (it is )?{why}"):
+        train_step.program(state, batches()[0], after="partition")
+
+
+def test_its_program_is_printed():
+    train_step = small.shard_train_step(step_fn, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
+    program = train_step.program(state_of(10), batches(13)[0], after="partition")
+    lines = [" ".join(line.split()) for line in str(program).splitlines()]
+    assert lines[0] == "# step_fn, partitioned, of one device; layouts over the mesh (data: 8)"
+    assert any("f64[2,16] # batch [13+3@data, 16]" in line for line in lines)
+    assert any("# state[0]['a'] [16@data, 10] parameter" in line for line in lines)
+    assert "all_gather" in str(program)
+
+
+PRINTS = """
+import conftest, hashlib, jax, test_partitioned_step as t
+mesh = jax.sharding.AbstractMesh((2, 4), ("node", "local"))
+step = t.small.shard_train_step(t.step_fn, mesh=mesh, param_axes="local")
+text = str(step.program(t.state_of(13, 10), t.batches(13, 10)[0], after="partition"))
+print(len(text), hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_processes_write_the_same_program():
+    tests = pathlib.Path(__file__).parent
+    paths = os.pathsep.join(map(str, (tests, tests.parent)))
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", PRINTS],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert found[0] == found[1]
+    assert int(found[0].split()[0]) > 1000
+
+
+def test_without_the_switch_nobody_asks(monkeypatch):
+    monkeypatch.delenv(_partitioned.SWITCH)
+    train_step = small.shard_train_step(step_fn)
+    with pytest.raises(OptionError, match="Write after='trace'"):
+        train_step.program(state_of(), batches()[0], after="partition")
+    assert engines.why_not(train_step) == []
