@@ -419,6 +419,14 @@ def with_scope(eqn: Eqn, name: str) -> Eqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
+def within_scope(eqn: Eqn, *names: str, outer: Eqn | None = None) -> Eqn:
+    """The equation, as if it had been made under further `jax.named_scope`s, and in the body of `outer`."""
+    stack = eqn.source_info.name_stack + source_info_util.new_name_stack(*names)
+    if outer is not None:
+        stack = outer.source_info.name_stack + stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
 def users_scopes(eqn: Eqn) -> list[str]:
     """Names of the `jax.named_scope`s under which `eqn` was made, the outermost first."""
     stack = eqn.source_info.name_stack.stack

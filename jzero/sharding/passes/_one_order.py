@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,9 @@ from jax import lax
 
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import split
-from jzero.sharding.run._queue import token_of
+from jzero.sharding.passes._waits import token_of
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Jaxpr
 
 # [Note: one order of collectives]
 # XLA:CPU starts the operations of a device in one order, but a loop counts as started when its first turn
@@ -23,6 +24,16 @@ from jzero.tracing import _jaxpr
 # or call in which devices meet reads, in a way that no simplifier sees through, something of what the
 # collectives before it have made, and each collective behind it something of its result
 # (tests/test_one_order.py; docs/facts-compilers.md).
+
+
+def one_order(jaxpr: Jaxpr, consts: Sequence[Any], axes: Mapping[str, int]) -> _jaxpr.Traced:
+    """One device's program, with explicit collectives over `axes`, for CPUs."""
+    types = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+        for v in jaxpr.invars
+    ]
+    ordered = in_one_order(lambda *args: _jaxpr.evaluate(jaxpr, consts, *args))
+    return _jaxpr.trace(ordered, types, axes, {})
 
 
 def in_one_order(fn: Callable[..., Any]) -> Callable[..., Any]:

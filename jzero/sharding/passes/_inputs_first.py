@@ -15,13 +15,23 @@ from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.passes import _waits
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._types import Eqn, Primitive, Var
+from jzero.tracing._types import Eqn, Jaxpr, Primitive, Var
 
 COTANGENT = "jzero.cotangent"  # the name of one whose product with a gathered matrix comes first
 
 
-def inputs_first(frame: Frame, nbytes: int) -> Frame:
+def inputs_first(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
+    """One device's explicit program with the gradient of each larger matrix behind that of its input."""
+    every = {axis for e in _waits.walk(jaxpr) if e.primitive.name in _frames.COLLECTIVES
+             for axis in _frames.axes_of(e)}  # fmt: skip
+    frame = _frames.build_frames(jaxpr, [], [frozenset(every)] * len(jaxpr.invars))
+    found = inputs_first_in(frame, nbytes)
+    return _waits.with_equations(jaxpr, found.jaxpr.eqns, found.jaxpr.outvars)
+
+
+def inputs_first_in(frame: Frame, nbytes: int) -> Frame:
     """The step with the gradient of each matrix of more than so many bytes behind that of its input.
 
     Args:
@@ -66,7 +76,7 @@ def _products(frame: Frame, nbytes: int) -> dict[int, int]:
         (out,), readers = eqn.outvars, frame.readers.get(eqn.outvars[0], [])
         if not _is_large(out, nbytes) or len(readers) != 1 or readers[0] == len(eqns):
             continue
-        if eqns[readers[0]].primitive.name not in _frames.REDUCTIONS:
+        if eqns[readers[0]].primitive.name not in _frames.REDUCTIONS | {"reduce_scatter"}:
             continue
         later = {
             i for var in variables(eqn.invars) if frame.varies(var)

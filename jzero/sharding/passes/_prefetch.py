@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers ahead of their use: of a loop over layers in the turn before, of all else by so many bytes.
+
+`prefetch(jaxpr, nbytes)` makes of `for x in xs: carry = turn(carry, gather(x))`::
+
+    ahead = gather(xs[0])
+    for i in range(length - 1):
+        ahead, carry = gather(xs[i + 1]), turn(carry, ahead)
+    carry = turn(carry, ahead)
+
+and has each gather stand behind the product from which on it may start. It waits for that product, by a
+barrier. No gather is added or taken away, and none is of other values.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jzero.ir._loops import Scan, makes_keys, pipelined
+from jzero.ir._regions import variables
+from jzero.sharding.analysis import _frames
+from jzero.sharding.passes import _waits
+from jzero.sharding.passes._inputs_first import COTANGENT
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+# [Note: when a gather may start]
+# A gather that starts too early is the gather of the pass before: the compiler lets one serve both, and
+# every parameter is alive in between. One that starts too late has nothing to hide behind. It waits for the
+# product before the first use of an earlier gather: the earliest for which all gathers from that one on fit
+# in `nbytes` together; and for one product before its own use, whatever its size. In a loop the gathers of
+# the turn before count as earlier ones. None starts before the pass that reads it (it waits for the last
+# value of the pass before), or before a loop that gathers and is over before its use.
+
+# [Note: a backward loop begins with its carry]
+# With remat, XLA else computes the first turn's forward part, with all that it gathers, while the logits and
+# the gathered table are still there: nothing in it reads a cotangent.
+
+SCOPE = "jzero.prefetch"  # of barriers: what is behind one has its place
+LAST_TURN = "jzero.last_turn"  # of the equations of a loop's last turn, behind it
+
+
+def prefetch(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
+    """One device's program with its gathers ahead of their uses.
+
+    Args:
+      jaxpr: the program, with explicit collectives; calls are opened.
+      nbytes: of gathered values that are not read yet, at most; of one product's if these are more. With 0
+        none is ahead, and no loop carries any.
+    """
+    return _placed(_nested(jaxpr, nbytes, None), nbytes, _Place())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a program runs.
+
+    Attributes:
+      autodiff: the pass around it.
+      late: of its arguments, what a loop's turn before has computed.
+      following: of a loop's turn, what the next one reads its results as; None outside of loops of one pass.
+    """
+
+    autodiff: str | None = None
+    late: frozenset[Var] = frozenset()
+    following: Mapping[Var, Var] | None = None
+
+
+def _nested(jaxpr: Jaxpr, limit: int, autodiff: str | None) -> Jaxpr:
+    """The program with all programs inside done, and its own gathers where they were."""
+    eqns: list[Eqn] = []
+    for eqn in jaxpr.eqns:
+        inside = autodiff or _jaxpr.autodiff_pass(eqn)
+        if eqn.primitive.name == "scan":
+            eqns += _loop(eqn, limit, inside)
+        else:
+            here = _Place(inside)
+            eqns.append(_jaxpr.with_inner(eqn, lambda inner, here=here: _placed(  # type: ignore[misc]
+                _nested(inner, limit, here.autodiff), limit, here)))  # fmt: skip
+    return _waits.with_equations(jaxpr, eqns)
+
+
+def _loop(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
+    """A loop, which may now gather for its next turn."""
+    eqn = _jaxpr.with_inner(eqn, lambda body: _nested(body, limit, autodiff))
+    scan = Scan.of(eqn)
+    of_one_pass = autodiff is not None or not any(map(_jaxpr.autodiff_pass, _waits.walk(scan.body)))
+    before, after = list[Eqn](), list[Eqn]()
+    if of_one_pass and (ahead := _ahead(scan, limit)):
+        new = pipelined(scan, ahead)
+        before = [_jaxpr.within_scope(e, outer=eqn) for e in new.before]
+        after = [_jaxpr.within_scope(e, LAST_TURN, outer=eqn) for e in new.after]
+        if any(map(_waits.is_reduction, _waits.walk(scan.body))):
+            before = _with_carry(before, [p.init for p in scan.carries])
+        scan, eqn = new, new.equation()
+    following = {p.after: p.before for p in scan.carries if not _jaxpr.is_literal(p.after)}
+    place = _Place(autodiff, _late(scan), following if of_one_pass else None)
+    return [*before, _jaxpr.with_inner(eqn, lambda body: _placed(body, limit, place)), *after]
+
+
+def _late(scan: Scan) -> frozenset[Var]:
+    return frozenset(p.before for p in scan.carries if _waits.is_float(p.before))
+
+
+def _ahead(scan: Scan, limit: int) -> list[Var]:
+    """What a turn may gather for the next one: of slices, and of nothing that a turn computes."""
+    parts = _jaxpr.scan_parts(scan.eqn)
+    if not limit or scan.length == 1 or parts.unroll != 1 or parts.body_consts or makes_keys(scan):
+        return []
+    slices, carried = {p.row for p in scan.xs}, {p.before for p in scan.carries}
+    level = _Level(scan.body, _Place(late=_late(scan), following={}))
+    return [
+        gather.out for gather, start in level.starts(limit)
+        if start < 0 and not slices.isdisjoint(gather.reads) and carried.isdisjoint(gather.reads)
+    ]  # fmt: skip
+
+
+def _with_carry(eqns: Sequence[Eqn], carry: Sequence[Atom]) -> list[Eqn]:
+    """Gathers before a loop wait for what it begins with: [Note: a backward loop begins with its carry]."""
+    ready, found = [x for x in variables(carry) if _waits.is_float(x)], list[Eqn]()
+    for eqn in eqns:
+        if _waits.is_gather(eqn) and ready:
+            barriers, eqn = _waits.waiting(eqn, ready, SCOPE)
+            found += barriers
+        found.append(eqn)
+    return found
+
+
+class _Gather(NamedTuple):
+    """A gather of a program's arguments.
+
+    Attributes:
+      eqn: the gather.
+      use: the equation that first reads it, by index: one of the next turn's stands behind all of this one's.
+      cone: equations that make its operand.
+      reads: arguments of the program that these read.
+      ready: the last equation of all others that must stand before it, by index.
+    """
+
+    eqn: Eqn
+    use: int
+    cone: list[Eqn]
+    reads: set[Var]
+    ready: int
+
+    @property
+    def out(self) -> Var:
+        return self.eqn.outvars[0]
+
+
+class _Level:
+    """A program: which of its equations gather, take time, and begin a pass."""
+
+    def __init__(self, jaxpr: Jaxpr, place: _Place):
+        self.jaxpr, self.place, self.num = jaxpr, place, len(jaxpr.eqns)
+        self.index = {out: i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
+        self.makers: _waits.Makers = {out: jaxpr.eqns[i] for out, i in self.index.items()}
+        self.first: dict[Var, int] = {}
+        for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
+            self.first |= dict.fromkeys(variables(eqn.invars), i)
+        self.products = [i for i, eqn in enumerate(jaxpr.eqns) if self._takes_time(eqn)]
+        self.gathers = sorted(filter(None, map(self._gather, jaxpr.eqns)), key=self._in_turn)
+
+    def _takes_time(self, eqn: Eqn) -> bool:
+        return _waits.takes_time(eqn) and _waits.done(eqn) is not None
+
+    def _in_turn(self, gather: _Gather) -> int:
+        return gather.use % self.num
+
+    def _gather(self, eqn: Eqn) -> _Gather | None:
+        if not _waits.is_gather(eqn):
+            return None
+        (out,), use = eqn.outvars, self.first.get(eqn.outvars[0])
+        if use is None and self.place.following is not None and out in self.place.following:
+            use = self.num + self.first.get(self.place.following[out], self.num - 1)
+        if use is None or (use < self.num and _waits.is_gather(self.jaxpr.eqns[use])):
+            return None  # Nobody reads it, or it is half of another one.
+        cone, reads, others = dict[int, Eqn](), set[Var](), set[Var]()
+        if not all(self._follow(atom, cone, reads, others) for atom in eqn.invars):
+            return None
+        ready = max((self.index.get(var, -1) for var in others), default=-1)
+        return _Gather(eqn, use, [*cone.values()], reads, ready)
+
+    def _follow(self, atom: Atom, cone: dict[int, Eqn], reads: set[Var], others: set[Var]) -> bool:
+        """Notes what makes an operand; False if that takes time itself."""
+        if _jaxpr.is_literal(atom) or (i := self.index.get(atom)) in cone:
+            return True
+        if i is None:
+            reads.add(atom)
+            return atom not in self.place.late
+        eqn = self.jaxpr.eqns[i]
+        ins = eqn.invars
+        if eqn.primitive.name == "optimization_barrier":
+            ins = [ins[_waits.place_of(eqn, atom)]]
+            others.update(var for var in variables(eqn.invars) if var not in ins)
+        elif i in self.products or eqn.primitive.name in _MEETING or _jaxpr.inner_jaxprs(eqn):
+            return False
+        found = all(self._follow(x, cone, reads, others) for x in ins)
+        cone[i] = eqn
+        return found and not _jaxpr.has_side_effects(eqn)
+
+    def starts(self, limit: int) -> list[tuple[_Gather, int]]:
+        """For each gather the equation behind which it may start, or -1; [Note: when a gather may start].
+
+        In a loop counted from the turn that reads it: one of the turn before is less than 0.
+        """
+        sizes = [_waits.nbytes([gather.out]) for gather in self.gathers]
+        uses = [*map(self._in_turn, self.gathers)]
+        if self.place.following is not None:
+            turns = [k * self.num for k in range(3)]
+            found = _queue(sizes * 3, [t + use for t in turns for use in uses],
+                           [t + i for t in turns for i in self.products], limit)  # fmt: skip
+            last = found[2 * len(uses) :]
+            behind = [-self.num if at is None else at - turns[-1] for at in last]
+            return [*zip(self.gathers, behind, strict=True)]
+        begins, result = self._begins(), list[tuple[_Gather, int]]()
+        loops = [i for i in self.products if _waits.gathers_inside(self.jaxpr.eqns[i])]
+        for begin in dict.fromkeys(begins[use] for use in uses):
+            mine = [k for k, use in enumerate(uses) if begins[use] == begin]
+            products = [i for i in self.products if i > begin]
+            found = _queue([sizes[k] for k in mine], [uses[k] for k in mine], products, limit)
+            for k, at in zip(mine, found, strict=True):
+                loop = max((i for i in loops if i < uses[k]), default=-1)
+                start = max(begin, loop, -1 if at is None else at)
+                result.append((self.gathers[k], start))
+        return result
+
+    def _begins(self) -> list[int]:
+        """For each equation the last one of the pass before its own, or -1."""
+        begins, begin, latest, seen = list[int](), -1, -1, None
+        computed, products = set(self.place.late), set(self.products)
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            current = None if self.place.autodiff else _jaxpr.autodiff_pass(eqn)
+            if current is not None and current != seen:
+                begin, seen = (begin if seen is None else latest), current
+            begins.append(begin)
+            pairs = zip(eqn.invars, eqn.outvars, strict=False)
+            if eqn.primitive.name == "optimization_barrier":
+                computed |= {out for x, out in pairs if not _jaxpr.is_literal(x) and x in computed}
+            elif i in products or not computed.isdisjoint(variables(eqn.invars)):
+                computed.update(eqn.outvars)
+                latest = latest if _waits.done(eqn) is None else i
+            if _jaxpr.is_named(eqn, COTANGENT):
+                begin = i
+        return begins
+
+
+_MEETING = _frames.COLLECTIVES - {"axis_index", "all_gather", "all_gather_invariant"}
+
+
+def _queue(
+    sizes: Sequence[int], uses: Sequence[int], products: Sequence[int], limit: int
+) -> list[int | None]:
+    """For each gather the product behind which it may start, or None: [Note: when a gather may start]."""
+    found, ahead, total, all_ahead = list[int | None](), deque[tuple[int, int | None]](), 0, True
+    for nbytes, use in zip(sizes, uses, strict=True):
+        place = bisect.bisect_left(products, use)
+        before = products[place - 1] if place else None
+        ahead.append((nbytes, before))
+        total += nbytes
+        while limit and total > limit and len(ahead) > 1 and ahead[1][1] != before:
+            total -= ahead.popleft()[0]
+            all_ahead = False
+        found.append(before if not limit else None if all_ahead else ahead[0][1])
+    return found
+
+
+def _placed(jaxpr: Jaxpr, limit: int, place: _Place) -> Jaxpr:
+    """The program with each gather behind the equation from which on it may start."""
+    level, at = _Level(jaxpr, place), dict[int, list[_Gather]]()
+    for gather, start in level.starts(limit):
+        if _waits.waits_by(level.makers, gather.eqn.invars[0], SCOPE):
+            continue
+        if place.following is not None and gather.use >= level.num:
+            start += level.num
+        at.setdefault(max(start, gather.ready, -1), []).append(gather)
+    if not at:
+        return jaxpr
+    moved = {id(gather.eqn) for each in at.values() for gather in each}
+    eqns, written = list[Eqn](), set[int]()
+
+    def write(eqn: Eqn) -> None:
+        if id(eqn) not in written:
+            written.add(id(eqn))
+            eqns.append(eqn)
+
+    for i in range(-1, level.num):
+        if i >= 0 and id(jaxpr.eqns[i]) not in moved:
+            write(jaxpr.eqns[i])
+        for gather in at.get(i, ()):
+            for eqn in gather.cone:
+                write(eqn)
+            token = _waits.done(jaxpr.eqns[i]) if i >= 0 and i > gather.ready else None
+            barriers, eqn = (
+                _waits.waiting(gather.eqn, [token], SCOPE) if token else ([], gather.eqn)
+            )
+            eqns += [*barriers, eqn]
+    return _waits.with_equations(jaxpr, eqns)
