@@ -27,7 +27,7 @@ def layer(gather: Any, x: jax.Array, w: Any) -> jax.Array:
 
 
 def loss_of(params: Any, x: jax.Array, gather: Any, remat: bool, scanned: bool) -> jax.Array:
-    block = functools.partial(layer, gather)
+    block: Callable[..., jax.Array] = functools.partial(layer, gather)
     if remat:
         block = jax.checkpoint(block, prevent_cse=not scanned)
     x = x @ gather(params["embed"])
@@ -39,7 +39,7 @@ def loss_of(params: Any, x: jax.Array, gather: Any, remat: bool, scanned: bool) 
     return jnp.mean((x @ gather(params["head"])) ** 2)
 
 
-SHARDS = {
+SHARDS: dict[tuple[int, ...], int] = {
     (VOCAB // NUM, WIDTH): 0, (WIDTH // NUM, VOCAB): 0,
     (WIDTH // NUM, 2 * WIDTH): 0, (2 * WIDTH, WIDTH // NUM): 1,
 }  # fmt: skip

@@ -124,13 +124,15 @@ def opened(jaxpr: Jaxpr) -> Jaxpr:
     for eqn in flat.eqns:
         if not _jaxpr.is_rematted(eqn):
             writer.source = eqn
-            outs = writer.again(_jaxpr.with_inner(eqn, opened), outs=eqn.outvars)
+            writer.again(_jaxpr.with_inner(eqn, opened), outs=eqn.outvars)
             continue
         writer.source = eqn
         ins = [*map(writer.read, eqn.invars)]
-        fresh = writer.add(jax.lax.optimization_barrier_p, ins, [*map(_jaxpr.new_var, ins)])
+        fresh = writer.add(lax.optimization_barrier_p, ins, [*map(_jaxpr.new_var, ins)])
         body, _ = _jaxpr.open_jaxpr(eqn.params["jaxpr"])
-        outs = writer.write(opened(body), [], fresh)
+        inner = opened(body)
+        here = [_jaxpr.within_scope(e, outer=eqn) for e in inner.eqns]
+        outs = writer.write(_jaxpr.replaced(inner, eqns=here), [], fresh)
         writer.names |= zip(eqn.outvars, outs, strict=True)
     outvars = [*map(writer.read, flat.outvars)]
     return _jaxpr.replaced(jaxpr, constvars=[], eqns=writer.eqns, outvars=outvars)

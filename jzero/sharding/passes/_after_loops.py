@@ -8,7 +8,8 @@ from jax import lax
 from jzero.ir._regions import region_of, variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
-from jzero.sharding.passes._prefetch import LAST_TURN
+from jzero.sharding.passes._waits import AFTER_LOOP as SCOPE
+from jzero.sharding.passes._waits import LAST_TURN
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
@@ -17,8 +18,6 @@ from jzero.tracing._types import Eqn, Jaxpr, Var
 # with its last slice anew for every reader, into copies. And a gather behind a loop that reads nothing of it
 # could run before it: what it gathers is alive through all turns, and the compiler may let the gather of the
 # forward pass serve the backward pass.
-
-SCOPE = "jzero.after_loop"  # of barriers
 
 
 def after_loops(jaxpr: Jaxpr) -> Jaxpr:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
+from jzero.sharding.passes._waits import ORDER as SCOPE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
@@ -25,7 +26,6 @@ from jzero.tracing._types import Eqn, Jaxpr, Var
 
 SMALLEST_GROUP = 2**22  # bytes; so many keep the wire busy on their own
 WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
-SCOPE = "jzero.order"  # of barriers: their program is in order
 
 
 def order(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:

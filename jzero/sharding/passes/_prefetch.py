@@ -22,9 +22,12 @@ from typing import NamedTuple
 
 from jzero.ir._loops import Scan, makes_keys, pipelined
 from jzero.ir._regions import variables
+from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._inputs_first import COTANGENT
+from jzero.sharding.passes._waits import AFTER_LOOP, LAST_TURN
+from jzero.sharding.passes._waits import PREFETCH as SCOPE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -39,9 +42,6 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 # [Note: a backward loop begins with its carry]
 # With remat, XLA else computes the first turn's forward part, with all that it gathers, while the logits and
 # the gathered table are still there: nothing in it reads a cotangent.
-
-SCOPE = "jzero.prefetch"  # of barriers: what is behind one has its place
-LAST_TURN = "jzero.last_turn"  # of the equations of a loop's last turn, behind it
 
 
 def prefetch(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
@@ -137,15 +137,17 @@ class _Gather(NamedTuple):
       eqn: the gather.
       use: the equation that first reads it, by index: one of the next turn's stands behind all of this one's.
       cone: equations that make its operand.
+      names: what they read in the place of what is behind a barrier of the program's own.
       reads: arguments of the program that these read.
-      ready: the last equation of all others that must stand before it, by index.
+      others: what it waits for by a barrier of another pass.
     """
 
     eqn: Eqn
     use: int
-    cone: list[Eqn]
+    cone: dict[int, Eqn]
+    names: dict[Var, Atom]
     reads: set[Var]
-    ready: int
+    others: set[Var]
 
     @property
     def out(self) -> Var:
@@ -179,29 +181,32 @@ class _Level:
             use = self.num + self.first.get(self.place.following[out], self.num - 1)
         if use is None or (use < self.num and _waits.is_gather(self.jaxpr.eqns[use])):
             return None  # Nobody reads it, or it is half of another one.
-        cone, reads, others = dict[int, Eqn](), set[Var](), set[Var]()
-        if not all(self._follow(atom, cone, reads, others) for atom in eqn.invars):
-            return None
-        ready = max((self.index.get(var, -1) for var in others), default=-1)
-        return _Gather(eqn, use, [*cone.values()], reads, ready)
+        gather = _Gather(eqn, use, {}, {}, set(), set())
+        return gather if all(self._follow(atom, gather) for atom in eqn.invars) else None
 
-    def _follow(self, atom: Atom, cone: dict[int, Eqn], reads: set[Var], others: set[Var]) -> bool:
+    def _follow(self, atom: Atom, gather: _Gather) -> bool:
         """Notes what makes an operand; False if that takes time itself."""
-        if _jaxpr.is_literal(atom) or (i := self.index.get(atom)) in cone:
+        if _jaxpr.is_literal(atom) or (i := self.index.get(atom)) in gather.cone:
             return True
         if i is None:
-            reads.add(atom)
+            gather.reads.add(atom)
             return atom not in self.place.late
-        eqn = self.jaxpr.eqns[i]
-        ins = eqn.invars
+        eqn, ins = self.jaxpr.eqns[i], self.jaxpr.eqns[i].invars
         if eqn.primitive.name == "optimization_barrier":
-            ins = [ins[_waits.place_of(eqn, atom)]]
-            others.update(var for var in variables(eqn.invars) if var not in ins)
+            (held,) = ins = [ins[_waits.place_of(eqn, atom)]]
+            if not any(_jaxpr.in_scope(eqn, scope) for scope in (SCOPE, AFTER_LOOP)):
+                gather.names[atom] = held
+                return self._follow(held, gather)
+            gather.others.update(var for var in variables(eqn.invars) if var is not held)
         elif i in self.products or eqn.primitive.name in _MEETING or _jaxpr.inner_jaxprs(eqn):
             return False
-        found = all(self._follow(x, cone, reads, others) for x in ins)
-        cone[i] = eqn
+        found = all(self._follow(x, gather) for x in ins)
+        gather.cone[i] = eqn
         return found and not _jaxpr.has_side_effects(eqn)
+
+    def ready(self, gather: _Gather) -> int:
+        """The last equation that must stand before a gather."""
+        return max((self.index.get(var, -1) for var in gather.others), default=-1)
 
     def starts(self, limit: int) -> list[tuple[_Gather, int]]:
         """For each gather the equation behind which it may start, or -1; [Note: when a gather may start].
@@ -277,26 +282,31 @@ def _placed(jaxpr: Jaxpr, limit: int, place: _Place) -> Jaxpr:
             continue
         if place.following is not None and gather.use >= level.num:
             start += level.num
-        at.setdefault(max(start, gather.ready, -1), []).append(gather)
+        at.setdefault(max(start, level.ready(gather), -1), []).append(gather)
     if not at:
         return jaxpr
     moved = {id(gather.eqn) for each in at.values() for gather in each}
-    eqns, written = list[Eqn](), set[int]()
+    writer, written = JaxprWriter(jaxpr.eqns[0]), set[int]()
 
     def write(eqn: Eqn) -> None:
         if id(eqn) not in written:
             written.add(id(eqn))
-            eqns.append(eqn)
+            writer.eqns.append(eqn)
 
     for i in range(-1, level.num):
         if i >= 0 and id(jaxpr.eqns[i]) not in moved:
             write(jaxpr.eqns[i])
         for gather in at.get(i, ()):
-            for eqn in gather.cone:
-                write(eqn)
-            token = _waits.done(jaxpr.eqns[i]) if i >= 0 and i > gather.ready else None
-            barriers, eqn = (
-                _waits.waiting(gather.eqn, [token], SCOPE) if token else ([], gather.eqn)
-            )
-            eqns += [*barriers, eqn]
-    return _waits.with_equations(jaxpr, eqns)
+            writer.names = dict[Var, Atom]()
+            for held, atom in gather.names.items():
+                writer.names[held] = JaxprWriter(gather.eqn, gather.names).read(atom)
+            for eqn in gather.cone.values():
+                if writer.names.keys().isdisjoint(variables(eqn.invars)):
+                    write(eqn)
+                else:
+                    writer.copy([eqn])
+            eqn = gather.eqn.replace(invars=[*map(writer.read, gather.eqn.invars)])
+            token = _waits.done(jaxpr.eqns[i]) if i > level.ready(gather) else None
+            barriers, eqn = _waits.waiting(eqn, [token], SCOPE) if token else ([], eqn)
+            writer.eqns += [*barriers, eqn]
+    return _waits.with_equations(jaxpr, writer.eqns)

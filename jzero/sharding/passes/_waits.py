@@ -21,6 +21,10 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 # The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
 # random bits may be there before anything else is.
 PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
+# Scopes that mark what passes have written, so that none writes it twice: barriers, and a loop's last turn.
+PREFETCH, ORDER, AFTER_LOOP, LAST_TURN = (
+    f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn")
+)
 Makers: TypeAlias = Mapping[Var, Eqn]
 
 

@@ -1,0 +1,102 @@
+"""The train steps of `experiments/rivals` with every collective written, for one device of a mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from experiments.passes import explicit
+from experiments.rivals import zoo
+
+ADAM = optax.adamw(1e-4)  # the second half of `models.training.tx`
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step and what it is lowered with.
+
+    Attributes:
+      program: of one device, on the leaves of the state and of the batch.
+      arguments: types of whole leaves.
+      num_state: how many of them are the state's, which is donated.
+    """
+
+    program: explicit.Program
+    arguments: list[Any]
+    num_state: int
+
+    def lower(self, program: explicit.Program) -> jax.stages.Lowered:
+        donated = tuple(range(self.num_state))
+        lowered: jax.stages.Lowered = program.run(donate_argnums=donated).lower(*self.arguments)
+        return lowered
+
+
+def explicit_step(model: Any, mesh: Mesh, given: zoo.Rival) -> Step:
+    """The step of a model of the zoo; its state rests as jzero would have it."""
+    state, batch = given.state, given.batch
+    shardings = given.step.state_shardings(state, batch)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    devices = mesh.size
+    hooks = explicit.Explicit(_shard_dims(state["params"], specs["params"], devices), devices)
+    loss_fn = dataclasses.replace(model, annotate=hooks).loss
+    sharded = jax.tree.map(lambda spec: any(spec), specs["params"], is_leaf=_is_spec)
+
+    def step(*leaves: jax.Array) -> Any:
+        here = jax.tree.unflatten(tree, leaves[:-1])
+        loss, grads = jax.value_and_grad(loss_fn)(here["params"], leaves[-1])
+        grads = _clipped(_mean(grads, sharded, devices), sharded)
+        clip, adam = here["opt_state"]
+        updates, adam = ADAM.update(grads, adam, here["params"])
+        params = optax.apply_updates(here["params"], updates)
+        return {"params": params, "opt_state": (clip, adam)}, lax.psum(
+            loss, explicit.AXIS
+        ) / devices
+
+    tree = jax.tree.structure(state)
+    leaf_specs = jax.tree.leaves(specs, is_leaf=_is_spec)
+    arguments = [*jax.tree.leaves(state), batch]
+    program = explicit.program(
+        step, arguments, mesh, [*leaf_specs, P(explicit.AXIS)], [*leaf_specs, P()]
+    )
+    return Step(program, arguments, len(leaf_specs))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _shard_dims(params: Any, specs: Any, devices: int) -> dict[tuple[int, ...], int]:
+    """Along which dim a parameter is sharded, by its shape on one device; of a slice of a stack, too."""
+    found: dict[tuple[int, ...], int] = {}
+    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(specs, is_leaf=_is_spec), strict=True)
+    for leaf, spec in leaves:
+        dims = [dim for dim, axes in enumerate(spec) if axes]
+        if dims:
+            (dim,) = dims
+            shape = tuple(n // devices if d == dim else n for d, n in enumerate(leaf.shape))
+            if spec[0] is None and leaf.ndim > 2:
+                shape, dim = shape[1:], dim - 1
+            assert found.setdefault(shape, dim) == dim, f"two dims of {shape}"
+    return found
+
+
+def _mean(grads: Any, sharded: Any, devices: int) -> Any:
+    def mean(grad: jax.Array, is_sharded: bool) -> jax.Array:
+        return (grad if is_sharded else lax.psum(grad, explicit.AXIS)) / devices
+
+    return jax.tree.map(mean, grads, sharded)
+
+
+def _clipped(grads: Any, sharded: Any) -> Any:
+    """`optax.clip_by_global_norm(1.0)` of gradients in shards."""
+    squares = jax.tree.map(lambda g: jnp.sum(g.astype(jnp.float32) ** 2), grads)
+    parts = list(zip(jax.tree.leaves(squares), jax.tree.leaves(sharded), strict=True))
+    zero = jnp.float32(0)
+    total = lax.psum(sum((x for x, here in parts if here), zero), explicit.AXIS)
+    norm = jnp.sqrt(total + sum((x for x, here in parts if not here), zero))
+    return jax.tree.map(lambda g: jnp.where(norm < 1, g, g / norm.astype(g.dtype)), grads)
