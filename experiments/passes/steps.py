@@ -43,8 +43,13 @@ def explicit_step(model: Any, mesh: Mesh, given: zoo.Rival) -> Step:
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     devices = mesh.size
     hooks = explicit.Explicit(_shard_dims(state["params"], specs["params"], devices), devices)
-    loss_fn = dataclasses.replace(model, annotate=hooks).loss
+    loss_of = dataclasses.replace(model, annotate=hooks).loss
     sharded = jax.tree.map(lambda spec: any(spec), specs["params"], is_leaf=_is_spec)
+
+    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+        # A vector by itself is no layer's: models leave it to XLA.
+        whole = lambda w: hooks.weights(w) if w.ndim == 1 else w  # noqa: E731
+        return loss_of(jax.tree.map(whole, params), batch)
 
     def step(*leaves: jax.Array) -> Any:
         here = jax.tree.unflatten(tree, leaves[:-1])
@@ -79,9 +84,8 @@ def _shard_dims(params: Any, specs: Any, devices: int) -> dict[tuple[int, ...], 
         if dims:
             (dim,) = dims
             shape = tuple(n // devices if d == dim else n for d, n in enumerate(leaf.shape))
-            if spec[0] is None and leaf.ndim > 2:
-                shape, dim = shape[1:], dim - 1
-            assert found.setdefault(shape, dim) == dim, f"two dims of {shape}"
+            for sizes, at in ((shape, dim), (shape[1:], dim - 1)):
+                assert at < 0 or found.setdefault(sizes, at) == at, f"two dims of {sizes}"
     return found
 
 

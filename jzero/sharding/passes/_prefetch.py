@@ -107,16 +107,24 @@ def _late(scan: Scan) -> frozenset[Var]:
 
 
 def _ahead(scan: Scan, limit: int) -> list[Var]:
-    """What a turn may gather for the next one: of slices, and of nothing that a turn computes."""
+    """What a turn gathers for the next one: of slices, and of nothing that a turn computes.
+
+    Gathers that fit in `limit` together, and all before the first product, which has none to hide behind.
+    """
     parts = _jaxpr.scan_parts(scan.eqn)
     if not limit or scan.length == 1 or parts.unroll != 1 or parts.body_consts or makes_keys(scan):
         return []
     slices, carried = {p.row for p in scan.xs}, {p.before for p in scan.carries}
-    level = _Level(scan.body, _Place(late=_late(scan), following={}))
-    return [
-        gather.out for gather, start in level.starts(limit)
-        if start < 0 and not slices.isdisjoint(gather.reads) and carried.isdisjoint(gather.reads)
-    ]  # fmt: skip
+    level = _Level(scan.body, _Place(late=_late(scan)))
+    found, total = list[Var](), 0
+    for gather in level.gathers:
+        if gather.others or slices.isdisjoint(gather.reads) or not carried.isdisjoint(gather.reads):
+            continue
+        total += _waits.nbytes([gather.out])
+        if total > limit and any(i < gather.use for i in level.products):
+            break
+        found.append(gather.out)
+    return found
 
 
 def _with_carry(eqns: Sequence[Eqn], carry: Sequence[Atom]) -> list[Eqn]:
@@ -209,10 +217,7 @@ class _Level:
         return max((self.index.get(var, -1) for var in gather.others), default=-1)
 
     def starts(self, limit: int) -> list[tuple[_Gather, int]]:
-        """For each gather the equation behind which it may start, or -1; [Note: when a gather may start].
-
-        In a loop counted from the turn that reads it: one of the turn before is less than 0.
-        """
+        """For each gather the equation behind which it may start, or -1: [Note: when a gather may start]."""
         sizes = [_waits.nbytes([gather.out]) for gather in self.gathers]
         uses = [*map(self._in_turn, self.gathers)]
         if self.place.following is not None:
@@ -220,7 +225,9 @@ class _Level:
             found = _queue(sizes * 3, [t + use for t in turns for use in uses],
                            [t + i for t in turns for i in self.products], limit)  # fmt: skip
             last = found[2 * len(uses) :]
-            behind = [-self.num if at is None else at - turns[-1] for at in last]
+            # From the turn that makes it on: one for the next turn, or its own.
+            behind = [-1 if at is None else max(-1, at - turns[-1 - (gather.use >= self.num)])
+                      for gather, at in zip(self.gathers, last, strict=True)]  # fmt: skip
             return [*zip(self.gathers, behind, strict=True)]
         begins, result = self._begins(), list[tuple[_Gather, int]]()
         loops = [i for i in self.products if _waits.gathers_inside(self.jaxpr.eqns[i])]
@@ -280,9 +287,7 @@ def _placed(jaxpr: Jaxpr, limit: int, place: _Place) -> Jaxpr:
     for gather, start in level.starts(limit):
         if _waits.waits_by(level.makers, gather.eqn.invars[0], SCOPE):
             continue
-        if place.following is not None and gather.use >= level.num:
-            start += level.num
-        at.setdefault(max(start, level.ready(gather), -1), []).append(gather)
+        at.setdefault(max(start, level.ready(gather)), []).append(gather)
     if not at:
         return jaxpr
     moved = {id(gather.eqn) for each in at.values() for gather in each}
@@ -298,8 +303,8 @@ def _placed(jaxpr: Jaxpr, limit: int, place: _Place) -> Jaxpr:
             write(jaxpr.eqns[i])
         for gather in at.get(i, ()):
             writer.names = dict[Var, Atom]()
-            for held, atom in gather.names.items():
-                writer.names[held] = JaxprWriter(gather.eqn, gather.names).read(atom)
+            for held, atom in reversed(gather.names.items()):
+                writer.names[held] = writer.read(atom)
             for eqn in gather.cone.values():
                 if writer.names.keys().isdisjoint(variables(eqn.invars)):
                     write(eqn)
