@@ -118,7 +118,12 @@ def _ahead(scan: Scan, limit: int) -> list[Var]:
     level = _Level(scan.body, _Place(late=_late(scan)))
     found, total = list[Var](), 0
     for gather in level.gathers:
-        if gather.others or slices.isdisjoint(gather.reads) or not carried.isdisjoint(gather.reads):
+        if (
+            not gather.moves
+            or gather.others
+            or slices.isdisjoint(gather.reads)
+            or not carried.isdisjoint(gather.reads)
+        ):
             continue
         total += _waits.nbytes([gather.out])
         if total > limit and any(i < gather.use for i in level.products):
@@ -139,10 +144,11 @@ def _with_carry(eqns: Sequence[Eqn], carry: Sequence[Atom]) -> list[Eqn]:
 
 
 class _Gather(NamedTuple):
-    """A gather of a program's arguments.
+    """A gather of a program's arguments, or what a loop has gathered for its last turn.
 
     Attributes:
-      eqn: the gather.
+      eqn: the gather, or the loop.
+      out: what is gathered.
       use: the equation that first reads it, by index: one of the next turn's stands behind all of this one's.
       cone: equations that make its operand.
       names: what they read in the place of what is behind a barrier of the program's own.
@@ -151,6 +157,7 @@ class _Gather(NamedTuple):
     """
 
     eqn: Eqn
+    out: Var
     use: int
     cone: dict[int, Eqn]
     names: dict[Var, Atom]
@@ -158,8 +165,9 @@ class _Gather(NamedTuple):
     others: set[Var]
 
     @property
-    def out(self) -> Var:
-        return self.eqn.outvars[0]
+    def moves(self) -> bool:
+        """Whether it has a place to be found."""
+        return _waits.is_gather(self.eqn)
 
 
 class _Level:
@@ -173,7 +181,9 @@ class _Level:
         for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
             self.first |= dict.fromkeys(variables(eqn.invars), i)
         self.products = [i for i, eqn in enumerate(jaxpr.eqns) if self._takes_time(eqn)]
-        self.gathers = sorted(filter(None, map(self._gather, jaxpr.eqns)), key=self._in_turn)
+        self.loops = [i for i in self.products if _waits.gathers_inside(jaxpr.eqns[i])]
+        found = [self._gather(eqn, out) for eqn in jaxpr.eqns for out in _gathered(eqn)]
+        self.gathers = sorted(filter(None, found), key=self._in_turn)
 
     def _takes_time(self, eqn: Eqn) -> bool:
         return _waits.takes_time(eqn) and _waits.done(eqn) is not None
@@ -181,16 +191,18 @@ class _Level:
     def _in_turn(self, gather: _Gather) -> int:
         return gather.use % self.num
 
-    def _gather(self, eqn: Eqn) -> _Gather | None:
-        if not _waits.is_gather(eqn):
-            return None
-        (out,), use = eqn.outvars, self.first.get(eqn.outvars[0])
+    def _gather(self, eqn: Eqn, out: Var) -> _Gather | None:
+        use = self.first.get(out)
         if use is None and self.place.following is not None and out in self.place.following:
             use = self.num + self.first.get(self.place.following[out], self.num - 1)
         if use is None or (use < self.num and _waits.is_gather(self.jaxpr.eqns[use])):
             return None  # Nobody reads it, or it is half of another one.
-        gather = _Gather(eqn, use, {}, {}, set(), set())
-        return gather if all(self._follow(atom, gather) for atom in eqn.invars) else None
+        gather = _Gather(eqn, out, use, {}, {}, set(), set())
+        return (
+            gather
+            if not gather.moves or all(self._follow(atom, gather) for atom in eqn.invars)
+            else None
+        )
 
     def _follow(self, atom: Atom, gather: _Gather) -> bool:
         """Notes what makes an operand; False if that takes time itself."""
@@ -224,22 +236,24 @@ class _Level:
             turns = [k * self.num for k in range(3)]
             found = _queue(sizes * 3, [t + use for t in turns for use in uses],
                            [t + i for t in turns for i in self.products], limit)  # fmt: skip
-            last = found[2 * len(uses) :]
             # From the turn that makes it on: one for the next turn, or its own.
-            behind = [-1 if at is None else max(-1, at - turns[-1 - (gather.use >= self.num)])
-                      for gather, at in zip(self.gathers, last, strict=True)]  # fmt: skip
-            return [*zip(self.gathers, behind, strict=True)]
+            behind = [-1 if at is None else at - turns[-1 - (gather.use >= self.num)]
+                      for gather, at in zip(self.gathers, found[2 * len(uses) :], strict=True)]  # fmt: skip
+            return [
+                (g, self._behind_loop(g, at)) for g, at in zip(self.gathers, behind, strict=True)
+            ]
         begins, result = self._begins(), list[tuple[_Gather, int]]()
-        loops = [i for i in self.products if _waits.gathers_inside(self.jaxpr.eqns[i])]
         for begin in dict.fromkeys(begins[use] for use in uses):
             mine = [k for k, use in enumerate(uses) if begins[use] == begin]
             products = [i for i in self.products if i > begin]
             found = _queue([sizes[k] for k in mine], [uses[k] for k in mine], products, limit)
             for k, at in zip(mine, found, strict=True):
-                loop = max((i for i in loops if i < uses[k]), default=-1)
-                start = max(begin, loop, -1 if at is None else at)
-                result.append((self.gathers[k], start))
+                start = begin if at is None else max(begin, at)
+                result.append((self.gathers[k], self._behind_loop(self.gathers[k], start)))
         return result
+
+    def _behind_loop(self, gather: _Gather, start: int) -> int:
+        return max([start, -1, *(i for i in self.loops if i < gather.use)])
 
     def _begins(self) -> list[int]:
         """For each equation the last one of the pass before its own, or -1."""
@@ -259,6 +273,15 @@ class _Level:
             if _jaxpr.is_named(eqn, COTANGENT):
                 begin = i
         return begins
+
+
+def _gathered(eqn: Eqn) -> list[Var]:
+    """What the equation has gathered: a loop, for a turn behind it."""
+    if eqn.primitive.name != "scan":
+        return eqn.outvars if _waits.is_gather(eqn) else []
+    scan = Scan.of(eqn)
+    made = {out for e in scan.eqns if _waits.is_gather(e) for out in e.outvars}
+    return [p.out for p in scan.carries if not _jaxpr.is_literal(p.after) and p.after in made]
 
 
 _MEETING = _frames.COLLECTIVES - {"axis_index", "all_gather", "all_gather_invariant"}
@@ -285,7 +308,7 @@ def _placed(jaxpr: Jaxpr, limit: int, place: _Place) -> Jaxpr:
     """The program with each gather behind the equation from which on it may start."""
     level, at = _Level(jaxpr, place), dict[int, list[_Gather]]()
     for gather, start in level.starts(limit):
-        if _waits.waits_by(level.makers, gather.eqn.invars[0], SCOPE):
+        if not gather.moves or _waits.waits_by(level.makers, gather.eqn.invars[0], SCOPE):
             continue
         at.setdefault(max(start, level.ready(gather)), []).append(gather)
     if not at:
