@@ -12,8 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from experiments.passes import explicit
+from jzero.sharding.passes import _order, _waits
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._inputs_first import inputs_first
+from jzero.sharding.passes._one_order import one_order
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
 from jzero.tracing import _jaxpr
@@ -66,7 +68,7 @@ SPECS = {
 
 
 def step(remat: bool, loops: int, params: Any, x: jax.Array) -> Any:
-    hooks = explicit.Explicit(SHARDS, NUM)
+    hooks = explicit.Explicit(SHARDS)
     loss = functools.partial(loss_of, gather=hooks.weights, remat=remat, loops=loops)
     value, grads = jax.value_and_grad(loss)(params, x)
     return jax.tree.map(lambda p, g: p - 0.1 * g / NUM, params, grads), explicit.mean(value)
@@ -106,8 +108,8 @@ PASSES: dict[str, Pass] = {
     "after_loops": after_loops,
     "inputs_first": lambda jaxpr: inputs_first(jaxpr, MATRIX),
 }
-PASSES["all"] = lambda jaxpr: functools.reduce(lambda x, each: each(x), ALL, jaxpr)
 ALL = [PASSES[n] for n in ("inputs_first", "prefetch 3 matrices", "order 0", "after_loops")]
+PASSES["all"] = lambda jaxpr: functools.reduce(lambda x, each: each(x), ALL, jaxpr)
 
 
 @forms
@@ -264,7 +266,7 @@ def test_gathers_of_unrolled_layers_wait_for_products():
         5 * MATRIX: [0, 0, 0, 0, 1, 1],
     }
     for limit, waits in expected.items():
-        made = program(True, 0).through(lambda jaxpr, limit=limit: prefetch(jaxpr, limit)).jaxpr
+        made = program(True, 0).through(functools.partial(prefetch, nbytes=limit)).jaxpr
         found = [
             len(w) for eqn, w in behind(made, "dot_general") if eqn.primitive.name == "all_gather"
         ]
@@ -272,3 +274,182 @@ def test_gathers_of_unrolled_layers_wait_for_products():
         forward = 2 * LAYERS + 1
         # Those of the backward pass wait for the whole forward pass.
         assert min(found[forward + 1 :]) > forward
+
+
+# -- the order of reductions ---------------------------------------------------------------------------
+
+
+def levels(jaxpr: Any) -> list[Any]:
+    """The program, and those inside."""
+    inner = [_jaxpr.open_jaxpr(x)[0] for eqn in jaxpr.eqns for x in _jaxpr.inner_jaxprs(eqn)]
+    return [jaxpr, *(level for x in inner for level in levels(x))]
+
+
+@forms
+@pytest.mark.parametrize("ahead_first", [False, True])
+def test_reductions_wait_for_each_other_and_stand_behind_their_products(
+    ahead_first: bool, remat: bool, loops: int
+):
+    plain = program(remat, loops)
+    if ahead_first:
+        plain = plain.through(PASSES["prefetch 3 matrices"])
+    for each in levels(plain.through(PASSES["order 0"]).jaxpr):
+        found = behind(each, "reduce_scatter")
+        waits = [len(waits) for eqn, waits in found if eqn.primitive.name == "reduce_scatter"]
+        assert waits == [*range(len(waits))]
+        made = [
+            eqn.primitive.name for eqn, _ in found if eqn.primitive.name != "optimization_barrier"
+        ]
+        # Between a product and its reduction is nothing that takes time.
+        for i, name in enumerate(made):
+            near = [x for x in made[:i] if x in ("dot_general", "scan", "add_any")]
+            assert name != "reduce_scatter" or near
+    free = [
+        len(waits)
+        for each in levels(plain.jaxpr)
+        for eqn, waits in behind(each, "reduce_scatter")
+        if eqn.primitive.name == "reduce_scatter"
+    ]
+    assert not any(free), "they run as they come where the pass is left out"
+
+
+def test_a_reduction_stands_where_its_gradient_is_made():
+    def step(w: jax.Array, v: jax.Array, x: jax.Array) -> Any:
+        grads = [x.T @ (x @ w) for w in (w, v)]
+        scatter = functools.partial(lax.psum_scatter, axis_name=explicit.AXIS, tiled=True)
+        # In the order in which an update reads them: the last one first.
+        return [scatter(g) for g in reversed(grads)]
+
+    types = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2
+    rows = jax.ShapeDtypeStruct((NUM, WIDTH), jnp.float32)
+    specs = [P(), P(), P(explicit.AXIS)], [P(explicit.AXIS)] * 2
+    made = explicit.program(step, [*types, rows], MESH, *specs).through(PASSES["order 0"])
+    names = [eqn.primitive.name for eqn in made.jaxpr.eqns]
+    names = [name for name in names if name in ("dot_general", "reduce_scatter")]
+    assert names == ["dot_general", "dot_general", "reduce_scatter"] * 2
+
+
+def test_reductions_run_in_groups():
+    mib = 2**20
+    cases: list[tuple[list[int], int, bool, list[int]]] = [
+        ([8, 8, 8, 8], 0, True, [0, 1, 2, 3]),
+        ([8, 8, 8, 8], 64 * mib, True, [0, 0, 1, 1]),  # halves
+        ([8, 8, 8, 8], 8 * mib, True, [0, 1, 2, 3]),
+        ([8, 8, 8, 8, 8, 8, 8, 8], 16 * mib, True, [0, 0, 1, 1, 2, 2, 3, 3]),
+        ([8] * 8, 16 * mib, False, [0, 1, 2, 3, 4, 5, 6, 7]),  # half of that outside of loops
+        ([1] * 8, 64 * mib, True, [0, 0, 0, 0, 1, 1, 1, 1]),  # 4 MiB at least
+    ]
+    for sizes, nbytes, in_turn, expected in cases:
+        assert _order.groups([size * mib for size in sizes], nbytes, in_turn) == expected, sizes
+
+
+def test_a_large_gradient_is_reduced_before_the_next_loop(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_order, "WAITS_THROUGH_LOOPS", TABLE - 1)
+    before, after = (
+        [waits for eqn, waits in behind(p.jaxpr, "reduce_scatter") if eqn.primitive.name == "scan"]
+        for p in (program(), program().through(PASSES["order 0"]))
+    )
+    assert [len(waits) for waits in before] == [0, 0]
+    assert [len(waits) for waits in after] == [0, 1], (
+        "the backward loop waits for the last matrix's"
+    )
+
+
+# -- behind loops, at large matrices, on CPUs ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead_first", [False, True])
+def test_gathers_behind_a_loop_wait_for_it(ahead_first: bool):
+    plain = program(True, 1)
+    if ahead_first:
+        plain = plain.through(PASSES["prefetch"])
+    found = []
+    for made in (plain, plain.through(after_loops)):
+        loop, found_here = False, []
+        for eqn, waits in behind(made.jaxpr, "scan"):
+            loop |= eqn.primitive.name == "scan"
+            found_here += [bool(waits)] if loop and eqn.primitive.name == "all_gather" else []
+        found.append(found_here)
+    assert all(found[1])
+    # Where gathers are ahead, they wait already.
+    assert found[0] == ([True] * 3 if ahead_first else [False])
+
+
+def test_what_a_last_turn_makes_is_read_when_all_of_it_is_there():
+    made = program(True, 1).through(PASSES["prefetch"], after_loops).jaxpr
+    region = [eqn for eqn in made.eqns if _jaxpr.in_scope(eqn, _waits.LAST_TURN)]
+    barriers = [eqn for eqn in region if _jaxpr.in_scope(eqn, _waits.AFTER_LOOP)]
+    assert [eqn.primitive.name for eqn in barriers] == ["optimization_barrier"] * 2
+    own = {out for eqn in region if eqn not in barriers for out in eqn.outvars}
+    readers = [eqn for eqn in made.eqns if own.intersection(_jaxpr.variables_read(eqn))]
+    assert all(_jaxpr.in_scope(eqn, _waits.LAST_TURN) for eqn in readers)
+    assert own.isdisjoint(x for x in made.outvars if not _jaxpr.is_literal(x))
+
+
+def test_the_last_matrix_is_gone_before_its_gradient_is_made():
+    def products(jaxpr: Any) -> list[tuple[int, ...]]:
+        shapes = [
+            eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"
+        ]
+        return [shape for shape in shapes if shape in ((VOCAB, WIDTH), (ROWS, WIDTH))]
+
+    gradient, inputs = (VOCAB, WIDTH), (ROWS, WIDTH)
+    plain = program(True, 1)
+    assert products(plain.jaxpr)[1:3] == [gradient, inputs]
+    first = plain.through(PASSES["inputs_first"])
+    assert products(first.jaxpr)[1:3] == [inputs, gradient]
+    # Its gather for the backward pass, if there is one of its own, waits for the cotangent.
+    assert plain.through(lambda jaxpr: inputs_first(jaxpr, TABLE)).jaxpr is plain.jaxpr
+
+
+@forms
+def test_on_cpus_collectives_wait_for_loops_with_collectives(remat: bool, loops: int):
+    plain = program(remat, loops)
+    for made in (plain, plain.through(PASSES["all"])):
+        traced = one_order(made.jaxpr, [], MESH)
+        assert not traced.consts
+        ordered = explicit.Program(traced.jaxpr, MESH, made.in_specs, made.out_specs)
+        before: set[int] = set()
+        for i, (eqn, waits) in enumerate(behind(ordered.jaxpr, "scan")):
+            meets = eqn.primitive.name in ("all_gather", "reduce_scatter", "psum")
+            nests = eqn.primitive.name == "scan" and executed(
+                _jaxpr.scan_parts(eqn).body, "all_gather"
+            )
+            assert not (meets or nests) or before <= waits, eqn
+            before |= {i} if nests else set()
+
+
+def test_loops_with_keys_and_effects_stay_right():
+    """A loop that stacks keys is left alone; one that calls back is pipelined, and calls as often."""
+
+    def step(w: jax.Array, x: jax.Array, key: jax.Array, with_keys: bool) -> Any:
+        def turn(x: jax.Array, slices: Any) -> Any:
+            w, key = slices
+            whole = lax.all_gather(w, explicit.AXIS, axis=0, tiled=True)
+            jax.debug.callback(lambda _: CALLS.append(1), x[0, 0])
+            x = x @ whole + jax.random.normal(key, x.shape)
+            return x, jax.random.fold_in(key, 1) if with_keys else key
+
+        keys = jax.random.split(key, LAYERS)
+        x, made = lax.scan(turn, x, (w, keys)) if with_keys else (x, keys)
+        if not with_keys:
+            x, _ = lax.scan(lambda x, w: (turn(x, (w, keys[0]))[0], None), x, w)
+        return [x, jax.random.key_data(made)]
+
+    args = [jnp.ones((LAYERS, WIDTH, WIDTH)) / 9, jnp.ones((NUM, WIDTH)), jax.random.key(0)]
+    specs = [P(None, explicit.AXIS), P(explicit.AXIS), P()], [P(explicit.AXIS), P()]
+    for with_keys in (False, True):
+        plain = explicit.program(functools.partial(step, with_keys=with_keys), args, MESH, *specs)
+        made = plain.through(PASSES["all"])
+        assert bool(carried(made.jaxpr)) == (not with_keys)
+        results = []
+        for each in (plain, made):
+            CALLS.clear()
+            results.append([*map(np.asarray, each.run()(*args))])
+            jax.effects_barrier()
+            assert len(CALLS) == LAYERS * NUM
+        for was, now in zip(*results, strict=True):
+            np.testing.assert_array_equal(was, now)
+
+
+CALLS: list[int] = []

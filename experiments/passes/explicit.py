@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
@@ -26,20 +25,12 @@ class Explicit(Unannotated):
 
     Attributes:
       shards: along which dim a parameter is sharded, by its shape on one device; else it is whole.
-      devices: how many share the batch.
     """
 
     shards: Mapping[tuple[int, ...], int]
-    devices: int
 
     def weights(self, params: Any, dtype: Any = None) -> Any:
         return jax.tree.map(lambda w: self._gathered(w, dtype), params)
-
-    def gradients(self, grads: Any) -> Any:
-        return jax.tree.map(self._reduced, grads)
-
-    def _reduced(self, g: jax.Array) -> jax.Array:
-        return (g if g.shape in self.shards else lax.psum(g, AXIS)) / self.devices
 
     def _gathered(self, w: jax.Array, dtype: Any) -> jax.Array:
         if dtype is not None and w.ndim > 1:
@@ -140,4 +131,4 @@ def opened(jaxpr: Jaxpr) -> Jaxpr:
 
 def mean(x: jax.Array) -> jax.Array:
     """Of all devices."""
-    return lax.psum(x, AXIS) / lax.psum(jnp.ones((), x.dtype), AXIS)
+    return lax.psum(x, AXIS) / lax.axis_size(AXIS)

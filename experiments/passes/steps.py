@@ -42,7 +42,7 @@ def explicit_step(model: Any, mesh: Mesh, given: zoo.Rival) -> Step:
     shardings = given.step.state_shardings(state, batch)
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     devices = mesh.size
-    hooks = explicit.Explicit(_shard_dims(state["params"], specs["params"], devices), devices)
+    hooks = explicit.Explicit(_shard_dims(state["params"], specs["params"], devices))
     loss_of = dataclasses.replace(model, annotate=hooks).loss
     sharded = jax.tree.map(lambda spec: any(spec), specs["params"], is_leaf=_is_spec)
 

@@ -16,7 +16,7 @@ import operator
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -566,18 +566,24 @@ def trace(
       axes: mesh axis names and sizes that are bound while tracing.
       automatic: further axes of the mesh, which sharding constraints may name.
     """
-    sizes = dict(axes) | dict(automatic)
+    with _abstract_mesh(dict(axes) | dict(automatic)) as mesh:
+        return trace_on(mesh, fn, args, axes)
+
+
+def trace_on(
+    mesh: Any, fn: Callable[..., Any], args: Sequence[Any], axes: Collection[str]
+) -> Traced:
+    """Traces `fn(*args)` as one device of this mesh would see it, along `axes`."""
     traced: list[Traced] = []
 
     def body(*local_args: Any) -> tuple[()]:
         traced.append(trace_here(fn, *local_args))
         return ()
 
-    with _abstract_mesh(sizes) as mesh:
-        shard_mapped = jax.shard_map(
-            body, mesh=mesh, in_specs=P(), out_specs=(), check_vma=False, axis_names=set(axes)
-        )
-        jax.eval_shape(shard_mapped, *args)
+    shard_mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=P(), out_specs=(), check_vma=False, axis_names=set(axes)
+    )
+    jax.eval_shape(shard_mapped, *args)
     return traced[0]
 
 
