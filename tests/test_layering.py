@@ -29,7 +29,7 @@ FLOORS = (
     ("ir",),
     ("processes", "sharding/analysis", "_compare"),
     ("sharding/batch", "sharding/cut", "sharding/passes"),
-    ("sharding/plan",),
+    ("sharding/plan", "sharding/partition"),
     ("sharding/run",),
     ("offload/memory",),
     ("segments", "offload/kernels"),

@@ -82,9 +82,12 @@ class Layout:
     partial: tuple[Partial, ...] = ()
 
     def __post_init__(self) -> None:
-        axes = [cut.axis for dim in self.dims for cut in dim.cuts] + [p.axis for p in self.partial]
+        cut = [dim for dim in self.dims if dim.cuts]
+        if not cut and not self.partial:  # As most are.
+            return
+        axes = [c.axis for dim in cut for c in dim.cuts] + [p.axis for p in self.partial]
         assert len(axes) == len(set(axes)), f"an axis is used twice: {self}"
-        assert all(fits(d.size, self.digits(d.cuts)) for d in self.dims), f"cuts overlap: {self}"
+        assert all(fits(d.size, self.digits(d.cuts)) for d in cut), f"cuts overlap: {self}"
 
     def __str__(self) -> str:
         linear = [
@@ -168,13 +171,17 @@ class Layout:
             assert old.true == pad.outer * pad.true, f"{self} has no {pad.outer} blocks along {dim}"
             step = math.lcm(pad.outer, *(at * n for at, n in digits)) // pad.outer
             new = Dim(pad.outer * step * -(-pad.true // step), new.cuts, pad)
-        return self._with({dim: new})
+        return self.with_dims({dim: new})
 
     def without(self, axes: Collection[str]) -> Layout:
         """Replicated over axes that cut, and without the padding that only they needed."""
         found = self._drop(axes)
         unpadded = [fits(dim.true, found.digits(dim.cuts)) for dim in found.dims]
         return found._unpadded(itertools.compress(itertools.count(), unpadded))
+
+    def without_cuts(self) -> Layout:
+        """Replicated, with the same padding."""
+        return self._drop([axis for axis, _ in self.mesh])
 
     def swapped(self, axis: str, other: str) -> Layout:
         """With two axes of as many devices in each other's place; the other one may have none."""
@@ -195,13 +202,14 @@ class Layout:
         kept = tuple(p for p in self.partial if p.axis not in axes)
         return dataclasses.replace(self, partial=kept)
 
-    def _with(self, new: Mapping[int, Dim]) -> Layout:
+    def with_dims(self, new: Mapping[int, Dim]) -> Layout:
+        """With others in the place of some dims."""
         dims = tuple(new.get(d, dim) for d, dim in enumerate(self.dims))
         return dataclasses.replace(self, dims=dims)
 
     def _drop(self, axes: Collection[str]) -> Layout:
         cuts = [tuple(cut for cut in dim.cuts if cut.axis not in axes) for dim in self.dims]
-        return self._with({d: self.dims[d]._replace(cuts=c) for d, c in enumerate(cuts)})
+        return self.with_dims({d: self.dims[d]._replace(cuts=c) for d, c in enumerate(cuts)})
 
     def _unpadded(self, dims: Iterable[int]) -> Layout:
         """Without the padding of dims, and without the cuts that need it."""
@@ -209,7 +217,7 @@ class Layout:
         for d in dims:
             size, cuts = self.dims[d].true, self.dims[d].cuts
             new[d] = Dim(size, tuple(c for c in cuts if fits(size, self.digits([c]))))
-        return self._with(new)
+        return self.with_dims(new)
 
     # -- layouts of other values ----------------------------------------------------------------------
     def transpose(self, order: Sequence[int]) -> Layout:
@@ -439,7 +447,7 @@ def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], La
         pad = dim.pad or wanted.pad
         if pad and dim[::2] != wanted[::2] and fits(pad.outer, now.digits(dim.cuts)):
             new = Dim(dim.true, dim.cuts) if dim.pad else wanted._replace(cuts=dim.cuts)
-            yield ("unpad" if dim.pad else "pad"), (), now._with({d: new})
+            yield ("unpad" if dim.pad else "pad"), (), now.with_dims({d: new})
     due = [p for p in now.partial if p not in goal.partial]
     for op in {p.op: None for p in due}:
         axes = tuple(p.axis for p in due if p.op == op)
@@ -450,7 +458,7 @@ def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], La
                 AxisCut(s, math.prod(([(1, 1), *now.digits(now.dims[d].cuts)])[-1]))
             )
             if fits(new.size, now.digits(new.cuts)):  # Less to move later.
-                yield "scatter", (s,), now.settled([s])._with({d: new})
+                yield "scatter", (s,), now.settled([s]).with_dims({d: new})
     used = {cut.axis for dim in now.dims for cut in dim.cuts} | {p.axis for p in now.partial}
     for dim in goal.dims:
         for axes in _neighbours(goal, dim):
@@ -481,7 +489,7 @@ def _put(layout: Layout, goal: Layout, axes: Sequence[str]) -> Layout | None:
     dim, wanted = layout.dims[place[0]], goal.dims[place[0]]
     new = dim.put(*(cut for cut in wanted.cuts if cut.axis in axes))
     fit = dim[::2] == wanted[::2] and fits(new.size, layout.digits(new.cuts))
-    return layout._with({place[0]: new}) if fit else None
+    return layout.with_dims({place[0]: new}) if fit else None
 
 
 def _exchanges(now: Layout, moved: Layout, dim: int, axes: Sequence[str]) -> bool:

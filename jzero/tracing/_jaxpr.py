@@ -811,7 +811,7 @@ def var_like(aval: Any, shape: Sequence[int] | None = None, dtype: Any = None) -
 PRIMITIVES = {
     "psum": lax.psum_p, "pmax": lax.pmax_p, "pmin": lax.pmin_p, "all_gather": lax.all_gather_p,
     "all_to_all": lax.all_to_all_p, "psum_scatter": reduce_scatter_p,
-    "axis_index": lax.axis_index_p, "cond": lax.cond_p,
+    "ppermute": lax.ppermute_p, "axis_index": lax.axis_index_p, "cond": lax.cond_p,
 }  # fmt: skip
 
 

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equations that hold programs: loops, branches, and calls, which are written in their place.
+
+A loop's carry has one layout in all iterations: its body is written until what it returns is laid out as what
+it takes. A carry to which a body only adds may be a partial sum: it is settled once, behind the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jzero.ir import _rules
+from jzero.ir._layout import Layout
+from jzero.ir._regions import Region
+from jzero.sharding.partition._errors import cannot
+from jzero.sharding.partition._frame import Frame
+from jzero.sharding.partition._values import Value, axes_of, common
+from jzero.sharding.partition._writer import communicates
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+Run = Callable[[Frame, Region, Sequence[Value]], list[Value]]
+_ATTEMPTS = 8  # From the third on, a carry keeps only the cuts that it had before.
+
+
+def run_inner(
+    frame: Frame, region: Region, eqn: Eqn, ins: list[Value], run: Run
+) -> list[Value]:  # fmt: skip
+    """Writes an equation that holds programs."""
+    name = eqn.primitive.name
+    if _jaxpr.has_side_effects(eqn):
+        raise cannot("it does more than compute", eqn, region)
+    if name == "scan":
+        return _Scan(frame, region, eqn, ins, run).write()
+    if name == "while":
+        return _While(frame, region, eqn, ins, run).write()
+    if name == "cond":
+        return _cond(frame, region, eqn, ins, run)
+    if _jaxpr.is_rematted(eqn) and _jaxpr.prevents_cse(eqn):
+        ins = barrier(frame, ins)
+    (body,) = region.inner(eqn)
+    return run(frame, body, ins)
+
+
+def barrier(frame: Frame, ins: Sequence[Value]) -> list[Value]:
+    """The values, none of which is there before all are; lazy ones stay as they are."""
+    for value in ins:
+        frame.settle(value)
+    kept = [k for k, value in enumerate(ins) if value.make is None]
+    outs = [*ins]
+    if kept:
+        atoms = frame.barrier([frame.at(ins[k], ins[k].layout) for k in kept])
+        for k, x in zip(kept, atoms, strict=True):
+            outs[k] = dataclasses.replace(
+                ins[k], atoms={ins[k].layout: x}, scopes={}, outer=None, view=None
+            )
+    return outs
+
+
+# -- loops ---------------------------------------------------------------------------------------------------
+@dataclasses.dataclass
+class _Carried:
+    """A carry: how it is laid out in all iterations."""
+
+    layout: Layout
+    rows: frozenset[str]
+
+
+@dataclasses.dataclass
+class _Loop:
+    """A loop whose bodies are written until its carries stay as they are laid out."""
+
+    frame: Frame
+    region: Region
+    eqn: Eqn
+    ins: list[Value]
+    run: Run
+
+    def hoists(self) -> bool:
+        """Whether gathers stand before the loop: in a pass of `jax.grad` they serve all iterations."""
+        inside = self.frame.outer is not None and self.frame.hoists
+        return self.region.pass_of(self.eqn) is not None or inside
+
+    def inner(self, body: Region) -> Frame:
+        return Frame(self.eqn, self.frame.shared, body, self.frame, self.hoists())
+
+    def settle(self, values: Sequence[Value]) -> None:
+        for value in values:
+            self.frame.settle(value)
+
+    def carries(self, init: Sequence[Value]) -> list[_Carried]:
+        return [_Carried(v.layout, v.rows) for v in init]
+
+    def variables(self, carries: Sequence[_Carried], init: Sequence[Value]) -> list[Var]:
+        pairs = zip(carries, init, strict=True)
+        return [_jaxpr.var_like(v.aval, c.layout.local_shape) for c, v in pairs]
+
+    def values(
+        self, carries: Sequence[_Carried], vars: Sequence[Var], init: Sequence[Value]
+    ) -> list[Value]:  # fmt: skip
+        each = zip(carries, vars, init, strict=True)
+        return [Value(v.aval, c.layout, {c.layout: x}, c.rows) for c, x, v in each]
+
+    def after(
+        self, attempt: int, before: Sequence[_Carried], outs: Sequence[Value]
+    ) -> list[_Carried]:  # fmt: skip
+        """The carries as a body returns them; fewer cuts from attempt to attempt, so that it ends."""
+        found = []
+        for old, value in zip(before, outs, strict=True):
+            layout = old.layout if value.make is not None else value.layout
+            if attempt >= 2 and layout != old.layout:
+                layout = common(layout, old.layout)
+            found.append(_Carried(layout, (old.rows | value.rows) & axes_of(layout)))
+        return found
+
+    def results(self, layouts: Sequence[Layout]) -> list[Var]:
+        each = zip(self.eqn.outvars, layouts, strict=True)
+        return [_jaxpr.var_like(var.aval, layout.local_shape) for var, layout in each]
+
+
+@dataclasses.dataclass
+class _Scan(_Loop):
+    """Writes a `scan`."""
+
+    def __post_init__(self) -> None:
+        self.parts = _jaxpr.scan_parts(self.eqn)
+        (self.body,) = self.region.inner(self.eqn)
+        first, last = self.parts.num_consts, self.parts.num_consts + self.parts.num_carry
+        self.consts, self.init, self.xs = self.ins[:first], self.ins[first:last], self.ins[last:]
+        self.collects = [_collects(self.body, first + j, j) for j in range(last - first)]
+        self.settle(self.xs)
+        self.settle([v for v, kept in zip(self.init, self.collects, strict=True) if not kept])
+        # Iterations are not shared by devices: each has its part of every slice.
+        self.stacks = [v.layout.without([c.axis for c in v.layout.dims[0].cuts]) for v in self.xs]
+
+    def write(self) -> list[Value]:
+        carries = self.carries(self.init)
+        for attempt in range(_ATTEMPTS):
+            ins, inner, outs = self._iteration(attempt, carries)
+            num = len(carries)
+            for v, kept in zip(outs[:num], self._may_be_partial(), strict=True):
+                if not kept:
+                    inner.settle(v)
+            new = self.after(attempt, carries, outs[:num])
+            if new == carries:
+                return self._written(inner, ins, carries, outs)
+            carries = new
+        raise cannot("its carry has no layout that stays", self.eqn, self.region)
+
+    def _may_be_partial(self) -> list[bool]:
+        pairs = zip(self.collects, self.init, strict=True)
+        return [kept and (v.is_zero or bool(v.layout.partial)) for kept, v in pairs]
+
+    def _iteration(
+        self, attempt: int, carries: Sequence[_Carried]
+    ) -> tuple[list[Var], Frame, list[Value]]:
+        inner = self.inner(self.body)
+        vars = self.variables(carries, self.init)
+        values = [inner.entered(v) for v in self.consts]
+        carried = self.values(carries, vars, self.init)
+        for j, value in enumerate(carried):
+            # Added to what each iteration has of it, zeros are no sum, and become one.
+            value.fill = self.init[j].fill if attempt == 0 and self.collects[j] else None
+        rows, slices = list[Var](), list[Value]()
+        for v, stack in zip(self.xs, self.stacks, strict=True):
+            layout = dataclasses.replace(stack, dims=stack.dims[1:])
+            rows.append(_jaxpr.var_like(v.aval, layout.local_shape))
+            axes = axes_of(layout)
+            slices.append(
+                Value(
+                    _slice_type(v),
+                    layout,
+                    {layout: rows[-1]},
+                    v.rows & axes,
+                    v.firm & axes,
+                    origin=v.origin,
+                )
+            )
+        outs = self.run(inner, self.body, [*values, *carried, *slices])
+        return [*vars, *rows], inner, outs
+
+    def _written(
+        self, inner: Frame, ins: list[Var], carries: list[_Carried], outs: list[Value]
+    ) -> list[Value]:  # fmt: skip
+        num, frame, inner.source = len(carries), self.frame, self.eqn
+        ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
+        for v in outs[num:]:
+            inner.settle(v)
+        ends += [inner.at(v, v.layout) for v in outs[num:]]
+        body = inner.function(self.parts.body, ins, ends)
+        frame.source = self.eqn
+        starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
+        stacks = [frame.at(v, stack) for v, stack in zip(self.xs, self.stacks, strict=True)]
+        layouts = [c.layout for c in carries]
+        for var, v in zip(self.eqn.outvars[num:], outs[num:], strict=True):
+            first = frame.whole(var.aval.shape[:1]).dims
+            layouts.append(dataclasses.replace(v.layout, dims=(*first, *v.layout.dims)))
+        results = self.results(layouts)
+        operands = [*inner.imports, *starts, *stacks]
+        like = _without_consts(self.eqn, "jaxpr", body)
+        frame.eqns.append(
+            _jaxpr.scan_like(
+                like, body, operands, results, len(inner.imports), num, self.parts.length,
+                self.parts.reverse,
+            )
+        )  # fmt: skip
+        rows = [*(c.rows for c in carries), *(v.rows for v in outs[num:])]
+        origins = [*[None] * num, *(None if v.rows else v.origin for v in outs[num:])]
+        return [
+            Value(var.aval, layout, {layout: x}, r, origin=origin)
+            for var, layout, x, r, origin in zip(
+                self.eqn.outvars, layouts, results, rows, origins, strict=True
+            )
+        ]
+
+
+def _slice_type(v: Value) -> Any:
+    return _jaxpr.var_like(v.aval, v.aval.shape[1:]).aval
+
+
+def _collects(body: Region, i: int, j: int) -> bool:
+    """Whether a body only adds to a carry."""
+    readers = body.readers.get(body.jaxpr.invars[i], [])
+    if len(readers) != 1 or readers[0] >= len(body.jaxpr.eqns):
+        return False
+    eqn = body.jaxpr.eqns[readers[0]]
+    return eqn.primitive.name in _rules.ADDS and eqn.outvars[0] is body.jaxpr.outvars[j]
+
+
+@dataclasses.dataclass
+class _While(_Loop):
+    """Writes a `while`; all devices decide alike, since they have the whole predicate.
+
+    [Note: loops of single rows] In `jax.vmap` a predicate has an element for each row, and a row that is done
+    keeps its carry. If nothing in the loop communicates, each device stops by itself when its own rows are
+    done; else they are gathered. Padding never goes on.
+    """
+
+    def __post_init__(self) -> None:
+        self.parts = _jaxpr.while_parts(self.eqn)
+        self.cond, self.body = self.region.inner(self.eqn)
+        first = self.parts.num_cond_consts
+        last = first + self.parts.num_body_consts
+        self.settle(self.ins)
+        self.cond_consts, self.body_consts = self.ins[:first], self.ins[first:last]
+        self.init = self.ins[last:]
+
+    def write(self) -> list[Value]:
+        of_rows = self.cond.jaxpr.outvars[0].aval.ndim
+        found = self._attempt(of_rows, self.carries(self.init))
+        if found is None:
+            carries = [_Carried(*self._whole_rows(v, of_rows)) for v in self.init]
+            found = self._attempt(of_rows, carries, whole=True)
+        assert found is not None
+        return found
+
+    def _whole_rows(self, value: Value, of_rows: int) -> tuple[Layout, frozenset[str]]:
+        cut = {c.axis for dim in value.layout.dims[:of_rows] for c in dim.cuts}
+        layout = value.layout.without(cut)
+        return layout, value.rows & axes_of(layout)
+
+    def _attempt(
+        self, of_rows: int, carries: list[_Carried], whole: bool = False
+    ) -> list[Value] | None:  # fmt: skip
+        """The loop; None if it stops for each row by itself, and the devices would have to communicate."""
+        for attempt in range(_ATTEMPTS):
+            inner, vars = self.inner(self.body), self.variables(carries, self.init)
+            carried = self.values(carries, vars, self.init)
+            values = [*map(inner.entered, self.body_consts), *carried]
+            outs = self.run(inner, self.body, values)
+            for v in outs:
+                inner.settle(v)
+            new = self.after(attempt, carries, outs)
+            if whole:
+                for c, v in zip(new, outs, strict=True):
+                    c.layout, c.rows = self._whole_rows(
+                        dataclasses.replace(v, layout=c.layout), of_rows
+                    )
+            if new == carries:
+                return self._written(inner, vars, carries, outs, of_rows, whole)
+            carries = new
+        raise cannot("its carry has no layout that stays", self.eqn, self.region)
+
+    def _written(
+        self, inner: Frame, vars: list[Var], carries: list[_Carried], outs: list[Value],
+        of_rows: int, whole: bool,
+    ) -> list[Value] | None:  # fmt: skip
+        frame, inner.source = self.frame, self.eqn
+        ends = [inner.at(v, c.layout) for v, c in zip(outs, carries, strict=True)]
+        body = inner.function(self.parts.body, vars, ends)
+        test, cond, go = self._predicate(carries, whole)
+        if of_rows and not whole:
+            alike = all(c.layout.dims[:of_rows] == go.layout.dims for c in carries)
+            if not alike or any(communicates(x, frame.moves) for x in (cond, body)):
+                return None
+        frame.source = self.eqn
+        starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
+        layouts = [c.layout for c in carries]
+        results = self.results(layouts)
+        like = _without_consts(self.eqn, "cond_jaxpr", cond)
+        like = _without_consts(like, "body_jaxpr", body)
+        params = like.params | dict(cond_nconsts=len(test.imports), body_nconsts=len(inner.imports))
+        frame.again(like, [*test.imports, *inner.imports, *starts], results, params=params)
+        each = zip(self.eqn.outvars, carries, results, strict=True)
+        return [Value(var.aval, c.layout, {c.layout: x}, c.rows) for var, c, x in each]
+
+    def _predicate(
+        self, carries: Sequence[_Carried], whole: bool
+    ) -> tuple[Frame, Jaxpr, Value]:  # fmt: skip
+        test, vars = self.inner(self.cond), self.variables(carries, self.init)
+        carried = self.values(carries, vars, self.init)
+        (go,) = self.run(test, self.cond, [*map(test.entered, self.cond_consts), *carried])
+        test.source = self.eqn
+        test.settle(go)
+        layout = go.layout if go.aval.ndim and not whole else test.whole(go.aval.shape)
+        goes_on = test.at(go, layout)
+        for d in range(go.aval.ndim):
+            goes_on = test.masked(goes_on, layout, d, "or")
+        return test, test.function(self.parts.cond, vars, [goes_on]), go
+
+
+# -- branches ------------------------------------------------------------------------------------------------
+def _cond(
+    frame: Frame, region: Region, eqn: Eqn, ins: Sequence[Value], run: Run
+) -> list[Value]:  # fmt: skip
+    """Writes a `cond`: what its branches read is converted inside, and they return the same layouts."""
+    index, *operands = ins
+    inner = region.inner(eqn)
+    if _jaxpr.branch_of_steps(eqn) is not None:
+        return run(frame, inner[eqn.params["branches_platforms"].index(None)], operands)
+    for value in ins:
+        frame.settle(value)
+    predicate = frame.at(index, frame.whole(()))
+    frames, returned = list[Frame](), list[list[Value]]()
+    for branch in inner:
+        each = Frame(eqn, frame.shared, branch, frame, hoists=False)
+        outs = run(each, branch, [each.entered(v) for v in operands])
+        each.source = eqn
+        for value in outs:
+            each.settle(value)
+        frames.append(each)
+        returned.append(outs)
+    layouts = [_of_branches(values) for values in zip(*returned, strict=True)]
+    ends = [
+        [each.at(v, layout) for v, layout in zip(outs, layouts, strict=True)]
+        for each, outs in zip(frames, returned, strict=True)
+    ]
+    frame.source = eqn
+    return _branches(frame, eqn, predicate, frames, returned, layouts, ends)
+
+
+def _of_branches(values: Sequence[Value]) -> Layout:
+    known = [v for v in values if v.make is None] or [*values]
+    layout = known[0].layout
+    for v in known[1:]:
+        layout = common(layout, v.layout)
+    return layout
+
+
+def _branches(
+    frame: Frame, eqn: Eqn, predicate: Atom, frames: Sequence[Frame],
+    returned: Sequence[Sequence[Value]], layouts: Sequence[Layout], ends: Sequence[Sequence[Atom]],
+) -> list[Value]:  # fmt: skip
+    order = [*dict.fromkeys(x for each in frames for x in each.imports)]
+    branches = []
+    for closed, each, outs in zip(eqn.params["branches"], frames, ends, strict=True):
+        own = [each.brought(x) for x in order]
+        body = each.function(_jaxpr.open_jaxpr(closed)[0], [], outs)
+        branches.append(_closed(closed, _jaxpr.replaced(body, invars=own)))
+    each_out = zip(eqn.outvars, layouts, strict=True)
+    results = [_jaxpr.var_like(var.aval, layout.local_shape) for var, layout in each_out]
+    params = eqn.params | dict(branches=tuple(branches))
+    frame.again(eqn, [predicate, *order], results, params=params)
+    found = []
+    for j, (var, layout, x) in enumerate(zip(eqn.outvars, layouts, results, strict=True)):
+        rows = frozenset(a for outs in returned for a in outs[j].rows)
+        found.append(Value(var.aval, layout, {layout: x}, rows & axes_of(layout)))
+    return found
+
+
+def _without_consts(eqn: Eqn, param: str, body: Jaxpr) -> Eqn:
+    """The equation with another program, whose constants are the step's."""
+    return eqn.replace(params=eqn.params | {param: _closed(eqn.params[param], body)})
+
+
+def _closed(like: Any, body: Jaxpr) -> Any:
+    return like.replace(jaxpr=body, consts=[])

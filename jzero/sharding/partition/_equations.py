@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ordinary equations: which of their factors the devices share, by cost, and the equation of one device.
+
+[Note: rows stay, the state moves] For each mesh axis an equation has candidates: factors whose dim an operand
+has sharded over the axis. The one that moves the fewest bytes is taken. If an operand is sharded because
+rows of the batch are, moving state to them counts for nothing, whatever the sizes: that makes it ZeRO. State
+that a user's spec shards is `firm`, and its moves do count.
+
+[Note: masks] A padded dim holds anything. Where a factor is reduced, each operand that has it gets what
+changes no sum (maximum, ...) in the place of the padding: of a product both, since 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jzero.ir import _rules
+from jzero.ir._factors import SCATTER_REDUCES, Factor
+from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
+from jzero.ir._rules import BY_DEVICES, Cost
+from jzero.sharding.partition._frame import Frame
+from jzero.sharding.partition._values import (
+    Value,
+    axes_of,
+    is_whole,
+    joined,
+    next_outer,
+    num_bytes,
+    sized,
+)
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn
+
+Chosen = Mapping[
+    int, Dim
+]  # Of factors, by index: how the devices cut the dim. Its size counts if it is padded.
+
+
+def waits(eqn: Eqn) -> bool:
+    """Whether partial sums pass through: what is linear in them, and makes them no larger.
+
+    A sum moves in the dtype in which it was written: none waits through a cast to another one.
+    """
+    name = eqn.primitive.name
+    if _rules.costs(eqn, Cost.CAST):
+        return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    return _rules.costs(eqn, Cost.VIEW, Cost.COPY) or name in _PASS
+
+
+_PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum"}
+
+
+def due(eqn: Eqn, ins: Sequence[Value]) -> tuple[Partial, ...]:
+    """The partial sums that wait through the equation; none if some operand must be settled first."""
+    partial = {k for k, v in enumerate(ins) if v.layout.partial}
+    if not partial or not waits(eqn):
+        return ()
+    found = [ins[k].layout.partial for k in sorted(partial)]
+    zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
+    same = all(p == found[0] for p in found)
+    return found[0] if same and _rules.stays_partial(eqn, partial, zero) else ()
+
+
+def ordinary(
+    frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]
+) -> list[Value]:
+    """Writes an equation that holds no programs."""
+    kept = due(eqn, ins)
+    if not kept:
+        settle(frame, eqn, ins, factors)
+    elif (alone := _added_to_zero(eqn, ins)) is not None:
+        return [alone]
+    if all(is_whole(v.layout) for v in ins):
+        return _replicated(frame, eqn, ins)
+    chosen = _Choice(frame, eqn, ins, factors, kept).run()
+    return _Written(frame, eqn, ins, factors, chosen, kept).run()
+
+
+def settle(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]) -> None:
+    """Does the sums of all operands, where the others of an elementwise equation are."""
+    if any(v.layout.partial for v in ins):
+        towards = met(frame, eqn, ins, factors) if _rules.costs(eqn, Cost.ELEMENTWISE) else None
+        for v in ins:
+            alike = towards is not None and v.aval.shape == towards.shape
+            frame.settle(v, towards if alike else None)
+
+
+def met(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]) -> Layout:
+    """The result's layout if all operands but partial sums stay where they are, lazy ones last."""
+    shape = eqn.outvars[0].aval.shape
+    layout = frame.whole(shape)
+    order = sorted(range(len(ins)), key=lambda k: ins[k].make is not None)
+    for k in (k for k in order if not ins[k].layout.partial):
+        for factor in factors:
+            d, to = factor.ins[k], factor.outs[0]
+            if d is not None and to is not None and ins[k].aval.shape[d] == shape[to]:
+                layout = joined(layout, frame.whole(shape).with_dims({to: ins[k].layout.dims[d]}))
+    return layout
+
+
+def _added_to_zero(eqn: Eqn, ins: Sequence[Value]) -> Value | None:
+    """The other operand, if one is zero and it is a partial sum already."""
+    if eqn.primitive.name not in _rules.ADDS:
+        return None
+    out = eqn.outvars[0].aval
+    for value, other in (ins, ins[::-1]):
+        same = (value.aval.shape, value.aval.dtype) == (out.shape, out.dtype)
+        if other.is_zero and same and value.aval.weak_type == out.weak_type:
+            return value
+    return None
+
+
+def _replicated(frame: Frame, eqn: Eqn, ins: Sequence[Value]) -> list[Value]:
+    atoms = [frame.at(v, v.layout) for v in ins]
+    outs = frame.again(eqn, atoms)
+    layouts = [frame.whole(o.aval.shape) for o in outs]
+    return [
+        Value(o.aval, layout, {layout: o}) for o, layout in zip(outs, layouts, strict=True)
+    ]  # fmt: skip
+
+
+class _Candidate(NamedTuple):
+    cost: float
+    elsewhere: bool  # Ties go to what stays where it is, then by position.
+    order: int
+    factor: int
+    dim: Dim
+    moves_rows: bool
+
+
+@dataclasses.dataclass
+class _Choice:
+    """Chooses for each mesh axis the factor that it cuts."""
+
+    frame: Frame
+    eqn: Eqn
+    ins: Sequence[Value]
+    factors: Sequence[Factor]
+    kept: tuple[Partial, ...]
+
+    def run(self) -> dict[int, Dim]:
+        if (alike := self._alike()) is not None:
+            return alike
+        self.chosen: dict[int, Dim] = {}
+        kept = {p.axis for p in self.kept}
+        for axis in self.frame.mesh:
+            if axis not in kept and (best := self._best(axis)) is not None:
+                self.chosen[best.factor] = best.dim
+        return self.chosen
+
+    def _alike(self) -> dict[int, Dim] | None:
+        """Of an elementwise equation whose operands are sharded alike, or whole: that, as is found below."""
+        if not _rules.costs(self.eqn, Cost.ELEMENTWISE, Cost.CAST, Cost.COPY):
+            return None
+        hard = [v.layout for v in self.ins if v.make is None and not is_whole(v.layout)]
+        shape = self.eqn.outvars[0].aval.shape
+        if not hard or hard[0].shape != shape or any(x.dims != hard[0].dims for x in hard[1:]):
+            return None
+        dims, outs = hard[0].dims, [f.outs[0] for f in self.factors]
+        return {i: dims[d] for i, d in enumerate(outs) if d is not None and dims[d].cuts}
+
+    def _best(self, axis: str) -> _Candidate | None:
+        holders = [v for v in self.ins if v.layout.place(axis) is not None]
+        hard = [v for v in holders if v.make is None] or holders
+        rows = [v for v in hard if axis in v.rows]
+        lead = [*rows, *(v for v in hard if axis in v.firm)] if rows else hard
+        found: dict[tuple[int, Dim], _Candidate] = {}
+        for value in lead:
+            d, outer = _place(value, axis)
+            for i, factor in enumerate(self.factors):
+                if self._is_at(value, factor, d):
+                    self._consider(axis, i, value.layout.dims[d], outer, bool(rows), found)
+        best = min(found.values(), default=None)
+        if lead and (best is None or rows and self._may_exchange(axis, best, rows)):
+            self._exchanges(axis, lead, bool(rows), found)
+            best = min(found.values(), default=None)
+        return None if best is None or best.cost and self._is_cheaper_whole(axis, best) else best
+
+    def _is_at(self, value: Value, factor: Factor, d: int) -> bool:
+        return any(v is value and at == d for v, at in zip(self.ins, factor.ins, strict=True))
+
+    def _is_cheaper_whole(self, axis: str, best: _Candidate) -> bool:
+        """Of state alone: whether it costs no more to have all of it, and so its results."""
+        if any(v.rows for v in self.ins):
+            return False
+        distinct = dict.fromkeys(v if v.view is None else v.view[1] for v in self.ins)
+        return best.cost >= sum(self.frame.price(v, axis, None) for v in distinct)
+
+    def _exchanges(
+        self, axis: str, lead: Sequence[Value], rows: bool,
+        found: dict[tuple[int, Dim], _Candidate],
+    ) -> None:  # fmt: skip
+        """Factors of other dims of what is sharded over the axis: it would be exchanged."""
+        for value in lead:
+            here, _ = _place(value, axis)
+            for i, factor in enumerate(self.factors):
+                ds = [d for v, d in zip(self.ins, factor.ins, strict=True) if v is value]
+                d = next((d for d in ds if d is not None), None)
+                if d is None or d == here or factor.outs[0] is None or factor.groups:
+                    continue
+                own = self.chosen.get(i, Dim(value.aval.shape[d]))
+                outer = next_outer(value.layout, own)
+                if outer is not None and own.pad is None:
+                    self._consider(axis, i, own._replace(cuts=()), outer, rows, found, True)
+
+    def _may_exchange(self, axis: str, best: _Candidate, rows: Sequence[Value]) -> bool:
+        """Whether keeping rows where they are moves some, or leaves a sum of activations."""
+        if best.cost == 0:
+            return False
+        others = any(b != axis for v in rows for b in v.rows)
+        cut = {
+            c.axis
+            for i, dim in self.chosen.items()
+            if not _is_reduced(self.factors[i])
+            for c in dim.cuts
+        }
+        cut_rows = any(b != axis and b in cut for v in self.ins for b in v.rows)
+        summed = _is_reduced(self.factors[best.factor]) and others and cut_rows
+        return best.moves_rows or summed
+
+    def _consider(
+        self, axis: str, i: int, own: Dim, outer: int, rows: bool,
+        found: dict[tuple[int, Dim], _Candidate], elsewhere: bool = False,
+    ) -> None:  # fmt: skip
+        factor = self.factors[i]
+        dim = self._cut(i, own, AxisCut(axis, outer))
+        if dim is None or (i, dim) in found:
+            return
+        if _is_reduced(factor) and factor.reduces not in BY_DEVICES:
+            return
+        cost, moves_rows = 0.0, False
+        for value, d in zip(self.ins, factor.ins, strict=True):
+            if rows and axis not in value.rows | value.due | value.firm:
+                continue
+            price = self.frame.price(value, axis, d, outer)
+            moves_rows = moves_rows or price > 0 and axis in value.rows
+            cost += price
+        if _is_reduced(factor):
+            cost += self._sum_price(axis)
+        found[i, dim] = _Candidate(cost, elsewhere, len(found), i, dim, moves_rows)
+
+    def _sum_price(self, axis: str) -> float:
+        """Of the sum that is due over the axis: scattered if what follows says where."""
+        n, total = self.frame.mesh[axis], 0.0
+        cut = {
+            c.axis
+            for i, dim in self.chosen.items()
+            if not _is_reduced(self.factors[i])
+            for c in dim.cuts
+        }
+        for var in self.eqn.outvars:
+            scattered = self.frame.hint_of(var) is not None
+            own = num_bytes(var.aval) / self.ins[0].layout.num(cut)
+            total += own * (n - 1) / n * (1 if scattered else 2)
+        return total
+
+    def _cut(self, i: int, own: Dim, cut: AxisCut) -> Dim | None:
+        """How the devices share a factor, with one more axis; None if they cannot."""
+        factor, now = self.factors[i], self.chosen.get(i)
+        sizes = _sizes(self.eqn, factor)
+        n = self.frame.mesh[cut.axis]
+        if factor.groups:
+            even = all(size % n == 0 for size in (*sizes, factor.groups))
+            fit = now is None and own.pad is None and cut.outer == 1 and even
+            return Dim(sizes[0], (cut,)) if fit else None
+        if any(size != own.true for size in sizes):
+            return None
+        base = own._replace(cuts=()) if now is None else now
+        if base[::2] != own[::2]:
+            return None
+        new = base.put(cut)
+        return new if fits(new.size, self.ins[0].layout.digits(new.cuts)) else None
+
+
+def _place(value: Value, axis: str) -> tuple[int, int]:
+    place = value.layout.place(axis)
+    assert place is not None
+    return place
+
+
+def _is_reduced(factor: Factor) -> bool:
+    return factor.reduces is not None and factor.outs[0] is None
+
+
+def _sizes(eqn: Eqn, factor: Factor) -> list[int]:
+    """Of the dim in each operand and result that has it."""
+    ends = [*zip(eqn.invars, factor.ins, strict=True), *zip(eqn.outvars, factor.outs, strict=True)]
+    return [atom.aval.shape[d] for atom, d in ends if d is not None]
+
+
+@dataclasses.dataclass
+class _Written:
+    """The equation of one device."""
+
+    frame: Frame
+    eqn: Eqn
+    ins: Sequence[Value]
+    factors: Sequence[Factor]
+    chosen: Chosen
+    kept: tuple[Partial, ...]
+
+    def run(self) -> list[Value]:
+        reduced = {i: dim for i, dim in self.chosen.items() if _is_reduced(self.factors[i])}
+        atoms = [self._operand(k, v, reduced) for k, v in enumerate(self.ins)]
+        layouts = [self._layout(var.aval.shape, j) for j, var in enumerate(self.eqn.outvars)]
+        outs = [
+            _jaxpr.var_like(var.aval, layout.local_shape)
+            for var, layout in zip(self.eqn.outvars, layouts, strict=True)
+        ]
+        self.frame.again(self.eqn, atoms, outs, params=self._params(layouts))
+        if reduced:
+            return self._reduced(outs, layouts, reduced)
+        return [self._value(j, x, layouts[j]) for j, x in enumerate(outs)]
+
+    def _reduced(
+        self, outs: Sequence[Atom], layouts: Sequence[Layout], reduced: Chosen
+    ) -> list[Value]:  # fmt: skip
+        """The results as sums that wait; nothing is linear in maxima and minima: they are due now."""
+        more = [
+            Partial(cut.axis, self.factors[i].reduces or "")
+            for i, dim in reduced.items()
+            for cut in dim.cuts
+        ]
+        partial = tuple(sorted((*self.kept, *more)))
+        extremes = {p.axis for p in partial if p.op != "sum"}
+        found = []
+        for j, (x, layout) in enumerate(zip(outs, layouts, strict=True)):
+            terms = dataclasses.replace(layout, partial=partial)
+            now = terms.settled(extremes)
+            found.append(self._value(j, self.frame.convert(x, terms, now), now))
+        return found
+
+    def _operand(self, k: int, value: Value, reduced: Chosen) -> Atom:
+        dims = {}
+        for i, dim in self.chosen.items():
+            d = self.factors[i].ins[k]
+            if d is not None:
+                dims[d] = sized(dim, value.aval.shape[d])
+        waits = self.kept and (value.layout.partial or value.is_zero)
+        layout = self.frame.sharded(value.aval.shape, dims, self.kept if waits else ())
+        atom = self.frame.at(value, layout)
+        scatters = self.eqn.primitive.name in SCATTER_REDUCES
+        if scatters and k == 0 and reduced and not value.is_zero:
+            (op,) = {self.factors[i].reduces or "" for i in reduced}
+            partial = tuple(Partial(cut.axis, op) for dim in reduced.values() for cut in dim.cuts)
+            return self.frame.convert(atom, layout, layout.summed(*partial))
+        for i in reduced:
+            d, op = self.factors[i].ins[k], self.factors[i].reduces or ""
+            if d is not None and not (scatters and k == 1):
+                atom = self.frame.masked(atom, layout, d, op)
+        return atom
+
+    def _layout(self, shape: Sequence[int], j: int) -> Layout:
+        dims = {}
+        for i, dim in self.chosen.items():
+            d = self.factors[i].outs[j]
+            if d is not None:
+                dims[d] = sized(dim, shape[d])
+        return self.frame.sharded(shape, dims, self.kept)
+
+    def _params(self, layouts: Sequence[Layout]) -> dict[str, Any]:
+        params = dict[str, Any]()
+        for i, dim in self.chosen.items():
+            factor, n = self.factors[i], self.ins[0].layout.num([c.axis for c in dim.cuts])
+            out = next(
+                (layouts[j].local_shape[d] for j, d in enumerate(factor.outs) if d is not None), 0
+            )
+            for name, new in factor.local(out or dim.size // n, n).items():
+                old = params.get(name)
+                params[name] = new if old is None else tuple(map(min, old, new))
+        return self.eqn.params | params
+
+    def _value(self, j: int, x: Atom, layout: Layout) -> Value:
+        aval, axes = self.eqn.outvars[j].aval, axes_of(layout)
+        rows = frozenset(a for v in self.ins for a in v.rows)
+        firm = frozenset[str]() if rows else frozenset(a for v in self.ins for a in v.firm) & axes
+        found = Value(aval, layout, {layout: x}, rows & axes, firm)
+        (first, *others), name = self.ins, self.eqn.primitive.name
+        found.spread = self._spread(layout)
+        if not others and not rows:
+            found.origin = first.origin
+        if name in ("transpose", "convert_element_type"):
+            found.fill = first.fill
+        if name == "transpose" and first.is_state and first.make is None:
+            found.view = self.eqn, first
+        return found
+
+    def _spread(self, layout: Layout) -> Layout | None:
+        """Where a sum along rows is scattered: along another dim of as many (as keys beside queries)."""
+        if self.kept:
+            return _spread_on(self.eqn, self.ins[0].spread)
+        found = self.frame.whole(layout.shape)
+        if not any(axes_of(layout) & v.rows for v in self.ins):
+            return None  # A gradient of state, not of activations.
+        for i, dim in self.chosen.items():
+            axes = {cut.axis for cut in dim.cuts}
+            if not _is_reduced(self.factors[i]) or not any(axes <= v.rows for v in self.ins):
+                continue
+            alike = [d for d, n in enumerate(layout.shape) if n == dim.true > 1]
+            free = [d for d in alike if not layout.dims[d].cuts]
+            found = found.with_dims({free[0]: dim} if free else {})
+        return None if is_whole(found) else found
+
+
+def _spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
+    """The same behind an equation through which the sum waits."""
+    if before is not None and eqn.primitive.name == "transpose":
+        return before.transpose(eqn.params["permutation"])
+    same = before is not None and before.shape == eqn.outvars[0].aval.shape
+    return before if same else None
+
+
+def reshaped(frame: Frame, eqn: Eqn, value: Value) -> Value:
+    """A reshape of what each device has; cuts that have no place after it are gathered."""
+    out = eqn.outvars[0].aval
+    before = value.layout.reshapable(out.shape)
+    after = before.reshape(out.shape)
+    params = {**eqn.params, "new_sizes": after.local_shape}
+    new = _jaxpr.var_like(out, after.local_shape)
+    frame.again(eqn, [frame.at(value, before)], [new], params=params)
+    axes = axes_of(after)
+    return Value(
+        out, after, {after: new}, value.rows & axes, value.firm & axes, fill=value.fill,
+        origin=value.origin,
+    )  # fmt: skip

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Frame`: the values of one jaxpr (the step's, a loop's body, a branch) while its equations are written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
+from jzero.ir._regions import Region, ValueIn, variables
+from jzero.sharding.partition._values import Value, axes_of, is_whole, joined, num_bytes
+from jzero.sharding.partition._writer import DeviceWriter, Move
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
+
+
+@dataclasses.dataclass
+class Shared:
+    """What all frames of a program share: the mesh, the layouts that are wanted, and what is moved."""
+
+    mesh: Mapping[str, int]
+    hints: Mapping[ValueIn, Layout | None]
+    moves: dict[Var, Move] = dataclasses.field(default_factory=dict)
+    layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
+
+
+class Frame(DeviceWriter):
+    """The values of one jaxpr.
+
+    Attributes:
+      outer: the frame around.
+      hoists: whether what a body reads in another layout is converted outside, once for all iterations.
+      imports: what stands outside, and its name here.
+      region: whose equations are written now.
+      no_rule: whether the equation at hand runs whole because nothing is known of it.
+    """
+
+    def __init__(
+        self, source: Eqn, shared: Shared, region: Region, outer: Frame | None = None,
+        hoists: bool = True,
+    ):  # fmt: skip
+        super().__init__(source, shared.mesh, shared.moves)
+        self.region = region
+        self.shared, self.outer, self.hoists = shared, outer, hoists
+        self.imports: dict[Var, Var] = {}
+        self.no_rule = False
+        # A pass of `jax.grad` gathers state for itself, behind what the pass before ended with.
+        self._pass: str | None = None
+        self._scope = 0
+        self._latest: Atom | None = None
+        self._token: Atom | None = None
+
+    def whole(self, shape: Sequence[int]) -> Layout:
+        """Replicated."""
+        return self.sharded(shape, {})
+
+    def sharded(
+        self, shape: Sequence[int], dims: Mapping[int, Dim], partial: tuple[Partial, ...] = ()
+    ) -> Layout:  # fmt: skip
+        """Replicated but for some dims; made once, since most layouts are asked for often."""
+        key = tuple(shape), tuple(dims.items()), partial
+        if key not in self.shared.layouts:
+            layout = replicated(shape, self.mesh).with_dims(dims)
+            self.shared.layouts[key] = dataclasses.replace(layout, partial=partial)
+        return self.shared.layouts[key]
+
+    # -- values that come from elsewhere ------------------------------------------------------------------
+    def literal(self, atom: Literal) -> Value:
+        layout = self.whole(atom.aval.shape)
+        fill = None if isinstance(atom.val, jax.core.Tracer) else np.asarray(atom.val)
+        return Value(atom.aval, layout, {layout: atom}, fill=fill)
+
+    def constant(self, var: Var, const: Any) -> Value:
+        """A constant of a jaxpr: one of the program, which bodies import."""
+        layout = self.whole(var.aval.shape)
+        if self.outer is not None:
+            value = self.outer.constant(var, const)
+            return Value(var.aval, layout, {layout: self.brought(value.atoms[layout])})
+        own = _jaxpr.new_var(var)
+        self.constvars.append(own)
+        self.consts.append(const)
+        return Value(var.aval, layout, {layout: own})
+
+    def brought(self, atom: Atom) -> Atom:
+        """What stands outside, as an argument of this body."""
+        if _jaxpr.is_literal(atom):
+            return atom
+        if atom not in self.imports:
+            self.imports[atom] = _jaxpr.new_var(atom)
+        return self.imports[atom]
+
+    def entered(self, value: Value) -> Value:
+        """A value of the frame around, in this one."""
+        assert self.outer is not None
+        self.outer.settle(value)
+        make = None if value.make is None else _imported
+        return dataclasses.replace(value, atoms={}, scopes={}, outer=value, make=make, view=None)
+
+    # -- layouts ---------------------------------------------------------------------------------------------
+    def at(self, value: Value, layout: Layout) -> Atom:
+        """The value in a layout; what converts it is written where there is none yet."""
+        if layout in value.atoms and value.scopes.get(layout, self._scope) == self._scope:
+            return value.atoms[layout]
+        lazy = value.make is not None
+        if value.outer is not None and (lazy or self.hoists or layout == value.layout):
+            value.atoms[layout] = self._from_outer(value, layout)
+        elif lazy:
+            value.atoms[layout] = self._made(value, layout)
+        else:
+            if value.layout not in value.atoms:
+                value.atoms[value.layout] = self._from_outer(value, value.layout)
+            value.atoms[layout] = self._converted(value, layout)
+        return value.atoms[layout]
+
+    def _from_outer(self, value: Value, layout: Layout) -> Atom:
+        assert self.outer is not None
+        assert value.outer is not None
+        outer, self.outer.source = self.outer.source, self.source
+        found = self.brought(self.outer.at(value.outer, layout))
+        self.outer.source = outer
+        return found
+
+    def _made(self, value: Value, layout: Layout) -> Atom:
+        """A lazy value; of a partial sum, zeros are one already."""
+        assert value.make is not None
+        due = [p.axis for p in layout.partial]
+        if not due:
+            return value.make(self, layout)
+        terms = layout.settled(due)
+        made = value.make(self, terms)
+        return made if value.is_zero else self.convert(made, terms, layout)
+
+    def _converted(self, value: Value, layout: Layout) -> Atom:
+        if value.view is not None and is_whole(layout) and value.is_state:
+            eqn, origin = value.view
+            (out,) = self.again(eqn, [self.at(origin, self.whole(origin.aval.shape))])
+            value.scopes[layout] = self._scope
+            return out
+        there = [x for x in value.atoms if value.scopes.get(x, self._scope) == self._scope]
+        source = min(there, key=lambda x: self.nbytes(value, x, layout))
+        x = value.atoms[source]
+        if value.is_state and self.nbytes(value, source, layout):
+            if self._token is not None and _jaxpr.autodiff_pass(self.source) is not None:
+                x = self.barrier([x, self._token])[0]
+            if self.outer is None:
+                value.scopes[layout] = self._scope
+        return self.convert(x, source, layout, value.origin, self._why(value))
+
+    def _why(self, value: Value) -> str:
+        if self.no_rule:
+            return f"{self.source.primitive.name} has no rule"
+        if value.layout.partial:
+            return "sum"
+        return "rows" if value.rows else "state"
+
+    def nbytes(self, value: Value, source: Layout, target: Layout) -> int:
+        """Bytes that reach a device on the way from layout to layout."""
+        if source == target:
+            return 0
+        steps = conversion(source, target, getattr(value.aval.dtype, "itemsize", 4))
+        return sum(n for step in steps for _, n in step.received)
+
+    def price(self, value: Value, axis: str, dim: int | None, outer: int = 0) -> float:
+        """Bytes that reach a device, about, if an axis is to cut this dim, or none."""
+        if value.make is not None:
+            return 0.0
+        prices, n = [], self.mesh[axis]
+        for layout in [*value.atoms, value.layout]:
+            here = layout.place(axis)
+            size = num_bytes(value.aval) / layout.num(axes_of(layout) - {axis})
+            part = size * (n - 1) / n
+            if any(p.axis == axis for p in layout.partial):
+                prices.append(part * (2 if dim is None else 1))
+            elif here is None or here == (dim, outer):
+                prices.append(0.0)
+            else:
+                prices.append(part if dim is None or here[0] == dim else part / n)
+        return min(prices)
+
+    def settle(self, value: Value, towards: Layout | None = None) -> None:
+        """Does the sums that a value is: where what follows wants it, where `towards` is, or whole."""
+        if not value.layout.partial:
+            return
+        new = value.layout.settled(value.due)
+        for want in (value.hint, towards):
+            if want is not None:
+                new = joined(new, want, value.due)
+        if value.spread is not None:
+            new = joined(new, value.spread, value.due)
+            value.rows |= axes_of(new) & axes_of(value.spread) & value.due
+        self.at(value, new)
+        value.layout = new
+
+    def hint_of(self, var: Var) -> Layout | None:
+        """How what follows wants it."""
+        return self.shared.hints.get((self.region, var))
+
+    def function(self, like: Jaxpr, ins: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
+        """What is written and needed, as a function of the `imports` that are left and of `ins`."""
+        assert self.outer is None or not self.constvars, "constants of a body have no place"
+        needed, eqns = set(variables(outs)), list[Eqn]()
+        for eqn in reversed(self.eqns):
+            if needed.intersection(eqn.outvars):
+                eqns.append(eqn)
+                needed.update(variables(eqn.invars))
+        self.eqns = eqns[::-1]
+        self.imports = {outside: own for outside, own in self.imports.items() if own in needed}
+        found = self.close(like, [*self.imports.values(), *ins], outs)
+        info: Any = found
+        return _jaxpr.replaced(found, debug_info=info.debug_info.with_unknown_names())
+
+    # -- passes ---------------------------------------------------------------------------------------------
+    def enter_pass(self, now: str | None) -> None:
+        """Begins another pass of `jax.grad`, of which gathers are its own."""
+        if self.outer is not None or now is None or now == self._pass:
+            return
+        if self._pass is not None and self._latest is not None:
+            self._scope += 1
+            self._token = self.inline(_first_element, (), self._latest)
+        self._pass = now
+
+    def note(self, values: Sequence[Value]) -> None:
+        """The latest rows of a pass: the next one's gathers wait for them."""
+        if self._pass is None:
+            return
+        for value in values:
+            if value.rows and np.issubdtype(value.aval.dtype, np.floating) and value.make is None:
+                self._latest = value.atoms[value.layout]
+
+
+def _imported(frame: Frame, layout: Layout) -> Atom:
+    raise AssertionError("a lazy value of the frame around")
+
+
+def _first_element(x: jax.Array) -> jax.Array:
+    return lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))

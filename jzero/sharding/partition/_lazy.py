@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lazy values: iota, broadcasts, and what is elementwise in them, made in each layout that reads them.
+
+So positions and masks along a sharded sequence are those of the whole one, and nothing of them is moved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero.ir import _rules
+from jzero.ir._factors import Factor
+from jzero.ir._layout import Dim, Layout
+from jzero.ir._rules import Cost
+from jzero.sharding.partition._equations import met
+from jzero.sharding.partition._frame import Frame
+from jzero.sharding.partition._values import Value, axes_of, sized
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn
+
+_FREE = (Cost.ELEMENTWISE, Cost.CAST, Cost.VIEW, Cost.REPEAT, Cost.SOURCE, Cost.COPY)
+
+
+def may_wait(eqn: Eqn, ins: Sequence[Value]) -> bool:
+    """Whether the equation costs little in any layout."""
+    if len(eqn.outvars) != 1 or any(v.layout.partial for v in ins):
+        return False
+    name, size = eqn.primitive.name, eqn.outvars[0].aval.size
+    if name == "iota":
+        return not ins and size > 1
+    if name == "broadcast_in_dim":
+        return len(ins) == 1 and size > ins[0].aval.size
+    if name == "reshape" and (eqn.params["dimensions"] is not None or len(ins) > 1):
+        return False
+    free = name != "tile" and _rules.costs(eqn, *_FREE) and size > 1
+    lazy = any(v.make is not None for v in ins)
+    return free and lazy and all(v.make is not None or v.aval.size == 1 for v in ins)
+
+
+def lazy(frame: Frame, eqn: Eqn, ins: Sequence[Value], factors: Sequence[Factor]) -> Value:
+    """The result of an equation, which is written where it is read."""
+    out = eqn.outvars[0].aval
+    layout = met(frame, eqn, ins, factors)
+    if eqn.primitive.name == "reshape":
+        layout = ins[0].layout.reshapable(out.shape).reshape(out.shape)
+    rows = frozenset(a for v in ins for a in v.rows) & axes_of(layout)
+    views = eqn.primitive.name in ("broadcast_in_dim", "reshape") or _rules.is_float_cast(eqn)
+    fill = ins[0].fill if ins and views else None
+    if isinstance(fill, jax.Array) or fill is not None and fill.size != 1:
+        fill = None
+    make = functools.partial(_make, eqn, tuple(ins), tuple(factors), frame)
+    return Value(out, layout, rows=rows, make=make, fill=fill)
+
+
+def _make(
+    eqn: Eqn, ins: tuple[Value, ...], factors: tuple[Factor, ...], home: Frame, frame: Frame,
+    layout: Layout,
+) -> Atom:  # fmt: skip
+    assert home is frame, "a lazy value of another frame"
+    source, frame.source = frame.source, eqn
+    name = eqn.primitive.name
+    if name == "iota":
+        made = _iota(frame, eqn, layout)
+    elif name == "reshape":
+        made = _reshape(frame, eqn, ins[0], layout)
+    else:
+        cut = {f.outs[0]: f for f in factors if f.outs[0] is not None and _is_cut(layout, f)}
+        atoms = []
+        for k, value in enumerate(ins):
+            shape, own = value.aval.shape, dict[int, Dim]()
+            for to, factor in cut.items():
+                if (d := factor.ins[k]) is not None:
+                    own[d] = sized(layout.dims[to], shape[d])
+            atoms.append(frame.at(value, frame.whole(shape).with_dims(own)))
+        made = _written(frame, eqn, atoms, layout)
+    frame.source = source
+    return made
+
+
+def _is_cut(layout: Layout, factor: Factor) -> bool:
+    assert factor.outs[0] is not None
+    dim = layout.dims[factor.outs[0]]
+    return bool(dim.cuts or dim.pad)
+
+
+def _written(frame: Frame, eqn: Eqn, atoms: list[Atom], layout: Layout) -> Atom:
+    shape = layout.local_shape
+    more = {"shape": shape} if eqn.primitive.name == "broadcast_in_dim" else {}
+    out = _jaxpr.var_like(eqn.outvars[0].aval, shape)
+    return frame.again(eqn, atoms, [out], params={**eqn.params, **more})[0]
+
+
+def _iota(frame: Frame, eqn: Eqn, layout: Layout) -> Atom:
+    """The part of a line, repeated along all other dims."""
+    out, d = eqn.outvars[0].aval, eqn.params["dimension"]
+    dim = layout.dims[d]
+    line = frame.inline(_numbers, (str(out.dtype), dim._replace(cuts=())))
+    own = Layout((dim,), layout.mesh)
+    line = frame.convert(line, own.without_cuts(), own)
+    return frame.inline(_spread, (layout.local_shape, d), line)
+
+
+def _numbers(dtype: str, dim: Dim) -> jax.Array:
+    """Each element's place; padding repeats the last of its block."""
+    at = lax.iota(jnp.int32, dim.size)
+    if dim.pad is not None:
+        step = jnp.int32(dim.size // dim.pad.outer)
+        inside = lax.min(lax.rem(at, step), jnp.int32(dim.pad.true - 1))
+        at = lax.div(at, step) * jnp.int32(dim.pad.true) + inside
+    return at.astype(dtype)
+
+
+def _spread(shape: tuple[int, ...], dim: int, line: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(line, shape, (dim,))
+
+
+def _reshape(frame: Frame, eqn: Eqn, value: Value, layout: Layout) -> Atom:
+    out = eqn.outvars[0].aval
+    before = layout.reshapable(value.aval.shape).reshape(value.aval.shape)
+    after = before.reshape(out.shape)
+    params: dict[str, Any] = {**eqn.params, "new_sizes": after.local_shape}
+    new = _jaxpr.var_like(out, after.local_shape)
+    (made,) = frame.again(eqn, [frame.at(value, before)], [new], params=params)
+    return frame.convert(made, after, layout)

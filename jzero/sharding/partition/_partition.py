@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partitions a step: the jaxpr of the whole batch becomes one device's, with explicit collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jzero.ir._layout import Layout
+from jzero.ir._regions import Region, turns
+from jzero.sharding.partition._errors import cannot
+from jzero.sharding.partition._frame import Frame, Shared
+from jzero.sharding.partition._hints import hints_of
+from jzero.sharding.partition._run import run
+from jzero.sharding.partition._values import Value, axes_of
+from jzero.sharding.partition._writer import Move
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Jaxpr, Var
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """A leaf of the state, or an argument, where the program begins.
+
+    Attributes:
+      layout: on the devices, padded if it is.
+      rows: the axes over which it differs because rows of the batch do; none for state.
+      firm: the axes over which it stays sharded, though it is state.
+    """
+
+    layout: Layout
+    rows: frozenset[str] = frozenset()
+    firm: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One device's program.
+
+    Attributes:
+      jaxpr: with explicit collectives; `consts` are the values of its `constvars`.
+      ins, outs: layouts of its arguments and of its results.
+      moves: every conversion that communicates.
+    """
+
+    jaxpr: Jaxpr
+    consts: list[Any]
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    moves: tuple[Move, ...]
+
+
+def partition(
+    jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[Input],
+    outs: Sequence[Layout | None],
+) -> Program:  # fmt: skip
+    """One device's program of a step.
+
+    Args:
+      jaxpr: the whole-batch step, calls flattened.
+      consts: values of its `constvars`.
+      mesh: the axes, and how many devices each has.
+      ins: for each argument.
+      outs: for each result its layout; None where the partitioner chooses.
+
+    Raises:
+      CannotPartitionError: it has no exact program for it.
+    """
+    if not jaxpr.eqns:
+        raise cannot("a step without equations")
+    region = Region(jaxpr, [*consts])
+    frame = Frame(jaxpr.eqns[0], Shared(mesh, hints_of(region, outs)), region)
+    own = [
+        _jaxpr.var_like(var.aval, each.layout.local_shape)
+        for var, each in zip(jaxpr.invars, ins, strict=True)
+    ]
+    results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
+    frame.source = jaxpr.eqns[-1]
+    layouts = [_returned(frame, v, out) for v, out in zip(results, outs, strict=True)]
+    atoms = [frame.at(v, layout) for v, layout in zip(results, layouts, strict=True)]
+    written = frame.function(_template(), own, atoms)
+    moves = tuple(_moves(written, frame.moves, 1))
+    ins_ = tuple(each.layout for each in ins)
+    return Program(written, frame.consts, ins_, tuple(layouts), moves)
+
+
+def _value(var: Var, own: Var, given: Input, i: int) -> Value:
+    layout = given.layout
+    rows = given.rows & axes_of(layout)
+    return Value(var.aval, layout, {layout: own}, rows, given.firm, origin=i)
+
+
+def _returned(frame: Frame, value: Value, wanted: Layout | None) -> Layout:
+    """In which layout a result is returned: where nothing else is said, whole, unless it has rows."""
+    if wanted is not None:
+        return wanted
+    frame.settle(value)
+    keeps = value.rows and value.make is None and value.layout.spec() is not None
+    return value.layout if keeps else frame.whole(value.aval.shape)
+
+
+def _moves(jaxpr: Jaxpr, moves: Mapping[Var, Move], times: int) -> Iterator[Move]:
+    """What the equations of a program move, in their order; in a loop, in all iterations."""
+    for eqn in jaxpr.eqns:
+        if eqn.outvars and (move := moves.get(eqn.outvars[0])) is not None:
+            yield move._replace(nbytes=move.nbytes * times, times=times)
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            yield from _moves(_jaxpr.open_jaxpr(inner)[0], moves, times * (turns(eqn) or 1))
+
+
+def _template() -> Any:
+    """Any jaxpr, in the place of whose parts others stand."""
+    return _jaxpr.trace_here(lambda: ()).jaxpr

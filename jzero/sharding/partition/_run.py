@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a program on values: each equation becomes those of one device.
+
+What an equation holds programs is asked of regions, not of names: a call, a custom derivative, a checkpoint's
+body and an operation that JAX expands are all written in the place where they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jzero.ir import _rules
+from jzero.ir._regions import Region
+from jzero.ir._rules import Cost
+from jzero.sharding.partition import _control, _equations, _lazy
+from jzero.sharding.partition._errors import cannot
+from jzero.sharding.partition._frame import Frame
+from jzero.sharding.partition._values import Value
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn, Var
+
+_REFUSED = {
+    "pure_callback": "it calls back to the host",
+    "marked_rows": "it says how rows are treated",
+    "shard_map": "it has a program for devices of its own",
+}
+
+
+def run(frame: Frame, region: Region, ins: Sequence[Value]) -> list[Value]:
+    """Writes a program's equations on one device, and returns its results."""
+    outer, frame.region = frame.region, region
+    env: dict[Var, Value] = dict(zip(region.jaxpr.invars, ins, strict=True))
+    for var, const in zip(region.jaxpr.constvars, region.consts, strict=True):
+        env[var] = frame.constant(var, const)
+    for eqn in region.jaxpr.eqns:
+        frame.source = eqn
+        frame.enter_pass(region.pass_of(eqn))
+        values = [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in eqn.invars]
+        outs = _equation(frame, region, eqn, values)
+        env |= zip(eqn.outvars, outs, strict=True)
+        for var, value in zip(eqn.outvars, outs, strict=True):
+            value.hint = value.hint or frame.hint_of(var)
+            if value.layout.partial and value.hint is not None and not _waits(region, var):
+                frame.settle(value)
+        frame.note(outs)
+    frame.region = outer
+    return [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in region.jaxpr.outvars]
+
+
+def _waits(region: Region, var: Var) -> bool:
+    """Whether something reads a partial sum as it is; whoever gets it of a region says what becomes of it."""
+    eqns = region.jaxpr.eqns
+    readers = region.readers.get(var, [])
+    return any(i == len(eqns) or _equations.waits(eqns[i]) for i in readers)
+
+
+def _equation(frame: Frame, region: Region, eqn: Eqn, ins: list[Value]) -> list[Value]:
+    name = eqn.primitive.name
+    if name in _rules.IDENTITIES:
+        return ins
+    if name == "optimization_barrier":
+        return _control.barrier(frame, ins)
+    if region.inner(eqn):
+        return _control.run_inner(frame, region, eqn, ins, run)
+    _check(eqn, region)
+    if name == "reshape" and eqn.params["dimensions"] is None and len(ins) == 1:
+        if _lazy.may_wait(eqn, ins):
+            return [_lazy.lazy(frame, eqn, ins, ())]
+        return [_equations.reshaped(frame, eqn, ins[0])]
+    factors = _rules.factors_of(eqn) if name != "reshape" else []
+    if _lazy.may_wait(eqn, ins):
+        return [_lazy.lazy(frame, eqn, ins, factors)]
+    frame.no_rule = not factors and any(v.layout.local_shape for v in ins)
+    outs = _equations.ordinary(frame, eqn, ins, factors)
+    frame.no_rule = False
+    return outs
+
+
+def _check(eqn: Eqn, region: Region) -> None:
+    """Raises an error if the equation means more than a function of its operands."""
+    if _jaxpr.has_side_effects(eqn):
+        raise cannot("it does more than compute", eqn, region)
+    if (why := _REFUSED.get(eqn.primitive.name)) is not None:
+        raise cannot(why, eqn, region)
+    rule = _rules.rule_of(eqn)
+    if rule is not None and rule.cost is Cost.COLLECTIVE:
+        raise cannot("it is a collective of the step's own", eqn, region)
+    if rule is None and (_jaxpr.inner_jaxprs(eqn) or eqn.primitive.name == "device_put"):
+        raise cannot("nothing is known of the program that it holds", eqn, region)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Value`: a value of the step on one device; and what is made of two layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jzero.ir._layout import AxisCut, Dim, Layout, fits
+from jzero.tracing._types import Atom, Aval, Eqn
+
+if TYPE_CHECKING:
+    from jzero.sharding.partition._frame import Frame
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """A value on one device.
+
+    Attributes:
+      aval: its type, whole.
+      layout: its own layout: that in which it was made.
+      atoms: what there is of it, by layout.
+      rows: the axes over which it differs because rows of the batch do.
+      firm: the axes over which it stays sharded though it is state, as the user's specs say.
+      make: writes it in any layout at little cost; None for values that must be converted.
+      fill: all its elements, if they are one that is known.
+      origin: the input of which it is a view, by index.
+      hint: in which layout what follows wants it.
+      spread: where a sum of activations is scattered that nobody has asked of: beside the dim that it summed.
+      outer: the same value in the frame around.
+      view: an equation and the state of which it is a transpose: a table and its transpose share a gather.
+      scopes: of gathers of state that serve one pass only, which.
+    """
+
+    aval: Aval
+    layout: Layout
+    atoms: dict[Layout, Atom] = dataclasses.field(default_factory=dict)
+    rows: frozenset[str] = frozenset()
+    firm: frozenset[str] = frozenset()
+    make: Callable[[Frame, Layout], Atom] | None = None
+    fill: Any = None
+    origin: int | None = None
+    hint: Layout | None = None
+    spread: Layout | None = None
+    outer: Value | None = None
+    view: tuple[Eqn, Value] | None = None
+    scopes: dict[Layout, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is the same on all devices but for how it is stored."""
+        return not self.rows and not self.layout.partial
+
+    @property
+    def is_zero(self) -> bool:
+        return self.fill is not None and bool(self.fill == 0)
+
+    @property
+    def due(self) -> frozenset[str]:
+        """The axes over which it is a partial sum."""
+        return frozenset(p.axis for p in self.layout.partial)
+
+
+def axes_of(layout: Layout) -> frozenset[str]:
+    """The axes that cut."""
+    return frozenset(cut.axis for dim in layout.dims for cut in dim.cuts)
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether every device has all of it."""
+    return not layout.partial and not any(dim.cuts or dim.pad for dim in layout.dims)
+
+
+def sized(dim: Dim, size: int) -> Dim:
+    """The same cuts of a dim of another size, unless it is padded."""
+    return dim if dim.pad is not None else dim._replace(size=size)
+
+
+def next_outer(layout: Layout, dim: Dim) -> int | None:
+    """Where another axis would cut what each device has in contiguous shards; None if it has no such."""
+    at = 1
+    for cut in dim.cuts:
+        if cut.outer != at:
+            return None
+        at *= layout.num([cut.axis])
+    return at
+
+
+def put(layout: Layout, d: int, want: Dim, cut: AxisCut) -> Layout | None:
+    """`layout`, also cut as a dim of another one is; None if it cannot be."""
+    own = layout.dims[d]
+    if layout.place(cut.axis) is not None or own.true != want.true:
+        return None
+    if own[::2] != want[::2]:  # Another padding would give the devices other parts.
+        if own.cuts:
+            return None
+        own = want._replace(cuts=())
+    new = own.put(cut)
+    return layout.with_dims({d: new}) if fits(new.size, layout.digits(new.cuts)) else None
+
+
+def joined(layout: Layout, want: Layout, axes: frozenset[str] | None = None) -> Layout:
+    """`layout`, and as many of the cuts of `want` (over some axes) as fit beside its own."""
+    for d, dim in enumerate(want.dims):
+        for cut in dim.cuts:
+            if axes is None or cut.axis in axes:
+                layout = put(layout, d, dim, cut) or layout
+    return layout
+
+
+def common(a: Layout, b: Layout) -> Layout:
+    """The cuts that both have; no partial sums but those that both are."""
+    dims = []
+    for x, y in zip(a.dims, b.dims, strict=True):
+        cuts = tuple(cut for cut in x.cuts if cut in y.cuts) if x[::2] == y[::2] else ()
+        pad = x.pad is not None and cuts
+        dims.append(x._replace(cuts=cuts) if pad or x.pad is None and x == y else Dim(x.true, cuts))
+    found = Layout(tuple(dims), a.mesh)
+    both = tuple(p for p in a.partial if p in b.partial)
+    return dataclasses.replace(found, partial=both)
+
+
+def num_bytes(aval: Aval) -> int:
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)

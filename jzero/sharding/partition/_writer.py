@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DeviceWriter`: one device's equations, and among them every conversion from layout to layout.
+
+A cut of a dim makes it `[outer, n, inner]` on the device that has all of it. Each conversion reshapes the
+dims that it touches so that the devices have a dim of their own, and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jzero.ir import _rules
+from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, conversion, permutation
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.batch._writer import SENT_AS, _from_ordered, cast, fenced, ordered_integers
+from jzero.sharding.partition._errors import cannot
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+Parts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
+
+
+class Move(NamedTuple):
+    """One conversion that communicates.
+
+    Attributes:
+      kind: of the collective, as in `LayoutStep`.
+      axes: over which.
+      nbytes: that reach each device, in all iterations of the loops around it.
+      of: the input that is moved, by index, if it is one that is only viewed.
+      line: where the user wrote what needs it.
+      why: 'state', 'rows', 'sum', or that an equation has no rule.
+      times: how often it runs; at least once in a loop of unknown length.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    of: int | None
+    line: str
+    why: str
+    times: int = 1
+
+
+class DeviceWriter(JaxprWriter):
+    """Writes one device's equations.
+
+    Attributes:
+      mesh: axes and how many devices each has.
+      moves: what each collective moves, by its result.
+    """
+
+    def __init__(self, source: Eqn, mesh: Mapping[str, int], moves: dict[Var, Move]):
+        super().__init__(source)
+        self.mesh, self.moves = mesh, moves
+        self._index: dict[tuple[str, ...], Atom] = {}
+        self._inside: dict[Dim, Atom] = {}
+
+    def inline(self, fn: Callable[..., object], static: tuple[Hashable, ...], *ins: Atom) -> Atom:
+        """Writes the equations of `fn(*static, *ins)`, which has one result."""
+        (out,) = self.trace(fn, *ins, static=static)  # type: ignore[arg-type]
+        return out
+
+    def index(self, axes: Sequence[str]) -> Atom:
+        """This device's place among those along the axes."""
+        (first, *others), axes = axes, tuple(axes)
+        if axes not in self._index and others:
+            each = [self.index([axis]) for axis in axes]
+            sizes = tuple(self.mesh[axis] for axis in others)
+            self._index[axes] = self.inline(_joint_index, (sizes,), *each)
+        elif axes not in self._index:
+            out = _jaxpr.var_like(None, (), np.dtype(np.int32))
+            self._index[axes] = self._collective("axis_index", [], out, axis_name=first)
+        return self._index[axes]
+
+    # -- conversions --------------------------------------------------------------------------------------
+    def convert(
+        self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = ""
+    ) -> Atom:
+        """`x`, which is laid out as `source`, as `target`."""
+        for step in conversion(source, target, getattr(x.aval.dtype, "itemsize", 4)):
+            x = self._as_data(x, step)
+            if step.kind not in LOCAL:
+                nbytes = sum(n for _, n in step.received)
+                line = _jaxpr.user_line(self.source) if _jaxpr.has_line(self.source) else ""
+                note = Move(step.kind, step.axes, nbytes, of, line, why or _reason(step))
+                self.moves[self._moved] = note
+        return x
+
+    def _as_data(self, x: Atom, step: LayoutStep) -> Atom:
+        """One step; of keys, that of their words."""
+        convert: Callable[[Atom, LayoutStep], Atom] = getattr(self, f"_{step.kind}")
+        if not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
+            return convert(x, step)
+        words = self.inline(jax.random.key_data, (), x)
+        return self.inline(_jaxpr.wrapped_keys, (x.aval.dtype,), convert(words, step))
+
+    def _gather(self, x: Atom, step: LayoutStep) -> Atom:
+        d, outer, _ = _place(step.before, step.axes)
+        num, size = step.before.num(step.axes), x.aval.shape[d]
+        parts = outer, 1, size // outer
+
+        def gather(y: Atom) -> Atom:
+            along = d if outer == 1 else d + 1
+            shape = _with(y.aval.shape, along, y.aval.shape[along] * num)
+            return self._sent(y, shape, "all_gather", all_gather_dimension=along, tiled=True,
+                              axis_name=_name(step.axes), axis_index_groups=None, axis_size=num)  # fmt: skip
+
+        return self._among(x, d, parts, gather, (outer, num, size // outer))
+
+    def _scatter(self, x: Atom, step: LayoutStep) -> Atom:
+        d, outer, inner = _place(step.after, step.axes)
+        num = step.before.num(step.axes)
+
+        def scatter(y: Atom) -> Atom:
+            along = d if outer == 1 else d + 1
+            shape = _with(y.aval.shape, along, y.aval.shape[along] // num)
+            return self._sent(y, shape, "psum_scatter", scatter_dimension=along, tiled=True,
+                              axis_name=_name(step.axes), axis_index_groups=None, axis_size=num)  # fmt: skip
+
+        return self._among(x, d, (outer, num, inner), scatter, (outer, 1, inner))
+
+    def _exchange(self, x: Atom, step: LayoutStep) -> Atom:
+        """Parts of the dim that is to be cut go to the devices, and join in the dim that is cut."""
+        num, joined = step.before.num(step.axes), _digit(step.before, step.axes)
+        cut = _digit(step.after, step.axes)
+        shape, where = _split_for_exchange(x.aval.shape, step.before, joined, cut, num)
+        y: Atom = self.reshape(x, shape)
+        new = _with(_with(shape, where[0], 1), where[1], num)
+        y = self._sent(y, new, "all_to_all", split_axis=where[0], concat_axis=where[1],
+                       axis_name=_name(step.axes), axis_index_groups=None, tiled=True)  # fmt: skip
+        after = (*step.after.local_shape, *x.aval.shape[len(step.after.dims) :])
+        return self.inline(_reshaped, (after,), y)
+
+    def _reduce(self, x: Atom, step: LayoutStep) -> Atom:
+        (op,) = {p.op for p in step.before.partial if p.axis in step.axes}
+        if op != "sum" and jnp.issubdtype(x.aval.dtype, jnp.floating):  # [Note: extremes of floats]
+            ordered = self.inline(ordered_integers, (op,), x)
+            return self.inline(_from_ordered, (op, x.aval.dtype), self._reduce(ordered, step))
+        if op != "sum" and jnp.issubdtype(x.aval.dtype, jnp.complexfloating):
+            raise cannot("an extreme of complex numbers over the devices", self.source)
+        name = {"sum": "psum", "max": "pmax", "min": "pmin"}[op]
+        return self._sent(x, x.aval.shape, name, axes=step.axes, axis_index_groups=None)
+
+    def _permute(self, x: Atom, step: LayoutStep) -> Atom:
+        return self._sent(x, x.aval.shape, "ppermute", axis_name=_name(step.axes),
+                          perm=tuple(permutation(step)))  # fmt: skip
+
+    def _slice(self, x: Atom, step: LayoutStep) -> Atom:
+        d, outer, inner = _place(step.after, step.axes)
+        parts = d, outer, step.after.num(step.axes), inner
+        return self.inline(_taken, parts, x, self.index(step.axes))
+
+    def _mask(self, x: Atom, step: LayoutStep) -> Atom:
+        (new,) = (p for p in step.after.partial if p.axis in step.axes)
+        return self.inline(_first_only, (new.op,), x, self.index(step.axes))
+
+    def _pad(self, x: Atom, step: LayoutStep) -> Atom:
+        (d,) = (d for d, dim in enumerate(step.after.dims) if dim != step.before.dims[d])
+        pad = step.after.dims[d].pad
+        assert pad is not None
+        outer = step.after.local_outer(d, pad.outer)
+        return self.inline(_padded, (d, outer, step.after.dims[d].size // pad.outer), x)
+
+    def _unpad(self, x: Atom, step: LayoutStep) -> Atom:
+        (d,) = (d for d, dim in enumerate(step.after.dims) if dim != step.before.dims[d])
+        pad = step.before.dims[d].pad
+        assert pad is not None
+        return self.inline(_unpadded, (d, step.before.local_outer(d, pad.outer), pad.true), x)
+
+    def masked(self, x: Atom, layout: Layout, dim: int, reduces: str) -> Atom:
+        """`x`, with what changes no sum (maximum, ...) in the place of a dim's padding."""
+        own = layout.dims[dim]
+        if own.pad is None:
+            return x
+        if own not in self._inside:
+            line = Layout((own,), layout.mesh)
+            whole = self.inline(_inside, (own.size, own.size // own.pad.outer, own.pad.true))
+            self._inside[own] = self.convert(whole, line.without_cuts(), line)
+        return self.inline(_where_inside, (dim, reduces), self._inside[own], x)
+
+    # -- collectives --------------------------------------------------------------------------------------
+    def _among(
+        self, x: Atom, dim: int, parts: Parts, moved: Callable[[Atom], Atom], after: Parts
+    ) -> Atom:
+        """`moved` of `x`, a dim of which is read as parts; the result's dim is `after` as one."""
+        if parts[0] == 1:
+            return moved(x)
+        shape = x.aval.shape
+        y = moved(self.reshape(x, (*shape[:dim], *parts, *shape[dim + 1 :])))
+        return self.inline(_reshaped, (_with(shape, dim, math.prod(after)),), y)
+
+    def _sent(self, x: Atom, shape: Sequence[int], name: str, **params: object) -> Atom:
+        """A collective; of dtypes that the devices cannot send or sum, in a wider one."""
+        reduces = name in ("psum", "pmax", "pmin", "psum_scatter")
+        wide = "int32" if reduces and x.aval.dtype == np.bool_ else SENT_AS.get(str(x.aval.dtype))
+        if wide is not None:
+            y = self._sent(self.inline(cast, (wide,), x), shape, name, **params)
+            return self.inline(cast, (x.aval.dtype,), y)
+        return self._collective(name, [x], _jaxpr.var_like(x.aval, shape), **params)
+
+    def _collective(self, name: str, ins: Sequence[Atom], out: Var, **params: object) -> Var:
+        self.eqns.append(
+            _jaxpr.equation(_jaxpr.PRIMITIVES[name], ins, [out], self.source, **params)
+        )
+        self._moved = out
+        return out
+
+    def barrier(self, ins: Sequence[Atom]) -> list[Var]:
+        """The operands, none of which is there before all are."""
+        outs = [_jaxpr.new_var(x) for x in ins]
+        return self.add(lax.optimization_barrier_p, ins, outs)
+
+
+def _reason(step: LayoutStep) -> str:
+    return "sum" if step.kind in ("scatter", "reduce") else "layout"
+
+
+def _name(axes: Sequence[str]) -> str | tuple[str, ...]:
+    return tuple(axes) if len(axes) > 1 else axes[0]
+
+
+def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _digit(layout: Layout, axes: Sequence[str]) -> tuple[int, int]:
+    place = layout.place(axes[0])
+    assert place is not None
+    return place
+
+
+def _place(layout: Layout, axes: Sequence[str]) -> Parts:
+    """The dim that neighbouring axes cut, how many blocks stand before them on a device, and the rest."""
+    dim, outer = _digit(layout, axes)
+    here = layout.local_outer(dim, outer)
+    return dim, here, layout.local_shape[dim] // here
+
+
+def _split_for_exchange(
+    shape: Sequence[int], before: Layout, joined: tuple[int, int], cut: tuple[int, int], num: int
+) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """The shape in which the dim to cut has one of `num`, the dim to join one of 1; where these two are."""
+    parts: list[tuple[int, ...]] = [(n,) for n in shape]
+    (a, _), (b, _) = joined, cut
+    to_join, to_cut = before.local_outer(*joined), before.local_outer(*cut)
+    if a != b:
+        parts[a] = to_join, 1, shape[a] // to_join
+        parts[b] = to_cut, num, shape[b] // (to_cut * num)
+        places = 1, 1
+    elif joined[1] < cut[1]:
+        parts[a] = to_join, 1, to_cut // to_join, num, shape[a] // (to_cut * num)
+        places = 3, 1
+    else:
+        parts[a] = to_cut, num, to_join // (to_cut * num), 1, shape[a] // to_join
+        places = 1, 3
+    starts = [sum(map(len, parts[:d])) for d in (b, a)]
+    flat = tuple(n for part in parts for n in part)
+    return flat, (starts[0] + places[0], starts[1] + places[1])
+
+
+def communicates(jaxpr: Jaxpr, moves: Mapping[Var, Move]) -> bool:
+    """Whether a program, or one inside, has a collective."""
+    inner = [_jaxpr.open_jaxpr(each)[0] for eqn in jaxpr.eqns for each in _jaxpr.inner_jaxprs(eqn)]
+    own = any(eqn.outvars and eqn.outvars[0] in moves for eqn in jaxpr.eqns)
+    return own or any(communicates(each, moves) for each in inner)
+
+
+# -- traced ------------------------------------------------------------------------------------------------
+def _reshaped(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
+    return fenced(x.reshape(shape))
+
+
+def _joint_index(sizes: tuple[int, ...], first: jax.Array, *others: jax.Array) -> jax.Array:
+    """A place among several axes, the outermost first (JAX 0.10.2 lowers the index of one axis only)."""
+    for size, index in zip(sizes, others, strict=True):
+        first = first * jnp.int32(size) + index
+    return first
+
+
+def _taken(dim: int, outer: int, num: int, inner: int, x: jax.Array, index: jax.Array) -> jax.Array:
+    if outer == 1:
+        return lax.dynamic_slice_in_dim(x, index * inner, inner, dim)
+    shape = x.shape
+    parts = x.reshape(*shape[:dim], outer, num, inner, *shape[dim + 1 :])
+    own: jax.Array = lax.dynamic_index_in_dim(parts, index, dim + 1, keepdims=False)
+    return fenced(own.reshape(*shape[:dim], outer * inner, *shape[dim + 1 :]))
+
+
+def _first_only(op: str, x: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.where(index == 0, x, jnp.asarray(_rules.neutral(op, x.dtype), x.dtype))
+
+
+def _padded(dim: int, outer: int, step: int, x: jax.Array) -> jax.Array:
+    """The last of each block again, and not zeros, which a step may divide by."""
+    shape = x.shape
+    x = x.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+    last = lax.slice_in_dim(x, x.shape[dim + 1] - 1, x.shape[dim + 1], axis=dim + 1)
+    more = lax.concatenate([x, *[last] * (step - x.shape[dim + 1])], dim + 1)
+    more = more.reshape(*shape[:dim], outer * step, *shape[dim + 1 :])
+    return more if outer == 1 else fenced(more)
+
+
+def _unpadded(dim: int, outer: int, true: int, x: jax.Array) -> jax.Array:
+    shape = x.shape
+    if outer == 1:
+        return lax.slice_in_dim(x, 0, true, axis=dim)
+    x = x.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+    x = lax.slice_in_dim(x, 0, true, axis=dim + 1)
+    return fenced(x.reshape(*shape[:dim], outer * true, *shape[dim + 1 :]))
+
+
+def _inside(size: int, step: int, true: int) -> jax.Array:
+    return lax.rem(lax.iota(jnp.int32, size), jnp.int32(step)) < true
+
+
+def _where_inside(dim: int, reduces: str, inside: jax.Array, x: jax.Array) -> jax.Array:
+    fill = jnp.asarray(_rules.neutral(reduces, x.dtype), x.dtype)
+    return jnp.where(lax.broadcast_in_dim(inside, x.shape, (dim,)), x, fill)

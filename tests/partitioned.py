@@ -1,0 +1,201 @@
+"""Steps that are partitioned, and run on 8 CPU devices, for the tests of the partitioner."""
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import AxisType, NamedSharding
+
+from jzero.ir._layout import Layout, from_spec, replicated
+from jzero.ir._starts import in_bounds
+from jzero.sharding.partition._partition import Input, Program, partition
+from jzero.tracing import _jaxpr, _rewrite
+
+
+@dataclasses.dataclass
+class Case:
+    """A step, and what of its state is a parameter: what is below the key 'p'."""
+
+    init: Any
+    step: Any
+    batch: Any
+    mesh: dict[str, int]
+    stage: int
+    specs: Any = None  # of a parameter's path and shape: further axes
+    rows: tuple[str, ...] = ("data",)
+
+
+@dataclasses.dataclass
+class Ready:
+    program: Program
+    run: Any
+    place: Any
+    mesh: Any
+
+
+def roles(state):
+    """For each leaf the parameter that it is, or belongs to, by path; None for other leaves."""
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    leaves = jax.tree.leaves(state)
+    params = {
+        p.removeprefix("['p']"): x
+        for p, x in zip(paths, leaves, strict=True)
+        if p.startswith("['p']")
+    }
+    found = []
+    for path, x in zip(paths, leaves, strict=True):
+        ends = [k for k, p in params.items() if path.endswith(k) and p.shape == x.shape]
+        found.append((max(ends, key=len) if ends else None, path.startswith("['p']")))
+    return found
+
+
+def sharded(layout, axes):
+    """Further cut over axes: along the first dim that is a quarter of the largest, and no loop's; padded."""
+    shape = layout.shape
+    free = [d for d, dim in enumerate(layout.dims) if not dim.cuts and dim.true > 1] or []
+    axes = [a for a in axes if layout.place(a) is None]
+    if not free or not axes:
+        return layout
+    if len(shape) > 2 and len(free) > 1 and 0 in free:
+        free = [d for d in free if d]  # Stacked layers stay whole.
+    n = layout.num(axes)
+    even = [d for d in free if shape[d] % n == 0] or free
+    d = next(d for d in even if 4 * shape[d] >= max(shape[d] for d in even))
+    for axis in axes:
+        layout = layout.cut(d, axis)
+    return layout
+
+
+def layouts(case: Case, state):
+    """Layouts of the state, and the axes over which each leaf is firm."""
+    found, firm = [], []
+    for (name, is_param), x in zip(roles(state), jax.tree.leaves(state), strict=True):
+        shape = np.shape(x)
+        layout = replicated(shape, case.mesh)
+        axes: frozenset[str] = frozenset()
+        if name is not None and case.specs is not None:
+            layout = from_spec(shape, case.mesh, case.specs(name, shape))
+            axes = frozenset(c.axis for d in layout.dims for c in d.cuts)
+        if case.stage == 3 or case.stage and not is_param:
+            if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+                layout = sharded(layout, case.rows)
+        found.append(layout)
+        firm.append(axes)
+    return found, firm
+
+
+def traced(case: Case):
+    state, batch = jax.eval_shape(case.init), case.batch
+    leaves, tree = jax.tree.flatten((state, batch))
+
+    def flat(*args):
+        return jax.tree.leaves(case.step(*jax.tree.unflatten(tree, args)))
+
+    found = _jaxpr.trace_whole(flat, [*map(_struct, leaves)], {})
+    return _rewrite.flatten_calls(in_bounds(found.jaxpr), found.consts), state, leaves
+
+
+def _struct(x):
+    return jax.ShapeDtypeStruct(
+        np.shape(x), jnp.result_type(x), weak_type=getattr(x, "weak_type", False)
+    )
+
+
+def prepare(case: Case) -> Ready:
+    (jaxpr, consts), state, leaves = traced(case)
+    stored, firm = layouts(case, state)
+    num = len(stored)
+    ins = [Input(layout, firm=axes) for layout, axes in zip(stored, firm, strict=True)]
+    for x in leaves[num:]:
+        spec = P(case.rows) if np.ndim(x) else P()
+        layout = from_spec(np.shape(x), case.mesh, spec)
+        ins.append(Input(layout, rows=frozenset(case.rows if np.ndim(x) else ())))
+    outs = [*stored, *[None] * (len(jaxpr.outvars) - num)]
+    program = partition(jaxpr, consts, case.mesh, ins, outs)
+    mesh = jax.make_mesh(
+        tuple(case.mesh.values()), tuple(case.mesh), axis_types=(AxisType.Auto,) * len(case.mesh),
+        devices=jax.devices()[: math.prod(case.mesh.values())],
+    )  # fmt: skip
+
+    def on_device(*args):
+        return _jaxpr.evaluate(program.jaxpr, program.consts, *args)
+
+    specs = [layout.spec() for layout in program.ins]
+    out_specs = [layout.spec() for layout in program.outs]
+    body = jax.shard_map(
+        on_device, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False
+    )
+
+    def place(xs):
+        return [
+            jax.device_put(padded(np.asarray(x), layout), NamedSharding(mesh, layout.spec()))
+            for x, layout in zip(xs, program.ins, strict=False)
+        ]
+
+    return Ready(program, jax.jit(body), place, mesh)
+
+
+def padded(x, layout: Layout):
+    """With NaN (of integers, a number out of bounds) where the layout has padding."""
+    for d, dim in enumerate(layout.dims):
+        if dim.pad is not None:
+            more = [(0, 0)] * x.ndim
+            more[d] = (0, dim.size - dim.true)
+            fill = np.nan if np.issubdtype(x.dtype, np.inexact) else 7
+            x = np.pad(x, more, constant_values=fill)
+    return x
+
+
+def unpadded(x, layout: Layout):
+    return np.asarray(x)[tuple(slice(dim.true) for dim in layout.dims)]
+
+
+def train(case: Case, ready: Ready, num=3):
+    """Every leaf of the state, and what else each step returns."""
+    xs = ready.place([*jax.tree.leaves(case.init()), *jax.tree.leaves(case.batch)])
+    start = len(jax.tree.leaves(jax.eval_shape(case.init)))
+    state, batch, metrics = xs[:start], xs[start:], []
+    for _ in range(num):
+        outs = ready.run(*state, *batch)
+        state, more = outs[:start], outs[start:]
+        metrics.append(
+            [unpadded(x, at) for x, at in zip(more, ready.program.outs[start:], strict=True)]
+        )
+    return [
+        *(unpadded(x, at) for x, at in zip(state, ready.program.outs, strict=False)),
+        *(x for step in metrics for x in step),
+    ]
+
+
+def expected(case: Case, num=3):
+    state, run, metrics = case.init(), jax.jit(case.step), []
+    for _ in range(num):
+        state, more = run(state, case.batch)
+        metrics += jax.tree.leaves(more)
+    return [np.asarray(x) for x in [*jax.tree.leaves(state), *metrics]]
+
+
+def worst(got, want):
+    """The largest difference, relative where values are large."""
+    most = 0.0
+    for x, y in zip(got, want, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if x.size:
+            x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+            most = max(most, float(np.max(np.abs(x - y) / (1 + np.abs(y)))))
+    return most
+
+
+def moved(program: Program) -> dict[str, tuple[int, int]]:
+    """How often each kind of collective runs, and the bytes that reach a device."""
+    times: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for move in program.moves:
+        times[move.kind] += move.times
+        nbytes[move.kind] += move.nbytes
+    return {kind: (times[kind], nbytes[kind]) for kind in sorted(times)}
