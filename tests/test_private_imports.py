@@ -25,7 +25,7 @@ WHY = {
     "sharding.analysis": ENGINE, "sharding.batch": ENGINE, "sharding.run": ENGINE,
     "sharding.analysis._residuals": CONSTANT, "sharding.analysis._traffic": IR,
     "sharding.cut._layer_parts": CONSTANT,
-    "sharding.cut": IR, "sharding.plan": IR, "ir": IR, "tracing": IR, "_components": IR,
+    "sharding.cut": IR, "sharding.passes": IR, "sharding.plan": IR, "ir": IR, "tracing": IR, "_components": IR,
     "segments": EXECUTOR, "offload": EXECUTOR, "offload.memory": EXECUTOR,
     "offload._bandwidth": PARSER, "offload._links": PARSER, "offload._policy": DOCTESTS,
     "offload.kernels": KERNEL, "offload.nvme": FORMAT,
@@ -183,6 +183,9 @@ MAY = {
         "sharding.analysis._traffic sharding.cut._layer_parts",
     "test_one_order": "sharding.analysis._residuals sharding.run._run",
     "test_options": "sharding.analysis._residuals",
+    "test_passes":
+        "sharding.passes._after_loops sharding.passes._inputs_first sharding.passes._one_order "
+        "sharding.passes._order sharding.passes._prefetch sharding.passes._waits tracing._jaxpr",
     "test_pipelines": "sharding.run._queue",
     "test_prefetch": "sharding.run._queue sharding.run._turns tracing._jaxpr",
     "test_preflight": "_quantities sharding.run._collectives targets._target",

@@ -62,12 +62,14 @@ class Program:
       jaxpr: with every call opened, and no constants.
       mesh: on which it runs.
       in_specs, out_specs: of its arguments and results.
+      consts: values of its `constvars`.
     """
 
     jaxpr: Jaxpr
     mesh: Mesh
     in_specs: tuple[P, ...]
     out_specs: list[P]
+    consts: Sequence[Any] = ()
 
     def through(self, *passes: Callable[[Jaxpr], Jaxpr]) -> "Program":
         """The program after these."""
@@ -79,7 +81,7 @@ class Program:
     def run(self, **options: Any) -> Any:
         """The function of whole arrays, compiled by `jax.jit`."""
         mapped = jax.shard_map(
-            lambda *args: _jaxpr.evaluate(self.jaxpr, (), *args),
+            lambda *args: _jaxpr.evaluate(self.jaxpr, self.consts, *args),
             mesh=self.mesh, in_specs=self.in_specs, out_specs=self.out_specs, check_vma=False,
         )  # fmt: skip
         ins, outs = (

@@ -1,7 +1,7 @@
 """Passes on explicit programs, compiled ahead of time for 8 H200s; beside them what jzero runs.
 
 python experiments/passes/measure.py                  # no GPU is needed
-python experiments/passes/measure.py --rows Llama --passes none all
+python experiments/passes/measure.py --rows Llama --programs partitioned --passes none all
 
 Nothing runs. Prints a table; compiled programs are kept in .cache/rivals.
 """
@@ -82,26 +82,30 @@ def found(lowered: jax.stages.Lowered, parameters: int) -> Found:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    names = ["jzero", *PASSES]
-    parser.add_argument("--passes", nargs="+", choices=names, default=names)
+    programs = ["jzero", *steps.PROGRAMS]
+    parser.add_argument("--programs", nargs="+", choices=programs, default=programs)
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     args = parser.parse_args()
     print(records.versions("jax", "jaxlib"))
-    print("| model | passes | peak, GiB | moved, bytes per parameter | exposed, ms | step, ms |"
-          " gathers | reductions |\n" + "| --- " * 8 + "|")  # fmt: skip
+    print("| model | program | passes | peak, GiB | moved, bytes per parameter | exposed, ms | step, ms |"
+          " gathers | reductions |\n" + "| --- " * 9 + "|")  # fmt: skip
     mesh = jzero.target_mesh(**WHERE)
     for name in args.rows:
         model = ROWS[name]
         given = zoo.rival("jzero", zoo.Row(model), model, mesh)
         parameters = sum(x.size for x in jax.tree.leaves(given.state["params"]))
-        explicit = steps.explicit_step(model, mesh, given)
-        for passes in args.passes:
-            if passes == "jzero":
-                lowered = given.lower()
-            else:
+        if "jzero" in args.programs:
+            write(name, "jzero", "", found(given.lower(), parameters))
+        for program in (each for each in args.programs if each != "jzero"):
+            explicit = steps.PROGRAMS[program](model, mesh, given)
+            for passes in args.passes:
                 lowered = explicit.lower(explicit.program.through(*PASSES[passes]))
-            cells = found(lowered, parameters)
-            numbers = [f"{x:.2f}" for x in cells[:4]]
-            print("|", " | ".join([name, passes, *numbers, *cells[4:]]), "|", flush=True)
+                write(name, program, passes, found(lowered, parameters))
+
+
+def write(name: str, program: str, passes: str, cells: Found) -> None:
+    numbers = [f"{x:.2f}" for x in cells[:4]]
+    print("|", " | ".join([name, program, passes, *numbers, *cells[4:]]), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The train steps of `experiments/rivals` with every collective written, for one device of a mesh."""
+"""The train steps of `experiments/rivals` with every collective written, by hand or by the partitioner."""
 
 import dataclasses
 from typing import Any
@@ -12,6 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.passes import explicit
 from experiments.rivals import zoo
+from jzero.ir._layout import from_spec
+from jzero.ir._starts import in_bounds
+from jzero.sharding.partition._partition import Input, partition
+from jzero.tracing import _jaxpr, _rewrite
 
 ADAM = optax.adamw(1e-4)  # the second half of `models.training.tx`
 
@@ -69,6 +73,31 @@ def explicit_step(model: Any, mesh: Mesh, given: zoo.Rival) -> Step:
         step, arguments, mesh, [*leaf_specs, P(explicit.AXIS)], [*leaf_specs, P()]
     )
     return Step(program, arguments, len(leaf_specs))
+
+
+def partitioned_step(model: Any, mesh: Mesh, given: zoo.Rival) -> Step:
+    """The same, with the collectives that the partitioner writes."""
+    leaves, tree = jax.tree.flatten((given.state, given.batch))
+    shardings = jax.tree.leaves(given.step.state_shardings(given.state, given.batch))
+    specs = [*(sharding.spec for sharding in shardings), P(explicit.AXIS)]
+    layouts = [
+        from_spec(leaf.shape, dict(mesh.shape), spec)
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
+
+    def step(*leaves: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(model.step(*jax.tree.unflatten(tree, leaves)))
+
+    traced = _jaxpr.trace_whole(step, leaves, {})
+    flat, consts = _rewrite.flatten_calls(in_bounds(traced.jaxpr), traced.consts)
+    ins = [*map(Input, layouts[:-1]), Input(layouts[-1], rows=frozenset({explicit.AXIS}))]
+    made = partition(flat, consts, dict(mesh.shape), ins, [*layouts[:-1], None])
+    assert not made.consts, "constants have no place among the arguments"
+    program = explicit.Program(made.jaxpr, mesh, tuple(specs), [*specs[:-1], P()])
+    return Step(program, leaves, len(leaves) - 1)
+
+
+PROGRAMS = {"by hand": explicit_step, "partitioned": partitioned_step}
 
 
 def _is_spec(x: Any) -> bool:
