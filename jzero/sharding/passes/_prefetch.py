@@ -75,13 +75,18 @@ def _nested(jaxpr: Jaxpr, limit: int, autodiff: str | None) -> Jaxpr:
     eqns: list[Eqn] = []
     for eqn in jaxpr.eqns:
         inside = autodiff or _jaxpr.autodiff_pass(eqn)
-        if eqn.primitive.name == "scan":
-            eqns += _loop(eqn, limit, inside)
-        else:
-            here = _Place(inside)
-            eqns.append(_jaxpr.with_inner(eqn, lambda inner, here=here: _placed(  # type: ignore[misc]
-                _nested(inner, limit, here.autodiff), limit, here)))  # fmt: skip
+        done = _loop if eqn.primitive.name == "scan" else _holder
+        eqns += done(eqn, limit, inside)
     return _waits.with_equations(jaxpr, eqns)
+
+
+def _holder(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
+    """An equation with all programs inside done."""
+
+    def inner(jaxpr: Jaxpr) -> Jaxpr:
+        return _placed(_nested(jaxpr, limit, autodiff), limit, _Place(autodiff))
+
+    return [_jaxpr.with_inner(eqn, inner)]
 
 
 def _loop(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
@@ -116,19 +121,14 @@ def _ahead(scan: Scan, limit: int) -> list[Var]:
         return []
     slices, carried = {p.row for p in scan.xs}, {p.before for p in scan.carries}
     level = _Level(scan.body, _Place(late=_late(scan)))
-    found, total = list[Var](), 0
+    found = list[Var]()
     for gather in level.gathers:
-        if (
-            not gather.moves
-            or gather.others
-            or slices.isdisjoint(gather.reads)
-            or not carried.isdisjoint(gather.reads)
-        ):
+        free = gather.moves and not gather.others and carried.isdisjoint(gather.reads)
+        if not free or slices.isdisjoint(gather.reads):
             continue
-        total += _waits.nbytes([gather.out])
-        if total > limit and any(i < gather.use for i in level.products):
-            break
         found.append(gather.out)
+        if _waits.nbytes(found) > limit and any(i < gather.use for i in level.products):
+            return found[:-1]
     return found
 
 
@@ -180,13 +180,11 @@ class _Level:
         self.first: dict[Var, int] = {}
         for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
             self.first |= dict.fromkeys(variables(eqn.invars), i)
-        self.products = [i for i, eqn in enumerate(jaxpr.eqns) if self._takes_time(eqn)]
+        long = [i for i, eqn in enumerate(jaxpr.eqns) if _waits.takes_time(eqn)]
+        self.products = [i for i in long if _waits.done(jaxpr.eqns[i]) is not None]
         self.loops = [i for i in self.products if _waits.gathers_inside(jaxpr.eqns[i])]
         found = [self._gather(eqn, out) for eqn in jaxpr.eqns for out in _gathered(eqn)]
         self.gathers = sorted(filter(None, found), key=self._in_turn)
-
-    def _takes_time(self, eqn: Eqn) -> bool:
-        return _waits.takes_time(eqn) and _waits.done(eqn) is not None
 
     def _in_turn(self, gather: _Gather) -> int:
         return gather.use % self.num
@@ -198,11 +196,8 @@ class _Level:
         if use is None or (use < self.num and _waits.is_gather(self.jaxpr.eqns[use])):
             return None  # Nobody reads it, or it is half of another one.
         gather = _Gather(eqn, out, use, {}, {}, set(), set())
-        return (
-            gather
-            if not gather.moves or all(self._follow(atom, gather) for atom in eqn.invars)
-            else None
-        )
+        ins = eqn.invars if gather.moves else []
+        return gather if all(self._follow(atom, gather) for atom in ins) else None
 
     def _follow(self, atom: Atom, gather: _Gather) -> bool:
         """Notes what makes an operand; False if that takes time itself."""
@@ -218,7 +213,7 @@ class _Level:
                 gather.names[atom] = held
                 return self._follow(held, gather)
             gather.others.update(var for var in variables(eqn.invars) if var is not held)
-        elif i in self.products or eqn.primitive.name in _MEETING or _jaxpr.inner_jaxprs(eqn):
+        elif _waits.takes_time(eqn) or eqn.primitive.name in _MEETING or _jaxpr.inner_jaxprs(eqn):
             return False
         found = all(self._follow(x, gather) for x in ins)
         gather.cone[i] = eqn
@@ -237,10 +232,15 @@ class _Level:
             found = _queue(sizes * 3, [t + use for t in turns for use in uses],
                            [t + i for t in turns for i in self.products], limit)  # fmt: skip
             # From the turn that makes it on: one for the next turn, or its own.
-            behind = [-1 if at is None else at - turns[-1 - (gather.use >= self.num)]
-                      for gather, at in zip(self.gathers, found[2 * len(uses) :], strict=True)]  # fmt: skip
+            pairs = zip(self.gathers, found[2 * len(uses) :], strict=True)
             return [
-                (g, self._behind_loop(g, at)) for g, at in zip(self.gathers, behind, strict=True)
+                (
+                    g,
+                    self._behind_loop(
+                        g, -1 if at is None else at - turns[-1 - (g.use >= self.num)]
+                    ),
+                )
+                for g, at in pairs
             ]
         begins, result = self._begins(), list[tuple[_Gather, int]]()
         for begin in dict.fromkeys(begins[use] for use in uses):
