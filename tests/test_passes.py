@@ -422,6 +422,28 @@ def test_on_cpus_collectives_wait_for_loops_with_collectives(remat: bool, loops:
             before |= {i} if nests else set()
 
 
+def test_barriers_of_the_program_give_way():
+    """A gather waits for a product in their place."""
+
+    def step(w: jax.Array, v: jax.Array, x: jax.Array) -> Any:
+        x = x @ lax.all_gather(w, explicit.AXIS, axis=0, tiled=True)
+        v, x = lax.optimization_barrier((v, x))
+        v, u = lax.optimization_barrier((v * 2, v + 1))
+        v, u = lax.optimization_barrier((v + u, u))
+        return [(x @ x.T) @ x @ lax.all_gather(v * u, explicit.AXIS, axis=0, tiled=True)]
+
+    args = [jnp.ones((WIDTH, WIDTH)) / 9, jnp.full((WIDTH, WIDTH), 0.1), jnp.ones((NUM * 2, WIDTH))]
+    specs = [P(explicit.AXIS)] * 3, [P(explicit.AXIS)]
+    plain = explicit.program(step, args, MESH, *specs)
+    for limit, products in ((0, 3), (2**28, 0)):
+        made = plain.through(functools.partial(prefetch, nbytes=limit))
+        waits = [
+            w for eqn, w in behind(made.jaxpr, "dot_general") if eqn.primitive.name == "all_gather"
+        ]
+        assert [len(w) for w in waits] == [0, products]
+        np.testing.assert_array_equal(made.run()(*args)[0], plain.run()(*args)[0])
+
+
 def test_loops_with_keys_and_effects_stay_right():
     """A loop that stacks keys is left alone; one that calls back is pipelined, and calls as often."""
 

@@ -32,6 +32,10 @@ def _first(jaxpr: Any) -> Any:
     return inputs_first(jaxpr, AHEAD)
 
 
+def _first_at_128_mib(jaxpr: Any) -> Any:
+    return inputs_first(jaxpr, AHEAD // 2)
+
+
 def _ahead(jaxpr: Any) -> Any:
     return prefetch(jaxpr, AHEAD)
 
@@ -49,7 +53,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     "prefetch": (_ahead,),
     "prefetch, after_loops": (_ahead, after_loops),
     "order": (_ordered,),
-    "inputs_first": (_first,),
+    "inputs_first, 128 MiB": (_first_at_128_mib,),
     "all but order": (_first, _ahead, after_loops),
     "all": (_first, _ahead, _ordered, after_loops),
     "all, one by one": (_first, _ahead, _one_by_one, after_loops),

@@ -127,7 +127,7 @@ def _ahead(scan: Scan, limit: int) -> list[Var]:
         if not free or slices.isdisjoint(gather.reads):
             continue
         found.append(gather.out)
-        if _waits.nbytes(found) > limit and any(i < gather.use for i in level.products):
+        if _waits.nbytes(found) > limit and gather.use > min(level.products, default=gather.use):
             return found[:-1]
     return found
 
@@ -196,28 +196,36 @@ class _Level:
         if use is None or (use < self.num and _waits.is_gather(self.jaxpr.eqns[use])):
             return None  # Nobody reads it, or it is half of another one.
         gather = _Gather(eqn, out, use, {}, {}, set(), set())
-        ins = eqn.invars if gather.moves else []
-        return gather if all(self._follow(atom, gather) for atom in ins) else None
+        return gather if self._follow(gather, eqn.invars if gather.moves else []) else None
 
-    def _follow(self, atom: Atom, gather: _Gather) -> bool:
-        """Notes what makes an operand; False if that takes time itself."""
-        if _jaxpr.is_literal(atom) or (i := self.index.get(atom)) in gather.cone:
-            return True
-        if i is None:
-            gather.reads.add(atom)
-            return atom not in self.place.late
-        eqn, ins = self.jaxpr.eqns[i], self.jaxpr.eqns[i].invars
-        if eqn.primitive.name == "optimization_barrier":
-            (held,) = ins = [ins[_waits.place_of(eqn, atom)]]
-            if not any(_jaxpr.in_scope(eqn, scope) for scope in (SCOPE, AFTER_LOOP)):
-                gather.names[atom] = held
-                return self._follow(held, gather)
-            gather.others.update(var for var in variables(eqn.invars) if var is not held)
-        elif _waits.takes_time(eqn) or eqn.primitive.name in _MEETING or _jaxpr.inner_jaxprs(eqn):
-            return False
-        found = all(self._follow(x, gather) for x in ins)
-        gather.cone[i] = eqn
-        return found and not _jaxpr.has_side_effects(eqn)
+    def _follow(self, gather: _Gather, atoms: Sequence[Atom]) -> bool:
+        """Notes what makes these; False if that takes time itself."""
+        due, seen = variables(atoms), set[Var]()
+        while due:
+            if (var := due.pop()) in seen:
+                continue
+            seen.add(var)
+            if (i := self.index.get(var)) is None:
+                gather.reads.add(var)
+                if var in self.place.late:
+                    return False
+                continue
+            eqn = gather.cone[i] = self.jaxpr.eqns[i]
+            ins = variables(eqn.invars)
+            if eqn.primitive.name == "optimization_barrier":
+                held = eqn.invars[_waits.place_of(eqn, var)]
+                if any(_jaxpr.in_scope(eqn, scope) for scope in (SCOPE, AFTER_LOOP)):
+                    gather.others.update(x for x in ins if x is not held)
+                else:
+                    gather.names[var] = held
+                ins = variables([held])
+            elif (
+                eqn.primitive.name in _MEETING or _waits.takes_time(eqn)
+                or _jaxpr.inner_jaxprs(eqn) or _jaxpr.has_side_effects(eqn)
+            ):  # fmt: skip
+                return False
+            due += ins
+        return True
 
     def ready(self, gather: _Gather) -> int:
         """The last equation that must stand before a gather."""
@@ -326,10 +334,10 @@ def _placed(jaxpr: Jaxpr, limit: int, place: _Place) -> Jaxpr:
             write(jaxpr.eqns[i])
         for gather in at.get(i, ()):
             writer.names = dict[Var, Atom]()
-            for held, atom in reversed(gather.names.items()):
-                writer.names[held] = writer.read(atom)
-            for eqn in gather.cone.values():
-                if writer.names.keys().isdisjoint(variables(eqn.invars)):
+            for _, eqn in sorted(gather.cone.items()):
+                if opened := [out for out in eqn.outvars if out in gather.names]:
+                    writer.names |= {out: writer.read(gather.names[out]) for out in opened}
+                elif writer.names.keys().isdisjoint(variables(eqn.invars)):
                     write(eqn)
                 else:
                     writer.copy([eqn])
