@@ -28,7 +28,7 @@ FLOORS = (
     ("tracing", "offload/nvme"),
     ("ir",),
     ("processes", "sharding/analysis", "_compare"),
-    ("sharding/batch", "sharding/cut"),
+    ("sharding/batch", "sharding/cut", "sharding/passes"),
     ("sharding/plan", "sharding/partition"),
     ("sharding/run",),
     ("offload/memory",),

@@ -25,7 +25,8 @@ WHY = {
     "sharding.analysis": ENGINE, "sharding.batch": ENGINE, "sharding.run": ENGINE, "sharding.partition": IR,
     "sharding.analysis._residuals": CONSTANT, "sharding.analysis._traffic": IR,
     "sharding.cut._layer_parts": CONSTANT,
-    "sharding.cut": IR, "sharding.plan": IR, "ir": IR, "tracing": IR, "_components": IR,
+    "sharding.cut": IR, "sharding.passes": IR, "sharding.plan": IR, "ir": IR,
+    "tracing": IR, "_components": IR,
     "segments": EXECUTOR, "offload": EXECUTOR, "offload.memory": EXECUTOR,
     "offload._bandwidth": PARSER, "offload._links": PARSER, "offload._policy": DOCTESTS,
     "offload.kernels": KERNEL, "offload.nvme": FORMAT,
@@ -193,6 +194,9 @@ MAY = {
     "test_partition_conversions":
         "ir._layout sharding.partition._writer tracing._jaxpr tracing._types",
     "test_partitioned_step": "segments._partitioned",
+    "test_passes":
+        "sharding.passes._after_loops sharding.passes._inputs_first sharding.passes._one_order "
+        "sharding.passes._order sharding.passes._prefetch sharding.passes._waits tracing._jaxpr",
     "test_pipelines": "sharding.run._queue",
     "test_prefetch": "sharding.run._queue sharding.run._turns tracing._jaxpr",
     "test_preflight": "_quantities sharding.run._collectives targets._target",

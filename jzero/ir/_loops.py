@@ -316,7 +316,8 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
     outs = [_jaxpr.new_var(var) for var in befores]
     builder.carries = [*map(CarryPort, inits, befores, afters, outs)]
     num, end = len(first), 1 + len(first)
-    last_at, *lasts = outs
+    # A place that is known, so that what the last turn gathers need not wait for the loop.
+    last_at, lasts = _place(0 if scan.reverse else scan.length - 1), outs[1:]
     carry, made_stacks = turn(
         builder.after, lambda atom: atom, last_at, lasts[:num],
         outs[end : end + len(olds)], outs[end + len(olds) :],

@@ -16,7 +16,7 @@ import operator
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -420,6 +420,14 @@ def with_scope(eqn: Eqn, name: str) -> Eqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
+def within_scope(eqn: Eqn, *names: str, outer: Eqn | None = None) -> Eqn:
+    """The equation, as if it had been made under further `jax.named_scope`s, and in the body of `outer`."""
+    stack = eqn.source_info.name_stack + source_info_util.new_name_stack(*names)
+    if outer is not None:
+        stack = outer.source_info.name_stack + stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
 def users_scopes(eqn: Eqn) -> list[str]:
     """Names of the `jax.named_scope`s under which `eqn` was made, the outermost first."""
     stack = eqn.source_info.name_stack.stack
@@ -566,18 +574,24 @@ def trace(
       axes: mesh axis names and sizes that are bound while tracing.
       automatic: further axes of the mesh, which sharding constraints may name.
     """
-    sizes = dict(axes) | dict(automatic)
+    with _abstract_mesh(dict(axes) | dict(automatic)) as mesh:
+        return trace_on(mesh, fn, args, axes)
+
+
+def trace_on(
+    mesh: Any, fn: Callable[..., Any], args: Sequence[Any], axes: Collection[str]
+) -> Traced:
+    """Traces `fn(*args)` as one device of this mesh would see it, along `axes`."""
     traced: list[Traced] = []
 
     def body(*local_args: Any) -> tuple[()]:
         traced.append(trace_here(fn, *local_args))
         return ()
 
-    with _abstract_mesh(sizes) as mesh:
-        shard_mapped = jax.shard_map(
-            body, mesh=mesh, in_specs=P(), out_specs=(), check_vma=False, axis_names=set(axes)
-        )
-        jax.eval_shape(shard_mapped, *args)
+    shard_mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=P(), out_specs=(), check_vma=False, axis_names=set(axes)
+    )
+    jax.eval_shape(shard_mapped, *args)
     return traced[0]
 
 

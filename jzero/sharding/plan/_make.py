@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from jzero._errors import StepError, message
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._inputs_first import inputs_first
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._lone import note_lone_products
 from jzero.sharding.analysis._needs import note_feeds_batch, note_needs_full
@@ -27,6 +26,7 @@ from jzero.sharding.batch import _trace
 from jzero.sharding.batch._owners import SharedOut, shared_out
 from jzero.sharding.cut import _phases
 from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.passes._inputs_first import inputs_first_in
 from jzero.sharding.plan import _host_memory, _leaves, _weights, _wire
 from jzero.sharding.plan._boundary import boundary_of
 from jzero.sharding.plan._layout import RestLayout, Shard
@@ -87,7 +87,7 @@ def make_plan(
       CutError: it cannot be cut into microbatches.
     """
     stage_axes, options = setting.stage_axes, setting.options
-    frame = inputs_first(local.traced.frame, options.freed_first)
+    frame = inputs_first_in(local.traced.frame, options.freed_first)
     local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
     _check_sizes(leaves, setting)
     tables = looked_up(frame)

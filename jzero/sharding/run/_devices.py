@@ -18,10 +18,11 @@ from jzero._blocks import Blocks
 from jzero._errors import StepError, message
 from jzero.ir import _rules
 from jzero.sharding.analysis._tables import added_dims
+from jzero.sharding.passes._waits import not_before
 from jzero.sharding.plan._layout import Automatic, padded_size
 from jzero.sharding.run import _coded, _collectives, _tables
 from jzero.sharding.run._collectives import Axes
-from jzero.sharding.run._queue import GatherQueue, not_before
+from jzero.sharding.run._queue import GatherQueue
 from jzero.sharding.run._tables import RowsAdded
 from jzero.sharding.run._values import (
     CodedValue,

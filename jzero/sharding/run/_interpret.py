@@ -18,15 +18,16 @@ from jax.typing import DTypeLike
 
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._inputs_first import COTANGENT
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import read_dtype
 from jzero.sharding.analysis._residuals import Residuals
 from jzero.sharding.analysis._tables import Tables
 from jzero.sharding.batch._owners import Owners
+from jzero.sharding.passes._inputs_first import COTANGENT
+from jzero.sharding.passes._waits import not_before, token_of
 from jzero.sharding.run import _coded, _memory_spaces, _queue
 from jzero.sharding.run._devices import Devices
-from jzero.sharding.run._queue import GatherQueue, not_before, token_of
+from jzero.sharding.run._queue import GatherQueue
 from jzero.sharding.run._values import (
     CodedValue,
     FullValue,

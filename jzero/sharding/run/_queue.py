@@ -9,10 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from jzero.ir import _rules
+from jzero.sharding.passes._waits import PRODUCTS, not_before, token_of
 from jzero.sharding.run._values import Value, rows_of, waits
 
 # [Note: tokens of a pass]
@@ -36,10 +34,6 @@ from jzero.sharding.run._values import Value, rows_of, waits
 # count like all others: many of them are as much as a large one. But a group of few bytes goes on, and few
 # more join a full one: a bias before, between or after matrices would else take a latency of its own
 # (test_reductions.py::test_many_small_reductions).
-
-# The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
-# random bits may be there before anything else is.
-PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 
 SMALLEST_GROUP = 2**22  # bytes; so many keep the wire busy on their own
 WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
@@ -181,16 +175,3 @@ class GatherQueue:
         return GatherQueue(
             limit, self.together, self.in_order, start=token_of(self.latest), latest=self.latest
         )
-
-
-def token_of(x: jax.Array) -> jax.Array:
-    """One element of `x`: depends on it without keeping it alive."""
-    return x[(0,) * x.ndim] if math.prod(x.shape) else jnp.zeros((), x.dtype)
-
-
-def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
-    """`shard`, but not before `tokens` are there."""
-    # Twice: XLA takes out of a barrier what has no other use, before or after it.
-    for _ in range(2 if tokens else 0):
-        shard = lax.optimization_barrier((shard, *tokens))[0]
-    return shard

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jzero._blocks import Blocks
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.passes._one_order import in_one_order
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
 from jzero.sharding.plan._layout import Automatic, Full, RestLayout, Shard
@@ -21,7 +22,6 @@ from jzero.sharding.run import _coded, _collectives, _microbatches, _turns
 from jzero.sharding.run._control import CONTROL
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
-from jzero.sharding.run._one_order import in_one_order
 from jzero.sharding.run._ordinary import ORDINARY, apply
 from jzero.sharding.run._queue import GatherQueue
 from jzero.sharding.run._tiles import TILED

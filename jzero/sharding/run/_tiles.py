@@ -23,11 +23,11 @@ from jax import lax
 from jzero.ir import _rules
 from jzero.sharding.analysis._frames import REDUCTIONS, Frame
 from jzero.sharding.analysis._untiled import TILES
+from jzero.sharding.passes._waits import not_before, token_of
 from jzero.sharding.run import _collectives, _ordinary
 from jzero.sharding.run._cuts import Tiles, cut
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import EqnHandler, Interpreter
-from jzero.sharding.run._queue import not_before, token_of
 from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced, Value
 from jzero.tracing import _jaxpr
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 import jax
 
 from jzero.ir import _rules
+from jzero.sharding.passes._waits import PRODUCTS
 from jzero.sharding.run import _collectives
-from jzero.sharding.run._queue import PRODUCTS
 from jzero.targets._links import collective_time
 from jzero.targets._target import target_of, topology_of
 from jzero.tracing import _jaxpr

@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import split
-from jzero.sharding.run._queue import token_of
+from jzero.sharding.passes._waits import token_of
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Jaxpr, Var
 
 # [Note: one order of collectives]
 # XLA:CPU starts the operations of a device in one order, but a loop counts as started when its first turn
@@ -23,6 +25,17 @@ from jzero.tracing import _jaxpr
 # or call in which devices meet reads, in a way that no simplifier sees through, something of what the
 # collectives before it have made, and each collective behind it something of its result
 # (tests/test_one_order.py; docs/facts-compilers.md).
+
+
+def one_order(jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mesh) -> _jaxpr.Traced:
+    """One device's program, with explicit collectives over the axes of a mesh, for CPUs."""
+    types = [_abstract(var) for var in jaxpr.invars]
+    ordered = in_one_order(lambda *args: _jaxpr.evaluate(jaxpr, consts, *args))
+    return _jaxpr.trace_on(mesh, ordered, types, mesh.axis_names)
+
+
+def _abstract(var: Var) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
 
 
 def in_one_order(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,13 +15,23 @@ from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.passes import _waits
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._types import Eqn, Primitive, Var
+from jzero.tracing._types import Eqn, Jaxpr, Primitive, Var
 
 COTANGENT = "jzero.cotangent"  # the name of one whose product with a gathered matrix comes first
 
 
-def inputs_first(frame: Frame, nbytes: int) -> Frame:
+def inputs_first(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
+    """One device's explicit program with the gradient of each larger matrix behind that of its input."""
+    every = {axis for e in _waits.walk(jaxpr) if e.primitive.name in _frames.COLLECTIVES
+             for axis in _frames.axes_of(e)}  # fmt: skip
+    frame = _frames.build_frames(jaxpr, [], [frozenset(every)] * len(jaxpr.invars))
+    found = inputs_first_in(frame, nbytes)
+    return _waits.with_equations(jaxpr, found.jaxpr.eqns, found.jaxpr.outvars)
+
+
+def inputs_first_in(frame: Frame, nbytes: int) -> Frame:
     """The step with the gradient of each matrix of more than so many bytes behind that of its input.
 
     Args:
@@ -63,10 +73,8 @@ def _products(frame: Frame, nbytes: int) -> dict[int, int]:
     for index, eqn in enumerate(eqns):
         if eqn.primitive.name != "dot_general":
             continue
-        (out,), readers = eqn.outvars, frame.readers.get(eqn.outvars[0], [])
-        if not _is_large(out, nbytes) or len(readers) != 1 or readers[0] == len(eqns):
-            continue
-        if eqns[readers[0]].primitive.name not in _frames.REDUCTIONS:
+        (out,) = eqn.outvars
+        if not _is_large(out, nbytes) or not _is_reduced(frame, out):
             continue
         later = {
             i for var in variables(eqn.invars) if frame.varies(var)
@@ -76,6 +84,21 @@ def _products(frame: Frame, nbytes: int) -> dict[int, int]:
         if matching:
             found[matching[0]] = index
     return {gradient: product for product, gradient in found.items()}
+
+
+def _is_reduced(frame: Frame, var: Var) -> bool:
+    """Whether one sum over devices is all that reads it, or that reads a view of it if that scatters it."""
+    eqns, views = frame.jaxpr.eqns, 0
+    while len(readers := frame.readers.get(var, [])) == 1 and readers[0] < len(eqns):
+        eqn = eqns[readers[0]]
+        if eqn.primitive.name not in _VIEWS:
+            scatters = eqn.primitive.name == "reduce_scatter"
+            return scatters or (not views and eqn.primitive.name in _frames.REDUCTIONS)
+        (var,), views = eqn.outvars, views + 1
+    return False
+
+
+_VIEWS = _rules.named(_rules.Cost.VIEW) | _rules.named(_rules.Cost.CAST)
 
 
 def _is_large(var: Var, nbytes: int) -> bool:

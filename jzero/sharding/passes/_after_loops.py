@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Behind a loop that gathers nothing starts before it is over, its last turn included."""
+
+from __future__ import annotations
+
+from jax import lax
+
+from jzero.ir._regions import region_of, variables
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.passes import _waits
+from jzero.sharding.passes._waits import AFTER_LOOP as SCOPE
+from jzero.sharding.passes._waits import LAST_TURN
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn, Jaxpr, Var
+
+# [Note: the end of a loop]
+# The last turn of a pipelined loop stands behind it, among all other equations. XLA would compute a stack
+# with its last slice anew for every reader, into copies. And a gather behind a loop that reads nothing of it
+# could run before it: what it gathers is alive through all turns, and the compiler may let the gather of the
+# forward pass serve the backward pass.
+
+
+def after_loops(jaxpr: Jaxpr) -> Jaxpr:
+    """One device's program in which what stands behind a loop that gathers runs behind it."""
+    eqns = [_jaxpr.with_inner(eqn, after_loops) for eqn in jaxpr.eqns]
+    jaxpr = _waits.with_equations(jaxpr, eqns)
+    loops = [i for i, eqn in enumerate(jaxpr.eqns) if _waits.gathers_inside(eqn)]
+    if not loops:
+        return jaxpr
+    made = _made(jaxpr, loops)
+    writer = JaxprWriter(jaxpr.eqns[0])  # its names: what is read behind the end of a loop
+    token: Var | None = None
+    waits = set[Var]()  # what depends on the latest loop
+    for i, eqn in enumerate(jaxpr.eqns):
+        ins = [*map(writer.read, eqn.invars)]
+        if any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
+            eqn = eqn.replace(invars=ins)
+        if _waits.is_gather(eqn) and token is not None and waits.isdisjoint(variables(eqn.invars)):
+            barriers, eqn = _waits.waiting(eqn, [token], SCOPE)
+            writer.eqns += barriers
+        writer.eqns.append(eqn)
+        if i in loops:
+            token, waits = _waits.done(eqn), set(eqn.outvars)
+        elif not waits.isdisjoint(variables(eqn.invars)):
+            waits.update(eqn.outvars)
+        if i in made:
+            source, fresh = _jaxpr.within_scope(eqn, SCOPE), [*map(_jaxpr.new_var, made[i])]
+            writer.add(lax.optimization_barrier_p, made[i], fresh, source)
+            writer.names |= zip(made[i], fresh, strict=True)
+            waits.update(fresh)
+    outs = [*map(writer.read, jaxpr.outvars)]
+    return _waits.with_equations(jaxpr, writer.eqns, outs)
+
+
+def _made(jaxpr: Jaxpr, loops: list[int]) -> dict[int, list[Var]]:
+    """What a loop's last turn makes for others, by where it ends; without what waits already."""
+    readers, ends = region_of(jaxpr.eqns).readers, dict[int, list[Eqn]]()
+    returned = set(variables(jaxpr.outvars))
+    for start, stop in zip(loops, [*loops[1:], len(jaxpr.eqns)], strict=True):
+        mine = [i for i in range(start, stop) if _is_of_last_turn(jaxpr.eqns[i])]
+        if mine:
+            ends[mine[-1]] = [jaxpr.eqns[i] for i in mine]
+
+    def is_read(var: Var, end: int) -> bool:
+        later = [jaxpr.eqns[i] for i in readers.get(var, ()) if i > end]
+        return var in returned or not all(_jaxpr.in_scope(eqn, SCOPE) for eqn in later)
+
+    found = {
+        end: [v for e in eqns for v in e.outvars if is_read(v, end)] for end, eqns in ends.items()
+    }
+    return {end: made for end, made in found.items() if made}
+
+
+def _is_of_last_turn(eqn: Eqn) -> bool:
+    return _jaxpr.in_scope(eqn, LAST_TURN) and not _jaxpr.in_scope(eqn, SCOPE)

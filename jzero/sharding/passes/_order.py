@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions in the order in which their gradients are made: each group waits for the one before."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+from jzero.ir._regions import variables
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.passes import _waits
+from jzero.sharding.passes._waits import ORDER as SCOPE
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn, Jaxpr, Var
+
+# [Note: groups of reductions]
+# The compiler combines the reductions of a pass, or of a loop's body, into one at its end: all gradients
+# wait for it, whole. One after the other each would take a latency, which grows with the devices. So they
+# run in two groups, of about half of the bytes each, or in more of up to `nbytes`. Outside of loops two
+# groups and what was made meanwhile are alive: each has up to half of it, or a sixteenth of the bytes if that
+# is more, but no more than `nbytes`. Those of a group do not wait for each other, so that the compiler
+# combines them, but for all of the group before: it would else combine one that nothing waits for with those
+# of a later group. A group of few bytes goes on, and few more join a full one: a bias before, between or
+# after matrices would else take a latency of its own.
+
+SMALLEST_GROUP = 2**22  # bytes; so many keep the wire busy on their own
+WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
+
+
+def order(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
+    """One device's program with its reductions behind the products that make what they reduce, in order.
+
+    Args:
+      jaxpr: the program, with explicit collectives; calls are opened.
+      nbytes: of whole gradients that are reduced together, at most. With 0 each waits for the one before. So
+        that they run as they come, leave the pass out.
+    """
+    return _ordered(jaxpr, nbytes, in_turn=False)
+
+
+def _ordered(jaxpr: Jaxpr, nbytes: int, in_turn: bool) -> Jaxpr:
+    eqns = list[Eqn]()
+    for eqn in jaxpr.eqns:
+        inside = functools.partial(
+            _ordered, nbytes=nbytes, in_turn=in_turn or eqn.primitive.name in ("scan", "while")
+        )
+        eqns.append(_jaxpr.with_inner(eqn, inside))
+    jaxpr = _waits.with_equations(jaxpr, eqns)
+    found = _gradients(jaxpr)
+    if len(found) < 2 or any(_jaxpr.in_scope(eqn, SCOPE) for eqn in jaxpr.eqns):
+        return jaxpr
+    return _in_groups(jaxpr, found, nbytes, in_turn)
+
+
+def _gradients(jaxpr: Jaxpr) -> dict[int, list[Eqn]]:
+    """Reductions that no product waits for, by the equation that makes what they reduce."""
+    made = {out: i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
+    feeds, found = set[Var](), dict[int, list[Eqn]]()
+    for eqn in reversed(jaxpr.eqns):
+        if _waits.is_reduction(eqn) and feeds.isdisjoint(eqn.outvars):
+            found.setdefault(made.get(_jaxpr.variable(eqn.invars[0]), -1), []).insert(0, eqn)
+        elif _waits.takes_time(eqn) or not feeds.isdisjoint(eqn.outvars):
+            feeds.update(variables(eqn.invars))
+    return dict(sorted(found.items()))
+
+
+def _in_groups(jaxpr: Jaxpr, found: dict[int, list[Eqn]], nbytes: int, in_turn: bool) -> Jaxpr:
+    reductions = [eqn for each in found.values() for eqn in each]
+    moved = {id(eqn) for eqn in reductions}
+    group_of = groups([_size(eqn) for eqn in reductions], nbytes, in_turn)
+    places = {id(eqn): group for eqn, group in zip(reductions, group_of, strict=True)}
+    shards: list[list[Eqn]] = [[] for _ in range(group_of[-1] + 1)]
+    tokens: dict[int, list[Var]] = {0: []}
+    eqns, large = list[Eqn](), list[Var]()
+    for i in range(-1, len(jaxpr.eqns)):
+        if i >= 0 and id(jaxpr.eqns[i]) not in moved:
+            eqn = jaxpr.eqns[i]
+            if eqn.primitive.name == "scan" and large:
+                written, eqn = _loop_behind(eqn, large)
+                eqns, large = [*eqns, *written], []
+            eqns.append(eqn)
+        for eqn in found.get(i, ()):
+            group = places[id(eqn)]
+            if group not in tokens:
+                tokens[group] = _token(eqns, shards[group - 1])
+            if tokens[group]:
+                written, eqn = _waits.waiting(eqn, tokens[group], SCOPE, laid_out=True)
+                eqns += written
+            eqns.append(eqn)
+            shards[group].append(eqn)
+            if _size(eqn) > WAITS_THROUGH_LOOPS:
+                large += eqn.outvars
+    return _waits.with_equations(jaxpr, eqns)
+
+
+def _size(eqn: Eqn) -> int:
+    return _waits.nbytes(variables(eqn.invars))
+
+
+def _token(eqns: list[Eqn], group: Sequence[Eqn]) -> list[Var]:
+    """One token of the large ones of a group; of all if none is large."""
+    large = [eqn for eqn in group if _counts(_size(eqn))]
+    writer = JaxprWriter(_jaxpr.within_scope(group[0], SCOPE))
+    values = [writer.trace(_waits.token_of, eqn.outvars[0])[0] for eqn in large or group]
+    (token,) = writer.trace(_waits.behind, *values)
+    eqns += writer.eqns
+    return [_jaxpr.variable(token)]
+
+
+def _counts(nbytes: int) -> bool:
+    """Whether others wait for a reduction of so many bytes, if there is a larger one in its group."""
+    return nbytes > SMALLEST_GROUP / 8
+
+
+def _loop_behind(eqn: Eqn, values: Sequence[Var]) -> tuple[list[Eqn], Eqn]:
+    """A loop that begins when these are reduced: XLA would else reduce them behind it, with the rest."""
+    parts = _jaxpr.scan_parts(eqn)
+    carry = range(parts.num_consts, parts.num_consts + parts.num_carry)
+    first = next((k for k in carry if _waits.is_float(eqn.invars[k])), None)
+    if first is None:
+        return [], eqn
+    writer = JaxprWriter(_jaxpr.within_scope(eqn, SCOPE))
+    tokens = [writer.trace(_waits.token_of, value)[0] for value in values]
+    (held,) = writer.trace(_waits.behind, eqn.invars[first], *tokens)
+    ins = [held if k == first else atom for k, atom in enumerate(eqn.invars)]
+    return writer.eqns, eqn.replace(invars=ins)
+
+
+def groups(sizes: Sequence[int], nbytes: int, in_turn: bool) -> list[int]:
+    """The number of each one's group, of reductions of these bytes: [Note: groups of reductions]."""
+    total = sum(sizes)
+    half, least = total / 2, min(SMALLEST_GROUP, nbytes / 2)
+    # Matrices that just fit are no more because of their biases.
+    most = (nbytes if in_turn else min(nbytes, max(nbytes / 2, total / 16))) + least / 8
+    found, group, held, late = list[int](), 0, 0, 0
+    for size in sizes:
+        full = held + size / 2 > half or held + size > most
+        if full and held and held >= least:
+            late += size
+            if late > least / 8:
+                group, held, late, half = group + 1, 0, 0, math.inf
+        held += size
+        found.append(group)
+    return found

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers ahead of their use: of a loop over layers in the turn before, of all else by so many bytes.
+
+`prefetch(jaxpr, nbytes)` makes of `for x in xs: carry = turn(carry, gather(x))`::
+
+    ahead = gather(xs[0])
+    for i in range(length - 1):
+        ahead, carry = gather(xs[i + 1]), turn(carry, ahead)
+    carry = turn(carry, ahead)
+
+and has each gather stand behind the product from which on it may start. It waits for that product, by a
+barrier. No gather is added or taken away, and none is of other values.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jzero.ir._loops import Scan, makes_keys, pipelined
+from jzero.ir._regions import variables
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.analysis import _frames
+from jzero.sharding.passes import _waits
+from jzero.sharding.passes._inputs_first import COTANGENT
+from jzero.sharding.passes._waits import AFTER_LOOP, LAST_TURN
+from jzero.sharding.passes._waits import PREFETCH as SCOPE
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+# [Note: when a gather may start]
+# A gather that starts too early is the gather of the pass before: the compiler lets one serve both, and
+# every parameter is alive in between. One that starts too late has nothing to hide behind. It waits for the
+# product before the first use of an earlier gather: the earliest for which all gathers from that one on fit
+# in `nbytes` together; and for one product before its own use, whatever its size. In a loop the gathers of
+# the turn before count as earlier ones. None starts before the pass that reads it (it waits for the last
+# value of the pass before), or before a loop that gathers and is over before its use.
+
+# [Note: a backward loop begins with its carry]
+# With remat, XLA else computes the first turn's forward part, with all that it gathers, while the logits and
+# the gathered table are still there: nothing in it reads a cotangent.
+
+
+def prefetch(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
+    """One device's program with its gathers ahead of their uses.
+
+    Args:
+      jaxpr: the program, with explicit collectives; calls are opened.
+      nbytes: of gathered values that are not read yet, at most; of one product's if these are more. With 0
+        none is ahead, and no loop carries any.
+    """
+    return _placed(_nested(jaxpr, nbytes, None), nbytes, _Place())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a program runs.
+
+    Attributes:
+      autodiff: the pass around it.
+      late: of its arguments, what a loop's turn before has computed.
+      following: of a loop's turn, what the next one reads its results as; None outside of loops of one pass.
+    """
+
+    autodiff: str | None = None
+    late: frozenset[Var] = frozenset()
+    following: Mapping[Var, Var] | None = None
+
+
+def _nested(jaxpr: Jaxpr, limit: int, autodiff: str | None) -> Jaxpr:
+    """The program with all programs inside done, and its own gathers where they were."""
+    eqns: list[Eqn] = []
+    for eqn in jaxpr.eqns:
+        inside = autodiff or _jaxpr.autodiff_pass(eqn)
+        done = _loop if eqn.primitive.name == "scan" else _holder
+        eqns += done(eqn, limit, inside)
+    return _waits.with_equations(jaxpr, eqns)
+
+
+def _holder(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
+    """An equation with all programs inside done."""
+
+    def inner(jaxpr: Jaxpr) -> Jaxpr:
+        return _placed(_nested(jaxpr, limit, autodiff), limit, _Place(autodiff))
+
+    return [_jaxpr.with_inner(eqn, inner)]
+
+
+def _loop(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
+    """A loop, which may now gather for its next turn."""
+    eqn = _jaxpr.with_inner(eqn, lambda body: _nested(body, limit, autodiff))
+    scan = Scan.of(eqn)
+    of_one_pass = autodiff is not None or not any(map(_jaxpr.autodiff_pass, _waits.walk(scan.body)))
+    before, after = list[Eqn](), list[Eqn]()
+    if of_one_pass and (ahead := _ahead(scan, limit)):
+        new = pipelined(scan, ahead)
+        before = [_jaxpr.within_scope(e, outer=eqn) for e in new.before]
+        after = [_jaxpr.within_scope(e, LAST_TURN, outer=eqn) for e in new.after]
+        if any(map(_waits.is_reduction, _waits.walk(scan.body))):
+            before = _with_carry(before, [p.init for p in scan.carries])
+        scan, eqn = new, new.equation()
+    following = {p.after: p.before for p in scan.carries if not _jaxpr.is_literal(p.after)}
+    place = _Place(autodiff, _late(scan), following if of_one_pass else None)
+    return [*before, _jaxpr.with_inner(eqn, lambda body: _placed(body, limit, place)), *after]
+
+
+def _late(scan: Scan) -> frozenset[Var]:
+    return frozenset(p.before for p in scan.carries if _waits.is_float(p.before))
+
+
+def _ahead(scan: Scan, limit: int) -> list[Var]:
+    """What a turn gathers for the next one: of slices, and of nothing that a turn computes.
+
+    Gathers that fit in `limit` together, and all before the first product, which has none to hide behind.
+    """
+    parts = _jaxpr.scan_parts(scan.eqn)
+    if not limit or scan.length == 1 or parts.unroll != 1 or parts.body_consts or makes_keys(scan):
+        return []
+    slices, carried = {p.row for p in scan.xs}, {p.before for p in scan.carries}
+    level = _Level(scan.body, _Place(late=_late(scan)))
+    found = list[Var]()
+    for gather in level.gathers:
+        free = gather.moves and not gather.others and carried.isdisjoint(gather.reads)
+        if not free or slices.isdisjoint(gather.reads):
+            continue
+        found.append(gather.out)
+        if _waits.nbytes(found) > limit and gather.use > min(level.products, default=gather.use):
+            return found[:-1]
+    return found
+
+
+def _with_carry(eqns: Sequence[Eqn], carry: Sequence[Atom]) -> list[Eqn]:
+    """Gathers before a loop wait for what it begins with: [Note: a backward loop begins with its carry]."""
+    ready, found = [x for x in variables(carry) if _waits.is_float(x)], list[Eqn]()
+    for eqn in eqns:
+        if _waits.is_gather(eqn) and ready:
+            barriers, eqn = _waits.waiting(eqn, ready, SCOPE)
+            found += barriers
+        found.append(eqn)
+    return found
+
+
+class _Gather(NamedTuple):
+    """A gather of a program's arguments, or what a loop has gathered for its last turn.
+
+    Attributes:
+      eqn: the gather, or the loop.
+      out: what is gathered.
+      use: the equation that first reads it, by index: one of the next turn's stands behind all of this one's.
+      cone: equations that make its operand.
+      names: what they read in the place of what is behind a barrier of the program's own.
+      reads: arguments of the program that these read.
+      others: what it waits for by a barrier of another pass.
+    """
+
+    eqn: Eqn
+    out: Var
+    use: int
+    cone: dict[int, Eqn]
+    names: dict[Var, Atom]
+    reads: set[Var]
+    others: set[Var]
+
+    @property
+    def moves(self) -> bool:
+        """Whether it has a place to be found."""
+        return _waits.is_gather(self.eqn)
+
+
+class _Level:
+    """A program: which of its equations gather, take time, and begin a pass."""
+
+    def __init__(self, jaxpr: Jaxpr, place: _Place):
+        self.jaxpr, self.place, self.num = jaxpr, place, len(jaxpr.eqns)
+        self.index = {out: i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
+        self.makers: _waits.Makers = {out: jaxpr.eqns[i] for out, i in self.index.items()}
+        self.first: dict[Var, int] = {}
+        for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
+            self.first |= dict.fromkeys(variables(eqn.invars), i)
+        long = [i for i, eqn in enumerate(jaxpr.eqns) if _waits.takes_time(eqn)]
+        self.products = [i for i in long if _waits.done(jaxpr.eqns[i]) is not None]
+        self.loops = [i for i in self.products if _waits.gathers_inside(jaxpr.eqns[i])]
+        found = [self._gather(eqn, out) for eqn in jaxpr.eqns for out in _gathered(eqn)]
+        self.gathers = sorted(filter(None, found), key=self._in_turn)
+
+    def _in_turn(self, gather: _Gather) -> int:
+        return gather.use % self.num
+
+    def _gather(self, eqn: Eqn, out: Var) -> _Gather | None:
+        use = self.first.get(out)
+        if use is None and self.place.following is not None and out in self.place.following:
+            use = self.num + self.first.get(self.place.following[out], self.num - 1)
+        if use is None or (use < self.num and _waits.is_gather(self.jaxpr.eqns[use])):
+            return None  # Nobody reads it, or it is half of another one.
+        gather = _Gather(eqn, out, use, {}, {}, set(), set())
+        return gather if self._follow(gather, eqn.invars if gather.moves else []) else None
+
+    def _follow(self, gather: _Gather, atoms: Sequence[Atom]) -> bool:
+        """Notes what makes these; False if that takes time itself."""
+        due, seen = variables(atoms), set[Var]()
+        while due:
+            if (var := due.pop()) in seen:
+                continue
+            seen.add(var)
+            if (i := self.index.get(var)) is None:
+                gather.reads.add(var)
+                if var in self.place.late:
+                    return False
+                continue
+            eqn = gather.cone[i] = self.jaxpr.eqns[i]
+            ins = variables(eqn.invars)
+            if eqn.primitive.name == "optimization_barrier":
+                held = eqn.invars[_waits.place_of(eqn, var)]
+                if any(_jaxpr.in_scope(eqn, scope) for scope in (SCOPE, AFTER_LOOP)):
+                    gather.others.update(x for x in ins if x is not held)
+                else:
+                    gather.names[var] = held
+                ins = variables([held])
+            elif (
+                eqn.primitive.name in _MEETING or _waits.takes_time(eqn)
+                or _jaxpr.inner_jaxprs(eqn) or _jaxpr.has_side_effects(eqn)
+            ):  # fmt: skip
+                return False
+            due += ins
+        return True
+
+    def ready(self, gather: _Gather) -> int:
+        """The last equation that must stand before a gather."""
+        return max((self.index.get(var, -1) for var in gather.others), default=-1)
+
+    def starts(self, limit: int) -> list[tuple[_Gather, int]]:
+        """For each gather the equation behind which it may start, or -1: [Note: when a gather may start]."""
+        sizes = [_waits.nbytes([gather.out]) for gather in self.gathers]
+        uses = [*map(self._in_turn, self.gathers)]
+        if self.place.following is not None:
+            turns = [k * self.num for k in range(3)]
+            found = _queue(sizes * 3, [t + use for t in turns for use in uses],
+                           [t + i for t in turns for i in self.products], limit)  # fmt: skip
+            # From the turn that makes it on: one for the next turn, or its own.
+            pairs = zip(self.gathers, found[2 * len(uses) :], strict=True)
+            return [
+                (
+                    g,
+                    self._behind_loop(
+                        g, -1 if at is None else at - turns[-1 - (g.use >= self.num)]
+                    ),
+                )
+                for g, at in pairs
+            ]
+        begins, result = self._begins(), list[tuple[_Gather, int]]()
+        for begin in dict.fromkeys(begins[use] for use in uses):
+            mine = [k for k, use in enumerate(uses) if begins[use] == begin]
+            products = [i for i in self.products if i > begin]
+            found = _queue([sizes[k] for k in mine], [uses[k] for k in mine], products, limit)
+            for k, at in zip(mine, found, strict=True):
+                start = begin if at is None else max(begin, at)
+                result.append((self.gathers[k], self._behind_loop(self.gathers[k], start)))
+        return result
+
+    def _behind_loop(self, gather: _Gather, start: int) -> int:
+        return max([start, -1, *(i for i in self.loops if i < gather.use)])
+
+    def _begins(self) -> list[int]:
+        """For each equation the last one of the pass before its own, or -1."""
+        begins, begin, latest, seen = list[int](), -1, -1, None
+        computed, products = set(self.place.late), set(self.products)
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            current = None if self.place.autodiff else _jaxpr.autodiff_pass(eqn)
+            if current is not None and current != seen:
+                begin, seen = (begin if seen is None else latest), current
+            begins.append(begin)
+            pairs = zip(eqn.invars, eqn.outvars, strict=False)
+            if eqn.primitive.name == "optimization_barrier":
+                computed |= {out for x, out in pairs if not _jaxpr.is_literal(x) and x in computed}
+            elif i in products or not computed.isdisjoint(variables(eqn.invars)):
+                computed.update(eqn.outvars)
+                latest = latest if _waits.done(eqn) is None else i
+            if _jaxpr.is_named(eqn, COTANGENT):
+                begin = i
+        return begins
+
+
+def _gathered(eqn: Eqn) -> list[Var]:
+    """What the equation has gathered: a loop, for a turn behind it."""
+    if eqn.primitive.name != "scan":
+        return eqn.outvars if _waits.is_gather(eqn) else []
+    scan = Scan.of(eqn)
+    made = {out for e in scan.eqns if _waits.is_gather(e) for out in e.outvars}
+    return [p.out for p in scan.carries if not _jaxpr.is_literal(p.after) and p.after in made]
+
+
+_MEETING = _frames.COLLECTIVES - {"axis_index", "all_gather", "all_gather_invariant"}
+
+
+def _queue(
+    sizes: Sequence[int], uses: Sequence[int], products: Sequence[int], limit: int
+) -> list[int | None]:
+    """For each gather the product behind which it may start, or None: [Note: when a gather may start]."""
+    found, ahead, total, all_ahead = list[int | None](), deque[tuple[int, int | None]](), 0, True
+    for nbytes, use in zip(sizes, uses, strict=True):
+        place = bisect.bisect_left(products, use)
+        before = products[place - 1] if place else None
+        ahead.append((nbytes, before))
+        total += nbytes
+        while limit and total > limit and len(ahead) > 1 and ahead[1][1] != before:
+            total -= ahead.popleft()[0]
+            all_ahead = False
+        found.append(before if not limit else None if all_ahead else ahead[0][1])
+    return found
+
+
+def _placed(jaxpr: Jaxpr, limit: int, place: _Place) -> Jaxpr:
+    """The program with each gather behind the equation from which on it may start."""
+    level, at = _Level(jaxpr, place), dict[int, list[_Gather]]()
+    for gather, start in level.starts(limit):
+        if not gather.moves or _waits.waits_by(level.makers, gather.eqn.invars[0], SCOPE):
+            continue
+        at.setdefault(max(start, level.ready(gather)), []).append(gather)
+    if not at:
+        return jaxpr
+    moved = {id(gather.eqn) for each in at.values() for gather in each}
+    writer, written = JaxprWriter(jaxpr.eqns[0]), set[int]()
+
+    def write(eqn: Eqn) -> None:
+        if id(eqn) not in written:
+            written.add(id(eqn))
+            writer.eqns.append(eqn)
+
+    for i in range(-1, level.num):
+        if i >= 0 and id(jaxpr.eqns[i]) not in moved:
+            write(jaxpr.eqns[i])
+        for gather in at.get(i, ()):
+            writer.names = dict[Var, Atom]()
+            for _, eqn in sorted(gather.cone.items()):
+                if opened := [out for out in eqn.outvars if out in gather.names]:
+                    writer.names |= {out: writer.read(gather.names[out]) for out in opened}
+                elif writer.names.keys().isdisjoint(variables(eqn.invars)):
+                    write(eqn)
+                else:
+                    writer.copy([eqn])
+            eqn = gather.eqn.replace(invars=[*map(writer.read, gather.eqn.invars)])
+            token = _waits.done(jaxpr.eqns[i]) if i > level.ready(gather) else None
+            barriers, eqn = _waits.waiting(eqn, [token], SCOPE) if token else ([], eqn)
+            writer.eqns += [*barriers, eqn]
+    return _waits.with_equations(jaxpr, writer.eqns)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a collective waits for: an optimization barrier on elements of values that are computed before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from jzero.ir import _rules
+from jzero.ir._loops import Scan
+from jzero.ir._writer import JaxprWriter
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+# The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
+# random bits may be there before anything else is.
+PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
+# Scopes that mark what passes have written, so that none writes it twice: barriers, and a loop's last turn.
+PREFETCH, ORDER, AFTER_LOOP, LAST_TURN = (
+    f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn")
+)
+Makers: TypeAlias = Mapping[Var, Eqn]
+
+
+def token_of(x: jax.Array) -> jax.Array:
+    """One element of `x`: depends on it without keeping it alive."""
+    return x[(0,) * x.ndim] if math.prod(x.shape) else jnp.zeros((), x.dtype)
+
+
+def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
+    """`shard`, but not before `tokens` are there."""
+    # Twice: XLA takes out of a barrier what has no other use, before or after it.
+    for _ in range(2 if tokens else 0):
+        shard = lax.optimization_barrier((shard, *tokens))[0]
+    return shard
+
+
+def behind(shard: jax.Array, *tokens: jax.Array) -> jax.Array:
+    """The same, as `JaxprWriter.trace` takes functions."""
+    return not_before(shard, tokens)
+
+
+def waiting(
+    eqn: Eqn, values: Iterable[Var], scope: str, laid_out: bool = False
+) -> tuple[list[Eqn], Eqn]:
+    """A collective of one operand that waits for `values`, and the equations of its barrier.
+
+    Args:
+      eqn: the collective.
+      values: what it waits for.
+      scope: marks the barrier.
+      laid_out: whether the operand is put into the layout that a reduction along its dim reads.
+    """
+    writer = JaxprWriter(_jaxpr.within_scope(eqn, scope))
+    tokens = [writer.trace(token_of, value)[0] for value in values]
+    (operand,) = eqn.invars
+    if laid_out and eqn.params["scatter_dimension"]:
+        # A barrier ends what the compiler knows of the layout that the reduction reads
+        # ([Note: layouts at rest]).
+        (operand,) = writer.trace(_dim_first, operand, static=(eqn.params["scatter_dimension"],))
+    (shard,) = writer.trace(behind, operand, *tokens)
+    return writer.eqns, eqn.replace(invars=[shard])
+
+
+def _dim_first(dim: int, x: jax.Array) -> jax.Array:
+    order = Layout((dim, *(d for d in range(x.ndim) if d != dim)))
+    laid_out: jax.Array = with_layout_constraint(x, order)
+    return laid_out
+
+
+def waits_by(makers: Makers, atom: Atom, scope: str) -> bool:
+    """Whether it is behind a barrier that was marked so, among barriers."""
+    while not _jaxpr.is_literal(atom) and (eqn := makers.get(atom)) is not None:
+        if eqn.primitive.name != "optimization_barrier":
+            return False
+        if _jaxpr.in_scope(eqn, scope):
+            return True
+        atom = eqn.invars[place_of(eqn, atom)]
+    return False
+
+
+def place_of(eqn: Eqn, out: Var) -> int:
+    """Which result it is."""
+    return next(i for i, var in enumerate(eqn.outvars) if var is out)
+
+
+def is_gather(eqn: Eqn) -> bool:
+    """Whether each device gets of all what they have."""
+    return eqn.primitive.name in ("all_gather", "all_gather_invariant")
+
+
+def is_reduction(eqn: Eqn) -> bool:
+    """Whether it leaves of a value this device's shard of a sum over devices."""
+    return eqn.primitive.name == "reduce_scatter"
+
+
+def nbytes(variables: Iterable[Var]) -> int:
+    """Of all of them together."""
+    return sum(_rules.size_in_bytes(var.aval) for var in variables)
+
+
+def is_float(atom: Atom) -> bool:
+    """Whether a token can be made of it: an element of a floating-point array on the device."""
+    aval = atom.aval
+    return (
+        not _jaxpr.is_literal(atom)
+        and jnp.issubdtype(aval.dtype, jnp.floating)
+        and not _jaxpr.is_on_host(aval)
+    )
+
+
+def done(eqn: Eqn) -> Var | None:
+    """A result that says that the equation is done: the smallest, but none that a loop only passes on."""
+    passed = set[Var]()
+    if eqn.primitive.name == "scan":
+        passed = {port.out for port in Scan.of(eqn).carries if port.after is port.before}
+    found = [var for var in eqn.outvars if is_float(var) and var not in passed]
+    return min(
+        (v for v in found if not _jaxpr.is_dropped(v)), key=lambda v: v.aval.size, default=None
+    )
+
+
+def walk(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """Every equation, and those inside."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        yield from inside(eqn)
+
+
+def inside(eqn: Eqn) -> Iterator[Eqn]:
+    """Every equation of the programs that it holds."""
+    for inner in _jaxpr.inner_jaxprs(eqn):
+        yield from walk(_jaxpr.open_jaxpr(inner)[0])
+
+
+def takes_time(eqn: Eqn) -> bool:
+    """Whether it is a product, a loop, or holds one."""
+    return any(e.primitive.name in PRODUCTS for e in (eqn, *inside(eqn)))
+
+
+def gathers_inside(eqn: Eqn) -> bool:
+    """Whether it is a loop whose turns gather."""
+    return eqn.primitive.name in ("scan", "while") and any(map(is_gather, inside(eqn)))
+
+
+def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn], outvars: Sequence[Atom] = ()) -> Jaxpr:
+    """The jaxpr with these equations; itself if they are its own."""
+    same = len(eqns) == len(jaxpr.eqns) and all(
+        a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)
+    )
+    if same:
+        return jaxpr
+    return _jaxpr.replaced(jaxpr, eqns=[*eqns], outvars=[*(outvars or jaxpr.outvars)])
