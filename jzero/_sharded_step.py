@@ -330,7 +330,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             dict(zip(paths, arrays, strict=True)), outputs,
         )  # fmt: skip
 
-    def _partitioned(self, program: Program) -> partition.Program:
+    def _partitioned(self, program: Program) -> partition.DeviceProgram:
         found = _partitioned.of_step(program.step)
         if isinstance(found, Partitioned):
             return found.program

@@ -15,7 +15,7 @@ import jzero
 from jzero.ir._layout import Layout, from_spec, replicated
 from jzero.ir._regions import turns
 from jzero.ir._starts import in_bounds
-from jzero.sharding.partition._partition import Input, Program, partition
+from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.tracing import _jaxpr, _rewrite
 
 
@@ -35,7 +35,7 @@ class Case:
 
 @dataclasses.dataclass
 class Ready:
-    program: Program
+    program: DeviceProgram
     run: Any
     place: Any
     mesh: Any
@@ -113,11 +113,11 @@ def prepare(case: Case) -> Ready:
     (jaxpr, consts), state, leaves = traced(case)
     stored, firm = layouts(case, state)
     num = len(stored)
-    ins = [Input(layout, firm=axes) for layout, axes in zip(stored, firm, strict=True)]
+    ins = [DeviceInput(layout, firm=axes) for layout, axes in zip(stored, firm, strict=True)]
     for x in leaves[num:]:
         spec = (case.spec or P(case.rows)) if np.ndim(x) else P()
         layout = from_spec(np.shape(x), case.mesh, spec)
-        ins.append(Input(layout, rows=frozenset(case.rows if np.ndim(x) else ())))
+        ins.append(DeviceInput(layout, rows=frozenset(case.rows if np.ndim(x) else ())))
     outs = [*stored, *[None] * (len(jaxpr.outvars) - num)]
     program = partition(jaxpr, consts, case.mesh, ins, outs)
     mesh = jax.make_mesh(
@@ -135,10 +135,12 @@ def prepare(case: Case) -> Ready:
     )
 
     def place(xs):
-        return [
-            jax.device_put(padded(np.asarray(x), layout), NamedSharding(mesh, layout.spec()))
-            for x, layout in zip(xs, program.ins, strict=False)
-        ]
+        found = []
+        for x, layout in zip(xs, program.ins, strict=False):
+            spec = layout.spec()
+            assert spec is not None
+            found.append(jax.device_put(padded(np.asarray(x), layout), NamedSharding(mesh, spec)))
+        return found
 
     return Ready(program, jax.jit(body), place, mesh)
 
@@ -197,7 +199,7 @@ def worst(got, want):
     return most
 
 
-def moved(program: Program) -> dict[str, tuple[int, int]]:
+def moved(program: DeviceProgram) -> dict[str, tuple[int, int]]:
     """How often each kind of collective runs, and the bytes that reach a device."""
     times: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()

@@ -12,7 +12,7 @@ from test_layering import FILES
 pytestmark = pytest.mark.one_release
 
 # Names that still say several things: none may be added.
-STILL_DOUBLE: frozenset[str] = frozenset({"Input", "Move", "Program"})
+STILL_DOUBLE: frozenset[str] = frozenset()
 CAMEL_CASE = re.compile(r"_?[A-Z]\w*[a-z]\w*")
 
 

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import partition_steps as steps
 import partitioned
 from jzero.ir._layout import from_spec
 from jzero.sharding.partition._errors import CannotPartitionError
-from jzero.sharding.partition._partition import Input, partition
+from jzero.sharding.partition._partition import DeviceInput, partition
 from jzero.tracing import _jaxpr, _rewrite
 from partitioned import Case
 
@@ -49,7 +50,7 @@ def megatron(path, shape):
 
 
 tied = functools.partial(steps.gpt, scan=False, remat=False, tied=True)
-KINDS = {
+KINDS: dict[str, Callable[..., steps.Steps]] = {
     "mlp": steps.mlp,
     "tied_gpt": tied,
     "scanned_gpt": steps.gpt,
@@ -200,7 +201,7 @@ def program(fn, *specs, outs=None, mesh=None):
     ins = []
     for i, (shape, spec) in enumerate(specs):
         layout = from_spec(shape, mesh, spec)
-        ins.append(Input(layout, rows=frozenset(["data"]) if i else frozenset()))
+        ins.append(DeviceInput(layout, rows=frozenset(["data"]) if i else frozenset()))
     return partition(jaxpr, consts, mesh, ins, outs or [None] * len(jaxpr.outvars))
 
 

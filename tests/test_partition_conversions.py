@@ -10,12 +10,12 @@ from jax import P
 
 import test_ir_layout as layouts
 from jzero.ir._layout import LOCAL, Layout, conversion, received
-from jzero.sharding.partition._writer import DeviceWriter, Move
+from jzero.sharding.partition._writer import DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Var
 
 
-def program(source: Layout, target: Layout, mesh: dict[str, int], moves: dict[Var, Move]):
+def program(source: Layout, target: Layout, mesh: dict[str, int], moves: dict[Var, DeviceMove]):
     """`convert` as a function of what each device holds, its places on the mesh in front."""
     like = jax.make_jaxpr(lambda x: x + 1)(np.zeros(source.local_shape, np.float32)).jaxpr
     writer = DeviceWriter(like.eqns[0], mesh, moves)
@@ -37,7 +37,7 @@ def program(source: Layout, target: Layout, mesh: dict[str, int], moves: dict[Va
 
 
 def check(mesh, source, target):
-    moves: dict[Var, Move] = {}
+    moves: dict[Var, DeviceMove] = {}
     run = program(source, target, mesh, moves)
     value = layouts.value_of(source.shape)
     blocks = layouts.terms_of(source, value, mesh)

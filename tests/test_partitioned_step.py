@@ -182,10 +182,10 @@ def printing(state, batch):
     ],
 )
 def test_what_it_does_not_run(options, why):
-    options: dict[str, Any] = {"step": step_fn, "mesh": (8,), **options}
-    step, sizes = options.pop("step"), options.pop("mesh")
+    given: dict[str, Any] = {"step": step_fn, "mesh": (8,), **options}
+    step, sizes = given.pop("step"), given.pop("mesh")
     own = mesh(**dict(zip(("data", "model"), sizes, strict=False)))
-    train_step = small.shard_train_step(step, mesh=own, **options)
+    train_step = small.shard_train_step(step, mesh=own, **given)
     state = state_of(16) if step is step_fn else state_of(16)[0]
     train_step.plan(state, batches()[0])
     assert engines.why_not(train_step) == [why]

@@ -486,9 +486,9 @@ CALLS: list[int] = []
 @functools.cache
 def partitioned_case(name: str) -> Any:
     model = {
-        "scanned": lambda: partition_steps.gpt(dtype=jnp.float64),
-        "unrolled, tied": lambda: partition_steps.gpt(scan=False, tied=True, dtype=jnp.float64),
-        "over time": lambda: partition_steps.lstm(dtype=jnp.float64),
+        "scanned": lambda: partition_steps.gpt(),
+        "unrolled, tied": lambda: partition_steps.gpt(scan=False, tied=True),
+        "over time": lambda: partition_steps.lstm(),
     }[name]
     init, step, batch = model()
     case = partitioned.Case(init, step, batch, {"data": NUM}, 3)

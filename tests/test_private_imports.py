@@ -49,6 +49,7 @@ MAY = {
     "gpu/test_host": "offload._bandwidth offload.kernels._host_update",
     "gpu/test_layers": "sharding.analysis._residuals",
     "golden/_record": "segments._partitioned sharding.plan._wire",
+    "golden/_watch": "offload._layered offload._pinned offload._streamed",
     "handing_over": "offload.kernels._host_update",
     "host_updates": "offload.kernels._host_update offload.memory._addresses",
     "hostile_checkpoints": "checkpoint._inspect checkpoint._seal weights._export",
@@ -124,7 +125,9 @@ MAY = {
     "test_first_hour": "reports._tables",
     "test_fused_loops":
         "sharding.cut._fused_loops sharding.cut._growing_loop tracing._jaxpr tracing._rewrite",
-    "test_golden": "_step_types ir._rules offload._streamed sharding.run._queue",
+    "test_golden":
+        "_step_types ir._rules offload._layer_programs offload._layered offload._streamed "
+        "sharding.run._codes sharding.run._queue",
     "test_growth": "preflight._preflight",
     "test_hf_config": "reports._hf_config",
     "test_host_array": "offload.memory._available offload.memory._placing",

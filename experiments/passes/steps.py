@@ -14,7 +14,7 @@ from experiments.passes import explicit
 from experiments.rivals import zoo
 from jzero.ir._layout import from_spec
 from jzero.ir._starts import in_bounds
-from jzero.sharding.partition._partition import Input, partition
+from jzero.sharding.partition._partition import DeviceInput, partition
 from jzero.tracing import _jaxpr, _rewrite
 
 ADAM = optax.adamw(1e-4)  # the second half of `models.training.tx`
@@ -90,7 +90,10 @@ def partitioned_step(model: Any, mesh: Mesh, given: zoo.Rival) -> Step:
 
     traced = _jaxpr.trace_whole(step, leaves, {})
     flat, consts = _rewrite.flatten_calls(in_bounds(traced.jaxpr), traced.consts)
-    ins = [*map(Input, layouts[:-1]), Input(layouts[-1], rows=frozenset({explicit.AXIS}))]
+    ins = [
+        *map(DeviceInput, layouts[:-1]),
+        DeviceInput(layouts[-1], rows=frozenset({explicit.AXIS})),
+    ]
     made = partition(flat, consts, dict(mesh.shape), ins, [*layouts[:-1], None])
     assert not made.consts, "constants have no place among the arguments"
     program = explicit.Program(made.jaxpr, mesh, tuple(specs), [*specs[:-1], P()])

@@ -18,7 +18,7 @@ from jzero.tracing._types import Atom, Eqn
 Params = dict[str, Any]  # of an equation: what else it says beside its operands, by name
 # For each operand, for each of its dims: the dim of the results that it becomes, or None.
 DimMaps = list[tuple[int | None, ...]]
-Dims = tuple[int | None, ...]  # of each operand, or of each result, one dim
+FactorDims = tuple[int | None, ...]  # of each operand, or of each result, one dim
 
 
 def _unchanged(size: int, num: int) -> Params:
@@ -437,7 +437,7 @@ def _stored(indices: tuple[int, ...], ndim: int) -> dict[int, tuple[int, int | N
     return found | {dim: (dim - by_index + 1, None) for dim in range(batch + by_index, ndim)}
 
 
-def _of_size(atoms: Sequence[Atom], dims: Dims, size: int) -> Dims:
+def _of_size(atoms: Sequence[Atom], dims: FactorDims, size: int) -> FactorDims:
     """Data and indices may have 1 of a dim of the batch, for all rows."""
     pairs = zip(atoms, dims, strict=True)
     return tuple(None if d is None or atom.aval.shape[d] != size else d for atom, d in pairs)
@@ -509,7 +509,7 @@ def sparse_of_dense(eqn: Eqn) -> list[Factor]:
     return _same(list(range(eqn.params["n_batch"])), eqn)
 
 
-def _to_sparse(eqn: Eqn, ins: Dims, out: int, **dims: int | None) -> Iterator[Factor]:
+def _to_sparse(eqn: Eqn, ins: FactorDims, out: int, **dims: int | None) -> Iterator[Factor]:
     """A dim of the batch of the result, which its data, its indices or both have."""
     name, dim = next((name, dim) for name, dim in dims.items() if dim is not None)
     size = eqn.params[name].shape[dim]

@@ -13,7 +13,7 @@ from jzero._errors import counted
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, from_spec
 from jzero.sharding.batch._trace import WRITTEN
-from jzero.sharding.partition._partition import Program
+from jzero.sharding.partition._partition import DeviceProgram
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
@@ -73,7 +73,11 @@ def as_traced(
 
 
 def as_partitioned(
-    name: str, program: Program, plan: StepPlan, arguments: Sequence[str], outputs: Sequence[str]
+    name: str,
+    program: DeviceProgram,
+    plan: StepPlan,
+    arguments: Sequence[str],
+    outputs: Sequence[str],
 ) -> PrintedProgram:
     """A step's program of one device, by the partitioner.
 

@@ -22,7 +22,7 @@ from jzero.ir._regions import Region, turns
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import CannotPartitionError, cannot
-from jzero.sharding.partition._partition import Input, Program, partition
+from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
@@ -50,7 +50,7 @@ class Partitioned:
       run: `(state leaves, argument leaves) -> (new state leaves, outputs)`, on whole arrays.
     """
 
-    program: Program
+    program: DeviceProgram
     run: Callable[..., Any]
 
     @property
@@ -168,18 +168,18 @@ def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | Non
 
 def _inputs(
     plan: StepPlan, flat: Flat, rows: Sequence[int | None], mesh: dict[str, int]
-) -> Iterator[Input]:
+) -> Iterator[DeviceInput]:
     """Leaves as they are stored; arguments in rows, padded where the devices do not divide them."""
     axes = tuple(axis for axis, _ in plan.axes)
-    yield from (Input(_leaf(leaf, mesh)) for leaf in plan.leaves)
+    yield from (DeviceInput(_leaf(leaf, mesh)) for leaf in plan.leaves)
     for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
         layout = replicated(var.aval.shape, mesh)
         if dim is None:
-            yield Input(layout)
+            yield DeviceInput(layout)
             continue
         for axis in axes:
             layout = layout.cut(dim, axis)
-        yield Input(layout, frozenset(axes))
+        yield DeviceInput(layout, frozenset(axes))
 
 
 def _leaf(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:
@@ -192,7 +192,7 @@ def _leaf(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:
     return dataclasses.replace(layout, dims=tuple(dims))
 
 
-def _run_of(program: Program, runner: Runner, taken: Sequence[int]) -> Callable[..., Any]:
+def _run_of(program: DeviceProgram, runner: Runner, taken: Sequence[int]) -> Callable[..., Any]:
     """The program as a function of whole arrays, those of leaves padded."""
     plan, consts = runner.plan, [*map(_jaxpr.constant, program.consts)]
     num_new = len(plan.new_leaves)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jzero.tracing import _jaxpr, _rewrite
 
-Makers = dict[_jaxpr.Var, _jaxpr.Eqn]
 CAST = "convert_element_type"
 
 
@@ -27,7 +26,7 @@ def without_differences(jaxpr: _rewrite.Flat) -> _rewrite.Flat:
     The differences stay, read by nobody: they tell `sharding/analysis/_links.py` that p and n are
     sharded alike.
     """
-    makers: Makers = {}
+    makers: dict[_jaxpr.Var, _jaxpr.Eqn] = {}
     new: dict[_jaxpr.Var, _jaxpr.Var] = {}
 
     def renamed(atoms: list[_jaxpr.Atom]) -> list[_jaxpr.Atom]:
@@ -45,7 +44,7 @@ def without_differences(jaxpr: _rewrite.Flat) -> _rewrite.Flat:
     return jaxpr._replace(eqns=eqns, outvars=renamed(jaxpr.outvars))
 
 
-def _sum(eqn: _jaxpr.Eqn, makers: Makers) -> _jaxpr.Var | None:
+def _sum(eqn: _jaxpr.Eqn, makers: dict[_jaxpr.Var, _jaxpr.Eqn]) -> _jaxpr.Var | None:
     """`n`, if the equation casts `p + (n - p)` to their dtype."""
     if eqn.primitive.name != CAST:
         return None
@@ -59,7 +58,7 @@ def _sum(eqn: _jaxpr.Eqn, makers: Makers) -> _jaxpr.Var | None:
     return None
 
 
-def _maker(atom: _jaxpr.Atom, makers: Makers) -> _jaxpr.Eqn | None:
+def _maker(atom: _jaxpr.Atom, makers: dict[_jaxpr.Var, _jaxpr.Eqn]) -> _jaxpr.Eqn | None:
     """What made a value, whatever then changed its weak type."""
     eqn = None if _jaxpr.is_literal(atom) else makers.get(atom)
     if eqn is None or eqn.primitive.name != CAST:
@@ -68,13 +67,17 @@ def _maker(atom: _jaxpr.Atom, makers: Makers) -> _jaxpr.Eqn | None:
     return _maker(eqn.invars[0], makers) if same else eqn
 
 
-def _made_by(name: str, atom: _jaxpr.Atom, makers: Makers) -> list[_jaxpr.Atom]:
+def _made_by(
+    name: str, atom: _jaxpr.Atom, makers: dict[_jaxpr.Var, _jaxpr.Eqn]
+) -> list[_jaxpr.Atom]:
     """The operands, if an equation of that name made `atom`."""
     eqn = _maker(atom, makers)
     return eqn.invars if eqn is not None and eqn.primitive.name == name else []
 
 
-def _cast_up(atom: _jaxpr.Atom, aval: Any, makers: Makers) -> _jaxpr.Var | None:
+def _cast_up(
+    atom: _jaxpr.Atom, aval: Any, makers: dict[_jaxpr.Var, _jaxpr.Eqn]
+) -> _jaxpr.Var | None:
     """The value of type `aval` of which `atom` is a cast to a wider floating dtype."""
     operands = _made_by(CAST, atom, makers)
     if not operands or _jaxpr.is_literal(operand := operands[0]):

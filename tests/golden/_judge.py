@@ -69,9 +69,10 @@ def between_engines(old: Record, new: Record, axes: Mapping[str, int]) -> Verdic
             a, b = old.get(section, []), new.get(section, [])
             diff = difflib.unified_diff(a, b, "stored", "now", n=0, lineterm="")
             return Verdict("differs", section, "\n".join(diff))
-    a, b = (_moved(record, axes) for record in (old, new))
-    whys = [f"{key} {a[key]:,} -> {b[key]:,}" for key in sorted({*a, *b}) if a[key] != b[key]]
-    word = "worse" if any(b[key] > a[key] for key in b) else "better" if whys else "equal"
+    was, now = (_moved(record, axes) for record in (old, new))
+    both = sorted({*was, *now})
+    whys = [f"{key} {was[key]:,} -> {now[key]:,}" for key in both if was[key] != now[key]]
+    word = "worse" if any(now[key] > was[key] for key in now) else "better" if whys else "equal"
     return Verdict(word, "; ".join(whys), "")
 
 

@@ -15,7 +15,7 @@ from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined
-from jzero.sharding.partition._writer import DeviceWriter, Move
+from jzero.sharding.partition._writer import DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
 
@@ -26,7 +26,7 @@ class Partitioning:
 
     mesh: Mapping[str, int]
     hints: Mapping[ValueIn, Layout | None]
-    moves: dict[Var, Move] = dataclasses.field(default_factory=dict)
+    moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
 

@@ -14,13 +14,13 @@ from jzero.sharding.partition._frame import DeviceFrame, Partitioning
 from jzero.sharding.partition._hints import hints_of
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._values import DeviceValue, axes_of
-from jzero.sharding.partition._writer import Move
+from jzero.sharding.partition._writer import DeviceMove
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Jaxpr, Var
 
 
 @dataclasses.dataclass(frozen=True)
-class Input:
+class DeviceInput:
     """A leaf of the state, or an argument, where the program begins.
 
     Attributes:
@@ -35,7 +35,7 @@ class Input:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class DeviceProgram:
     """One device's program.
 
     Attributes:
@@ -48,13 +48,13 @@ class Program:
     consts: list[Any]
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
-    moves: tuple[Move, ...]
+    moves: tuple[DeviceMove, ...]
 
 
 def partition(
-    jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[Input],
+    jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
     outs: Sequence[Layout | None],
-) -> Program:  # fmt: skip
+) -> DeviceProgram:  # fmt: skip
     """One device's program of a step.
 
     Args:
@@ -83,10 +83,10 @@ def partition(
     written = frame.function(_template(), own, atoms)
     moves = tuple(_moves(written, frame.moves, 1))
     ins_ = tuple(each.layout for each in ins)
-    return Program(written, frame.consts, ins_, tuple(layouts), moves)
+    return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves)
 
 
-def _value(var: Var, own: Var, given: Input, i: int) -> DeviceValue:
+def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
     layout = given.layout
     rows = given.rows & axes_of(layout)
     return DeviceValue(var.aval, layout, {layout: own}, rows, given.firm, origin=i)
@@ -112,7 +112,7 @@ def _with_zeros(
     return x
 
 
-def _moves(jaxpr: Jaxpr, moves: Mapping[Var, Move], times: int) -> Iterator[Move]:
+def _moves(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove], times: int) -> Iterator[DeviceMove]:
     """What the equations of a program move, in their order; in a loop, in all iterations."""
     for eqn in jaxpr.eqns:
         if eqn.outvars and (move := moves.get(eqn.outvars[0])) is not None:

@@ -27,7 +27,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 DimParts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
 
 
-class Move(NamedTuple):
+class DeviceMove(NamedTuple):
     """One conversion that communicates.
 
     Attributes:
@@ -57,7 +57,7 @@ class DeviceWriter(JaxprWriter):
       moves: what each collective moves, by its result.
     """
 
-    def __init__(self, source: Eqn, mesh: Mapping[str, int], moves: dict[Var, Move]):
+    def __init__(self, source: Eqn, mesh: Mapping[str, int], moves: dict[Var, DeviceMove]):
         super().__init__(source)
         self.mesh, self.moves = mesh, moves
         self._index: dict[tuple[str, ...], Atom] = {}
@@ -90,7 +90,7 @@ class DeviceWriter(JaxprWriter):
             if step.kind not in LOCAL:
                 nbytes = sum(n for _, n in step.received)
                 line = _jaxpr.user_line(self.source) if _jaxpr.has_line(self.source) else ""
-                note = Move(step.kind, step.axes, nbytes, of, line, why or _reason(step))
+                note = DeviceMove(step.kind, step.axes, nbytes, of, line, why or _reason(step))
                 self.moves[self._moved] = note
         return x
 
@@ -266,7 +266,7 @@ def _split_for_exchange(
     return flat, (starts[0] + places[0], starts[1] + places[1])
 
 
-def communicates(jaxpr: Jaxpr, moves: Mapping[Var, Move]) -> bool:
+def communicates(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove]) -> bool:
     """Whether a program, or one inside, has a collective."""
     inner = [_jaxpr.open_jaxpr(each)[0] for eqn in jaxpr.eqns for each in _jaxpr.inner_jaxprs(eqn)]
     own = any(eqn.outvars and eqn.outvars[0] in moves for eqn in jaxpr.eqns)

@@ -52,11 +52,11 @@ def prefetch(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
       nbytes: of gathered values that are not read yet, at most; of one product's if these are more. With 0
         none is ahead, and no loop carries any.
     """
-    return _placed(_nested(jaxpr, nbytes, None), nbytes, _Place())
+    return _placed(_nested(jaxpr, nbytes, None), nbytes, _Scope())
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Scope:
     """Where a program runs.
 
     Attributes:
@@ -84,7 +84,7 @@ def _holder(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
     """An equation with all programs inside done."""
 
     def inner(jaxpr: Jaxpr) -> Jaxpr:
-        return _placed(_nested(jaxpr, limit, autodiff), limit, _Place(autodiff))
+        return _placed(_nested(jaxpr, limit, autodiff), limit, _Scope(autodiff))
 
     return [_jaxpr.with_inner(eqn, inner)]
 
@@ -103,7 +103,7 @@ def _loop(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
             before = _with_carry(before, [p.init for p in scan.carries])
         scan, eqn = new, new.equation()
     following = {p.after: p.before for p in scan.carries if not _jaxpr.is_literal(p.after)}
-    place = _Place(autodiff, _late(scan), following if of_one_pass else None)
+    place = _Scope(autodiff, _late(scan), following if of_one_pass else None)
     return [*before, _jaxpr.with_inner(eqn, lambda body: _placed(body, limit, place)), *after]
 
 
@@ -120,7 +120,7 @@ def _ahead(scan: Scan, limit: int) -> list[Var]:
     if not limit or scan.length == 1 or parts.unroll != 1 or parts.body_consts or makes_keys(scan):
         return []
     slices, carried = {p.row for p in scan.xs}, {p.before for p in scan.carries}
-    level = _Level(scan.body, _Place(late=_late(scan)))
+    level = _Level(scan.body, _Scope(late=_late(scan)))
     found = list[Var]()
     for gather in level.gathers:
         free = gather.moves and not gather.others and carried.isdisjoint(gather.reads)
@@ -173,7 +173,7 @@ class _Gather(NamedTuple):
 class _Level:
     """A program: which of its equations gather, take time, and begin a pass."""
 
-    def __init__(self, jaxpr: Jaxpr, place: _Place):
+    def __init__(self, jaxpr: Jaxpr, place: _Scope):
         self.jaxpr, self.place, self.num = jaxpr, place, len(jaxpr.eqns)
         self.index = {out: i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
         self.makers: _waits.Makers = {out: jaxpr.eqns[i] for out, i in self.index.items()}
@@ -312,7 +312,7 @@ def _queue(
     return found
 
 
-def _placed(jaxpr: Jaxpr, limit: int, place: _Place) -> Jaxpr:
+def _placed(jaxpr: Jaxpr, limit: int, place: _Scope) -> Jaxpr:
     """The program with each gather behind the equation from which on it may start."""
     level, at = _Level(jaxpr, place), dict[int, list[_Gather]]()
     for gather, start in level.starts(limit):
