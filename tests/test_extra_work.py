@@ -51,14 +51,14 @@ def described(step_fn, *batch, state=PARAMS, mesh=MESH, **options):
 
 
 UNEVEN = {
-    "12 rows": (12, {}, 1 / 4, "12 rows become 16 on 8 devices", "a multiple of 8."),
-    "4 rows": (4, {}, 1 / 2, "4 rows become 8 on 8 devices", "a multiple of 8."),
+    "12 rows": (12, {}, 1 / 4, "rows are padded from 12 to 16 on 8 devices", "a multiple of 8."),
+    "4 rows": (4, {}, 1 / 2, "rows are padded from 4 to 8 on 8 devices", "a multiple of 8."),
     "3 microbatches": (
-        16, dict(accumulate=3), 1 / 3, "16 rows become 24 on 8 devices with 3 microbatches each",
+        16, dict(accumulate=3), 1 / 3, "rows are padded from 16 to 24 on 8 devices with 3 microbatches each",
         "a multiple of 24, or accumulate=2.",
     ),
     "the nearest": (
-        64, dict(accumulate=6), 1 / 3, "64 rows become 96 on 8 devices with 6 microbatches each",
+        64, dict(accumulate=6), 1 / 3, "rows are padded from 64 to 96 on 8 devices with 6 microbatches each",
         "a multiple of 48, or accumulate=8.",
     ),
 }  # fmt: skip
@@ -92,7 +92,7 @@ def test_the_share_is_that_of_the_compiled_program():
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     train_step = jzero.shard_train_step(step, mesh=mesh, stage=3, min_shard_bytes=0)
-    with pytest.warns(UserWarning, match="12 rows become 16"):
+    with pytest.warns(UserWarning, match="rows are padded from 12 to 16"):
         report = train_step.describe(state, rows(12))
     (found,) = report.to_dict()["extra_work"]
     on_all = 8 * flops(train_step.lower(state, rows(12)))
@@ -172,7 +172,7 @@ def test_once_for_a_step_and_cause():
         train_step = jzero.shard_train_step(mlp(over_rows), mesh=MESH)
         for num in (12, 12, 20, 512, 500):
             train_step.describe(PARAMS, rows(num))
-    causes = ["12 rows become 16", "every device computes all rows"]
+    causes = ["rows are padded from 12 to 16", "every device computes all rows"]
     assert len(caught) == 2
     assert all(cause in str(each.message) for cause, each in zip(causes, caught, strict=True))
     _, again = described(mlp(), rows(12))  # Another step.
@@ -186,7 +186,7 @@ def test_the_rest_of_an_epoch_is_no_matter():
         train_step = jzero.shard_train_step(mlp(), mesh=MESH)
         train_step.plan(PARAMS, rows(16))
         assert train_step.describe(PARAMS, rows(12)).to_dict()["extra_work"]
-    with pytest.warns(UserWarning, match="20 rows become 24"):
+    with pytest.warns(UserWarning, match="rows are padded from 20 to 24"):
         train_step.plan(PARAMS, rows(20))
 
 
@@ -195,7 +195,7 @@ def test_a_call_warns_and_trains():
     state = {n: jax.random.normal(key, x.shape) * 0.1 for n, x in PARAMS.items()}
     x = jax.random.normal(key, (12, DIM))
     train_step = jzero.shard_train_step(mlp(), donate=False)
-    with pytest.warns(UserWarning, match="12 rows become 16"):
+    with pytest.warns(UserWarning, match="rows are padded from 12 to 16"):
         new, loss = train_step(state, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -210,7 +210,9 @@ def test_an_evaluation_warns_in_its_own_name():
         lambda params, x: jnp.mean((x @ params["up"]) ** 2),
         like=jzero.shard_train_step(mlp(), mesh=MESH),
     )
-    with pytest.warns(UserWarning, match="shard_eval_step: .* 12 rows become 16") as caught:
+    with pytest.warns(
+        UserWarning, match="shard_eval_step: .* rows are padded from 12 to 16"
+    ) as caught:
         eval_step.describe(PARAMS, rows(12, 64, DIM))
     assert len(caught) == 1
 

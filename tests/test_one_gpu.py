@@ -171,7 +171,7 @@ def test_files_for_which_the_disk_has_no_room_are_not_begun(
     worker, told = module("worker"), {}
     monkeypatch.setattr(worker.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**5}))
     args = argparse.Namespace(
-        layers=1, dim=64, vocab=64, context=8, unrolled=False, policy="nvme", rows=[1], seconds=1
+        layers=1, dim=64, vocab=64, context=8, unrolled=False, policy="nvme", rows=[8], seconds=1
     )
     worker.measure(args, lambda phase, **found: told.update(found))
     assert told["status"] == "left out"

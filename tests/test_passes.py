@@ -513,7 +513,7 @@ def test_partitioned_steps_train_the_same(name: str):
     for op in ("all_gather", "reduce_scatter", "psum", "dot_general"):
         assert executed(new, op) == executed(program.jaxpr, op), op
     # Of one product: a matrix and its bias.
-    assert ahead(new, set())[0] <= max(3 * MATRIX, 1.02 * max(map(bytes_of, gathers(new))))
+    assert ahead(new, set())[0] <= max(3 * MATRIX, 1.04 * max(map(bytes_of, gathers(new))))
     specs = [[layout.spec() for layout in layouts] for layouts in (program.ins, program.outs)]
     run = explicit.Program(new, ready.mesh, tuple(specs[0]), specs[1], program.consts).run()
     got = partitioned.train(case, dataclasses.replace(ready, run=run))

@@ -113,7 +113,7 @@ def _uneven(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
     num = math.prod(setting.batch_axes.values())
     devices, microbatches = math.prod(setting.axes.values()), setting.options.accumulate
     sizes = sorted({x.size for x in rows})
-    each = [f"{size} rows become {-(-size // num) * num}" for size in sizes]
+    each = [f"from {size} to {-(-size // num) * num}" for size in sizes]
     over = counted(devices, "device", "devices")
     over += f" with {microbatches} microbatches each" * (microbatches > 1)
     better = [
@@ -125,7 +125,7 @@ def _uneven(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
     return (
         UNEVEN,
         listed([x.leaf for x in rows], 8),
-        f"{' and '.join(each)} on {over}",
+        f"rows are padded {' and '.join(each)} on {over}",
         "The last row is repeated until all have as many.",
         f"Give a batch whose rows are a multiple of {num}{instead}.",
     )
