@@ -85,6 +85,8 @@ class DeviceWriter(JaxprWriter):
         self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = ""
     ) -> Atom:
         """`x`, which is laid out as `source`, as `target`."""
+        if 0 in source.shape and not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
+            return self.full(0, _jaxpr.var_like(x.aval, target.local_shape).aval)  # Nothing moves.
         for step in conversion(source, target, getattr(x.aval.dtype, "itemsize", 4)):
             x = self._as_data(x, step)
             if step.kind not in LOCAL:
