@@ -250,6 +250,41 @@ def test_a_carry_that_is_no_zero_is_added_once():
     run_and_compare(*case)
 
 
+def by_rows(carry, x, w):
+    """A scan of single rows: their sum, what no row changes, how many there are, and a loss of each."""
+
+    def body(carry, row):
+        total, same, num = carry
+        y = lax.fori_loop(0, 2, lambda _, y: jnp.sin(y @ w), same * row)
+        return (total + y, same, num + 1), (y.sum(), w[0])
+
+    return lax.scan(body, (carry, jnp.float64(2), jnp.int32(3)), x, reverse=True)
+
+
+def test_each_device_scans_its_own_rows():
+    found = program(
+        lambda w, x: by_rows(w[1], x, w), (SQUARE, ROWS), (SQUARE, ROWS),
+    )  # fmt: skip
+    assert all(m.times == 1 for m in found.moves)
+    (scan,) = [eqn for eqn in found.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert _jaxpr.scan_parts(scan).length == 2
+    run_and_compare(lambda w, x: by_rows(w[1], x, w), (SQUARE, ROWS), (SQUARE, ROWS))
+    run_and_compare(lambda w, x: by_rows(0 * w[1], x, w), (SQUARE, P()), ((13, 16), ROWS))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda c, row: (c + row, c),
+        lambda c, row: ((total := c + row), total * 2),
+        lambda c, row: (0.5 * c + row, row.sum()),
+        lambda c, row: (jnp.maximum(c, row), row.sum()),
+    ],
+)
+def test_rows_that_wait_for_each_other_are_scanned_by_all(body):
+    run_and_compare(lambda w, x: lax.scan(body, w[0], x), (SQUARE, ROWS), (SQUARE, ROWS))
+
+
 def test_masks_and_positions_are_made_where_they_are_read():
     def fn(w, x):
         at = jnp.arange(16)
