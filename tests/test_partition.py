@@ -285,6 +285,35 @@ def test_rows_that_wait_for_each_other_are_scanned_by_all(body):
     run_and_compare(lambda w, x: lax.scan(body, w[0], x), (SQUARE, ROWS), (SQUARE, ROWS))
 
 
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda x, y, at: x[at, y],
+        lambda x, y, at: x.T[y, at],
+        lambda x, y, at: jnp.stack([x, -x], 1)[at, y % 2, y],
+        lambda x, y, at: x.at[at, y].add(y),
+        lambda x, y, at: x.at[at, -y].set(2.0),
+        lambda x, y, at: jax.grad(lambda x: (x[at, y] ** 3).sum())(x),
+    ],
+)
+def test_rows_are_looked_up_in_themselves(look_up):
+    def fn(w, x):
+        return look_up(x, (8 * jnp.abs(jnp.sin(x[:, 0]))).astype(jnp.int32), jnp.arange(16))
+
+    run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS))
+    assert not program(fn, (SQUARE, P()), (SQUARE, ROWS)).moves
+
+
+def test_rows_are_looked_up_in_others():
+    """The column does not count the rows, or the operand has more of them."""
+
+    def fn(w, x):
+        y, at = jnp.arange(16) % 5, jnp.arange(16)
+        return x[at[::-1], y], x[y, at], jnp.concatenate([x, x])[at, y], x[at - 1, y]
+
+    run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS))
+
+
 def test_masks_and_positions_are_made_where_they_are_read():
     def fn(w, x):
         at = jnp.arange(16)
