@@ -314,6 +314,42 @@ def test_rows_are_looked_up_in_others():
     run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS))
 
 
+TABLE = (400, 16)
+
+
+def looked_up(w, ids):
+    """Rows of the table, and its gradient."""
+    ids = (100 * jnp.abs(ids[:, :3])).astype(jnp.int32)
+    loss, grad = jax.value_and_grad(lambda w: (jnp.sin(w[ids]).sum(-1) ** 2).sum())(w)
+    return loss, w - grad
+
+
+COLUMNS = P(None, "data")
+
+
+def test_rows_look_up_in_columns_of_a_table():
+    """The ids of all rows, and what is found, move; the table does not, which is larger."""
+    outs = [None, from_spec(TABLE, DATA, COLUMNS)]
+    specs = (TABLE, COLUMNS), (SQUARE, ROWS)
+    found = program(looked_up, *specs, outs=outs)
+    assert {m.kind for m in found.moves} == {"gather", "exchange", "reduce"}
+    table = 400 * 16 * 8
+    assert sum(m.nbytes for m in found.moves) < table / 8
+    run_and_compare(looked_up, *specs, outs=outs)
+    run_and_compare(looked_up, (TABLE, COLUMNS), ((13, 16), ROWS), outs=outs)
+
+
+def test_a_table_that_is_read_whole_too_is_gathered_once():
+    def fn(w, x):
+        loss, new = looked_up(w, x)
+        return loss + (x @ w.T).sum(), new
+
+    specs = (TABLE, COLUMNS), (SQUARE, ROWS)
+    outs = [None, from_spec(TABLE, DATA, COLUMNS)]
+    assert kinds(program(fn, *specs, outs=outs)).count("exchange") == 1  # of the gradient
+    run_and_compare(fn, *specs, outs=outs)
+
+
 def test_masks_and_positions_are_made_where_they_are_read():
     def fn(w, x):
         at = jnp.arange(16)
@@ -330,9 +366,9 @@ def test_padding_is_masked_even_if_it_is_nan():
     run_and_compare(fn, (SQUARE, P()), ((13, 5), ROWS))
 
 
-def run_and_compare(fn, *specs):
+def run_and_compare(fn, *specs, outs=None):
     values = [np.random.RandomState(i).randn(*shape) for i, (shape, _) in enumerate(specs)]
-    found = program(fn, *specs)
+    found = program(fn, *specs, outs=outs)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     body = jax.shard_map(
         lambda *a: _jaxpr.evaluate(found.jaxpr, found.consts, *a), mesh=mesh, check_vma=False,
