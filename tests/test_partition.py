@@ -218,6 +218,16 @@ def test_state_moves_to_rows():
     assert str(found.outs[0]) == "[16@data, 16]"
 
 
+def test_a_batch_that_all_devices_have_gathers_the_state_once():
+    def fn(w):
+        return w - jax.grad(lambda w: jnp.tanh(jnp.ones((4, 16)) @ w + w[0]).sum())(w)
+
+    outs = [from_spec(SQUARE, DATA, ROWS)]
+    found = program(fn, (SQUARE, ROWS), outs=outs)
+    assert {(m.kind, m.why) for m in found.moves} == {("gather", "state")}
+    run_and_compare(fn, (SQUARE, ROWS), outs=outs)
+
+
 def test_a_sum_waits_and_is_scattered_where_the_state_is():
     wanted = from_spec(SQUARE, DATA, P(None, "data"))
 

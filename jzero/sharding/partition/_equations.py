@@ -155,6 +155,8 @@ class _FactorChoice:
     def run(self) -> dict[int, Dim]:
         if (alike := self._alike()) is not None:
             return alike
+        if not self.frame.shared.has_rows and self._gathers_state():
+            return {}
         self.chosen: dict[int, Dim] = {}
         kept = {p.axis for p in self.kept}
         for axis in self.frame.mesh:
@@ -163,6 +165,12 @@ class _FactorChoice:
             elif axis not in kept and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
         return self.chosen
+
+    def _gathers_state(self) -> bool:
+        """Whether it is in a pass of `jax.grad`, of which all devices compute all."""
+        firm = any(v.firm for v in self.ins)
+        in_pass = self.frame.region.pass_of(self.eqn) is not None
+        return in_pass and not firm and not self.kept
 
     def _columns(self, axis: str) -> tuple[int, Dim] | None:
         """The factor of a table's columns [Note: columns of tables]; None if moving them costs less."""
