@@ -189,7 +189,11 @@ class _FactorChoice:
             return None
         rows, size = self.frame.price(indices, axis, None), _rules.size_in_bytes(out.aval)
         if updates:
-            rows += self.frame.price(updates[0], axis, factor.ins[2], outer)
+            if rows:
+                return (
+                    None  # The rows were not looked up in columns: one more gather, for few bytes.
+                )
+            rows = self.frame.price(updates[0], axis, factor.ins[2], outer)
             moved = size / layout.num(axes_of(layout) - {axis}) * (n - 1) / n
         else:
             rows += size / indices.layout.num(indices.rows) * (n - 1) / n
