@@ -460,6 +460,10 @@ ROW_MAJOR = {"data": 1536, "model": 256}  # Of 2 KiB over both axes.
         (lay((64, 8), DUE), lay((64, 8)), "reduce(data)", {"data": 3072}),
         (lay((64, 8), *ALL), lay((64, 8), DATA, MODEL), "scatter(data,model)", ROW_MAJOR),
         (lay((64, 8), DUE, (1, "model")), lay((64, 8), DATA, (1, "model")), "scatter(data)", {"data": 768}),
+        # Shards that are not in the mesh's order: little of them crosses the outer axis.
+        (lay((64, 8), MODEL, DATA), lay((64, 8)), "gather(data) gather(model)", {"data": 768, "model": 1024}),
+        (lay((64, 8), *ALL), lay((64, 8), MODEL, DATA), "scatter(model) scatter(data)",
+         {"data": 768, "model": 1024}),
         # Hybrid sharding: scatter in one axis, reduce what is left in the other.
         (lay((64, 8), *ALL), lay((64, 8), DATA), "scatter(data) reduce(model)", {"data": 1536, "model": 512}),
         # A sum is scattered before anything else moves, even where the target has no such shards.

@@ -218,6 +218,16 @@ def test_state_moves_to_rows():
     assert str(found.outs[0]) == "[16@data, 16]"
 
 
+def test_a_batch_that_all_devices_have_gathers_the_state_once():
+    def fn(w):
+        return w - jax.grad(lambda w: jnp.tanh(jnp.ones((4, 16)) @ w + w[0]).sum())(w)
+
+    outs = [from_spec(SQUARE, DATA, ROWS)]
+    found = program(fn, (SQUARE, ROWS), outs=outs)
+    assert {(m.kind, m.why) for m in found.moves} == {("gather", "state")}
+    run_and_compare(fn, (SQUARE, ROWS), outs=outs)
+
+
 def test_a_sum_waits_and_is_scattered_where_the_state_is():
     wanted = from_spec(SQUARE, DATA, P(None, "data"))
 
@@ -250,6 +260,106 @@ def test_a_carry_that_is_no_zero_is_added_once():
     run_and_compare(*case)
 
 
+def by_rows(carry, x, w):
+    """A scan of single rows: their sum, what no row changes, how many there are, and a loss of each."""
+
+    def body(carry, row):
+        total, same, num = carry
+        y = lax.fori_loop(0, 2, lambda _, y: jnp.sin(y @ w), same * row)
+        return (total + y, same, num + 1), (y.sum(), w[0])
+
+    return lax.scan(body, (carry, jnp.float64(2), jnp.int32(3)), x, reverse=True)
+
+
+def test_each_device_scans_its_own_rows():
+    found = program(
+        lambda w, x: by_rows(w[1], x, w), (SQUARE, ROWS), (SQUARE, ROWS),
+    )  # fmt: skip
+    assert all(m.times == 1 for m in found.moves)
+    (scan,) = [eqn for eqn in found.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert _jaxpr.scan_parts(scan).length == 2
+    run_and_compare(lambda w, x: by_rows(w[1], x, w), (SQUARE, ROWS), (SQUARE, ROWS))
+    run_and_compare(lambda w, x: by_rows(0 * w[1], x, w), (SQUARE, P()), ((13, 16), ROWS))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda c, row: (c + row, c),
+        lambda c, row: ((total := c + row), total * 2),
+        lambda c, row: (0.5 * c + row, row.sum()),
+        lambda c, row: (jnp.maximum(c, row), row.sum()),
+    ],
+)
+def test_rows_that_wait_for_each_other_are_scanned_by_all(body):
+    run_and_compare(lambda w, x: lax.scan(body, w[0], x), (SQUARE, ROWS), (SQUARE, ROWS))
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda x, y, at: x[at, y],
+        lambda x, y, at: x.T[y, at],
+        lambda x, y, at: jnp.stack([x, -x], 1)[at, y % 2, y],
+        lambda x, y, at: x.at[at, y].add(y),
+        lambda x, y, at: x.at[at, -y].set(2.0),
+        lambda x, y, at: jax.grad(lambda x: (x[at, y] ** 3).sum())(x),
+    ],
+)
+def test_rows_are_looked_up_in_themselves(look_up):
+    def fn(w, x):
+        return look_up(x, (8 * jnp.abs(jnp.sin(x[:, 0]))).astype(jnp.int32), jnp.arange(16))
+
+    run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS))
+    assert not program(fn, (SQUARE, P()), (SQUARE, ROWS)).moves
+
+
+def test_rows_are_looked_up_in_others():
+    """The column does not count the rows, or the operand has more of them."""
+
+    def fn(w, x):
+        y, at = jnp.arange(16) % 5, jnp.arange(16)
+        return x[at[::-1], y], x[y, at], jnp.concatenate([x, x])[at, y], x[at - 1, y]
+
+    run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS))
+
+
+TABLE = (400, 16)
+
+
+def looked_up(w, ids):
+    """Rows of the table, and its gradient."""
+    ids = (100 * jnp.abs(ids[:, :3])).astype(jnp.int32)
+    loss, grad = jax.value_and_grad(lambda w: (jnp.sin(w[ids]).sum(-1) ** 2).sum())(w)
+    return loss, w - grad
+
+
+COLUMNS = P(None, "data")
+
+
+def test_rows_look_up_in_columns_of_a_table():
+    """The ids of all rows, and what is found, move; the table does not, which is larger."""
+    outs = [None, from_spec(TABLE, DATA, COLUMNS)]
+    specs = (TABLE, COLUMNS), (SQUARE, ROWS)
+    found = program(looked_up, *specs, outs=outs)
+    assert {m.kind for m in found.moves} == {"gather", "exchange", "reduce"}
+    table = 400 * 16 * 8
+    assert sum(m.nbytes for m in found.moves) < table / 8
+    run_and_compare(looked_up, *specs, outs=outs)
+    run_and_compare(looked_up, (TABLE, COLUMNS), ((13, 16), ROWS), outs=outs)
+
+
+def test_a_table_that_is_read_whole_too_is_gathered_once():
+    def fn(w, x):
+        loss, new = looked_up(w, x)
+        return loss + (x @ w.T).sum(), new
+
+    specs = (TABLE, COLUMNS), (SQUARE, ROWS)
+    outs = [None, from_spec(TABLE, DATA, COLUMNS)]
+    assert "exchange" not in kinds(program(fn, *specs, outs=outs))
+    run_and_compare(fn, *specs, outs=outs)
+
+
 def test_masks_and_positions_are_made_where_they_are_read():
     def fn(w, x):
         at = jnp.arange(16)
@@ -266,9 +376,9 @@ def test_padding_is_masked_even_if_it_is_nan():
     run_and_compare(fn, (SQUARE, P()), ((13, 5), ROWS))
 
 
-def run_and_compare(fn, *specs):
+def run_and_compare(fn, *specs, outs=None):
     values = [np.random.RandomState(i).randn(*shape) for i, (shape, _) in enumerate(specs)]
-    found = program(fn, *specs)
+    found = program(fn, *specs, outs=outs)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     body = jax.shard_map(
         lambda *a: _jaxpr.evaluate(found.jaxpr, found.consts, *a), mesh=mesh, check_vma=False,

@@ -403,17 +403,19 @@ def received(steps: Iterable[LayoutStep]) -> dict[str, int]:
 def conversion(
     source: Layout, target: Layout, itemsize: int, prices: tuple[tuple[str, float], ...] = ()
 ) -> tuple[LayoutStep, ...]:
-    """The cheapest steps from layout to layout: fewest bytes, then collectives, then steps (Dijkstra).
+    """The cheapest steps from layout to layout (Dijkstra).
 
+    Fewest bytes; then no collective over axes that are not in the mesh's order, which would cross the outer
+    ones, whose links are slower, with all of it; then fewest collectives, bytes over outer axes, and steps.
     An axis goes where the target has it, or becomes replicated; a partial sum may be scattered anywhere.
     `prices` weighs an axis's bytes, as by seconds per byte of its links; 1 where it says nothing.
     """
     assert (source.shape, source.mesh) == (target.shape, target.mesh), f"{source} to {target}"
     price, goal, order = dict(prices), _plain(target), itertools.count()
-    queue = [((0.0, 0, 0), next(order), _plain(source), tuple[LayoutStep, ...]())]
+    queue = [((0.0, 0, 0, 0, 0), next(order), _plain(source), tuple[LayoutStep, ...]())]
     seen: set[Layout] = set()
     while (found := heapq.heappop(queue))[2] != goal:  # Gathered and reduced, any goal can be cut.
-        (nbytes, collectives, _), _, now, steps = found
+        (nbytes, mixed, collectives, outer, _), _, now, steps = found
         if now in seen:
             continue
         seen.add(now)
@@ -422,7 +424,10 @@ def conversion(
                 kind, axes, now, _plain(after), _received(kind, axes, now, after, itemsize)
             )
             paid = nbytes + sum(price.get(axis, 1.0) * n for axis, n in step.received)
-            cost = (paid, collectives + (kind not in LOCAL), len(steps) + 1)
+            cost = (
+                paid, mixed + _is_out_of_order(step), collectives + (kind not in LOCAL),
+                outer + _over_outer_axes(step), len(steps) + 1,
+            )  # fmt: skip
             heapq.heappush(queue, (cost, next(order), step.after, (*steps, step)))
     return found[3]
 
@@ -439,6 +444,18 @@ def _received(
     inner = [math.prod(n for _, n in moved[i:]) for i in range(1, len(moved) + 1)]
     parts = zip(moved, inner, strict=True)
     return tuple((axis, -(-nbytes * (n - 1) * k // before.num(axes))) for (axis, n), k in parts)
+
+
+def _is_out_of_order(step: LayoutStep) -> bool:
+    """Whether one collective is over several axes whose devices are not in the mesh's order."""
+    places = [axis for axis, _ in step.before.mesh if axis in step.axes]
+    return step.kind in ("gather", "scatter", "exchange") and places != [*step.axes]
+
+
+def _over_outer_axes(step: LayoutStep) -> int:
+    """Bytes, each as often as there are axes inside of the one that it crosses."""
+    inner = {axis: i for i, (axis, _) in enumerate(reversed(step.before.mesh))}
+    return sum(inner[axis] * nbytes for axis, nbytes in step.received)
 
 
 def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], Layout]]:

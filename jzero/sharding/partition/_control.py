@@ -8,12 +8,13 @@ it takes. A carry to which a body only adds may be a partial sum: it is settled 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jzero.ir import _rules
-from jzero.ir._layout import Layout
-from jzero.ir._regions import Region
+from jzero.ir._layout import Dim, Layout, Partial
+from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue, axes_of, common
@@ -33,7 +34,9 @@ def run_inner(
     if _jaxpr.has_side_effects(eqn):
         raise cannot("it does more than compute", eqn, region)
     if name == "scan":
-        return _ScanWriter(frame, region, eqn, ins, run).write()
+        rows = _RowScanWriter(frame, region, eqn, ins, run)
+        scan = rows if rows.can_write() else _ScanWriter(frame, region, eqn, ins, run)
+        return scan.write()
     if name == "while":
         return _WhileWriter(frame, region, eqn, ins, run).write()
     if name == "cond":
@@ -214,6 +217,125 @@ class _ScanWriter(_LoopWriter):
                 self.eqn.outvars, layouts, results, rows, origins, strict=True
             )
         ]
+
+
+@dataclasses.dataclass
+class _RowScanWriter(_LoopWriter):
+    """Writes a `scan` along the rows of the batch: each device runs the iterations of its own rows.
+
+    What an iteration computes is a device's own: nothing in the body is sharded, and nothing communicates. A
+    carry that iterations change must be a sum of theirs, which nothing in the body reads.
+    """
+
+    def __post_init__(self) -> None:
+        self.parts = _jaxpr.scan_parts(self.eqn)
+        (self.body,) = self.region.inner(self.eqn)
+        first, last = self.parts.num_consts, self.parts.num_consts + self.parts.num_carry
+        self.consts, self.init, self.xs = self.ins[:first], self.ins[first:last], self.ins[last:]
+        self.settle(self.xs)
+        self.stacks = [*dict.fromkeys(v.layout.dims[0] for v in self.xs if _is_of_rows(v))]
+
+    def can_write(self) -> bool:
+        """Whether all axes cut the rows that it slices, and nothing else needs the rows of others."""
+        if len(self.stacks) != 1 or self.stacks[0].pad is not None:
+            return False
+        axes = {cut.axis for cut in self.stacks[0].cuts}
+        others = [*self.consts, *self.init, *(v for v in self.xs if not _is_of_rows(v))]
+        own = axes == {axis for axis, n in self.frame.mesh.items() if n > 1}
+        return (
+            own and not any(v.rows for v in others) and all(map(self._may_carry, self._carries()))
+        )
+
+    def _carries(self) -> range:
+        return range(len(self.init))
+
+    def _may_carry(self, j: int) -> bool:
+        return self._stays(j) or _sums(self.body, self.parts.num_consts + j, j)
+
+    def _stays(self, j: int) -> bool:
+        jaxpr = self.body.jaxpr
+        return _same(self.body, jaxpr.outvars[j]) is jaxpr.invars[self.parts.num_consts + j]
+
+    def write(self) -> list[DeviceValue]:
+        """The loop of a device, and what it returns: sums that are due, and rows."""
+        inner, frame, (stack,) = self.inner(self.body), self.frame, self.stacks
+        num, axes = len(self.init), frozenset(cut.axis for cut in stack.cuts)
+        jaxpr = self.body.jaxpr
+        own = [_jaxpr.new_var(x) for x in jaxpr.invars[self.parts.num_consts :]]
+        ins = [*map(self._constant(inner), self.consts)]
+        ins += [self._own(x.aval, x) for x in own]
+        outs = self.run(inner, self.body, ins)
+        inner.source = self.eqn
+        ends = [inner.at(v, frame.whole(v.aval.shape)) for v in outs]
+        body = inner.function(self.parts.body, own, ends)
+        frame.source = self.eqn
+        layouts = [self._carried(j, axes) for j in self._carries()]
+        starts = [frame.at(v, layout) for v, layout in zip(self.init, layouts, strict=True)]
+        xs = [self._rows_of(v.aval.shape, stack) for v in self.xs]
+        slices = [frame.at(v, layout) for v, layout in zip(self.xs, xs, strict=True)]
+        layouts += [self._rows_of(var.aval.shape, stack) for var in self.eqn.outvars[num:]]
+        results = self.results(layouts)
+        operands = [*inner.imports, *starts, *slices]
+        length = self.parts.length // math.prod(frame.mesh[axis] for axis in axes)
+        frame.eqns.append(
+            _jaxpr.scan_like(
+                _without_consts(self.eqn, "jaxpr", body), body, operands, results,
+                len(inner.imports), num, length, self.parts.reverse,
+            )
+        )  # fmt: skip
+        each = zip(self.eqn.outvars, layouts, results, strict=True)
+        found = [DeviceValue(var.aval, c, {c: x}, axes & axes_of(c)) for var, c, x in each]
+        return [self.init[j] if j < num and self._stays(j) else v for j, v in enumerate(found)]
+
+    def _constant(self, inner: DeviceFrame) -> Callable[[DeviceValue], DeviceValue]:
+        def constant(v: DeviceValue) -> DeviceValue:
+            self.frame.settle(v)
+            value = self._own(
+                v.aval, inner.brought(self.frame.at(v, self.frame.whole(v.aval.shape)))
+            )
+            return dataclasses.replace(value, fill=v.fill)
+
+        return constant
+
+    def _own(self, aval: Any, x: Atom) -> DeviceValue:
+        layout = self.frame.whole(aval.shape)
+        return DeviceValue(aval, layout, {layout: x})
+
+    def _carried(self, j: int, axes: frozenset[str]) -> Layout:
+        layout = self.frame.whole(self.init[j].aval.shape)
+        return layout if self._stays(j) else layout.summed(*map(Partial, sorted(axes)))
+
+    def _rows_of(self, shape: Sequence[int], stack: Dim) -> Layout:
+        return self.frame.sharded(shape, {0: stack})
+
+
+def _is_of_rows(v: DeviceValue) -> bool:
+    """Whether a scan slices it along rows."""
+    return any(cut.axis in v.rows for cut in v.layout.dims[0].cuts)
+
+
+def _same(region: Region, atom: Atom) -> Atom:
+    """Of a value that calls only pass on, what they were given."""
+    while not _jaxpr.is_literal(atom) and (i := region.makers.get(atom)) is not None:
+        eqn = region.jaxpr.eqns[i]
+        k, inner = eqn.outvars.index(atom), region.inner(eqn)
+        if eqn.primitive.name in _rules.IDENTITIES:
+            atom = eqn.invars[k]
+        elif len(inner) == 1 and turns(eqn) == 1:
+            (body,) = inner
+            own = _same(body, body.jaxpr.outvars[k])
+            if own not in body.jaxpr.invars:
+                break
+            atom = eqn.invars[body.jaxpr.invars.index(own)]
+        else:
+            break
+    return atom
+
+
+def _sums(body: Region, i: int, j: int) -> bool:
+    """Whether a carry is a sum of what iterations add, which nothing else in the body reads."""
+    out: Any = body.jaxpr.outvars[j]
+    return _collects(body, i, j) and body.readers.get(out) == [len(body.jaxpr.eqns)]
 
 
 def _slice_type(v: DeviceValue) -> Any:

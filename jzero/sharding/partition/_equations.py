@@ -6,6 +6,11 @@ has sharded over the axis. The one that moves the fewest bytes is taken. If an o
 rows of the batch are, moving state to them counts for nothing, whatever the sizes: that makes it ZeRO. State
 that a user's spec shards is `firm`, and its moves do count.
 
+[Note: columns of tables] Rows look up in a table of the state of which each device has columns, or are added
+to one of zeros. All indices are gathered and looked up in the columns of each device, and what is found there
+is exchanged for rows; of a gradient the rows are exchanged for columns. Both move rows, which are few beside
+the table. If something else needs the table whole, it is gathered for the look-up too.
+
 [Note: masks] A padded dim holds anything. Where a factor is reduced, each operand that has it gets what
 changes no sum (maximum, ...) in the place of the padding: of a product both, since 0 * NaN is NaN.
 """
@@ -19,6 +24,7 @@ from typing import Any, NamedTuple
 from jzero.ir import _rules
 from jzero.ir._factors import SCATTER_REDUCES, Factor
 from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
+from jzero.ir._regions import Region
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import (
@@ -27,6 +33,7 @@ from jzero.sharding.partition._values import (
     is_whole,
     joined,
     next_outer,
+    put,
     sized,
 )
 from jzero.tracing import _jaxpr
@@ -148,12 +155,51 @@ class _FactorChoice:
     def run(self) -> dict[int, Dim]:
         if (alike := self._alike()) is not None:
             return alike
+        if not self.frame.shared.has_rows and self._gathers_state():
+            return {}
         self.chosen: dict[int, Dim] = {}
         kept = {p.axis for p in self.kept}
         for axis in self.frame.mesh:
-            if axis not in kept and (best := self._best(axis)) is not None:
+            if (columns := self._columns(axis)) is not None:
+                self.chosen[columns[0]] = columns[1]
+            elif axis not in kept and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
         return self.chosen
+
+    def _gathers_state(self) -> bool:
+        """Whether it is in a pass of `jax.grad`, of which all devices compute all."""
+        firm = any(v.firm for v in self.ins)
+        in_pass = self.frame.region.pass_of(self.eqn) is not None
+        return in_pass and not firm and not self.kept
+
+    def _columns(self, axis: str) -> tuple[int, Dim] | None:
+        """The factor of a table's columns [Note: columns of tables]; None if moving them costs less."""
+        if not _is_looked_up_in_rows(self.eqn, self.ins, axis):
+            return None
+        table, indices, *updates = self.ins
+        out, n = self.eqn.outvars[0], self.frame.mesh[axis]
+        layout = self.frame.hint_of(out) if updates else table.layout
+        if layout is None or (place := layout.place(axis)) is None:
+            return None
+        d, outer = place
+        each = ((i, f) for i, f in enumerate(self.factors) if (f.ins[0], f.ins[1]) == (d, None))
+        i, factor = next(each, (0, None))
+        dim = factor and self._cut(i, layout.dims[d], AxisCut(axis, outer))
+        if factor is None or dim is None:
+            return None
+        rows, size = self.frame.price(indices, axis, None), _rules.size_in_bytes(out.aval)
+        if updates:
+            if rows:
+                return (
+                    None  # The rows were not looked up in columns: one more gather, for few bytes.
+                )
+            rows = self.frame.price(updates[0], axis, factor.ins[2], outer)
+            moved = size / layout.num(axes_of(layout) - {axis}) * (n - 1) / n
+        else:
+            rows += size / indices.layout.num(indices.rows) * (n - 1) / n
+            moved = self.frame.price(table, axis, None)
+        gathered = not updates and is_read_whole(self.frame.region, self.eqn.invars[0])
+        return (i, dim) if rows < moved and not gathered else None
 
     def _alike(self) -> dict[int, Dim] | None:
         """Of an elementwise equation whose operands are sharded alike, or whole: that, as is found below."""
@@ -279,6 +325,37 @@ class _FactorChoice:
         return new if fits(new.size, self.ins[0].layout.digits(new.cuts)) else None
 
 
+def _is_looked_up_in_rows(eqn: Eqn, ins: Sequence[DeviceValue], axis: str) -> bool:
+    """Whether rows look up in a table of the state, or are added to one of zeros."""
+    if eqn.primitive.name not in ("gather", "scatter-add") or axis not in ins[1].rows:
+        return False
+    table, _, *updates = ins
+    if updates:
+        return table.is_zero and axis in updates[0].rows
+    return table.is_state and table.make is None
+
+
+def is_read_whole(region: Region, atom: Atom) -> bool:
+    """Whether something reads a table of the state that is neither a look-up nor elementwise."""
+    passed = (Cost.IDENTITY, Cost.CAST, Cost.COPY)
+    while not _jaxpr.is_literal(atom) and (i := region.makers.get(atom)) is not None:
+        if not _rules.costs(region.jaxpr.eqns[i], *passed):
+            break
+        atom = region.jaxpr.eqns[i].invars[0]
+    return _is_read_whole(region, atom)
+
+
+def _is_read_whole(region: Region, atom: Atom) -> bool:
+    readers = [] if _jaxpr.is_literal(atom) else region.readers.get(atom, [])
+    for eqn in (region.jaxpr.eqns[i] for i in readers if i < len(region.jaxpr.eqns)):
+        if _rules.costs(eqn, Cost.IDENTITY, Cost.CAST, Cost.COPY):
+            if any(_is_read_whole(region, out) for out in eqn.outvars):
+                return True
+        elif eqn.primitive.name != "gather" and not _rules.costs(eqn, Cost.ELEMENTWISE):
+            return True
+    return False
+
+
 def _place(value: DeviceValue, axis: str) -> tuple[int, int]:
     place = value.layout.place(axis)
     assert place is not None
@@ -317,7 +394,31 @@ class _Written:
         self.frame.again(self.eqn, atoms, outs, params=self._params(layouts))
         if reduced:
             return self._reduced(outs, layouts, reduced)
-        return [self._value(j, x, layouts[j]) for j, x in enumerate(outs)]
+        values = [self._value(j, x, layouts[j]) for j, x in enumerate(outs)]
+        axes = {cut.axis for i in self.chosen for cut in self.chosen[i].cuts}
+        if any(_is_looked_up_in_rows(self.eqn, self.ins, axis) for axis in axes):
+            self._end_in_rows(values[0])
+        return values
+
+    def _end_in_rows(self, value: DeviceValue) -> None:
+        """[Note: columns of tables]: what was found in them goes to the rows; what was added is no rows'."""
+        indices, numbers = self.ins[1], self.eqn.params["dimension_numbers"]
+        window = self._window_axes()
+        if len(self.ins) > 2:
+            value.rows -= window
+        elif window:
+            layout = value.layout.without(window)
+            places = [d for d in range(value.aval.ndim) if d not in numbers.offset_dims]
+            for d, dim in zip(places, indices.layout.dims, strict=False):
+                for cut in (cut for cut in dim.cuts if cut.axis in window):
+                    layout = put(layout, d, dim, cut) or layout
+            self.frame.at(value, layout)
+            value.layout, value.rows = layout, (value.rows | window) & axes_of(layout)
+
+    def _window_axes(self) -> frozenset[str]:
+        """The axes over which a table's columns are sharded, and the indices into it have rows."""
+        dims = [dim for i, dim in self.chosen.items() if self.factors[i].ins[1] is None]
+        return frozenset(cut.axis for dim in dims for cut in dim.cuts) & self.ins[1].rows
 
     def _reduced(
         self, outs: Sequence[Atom], layouts: Sequence[Layout], reduced: FactorCuts

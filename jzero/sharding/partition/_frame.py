@@ -22,10 +22,15 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
 
 @dataclasses.dataclass
 class Partitioning:
-    """What all frames of a program share: the mesh, the layouts that are wanted, and what is moved."""
+    """What all frames of a program share: the mesh, the layouts that are wanted, and what is moved.
+
+    Attributes:
+      has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
+    """
 
     mesh: Mapping[str, int]
     hints: Mapping[ValueIn, Layout | None]
+    has_rows: bool = True
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 

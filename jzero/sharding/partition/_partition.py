@@ -70,7 +70,8 @@ def partition(
     if not jaxpr.eqns:
         raise cannot("a step without equations")
     region = Region(jaxpr, [*consts])
-    frame = DeviceFrame(jaxpr.eqns[0], Partitioning(mesh, hints_of(region, outs)), region)
+    shared = Partitioning(mesh, hints_of(region, outs), any(each.rows for each in ins))
+    frame = DeviceFrame(jaxpr.eqns[0], shared, region)
     own = [
         _jaxpr.var_like(var.aval, each.layout.local_shape)
         for var, each in zip(jaxpr.invars, ins, strict=True)

@@ -7,6 +7,7 @@ body and an operation that JAX expands are all written in the place where they s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from jzero.ir import _rules
@@ -15,6 +16,7 @@ from jzero.ir._rules import Cost
 from jzero.sharding.partition import _control, _equations, _lazy
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.partition._own_rows import in_own_rows
 from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
@@ -32,7 +34,7 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
     env: dict[Var, DeviceValue] = dict(zip(region.jaxpr.invars, ins, strict=True))
     for var, const in zip(region.jaxpr.constvars, region.consts, strict=True):
         env[var] = frame.constant(var, const)
-    for eqn in region.jaxpr.eqns:
+    for eqn in itertools.chain.from_iterable(in_own_rows(region, e) for e in region.jaxpr.eqns):
         frame.source = eqn
         frame.enter_pass(region.pass_of(eqn))
         values = [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in eqn.invars]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look-ups of each row in itself: `x[arange(B), y]` takes of each row an element, which is its device's.
+
+A column of indices that counts the rows becomes a batching dim of the look-up: the operand's dim and that of
+the indices are then one, and it runs on shards of both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jzero.ir._regions import Region
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn
+
+# Of the dimension numbers of look-ups: dims of the indices' columns, those that have no place in the other
+# operand, and the batching dims of both.
+_NAMES = {
+    "gather": ("start_index_map", "collapsed_slice_dims", "operand_batching_dims",
+               "start_indices_batching_dims"),
+    "scatter": ("scatter_dims_to_operand_dims", "inserted_window_dims", "operand_batching_dims",
+                "scatter_indices_batching_dims"),
+}  # fmt: skip
+
+
+class _OwnColumn(NamedTuple):
+    """A column of indices that counts along a dim of them, and the operand's dim that it is an index of."""
+
+    column: int
+    operand: int
+    indices: int
+
+
+def in_own_rows(region: Region, eqn: Eqn) -> list[Eqn]:
+    """The equation; if it looks up each row in itself, with equations that say so."""
+    names = _NAMES.get(eqn.primitive.name.partition("-")[0].partition("_")[0])
+    if names is None or (columns := _columns(region, eqn)) is None:
+        return [eqn]
+    found = _found(
+        region, eqn, columns, [getattr(eqn.params["dimension_numbers"], n) for n in names]
+    )
+    if found is None:
+        return [eqn]
+    numbers = eqn.params["dimension_numbers"]
+    map_, gone, of_operand, of_indices = (list(getattr(numbers, name)) for name in names)
+    map_.remove(found.operand)
+    gone.remove(found.operand)
+    pairs = sorted([*zip(of_operand, of_indices, strict=True), (found.operand, found.indices)])
+    dims = [map_, gone, [a for a, _ in pairs], [b for _, b in pairs]]
+    new = numbers._replace(**dict(zip(names, map(tuple, dims), strict=True)))
+    params = eqn.params | {"dimension_numbers": new, "indices_are_sorted": False}
+    rest = [x for i, x in enumerate(columns) if i != found.column]
+    operand, _, *others = eqn.invars
+    if len(rest) == 1:
+        return [eqn.replace(invars=[operand, rest[0], *others], params=params)]
+    shape = (*rest[0].aval.shape[:-1], len(rest))
+    joined = _jaxpr.var_like(eqn.invars[1].aval, shape)
+    joins = _jaxpr.equation(
+        jax.lax.concatenate_p, rest, [joined], eqn, dimension=len(shape) - 1
+    )  # fmt: skip
+    return [joins, eqn.replace(invars=[operand, joined, *others], params=params)]
+
+
+def _columns(region: Region, eqn: Eqn) -> list[Atom] | None:
+    """The columns that the indices are put together from; None if they are not."""
+    maker = _maker(region, eqn.invars[1])
+    if maker is None or maker.primitive.name != "concatenate":
+        return None
+    last = eqn.invars[1].aval.ndim - 1
+    alone = all(x.aval.shape[-1:] == (1,) for x in maker.invars)
+    return [*maker.invars] if maker.params["dimension"] == last and alone else None
+
+
+def _found(region: Region, eqn: Eqn, columns: list[Atom], dims: list[Any]) -> _OwnColumn | None:
+    map_, gone, _, of_indices = dims
+    shape, places = eqn.invars[0].aval.shape, range(eqn.invars[1].aval.ndim - 1)
+    if len(columns) < 2:
+        return None
+    for i, (column, d) in enumerate(zip(columns, map_, strict=True)):
+        for k in places:
+            same = shape[d] == column.aval.shape[k] > 1
+            if d in gone and k not in of_indices and same and _counts(region, column, k):
+                return _OwnColumn(i, d, k)
+    return None
+
+
+def _maker(region: Region, atom: Atom) -> Eqn | None:
+    i = None if _jaxpr.is_literal(atom) else region.makers.get(atom)
+    return None if i is None else region.jaxpr.eqns[i]
+
+
+def _counts(region: Region, atom: Atom, dim: int) -> bool:
+    """Whether a value is 0, 1, 2, ... along a dim, as far as the equations that make it say."""
+    dtype: Any = atom.aval.dtype
+    if not np.issubdtype(dtype, np.integer) or np.iinfo(dtype).max < atom.aval.shape[dim]:
+        return False
+    if (eqn := _maker(region, atom)) is None:
+        return _is_count(region, atom, dim)
+    name, ins = eqn.primitive.name, eqn.invars
+    if name == "iota":
+        return bool(eqn.params["dimension"] == dim)
+    if name == "broadcast_in_dim" and dim in (to := [*eqn.params["broadcast_dimensions"]]):
+        d = to.index(dim)
+        return ins[0].aval.shape[d] == atom.aval.shape[dim] and _counts(region, ins[0], d)
+    if name == "convert_element_type":
+        return _counts(region, ins[0], dim)
+    if name == "select_n" and (test := _maker(region, ins[0])) is not None:
+        # A negative index counts from the end: none is.
+        below = test.primitive.name == "lt" and _is_zero(test.invars[1])
+        return below and all(_counts(region, x, dim) for x in (test.invars[0], ins[1]))
+    return False
+
+
+def _is_count(region: Region, atom: Atom, dim: int) -> bool:
+    """The same of a constant."""
+    consts = dict(zip(region.jaxpr.constvars, region.consts, strict=True))
+    value: Any = None if _jaxpr.is_literal(atom) else consts.get(atom)
+    if value is None or isinstance(value, jax.core.Tracer):
+        return False
+    line = np.arange(value.shape[dim]).reshape([-1 if d == dim else 1 for d in range(value.ndim)])
+    return bool(np.array_equal(np.asarray(value), np.broadcast_to(line, value.shape)))
+
+
+def _is_zero(atom: Atom) -> bool:
+    value: Any = atom.val if _jaxpr.is_literal(atom) else None
+    return value is not None and np.ndim(value) == 0 and bool(value == 0)
