@@ -223,12 +223,18 @@ def test_passes_show_in_the_program():
 
     def scopes(name):
         eqns = [*_waits.walk(after[name].jaxpr)]
-        every = _waits.PREFETCH, _waits.LAST_TURN, _waits.ORDER, _waits.AFTER_LOOP
+        every = (
+            _waits.WHOLE_STACKS,
+            _waits.PREFETCH,
+            _waits.LAST_TURN,
+            _waits.ORDER,
+            _waits.AFTER_LOOP,
+        )
         return {each for each in every if any(_jaxpr.in_scope(eqn, each) for eqn in eqns)}
 
     added = [scopes(name) for name in after]
     assert added == sorted(added, key=len)
-    assert [*map(len, added)] == [0, 0, 2, 3, 4]
+    assert [*map(len, added)] == [0, 0, 1, 3, 4, 5]
 
     def loops(name):
         """Of each loop that gathers, its iterations, and whether it first multiplies what it was passed."""
@@ -253,7 +259,7 @@ def test_passes_show_in_the_program():
             behind |= {*eqn.outvars} if waits or _waits.is_reduction(eqn) else set()
         return waiting
 
-    assert [reduced(name) > 0 for name in after] == [False, False, False, True, True]
+    assert [reduced(name) > 0 for name in after] == [False] * 4 + [True] * 2
 
 
 def test_prefetch_obeys_the_step_s_own_bytes():

@@ -27,6 +27,7 @@ from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
+from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
@@ -39,7 +40,8 @@ from jzero.tracing._types import Jaxpr
 
 SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
-PASSES = (_PARTITION, "inputs_first", "prefetch", "order", "after_loops")  # in their order
+# In their order.
+PASSES = (_PARTITION, "inputs_first", "whole_stacks", "prefetch", "order", "after_loops")
 _OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
 
 
@@ -137,6 +139,7 @@ def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:
     exchange = plan.exchange
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
+        "whole_stacks": whole_stacks,
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
         "after_loops": after_loops,
