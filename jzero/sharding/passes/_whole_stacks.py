@@ -28,7 +28,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 # [Note: slices that are only copied]
 # XLA:GPU copies a slice into its stack as soon as it is there, beside the products. It waits at once for a
 # reduction that is only copied: nothing hides it (jaxlib 0.12.0.1, H200; a barrier until the end of the turn
-# makes it worse). So such a slice is selected, by a condition of which XLA does not know that it always holds.
+# makes it worse). So such a slice is selected, by a condition of which XLA does not know that it holds.
 
 
 def whole_stacks(jaxpr: Jaxpr) -> Jaxpr:
