@@ -562,8 +562,8 @@ def test_partitioned_steps_train_the_same(name: str):
     assert listed(functools.reduce(lambda jaxpr, each: each(jaxpr), ALL, new)) == listed(new)
     for op in ("all_gather", "reduce_scatter", "psum", "dot_general"):
         assert executed(new, op) == executed(program.jaxpr, op), op
-    # Of one product: a matrix and its bias.
-    assert ahead(new, set())[0] <= max(3 * MATRIX, 1.02 * max(map(bytes_of, gathers(new))))
+    # Of one product: a matrix and its bias of 128 elements.
+    assert ahead(new, set())[0] <= max(3 * MATRIX, 8 * 128 + max(map(bytes_of, gathers(new))))
     specs = [[layout.spec() for layout in layouts] for layouts in (program.ins, program.outs)]
     run = explicit.Program(new, ready.mesh, tuple(specs[0]), specs[1], program.consts).run()
     got = partitioned.train(case, dataclasses.replace(ready, run=run))
