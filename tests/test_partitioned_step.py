@@ -209,6 +209,21 @@ def test_it_trains_as_one_device_behind_its_passes(name, options):
         assert_close(train_step.unshard(state), expected)
 
 
+def test_layers_behind_barriers_of_the_step():
+    """`jax.checkpoint` as it is by default puts one around a layer's parameters and what it reads."""
+
+    def step(ws, batch):
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+        loss = lambda ws: jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), batch, ws)[0])  # noqa: E731
+        return ws - 0.1 * jax.grad(loss)(ws)
+
+    ws, batch = jnp.stack([state_of(16)[0]["a"]] * 3), batches()[0]
+    train_step = small.shard_train_step(step)
+    found = train_step(ws, batch)
+    assert engines.why_not(train_step) == []
+    assert_close(train_step.unshard(found), jax.jit(step)(ws, batch))
+
+
 @pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
 def test_passes_show_in_the_program():
     with jax.numpy_rank_promotion("allow"):
