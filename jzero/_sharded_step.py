@@ -310,7 +310,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             b:f32[8,64]   # batch  [8@data, 64]
           . let
         """
-        known = (*PROGRAMS, *(("partition",) if _partitioned.is_on() else ()))
+        known = (*PROGRAMS, *(_partitioned.PASSES if _partitioned.is_on() else ()))
         if after not in known:
             raise OptionError(message(
                 self._who, f"program(after={after!r})", "It prints a step as it is after a part of its way.",
@@ -321,22 +321,24 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             name, paths = self._programs.signature.name, _call.argument_paths(call.arrays)
             num_state = program.out_tree.num_leaves - len(program.plan.outputs)
             outputs = _outputs.output_paths(program.out_tree, num_state)
-            if after == "partition":
-                found = self._partitioned(program)
-                return _printed_program.as_partitioned(name, found, program.plan, paths, outputs)
+            if after in _partitioned.PASSES:
+                found = self._partitioned(program, after)
+                return _printed_program.as_partitioned(
+                    name, after, found, program.plan, paths, outputs
+                )
             jaxpr, (_, arrays) = program.as_traced().jaxpr, placed_inputs(call, program)
         return _printed_program.as_traced(
             name, jaxpr, program.plan, self._programs.setting.mesh.shape,
             dict(zip(paths, arrays, strict=True)), outputs,
         )  # fmt: skip
 
-    def _partitioned(self, program: Program) -> partition.DeviceProgram:
+    def _partitioned(self, program: Program, after: str) -> partition.DeviceProgram:
         found = _partitioned.of_step(program.step)
         if isinstance(found, Partitioned):
-            return found.program
+            return found.programs[after]
         why = "it is several programs" if found is None else found
         raise OptionError(message(
-            self._who, f"program(after='partition') of a step that is not partitioned: {why}",
+            self._who, f"program(after={after!r}) of a step that is not partitioned: {why}",
             f"Such a step is interpreted, {_partitioned.SWITCH}=1 or not.", "Write after='trace'."
         )) from found  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Steps that the partitioner runs, behind `JZERO_PARTITION=1`, and what can be asked of them."""
 
+import functools
 import os
 import pathlib
 import subprocess
@@ -14,10 +15,14 @@ import pytest
 
 import engines
 import jzero
+import partition_steps
 import small
 from jzero import OptionError
 from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned
+from jzero.sharding.passes import _waits
+from jzero.sharding.passes._inputs_first import COTANGENT
+from jzero.tracing import _jaxpr
 
 TX = optax.adam(1e-2)
 
@@ -179,6 +184,174 @@ def test_an_evaluation_reads_what_it_reads():
     assert engines.why_not(eval_step) == []
 
 
+# -- passes --------------------------------------------------------------------------------------------
+
+
+def primitives(jaxpr):
+    """Names of its equations, and of those inside, in their order."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found.append(eqn.primitive.name)
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            found += primitives(_jaxpr.open_jaxpr(inner)[0])
+    return found
+
+
+PASSED = ("all_gather", "dot_general")
+MODELS = {
+    "scanned": partition_steps.gpt,
+    "scanned, not rematerialized": lambda: partition_steps.gpt(remat=False),
+    "unrolled, tied": lambda: partition_steps.gpt(scan=False, tied=True),
+    "over time": partition_steps.lstm,
+}
+
+
+def model_step(name, **options):
+    """The step, by one device and sharded, its state and its batch."""
+    init, step, batch = MODELS[name]()
+    return step, small.shard_train_step(step, **options), init(), batch
+
+
+@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch_bytes": 0}, {"prefetch_bytes": 2**13}, {"stage": 1},
+        {"mesh": mesh(node=2, local=4), "param_axes": "local"},
+    ],
+)  # fmt: skip
+def test_it_trains_as_one_device_behind_its_passes(name, options):
+    with jax.numpy_rank_promotion("allow"):
+        step, train_step, state, batch = model_step(name, **options)
+        expected = state
+        for _ in range(3):
+            expected, wanted = jax.jit(step)(expected, batch)
+            state, found = train_step(state, batch)
+            assert_close(found, wanted)
+        assert engines.why_not(train_step) == []
+        assert_close(train_step.unshard(state), expected)
+
+
+def test_layers_behind_barriers_of_the_step():
+    """`jax.checkpoint` as it is by default puts one around a layer's parameters and what it reads."""
+
+    def step(ws, batch):
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+        loss = lambda ws: jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), batch, ws)[0])  # noqa: E731
+        return ws - 0.1 * jax.grad(loss)(ws)
+
+    ws, batch = jnp.stack([state_of(16)[0]["a"]] * 3), batches()[0]
+    train_step = small.shard_train_step(step)
+    found = train_step(ws, batch)
+    assert engines.why_not(train_step) == []
+    assert_close(train_step.unshard(found), jax.jit(step)(ws, batch))
+
+
+@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
+def test_passes_show_in_the_program():
+    with jax.numpy_rank_promotion("allow"):
+        init, step, batch = partition_steps.gpt(width=512, depth=4)
+        train_step = small.shard_train_step(step, prefetch_bytes=2**25)
+        state = jax.eval_shape(init)
+        after = {name: train_step.program(state, batch, after=name) for name in _partitioned.PASSES}
+    for name, program in after.items():
+        assert str(program).startswith(f"# step, after {name}, of one device;")
+    # No matrix is larger than what may be gathered ahead.
+    assert after["inputs_first"].jaxpr is after["partition"].jaxpr
+
+    def scopes(name):
+        eqns = [*_waits.walk(after[name].jaxpr)]
+        every = (
+            _waits.WHOLE_STACKS,
+            _waits.PREFETCH,
+            _waits.LAST_TURN,
+            _waits.ORDER,
+            _waits.AFTER_LOOP,
+        )
+        return {each for each in every if any(_jaxpr.in_scope(eqn, each) for eqn in eqns)}
+
+    added = [scopes(name) for name in after]
+    assert added == sorted(added, key=len)
+    assert [*map(len, added)] == [0, 0, 1, 3, 4, 5]
+
+    def loops(name):
+        """Of each loop that gathers, its iterations, and whether it first multiplies what it was passed."""
+        found = [
+            _jaxpr.scan_parts(eqn) for eqn in after[name].jaxpr.eqns if _waits.gathers_inside(eqn)
+        ]
+        firsts = [next(x for x in primitives(each.body) if x in PASSED) for each in found]
+        return [(each.length, first) for each, first in zip(found, firsts, strict=True)]
+
+    assert loops("partition") == [(4, "all_gather")] * 2
+    assert [length for length, _ in loops("prefetch")] == [3, 3]
+
+    def reduced(name):
+        """Of the backward loop, how many of its reductions wait for others of it."""
+        body = _jaxpr.scan_parts(
+            [eqn for eqn in after[name].jaxpr.eqns if _waits.gathers_inside(eqn)][-1]
+        ).body
+        behind, waiting = set[Any](), 0
+        for eqn in body.eqns:
+            waits = not behind.isdisjoint(_jaxpr.variables_read(eqn))
+            waiting += waits and _waits.is_reduction(eqn)
+            behind |= {*eqn.outvars} if waits or _waits.is_reduction(eqn) else set()
+        return waiting
+
+    assert [reduced(name) > 0 for name in after] == [False] * 4 + [True] * 2
+
+
+def test_prefetch_obeys_the_step_s_own_bytes():
+    def starts(nbytes):
+        train_step = small.shard_train_step(step_fn, prefetch_bytes=nbytes)
+        return primitives(train_step.program(state_of(16), batches()[0], after="prefetch").jaxpr)
+
+    none, all_ahead = starts(0), starts(2**28)
+    assert none.index("dot_general") < len(none) - none[::-1].index("all_gather") - 1
+    assert [x for x in none if x == "all_gather"] == [x for x in all_ahead if x == "all_gather"]
+    assert all_ahead.index("dot_general") > none.index("dot_general")
+
+
+def test_large_gradients_come_behind_those_of_their_inputs():
+    """Of matrices that are larger than what may be gathered ahead."""
+    train_step = small.shard_train_step(step_fn, prefetch_bytes=2**10)
+    ask = functools.partial(train_step.program, state_of(16), batches()[0])
+    assert ask(after="inputs_first").jaxpr is not ask(after="partition").jaxpr
+    names = [
+        eqn.params["name"]
+        for eqn in ask(after="inputs_first").jaxpr.eqns
+        if eqn.primitive.name == "name"
+    ]
+    assert COTANGENT in names
+
+
+def test_reductions_run_in_the_groups_of_the_interpreter():
+    train_step = small.shard_train_step(step_fn, prefetch_bytes=0)
+    program = train_step._programs.of(train_step._programs.bind((state_of(16), batches()[0]), {}))
+    exchange = program.plan.exchange
+    assert (exchange.prefetch_bytes, exchange.reduced_together(8)) == (0, 2**22)
+
+
+def test_what_is_donated_and_described_stays(monkeypatch):
+    found = {}
+    for switch in ("1", "0"):
+        monkeypatch.setenv(_partitioned.SWITCH, switch)
+        train_step = small.shard_train_step(step_fn)
+        text = train_step.lower(state_of(16), batches()[0]).as_text()
+        report = train_step.describe(state_of(16), batches()[0])
+        traffic = {(each.op, each.nbytes) for each in report.traffic}
+        found[switch] = text.count("tf.aliasing_output") + text.count("jax.buffer_donor"), traffic
+    assert found["1"] == found["0"]
+    assert found["1"][0] >= 7
+
+
+def test_the_names_of_passes_are_listed():
+    train_step = small.shard_train_step(step_fn)
+    listed = " or ".join(map(repr, ("trace", *_partitioned.PASSES)))
+    with pytest.raises(OptionError, match=f"after='prefetches'.*Write after={listed}"):
+        train_step.program(state_of(16), batches()[0], after="prefetches")
+
+
 def pmapped(state, batch):
     grads = jax.grad(loss_of)(state, batch)
     return jax.tree.map(lambda w, g: w - jax.lax.pmean(g, "data"), state, grads)
@@ -221,7 +394,7 @@ def test_its_program_is_printed():
     train_step = small.shard_train_step(step_fn, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
     program = train_step.program(state_of(10), batches(13)[0], after="partition")
     lines = [" ".join(line.split()) for line in str(program).splitlines()]
-    assert lines[0] == "# step_fn, partitioned, of one device; layouts over the mesh (data: 8)"
+    assert lines[0] == "# step_fn, after partition, of one device; layouts over the mesh (data: 8)"
     assert any("f64[2,16] # batch [13+3@data, 16]" in line for line in lines)
     assert any("# state[0]['a'] [16@data, 10] parameter" in line for line in lines)
     assert "all_gather" in str(program)

@@ -196,10 +196,12 @@ MAY = {
         "tracing._rewrite",
     "test_partition_conversions":
         "ir._layout sharding.partition._writer tracing._jaxpr tracing._types",
-    "test_partitioned_step": "segments._partitioned",
+    "test_partitioned_step":
+        "segments._partitioned sharding.passes._inputs_first sharding.passes._waits tracing._jaxpr",
     "test_passes":
         "sharding.passes._after_loops sharding.passes._inputs_first sharding.passes._one_order "
-        "sharding.passes._order sharding.passes._prefetch sharding.passes._waits tracing._jaxpr",
+        "sharding.passes._order sharding.passes._prefetch sharding.passes._waits "
+        "sharding.passes._whole_stacks tracing._jaxpr",
     "test_pipelines": "sharding.run._queue",
     "test_prefetch": "sharding.run._queue sharding.run._turns tracing._jaxpr",
     "test_preflight": "_quantities sharding.run._collectives targets._target",

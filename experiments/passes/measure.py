@@ -22,6 +22,7 @@ from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
+from jzero.sharding.passes._whole_stacks import whole_stacks
 
 WHERE: dict[str, Any] = {"target": "h200", "topology": "1x8"}
 DEVICES, AHEAD, TOGETHER = 8, 2**28, 2**24  # bytes: those of `shard_train_step` on 8 devices
@@ -56,6 +57,8 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     "inputs_first, 128 MiB": (_first_at_128_mib,),
     "all but order": (_first, _ahead, after_loops),
     "all": (_first, _ahead, _ordered, after_loops),
+    "all but order, whole_stacks": (_first, whole_stacks, _ahead, after_loops),
+    "all, whole_stacks": (_first, whole_stacks, _ahead, _ordered, after_loops),
     "all, one by one": (_first, _ahead, _one_by_one, after_loops),
 }
 ROWS: dict[str, Any] = {

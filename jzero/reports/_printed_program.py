@@ -74,6 +74,7 @@ def as_traced(
 
 def as_partitioned(
     name: str,
+    after: str,
     program: DeviceProgram,
     plan: StepPlan,
     arguments: Sequence[str],
@@ -83,6 +84,7 @@ def as_partitioned(
 
     Args:
       name: of the step.
+      after: the pass, 'partition' or one behind it.
       program: it takes the leaves of the state that are read, then the others.
       plan: what of them is what.
       arguments: the paths of what it takes beside the state.
@@ -94,7 +96,7 @@ def as_partitioned(
     outs = [*state[: len(plan.new_leaves)], *((path, "") for path in outputs)]
     mesh = dict(program.ins[0].mesh) if program.ins else {}
     axes = ", ".join(f"{axis}: {num}" for axis, num in mesh.items())
-    title = f"{name}, partitioned, of one device; layouts over the mesh ({axes})"
+    title = f"{name}, after {after}, of one device; layouts over the mesh ({axes})"
     return PrintedProgram(
         title, program.jaxpr, _laid_out(ins, program.ins), _laid_out(outs, program.outs)
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,11 @@ from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import CannotPartitionError, cannot
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
+from jzero.sharding.passes._after_loops import after_loops
+from jzero.sharding.passes._inputs_first import inputs_first
+from jzero.sharding.passes._order import order
+from jzero.sharding.passes._prefetch import prefetch
+from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
@@ -31,8 +36,12 @@ from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
+from jzero.tracing._types import Jaxpr
 
 SWITCH = "JZERO_PARTITION"
+_PARTITION = "partition"
+# In their order.
+PASSES = (_PARTITION, "inputs_first", "whole_stacks", "prefetch", "order", "after_loops")
 _OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
 
 
@@ -46,12 +55,17 @@ class Partitioned:
     """A step that the partitioner runs.
 
     Attributes:
-      program: of one device.
+      programs: of one device, after each of `PASSES`; the last one runs.
       run: `(state leaves, argument leaves) -> (new state leaves, outputs)`, on whole arrays.
     """
 
-    program: DeviceProgram
+    programs: Mapping[str, DeviceProgram]
     run: Callable[..., Any]
+
+    @property
+    def program(self) -> DeviceProgram:
+        """What runs."""
+        return self.programs[PASSES[-1]]
 
     @property
     def movements(self) -> tuple[Movement, ...]:
@@ -116,7 +130,25 @@ def _partitioned(runner: Runner) -> Partitioned:
         [inputs[i] for i in taken],
         outs,
     )
-    return Partitioned(program, _run_of(program, runner, taken))
+    programs = _passed(program, plan)
+    return Partitioned(programs, _run_of(programs[PASSES[-1]], runner, taken))
+
+
+def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:
+    """The program after each pass: its collectives where the interpreter of the plan would have them."""
+    exchange = plan.exchange
+    passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
+        "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
+        "whole_stacks": whole_stacks,
+        "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
+        "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
+        "after_loops": after_loops,
+    }
+    found = {_PARTITION: program}
+    for name in PASSES[1:]:
+        program = dataclasses.replace(program, jaxpr=passes[name](program.jaxpr))
+        found[name] = program
+    return found
 
 
 def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:

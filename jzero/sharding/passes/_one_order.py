@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import split
-from jzero.sharding.passes._waits import token_of
+from jzero.sharding.passes._waits import bits_of, unless_never
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Jaxpr, Var
 
@@ -116,7 +116,9 @@ class _Sequence:
                 inner = _Sequence(self._bodies, before)
                 outs = inner.run(jaxpr, consts, args)
                 read = _last(jaxpr.outvars, outs)
-                return [_behind(x, inner.token()) if i == read else x for i, x in enumerate(outs)]
+                return [
+                    unless_never(x, inner.token()) if i == read else x for i, x in enumerate(outs)
+                ]
 
             run.__name__ = str(eqn.params.get("name", eqn.primitive.name))
             self._bodies[id(jaxpr)] = jaxpr, jax.jit(run)
@@ -153,13 +155,7 @@ def _after(eqn: _jaxpr.Eqn, ins: Sequence[Any], token: jax.Array) -> list[Any]:
     can = [i for i, a in enumerate(eqn.invars) if _is_plain(a) and not _jaxpr.is_literal(a)]
     # The counter of a loop stays what XLA knows how to count.
     i = min(can, key=lambda i: (not ins[i].ndim, ins[i].nbytes), default=None)
-    return [_behind(x, token) if j == i else x for j, x in enumerate(ins)]
-
-
-def _behind(x: jax.Array, token: jax.Array) -> jax.Array:
-    """`x`, which waits for the token; XLA does not see that it is always `x`."""
-    never = lax.bitwise_or(token, jnp.uint32(1)) == 0
-    return lax.select(lax.broadcast(never, x.shape), lax.full_like(x, 0), x)
+    return [unless_never(x, token) if j == i else x for j, x in enumerate(ins)]
 
 
 def _last(atoms: Sequence[_jaxpr.Atom], outs: Sequence[Any]) -> int | None:
@@ -174,8 +170,7 @@ def _tokens(atoms: Sequence[_jaxpr.Atom], outs: Sequence[Any]) -> list[jax.Array
     last = _last(atoms, outs)
     if last is None:
         return []
-    element = jnp.real(token_of(outs[last])).astype(jnp.float32)
-    return [lax.bitcast_convert_type(element, jnp.uint32)]
+    return [bits_of(outs[last])]
 
 
 def _is_plain(atom: _jaxpr.Atom) -> bool:

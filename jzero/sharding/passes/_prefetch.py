@@ -123,7 +123,9 @@ def _ahead(scan: Scan, limit: int) -> list[Var]:
     level = _Level(scan.body, _Scope(late=_late(scan)))
     found = list[Var]()
     for gather in level.gathers:
-        free = gather.moves and not gather.others and carried.isdisjoint(gather.reads)
+        # A barrier of the program's own may hold what the turn computes, and stands before the loop with it.
+        alone = not gather.others and not gather.names
+        free = gather.moves and alone and carried.isdisjoint(gather.reads)
         if not free or slices.isdisjoint(gather.reads):
             continue
         found.append(gather.out)

@@ -22,8 +22,8 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 # random bits may be there before anything else is.
 PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 # Scopes that mark what passes have written, so that none writes it twice: barriers, and a loop's last turn.
-PREFETCH, ORDER, AFTER_LOOP, LAST_TURN = (
-    f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn")
+PREFETCH, ORDER, AFTER_LOOP, LAST_TURN, WHOLE_STACKS = (
+    f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn", "whole_stacks")
 )
 Makers: TypeAlias = Mapping[Var, Eqn]
 
@@ -44,6 +44,18 @@ def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
 def behind(shard: jax.Array, *tokens: jax.Array) -> jax.Array:
     """The same, as `JaxprWriter.trace` takes functions."""
     return not_before(shard, tokens)
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    """An element of `x` as bits of which nobody knows anything before it is there."""
+    element = jnp.real(token_of(x)).astype(jnp.float32)
+    return lax.bitcast_convert_type(element, jnp.uint32)
+
+
+def unless_never(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """`x`, which waits for the bits; XLA does not see that it is always `x`."""
+    never = lax.bitwise_or(bits, jnp.uint32(1)) == 0
+    return lax.select(lax.broadcast(never, x.shape), lax.full_like(x, 0), x)
 
 
 def waiting(

@@ -136,6 +136,7 @@ def make_plan(
             options.gather_once,
             options.keep_gathered,
             options.prefetch,
+            options.freed_first,
             _loop_bytes(setting) if setting.evaluates else None,
             options.tile_bytes,
             options.gather_dtype,

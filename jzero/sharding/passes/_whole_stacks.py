@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Casts and small reductions of what a loop stacks, once behind it: of the whole stack, not of each slice.
+
+A step that widens each layer's gradient in its loop holds a stack that is twice as large as what was reduced.
+And the gradient of a vector, reduced in each turn, takes a latency of its own if nothing there has its dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jzero.ir._loops import Scan, StackPort
+from jzero.ir._regions import variables
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.passes import _waits
+from jzero.sharding.passes._order import SMALLEST_GROUP
+from jzero.sharding.passes._waits import WHOLE_STACKS as SCOPE
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+# [Note: what is done to whole stacks]
+# A turn stacks what it has before some last equations of it, each of which reads one value that nothing else
+# reads. Those are casts, where the stack is smaller without them, and reductions, where the whole stack has
+# so few bytes that more of it is nothing to hold, and nothing to wait for; with the casts behind them.
+# Elementwise equations and sums over devices do the same to a stack as to its slices.
+
+# [Note: slices that are only copied]
+# XLA:GPU copies a slice into its stack as soon as it is there, beside the products. It waits at once for a
+# reduction that is only copied: nothing hides it (jaxlib 0.12.0.1, H200; a barrier until the end of the turn
+# makes it worse). So such a slice is selected, by a condition of which XLA does not know that it holds.
+
+
+def whole_stacks(jaxpr: Jaxpr) -> Jaxpr:
+    """One device's program whose loops leave to the end what can be done to whole stacks."""
+    eqns = list[Eqn]()
+    for eqn in jaxpr.eqns:
+        inner = _jaxpr.with_inner(eqn, whole_stacks)
+        eqns += _loop(inner) if eqn.primitive.name == "scan" else [inner]
+    return _waits.with_equations(jaxpr, eqns)
+
+
+def _loop(eqn: Eqn) -> list[Eqn]:
+    scan = Scan.of(eqn)
+    makers = {out: each for each in scan.eqns for out in each.outvars}
+    num_readers = _num_readers(scan)
+    ys, late, after = list[StackPort](), set[int](), list[Eqn]()
+    for port in scan.ys:
+        last = _last(port, makers, num_readers, scan.length)
+        late |= {*map(id, last)}
+        if last:
+            port, written = _on_stack(port, last[::-1], scan)
+            after += written
+        ys.append(port)
+    new = scan
+    if after:
+        kept = tuple(each for each in scan.eqns if id(each) not in late)
+        new = dataclasses.replace(scan, eqns=kept, ys=tuple(ys))
+    new = _computed(new, makers)
+    return [eqn] if new is scan else [new.equation(), *after]
+
+
+def _computed(scan: Scan, makers: _waits.Makers) -> Scan:
+    """The loop, of which no stack is a copy of what is reduced: [Note: slices that are only copied]."""
+    known = next((p.before for p in scan.carries if _waits.is_float(p.before)), None)
+    writer, ys = JaxprWriter(_jaxpr.within_scope(scan.eqn, SCOPE)), list[StackPort]()
+    for port in scan.ys:
+        eqn = None if _jaxpr.is_literal(port.row) else makers.get(port.row)
+        if known is not None and eqn is not None and _is_sum(eqn) and _is_read(port):
+            (bits,) = writer.trace(_waits.bits_of, known)
+            port = port._replace(row=writer.trace(_waits.unless_never, port.row, bits)[0])
+        ys.append(port)
+    if not writer.eqns:
+        return scan
+    return dataclasses.replace(scan, eqns=(*scan.eqns, *writer.eqns), ys=tuple(ys))
+
+
+def _num_readers(scan: Scan) -> dict[Var, int]:
+    """How often each value of a turn is read, or returned."""
+    found = dict[Var, int]()
+    outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
+    for each in [*(eqn.invars for eqn in scan.eqns), outs]:
+        for atom in each:
+            if not _jaxpr.is_literal(atom):
+                found[atom] = found.get(atom, 0) + 1
+    return found
+
+
+def _last(
+    port: StackPort, makers: _waits.Makers, num_readers: dict[Var, int], length: int
+) -> list[Eqn]:
+    """The last equations that make a slice and can be done to the stack, the very last one first."""
+    atom: Atom = port.row
+    chain, best, least = list[Eqn](), 0, _nbytes(atom)
+    while _is_read(port) and not _jaxpr.is_literal(atom):
+        eqn = makers.get(atom)
+        if eqn is None or num_readers[atom] != 1 or not _is_of_slices(eqn):
+            break
+        chain.append(eqn)
+        (atom,) = eqn.invars
+        if _is_sum(eqn):
+            if length * _nbytes(atom) > SMALLEST_GROUP:
+                break
+            best, least = len(chain), _nbytes(atom)
+        elif _nbytes(atom) < least:
+            best, least = len(chain), _nbytes(atom)
+    return chain[:best]
+
+
+def _is_read(port: StackPort) -> bool:
+    return not _jaxpr.is_dropped(port.stack)
+
+
+def _is_of_slices(eqn: Eqn) -> bool:
+    """Whether it does the same to a stack as to its slices."""
+    return len(eqn.invars) == 1 and (eqn.primitive.name == "convert_element_type" or _is_sum(eqn))
+
+
+def _is_sum(eqn: Eqn) -> bool:
+    """Whether it is a sum over devices, of which each has all or its shard."""
+    if _waits.is_reduction(eqn):
+        return bool(eqn.params["tiled"]) and eqn.params["axis_index_groups"] is None
+    return eqn.primitive.name == "psum" and eqn.params["axis_index_groups"] is None
+
+
+def _nbytes(atom: Atom) -> int:
+    return _waits.nbytes(variables([atom]))
+
+
+def _on_stack(port: StackPort, eqns: Sequence[Eqn], scan: Scan) -> tuple[StackPort, list[Eqn]]:
+    """The port of what a turn stacks before these, and these, of the stack."""
+    (row,) = eqns[0].invars
+    stack = first = _jaxpr.var_like(row.aval, (scan.length, *row.aval.shape))
+    written = list[Eqn]()
+    for eqn in eqns:
+        (out,) = eqn.outvars
+        new = _jaxpr.var_like(out.aval, (scan.length, *out.aval.shape))
+        new = port.stack if eqn is eqns[-1] else new
+        params = dict(eqn.params)
+        if _waits.is_reduction(eqn):
+            params["scatter_dimension"] += 1
+        eqn = _jaxpr.within_scope(eqn, outer=scan.eqn)
+        written.append(eqn.replace(invars=[stack], outvars=[new], params=params))
+        stack = new
+    return StackPort(row, first), written
