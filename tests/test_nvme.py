@@ -266,14 +266,14 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest
     """Of NumPy, in which `HostCPU` has the state: what placing, a step and a save take at most."""
     monkeypatch.setattr(_writing, "_TOGETHER", 2**18)
     peaks, x, host_bytes = [], np.ones((8, 256), np.float32), 2**20
-    for num in (2, 8):
+    for i, num in enumerate((2, 2, 8)):  # The first also has what is made once.
         step_fn, init = deep(num)
         policy = on_disk(tmp_path, host_bytes=host_bytes)
         train_step = small.shard_train_step(step_fn, offload=policy)
         train_step(train_step.shard(init(), x), x)  # All is compiled.
         tracemalloc.start()
         state = train_step(train_step.init(init), x)
-        with jzero.Checkpointer(tmp_path / f"{num}", train_step, asynchronous=False) as saver:
+        with jzero.Checkpointer(tmp_path / f"{i}", train_step, asynchronous=False) as saver:
             saver.save(1, state)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
@@ -281,5 +281,5 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest
         ring = leaves[0].store.spec.ring
         assert sum(buffer.nbytes for buffer in ring.buffers) <= host_bytes
         assert sum(leaf.nbytes for leaf in leaves) == 2 * num * 2**18
-    # Beside what Python has for each leaf; the state has grown by 3 MiB.
-    assert peaks[1] < peaks[0] + 2**19, peaks
+    # Python has 0.5 MiB for six layers more, of which the state has grown by 3 MiB.
+    assert peaks[2] < peaks[1] + 2**20, peaks
