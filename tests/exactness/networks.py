@@ -1,5 +1,7 @@
 """Convolutions, recurrences, mixtures, generative models, graphs: what models are made of."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -923,6 +925,19 @@ def scaled_products():
     )
 
 
+def sparse_rows(sizes, num, num_steps, dtype):
+    """Of each row `num` elements, where each is in an array of these sizes, and a label."""
+    rng = np.random.default_rng(4)
+    return [
+        (
+            rng.normal(size=(ROWS, num)).astype(dtype),
+            rng.integers(0, sizes, (ROWS, num, len(sizes)), np.int32),
+            rng.integers(0, CLASSES, ROWS).astype(np.int32),
+        )
+        for _ in range(num_steps)
+    ]
+
+
 @family
 def sparse_arrays():
     """Rows of a few features each, by index, with trained values; and a sparse matrix that is trained."""
@@ -950,18 +965,9 @@ def sparse_arrays():
 
         return learn(state, loss_fn)
 
-    def batches(num_steps, dtype):
-        rng = np.random.default_rng(4)
-        return [
-            (
-                rng.normal(size=(ROWS, num)).astype(dtype),
-                rng.integers(0, features, (ROWS, num, 1), np.int32),
-                rng.integers(0, CLASSES, ROWS).astype(np.int32),
-            )
-            for _ in range(num_steps)
-        ]
-
-    return Family(init=init, batches=batches, step=step, covers="I2 A5")
+    return Family(
+        init=init, batches=partial(sparse_rows, (features,), num), step=step, covers="I2 A5"
+    )  # fmt: skip
 
 
 @family
@@ -996,18 +1002,9 @@ def sparse_arrays_made_in_the_step():
 
         return learn(state, loss_fn)
 
-    def batches(num_steps, dtype):
-        rng = np.random.default_rng(4)
-        return [
-            (
-                rng.normal(size=(ROWS, num)).astype(dtype),
-                rng.integers(0, sizes, (ROWS, num, 2), np.int32),
-                rng.integers(0, CLASSES, ROWS).astype(np.int32),
-            )
-            for _ in range(num_steps)
-        ]
-
-    return Family(init=init, batches=batches, step=step, covers="I2 A5")
+    return Family(
+        init=init, batches=partial(sparse_rows, sizes, num), step=step, covers="I2 A5"
+    )  # fmt: skip
 
 
 @relative

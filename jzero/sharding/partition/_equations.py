@@ -39,9 +39,8 @@ from jzero.sharding.partition._values import (
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
-FactorCuts = Mapping[
-    int, Dim
-]  # Of factors, by index: how the devices cut the dim. Its size counts if it is padded.
+# Of factors, by index: how the devices cut the dim. Its size counts if it is padded.
+FactorCuts = Mapping[int, Dim]
 
 
 def waits(eqn: Eqn) -> bool:
@@ -189,10 +188,8 @@ class _FactorChoice:
             return None
         rows, size = self.frame.price(indices, axis, None), _rules.size_in_bytes(out.aval)
         if updates:
-            if rows:
-                return (
-                    None  # The rows were not looked up in columns: one more gather, for few bytes.
-                )
+            if rows:  # They were not looked up in columns: one more gather, for few bytes.
+                return None
             rows = self.frame.price(updates[0], axis, factor.ins[2], outer)
             moved = size / layout.num(axes_of(layout) - {axis}) * (n - 1) / n
         else:
@@ -261,12 +258,7 @@ class _FactorChoice:
         if best.cost == 0:
             return False
         others = any(b != axis for v in rows for b in v.rows)
-        cut = {
-            c.axis
-            for i, dim in self.chosen.items()
-            if not _is_reduced(self.factors[i])
-            for c in dim.cuts
-        }
+        cut = self._axes_of_result()
         cut_rows = any(b != axis and b in cut for v in self.ins for b in v.rows)
         summed = _is_reduced(self.factors[best.factor]) and others and cut_rows
         return best.moves_rows or summed
@@ -294,18 +286,17 @@ class _FactorChoice:
 
     def _sum_price(self, axis: str) -> float:
         """Of the sum that is due over the axis: scattered if what follows says where."""
-        n, total = self.frame.mesh[axis], 0.0
-        cut = {
-            c.axis
-            for i, dim in self.chosen.items()
-            if not _is_reduced(self.factors[i])
-            for c in dim.cuts
-        }
+        n, total, cut = self.frame.mesh[axis], 0.0, self._axes_of_result()
         for var in self.eqn.outvars:
             scattered = self.frame.hint_of(var) is not None
             own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut)
             total += own * (n - 1) / n * (1 if scattered else 2)
         return total
+
+    def _axes_of_result(self) -> set[str]:
+        """Over which axes the result is sharded by what is chosen so far."""
+        kept = [dim for i, dim in self.chosen.items() if not _is_reduced(self.factors[i])]
+        return {cut.axis for dim in kept for cut in dim.cuts}
 
     def _cut(self, i: int, own: Dim, cut: AxisCut) -> Dim | None:
         """How the devices share a factor, with one more axis; None if they cannot."""
