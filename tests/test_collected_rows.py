@@ -13,8 +13,9 @@ import pytest
 
 import jzero
 import small
+from jzero.ir import _products
 from jzero.ir._regions import Region
-from jzero.sharding.analysis import _kinds, _products
+from jzero.sharding.analysis import _kinds
 
 ROWS, FEATURES, WIDTH, EMBED = 96, 12, 24, 16
 

@@ -23,10 +23,10 @@ from jax.extend.core import Primitive
 
 import scaled_products  # noqa: F401 (it is what runs jax.nn.scaled_matmul here)
 import test_batch_rules
-from jzero.ir import _factors, _rules
+from jzero.ir import _factors, _products, _rules
 from jzero.ir._layout import replicated
 from jzero.ir._rules import Cost
-from jzero.sharding.analysis import _frames, _products
+from jzero.sharding.analysis import _frames
 from jzero.sharding.run import _ordinary
 from jzero.tracing import _jaxpr, _rewrite
 from test_batch_rules import Case, drawn, length, parsed
@@ -494,7 +494,7 @@ def test_tables_that_say_how_name_what_the_classes_say():
     moves = _rules.named(Cost.COLLECTIVE) - {"layout_constraint"}
     for module, table, named in (
         (_ordinary, "_LINEAR", linear),
-        (_products, "_COUNTS", _rules.named(Cost.PRODUCT)),
+        (_products, "COUNTS", _rules.named(Cost.PRODUCT)),
         (_frames, "COLLECTIVES", _frames.COLLECTIVES | moves),
     ):
         differ = sorted(named ^ set(getattr(module, table)))

@@ -92,7 +92,7 @@ MAY = {
         "preflight._clocks preflight._hlo preflight._kernels preflight._schedule targets._links "
         "targets._target",
     "test_coded_weights": "sharding.plan._make",
-    "test_collected_rows": "ir._regions sharding.analysis._kinds sharding.analysis._products",
+    "test_collected_rows": "ir._products ir._regions sharding.analysis._kinds",
     "test_components": "_components",
     "test_data_on_processes": "checkpoint._grain checkpoint._iterators",
     "test_dataflow":
@@ -156,7 +156,7 @@ MAY = {
     "test_ir_layout": "ir._layout tracing._jaxpr",
     "test_ir_loops": "ir._loops ir._writer tracing._jaxpr",
     "test_ir_rules":
-        "ir._factors ir._layout ir._rules sharding.analysis._frames sharding.analysis._products "
+        "ir._factors ir._layout ir._products ir._rules sharding.analysis._frames "
         "sharding.run._ordinary tracing._jaxpr tracing._rewrite",
     "test_jaxpr_types": "tracing._jaxpr tracing._rewrite tracing._types",
     "test_layer_major": "sharding.analysis._residuals sharding.cut._layer_parts sharding.run._queue",

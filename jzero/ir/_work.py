@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jzero.ir import _rules
 from jzero.ir._dataflow import forward
+from jzero.ir._products import COUNTS
 from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn, turns
 from jzero.ir._rules import Cost
 from jzero.tracing import _jaxpr
@@ -54,30 +55,15 @@ def flops(eqn: Eqn) -> float:
     if _rules.costs(eqn, *_MOVES) or "callback" in eqn.primitive.name:
         return 0
     sizes = [getattr(atom.aval, "size", 0) for atom in (*eqn.invars, *eqn.outvars)]
-    each = _EACH.get(eqn.primitive.name)
-    if each is not None:
+    if (count := COUNTS.get(eqn.primitive.name)) is not None:
+        return float(2 * count(eqn))
+    if (each := _EACH.get(eqn.primitive.name)) is not None:
         return each(eqn)
     if _rules.rule_of(eqn) is _FACTORIZATION:
         return float(eqn.invars[0].aval.size * eqn.invars[0].aval.shape[-1])
     if _rules.costs(eqn, Cost.LOOKUP):  # What is looked up or written, and not the table.
         return float(eqn.outvars[0].aval.size if len(eqn.invars) == 2 else sizes[2])
     return float(max(sizes, default=0))
-
-
-def _of_product(eqn: Eqn) -> float:
-    (summed, _), _ = eqn.params["dimension_numbers"]
-    terms = math.prod(eqn.invars[0].aval.shape[d] for d in summed)
-    return float(2 * eqn.outvars[0].aval.size * terms)
-
-
-def _of_convolution(eqn: Eqn) -> float:
-    kernel, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
-    terms = kernel.size / max(1, kernel.shape[numbers.rhs_spec[0]])
-    return float(2 * eqn.outvars[0].aval.size * terms)
-
-
-def _of_ragged_product(eqn: Eqn) -> float:
-    return float(2 * eqn.invars[0].aval.size * eqn.outvars[0].aval.shape[-1])
 
 
 def _of_sort(eqn: Eqn) -> float:
@@ -90,9 +76,6 @@ def _of_solve(eqn: Eqn) -> float:
 
 
 _EACH = {
-    "dot_general": _of_product,
-    "conv_general_dilated": _of_convolution,
-    "ragged_dot_general": _of_ragged_product,
     "sort": _of_sort,
     "triangular_solve": _of_solve,
 }

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 
 from jzero.ir import _rules
 from jzero.ir._dataflow import forward
+from jzero.ir._products import products
 from jzero.ir._regions import ValueIn, edges, region_of, turns
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._products import products
 from jzero.sharding.analysis._traffic import Crossing
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var

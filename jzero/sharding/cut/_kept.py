@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jzero.ir import _rules
+from jzero.ir._products import products
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._products import products
 from jzero.sharding.cut._min_cut import MinCut
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Var

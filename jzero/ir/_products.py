@@ -12,8 +12,8 @@ from jzero.tracing._types import Eqn
 
 def products(region: Region, eqn: Eqn) -> int:
     """Multiplications in an equation's products; a `while` counts one turn, a `cond` its longest branch."""
-    if eqn.primitive.name in _COUNTS:
-        return _COUNTS[eqn.primitive.name](eqn)
+    if eqn.primitive.name in COUNTS:
+        return COUNTS[eqn.primitive.name](eqn)
     inner = [sum(products(child, e) for e in child.jaxpr.eqns) for child in region.inner(eqn)]
     if eqn.primitive.name == "cond":
         return max(inner)
@@ -45,7 +45,7 @@ def _conv(eqn: Eqn) -> int:
     return math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // max(features, 1)
 
 
-_COUNTS = {
+COUNTS = {
     "dot_general": _dot,
     "scaled_dot": _dot,
     "scaled_matmul_wrapper": _dot,
