@@ -15,6 +15,7 @@ from typing import Any
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial
 from jzero.ir._regions import Region, turns
+from jzero.sharding.batch._body import TURNS_DEPEND
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue, axes_of, common
@@ -195,6 +196,7 @@ class _ScanWriter(_LoopWriter):
         body = inner.function(self.parts.body, ins, ends)
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
+        frame.reason = TURNS_DEPEND if any(map(_is_of_rows, self.xs)) else ""
         stacks = [frame.at(v, stack) for v, stack in zip(self.xs, self.stacks, strict=True)]
         layouts = [c.layout for c in carries]
         for var, v in zip(self.eqn.outvars[num:], outs[num:], strict=True):
