@@ -24,7 +24,7 @@ from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import CannotPartitionError, cannot
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
-from jzero.sharding.partition._writer import OF_STATE, OF_SUM
+from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._order import order
@@ -76,8 +76,7 @@ class Partitioned:
         """What it moves of the batch, and of what is computed of it; of a result, where is its number."""
         return tuple(
             Movement(move.operation, move.line, move.local_bytes, move.times, move.why, move.value)
-            for move in self.program.moves
-            if move.why not in (OF_STATE, OF_SUM)
+            for move in filter(_is_of_rows, self.program.moves)
         )
 
 
@@ -134,15 +133,36 @@ def _partitioned(runner: Runner) -> Partitioned:
         [inputs[i] for i in taken],
         outs,
         [leaf.path if leaf.role == PARAMETER else "" for leaf in plan.new_leaves],
+        plan.reduce_once,
     )
-    work, again = whole.repeated(program.jaxpr, plan.num_devices)
-    if again:
-        _, others = whole.repeated(runner.frame.jaxpr, plan.num_devices)
-        more = sum(x.extra for x in again) - sum(x.extra for x in others)
-        if more > LEAST_SHARE * work:
-            raise cannot(f"its devices would do {more / work:.0%} more than the interpreter's")
+    repeated = _checked(program, whole, runner)
     programs = _passed(program, plan)
-    return Partitioned(programs, (work, again), _run_of(programs[PASSES[-1]], runner, taken))
+    return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
+
+
+def _checked(
+    program: DeviceProgram, whole: WholeBatch, runner: Runner
+) -> tuple[float, list[Repeated]]:
+    """The flops of the step, and what its devices repeat of them.
+
+    Raises:
+      CannotPartitionError: the interpreter repeats less, or gathers fewer rows where that is limited.
+    """
+    most = max((m.local_bytes for m in program.moves if _is_of_rows(m)), default=0)
+    if most > runner.plan.exchange.max_gather_bytes:
+        raise cannot("it gathers more rows at once than max_gather_bytes")
+    num = runner.plan.num_devices
+    work, again = whole.repeated(program.jaxpr, num)
+    others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
+    more = sum(x.extra for x in again) - sum(x.extra for x in others)
+    if more > LEAST_SHARE * work:
+        raise cannot(f"its devices would do {more / work:.0%} more than the interpreter's")
+    return work, again
+
+
+def _is_of_rows(move: DeviceMove) -> bool:
+    """Whether it moves rows of the batch, and is none of the gathers and reductions of ZeRO."""
+    return move.why not in (OF_STATE, OF_SUM)
 
 
 def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:

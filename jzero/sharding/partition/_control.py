@@ -133,7 +133,9 @@ class _ScanWriter(_LoopWriter):
         (self.body,) = self.region.inner(self.eqn)
         first, last = self.parts.num_consts, self.parts.num_consts + self.parts.num_carry
         self.consts, self.init, self.xs = self.ins[:first], self.ins[first:last], self.ins[last:]
-        self.collects = [_collects(self.body, first + j, j) for j in range(last - first)]
+        self.collects = [
+            self._waits(j) and _collects(self.body, first + j, j) for j in range(last - first)
+        ]
         self.settle(self.xs)
         self.settle([v for v, kept in zip(self.init, self.collects, strict=True) if not kept])
         # Iterations are not shared by devices: each has its part of every slice.
@@ -152,6 +154,15 @@ class _ScanWriter(_LoopWriter):
                 return self._written(inner, ins, carries, outs)
             carries = new
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
+
+    def _waits(self, j: int) -> bool:
+        """Whether a sum over iterations may wait for the last one, whole on each device.
+
+        Not that of gradients in a step's own loop over microbatches, from stage 2 on.
+        """
+        is_of_pass = self.region.pass_of(self.eqn) is not None
+        once = self.frame.shared.once or is_of_pass
+        return once or self.frame.hint_of(self.eqn.outvars[j]) is None
 
     def _may_be_partial(self) -> list[bool]:
         pairs = zip(self.collects, self.init, strict=True)

@@ -28,12 +28,14 @@ class Partitioning:
 
     Attributes:
       leaves: the names of the inputs.
+      once: whether gradients that a step's own loop adds up are reduced behind it, not in each iteration.
       has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
     """
 
     mesh: Mapping[str, int]
     hints: Mapping[ValueIn, Hint | None]
     leaves: Sequence[str]
+    once: bool = True
     has_rows: bool = True
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
@@ -48,6 +50,7 @@ class DeviceFrame(DeviceWriter):
       imports: what stands outside, and its name here.
       region: whose equations are written now.
       reason: why what is written needs rows that a device does not have, where that is known.
+      leaf: the leaf of which all is that the equation at hand moves, if not each value of its own.
       returns: the number of the step's result that is made now.
     """
 
@@ -59,7 +62,7 @@ class DeviceFrame(DeviceWriter):
         self.region = region
         self.shared, self.outer, self.hoists = shared, outer, hoists
         self.imports: dict[Var, Var] = {}
-        self.reason = ""
+        self.reason = self.leaf = ""
         self.returns: int | None = None
         # A pass of `jax.grad` gathers state for itself, behind what the pass before ended with.
         self._pass: str | None = None
@@ -171,8 +174,12 @@ class DeviceFrame(DeviceWriter):
                 x = self.barrier([x, self._token])[0]
             if self.outer is None:
                 value.scopes[layout] = self._scope
-        leaf = value.leaf if value.origin is None else self.shared.leaves[value.origin]
+        leaf = self.leaf or self.name(value)
         return self.convert(x, source, layout, value.origin, self._why(value), leaf)
+
+    def name(self, value: DeviceValue) -> str:
+        """The leaf of which it is a view, or that is made of it."""
+        return value.leaf if value.origin is None else self.shared.leaves[value.origin]
 
     def _why(self, value: DeviceValue) -> str:
         if value.layout.partial:

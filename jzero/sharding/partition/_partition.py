@@ -55,7 +55,7 @@ class DeviceProgram:
 
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
-    outs: Sequence[Layout | None], names: Sequence[str] = (),
+    outs: Sequence[Layout | None], names: Sequence[str] = (), once: bool = True,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step.
 
@@ -65,6 +65,7 @@ def partition(
       mesh: the axes, and how many devices each has.
       ins: for each argument.
       outs: for each result its layout, whose padding is zero; None where the partitioner chooses.
+      once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
       names: of the first results, those of the leaves whose gradients are reduced for them, or nothing.
 
     Raises:
@@ -74,7 +75,9 @@ def partition(
         raise cannot("a step without equations")
     region = Region(jaxpr, [*consts])
     hints = hints_of(region, outs, [*names, *[""] * (len(outs) - len(names))])
-    shared = Partitioning(mesh, hints, [each.name for each in ins], any(each.rows for each in ins))
+    shared = Partitioning(
+        mesh, hints, [each.name for each in ins], once, any(each.rows for each in ins)
+    )
     frame = DeviceFrame(jaxpr.eqns[0], shared, region)
     own = [
         _jaxpr.var_like(var.aval, each.layout.local_shape)

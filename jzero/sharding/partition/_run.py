@@ -35,7 +35,7 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
     for var, const in zip(region.jaxpr.constvars, region.consts, strict=True):
         env[var] = frame.constant(var, const)
     for eqn in itertools.chain.from_iterable(in_own_rows(region, e) for e in region.jaxpr.eqns):
-        frame.source, frame.reason = eqn, ""
+        frame.source, frame.reason, frame.leaf = eqn, "", ""
         frame.enter_pass(region.pass_of(eqn))
         values = [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in eqn.invars]
         outs = _equation(frame, region, eqn, values)
