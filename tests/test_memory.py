@@ -111,19 +111,22 @@ def test_new_parameters_go_into_the_old_ones_in_slices(stage, rows, at_once, mon
     """Of any number of rows, the last slice with what is left; padded columns are dropped."""
     monkeypatch.setattr(_devices, "GATHERED_AT_ONCE", at_once)
 
-    def step_fn(w, x):
+    def step_fn(state, x):
         def loss_fn(w):
             return jnp.mean((x @ w["even"]) ** 2) + jnp.mean((x[:, :5] @ w["padded"]) ** 2)
 
+        w, moments = state
         loss, grads = jax.value_and_grad(loss_fn)(w)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return (jax.tree.map(lambda w, m: w - 0.1 * m, w, moments), moments), loss
 
     def init_fn():
         keys = jax.random.split(jax.random.key(0))
-        return {
+        w = {
             "even": jax.random.normal(keys[0], (rows, 24)),
             "padded": jax.random.normal(keys[1], (5, 27)),
         }
+        return w, jax.tree.map(jnp.zeros_like, w)
 
     batches = [jax.random.normal(jax.random.key(i), (16, rows)) for i in range(3)]
     assert_same_training(step_fn, init_fn, batches, stage=stage, min_shard_bytes=0)
