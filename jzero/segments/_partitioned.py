@@ -12,8 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
@@ -165,7 +163,7 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         or any(codes is not None for _, codes in exchange.reduce_codes),
         "weight_dtype": any(leaf.codes for leaf in plan.leaves),
         "tile_bytes": exchange.tile_bytes is not None,
-        "owners of matrices": bool(plan.owned),
+        "owners of matrices": any(not each.why for each in plan.owned),
         "gather": plan.stage == 3 and exchange.keep_gathered and not plan.evaluates,
         "gathers in each iteration": whole is not None and _gathers_in_loops(plan, whole),
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
@@ -201,7 +199,7 @@ def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | Non
 def _inputs(
     plan: StepPlan, flat: Flat, rows: Sequence[int | None], mesh: dict[str, int]
 ) -> Iterator[DeviceInput]:
-    """Leaves as they are stored; arguments in rows, padded where the devices do not divide them."""
+    """Leaves as they are stored; arguments in rows."""
     axes = tuple(axis for axis, _ in plan.axes)
     yield from (DeviceInput(_leaf(leaf, mesh)) for leaf in plan.leaves)
     for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
@@ -211,7 +209,9 @@ def _inputs(
             continue
         for axis in axes:
             layout = layout.cut(dim, axis)
-        yield DeviceInput(layout, frozenset(axes))
+        # What the devices do not divide cannot come in shards.
+        comes_whole = layout.dims[dim].pad is not None
+        yield DeviceInput(layout, frozenset(axes), comes_whole=comes_whole)
 
 
 def _leaf(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:
@@ -238,8 +238,7 @@ def _run_of(program: DeviceProgram, runner: Runner, taken: Sequence[int]) -> Cal
 
     def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         given = [*state, *arrays]
-        pairs = zip((given[i] for i in taken), program.ins, strict=True)
-        outs = local(*consts, *(_padded(x, layout) for x, layout in pairs))
+        outs = local(*consts, *(given[i] for i in taken))
         return outs[:num_new], outs[num_new:]
 
     return step
@@ -249,12 +248,3 @@ def _spec(layout: Layout) -> PartitionSpec:
     spec = layout.spec()
     assert spec is not None, f"{layout} is no layout of a JAX array"
     return spec
-
-
-def _padded(x: jax.Array, layout: Layout) -> jax.Array:
-    """An argument with as many rows as the devices divide: its last one again, which nobody reads."""
-    for d, dim in enumerate(layout.dims):
-        if x.shape[d] != dim.size:
-            last = jax.lax.slice_in_dim(x, x.shape[d] - 1, None, axis=d)
-            x = jnp.concatenate([x, *[last] * (dim.size - x.shape[d])], axis=d)
-    return x

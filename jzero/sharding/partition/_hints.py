@@ -19,8 +19,8 @@ from jzero.tracing._types import Eqn
 
 Hint = Layout | None
 _THROUGH = (
-    Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG, Cost.REDUCTION, Cost.PART,
-    Cost.JOIN, Cost.REPEAT,
+    Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG, Cost.PART, Cost.JOIN,
+    Cost.REPEAT,
 )  # fmt: skip
 
 

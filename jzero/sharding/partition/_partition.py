@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jzero.ir._layout import Layout
+from jzero.ir._layout import Layout, replicated
 from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
@@ -27,11 +27,20 @@ class DeviceInput:
       layout: on the devices, padded if it is.
       rows: the axes over which it differs because rows of the batch do; none for state.
       firm: the axes over which it stays sharded, though it is state.
+      comes_whole: whether each device is given all of it, so that none of it moves.
     """
 
     layout: Layout
     rows: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
+    comes_whole: bool = False
+
+    @property
+    def given(self) -> Layout:
+        """In which layout the program is given it."""
+        if not self.comes_whole:
+            return self.layout
+        return replicated(self.layout.shape, dict(self.layout.mesh))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +82,7 @@ def partition(
     shared = Partitioning(mesh, hints_of(region, outs), any(each.rows for each in ins))
     frame = DeviceFrame(jaxpr.eqns[0], shared, region)
     own = [
-        _jaxpr.var_like(var.aval, each.layout.local_shape)
+        _jaxpr.var_like(var.aval, each.given.local_shape)
         for var, each in zip(jaxpr.invars, ins, strict=True)
     ]
     results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
@@ -83,14 +92,14 @@ def partition(
     atoms = [_with_zeros(frame, v, each, given) for v, each in zip(results, layouts, strict=True)]
     written = frame.function(_template(), own, atoms)
     moves = tuple(_moves(written, frame.moves, 1))
-    ins_ = tuple(each.layout for each in ins)
+    ins_ = tuple(each.given for each in ins)
     return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves)
 
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
     layout = given.layout
     rows = given.rows & axes_of(layout)
-    return DeviceValue(var.aval, layout, {layout: own}, rows, given.firm, origin=i)
+    return DeviceValue(var.aval, layout, {given.given: own}, rows, given.firm, origin=i)
 
 
 def _returned(frame: DeviceFrame, value: DeviceValue, wanted: Layout | None) -> Layout:
