@@ -141,6 +141,7 @@ MORE = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_no_more_moves_than_in_the_other_engine(kind):
     case = Case(*KINDS[kind](), DATA, 3)
@@ -357,7 +358,9 @@ def test_padding_is_masked_even_if_it_is_nan():
 
 def test_what_runs_on_no_shards_is_replicated_first_and_listed():
     found = program(lambda w, x: jnp.sort(x[:, 0]) + w[0], (SQUARE, P()), (SQUARE, ROWS))
-    assert [(m.kind, m.why) for m in found.moves] == [("gather", "sort needs it whole")]
+    assert [(m.kind, m.operation, m.value, m.why) for m in found.moves] == [
+        ("gather", "sort", "float64[16]", "it needs the rows of all devices")
+    ]
     run_and_compare(lambda w, x: jnp.sort(x[:, 0]) + w[0, 0], (SQUARE, P()), ((13, 3), ROWS))
 
 
