@@ -27,6 +27,7 @@ from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
+from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
@@ -41,7 +42,15 @@ from jzero.tracing._types import Jaxpr
 SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
-PASSES = (_PARTITION, "inputs_first", "whole_stacks", "prefetch", "order", "after_loops")
+PASSES = (
+    _PARTITION,
+    "inputs_first",
+    "reduce_dtype",
+    "whole_stacks",
+    "prefetch",
+    "order",
+    "after_loops",
+)
 _OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
 
 
@@ -130,15 +139,25 @@ def _partitioned(runner: Runner) -> Partitioned:
         [inputs[i] for i in taken],
         outs,
     )
-    programs = _passed(program, plan)
+    programs = _passed(program, plan, [inputs[i].rows for i in taken])
     return Partitioned(programs, _run_of(programs[PASSES[-1]], runner, taken))
 
 
-def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:
-    """The program after each pass: its collectives where the interpreter of the plan would have them."""
+def _passed(
+    program: DeviceProgram, plan: StepPlan, rows: Sequence[frozenset[str]]
+) -> dict[str, DeviceProgram]:  # fmt: skip
+    """The program after each pass: its collectives where the interpreter of the plan would have them.
+
+    `rows` are the axes over which each argument differs because rows of the batch do.
+    """
     exchange = plan.exchange
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
+        "reduce_dtype": lambda jaxpr: (
+            jaxpr
+            if exchange.reduce_dtype is None
+            else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
+        ),
         "whole_stacks": whole_stacks,
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
@@ -161,8 +180,7 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
         "gather_dtype": exchange.gather_codes is not None,
-        "reduce_dtype": exchange.reduce_dtype is not None
-        or any(codes is not None for _, codes in exchange.reduce_codes),
+        "reduce_dtype": any(codes is not None for _, codes in exchange.reduce_codes),
         "weight_dtype": any(leaf.codes for leaf in plan.leaves),
         "tile_bytes": exchange.tile_bytes is not None,
         "owners of matrices": bool(plan.owned),
