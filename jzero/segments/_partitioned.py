@@ -18,13 +18,14 @@ from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
-from jzero.ir._regions import Region, turns
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import CannotPartitionError, cannot
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._inputs_first import inputs_first
+from jzero.sharding.passes._keep_gathered import keep_gathered
+from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
@@ -46,6 +47,8 @@ PASSES = (
     _PARTITION,
     "inputs_first",
     "reduce_dtype",
+    "keep_gathered",
+    "loop_gathers",
     "whole_stacks",
     "prefetch",
     "order",
@@ -158,6 +161,14 @@ def _passed(
             if exchange.reduce_dtype is None
             else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
         ),
+        "keep_gathered": lambda jaxpr: (
+            keep_gathered(jaxpr, plan.evaluates)
+            if plan.stage == 3 and exchange.keep_gathered
+            else jaxpr
+        ),
+        "loop_gathers": lambda jaxpr: (
+            jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
+        ),
         "whole_stacks": whole_stacks,
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
@@ -184,19 +195,9 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "weight_dtype": any(leaf.codes for leaf in plan.leaves),
         "tile_bytes": exchange.tile_bytes is not None,
         "owners of matrices": bool(plan.owned),
-        "gather": plan.stage == 3 and exchange.keep_gathered and not plan.evaluates,
-        "gathers in each iteration": whole is not None and _gathers_in_loops(plan, whole),
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
     }
     yield from (reason for reason, is_so in asked.items() if is_so)
-
-
-def _gathers_in_loops(plan: StepPlan, whole: WholeBatch) -> bool:
-    """Whether a loop of an evaluation may not keep what it gathers: the partitioner's loops do."""
-    most = plan.exchange.loop_bytes
-    fits = most is None or sum(leaf.nbytes for leaf in plan.leaves) <= most
-    region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
-    return not fits and any(turns(eqn) != 1 for _, eqn in region.walk())
 
 
 def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | None, ...]]:
