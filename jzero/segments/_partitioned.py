@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
-from jzero.ir._regions import Region, turns
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
@@ -25,8 +24,11 @@ from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, part
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._inputs_first import inputs_first
+from jzero.sharding.passes._keep_gathered import keep_gathered
+from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
+from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
@@ -42,7 +44,17 @@ from jzero.tracing._types import Jaxpr
 SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
-PASSES = (_PARTITION, "inputs_first", "whole_stacks", "prefetch", "order", "after_loops")
+PASSES = (
+    _PARTITION,
+    "inputs_first",
+    "reduce_dtype",
+    "keep_gathered",
+    "loop_gathers",
+    "whole_stacks",
+    "prefetch",
+    "order",
+    "after_loops",
+)
 
 
 def is_on() -> bool:
@@ -134,7 +146,7 @@ def _partitioned(runner: Runner) -> Partitioned:
         plan.reduce_once,
     )
     repeated = _checked(program, whole, runner)
-    programs = _passed(program, plan)
+    programs = _passed(program, plan, [inputs[i].rows for i in taken])
     return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
 
 
@@ -163,11 +175,29 @@ def _is_of_rows(move: DeviceMove) -> bool:
     return move.why not in (OF_STATE, OF_SUM)
 
 
-def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:
-    """The program after each pass: its collectives where the interpreter of the plan would have them."""
+def _passed(
+    program: DeviceProgram, plan: StepPlan, rows: Sequence[frozenset[str]]
+) -> dict[str, DeviceProgram]:  # fmt: skip
+    """The program after each pass: its collectives where the interpreter of the plan would have them.
+
+    `rows` are the axes over which each argument differs because rows of the batch do.
+    """
     exchange = plan.exchange
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
+        "reduce_dtype": lambda jaxpr: (
+            jaxpr
+            if exchange.reduce_dtype is None
+            else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
+        ),
+        "keep_gathered": lambda jaxpr: (
+            keep_gathered(jaxpr, plan.evaluates)
+            if plan.stage == 3 and exchange.keep_gathered
+            else jaxpr
+        ),
+        "loop_gathers": lambda jaxpr: (
+            jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
+        ),
         "whole_stacks": whole_stacks,
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
@@ -190,24 +220,13 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
         "gather_dtype": exchange.gather_codes is not None,
-        "reduce_dtype": exchange.reduce_dtype is not None
-        or any(codes is not None for _, codes in exchange.reduce_codes),
+        "reduce_dtype": any(codes is not None for _, codes in exchange.reduce_codes),
         "weight_dtype": any(leaf.codes for leaf in plan.leaves),
         "tile_bytes": exchange.tile_bytes is not None,
         "owners of matrices": any(not each.why for each in plan.owned),
-        "gather": plan.stage == 3 and exchange.keep_gathered and not plan.evaluates,
-        "gathers in each iteration": whole is not None and _gathers_in_loops(plan, whole),
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
     }
     yield from (reason for reason, is_so in asked.items() if is_so)
-
-
-def _gathers_in_loops(plan: StepPlan, whole: WholeBatch) -> bool:
-    """Whether a loop of an evaluation may not keep what it gathers: the partitioner's loops do."""
-    most = plan.exchange.loop_bytes
-    fits = most is None or sum(leaf.nbytes for leaf in plan.leaves) <= most
-    region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
-    return not fits and any(turns(eqn) != 1 for _, eqn in region.walk())
 
 
 def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | None, ...]]:
