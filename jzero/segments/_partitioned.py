@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
+from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
@@ -36,10 +37,11 @@ from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import PARAMETER
+from jzero.sharding.run import _devices
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
-from jzero.tracing._types import Jaxpr
+from jzero.tracing._types import Eqn, Jaxpr
 
 SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
@@ -161,6 +163,8 @@ def _checked(
     most = max((m.local_bytes for m in program.moves if _is_of_rows(m)), default=0)
     if most > runner.plan.exchange.max_gather_bytes:
         raise cannot("it gathers more rows at once than max_gather_bytes")
+    if any(map(_gathers_in_slices, _returned(program.jaxpr)[: len(runner.plan.new_leaves)])):
+        raise cannot("a new parameter is gathered into the old one in slices")
     num = runner.plan.num_devices
     work, again = whole.repeated(program.jaxpr, num)
     others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
@@ -168,6 +172,20 @@ def _checked(
     if more > LEAST_SHARE * work:
         raise cannot(f"its devices would do {more / work:.0%} more than the interpreter's")
     return work, again
+
+
+def _returned(jaxpr: Jaxpr) -> list[Eqn | None]:
+    """The equations that make a program's results."""
+    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    return [None if _jaxpr.is_literal(x) else makers.get(x) for x in jaxpr.outvars]
+
+
+def _gathers_in_slices(eqn: Eqn | None) -> bool:
+    """Whether the interpreter would: [Note: layouts at rest]."""
+    if eqn is None or eqn.primitive.name != "all_gather":
+        return False
+    large = size_in_bytes(eqn.outvars[0].aval) > _devices.GATHERED_AT_ONCE
+    return large and bool(eqn.params["all_gather_dimension"])
 
 
 def _is_of_rows(move: DeviceMove) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from jzero.ir import _rules
 from jzero.ir._factors import SCATTER_REDUCES, Factor
 from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
-from jzero.ir._regions import Region
+from jzero.ir._regions import Region, edges, turns
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import (
@@ -356,7 +356,14 @@ def is_read_whole(region: Region, atom: Atom) -> bool:
 def _is_read_whole(region: Region, atom: Atom) -> bool:
     readers = [] if _jaxpr.is_literal(atom) else region.readers.get(atom, [])
     for eqn in (region.jaxpr.eqns[i] for i in readers if i < len(region.jaxpr.eqns)):
-        if _rules.costs(eqn, Cost.IDENTITY, Cost.CAST, Cost.COPY):
+        if eqn.primitive.name == "optimization_barrier":
+            if _is_read_whole(region, eqn.outvars[eqn.invars.index(atom)]):
+                return True
+        elif turns(eqn) == 1 and (ways := edges(region, eqn)):
+            inside = [edge.target for edge in ways if edge.source == (region, atom)]
+            if any(_is_read_whole(*target) for target in inside):
+                return True
+        elif _rules.costs(eqn, Cost.IDENTITY, Cost.CAST, Cost.COPY):
             if any(_is_read_whole(region, out) for out in eqn.outvars):
                 return True
         elif eqn.primitive.name != "gather" and not _rules.costs(eqn, Cost.ELEMENTWISE):
