@@ -283,16 +283,20 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         scopes; behind each argument and result its path and its layout. `[16@data, 8]` has a dim of 16 in
         shards over `data`, and one of 8 that every device has whole; `[10+6@data]` is padded to 16.
 
+        `after="partition"` is the program of one device, with explicit collectives; other names are those of
+        passes that then put these in other places, the last one `after_loops`, whose program runs.
+
         Args:
           *args: the state and the step's other arguments, each leaf an array or a `ShapeDtypeStruct`.
-          after: 'trace'.
+          after: 'trace', 'partition', or a pass.
           **kwargs: arguments by name.
 
         Returns:
           A value whose `str` is the text, and whose `jaxpr` is the program.
 
         Raises:
-          OptionError: `after` is something else; it lists what there is.
+          OptionError: `after` is something else; it lists what there is. Or the step is not partitioned; it
+            says why.
           JzeroError: the step, its state or its arguments are refused, as by a call.
 
         >>> import jax, jax.numpy as jnp, jzero
@@ -308,7 +312,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             b:f32[8,64]   # batch  [8@data, 64]
           . let
         """
-        known = (*PROGRAMS, *(_partitioned.PASSES if _partitioned.is_on() else ()))
+        known = (*PROGRAMS, *_partitioned.PASSES)
         if after not in known:
             raise OptionError(message(
                 self._who, f"program(after={after!r})", "It prints a step as it is after a part of its way.",
@@ -334,10 +338,11 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         found = _partitioned.of_step(program.step)
         if isinstance(found, Partitioned):
             return found.programs[after]
-        why = "it is several programs" if found is None else found
+        off = f"{_partitioned.SWITCH}=0" if not _partitioned.is_on() else "it is several programs"
+        why = off if found is None else found
         raise OptionError(message(
             self._who, f"program(after={after!r}) of a step that is not partitioned: {why}",
-            f"Such a step is interpreted, {_partitioned.SWITCH}=1 or not.", "Write after='trace'."
+            "Such a step is interpreted.", "Write after='trace'."
         )) from found  # fmt: skip
 
     @takes_explicit_axes

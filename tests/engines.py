@@ -1,4 +1,4 @@
-"""Which engine runs a step, where `JZERO_PARTITION=1` asks for the partitioner."""
+"""Which engine runs a step."""
 
 import re
 from typing import Any

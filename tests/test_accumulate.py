@@ -87,7 +87,8 @@ def test_every_policy_gathers_bf16_for_bf16_compute(gather, expected, scan, rema
     ],
 )  # fmt: skip
 def test_traffic_per_axis(options, expected):
-    assert elements(3, AbstractMesh((2, 4), ("node", "local")), **options) == expected
+    state = programs.abstract_state(MODEL, optax.sgd(1e-3, momentum=0.9))
+    assert elements(3, AbstractMesh((2, 4), ("node", "local")), state, **options) == expected
 
 
 def test_traffic_per_axis_with_microbatches():

@@ -171,23 +171,22 @@ def test_a_gradient_does_not_wait_for_another_pass():
     assert made == [2 * VOCAB, WIDTH * VOCAB, 2 * VOCAB]
 
 
-@pytest.mark.parametrize("limit", [1, HEAD])
-def test_no_collective_more_or_less(limit):
-    train_step = small.shard_train_step(
-        step, mesh=AbstractMesh((8,), ("data",)), prefetch_bytes=limit
-    )
-    state = jax.eval_shape(make_state)
-    found = train_step.describe(state, tokens_of(16))
-    # The table, as large as the head, is only looked up in: of it rows and places are exchanged.
-    places = sum(c.total_elements for c in found.traffic if c.dtype == "int32")
-    assert found.elements("reduce-scatter") == VOCAB * WIDTH + 2 * WIDTH**2
-    assert found.elements("all-gather") - places == 2 * VOCAB * WIDTH + 2 * 2 * WIDTH**2
-    names = Counter(
-        e.primitive.name for e in equations(program(train_step, state, tokens_of(16)).jaxpr)
-    )
-    # A loop over layers has its last turn apart.
-    assert names["reduce_scatter"] == 3
-    assert names["all_gather"] == 6 + 2
+def test_no_collective_more_or_less():
+    state, num = jax.eval_shape(make_state), []
+    for limit in (1, HEAD):
+        train_step = small.shard_train_step(
+            step, mesh=AbstractMesh((8,), ("data",)), prefetch_bytes=limit
+        )
+        found = train_step.describe(state, tokens_of(16))
+        # The table, as large as the head, is only looked up in: of it rows and places are exchanged.
+        places = sum(c.total_elements for c in found.traffic if c.dtype == "int32")
+        assert found.elements("reduce-scatter") == VOCAB * WIDTH + 2 * WIDTH**2
+        assert found.elements("all-gather") - places == 2 * VOCAB * WIDTH + 2 * 2 * WIDTH**2
+        names = Counter(
+            e.primitive.name for e in equations(program(train_step, state, tokens_of(16)).jaxpr)
+        )
+        num.append((names["reduce_scatter"], names["all_gather"]))
+    assert num[0] == num[1]
 
 
 @pytest.mark.covering
@@ -246,6 +245,7 @@ def two_steps(train_step, state):
     return found, [*SEEN]
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("limit", "waits"), [(HEAD - 1, True), (HEAD, False)])
 def test_layers_wait_for_the_reduction_of_what_a_loop_before_has_summed_up(
     limit, waits, monkeypatch

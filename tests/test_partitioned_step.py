@@ -1,4 +1,4 @@
-"""Steps that the partitioner runs, behind `JZERO_PARTITION=1`, and what can be asked of them."""
+"""Steps that the partitioner runs, and what can be asked of them."""
 
 import functools
 import os
@@ -23,7 +23,6 @@ from jzero.segments._partitioned import Partitioned
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._inputs_first import COTANGENT
-from jzero.sharding.plan._stages import PARAMETER
 from jzero.tracing import _jaxpr
 
 TX = optax.adam(1e-2)
@@ -31,7 +30,7 @@ TX = optax.adam(1e-2)
 
 @pytest.fixture(autouse=True)
 def _partitions(monkeypatch):
-    monkeypatch.setenv(_partitioned.SWITCH, "1")
+    monkeypatch.delenv(_partitioned.SWITCH, raising=False)
     with jax.enable_x64(True):
         yield
 
@@ -335,7 +334,7 @@ def test_collectives_name_the_leaves_that_they_serve_behind_every_pass(name, sta
         ahead = {"prefetch_bytes": 2**25} if stage == 3 else {}
         _, train_step, state, batch = model_step(name, stage=stage, **ahead)
         paths = {
-            leaf.path for leaf in train_step.plan(state, batch).leaves if leaf.role == PARAMETER
+            leaf.path for leaf in train_step.plan(state, batch).leaves if leaf.role == "parameter"
         }
         ops = {"all-reduce"} if stage == 0 else {"all-gather", "reduce-scatter"}
         for after in _partitioned.PASSES:
@@ -466,9 +465,10 @@ def test_processes_write_the_same_program():
     assert int(found[0].split()[0]) > 1000
 
 
-def test_without_the_switch_nobody_asks(monkeypatch):
-    monkeypatch.delenv(_partitioned.SWITCH)
+@pytest.mark.usefixtures("interpreted")
+def test_a_switch_for_developers_has_all_steps_interpreted():
     train_step = small.shard_train_step(step_fn)
-    with pytest.raises(OptionError, match="Write after='trace'"):
+    with pytest.raises(
+        OptionError, match="not partitioned: JZERO_PARTITION=0.*Write after='trace'"
+    ):
         train_step.program(state_of(), batches()[0], after="partition")
-    assert engines.why_not(train_step) == []

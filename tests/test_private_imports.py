@@ -197,7 +197,8 @@ MAY = {
     "test_partition_conversions":
         "ir._layout sharding.partition._writer tracing._jaxpr tracing._types",
     "test_partitioned_step":
-        "segments._partitioned sharding.passes._inputs_first sharding.passes._waits tracing._jaxpr",
+        "segments._partitioned sharding.analysis._traffic sharding.passes._inputs_first "
+        "sharding.passes._waits tracing._jaxpr",
     "test_passes":
         "sharding.passes._after_loops sharding.passes._inputs_first sharding.passes._one_order "
         "sharding.passes._order sharding.passes._prefetch sharding.passes._waits "

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as one program of the partitioner, where `JZERO_PARTITION=1` asks for it and it can.
+"""A step as one program of the partitioner, where it can; every other step is interpreted as the plan says.
 
-A developer's switch, until that engine runs all steps: every other step is interpreted as the plan says.
+With `JZERO_PARTITION=0`, a switch for developers until the partitioner runs all steps, all are interpreted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PASSES = (
 
 def is_on() -> bool:
     """Whether steps are partitioned that can be."""
-    return os.environ.get(SWITCH) == "1"
+    return os.environ.get(SWITCH) != "0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class PartitionedStep:
 
 
 def of_step(step: StepProgram) -> Partitioned | CannotPartitionError | None:
-    """What the partitioner made of a step, or why it made nothing; None if nobody asked."""
+    """What the partitioner made of a step, or why it made nothing; None if it was not asked."""
     return step.run.found if isinstance(step.run, PartitionedStep) else None
 
 

@@ -134,7 +134,7 @@ def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
 
 
 def engine(sharded: Any) -> Record:
-    """With `JZERO_PARTITION=1`, what runs a step that was asked for before; nothing without."""
+    """What runs a step that was asked for before; nothing with `JZERO_PARTITION=0`."""
     if not _partitioned.is_on():
         return {}
     whys = engines.why_not(sharded)
