@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import jzero
-from jzero.sharding.run import _codes
+from jzero.sharding.passes import _codes
 
 INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", size=32)
 D = 128

@@ -12,15 +12,18 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import engines
+import jzero
 import partition_steps
 import small
 import test_passes as by_hand
 from experiments.passes import explicit
 from jzero.segments import _partitioned
-from jzero.sharding.passes import _waits
+from jzero.sharding.passes import _codes, _waits
+from jzero.sharding.passes._gather_codes import gather_codes
 from jzero.sharding.passes._keep_gathered import keep_gathered
 from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
+from jzero.sharding.plan import _wire
 from jzero.tracing import _jaxpr
 
 
@@ -29,6 +32,10 @@ class Wire:
     """How values travel: weights are gathered, and gradients reduced."""
 
     dtype: Any = None
+    gather: jzero.Blocks | None = None
+
+
+INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", 32, rotate=True, stochastic=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,8 +51,12 @@ class ByHand(explicit.Explicit):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gathered(wire: Wire, dim: int, w: jax.Array) -> jax.Array:
-    whole: jax.Array = lax.all_gather(w, explicit.AXIS, axis=dim, tiled=True)
-    return whole
+    if wire.gather is None:
+        return lax.all_gather(w, explicit.AXIS, axis=dim, tiled=True)
+    row = _codes.encode(w.reshape(1, w.size), wire.gather)
+    rows = lax.all_gather(row, explicit.AXIS, axis=0, tiled=True)
+    parts = _codes.decode(rows, w.size, w.dtype, wire.gather).reshape(-1, *w.shape)
+    return jnp.concatenate([*parts], axis=dim)
 
 
 def scattered(wire: Wire, dim: int, g: jax.Array) -> jax.Array:
@@ -92,7 +103,8 @@ def dtypes(jaxpr: Any, name: str) -> list[str]:
     """Of what each equation of this primitive reads, those in loops, too."""
     found = []
     for eqn in jaxpr.eqns:
-        found += [str(eqn.invars[0].aval.dtype)] * (eqn.primitive.name == name)
+        if eqn.primitive.name == name:
+            found.append(str(eqn.invars[0].aval.dtype))
         for inner in _jaxpr.inner_jaxprs(eqn):
             found += dtypes(_jaxpr.open_jaxpr(inner)[0], name)
     return found
@@ -118,6 +130,47 @@ def test_gradients_are_reduced_in_another_dtype(remat, loops):
     again = found.through(lambda jaxpr: reduce_dtype(jaxpr, jnp.bfloat16, ROWS))
     assert again.jaxpr is found.jaxpr
     assert plain.through(lambda jaxpr: reduce_dtype(jaxpr, jnp.float32, ROWS)).jaxpr is plain.jaxpr
+
+
+# -- gathers of codes --------------------------------------------------------------------------------------
+
+MATRICES = [i for i, spec in enumerate(by_hand.LEAVES) if spec != P()]
+
+
+@pytest.mark.parametrize(
+    ("codes", "form"), [(INT8, (True, 1)), *((INT4, form) for form in FORMS)], ids=str
+)
+def test_weights_are_gathered_as_codes_and_other_passes_find_them(codes, form):
+    plain, wanted = program(Wire(), *form), program(Wire(gather=codes), *form)
+    found = plain.through(lambda jaxpr: gather_codes(jaxpr, codes, MATRICES, ROWS))
+    assert {*dtypes(found.jaxpr, "all_gather")} == {"uint8"}
+    assert_equal(found, wanted)
+    again = found.through(lambda jaxpr: gather_codes(jaxpr, codes, MATRICES, ROWS))
+    assert again.jaxpr is found.jaxpr
+    after = found.through(by_hand.PASSES["all"])
+    assert_equal(after, found)
+    if form[1] == 1:  # What a turn has gathered for the next one is rows.
+        (scan, *_) = [eqn for eqn in after.jaxpr.eqns if eqn.primitive.name == "scan"]
+        assert "uint8" in {str(x.aval.dtype) for x in scan.invars}
+
+
+def test_what_passes_do_not_read_is_gathered_exact():
+    """What follows from weights alone, and what an update reads."""
+
+    def run(w, v, u, x):
+        whole = [lax.all_gather(y, explicit.AXIS, tiled=True) for y in (w, v, u)]
+        merged = whole[0] + whole[1].T
+        g = lax.psum_scatter(x.T @ (x @ merged @ whole[2]), explicit.AXIS, tiled=True)
+        return [u - g, whole[1].sum()[None]]
+
+    args = [jax.random.normal(jax.random.key(i), (16, 16)) for i in range(4)]
+    specs = [P(explicit.AXIS)] * 4
+    plain = explicit.program(run, args, by_hand.MESH, specs, [P(explicit.AXIS), P(explicit.AXIS)])
+    rows = [frozenset[str]()] * 3 + [frozenset([explicit.AXIS])]
+    found = plain.through(lambda jaxpr: gather_codes(jaxpr, INT8, [0, 1, 2], rows))
+    assert dtypes(found.jaxpr, "all_gather") == ["float32", "float32", "uint8"]
+    none = plain.through(lambda jaxpr: gather_codes(jaxpr, INT8, [0, 1], rows))
+    assert none.jaxpr is plain.jaxpr
 
 
 # -- gathers that are kept ---------------------------------------------------------------------------------
@@ -293,3 +346,45 @@ def test_both_engines_reduce_in_another_dtype_to_the_bit(axes, stage, partitions
     text = str(train_step.program(*mlp_arguments(), after="reduce_dtype"))
     assert "bf16" in text
     assert "bf16" not in str(train_step.program(*mlp_arguments(), after="inputs_first"))
+
+
+@meshes
+@pytest.mark.parametrize("options", [{}, {"gather": "keep"}, {"param_axes": "local"}], ids=str)
+@pytest.mark.parametrize("model", [{}, {"scan": False}], ids=str)
+@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
+def test_both_engines_gather_the_same_codes(axes, options, model, partitions, monkeypatch):
+    if "param_axes" in options and "local" not in axes:
+        pytest.skip("there is one axis")
+    monkeypatch.setattr(_wire, "LEAST", 1)
+    init, step, batch = partition_steps.gpt(**model)
+    with jax.enable_x64(True):
+        options = dict(mesh=mesh(**axes), gather_dtype=INT4, **options)
+        found, wanted, train_step = by_both(step, monkeypatch, init(), batch, **options)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
+
+
+@meshes
+@pytest.mark.parametrize("options", [{"stage": 1}, {"param_axes": "local"}], ids=str)
+@pytest.mark.parametrize("width", [24, 25])
+def test_both_engines_renew_copies_by_the_same_codes(axes, options, width, partitions, monkeypatch):
+    if "param_axes" in options and "local" not in axes:
+        pytest.skip("there is one axis")
+    monkeypatch.setattr(_wire, "LEAST", 1)
+
+    def with_masters(state, x):
+        params, masters = state
+        wide = jax.tree.map(lambda w: w.astype(jnp.float64), params)
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2))(wide)
+        masters = jax.tree.map(lambda w, g: w - g, masters, grads)
+        return (jax.tree.map(lambda w: w.astype(jnp.float32), masters), masters), jnp.sum(x)
+
+    with jax.enable_x64(True):
+        masters, x = mlp_arguments(jnp.float64)
+        masters["b"] = jnp.pad(masters["b"], ((0, 0), (0, width - 24)))
+        state = jax.tree.map(lambda w: w.astype(jnp.float32), masters), masters
+        options = dict(mesh=mesh(**axes), gather_dtype=INT8, **options)
+        found, wanted, train_step = by_both(with_masters, monkeypatch, state, x, 2, **options)
+        assert sum(leaf.renewed_in_codes for leaf in train_step.plan(state, x).leaves) == 2
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)

@@ -23,6 +23,7 @@ from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import CannotPartitionError, cannot
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.passes._after_loops import after_loops
+from jzero.sharding.passes._gather_codes import Copy, gather_codes, renew_in_codes
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._keep_gathered import keep_gathered
 from jzero.sharding.passes._loop_gathers import loop_gathers
@@ -49,6 +50,7 @@ PASSES = (
     "reduce_dtype",
     "keep_gathered",
     "loop_gathers",
+    "gather_codes",
     "whole_stacks",
     "prefetch",
     "order",
@@ -142,16 +144,20 @@ def _partitioned(runner: Runner) -> Partitioned:
         [inputs[i] for i in taken],
         outs,
     )
-    programs = _passed(program, plan, [inputs[i].rows for i in taken])
+    programs = _passed(program, plan, taken, [inputs[i].rows for i in taken])
     return Partitioned(programs, _run_of(programs[PASSES[-1]], runner, taken))
 
 
 def _passed(
-    program: DeviceProgram, plan: StepPlan, rows: Sequence[frozenset[str]]
+    program: DeviceProgram, plan: StepPlan, taken: Sequence[int], rows: Sequence[frozenset[str]]
 ) -> dict[str, DeviceProgram]:  # fmt: skip
     """The program after each pass: its collectives where the interpreter of the plan would have them.
 
-    `rows` are the axes over which each argument differs because rows of the batch do.
+    Args:
+      program: as it is partitioned.
+      plan: of the step.
+      taken: which of the step's leaves and arguments the program takes, by index.
+      rows: the axes over which each of these differs because rows of the batch do.
     """
     exchange = plan.exchange
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
@@ -169,6 +175,7 @@ def _passed(
         "loop_gathers": lambda jaxpr: (
             jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
         ),
+        "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, taken, rows),
         "whole_stacks": whole_stacks,
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
@@ -181,6 +188,24 @@ def _passed(
     return found
 
 
+def _in_codes(
+    jaxpr: Jaxpr, plan: StepPlan, taken: Sequence[int], rows: Sequence[frozenset[str]]
+) -> Jaxpr:
+    """The program with what is gathered of parameters as codes, if any is."""
+    codes = plan.exchange.gather_codes
+    if codes is None:
+        return jaxpr
+    leaves = {k: plan.leaves[i] for k, i in enumerate(taken) if i < len(plan.leaves)}
+    coded = [k for k, leaf in leaves.items() if leaf.coded]
+    copies = [
+        Copy(k, taken[k], leaf.layout.axes if isinstance(leaf.layout, Shard) else (), leaf.shape)
+        for k, leaf in leaves.items()
+        if leaf.renewed_in_codes and not plan.evaluates
+    ]
+    jaxpr = renew_in_codes(jaxpr, codes, copies, dict(plan.axes))
+    return gather_codes(jaxpr, codes, coded, rows)
+
+
 def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
     """Why the partitioner does not run a step: what its options ask for, or what the step does."""
     exchange = plan.exchange
@@ -190,7 +215,6 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "mesh axes beside the data axes": bool(plan.automatic),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
-        "gather_dtype": exchange.gather_codes is not None,
         "reduce_dtype": any(codes is not None for _, codes in exchange.reduce_codes),
         "weight_dtype": any(leaf.codes for leaf in plan.leaves),
         "tile_bytes": exchange.tile_bytes is not None,

@@ -22,8 +22,9 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 # random bits may be there before anything else is.
 PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 # Scopes that mark what passes have written, so that none writes it twice: barriers, and a loop's last turn.
-PREFETCH, ORDER, AFTER_LOOP, LAST_TURN, WHOLE_STACKS = (
-    f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn", "whole_stacks")
+PREFETCH, ORDER, AFTER_LOOP, LAST_TURN, WHOLE_STACKS, CODES = (
+    f"jzero.{name}"
+    for name in ("prefetch", "order", "after_loop", "last_turn", "whole_stacks", "codes")
 )
 Makers: TypeAlias = Mapping[Var, Eqn]
 
@@ -152,8 +153,9 @@ def inside(eqn: Eqn) -> Iterator[Eqn]:
 
 
 def takes_time(eqn: Eqn) -> bool:
-    """Whether it is a product, a loop, or holds one."""
-    return any(e.primitive.name in PRODUCTS for e in (eqn, *inside(eqn)))
+    """Whether it is a product, a loop, or holds one; rotations of blocks are none."""
+    long = any(e.primitive.name in PRODUCTS for e in (eqn, *inside(eqn)))
+    return long and not _jaxpr.in_scope(eqn, CODES)
 
 
 def gathers_inside(eqn: Eqn) -> bool:
