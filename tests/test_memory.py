@@ -44,8 +44,11 @@ def test_bytes_at_rest_are_the_formula(stage, num_devices):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_peak_memory_grows_with_one_layer_not_with_all(remat):
+def test_peak_memory_grows_with_one_layer_not_with_all(remat, monkeypatch):
     """At stage 3, the temporary bytes of a scanned model do not hold the gathered stack."""
+    # Gradients of up to 4 MiB in all layers may be reduced together.
+    monkeypatch.setattr(programs, "WIDTH", 256)
+    monkeypatch.setattr(programs, "HIDDEN", 1024)
 
     one_token = jax.ShapeDtypeStruct((8, 1), jnp.int32)  # on each device: weights dominate
 
@@ -57,7 +60,7 @@ def test_peak_memory_grows_with_one_layer_not_with_all(remat):
 
     layer = 4 * 2 * programs.WIDTH * programs.HIDDEN
     activations = 4 * 8 * (programs.WIDTH + programs.HIDDEN)
-    growth = (temporary_bytes(34) - temporary_bytes(2)) / 32
+    growth = (temporary_bytes(38) - temporary_bytes(6)) / 32
     # Of each layer, its gradient's shard is kept and little else. Were the stack gathered, or its full
     # gradient kept, each layer would cost its whole size.
     assert growth < 2 * layer / 8 + activations < layer

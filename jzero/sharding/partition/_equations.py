@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from jzero.ir import _rules
 from jzero.ir._factors import SCATTER_REDUCES, Factor
 from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
-from jzero.ir._regions import Region
+from jzero.ir._regions import Region, edges, turns
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import (
@@ -36,6 +36,7 @@ from jzero.sharding.partition._values import (
     put,
     sized,
 )
+from jzero.sharding.partition._writer import OF_STATE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -161,6 +162,7 @@ class _FactorChoice:
         for axis in self.frame.mesh:
             if (columns := self._columns(axis)) is not None:
                 self.chosen[columns[0]] = columns[1]
+                self.frame.reason, self.frame.leaf = OF_STATE, self._table()
             elif axis not in kept and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
         return self.chosen
@@ -170,6 +172,11 @@ class _FactorChoice:
         firm = any(v.firm for v in self.ins)
         in_pass = self.frame.region.pass_of(self.eqn) is not None
         return in_pass and not firm and not self.kept
+
+    def _table(self) -> str:
+        """The leaf that is looked up in, or added to."""
+        table, _, *updates = self.ins
+        return self.frame.leaf_of(self.eqn.outvars[0]) if updates else self.frame.name(table)
 
     def _columns(self, axis: str) -> tuple[int, Dim] | None:
         """The factor of a table's columns [Note: columns of tables]; None if moving them costs less."""
@@ -339,7 +346,14 @@ def is_read_whole(region: Region, atom: Atom) -> bool:
 def _is_read_whole(region: Region, atom: Atom) -> bool:
     readers = [] if _jaxpr.is_literal(atom) else region.readers.get(atom, [])
     for eqn in (region.jaxpr.eqns[i] for i in readers if i < len(region.jaxpr.eqns)):
-        if _rules.costs(eqn, Cost.IDENTITY, Cost.CAST, Cost.COPY):
+        if eqn.primitive.name == "optimization_barrier":
+            if _is_read_whole(region, eqn.outvars[eqn.invars.index(atom)]):
+                return True
+        elif turns(eqn) == 1 and (ways := edges(region, eqn)):
+            inside = [edge.target for edge in ways if edge.source == (region, atom)]
+            if any(_is_read_whole(*target) for target in inside):
+                return True
+        elif _rules.costs(eqn, Cost.IDENTITY, Cost.CAST, Cost.COPY):
             if any(_is_read_whole(region, out) for out in eqn.outvars):
                 return True
         elif eqn.primitive.name != "gather" and not _rules.costs(eqn, Cost.ELEMENTWISE):
