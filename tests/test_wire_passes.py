@@ -22,6 +22,7 @@ from jzero.sharding.passes import _codes, _waits
 from jzero.sharding.passes._gather_codes import gather_codes
 from jzero.sharding.passes._keep_gathered import keep_gathered
 from jzero.sharding.passes._loop_gathers import loop_gathers
+from jzero.sharding.passes._reduce_codes import Axes, reduce_codes
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.plan import _wire
 from jzero.tracing import _jaxpr
@@ -33,6 +34,7 @@ class Wire:
 
     dtype: Any = None
     gather: jzero.Blocks | None = None
+    reduce: jzero.Blocks | None = None
 
 
 INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", 32, rotate=True, stochastic=True)
@@ -60,6 +62,12 @@ def gathered(wire: Wire, dim: int, w: jax.Array) -> jax.Array:
 
 
 def scattered(wire: Wire, dim: int, g: jax.Array) -> jax.Array:
+    if wire.reduce is not None:
+        parts = jnp.stack(jnp.split(g, by_hand.NUM, axis=dim))
+        rows = _codes.encode(parts.reshape(by_hand.NUM, -1), wire.reduce)
+        rows = lax.all_to_all(rows, explicit.AXIS, 0, 0, tiled=True)
+        terms = _codes.decode(rows, parts[0].size, g.dtype, wire.reduce)
+        return terms.sum(0).reshape(parts.shape[1:])
     x = g if wire.dtype is None else g.astype(wire.dtype)
     shard = lax.psum_scatter(x, explicit.AXIS, scatter_dimension=dim, tiled=True)
     return shard.astype(g.dtype)
@@ -170,6 +178,60 @@ def test_what_passes_do_not_read_is_gathered_exact():
     found = plain.through(lambda jaxpr: gather_codes(jaxpr, INT8, [0, 1, 2], rows))
     assert dtypes(found.jaxpr, "all_gather") == ["float32", "float32", "uint8"]
     none = plain.through(lambda jaxpr: gather_codes(jaxpr, INT8, [0, 1], rows))
+    assert none.jaxpr is plain.jaxpr
+
+
+# -- reductions of codes -----------------------------------------------------------------------------------
+
+
+def in_codes(codes: jzero.Blocks) -> Any:
+    """The pass, of a program in which all reductions are of one leaf."""
+    axes = Axes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: codes})
+    return lambda jaxpr: reduce_codes(jaxpr, axes, ["w"], ROWS, lambda eqn: "w")
+
+
+@pytest.mark.parametrize(
+    ("codes", "form"), [(INT8, (True, 1)), *((INT4, form) for form in FORMS)], ids=str
+)
+def test_gradients_are_reduced_as_codes_and_other_passes_find_them(codes, form):
+    plain, wanted = program(Wire(), *form), program(Wire(reduce=codes), *form)
+    found = plain.through(in_codes(codes))
+    assert dtypes(found.jaxpr, "reduce_scatter") == []
+    assert {*dtypes(found.jaxpr, "all_to_all")} == {"uint8"}
+    # That of the scales of layers, which nothing scatters, and that of the loss.
+    assert dtypes(found.jaxpr, "psum") == ["float32", "float32"]
+    assert_equal(found, wanted)
+    assert found.through(in_codes(codes)).jaxpr is found.jaxpr
+    after = found.through(by_hand.PASSES["all"])
+    assert_equal(after, found)
+    barriers = {False: 0}
+    for each in (found, after):
+        names = str(each.jaxpr)
+        barriers[each is after] = names.count("optimization_barrier")
+    assert barriers[True] > barriers[False]  # Exchanges have an order.
+
+
+def test_a_sum_of_which_a_pass_computes_something_is_exact():
+    def run(w, x):
+        def loss(w):
+            whole = by_hand_gather(w)
+            return jnp.sum(jnp.tanh(x @ whole))
+
+        g = jax.grad(lambda w: loss(jnp.sin(w)))(w)
+        h = jax.grad(loss)(w)
+        return [w - g, w - h]
+
+    by_hand_gather = functools.partial(gathered, Wire(), 0)
+    args = [jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2)]
+    specs = [P(explicit.AXIS)] * 2
+    plain = explicit.program(run, args, by_hand.MESH, specs, specs)
+    axes = Axes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: INT8})
+    rows = [frozenset[str](), frozenset([explicit.AXIS])]
+    found = plain.through(lambda jaxpr: reduce_codes(jaxpr, axes, ["w"], rows, lambda eqn: "w"))
+    # That of `sin(w)`, from which a backward pass computes that of `w`, is exact.
+    assert dtypes(found.jaxpr, "reduce_scatter") == ["float32"]
+    assert dtypes(found.jaxpr, "all_to_all") == ["uint8"]
+    none = plain.through(lambda jaxpr: reduce_codes(jaxpr, axes, ["v"], rows, lambda eqn: "w"))
     assert none.jaxpr is plain.jaxpr
 
 
@@ -388,3 +450,32 @@ def test_both_engines_renew_copies_by_the_same_codes(axes, options, width, parti
         assert sum(leaf.renewed_in_codes for leaf in train_step.plan(state, x).leaves) == 2
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+
+
+HOPS = {"node": INT4, "local": INT8}
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"data": 8}, {"reduce_dtype": INT8}),
+        ({"data": 8}, {"reduce_dtype": INT4, "stage": 1}),
+        ({"node": 2, "local": 4}, {"reduce_dtype": HOPS}),
+        ({"node": 2, "local": 4}, {"reduce_dtype": {"node": INT8}}),
+        ({"node": 2, "local": 4}, {"reduce_dtype": HOPS, "param_axes": "local"}),
+        ({"node": 2, "local": 4},
+         {"reduce_dtype": HOPS, "param_axes": "local", "optimizer_axes": "local"}),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("model", [{}, {"scan": False}], ids=str)
+@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
+def test_both_engines_reduce_the_same_codes(axes, options, model, partitions, monkeypatch):
+    monkeypatch.setattr(_wire, "LEAST", 1)
+    init, step, batch = partition_steps.gpt(**model)
+    with jax.enable_x64(True):
+        found, wanted, _ = by_both(
+            step, monkeypatch, init(), batch, 1, mesh=mesh(**axes), **options
+        )
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)

@@ -31,6 +31,7 @@ from jzero.sharding.passes._keep_gathered import keep_gathered
 from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
+from jzero.sharding.passes._reduce_codes import Axes, reduce_codes
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
@@ -54,6 +55,7 @@ PASSES = (
     "keep_gathered",
     "loop_gathers",
     "gather_codes",
+    "reduce_codes",
     "whole_stacks",
     "prefetch",
     "order",
@@ -207,6 +209,7 @@ def _passed(
             jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
         ),
         "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, taken, rows),
+        "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows),
         "whole_stacks": whole_stacks,
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
@@ -237,6 +240,18 @@ def _in_codes(
     return gather_codes(jaxpr, codes, coded, rows)
 
 
+def _reduced_in_codes(
+    jaxpr: Jaxpr, plan: StepPlan, rows: Sequence[frozenset[str]]
+) -> Jaxpr:  # fmt: skip
+    """The program with gradients as codes, if they travel so."""
+    formats = dict(plan.exchange.reduce_codes)
+    if not any(formats.values()):
+        return jaxpr
+    coded = [leaf.path for leaf in plan.leaves if leaf.coded]
+    replicas = [axis for axis, _ in plan.axes if axis not in plan.stage_axes.shard_axes]
+    return reduce_codes(jaxpr, Axes(dict(plan.axes), formats, replicas), coded, rows)
+
+
 def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
     """Why the partitioner does not run a step: what its options ask for, or what the step does."""
     exchange = plan.exchange
@@ -246,7 +261,6 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "mesh axes beside the data axes": bool(plan.automatic),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
-        "reduce_dtype": any(codes is not None for _, codes in exchange.reduce_codes),
         "weight_dtype": any(leaf.codes for leaf in plan.leaves),
         "tile_bytes": exchange.tile_bytes is not None,
         "owners of matrices": bool(plan.owned),
