@@ -235,7 +235,7 @@ MAY = {
         "segments._partitioned sharding.passes._codes sharding.passes._gather_codes "
         "sharding.passes._keep_gathered sharding.passes._loop_gathers "
         "sharding.passes._reduce_codes sharding.passes._reduce_dtype sharding.passes._waits "
-        "sharding.plan._wire tracing._jaxpr",
+        "sharding.passes._weight_codes sharding.plan._wire tracing._jaxpr",
     "test_wires":
         "_quantities preflight._bandwidth preflight._hlo preflight._kernels preflight._schedule "
         "preflight._wires targets._target",

@@ -24,6 +24,7 @@ from jzero.sharding.passes._keep_gathered import keep_gathered
 from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._reduce_codes import Axes, reduce_codes
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
+from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.plan import _wire
 from jzero.tracing import _jaxpr
 
@@ -233,6 +234,57 @@ def test_a_sum_of_which_a_pass_computes_something_is_exact():
     assert dtypes(found.jaxpr, "all_to_all") == ["uint8"]
     none = plain.through(lambda jaxpr: reduce_codes(jaxpr, axes, ["v"], rows, lambda eqn: "w"))
     assert none.jaxpr is plain.jaxpr
+
+
+# -- weights at rest as codes ------------------------------------------------------------------------------
+
+
+def reads(kind: str, ws: jax.Array, x: jax.Array) -> Any:
+    """A stack of matrices `[3, 16/8, 16]` of each device, of which products read slices."""
+
+    def whole(w: jax.Array) -> jax.Array:
+        return lax.all_gather(w.astype(jnp.bfloat16), explicit.AXIS, tiled=True).astype(jnp.float32)
+
+    def turn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ whole(w)), None
+
+    if kind == "scan":
+        return lax.scan(turn, x, ws)[0]
+    if kind == "slices":
+        return turn(turn(x, ws[0])[0], lax.dynamic_index_in_dim(ws, 2, keepdims=False))[0]
+    if kind == "while":
+        return lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, turn(c[1], ws[1])[0]), (0, x)
+        )[1]
+    if kind == "cond":
+        return lax.cond(ws[0, 0, 0] > 9, lambda: x, lambda: turn(x, ws[1])[0])
+    if kind == "before":
+        w = whole(ws[1])
+        return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0]
+    return x * lax.psum(jnp.sum(ws**2), explicit.AXIS)
+
+
+@pytest.mark.parametrize("codes", [INT8, jzero.Blocks("int4", 16, rotate=True)], ids=str)
+@pytest.mark.parametrize("kind", ["scan", "slices", "while", "cond", "before", "own part"])
+def test_a_program_takes_rows_gathers_rows_and_decodes_where_it_reads(kind, codes):
+    ws = jax.random.normal(jax.random.key(0), (3, 16, 16))
+    x = jax.random.normal(jax.random.key(1), (8, 16))
+    rows = _codes.encode(ws.reshape(24, 32), codes)
+    specs = [P(None, explicit.AXIS), P(explicit.AXIS)]
+    plain = explicit.program(
+        lambda ws, x: [reads(kind, ws, x)], [ws, x], by_hand.MESH, specs, [P(explicit.AXIS)]
+    )
+    form = CodedRows(codes, "float32", (2, 16), dim=1, num_stacked=1)
+    leaves = {0: (form, (3, 1, rows.shape[1]))}
+    found = plain.through(lambda jaxpr: weight_codes(jaxpr, leaves))
+    decoded = _codes.decode(rows, 32, ws.dtype, codes).reshape(ws.shape)
+    (wanted,) = plain.run()(decoded, x)
+    (got,) = found.run()(rows.reshape(3, 8, -1), x)
+    np.testing.assert_array_equal(got, wanted)
+    assert {*dtypes(found.jaxpr, "all_gather")} <= {"uint8"}
+    of_loops = [e for e in found.jaxpr.eqns if e.primitive.name in ("scan", "while")]
+    read = {str(x.aval.dtype) for e in of_loops for x in e.invars}
+    assert ("uint8" in read) == (kind in ("scan", "while"))
 
 
 # -- gathers that are kept ---------------------------------------------------------------------------------
@@ -479,3 +531,38 @@ def test_both_engines_reduce_the_same_codes(axes, options, model, partitions, mo
         )
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
+
+
+@meshes
+@pytest.mark.parametrize("scan", [True, False])
+def test_both_engines_read_the_same_weights_in_codes(axes, scan, partitions, monkeypatch):
+    monkeypatch.setattr(_wire, "LEAST", 1)
+
+    def evaluate(params, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w.astype(jnp.float32)), None
+
+        if scan:
+            x, _ = lax.scan(layer, x, params["layers"])
+        else:
+            for i in range(3):
+                x, _ = layer(x, params["layers"][i])
+        return jnp.mean((x @ params["head"]) ** 2, axis=1)
+
+    found = list[np.ndarray[Any, Any]]()
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(0), 3)
+        shapes = {"layers": (3, 32, 32), "head": (32, 25)}
+        pairs = zip(shapes.items(), keys, strict=False)
+        params = {name: jax.random.normal(key, shape) / 4 for (name, shape), key in pairs}
+        x = jax.random.normal(keys[2], (16, 32), jnp.float32)
+        for on in "10":
+            monkeypatch.setenv(_partitioned.SWITCH, on)
+            step = jzero.shard_eval_step(evaluate, mesh=mesh(**axes), weight_dtype=INT8)
+            state = step.shard(params, x)
+            found.append(np.asarray(step(state, x)))
+            if on == "1":
+                assert engines.why_not(step) == []
+                rows = [r for r in step.describe(state, x).traffic if r.op == "all-gather"]
+                assert {r.dtype for r in rows} == {"uint8"}
+    np.testing.assert_allclose(*found, rtol=1e-9)

@@ -33,6 +33,7 @@ from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
 from jzero.sharding.passes._reduce_codes import Axes, reduce_codes
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
+from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
@@ -54,6 +55,7 @@ PASSES = (
     "reduce_dtype",
     "keep_gathered",
     "loop_gathers",
+    "weight_codes",
     "gather_codes",
     "reduce_codes",
     "whole_stacks",
@@ -192,7 +194,11 @@ def _passed(
       taken: which of the step's leaves and arguments the program takes, by index.
       rows: the axes over which each of these differs because rows of the batch do.
     """
-    exchange = plan.exchange
+    exchange, mesh = plan.exchange, dict(program.ins[0].mesh) if program.ins else {}
+    leaves = {k: plan.leaves[i] for k, i in enumerate(taken) if i < len(plan.leaves)}
+    ins = tuple(
+        _leaf(leaves[k], mesh) if k in leaves else layout for k, layout in enumerate(program.ins)
+    )
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
         "reduce_dtype": lambda jaxpr: (
@@ -208,6 +214,9 @@ def _passed(
         "loop_gathers": lambda jaxpr: (
             jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
         ),
+        "weight_codes": lambda jaxpr: weight_codes(
+            jaxpr, {k: _coded_rows(leaf, ins[k]) for k, leaf in leaves.items() if leaf.codes}
+        ),
         "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, taken, rows),
         "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows),
         "whole_stacks": whole_stacks,
@@ -218,8 +227,18 @@ def _passed(
     found = {_PARTITION: program}
     for name in PASSES[1:]:
         program = dataclasses.replace(program, jaxpr=passes[name](program.jaxpr))
+        if name == "weight_codes":
+            program = dataclasses.replace(program, ins=ins)
         found[name] = program
     return found
+
+
+def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[CodedRows, tuple[int, ...]]:
+    """How a leaf rests in codes, and the shape of its rows on one device."""
+    form = leaf.codes
+    assert form is not None
+    rows = CodedRows(form.blocks, form.dtype, form.part, form.dim, form.num_stacked)
+    return rows, layout.local_shape
 
 
 def _in_codes(
@@ -261,7 +280,6 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "mesh axes beside the data axes": bool(plan.automatic),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
-        "weight_dtype": any(leaf.codes for leaf in plan.leaves),
         "tile_bytes": exchange.tile_bytes is not None,
         "owners of matrices": bool(plan.owned),
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
@@ -291,7 +309,7 @@ def _inputs(
 ) -> Iterator[DeviceInput]:
     """Leaves as they are stored; arguments in rows, padded where the devices do not divide them."""
     axes = tuple(axis for axis, _ in plan.axes)
-    yield from (DeviceInput(_leaf(leaf, mesh), name=leaf.path) for leaf in plan.leaves)
+    yield from (DeviceInput(_leaf(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves)
     for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
         layout = replicated(var.aval.shape, mesh)
         if dim is None:

@@ -221,7 +221,7 @@ def _summed(
     parts: jax.Array, axis: str, codes: Blocks | None, tokens: Sequence[jax.Array] = ()
 ) -> jax.Array:
     """Of `[k, n, d]`, a part for each device of `axis`, all devices' parts for this one, summed up."""
-    if codes is None:
+    if codes is None or parts.shape[0] == 1:  # From one device nothing travels.
         parts = not_before(parts, tokens)
         total: jax.Array = lax.psum_scatter(parts, axis, scatter_dimension=0, tiled=False)
         return total
