@@ -70,7 +70,7 @@ def weight_codes(jaxpr: Jaxpr, leaves: Mapping[int, tuple[CodedRows, Sequence[in
     for i, (form, shape) in leaves.items():
         ins[i] = _jaxpr.var_like(None, shape, jnp.dtype(jnp.uint8))
         coded[jaxpr.invars[i]] = _Rows(ins[i], form)
-    eqns, outs = _Level(jaxpr, coded).run()
+    eqns, outs = _Level(jaxpr, coded, jaxpr.eqns[0]).run()
     return _jaxpr.replaced(jaxpr, invars=ins, eqns=eqns, outvars=outs)
 
 
@@ -89,14 +89,14 @@ class _Level:
         before the use, or before a loop for all of its turns.
     """
 
-    def __init__(self, jaxpr: Jaxpr, coded: Mapping[Var, _Rows], token: Var | None = None):
+    def __init__(
+        self, jaxpr: Jaxpr, coded: Mapping[Var, _Rows], source: Eqn, token: Var | None = None
+    ):
         self.jaxpr, self.coded, self.token = jaxpr, dict(coded), token
-        self.writer = JaxprWriter(jaxpr.eqns[0]) if jaxpr.eqns else None
+        self.writer = JaxprWriter(source)
 
     def run(self) -> tuple[list[Eqn], list[Atom]]:
         """The equations, and the results."""
-        if self.writer is None:
-            return [], [*self.jaxpr.outvars]
         for eqn in self.jaxpr.eqns:
             self.writer.source = eqn
             self._equation(self.writer, eqn)
@@ -108,7 +108,6 @@ class _Level:
 
     def read(self, atom: Atom) -> Atom:
         """A value, decoded: of a shard this device's part."""
-        assert self.writer is not None
         if not _jaxpr.is_literal(atom) and atom in self.coded and atom not in self.writer.names:
             each, outer = self.coded[atom], self.writer.source
             self.writer.source = _jaxpr.within_scope(outer, _waits.CODES)
@@ -219,7 +218,7 @@ class _Level:
             coded[port.row] = _Rows(row, form)
             xs.append((each.rows, row))
         token = next((p.before for p in scan.carries if _waits.is_float(p.before)), None)
-        eqns, outs = _Level(scan.body, coded, token).run()
+        eqns, outs = _Level(scan.body, coded, eqn, token).run()
         num = len(scan.carries)
         return dataclasses.replace(
             scan,
@@ -244,7 +243,7 @@ class _Level:
         ins = [*map(self.read, eqn.invars[:first]), *(x for x, _ in consts)]
         ins += map(self.read, eqn.invars[last:])
         token = next((x for x in carry if _waits.is_float(x)), None)
-        body = self._body(loop.body, coded, [*(y for _, y in consts), *carry], token)
+        body = self._body(eqn, loop.body, coded, [*(y for _, y in consts), *carry], token)
         closed = eqn.params["body_jaxpr"].replace(jaxpr=body)
         return eqn.replace(invars=ins, params=eqn.params | {"body_jaxpr": closed})
 
@@ -255,7 +254,7 @@ class _Level:
             branch, coded = _jaxpr.open_jaxpr(closed)[0], dict[Var, _Rows]()
             pairs = zip(operands, branch.invars, strict=True)
             ins = [self._entering(x, y, coded)[1] for x, y in pairs]
-            branches.append(closed.replace(jaxpr=self._body(branch, coded, ins, None)))
+            branches.append(closed.replace(jaxpr=self._body(eqn, branch, coded, ins, None)))
         given = [self._entering(x, _jaxpr.new_var(x), {})[0] for x in operands]
         params = eqn.params | {"branches": tuple(branches)}
         return eqn.replace(invars=[self.read(choice), *given], params=params)
@@ -270,9 +269,10 @@ class _Level:
         return each.rows, rows
 
     def _body(
-        self, jaxpr: Jaxpr, coded: Mapping[Var, _Rows], ins: Sequence[Var], token: Var | None
-    ) -> Jaxpr:
-        eqns, outs = _Level(jaxpr, coded, token).run()
+        self, holder: Eqn, jaxpr: Jaxpr, coded: Mapping[Var, _Rows], ins: Sequence[Var],
+        token: Var | None,
+    ) -> Jaxpr:  # fmt: skip
+        eqns, outs = _Level(jaxpr, coded, holder, token).run()
         return _jaxpr.replaced(jaxpr, invars=[*ins], eqns=eqns, outvars=outs)
 
 
