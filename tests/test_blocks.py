@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.sharding.run import _codes
+from jzero.sharding.passes import _codes
 
 FORMATS = [
     jzero.Blocks(jnp.int8),

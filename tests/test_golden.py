@@ -19,7 +19,8 @@ from jzero.ir import _rules
 from jzero.ir._rules import Cost
 from jzero.offload import _layered, _streamed
 from jzero.offload._layer_programs import LayerPrograms
-from jzero.sharding.run import _codes, _queue
+from jzero.sharding.passes import _codes
+from jzero.sharding.run import _queue
 
 pytestmark = pytest.mark.one_release
 as_stored = pytest.mark.skipif(

@@ -62,7 +62,7 @@ MAY = {
     "process_worker": "checkpoint._chunks offload.memory._available processes._agreement",
     "refuse_like_a_gpu": "offload.memory._pinned_leaf",
     "sampling/noise": "tracing._jaxpr",
-    "sampling/settings": "sharding.plan._wire sharding.run._codes",
+    "sampling/settings": "sharding.plan._wire sharding.passes._codes",
     "test_activations":
         "ir._regions offload._part_values sharding.analysis._residuals sharding.cut._layer_parts "
         "sharding.plan._host_memory tracing._jaxpr",
@@ -74,7 +74,7 @@ MAY = {
         "tracing._rewrite",
     "test_batch_rules": "sharding.batch._localize sharding.batch._rows tracing._jaxpr tracing._rewrite",
     "test_bench": "targets._target",
-    "test_blocks": "sharding.run._codes",
+    "test_blocks": "sharding.passes._codes",
     "test_bucket": "checkpoint._bucket",
     "test_bucket_faults": "checkpoint._bucket",
     "test_buckets":
@@ -127,7 +127,7 @@ MAY = {
         "sharding.cut._fused_loops sharding.cut._growing_loop tracing._jaxpr tracing._rewrite",
     "test_golden":
         "_step_types ir._rules offload._layer_programs offload._layered offload._streamed "
-        "sharding.run._codes sharding.run._queue",
+        "sharding.passes._codes sharding.run._queue",
     "test_growth": "preflight._preflight",
     "test_hf_config": "reports._hf_config",
     "test_host_array": "offload.memory._available offload.memory._placing",
@@ -231,10 +231,12 @@ MAY = {
     "test_weight_buckets":
         "checkpoint._bucket checkpoint._seal checkpoint._stream cli._main weights._publish",
     "test_weight_layouts": "checkpoint._stored checkpoint._stream cli._main weights._axes weights._sources",
-    "test_wire": "sharding.run._codes",
+    "test_wire": "sharding.passes._codes",
     "test_wire_passes":
-        "segments._partitioned sharding.passes._keep_gathered sharding.passes._loop_gathers "
-        "sharding.passes._reduce_dtype sharding.passes._waits tracing._jaxpr",
+        "segments._partitioned sharding.passes._codes sharding.passes._gather_codes "
+        "sharding.passes._keep_gathered sharding.passes._loop_gathers "
+        "sharding.passes._reduce_codes sharding.passes._reduce_dtype sharding.passes._waits "
+        "sharding.passes._weight_codes sharding.plan._wire tracing._jaxpr",
     "test_wires":
         "_quantities preflight._bandwidth preflight._hlo preflight._kernels preflight._schedule "
         "preflight._wires targets._target",

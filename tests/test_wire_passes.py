@@ -12,15 +12,20 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import engines
+import jzero
 import partition_steps
 import small
 import test_passes as by_hand
 from experiments.passes import explicit
 from jzero.segments import _partitioned
-from jzero.sharding.passes import _waits
+from jzero.sharding.passes import _codes, _waits
+from jzero.sharding.passes._gather_codes import gather_codes
 from jzero.sharding.passes._keep_gathered import keep_gathered
 from jzero.sharding.passes._loop_gathers import loop_gathers
+from jzero.sharding.passes._reduce_codes import Axes, reduce_codes
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
+from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
+from jzero.sharding.plan import _wire
 from jzero.tracing import _jaxpr
 
 
@@ -29,6 +34,11 @@ class Wire:
     """How values travel: weights are gathered, and gradients reduced."""
 
     dtype: Any = None
+    gather: jzero.Blocks | None = None
+    reduce: jzero.Blocks | None = None
+
+
+INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", 32, rotate=True, stochastic=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,11 +54,21 @@ class ByHand(explicit.Explicit):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gathered(wire: Wire, dim: int, w: jax.Array) -> jax.Array:
-    whole: jax.Array = lax.all_gather(w, explicit.AXIS, axis=dim, tiled=True)
-    return whole
+    if wire.gather is None:
+        return lax.all_gather(w, explicit.AXIS, axis=dim, tiled=True)
+    row = _codes.encode(w.reshape(1, w.size), wire.gather)
+    rows = lax.all_gather(row, explicit.AXIS, axis=0, tiled=True)
+    parts = _codes.decode(rows, w.size, w.dtype, wire.gather).reshape(-1, *w.shape)
+    return jnp.concatenate([*parts], axis=dim)
 
 
 def scattered(wire: Wire, dim: int, g: jax.Array) -> jax.Array:
+    if wire.reduce is not None:
+        parts = jnp.stack(jnp.split(g, by_hand.NUM, axis=dim))
+        rows = _codes.encode(parts.reshape(by_hand.NUM, -1), wire.reduce)
+        rows = lax.all_to_all(rows, explicit.AXIS, 0, 0, tiled=True)
+        terms = _codes.decode(rows, parts[0].size, g.dtype, wire.reduce)
+        return terms.sum(0).reshape(parts.shape[1:])
     x = g if wire.dtype is None else g.astype(wire.dtype)
     shard = lax.psum_scatter(x, explicit.AXIS, scatter_dimension=dim, tiled=True)
     return shard.astype(g.dtype)
@@ -92,7 +112,8 @@ def dtypes(jaxpr: Any, name: str) -> list[str]:
     """Of what each equation of this primitive reads, those in loops, too."""
     found = []
     for eqn in jaxpr.eqns:
-        found += [str(eqn.invars[0].aval.dtype)] * (eqn.primitive.name == name)
+        if eqn.primitive.name == name:
+            found.append(str(eqn.invars[0].aval.dtype))
         for inner in _jaxpr.inner_jaxprs(eqn):
             found += dtypes(_jaxpr.open_jaxpr(inner)[0], name)
     return found
@@ -118,6 +139,152 @@ def test_gradients_are_reduced_in_another_dtype(remat, loops):
     again = found.through(lambda jaxpr: reduce_dtype(jaxpr, jnp.bfloat16, ROWS))
     assert again.jaxpr is found.jaxpr
     assert plain.through(lambda jaxpr: reduce_dtype(jaxpr, jnp.float32, ROWS)).jaxpr is plain.jaxpr
+
+
+# -- gathers of codes --------------------------------------------------------------------------------------
+
+MATRICES = [i for i, spec in enumerate(by_hand.LEAVES) if spec != P()]
+
+
+@pytest.mark.parametrize(
+    ("codes", "form"), [(INT8, (True, 1)), *((INT4, form) for form in FORMS)], ids=str
+)
+def test_weights_are_gathered_as_codes_and_other_passes_find_them(codes, form):
+    plain, wanted = program(Wire(), *form), program(Wire(gather=codes), *form)
+    found = plain.through(lambda jaxpr: gather_codes(jaxpr, codes, MATRICES, ROWS))
+    assert {*dtypes(found.jaxpr, "all_gather")} == {"uint8"}
+    assert_equal(found, wanted)
+    again = found.through(lambda jaxpr: gather_codes(jaxpr, codes, MATRICES, ROWS))
+    assert again.jaxpr is found.jaxpr
+    after = found.through(by_hand.PASSES["all"])
+    assert_equal(after, found)
+    if form[1] == 1:  # What a turn has gathered for the next one is rows.
+        (scan, *_) = [eqn for eqn in after.jaxpr.eqns if eqn.primitive.name == "scan"]
+        assert "uint8" in {str(x.aval.dtype) for x in scan.invars}
+
+
+def test_what_passes_do_not_read_is_gathered_exact():
+    """What follows from weights alone, and what an update reads."""
+
+    def run(w, v, u, x):
+        whole = [lax.all_gather(y, explicit.AXIS, tiled=True) for y in (w, v, u)]
+        merged = whole[0] + whole[1].T
+        g = lax.psum_scatter(x.T @ (x @ merged @ whole[2]), explicit.AXIS, tiled=True)
+        return [u - g, whole[1].sum()[None]]
+
+    args = [jax.random.normal(jax.random.key(i), (16, 16)) for i in range(4)]
+    specs = [P(explicit.AXIS)] * 4
+    plain = explicit.program(run, args, by_hand.MESH, specs, [P(explicit.AXIS), P(explicit.AXIS)])
+    rows = [frozenset[str]()] * 3 + [frozenset([explicit.AXIS])]
+    found = plain.through(lambda jaxpr: gather_codes(jaxpr, INT8, [0, 1, 2], rows))
+    assert dtypes(found.jaxpr, "all_gather") == ["float32", "float32", "uint8"]
+    none = plain.through(lambda jaxpr: gather_codes(jaxpr, INT8, [0, 1], rows))
+    assert none.jaxpr is plain.jaxpr
+
+
+# -- reductions of codes -----------------------------------------------------------------------------------
+
+
+def in_codes(codes: jzero.Blocks) -> Any:
+    """The pass, of a program in which all reductions are of one leaf."""
+    axes = Axes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: codes})
+    return lambda jaxpr: reduce_codes(jaxpr, axes, ["w"], ROWS, lambda eqn: "w")
+
+
+@pytest.mark.parametrize(
+    ("codes", "form"), [(INT8, (True, 1)), *((INT4, form) for form in FORMS)], ids=str
+)
+def test_gradients_are_reduced_as_codes_and_other_passes_find_them(codes, form):
+    plain, wanted = program(Wire(), *form), program(Wire(reduce=codes), *form)
+    found = plain.through(in_codes(codes))
+    assert dtypes(found.jaxpr, "reduce_scatter") == []
+    assert {*dtypes(found.jaxpr, "all_to_all")} == {"uint8"}
+    # That of the scales of layers, which nothing scatters, and that of the loss.
+    assert dtypes(found.jaxpr, "psum") == ["float32", "float32"]
+    assert_equal(found, wanted)
+    assert found.through(in_codes(codes)).jaxpr is found.jaxpr
+    after = found.through(by_hand.PASSES["all"])
+    assert_equal(after, found)
+    barriers = {False: 0}
+    for each in (found, after):
+        names = str(each.jaxpr)
+        barriers[each is after] = names.count("optimization_barrier")
+    assert barriers[True] > barriers[False]  # Exchanges have an order.
+
+
+def test_a_sum_of_which_a_pass_computes_something_is_exact():
+    def run(w, x):
+        def loss(w):
+            whole = by_hand_gather(w)
+            return jnp.sum(jnp.tanh(x @ whole))
+
+        g = jax.grad(lambda w: loss(jnp.sin(w)))(w)
+        h = jax.grad(loss)(w)
+        return [w - g, w - h]
+
+    by_hand_gather = functools.partial(gathered, Wire(), 0)
+    args = [jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2)]
+    specs = [P(explicit.AXIS)] * 2
+    plain = explicit.program(run, args, by_hand.MESH, specs, specs)
+    axes = Axes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: INT8})
+    rows = [frozenset[str](), frozenset([explicit.AXIS])]
+    found = plain.through(lambda jaxpr: reduce_codes(jaxpr, axes, ["w"], rows, lambda eqn: "w"))
+    # That of `sin(w)`, from which a backward pass computes that of `w`, is exact.
+    assert dtypes(found.jaxpr, "reduce_scatter") == ["float32"]
+    assert dtypes(found.jaxpr, "all_to_all") == ["uint8"]
+    none = plain.through(lambda jaxpr: reduce_codes(jaxpr, axes, ["v"], rows, lambda eqn: "w"))
+    assert none.jaxpr is plain.jaxpr
+
+
+# -- weights at rest as codes ------------------------------------------------------------------------------
+
+
+def reads(kind: str, ws: jax.Array, x: jax.Array) -> Any:
+    """A stack of matrices `[3, 16/8, 16]` of each device, of which products read slices."""
+
+    def whole(w: jax.Array) -> jax.Array:
+        return lax.all_gather(w.astype(jnp.bfloat16), explicit.AXIS, tiled=True).astype(jnp.float32)
+
+    def turn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ whole(w)), None
+
+    if kind == "scan":
+        return lax.scan(turn, x, ws)[0]
+    if kind == "slices":
+        return turn(turn(x, ws[0])[0], lax.dynamic_index_in_dim(ws, 2, keepdims=False))[0]
+    if kind == "while":
+        return lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, turn(c[1], ws[1])[0]), (0, x)
+        )[1]
+    if kind == "cond":
+        return lax.cond(ws[0, 0, 0] > 9, lambda: x, lambda: turn(x, ws[1])[0])
+    if kind == "before":
+        w = whole(ws[1])
+        return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0]
+    return x * lax.psum(jnp.sum(ws**2), explicit.AXIS)
+
+
+@pytest.mark.parametrize("codes", [INT8, jzero.Blocks("int4", 16)], ids=str)
+@pytest.mark.parametrize("kind", ["scan", "slices", "while", "cond", "before", "own part"])
+def test_a_program_takes_rows_gathers_rows_and_decodes_where_it_reads(kind, codes):
+    ws = jax.random.normal(jax.random.key(0), (3, 16, 16))
+    x = jax.random.normal(jax.random.key(1), (8, 16))
+    rows = _codes.encode(ws.reshape(24, 32), codes)
+    specs = [P(None, explicit.AXIS), P(explicit.AXIS)]
+    plain = explicit.program(
+        lambda ws, x: [reads(kind, ws, x)], [ws, x], by_hand.MESH, specs, [P(explicit.AXIS)]
+    )
+    form = CodedRows(codes, "float32", (2, 16), dim=1, num_stacked=1)
+    leaves = {0: (form, (3, 1, rows.shape[1]))}
+    found = plain.through(lambda jaxpr: weight_codes(jaxpr, leaves))
+    decoded = _codes.decode(rows, 32, ws.dtype, codes).reshape(ws.shape)
+    (wanted,) = plain.run()(decoded, x)
+    (got,) = found.run()(rows.reshape(3, 8, -1), x)
+    np.testing.assert_array_equal(got, wanted)
+    assert {*dtypes(found.jaxpr, "all_gather")} <= {"uint8"}
+    of_loops = [e for e in found.jaxpr.eqns if e.primitive.name in ("scan", "while")]
+    read = {str(x.aval.dtype) for e in of_loops for x in e.invars}
+    assert ("uint8" in read) == (kind in ("scan", "while"))
 
 
 # -- gathers that are kept ---------------------------------------------------------------------------------
@@ -293,3 +460,109 @@ def test_both_engines_reduce_in_another_dtype_to_the_bit(axes, stage, partitions
     text = str(train_step.program(*mlp_arguments(), after="reduce_dtype"))
     assert "bf16" in text
     assert "bf16" not in str(train_step.program(*mlp_arguments(), after="inputs_first"))
+
+
+@meshes
+@pytest.mark.parametrize("options", [{}, {"gather": "keep"}, {"param_axes": "local"}], ids=str)
+@pytest.mark.parametrize("model", [{}, {"scan": False}], ids=str)
+@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
+def test_both_engines_gather_the_same_codes(axes, options, model, partitions, monkeypatch):
+    if "param_axes" in options and "local" not in axes:
+        pytest.skip("there is one axis")
+    monkeypatch.setattr(_wire, "LEAST", 1)
+    init, step, batch = partition_steps.gpt(**model)
+    with jax.enable_x64(True):
+        options = dict(mesh=mesh(**axes), gather_dtype=INT4, **options)
+        found, wanted, train_step = by_both(step, monkeypatch, init(), batch, **options)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
+
+
+@meshes
+@pytest.mark.parametrize("options", [{"stage": 1}, {"param_axes": "local"}], ids=str)
+@pytest.mark.parametrize("width", [24, 25])
+def test_both_engines_renew_copies_by_the_same_codes(axes, options, width, partitions, monkeypatch):
+    if "param_axes" in options and "local" not in axes:
+        pytest.skip("there is one axis")
+    monkeypatch.setattr(_wire, "LEAST", 1)
+
+    def with_masters(state, x):
+        params, masters = state
+        wide = jax.tree.map(lambda w: w.astype(jnp.float64), params)
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2))(wide)
+        masters = jax.tree.map(lambda w, g: w - g, masters, grads)
+        return (jax.tree.map(lambda w: w.astype(jnp.float32), masters), masters), jnp.sum(x)
+
+    with jax.enable_x64(True):
+        masters, x = mlp_arguments(jnp.float64)
+        masters["b"] = jnp.pad(masters["b"], ((0, 0), (0, width - 24)))
+        state = jax.tree.map(lambda w: w.astype(jnp.float32), masters), masters
+        options = dict(mesh=mesh(**axes), gather_dtype=INT8, **options)
+        found, wanted, train_step = by_both(with_masters, monkeypatch, state, x, 2, **options)
+        assert sum(leaf.renewed_in_codes for leaf in train_step.plan(state, x).leaves) == 2
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+
+
+HOPS = {"node": INT4, "local": INT8}
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"data": 8}, {"reduce_dtype": INT8}),
+        ({"data": 8}, {"reduce_dtype": INT4, "stage": 1}),
+        ({"node": 2, "local": 4}, {"reduce_dtype": HOPS}),
+        ({"node": 2, "local": 4}, {"reduce_dtype": {"node": INT8}}),
+        ({"node": 2, "local": 4}, {"reduce_dtype": HOPS, "param_axes": "local"}),
+        ({"node": 2, "local": 4},
+         {"reduce_dtype": HOPS, "param_axes": "local", "optimizer_axes": "local"}),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("model", [{}, {"scan": False}], ids=str)
+@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
+def test_both_engines_reduce_the_same_codes(axes, options, model, partitions, monkeypatch):
+    monkeypatch.setattr(_wire, "LEAST", 1)
+    init, step, batch = partition_steps.gpt(**model)
+    with jax.enable_x64(True):
+        found, wanted, _ = by_both(
+            step, monkeypatch, init(), batch, 1, mesh=mesh(**axes), **options
+        )
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
+
+
+@meshes
+@pytest.mark.parametrize("scan", [True, False])
+def test_both_engines_read_the_same_weights_in_codes(axes, scan, partitions, monkeypatch):
+    monkeypatch.setattr(_wire, "LEAST", 1)
+
+    def evaluate(params, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w.astype(jnp.float32)), None
+
+        if scan:
+            x, _ = lax.scan(layer, x, params["layers"])
+        else:
+            for i in range(3):
+                x, _ = layer(x, params["layers"][i])
+        return jnp.mean((x @ params["head"]) ** 2, axis=1)
+
+    found = list[np.ndarray[Any, Any]]()
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(0), 3)
+        shapes = {"layers": (3, 32, 32), "head": (32, 25)}
+        pairs = zip(shapes.items(), keys, strict=False)
+        params = {name: jax.random.normal(key, shape) / 4 for (name, shape), key in pairs}
+        x = jax.random.normal(keys[2], (16, 32), jnp.float32)
+        for on in "10":
+            monkeypatch.setenv(_partitioned.SWITCH, on)
+            step = jzero.shard_eval_step(evaluate, mesh=mesh(**axes), weight_dtype=INT8)
+            state = step.shard(params, x)
+            found.append(np.asarray(step(state, x)))
+            if on == "1":
+                assert engines.why_not(step) == []
+                rows = [r for r in step.describe(state, x).traffic if r.op == "all-gather"]
+                assert {r.dtype for r in rows} == {"uint8"}
+    np.testing.assert_allclose(*found, rtol=1e-9)

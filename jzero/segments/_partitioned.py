@@ -24,12 +24,15 @@ from jzero.sharding.partition._errors import CannotPartitionError, cannot
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
+from jzero.sharding.passes._gather_codes import Copy, gather_codes, renew_in_codes
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._keep_gathered import keep_gathered
 from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
+from jzero.sharding.passes._reduce_codes import Axes, reduce_codes
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
+from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
@@ -52,6 +55,9 @@ PASSES = (
     "reduce_dtype",
     "keep_gathered",
     "loop_gathers",
+    "weight_codes",
+    "gather_codes",
+    "reduce_codes",
     "whole_stacks",
     "prefetch",
     "order",
@@ -148,7 +154,7 @@ def _partitioned(runner: Runner) -> Partitioned:
         plan.reduce_once,
     )
     repeated = _checked(program, whole, runner)
-    programs = _passed(program, plan, [inputs[i].rows for i in taken])
+    programs = _passed(program, plan, taken, [inputs[i].rows for i in taken])
     return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
 
 
@@ -194,13 +200,21 @@ def _is_of_rows(move: DeviceMove) -> bool:
 
 
 def _passed(
-    program: DeviceProgram, plan: StepPlan, rows: Sequence[frozenset[str]]
+    program: DeviceProgram, plan: StepPlan, taken: Sequence[int], rows: Sequence[frozenset[str]]
 ) -> dict[str, DeviceProgram]:  # fmt: skip
     """The program after each pass: its collectives where the interpreter of the plan would have them.
 
-    `rows` are the axes over which each argument differs because rows of the batch do.
+    Args:
+      program: as it is partitioned.
+      plan: of the step.
+      taken: which of the step's leaves and arguments the program takes, by index.
+      rows: the axes over which each of these differs because rows of the batch do.
     """
-    exchange = plan.exchange
+    exchange, mesh = plan.exchange, dict(program.ins[0].mesh) if program.ins else {}
+    leaves = {k: plan.leaves[i] for k, i in enumerate(taken) if i < len(plan.leaves)}
+    ins = tuple(
+        _leaf(leaves[k], mesh) if k in leaves else layout for k, layout in enumerate(program.ins)
+    )
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
         "reduce_dtype": lambda jaxpr: (
@@ -216,6 +230,11 @@ def _passed(
         "loop_gathers": lambda jaxpr: (
             jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
         ),
+        "weight_codes": lambda jaxpr: weight_codes(
+            jaxpr, {k: _coded_rows(leaf, ins[k]) for k, leaf in leaves.items() if leaf.codes}
+        ),
+        "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, taken, rows),
+        "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows),
         "whole_stacks": whole_stacks,
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
@@ -224,8 +243,48 @@ def _passed(
     found = {_PARTITION: program}
     for name in PASSES[1:]:
         program = dataclasses.replace(program, jaxpr=passes[name](program.jaxpr))
+        if name == "weight_codes":
+            program = dataclasses.replace(program, ins=ins)
         found[name] = program
     return found
+
+
+def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[CodedRows, tuple[int, ...]]:
+    """How a leaf rests in codes, and the shape of its rows on one device."""
+    form = leaf.codes
+    assert form is not None
+    rows = CodedRows(form.blocks, form.dtype, form.part, form.dim, form.num_stacked)
+    return rows, layout.local_shape
+
+
+def _in_codes(
+    jaxpr: Jaxpr, plan: StepPlan, taken: Sequence[int], rows: Sequence[frozenset[str]]
+) -> Jaxpr:
+    """The program with what is gathered of parameters as codes, if any is."""
+    codes = plan.exchange.gather_codes
+    if codes is None:
+        return jaxpr
+    leaves = {k: plan.leaves[i] for k, i in enumerate(taken) if i < len(plan.leaves)}
+    coded = [k for k, leaf in leaves.items() if leaf.coded]
+    copies = [
+        Copy(k, taken[k], leaf.layout.axes if isinstance(leaf.layout, Shard) else (), leaf.shape)
+        for k, leaf in leaves.items()
+        if leaf.renewed_in_codes and not plan.evaluates
+    ]
+    jaxpr = renew_in_codes(jaxpr, codes, copies, dict(plan.axes))
+    return gather_codes(jaxpr, codes, coded, rows)
+
+
+def _reduced_in_codes(
+    jaxpr: Jaxpr, plan: StepPlan, rows: Sequence[frozenset[str]]
+) -> Jaxpr:  # fmt: skip
+    """The program with gradients as codes, if they travel so."""
+    formats = dict(plan.exchange.reduce_codes)
+    if not any(formats.values()):
+        return jaxpr
+    coded = [leaf.path for leaf in plan.leaves if leaf.coded]
+    replicas = [axis for axis, _ in plan.axes if axis not in plan.stage_axes.shard_axes]
+    return reduce_codes(jaxpr, Axes(dict(plan.axes), formats, replicas), coded, rows)
 
 
 def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
@@ -237,9 +296,6 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "mesh axes beside the data axes": bool(plan.automatic),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
-        "gather_dtype": exchange.gather_codes is not None,
-        "reduce_dtype": any(codes is not None for _, codes in exchange.reduce_codes),
-        "weight_dtype": any(leaf.codes for leaf in plan.leaves),
         "tile_bytes": exchange.tile_bytes is not None,
         "owners of matrices": any(not each.why for each in plan.owned),
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
@@ -269,7 +325,7 @@ def _inputs(
 ) -> Iterator[DeviceInput]:
     """Leaves as they are stored; arguments in rows."""
     axes = tuple(axis for axis, _ in plan.axes)
-    yield from (DeviceInput(_leaf(leaf, mesh), name=leaf.path) for leaf in plan.leaves)
+    yield from (DeviceInput(_leaf(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves)
     for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
         layout = replicated(var.aval.shape, mesh)
         if dim is None:

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 import jzero
+from jzero.sharding.passes import _codes
 from jzero.sharding.plan import _wire
-from jzero.sharding.run import _codes
 
 MESHES = {
     (8,): 6, (4,): 4, (2,): 3, (1,): 1, (3,): 1, (5,): 1, (6,): 1, (7,): 1, (2, 4): 3, (4, 2): 1, (2, 2): 1,

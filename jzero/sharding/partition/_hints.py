@@ -90,7 +90,7 @@ def _before(region: Region, eqn: Eqn, outs: Sequence[_Hint]) -> list[_Hint]:
 
 
 def _of_operand(eqn: Eqn, k: int, out: Hint, factors: Sequence[Factor]) -> _Hint:
-    """The cuts of the result's dims that the operand has; the leaf if it has no other dims."""
+    """The cuts of the result's dims that the operand has; the leaf if it has no other dims, or is a part."""
     atom, to = eqn.invars[k], eqn.outvars[0].aval.shape
     found, others = Layout(tuple(map(Dim, atom.aval.shape)), out.layout.mesh), atom.aval.ndim
     for factor in factors:
@@ -100,7 +100,8 @@ def _of_operand(eqn: Eqn, k: int, out: Hint, factors: Sequence[Factor]) -> _Hint
         others -= 1
         for cut in out.layout.dims[e].cuts:
             found = put(found, d, out.layout.dims[e], cut) or found
-    return _hint(found, "" if others else out.leaf)
+    is_part = _rules.costs(eqn, Cost.JOIN)
+    return _hint(found, "" if others and not is_part else out.leaf)
 
 
 def _across(eqn: Eqn, edge: Edge, hint: _Hint) -> _Hint:

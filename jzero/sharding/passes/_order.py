@@ -60,7 +60,7 @@ def _gradients(jaxpr: Jaxpr) -> dict[int, list[Eqn]]:
     made = {out: i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
     feeds, found = set[Var](), dict[int, list[Eqn]]()
     for eqn in reversed(jaxpr.eqns):
-        if _waits.is_reduction(eqn) and feeds.isdisjoint(eqn.outvars):
+        if _waits.reduces(eqn) and feeds.isdisjoint(eqn.outvars):
             found.setdefault(made.get(_jaxpr.variable(eqn.invars[0]), -1), []).insert(0, eqn)
         elif _waits.takes_time(eqn) or not feeds.isdisjoint(eqn.outvars):
             feeds.update(variables(eqn.invars))

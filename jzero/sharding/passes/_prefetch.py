@@ -99,7 +99,7 @@ def _loop(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
         new = pipelined(scan, ahead)
         before = [_jaxpr.within_scope(e, outer=eqn) for e in new.before]
         after = [_jaxpr.within_scope(e, LAST_TURN, outer=eqn) for e in new.after]
-        if any(map(_waits.is_reduction, _waits.walk(scan.body))):
+        if any(map(_waits.reduces, _waits.walk(scan.body))):
             before = _with_carry(before, [p.init for p in scan.carries])
         scan, eqn = new, new.equation()
     following = {p.after: p.before for p in scan.carries if not _jaxpr.is_literal(p.after)}

@@ -25,6 +25,7 @@ PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 PREFETCH, ORDER, AFTER_LOOP, LAST_TURN, WHOLE_STACKS = (
     f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn", "whole_stacks")
 )
+CODES, FIRST_HOP = "jzero.codes", "jzero.first_hop"  # and codes: of a gradient, what it waits for
 Makers: TypeAlias = Mapping[Var, Eqn]
 
 
@@ -72,7 +73,7 @@ def waiting(
     writer = JaxprWriter(_jaxpr.within_scope(eqn, scope))
     tokens = [writer.trace(token_of, value)[0] for value in values]
     (operand,) = eqn.invars
-    if laid_out and eqn.params["scatter_dimension"]:
+    if laid_out and eqn.params.get("scatter_dimension"):
         # A barrier ends what the compiler knows of the layout that the reduction reads
         # ([Note: layouts at rest]).
         (operand,) = writer.trace(_dim_first, operand, static=(eqn.params["scatter_dimension"],))
@@ -110,6 +111,15 @@ def is_gather(eqn: Eqn) -> bool:
 def is_reduction(eqn: Eqn) -> bool:
     """Whether it leaves of a value this device's shard of a sum over devices."""
     return eqn.primitive.name == "reduce_scatter"
+
+
+def reduces(eqn: Eqn) -> bool:
+    """Whether it begins a reduction that has a place in the order of all: exact, or of codes."""
+    return is_reduction(eqn) or _jaxpr.in_scope(eqn, FIRST_HOP) and _is_exchange(eqn)
+
+
+def _is_exchange(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "all_to_all"
 
 
 def nbytes(variables: Iterable[Var]) -> int:
@@ -152,8 +162,9 @@ def inside(eqn: Eqn) -> Iterator[Eqn]:
 
 
 def takes_time(eqn: Eqn) -> bool:
-    """Whether it is a product, a loop, or holds one."""
-    return any(e.primitive.name in PRODUCTS for e in (eqn, *inside(eqn)))
+    """Whether it is a product, a loop, or holds one; rotations of blocks are none."""
+    long = any(e.primitive.name in PRODUCTS for e in (eqn, *inside(eqn)))
+    return long and not _jaxpr.in_scope(eqn, CODES)
 
 
 def gathers_inside(eqn: Eqn) -> bool:

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero._blocks import Blocks
+from jzero.sharding.passes import _codes
 from jzero.sharding.passes._waits import not_before
 from jzero.sharding.plan._coded_form import CodedForm
 from jzero.sharding.plan._layout import Automatic
-from jzero.sharding.run import _codes, _collectives
+from jzero.sharding.run import _collectives
 from jzero.sharding.run._collectives import Axes, gather_scope, part_by_part, row_major
 from jzero.sharding.run._values import CodedValue, Settled, ShardValue
 from jzero.tracing._types import Eqn
@@ -220,7 +221,7 @@ def _summed(
     parts: jax.Array, axis: str, codes: Blocks | None, tokens: Sequence[jax.Array] = ()
 ) -> jax.Array:
     """Of `[k, n, d]`, a part for each device of `axis`, all devices' parts for this one, summed up."""
-    if codes is None:
+    if codes is None or parts.shape[0] == 1:  # From one device nothing travels.
         parts = not_before(parts, tokens)
         total: jax.Array = lax.psum_scatter(parts, axis, scatter_dimension=0, tiled=False)
         return total

@@ -10,7 +10,6 @@ it is not rotated. So an overflow is seen where it was made, and its neighbours 
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -75,10 +74,11 @@ def _in_blocks(x: jax.Array, blocks: Blocks) -> jax.Array:
     return x.reshape(rows, x.shape[1] // blocks.elements, blocks.elements)
 
 
-def _cut(n: int, blocks: Blocks) -> np.ndarray:
+def _cut(n: int, blocks: Blocks) -> jax.Array:
     """`[1, blocks, 1]`: whether a block goes beyond a row of n, so that not all of its codes travel."""
-    ends = np.arange(1, -(-n // blocks.elements) + 1) * blocks.elements
-    return (ends > n)[None, :, None]
+    # Computed and not a constant: a loop's body has no place for one.
+    first = lax.broadcasted_iota(jnp.int32, (1, -(-n // blocks.elements), 1), 1)
+    return first >= n // blocks.elements
 
 
 def _packed(codes: jax.Array, blocks: Blocks) -> jax.Array:
@@ -105,17 +105,14 @@ def _as_bytes(x: jax.Array) -> jax.Array:
 
 def _rotated(x: jax.Array) -> jax.Array:
     """Each block, times an orthonormal matrix of Hadamard's, which is its own inverse."""
-    matrix = jnp.asarray(_hadamard(x.shape[-1]), x.dtype)
-    rotated: jax.Array = jnp.matmul(x, matrix, precision=lax.Precision.HIGHEST)
+    size = x.shape[-1]
+    i, j = (lax.broadcasted_iota(jnp.uint32, (size, size), dim) for dim in (0, 1))
+    odd = lax.population_count(i & j) % np.uint32(2) == 1
+    share = jnp.asarray(1 / math.sqrt(size), x.dtype)
+    rotated: jax.Array = jnp.matmul(
+        x, jnp.where(odd, -share, share), precision=lax.Precision.HIGHEST
+    )
     return rotated
-
-
-@functools.cache
-def _hadamard(size: int) -> np.ndarray:
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix / math.sqrt(size)
 
 
 def _uniform(x: jax.Array) -> jax.Array:

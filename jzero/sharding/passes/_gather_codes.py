@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters gathered as codes of few bits: encoded, gathered as rows of bytes, decoded.
+
+What only passes read is gathered so. What follows from parameters alone, or is read as a whole by an update,
+stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jzero._blocks import Blocks
+from jzero.ir import _dataflow, _rules
+from jzero.ir._regions import Region, ValueIn, variables
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.analysis import _frames
+from jzero.sharding.passes import _codes, _origins, _waits
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+_Readers = frozenset[str]
+_NOBODY: _Readers = frozenset()
+_PASS, _OTHERS = frozenset(["a pass"]), frozenset(["others"])
+
+
+def gather_codes(
+    jaxpr: Jaxpr, codes: Blocks, coded: Collection[int], rows: Sequence[frozenset[str]]
+) -> Jaxpr:  # fmt: skip
+    """One device's program that gathers what passes read of some arguments, cast or sliced perhaps, as codes.
+
+    Args:
+      jaxpr: the program, with explicit collectives.
+      codes: the format.
+      coded: arguments that may travel so, by index.
+      rows: of each argument, the axes over which it differs because rows of the batch do.
+    """
+    program = Region(jaxpr, [])
+    found = _origins.origins(program, rows)
+    readers = _readers(program, found)
+
+    def encoded(region: Region, eqn: Eqn, writer: JaxprWriter) -> bool:
+        if not _waits.is_gather(eqn) or _jaxpr.in_scope(eqn, _waits.CODES):
+            return False
+        (shard,), (out,) = eqn.invars, eqn.outvars
+        ours = not _jaxpr.is_literal(shard) and found[region, shard].arg in coded
+        if not ours or not _is_wide(shard) or readers.get((region, out)) != _PASS:
+            return False
+        writer.names[out] = gathered(writer, eqn, writer.read(shard), codes)
+        return True
+
+    return _origins.rewritten(program, encoded)
+
+
+def _is_wide(atom: Atom) -> bool:
+    dtype = atom.aval.dtype
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+
+
+def gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, codes: Blocks) -> Atom:
+    """What a gather makes of a shard, its own part included, but for rounding; the same on all devices."""
+    outer, writer.source = writer.source, _jaxpr.within_scope(eqn, _waits.CODES)
+    (row,) = writer.trace(_row, shard, static=(codes,))
+    num, nbytes = eqn.params["axis_size"], row.aval.shape[1]
+    rows = _jaxpr.var_like(row.aval, (num, nbytes))
+    params = {**eqn.params, "all_gather_dimension": 0}
+    writer.again(writer.source, [row], [rows], params=params)
+    static = eqn.params["all_gather_dimension"], shard.aval.shape, str(shard.aval.dtype), codes
+    (whole,) = writer.trace(_whole, rows, static=static)
+    writer.source = outer
+    return whole
+
+
+def _row(codes: Blocks, x: jax.Array) -> jax.Array:
+    return _codes.encode(x.reshape(1, x.size), codes)
+
+
+def _whole(
+    dim: int, part: tuple[int, ...], dtype: str, codes: Blocks, rows: jax.Array
+) -> jax.Array:
+    """Rows of all devices as what they have together, `[k, bytes] -> [n, d]`."""
+    parts = _codes.decode(rows, int(np.prod(part)), dtype, codes)
+    parts = jnp.moveaxis(parts.reshape(rows.shape[0], *part), 0, dim)
+    return parts.reshape(*part[:dim], -1, *part[dim + 1 :])
+
+
+# -- who reads ---------------------------------------------------------------------------------------------
+def _readers(program: Region, found: _origins.Origins) -> dict[ValueIn, _Readers]:
+    """Who reads each value, or views of it: a pass, whose results differ between devices, or others."""
+
+    def of_operands(region: Region, eqn: Eqn, outs: Sequence[_Readers]) -> list[_Readers]:
+        if eqn.primitive.name == "optimization_barrier":
+            return [*outs]
+        if any(found[region, out].differs for out in eqn.outvars):
+            return [_PASS] * len(eqn.invars)
+        if _waits.is_gather(eqn) or _rules.costs(eqn, *_origins.VIEWS) and not _widens(eqn):
+            return [_NOBODY.union(*outs), *[_OTHERS] * (len(eqn.invars) - 1)]
+        return [_OTHERS] * len(eqn.invars)
+
+    results = variables(program.jaxpr.outvars)
+    returned: dict[ValueIn, _Readers] = {(program, x): _OTHERS for x in results}
+    return _dataflow.backward(program, returned, of_operands, frozenset.union, _NOBODY)
+
+
+def _widens(eqn: Eqn) -> bool:
+    """Whether it is a cast to a wider dtype: a gather comes before it, and is exact."""
+    cast = eqn.primitive.name == "convert_element_type"
+    return cast and eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize
+
+
+# -- copies that rest --------------------------------------------------------------------------------------
+class Copy(NamedTuple):
+    """A parameter whose copies rest on the devices, and are renewed by how it changed.
+
+    Attributes:
+      arg: the old one among the arguments, by index.
+      out: the new one among the results.
+      axes: over which the copy is sharded.
+      shape: of the whole, without padding.
+    """
+
+    arg: int
+    out: int
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+def renew_in_codes(
+    jaxpr: Jaxpr, codes: Blocks, copies: Sequence[Copy], sizes: Mapping[str, int]
+) -> Jaxpr:
+    """One device's program that gathers, of new parameters, the difference to the old ones, as codes.
+
+    What is rounded off is then in the next difference, if what new parameters are made of has it.
+    """
+    if not jaxpr.eqns:
+        return jaxpr
+    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    writer, outs = JaxprWriter(jaxpr.eqns[0]), [*jaxpr.outvars]
+    writer.eqns += jaxpr.eqns
+    for copy in copies:
+        gathers = [*_gathers_behind(makers, jaxpr.outvars[copy.out])]
+        if gathers:
+            old = jaxpr.invars[copy.arg]
+            outs[copy.out] = _renewed(writer, old, gathers, copy, sizes, codes)
+    if all(a is b for a, b in zip(outs, jaxpr.outvars, strict=True)):
+        return jaxpr
+    return _waits.with_equations(
+        jaxpr, _rewrite.without_unread(writer.eqns, outs, lambda _: True), outs
+    )
+
+
+def _gathers_behind(makers: _waits.Makers, atom: Atom) -> Iterator[Eqn]:
+    """The gathers that make a value, with views and the zeros of padding, the last one first."""
+    while not _jaxpr.is_literal(atom) and (eqn := makers.get(atom)) is not None:
+        if _waits.is_gather(eqn):
+            if _jaxpr.in_scope(eqn, _waits.CODES):
+                return
+            yield eqn
+        elif eqn.primitive.name == "select_n":
+            atom = eqn.invars[-1]
+            continue
+        elif eqn.primitive.name not in ("slice", "optimization_barrier"):
+            return
+        atom = eqn.invars[0]
+
+
+def _renewed(
+    writer: JaxprWriter, old: Var, gathers: Sequence[Eqn], copy: Copy, sizes: Mapping[str, int],
+    codes: Blocks,
+) -> Atom:  # fmt: skip
+    """The old parameter, and the difference of the new shard to its part of it, gathered."""
+    (shard,), dim = gathers[-1].invars, gathers[-1].params["all_gather_dimension"]
+    over = [_frames.axes_of(eqn) for eqn in gathers]
+    writer.source = _jaxpr.within_scope(gathers[-1], _waits.CODES)
+    index = {
+        axis: writer.add(lax.axis_index_p, [], [_jaxpr.var_like(None, (), np.dtype(np.int32))],
+                         axis_name=axis)[0]
+        for axis in [*copy.axes, *(axis for axes in over for axis in axes)]
+    }  # fmt: skip
+    axes = [*copy.axes, *(axis for each in over for axis in each)]
+    true = copy.shape[dim]
+    static = dim, true, tuple(sizes[axis] for axis in axes), len(copy.axes)
+    places = [index[axis] for axis in axes]
+    (change,) = writer.trace(_difference, old, shard, *places, static=static)
+    for eqn in reversed(gathers):
+        change = gathered(writer, eqn, change, codes)
+    (new,) = writer.trace(_plus, old, change, static=(dim,))
+    return new
+
+
+def _difference(
+    dim: int, true: int, sizes: tuple[int, ...], num: int, old: jax.Array, shard: jax.Array,
+    *places: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """`shard [n/k, d]` minus this device's part of `old [n, d]`, which is one of `num` axes; padding is 0."""
+    wide, size = jnp.promote_types(old.dtype, jnp.float32), shard.shape[dim]
+    here = _joint(sizes[num:], places[num:])
+    more = size * int(np.prod(sizes[num:])) - old.shape[dim]
+    old = lax.pad(
+        old, jnp.zeros((), old.dtype), [(0, more * (d == dim), 0) for d in range(old.ndim)]
+    )
+    part = lax.dynamic_slice_in_dim(old, here * size, size, dim)
+    change = shard.astype(wide) - part.astype(wide)
+    if true % int(np.prod(sizes)):
+        first = _joint(sizes, places) * size
+        inside = lax.broadcasted_iota(jnp.int32, change.shape, dim) + first < true
+        change = jnp.where(inside, change, jnp.zeros((), wide))
+    return change
+
+
+def _joint(sizes: Sequence[int], places: Sequence[jax.Array]) -> jax.Array:
+    """A place among several axes, the outermost first."""
+    at: jax.Array = jnp.int32(0)
+    for size, place in zip(sizes, places, strict=True):
+        at = at * jnp.int32(size) + place
+    return at
+
+
+def _plus(dim: int, old: jax.Array, change: jax.Array) -> jax.Array:
+    change = lax.slice_in_dim(change, 0, old.shape[dim], axis=dim)
+    new: jax.Array = (old.astype(change.dtype) + change).astype(old.dtype)
+    return new

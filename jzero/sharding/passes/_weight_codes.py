@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights at rest as codes: a program takes rows of bytes, gathers them, and decodes where it uses them.
+
+Slices of stacks are slices of rows, and casts wait until a row is decoded. What else is done to a shard
+before it is gathered is done to this device's part, decoded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero._blocks import Blocks
+from jzero.ir._loops import Scan
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.passes import _codes, _waits
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedRows:
+    """A leaf `[..., n, d]` as rows of bytes `[..., parts, bytes]`.
+
+    Attributes:
+      blocks: the format.
+      dtype: as which it is decoded.
+      part: the shape of one part of a row.
+      dim: the dim that the parts cut; None for a leaf that is whole.
+      num_stacked: how many dims stand before a row.
+      casts: dtypes to which it is cast when it is decoded.
+      gathered: whether all parts are there.
+    """
+
+    blocks: Blocks
+    dtype: str
+    part: tuple[int, ...]
+    dim: int | None
+    num_stacked: int
+    casts: tuple[str, ...] = ()
+    gathered: bool = False
+
+    @property
+    def rows_dim(self) -> int:
+        """The dim of the rows that devices divide."""
+        assert self.dim is not None
+        return min(self.dim, self.num_stacked)
+
+    def keeps(self, d: int) -> bool:
+        """Whether a dim is a row's, or the one that devices divide, which no slice of a stack cuts."""
+        return d >= self.num_stacked or d == self.dim
+
+
+def weight_codes(jaxpr: Jaxpr, leaves: Mapping[int, tuple[CodedRows, Sequence[int]]]) -> Jaxpr:
+    """One device's program that takes rows of bytes in the place of some arguments.
+
+    Args:
+      jaxpr: the program, with explicit collectives.
+      leaves: by index, how an argument is coded, and the shape of its rows on one device.
+    """
+    if not leaves or not jaxpr.eqns:
+        return jaxpr
+    ins, coded = [*jaxpr.invars], dict[Var, _Rows]()
+    for i, (form, shape) in leaves.items():
+        ins[i] = _jaxpr.var_like(None, shape, jnp.dtype(jnp.uint8))
+        coded[jaxpr.invars[i]] = _Rows(ins[i], form)
+    eqns, outs = _Level(jaxpr, coded, jaxpr.eqns[0]).run()
+    return _jaxpr.replaced(jaxpr, invars=ins, eqns=eqns, outvars=outs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    rows: Atom
+    form: CodedRows
+
+
+class _Level:
+    """A program some of whose values are rows of bytes.
+
+    Attributes:
+      coded: those values.
+      token: what has been computed latest, which decoding waits for: the compiler would else decode long
+        before the use, or before a loop for all of its turns.
+    """
+
+    def __init__(
+        self, jaxpr: Jaxpr, coded: Mapping[Var, _Rows], source: Eqn, token: Var | None = None
+    ):
+        self.jaxpr, self.coded, self.token = jaxpr, dict(coded), token
+        self.writer = JaxprWriter(source)
+
+    def run(self) -> tuple[list[Eqn], list[Atom]]:
+        """The equations, and the results."""
+        for eqn in self.jaxpr.eqns:
+            self.writer.source = eqn
+            self._equation(self.writer, eqn)
+            if _waits.takes_time(eqn) and (done := _waits.done(eqn)) is not None:
+                self.token = done
+        outs = [*map(self.read, self.jaxpr.outvars)]
+        assert not self.writer.consts, "what a pass writes has no constants"
+        return self.writer.eqns, outs
+
+    def read(self, atom: Atom) -> Atom:
+        """A value, decoded: of a shard this device's part."""
+        if not _jaxpr.is_literal(atom) and atom in self.coded and atom not in self.writer.names:
+            each, outer = self.coded[atom], self.writer.source
+            self.writer.source = _jaxpr.within_scope(outer, _waits.CODES)
+            tokens = [] if self.token is None else self.writer.trace(_waits.token_of, self.token)
+            (rows,) = self.writer.trace(_waits.behind, each.rows, *tokens)
+            (self.writer.names[atom],) = self.writer.trace(_decoded, rows, static=(each.form,))
+            self.writer.source = outer
+        return self.writer.read(atom)
+
+    def _equation(self, writer: JaxprWriter, eqn: Eqn) -> None:
+        first = None if not eqn.invars or _jaxpr.is_literal(eqn.invars[0]) else eqn.invars[0]
+        each = None if first is None else self.coded.get(first)
+        found = None if each is None else self._view(writer, eqn, each)
+        if found is not None:
+            self.coded[eqn.outvars[0]] = found
+        elif eqn.primitive.name == "optimization_barrier":
+            self._barrier(writer, eqn)
+        elif eqn.primitive.name in _INNER and any(map(self._rows_of, eqn.invars)):
+            writer.eqns.append(_INNER[eqn.primitive.name](self, eqn))
+        else:
+            ins = [*map(self.read, eqn.invars)]
+            same = all(a is b for a, b in zip(ins, eqn.invars, strict=True))
+            writer.eqns.append(eqn if same else eqn.replace(invars=ins))
+
+    def _rows_of(self, atom: Atom) -> _Rows | None:
+        return None if _jaxpr.is_literal(atom) else self.coded.get(atom)
+
+    def _barrier(self, writer: JaxprWriter, eqn: Eqn) -> None:
+        ins, outs = list[Atom](), list[Var]()
+        for x, out in zip(eqn.invars, eqn.outvars, strict=True):
+            each = self._rows_of(x)
+            ins.append(self.read(x) if each is None else each.rows)
+            outs.append(out if each is None else _jaxpr.new_var(each.rows))
+            if each is not None:
+                self.coded[out] = dataclasses.replace(each, rows=outs[-1])
+        writer.again(eqn, ins, outs)
+
+    # -- views -----------------------------------------------------------------------------------------
+    def _view(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> _Rows | None:
+        """What stays rows: a cast, a slice of a stack, or a gather; None of all else."""
+        name, form, (out, *_) = eqn.primitive.name, each.form, eqn.outvars
+        floats = jnp.issubdtype(out.aval.dtype, jnp.floating) and not out.aval.weak_type
+        if name == "convert_element_type" and floats:
+            casts = (*form.casts, str(out.aval.dtype))
+            return _Rows(each.rows, dataclasses.replace(form, casts=casts))
+        if _waits.is_gather(eqn) and eqn.params["all_gather_dimension"] == form.dim:
+            return self._gathered(writer, eqn, each)
+        if name == "squeeze" and not any(map(form.keeps, eqn.params["dimensions"])):
+            gone = eqn.params["dimensions"]
+            dim = None if form.dim is None else form.dim - sum(d < form.dim for d in gone)
+            form = dataclasses.replace(form, dim=dim, num_stacked=form.num_stacked - len(gone))
+            return _Rows(writer.trace(_squeezed, each.rows, static=(gone,))[0], form)
+        shape = eqn.invars[0].aval.shape
+        kept = [d for d in range(len(shape)) if form.keeps(d)]
+        if name not in ("slice", "dynamic_slice") or any(
+            shape[d] != out.aval.shape[d] for d in kept
+        ):
+            return None
+        sliced = self._sliced if name == "slice" else self._sliced_dynamically
+        return _Rows(sliced(writer, eqn, each), form)
+
+    def _gathered(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> _Rows:
+        shape, d = [*each.rows.aval.shape], each.form.rows_dim
+        shape[d] *= eqn.params["axis_size"]
+        rows = _jaxpr.var_like(each.rows.aval, shape)
+        params = {**eqn.params, "all_gather_dimension": d}
+        writer.again(eqn, [each.rows], [rows], params=params)
+        return _Rows(rows, dataclasses.replace(each.form, gathered=True))
+
+    def _sliced(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> Atom:
+        num, shape, params = each.form.num_stacked, each.rows.aval.shape, eqn.params
+        strides = params["strides"] or [1] * len(params["start_indices"])
+        cut = [d for d in range(num) if not each.form.keeps(d)]
+        starts, limits, steps = [0] * (num + 2), [*shape], [1] * (num + 2)
+        for d in cut:
+            starts[d], limits[d] = params["start_indices"][d], params["limit_indices"][d]
+            steps[d] = strides[d]
+        static = tuple(starts), tuple(limits), tuple(steps)
+        return writer.trace(_slice, each.rows, static=static)[0]
+
+    def _sliced_dynamically(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> Atom:
+        num, sizes = each.form.num_stacked, [*each.rows.aval.shape]
+        indices = [*map(self.read, eqn.invars[1:])]
+        zero = _jaxpr.scalar(0, indices[0].aval.dtype)
+        starts = [zero if each.form.keeps(d) else indices[d] for d in range(num)] + [zero, zero]
+        for d in range(num):
+            if not each.form.keeps(d):
+                sizes[d] = eqn.params["slice_sizes"][d]
+        out = _jaxpr.var_like(each.rows.aval, sizes)
+        params = {**eqn.params, "slice_sizes": tuple(sizes)}
+        return writer.again(eqn, [each.rows, *starts], [out], params=params)[0]
+
+    # -- programs inside -------------------------------------------------------------------------------
+    def scan(self, eqn: Eqn) -> Eqn:
+        scan, coded = Scan.of(eqn), dict[Var, _Rows]()
+        consts, xs = list[tuple[Atom, Var]](), list[tuple[Atom, Var]]()
+        for const in scan.consts:
+            consts.append(self._entering(const.outer, const.inner, coded))
+        for port in scan.xs:
+            each = self._rows_of(port.stack)
+            if each is None or not each.form.num_stacked or each.form.dim == 0:
+                xs.append((self.read(port.stack), port.row))
+                continue
+            form = each.form
+            dim = None if form.dim is None else form.dim - 1
+            row = _jaxpr.var_like(each.rows.aval, each.rows.aval.shape[1:])
+            form = dataclasses.replace(form, dim=dim, num_stacked=form.num_stacked - 1)
+            coded[port.row] = _Rows(row, form)
+            xs.append((each.rows, row))
+        token = next((p.before for p in scan.carries if _waits.is_float(p.before)), None)
+        eqns, outs = _Level(scan.body, coded, eqn, token).run()
+        num = len(scan.carries)
+        return dataclasses.replace(
+            scan,
+            eqns=tuple(eqns),
+            consts=tuple(
+                p._replace(outer=x, inner=y) for p, (x, y) in zip(scan.consts, consts, strict=True)
+            ),
+            carries=tuple(
+                p._replace(init=self.read(p.init), after=x)
+                for p, x in zip(scan.carries, outs[:num], strict=True)
+            ),
+            xs=tuple(p._replace(stack=x, row=y) for p, (x, y) in zip(scan.xs, xs, strict=True)),
+            ys=tuple(p._replace(row=x) for p, x in zip(scan.ys, outs[num:], strict=True)),
+        ).equation()
+
+    def while_loop(self, eqn: Eqn) -> Eqn:
+        loop, coded = _jaxpr.while_parts(eqn), dict[Var, _Rows]()
+        first, last = loop.num_cond_consts, loop.num_cond_consts + loop.num_body_consts
+        own, carry = loop.body.invars[: last - first], loop.body.invars[last - first :]
+        pairs = zip(eqn.invars[first:last], own, strict=True)
+        consts = [self._entering(x, y, coded) for x, y in pairs]
+        ins = [*map(self.read, eqn.invars[:first]), *(x for x, _ in consts)]
+        ins += map(self.read, eqn.invars[last:])
+        token = next((x for x in carry if _waits.is_float(x)), None)
+        body = self._body(eqn, loop.body, coded, [*(y for _, y in consts), *carry], token)
+        closed = eqn.params["body_jaxpr"].replace(jaxpr=body)
+        return eqn.replace(invars=ins, params=eqn.params | {"body_jaxpr": closed})
+
+    def cond(self, eqn: Eqn) -> Eqn:
+        choice, *operands = eqn.invars
+        branches = list[Any]()
+        for closed in eqn.params["branches"]:
+            branch, coded = _jaxpr.open_jaxpr(closed)[0], dict[Var, _Rows]()
+            pairs = zip(operands, branch.invars, strict=True)
+            ins = [self._entering(x, y, coded)[1] for x, y in pairs]
+            branches.append(closed.replace(jaxpr=self._body(eqn, branch, coded, ins, None)))
+        given = [self._entering(x, _jaxpr.new_var(x), {})[0] for x in operands]
+        params = eqn.params | {"branches": tuple(branches)}
+        return eqn.replace(invars=[self.read(choice), *given], params=params)
+
+    def _entering(self, outer: Atom, inner: Var, coded: dict[Var, _Rows]) -> tuple[Atom, Var]:
+        """What a program inside reads as it is: rows that it gathers itself, else it is decoded here."""
+        each = self._rows_of(outer)
+        if each is None or each.form.gathered or each.form.dim is None:
+            return self.read(outer), inner
+        rows = _jaxpr.new_var(each.rows)
+        coded[inner] = dataclasses.replace(each, rows=rows)
+        return each.rows, rows
+
+    def _body(
+        self, holder: Eqn, jaxpr: Jaxpr, coded: Mapping[Var, _Rows], ins: Sequence[Var],
+        token: Var | None,
+    ) -> Jaxpr:  # fmt: skip
+        eqns, outs = _Level(jaxpr, coded, holder, token).run()
+        return _jaxpr.replaced(jaxpr, invars=[*ins], eqns=eqns, outvars=outs)
+
+
+_INNER = {"scan": _Level.scan, "while": _Level.while_loop, "cond": _Level.cond}
+
+
+# -- traced ------------------------------------------------------------------------------------------------
+def _decoded(form: CodedRows, rows: jax.Array) -> jax.Array:
+    """`[..., parts, bytes]` as floats `[..., n, d]`, cast."""
+    *stack, parts, nbytes = rows.shape
+    num = math.prod(form.part)
+    x = _codes.decode(rows.reshape(-1, nbytes), num, form.dtype, form.blocks)
+    x = x.reshape(*stack, parts, *form.part)
+    dim = len(stack) if form.dim is None else max(form.dim, len(stack))
+    x = jnp.moveaxis(x, len(stack), dim)  # A part's own dims follow it.
+    x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :]) if form.part else x[..., 0]
+    for dtype in form.casts:
+        x = x.astype(dtype)
+    return x
+
+
+def _squeezed(dims: tuple[int, ...], rows: jax.Array) -> jax.Array:
+    return lax.squeeze(rows, dims)
+
+
+def _slice(
+    starts: tuple[int, ...], limits: tuple[int, ...], steps: tuple[int, ...], rows: jax.Array
+) -> jax.Array:
+    return lax.slice(rows, starts, limits, steps)
