@@ -123,6 +123,7 @@ class _Level:
         self.writer = JaxprWriter(source)
         self.decoded = dict[_Rows, Atom]()
         self.gathered = dict[tuple[Var, str], Var]()
+        self.before = dict[Var, Var]()  # of rows behind a barrier, the rows: gathered once for all
 
     def run(self) -> tuple[list[Eqn], list[Atom]]:
         """The equations, and the results."""
@@ -180,6 +181,7 @@ class _Level:
             outs.append(out if each is None else _jaxpr.new_var(each.rows))
             if each is not None:
                 self.coded[out] = dataclasses.replace(each, rows=outs[-1])
+                self.before[outs[-1]] = self.before.get(each.rows, each.rows)
         writer.again(eqn, ins, outs)
 
     # -- views -----------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class _Level:
         shape, d = [*each.rows.aval.shape], each.form.rows_dim
         shape[d] *= eqn.params["axis_size"]
         params = {**eqn.params, "all_gather_dimension": d}
-        key = each.rows, str(params)
+        key = self.before.get(each.rows, each.rows), str(params)
         if key not in self.gathered:
             rows = _jaxpr.var_like(each.rows.aval, shape)
             (self.gathered[key],) = writer.again(eqn, [each.rows], [rows], params=params)
