@@ -292,7 +292,7 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
 
 
 def _has_nested_loops(whole: WholeBatch) -> bool:
-    """Whether a loop runs in a loop: slices that the inner one takes are gathered in each turn of the outer."""
+    """Whether a loop runs in a loop, whose slices would be gathered in each turn of the outer one."""
     region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
     loops = (r for r, eqn in region.walk() if turns(eqn) != 1)
     return any(r.around is not None and turns(r.around[1]) != 1 for r in loops)
