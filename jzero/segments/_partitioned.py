@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
+from jzero.ir._regions import Region, turns
 from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
@@ -296,11 +297,21 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "mesh axes beside the data axes": bool(plan.automatic),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
+        "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
+        and whole is not None
+        and _has_nested_loops(whole),
         "tile_bytes": exchange.tile_bytes is not None,
         "owners of matrices": any(not each.why for each in plan.owned),
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
     }
     yield from (reason for reason, is_so in asked.items() if is_so)
+
+
+def _has_nested_loops(whole: WholeBatch) -> bool:
+    """Whether a loop runs in a loop, whose slices would be gathered in each turn of the outer one."""
+    region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
+    loops = (r for r, eqn in region.walk() if turns(eqn) != 1)
+    return any(r.around is not None and turns(r.around[1]) != 1 for r in loops)
 
 
 def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | None, ...]]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights at rest as codes: a program takes rows of bytes, gathers them, and decodes where it uses them.
 
-Slices of stacks are slices of rows, and casts wait until a row is decoded. What else is done to a shard
-before it is gathered is done to this device's part, decoded.
+Slices of stacks are slices of rows. Casts, transposes and slices of matrices wait until a row is decoded, so
+that rows are gathered. What else is done to a shard before it is gathered is done to this device's part,
+decoded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,16 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
+class View(NamedTuple):
+    """Something that is done to a decoded value: a 'cast' to a dtype, a 'transpose', 'squeeze' or 'slice'.
+
+    Of a slice `how` has starts, limits and strides; a limit of None is the end of the dim.
+    """
+
+    name: str
+    how: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class CodedRows:
     """A leaf `[..., n, d]` as rows of bytes `[..., parts, bytes]`.
@@ -34,7 +45,8 @@ class CodedRows:
       part: the shape of one part of a row.
       dim: the dim that the parts cut; None for a leaf that is whole.
       num_stacked: how many dims stand before a row.
-      casts: dtypes to which it is cast when it is decoded.
+      views: what is done to it when it is decoded.
+      dim_now: the dim that the parts cut, behind the views; None if there are none.
       gathered: whether all parts are there.
     """
 
@@ -43,7 +55,8 @@ class CodedRows:
     part: tuple[int, ...]
     dim: int | None
     num_stacked: int
-    casts: tuple[str, ...] = ()
+    views: tuple[View, ...] = ()
+    dim_now: int | None = None
     gathered: bool = False
 
     @property
@@ -51,6 +64,20 @@ class CodedRows:
         """The dim of the rows that devices divide."""
         assert self.dim is not None
         return min(self.dim, self.num_stacked)
+
+    def without_views(self) -> CodedRows:
+        """As it is decoded."""
+        return dataclasses.replace(self, views=(), dim_now=None)
+
+    @property
+    def cut_dim(self) -> int | None:
+        """The dim of the value that the parts cut."""
+        return self.dim_now if self.moves else self.dim
+
+    @property
+    def moves(self) -> bool:
+        """Whether views do more than cast."""
+        return any(view.name != "cast" for view in self.views)
 
     def keeps(self, d: int) -> bool:
         """Whether a dim is a row's, or the one that devices divide, which no slice of a stack cuts."""
@@ -76,7 +103,7 @@ def weight_codes(jaxpr: Jaxpr, leaves: Mapping[int, tuple[CodedRows, Sequence[in
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    rows: Atom
+    rows: Var
     form: CodedRows
 
 
@@ -94,6 +121,9 @@ class _Level:
     ):
         self.jaxpr, self.coded, self.token = jaxpr, dict(coded), token
         self.writer = JaxprWriter(source)
+        self.decoded = dict[_Rows, Atom]()
+        self.gathered = dict[tuple[Var, str], Var]()
+        self.before = dict[Var, Var]()  # of rows behind a barrier, the rows: gathered once for all
 
     def run(self) -> tuple[list[Eqn], list[Atom]]:
         """The equations, and the results."""
@@ -111,18 +141,26 @@ class _Level:
         if not _jaxpr.is_literal(atom) and atom in self.coded and atom not in self.writer.names:
             each, outer = self.coded[atom], self.writer.source
             self.writer.source = _jaxpr.within_scope(outer, _waits.CODES)
+            x = self._decoded(dataclasses.replace(each, form=each.form.without_views()))
+            if each.form.views:
+                (x,) = self.writer.trace(_viewed, x, static=(each.form.views,))
+            self.writer.names[atom], self.writer.source = x, outer
+        return self.writer.read(atom)
+
+    def _decoded(self, each: _Rows) -> Atom:
+        """Rows, decoded once."""
+        if each not in self.decoded:
             tokens = [] if self.token is None else self.writer.trace(_waits.token_of, self.token)
             (rows,) = self.writer.trace(_waits.behind, each.rows, *tokens)
-            (self.writer.names[atom],) = self.writer.trace(_decoded, rows, static=(each.form,))
-            self.writer.source = outer
-        return self.writer.read(atom)
+            (self.decoded[each],) = self.writer.trace(_decoded, rows, static=(each.form,))
+        return self.decoded[each]
 
     def _equation(self, writer: JaxprWriter, eqn: Eqn) -> None:
         first = None if not eqn.invars or _jaxpr.is_literal(eqn.invars[0]) else eqn.invars[0]
         each = None if first is None else self.coded.get(first)
-        found = None if each is None else self._view(writer, eqn, each)
+        found = None if each is None else self._views(writer, eqn, each)
         if found is not None:
-            self.coded[eqn.outvars[0]] = found
+            self.coded |= zip(eqn.outvars, found, strict=True)
         elif eqn.primitive.name == "optimization_barrier":
             self._barrier(writer, eqn)
         elif eqn.primitive.name in _INNER and any(map(self._rows_of, eqn.invars)):
@@ -143,39 +181,54 @@ class _Level:
             outs.append(out if each is None else _jaxpr.new_var(each.rows))
             if each is not None:
                 self.coded[out] = dataclasses.replace(each, rows=outs[-1])
+                self.before[outs[-1]] = self.before.get(each.rows, each.rows)
         writer.again(eqn, ins, outs)
 
     # -- views -----------------------------------------------------------------------------------------
-    def _view(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> _Rows | None:
-        """What stays rows: a cast, a slice of a stack, or a gather; None of all else."""
+    def _views(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> list[_Rows] | None:
+        """What stays rows: a gather, a slice of a stack, or what waits until they are decoded; else None."""
+        name, form = eqn.primitive.name, each.form
+        if _waits.is_gather(eqn):
+            along = eqn.params["all_gather_dimension"] == form.cut_dim
+            return [self._gathered(writer, eqn, each)] if along else None
+        if not form.moves and (rows := self._of_stack(writer, eqn, each)) is not None:
+            return [rows]
+        views = _VIEWS[name](eqn, form.cut_dim) if name in _VIEWS else None
+        if views is None:
+            return None
+        return [
+            _Rows(each.rows, dataclasses.replace(form, views=(*form.views, view), dim_now=dim))
+            for view, dim in views
+        ]
+
+    def _of_stack(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> _Rows | None:
+        """A slice of a stack."""
         name, form, (out, *_) = eqn.primitive.name, each.form, eqn.outvars
-        floats = jnp.issubdtype(out.aval.dtype, jnp.floating) and not out.aval.weak_type
-        if name == "convert_element_type" and floats:
-            casts = (*form.casts, str(out.aval.dtype))
-            return _Rows(each.rows, dataclasses.replace(form, casts=casts))
-        if _waits.is_gather(eqn) and eqn.params["all_gather_dimension"] == form.dim:
-            return self._gathered(writer, eqn, each)
         if name == "squeeze" and not any(map(form.keeps, eqn.params["dimensions"])):
             gone = eqn.params["dimensions"]
             dim = None if form.dim is None else form.dim - sum(d < form.dim for d in gone)
-            form = dataclasses.replace(form, dim=dim, num_stacked=form.num_stacked - len(gone))
-            return _Rows(writer.trace(_squeezed, each.rows, static=(gone,))[0], form)
+            num = form.num_stacked - len(gone)
+            form = dataclasses.replace(form, dim=dim, num_stacked=num, dim_now=dim)
+            (rows,) = writer.trace(_squeezed, each.rows, static=(gone,))
+            return _Rows(_jaxpr.variable(rows), form)
         shape = eqn.invars[0].aval.shape
-        kept = [d for d in range(len(shape)) if form.keeps(d)]
         if name not in ("slice", "dynamic_slice") or any(
-            shape[d] != out.aval.shape[d] for d in kept
+            n != m and form.keeps(d)
+            for d, (n, m) in enumerate(zip(shape, out.aval.shape, strict=True))
         ):
             return None
         sliced = self._sliced if name == "slice" else self._sliced_dynamically
-        return _Rows(sliced(writer, eqn, each), form)
+        return _Rows(_jaxpr.variable(sliced(writer, eqn, each)), form)
 
     def _gathered(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> _Rows:
         shape, d = [*each.rows.aval.shape], each.form.rows_dim
         shape[d] *= eqn.params["axis_size"]
-        rows = _jaxpr.var_like(each.rows.aval, shape)
         params = {**eqn.params, "all_gather_dimension": d}
-        writer.again(eqn, [each.rows], [rows], params=params)
-        return _Rows(rows, dataclasses.replace(each.form, gathered=True))
+        key = self.before.get(each.rows, each.rows), str(params)
+        if key not in self.gathered:
+            rows = _jaxpr.var_like(each.rows.aval, shape)
+            (self.gathered[key],) = writer.again(eqn, [each.rows], [rows], params=params)
+        return _Rows(self.gathered[key], dataclasses.replace(each.form, gathered=True))
 
     def _sliced(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> Atom:
         num, shape, params = each.form.num_stacked, each.rows.aval.shape, eqn.params
@@ -208,13 +261,15 @@ class _Level:
             consts.append(self._entering(const.outer, const.inner, coded))
         for port in scan.xs:
             each = self._rows_of(port.stack)
-            if each is None or not each.form.num_stacked or each.form.dim == 0:
+            stacked = each is not None and each.form.num_stacked and not each.form.moves
+            if each is None or not stacked or each.form.dim == 0:
                 xs.append((self.read(port.stack), port.row))
                 continue
             form = each.form
             dim = None if form.dim is None else form.dim - 1
             row = _jaxpr.var_like(each.rows.aval, each.rows.aval.shape[1:])
-            form = dataclasses.replace(form, dim=dim, num_stacked=form.num_stacked - 1)
+            num = form.num_stacked - 1
+            form = dataclasses.replace(form, dim=dim, num_stacked=num, dim_now=dim)
             coded[port.row] = _Rows(row, form)
             xs.append((each.rows, row))
         token = next((p.before for p in scan.carries if _waits.is_float(p.before)), None)
@@ -279,6 +334,55 @@ class _Level:
 _INNER = {"scan": _Level.scan, "while": _Level.while_loop, "cond": _Level.cond}
 
 
+# -- what waits until rows are decoded ---------------------------------------------------------------------
+_Views = list[tuple[View, int | None]] | None  # and the dim that parts cut, behind each of them
+
+
+def _cast(eqn: Eqn, dim: int | None) -> _Views:
+    (out,) = eqn.outvars
+    fits = jnp.issubdtype(out.aval.dtype, jnp.floating) and not out.aval.weak_type
+    return [(View("cast", str(out.aval.dtype)), dim)] if fits else None
+
+
+def _transpose(eqn: Eqn, dim: int | None) -> _Views:
+    order = tuple(eqn.params["permutation"])
+    return [(View("transpose", order), None if dim is None else order.index(dim))]
+
+
+def _squeeze(eqn: Eqn, dim: int | None) -> _Views:
+    gone = tuple(eqn.params["dimensions"])
+    if dim is None:
+        return [(View("squeeze", gone), None)]
+    return None if dim in gone else [(View("squeeze", gone), dim - sum(d < dim for d in gone))]
+
+
+def _slices(eqn: Eqn, dim: int | None) -> _Views:
+    shape, params = eqn.invars[0].aval.shape, eqn.params
+    if eqn.primitive.name == "split":
+        at, starts, limits = 0, list[list[int]](), list[list[int]]()
+        for size in params["sizes"]:
+            starts.append([at * (d == params["axis"]) for d in range(len(shape))])
+            limits.append([at + size if d == params["axis"] else n for d, n in enumerate(shape)])
+            at += size
+    else:
+        starts, limits = [[*params["start_indices"]]], [[*params["limit_indices"]]]
+    steps = params.get("strides") or [1] * len(shape)
+    found = list[tuple[View, int | None]]()
+    for first, last in zip(starts, limits, strict=True):
+        ends = [None if d == dim else end for d, end in enumerate(last)]
+        whole = dim is None or (first[dim], last[dim], steps[dim]) == (0, shape[dim], 1)
+        if not whole:
+            return None
+        found.append((View("slice", (tuple(first), tuple(ends), tuple(steps))), dim))
+    return found
+
+
+_VIEWS = {
+    "convert_element_type": _cast, "transpose": _transpose, "squeeze": _squeeze, "slice": _slices,
+    "split": _slices,
+}  # fmt: skip
+
+
 # -- traced ------------------------------------------------------------------------------------------------
 def _decoded(form: CodedRows, rows: jax.Array) -> jax.Array:
     """`[..., parts, bytes]` as floats `[..., n, d]`, cast."""
@@ -289,8 +393,21 @@ def _decoded(form: CodedRows, rows: jax.Array) -> jax.Array:
     dim = len(stack) if form.dim is None else max(form.dim, len(stack))
     x = jnp.moveaxis(x, len(stack), dim)  # A part's own dims follow it.
     x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :]) if form.part else x[..., 0]
-    for dtype in form.casts:
-        x = x.astype(dtype)
+    return x
+
+
+def _viewed(views: tuple[View, ...], x: jax.Array) -> jax.Array:
+    for name, how in views:
+        if name == "cast":
+            x = x.astype(how)
+        elif name == "transpose":
+            x = x.transpose(how)
+        elif name == "squeeze":
+            x = lax.squeeze(x, how)
+        else:
+            starts, limits, steps = how
+            ends = [n if end is None else end for n, end in zip(x.shape, limits, strict=True)]
+            x = lax.slice(x, starts, ends, steps)
     return x
 
 
