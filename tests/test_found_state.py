@@ -399,7 +399,9 @@ def test_what_is_asked_before_the_first_call(name):
 def test_collectives_of_a_step_whose_state_is_found():
     w = jnp.ones((16, 8))
     for step_fn, batch in ((bare, X), (lambda w, x: bare(x, w), X)):
-        expected = {"reduce-scatter": 16 * 8, "all-gather": 16 * 8, "all-reduce": 1}
+        expected = {
+            "all-reduce": 16 * 8 + 1
+        }  # No moments: the gradient is whole where the parameter is.
         assert_collectives(sharded(step_fn, stage=1), w, batch, expected)
 
 

@@ -87,11 +87,11 @@ def _products(frame: Frame, nbytes: int) -> dict[int, int]:
 
 
 def _is_reduced(frame: Frame, var: Var) -> bool:
-    """Whether one sum over devices is all that reads it, or that reads a view of it if that scatters it."""
+    """Whether one sum over devices is all that reads it, also added to others, or a view that it scatters."""
     eqns, views = frame.jaxpr.eqns, 0
     while len(readers := frame.readers.get(var, [])) == 1 and readers[0] < len(eqns):
         eqn = eqns[readers[0]]
-        if eqn.primitive.name not in _VIEWS:
+        if eqn.primitive.name not in (*_VIEWS, *_rules.ADDS):
             scatters = eqn.primitive.name == "reduce_scatter"
             return scatters or (not views and eqn.primitive.name in _frames.REDUCTIONS)
         (var,), views = eqn.outvars, views + 1
