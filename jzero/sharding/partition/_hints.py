@@ -34,7 +34,7 @@ def hints_of(step: Region, outs: Sequence[Layout | None]) -> dict[ValueIn, Hint]
 
 
 def _is_cut(layout: Layout) -> bool:
-    return any(dim.cuts for dim in layout.dims)
+    return bool(layout.axes)
 
 
 def _join(a: Hint, b: Hint) -> Hint:
@@ -62,6 +62,10 @@ def _before(region: Region, eqn: Eqn, outs: Sequence[Hint]) -> list[Hint]:
 def _of_operand(eqn: Eqn, k: int, out: Layout, factors: Sequence[Factor]) -> Hint:
     """The cuts of the result's dims that the operand has."""
     atom, to = eqn.invars[k], eqn.outvars[0].aval.shape
+    if atom.aval.shape == to and _rules.is_elementwise(eqn):
+        return out
+    if not atom.aval.shape:
+        return None
     found = Layout(tuple(map(Dim, atom.aval.shape)), out.mesh)
     for factor in factors:
         d, e = factor.ins[k], factor.outs[0]

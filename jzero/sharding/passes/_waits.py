@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -120,11 +121,13 @@ def nbytes(variables: Iterable[Var]) -> int:
 def is_float(atom: Atom) -> bool:
     """Whether a token can be made of it: an element of a floating-point array on the device."""
     aval = atom.aval
-    return (
-        not _jaxpr.is_literal(atom)
-        and jnp.issubdtype(aval.dtype, jnp.floating)
-        and not _jaxpr.is_on_host(aval)
-    )
+    of_floats = not _jaxpr.is_literal(atom) and _is_floating(aval.dtype)
+    return of_floats and not _jaxpr.is_on_host(aval)
+
+
+@functools.cache
+def _is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def done(eqn: Eqn) -> Var | None:
