@@ -132,7 +132,7 @@ class Layout:
     @functools.cached_property
     def is_whole(self) -> bool:
         """Whether every device has all of it."""
-        return not self.partial and not any([dim.cuts or dim.pad for dim in self.dims])
+        return not self.partial and not any(dim.cuts or dim.pad for dim in self.dims)
 
     def num(self, axes: Collection[str]) -> int:
         """How many devices the axes have."""
