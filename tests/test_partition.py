@@ -142,6 +142,7 @@ MORE = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_no_more_moves_than_in_the_other_engine(kind):
     case = Case(*KINDS[kind](), DATA, 3)
@@ -394,7 +395,9 @@ def run_and_compare(fn, *specs, outs=None):
 
 def test_what_runs_on_no_shards_is_replicated_first_and_listed():
     found = program(lambda w, x: jnp.sort(x[:, 0]) + w[0], (SQUARE, P()), (SQUARE, ROWS))
-    assert [(m.kind, m.why) for m in found.moves] == [("gather", "sort needs it whole")]
+    assert [(m.kind, m.operation, m.value, m.why) for m in found.moves] == [
+        ("gather", "sort", "float64[16]", "it needs the rows of all devices")
+    ]
     run_and_compare(lambda w, x: jnp.sort(x[:, 0]) + w[0, 0], (SQUARE, P()), ((13, 3), ROWS))
 
 

@@ -20,8 +20,10 @@ import small
 from jzero import OptionError
 from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned
+from jzero.sharding.analysis import _traffic
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._inputs_first import COTANGENT
+from jzero.sharding.plan._stages import PARAMETER
 from jzero.tracing import _jaxpr
 
 TX = optax.adam(1e-2)
@@ -299,6 +301,33 @@ def test_passes_show_in_the_program():
         return waiting
 
     assert [reduced(name) > 0 for name in after] == [False] * 4 + [True] * 2
+
+
+def leaves_of(jaxpr):
+    """Of each kind of collective, the leaves that it serves; nothing but for scalars."""
+    found = set()
+    for each in _traffic.collectives(jaxpr):
+        if each.elements > 1 or each.leaf:
+            found.add((each.op, each.leaf))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_collectives_name_the_leaves_that_they_serve_behind_every_pass(name, stage):
+    with jax.numpy_rank_promotion("allow"):
+        ahead = {"prefetch_bytes": 2**25} if stage == 3 else {}
+        _, train_step, state, batch = model_step(name, stage=stage, **ahead)
+        paths = {
+            leaf.path for leaf in train_step.plan(state, batch).leaves if leaf.role == PARAMETER
+        }
+        ops = {"all-reduce"} if stage == 0 else {"all-gather", "reduce-scatter"}
+        for after in _partitioned.PASSES:
+            found = leaves_of(train_step.program(state, batch, after=after).jaxpr)
+            assert {leaf for _, leaf in found} == paths, after
+            expected = {(op, path) for op in ops for path in paths if "embed" not in path}
+            assert found >= expected, after  # Columns of a table are looked up where they are.
 
 
 def test_prefetch_obeys_the_step_s_own_bytes():

@@ -19,10 +19,12 @@ from jax.sharding import PartitionSpec
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
 from jzero.ir._regions import Region, turns
+from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import CannotPartitionError, cannot
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
+from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._order import order
@@ -33,6 +35,7 @@ from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.plan._stages import PARAMETER
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
@@ -42,7 +45,6 @@ SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
 PASSES = (_PARTITION, "inputs_first", "whole_stacks", "prefetch", "order", "after_loops")
-_OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
 
 
 def is_on() -> bool:
@@ -56,10 +58,12 @@ class Partitioned:
 
     Attributes:
       programs: of one device, after each of `PASSES`; the last one runs.
+      repeated: the flops of a step, and what the devices repeat of them.
       run: `(state leaves, argument leaves) -> (new state leaves, outputs)`, on whole arrays.
     """
 
     programs: Mapping[str, DeviceProgram]
+    repeated: tuple[float, list[Repeated]]
     run: Callable[..., Any]
 
     @property
@@ -69,11 +73,10 @@ class Partitioned:
 
     @property
     def movements(self) -> tuple[Movement, ...]:
-        """What it moves of the batch, and of what is computed of it."""
+        """What it moves of the batch, and of what is computed of it; of a result, where is its number."""
         return tuple(
-            Movement(move.kind, move.line, move.nbytes, move.times, move.why)
-            for move in self.program.moves
-            if move.of is None and move.why not in _OF_ZERO
+            Movement(move.operation, move.line, move.local_bytes, move.times, move.why, move.value)
+            for move in filter(_is_of_rows, self.program.moves)
         )
 
 
@@ -129,9 +132,37 @@ def _partitioned(runner: Runner) -> Partitioned:
         mesh,
         [inputs[i] for i in taken],
         outs,
+        [leaf.path if leaf.role == PARAMETER else "" for leaf in plan.new_leaves],
+        plan.reduce_once,
     )
+    repeated = _checked(program, whole, runner)
     programs = _passed(program, plan)
-    return Partitioned(programs, _run_of(programs[PASSES[-1]], runner, taken))
+    return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
+
+
+def _checked(
+    program: DeviceProgram, whole: WholeBatch, runner: Runner
+) -> tuple[float, list[Repeated]]:
+    """The flops of the step, and what its devices repeat of them.
+
+    Raises:
+      CannotPartitionError: the interpreter repeats less, or gathers fewer rows where that is limited.
+    """
+    most = max((m.local_bytes for m in program.moves if _is_of_rows(m)), default=0)
+    if most > runner.plan.exchange.max_gather_bytes:
+        raise cannot("it gathers more rows at once than max_gather_bytes")
+    num = runner.plan.num_devices
+    work, again = whole.repeated(program.jaxpr, num)
+    others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
+    more = sum(x.extra for x in again) - sum(x.extra for x in others)
+    if more > LEAST_SHARE * work:
+        raise cannot(f"its devices would do {more / work:.0%} more than the interpreter's")
+    return work, again
+
+
+def _is_of_rows(move: DeviceMove) -> bool:
+    """Whether it moves rows of the batch, and is none of the gathers and reductions of ZeRO."""
+    return move.why not in (OF_STATE, OF_SUM)
 
 
 def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:
@@ -203,7 +234,7 @@ def _inputs(
 ) -> Iterator[DeviceInput]:
     """Leaves as they are stored; arguments in rows, padded where the devices do not divide them."""
     axes = tuple(axis for axis, _ in plan.axes)
-    yield from (DeviceInput(_leaf(leaf, mesh)) for leaf in plan.leaves)
+    yield from (DeviceInput(_leaf(leaf, mesh), name=leaf.path) for leaf in plan.leaves)
     for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
         layout = replicated(var.aval.shape, mesh)
         if dim is None:

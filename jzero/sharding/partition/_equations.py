@@ -36,6 +36,7 @@ from jzero.sharding.partition._values import (
     put,
     sized,
 )
+from jzero.sharding.partition._writer import OF_STATE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -161,6 +162,7 @@ class _FactorChoice:
         for axis in self.frame.mesh:
             if (columns := self._columns(axis)) is not None:
                 self.chosen[columns[0]] = columns[1]
+                self.frame.reason, self.frame.leaf = OF_STATE, self._table()
             elif axis not in kept and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
         return self.chosen
@@ -170,6 +172,11 @@ class _FactorChoice:
         firm = any(v.firm for v in self.ins)
         in_pass = self.frame.region.pass_of(self.eqn) is not None
         return in_pass and not firm and not self.kept
+
+    def _table(self) -> str:
+        """The leaf that is looked up in, or added to."""
+        table, _, *updates = self.ins
+        return self.frame.leaf_of(self.eqn.outvars[0]) if updates else self.frame.name(table)
 
     def _columns(self, axis: str) -> tuple[int, Dim] | None:
         """The factor of a table's columns [Note: columns of tables]; None if moving them costs less."""

@@ -25,6 +25,7 @@ class DeviceInput:
 
     Attributes:
       layout: on the devices, padded if it is.
+      name: of a leaf, for those who read the program.
       rows: the axes over which it differs because rows of the batch do; none for state.
       firm: the axes over which it stays sharded, though it is state.
     """
@@ -32,6 +33,7 @@ class DeviceInput:
     layout: Layout
     rows: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class DeviceProgram:
     Attributes:
       jaxpr: with explicit collectives; `consts` are the values of its `constvars`.
       ins, outs: layouts of its arguments and of its results.
-      moves: every conversion that communicates.
+      moves: every conversion that communicates; of a result it is of the operation `OUTPUT`, at its number.
     """
 
     jaxpr: Jaxpr
@@ -53,7 +55,7 @@ class DeviceProgram:
 
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
-    outs: Sequence[Layout | None],
+    outs: Sequence[Layout | None], names: Sequence[str] = (), once: bool = True,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step.
 
@@ -63,6 +65,8 @@ def partition(
       mesh: the axes, and how many devices each has.
       ins: for each argument.
       outs: for each result its layout, whose padding is zero; None where the partitioner chooses.
+      once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
+      names: of the first results, those of the leaves whose gradients are reduced for them, or nothing.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
@@ -70,7 +74,10 @@ def partition(
     if not jaxpr.eqns:
         raise cannot("a step without equations")
     region = Region(jaxpr, [*consts])
-    shared = Partitioning(mesh, hints_of(region, outs), any(each.rows for each in ins))
+    hints = hints_of(region, outs, [*names, *[""] * (len(outs) - len(names))])
+    shared = Partitioning(
+        mesh, hints, [each.name for each in ins], once, any(each.rows for each in ins)
+    )
     frame = DeviceFrame(jaxpr.eqns[0], shared, region)
     own = [
         _jaxpr.var_like(var.aval, each.layout.local_shape)
@@ -79,8 +86,10 @@ def partition(
     results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
     frame.source = jaxpr.eqns[-1]
     layouts = [_returned(frame, v, out) for v, out in zip(results, outs, strict=True)]
-    given = frozenset(own)
-    atoms = [_with_zeros(frame, v, each, given) for v, each in zip(results, layouts, strict=True)]
+    given, atoms = frozenset(own), list[Atom]()
+    for j, (value, layout) in enumerate(zip(results, layouts, strict=True)):
+        frame.returns = j
+        atoms.append(_with_zeros(frame, value, layout, given))
     written = frame.function(_template(), own, atoms)
     moves = tuple(_moves(written, frame.moves, 1))
     ins_ = tuple(each.layout for each in ins)
