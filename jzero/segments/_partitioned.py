@@ -86,7 +86,7 @@ class PartitionedStep:
     __name__ = "local_step"  # as profiles say it
 
     def __init__(self, runner: Runner):
-        self._runner = runner
+        self._runner: Runner | None = runner
 
     def __call__(self, state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         """Runs it."""
@@ -96,15 +96,26 @@ class PartitionedStep:
     @functools.cached_property
     def found(self) -> Partitioned | CannotPartitionError:
         """What runs it, or why the partitioner does not."""
+        runner, self._runner = self._runner, None  # It holds jaxprs that nobody reads again.
+        assert runner is not None
         try:
-            return _partitioned(self._runner)
+            return _partitioned(runner)
         except CannotPartitionError as error:
+            self._runner = without_whole(runner)
             return error.with_traceback(None)  # Its frames hold tracers.
 
     @functools.cached_property
     def _run(self) -> Callable[..., Any]:
         found = self.found
-        return found.run if isinstance(found, Partitioned) else self._runner.whole_step()
+        if isinstance(found, Partitioned):
+            return found.run
+        assert self._runner is not None
+        return self._runner.whole_step()
+
+
+def without_whole(runner: Runner) -> Runner:
+    """The same, that no longer holds the jaxpr of the whole batch, which only the partitioner reads."""
+    return dataclasses.replace(runner, analysis=runner.analysis._replace(whole=None))
 
 
 def of_step(step: StepProgram) -> Partitioned | CannotPartitionError | None:
@@ -153,6 +164,8 @@ def _checked(
         raise cannot("it gathers more rows at once than max_gather_bytes")
     num = runner.plan.num_devices
     work, again = whole.repeated(program.jaxpr, num)
+    if again and runner.frame.jaxpr is whole.jaxpr:
+        raise cannot("its devices would repeat work, which the interpreter may not")
     others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
     more = sum(x.extra for x in again) - sum(x.extra for x in others)
     if more > LEAST_SHARE * work:

@@ -172,26 +172,34 @@ def build(
         functools.partial(flat_step, reads=False),
         state_avals, state_tree, arrays, array_avals, signature.specs, signature,
     )  # fmt: skip
+    partitions = _partitioned.is_on()
     try:
-        local = local_step(flat, setting)
+        local = local_step(flat, setting, partitions)
     except _weak.PromotedState as found:
         flat = promoted(dataclasses.replace(flat, fn=flat_step), found.state, setting)
-        local = local_step(flat, setting)
+        local = local_step(flat, setting, partitions)
     state = jax.tree.unflatten(state_tree, flat.state)
-    plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
-    shardings = shardings_of(plan.leaves, mesh)
-    paths = _call.argument_paths(arrays)
-    return Program(
-        plan,
-        setting.options.offload.program(plan, analysis, mesh, shardings, shared),
-        local.traced.out_tree,
-        shardings,
-        [NamedSharding(mesh, spec) for spec in plan.arguments],
-        tuple(path for path, key in zip(paths, local.keys, strict=True) if key),
-        local,
-        tuple(flat.state),
-        functools.partial(as_traced, flat, setting),
-    )
+
+    def planned(local: LocalStep) -> Program:
+        plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
+        shardings, paths = shardings_of(plan.leaves, mesh), _call.argument_paths(arrays)
+        return Program(
+            plan,
+            setting.options.offload.program(plan, analysis, mesh, shardings, shared),
+            local.traced.out_tree,
+            shardings,
+            [NamedSharding(mesh, spec) for spec in plan.arguments],
+            tuple(path for path, key in zip(paths, local.keys, strict=True) if key),
+            local,
+            tuple(flat.state),
+            functools.partial(as_traced, flat, setting),
+        )
+
+    program = planned(local)
+    if local.rewritten is None:
+        return program
+    is_made = isinstance(_partitioned.of_step(program.step), Partitioned)
+    return program if is_made else planned(local.rewritten())
 
 
 def _leaf_signature(state: Any, root: str, arrays: Mapping[str, Any]) -> inspect.Signature:

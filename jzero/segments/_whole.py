@@ -27,7 +27,9 @@ class WholeStep:
     def __init__(self, runner: Runner, shardings: Sequence[NamedSharding]):
         plan = runner.plan
         self.run: Callable[..., Any] = (
-            PartitionedStep(runner) if _partitioned.is_on() else runner.whole_step()
+            PartitionedStep(runner)
+            if _partitioned.is_on()
+            else _partitioned.without_whole(runner).whole_step()
         )
         self._unread = plan.unread
         # Else XLA would choose over the automatic axes, and the next step would move the state back.
