@@ -16,7 +16,7 @@ from jzero.ir._regions import Region, turns
 from jzero.ir._rows import NO_ROWS, row_dims
 from jzero.ir._rules import Cost
 from jzero.tracing import _jaxpr
-from jzero.tracing._rewrite import Flat, without_unread
+from jzero.tracing._rewrite import Flat, behind
 from jzero.tracing._types import Eqn, Jaxpr
 
 # What is less costs nothing that anybody would see: the time of a step varies by more.
@@ -49,16 +49,21 @@ _FACTORIZATION = _rules.RULES["cholesky"]  # and all others that take matrices
 
 def flops(eqn: Eqn) -> float:
     """Operations of an equation that holds no programs, to the order of what matters beside products."""
-    if _rules.costs(eqn, *_MOVES) or "callback" in eqn.primitive.name:
+    name, rule = eqn.primitive.name, _rules.rule_of(eqn)
+    if rule is not None and rule.cost in _MOVES or "callback" in name:
         return 0
-    sizes = [getattr(atom.aval, "size", 0) for atom in (*eqn.invars, *eqn.outvars)]
-    if (count := COUNTS.get(eqn.primitive.name)) is not None:
+    if (count := COUNTS.get(name)) is not None:
         return float(2 * count(eqn))
-    if (each := _EACH.get(eqn.primitive.name)) is not None:
+    if (each := _EACH.get(name)) is not None:
         return each(eqn)
-    if _rules.rule_of(eqn) is _FACTORIZATION:
+    if rule is _FACTORIZATION:
         return float(eqn.invars[0].aval.size * eqn.invars[0].aval.shape[-1])
-    if _rules.costs(eqn, Cost.LOOKUP):  # What is looked up or written, and not the table.
+    if rule is not None and rule.cost is Cost.ELEMENTWISE:
+        return float(eqn.outvars[0].aval.size)
+    sizes = [getattr(atom.aval, "size", 0) for atom in (*eqn.invars, *eqn.outvars)]
+    if (
+        rule is not None and rule.cost is Cost.LOOKUP
+    ):  # What is looked up or written, and not the table.
         return float(eqn.outvars[0].aval.size if len(eqn.invars) == 2 else sizes[2])
     return float(max(sizes, default=0))
 
@@ -136,7 +141,7 @@ def _equations(region: Region, times: int) -> Iterator[_Counted]:
 
     Without those that nobody reads: XLA drops them.
     """
-    for eqn in without_unread(region.jaxpr.eqns, region.jaxpr.outvars, lambda _: True):
+    for eqn in behind(region.jaxpr.eqns, region.jaxpr.outvars)[0]:
         inner = () if _rules.rule_of(eqn) is not None else region.inner(eqn)
         if not inner:
             yield region, eqn, times * flops(eqn)

@@ -232,11 +232,8 @@ def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | Non
       CannotPartitionError: it reads a leaf that the plan does not read.
     """
     flat = whole.jaxpr
-    flat = flat._replace(
-        eqns=_rewrite.without_unread(flat.eqns, flat.outvars, lambda _: True),
-    )
-    read = {atom for eqn in flat.eqns for atom in _jaxpr.variables_read(eqn)}
-    read |= {atom for atom in flat.outvars if not _jaxpr.is_literal(atom)}
+    eqns, read = _rewrite.behind(flat.eqns, flat.outvars)
+    flat = flat._replace(eqns=eqns)
     if any(flat.invars[i] in read for i in plan.unread):
         raise cannot("it reads a leaf that the plan does not read")
     return flat, whole.rows

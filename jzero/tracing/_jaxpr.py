@@ -807,6 +807,19 @@ def inner_jaxprs(eqn: Eqn) -> list[Any]:
     return found
 
 
+def walk(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """Every equation, and those inside."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        yield from inside(eqn)
+
+
+def inside(eqn: Eqn) -> Iterator[Eqn]:
+    """Every equation of the programs that it holds."""
+    for inner in inner_jaxprs(eqn):
+        yield from walk(open_jaxpr(inner)[0])
+
+
 class Closed(NamedTuple):
     """A jaxpr with its constants, as `open_jaxpr` takes it apart; of jaxprs that jzero puts together."""
 

@@ -13,12 +13,12 @@ from jax import lax
 
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
-from jzero.ir._regions import Region, ValueIn, variables
+from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.batch._body import OUTPUT
 from jzero.sharding.partition._hints import Hint
 from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove, DeviceWriter
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
 
 
@@ -239,12 +239,7 @@ class DeviceFrame(DeviceWriter):
     def function(self, like: Jaxpr, ins: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
         """What is written and needed, as a function of the `imports` that are left and of `ins`."""
         assert self.outer is None or not self.constvars, "constants of a body have no place"
-        needed, eqns = set(variables(outs)), list[Eqn]()
-        for eqn in reversed(self.eqns):
-            if needed.intersection(eqn.outvars):
-                eqns.append(eqn)
-                needed.update(variables(eqn.invars))
-        self.eqns = eqns[::-1]
+        self.eqns, needed = _rewrite.behind(self.eqns, outs)
         self.imports = {outside: own for outside, own in self.imports.items() if own in needed}
         found = self.close(like, [*self.imports.values(), *ins], outs)
         info: Any = found

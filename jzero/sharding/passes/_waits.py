@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -141,27 +141,14 @@ def done(eqn: Eqn) -> Var | None:
     )
 
 
-def walk(jaxpr: Jaxpr) -> Iterator[Eqn]:
-    """Every equation, and those inside."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        yield from inside(eqn)
-
-
-def inside(eqn: Eqn) -> Iterator[Eqn]:
-    """Every equation of the programs that it holds."""
-    for inner in _jaxpr.inner_jaxprs(eqn):
-        yield from walk(_jaxpr.open_jaxpr(inner)[0])
-
-
 def takes_time(eqn: Eqn) -> bool:
     """Whether it is a product, a loop, or holds one."""
-    return any(e.primitive.name in PRODUCTS for e in (eqn, *inside(eqn)))
+    return any(e.primitive.name in PRODUCTS for e in (eqn, *_jaxpr.inside(eqn)))
 
 
 def gathers_inside(eqn: Eqn) -> bool:
     """Whether it is a loop whose turns gather."""
-    return eqn.primitive.name in ("scan", "while") and any(map(is_gather, inside(eqn)))
+    return eqn.primitive.name in ("scan", "while") and any(map(is_gather, _jaxpr.inside(eqn)))
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn], outvars: Sequence[Atom] = ()) -> Jaxpr:
