@@ -799,10 +799,13 @@ def devices_of(lowered: jax.stages.Lowered) -> list[jax.Device]:
 def inner_jaxprs(eqn: Eqn) -> list[Any]:
     """Every jaxpr in the equation's parameters."""
     found = []
-    for param in eqn.params.values():
+    for (
+        param
+    ) in eqn.params.values():  # Passes ask each equation: most parameters are sizes and flags.
         if isinstance(param, (tuple, list)):
-            found += [value for value in param if hasattr(value, "eqns")] if param else []
-        elif hasattr(param, "eqns"):
+            if param and type(param[0]) is not int:
+                found += filter(_is_jaxpr, param)
+        elif param is not None and _is_jaxpr(param):
             found.append(param)
     return found
 

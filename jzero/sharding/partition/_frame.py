@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
@@ -252,7 +251,7 @@ class DeviceFrame(DeviceWriter):
             return
         if self._pass is not None and self._latest is not None:
             self._scope += 1
-            self._token = self.inline(_first_element, (), self._latest)
+            self._token = self.first_element(self._latest)
         self._pass = now
 
     def note(self, values: Sequence[DeviceValue]) -> None:
@@ -266,7 +265,3 @@ class DeviceFrame(DeviceWriter):
 
 def _imported(frame: DeviceFrame, layout: Layout) -> Atom:
     raise AssertionError("a lazy value of the frame around")
-
-
-def _first_element(x: jax.Array) -> jax.Array:
-    return lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))

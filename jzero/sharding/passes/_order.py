@@ -102,8 +102,8 @@ def _token(eqns: list[Eqn], group: Sequence[Eqn]) -> list[Var]:
     """One token of the large ones of a group; of all if none is large."""
     large = [eqn for eqn in group if _counts(_size(eqn))]
     writer = JaxprWriter(_jaxpr.within_scope(group[0], SCOPE))
-    values = [writer.trace(_waits.token_of, eqn.outvars[0])[0] for eqn in large or group]
-    (token,) = writer.trace(_waits.behind, *values)
+    first, *others = [_waits.write_token(writer, eqn.outvars[0]) for eqn in large or group]
+    token = _waits.write_behind(writer, first, others)
     eqns += writer.eqns
     return [_jaxpr.variable(token)]
 
@@ -121,8 +121,8 @@ def _loop_behind(eqn: Eqn, values: Sequence[Var]) -> tuple[list[Eqn], Eqn]:
     if first is None:
         return [], eqn
     writer = JaxprWriter(_jaxpr.within_scope(eqn, SCOPE))
-    tokens = [writer.trace(_waits.token_of, value)[0] for value in values]
-    (held,) = writer.trace(_waits.behind, eqn.invars[first], *tokens)
+    tokens = [_waits.write_token(writer, value) for value in values]
+    held = _waits.write_behind(writer, eqn.invars[first], tokens)
     ins = [held if k == first else atom for k, atom in enumerate(eqn.invars)]
     return writer.eqns, eqn.replace(invars=ins)
 

@@ -42,9 +42,17 @@ def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
     return shard
 
 
-def behind(shard: jax.Array, *tokens: jax.Array) -> jax.Array:
-    """The same, as `JaxprWriter.trace` takes functions."""
-    return not_before(shard, tokens)
+def write_token(writer: JaxprWriter, x: Var) -> Atom:
+    """Writes `token_of(x)`; without tracing it, since passes write as many as there are collectives."""
+    return writer.first_element(x) if 0 not in x.aval.shape else _jaxpr.scalar(0, x.aval.dtype)
+
+
+def write_behind(writer: JaxprWriter, x: Atom, tokens: Sequence[Atom]) -> Atom:
+    """Writes `not_before(x, tokens)`."""
+    for _ in range(2 if tokens else 0):
+        ins = [x, *tokens]
+        x = writer.add(lax.optimization_barrier_p, ins, [*map(_jaxpr.new_var, ins)])[0]
+    return x
 
 
 def bits_of(x: jax.Array) -> jax.Array:
@@ -71,13 +79,13 @@ def waiting(
       laid_out: whether the operand is put into the layout that a reduction along its dim reads.
     """
     writer = JaxprWriter(_jaxpr.within_scope(eqn, scope))
-    tokens = [writer.trace(token_of, value)[0] for value in values]
+    tokens = [write_token(writer, value) for value in values]
     (operand,) = eqn.invars
     if laid_out and eqn.params["scatter_dimension"]:
         # A barrier ends what the compiler knows of the layout that the reduction reads
         # ([Note: layouts at rest]).
         (operand,) = writer.trace(_dim_first, operand, static=(eqn.params["scatter_dimension"],))
-    (shard,) = writer.trace(behind, operand, *tokens)
+    shard = write_behind(writer, operand, tokens)
     return writer.eqns, eqn.replace(invars=[shard])
 
 
@@ -143,7 +151,9 @@ def done(eqn: Eqn) -> Var | None:
 
 def takes_time(eqn: Eqn) -> bool:
     """Whether it is a product, a loop, or holds one."""
-    return any(e.primitive.name in PRODUCTS for e in (eqn, *_jaxpr.inside(eqn)))
+    if eqn.primitive.name in PRODUCTS:
+        return True
+    return any(e.primitive.name in PRODUCTS for e in _jaxpr.inside(eqn))
 
 
 def gathers_inside(eqn: Eqn) -> bool:
