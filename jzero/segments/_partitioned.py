@@ -83,8 +83,6 @@ class Partitioned:
 class PartitionedStep:
     """A step on whole arrays, partitioned when it is first asked for; interpreted if it cannot be."""
 
-    __name__ = "local_step"  # as profiles say it
-
     def __init__(self, runner: Runner):
         self._runner: Runner | None = runner
 

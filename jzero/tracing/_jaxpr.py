@@ -798,10 +798,8 @@ def devices_of(lowered: jax.stages.Lowered) -> list[jax.Device]:
 
 def inner_jaxprs(eqn: Eqn) -> list[Any]:
     """Every jaxpr in the equation's parameters."""
-    found = []
-    for (
-        param
-    ) in eqn.params.values():  # Passes ask each equation: most parameters are sizes and flags.
+    found: list[Any] = []
+    for param in eqn.params.values():  # Most are sizes and flags, and passes ask each equation.
         if isinstance(param, (tuple, list)):
             if param and type(param[0]) is not int:
                 found += filter(_is_jaxpr, param)
