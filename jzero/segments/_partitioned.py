@@ -12,13 +12,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
-from jzero.ir._regions import Region, turns
+from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
@@ -27,8 +25,11 @@ from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, part
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._inputs_first import inputs_first
+from jzero.sharding.passes._keep_gathered import keep_gathered
+from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
+from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
@@ -36,15 +37,26 @@ from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import PARAMETER
+from jzero.sharding.run import _devices
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
-from jzero.tracing._types import Jaxpr
+from jzero.tracing._types import Eqn, Jaxpr
 
 SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
-PASSES = (_PARTITION, "inputs_first", "whole_stacks", "prefetch", "order", "after_loops")
+PASSES = (
+    _PARTITION,
+    "inputs_first",
+    "reduce_dtype",
+    "keep_gathered",
+    "loop_gathers",
+    "whole_stacks",
+    "prefetch",
+    "order",
+    "after_loops",
+)
 
 
 def is_on() -> bool:
@@ -145,7 +157,7 @@ def _partitioned(runner: Runner) -> Partitioned:
         plan.reduce_once,
     )
     repeated = _checked(program, whole, runner)
-    programs = _passed(program, plan)
+    programs = _passed(program, plan, [inputs[i].rows for i in taken])
     return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
 
 
@@ -160,6 +172,8 @@ def _checked(
     most = max((m.local_bytes for m in program.moves if _is_of_rows(m)), default=0)
     if most > runner.plan.exchange.max_gather_bytes:
         raise cannot("it gathers more rows at once than max_gather_bytes")
+    if any(map(_gathers_in_slices, _returned(program.jaxpr)[: len(runner.plan.new_leaves)])):
+        raise cannot("a new parameter is gathered into the old one in slices")
     num = runner.plan.num_devices
     work, again = whole.repeated(program.jaxpr, num)
     if again and runner.frame.jaxpr is whole.jaxpr:
@@ -171,16 +185,48 @@ def _checked(
     return work, again
 
 
+def _returned(jaxpr: Jaxpr) -> list[Eqn | None]:
+    """The equations that make a program's results."""
+    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    return [None if _jaxpr.is_literal(x) else makers.get(x) for x in jaxpr.outvars]
+
+
+def _gathers_in_slices(eqn: Eqn | None) -> bool:
+    """Whether the interpreter would: [Note: layouts at rest]."""
+    if eqn is None or eqn.primitive.name != "all_gather":
+        return False
+    large = size_in_bytes(eqn.outvars[0].aval) > _devices.GATHERED_AT_ONCE
+    return large and bool(eqn.params["all_gather_dimension"])
+
+
 def _is_of_rows(move: DeviceMove) -> bool:
     """Whether it moves rows of the batch, and is none of the gathers and reductions of ZeRO."""
     return move.why not in (OF_STATE, OF_SUM)
 
 
-def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:
-    """The program after each pass: its collectives where the interpreter of the plan would have them."""
+def _passed(
+    program: DeviceProgram, plan: StepPlan, rows: Sequence[frozenset[str]]
+) -> dict[str, DeviceProgram]:  # fmt: skip
+    """The program after each pass: its collectives where the interpreter of the plan would have them.
+
+    `rows` are the axes over which each argument differs because rows of the batch do.
+    """
     exchange = plan.exchange
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
+        "reduce_dtype": lambda jaxpr: (
+            jaxpr
+            if exchange.reduce_dtype is None
+            else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
+        ),
+        "keep_gathered": lambda jaxpr: (
+            keep_gathered(jaxpr, plan.evaluates)
+            if plan.stage == 3 and exchange.keep_gathered
+            else jaxpr
+        ),
+        "loop_gathers": lambda jaxpr: (
+            jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
+        ),
         "whole_stacks": whole_stacks,
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
@@ -203,24 +249,13 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
         "gather_dtype": exchange.gather_codes is not None,
-        "reduce_dtype": exchange.reduce_dtype is not None
-        or any(codes is not None for _, codes in exchange.reduce_codes),
+        "reduce_dtype": any(codes is not None for _, codes in exchange.reduce_codes),
         "weight_dtype": any(leaf.codes for leaf in plan.leaves),
         "tile_bytes": exchange.tile_bytes is not None,
-        "owners of matrices": bool(plan.owned),
-        "gather": plan.stage == 3 and exchange.keep_gathered and not plan.evaluates,
-        "gathers in each iteration": whole is not None and _gathers_in_loops(plan, whole),
+        "owners of matrices": any(not each.why for each in plan.owned),
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
     }
     yield from (reason for reason, is_so in asked.items() if is_so)
-
-
-def _gathers_in_loops(plan: StepPlan, whole: WholeBatch) -> bool:
-    """Whether a loop of an evaluation may not keep what it gathers: the partitioner's loops do."""
-    most = plan.exchange.loop_bytes
-    fits = most is None or sum(leaf.nbytes for leaf in plan.leaves) <= most
-    region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
-    return not fits and any(turns(eqn) != 1 for _, eqn in region.walk())
 
 
 def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | None, ...]]:
@@ -240,7 +275,7 @@ def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | Non
 def _inputs(
     plan: StepPlan, flat: Flat, rows: Sequence[int | None], mesh: dict[str, int]
 ) -> Iterator[DeviceInput]:
-    """Leaves as they are stored; arguments in rows, padded where the devices do not divide them."""
+    """Leaves as they are stored; arguments in rows."""
     axes = tuple(axis for axis, _ in plan.axes)
     yield from (DeviceInput(_leaf(leaf, mesh), name=leaf.path) for leaf in plan.leaves)
     for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
@@ -250,7 +285,9 @@ def _inputs(
             continue
         for axis in axes:
             layout = layout.cut(dim, axis)
-        yield DeviceInput(layout, frozenset(axes))
+        # What the devices do not divide cannot come in shards.
+        comes_whole = layout.dims[dim].pad is not None
+        yield DeviceInput(layout, frozenset(axes), comes_whole=comes_whole)
 
 
 def _leaf(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:
@@ -277,8 +314,7 @@ def _run_of(program: DeviceProgram, runner: Runner, taken: Sequence[int]) -> Cal
 
     def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         given = [*state, *arrays]
-        pairs = zip((given[i] for i in taken), program.ins, strict=True)
-        outs = local(*consts, *(_padded(x, layout) for x, layout in pairs))
+        outs = local(*consts, *(given[i] for i in taken))
         return outs[:num_new], outs[num_new:]
 
     return step
@@ -288,12 +324,3 @@ def _spec(layout: Layout) -> PartitionSpec:
     spec = layout.spec()
     assert spec is not None, f"{layout} is no layout of a JAX array"
     return spec
-
-
-def _padded(x: jax.Array, layout: Layout) -> jax.Array:
-    """An argument with as many rows as the devices divide: its last one again, which nobody reads."""
-    for d, dim in enumerate(layout.dims):
-        if x.shape[d] != dim.size:
-            last = jax.lax.slice_in_dim(x, x.shape[d] - 1, None, axis=d)
-            x = jnp.concatenate([x, *[last] * (dim.size - x.shape[d])], axis=d)
-    return x

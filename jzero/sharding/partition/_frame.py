@@ -123,15 +123,20 @@ class DeviceFrame(DeviceWriter):
         if layout in value.atoms and value.scopes.get(layout, self._scope) == self._scope:
             return value.atoms[layout]
         lazy = value.make is not None
-        if value.outer is not None and (lazy or self.hoists or layout == value.layout):
+        if value.outer is not None and (lazy or self.hoists or self._is_outside(value, layout)):
             value.atoms[layout] = self._from_outer(value, layout)
         elif lazy:
             value.atoms[layout] = self._made(value, layout)
         else:
-            if value.layout not in value.atoms:
+            if not value.atoms:
                 value.atoms[value.layout] = self._from_outer(value, value.layout)
             value.atoms[layout] = self._converted(value, layout)
         return value.atoms[layout]
+
+    def _is_outside(self, value: DeviceValue, layout: Layout) -> bool:
+        """Whether the frame around has it so; a loop gathers state again, lest it be kept."""
+        assert value.outer is not None
+        return layout == value.layout or bool(value.rows) and layout in value.outer.atoms
 
     def _from_outer(self, value: DeviceValue, layout: Layout) -> Atom:
         assert self.outer is not None

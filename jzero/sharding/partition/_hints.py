@@ -34,8 +34,8 @@ class Hint(NamedTuple):
 
 _Hint = Hint | None
 _THROUGH = (
-    Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG, Cost.REDUCTION, Cost.PART,
-    Cost.JOIN, Cost.REPEAT,
+    Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG, Cost.PART, Cost.JOIN,
+    Cost.REPEAT,
 )  # fmt: skip
 
 

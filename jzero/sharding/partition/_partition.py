@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jzero.ir._layout import Layout
+from jzero.ir._layout import Layout, replicated
 from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
@@ -25,15 +25,24 @@ class DeviceInput:
 
     Attributes:
       layout: on the devices, padded if it is.
-      name: of a leaf, for those who read the program.
       rows: the axes over which it differs because rows of the batch do; none for state.
       firm: the axes over which it stays sharded, though it is state.
+      comes_whole: whether each device is given all of it, so that none of it moves.
+      name: of a leaf, for those who read the program.
     """
 
     layout: Layout
     rows: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
+    comes_whole: bool = False
     name: str = ""
+
+    @property
+    def given(self) -> Layout:
+        """In which layout the program is given it."""
+        if not self.comes_whole:
+            return self.layout
+        return replicated(self.layout.shape, dict(self.layout.mesh))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +89,7 @@ def partition(
     )
     frame = DeviceFrame(jaxpr.eqns[0], shared, region)
     own = [
-        _jaxpr.var_like(var.aval, each.layout.local_shape)
+        _jaxpr.var_like(var.aval, each.given.local_shape)
         for var, each in zip(jaxpr.invars, ins, strict=True)
     ]
     results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
@@ -92,14 +101,14 @@ def partition(
         atoms.append(_with_zeros(frame, value, layout, given))
     written = frame.function(_template(), own, atoms)
     moves = tuple(_moves(written, frame.moves, 1))
-    ins_ = tuple(each.layout for each in ins)
+    ins_ = tuple(each.given for each in ins)
     return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves)
 
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
     layout = given.layout
     rows = given.rows & axes_of(layout)
-    return DeviceValue(var.aval, layout, {layout: own}, rows, given.firm, origin=i)
+    return DeviceValue(var.aval, layout, {given.given: own}, rows, given.firm, origin=i)
 
 
 def _returned(frame: DeviceFrame, value: DeviceValue, wanted: Layout | None) -> Layout:
