@@ -20,7 +20,11 @@ from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
-from jzero.sharding.partition._errors import CannotPartitionError, cannot
+from jzero.sharding.partition._errors import (
+    CannotPartitionError,
+    RepeatsWorkError,
+    cannot,
+)
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
@@ -114,6 +118,11 @@ class PartitionedStep:
             self._runner = without_whole(runner)
             return error.with_traceback(None)  # Its frames hold tracers.
 
+    def interpret(self, why: CannotPartitionError) -> None:
+        """It is interpreted: the partitioner was asked before."""
+        assert self._runner is not None
+        self._runner, self.found = without_whole(self._runner), why
+
     @functools.cached_property
     def _run(self) -> Callable[..., Any]:
         found = self.found
@@ -177,7 +186,7 @@ def _checked(
     num = runner.plan.num_devices
     work, again = whole.repeated(program.jaxpr, num)
     if again and runner.frame.jaxpr is whole.jaxpr:
-        raise cannot("its devices would repeat work, which the interpreter may not")
+        raise RepeatsWorkError("its devices would repeat work, which the interpreter may not")
     others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
     more = sum(x.extra for x in again) - sum(x.extra for x in others)
     if more > LEAST_SHARE * work:

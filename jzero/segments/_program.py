@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.segments import _partitioned
-from jzero.segments._partitioned import Partitioned
+from jzero.segments._partitioned import Partitioned, PartitionedStep
 from jzero.sharding.batch._body import Movement
-from jzero.sharding.partition._errors import CannotPartitionError
+from jzero.sharding.partition._errors import CannotPartitionError, RepeatsWorkError
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._leaves import LeafPlan, Rest
@@ -166,14 +166,18 @@ def build(
         local = local_step(flat, setting, partitions)
     state = jax.tree.unflatten(state_tree, flat.state)
 
-    def planned(local: LocalStep) -> Program | None:
-        """None if it is to be rewritten, since the partitioner does not run it."""
+    def planned(
+        local: LocalStep, why: CannotPartitionError | None = None
+    ) -> Program | CannotPartitionError:
+        """Or why the partitioner does not run it, if it is to be rewritten; then that is known."""
         plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
         shardings, paths = shardings_of(plan.leaves, mesh), _call.argument_paths(arrays)
         step = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
+        if why is not None and isinstance(step.run, PartitionedStep):
+            step.run.interpret(why)
         found = _partitioned.of_step(step)
-        if local.rewritten is not None and not isinstance(found, Partitioned):
-            return None
+        if local.rewritten is not None and isinstance(found, CannotPartitionError):
+            return found
         movements, extra_work = _asked(local, plan, found)
         return Program(
             plan,
@@ -190,10 +194,12 @@ def build(
         )
 
     program = planned(local)
-    if program is None:
+    if isinstance(program, CannotPartitionError):
         assert local.rewritten is not None
-        program = planned(local.rewritten())
-        assert program is not None
+        # Whether it repeats more than the rewritten step is asked again.
+        why = None if isinstance(program, RepeatsWorkError) else program
+        program = planned(local.rewritten(), why)
+        assert isinstance(program, Program)
     return program
 
 
