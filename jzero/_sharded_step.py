@@ -258,7 +258,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             (*program.step.crossings(), *_residuals.crossings(activations, plan.accumulate)),
             program.step.roads(),
             movements,
-            program.local.whole_arguments,
+            program.whole_arguments,
             tuple(_call.argument_paths(call.arrays)),
             tuple(x.size * x.dtype.itemsize for x in inputs[1]),
             tuple(_outputs.output_paths(program.out_tree, num_state)),

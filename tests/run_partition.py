@@ -94,17 +94,12 @@ TIMED = (
 
 
 def times(num: int) -> Iterator[str]:
-    """A table: seconds of processors to trace and lower large steps, each engine in turn, `num` times.
-
-    'alone' is the partitioner without what the interpreter analyses and plans before it: the trace of
-    `jax.jit`, the partitioner, and its lowering.
-    """
+    """A table: seconds of processors to trace and lower large steps, each engine in turn, `num` times."""
     jax.config.update("jax_enable_x64", False)
-    yield "| step | jax.jit, s | interpreted | partitioned | alone | to interpreted, paired |"
-    yield "| --- " * 6 + "|"
+    yield "| step | jax.jit, s | interpreted | partitioned | to interpreted, paired |"
+    yield "| --- " * 5 + "|"
     for name in TIMED:
-        # Of each way the seconds until it is traced (and planned), and until it is lowered.
-        seconds: dict[str, list[tuple[float, float]]] = {"jit": [], "0": [], "1": []}
+        seconds: dict[str, list[float]] = {"jit": [], "0": [], "1": []}
         engine = ""
         for _, which in itertools.product(range(num), seconds):
             os.environ["JZERO_PARTITION"] = which
@@ -116,17 +111,14 @@ def times(num: int) -> Iterator[str]:
                 traced: Any = jax.jit(step.__wrapped__, donate_argnums=0).trace(state, batch)
             else:
                 step.plan(state, batch)
-            middle = time.process_time() - start
             _ = traced.lower() if which == "jit" else step.lower(state, batch)
-            seconds[which].append((middle, time.process_time() - start))
+            seconds[which].append(time.process_time() - start)
             if which == "1":
                 engine = "; ".join(engines.why_not(step))
-        jit, old, new = (min(whole for _, whole in seconds[which]) for which in ("jit", "0", "1"))
-        pairs = list(zip(*seconds.values(), strict=True))
-        alone = min(b[1] - b[0] + a[0] for a, _, b in pairs)
-        ratios = [b[1] / a[1] for _, a, b in pairs]
+        jit, old, new = map(min, seconds.values())
+        ratios = [b / a for a, b in zip(seconds["0"], seconds["1"], strict=True)]
         yield (
-            f"| {name} | {jit:.2f} | {old / jit:.2f}x | {engine or f'{new / jit:.2f}x'} | {alone / jit:.2f}x "
+            f"| {name} | {jit:.2f} | {old / jit:.2f}x | {engine or f'{new / jit:.2f}x'} "
             f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
         )
 

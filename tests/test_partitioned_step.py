@@ -276,7 +276,7 @@ def test_passes_show_in_the_program():
     assert after["inputs_first"].jaxpr is after["partition"].jaxpr
 
     def scopes(name):
-        eqns = [*_waits.walk(after[name].jaxpr)]
+        eqns = [*_jaxpr.walk(after[name].jaxpr)]
         every = (
             _waits.WHOLE_STACKS,
             _waits.PREFETCH,

@@ -196,6 +196,7 @@ MAY = {
         "tracing._rewrite",
     "test_partition_conversions":
         "ir._layout sharding.partition._writer tracing._jaxpr tracing._types",
+    "test_plan_of_whole": "sharding.batch._trace",
     "test_partitioned_step":
         "segments._partitioned sharding.analysis._traffic sharding.passes._inputs_first "
         "sharding.passes._waits tracing._jaxpr",

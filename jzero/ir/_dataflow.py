@@ -75,6 +75,7 @@ class _Item(NamedTuple):
     region: Region
     holder: Region
     eqn: Eqn
+    holds: bool  # whether it holds programs
 
 
 @dataclasses.dataclass
@@ -97,31 +98,36 @@ class _Flow(Generic[Fact]):
             (item.region, id(item.eqn) if item.region is item.holder else None): number
             for number, item in enumerate(self._items)
         }
-        self._due = list(range(len(self._items)))
-        self._is_due = set(self._due)
+        # All are due once, in their order; `_due` are those before `_next` that are due again.
+        self._next, self._due = 0, list[int]()
+        self._is_due = set[int]()
         self._over: dict[tuple[Region, int], dict[ValueIn, list[Edge]]] = {}
 
     def _items_of(self, region: Region) -> Iterator[_Item]:
         order = reversed if self.backward else iter
         for eqn in order(region.jaxpr.eqns):
-            yield _Item(region, region, eqn)
-            for each in order(region.inner(eqn)):
+            inner = region.inner(eqn)
+            yield _Item(region, region, eqn, bool(inner))
+            for each in order(inner):
                 yield from self._items_of(each)
-                yield _Item(each, region, eqn)
+                yield _Item(each, region, eqn, True)
 
     def run(self) -> dict[ValueIn, Fact]:
-        while self._due:
-            number = heapq.heappop(self._due)
-            self._is_due.remove(number)
-            region, holder, eqn = self._items[number]
-            for end, over in self._edges_to(holder, eqn).items():
+        while self._due or self._next < len(self._items):
+            if self._due:
+                number = heapq.heappop(self._due)
+                self._is_due.remove(number)
+            else:
+                number, self._next = self._next, self._next + 1
+            region, holder, eqn, holds = self._items[number]
+            for end, over in self._edges_to(holder, eqn).items() if holds else ():
                 starts = [each.target if self.backward else each.source for each in over]
                 if any(start[0] is region for start in starts):
                     pairs = zip(over, starts, strict=True)
                     found = [self.across(eqn, each, self._fact(*start)) for each, start in pairs]
                     goes_round = any(each.kind is EdgeKind.BACK for each in over)
                     self._note(end, functools.reduce(self.join, found), goes_round)
-            if region is holder and not region.inner(eqn):
+            if not holds:
                 ends: tuple[Sequence[Atom], Sequence[Atom]] = eqn.invars, eqn.outvars
                 given, results = reversed(ends) if self.backward else ends
                 facts = self.step(region, eqn, [self._fact(region, atom) for atom in given])
@@ -161,7 +167,7 @@ class _Flow(Generic[Fact]):
         eqns = region.jaxpr.eqns
         made = region.makers.get(var, len(eqns))
         for i in [made] if self.backward else region.readers.get(var, ()):
-            number = self._places.get((region, id(eqns[i]) if i < len(eqns) else None))
-            if number is not None and number not in self._is_due:
+            number = self._places.get((region, id(eqns[i]) if i < len(eqns) else None), self._next)
+            if number < self._next and number not in self._is_due:
                 self._is_due.add(number)
                 heapq.heappush(self._due, number)

@@ -108,11 +108,17 @@ def _same_dims(shape: Sequence[int], out: Sequence[int]) -> tuple[int | None, ..
 
 def elementwise(eqn: Eqn) -> list[Factor]:
     """Scalars and dims of size 1 are broadcast by elementwise primitives."""
-    shapes, num = _shapes(eqn), len(eqn.outvars)
-    return [
-        Factor(tuple(d if s and s[d] == size else None for s in shapes), (d,) * num)
-        for d, size in enumerate(_out_shape(eqn))
-    ]
+    return [*_elementwise(tuple(_shapes(eqn)), _out_shape(eqn), len(eqn.outvars))]
+
+
+@functools.lru_cache(maxsize=2**12)
+def _elementwise(
+    shapes: tuple[tuple[int, ...], ...], out: tuple[int, ...], num: int
+) -> tuple[Factor, ...]:
+    return tuple([
+        Factor(tuple([d if s and s[d] == size else None for s in shapes]), (d,) * num)
+        for d, size in enumerate(out)
+    ])  # fmt: skip
 
 
 def permuted(eqn: Eqn) -> DimMaps:

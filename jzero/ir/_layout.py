@@ -69,7 +69,7 @@ class Dim(NamedTuple):
         return self._replace(cuts=tuple(sorted((*self.cuts, *cuts), key=lambda cut: cut.outer)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """The dims of a value with their cuts and padding, and its partial sums.
 
@@ -89,6 +89,13 @@ class Layout:
         assert len(axes) == len(set(axes)), f"an axis is used twice: {self}"
         assert all(fits(d.size, self.digits(d.cuts)) for d in cut), f"cuts overlap: {self}"
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # A table of layouts asks for it again and again.
+        return hash((self.dims, self.mesh, self.partial))
+
     def __str__(self) -> str:
         linear = [
             "; linear in " * bool(p.linear) + ", ".join(sorted(p.linear)) for p in self.partial
@@ -107,28 +114,42 @@ class Layout:
         return f"{text}@{','.join(parts)}" if parts else text
 
     # -- what devices hold ----------------------------------------------------------------------------
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The value's shape, without padding."""
-        return tuple(dim.true for dim in self.dims)
+        return tuple([dim.true for dim in self.dims])
 
-    @property
+    @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of what one device holds, with padding."""
-        return tuple(self.local_outer(d, dim.size) for d, dim in enumerate(self.dims))
+        return tuple([self.local_outer(d, dim.size) for d, dim in enumerate(self.dims)])
+
+    @functools.cached_property
+    def axes(self) -> frozenset[str]:
+        """The axes that cut."""
+        return frozenset([cut.axis for dim in self.dims for cut in dim.cuts])
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """Whether every device has all of it."""
+        return not self.partial and not any(dim.cuts or dim.pad for dim in self.dims)
 
     def num(self, axes: Collection[str]) -> int:
         """How many devices the axes have."""
-        return math.prod(n for axis, n in self.mesh if axis in axes)
+        return math.prod([n for axis, n in self.mesh if axis in axes])
 
     def place(self, axis: str) -> tuple[int, int] | None:
         """`(dim, outer)` of the axis's cut, if it has one."""
-        cuts = ((d, cut) for d, dim in enumerate(self.dims) for cut in dim.cuts)
-        return next(((d, cut.outer) for d, cut in cuts if cut.axis == axis), None)
+        for d, dim in enumerate(self.dims):
+            for cut in dim.cuts:
+                if cut.axis == axis:
+                    return d, cut.outer
+        return None
 
     def local_outer(self, dim: int, outer: int) -> int:
         """How many of a dim's `outer` blocks are on one device."""
-        return outer // self.num([cut.axis for cut in self.dims[dim].cuts if cut.outer < outer])
+        cuts = self.dims[dim].cuts
+        return outer // self.num([cut.axis for cut in cuts if cut.outer < outer]) if cuts else outer
 
     def digits(self, cuts: Iterable[AxisCut]) -> Digits:
         return [(cut.outer, self.num([cut.axis])) for cut in cuts]

@@ -11,12 +11,12 @@ from typing import NamedTuple
 from jax.typing import ArrayLike
 
 from jzero.ir import _rules
-from jzero.ir._dataflow import forward
 from jzero.ir._products import COUNTS
-from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn, turns
+from jzero.ir._regions import Region, turns
+from jzero.ir._rows import NO_ROWS, row_dims
 from jzero.ir._rules import Cost
 from jzero.tracing import _jaxpr
-from jzero.tracing._rewrite import Flat, without_unread
+from jzero.tracing._rewrite import Flat, behind
 from jzero.tracing._types import Eqn, Jaxpr
 
 # What is less costs nothing that anybody would see: the time of a step varies by more.
@@ -39,9 +39,6 @@ class Repeated(NamedTuple):
     extra: float
 
 
-# Dims of the batch; inside of a loop over rows, whose values are each of one row, minus its depth.
-_Dims = frozenset[int]
-_NONE: _Dims = frozenset()
 # Of these no arithmetic is counted: they move elements. What they move between devices is listed as such.
 _MOVES = (
     Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.PART, Cost.REPEAT, Cost.JOIN, Cost.CAST, Cost.SOURCE, Cost.DRAW,
@@ -52,16 +49,21 @@ _FACTORIZATION = _rules.RULES["cholesky"]  # and all others that take matrices
 
 def flops(eqn: Eqn) -> float:
     """Operations of an equation that holds no programs, to the order of what matters beside products."""
-    if _rules.costs(eqn, *_MOVES) or "callback" in eqn.primitive.name:
+    name, rule = eqn.primitive.name, _rules.rule_of(eqn)
+    if rule is not None and rule.cost in _MOVES or "callback" in name:
         return 0
-    sizes = [getattr(atom.aval, "size", 0) for atom in (*eqn.invars, *eqn.outvars)]
-    if (count := COUNTS.get(eqn.primitive.name)) is not None:
+    if (count := COUNTS.get(name)) is not None:
         return float(2 * count(eqn))
-    if (each := _EACH.get(eqn.primitive.name)) is not None:
+    if (each := _EACH.get(name)) is not None:
         return each(eqn)
-    if _rules.rule_of(eqn) is _FACTORIZATION:
+    if rule is _FACTORIZATION:
         return float(eqn.invars[0].aval.size * eqn.invars[0].aval.shape[-1])
-    if _rules.costs(eqn, Cost.LOOKUP):  # What is looked up or written, and not the table.
+    if rule is not None and rule.cost is Cost.ELEMENTWISE:
+        return float(eqn.outvars[0].aval.size)
+    sizes = [getattr(atom.aval, "size", 0) for atom in (*eqn.invars, *eqn.outvars)]
+    if (
+        rule is not None and rule.cost is Cost.LOOKUP
+    ):  # What is looked up or written, and not the table.
         return float(eqn.outvars[0].aval.size if len(eqn.invars) == 2 else sizes[2])
     return float(max(sizes, default=0))
 
@@ -139,7 +141,7 @@ def _equations(region: Region, times: int) -> Iterator[_Counted]:
 
     Without those that nobody reads: XLA drops them.
     """
-    for eqn in without_unread(region.jaxpr.eqns, region.jaxpr.outvars, lambda _: True):
+    for eqn in behind(region.jaxpr.eqns, region.jaxpr.outvars)[0]:
         inner = () if _rules.rule_of(eqn) is not None else region.inner(eqn)
         if not inner:
             yield region, eqn, times * flops(eqn)
@@ -163,80 +165,18 @@ class _Rows:
     """Which values of a program have a dim of the batch."""
 
     def __init__(self, program: Region, dims: Sequence[int | None]):
-        start: dict[ValueIn, _Dims] = {
-            (program, var): frozenset({dim})
-            for var, dim in zip(program.jaxpr.invars, dims, strict=True)
-            if dim is not None
-        }
         self._of_state = {
             var.aval.shape
             for var, dim in zip(program.jaxpr.invars, dims, strict=True)
             if dim is None
         }
-        self._found = forward(program, start, _through, frozenset.union, _NONE, _across)
+        self._found = row_dims(program, dims)
 
     def __call__(self, region: Region, eqn: Eqn) -> bool:
         """Whether it is work on rows: not what updates parameters by rows, element by element."""
         atoms = [x for x in (*eqn.invars, *eqn.outvars) if not _jaxpr.is_literal(x)]
-        dims = _NONE.union(*(self._found.get((region, atom), _NONE) for atom in atoms))
+        dims = NO_ROWS.union(*(self._found.get((region, atom), NO_ROWS) for atom in atoms))
         if not _rules.is_elementwise(eqn):
             return bool(dims)
         # A loop over minibatches updates in each iteration.
         return max(dims, default=-1) >= 0 and eqn.outvars[0].aval.shape not in self._of_state
-
-
-def _depth(region: Region) -> int:
-    return 0 if region.around is None else 1 + _depth(region.around[0])
-
-
-def _across(eqn: Eqn, edge: Edge, dims: _Dims) -> _Dims:
-    """Dims across an edge: in a loop over rows a value is of one of them, until the loop ends."""
-    if edge.kind is EdgeKind.PREDICATE or not dims:
-        return _NONE
-    found = set[int]()
-    inside = -_depth(edge.source[0])
-    for dim in dims:
-        if dim >= 0:
-            sliced = dim + edge.shift < 0
-            found.add(-_depth(edge.target[0]) if sliced else dim + edge.shift)
-        elif edge.kind is not EdgeKind.OUT or dim != inside:
-            found.add(dim)
-        elif edge.shift == 1:
-            found.add(0)
-    return frozenset(found)
-
-
-def _through(region: Region, eqn: Eqn, ins: Sequence[_Dims]) -> Sequence[_Dims]:
-    outs = [set[int]() for _ in eqn.outvars]
-    if not any(ins):
-        return [_NONE] * len(outs)
-    if eqn.primitive.name in ("psum", "pmax", "pmin"):
-        return _without(eqn, ins)
-    left = [set(dims) for dims in ins]
-    for factor in _rules.factors_of(eqn):
-        places = [(i, dim) for i, dim in enumerate(factor.ins) if dim is not None]
-        has_rows = any(dim in ins[i] for i, dim in places)
-        for i, dim in places:
-            left[i].discard(dim)
-        for out, to in zip(outs, factor.outs, strict=True):
-            if has_rows and to is not None:
-                out.add(to)
-    reduces = _rules.costs(eqn, Cost.PRODUCT, Cost.REDUCTION)
-    for atom, dims in zip(eqn.invars, left, strict=True):
-        for dim in dims:
-            for out, var in zip(outs, eqn.outvars, strict=True):
-                # Of what runs along the dim, and of what is not known, a dim as long at the same place.
-                if dim < 0 or not reduces and _size(var, dim) == _size(atom, dim):
-                    out.add(dim)
-    return [frozenset(out) for out in outs]
-
-
-def _without(eqn: Eqn, ins: Sequence[_Dims]) -> Sequence[_Dims]:
-    """A collective over an axis that `jax.vmap` has made a dim reduces that dim."""
-    gone = {axis for axis in eqn.params["axes"] if isinstance(axis, int)}
-    return [frozenset(d - sum(g < d for g in gone if d >= 0) for d in dims - gone) for dims in ins]
-
-
-def _size(atom: object, dim: int) -> int | None:
-    shape: Sequence[int] = getattr(getattr(atom, "aval", None), "shape", ())
-    return shape[dim] if dim < len(shape) else None

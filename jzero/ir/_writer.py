@@ -156,6 +156,14 @@ class JaxprWriter:
         )
         return self.add(lax.slice_p, [x], [out], **params)[0]
 
+    def first_element(self, x: Atom) -> Atom:
+        """`x[0, 0]`, of a matrix that has one."""
+        num = len(x.aval.shape)
+        if not num:
+            return x
+        element, out = self.slice(x, (0,) * num, (1,) * num), _jaxpr.var_like(x.aval, ())
+        return self.add(lax.squeeze_p, [element], [out], dimensions=tuple(range(num)))[0]
+
     def swapped(self, stack: Atom, out: Var | None = None) -> Var:
         """The first two dims, in the other order."""
         first, second, *row = stack.aval.shape

@@ -21,7 +21,11 @@ from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
-from jzero.sharding.partition._errors import CannotPartitionError, cannot
+from jzero.sharding.partition._errors import (
+    CannotPartitionError,
+    RepeatsWorkError,
+    cannot,
+)
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
@@ -102,10 +106,8 @@ class Partitioned:
 class PartitionedStep:
     """A step on whole arrays, partitioned when it is first asked for; interpreted if it cannot be."""
 
-    __name__ = "local_step"  # as profiles say it
-
     def __init__(self, runner: Runner):
-        self._runner = runner
+        self._runner: Runner | None = runner
 
     def __call__(self, state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         """Runs it."""
@@ -115,15 +117,31 @@ class PartitionedStep:
     @functools.cached_property
     def found(self) -> Partitioned | CannotPartitionError:
         """What runs it, or why the partitioner does not."""
+        runner, self._runner = self._runner, None  # It holds jaxprs that nobody reads again.
+        assert runner is not None
         try:
-            return _partitioned(self._runner)
+            return _partitioned(runner)
         except CannotPartitionError as error:
+            self._runner = without_whole(runner)
             return error.with_traceback(None)  # Its frames hold tracers.
+
+    def interpret(self, why: CannotPartitionError) -> None:
+        """It is interpreted: the partitioner was asked before."""
+        assert self._runner is not None
+        self._runner, self.found = without_whole(self._runner), why
 
     @functools.cached_property
     def _run(self) -> Callable[..., Any]:
         found = self.found
-        return found.run if isinstance(found, Partitioned) else self._runner.whole_step()
+        if isinstance(found, Partitioned):
+            return found.run
+        assert self._runner is not None
+        return self._runner.whole_step()
+
+
+def without_whole(runner: Runner) -> Runner:
+    """The same, that no longer holds the jaxpr of the whole batch, which only the partitioner reads."""
+    return dataclasses.replace(runner, analysis=runner.analysis._replace(whole=None))
 
 
 def of_step(step: StepProgram) -> Partitioned | CannotPartitionError | None:
@@ -174,6 +192,8 @@ def _checked(
         raise cannot("a new parameter is gathered into the old one in slices")
     num = runner.plan.num_devices
     work, again = whole.repeated(program.jaxpr, num)
+    if again and runner.frame.jaxpr is whole.jaxpr:
+        raise RepeatsWorkError("its devices would repeat work, which the interpreter may not")
     others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
     more = sum(x.extra for x in again) - sum(x.extra for x in others)
     if more > LEAST_SHARE * work:
@@ -321,11 +341,8 @@ def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | Non
       CannotPartitionError: it reads a leaf that the plan does not read.
     """
     flat = whole.jaxpr
-    flat = flat._replace(
-        eqns=_rewrite.without_unread(flat.eqns, flat.outvars, lambda _: True),
-    )
-    read = {atom for eqn in flat.eqns for atom in _jaxpr.variables_read(eqn)}
-    read |= {atom for atom in flat.outvars if not _jaxpr.is_literal(atom)}
+    eqns, read = _rewrite.behind(flat.eqns, flat.outvars)
+    flat = flat._replace(eqns=eqns)
     if any(flat.invars[i] in read for i in plan.unread):
         raise cannot("it reads a leaf that the plan does not read")
     return flat, whole.rows

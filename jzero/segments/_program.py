@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.segments import _partitioned
-from jzero.segments._partitioned import Partitioned
+from jzero.segments._partitioned import Partitioned, PartitionedStep
 from jzero.sharding.batch._body import Movement
+from jzero.sharding.partition._errors import CannotPartitionError, RepeatsWorkError
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._leaves import LeafPlan, Rest
@@ -57,7 +58,9 @@ class Program:
       state_shardings: one per leaf of the state.
       argument_shardings: one per leaf of the other arguments.
       keys: paths of the arguments taken for PRNG keys, of a step with collectives of its own.
-      local: what one device runs, if the step is interpreted.
+      movements: rows of the batch that operations move.
+      whole_arguments: arguments with rows that come whole to every device, which do not divide them.
+      extra_work: what the devices do more than once.
       state: types of the state's leaves; of those that it promotes, promoted ([Note: weak types]).
       as_traced: traces the step once more, as it is written.
     """
@@ -68,28 +71,11 @@ class Program:
     state_shardings: list[NamedSharding]
     argument_shardings: list[NamedSharding]
     keys: tuple[str, ...]
-    local: LocalStep
+    movements: tuple[Movement, ...]
+    whole_arguments: tuple[str, ...]
+    extra_work: tuple[Extra, ...]
     state: tuple[jax.ShapeDtypeStruct, ...]
     as_traced: Callable[[], _jaxpr.Traced]
-
-    @functools.cached_property
-    def movements(self) -> tuple[Movement, ...]:
-        """Rows of the batch that operations move."""
-        found = _partitioned.of_step(self.step)
-        if isinstance(found, Partitioned):
-            return with_paths(found.movements, self.out_tree)
-        return self.local.traced.movements
-
-    @functools.cached_property
-    def extra_work(self) -> tuple[Extra, ...]:
-        """What the devices do more than once."""
-        found, traced = _partitioned.of_step(self.step), self.local.traced
-        if isinstance(found, Partitioned):
-            return self.local.extra_work(*found.repeated)
-        if traced.whole is None:
-            return ()
-        num = self.plan.num_devices * self.plan.accumulate
-        return self.local.extra_work(*traced.whole.repeated(traced.frame.jaxpr, num))
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""
@@ -172,26 +158,62 @@ def build(
         functools.partial(flat_step, reads=False),
         state_avals, state_tree, arrays, array_avals, signature.specs, signature,
     )  # fmt: skip
+    partitions = _partitioned.is_on()
     try:
-        local = local_step(flat, setting)
+        local = local_step(flat, setting, partitions)
     except _weak.PromotedState as found:
         flat = promoted(dataclasses.replace(flat, fn=flat_step), found.state, setting)
-        local = local_step(flat, setting)
+        local = local_step(flat, setting, partitions)
     state = jax.tree.unflatten(state_tree, flat.state)
-    plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
-    shardings = shardings_of(plan.leaves, mesh)
-    paths = _call.argument_paths(arrays)
-    return Program(
-        plan,
-        setting.options.offload.program(plan, analysis, mesh, shardings, shared),
-        local.traced.out_tree,
-        shardings,
-        [NamedSharding(mesh, spec) for spec in plan.arguments],
-        tuple(path for path, key in zip(paths, local.keys, strict=True) if key),
-        local,
-        tuple(flat.state),
-        functools.partial(as_traced, flat, setting),
-    )
+
+    def planned(
+        local: LocalStep, why: CannotPartitionError | None = None
+    ) -> Program | CannotPartitionError:
+        """Or why the partitioner does not run it, if it is to be rewritten; then that is known."""
+        plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
+        shardings, paths = shardings_of(plan.leaves, mesh), _call.argument_paths(arrays)
+        step = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
+        if why is not None and isinstance(step.run, PartitionedStep):
+            step.run.interpret(why)
+        found = _partitioned.of_step(step)
+        if local.rewritten is not None and isinstance(found, CannotPartitionError):
+            return found
+        movements, extra_work = _asked(local, plan, found)
+        return Program(
+            plan,
+            step,
+            local.traced.out_tree,
+            shardings,
+            [NamedSharding(mesh, spec) for spec in plan.arguments],
+            tuple(path for path, key in zip(paths, local.keys, strict=True) if key),
+            movements,
+            local.whole_arguments,
+            extra_work,
+            tuple(flat.state),
+            functools.partial(as_traced, flat, setting),
+        )
+
+    program = planned(local)
+    if isinstance(program, CannotPartitionError):
+        assert local.rewritten is not None
+        # Whether it repeats more than the rewritten step is asked again.
+        why = None if isinstance(program, RepeatsWorkError) else program
+        program = planned(local.rewritten(), why)
+        assert isinstance(program, Program)
+    return program
+
+
+def _asked(
+    local: LocalStep, plan: StepPlan, found: Partitioned | CannotPartitionError | None
+) -> tuple[tuple[Movement, ...], tuple[Extra, ...]]:
+    """What a step moves of the batch, and what its devices do more than once."""
+    traced = local.traced
+    if isinstance(found, Partitioned):
+        return with_paths(found.movements, traced.out_tree), local.extra_work(*found.repeated)
+    if traced.whole is None:
+        return traced.movements, ()
+    num = plan.num_devices * plan.accumulate
+    return traced.movements, local.extra_work(*traced.whole.repeated(traced.frame.jaxpr, num))
 
 
 def _leaf_signature(state: Any, root: str, arrays: Mapping[str, Any]) -> inspect.Signature:

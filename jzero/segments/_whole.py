@@ -27,14 +27,22 @@ class WholeStep:
     def __init__(self, runner: Runner, shardings: Sequence[NamedSharding]):
         plan = runner.plan
         self.run: Callable[..., Any] = (
-            PartitionedStep(runner) if _partitioned.is_on() else runner.whole_step()
+            PartitionedStep(runner)
+            if _partitioned.is_on()
+            else _partitioned.without_whole(runner).whole_step()
         )
         self._unread = plan.unread
         # Else XLA would choose over the automatic axes, and the next step would move the state back.
         options: dict[str, Any] = {"out_shardings": (list(shardings), None)}
         options = options if plan.automatic and not plan.evaluates else {}
         donated = 0 if plan.donates and not plan.evaluates else ()
-        self.jitted = jax.jit(self.run, donate_argnums=donated, **options)
+        run = self.run
+
+        def local_step(state: list[Any], arrays: list[Any]) -> Any:  # as profiles say it
+            return run(state, arrays)
+
+        # JAX copies the attributes of what it wraps, and would keep what a `PartitionedStep` lets go.
+        self.jitted = jax.jit(local_step, donate_argnums=donated, **options)
 
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]

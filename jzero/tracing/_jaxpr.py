@@ -476,7 +476,8 @@ def _keep_local(params: dict[str, Any]) -> dict[str, Any]:
 
 def without_sharding(eqn: Eqn) -> Eqn:
     """The equation, that says nothing of the mesh under which it was traced."""
-    if all(eqn.params.get(name) is None for name in ("sharding", "out_sharding")):
+    params = eqn.params
+    if params.get("sharding") is None and params.get("out_sharding") is None:
         return eqn
     return eqn.replace(params=_keep_local(eqn.params))
 
@@ -547,6 +548,7 @@ def line_of_error(error: Exception) -> str:
     return f"{ours[-1].filename}:{ours[-1].lineno} ({ours[-1].name})" if ours else ""
 
 
+@functools.cache
 def _is_installed(file: str) -> bool:
     path = pathlib.PurePath(file)
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or _JZERO in path.parents
@@ -757,6 +759,8 @@ def _with_inner(params: Mapping[str, Any], inner: Callable[[Any], Any]) -> dict[
 
 def with_inner(eqn: Eqn, inner: Callable[[Jaxpr], Jaxpr]) -> Eqn:
     """The equation, with `inner(jaxpr)` in the place of each jaxpr that it holds; itself if all stay."""
+    if not inner_jaxprs(eqn):
+        return eqn
     changed = False
 
     def replace(param: Any) -> Any:
@@ -794,12 +798,27 @@ def devices_of(lowered: jax.stages.Lowered) -> list[jax.Device]:
 
 def inner_jaxprs(eqn: Eqn) -> list[Any]:
     """Every jaxpr in the equation's parameters."""
-    return [
-        value
-        for param in eqn.params.values()
-        for value in (param if isinstance(param, (tuple, list)) else [param])
-        if _is_jaxpr(value)
-    ]
+    found: list[Any] = []
+    for param in eqn.params.values():  # Most are sizes and flags, and passes ask each equation.
+        if isinstance(param, (tuple, list)):
+            if param and type(param[0]) is not int:
+                found += filter(_is_jaxpr, param)
+        elif param is not None and _is_jaxpr(param):
+            found.append(param)
+    return found
+
+
+def walk(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """Every equation, and those inside."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        yield from inside(eqn)
+
+
+def inside(eqn: Eqn) -> Iterator[Eqn]:
+    """Every equation of the programs that it holds."""
+    for inner in inner_jaxprs(eqn):
+        yield from walk(open_jaxpr(inner)[0])
 
 
 class Closed(NamedTuple):
@@ -866,7 +885,12 @@ def var_like(aval: Any, shape: Sequence[int] | None = None, dtype: Any = None) -
     weak = getattr(aval, "weak_type", False) and dtype is None
     dtype = aval.dtype if dtype is None else dtype
     space = getattr(aval, "memory_space", jax.memory.Space.Device)
-    return extended.Var(core.ShapedArray(shape, dtype, weak_type=weak, memory_space=space))
+    return extended.Var(_array_type(shape, dtype, weak, space))
+
+
+@functools.lru_cache(maxsize=2**12)  # One for each equation of a program, of few shapes.
+def _array_type(shape: tuple[int, ...], dtype: Any, weak: bool, space: Any) -> Any:
+    return core.ShapedArray(shape, dtype, weak_type=weak, memory_space=space)
 
 
 PRIMITIVES = {

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -113,7 +113,7 @@ def excerpt(
 
     With `effects` it has every equation that does more than compute.
     """
-    eqns, needed = _behind(jaxpr.eqns, wanted, set(given), effects)
+    eqns, needed = behind(jaxpr.eqns, wanted, given, effects)
     reads = [var for var in [*jaxpr.constvars, *jaxpr.invars, *given] if var in needed]
     whole = _jaxpr.replaced(jaxpr, constvars=[], invars=reads, outvars=list(wanted), eqns=eqns)
     return Excerpt(reads, lambda *args: _jaxpr.evaluate(whole, (), *args))
@@ -196,7 +196,7 @@ def without_unread(
 
     What else nobody needs stays: that a loss reads a parameter says what it is, though nobody reads the loss.
     """
-    live = set(map(id, _behind(eqns, wanted, set(), effects=True)[0]))
+    live = set(map(id, behind(eqns, wanted)[0]))
     gone: set[Atom] = set()
     kept = []
     for eqn in eqns:
@@ -208,14 +208,22 @@ def without_unread(
     return kept
 
 
-def _behind(
-    eqns: Sequence[Eqn], wanted: Sequence[Atom], known: set[Var], effects: bool
+def behind(
+    eqns: Sequence[Eqn], wanted: Sequence[Atom], known: Collection[Var] = (), effects: bool = True
 ) -> tuple[list[Eqn], set[Var]]:
-    """The equations that compute `wanted`, in order, and every variable that is read on the way."""
+    """The equations that compute `wanted`, in order, and every variable that is read on the way.
+
+    Args:
+      eqns: of a program.
+      wanted: what it shall compute.
+      known: variables that need not be computed.
+      effects: whether equations stay that do more than compute.
+    """
     needed, found = {atom for atom in wanted if not _jaxpr.is_literal(atom)}, []
     for eqn in reversed(eqns):
-        acts = effects and _jaxpr.has_side_effects(eqn)
-        if acts or any(out in needed and out not in known for out in eqn.outvars):
+        made = needed.intersection(eqn.outvars)
+        acts = effects and eqn.effects and _jaxpr.has_side_effects(eqn)
+        if acts or made.difference(known):
             found.append(eqn)
             needed.update(_jaxpr.variables_read(eqn))
     return found[::-1], needed
@@ -256,7 +264,7 @@ def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> DeviceBody:
     outer, outer_consts = _jaxpr.open_jaxpr(closed)
     (eqn,) = outer.eqns
     flat, consts = flatten_calls(*_jaxpr.open_jaxpr(eqn.params["jaxpr"]))
-    eqns, read = _behind(flat.eqns, flat.outvars, set(), effects=True)
+    eqns, read = behind(flat.eqns, flat.outvars)
     asked = [e for e in eqns if e.primitive.name == "axis_index"]
     jaxpr = _jaxpr.replaced(
         outer,

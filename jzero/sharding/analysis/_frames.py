@@ -110,6 +110,20 @@ def build_frames(
     return frame
 
 
+def frames_of(program: Region, varies: Callable[[Region, Atom], Varying]) -> Frame:
+    """The tree of frames of a program of which somebody else knows what varies."""
+    jaxpr = program.jaxpr
+    made = (out for eqn in jaxpr.eqns for out in eqn.outvars)
+    varying = {var: varies(program, var) for var in [*jaxpr.constvars, *jaxpr.invars, *made]}
+    frame = Frame(jaxpr, program.consts, program.autodiff, None, varying)
+    for index, eqn in enumerate(jaxpr.eqns):
+        if inner := program.inner(eqn):
+            frame.children[index] = [frames_of(each, varies) for each in inner]
+            for child in frame.children[index]:
+                child.around = frame, eqn
+    return frame
+
+
 def _note_local_gradients(frame: Frame, index: int, eqn: Eqn) -> None:
     """Notes what comes out of a backward pass and still differs between devices."""
     varying = {out for out in eqn.outvars if frame.varies(out)}

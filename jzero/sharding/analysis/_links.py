@@ -105,7 +105,7 @@ class Links:
         if maps is None or any(frame.varies(out) for out in eqn.outvars):
             return
         for atom, dims in zip(eqn.invars, maps, strict=True):
-            if _jaxpr.is_literal(atom):
+            if _jaxpr.is_literal(atom) or frame.varies(atom):
                 continue
             for out in eqn.outvars:
                 for dim, out_dim in enumerate(dims):

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jzero.ir._factors import Params
+from jzero.ir._sent import SENT_AS
 from jzero.sharding.batch._rows import FULL, Form, Rows, is_padded
 from jzero.sharding.batch._values import BatchValue, OfSum, var_in, vars_in
-from jzero.sharding.batch._writer import SENT_AS, EquationWriter
+from jzero.sharding.batch._writer import EquationWriter
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Aval, Eqn, Var
 

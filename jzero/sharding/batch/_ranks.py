@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jzero.ir import _rules
+from jzero.ir._sent import cast, ordered_integers
 from jzero.sharding.batch._body import BatchRule, Body
 from jzero.sharding.batch._cheapest import elsewhere
 from jzero.sharding.batch._rows import FULL, Rows, is_padded
 from jzero.sharding.batch._values import BatchValue, values_of
-from jzero.sharding.batch._writer import cast, ordered_integers, row_numbers
+from jzero.sharding.batch._writer import row_numbers
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from jax.typing import ArrayLike
 
 from jzero._errors import StepError, message
 from jzero.ir import _starts
+from jzero.ir._regions import Region
+from jzero.ir._rows import NO_ROWS, row_dims
 from jzero.ir._work import Repeated, repeated
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame, Varying
@@ -28,10 +31,10 @@ from jzero.sharding.analysis._kinds import uncut_checkpoints
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._equations import shard_map_error
 from jzero.sharding.batch._localize import localize
-from jzero.sharding.batch._rows import Form, Rows
+from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows
 from jzero.tracing import _jaxpr, _keys, _rewrite
 from jzero.tracing._differences import without_differences
-from jzero.tracing._types import Aval, Jaxpr
+from jzero.tracing._types import Aval, Eqn, Jaxpr
 
 # The step as a function of leaves; it returns what it likes.
 StepOfLeaves: TypeAlias = Callable[..., Any]
@@ -44,12 +47,16 @@ class WholeBatch(NamedTuple):
     """A step as one device would run it.
 
     Attributes:
+      out_tree: the tree of what it returns.
+      out_avals: shapes and dtypes of the leaves.
       jaxpr: of whole arrays, calls replaced by their equations.
       consts: values of its constants.
       rows: for each input, the dim of its rows of the batch; None if it has none.
       dims: the same, also where no device gets rows of its own.
     """
 
+    out_tree: PyTreeDef
+    out_avals: list[jax.ShapeDtypeStruct]
     jaxpr: _rewrite.Flat
     consts: list[ArrayLike]
     rows: tuple[int | None, ...]
@@ -65,14 +72,15 @@ class TracedStep:
     """A step's jaxpr, analysed: the frames, and what the trace found out.
 
     Attributes:
-      frame: the root frame; its inputs are the state's leaves, then the other arguments'.
+      frame: the root frame, of one device's step, or of the whole batch's, as the partitioner takes it; its
+        inputs are the state's leaves, then the other arguments'.
       out_tree: the tree of what the step returned.
-      out_avals: shapes and dtypes of the leaves, as one device sees them.
+      out_avals: shapes and dtypes of the leaves, as the frame has them.
       reductions: 'whole batch' or 'written'.
       outputs: of a whole-batch step, in which form it returns each of its outputs.
       of_rows: of a whole-batch step, which outputs have rows of the batch, those that are gathered too.
       movements: of a whole-batch step, the rows that it gathers.
-      whole: of a whole-batch step, what it was rewritten from.
+      whole: of a whole-batch step, as it was traced.
     """
 
     frame: Frame
@@ -84,25 +92,25 @@ class TracedStep:
     movements: tuple[Movement, ...] = ()
     whole: WholeBatch | None = None
 
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether the frame is one device's step, and not the whole batch's."""
+        return self.whole is None or self.frame.jaxpr is not self.whole.jaxpr
+
 
 def trace_whole(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], forms: Sequence[Form],
-    given: Sequence[Form], num_new: int, axes: dict[str, int], has_masters: bool, mesh_axes: dict[str, int],
-    automatic: dict[str, int], accumulates: bool, dims: Sequence[int | None],
-) -> TracedStep | None:  # fmt: skip
-    """Traces `flat_step(*leaves)` at the shapes of the whole batch, and rewrites it for one device.
+    has_masters: bool, mesh_axes: dict[str, int], automatic: dict[str, int], dims: Sequence[int | None],
+) -> WholeBatch | None:  # fmt: skip
+    """Traces `flat_step(*leaves)` at the shapes of the whole batch.
 
     Args:
       flat_step: the step as a function of leaves.
       avals: shapes of the leaves, whole.
       forms: what each leaf shall be on the devices: FULL, or rows.
-      given: in which form the devices get it: the same, or FULL.
-      num_new: how many of its outputs are the new state's leaves, which come first.
-      axes: names (as the step uses them) and sizes of the data axes.
       has_masters: also replace `p + (n - p)` by `n` (`_differences.py`).
       mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
       automatic: those that are no data axes.
-      accumulates: it will run in microbatches.
       dims: the dim of each leaf that is the batch's, also where the devices do not divide it.
 
     Returns:
@@ -118,20 +126,79 @@ def trace_whole(
     _check_refs(traced.jaxpr)
     flat, consts = _rewrite.flatten_calls(_starts.in_bounds(traced.jaxpr), traced.consts)
     flat = without_differences(flat) if has_masters else flat
-    found = localize(flat, consts, forms, given, num_new, axes, exchanges=not accumulates)
+    rows = tuple(form.dim if isinstance(form, Rows) else None for form in forms)
+    return WholeBatch(traced.out_tree, traced.out_avals, flat, consts, rows, tuple(dims))
+
+
+def rewritten(
+    whole: WholeBatch, forms: Sequence[Form], given: Sequence[Form], num_new: int,
+    axes: dict[str, int], accumulates: bool,
+) -> TracedStep:  # fmt: skip
+    """A whole-batch step, rewritten for one device.
+
+    Args:
+      whole: the step.
+      forms: what each leaf shall be on the devices: FULL, or rows.
+      given: in which form the devices get it: the same, or FULL.
+      num_new: how many of its outputs are the new state's leaves, which come first.
+      axes: names (as the step uses them) and sizes of the data axes.
+      accumulates: it will run in microbatches.
+    """
+    found = localize(
+        whole.jaxpr, whole.consts, forms, given, num_new, axes, exchanges=not accumulates
+    )
     varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
     frame = _frame_of(found.jaxpr, found.consts, varying, accumulates)
     return TracedStep(
         frame,
-        traced.out_tree,
-        traced.out_avals,
+        whole.out_tree,
+        whole.out_avals,
         WHOLE,
         tuple(found.outputs),
         tuple(found.of_rows),
         tuple(found.movements),
-        WholeBatch(
-            flat, consts, tuple(f.dim if isinstance(f, Rows) else None for f in forms), tuple(dims)
-        ),
+        whole,
+    )
+
+
+class _UnsureError(Exception):
+    """An equation behind which nobody knows what is rows: the rewriting tells."""
+
+
+def as_traced(whole: WholeBatch, axes: dict[str, int]) -> TracedStep | None:
+    """A whole-batch step as it is, to be partitioned; None if its rewriting has to say what is rows."""
+
+    def unsure(region: Region, eqn: Eqn) -> NoReturn:
+        raise _UnsureError
+
+    program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
+    try:
+        found = row_dims(program, whole.rows, unsure)
+    except _UnsureError:
+        return None
+    everywhere, num = frozenset(axes), math.prod(axes.values())
+    frame = _frames.frames_of(
+        program, lambda region, x: everywhere if found.get((region, x)) else _frames.NOWHERE
+    )
+    returned = [
+        (NO_ROWS if _jaxpr.is_literal(x) else found.get((program, x), NO_ROWS), x.aval.shape)
+        for x in whole.jaxpr.outvars
+    ]
+    if any(len(dims) > 1 for dims, _ in returned):
+        return None
+    outputs: list[Form] = []
+    for dims, shape in returned:
+        forms = [even_rows(dim, shape[dim], num) for dim in dims if shape[dim] % num == 0]
+        outputs += forms or [FULL]
+    return TracedStep(
+        frame,
+        whole.out_tree,
+        whole.out_avals,
+        WHOLE,
+        tuple(outputs),
+        tuple(bool(dims) for dims, _ in returned),
+        (),
+        whole,
     )
 
 

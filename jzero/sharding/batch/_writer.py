@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from jzero.ir import _rules
+from jzero.ir._sent import SENT_AS, cast, fenced, from_ordered, ordered_integers
 from jzero.ir._writer import JaxprWriter, Traceable
 from jzero.sharding.batch._rows import Rows, is_padded, local_shape
 from jzero.tracing import _jaxpr
@@ -51,7 +51,7 @@ class EquationWriter(JaxprWriter):
             # [Note: extremes of floats]
             (ordered,) = self.inline(ordered_integers, (kind,), x)
             static = (kind, x.aval.dtype)
-            return self.inline(_from_ordered, static, self.reduce(ordered, kind))[0]
+            return self.inline(from_ordered, static, self.reduce(ordered, kind))[0]
         if kind != "sum" and jnp.issubdtype(x.aval.dtype, jnp.complexfloating):
             return self.inline(_extreme, (kind,), self.all_gather(x))[0]
         out = _jaxpr.var_like(x.aval, x.aval.shape, x.aval.dtype)
@@ -136,18 +136,6 @@ class EquationWriter(JaxprWriter):
         return self.inline(masked, (rows, size, self.num, neutral), x, self.index)[0]
 
 
-# XLA:CPU gathers other numbers of some of these, and reduces none of 2 bits (0.10.2).
-SENT_AS = {
-    **dict.fromkeys(["int2", "int4"], "int8"), **dict.fromkeys(["uint2", "uint4"], "uint8"),
-    "float4_e2m1fn": "bfloat16",
-}  # fmt: skip
-
-
-def cast(dtype: DTypeLike, x: jax.Array) -> jax.Array:
-    """`x` in another dtype."""
-    return x.astype(dtype)
-
-
 def row_numbers(rows: Rows, num: int, index: jax.Array) -> jax.Array:
     """Which rows of the whole dim this device has: int32[rows.size]."""
     blocks = jnp.arange(rows.outer, dtype=jnp.int32)[:, None] * (num * rows.inner)
@@ -177,19 +165,6 @@ def _joined(rows: Rows, size: int, parts: jax.Array) -> jax.Array:
     return fenced(lax.slice_in_dim(whole, 0, size, axis=dim))
 
 
-def fenced(x: jax.Array) -> jax.Array:
-    """`x`, which a reshape of jzero's has made, as a value of its own.
-
-    [Note: reshapes before updates] XLA:CPU writes a `dynamic_update_slice` (or a scatter of one slice) over
-    its operand in one loop with what makes the update. If the operand is a reshape, it does not see that the
-    update reads rows that the loop has written already, and `x.at[1:].set(x[:-1])` repeats its first row.
-    What a step itself reshapes is its own (`jax.jit` makes the same of it); of what jzero reshapes, a barrier
-    hides it (test_starts.py::test_rows_that_are_shifted_in_their_place).
-    """
-    barred: jax.Array = lax.optimization_barrier(x)
-    return barred
-
-
 def _devices_first(rows: Rows, num: int, x: jax.Array) -> jax.Array:
     """A whole dim, in the order in which the devices have its rows."""
     shape, dim = x.shape, rows.dim
@@ -215,30 +190,5 @@ def masked(
     return jnp.where(inside, x, jnp.asarray(fill, x.dtype))
 
 
-# [Note: extremes of floats]
-# XLA's all-reduce takes NaN for no maximum and no minimum of others, and of -0.0 and 0.0 either one. So
-# floats are reduced as integers in the same order, of which NaN is the outermost. Complex numbers, and what
-# microbatches collect (`_collectives.all_reduce`), are gathered, one value of each device, and reduced by
-# all of them (test_collected_rows.py::test_extremes_keep_nan_and_the_sign_of_zero).
-
-
 def _extreme(kind: str, parts: jax.Array) -> jax.Array:
     return jnp.max(parts, axis=0) if kind == "max" else jnp.min(parts, axis=0)
-
-
-def ordered_integers(kind: str, x: jax.Array) -> jax.Array:
-    """Integers in the order of `x`, of which NaN is the first for a 'min' and the last for a 'max'."""
-    x = x.astype(jnp.float64 if x.dtype.itemsize == 8 else jnp.float32)
-    dtype = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    bits, most = lax.bitcast_convert_type(x, dtype), jnp.iinfo(dtype).max
-    # Of negative numbers, the larger one has the smaller bits.
-    ordered = jnp.where(bits < 0, bits ^ most, bits)
-    return jnp.where(jnp.isnan(x), getattr(jnp.iinfo(dtype), kind), ordered)
-
-
-def _from_ordered(kind: str, dtype: DTypeLike, ordered: jax.Array) -> jax.Array:
-    info = jnp.iinfo(ordered.dtype)
-    bits = jnp.where(ordered < 0, ordered ^ info.max, ordered)
-    x = lax.bitcast_convert_type(bits, jnp.dtype(f"float{8 * ordered.dtype.itemsize}"))
-    nan = jnp.asarray(jnp.nan, x.dtype)
-    return jnp.where(ordered == getattr(info, kind), nan, x).astype(dtype)

@@ -102,7 +102,7 @@ class GrowingLoop(ScanBuilder):
         self.ys = [port for port in self.ys if port.stack in read]
         wanted = [*(port.after for port in self.carries), *(port.row for port in self.ys)]
         eqns = [*self.first.eqns, *self.eqns, *self.last.eqns]
-        live = _rewrite.without_unread(eqns, wanted, lambda _: True)
+        live = _rewrite.behind(eqns, wanted)[0]
         needed = set(variables([*wanted, *(a for e in live for a in e.invars)]))
         self.first.eqns, self.last.eqns, self.eqns = [], [], tuple(live)
         self.consts = [port for port in self.consts if port.inner in needed]

@@ -172,7 +172,7 @@ class _UpdateCutter:
     def _read_by_outputs(self, indices: Sequence[int]) -> list[int]:
         """Those of some equations that an output of the step needs, or that do more than compute."""
         eqns, outs = [self._eqns[i] for i in indices], self._frame.jaxpr.outvars
-        read = set(map(id, _rewrite.without_unread(eqns, outs, lambda eqn: True)))
+        read = set(map(id, _rewrite.behind(eqns, outs)[0]))
         return [i for i in indices if id(self._eqns[i]) in read]
 
     def _reads_of(self, atoms: Sequence[Atom]) -> list[Var]:

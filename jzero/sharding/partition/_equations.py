@@ -513,6 +513,8 @@ class _Written:
         """Where a sum along rows is scattered: along another dim of as many (as keys beside queries)."""
         if self.kept:
             return _spread_on(self.eqn, self.ins[0].spread)
+        if not any(_is_reduced(self.factors[i]) for i in self.chosen):
+            return None
         found = self.frame.whole(layout.shape)
         if not any(axes_of(layout) & v.rows for v in self.ins):
             return None  # A gradient of state, not of activations.

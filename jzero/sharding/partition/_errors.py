@@ -12,6 +12,10 @@ class CannotPartitionError(Exception):
     """The partitioner has no exact program for a step. Whoever catches it has another engine."""
 
 
+class RepeatsWorkError(CannotPartitionError):
+    """The devices would repeat work, which the other engine may not."""
+
+
 def cannot(why: str, eqn: Eqn | None = None, region: Region | None = None) -> CannotPartitionError:
     """The error that says why an equation is refused, and at which line of the user's it was written."""
     if eqn is None:

@@ -9,16 +9,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
-from jzero.ir._regions import Region, ValueIn, variables
+from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.batch._body import OUTPUT
 from jzero.sharding.partition._hints import Hint
 from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove, DeviceWriter
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
 
 
@@ -244,12 +243,7 @@ class DeviceFrame(DeviceWriter):
     def function(self, like: Jaxpr, ins: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
         """What is written and needed, as a function of the `imports` that are left and of `ins`."""
         assert self.outer is None or not self.constvars, "constants of a body have no place"
-        needed, eqns = set(variables(outs)), list[Eqn]()
-        for eqn in reversed(self.eqns):
-            if needed.intersection(eqn.outvars):
-                eqns.append(eqn)
-                needed.update(variables(eqn.invars))
-        self.eqns = eqns[::-1]
+        self.eqns, needed = _rewrite.behind(self.eqns, outs)
         self.imports = {outside: own for outside, own in self.imports.items() if own in needed}
         found = self.close(like, [*self.imports.values(), *ins], outs)
         info: Any = found
@@ -262,7 +256,7 @@ class DeviceFrame(DeviceWriter):
             return
         if self._pass is not None and self._latest is not None:
             self._scope += 1
-            self._token = self.inline(_first_element, (), self._latest)
+            self._token = self.first_element(self._latest)
         self._pass = now
 
     def note(self, values: Sequence[DeviceValue]) -> None:
@@ -276,7 +270,3 @@ class DeviceFrame(DeviceWriter):
 
 def _imported(frame: DeviceFrame, layout: Layout) -> Atom:
     raise AssertionError("a lazy value of the frame around")
-
-
-def _first_element(x: jax.Array) -> jax.Array:
-    return lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))

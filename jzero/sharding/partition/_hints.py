@@ -63,7 +63,7 @@ def _hint(layout: Layout, leaf: str) -> _Hint:
 
 
 def _is_cut(layout: Layout) -> bool:
-    return any(dim.cuts for dim in layout.dims)
+    return bool(layout.axes)
 
 
 def _join(a: _Hint, b: _Hint) -> _Hint:
@@ -92,6 +92,10 @@ def _before(region: Region, eqn: Eqn, outs: Sequence[_Hint]) -> list[_Hint]:
 def _of_operand(eqn: Eqn, k: int, out: Hint, factors: Sequence[Factor]) -> _Hint:
     """The cuts of the result's dims that the operand has; the leaf if it has no other dims, or is a part."""
     atom, to = eqn.invars[k], eqn.outvars[0].aval.shape
+    if atom.aval.shape == to and _rules.is_elementwise(eqn):
+        return out
+    if not atom.aval.shape:
+        return None
     found, others = Layout(tuple(map(Dim, atom.aval.shape)), out.layout.mesh), atom.aval.ndim
     for factor in factors:
         d, e = factor.ins[k], factor.outs[0]

@@ -29,9 +29,12 @@ _FREE = (Cost.ELEMENTWISE, Cost.CAST, Cost.VIEW, Cost.REPEAT, Cost.SOURCE, Cost.
 
 def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
     """Whether the equation costs little in any layout."""
+    name, lazy = eqn.primitive.name, any(v.make is not None for v in ins)
+    if not lazy and name not in ("iota", "broadcast_in_dim"):
+        return False
     if len(eqn.outvars) != 1 or any(v.layout.partial for v in ins):
         return False
-    name, size = eqn.primitive.name, eqn.outvars[0].aval.size
+    size = eqn.outvars[0].aval.size
     if name == "iota":
         return not ins and size > 1
     if name == "broadcast_in_dim":
@@ -39,7 +42,6 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
     if name == "reshape" and (eqn.params["dimensions"] is not None or len(ins) > 1):
         return False
     free = name != "tile" and _rules.costs(eqn, *_FREE) and size > 1
-    lazy = any(v.make is not None for v in ins)
     return free and lazy and all(v.make is not None or v.aval.size == 1 for v in ins)
 
 

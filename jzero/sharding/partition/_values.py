@@ -66,12 +66,12 @@ class DeviceValue:
 
 def axes_of(layout: Layout) -> frozenset[str]:
     """The axes that cut."""
-    return frozenset(cut.axis for dim in layout.dims for cut in dim.cuts)
+    return layout.axes
 
 
 def is_whole(layout: Layout) -> bool:
     """Whether every device has all of it."""
-    return not layout.partial and not any(dim.cuts or dim.pad for dim in layout.dims)
+    return layout.is_whole
 
 
 def sized(dim: Dim, size: int) -> Dim:

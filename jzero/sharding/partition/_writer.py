@@ -18,8 +18,8 @@ from jax import lax
 
 from jzero.ir import _rules
 from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, conversion, permutation
+from jzero.ir._sent import SENT_AS, cast, fenced, from_ordered, ordered_integers
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.batch._writer import SENT_AS, _from_ordered, cast, fenced, ordered_integers
 from jzero.sharding.partition._errors import cannot
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -176,7 +176,7 @@ class DeviceWriter(JaxprWriter):
         (op,) = {p.op for p in step.before.partial if p.axis in step.axes}
         if op != "sum" and jnp.issubdtype(x.aval.dtype, jnp.floating):  # [Note: extremes of floats]
             ordered = self.inline(ordered_integers, (op,), x)
-            return self.inline(_from_ordered, (op, x.aval.dtype), self._reduce(ordered, step))
+            return self.inline(from_ordered, (op, x.aval.dtype), self._reduce(ordered, step))
         if op != "sum" and jnp.issubdtype(x.aval.dtype, jnp.complexfloating):
             raise cannot("an extreme of complex numbers over the devices", self.source)
         name = {"sum": "psum", "max": "pmax", "min": "pmin"}[op]
@@ -304,9 +304,7 @@ def _split_for_exchange(
 
 def communicates(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove]) -> bool:
     """Whether a program, or one inside, has a collective."""
-    inner = [_jaxpr.open_jaxpr(each)[0] for eqn in jaxpr.eqns for each in _jaxpr.inner_jaxprs(eqn)]
-    own = any(eqn.outvars and eqn.outvars[0] in moves for eqn in jaxpr.eqns)
-    return own or any(communicates(each, moves) for each in inner)
+    return any(eqn.outvars and eqn.outvars[0] in moves for eqn in _jaxpr.walk(jaxpr))
 
 
 # -- traced ------------------------------------------------------------------------------------------------

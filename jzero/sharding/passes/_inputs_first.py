@@ -24,7 +24,9 @@ COTANGENT = "jzero.cotangent"  # the name of one whose product with a gathered m
 
 def inputs_first(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
     """One device's explicit program with the gradient of each larger matrix behind that of its input."""
-    every = {axis for e in _waits.walk(jaxpr) if e.primitive.name in _frames.COLLECTIVES
+    if not any(_may_be_late(eqn, nbytes) for eqn in jaxpr.eqns):
+        return jaxpr
+    every = {axis for e in _jaxpr.walk(jaxpr) if e.primitive.name in _frames.COLLECTIVES
              for axis in _frames.axes_of(e)}  # fmt: skip
     frame = _frames.build_frames(jaxpr, [], [frozenset(every)] * len(jaxpr.invars))
     found = inputs_first_in(frame, nbytes)
@@ -71,10 +73,7 @@ def _products(frame: Frame, nbytes: int) -> dict[int, int]:
     """The gradient of each large matrix, and the product after it with the matrix, by their indices."""
     eqns, found = frame.jaxpr.eqns, dict[int, int]()
     for index, eqn in enumerate(eqns):
-        if eqn.primitive.name != "dot_general":
-            continue
-        (out,) = eqn.outvars
-        if not _is_large(out, nbytes) or not _is_reduced(frame, out):
+        if not _may_be_late(eqn, nbytes) or not _is_reduced(frame, eqn.outvars[0]):
             continue
         later = {
             i for var in variables(eqn.invars) if frame.varies(var)
@@ -84,6 +83,10 @@ def _products(frame: Frame, nbytes: int) -> dict[int, int]:
         if matching:
             found[matching[0]] = index
     return {gradient: product for product, gradient in found.items()}
+
+
+def _may_be_late(eqn: Eqn, nbytes: int) -> bool:
+    return eqn.primitive.name == "dot_general" and _is_large(eqn.outvars[0], nbytes)
 
 
 def _is_reduced(frame: Frame, var: Var) -> bool:

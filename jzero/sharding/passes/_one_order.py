@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import split
-from jzero.sharding.passes._waits import bits_of, inside, unless_never
+from jzero.sharding.passes._waits import bits_of, unless_never
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Jaxpr, Var
 
@@ -57,7 +57,7 @@ def has_collectives(eqn: _jaxpr.Eqn) -> bool:
 
 def nests_collectives(eqn: _jaxpr.Eqn) -> bool:
     """Whether it is a loop, branch or call in which devices meet."""
-    return any(e.primitive.name in MEETING for e in inside(eqn))
+    return any(e.primitive.name in MEETING for e in _jaxpr.inside(eqn))
 
 
 MEETING = _frames.COLLECTIVES - {"axis_index"}

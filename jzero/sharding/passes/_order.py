@@ -122,8 +122,8 @@ def _begin_behind(writer: JaxprWriter, carry: Var, values: Sequence[Var]) -> Non
 
     What the loop gathers for its first turn waits for it too, so that none of it is there beside these.
     """
-    tokens = [writer.trace(_waits.token_of, value)[0] for value in values]
-    (held,) = writer.trace(_waits.behind, writer.read(carry), *tokens)
+    tokens = [_waits.write_token(writer, value) for value in values]
+    held = _waits.write_behind(writer, writer.read(carry), tokens)
     writer.names[carry] = held
 
 
@@ -135,8 +135,8 @@ def _token(eqns: list[Eqn], group: Sequence[Eqn]) -> list[Var]:
     """One token of the large ones of a group; of all if none is large."""
     large = [eqn for eqn in group if _counts(_size(eqn))]
     writer = JaxprWriter(_jaxpr.within_scope(group[0], SCOPE))
-    values = [writer.trace(_waits.token_of, eqn.outvars[0])[0] for eqn in large or group]
-    (token,) = writer.trace(_waits.behind, *values)
+    first, *others = [_waits.write_token(writer, eqn.outvars[0]) for eqn in large or group]
+    token = _waits.write_behind(writer, first, others)
     eqns += writer.eqns
     return [_jaxpr.variable(token)]
 

@@ -93,13 +93,13 @@ def _loop(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
     """A loop, which may now gather for its next turn."""
     eqn = _jaxpr.with_inner(eqn, lambda body: _nested(body, limit, autodiff))
     scan = Scan.of(eqn)
-    of_one_pass = autodiff is not None or not any(map(_jaxpr.autodiff_pass, _waits.walk(scan.body)))
+    of_one_pass = autodiff is not None or not any(map(_jaxpr.autodiff_pass, _jaxpr.walk(scan.body)))
     before, after = list[Eqn](), list[Eqn]()
     if of_one_pass and (ahead := _ahead(scan, limit)):
         new = pipelined(scan, ahead)
         before = [_jaxpr.within_scope(e, outer=eqn) for e in new.before]
         after = [_jaxpr.within_scope(e, LAST_TURN, outer=eqn) for e in new.after]
-        if any(map(_waits.reduces, _waits.walk(scan.body))):
+        if any(map(_waits.reduces, _jaxpr.walk(scan.body))):
             before = _with_carry(before, [p.init for p in scan.carries])
         scan, eqn = new, new.equation()
     following = {p.after: p.before for p in scan.carries if not _jaxpr.is_literal(p.after)}

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +43,17 @@ def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
     return shard
 
 
-def behind(shard: jax.Array, *tokens: jax.Array) -> jax.Array:
-    """The same, as `JaxprWriter.trace` takes functions."""
-    return not_before(shard, tokens)
+def write_token(writer: JaxprWriter, x: Var) -> Atom:
+    """Writes `token_of(x)`; without tracing it, since passes write as many as there are collectives."""
+    return writer.first_element(x) if 0 not in x.aval.shape else _jaxpr.scalar(0, x.aval.dtype)
+
+
+def write_behind(writer: JaxprWriter, x: Atom, tokens: Sequence[Atom]) -> Atom:
+    """Writes `not_before(x, tokens)`."""
+    for _ in range(2 if tokens else 0):
+        ins = [x, *tokens]
+        x = writer.add(lax.optimization_barrier_p, ins, [*map(_jaxpr.new_var, ins)])[0]
+    return x
 
 
 def bits_of(x: jax.Array) -> jax.Array:
@@ -71,13 +80,13 @@ def waiting(
       laid_out: whether the operand is put into the layout that a reduction along its dim reads.
     """
     writer = JaxprWriter(_jaxpr.within_scope(eqn, scope))
-    tokens = [writer.trace(token_of, value)[0] for value in values]
+    tokens = [write_token(writer, value) for value in values]
     (operand,) = eqn.invars
     if laid_out and eqn.params.get("scatter_dimension"):
         # A barrier ends what the compiler knows of the layout that the reduction reads
         # ([Note: layouts at rest]).
         (operand,) = writer.trace(_dim_first, operand, static=(eqn.params["scatter_dimension"],))
-    (shard,) = writer.trace(behind, operand, *tokens)
+    shard = write_behind(writer, operand, tokens)
     return writer.eqns, eqn.replace(invars=[shard])
 
 
@@ -130,11 +139,13 @@ def nbytes(variables: Iterable[Var]) -> int:
 def is_float(atom: Atom) -> bool:
     """Whether a token can be made of it: an element of a floating-point array on the device."""
     aval = atom.aval
-    return (
-        not _jaxpr.is_literal(atom)
-        and jnp.issubdtype(aval.dtype, jnp.floating)
-        and not _jaxpr.is_on_host(aval)
-    )
+    of_floats = not _jaxpr.is_literal(atom) and _is_floating(aval.dtype)
+    return of_floats and not _jaxpr.is_on_host(aval)
+
+
+@functools.cache
+def _is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def done(eqn: Eqn) -> Var | None:
@@ -148,28 +159,16 @@ def done(eqn: Eqn) -> Var | None:
     )
 
 
-def walk(jaxpr: Jaxpr) -> Iterator[Eqn]:
-    """Every equation, and those inside."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        yield from inside(eqn)
-
-
-def inside(eqn: Eqn) -> Iterator[Eqn]:
-    """Every equation of the programs that it holds."""
-    for inner in _jaxpr.inner_jaxprs(eqn):
-        yield from walk(_jaxpr.open_jaxpr(inner)[0])
-
-
 def takes_time(eqn: Eqn) -> bool:
     """Whether it is a product, a loop, or holds one; rotations of blocks are none."""
-    long = any(e.primitive.name in PRODUCTS for e in (eqn, *inside(eqn)))
-    return long and not _jaxpr.in_scope(eqn, CODES)
+    if _jaxpr.in_scope(eqn, CODES):
+        return False
+    return any(e.primitive.name in PRODUCTS for e in (eqn, *_jaxpr.inside(eqn)))
 
 
 def gathers_inside(eqn: Eqn) -> bool:
     """Whether it is a loop whose turns gather."""
-    return eqn.primitive.name in ("scan", "while") and any(map(is_gather, inside(eqn)))
+    return eqn.primitive.name in ("scan", "while") and any(map(is_gather, _jaxpr.inside(eqn)))
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn], outvars: Sequence[Atom] = ()) -> Jaxpr:

@@ -150,8 +150,8 @@ class _Level:
     def _decoded(self, each: _Rows) -> Atom:
         """Rows, decoded once."""
         if each not in self.decoded:
-            tokens = [] if self.token is None else self.writer.trace(_waits.token_of, self.token)
-            (rows,) = self.writer.trace(_waits.behind, each.rows, *tokens)
+            tokens = [] if self.token is None else [_waits.write_token(self.writer, self.token)]
+            rows = _waits.write_behind(self.writer, each.rows, tokens)
             (self.decoded[each],) = self.writer.trace(_decoded, rows, static=(each.form,))
         return self.decoded[each]
 

@@ -46,6 +46,8 @@ class LocalStep:
       keys: arguments that are keys, and folded with the device's index, if the step is one device's.
       whole_arguments: arguments with rows that come whole to every device, as the devices do not divide them.
       extra_work: of the flops of a step, and of what is repeated of them, what is worth a line.
+      rewritten: makes the same of the step rewritten for one device, if `traced` is to be partitioned as it
+        is.
     """
 
     traced: TracedStep
@@ -54,6 +56,7 @@ class LocalStep:
     keys: tuple[bool, ...]
     whole_arguments: tuple[str, ...] = ()
     extra_work: Callable[[float, Sequence[Repeated]], tuple[Extra, ...]] = lambda *_: ()
+    rewritten: Callable[[], LocalStep] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +84,15 @@ class FlatStep:
     signature: Signature
 
 
-def local_step(step: FlatStep, setting: Setting) -> LocalStep:
+def local_step(step: FlatStep, setting: Setting, partitions: bool = False) -> LocalStep:
     """What one device runs of a step: what the whole batch's step means for its rows.
 
     Steps with collectives of their own over the data axes are one device's already. Microbatches still run
-    what is traced at their shapes.
+    what is traced at their shapes. If it `partitions`, it is rewritten only where the partitioner does not
+    run it.
     """
     try:
-        found = of_whole_batch(step, setting)
+        found = of_whole_batch(step, setting, partitions and setting.is_plain)
     except _reading.Unclear as unclear:
         _read_beside_state(unclear, step, setting)
         raise
@@ -179,8 +183,8 @@ def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
         _reading.read_updated(step.signature, outs, state, step.arrays, updated)
 
 
-def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
-    """The whole batch's step, rewritten; None if it has collectives of its own."""
+def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -> LocalStep | None:
+    """The whole batch's step, rewritten, or as it is; None if it has collectives of its own."""
     axes = _step_axes(setting)
     num = math.prod(axes.values())
     dims = _call.rows_of_arguments(step.arrays, step.in_specs, setting.batch_axes)
@@ -198,20 +202,14 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
     parts = _call.dims_in_parts(step.arrays, step.in_specs, setting.batch_axes)
     rows = [part if dim is None else dim for dim, (part, _) in zip(dims, parts, strict=True)]
-    traced = _trace.trace_whole(
-        step.fn, avals, forms, given, num_new, axes, setting.options.needs_masters,
-        setting.axes | setting.automatic, setting.automatic, setting.options.accumulate > 1,
-        [*[None] * num_state, *rows],
+    batch = _trace.trace_whole(
+        step.fn, avals, forms, setting.options.needs_masters, setting.axes | setting.automatic,
+        setting.automatic, [*[None] * num_state, *rows],
     )  # fmt: skip
-    if traced is None:
+    if batch is None:
         return None
     if not setting.evaluates:
-        _outputs.check_outputs(traced, step.state, step.state_tree)
-    layouts = [_layout_of(form, setting.axis_names) for form in [*given, *traced.outputs]]
-    specs = tuple(map(_layout.partition_spec, layouts[num_state : len(given)]))
-    outputs = tuple(layouts[len(given) + num_new :])
-    traced = dataclasses.replace(traced, movements=with_paths(traced.movements, traced.out_tree))
-    _check_movements(traced.movements, setting.options.max_gather_bytes)
+        _outputs.check_outputs(batch, step.state, step.state_tree)
     uneven = [form != got for form, got in zip(forms[num_state:], given[num_state:], strict=True)]
     paths = _call.argument_paths(step.arrays)
     named = [
@@ -225,7 +223,25 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
         if dim is not None
     ]
     extra = functools.partial(extra_work, rows=of_rows, setting=setting)
-    return LocalStep(traced, specs, outputs, (False,) * len(specs), whole, extra)
+    specs = [
+        _layout.partition_spec(_layout_of(form, setting.axis_names)) for form in given[num_state:]
+    ]
+
+    def of_traced(traced: TracedStep, again: Callable[[], LocalStep] | None = None) -> LocalStep:
+        outputs = [_layout_of(form, setting.axis_names) for form in traced.outputs[num_new:]]
+        keys = (False,) * len(specs)
+        return LocalStep(traced, tuple(specs), tuple(outputs), keys, whole, extra, again)
+
+    def rewritten() -> LocalStep:
+        traced = _trace.rewritten(
+            batch, forms, given, num_new, axes, setting.options.accumulate > 1
+        )
+        movements = with_paths(traced.movements, traced.out_tree)
+        _check_movements(movements, setting.options.max_gather_bytes)
+        return of_traced(dataclasses.replace(traced, movements=movements))
+
+    traced = _trace.as_traced(batch, axes) if partitions else None
+    return rewritten() if traced is None else of_traced(traced, rewritten)
 
 
 def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, ...]:

@@ -115,8 +115,9 @@ def make_plan(
     microbatches = _microbatches(local, update, len(resting), setting)
     phases = microbatches.phases
     kept = {var for phase in phases for var in (*phase.kept, *phase.stacks)}
-    note_needs_full(frame, shared.owners.keys(), update.copied)
-    note_lone_products(frame, options.reduce_once, kept)
+    if local.traced.is_rewritten:
+        note_needs_full(frame, shared.owners.keys(), update.copied)
+        note_lone_products(frame, options.reduce_once, kept)
     waiting = residuals(frame, kept) if options.moves_activations else {}
     _host_memory.check(options, frame, waiting, setting.mesh)
     plan = StepPlan(

@@ -29,6 +29,10 @@ GATHER = ("per_pass", "keep", "once_per_step")
 PREFETCH_BYTES = 2**28
 # Of one value of the batch. A batch of 1024 images of 256 x 256 takes 200 MB in bytes.
 MAX_GATHER_BYTES = 2**28
+_OF_OTHER_STEPS = (
+    "accumulate", "reduce_dtype", "auto_specs", "max_gather_bytes", "tile_bytes", "gather_dtype",
+    "weight_dtype",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +170,12 @@ class Options:
           OptionError: a pattern matches no leaf, or a spec does not fit a leaf it matches.
         """
         return _auto_specs.places(self.who, self.auto_specs, paths, shapes, sizes, data_axes)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all rests on the devices and is computed in one pass over the batch, in its own dtypes."""
+        same = all(getattr(self, name) == getattr(Options, name) for name in _OF_OTHER_STEPS)
+        return same and not self.offloads and not self.moves_activations
 
     @property
     def needs_masters(self) -> bool:

@@ -88,7 +88,9 @@ def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
     return _call.structure_paths(out_tree, "output")[num_state:]
 
 
-def check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> None:
+def check_outputs(
+    traced: _trace.TracedStep | _trace.WholeBatch, avals: list[Any], tree: Any
+) -> None:
     """The step must return its state, alone or first, with every leaf's shape and dtype kept."""
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
     outs = arrays_of(outs)

@@ -68,7 +68,7 @@ def _held_back(ins: list[Value], are_held: Sequence[bool]) -> list[Value]:
 def _barrier(
     interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
 ) -> list[Value]:
-    """A barrier of the step's own, of `jax.checkpoint` with `jax_remat3`, or of `_writer.fenced`.
+    """A barrier of the step's own, of `jax.checkpoint` with `jax_remat3`, or of `_sent.fenced`.
 
     What is alone in one waits for nothing, and is a value of its own behind it: also rows that are alike on
     all devices. With others parameters do not wait, as for a checkpoint.

@@ -103,7 +103,7 @@ def _gathered(stack: jax.Array, devices: Devices, eqn: _jaxpr.Eqn) -> jax.Array:
     whole = jnp.moveaxis(parts, 0, dim)
     if eqn.params["tiled"]:
         whole = whole.reshape(eqn.outvars[0].aval.shape)
-    # XLA:CPU would update a reshape in place while it still reads it (`_writer.fenced`).
+    # XLA:CPU would update a reshape in place while it still reads it (`_sent.fenced`).
     fenced: jax.Array = lax.optimization_barrier(whole)
     return fenced
 

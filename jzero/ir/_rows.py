@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which dims of a step's values are the batch's, as its program of the whole batch says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from jzero.ir import _rules
+from jzero.ir._dataflow import forward
+from jzero.ir._factors import SCATTER_REDUCES, Factor
+from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
+from jzero.ir._rules import BY_DEVICES, Cost
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn
+
+# Dims of the batch; inside of a loop over rows, whose values are each of one row, minus its depth.
+RowDims = frozenset[int]
+NO_ROWS: RowDims = frozenset()
+
+
+# What is told of an equation behind which nobody knows which values are rows.
+Unsure = Callable[[Region, Eqn], object]
+
+
+def row_dims(
+    program: Region, dims: Sequence[int | None], unsure: Unsure = lambda region, eqn: None
+) -> dict[ValueIn, RowDims]:
+    """The dims of the batch of all values that have some.
+
+    Args:
+      program: the whole batch's step.
+      dims: the dim of each of its inputs that is the batch's; None for what has none.
+      unsure: is told of equations that mix rows, or pick some, and of branches and loops that rows decide.
+    """
+    start: dict[ValueIn, RowDims] = {
+        (program, var): frozenset({dim})
+        for var, dim in zip(program.jaxpr.invars, dims, strict=True)
+        if dim is not None
+    }
+    through = functools.partial(_through, unsure)
+    across = functools.partial(_across, unsure)
+    return forward(program, start, through, frozenset.union, NO_ROWS, across)
+
+
+def _depth(region: Region) -> int:
+    return 0 if region.around is None else 1 + _depth(region.around[0])
+
+
+def _across(unsure: Unsure, eqn: Eqn, edge: Edge, dims: RowDims) -> RowDims:
+    """Dims across an edge: in a loop over rows a value is of one of them, until the loop ends."""
+    if not dims:
+        return NO_ROWS
+    if edge.kind is EdgeKind.PREDICATE:
+        unsure(edge.source[0], eqn)
+        return NO_ROWS
+    found = set[int]()
+    inside = -_depth(edge.source[0])
+    for dim in dims:
+        if dim >= 0:
+            if sliced := dim + edge.shift < 0:
+                unsure(edge.source[0], eqn)
+            found.add(-_depth(edge.target[0]) if sliced else dim + edge.shift)
+        elif edge.kind is not EdgeKind.OUT or dim != inside:
+            found.add(dim)
+        elif edge.shift == 1:
+            found.add(0)
+    return frozenset(found)
+
+
+def _through(unsure: Unsure, region: Region, eqn: Eqn, ins: Sequence[RowDims]) -> Sequence[RowDims]:
+    outs = [set[int]() for _ in eqn.outvars]
+    if not any(ins):
+        return [NO_ROWS] * len(outs)
+    if eqn.primitive.name == "optimization_barrier":
+        return ins
+    if eqn.primitive.name in ("psum", "pmax", "pmin"):
+        return _without(eqn, ins)
+    left = [set(dims) for dims in ins]
+    for factor in _rules.factors_of(eqn):
+        places = [(i, dim) for i, dim in enumerate(factor.ins) if dim is not None]
+        has_rows = any(dim in ins[i] for i, dim in places)
+        for i, dim in places:
+            left[i].discard(dim)
+        for out, to in zip(outs, factor.outs, strict=True):
+            if has_rows and to is not None:
+                out.add(to)
+        if has_rows and factor.outs[0] is None and not _is_sum(region, eqn, factor):
+            unsure(region, eqn)
+    if any(left):
+        unsure(region, eqn)
+    reduces = _rules.costs(eqn, Cost.PRODUCT, Cost.REDUCTION)
+    for atom, dims in zip(eqn.invars, left, strict=True):
+        for dim in dims:
+            for out, var in zip(outs, eqn.outvars, strict=True):
+                # Of what runs along the dim, and of what is not known, a dim as long at the same place.
+                if dim < 0 or not reduces and _size(var, dim) == _size(atom, dim):
+                    out.add(dim)
+    return [frozenset(out) for out in outs]
+
+
+def _is_sum(region: Region, eqn: Eqn, factor: Factor) -> bool:
+    """Whether devices reduce what they make of their rows, which are added to nothing."""
+    if factor.reduces not in BY_DEVICES or eqn.primitive.name not in SCATTER_REDUCES:
+        return factor.reduces in BY_DEVICES
+    made = region.makers.get(_jaxpr.variable(eqn.invars[0]))
+    starts = made is not None and region.jaxpr.eqns[made].primitive.name == "broadcast_in_dim"
+    return starts and not _jaxpr.variables_read(region.jaxpr.eqns[made or 0])
+
+
+def _without(eqn: Eqn, ins: Sequence[RowDims]) -> Sequence[RowDims]:
+    """A collective over an axis that `jax.vmap` has made a dim reduces that dim."""
+    gone = {axis for axis in eqn.params["axes"] if isinstance(axis, int)}
+    return [frozenset(d - sum(g < d for g in gone if d >= 0) for d in dims - gone) for dims in ins]
+
+
+def _size(atom: object, dim: int) -> int | None:
+    shape: Sequence[int] = getattr(getattr(atom, "aval", None), "shape", ())
+    return shape[dim] if dim < len(shape) else None
