@@ -55,3 +55,120 @@ def test_an_activation_is_not_scattered_as_a_bias_is():
         fn, ((16,), ROWS), (SQUARE, ROWS), (SQUARE, ROWS), outs=[from_spec((16,), DATA, ROWS), None]
     )
     assert "exchange" not in kinds(found)
+
+
+def test_what_is_added_to_state_is_scattered_as_it_is():
+    """The gradient of an inner step, whose result is gathered for the next one."""
+
+    def fn(w, x):
+        inner = w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+        return jnp.tanh(x @ inner).sum()
+
+    found = run_and_compare(fn, (SQUARE, ROWS), (SQUARE, ROWS))
+    assert kinds(found) == ["gather", "scatter", "gather", "reduce"]
+
+
+# -- along a sharded dim -------------------------------------------------------------------------------
+UNEVEN = ((13, 5), ROWS)
+LONG = ((64, 16), ROWS)
+
+
+@pytest.mark.parametrize("rows", [((16, 5), ROWS), UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.argmax(0), lambda x: x.argmin(0), lambda x: x.sum(1).argmax(),
+        lambda x: jnp.where(x > 0, 1, 2).argmax(0), lambda x: (x > 0).argmin(0),
+        lambda x: jnp.where(x > 1, jnp.nan, x).argmax(0), lambda x: jnp.where(x > 1, jnp.nan, x).argmin(0),
+        lambda x: (0.0 * x).argmax(0), lambda x: (x * -jnp.inf).argmax(0),
+    ],
+)  # fmt: skip
+def test_each_device_finds_its_own_largest(fn, rows):
+    found = run_and_compare(lambda w, x: fn(x), (SQUARE, P()), rows)
+    assert kinds(found) == ["reduce", "reduce"]
+
+
+@pytest.mark.parametrize("rows", [LONG, ((61, 16), ROWS)], ids=["even", "uneven"])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin"])
+def test_running_sums_exchange_totals(name, reverse, rows):
+    def fn(w, x):
+        return getattr(jax.lax, name)(jnp.cos(x), 0, reverse=reverse)
+
+    found = run_and_compare(fn, (SQUARE, P()), rows)
+    assert [m.nbytes for m in found.moves if m.why.startswith("the totals")] == [7 * 16 * 8]
+    assert str(found.outs[0]).startswith("[61+3@data" if rows[0][0] == 61 else "[64@data")
+
+
+@pytest.mark.parametrize("mesh", [DATA, TWO])
+@pytest.mark.parametrize("num", [64, 61])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, i: x[i], lambda x, i: x[-3:], lambda x, i: x[5], lambda x, i: x[2:12:3],
+        lambda x, i: jax.lax.dynamic_slice(x, (i, i), (3, 2)), lambda x, i: x[i - 200],
+        lambda x, i: x.at[jnp.array([1, 70, 8, -3])].get(mode="fill"),
+        lambda x, i: x.at[jnp.array([1, 70, 8, -3])].get(mode="clip"),
+        lambda x, i: x.at[jnp.array([3, 70]), jnp.array([4, 70])].get(mode="fill", fill_value=7.0),
+        lambda x, i: x[i, :].astype(jnp.int8)[:3], lambda x, i: (x > 0)[i],
+        lambda x, i: jnp.take_along_axis(x, (x[:1] > 0).astype(jnp.int32), 0),
+    ],
+)  # fmt: skip
+def test_few_elements_are_looked_up_where_they_are(fn, num, mesh):
+    def step(w, x):
+        return fn(x, (20 + 3 * w[0, 0]).astype(jnp.int32))
+
+    spec = ROWS if mesh is DATA else OVER_TWO
+    found = run_and_compare(step, (SQUARE, P()), ((num, 16), spec), mesh=mesh)
+    assert all(m.kind != "exchange" and m.nbytes < 4 * 16 * 8 * 2 for m in found.moves)
+
+
+def test_a_not_a_number_of_other_rows_is_not_found():
+    def fn(w, x):
+        return jnp.where(jnp.arange(64)[:, None] == 7, x, jnp.nan)[7]
+
+    run_and_compare(fn, (SQUARE, P()), LONG)
+
+
+def test_rows_that_are_looked_up_in_columns_end_in_rows():
+    """The rows are exchanged for columns, and what is found for rows: less than all rows of everything."""
+
+    def fn(w, x, at):
+        return jnp.sin(x[(jnp.abs(at[:, 0]) * 20).astype(jnp.int32)]) @ w
+
+    found = run_and_compare(fn, (SQUARE, P()), LONG, LONG)
+    assert kinds(found) == ["exchange", "gather", "exchange"]
+    assert str(found.outs[0]) == "[64@data, 16]"
+
+
+@pytest.mark.parametrize("num", [16, 13])
+def test_halves_of_two_batches(num):
+    """A device has its rows of both, one behind the other."""
+
+    def fn(w, x):
+        both = jnp.sin(jnp.concatenate([x, 2 * x]) @ w)
+        first, second = jnp.split(both, 2)
+        return first - second, both[num:], (first * both[:num]).sum(), both
+
+    found = run_and_compare(fn, (SQUARE, P()), ((num, 16), ROWS))
+    assert set(kinds(found)) <= {"reduce", "gather"}
+    assert len([m for m in found.moves if m.kind == "gather"]) <= 1  # The result of dealt-out rows.
+
+
+def test_most_rows_are_padded_ones():
+    """And what fills them up again, of their gradient, moves nothing."""
+
+    def fn(w, x):
+        return jax.grad(lambda x: (jnp.sin(x[:30] @ w) ** 2).sum())(x)
+
+    found = run_and_compare(fn, (SQUARE, P()), ((32, 16), ROWS))
+    assert not found.moves
+
+
+def test_a_sum_goes_to_the_rows_that_it_is_joined_with():
+    def fn(w, x, y):
+        sums = jnp.zeros((16, 16)).at[(jnp.abs(y[:, 0]) * 6).astype(jnp.int32)].add(y)
+        return jnp.sin(jnp.concatenate([x, sums], 1)) @ jnp.concatenate([w, w])
+
+    found = run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS), (SQUARE, ROWS))
+    assert kinds(found) == ["scatter"]

@@ -14,7 +14,7 @@ from jax import lax
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
 from jzero.ir._regions import Region, ValueIn, variables
-from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined
+from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
@@ -29,7 +29,7 @@ class Partitioning:
     """
 
     mesh: Mapping[str, int]
-    hints: Mapping[ValueIn, Layout | None]
+    hints: Mapping[ValueIn, Hint | None]
     has_rows: bool = True
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
@@ -199,8 +199,11 @@ class DeviceFrame(DeviceWriter):
         """Does the sums that a value is: where what follows wants it, where `towards` is, or whole."""
         if not value.layout.partial:
             return
-        new = value.layout.settled(value.due)
-        for want in (value.hint, towards):
+        new, hint = value.layout.settled(value.due), value.hint
+        wants = [None if hint is None else hint.layout, towards]
+        if hint is not None and not hint.is_firm:
+            wants.reverse()
+        for want in wants:
             if want is not None:
                 new = joined(new, want, value.due)
         if value.spread is not None:
@@ -209,7 +212,7 @@ class DeviceFrame(DeviceWriter):
         self.at(value, new)
         value.layout = new
 
-    def hint_of(self, var: Var) -> Layout | None:
+    def hint_of(self, var: Var) -> Hint | None:
         """How what follows wants it."""
         return self.shared.hints.get((self.region, var))
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jzero.ir import _rules
 from jzero.ir._factors import Factor
 from jzero.ir._layout import Dim, Layout
 from jzero.ir._rules import Cost
+from jzero.sharding.batch._writer import cast
 from jzero.sharding.partition._equations import met
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue, axes_of, sized
@@ -101,21 +101,8 @@ def _written(frame: DeviceFrame, eqn: Eqn, atoms: list[Atom], layout: Layout) ->
 def _iota(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> Atom:
     """The part of a line, repeated along all other dims."""
     out, d = eqn.outvars[0].aval, eqn.params["dimension"]
-    dim = layout.dims[d]
-    line = frame.inline(_numbers, (str(out.dtype), dim._replace(cuts=())))
-    own = Layout((dim,), layout.mesh)
-    line = frame.convert(line, own.without_cuts(), own)
+    line = frame.inline(cast, (out.dtype,), frame.positions(layout.dims[d]))
     return frame.inline(_spread, (layout.local_shape, d), line)
-
-
-def _numbers(dtype: str, dim: Dim) -> jax.Array:
-    """Each element's place; padding repeats the last of its block."""
-    at = lax.iota(jnp.int32, dim.size)
-    if dim.pad is not None:
-        step = jnp.int32(dim.size // dim.pad.outer)
-        inside = lax.min(lax.rem(at, step), jnp.int32(dim.pad.true - 1))
-        at = lax.div(at, step) * jnp.int32(dim.pad.true) + inside
-    return at.astype(dtype)
 
 
 def _spread(shape: tuple[int, ...], dim: int, line: jax.Array) -> jax.Array:

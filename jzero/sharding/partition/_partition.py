@@ -79,7 +79,8 @@ def partition(
     if not jaxpr.eqns:
         raise cannot("a step without equations")
     region = Region(jaxpr, [*consts])
-    shared = Partitioning(mesh, hints_of(region, outs), any(each.rows for each in ins))
+    stored = [None if each.rows else each.layout for each in ins]
+    shared = Partitioning(mesh, hints_of(region, stored, outs), any(each.rows for each in ins))
     frame = DeviceFrame(jaxpr.eqns[0], shared, region)
     own = [
         _jaxpr.var_like(var.aval, each.given.local_shape)

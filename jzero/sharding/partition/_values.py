@@ -5,10 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jzero.ir._layout import AxisCut, Dim, Layout, fits
 from jzero.tracing._types import Atom, Aval, Eqn
+
+
+class Hint(NamedTuple):
+    """In which layout a value is wanted.
+
+    `is_firm` if all of what wants it does so along dims that the value has: a sum over others waits for
+    whoever reads it, which may have rows along these.
+    """
+
+    layout: Layout
+    is_firm: bool = True
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -40,7 +51,7 @@ class DeviceValue:
     make: Callable[..., Atom] | None = None
     fill: Any = None
     origin: int | None = None
-    hint: Layout | None = None
+    hint: Hint | None = None
     spread: Layout | None = None
     outer: DeviceValue | None = None
     view: tuple[Eqn, DeviceValue] | None = None
