@@ -16,7 +16,7 @@ from jax import lax
 
 from jzero.ir import _rules
 from jzero.ir._layout import AxisCut, Dim, Layout, Pad, Partial
-from jzero.sharding.batch._writer import cast, ordered_integers
+from jzero.sharding.batch._writer import ordered_integers
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._look_ups import is_elsewhere, shards_of
 from jzero.sharding.partition._values import DeviceValue, axes_of
@@ -44,7 +44,10 @@ def _whole_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) ->
 
 # -- where the largest is ------------------------------------------------------------------------------
 def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
-    """`argmax`, `argmin`: the extreme of all, and the first place that has it; NaN is one, as in JAX."""
+    """`argmax`, `argmin`: the extreme of all, and the first place that has it; NaN is one, as in JAX.
+
+    Of Booleans the extreme is known; if none has it, the first place has what all have.
+    """
     (value,), (d,), out = ins, eqn.params["axes"], eqn.outvars[0].aval
     layout, dtype = value.layout, value.aval.dtype
     axes, kind = [cut.axis for cut in layout.dims[d].cuts], eqn.primitive.name[3:]
@@ -58,9 +61,12 @@ def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Va
     (place,) = frame.again(eqn, [x], [_jaxpr.var_like(out, after.local_shape)])
     static = kind, d, layout.dims[d].true
     best, number = frame.trace(_best, x, place, frame.positions(layout.dims[d]), static=static)
-    most = _reduced(frame, best, after, axes, kind)
-    number = frame.inline(_unless, (layout.dims[d].true,), best, most, number)
-    found = frame.inline(cast, (out.dtype,), _reduced(frame, number, after, axes, "min"))
+    size, is_bool = layout.dims[d].true, dtype == jnp.bool_
+    most = _jaxpr.scalar(int(kind == "max"), np.int32) if is_bool else None
+    most = _reduced(frame, best, after, axes, kind) if most is None else most
+    number = frame.inline(_unless, (size,), best, most, number)
+    first = _reduced(frame, number, after, axes, "min")
+    found = frame.inline(_first, (size, str(out.dtype)), first)
     return [_value(eqn, 0, after, found, value)]
 
 
@@ -83,6 +89,10 @@ def _best(
 
 def _unless(size: int, best: jax.Array, most: jax.Array, number: jax.Array) -> jax.Array:
     return jnp.where(best == most, number, size)
+
+
+def _first(size: int, dtype: str, number: jax.Array) -> jax.Array:
+    return jnp.where(number == size, 0, number).astype(dtype)
 
 
 # -- running sums --------------------------------------------------------------------------------------
@@ -223,7 +233,7 @@ def _beginning(layout: Layout, d: int, start: int, size: int) -> Layout | None:
     """The layout of most of a dim, from its beginning: what is left out becomes padding."""
     dim = layout.dims[d]
     padded = dim.pad is not None and dim.pad.outer > 1
-    if start or padded or 2 * size < dim.size or dim.cuts[0].outer > 1:
+    if start or padded or 2 * size <= dim.size or dim.cuts[0].outer > 1:
         return None
     return layout.with_dims({d: dim._replace(pad=Pad(1, size))})
 

@@ -82,8 +82,12 @@ def ordinary(
         return [alone]
     if all(is_whole(v.layout) for v in ins):
         return _replicated(frame, eqn, ins)
-    chosen = _FactorChoice(frame, eqn, ins, factors, kept).run()
-    return _Written(frame, eqn, ins, factors, chosen, kept).run()
+    choice = _FactorChoice(frame, eqn, ins, factors, kept)
+    written = _Written(frame, eqn, ins, factors, choice.run(), kept).run()
+    displaced = frozenset(a for v in ins for a in v.displaced) ^ choice.exchanged
+    for value in written:
+        value.displaced = displaced & axes_of(value.layout)
+    return written
 
 
 def settle(
@@ -169,8 +173,10 @@ class _FactorChoice:
     ins: Sequence[DeviceValue]
     factors: Sequence[Factor]
     kept: tuple[Partial, ...]
+    exchanged: frozenset[str] = frozenset()
 
     def run(self) -> dict[int, Dim]:
+        """The chosen factors; `exchanged` are then the axes whose rows go to another dim."""
         if (alike := self._alike()) is not None:
             return alike
         if not self.frame.shared.has_rows and self._gathers_state():
@@ -182,6 +188,8 @@ class _FactorChoice:
                 self.chosen[columns[0]] = columns[1]
             elif axis not in kept and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
+                if best.elsewhere and best.moves_rows:
+                    self.exchanged |= {axis}
         return self.chosen
 
     def _gathers_state(self) -> bool:
@@ -211,9 +219,7 @@ class _FactorChoice:
             return None
         rows, size = self.frame.price(indices, axis, None), _rules.size_in_bytes(out.aval)
         if updates:
-            if rows:  # They were not looked up in columns: one more gather, for few bytes.
-                return None
-            rows = self.frame.price(updates[0], axis, factor.ins[2], outer)
+            rows += self.frame.price(updates[0], axis, factor.ins[2], outer)
             moved = size / layout.num(axes_of(layout) - {axis}) * (n - 1) / n
         else:
             rows += size / indices.layout.num(indices.rows) * (n - 1) / n
@@ -280,6 +286,10 @@ class _FactorChoice:
         """Whether keeping rows where they are moves some, or leaves a sum of activations."""
         if best.cost == 0:
             return False
+        if any(axis in v.displaced for v in rows):
+            return True
+        if _look_ups.is_look_up(self.eqn, self.factors[best.factor]):
+            return True
         others = any(b != axis for v in rows for b in v.rows)
         cut = self._axes_of_result()
         cut_rows = any(b != axis and b in cut for v in self.ins for b in v.rows)
@@ -592,6 +602,6 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     frame.again(eqn, [frame.at(value, before)], [new], params=params)
     axes = axes_of(after)
     return DeviceValue(
-        out, after, {after: new}, value.rows & axes, value.firm & axes, fill=value.fill,
-        origin=value.origin,
+        out, after, {after: new}, value.rows & axes, value.firm & axes, value.displaced & axes,
+        fill=value.fill, origin=value.origin,
     )  # fmt: skip

@@ -90,6 +90,8 @@ def _before(eqn: Eqn, outs: Sequence[Hint | None]) -> list[Hint | None]:
     if eqn.primitive.name == "optimization_barrier":
         return [*outs]
     out = outs[0] if outs else None
+    if out is not None and not out.is_firm and _rules.costs(eqn, Cost.REPEAT):
+        return [None for _ in eqn.invars]  # A statistic of rows, which all of them read.
     if out is None or not _rules.costs(eqn, *_THROUGH):
         return [None for _ in eqn.invars]
     is_firm = out.is_firm and not _rules.costs(eqn, Cost.REDUCTION)

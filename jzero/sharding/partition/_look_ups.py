@@ -151,8 +151,12 @@ def slices(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Any:
         if not cut or is_elsewhere(value, d):
             continue
         axes = [cut.axis for cut in dim.cuts]
-        whole = sum(frame.price(value, axis, None) for axis in axes)
         n = value.layout.num(axes)
+        other = any(
+            e != d and not x.cuts and x.size % n == 0 for e, x in enumerate(value.layout.dims)
+        )
+        # Exchanged, each device has its part of all of them.
+        whole = sum(frame.price(value, axis, None) for axis in axes) / (n if other else 1)
         if 2 * _rules.size_in_bytes(eqn.outvars[0].aval) * (n - 1) / n < whole:
             if name == "dynamic_slice":
                 return _dynamic_rows, (d, eqn.params["slice_sizes"])

@@ -31,6 +31,7 @@ class DeviceValue:
       layout: its own layout: that in which it was made.
       atoms: what there is of it, by layout.
       rows: the axes over which it differs because rows of the batch do.
+      displaced: of `rows`, those that are no longer along rows, but along another dim, since an exchange.
       firm: the axes over which it stays sharded though it is state, as the user's specs say.
       make: `make(frame, layout)` writes it in any layout at little cost; else it must be converted.
       fill: all its elements, if they are one that is known.
@@ -48,6 +49,7 @@ class DeviceValue:
     atoms: dict[Layout, Atom] = dataclasses.field(default_factory=dict)
     rows: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
+    displaced: frozenset[str] = frozenset()
     make: Callable[..., Atom] | None = None
     fill: Any = None
     origin: int | None = None
