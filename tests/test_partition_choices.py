@@ -80,7 +80,8 @@ LONG = ((64, 16), ROWS)
         lambda x: x.argmax(0), lambda x: x.argmin(0), lambda x: x.sum(1).argmax(),
         lambda x: jnp.where(x > 0, 1, 2).argmax(0), lambda x: (x > 0).argmin(0),
         lambda x: jnp.where(x > 1, jnp.nan, x).argmax(0), lambda x: jnp.where(x > 1, jnp.nan, x).argmin(0),
-        lambda x: (x > 9).argmax(0), lambda x: (x < 9).argmin(0), lambda x: (0.0 * x).argmax(0), lambda x: (x * -jnp.inf).argmax(0),
+        lambda x: (x > 9).argmax(0), lambda x: (x < 9).argmin(0), lambda x: (0.0 * x).argmax(0),
+        lambda x: (x * -jnp.inf).argmax(0),
     ],
 )  # fmt: skip
 def test_each_device_finds_its_own_largest(fn, rows):

@@ -61,9 +61,10 @@ def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Va
     (place,) = frame.again(eqn, [x], [_jaxpr.var_like(out, after.local_shape)])
     static = kind, d, layout.dims[d].true
     best, number = frame.trace(_best, x, place, frame.positions(layout.dims[d]), static=static)
-    size, is_bool = layout.dims[d].true, dtype == jnp.bool_
-    most = _jaxpr.scalar(int(kind == "max"), np.int32) if is_bool else None
-    most = _reduced(frame, best, after, axes, kind) if most is None else most
+    size = layout.dims[d].true
+    most: Atom = _jaxpr.scalar(int(kind == "max"), np.int32)
+    if dtype != jnp.bool_:
+        most = _reduced(frame, best, after, axes, kind)
     number = frame.inline(_unless, (size,), best, most, number)
     first = _reduced(frame, number, after, axes, "min")
     found = frame.inline(_first, (size, str(out.dtype)), first)

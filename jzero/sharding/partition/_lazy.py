@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy values: iota, random bits, broadcasts, and what is elementwise in them, made in each layout that is read.
+"""Lazy values: iota, random bits, broadcasts, and what is elementwise in them, made where they are read.
 
 So positions and masks along a sharded sequence are those of the whole one, and nothing of them is moved.
 """
