@@ -216,8 +216,8 @@ class DeviceWriter(JaxprWriter):
 
     def _sent(self, x: Atom, shape: Sequence[int], name: str, **params: object) -> Atom:
         """A collective; of dtypes that the devices cannot send or sum, in a wider one."""
-        reduces = name in ("psum", "pmax", "pmin", "psum_scatter")
-        wide = "int32" if reduces and x.aval.dtype == np.bool_ else SENT_AS.get(str(x.aval.dtype))
+        sums = name in ("psum", "psum_scatter")
+        wide = "int32" if sums and x.aval.dtype == np.bool_ else SENT_AS.get(str(x.aval.dtype))
         if wide is not None:
             y = self._sent(self.inline(cast, (wide,), x), shape, name, **params)
             return self.inline(cast, (x.aval.dtype,), y)
