@@ -55,3 +55,184 @@ def test_an_activation_is_not_scattered_as_a_bias_is():
         fn, ((16,), ROWS), (SQUARE, ROWS), (SQUARE, ROWS), outs=[from_spec((16,), DATA, ROWS), None]
     )
     assert "exchange" not in kinds(found)
+
+
+def test_what_is_added_to_state_is_scattered_as_it_is():
+    """The gradient of an inner step, whose result is gathered for the next one."""
+
+    def fn(w, x):
+        inner = w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+        return jnp.tanh(x @ inner).sum()
+
+    found = run_and_compare(fn, (SQUARE, ROWS), (SQUARE, ROWS))
+    assert kinds(found) == ["gather", "scatter", "gather", "reduce"]
+
+
+# -- along a sharded dim -------------------------------------------------------------------------------
+UNEVEN = ((13, 5), ROWS)
+LONG = ((64, 16), ROWS)
+
+
+@pytest.mark.parametrize("rows", [((16, 5), ROWS), UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.argmax(0), lambda x: x.argmin(0), lambda x: x.sum(1).argmax(),
+        lambda x: jnp.where(x > 0, 1, 2).argmax(0), lambda x: (x > 0).argmin(0),
+        lambda x: jnp.where(x > 1, jnp.nan, x).argmax(0), lambda x: jnp.where(x > 1, jnp.nan, x).argmin(0),
+        lambda x: (x > 9).argmax(0), lambda x: (x < 9).argmin(0), lambda x: (0.0 * x).argmax(0),
+        lambda x: (x * -jnp.inf).argmax(0),
+    ],
+)  # fmt: skip
+def test_each_device_finds_its_own_largest(fn, rows):
+    found = run_and_compare(lambda w, x: fn(x), (SQUARE, P()), rows)
+    assert set(kinds(found)) == {"reduce"}
+    assert len(found.moves) <= 2  # Of Booleans the largest is known.
+
+
+@pytest.mark.parametrize("rows", [LONG, ((61, 16), ROWS)], ids=["even", "uneven"])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin"])
+def test_running_sums_exchange_totals(name, reverse, rows):
+    def fn(w, x):
+        return getattr(jax.lax, name)(jnp.cos(x), 0, reverse=reverse)
+
+    found = run_and_compare(fn, (SQUARE, P()), rows)
+    assert [m.nbytes for m in found.moves if m.why.startswith("the totals")] == [7 * 16 * 8]
+    assert str(found.outs[0]).startswith("[61+3@data" if rows[0][0] == 61 else "[64@data")
+
+
+@pytest.mark.parametrize("mesh", [DATA, TWO])
+@pytest.mark.parametrize("num", [64, 61])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, i: x[i], lambda x, i: x[-3:], lambda x, i: x[5], lambda x, i: x[2:12:3],
+        lambda x, i: jax.lax.dynamic_slice(x, (i, i), (3, 2)), lambda x, i: x[i - 200],
+        lambda x, i: x.at[jnp.array([1, 70, 8, -3])].get(mode="fill"),
+        lambda x, i: x.at[jnp.array([1, 70, 8, -3])].get(mode="clip"),
+        lambda x, i: x.at[jnp.array([3, 70]), jnp.array([4, 70])].get(mode="fill", fill_value=7.0),
+        lambda x, i: x[i, :].astype(jnp.int8)[:3], lambda x, i: (x > 0)[i],
+        lambda x, i: jnp.take_along_axis(x, (x[:1] > 0).astype(jnp.int32), 0),
+    ],
+)  # fmt: skip
+def test_few_elements_are_looked_up_where_they_are(fn, num, mesh):
+    def step(w, x):
+        return fn(x, (20 + 3 * w[0, 0]).astype(jnp.int32))
+
+    spec = ROWS if mesh is DATA else OVER_TWO
+    found = run_and_compare(step, (SQUARE, P()), ((num, 5), spec), mesh=mesh)
+    assert all(m.kind != "exchange" and m.nbytes < 4 * 5 * 8 * 2 for m in found.moves)
+
+
+def test_a_not_a_number_of_other_rows_is_not_found():
+    def fn(w, x):
+        return jnp.where(jnp.arange(64)[:, None] == 7, x, jnp.nan)[7]
+
+    run_and_compare(fn, (SQUARE, P()), LONG)
+
+
+def test_rows_that_are_looked_up_in_columns_end_in_rows():
+    """The rows are exchanged for columns, and what is found for rows: less than all rows of everything."""
+
+    def fn(w, x, at):
+        return jnp.sin(x[(jnp.abs(at[:, 0]) * 20).astype(jnp.int32)]) @ w
+
+    found = run_and_compare(fn, (SQUARE, P()), LONG, LONG)
+    assert kinds(found) == ["exchange", "gather", "exchange"]
+    assert str(found.outs[0]) == "[64@data, 16]"
+
+
+@pytest.mark.parametrize("num", [16, 13])
+def test_halves_of_two_batches(num):
+    """A device has its rows of both, one behind the other."""
+
+    def fn(w, x):
+        both = jnp.sin(jnp.concatenate([x, 2 * x]) @ w)
+        first, second = jnp.split(both, 2)
+        return first - second, both[num:], (first * both[:num]).sum(), both
+
+    found = run_and_compare(fn, (SQUARE, P()), ((num, 16), ROWS))
+    assert set(kinds(found)) <= {"reduce", "gather"}
+    assert len([m for m in found.moves if m.kind == "gather"]) <= 1  # The result of dealt-out rows.
+
+
+def test_most_rows_are_padded_ones():
+    """And what fills them up again, of their gradient, moves nothing."""
+
+    def fn(w, x):
+        return jax.grad(lambda x: (jnp.sin(x[:30] @ w) ** 2).sum())(x)
+
+    found = run_and_compare(fn, (SQUARE, P()), ((32, 16), ROWS))
+    assert not found.moves
+
+
+def test_a_sum_goes_to_the_rows_that_it_is_joined_with():
+    def fn(w, x, y):
+        sums = jnp.zeros((16, 16)).at[(jnp.abs(y[:, 0]) * 6).astype(jnp.int32)].add(y)
+        return jnp.sin(jnp.concatenate([x, sums], 1)) @ jnp.concatenate([w, w])
+
+    found = run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS), (SQUARE, ROWS))
+    assert kinds(found) == ["scatter"]
+
+
+def test_rows_that_were_exchanged_come_back():
+    """A window of rows is cut from all of them, in columns; a product takes it in rows of its own."""
+
+    def fn(w, x):
+        at = jnp.int32(3 * w[0, 0] ** 2)
+        return jnp.sin(jax.lax.dynamic_slice_in_dim(x, at, 16) @ w)
+
+    found = run_and_compare(fn, (SQUARE, P()), ((32, 16), ROWS))
+    assert kinds(found) == ["exchange", "exchange"]
+    assert str(found.outs[0]) == "[16@data, 16]"
+
+
+@pytest.mark.parametrize("num", [16, 13])
+def test_a_statistic_is_summed_and_not_scattered(num):
+    """All rows read it: to scatter it as the bias is, whose gradient sums rows, takes two collectives."""
+
+    def fn(w, x):
+        def loss(w):
+            h = x + w
+            return jnp.sin((h - h.mean(0)) * h.max(0)).sum()
+
+        return w - jax.grad(loss)(w)
+
+    found = run_and_compare(
+        fn, ((16,), P()), ((num, 16), ROWS), outs=[from_spec((16,), DATA, ROWS)]
+    )
+    assert "gather" not in kinds(found)
+
+
+@pytest.mark.parametrize("num", [16, 13])
+def test_each_device_draws_its_own_random_bits(num):
+    """Those that one device would draw for these rows."""
+
+    def fn(w, x):
+        key = jax.random.key(0)
+        keep = jax.random.bernoulli(jax.random.key(2), 0.5, x.shape)
+        noise = jax.random.normal(jax.random.key(1), w.shape, w.dtype)
+        return jnp.where(keep, x, 0.0), jax.random.bits(key, (num, 3), "uint16"), w + noise
+
+    stored = from_spec(SQUARE, DATA, ROWS)
+    found = run_and_compare(fn, (SQUARE, ROWS), ((num, 16), ROWS), outs=[None, None, stored])
+    assert not found.moves
+    shapes = [
+        eqn.outvars[0].aval.shape for eqn in found.jaxpr.eqns if "threefry" in str(eqn.primitive)
+    ]
+    assert (2, 16) in shapes
+    assert (16, 16) not in shapes
+
+
+def test_the_gradient_of_a_table_that_is_whole_is_exchanged():
+    """Of rows that were not looked up in columns the ids are gathered, which are fewer than columns."""
+
+    def fn(w, moment, x):
+        ids = (100 * jnp.abs(x[:, :3])).astype(jnp.int32)
+        return moment + jax.grad(lambda w: (jnp.sin(w[ids]).sum(-1) ** 2).sum())(w)
+
+    table, columns = (400, 16), P(None, "data")
+    stored = from_spec(table, DATA, columns)
+    found = run_and_compare(fn, (table, P()), (table, columns), (SQUARE, ROWS), outs=[stored])
+    assert kinds(found) == ["gather", "exchange"]

@@ -26,6 +26,7 @@ from jzero.ir._factors import SCATTER_REDUCES, Factor
 from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
 from jzero.ir._regions import Region, edges, turns
 from jzero.ir._rules import BY_DEVICES, Cost
+from jzero.sharding.partition import _look_ups
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import (
     DeviceValue,
@@ -38,7 +39,7 @@ from jzero.sharding.partition._values import (
 )
 from jzero.sharding.partition._writer import OF_STATE
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn
+from jzero.tracing._types import Atom, Eqn, Var
 
 # Of factors, by index: how the devices cut the dim. Its size counts if it is padded.
 FactorCuts = Mapping[int, Dim]
@@ -82,19 +83,41 @@ def ordinary(
         return [alone]
     if all(is_whole(v.layout) for v in ins):
         return _replicated(frame, eqn, ins)
-    chosen = _FactorChoice(frame, eqn, ins, factors, kept).run()
-    return _Written(frame, eqn, ins, factors, chosen, kept).run()
+    choice = _FactorChoice(frame, eqn, ins, factors, kept)
+    written = _Written(frame, eqn, ins, factors, choice.run(), kept).run()
+    displaced = frozenset(a for v in ins for a in v.displaced) ^ choice.exchanged
+    for value in written:
+        value.displaced = displaced & axes_of(value.layout)
+    return written
 
 
 def settle(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> None:
-    """Does the sums of all operands, where the others of an elementwise equation are."""
-    if any(v.layout.partial for v in ins):
-        towards = met(frame, eqn, ins, factors) if _rules.costs(eqn, Cost.ELEMENTWISE) else None
-        for v in ins:
-            alike = towards is not None and v.aval.shape == towards.shape
-            frame.settle(v, towards if alike else None)
+    """Does the sums of all operands, in shards as the others are."""
+    for k, v in enumerate(ins):
+        if v.layout.partial:
+            frame.settle(v, _beside(frame, eqn, ins, factors, k))
+
+
+def _beside(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], k: int
+) -> Layout | None:  # fmt: skip
+    """An operand in shards as the others are, lazy ones last; if it is not elementwise, those with rows."""
+    elementwise = _rules.costs(eqn, Cost.ELEMENTWISE)
+    if not elementwise and not _rules.costs(eqn, Cost.JOIN, Cost.PRODUCT):
+        return None
+    shape = ins[k].aval.shape
+    layout = frame.whole(shape)
+    others = [v for v in ins if not v.layout.partial and (elementwise or v.rows)]
+    for other in sorted(others, key=lambda v: v.make is not None):
+        for factor in factors:
+            j = next(j for j, v in enumerate(ins) if v is other)
+            d, e = factor.ins[k], factor.ins[j]
+            if d is not None and e is not None and other.aval.shape[e] == shape[d]:
+                own = frame.whole(shape).with_dims({d: other.layout.dims[e]})
+                layout = joined(layout, own)
+    return layout
 
 
 def met(
@@ -151,8 +174,10 @@ class _FactorChoice:
     ins: Sequence[DeviceValue]
     factors: Sequence[Factor]
     kept: tuple[Partial, ...]
+    exchanged: frozenset[str] = frozenset()
 
     def run(self) -> dict[int, Dim]:
+        """The chosen factors; `exchanged` are then the axes whose rows go to another dim."""
         if (alike := self._alike()) is not None:
             return alike
         if not self.frame.shared.has_rows and self._gathers_state():
@@ -165,6 +190,8 @@ class _FactorChoice:
                 self.frame.reason, self.frame.leaf = OF_STATE, self._table()
             elif axis not in kept and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
+                if best.elsewhere and best.moves_rows:
+                    self.exchanged |= {axis}
         return self.chosen
 
     def _gathers_state(self) -> bool:
@@ -183,21 +210,23 @@ class _FactorChoice:
         if not _is_looked_up_in_rows(self.eqn, self.ins, axis):
             return None
         table, indices, *updates = self.ins
+        if not updates and not table.is_state:
+            return None
         out, n = self.eqn.outvars[0], self.frame.mesh[axis]
-        layout = self.frame.hint_of(out) if updates else table.layout
+        hint = self.frame.hint_of(out)
+        layout = (hint and hint.layout) if updates else table.layout
         if layout is None or (place := layout.place(axis)) is None:
             return None
         d, outer = place
-        each = ((i, f) for i, f in enumerate(self.factors) if (f.ins[0], f.ins[1]) == (d, None))
+        kept = ((i, f) for i, f in enumerate(self.factors) if f.reduces is None)
+        each = ((i, f) for i, f in kept if (f.ins[0], f.ins[1]) == (d, None))
         i, factor = next(each, (0, None))
         dim = factor and self._cut(i, layout.dims[d], AxisCut(axis, outer))
         if factor is None or dim is None:
             return None
         rows, size = self.frame.price(indices, axis, None), _rules.size_in_bytes(out.aval)
         if updates:
-            if rows:  # They were not looked up in columns: one more gather, for few bytes.
-                return None
-            rows = self.frame.price(updates[0], axis, factor.ins[2], outer)
+            rows += self.frame.price(updates[0], axis, factor.ins[2], outer)
             moved = size / layout.num(axes_of(layout) - {axis}) * (n - 1) / n
         else:
             rows += size / indices.layout.num(indices.rows) * (n - 1) / n
@@ -264,6 +293,10 @@ class _FactorChoice:
         """Whether keeping rows where they are moves some, or leaves a sum of activations."""
         if best.cost == 0:
             return False
+        if any(axis in v.displaced for v in rows):
+            return True
+        if _look_ups.is_look_up(self.eqn, self.factors[best.factor]):
+            return True
         others = any(b != axis for v in rows for b in v.rows)
         cut = self._axes_of_result()
         cut_rows = any(b != axis and b in cut for v in self.ins for b in v.rows)
@@ -289,7 +322,20 @@ class _FactorChoice:
             cost += price
         if _is_reduced(factor):
             cost += self._sum_price(axis)
+        cost += self._end_price(axis, factor) if elsewhere else 0
+        if _look_ups.is_look_up(self.eqn, factor) and cost > self.frame.price(
+            self.ins[0], axis, None
+        ):
+            return
         found[i, dim] = _Candidate(cost, elsewhere, len(found), i, dim, moves_rows)
+
+    def _end_price(self, axis: str, factor: Factor) -> float:
+        """Of what is looked up in columns, and goes to its rows."""
+        if not _is_looked_up_in_rows(self.eqn, self.ins, axis) or factor.ins[1] is not None:
+            return 0.0
+        n, out = self.frame.mesh[axis], self.eqn.outvars[0].aval
+        own = _rules.size_in_bytes(out) / self.ins[0].layout.num(self._axes_of_result())
+        return own * (n - 1) / n / n
 
     def _sum_price(self, axis: str) -> float:
         """Of the sum that is due over the axis: scattered if what follows says where.
@@ -334,13 +380,13 @@ class _FactorChoice:
 
 
 def _is_looked_up_in_rows(eqn: Eqn, ins: Sequence[DeviceValue], axis: str) -> bool:
-    """Whether rows look up in a table of the state, or are added to one of zeros."""
+    """Whether rows look up in a table, or are added to one of zeros."""
     if eqn.primitive.name not in ("gather", "scatter-add") or axis not in ins[1].rows:
         return False
     table, _, *updates = ins
     if updates:
         return table.is_zero and axis in updates[0].rows
-    return table.is_state and table.make is None
+    return table.make is None
 
 
 def is_read_whole(region: Region, atom: Atom) -> bool:
@@ -402,11 +448,16 @@ class _Written:
         reduced = {i: dim for i, dim in self.chosen.items() if _is_reduced(self.factors[i])}
         atoms = [self._operand(k, v, reduced) for k, v in enumerate(self.ins)]
         layouts = [self._layout(var.aval.shape, j) for j, var in enumerate(self.eqn.outvars)]
-        outs = [
+        outs: list[Any] = [
             _jaxpr.var_like(var.aval, layout.local_shape)
             for var, layout in zip(self.eqn.outvars, layouts, strict=True)
         ]
-        self.frame.again(self.eqn, atoms, outs, params=self._params(layouts))
+        params = self._params(layouts)
+        shards = [i for i in reduced if _look_ups.is_look_up(self.eqn, self.factors[i])]
+        if shards:
+            outs = [self._looked_up(shards, atoms, outs, params)]
+        else:
+            self.frame.again(self.eqn, atoms, outs, params=params)
         if reduced:
             return self._reduced(outs, layouts, reduced)
         values = [self._value(j, x, layouts[j]) for j, x in enumerate(outs)]
@@ -414,6 +465,23 @@ class _Written:
         if any(_is_looked_up_in_rows(self.eqn, self.ins, axis) for axis in axes):
             self._end_in_rows(values[0])
         return values
+
+    def _looked_up(
+        self, shards: Sequence[int], atoms: Sequence[Atom], outs: Sequence[Var], params: dict[str, Any]
+    ) -> Atom:  # fmt: skip
+        """What a device finds in its shard of the operand."""
+        (operand, indices), value = atoms, self.ins[0]
+        dims = {self.factors[i].ins[0]: self.chosen[i] for i in self.chosen}
+        own = {d: sized(dim, value.aval.shape[d]) for d, dim in dims.items() if d is not None}
+        layout = self.frame.sharded(value.aval.shape, own)
+        params |= {"indices_are_sorted": False, "unique_indices": False}
+
+        def write(indices: Atom) -> Atom:
+            self.frame.again(self.eqn, [operand, indices], outs, params=params)
+            return outs[0]
+
+        at = [d for d in (self.factors[i].ins[0] for i in shards) if d is not None]
+        return _look_ups.looked_up(self.frame, self.eqn, layout, at, operand, indices, write)
 
     def _end_in_rows(self, value: DeviceValue) -> None:
         """[Note: columns of tables]: what was found in them goes to the rows; what was added is no rows'."""
@@ -469,7 +537,8 @@ class _Written:
             return self.frame.convert(atom, layout, layout.summed(*partial))
         for i in reduced:
             d, op = self.factors[i].ins[k], self.factors[i].reduces or ""
-            if d is not None and not (scatters and k == 1):
+            looked_up = _look_ups.is_look_up(self.eqn, self.factors[i])
+            if d is not None and not looked_up and not (scatters and k == 1):
                 atom = self.frame.masked(atom, layout, d, op)
         return atom
 
@@ -516,6 +585,9 @@ class _Written:
         if not any(_is_reduced(self.factors[i]) for i in self.chosen):
             return None
         found = self.frame.whole(layout.shape)
+        for i, dim in self.chosen.items():
+            if _look_ups.is_look_up(self.eqn, self.factors[i]):
+                return _look_ups.along_indices(self.eqn, layout, dim)
         if not any(axes_of(layout) & v.rows for v in self.ins):
             return None  # A gradient of state, not of activations.
         for i, dim in self.chosen.items():
@@ -546,6 +618,6 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     frame.again(eqn, [frame.at(value, before)], [new], params=params)
     axes = axes_of(after)
     return DeviceValue(
-        out, after, {after: new}, value.rows & axes, value.firm & axes, fill=value.fill,
-        origin=value.origin,
+        out, after, {after: new}, value.rows & axes, value.firm & axes, value.displaced & axes,
+        fill=value.fill, origin=value.origin,
     )  # fmt: skip

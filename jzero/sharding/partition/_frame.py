@@ -14,8 +14,7 @@ from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.batch._body import OUTPUT
-from jzero.sharding.partition._hints import Hint
-from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined
+from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
@@ -220,8 +219,11 @@ class DeviceFrame(DeviceWriter):
         """Does the sums that a value is: where what follows wants it, where `towards` is, or whole."""
         if not value.layout.partial:
             return
-        new = value.layout.settled(value.due)
-        for want in (value.hint, towards):
+        new, hint = value.layout.settled(value.due), value.hint
+        wants = [None if hint is None else hint.layout, towards]
+        if hint is not None and not hint.is_firm:
+            wants.reverse()
+        for want in wants:
             if want is not None:
                 new = joined(new, want, value.due)
         if value.spread is not None:
@@ -230,10 +232,10 @@ class DeviceFrame(DeviceWriter):
         self.at(value, new)
         value.layout = new
 
-    def hint_of(self, var: Var) -> Layout | None:
+    def hint_of(self, var: Var) -> Hint | None:
         """How what follows wants it; None if it asks for nothing."""
         hint = self.shared.hints.get((self.region, var))
-        return hint.layout if hint is not None and axes_of(hint.layout) else None
+        return hint if hint is not None and hint.layout.axes else None
 
     def leaf_of(self, var: Var) -> str:
         """The leaf that is made of it, element by element."""

@@ -8,88 +8,122 @@ With them goes the name of the leaf that is made of a value: of a sum, the one w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from jzero.ir import _dataflow, _rules
 from jzero.ir._factors import Factor
 from jzero.ir._layout import Dim, Layout
 from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
 from jzero.ir._rules import Cost
-from jzero.sharding.partition._values import joined, put
+from jzero.sharding.partition._values import Hint, joined, put
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
-
-class Hint(NamedTuple):
-    """What follows a value.
-
-    Attributes:
-      layout: that it wants; without cuts if it asks for none.
-      leaf: the leaf that it makes of the value, element by element.
-    """
-
-    layout: Layout
-    leaf: str
-
-
-_Hint = Hint | None
 _THROUGH = (
-    Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG, Cost.PART, Cost.JOIN,
-    Cost.REPEAT,
+    Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG, Cost.REDUCTION, Cost.PART,
+    Cost.JOIN, Cost.REPEAT,
 )  # fmt: skip
+_ADDS = {*_rules.ADDS, "sub"}
+_HELD = (Cost.IDENTITY, Cost.COPY, Cost.CAST, Cost.ELEMENTWISE)
 
 
 def hints_of(
-    step: Region, outs: Sequence[Layout | None], leaves: Sequence[str]
-) -> dict[ValueIn, _Hint]:
-    """For each value of a step, what follows it; None for values that nobody has asked of.
+    step: Region, ins: Sequence[Layout | None], outs: Sequence[Layout | None], leaves: Sequence[str]
+) -> dict[ValueIn, Hint | None]:  # fmt: skip
+    """For each value of a step, what follows it; nothing for values that nobody has asked of.
 
     Args:
       step: the whole batch's.
+      ins: the layouts of the state, before it.
       outs: the layouts of its results.
       leaves: their names, of those that are to be named.
     """
-    wanted = dict[ValueIn, _Hint]()
+    wanted = dict[ValueIn, Hint | None]()
     for atom, layout, leaf in zip(step.jaxpr.outvars, outs, leaves, strict=True):
         if not _jaxpr.is_literal(atom) and layout is not None:
             wanted[step, atom] = _join(wanted.get((step, atom)), _hint(layout, leaf))
-    return _dataflow.backward(step, wanted, _before, _join, None, _across)
+    held = _held(step, ins)
+
+    def before(region: Region, eqn: Eqn, hints: Sequence[Hint | None]) -> list[Hint | None]:
+        out = hints[0] if hints else None
+        asks = out is not None and _is_cut(out.layout)
+        if eqn.primitive.name in _ADDS and not asks:
+            found = _of_state(region, eqn, held)
+            if found is not None:
+                hints = [found if out is None else found._replace(leaf=out.leaf)]
+        return _before(eqn, hints)
+
+    return _dataflow.backward(step, wanted, before, _join, None, _across)
 
 
-def _hint(layout: Layout, leaf: str) -> _Hint:
+def _held(step: Region, ins: Sequence[Layout | None]) -> dict[ValueIn, Layout | None]:
+    """In which layouts the state is, and what is elementwise in it."""
+    pairs = zip(step.jaxpr.invars, ins, strict=True)
+    starts: dict[ValueIn, Layout | None] = {
+        (step, v): x for v, x in pairs if x is not None and _is_cut(x)
+    }
+    first = lambda a, b: a or b  # noqa: E731
+    return _dataflow.forward(step, starts, _after, first, None, _state_across)
+
+
+def _after(region: Region, eqn: Eqn, facts: Sequence[Layout | None]) -> list[Layout | None]:
+    if not _rules.costs(eqn, *_HELD):
+        return [None for _ in eqn.outvars]
+    shape = eqn.outvars[0].aval.shape
+    return [next((x for x in facts if x is not None and x.shape == shape), None)]
+
+
+def _of_state(
+    region: Region, eqn: Eqn, held: dict[ValueIn, Layout | None]
+) -> Hint | None:  # fmt: skip
+    """Where something is added to state: as a gradient is, in the inner step of a step."""
+    shape = eqn.outvars[0].aval.shape
+    each = (held.get((region, x)) for x in eqn.invars if not _jaxpr.is_literal(x))
+    return next((Hint(x) for x in each if x is not None and x.shape == shape), None)
+
+
+def _hint(layout: Layout, leaf: str, is_firm: bool = True) -> Hint | None:
     """None where it says nothing. A scalar is of no leaf: what scales all gradients comes of all of them."""
     leaf = leaf if layout.dims else ""
-    return Hint(layout, leaf) if leaf or _is_cut(layout) else None
+    return Hint(layout, is_firm, leaf) if leaf or _is_cut(layout) else None
 
 
 def _is_cut(layout: Layout) -> bool:
     return bool(layout.axes)
 
 
-def _join(a: _Hint, b: _Hint) -> _Hint:
-    """What both want, as far as it fits together; the first one's where it does not."""
+def _join(a: Hint | None, b: Hint | None) -> Hint | None:
+    """What both want, as far as it fits together; the firm one's, or the first one's, where it does not."""
     if a is None or b is None:
         return a or b
-    return Hint(joined(a.layout, b.layout), a.leaf or b.leaf)
+    leaf = a.leaf or b.leaf
+    if a.is_firm != b.is_firm and _is_cut(a.layout) and _is_cut(b.layout):
+        return (a if a.is_firm else b)._replace(leaf=leaf)
+    asks = [x for x in (a, b) if _is_cut(x.layout)]
+    firm = not asks or any(x.is_firm for x in asks)
+    return Hint(joined(a.layout, b.layout), firm, leaf)
 
 
-def _before(region: Region, eqn: Eqn, outs: Sequence[_Hint]) -> list[_Hint]:
+def _before(eqn: Eqn, outs: Sequence[Hint | None]) -> list[Hint | None]:
     """Of an equation's operands."""
     if eqn.primitive.name == "optimization_barrier":
         return [*outs]
     out = outs[0] if outs else None
+    if out is not None and not out.is_firm and _rules.costs(eqn, Cost.REPEAT):
+        return [None for _ in eqn.invars]  # A statistic of rows, which all of them read.
     if out is None or not _rules.costs(eqn, *_THROUGH):
         return [None for _ in eqn.invars]
+    is_firm = out.is_firm and not _rules.costs(eqn, Cost.REDUCTION)
     if eqn.primitive.name == "reshape":
         shape = eqn.invars[0].aval.shape
         if len(eqn.invars) == 1:
-            out = Hint(out.layout.reshapable(shape).reshape(shape), out.leaf)
-        return [_hint(*out)]
+            out = out._replace(layout=out.layout.reshapable(shape).reshape(shape))
+        return [_hint(out.layout, out.leaf, is_firm)]
     factors = _rules.factors_of(eqn)
+    out = out._replace(is_firm=is_firm)
     return [_of_operand(eqn, k, out, factors) for k in range(len(eqn.invars))]
 
 
-def _of_operand(eqn: Eqn, k: int, out: Hint, factors: Sequence[Factor]) -> _Hint:
+def _of_operand(eqn: Eqn, k: int, out: Hint, factors: Sequence[Factor]) -> Hint | None:
     """The cuts of the result's dims that the operand has; the leaf if it has no other dims, or is a part."""
     atom, to = eqn.invars[k], eqn.outvars[0].aval.shape
     if atom.aval.shape == to and _rules.is_elementwise(eqn):
@@ -105,17 +139,26 @@ def _of_operand(eqn: Eqn, k: int, out: Hint, factors: Sequence[Factor]) -> _Hint
         for cut in out.layout.dims[e].cuts:
             found = put(found, d, out.layout.dims[e], cut) or found
     is_part = _rules.costs(eqn, Cost.JOIN)
-    return _hint(found, "" if others and not is_part else out.leaf)
+    return _hint(found, "" if others and not is_part else out.leaf, out.is_firm)
 
 
-def _across(eqn: Eqn, edge: Edge, hint: _Hint) -> _Hint:
+def _across(eqn: Eqn, edge: Edge, hint: Hint | None) -> Hint | None:
     """A stack's slice wants the dims behind the first one, and the other way round."""
     if hint is None or edge.kind is EdgeKind.PREDICATE:
         return None
-    layout, leaf = hint
+    layout = hint.layout
     if edge.shift == -1:
         (_, atom) = edge.source
         layout = Layout((Dim(atom.aval.shape[0]), *layout.dims), layout.mesh)
     elif edge.shift == 1:
         layout = Layout(layout.dims[1:], layout.mesh)
-    return _hint(layout, leaf)
+    return _hint(layout, hint.leaf, hint.is_firm)
+
+
+def _state_across(eqn: Eqn, edge: Edge, layout: Layout | None) -> Layout | None:
+    if layout is None or edge.kind is EdgeKind.PREDICATE:
+        return None
+    if edge.shift == 1:
+        (_, atom) = edge.target
+        return Layout((Dim(atom.aval.shape[0]), *layout.dims), layout.mesh)
+    return Layout(layout.dims[1:], layout.mesh) if edge.shift == -1 else layout

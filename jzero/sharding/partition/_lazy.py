@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy values: iota, broadcasts, and what is elementwise in them, made in each layout that reads them.
+"""Lazy values: iota, random bits, broadcasts, and what is elementwise in them, made where they are read.
 
 So positions and masks along a sharded sequence are those of the whole one, and nothing of them is moved.
 """
@@ -7,6 +7,7 @@ So positions and masks along a sharded sequence are those of the whole one, and 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jzero.ir import _rules
 from jzero.ir._factors import Factor
 from jzero.ir._layout import Dim, Layout
 from jzero.ir._rules import Cost
+from jzero.ir._sent import cast
 from jzero.sharding.partition._equations import met
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue, axes_of, sized
@@ -37,6 +39,10 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
     size = eqn.outvars[0].aval.size
     if name == "iota":
         return not ins and size > 1
+    if name == "random_bits":
+        # Bits that the generator counts; others are made whole on every device.
+        counts = _jaxpr.is_threefry(ins[0].aval.dtype) and not ins[0].aval.shape
+        return counts and 1 < size < 2**32
     if name == "broadcast_in_dim":
         return len(ins) == 1 and size > ins[0].aval.size
     if name == "reshape" and (eqn.params["dimensions"] is not None or len(ins) > 1):
@@ -71,6 +77,8 @@ def _make(
     name = eqn.primitive.name
     if name == "iota":
         made = _iota(frame, eqn, layout)
+    elif name == "random_bits":
+        made = _random_bits(frame, eqn, ins[0], layout)
     elif name == "reshape":
         made = _reshape(frame, eqn, ins[0], layout)
     else:
@@ -103,21 +111,24 @@ def _written(frame: DeviceFrame, eqn: Eqn, atoms: list[Atom], layout: Layout) ->
 def _iota(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> Atom:
     """The part of a line, repeated along all other dims."""
     out, d = eqn.outvars[0].aval, eqn.params["dimension"]
-    dim = layout.dims[d]
-    line = frame.inline(_numbers, (str(out.dtype), dim._replace(cuts=())))
-    own = Layout((dim,), layout.mesh)
-    line = frame.convert(line, own.without_cuts(), own)
+    line = frame.inline(cast, (out.dtype,), frame.positions(layout.dims[d]))
     return frame.inline(_spread, (layout.local_shape, d), line)
 
 
-def _numbers(dtype: str, dim: Dim) -> jax.Array:
-    """Each element's place; padding repeats the last of its block."""
-    at = lax.iota(jnp.int32, dim.size)
-    if dim.pad is not None:
-        step = jnp.int32(dim.size // dim.pad.outer)
-        inside = lax.min(lax.rem(at, step), jnp.int32(dim.pad.true - 1))
-        at = lax.div(at, step) * jnp.int32(dim.pad.true) + inside
-    return at.astype(dtype)
+def _random_bits(frame: DeviceFrame, eqn: Eqn, key: DeviceValue, layout: Layout) -> Atom:
+    """The bits that the generator has for the places of what a device holds."""
+    own = [frame.positions(dim) for dim in layout.dims]
+    whole = frame.at(key, frame.whole(()))
+    return frame.inline(_bits, (eqn.params["shape"], eqn.params["bit_width"]), whole, *own)
+
+
+def _bits(shape: tuple[int, ...], width: int, key: jax.Array, *own: jax.Array) -> jax.Array:
+    local = tuple(at.shape[0] for at in own)
+    place = jnp.zeros(local, jnp.uint32)
+    for d, at in enumerate(own):
+        step = jnp.asarray(math.prod(shape[d + 1 :]), jnp.uint32)
+        place = place + lax.broadcast_in_dim(at.astype(jnp.uint32) * step, local, (d,))
+    return _jaxpr.threefry_bits(key, jnp.zeros(local, jnp.uint32), place, width)
 
 
 def _spread(shape: tuple[int, ...], dim: int, line: jax.Array) -> jax.Array:

@@ -83,7 +83,8 @@ def partition(
     if not jaxpr.eqns:
         raise cannot("a step without equations")
     region = Region(jaxpr, [*consts])
-    hints = hints_of(region, outs, [*names, *[""] * (len(outs) - len(names))])
+    stored = [None if each.rows else each.layout for each in ins]
+    hints = hints_of(region, stored, outs, [*names, *[""] * (len(outs) - len(names))])
     shared = Partitioning(
         mesh, hints, [each.name for each in ins], once, any(each.rows for each in ins)
     )

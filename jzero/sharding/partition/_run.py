@@ -8,12 +8,13 @@ body and an operation that JAX expands are all written in the place where they s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from jzero.ir import _rules
 from jzero.ir._regions import Region
 from jzero.ir._rules import Cost
-from jzero.sharding.partition import _control, _equations, _lazy
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.partition import _along, _control, _equations, _lazy, _look_ups
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._own_rows import in_own_rows
@@ -43,7 +44,8 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
         for var, value in zip(eqn.outvars, outs, strict=True):
             value.hint = value.hint or frame.hint_of(var)
             value.leaf = value.leaf or frame.leaf_of(var)
-            if value.layout.partial and value.hint is not None and not _waits(region, var):
+            is_wanted = value.hint is not None and value.hint.is_firm
+            if value.layout.partial and is_wanted and not _waits(region, var):
                 frame.settle(value)
         frame.note(outs)
     frame.region = outer
@@ -73,7 +75,14 @@ def _equation(
         if _lazy.may_wait(eqn, ins):
             return [_lazy.lazy(frame, eqn, ins, ())]
         return [_equations.reshaped(frame, eqn, ins[0])]
+    if (few := _look_ups.slices(frame, eqn, ins)) is not None:
+        return _in_place_of(frame, region, eqn, ins, *few)
     factors = _rules.factors_of(eqn) if name != "reshape" else []
+    if name in _along.NAMES:
+        _equations.settle(frame, eqn, ins, factors)
+        if (found := _along.along(frame, eqn, ins)) is not None:
+            return found
+    factors += _look_ups.factors(eqn, ins)
     if _lazy.may_wait(eqn, ins):
         return [_lazy.lazy(frame, eqn, ins, factors)]
     frame.reason = "" if factors else "it needs the rows of all devices"
@@ -83,6 +92,23 @@ def _equation(
             (ins[0].casts[key],) = _equations.ordinary(frame, eqn, ins, factors)
         return [ins[0].casts[key]]
     return _equations.ordinary(frame, eqn, ins, factors)
+
+
+def _in_place_of(
+    frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue],
+    fn: Callable[..., object], static: tuple[Hashable, ...],
+) -> list[DeviceValue]:  # fmt: skip
+    """Writes the equations of `fn(*static, *ins)` in the place of an equation, which computes the same."""
+    given = [_jaxpr.var_like(value.aval) for value in ins]
+    writer = JaxprWriter(eqn)
+    outs = writer.trace(fn, *given, static=static)  # type: ignore[arg-type]
+    env: dict[Var, DeviceValue] = dict(zip(given, ins, strict=True))
+    for each in writer.eqns:
+        frame.source = each
+        values = [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in each.invars]
+        env |= zip(each.outvars, _equation(frame, region, each, values), strict=True)
+    frame.source = eqn
+    return [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in outs]
 
 
 def _moves_nothing(eqn: Eqn) -> bool:

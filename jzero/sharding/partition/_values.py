@@ -5,10 +5,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jzero.ir._layout import AxisCut, Dim, Layout, fits
 from jzero.tracing._types import Atom, Aval, Eqn
+
+
+class Hint(NamedTuple):
+    """What follows a value.
+
+    Attributes:
+      layout: that it wants; without cuts if it asks for none.
+      is_firm: whether all of what wants it does so along dims that the value has: a sum over others waits for
+        whoever reads it, which may have rows along these.
+      leaf: the leaf that is made of the value, element by element.
+    """
+
+    layout: Layout
+    is_firm: bool = True
+    leaf: str = ""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -20,6 +35,7 @@ class DeviceValue:
       layout: its own layout: that in which it was made.
       atoms: what there is of it, by layout.
       rows: the axes over which it differs because rows of the batch do.
+      displaced: of `rows`, those that are no longer along rows, but along another dim, since an exchange.
       firm: the axes over which it stays sharded though it is state, as the user's specs say.
       make: `make(frame, layout)` writes it in any layout at little cost; else it must be converted.
       fill: all its elements, if they are one that is known.
@@ -38,10 +54,11 @@ class DeviceValue:
     atoms: dict[Layout, Atom] = dataclasses.field(default_factory=dict)
     rows: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
+    displaced: frozenset[str] = frozenset()
     make: Callable[..., Atom] | None = None
     fill: Any = None
     origin: int | None = None
-    hint: Layout | None = None
+    hint: Hint | None = None
     leaf: str = ""
     spread: Layout | None = None
     outer: DeviceValue | None = None

@@ -75,6 +75,7 @@ class DeviceWriter(JaxprWriter):
         self.mesh, self.moves = mesh, moves
         self._index: dict[tuple[str, ...], Atom] = {}
         self._inside: dict[Dim, Atom] = {}
+        self._positions: dict[Dim, Atom] = {}
 
     def inline(self, fn: Callable[..., object], static: tuple[Hashable, ...], *ins: Atom) -> Atom:
         """Writes the equations of `fn(*static, *ins)`, which has one result."""
@@ -210,14 +211,28 @@ class DeviceWriter(JaxprWriter):
 
     def masked(self, x: Atom, layout: Layout, dim: int, reduces: str) -> Atom:
         """`x`, with what changes no sum (maximum, ...) in the place of a dim's padding."""
-        own = layout.dims[dim]
-        if own.pad is None:
+        if layout.dims[dim].pad is None:
             return x
+        neutral = _rules.neutral(reduces, x.aval.dtype)
+        return self.filled(x, layout, dim, _jaxpr.scalar(neutral, x.aval.dtype))
+
+    def filled(self, x: Atom, layout: Layout, dim: int, fill: Atom) -> Atom:
+        """`x`, with a scalar in the place of a dim's padding."""
+        own = layout.dims[dim]
+        assert own.pad is not None
         if own not in self._inside:
             line = Layout((own,), layout.mesh)
             whole = self.inline(_inside, (own.size, own.size // own.pad.outer, own.pad.true))
             self._inside[own] = self.convert(whole, line.without_cuts(), line)
-        return self.inline(_where_inside, (dim, reduces), self._inside[own], x)
+        return self.inline(_where_inside, (dim,), self._inside[own], x, fill)
+
+    def positions(self, dim: Dim) -> Atom:
+        """The places of what a device has of a dim; padding repeats the last of its block."""
+        if dim not in self._positions:
+            line = Layout((dim,), tuple(self.mesh.items()))
+            whole = self.inline(_places, (dim._replace(cuts=()),))
+            self._positions[dim] = self.convert(whole, line.without_cuts(), line)
+        return self._positions[dim]
 
     # -- collectives --------------------------------------------------------------------------------------
     def _among(
@@ -232,8 +247,8 @@ class DeviceWriter(JaxprWriter):
 
     def _sent(self, x: Atom, shape: Sequence[int], name: str, **params: object) -> Atom:
         """A collective; of dtypes that the devices cannot send or sum, in a wider one."""
-        reduces = name in ("psum", "pmax", "pmin", "psum_scatter")
-        wide = "int32" if reduces and x.aval.dtype == np.bool_ else SENT_AS.get(str(x.aval.dtype))
+        sums = name in ("psum", "psum_scatter")
+        wide = "int32" if sums and x.aval.dtype == np.bool_ else SENT_AS.get(str(x.aval.dtype))
         if wide is not None:
             y = self._sent(self.inline(cast, (wide,), x), shape, name, **params)
             return self.inline(cast, (x.aval.dtype,), y)
@@ -355,6 +370,15 @@ def _inside(size: int, step: int, true: int) -> jax.Array:
     return lax.rem(lax.iota(jnp.int32, size), jnp.int32(step)) < true
 
 
-def _where_inside(dim: int, reduces: str, inside: jax.Array, x: jax.Array) -> jax.Array:
-    fill = jnp.asarray(_rules.neutral(reduces, x.dtype), x.dtype)
+def _where_inside(dim: int, inside: jax.Array, x: jax.Array, fill: jax.Array) -> jax.Array:
     return jnp.where(lax.broadcast_in_dim(inside, x.shape, (dim,)), x, fill)
+
+
+def _places(dim: Dim) -> jax.Array:
+    at = lax.iota(jnp.int32, dim.size)
+    if dim.pad is None:
+        return at
+    step = jnp.int32(dim.size // dim.pad.outer)
+    inside = lax.min(lax.rem(at, step), jnp.int32(dim.pad.true - 1))
+    found: jax.Array = lax.div(at, step) * jnp.int32(dim.pad.true) + inside
+    return found

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equations that work along a sharded dim itself: each device does its shard, and little is exchanged.
+
+Where the largest is, running sums, and the parts of a dim that is put together or taken apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jzero.ir import _rules
+from jzero.ir._layout import AxisCut, Dim, Layout, Pad, Partial
+from jzero.ir._sent import ordered_integers
+from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.partition._look_ups import is_elsewhere, shards_of
+from jzero.sharding.partition._values import DeviceValue, axes_of
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn
+
+Values = list[DeviceValue]
+_COMPARED = "each device finds its own, and they are compared"
+
+
+def along(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+    """The results of an equation along a sharded dim; None if that is no matter, or whole costs no more."""
+    sharded = any(v.make is None and axes_of(v.layout) for v in ins)
+    return _HANDLERS[eqn.primitive.name](frame, eqn, ins) if sharded else None
+
+
+def _value(eqn: Eqn, j: int, layout: Layout, x: Atom, like: DeviceValue) -> DeviceValue:
+    aval, axes = eqn.outvars[j].aval, axes_of(layout)
+    return DeviceValue(aval, layout, {layout: x}, like.rows & axes, like.firm & axes)
+
+
+def _whole_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) -> float:
+    return sum(frame.price(value, axis, None) for axis in axes)
+
+
+# -- where the largest is ------------------------------------------------------------------------------
+def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+    """`argmax`, `argmin`: the extreme of all, and the first place that has it; NaN is one, as in JAX.
+
+    Of Booleans the extreme is known; if none has it, the first place has what all have.
+    """
+    (value,), (d,), out = ins, eqn.params["axes"], eqn.outvars[0].aval
+    layout, dtype = value.layout, value.aval.dtype
+    axes, kind = [cut.axis for cut in layout.dims[d].cuts], eqn.primitive.name[3:]
+    plain = dtype == jnp.bool_ or any(jnp.issubdtype(dtype, x) for x in (jnp.integer, jnp.floating))
+    n = layout.num(axes)
+    two = 2 * (getattr(dtype, "itemsize", 4) + 4) * out.size * (n - 1) / n
+    if not axes or not plain or two >= _whole_price(frame, value, axes):
+        return None
+    after = dataclasses.replace(layout, dims=(*layout.dims[:d], *layout.dims[d + 1 :]))
+    x = frame.masked(frame.at(value, layout), layout, d, kind)
+    (place,) = frame.again(eqn, [x], [_jaxpr.var_like(out, after.local_shape)])
+    static = kind, d, layout.dims[d].true
+    best, number = frame.trace(_best, x, place, frame.positions(layout.dims[d]), static=static)
+    size = layout.dims[d].true
+    most: Atom = _jaxpr.scalar(int(kind == "max"), np.int32)
+    if dtype != jnp.bool_:
+        most = _reduced(frame, best, after, axes, kind)
+    number = frame.inline(_unless, (size,), best, most, number)
+    first = _reduced(frame, number, after, axes, "min")
+    found = frame.inline(_first, (size, str(out.dtype)), first)
+    return [_value(eqn, 0, after, found, value)]
+
+
+def _reduced(frame: DeviceFrame, x: Atom, layout: Layout, axes: Sequence[str], op: str) -> Atom:
+    terms = layout.summed(*(Partial(axis, op) for axis in axes))
+    return frame.convert(x, terms, layout, why=_COMPARED)
+
+
+def _best(
+    kind: str, dim: int, size: int, x: jax.Array, place: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The extreme of a device's shard, as an integer, and its place among all; `size` of padding."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = ordered_integers(kind, jnp.where(x == 0, jnp.zeros_like(x), x))  # -0.0 is no smaller
+    elif x.dtype == jnp.bool_:
+        x = x.astype(jnp.int32)
+    best = jnp.max(x, dim) if kind == "max" else jnp.min(x, dim)
+    return best, jnp.minimum(positions[place], size)
+
+
+def _unless(size: int, best: jax.Array, most: jax.Array, number: jax.Array) -> jax.Array:
+    return jnp.where(best == most, number, size)
+
+
+def _first(size: int, dtype: str, number: jax.Array) -> jax.Array:
+    return jnp.where(number == size, 0, number).astype(dtype)
+
+
+# -- running sums --------------------------------------------------------------------------------------
+_RUNNING: dict[str, tuple[str, Callable[..., jax.Array]]] = {
+    "cumsum": ("sum", lax.add), "cumprod": ("prod", lax.mul), "cummax": ("max", lax.max),
+    "cummin": ("min", lax.min),
+}  # fmt: skip
+
+
+def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+    """A running sum (product, extreme): of a device's shard, and of the totals of those before it."""
+    (value,), d = ins, eqn.params["axis"]
+    layout, name = value.layout, eqn.primitive.name
+    shards = shards_of(layout.dims[d], layout)
+    if shards is None or shards.outer > 1 or value.aval.dtype == jnp.bool_:
+        return None
+    totals = layout.with_dims({d: Dim(shards.num, layout.dims[d].cuts)})
+    nbytes = _rules.size_in_bytes(value.aval) / value.aval.shape[d] * shards.num
+    if nbytes >= _whole_price(frame, value, shards.axes):
+        return None
+    x = frame.masked(frame.at(value, layout), layout, d, _RUNNING[name][0])
+    (own,) = frame.again(eqn, [x], [_jaxpr.var_like(value.aval, layout.local_shape)])
+    reverse = eqn.params["reverse"]
+    last = frame.inline(_last, (d, reverse), own)
+    why = "the totals of the devices are exchanged"
+    every = frame.convert(last, totals, totals.without(shards.axes), why=why)
+    out = frame.inline(_behind, (name, d, reverse), own, every, frame.index(shards.axes))
+    return [_value(eqn, 0, layout, out, value)]
+
+
+def _last(dim: int, reverse: bool, x: jax.Array) -> jax.Array:
+    return (
+        lax.slice_in_dim(x, 0, 1, axis=dim) if reverse else lax.slice_in_dim(x, -1, None, axis=dim)
+    )
+
+
+def _behind(
+    name: str, dim: int, reverse: bool, own: jax.Array, totals: jax.Array, index: jax.Array
+) -> jax.Array:
+    """What a device has, put together with the totals of those before it."""
+    reduces, combine = _RUNNING[name]
+    running: Callable[..., jax.Array] = getattr(lax, name)
+    upto = running(totals, dim, reverse=reverse)
+    neutral = jnp.asarray(_rules.neutral(reduces, upto.dtype), upto.dtype)
+    shift = [((1, -1, 0), (-1, 1, 0))[reverse] if d == dim else (0, 0, 0) for d in range(upto.ndim)]
+    before = lax.pad(upto, neutral, shift)
+    mine = lax.dynamic_slice_in_dim(before, index, 1, dim)
+    return combine(own, jnp.broadcast_to(mine, own.shape))
+
+
+# -- parts ---------------------------------------------------------------------------------------------
+def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+    """Of parts that are sharded alike: a device has its shards of each, one behind the other."""
+    d, num = eqn.params["dimension"], len(ins)
+    dim = ins[0].layout.dims[d]
+    alike = all(v.make is None and v.layout.dims == ins[0].layout.dims for v in ins)
+    if not dim.cuts or not alike:
+        return None
+    pad = dim.pad and Pad(num * dim.pad.outer, dim.pad.true)
+    new = Dim(num * dim.size, tuple(AxisCut(axis, num * outer) for axis, outer in dim.cuts), pad)
+    layout = ins[0].layout.with_dims({d: new})
+    out = _jaxpr.var_like(eqn.outvars[0].aval, layout.local_shape)
+    frame.again(eqn, [frame.at(v, v.layout) for v in ins], [out])
+    rows = frozenset(a for v in ins for a in v.rows)
+    return [dataclasses.replace(_value(eqn, 0, layout, out, ins[0]), rows=rows & axes_of(layout))]
+
+
+def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+    """Into parts of whole blocks of dealt-out shards."""
+    value, d = ins[0], eqn.params["axis"]
+    ends = np.cumsum(eqn.params["sizes"]).tolist()
+    parts = [_blocks(value.layout, d, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    layouts = [layout for layout in parts if layout is not None]
+    if len(layouts) < len(parts):
+        return None
+    sizes = tuple(layout.local_shape[d] for layout in layouts)
+    outs = [
+        _jaxpr.var_like(var.aval, layout.local_shape)
+        for var, layout in zip(eqn.outvars, layouts, strict=True)
+    ]
+    frame.again(
+        eqn, [frame.at(value, value.layout)], outs, params=eqn.params | {"sizes": sizes}
+    )  # fmt: skip
+    return [_value(eqn, j, layouts[j], x, value) for j, x in enumerate(outs)]
+
+
+def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+    """Of whole blocks of dealt-out shards; or of most rows from their beginning, which then are padded."""
+    (value,), params = ins, eqn.params
+    layout, shape, out = value.layout, value.aval.shape, eqn.outvars[0].aval.shape
+    starts, limits = [*params["start_indices"]], [*params["limit_indices"]]
+    strides = params["strides"] or (1,) * len(shape)
+    cut = [d for d in range(len(shape)) if layout.dims[d].cuts and out[d] != shape[d]]
+    if not cut or any(strides[d] != 1 for d in cut) or 0 in out:
+        return None
+    after = layout
+    for d, (size, dim) in enumerate(zip(out, layout.dims, strict=True)):
+        if d in cut:
+            part = _blocks(after, d, starts[d], limits[d])
+            rows = any(cut.axis in value.rows for cut in dim.cuts)
+            if part is None and rows and not is_elsewhere(value, d):
+                part = _beginning(after, d, starts[d], size)
+            if part is None:
+                return None
+            after = part
+            starts[d] = starts[d] * layout.local_shape[d] // shape[d]
+            limits[d] = starts[d] + after.local_shape[d]
+        elif size != shape[d]:
+            after = after.with_dims({d: Dim(size)})
+            if dim.pad is not None:
+                return None
+        else:
+            starts[d], limits[d] = 0, layout.local_shape[d]
+    new = _jaxpr.var_like(eqn.outvars[0].aval, after.local_shape)
+    given = params | {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
+    frame.again(eqn, [frame.at(value, layout)], [new], params=given)
+    return [_value(eqn, 0, after, new, value)]
+
+
+def _blocks(layout: Layout, d: int, start: int, stop: int) -> Layout | None:
+    """The layout of whole blocks of a dim; None if they are none."""
+    dim = layout.dims[d]
+    if not dim.cuts:
+        return None
+    num, pad = dim.cuts[0].outer, dim.pad
+    if pad is not None and num % pad.outer:
+        return None
+    num = num if pad is None else pad.outer
+    block, size = dim.true // num, stop - start
+    if not size or start % block or stop % block:
+        return None
+    part = size // block
+    cuts = tuple(AxisCut(axis, outer * part // num) for axis, outer in dim.cuts)
+    return layout.with_dims({d: Dim(dim.size * part // num, cuts, pad and Pad(part, pad.true))})
+
+
+def _beginning(layout: Layout, d: int, start: int, size: int) -> Layout | None:
+    """The layout of most of a dim, from its beginning: what is left out becomes padding."""
+    dim = layout.dims[d]
+    padded = dim.pad is not None and dim.pad.outer > 1
+    if start or padded or 2 * size <= dim.size or dim.cuts[0].outer > 1:
+        return None
+    return layout.with_dims({d: dim._replace(pad=Pad(1, size))})
+
+
+def _pad(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+    """What fills up a dim behind its end, as far as it is padded: the gradient of its beginning."""
+    value, fill = ins
+    changed = [d for d, by in enumerate(eqn.params["padding_config"]) if by != (0, 0, 0)]
+    if len(changed) != 1 or value.make is not None:
+        return None
+    (d,), layout = changed, value.layout
+    low, high, inside = eqn.params["padding_config"][d]
+    dim = layout.dims[d]
+    if dim.pad is None or dim.pad.outer != 1 or low or inside or dim.true + high != dim.size:
+        return None
+    frame.settle(fill)
+    with_fill = frame.filled(frame.at(value, layout), layout, d, frame.at(fill, frame.whole(())))
+    after = layout.with_dims({d: dim._replace(pad=None)})
+    return [_value(eqn, 0, after, with_fill, value)]
+
+
+_HANDLERS: dict[str, Callable[[DeviceFrame, Eqn, Sequence[DeviceValue]], Values | None]] = {
+    "argmax": _arg_extreme, "argmin": _arg_extreme, "concatenate": _concatenate, "split": _split,
+    "slice": _slice, "pad": _pad, **dict.fromkeys(_RUNNING, _running),
+}  # fmt: skip
+NAMES = frozenset(_HANDLERS)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look-ups along a sharded dim: each device looks up what is in its shard, and their results are summed.
+
+They are factors of `gather` beside those of the table: of the dim that a column of the indices counts. A
+`dynamic_slice` or a `slice` of few elements along a sharded dim is looked up as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero.ir import _rules
+from jzero.ir._factors import Factor
+from jzero.ir._layout import Dim, Layout
+from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.partition._values import DeviceValue
+from jzero.tracing._types import Atom, Eqn
+
+_MODES = (
+    lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    lax.GatherScatterMode.FILL_OR_DROP,
+)  # fmt: skip
+
+
+class Shards(NamedTuple):
+    """A dim that is `[outer, num, inner]`, of which neighbouring axes have the shards; `true` elements."""
+
+    axes: tuple[str, ...]
+    outer: int
+    num: int
+    inner: int
+    true: int
+
+
+def shards_of(dim: Dim, layout: Layout) -> Shards | None:
+    """The shards of a dim; None if it has none, or is cut in several places, or padded within."""
+    if not dim.cuts or dim.pad is not None and (dim.pad.outer, dim.cuts[0].outer) != (1, 1):
+        return None
+    outer = at = dim.cuts[0].outer
+    for cut in dim.cuts:
+        if cut.outer != at:
+            return None
+        at *= layout.num([cut.axis])
+    axes = tuple(cut.axis for cut in dim.cuts)
+    return Shards(axes, outer, at // outer, dim.size // at, dim.true)
+
+
+def factors(eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Factor]:
+    """Of a look-up: the dims along which it looks up single elements of shards."""
+    if eqn.primitive.name != "gather" or ins[0].make is not None:
+        return []
+    if eqn.params["mode"] not in _MODES or jnp.issubdtype(ins[0].aval.dtype, jax.dtypes.extended):
+        return []
+    layout, sizes = ins[0].layout, eqn.params["slice_sizes"]
+    counted = eqn.params["dimension_numbers"].start_index_map
+    found = [d for d in counted if sizes[d] == 1 and shards_of(layout.dims[d], layout) is not None]
+    return [Factor((d, None), (None,), "sum") for d in found]
+
+
+def is_look_up(eqn: Eqn, factor: Factor) -> bool:
+    """Whether a factor is one of these."""
+    return eqn.primitive.name == "gather" and factor.reduces is not None
+
+
+def looked_up(
+    frame: DeviceFrame, eqn: Eqn, layout: Layout, dims: Sequence[int], operand: Atom, indices: Atom,
+    write: Callable[[Atom], Atom],
+) -> Atom:  # fmt: skip
+    """What a device finds along sharded dims, and zeros for what others find."""
+    numbers, mine = eqn.params["dimension_numbers"], list[Atom]()
+    fills = eqn.params["mode"] is lax.GatherScatterMode.FILL_OR_DROP
+    for d in dims:
+        shards = shards_of(layout.dims[d], layout)
+        assert shards is not None
+        static = numbers.start_index_map.index(d), shards, fills
+        index = frame.index(shards.axes)
+        indices, inside = frame.trace(_in_shards, indices, index, static=static)
+        mine.append(inside)
+    found = write(indices)
+    places = tuple(k for k in range(found.aval.ndim) if k not in numbers.offset_dims)
+    return frame.inline(_if_mine, (places,), found, *mine)
+
+
+def along_indices(eqn: Eqn, layout: Layout, dim: Dim) -> Layout | None:
+    """Where what is found is scattered that nobody has asked of: along the longest dim of the indices."""
+    offsets = eqn.params["dimension_numbers"].offset_dims
+    free = [d for d in range(len(layout.dims)) if d not in offsets and not layout.dims[d].cuts]
+    axes = [cut.axis for cut in dim.cuts]
+    even = [d for d in free if layout.dims[d].size and layout.dims[d].size % layout.num(axes) == 0]
+    if not even:
+        return None
+    longest, found = max(even, key=lambda d: layout.dims[d].size), layout.settled(axes)
+    for axis in axes:
+        found = found.cut(longest, axis)
+    return found
+
+
+def _in_shards(
+    column: int, shards: Shards, fills: bool, indices: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Indices into this device's shard, and which of them it looks up.
+
+    What is out of bounds the first device looks up, out of bounds too: the operation says what it finds.
+    """
+    _, outer, num, inner, true = shards
+    at = jnp.minimum(indices[..., column], min(true, jnp.iinfo(indices.dtype).max))
+    at = at.astype(jnp.int32)
+    if not fills:
+        at = jnp.clip(at, 0, true - 1)
+    block, place = at // (num * inner), at % (num * inner)
+    outside = (at < 0) | (at >= true)
+    inside = ~outside & (place // inner == index)
+    local = jnp.where(inside, block * inner + place % inner, outer * inner if fills else 0)
+    columns = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
+    most = jnp.iinfo(indices.dtype).max
+    others = jnp.minimum(indices, min(most, jnp.iinfo(jnp.int32).max)).astype(jnp.int32)
+    return jnp.where(columns == column, local[..., None], others), inside | outside & (index == 0)
+
+
+def _if_mine(places: tuple[int, ...], found: jax.Array, *mine: jax.Array) -> jax.Array:
+    for each in mine:
+        inside = lax.broadcast_in_dim(each, found.shape, places)
+        found = jnp.where(inside, found, jnp.zeros((), found.dtype))
+    return found
+
+
+def is_elsewhere(value: DeviceValue, d: int) -> bool:
+    """Whether what shards a dim shards another one in a layout that is there already, which moves nothing."""
+    axes = [cut.axis for cut in value.layout.dims[d].cuts]
+    places = [layout.place(axis) for layout in value.atoms for axis in axes]
+    return any(place is not None and place[0] != d for place in places)
+
+
+# -- slices --------------------------------------------------------------------------------------------
+def slices(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Any:
+    """A slice as look-ups, if it takes few elements of a sharded dim: `(function, static)`; or None."""
+    name = eqn.primitive.name
+    if name not in ("slice", "dynamic_slice") or ins[0].make is not None:
+        return None
+    value = ins[0]
+    if jnp.issubdtype(value.aval.dtype, jax.dtypes.extended):
+        return None
+    shape, out = value.aval.shape, eqn.outvars[0].aval.shape
+    for d, dim in enumerate(value.layout.dims):
+        cut = out[d] != shape[d] and 0 not in out and shards_of(dim, value.layout) is not None
+        if not cut or is_elsewhere(value, d):
+            continue
+        axes = [cut.axis for cut in dim.cuts]
+        n = value.layout.num(axes)
+        other = any(
+            e != d and not x.cuts and x.size % n == 0 for e, x in enumerate(value.layout.dims)
+        )
+        # Exchanged, each device has its part of all of them.
+        whole = sum(frame.price(value, axis, None) for axis in axes) / (n if other else 1)
+        if 2 * _rules.size_in_bytes(eqn.outvars[0].aval) * (n - 1) / n < whole:
+            if name == "dynamic_slice":
+                return _dynamic_rows, (d, eqn.params["slice_sizes"])
+            params = eqn.params
+            return _rows, (
+                d,
+                params["start_indices"],
+                params["limit_indices"],
+                params["strides"] or (1,) * len(shape),
+            )
+    return None
+
+
+def _dynamic_rows(
+    dim: int, sizes: tuple[int, ...], x: jax.Array, *starts: jax.Array
+) -> jax.Array:  # fmt: skip
+    """`lax.dynamic_slice(x, starts, sizes)`, whose starts are in bounds."""
+    at = starts[dim].astype(jnp.int32) + lax.iota(jnp.int32, sizes[dim])
+    found, others = _found(dim, x, at), [*starts]
+    others[dim] = jnp.zeros_like(starts[dim])
+    return found if found.shape == sizes else lax.dynamic_slice(found, others, sizes)
+
+
+def _rows(
+    dim: int, starts: tuple[int, ...], limits: tuple[int, ...], strides: tuple[int, ...], x: jax.Array
+) -> jax.Array:  # fmt: skip
+    """`lax.slice(x, starts, limits, strides)`."""
+    num = -(-(limits[dim] - starts[dim]) // strides[dim])
+    at = jnp.int32(starts[dim]) + lax.iota(jnp.int32, num) * jnp.int32(strides[dim])
+    found = _found(dim, x, at)
+    starts, limits, strides = (
+        (*old[:dim], new, *old[dim + 1 :])
+        for old, new in ((starts, 0), (limits, num), (strides, 1))
+    )
+    return lax.slice(found, starts, limits, strides)
+
+
+def _found(dim: int, x: jax.Array, at: jax.Array) -> jax.Array:
+    sizes = tuple(1 if d == dim else n for d, n in enumerate(x.shape))
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(d for d in range(x.ndim) if d != dim), collapsed_slice_dims=(dim,),
+        start_index_map=(dim,),
+    )  # fmt: skip
+    return lax.gather(
+        x, at[:, None], numbers, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    )  # fmt: skip
