@@ -33,7 +33,9 @@ from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import StepPlan
-from jzero.sharding.run._run import Runner
+from jzero.sharding.run._run import Runner, devices_of
+from jzero.targets._links import axis_times
+from jzero.targets._target import target_of, topology_of
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
 from jzero.tracing._types import Jaxpr
@@ -114,7 +116,7 @@ def _partitioned(runner: Runner) -> Partitioned:
     why = next(_reasons(plan, whole), None)
     if why is not None or whole is None:
         raise cannot(why or "it has no jaxpr of the whole batch")
-    mesh = dict(runner.mesh.shape)
+    mesh, devices = dict(runner.mesh.shape), devices_of(runner.mesh)
     flat, rows = _read_only(whole, plan)
     taken = [i for i in range(len(rows)) if i not in plan.unread]
     inputs = [*_inputs(plan, flat, rows, mesh)]
@@ -129,6 +131,7 @@ def _partitioned(runner: Runner) -> Partitioned:
         mesh,
         [inputs[i] for i in taken],
         outs,
+        axis_times(mesh, target_of(devices), topology_of(devices)),
     )
     programs = _passed(program, plan)
     return Partitioned(programs, _run_of(programs[PASSES[-1]], runner, taken))

@@ -133,7 +133,7 @@ def _replicated(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> lis
 
 
 class _Candidate(NamedTuple):
-    cost: float
+    cost: int
     elsewhere: bool  # Ties go to what stays where it is, then by position.
     order: int
     factor: int
@@ -191,9 +191,11 @@ class _FactorChoice:
             if rows:  # They were not looked up in columns: one more gather, for few bytes.
                 return None
             rows = self.frame.price(updates[0], axis, factor.ins[2], outer)
-            moved = size / layout.num(axes_of(layout) - {axis}) * (n - 1) / n
+            part = size / layout.num(axes_of(layout) - {axis}) * (n - 1) / n
+            moved = self.frame.wire(axis, "scatter", part)
         else:
-            rows += size / indices.layout.num(indices.rows) * (n - 1) / n
+            part = size / indices.layout.num(indices.rows) * (n - 1) / n
+            rows += self.frame.wire(axis, "exchange", part)
             moved = self.frame.price(table, axis, None)
         gathered = not updates and is_read_whole(self.frame.region, self.eqn.invars[0])
         return (i, dim) if rows < moved and not gathered else None
@@ -273,7 +275,7 @@ class _FactorChoice:
             return
         if _is_reduced(factor) and factor.reduces not in BY_DEVICES:
             return
-        cost, moves_rows = 0.0, False
+        cost, moves_rows = 0, False
         for value, d in zip(self.ins, factor.ins, strict=True):
             if rows and axis not in value.rows | value.due | value.firm:
                 continue
@@ -284,14 +286,14 @@ class _FactorChoice:
             cost += self._sum_price(axis)
         found[i, dim] = _Candidate(cost, elsewhere, len(found), i, dim, moves_rows)
 
-    def _sum_price(self, axis: str) -> float:
+    def _sum_price(self, axis: str) -> int:
         """Of the sum that is due over the axis: scattered if what follows says where."""
         n, total, cut = self.frame.mesh[axis], 0.0, self._axes_of_result()
         for var in self.eqn.outvars:
             scattered = self.frame.hint_of(var) is not None
             own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut)
             total += own * (n - 1) / n * (1 if scattered else 2)
-        return total
+        return self.frame.wire(axis, "reduce", total)
 
     def _axes_of_result(self) -> set[str]:
         """Over which axes the result is sharded by what is chosen so far."""

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jzero.ir._layout import Layout
+from jzero.ir._layout import Layout, Prices
 from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
@@ -53,7 +53,7 @@ class DeviceProgram:
 
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
-    outs: Sequence[Layout | None],
+    outs: Sequence[Layout | None], prices: Prices = (),
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step.
 
@@ -63,6 +63,7 @@ def partition(
       mesh: the axes, and how many devices each has.
       ins: for each argument.
       outs: for each result its layout, whose padding is zero; None where the partitioner chooses.
+      prices: what collectives take along each axis; by default a byte costs the same along all.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
@@ -70,7 +71,7 @@ def partition(
     if not jaxpr.eqns:
         raise cannot("a step without equations")
     region = Region(jaxpr, [*consts])
-    shared = Partitioning(mesh, hints_of(region, outs), any(each.rows for each in ins))
+    shared = Partitioning(mesh, hints_of(region, outs), prices, any(each.rows for each in ins))
     frame = DeviceFrame(jaxpr.eqns[0], shared, region)
     own = [
         _jaxpr.var_like(var.aval, each.layout.local_shape)

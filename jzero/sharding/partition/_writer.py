@@ -17,12 +17,12 @@ import numpy as np
 from jax import lax
 
 from jzero.ir import _rules
-from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, conversion, permutation
+from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, Prices, conversion, permutation
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.batch._writer import SENT_AS, _from_ordered, cast, fenced, ordered_integers
 from jzero.sharding.partition._errors import cannot
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr, Var
 
 DimParts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
 
@@ -55,11 +55,18 @@ class DeviceWriter(JaxprWriter):
     Attributes:
       mesh: axes and how many devices each has.
       moves: what each collective moves, by its result.
+      prices: what collectives take along each axis.
     """
 
-    def __init__(self, source: Eqn, mesh: Mapping[str, int], moves: dict[Var, DeviceMove]):
+    def __init__(
+        self,
+        source: Eqn,
+        mesh: Mapping[str, int],
+        moves: dict[Var, DeviceMove],
+        prices: Prices = (),
+    ):
         super().__init__(source)
-        self.mesh, self.moves = mesh, moves
+        self.mesh, self.moves, self.prices = mesh, moves, prices
         self._index: dict[tuple[str, ...], Atom] = {}
         self._inside: dict[Dim, Atom] = {}
 
@@ -87,7 +94,7 @@ class DeviceWriter(JaxprWriter):
         """`x`, which is laid out as `source`, as `target`."""
         if 0 in source.shape and not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
             return self.full(0, _jaxpr.var_like(x.aval, target.local_shape).aval)  # Nothing moves.
-        for step in conversion(source, target, getattr(x.aval.dtype, "itemsize", 4)):
+        for step in self.steps(x.aval, source, target):
             x = self._as_data(x, step)
             if step.kind not in LOCAL:
                 nbytes = sum(n for _, n in step.received)
@@ -95,6 +102,10 @@ class DeviceWriter(JaxprWriter):
                 note = DeviceMove(step.kind, step.axes, nbytes, of, line, why or _reason(step))
                 self.moves[self._moved] = note
         return x
+
+    def steps(self, aval: Aval, source: Layout, target: Layout) -> tuple[LayoutStep, ...]:
+        """What converts a value of that type from layout to layout."""
+        return conversion(source, target, getattr(aval.dtype, "itemsize", 4), self.prices)
 
     def _as_data(self, x: Atom, step: LayoutStep) -> Atom:
         """One step; of keys, that of their words."""

@@ -98,7 +98,7 @@ class Runner:
                 in_order=not plan.microbatches.layer_major,
             ),
             balance=_turns.balance(
-                _devices_of(self.mesh), members(self.mesh.shape, [name for name, _ in plan.axes])
+                devices_of(self.mesh), members(self.mesh.shape, [name for name, _ in plan.axes])
             ),
             others={axis: self.mesh.shape[axis] for axis in plan.automatic},
             # [Note: 16 bits on CPUs]
@@ -187,7 +187,7 @@ class Runner:
         return bool(self.plan.activations) and not self.plan.in_parts and _on_cpus(self.mesh)
 
 
-def _devices_of(mesh: Mesh) -> list[Any]:
+def devices_of(mesh: Mesh) -> list[Any]:
     """Its devices; an abstract mesh stands for as many of the default platform."""
     return [*mesh.devices.flat] if isinstance(mesh, Mesh) else jax.devices()[:1] * mesh.size
 
