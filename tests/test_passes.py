@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 import partition_steps
 import partitioned
 from experiments.passes import explicit
-from jzero.sharding.passes import _order, _waits, _whole_stacks
+from jzero.sharding.passes import _before_loops, _order, _waits, _whole_stacks
 from jzero.sharding.passes._after_loops import after_loops
+from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._one_order import one_order
 from jzero.sharding.passes._order import order
@@ -357,6 +358,43 @@ def test_a_large_gradient_is_reduced_before_the_next_loop(monkeypatch: pytest.Mo
     assert [len(waits) for waits in after] == [0, 1], (
         "the backward loop waits for the last matrix's"
     )
+
+
+def tied_step(embed: jax.Array, ws: jax.Array, x: jax.Array) -> Any:
+    """A table that is read before the layers and behind them."""
+    gather = functools.partial(lax.all_gather, axis_name=explicit.AXIS, tiled=True)
+
+    def loss(table: jax.Array, ws: jax.Array) -> jax.Array:
+        turn = lambda x, w: (x + jnp.tanh(x @ gather(w)), None)  # noqa: E731
+        y, _ = lax.scan(turn, x @ table, ws)
+        return jnp.mean((y @ table.T) ** 2)
+
+    table, grads = jax.grad(loss, (0, 1))(gather(embed), ws)
+    return [lax.psum_scatter(table, explicit.AXIS, tiled=True), grads]
+
+
+def test_a_large_gradient_waits_through_no_loop_for_another_part(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", TABLE - 1)
+    rng = np.random.default_rng(0)
+    shapes = (VOCAB, WIDTH), (LAYERS, WIDTH, WIDTH), (NUM * ROWS, VOCAB)
+    args = [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
+    by_rows, stacked = P(explicit.AXIS), P(None, explicit.AXIS)
+    plain = explicit.program(tied_step, args, MESH, [by_rows, stacked, by_rows], [by_rows, stacked])
+    made = plain.through(before_loops)
+
+    def reductions(program: explicit.Program) -> list[int]:
+        """Of the table, by how many loops there are before each."""
+        names = [eqn.primitive.name for eqn in program.jaxpr.eqns]
+        places = [i for i, name in enumerate(names) if name == "reduce_scatter"]
+        return [names[:i].count("scan") for i in places]
+
+    assert (reductions(plain), reductions(made)) == ([2], [1, 2])
+    expected, found = (p.run()(*args) for p in (plain, made))
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    # What is no larger, or is there at once, is reduced once.
+    monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", TABLE)
+    assert before_loops(plain.jaxpr) is plain.jaxpr
 
 
 # -- stacks of loops -----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import CannotPartitionError, cannot
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.passes._after_loops import after_loops
+from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
@@ -43,7 +44,9 @@ from jzero.tracing._types import Jaxpr
 SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
-PASSES = (_PARTITION, "inputs_first", "whole_stacks", "prefetch", "order", "after_loops")
+PASSES = (
+    _PARTITION, "before_loops", "inputs_first", "whole_stacks", "prefetch", "order", "after_loops"
+)  # fmt: skip
 _OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
 
 
@@ -141,6 +144,7 @@ def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:
     """The program after each pass: its collectives where the interpreter of the plan would have them."""
     exchange = plan.exchange
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
+        "before_loops": before_loops,
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
         "whole_stacks": whole_stacks,
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
