@@ -18,6 +18,7 @@ from experiments.passes import explicit
 from jzero.sharding.passes import _before_loops, _order, _waits, _whole_stacks
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._before_loops import before_loops
+from jzero.sharding.passes._in_place import in_place
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._one_order import one_order
 from jzero.sharding.passes._order import order
@@ -395,6 +396,42 @@ def test_a_large_gradient_waits_through_no_loop_for_another_part(monkeypatch: py
     # What is no larger, or is there at once, is reduced once.
     monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", TABLE)
     assert before_loops(plain.jaxpr) is plain.jaxpr
+
+
+# -- results in the places of arguments ----------------------------------------------------------------
+
+
+def updated(*ps: jax.Array) -> list[jax.Array]:
+    """Parameters that each device has whole; it updates a shard, along the last dim and along the first."""
+    at, found = lax.axis_index(explicit.AXIS), []
+    for p, dim in zip(ps, (1, 0), strict=True):
+        size = p.shape[dim] // NUM
+        mine = lax.dynamic_slice_in_dim(p, at * size, size, dim) * 0.9
+        found.append(lax.all_gather(mine, explicit.AXIS, axis=dim, tiled=True))
+    return found
+
+
+@pytest.mark.parametrize(("rows", "at_once"), [(0, False), (1, False), (3, False), (10, True)])
+def test_new_parameters_are_gathered_in_slices_into_the_old_ones(rows: int, at_once: bool):
+    args = [
+        jnp.sin(jnp.arange(10.0 * 16)).reshape(10, 16),
+        jnp.cos(jnp.arange(16.0 * 3)).reshape(16, 3),
+    ]
+    plain = explicit.program(updated, args, MESH, [P(), P()], [P(), P()])
+    made = plain.through(lambda jaxpr: in_place(jaxpr, [0, 1], MESH, rows * args[0].nbytes // 10))
+    for was, now in zip(plain.run()(*args), made.run()(*args), strict=True):
+        np.testing.assert_array_equal(was, now)
+    gathers = [eqn for eqn in _waits.walk(made.jaxpr) if _waits.is_gather(eqn)]
+    loops = [eqn for eqn in made.jaxpr.eqns if eqn.primitive.name == "scan"]
+    if at_once:
+        assert made.jaxpr is plain.jaxpr
+        return
+    assert [eqn.outvars[0].aval.shape for eqn in gathers if eqn.params["all_gather_dimension"]] == [
+        (max(rows, 1), 16), *[(10 % max(rows, 1), 16)] * bool(10 % max(rows, 1))
+    ]  # fmt: skip
+    assert [eqn.params["length"] for eqn in loops] == [10 // max(rows, 1)]
+    # Of a step that returns nothing in the place of its arguments nothing is gathered into them.
+    assert in_place(plain.jaxpr, [None, None], MESH, 0) is plain.jaxpr
 
 
 # -- stacks of loops -----------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from jzero.sharding.partition._errors import CannotPartitionError, cannot
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._before_loops import before_loops
+from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, in_place
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
@@ -45,7 +46,8 @@ SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
 PASSES = (
-    _PARTITION, "before_loops", "inputs_first", "whole_stacks", "prefetch", "order", "after_loops"
+    _PARTITION, "before_loops", "inputs_first", "whole_stacks", "prefetch", "order", "after_loops",
+    "in_place",
 )  # fmt: skip
 _OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
 
@@ -136,12 +138,20 @@ def _partitioned(runner: Runner) -> Partitioned:
         outs,
         axis_times(mesh, target_of(devices), topology_of(devices)),
     )
-    programs = _passed(program, plan)
+    olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
+    olds += [None] * (len(program.outs) - len(olds))
+    programs = _passed(program, runner, olds)
     return Partitioned(programs, _run_of(programs[PASSES[-1]], runner, taken))
 
 
-def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:
-    """The program after each pass: its collectives where the interpreter of the plan would have them."""
+def _passed(
+    program: DeviceProgram, runner: Runner, olds: Sequence[int | None]
+) -> dict[str, DeviceProgram]:
+    """The program after each pass: its collectives where the interpreter of the plan would have them.
+
+    `olds` are the arguments that results take the places of.
+    """
+    plan = runner.plan
     exchange = plan.exchange
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "before_loops": before_loops,
@@ -150,6 +160,7 @@ def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
         "after_loops": after_loops,
+        "in_place": lambda jaxpr: in_place(jaxpr, olds, runner.mesh, GATHERED_AT_ONCE),
     }
     found = {_PARTITION: program}
     for name in PASSES[1:]:
