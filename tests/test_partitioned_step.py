@@ -270,7 +270,7 @@ def test_passes_show_in_the_program():
 
     added = [scopes(name) for name in after]
     assert added == sorted(added, key=len)
-    assert [*map(len, added)] == [0, 0, 1, 3, 4, 5]
+    assert [*map(len, added)] == [0, 0, 0, 0, 1, 3, 4, 5, 5]
 
     def loops(name):
         """Of each loop that gathers, its iterations, and whether it first multiplies what it was passed."""
@@ -295,7 +295,7 @@ def test_passes_show_in_the_program():
             behind |= {*eqn.outvars} if waits or _waits.is_reduction(eqn) else set()
         return waiting
 
-    assert [reduced(name) > 0 for name in after] == [False] * 4 + [True] * 2
+    assert [reduced(name) > 0 for name in after] == [False] * 6 + [True] * 3
 
 
 def test_prefetch_obeys_the_step_s_own_bytes():

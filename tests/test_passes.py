@@ -20,6 +20,7 @@ from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._in_place import in_place
 from jzero.sharding.passes._inputs_first import inputs_first
+from jzero.sharding.passes._late_sums import late_sums
 from jzero.sharding.passes._one_order import one_order
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
@@ -396,6 +397,39 @@ def test_a_large_gradient_waits_through_no_loop_for_another_part(monkeypatch: py
     # What is no larger, or is there at once, is reduced once.
     monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", TABLE)
     assert before_loops(plain.jaxpr) is plain.jaxpr
+
+
+def biased_step(begin: float, reads: bool, bias: jax.Array, ws: jax.Array, x: jax.Array) -> Any:
+    """A gradient that all turns add to, reduced in float32 and cast in each; a loop may read it as well."""
+
+    def turn(carry: Any, w: jax.Array) -> Any:
+        total, x = carry
+        x = jnp.tanh(x @ w + (bias * total[0] if reads else bias)[None])
+        part = lax.psum(x.sum(0), explicit.AXIS).astype(jnp.bfloat16)
+        return (total + part, x), None
+
+    (total, x), _ = lax.scan(turn, (jnp.full(bias.shape, begin, jnp.bfloat16), x), ws)
+    return [total, x]
+
+
+@pytest.mark.parametrize(("begin", "reads"), [(0, False), (3, False), (3, True)])
+def test_a_sum_that_a_loop_only_adds_up_is_done_once_behind_it(begin: float, reads: bool):
+    rows = jnp.sin(jnp.arange(2.0 * NUM * WIDTH)).reshape(-1, WIDTH)
+    args = [jnp.arange(float(WIDTH)) / WIDTH, make_params()["layers"]["up"][..., :WIDTH], rows]
+    by_rows = P(explicit.AXIS)
+    fn = functools.partial(biased_step, begin, reads)
+    plain = explicit.program(fn, args, MESH, [P(), P(), by_rows], [P(), by_rows])
+    made = plain.through(late_sums)
+    for was, now in zip(plain.run()(*args), made.run()(*args), strict=True):
+        np.testing.assert_allclose(np.asarray(was, float), np.asarray(now, float), rtol=2**-6)
+    of_loop = [
+        [e.primitive.name for e in _waits.inside(eqn)].count("psum")
+        for eqn in made.jaxpr.eqns
+        if eqn.primitive.name == "scan"
+    ]
+    assert of_loop == [int(reads)]
+    assert [e.primitive.name for e in made.jaxpr.eqns].count("psum") == int(not reads)
+    assert (made.jaxpr is plain.jaxpr) == reads
 
 
 # -- results in the places of arguments ----------------------------------------------------------------

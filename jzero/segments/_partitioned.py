@@ -27,6 +27,7 @@ from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, in_place
 from jzero.sharding.passes._inputs_first import inputs_first
+from jzero.sharding.passes._late_sums import late_sums
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
 from jzero.sharding.passes._whole_stacks import whole_stacks
@@ -46,8 +47,8 @@ SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
 PASSES = (
-    _PARTITION, "before_loops", "inputs_first", "whole_stacks", "prefetch", "order", "after_loops",
-    "in_place",
+    _PARTITION, "late_sums", "before_loops", "inputs_first", "whole_stacks", "prefetch", "order",
+    "after_loops", "in_place",
 )  # fmt: skip
 _OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
 
@@ -154,6 +155,7 @@ def _passed(
     plan = runner.plan
     exchange = plan.exchange
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
+        "late_sums": late_sums,
         "before_loops": before_loops,
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
         "whole_stacks": whole_stacks,
