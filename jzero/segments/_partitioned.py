@@ -159,7 +159,7 @@ def _passed(
         "before_loops": before_loops,
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
         "whole_stacks": whole_stacks,
-        "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
+        "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes, runner.balance),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
         "after_loops": after_loops,
         "in_place": lambda jaxpr: in_place(jaxpr, olds, runner.mesh, GATHERED_AT_ONCE),
