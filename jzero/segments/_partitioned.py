@@ -12,30 +12,33 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
-from jzero.ir._regions import Region, turns
+from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import CannotPartitionError, cannot
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
+from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, in_place
 from jzero.sharding.passes._inputs_first import inputs_first
+from jzero.sharding.passes._keep_gathered import keep_gathered
 from jzero.sharding.passes._late_sums import late_sums
+from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
+from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.plan._stages import PARAMETER
 from jzero.sharding.run._run import Runner, devices_of
 from jzero.targets._links import axis_times
 from jzero.targets._target import target_of, topology_of
@@ -47,10 +50,19 @@ SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
 PASSES = (
-    _PARTITION, "late_sums", "before_loops", "inputs_first", "whole_stacks", "prefetch", "order",
-    "after_loops", "in_place",
-)  # fmt: skip
-_OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
+    _PARTITION,
+    "late_sums",
+    "before_loops",
+    "inputs_first",
+    "reduce_dtype",
+    "keep_gathered",
+    "loop_gathers",
+    "whole_stacks",
+    "prefetch",
+    "order",
+    "after_loops",
+    "in_place",
+)
 
 
 def is_on() -> bool:
@@ -64,10 +76,12 @@ class Partitioned:
 
     Attributes:
       programs: of one device, after each of `PASSES`; the last one runs.
+      repeated: the flops of a step, and what the devices repeat of them.
       run: `(state leaves, argument leaves) -> (new state leaves, outputs)`, on whole arrays.
     """
 
     programs: Mapping[str, DeviceProgram]
+    repeated: tuple[float, list[Repeated]]
     run: Callable[..., Any]
 
     @property
@@ -77,11 +91,10 @@ class Partitioned:
 
     @property
     def movements(self) -> tuple[Movement, ...]:
-        """What it moves of the batch, and of what is computed of it."""
+        """What it moves of the batch, and of what is computed of it; of a result, where is its number."""
         return tuple(
-            Movement(move.kind, move.line, move.nbytes, move.times, move.why)
-            for move in self.program.moves
-            if move.of is None and move.why not in _OF_ZERO
+            Movement(move.operation, move.line, move.local_bytes, move.times, move.why, move.value)
+            for move in filter(_is_of_rows, self.program.moves)
         )
 
 
@@ -137,20 +150,50 @@ def _partitioned(runner: Runner) -> Partitioned:
         mesh,
         [inputs[i] for i in taken],
         outs,
+        [leaf.path if leaf.role == PARAMETER else "" for leaf in plan.new_leaves],
+        plan.reduce_once,
         axis_times(mesh, target_of(devices), topology_of(devices)),
     )
+    repeated = _checked(program, whole, runner)
     olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
     olds += [None] * (len(program.outs) - len(olds))
-    programs = _passed(program, runner, olds)
-    return Partitioned(programs, _run_of(programs[PASSES[-1]], runner, taken))
+    programs = _passed(program, runner, [inputs[i].rows for i in taken], olds)
+    return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
+
+
+def _checked(
+    program: DeviceProgram, whole: WholeBatch, runner: Runner
+) -> tuple[float, list[Repeated]]:
+    """The flops of the step, and what its devices repeat of them.
+
+    Raises:
+      CannotPartitionError: the interpreter repeats less, or gathers fewer rows where that is limited.
+    """
+    most = max((m.local_bytes for m in program.moves if _is_of_rows(m)), default=0)
+    if most > runner.plan.exchange.max_gather_bytes:
+        raise cannot("it gathers more rows at once than max_gather_bytes")
+    num = runner.plan.num_devices
+    work, again = whole.repeated(program.jaxpr, num)
+    others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
+    more = sum(x.extra for x in again) - sum(x.extra for x in others)
+    if more > LEAST_SHARE * work:
+        raise cannot(f"its devices would do {more / work:.0%} more than the interpreter's")
+    return work, again
+
+
+def _is_of_rows(move: DeviceMove) -> bool:
+    """Whether it moves rows of the batch, and is none of the gathers and reductions of ZeRO."""
+    return move.why not in (OF_STATE, OF_SUM)
 
 
 def _passed(
-    program: DeviceProgram, runner: Runner, olds: Sequence[int | None]
-) -> dict[str, DeviceProgram]:
+    program: DeviceProgram, runner: Runner, rows: Sequence[frozenset[str]],
+    olds: Sequence[int | None],
+) -> dict[str, DeviceProgram]:  # fmt: skip
     """The program after each pass: its collectives where the interpreter of the plan would have them.
 
-    `olds` are the arguments that results take the places of.
+    `rows` are the axes over which each argument differs because rows of the batch do, `olds` the arguments
+    that results take the places of.
     """
     plan = runner.plan
     exchange = plan.exchange
@@ -158,6 +201,19 @@ def _passed(
         "late_sums": late_sums,
         "before_loops": before_loops,
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
+        "reduce_dtype": lambda jaxpr: (
+            jaxpr
+            if exchange.reduce_dtype is None
+            else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
+        ),
+        "keep_gathered": lambda jaxpr: (
+            keep_gathered(jaxpr, plan.evaluates)
+            if plan.stage == 3 and exchange.keep_gathered
+            else jaxpr
+        ),
+        "loop_gathers": lambda jaxpr: (
+            jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
+        ),
         "whole_stacks": whole_stacks,
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes, runner.balance),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
@@ -181,24 +237,13 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
         "gather_dtype": exchange.gather_codes is not None,
-        "reduce_dtype": exchange.reduce_dtype is not None
-        or any(codes is not None for _, codes in exchange.reduce_codes),
+        "reduce_dtype": any(codes is not None for _, codes in exchange.reduce_codes),
         "weight_dtype": any(leaf.codes for leaf in plan.leaves),
         "tile_bytes": exchange.tile_bytes is not None,
-        "owners of matrices": bool(plan.owned),
-        "gather": plan.stage == 3 and exchange.keep_gathered and not plan.evaluates,
-        "gathers in each iteration": whole is not None and _gathers_in_loops(plan, whole),
+        "owners of matrices": any(not each.why for each in plan.owned),
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
     }
     yield from (reason for reason, is_so in asked.items() if is_so)
-
-
-def _gathers_in_loops(plan: StepPlan, whole: WholeBatch) -> bool:
-    """Whether a loop of an evaluation may not keep what it gathers: the partitioner's loops do."""
-    most = plan.exchange.loop_bytes
-    fits = most is None or sum(leaf.nbytes for leaf in plan.leaves) <= most
-    region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
-    return not fits and any(turns(eqn) != 1 for _, eqn in region.walk())
 
 
 def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | None, ...]]:
@@ -221,9 +266,9 @@ def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | Non
 def _inputs(
     plan: StepPlan, flat: Flat, rows: Sequence[int | None], mesh: dict[str, int]
 ) -> Iterator[DeviceInput]:
-    """Leaves as they are stored; arguments in rows, padded where the devices do not divide them."""
+    """Leaves as they are stored; arguments in rows."""
     axes = tuple(axis for axis, _ in plan.axes)
-    yield from (DeviceInput(_leaf(leaf, mesh)) for leaf in plan.leaves)
+    yield from (DeviceInput(_leaf(leaf, mesh), name=leaf.path) for leaf in plan.leaves)
     for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
         layout = replicated(var.aval.shape, mesh)
         if dim is None:
@@ -231,7 +276,9 @@ def _inputs(
             continue
         for axis in axes:
             layout = layout.cut(dim, axis)
-        yield DeviceInput(layout, frozenset(axes))
+        # What the devices do not divide cannot come in shards.
+        comes_whole = layout.dims[dim].pad is not None
+        yield DeviceInput(layout, frozenset(axes), comes_whole=comes_whole)
 
 
 def _leaf(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:
@@ -258,8 +305,7 @@ def _run_of(program: DeviceProgram, runner: Runner, taken: Sequence[int]) -> Cal
 
     def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         given = [*state, *arrays]
-        pairs = zip((given[i] for i in taken), program.ins, strict=True)
-        outs = local(*consts, *(_padded(x, layout) for x, layout in pairs))
+        outs = local(*consts, *(given[i] for i in taken))
         return outs[:num_new], outs[num_new:]
 
     return step
@@ -269,12 +315,3 @@ def _spec(layout: Layout) -> PartitionSpec:
     spec = layout.spec()
     assert spec is not None, f"{layout} is no layout of a JAX array"
     return spec
-
-
-def _padded(x: jax.Array, layout: Layout) -> jax.Array:
-    """An argument with as many rows as the devices divide: its last one again, which nobody reads."""
-    for d, dim in enumerate(layout.dims):
-        if x.shape[d] != dim.size:
-            last = jax.lax.slice_in_dim(x, x.shape[d] - 1, None, axis=d)
-            x = jnp.concatenate([x, *[last] * (dim.size - x.shape[d])], axis=d)
-    return x

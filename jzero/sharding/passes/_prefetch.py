@@ -257,9 +257,8 @@ class _Level:
             awaited = max((self.index[var] for var in self.place.awaited), default=-1)
             each = list[tuple[_Gather, int]]()
             for g, at in pairs:
-                for_next = g.use >= self.num
-                start = -1 if at is None else at - turns[-1 - for_next]
-                start = max(start, awaited) if for_next else start
+                start = self._in_own_turn(g, at)
+                start = max(start, awaited) if g.use >= self.num else start
                 each.append((g, self._behind_loop(g, start)))
             return each
         begins, result = self._begins(), list[tuple[_Gather, int]]()
@@ -271,6 +270,13 @@ class _Level:
                 start = begin if at is None else max(begin, at)
                 result.append((self.gathers[k], self._behind_loop(self.gathers[k], start)))
         return result
+
+    def _in_own_turn(self, gather: _Gather, at: int | None) -> int:
+        """A place in the third turn, in that which makes it: no later than behind its last product."""
+        if at is None:
+            return -1
+        last = max(self.products, default=-1)
+        return min(at - self.num, last) if gather.use >= self.num else at - 2 * self.num
 
     def _behind_loop(self, gather: _Gather, start: int) -> int:
         return max([start, -1, *(i for i in self.loops if i < gather.use)])
