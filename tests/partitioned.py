@@ -2,6 +2,10 @@
 
 import dataclasses
 import math
+import os
+import pathlib
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -17,6 +21,23 @@ from jzero.ir._regions import turns
 from jzero.ir._starts import in_bounds
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.tracing import _jaxpr, _rewrite
+
+
+def printed_by_processes(script: str) -> str:
+    """What a script prints in processes with other orders of sets, which must be the same."""
+    folder, found = pathlib.Path(__file__).parent, set()
+    for seed in ("0", "77"):
+        env = {
+            **os.environ, "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent))),
+        }  # fmt: skip
+        run = subprocess.run(
+            [sys.executable, "-c", script], env=env, cwd=folder, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        found.add(run.stdout)
+    (text,) = found
+    return text
 
 
 @dataclasses.dataclass

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import P, lax
 
+import partitioned
 import programs
 from jzero.ir._layout import (
     LOCAL,
@@ -25,6 +26,8 @@ from jzero.ir._layout import (
     received,
     replicated,
 )
+from jzero.targets._links import AxisTimes, axis_times
+from jzero.targets._target import Topology, find_target
 from jzero.tracing import _jaxpr
 
 MESHES = ({"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"b": 2, "a": 3}, {"a": 8, "one": 1})
@@ -501,12 +504,36 @@ def test_a_block_passes_to_the_device_that_needs_it():
     check_run(ABC, source, target)
 
 
-def test_prices_choose_what_crosses_an_axis():
-    """A device's shard crosses the slow axis once, and then the fast one."""
-    source, target = lay((64, 8), DATA, MODEL), lay((64, 8))
-    first, second = conversion(source, target, 4, (("data", 10.0),))
-    assert (first.axes, second.axes) == (("data",), ("model",))
-    assert received([first, second]) == {"data": 768, "model": 1024}
+NODES = {"node": 4, "local": 8}
+TIMES = axis_times(NODES, find_target("tests", "h200"), Topology(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kinds"),
+    [(64, ["gather", "scatter"]), (2**22, ["scatter", "gather", "exchange"])],
+)
+def test_small_values_take_few_collectives_and_large_ones_few_bytes(rows, kinds):
+    source = lay((rows, 8), (0, "node"), Partial("local"), mesh=NODES)
+    steps = conversion(source, lay((rows, 8), (0, "local"), mesh=NODES), 4, TIMES)
+    assert [s.kind for s in steps if s.kind not in LOCAL] == kinds
+
+
+ALIKE = tuple((axis, AxisTimes(1000, 3, 5)) for axis in ABC)
+TIES = """
+import itertools
+import conftest, test_ir_layout as t
+dims = [(0, x) for x in "ab"] + [(1, x) for x in "ab"]
+layouts = [t.lay((8, 4), *cuts, mesh=t.ABC) for n in range(3) for cuts in itertools.combinations(dims, n)
+           if len({axis for _, axis in cuts}) == n]
+for a, b in itertools.product(layouts, layouts):
+    print(a, b, [(s.kind, s.axes, str(s.after)) for s in t.conversion(a, b, 4, t.ALIKE)])
+"""
+
+
+def test_every_process_breaks_ties_alike():
+    text = partitioned.printed_by_processes(TIES)
+    assert "exchange" in text
+    assert len(text.splitlines()) == 81
 
 
 def test_no_detour_is_cheaper():

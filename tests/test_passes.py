@@ -15,9 +15,12 @@ from jax.sharding import PartitionSpec as P
 import partition_steps
 import partitioned
 from experiments.passes import explicit
-from jzero.sharding.passes import _order, _waits, _whole_stacks
+from jzero.sharding.passes import _before_loops, _order, _waits, _whole_stacks
 from jzero.sharding.passes._after_loops import after_loops
+from jzero.sharding.passes._before_loops import before_loops
+from jzero.sharding.passes._in_place import in_place
 from jzero.sharding.passes._inputs_first import inputs_first
+from jzero.sharding.passes._late_sums import late_sums
 from jzero.sharding.passes._one_order import one_order
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
@@ -357,6 +360,112 @@ def test_a_large_gradient_is_reduced_before_the_next_loop(monkeypatch: pytest.Mo
     assert [len(waits) for waits in after] == [0, 1], (
         "the backward loop waits for the last matrix's"
     )
+
+
+def tied_step(embed: jax.Array, ws: jax.Array, x: jax.Array) -> Any:
+    """A table that is read before the layers and behind them."""
+    gather = functools.partial(lax.all_gather, axis_name=explicit.AXIS, tiled=True)
+
+    def loss(table: jax.Array, ws: jax.Array) -> jax.Array:
+        turn = lambda x, w: (x + jnp.tanh(x @ gather(w)), None)  # noqa: E731
+        y, _ = lax.scan(turn, x @ table, ws)
+        return jnp.mean((y @ table.T) ** 2)
+
+    table, grads = jax.grad(loss, (0, 1))(gather(embed), ws)
+    return [lax.psum_scatter(table, explicit.AXIS, tiled=True), grads]
+
+
+def test_a_large_gradient_waits_through_no_loop_for_another_part(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", TABLE - 1)
+    rng = np.random.default_rng(0)
+    shapes = (VOCAB, WIDTH), (LAYERS, WIDTH, WIDTH), (NUM * ROWS, VOCAB)
+    args = [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
+    by_rows, stacked = P(explicit.AXIS), P(None, explicit.AXIS)
+    plain = explicit.program(tied_step, args, MESH, [by_rows, stacked, by_rows], [by_rows, stacked])
+    made = plain.through(before_loops)
+
+    def reductions(program: explicit.Program) -> list[int]:
+        """Of the table, by how many loops there are before each."""
+        names = [eqn.primitive.name for eqn in program.jaxpr.eqns]
+        places = [i for i, name in enumerate(names) if name == "reduce_scatter"]
+        return [names[:i].count("scan") for i in places]
+
+    assert (reductions(plain), reductions(made)) == ([2], [1, 2])
+    expected, found = (p.run()(*args) for p in (plain, made))
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    # What is no larger, or is there at once, is reduced once.
+    monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", TABLE)
+    assert before_loops(plain.jaxpr) is plain.jaxpr
+
+
+def biased_step(begin: float, reads: bool, bias: jax.Array, ws: jax.Array, x: jax.Array) -> Any:
+    """A gradient that all turns add to, reduced in float32 and cast in each; a loop may read it as well."""
+
+    def turn(carry: Any, w: jax.Array) -> Any:
+        total, x = carry
+        x = jnp.tanh(x @ w + (bias * total[0] if reads else bias)[None])
+        part = lax.psum(x.sum(0), explicit.AXIS).astype(jnp.bfloat16)
+        return (total + part, x), None
+
+    (total, x), _ = lax.scan(turn, (jnp.full(bias.shape, begin, jnp.bfloat16), x), ws)
+    return [total, x]
+
+
+@pytest.mark.parametrize(("begin", "reads"), [(0, False), (3, False), (3, True)])
+def test_a_sum_that_a_loop_only_adds_up_is_done_once_behind_it(begin: float, reads: bool):
+    rows = jnp.sin(jnp.arange(2.0 * NUM * WIDTH)).reshape(-1, WIDTH)
+    args = [jnp.arange(float(WIDTH)) / WIDTH, make_params()["layers"]["up"][..., :WIDTH], rows]
+    by_rows = P(explicit.AXIS)
+    fn = functools.partial(biased_step, begin, reads)
+    plain = explicit.program(fn, args, MESH, [P(), P(), by_rows], [P(), by_rows])
+    made = plain.through(late_sums)
+    for was, now in zip(plain.run()(*args), made.run()(*args), strict=True):
+        np.testing.assert_allclose(np.asarray(was, float), np.asarray(now, float), rtol=2**-6)
+    of_loop = [
+        [e.primitive.name for e in _waits.inside(eqn)].count("psum")
+        for eqn in made.jaxpr.eqns
+        if eqn.primitive.name == "scan"
+    ]
+    assert of_loop == [int(reads)]
+    assert [e.primitive.name for e in made.jaxpr.eqns].count("psum") == int(not reads)
+    assert (made.jaxpr is plain.jaxpr) == reads
+
+
+# -- results in the places of arguments ----------------------------------------------------------------
+
+
+def updated(*ps: jax.Array) -> list[jax.Array]:
+    """Parameters that each device has whole; it updates a shard, along the last dim and along the first."""
+    at, found = lax.axis_index(explicit.AXIS), []
+    for p, dim in zip(ps, (1, 0), strict=True):
+        size = p.shape[dim] // NUM
+        mine = lax.dynamic_slice_in_dim(p, at * size, size, dim) * 0.9
+        found.append(lax.all_gather(mine, explicit.AXIS, axis=dim, tiled=True))
+    return found
+
+
+@pytest.mark.parametrize(("rows", "at_once"), [(0, False), (1, False), (3, False), (10, True)])
+def test_new_parameters_are_gathered_in_slices_into_the_old_ones(rows: int, at_once: bool):
+    args = [
+        jnp.sin(jnp.arange(10.0 * 16)).reshape(10, 16),
+        jnp.cos(jnp.arange(16.0 * 3)).reshape(16, 3),
+    ]
+    plain = explicit.program(updated, args, MESH, [P(), P()], [P(), P()])
+    made = plain.through(lambda jaxpr: in_place(jaxpr, [0, 1], MESH, rows * args[0].nbytes // 10))
+    for was, now in zip(plain.run()(*args), made.run()(*args), strict=True):
+        np.testing.assert_array_equal(was, now)
+    gathers = [eqn for eqn in _waits.walk(made.jaxpr) if _waits.is_gather(eqn)]
+    loops = [eqn for eqn in made.jaxpr.eqns if eqn.primitive.name == "scan"]
+    if at_once:
+        assert made.jaxpr is plain.jaxpr
+        return
+    assert [eqn.outvars[0].aval.shape for eqn in gathers if eqn.params["all_gather_dimension"]] == [
+        (max(rows, 1), 16), *[(10 % max(rows, 1), 16)] * bool(10 % max(rows, 1))
+    ]  # fmt: skip
+    assert [eqn.params["length"] for eqn in loops] == [10 // max(rows, 1)]
+    # Of a step that returns nothing in the place of its arguments nothing is gathered into them.
+    assert in_place(plain.jaxpr, [None, None], MESH, 0) is plain.jaxpr
 
 
 # -- stacks of loops -----------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import pytest
 
 import programs
 import small
-from jzero.sharding.run import _queue, _turns
+from jzero.sharding.passes import _turns
+from jzero.sharding.run import _queue
 from jzero.testing import assert_same_training
 from jzero.tracing import _jaxpr
 

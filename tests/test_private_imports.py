@@ -153,7 +153,7 @@ MAY = {
         "sharding.analysis._traffic sharding.cut._interchange sharding.cut._layer_parts "
         "sharding.cut._layers sharding.cut._phases tracing._jaxpr tracing._rewrite",
     "test_ir_analysis": "ir._dataflow ir._regions",
-    "test_ir_layout": "ir._layout tracing._jaxpr",
+    "test_ir_layout": "ir._layout targets._links targets._target tracing._jaxpr",
     "test_ir_loops": "ir._loops ir._writer tracing._jaxpr",
     "test_ir_rules":
         "ir._factors ir._layout ir._products ir._rules sharding.analysis._frames "
@@ -201,11 +201,12 @@ MAY = {
         "segments._partitioned sharding.analysis._traffic sharding.passes._inputs_first "
         "sharding.passes._waits tracing._jaxpr",
     "test_passes":
-        "sharding.passes._after_loops sharding.passes._inputs_first sharding.passes._one_order "
+        "sharding.passes._after_loops sharding.passes._before_loops sharding.passes._in_place "
+        "sharding.passes._inputs_first sharding.passes._late_sums sharding.passes._one_order "
         "sharding.passes._order sharding.passes._prefetch sharding.passes._waits "
         "sharding.passes._whole_stacks tracing._jaxpr",
     "test_pipelines": "sharding.run._queue",
-    "test_prefetch": "sharding.run._queue sharding.run._turns tracing._jaxpr",
+    "test_prefetch": "sharding.passes._turns sharding.run._queue tracing._jaxpr",
     "test_preflight": "_quantities sharding.run._collectives targets._target",
     "test_processes": "checkpoint._inspect",
     "test_program": "tracing._jaxpr tracing._printed",
@@ -218,7 +219,7 @@ MAY = {
     "test_schedule": "preflight._schedule targets._target",
     "test_starts": "ir._starts tracing._jaxpr",
     "test_targets":
-        "preflight._bandwidth preflight._wires sharding.run._turns targets._links targets._target",
+        "preflight._bandwidth preflight._wires sharding.passes._turns targets._links targets._target",
     "test_tensor_axes": "sharding.run._collectives sharding.run._devices sharding.run._queue",
     "test_tested": "_tested",
     "test_testing": "_compare",

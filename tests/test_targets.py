@@ -8,8 +8,10 @@ import pytest
 
 from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._wires import rates_of
-from jzero.sharding.run._turns import balance
+from jzero.sharding.passes._turns import balance
 from jzero.targets._links import (
+    AxisTimes,
+    axis_times,
     collective_time,
     level_along,
     level_of,
@@ -104,6 +106,22 @@ def test_levels_along_axes():
     assert [level_along(axes, name, RACKS, topology) for name in axes] == [1, 0, 0]
     assert [level_along(axes, name, H200, topology) for name in axes] == [1, 1, 0]
     assert level_along({"data": 1}, "data", H200, Topology(1, 1)) == 0
+
+
+def test_what_collectives_along_an_axis_take():
+    """Femtoseconds: NCCL's LL128 latencies of a ring's messages, and bytes by the links along the axis."""
+    times = dict(axis_times({"node": 2, "local": 4, "one": 1}, H200, TWO_HOSTS))
+    assert times == {
+        "node": AxisTimes(4_000_000_000, 20_000, 20_000),
+        "local": AxisTimes(5_700_000_000, 2_222, 2_222),
+    }
+    # All devices of two hosts: rings use the adapters of all four, an exchange each device's own.
+    ((_, both),) = axis_times({"data": 8}, H200, TWO_HOSTS)
+    assert both.ring == round(20_000 / 4 / 2 * 8 / 7)
+    assert both.direct == round(20_000 * 4 / 8 * 8 / 7)
+    assert both.of("gather", 10) == both.latency + 10 * both.ring
+    assert both.of("exchange", 10) == both.latency + 10 * both.direct
+    assert both.of("reduce", 10) == 2 * both.latency + 10 * both.ring
 
 
 def test_three_domains_are_three_rings_at_once():

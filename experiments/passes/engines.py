@@ -1,9 +1,10 @@
-"""Both engines of jzero on models of `experiments/rivals`, compiled ahead of time for 8 H200s.
+"""Both engines of jzero on the models of `experiments/rivals`, compiled ahead of time for H200s.
 
-python experiments/passes/engines.py                  # no GPU is needed
-python experiments/passes/engines.py --rows DiT --engines partitioned
+python experiments/passes/engines.py                  # 64 devices; no GPU is needed
+python experiments/passes/engines.py --devices 8      # the two GPTs and Llama, of half a billion parameters
+python experiments/passes/engines.py --rows DiT UNet
 
-Nothing runs. Prints a table; compiled programs are kept in .cache/rivals.
+Nothing runs. Prints a table, in a cell: interpreted / partitioned. Programs are kept in .cache/rivals.
 """
 
 import argparse
@@ -13,44 +14,55 @@ from typing import Any
 import jax
 
 import jzero
-from experiments.passes.measure import WHERE, found
+from experiments.passes.measure import Found, found
 from experiments.rivals import zoo
 from experiments.shared import records
 from jzero.segments import _partitioned
 
-ROWS = ("Flax GPT", "our GPT", "Llama", "DiT")
+ROWS = [name for name, row in zoo.ROWS.items() if row.accumulate == 1]
 ENGINES = {"interpreted": "0", "partitioned": "1"}
 
 
-def step(name: str) -> tuple[zoo.Rival, int]:
-    """The step of a row by the engine that the environment says, and how many parameters it trains."""
-    row = zoo.ROWS[name]
-    made = zoo.rival("jzero", row, row.small or row.model, jzero.target_mesh(**WHERE))
-    return made, sum(x.size for x in jax.tree.leaves(made.state["params"]))
+def measured(name: str, engine: str, devices: int) -> Found:
+    """The step of a row by an engine."""
+    os.environ[_partitioned.SWITCH] = ENGINES[engine]
+    row, where = zoo.ROWS[name], {"target": "h200", "topology": f"{devices // 8}x8"}
+    model = row.small if devices == 8 else row.model
+    made = zoo.rival("jzero", row, model, jzero.target_mesh(**where))
+    if engine == "partitioned":  # Raises an error if the partitioner does not run it.
+        made.step.program(made.state, made.batch, after=_partitioned.PASSES[-1])
+    return found(made.lower(), sum(x.size for x in jax.tree.leaves(made.state["params"])), where)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--devices", type=int, default=64)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
     args = parser.parse_args()
     print(records.versions("jax", "jaxlib", "flax"))
-    print("| model | engine | peak, GiB | moved, bytes per parameter | exposed, ms | step, ms | gathers |"
-          " reductions |\n" + "| --- " * 8 + "|")  # fmt: skip
-    for name in args.rows:
-        for engine in args.engines:
-            os.environ[_partitioned.SWITCH] = ENGINES[engine]
-            made, parameters = step(name)
-            check(made, engine)
-            cells: Any = found(made.lower(), parameters)
-            numbers = [f"{x:.2f}" for x in cells[:4]]
-            print("|", " | ".join([name, engine, *numbers, *cells[4:]]), "|", flush=True)
+    head = [
+        "model",
+        "peak, GiB",
+        "ratio",
+        "moved, bytes per parameter",
+        "exposed, ms",
+        "ratio",
+        "step, ms",
+    ]
+    head += ["gathers", "reductions"]
+    print(f"| {' | '.join(head)} |\n" + "| --- " * len(head) + "|")
+    for name in (name for name in args.rows if args.devices == 64 or zoo.ROWS[name].small):
+        old, new = (measured(name, engine, args.devices) for engine in ENGINES)
+        pairs: list[tuple[Any, Any]] = [*zip(old, new, strict=True)]
+        cells = [" / ".join(_text(x) for x in pair) for pair in pairs]
+        for at in (2, 0):
+            a, b = pairs[at]
+            cells.insert(at + 1, f"{b / a:.3f}")
+        print("|", " | ".join([name, *cells]), "|", flush=True)
 
 
-def check(made: zoo.Rival, engine: str) -> None:
-    """Refuses a step that the partitioner does not run."""
-    if engine == "partitioned":
-        made.step.program(made.state, made.batch, after=_partitioned.PASSES[-1])
+def _text(x: float | str) -> str:
+    return x if isinstance(x, str) else f"{x:.2f}"
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ class Found(NamedTuple):
     reductions: str
 
 
-def found(lowered: jax.stages.Lowered, parameters: int) -> Found:
+def found(lowered: jax.stages.Lowered, parameters: int, where: dict[str, Any] = WHERE) -> Found:
     program = measure.Kept(lowered, {})
-    row = measure.numbers(jzero.preflight(program, **WHERE, compiler_options={}))
+    row = measure.numbers(jzero.preflight(program, **where, compiler_options={}))
     row["parameters"] = parameters
     return Found(
         report.peak(row), report.moved(row), report.exposed(row), report.step(row),

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jzero.targets._links import AxisTimes
+
 Digits = list[tuple[int, int]]  # `(outer, n)` of cuts: the dim's index in mixed radix.
 LOCAL = frozenset({"slice", "mask", "pad", "unpad"})  # Kinds of steps that move nothing.
 
@@ -420,23 +422,38 @@ def received(steps: Iterable[LayoutStep]) -> dict[str, int]:
     return dict(total)
 
 
+Prices = tuple[tuple[str, AxisTimes], ...]
+_BYTES = AxisTimes(0, 1, 1)
+
+
+def price_of(steps: Iterable[LayoutStep], prices: Prices) -> int:
+    """What steps take, one after the other."""
+    moved = ((step.kind, axis, n) for step in steps for axis, n in step.received)
+    return sum(times_along(prices, axis).of(kind, n) for kind, axis, n in moved)
+
+
+def times_along(prices: Prices, axis: str) -> AxisTimes:
+    """What collectives along an axis take: their bytes, if `prices` says nothing of it."""
+    return dict(prices).get(axis, _BYTES)
+
+
 @functools.lru_cache(maxsize=2**14)
 def conversion(
-    source: Layout, target: Layout, itemsize: int, prices: tuple[tuple[str, float], ...] = ()
+    source: Layout, target: Layout, itemsize: int, prices: Prices = ()
 ) -> tuple[LayoutStep, ...]:
     """The cheapest steps from layout to layout (Dijkstra).
 
-    Fewest bytes; then no collective over axes that are not in the mesh's order, which would cross the outer
-    ones, whose links are slower, with all of it; then fewest collectives, bytes over outer axes, and steps.
-    An axis goes where the target has it, or becomes replicated; a partial sum may be scattered anywhere.
-    `prices` weighs an axis's bytes, as by seconds per byte of its links; 1 where it says nothing.
+    Least `price_of`; then no collective over axes that are not in the mesh's order, which would cross the
+    outer ones, whose links are slower, with all of it; then fewest collectives, bytes over outer axes, and
+    steps; then what `_moves` has first. An axis goes where the target has it, or becomes replicated; a
+    partial sum may be scattered anywhere.
     """
     assert (source.shape, source.mesh) == (target.shape, target.mesh), f"{source} to {target}"
-    price, goal, order = dict(prices), _plain(target), itertools.count()
-    queue = [((0.0, 0, 0, 0, 0), next(order), _plain(source), tuple[LayoutStep, ...]())]
+    goal, order = _plain(target), itertools.count()
+    queue = [((0, 0, 0, 0, 0), next(order), _plain(source), tuple[LayoutStep, ...]())]
     seen: set[Layout] = set()
     while (found := heapq.heappop(queue))[2] != goal:  # Gathered and reduced, any goal can be cut.
-        (nbytes, mixed, collectives, outer, _), _, now, steps = found
+        (paid, mixed, collectives, outer, _), _, now, steps = found
         if now in seen:
             continue
         seen.add(now)
@@ -444,10 +461,9 @@ def conversion(
             step = LayoutStep(
                 kind, axes, now, _plain(after), _received(kind, axes, now, after, itemsize)
             )
-            paid = nbytes + sum(price.get(axis, 1.0) * n for axis, n in step.received)
             cost = (
-                paid, mixed + _is_out_of_order(step), collectives + (kind not in LOCAL),
-                outer + _over_outer_axes(step), len(steps) + 1,
+                paid + price_of([step], prices), mixed + _is_out_of_order(step),
+                collectives + (kind not in LOCAL), outer + _over_outer_axes(step), len(steps) + 1,
             )  # fmt: skip
             heapq.heappush(queue, (cost, next(order), step.after, (*steps, step)))
     return found[3]

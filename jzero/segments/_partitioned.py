@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
 from jzero.ir._regions import Region, turns
-from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
@@ -29,9 +28,12 @@ from jzero.sharding.partition._errors import (
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
+from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._gather_codes import Copy, gather_codes, renew_in_codes
+from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, in_place
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._keep_gathered import keep_gathered
+from jzero.sharding.passes._late_sums import late_sums
 from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
@@ -45,17 +47,20 @@ from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import PARAMETER
-from jzero.sharding.run import _devices
-from jzero.sharding.run._run import Runner
+from jzero.sharding.run._run import Runner, devices_of
+from jzero.targets._links import axis_times
+from jzero.targets._target import target_of, topology_of
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
-from jzero.tracing._types import Eqn, Jaxpr
+from jzero.tracing._types import Jaxpr
 
 SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
 PASSES = (
     _PARTITION,
+    "late_sums",
+    "before_loops",
     "inputs_first",
     "reduce_dtype",
     "keep_gathered",
@@ -67,6 +72,7 @@ PASSES = (
     "prefetch",
     "order",
     "after_loops",
+    "in_place",
 )
 
 
@@ -154,7 +160,7 @@ def _partitioned(runner: Runner) -> Partitioned:
     why = next(_reasons(plan, whole), None)
     if why is not None or whole is None:
         raise cannot(why or "it has no jaxpr of the whole batch")
-    mesh = dict(runner.mesh.shape)
+    mesh, devices = dict(runner.mesh.shape), devices_of(runner.mesh)
     flat, rows = _read_only(whole, plan)
     taken = [i for i in range(len(rows)) if i not in plan.unread]
     inputs = [*_inputs(plan, flat, rows, mesh)]
@@ -171,9 +177,12 @@ def _partitioned(runner: Runner) -> Partitioned:
         outs,
         [leaf.path if leaf.role == PARAMETER else "" for leaf in plan.new_leaves],
         plan.reduce_once,
+        axis_times(mesh, target_of(devices), topology_of(devices)),
     )
     repeated = _checked(program, whole, runner)
-    programs = _passed(program, plan, taken, [inputs[i].rows for i in taken])
+    olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
+    olds += [None] * (len(program.outs) - len(olds))
+    programs = _passed(program, runner, taken, [inputs[i].rows for i in taken], olds)
     return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
 
 
@@ -188,8 +197,6 @@ def _checked(
     most = max((m.local_bytes for m in program.moves if _is_of_rows(m)), default=0)
     if most > runner.plan.exchange.max_gather_bytes:
         raise cannot("it gathers more rows at once than max_gather_bytes")
-    if any(map(_gathers_in_slices, _returned(program.jaxpr)[: len(runner.plan.new_leaves)])):
-        raise cannot("a new parameter is gathered into the old one in slices")
     num = runner.plan.num_devices
     work, again = whole.repeated(program.jaxpr, num)
     if again and runner.frame.jaxpr is whole.jaxpr:
@@ -201,42 +208,33 @@ def _checked(
     return work, again
 
 
-def _returned(jaxpr: Jaxpr) -> list[Eqn | None]:
-    """The equations that make a program's results."""
-    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    return [None if _jaxpr.is_literal(x) else makers.get(x) for x in jaxpr.outvars]
-
-
-def _gathers_in_slices(eqn: Eqn | None) -> bool:
-    """Whether the interpreter would: [Note: layouts at rest]."""
-    if eqn is None or eqn.primitive.name != "all_gather":
-        return False
-    large = size_in_bytes(eqn.outvars[0].aval) > _devices.GATHERED_AT_ONCE
-    return large and bool(eqn.params["all_gather_dimension"])
-
-
 def _is_of_rows(move: DeviceMove) -> bool:
     """Whether it moves rows of the batch, and is none of the gathers and reductions of ZeRO."""
     return move.why not in (OF_STATE, OF_SUM)
 
 
 def _passed(
-    program: DeviceProgram, plan: StepPlan, taken: Sequence[int], rows: Sequence[frozenset[str]]
+    program: DeviceProgram, runner: Runner, taken: Sequence[int], rows: Sequence[frozenset[str]],
+    olds: Sequence[int | None],
 ) -> dict[str, DeviceProgram]:  # fmt: skip
     """The program after each pass: its collectives where the interpreter of the plan would have them.
 
     Args:
       program: as it is partitioned.
-      plan: of the step.
+      runner: of the step.
       taken: which of the step's leaves and arguments the program takes, by index.
       rows: the axes over which each of these differs because rows of the batch do.
+      olds: the arguments that results take the places of.
     """
+    plan = runner.plan
     exchange, mesh = plan.exchange, dict(program.ins[0].mesh) if program.ins else {}
     leaves = {k: plan.leaves[i] for k, i in enumerate(taken) if i < len(plan.leaves)}
     ins = tuple(
         _leaf(leaves[k], mesh) if k in leaves else layout for k, layout in enumerate(program.ins)
     )
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
+        "late_sums": late_sums,
+        "before_loops": before_loops,
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
         "reduce_dtype": lambda jaxpr: (
             jaxpr
@@ -257,9 +255,10 @@ def _passed(
         "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, taken, rows),
         "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows),
         "whole_stacks": whole_stacks,
-        "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
+        "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes, runner.balance),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
         "after_loops": after_loops,
+        "in_place": lambda jaxpr: in_place(jaxpr, olds, runner.mesh, GATHERED_AT_ONCE),
     }
     found = {_PARTITION: program}
     for name in PASSES[1:]:

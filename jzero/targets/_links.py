@@ -127,3 +127,48 @@ def collective_time(
     if len(known) == len(rings):
         found.append(CollectiveTime(waits(known), wire / _LL128_SHARE))
     return min(found, key=lambda time: time.seconds)
+
+
+class AxisTimes(NamedTuple):
+    """What a collective along one mesh axis takes, in femtoseconds.
+
+    Whole numbers: sums of them are exact, so that every process finds the same ones equal.
+
+    Attributes:
+      latency: of one, whatever it moves.
+      ring: of each byte that a device receives by gathers and reductions.
+      direct: the same by exchanges and permutations, which are for one other device alone.
+    """
+
+    latency: int
+    ring: int
+    direct: int
+
+    def of(self, kind: str, nbytes: float) -> int:
+        """A collective by which so many bytes reach each device; `kind` as in `jzero.ir._layout`."""
+        return (2 if kind == "reduce" else 1) * self.latency + self.wire(kind, nbytes)
+
+    def wire(self, kind: str, nbytes: float) -> int:
+        """The part in which the bytes move."""
+        return round(nbytes) * (self.direct if kind in ("exchange", "permute") else self.ring)
+
+
+def axis_times(
+    axes: Mapping[str, int], target: Target, topology: Topology
+) -> tuple[tuple[str, AxisTimes], ...]:
+    """For each mesh axis of several devices what collectives along it take."""
+    found = []
+    for axis, n in axes.items():
+        if n > 1:
+            group, received = members(axes, (axis,)), _LARGE * (n - 1) / n
+
+            def time(op: str, nbytes: int, group: Collection[int] = group) -> CollectiveTime:
+                return collective_time(op, group, nbytes, target, topology)
+
+            ring, direct = (time(op, _LARGE).wire / received for op in ("all-gather", "all-to-all"))
+            latency = time("all-gather", 0).latency
+            found.append((axis, AxisTimes(*(round(x * 1e15) for x in (latency, ring, direct)))))
+    return tuple(found)
+
+
+_LARGE = 2**30  # bytes of a collective whose latency is nothing beside its time

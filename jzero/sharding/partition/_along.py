@@ -38,7 +38,7 @@ def _value(eqn: Eqn, j: int, layout: Layout, x: Atom, like: DeviceValue) -> Devi
     return DeviceValue(aval, layout, {layout: x}, like.rows & axes, like.firm & axes)
 
 
-def _whole_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) -> float:
+def _whole_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) -> int:
     return sum(frame.price(value, axis, None) for axis in axes)
 
 
@@ -54,7 +54,8 @@ def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Va
     plain = dtype == jnp.bool_ or any(jnp.issubdtype(dtype, x) for x in (jnp.integer, jnp.floating))
     n = layout.num(axes)
     two = 2 * (getattr(dtype, "itemsize", 4) + 4) * out.size * (n - 1) / n
-    if not axes or not plain or two >= _whole_price(frame, value, axes):
+    price = max((frame.wire(axis, "reduce", two) for axis in axes), default=0)
+    if not axes or not plain or price >= _whole_price(frame, value, axes):
         return None
     after = dataclasses.replace(layout, dims=(*layout.dims[:d], *layout.dims[d + 1 :]))
     x = frame.masked(frame.at(value, layout), layout, d, kind)
@@ -112,7 +113,8 @@ def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values
         return None
     totals = layout.with_dims({d: Dim(shards.num, layout.dims[d].cuts)})
     nbytes = _rules.size_in_bytes(value.aval) / value.aval.shape[d] * shards.num
-    if nbytes >= _whole_price(frame, value, shards.axes):
+    price = max(frame.wire(axis, "gather", nbytes) for axis in shards.axes)
+    if price >= _whole_price(frame, value, shards.axes):
         return None
     x = frame.masked(frame.at(value, layout), layout, d, _RUNNING[name][0])
     (own,) = frame.again(eqn, [x], [_jaxpr.var_like(value.aval, layout.local_shape)])

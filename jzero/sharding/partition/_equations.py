@@ -157,7 +157,7 @@ def _replicated(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> lis
 
 
 class _Candidate(NamedTuple):
-    cost: float
+    cost: int
     elsewhere: bool  # Ties go to what stays where it is, then by position.
     order: int
     factor: int
@@ -227,9 +227,11 @@ class _FactorChoice:
         rows, size = self.frame.price(indices, axis, None), _rules.size_in_bytes(out.aval)
         if updates:
             rows += self.frame.price(updates[0], axis, factor.ins[2], outer)
-            moved = size / layout.num(axes_of(layout) - {axis}) * (n - 1) / n
+            part = size / layout.num(axes_of(layout) - {axis}) * (n - 1) / n
+            moved = self.frame.wire(axis, "scatter", part)
         else:
-            rows += size / indices.layout.num(indices.rows) * (n - 1) / n
+            part = size / indices.layout.num(indices.rows) * (n - 1) / n
+            rows += self.frame.wire(axis, "exchange", part)
             moved = self.frame.price(table, axis, None)
         gathered = not updates and is_read_whole(self.frame.region, self.eqn.invars[0])
         return (i, dim) if rows < moved and not gathered else None
@@ -313,7 +315,7 @@ class _FactorChoice:
             return
         if _is_reduced(factor) and factor.reduces not in BY_DEVICES:
             return
-        cost, moves_rows = 0.0, False
+        cost, moves_rows = 0, False
         for value, d in zip(self.ins, factor.ins, strict=True):
             if rows and axis not in value.rows | value.due | value.firm:
                 continue
@@ -329,15 +331,15 @@ class _FactorChoice:
             return
         found[i, dim] = _Candidate(cost, elsewhere, len(found), i, dim, moves_rows)
 
-    def _end_price(self, axis: str, factor: Factor) -> float:
+    def _end_price(self, axis: str, factor: Factor) -> int:
         """Of what is looked up in columns, and goes to its rows."""
         if not _is_looked_up_in_rows(self.eqn, self.ins, axis) or factor.ins[1] is not None:
-            return 0.0
+            return 0
         n, out = self.frame.mesh[axis], self.eqn.outvars[0].aval
         own = _rules.size_in_bytes(out) / self.ins[0].layout.num(self._axes_of_result())
-        return own * (n - 1) / n / n
+        return self.frame.wire(axis, "exchange", own * (n - 1) / n / n)
 
-    def _sum_price(self, axis: str) -> float:
+    def _sum_price(self, axis: str) -> int:
         """Of the sum that is due over the axis: scattered if what follows says where.
 
         A sum over several axes is one: each passes on its part of what it has from those before.
@@ -348,7 +350,7 @@ class _FactorChoice:
             scattered = self.frame.hint_of(var) is not None
             own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut | summed)
             total += own * (n - 1) / n * (1 if scattered else 2)
-        return total
+        return self.frame.wire(axis, "reduce", total)
 
     def _axes_of_result(self) -> set[str]:
         """Over which axes the result is sharded by what is chosen so far."""

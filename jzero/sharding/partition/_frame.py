@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jzero.ir import _rules
-from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
+from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated, times_along
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.batch._body import OUTPUT
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
@@ -25,6 +25,7 @@ class Partitioning:
     """What all frames of a program share: the mesh, the layouts that are wanted, and what is moved.
 
     Attributes:
+      prices: what collectives take along each axis.
       leaves: the names of the inputs.
       once: whether gradients that a step's own loop adds up are reduced behind it, not in each iteration.
       has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
@@ -34,6 +35,7 @@ class Partitioning:
     hints: Mapping[ValueIn, Hint | None]
     leaves: Sequence[str]
     once: bool = True
+    prices: Prices = ()
     has_rows: bool = True
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
@@ -56,7 +58,7 @@ class DeviceFrame(DeviceWriter):
         self, source: Eqn, shared: Partitioning, region: Region, outer: DeviceFrame | None = None,
         hoists: bool = True,
     ):  # fmt: skip
-        super().__init__(source, shared.mesh, shared.moves)
+        super().__init__(source, shared.mesh, shared.moves, shared.prices)
         self.region = region
         self.shared, self.outer, self.hoists = shared, outer, hoists
         self.imports: dict[Var, Var] = {}
@@ -170,9 +172,9 @@ class DeviceFrame(DeviceWriter):
             value.scopes[layout] = self._scope
             return out
         there = [x for x in value.atoms if value.scopes.get(x, self._scope) == self._scope]
-        source = min(there, key=lambda x: self.nbytes(value, x, layout))
+        source = min(there, key=lambda x: self.price_from(value, x, layout))
         x = value.atoms[source]
-        if value.is_state and self.nbytes(value, source, layout):
+        if value.is_state and self.price_from(value, source, layout):
             if self._token is not None and _jaxpr.autodiff_pass(self.source) is not None:
                 x = self.barrier([x, self._token])[0]
             if self.outer is None:
@@ -191,29 +193,38 @@ class DeviceFrame(DeviceWriter):
             return OF_STATE
         return self.reason if self.returns is None else "it is returned"
 
-    def nbytes(self, value: DeviceValue, source: Layout, target: Layout) -> int:
-        """Bytes that reach a device on the way from layout to layout."""
+    def price_from(self, value: DeviceValue, source: Layout, target: Layout) -> int:
+        """What the way from layout to layout takes."""
         if source == target:
             return 0
-        steps = conversion(source, target, getattr(value.aval.dtype, "itemsize", 4))
-        return sum(n for step in steps for _, n in step.received)
+        return price_of(self.steps(value.aval, source, target), self.prices)
 
-    def price(self, value: DeviceValue, axis: str, dim: int | None, outer: int = 0) -> float:
-        """Bytes that reach a device, about, if an axis is to cut this dim, or none."""
+    def price(self, value: DeviceValue, axis: str, dim: int | None, outer: int = 0) -> int:
+        """What it takes, about, if an axis is to cut this dim, or none."""
         if value.make is not None:
-            return 0.0
-        prices, n = [], self.mesh[axis]
+            return 0
+        found, n = [], self.mesh[axis]
         for layout in [*value.atoms, value.layout]:
             here = layout.place(axis)
             size = _rules.size_in_bytes(value.aval) / layout.num(axes_of(layout) - {axis})
             part = size * (n - 1) / n
             if any(p.axis == axis for p in layout.partial):
-                prices.append(part * (2 if dim is None else 1))
+                found.append(self.wire(axis, "reduce", part * (2 if dim is None else 1)))
             elif here is None or here == (dim, outer):
-                prices.append(0.0)
+                found.append(0)
+            elif dim is None or here[0] == dim:
+                found.append(self.wire(axis, "gather", part))
             else:
-                prices.append(part if dim is None or here[0] == dim else part / n)
-        return min(prices)
+                found.append(self.wire(axis, "exchange", part / n))
+        return min(found)
+
+    def wire(self, axis: str, kind: str, nbytes: float) -> int:
+        """What the bytes of a collective along an axis take.
+
+        A choice counts no latency: the compiler combines gathers, sums wait and are added up, and to save one
+        of a small step's a table would be gathered.
+        """
+        return times_along(self.prices, axis).wire(kind, nbytes)
 
     def settle(self, value: DeviceValue, towards: Layout | None = None) -> None:
         """Does the sums that a value is: where what follows wants it, where `towards` is, or whole."""

@@ -157,7 +157,8 @@ def slices(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Any:
         )
         # Exchanged, each device has its part of all of them.
         whole = sum(frame.price(value, axis, None) for axis in axes) / (n if other else 1)
-        if 2 * _rules.size_in_bytes(eqn.outvars[0].aval) * (n - 1) / n < whole:
+        summed = 2 * _rules.size_in_bytes(eqn.outvars[0].aval) * (n - 1) / n
+        if max(frame.wire(axis, "reduce", summed) for axis in axes) < whole:
             if name == "dynamic_slice":
                 return _dynamic_rows, (d, eqn.params["slice_sizes"])
             params = eqn.params

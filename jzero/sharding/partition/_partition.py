@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jzero.ir._layout import Layout, replicated
+from jzero.ir._layout import Layout, Prices, replicated
 from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
@@ -65,6 +65,7 @@ class DeviceProgram:
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
     outs: Sequence[Layout | None], names: Sequence[str] = (), once: bool = True,
+    prices: Prices = (),
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step.
 
@@ -76,6 +77,7 @@ def partition(
       outs: for each result its layout, whose padding is zero; None where the partitioner chooses.
       once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
       names: of the first results, those of the leaves whose gradients are reduced for them, or nothing.
+      prices: what collectives take along each axis; by default a byte costs the same along all.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
@@ -86,7 +88,7 @@ def partition(
     stored = [None if each.rows else each.layout for each in ins]
     hints = hints_of(region, stored, outs, [*names, *[""] * (len(outs) - len(names))])
     shared = Partitioning(
-        mesh, hints, [each.name for each in ins], once, any(each.rows for each in ins)
+        mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins)
     )
     frame = DeviceFrame(jaxpr.eqns[0], shared, region)
     own = [

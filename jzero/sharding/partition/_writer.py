@@ -17,12 +17,12 @@ import numpy as np
 from jax import lax
 
 from jzero.ir import _rules
-from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, conversion, permutation
+from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, Prices, conversion, permutation
 from jzero.ir._sent import SENT_AS, cast, fenced, from_ordered, ordered_integers
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.partition._errors import cannot
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr, Var
 
 DimParts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
 OF_STATE, OF_SUM = "state", "sum"  # Why a value moves that ZeRO itself gathers or reduces.
@@ -68,11 +68,18 @@ class DeviceWriter(JaxprWriter):
     Attributes:
       mesh: axes and how many devices each has.
       moves: what each collective moves, by its result.
+      prices: what collectives take along each axis.
     """
 
-    def __init__(self, source: Eqn, mesh: Mapping[str, int], moves: dict[Var, DeviceMove]):
+    def __init__(
+        self,
+        source: Eqn,
+        mesh: Mapping[str, int],
+        moves: dict[Var, DeviceMove],
+        prices: Prices = (),
+    ):
         super().__init__(source)
-        self.mesh, self.moves = mesh, moves
+        self.mesh, self.moves, self.prices = mesh, moves, prices
         self._index: dict[tuple[str, ...], Atom] = {}
         self._inside: dict[Dim, Atom] = {}
         self._positions: dict[Dim, Atom] = {}
@@ -103,7 +110,7 @@ class DeviceWriter(JaxprWriter):
         if 0 in source.shape and not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
             return self.full(0, _jaxpr.var_like(x.aval, target.local_shape).aval)  # Nothing moves.
         user = self.source
-        for step in conversion(source, target, getattr(x.aval.dtype, "itemsize", 4)):
+        for step in self.steps(x.aval, source, target):
             if step.kind in LOCAL:
                 x = self._as_data(x, step)
                 continue
@@ -119,6 +126,10 @@ class DeviceWriter(JaxprWriter):
                 math.prod(step.after.local_shape) * getattr(x.aval.dtype, "itemsize", 4),
             )  # fmt: skip
         return x
+
+    def steps(self, aval: Aval, source: Layout, target: Layout) -> tuple[LayoutStep, ...]:
+        """What converts a value of that type from layout to layout."""
+        return conversion(source, target, getattr(aval.dtype, "itemsize", 4), self.prices)
 
     def _line(self) -> str:
         """Where the user wrote what needs a value."""

@@ -111,8 +111,8 @@ def _begins(jaxpr: Jaxpr) -> list[_Begin]:
     found = list[_Begin]()
     for i, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive.name == "scan":
-            inits = variables([port.init for port in Scan.of(eqn).carries])
-            carry = next(filter(_waits.is_float, inits), None)
+            inits = variables([port.init for port in _waits.carried(Scan.of(eqn))])
+            carry = next(iter(inits), None)
             found += [_Begin(carry, made.get(carry, -1), i)] if carry is not None else []
     return found
 

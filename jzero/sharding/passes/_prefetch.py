@@ -26,6 +26,7 @@ from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._inputs_first import COTANGENT
+from jzero.sharding.passes._turns import latest_use
 from jzero.sharding.passes._waits import AFTER_LOOP, LAST_TURN
 from jzero.sharding.passes._waits import PREFETCH as SCOPE
 from jzero.tracing import _jaxpr
@@ -44,15 +45,16 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 # the gathered table are still there: nothing in it reads a cotangent.
 
 
-def prefetch(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
+def prefetch(jaxpr: Jaxpr, nbytes: int, balance: float = 0.0) -> Jaxpr:
     """One device's program with its gathers ahead of their uses.
 
     Args:
       jaxpr: the program, with explicit collectives; calls are opened.
       nbytes: of gathered values that are not read yet, at most; of one product's if these are more. With 0
         none is ahead, and no loop carries any.
+      balance: multiplications in the time in which a byte is gathered: [Note: late gathers] in `_turns.py`.
     """
-    return _placed(_nested(jaxpr, nbytes, None), nbytes, _Scope())
+    return _placed(_nested(jaxpr, nbytes, balance, None), nbytes, _Scope())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,38 +65,40 @@ class _Scope:
       autodiff: the pass around it.
       late: of its arguments, what a loop's turn before has computed.
       following: of a loop's turn, what the next one reads its results as; None outside of loops of one pass.
+      awaited: what gathers for the next turn wait for.
     """
 
     autodiff: str | None = None
     late: frozenset[Var] = frozenset()
     following: Mapping[Var, Var] | None = None
+    awaited: Sequence[Var] = ()
 
 
-def _nested(jaxpr: Jaxpr, limit: int, autodiff: str | None) -> Jaxpr:
+def _nested(jaxpr: Jaxpr, limit: int, balance: float, autodiff: str | None) -> Jaxpr:
     """The program with all programs inside done, and its own gathers where they were."""
     eqns: list[Eqn] = []
     for eqn in jaxpr.eqns:
         inside = autodiff or _jaxpr.autodiff_pass(eqn)
         done = _loop if eqn.primitive.name == "scan" else _holder
-        eqns += done(eqn, limit, inside)
+        eqns += done(eqn, limit, balance, inside)
     return _waits.with_equations(jaxpr, eqns)
 
 
-def _holder(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
+def _holder(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eqn]:
     """An equation with all programs inside done."""
 
     def inner(jaxpr: Jaxpr) -> Jaxpr:
-        return _placed(_nested(jaxpr, limit, autodiff), limit, _Scope(autodiff))
+        return _placed(_nested(jaxpr, limit, balance, autodiff), limit, _Scope(autodiff))
 
     return [_jaxpr.with_inner(eqn, inner)]
 
 
-def _loop(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
+def _loop(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eqn]:
     """A loop, which may now gather for its next turn."""
-    eqn = _jaxpr.with_inner(eqn, lambda body: _nested(body, limit, autodiff))
+    eqn = _jaxpr.with_inner(eqn, lambda body: _nested(body, limit, balance, autodiff))
     scan = Scan.of(eqn)
     of_one_pass = autodiff is not None or not any(map(_jaxpr.autodiff_pass, _jaxpr.walk(scan.body)))
-    before, after = list[Eqn](), list[Eqn]()
+    before, after, awaited = list[Eqn](), list[Eqn](), list[Var]()
     if of_one_pass and (ahead := _ahead(scan, limit)):
         new = pipelined(scan, ahead)
         before = [_jaxpr.within_scope(e, outer=eqn) for e in new.before]
@@ -102,9 +106,16 @@ def _loop(eqn: Eqn, limit: int, autodiff: str | None) -> list[Eqn]:
         if any(map(_waits.reduces, _jaxpr.walk(scan.body))):
             before = _with_carry(before, [p.init for p in scan.carries])
         scan, eqn = new, new.equation()
+        awaited = latest_use(scan.body, _gathered_before(scan), balance)
     following = {p.after: p.before for p in scan.carries if not _jaxpr.is_literal(p.after)}
-    place = _Scope(autodiff, _late(scan), following if of_one_pass else None)
+    place = _Scope(autodiff, _late(scan), following if of_one_pass else None, awaited)
     return [*before, _jaxpr.with_inner(eqn, lambda body: _placed(body, limit, place)), *after]
+
+
+def _gathered_before(scan: Scan) -> list[Var]:
+    """What the turn before has gathered."""
+    made = {out for e in scan.eqns if _waits.is_gather(e) for out in e.outvars}
+    return [p.before for p in scan.carries if p.after in made]
 
 
 def _late(scan: Scan) -> frozenset[Var]:
@@ -243,7 +254,13 @@ class _Level:
                            [t + i for t in turns for i in self.products], limit)  # fmt: skip
             # From the turn that makes it on: one for the next turn, or its own.
             pairs = zip(self.gathers, found[2 * len(uses) :], strict=True)
-            return [(g, self._behind_loop(g, self._in_own_turn(g, at))) for g, at in pairs]
+            awaited = max((self.index[var] for var in self.place.awaited), default=-1)
+            each = list[tuple[_Gather, int]]()
+            for g, at in pairs:
+                start = self._in_own_turn(g, at)
+                start = max(start, awaited) if g.use >= self.num else start
+                each.append((g, self._behind_loop(g, start)))
+            return each
         begins, result = self._begins(), list[tuple[_Gather, int]]()
         for begin in dict.fromkeys(begins[use] for use in uses):
             mine = [k for k, use in enumerate(uses) if begins[use] == begin]

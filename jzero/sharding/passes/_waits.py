@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jzero.ir import _rules
-from jzero.ir._loops import Scan
+from jzero.ir._loops import CarryPort, Scan
+from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -157,6 +158,29 @@ def done(eqn: Eqn) -> Var | None:
     return min(
         (v for v in found if not _jaxpr.is_dropped(v)), key=lambda v: v.aval.size, default=None
     )
+
+
+def carried(scan: Scan) -> list[CarryPort]:
+    """Carries that a turn reads for more than to add to them, of floats: what it computes depends on them."""
+    found, ports = dict[Var, CarryPort](), {port.before: port for port in scan.carries}
+    for eqn in scan.eqns:
+        for var in variables(eqn.invars):
+            port = ports.get(var)
+            adds = eqn.primitive.name in _rules.ADDS and port is not None
+            if port is not None and not (adds and eqn.outvars[0] is port.after):
+                found[var] = port
+    return [port for port in scan.carries if port.before in found and is_float(port.before)]
+
+
+def num_readers(scan: Scan) -> dict[Var, int]:
+    """How often each value of a turn is read, or returned."""
+    found = dict[Var, int]()
+    outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
+    for each in [*(eqn.invars for eqn in scan.eqns), outs]:
+        for atom in each:
+            if not _jaxpr.is_literal(atom):
+                found[atom] = found.get(atom, 0) + 1
+    return found
 
 
 def takes_time(eqn: Eqn) -> bool:

@@ -43,7 +43,7 @@ def whole_stacks(jaxpr: Jaxpr) -> Jaxpr:
 def _loop(eqn: Eqn) -> list[Eqn]:
     scan = Scan.of(eqn)
     makers = {out: each for each in scan.eqns for out in each.outvars}
-    num_readers = _num_readers(scan)
+    num_readers = _waits.num_readers(scan)
     ys, late, after = list[StackPort](), set[int](), list[Eqn]()
     for port in scan.ys:
         last = _last(port, makers, num_readers, scan.length)
@@ -62,7 +62,7 @@ def _loop(eqn: Eqn) -> list[Eqn]:
 
 def _computed(scan: Scan, makers: _waits.Makers) -> Scan:
     """The loop, of which no stack is a copy of what is reduced: [Note: slices that are only copied]."""
-    known = next((p.before for p in scan.carries if _waits.is_float(p.before)), None)
+    known = next((port.before for port in _waits.carried(scan)), None)
     writer, ys = JaxprWriter(_jaxpr.within_scope(scan.eqn, SCOPE)), list[StackPort]()
     for port in scan.ys:
         eqn = None if _jaxpr.is_literal(port.row) else makers.get(port.row)
@@ -73,17 +73,6 @@ def _computed(scan: Scan, makers: _waits.Makers) -> Scan:
     if not writer.eqns:
         return scan
     return dataclasses.replace(scan, eqns=(*scan.eqns, *writer.eqns), ys=tuple(ys))
-
-
-def _num_readers(scan: Scan) -> dict[Var, int]:
-    """How often each value of a turn is read, or returned."""
-    found = dict[Var, int]()
-    outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
-    for each in [*(eqn.invars for eqn in scan.eqns), outs]:
-        for atom in each:
-            if not _jaxpr.is_literal(atom):
-                found[atom] = found.get(atom, 0) + 1
-    return found
 
 
 def _last(

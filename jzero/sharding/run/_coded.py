@@ -16,11 +16,12 @@ from jax import lax
 
 from jzero._blocks import Blocks
 from jzero.sharding.passes import _codes
+from jzero.sharding.passes._in_place import row_major
 from jzero.sharding.passes._waits import not_before
 from jzero.sharding.plan._coded_form import CodedForm
 from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.run import _collectives
-from jzero.sharding.run._collectives import Axes, gather_scope, part_by_part, row_major
+from jzero.sharding.run._collectives import Axes, gather_scope, part_by_part
 from jzero.sharding.run._values import CodedValue, Settled, ShardValue
 from jzero.tracing._types import Eqn
 

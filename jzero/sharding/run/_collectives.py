@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike
 
+from jzero.sharding.passes._in_place import row_major
 from jzero.sharding.plan._layout import FULL, Automatic, partition_spec
 from jzero.tracing import _jaxpr
 
@@ -85,12 +86,6 @@ def exchange(x: jax.Array, cut: int, joined: int, axes: Axes, name: str) -> jax.
     with jax.named_scope(f"jzero.all_to_all[{name}]"):
         got: jax.Array = lax.all_to_all(x, axes, split_axis=cut, concat_axis=joined, tiled=True)
         return got
-
-
-def row_major(x: jax.Array) -> jax.Array:
-    """`x` in the layout in which arrays rest."""
-    laid_out: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-    return laid_out
 
 
 def with_dim_first(x: jax.Array, dim: int, automatic: Automatic, alone: Axes = ()) -> jax.Array:
@@ -170,28 +165,3 @@ def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: ArrayL
     index = lax.axis_index(axes) * shard.shape[dim] + jnp.arange(shard.shape[dim])
     inside = lax.broadcast_in_dim(index < size, shard.shape, (dim,))
     return jnp.where(inside, shard, jnp.asarray(fill, shard.dtype))
-
-
-def slices_into(
-    whole: jax.Array, shard: jax.Array, nbytes: int, automatic: Automatic,
-    make_slice: Callable[[jax.Array, jax.Array], jax.Array],
-) -> jax.Array:  # fmt: skip
-    """`shard [m, n/k] -> [m, n]` in the place of `whole`, by slices of dim 0 of up to `nbytes`, one by one.
-
-    `make_slice` makes one, of what is in its place and of the shard's.
-
-    The reason is in [Note: layouts at rest].
-    """
-    # The layout that the gather wants must not reach the update, which makes the shard.
-    shard = lax.optimization_barrier(shard)
-    rows, row_bytes = whole.shape[0], whole.nbytes // whole.shape[0]
-    size = max(1, min(rows, nbytes // row_bytes))
-
-    def turn(whole: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        old, mine = (lax.dynamic_slice_in_dim(x, start, size, 0) for x in (whole, shard))
-        part = part_by_part(row_major, automatic)(make_slice(old, mine))
-        return lax.dynamic_update_slice_in_dim(whole, part, start, 0)
-
-    whole = lax.fori_loop(0, rows // size, lambda i, x: turn(x, i * size, size), whole)
-    done = rows // size * size
-    return turn(whole, done, rows - done) if done < rows else whole

@@ -18,10 +18,11 @@ from jzero._blocks import Blocks
 from jzero._errors import StepError, message
 from jzero.ir import _rules
 from jzero.sharding.analysis._tables import added_dims
+from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, row_major, slices_into
 from jzero.sharding.passes._waits import not_before
 from jzero.sharding.plan._layout import Automatic, padded_size
 from jzero.sharding.run import _coded, _collectives, _tables
-from jzero.sharding.run._collectives import Axes
+from jzero.sharding.run._collectives import Axes, part_by_part
 from jzero.sharding.run._queue import GatherQueue
 from jzero.sharding.run._tables import RowsAdded
 from jzero.sharding.run._values import (
@@ -35,9 +36,6 @@ from jzero.sharding.run._values import (
     rows_of,
     waits,
 )
-
-# Enough for the wire to be busy. Leaves up to this size are gathered in one piece when a step ends.
-GATHERED_AT_ONCE = 2**27
 
 
 @dataclasses.dataclass(eq=False)
@@ -250,10 +248,10 @@ class Devices:
             return self._plus_difference(old, settled, (), codes)
         if not self._goes_into(old, settled):
             return self.full(settled)
-        return _collectives.slices_into(
-            old, settled.x, GATHERED_AT_ONCE, self.automatic(settled),
-            lambda _, part: self.whole(settled, part),
-        )  # fmt: skip
+        laid_out = part_by_part(row_major, self.automatic(settled))
+        return slices_into(
+            old, settled.x, GATHERED_AT_ONCE, lambda _, part: laid_out(self.whole(settled, part))
+        )
 
     def shard_into(
         self, old: jax.Array, value: Value, dim: int, axes: Axes, codes: Blocks | None = None
@@ -284,8 +282,10 @@ class Devices:
             return (old.astype(wide) + change).astype(old.dtype)
 
         if self._goes_into(old, value):
-            automatic = self.automatic(value)
-            return _collectives.slices_into(old, mine, GATHERED_AT_ONCE, automatic, renewed)
+            laid_out = part_by_part(row_major, self.automatic(value))
+            return slices_into(
+                old, mine, GATHERED_AT_ONCE, lambda old, mine: laid_out(renewed(old, mine))
+            )
         return renewed(old, mine)
 
     def _goes_into(self, old: jax.Array, value: ShardValue) -> bool:

@@ -13,12 +13,13 @@ from jax.sharding import Mesh
 
 from jzero._blocks import Blocks
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.passes import _turns
 from jzero.sharding.passes._one_order import in_one_order
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
 from jzero.sharding.plan._layout import Automatic, Full, RestLayout, Shard
 from jzero.sharding.plan._plan import Analysis, StepPlan
-from jzero.sharding.run import _coded, _collectives, _microbatches, _turns
+from jzero.sharding.run import _coded, _collectives, _microbatches
 from jzero.sharding.run._control import CONTROL
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
@@ -80,6 +81,12 @@ class Runner:
             axis_names={name for name, _ in self.plan.axes},
         )
 
+    @property
+    def balance(self) -> float:
+        """Multiplications in the time in which a byte is moved among the devices."""
+        group = members(self.mesh.shape, [name for name, _ in self.plan.axes])
+        return _turns.balance(devices_of(self.mesh), group)
+
     def interpreter(self) -> Interpreter:
         """An interpreter at the start of a program."""
         plan, stage_axes, exchange = self.plan, self.plan.stage_axes, self.plan.exchange
@@ -97,9 +104,7 @@ class Runner:
                 exchange.reduced_together(plan.num_devices),
                 in_order=not plan.microbatches.layer_major,
             ),
-            balance=_turns.balance(
-                _devices_of(self.mesh), members(self.mesh.shape, [name for name, _ in plan.axes])
-            ),
+            balance=self.balance,
             others={axis: self.mesh.shape[axis] for axis in plan.automatic},
             # [Note: 16 bits on CPUs]
             alone=plan.automatic if _may_be_on_cpus(self.mesh) else (),
@@ -187,7 +192,7 @@ class Runner:
         return bool(self.plan.activations) and not self.plan.in_parts and _on_cpus(self.mesh)
 
 
-def _devices_of(mesh: Mesh) -> list[Any]:
+def devices_of(mesh: Mesh) -> list[Any]:
     """Its devices; an abstract mesh stands for as many of the default platform."""
     return [*mesh.devices.flat] if isinstance(mesh, Mesh) else jax.devices()[:1] * mesh.size
 

@@ -23,8 +23,9 @@ from jax import lax
 from jzero.ir import _rules
 from jzero.sharding.analysis._frames import REDUCTIONS, Frame
 from jzero.sharding.analysis._untiled import TILES
+from jzero.sharding.passes._in_place import row_major
 from jzero.sharding.passes._waits import not_before, token_of
-from jzero.sharding.run import _collectives, _ordinary
+from jzero.sharding.run import _ordinary
 from jzero.sharding.run._cuts import Tiles, cut
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import EqnHandler, Interpreter
@@ -219,7 +220,7 @@ def _reduced_product(
 
     def put(total: jax.Array, start: Start, shard: jax.Array) -> jax.Array:
         # [Note: layouts at rest]
-        return _collectives.row_major(_put(total, shard, start, tiles.dim))
+        return row_major(_put(total, shard, start, tiles.dim))
 
     def reduced(tile: jax.Array) -> jax.Array:
         with jax.named_scope(TILES):

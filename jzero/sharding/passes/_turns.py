@@ -8,9 +8,8 @@ from collections.abc import Collection, Sequence
 
 import jax
 
-from jzero.ir import _rules
-from jzero.sharding.passes._waits import PRODUCTS
-from jzero.sharding.run import _collectives
+from jzero.sharding.passes import _waits
+from jzero.sharding.passes._waits import PRODUCTS, nbytes
 from jzero.targets._links import collective_time
 from jzero.targets._target import target_of, topology_of
 from jzero.tracing import _jaxpr
@@ -53,10 +52,7 @@ def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var], balance: float) -> list[Var]:
     uses = _first_uses(jaxpr, ahead)
     own = [at for var, at in uses.items() if var not in {*ahead}]
     reduced = [
-        v
-        for eqn in jaxpr.eqns
-        if _collectives.is_reduction(eqn)
-        for v in _jaxpr.variables_read(eqn)
+        v for eqn in jaxpr.eqns if _waits.is_reduction(eqn) for v in _jaxpr.variables_read(eqn)
     ]
     work, moved = sum(map(_work, jaxpr.eqns)), nbytes([*uses, *reduced])
     if not own or not reduced or work >= balance * moved:
@@ -70,7 +66,7 @@ def _first_uses(jaxpr: Jaxpr, ahead: Sequence[Var]) -> dict[Var, int]:
     uses: dict[Var, int] = {}
     for n, eqn in enumerate(jaxpr.eqns):
         reads = [var for var in _jaxpr.variables_read(eqn) if var in views]
-        if _collectives.is_gather(eqn):
+        if _waits.is_gather(eqn):
             views |= {var: var for var in eqn.outvars}
         elif eqn.primitive.name in PRODUCTS:
             for var in reads:
@@ -90,8 +86,3 @@ def _work(eqn: Eqn) -> float:
         (summed, _), _ = eqn.params["dimension_numbers"]
         return float(made * math.prod(shapes[0][dim] for dim in summed))
     return math.sqrt(made * math.prod(sorted(map(math.prod, shapes))[-2:]))
-
-
-def nbytes(variables: Sequence[Var]) -> int:
-    """Of all of them together."""
-    return sum(_rules.size_in_bytes(var.aval) for var in variables)

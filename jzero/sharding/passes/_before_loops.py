@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A large gradient of which a part is there before a loop is reduced in parts, that one before the loop.
+
+Of a table that is read before the layers and behind them, the part that the logits make would wait, whole,
+through the backward loop for the part that the look-up makes. One more reduction moves as many bytes again.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from jax import lax
+
+from jzero.ir import _rules
+from jzero.ir._regions import region_of, variables
+from jzero.sharding.passes import _waits
+from jzero.sharding.passes._order import WAITS_THROUGH_LOOPS
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn, Jaxpr, Var
+
+
+def before_loops(jaxpr: Jaxpr) -> Jaxpr:
+    """One device's program in which no large gradient waits through a loop for another part of it."""
+    jaxpr = _waits.with_equations(jaxpr, [_jaxpr.with_inner(e, before_loops) for e in jaxpr.eqns])
+    loops = [i for i, eqn in enumerate(jaxpr.eqns) if _is_long_loop(eqn)]
+    large = [
+        i for i, eqn in enumerate(jaxpr.eqns)
+        if _waits.is_reduction(eqn) and _size(eqn) > WAITS_THROUGH_LOOPS
+    ]  # fmt: skip
+    if not loops or not large:
+        return jaxpr
+    sums, written, gone = _Sums(jaxpr), dict[int, list[Eqn]](), set[int]()
+    for i in large:
+        terms, adds = sums.terms(_jaxpr.variable(jaxpr.eqns[i].invars[0]))
+        parts = dict[int, list[Var]]()  # by how many loops there are before them
+        for term in terms:
+            parts.setdefault(bisect.bisect(loops, sums.made.get(term, -1)), []).append(term)
+        if len(parts) > 1:
+            gone |= {i, *adds}
+            for at, eqns in _in_parts(jaxpr.eqns[i], [*parts.values()], i, sums):
+                written.setdefault(at, []).extend(eqns)
+    eqns = [*written.get(-1, ())]
+    for i, eqn in enumerate(jaxpr.eqns):
+        eqns += [eqn] * (i not in gone) + written.get(i, [])
+    return _waits.with_equations(jaxpr, eqns)
+
+
+def _is_long_loop(eqn: Eqn) -> bool:
+    in_turns = eqn.primitive.name in ("scan", "while")
+    return in_turns and any(e.primitive.name in _waits.PRODUCTS for e in _jaxpr.inside(eqn))
+
+
+class _Sums:
+    """The sums of a program: what they add up."""
+
+    def __init__(self, jaxpr: Jaxpr):
+        self.eqns, self.readers = jaxpr.eqns, region_of(jaxpr.eqns).readers
+        self.made = {out: i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
+        self.returned = set(variables(jaxpr.outvars))
+
+    def terms(self, var: Var) -> tuple[list[Var], list[int]]:
+        """What a value is the sum of, and the additions, by index, whose results nothing else reads."""
+        i = self.made.get(var)
+        alone = len(self.readers.get(var, ())) == 1 and var not in self.returned
+        if i is None or not alone or not _adds(self.eqns[i]):
+            return [var], []
+        found = [self.terms(_jaxpr.variable(atom)) for atom in self.eqns[i].invars]
+        return [t for terms, _ in found for t in terms], [
+            i,
+            *(k for _, adds in found for k in adds),
+        ]
+
+
+def _adds(eqn: Eqn) -> bool:
+    """Whether it adds up values of one type, each of which is none of the program's constants."""
+    like = [(x.aval.shape, x.aval.dtype, x.aval.weak_type) for x in (*eqn.invars, *eqn.outvars)]
+    alike = len(set(like)) == 1 and not any(map(_jaxpr.is_literal, eqn.invars))
+    return eqn.primitive.name in _rules.ADDS and alike
+
+
+def _size(eqn: Eqn) -> int:
+    return _waits.nbytes(variables(eqn.invars))
+
+
+def _in_parts(
+    reduction: Eqn, parts: Sequence[Sequence[Var]], end: int, sums: _Sums
+) -> list[tuple[int, list[Eqn]]]:
+    """The reduction of each part, behind what makes it, and their sum in the place of the reduction."""
+    found, shards = list[tuple[int, list[Eqn]]](), list[Var]()
+    for terms in parts:
+        whole, eqns = _added(reduction, terms)
+        shards.append(_jaxpr.new_var(reduction.outvars[0]))
+        eqns.append(reduction.replace(invars=[whole], outvars=[shards[-1]]))
+        found.append((max(sums.made.get(term, -1) for term in terms), eqns))
+    _, eqns = _added(reduction, shards)
+    eqns[-1] = eqns[-1].replace(outvars=reduction.outvars)
+    return [*found, (end, eqns)]
+
+
+def _added(source: Eqn, terms: Sequence[Var]) -> tuple[Var, list[Eqn]]:
+    """The sum of values, and the equations that make it."""
+    (total, *others), eqns = terms, list[Eqn]()
+    for term in others:
+        out = _jaxpr.new_var(total)
+        eqns.append(_jaxpr.equation(lax.add_p, [total, term], [out], source))
+        total = out
+    return total, eqns
