@@ -423,7 +423,7 @@ def test_a_sum_that_a_loop_only_adds_up_is_done_once_behind_it(begin: float, rea
     for was, now in zip(plain.run()(*args), made.run()(*args), strict=True):
         np.testing.assert_allclose(np.asarray(was, float), np.asarray(now, float), rtol=2**-6)
     of_loop = [
-        [e.primitive.name for e in _waits.inside(eqn)].count("psum")
+        [e.primitive.name for e in _jaxpr.inside(eqn)].count("psum")
         for eqn in made.jaxpr.eqns
         if eqn.primitive.name == "scan"
     ]
@@ -455,7 +455,7 @@ def test_new_parameters_are_gathered_in_slices_into_the_old_ones(rows: int, at_o
     made = plain.through(lambda jaxpr: in_place(jaxpr, [0, 1], MESH, rows * args[0].nbytes // 10))
     for was, now in zip(plain.run()(*args), made.run()(*args), strict=True):
         np.testing.assert_array_equal(was, now)
-    gathers = [eqn for eqn in _waits.walk(made.jaxpr) if _waits.is_gather(eqn)]
+    gathers = [eqn for eqn in _jaxpr.walk(made.jaxpr) if _waits.is_gather(eqn)]
     loops = [eqn for eqn in made.jaxpr.eqns if eqn.primitive.name == "scan"]
     if at_once:
         assert made.jaxpr is plain.jaxpr
