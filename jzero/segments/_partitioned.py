@@ -22,7 +22,9 @@ from jzero.ir._regions import Region, turns
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import CannotPartitionError, cannot
+from jzero.sharding.partition._microbatches import Accumulation, in_loops
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
+from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._order import order
@@ -41,7 +43,9 @@ from jzero.tracing._types import Jaxpr
 SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
-PASSES = (_PARTITION, "inputs_first", "whole_stacks", "prefetch", "order", "after_loops")
+PASSES = (
+    _PARTITION, "inputs_first", "microbatches", "whole_stacks", "prefetch", "order", "after_loops",
+)  # fmt: skip
 _OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
 
 
@@ -114,10 +118,11 @@ def _partitioned(runner: Runner) -> Partitioned:
     why = next(_reasons(plan, whole), None)
     if why is not None or whole is None:
         raise cannot(why or "it has no jaxpr of the whole batch")
-    mesh = dict(runner.mesh.shape)
+    mesh, time = dict(runner.mesh.shape), _time(plan, runner.mesh.axis_names)
+    mesh |= {} if time is None else {time.name: time.num}
     flat, rows = _read_only(whole, plan)
     taken = [i for i in range(len(rows)) if i not in plan.unread]
-    inputs = [*_inputs(plan, flat, rows, mesh)]
+    inputs = [*_inputs(plan, flat, rows, mesh, time)]
     outs = [_leaf(leaf, mesh) for leaf in plan.new_leaves]
     outs += [
         from_spec(atom.aval.shape, mesh, _layout.partition_spec(layout))
@@ -129,12 +134,25 @@ def _partitioned(runner: Runner) -> Partitioned:
         mesh,
         [inputs[i] for i in taken],
         outs,
+        time,
     )
-    programs = _passed(program, plan)
+    programs = _passed(program, plan, time)
     return Partitioned(programs, _run_of(programs[PASSES[-1]], runner, taken))
 
 
-def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:
+def _time(plan: StepPlan, axes: Sequence[str]) -> TimeAxis | None:
+    """The axis of microbatches, with a name that the mesh has not."""
+    if plan.accumulate == 1:
+        return None
+    name = "microbatch"
+    while name in axes:
+        name += "_"
+    return TimeAxis(name, plan.accumulate, plan.reduce_once)
+
+
+def _passed(
+    program: DeviceProgram, plan: StepPlan, time: TimeAxis | None
+) -> dict[str, DeviceProgram]:
     """The program after each pass: its collectives where the interpreter of the plan would have them."""
     exchange = plan.exchange
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
@@ -146,7 +164,15 @@ def _passed(program: DeviceProgram, plan: StepPlan) -> dict[str, DeviceProgram]:
     }
     found = {_PARTITION: program}
     for name in PASSES[1:]:
-        program = dataclasses.replace(program, jaxpr=passes[name](program.jaxpr))
+        if name in passes:
+            program = dataclasses.replace(program, jaxpr=passes[name](program.jaxpr))
+        elif time is not None:
+            program = in_loops(
+                program,
+                Accumulation(
+                    time, exchange.accumulate_dtype, exchange.gather_once, plan.num_devices
+                ),
+            )
         found[name] = program
     return found
 
@@ -156,7 +182,6 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
     exchange = plan.exchange
     asked = {
         "collectives of its own": plan.reductions != WHOLE or whole is None,
-        "accumulate": plan.accumulate > 1,
         "mesh axes beside the data axes": bool(plan.automatic),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
@@ -199,10 +224,11 @@ def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | Non
 
 
 def _inputs(
-    plan: StepPlan, flat: Flat, rows: Sequence[int | None], mesh: dict[str, int]
+    plan: StepPlan, flat: Flat, rows: Sequence[int | None], mesh: dict[str, int], time: TimeAxis | None
 ) -> Iterator[DeviceInput]:
     """Leaves as they are stored; arguments in rows, padded where the devices do not divide them."""
     axes = tuple(axis for axis, _ in plan.axes)
+    axes += () if time is None else (time.name,)
     yield from (DeviceInput(_leaf(leaf, mesh)) for leaf in plan.leaves)
     for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
         layout = replicated(var.aval.shape, mesh)

@@ -50,7 +50,8 @@ def run_inner(
 def barrier(frame: DeviceFrame, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
     """The values, none of which is there before all are; lazy ones stay as they are."""
     for value in ins:
-        frame.settle(value)
+        if not value.due & frame.over_time:
+            frame.settle(value)
     kept = [k for k, value in enumerate(ins) if value.make is None]
     outs = [*ins]
     if kept:
@@ -190,7 +191,7 @@ class _ScanWriter(_LoopWriter):
         num, frame, inner.source = len(carries), self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
         for v in outs[num:]:
-            inner.settle(v)
+            inner.settle_here(v)
         ends += [inner.at(v, v.layout) for v in outs[num:]]
         body = inner.function(self.parts.body, ins, ends)
         frame.source = self.eqn
@@ -464,7 +465,7 @@ def _cond(
         outs = run(each, branch, [each.entered(v) for v in operands])
         each.source = eqn
         for value in outs:
-            each.settle(value)
+            each.settle_here(value)
         frames.append(each)
         returned.append(outs)
     layouts = [_of_branches(values) for values in zip(*returned, strict=True)]
@@ -481,7 +482,9 @@ def _of_branches(values: Sequence[DeviceValue]) -> Layout:
     layout = known[0].layout
     for v in known[1:]:
         layout = common(layout, v.layout)
-    return layout
+    # What a branch could not sum up is a sum of all: another's is one that the first device has alone.
+    due = {p.axis: p for v in known for p in v.layout.partial}
+    return dataclasses.replace(layout, partial=tuple(due.values()))
 
 
 def _branches(

@@ -70,11 +70,37 @@ def due(eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
     return found[0] if same and _rules.stays_partial(eqn, partial, zero) else ()
 
 
+def due_in_time(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
+) -> tuple[Partial, ...]:
+    """The sum over time that waits through the equation, when all sums over devices are done.
+
+    In a body, through whatever is linear in it; else where sums over devices wait, and through casts, so
+    that it is summed up in the wider dtype.
+    """
+    time = frame.shared.time
+    partial = {k for k, v in enumerate(ins) if v.due & frame.over_time}
+    if time is None or not partial or any(v.due for k, v in enumerate(ins) if k not in partial):
+        return ()
+    passes = waits(eqn) or _rules.is_float_cast(eqn) and not time.once
+    zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
+    rows = any(time.name in v.rows for k, v in enumerate(ins) if k not in partial)
+    linear = not rows and _rules.stays_partial(eqn, partial, zero)
+    if not linear or not passes and frame.outer is None:
+        return ()
+    found = [p for v in ins for p in v.layout.partial if p.axis == time.name]
+    if any(p != found[0] for p in found):
+        return ()
+    for k in sorted(partial):
+        frame.settle(ins[k], keeps=frame.over_time)
+    return (found[0],)
+
+
 def ordinary(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> list[DeviceValue]:
     """Writes an equation that holds no programs."""
-    kept = due(eqn, ins)
+    kept = due(eqn, ins) or due_in_time(frame, eqn, ins)
     if not kept:
         settle(frame, eqn, ins, factors)
     elif (alone := _added_to_zero(eqn, ins)) is not None:
@@ -221,7 +247,8 @@ class _FactorChoice:
                 if self._is_at(value, factor, d):
                     self._consider(axis, i, value.layout.dims[d], outer, bool(rows), found)
         best = min(found.values(), default=None)
-        if lead and (best is None or rows and self._may_exchange(axis, best, rows)):
+        may = axis not in self.frame.over_time  # A microbatch cannot give rows to another one.
+        if may and lead and (best is None or rows and self._may_exchange(axis, best, rows)):
             self._exchanges(axis, lead, bool(rows), found)
             best = min(found.values(), default=None)
         return None if best is None or best.cost and self._is_cheaper_whole(axis, best) else best

@@ -14,6 +14,8 @@ from jax import lax
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
 from jzero.ir._regions import Region, ValueIn, variables
+from jzero.sharding.partition._errors import cannot
+from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr
@@ -26,11 +28,13 @@ class Partitioning:
 
     Attributes:
       has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
+      time: the axis of microbatches, if there are several.
     """
 
     mesh: Mapping[str, int]
     hints: Mapping[ValueIn, Layout | None]
     has_rows: bool = True
+    time: TimeAxis | None = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
@@ -115,7 +119,8 @@ class DeviceFrame(DeviceWriter):
         if layout in value.atoms and value.scopes.get(layout, self._scope) == self._scope:
             return value.atoms[layout]
         lazy = value.make is not None
-        if value.outer is not None and (lazy or self.hoists or layout == value.layout):
+        hoists = self.hoists or self._crosses_time(value, layout)
+        if value.outer is not None and (lazy or hoists or layout == value.layout):
             value.atoms[layout] = self._from_outer(value, layout)
         elif lazy:
             value.atoms[layout] = self._made(value, layout)
@@ -124,6 +129,10 @@ class DeviceFrame(DeviceWriter):
                 value.atoms[value.layout] = self._from_outer(value, value.layout)
             value.atoms[layout] = self._converted(value, layout)
         return value.atoms[layout]
+
+    def _crosses_time(self, value: DeviceValue, layout: Layout) -> bool:
+        time = self.shared.time
+        return time is not None and step_over_time(value.layout, layout, time) is not None
 
     def _from_outer(self, value: DeviceValue, layout: Layout) -> Atom:
         assert self.outer is not None
@@ -170,6 +179,10 @@ class DeviceFrame(DeviceWriter):
         """Bytes that reach a device on the way from layout to layout."""
         if source == target:
             return 0
+        time = self.shared.time
+        if time is not None and (step := step_over_time(source, target, time)) is not None:
+            again = self.nbytes(value, source, step.before) + self.nbytes(value, step.after, target)
+            return again + _rules.size_in_bytes(value.aval) * (step.kind == "gather")
         steps = conversion(source, target, getattr(value.aval.dtype, "itemsize", 4))
         return sum(n for step in steps for _, n in step.received)
 
@@ -190,19 +203,65 @@ class DeviceFrame(DeviceWriter):
                 prices.append(part if dim is None or here[0] == dim else part / n)
         return min(prices)
 
-    def settle(self, value: DeviceValue, towards: Layout | None = None) -> None:
-        """Does the sums that a value is: where what follows wants it, where `towards` is, or whole."""
-        if not value.layout.partial:
+    def settle(
+        self, value: DeviceValue, towards: Layout | None = None, keeps: frozenset[str] = frozenset()
+    ) -> None:
+        """Does the sums that a value is: where what follows wants it, where `towards` is, or whole.
+
+        Not over the axes that it `keeps`.
+        """
+        axes = value.due - keeps
+        if not axes:
             return
-        new = value.layout.settled(value.due)
+        new = value.layout.settled(axes)
+        devices = axes - self.over_time
         for want in (value.hint, towards):
             if want is not None:
-                new = joined(new, want, value.due)
+                new = joined(new, want, devices)
         if value.spread is not None:
-            new = joined(new, value.spread, value.due)
-            value.rows |= axes_of(new) & axes_of(value.spread) & value.due
+            new = joined(new, value.spread, devices)
+            value.rows |= axes_of(new) & axes_of(value.spread) & devices
         self.at(value, new)
         value.layout = new
+
+    def settle_here(self, value: DeviceValue) -> None:
+        """The same at the end of a body or branch, which cannot sum up over time.
+
+        There, only what the devices get shards of is reduced, [Note: conversions over time].
+        """
+        time, hint = self.shared.time, value.hint
+        if self.outer is None or time is None or time.name not in value.due:
+            self.settle(value)
+        elif hint is not None and not time.once:
+            shards = axes_of(hint) & value.due
+            self.settle(value, keeps=value.due - shards)
+
+    @property
+    def over_time(self) -> frozenset[str]:
+        """The axis of microbatches, if there is one."""
+        return frozenset() if self.shared.time is None else frozenset([self.shared.time.name])
+
+    def convert(
+        self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = ""
+    ) -> Atom:
+        """`x`, which is laid out as `source`, as `target`: [Note: conversions over time]."""
+        time = self.shared.time
+        step = None if time is None else step_over_time(source, target, time)
+        if step is None:
+            return super().convert(x, source, target, of, why)
+        if self.outer is not None:
+            needs = "a sum" if step.kind == "reduce" else "rows"
+            why = f"it needs {needs} of all microbatches inside a loop, branch or checkpoint"
+            raise cannot(why, self.source, self.region)
+        x = self.step(super().convert(x, source, step.before, of, why), step)
+        return super().convert(x, step.after, target, of, why)
+
+    def index(self, axes: Sequence[str]) -> Atom:
+        """This device's place among those along the axes; that in time is an argument of each body."""
+        key = tuple(axes)
+        if self.outer is not None and self.over_time == {*key} and key not in self._index:
+            self._index[key] = self.brought(self.outer.index(axes))
+        return super().index(axes)
 
     def hint_of(self, var: Var) -> Layout | None:
         """How what follows wants it."""

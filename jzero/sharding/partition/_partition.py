@@ -13,6 +13,7 @@ from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
 from jzero.sharding.partition._hints import hints_of
 from jzero.sharding.partition._run import run
+from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, axes_of
 from jzero.sharding.partition._writer import DeviceMove
 from jzero.tracing import _jaxpr
@@ -42,6 +43,7 @@ class DeviceProgram:
       jaxpr: with explicit collectives; `consts` are the values of its `constvars`.
       ins, outs: layouts of its arguments and of its results.
       moves: every conversion that communicates.
+      by_result: these, by what the collective makes.
     """
 
     jaxpr: Jaxpr
@@ -49,13 +51,14 @@ class DeviceProgram:
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
     moves: tuple[DeviceMove, ...]
+    by_result: Mapping[Var, DeviceMove]
 
 
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
-    outs: Sequence[Layout | None],
+    outs: Sequence[Layout | None], time: TimeAxis | None = None,
 ) -> DeviceProgram:  # fmt: skip
-    """One device's program of a step.
+    """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
     Args:
       jaxpr: the whole-batch step, calls flattened.
@@ -63,6 +66,7 @@ def partition(
       mesh: the axes, and how many devices each has.
       ins: for each argument.
       outs: for each result its layout, whose padding is zero; None where the partitioner chooses.
+      time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
@@ -70,7 +74,7 @@ def partition(
     if not jaxpr.eqns:
         raise cannot("a step without equations")
     region = Region(jaxpr, [*consts])
-    shared = Partitioning(mesh, hints_of(region, outs), any(each.rows for each in ins))
+    shared = Partitioning(mesh, hints_of(region, outs), any(each.rows for each in ins), time)
     frame = DeviceFrame(jaxpr.eqns[0], shared, region)
     own = [
         _jaxpr.var_like(var.aval, each.layout.local_shape)
@@ -82,9 +86,9 @@ def partition(
     given = frozenset(own)
     atoms = [_with_zeros(frame, v, each, given) for v, each in zip(results, layouts, strict=True)]
     written = frame.function(_template(), own, atoms)
-    moves = tuple(_moves(written, frame.moves, 1))
+    moves = moves_of(written, frame.moves)
     ins_ = tuple(each.layout for each in ins)
-    return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves)
+    return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves, frame.moves)
 
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
@@ -99,6 +103,7 @@ def _returned(frame: DeviceFrame, value: DeviceValue, wanted: Layout | None) -> 
         return wanted
     frame.settle(value)
     keeps = value.rows and value.make is None and value.layout.spec() is not None
+    keeps = keeps and not value.rows & frame.over_time
     return value.layout if keeps else frame.whole(value.aval.shape)
 
 
@@ -111,6 +116,11 @@ def _with_zeros(
     for d in padded if padded and x not in given else ():
         x = frame.masked(x, layout, d, "sum")
     return x
+
+
+def moves_of(jaxpr: Jaxpr, by_result: Mapping[Var, DeviceMove]) -> tuple[DeviceMove, ...]:
+    """Every conversion of a program that communicates."""
+    return tuple(_moves(jaxpr, by_result, 1))
 
 
 def _moves(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove], times: int) -> Iterator[DeviceMove]:

@@ -43,7 +43,7 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
         for var, value in zip(eqn.outvars, outs, strict=True):
             value.hint = value.hint or frame.hint_of(var)
             if value.layout.partial and value.hint is not None and not _waits(region, var):
-                frame.settle(value)
+                frame.settle_here(value)
         frame.note(outs)
     frame.region = outer
     return [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in region.jaxpr.outvars]

@@ -88,7 +88,7 @@ class DeviceWriter(JaxprWriter):
         if 0 in source.shape and not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
             return self.full(0, _jaxpr.var_like(x.aval, target.local_shape).aval)  # Nothing moves.
         for step in conversion(source, target, getattr(x.aval.dtype, "itemsize", 4)):
-            x = self._as_data(x, step)
+            x = self.step(x, step)
             if step.kind not in LOCAL:
                 nbytes = sum(n for _, n in step.received)
                 line = _jaxpr.user_line(self.source) if _jaxpr.has_line(self.source) else ""
@@ -96,7 +96,7 @@ class DeviceWriter(JaxprWriter):
                 self.moves[self._moved] = note
         return x
 
-    def _as_data(self, x: Atom, step: LayoutStep) -> Atom:
+    def step(self, x: Atom, step: LayoutStep) -> Atom:
         """One step; of keys, that of their words."""
         convert: Callable[[Atom, LayoutStep], Atom] = getattr(self, f"_{step.kind}")
         if not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):

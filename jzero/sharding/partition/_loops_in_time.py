@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which equations run for each microbatch, in which loop over them, and which once.
+
+Reductions and gathers over the axis of microbatches end loops. Whatever differs between microbatches is in the
+loop that makes the operands of such an end, and in each later one that needs it again, or reads what was kept
+(`sharding/cut/_kept.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from jzero.ir import _dataflow, _rules
+from jzero.ir._regions import Region, variables
+from jzero.ir._rules import Cost
+from jzero.sharding.cut._bits import compared, moved_into
+from jzero.sharding.cut._kept import Keeper
+from jzero.sharding.cut._phases import MOST_REPEATS
+from jzero.sharding.partition._errors import cannot
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn, Var
+
+REDUCES = {"psum": "sum", "pmax": "max", "pmin": "min"}
+_GATHERS = ("all_gather", "all_gather_invariant")
+
+
+class LoopInTime(NamedTuple):
+    """One loop over the microbatches.
+
+    Attributes:
+      eqns: that run for each, by index, in order.
+      reads: what it reads of each microbatch that earlier loops have made.
+      ends: the reductions and gathers whose operands it makes.
+      lasts: what each microbatch computes alike, and others read.
+    """
+
+    eqns: tuple[int, ...]
+    reads: tuple[Var, ...]
+    ends: tuple[Eqn, ...]
+    lasts: tuple[Var, ...]
+
+
+class LoopsInTime(NamedTuple):
+    """The loops over the microbatches, in order.
+
+    Attributes:
+      loops: a loop may be empty.
+      once: for each loop, the equations that run before it, by index; and those behind the last one.
+      kept: what loops hand on for later ones alone.
+    """
+
+    loops: list[LoopInTime]
+    once: list[list[int]]
+    kept: list[Var]
+
+
+def loops_in_time(
+    region: Region, given: Iterable[Var], axis: str, num: int, devices: int, gather_once: bool
+) -> LoopsInTime:
+    """The loops of a program of one device and one microbatch.
+
+    Args:
+      region: the program.
+      given: the arguments that differ between microbatches.
+      axis: of the microbatches, which no device has.
+      num: how many there are.
+      devices: how many devices there are.
+      gather_once: one gather of the state serves all microbatches.
+
+    Raises:
+      CannotPartitionError: they would run the products of the step many times.
+    """
+    levels = _Levels(region, given, axis)
+    inside = levels.loop | _sunk(levels, gather_once)
+    eqns, lasts, num_eqns = region.jaxpr.eqns, _lasts(levels), len(region.jaxpr.eqns)
+    last = max([*levels.of_eqns, *(levels.of[var] + 1 for var in lasts), 0])
+    keeper, loops = _keeper(levels, inside, num, devices), list[LoopInTime]()
+    for level in range(last):
+        ends = tuple(eqns[i] for i in levels.ends if levels.of_eqns[i] == level + 1)
+        mine = tuple(var for var in lasts if levels.of[var] == level)
+        made = [*variables(atom for eqn in ends for atom in eqn.invars), *mine]
+        stacks = variables(atom for eqn in ends if is_gather(eqn) for atom in eqn.invars)
+        makers = [levels.maker[var] for var in made if levels.maker.get(var) in inside]
+        run, _, reads = keeper.loop(level, makers, [v for v in stacks if v in levels.maker])
+        loops.append(LoopInTime(run, reads, ends, mine))
+    repeats = keeper.loops(last, []).repeats
+    if repeats > MOST_REPEATS:
+        raise cannot(f"in microbatches it would run its products {repeats:.1f} times as often")
+    shared = [i for i in range(num_eqns) if i not in levels.loop and i not in levels.ends]
+    once = [[i for i in shared if levels.of_eqns[i] == level] for level in range(last + 1)]
+    return LoopsInTime(loops, once, [*keeper.kept])
+
+
+class _Levels:
+    """How many loops must have run before a value can be computed.
+
+    Attributes:
+      frame: the program.
+      differs: its own values that are not the same in all microbatches.
+      of, of_eqns: the level of a variable, and of an equation by its index.
+      maker: which equation makes a variable.
+      loop: equations that run for each microbatch, by index.
+      ends: those that end a loop, in order.
+    """
+
+    def __init__(self, region: Region, given: Iterable[Var], axis: str):
+        self.frame, self._axis = region, axis
+        self.differs = _differing(region, given, axis)
+        self.maker = region.makers
+        self.of = dict.fromkeys([*region.jaxpr.constvars, *region.jaxpr.invars], 0)
+        self.of_eqns = list[int]()
+        self.loop, self.ends = set[int](), dict[int, None]()
+        for index, eqn in enumerate(region.jaxpr.eqns):
+            self._place(index, eqn)
+
+    def _place(self, index: int, eqn: Eqn) -> None:
+        read = variables(eqn.invars)
+        level = max((self.of[var] for var in read), default=0)
+        if ends_loop(eqn, self._axis):
+            self.ends[index] = None
+            level += 1
+        elif any(var in self.differs for var in (*read, *eqn.outvars)) or any(
+            self.is_made_in_loop(var) and self.of[var] == level for var in read
+        ):
+            self.loop.add(index)
+        self.of_eqns.append(level)
+        self.of |= dict.fromkeys(eqn.outvars, level)
+
+    def is_local(self, var: Var) -> bool:
+        """Whether a variable differs between microbatches."""
+        return var in self.differs
+
+    def is_made_in_loop(self, var: Var) -> bool:
+        """Whether an equation that runs for each microbatch makes a variable."""
+        return self.maker.get(var) in self.loop
+
+
+def ends_loop(eqn: Eqn, axis: str) -> bool:
+    """Whether it is a reduction or a gather over the axis of microbatches."""
+    return (eqn.primitive.name in REDUCES or is_gather(eqn)) and is_over(eqn, axis)
+
+
+def is_gather(eqn: Eqn) -> bool:
+    return eqn.primitive.name in _GATHERS
+
+
+def is_over(eqn: Eqn, axis: str) -> bool:
+    """Whether a collective's axes have this one among them."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return axis in (axes if isinstance(axes, tuple) else (axes,))
+
+
+def _differing(region: Region, given: Iterable[Var], axis: str) -> set[Var]:
+    def step(_: Region, eqn: Eqn, facts: Sequence[bool]) -> list[bool]:
+        if eqn.primitive.name == "optimization_barrier":
+            return [*facts]
+        differs = any(facts) and not ends_loop(eqn, axis)
+        index = eqn.primitive.name == "axis_index" and is_over(eqn, axis)
+        return [differs or index] * len(eqn.outvars)
+
+    start = {(region, var): True for var in given}
+    found = _dataflow.forward(region, start, step, lambda a, b: a or b, False)
+    own = [var for (where, var), fact in found.items() if fact and where is region]
+    return set(variables(own))
+
+
+def _sunk(levels: _Levels, gather_once: bool) -> set[int]:
+    """Equations that are alike in all microbatches and run in their loops, lest results be kept alive.
+
+    These are cheap ones that only loops read; and gathers of the state, whoever else reads them.
+    """
+    region, num, sunk = levels.frame, len(levels.frame.jaxpr.eqns), set[int]()
+    for index, eqn in reversed([*enumerate(region.jaxpr.eqns)]):
+        if index in levels.loop or index in levels.ends:
+            continue
+        readers = {i for out in eqn.outvars for i in region.readers.get(out, ())}
+        inside = {i for i in readers if i in levels.loop or i in levels.ends or i in sunk}
+        alone = inside == readers and num not in readers and _is_cheap(eqn)
+        if inside and (alone or is_gather(eqn) and not gather_once):
+            sunk.add(index)
+    return sunk
+
+
+def _is_cheap(eqn: Eqn) -> bool:
+    """Whether an equation only moves elements, or treats each by itself."""
+    moves = _rules.keeps_dims(eqn) and not _rules.costs(eqn, Cost.REDUCTION)
+    return moves or _rules.costs(eqn, Cost.SOURCE, Cost.IDENTITY)
+
+
+def _lasts(levels: _Levels) -> list[Var]:
+    """What loops make, is the same in all microbatches, and is read by what runs once."""
+    eqns, outs = levels.frame.jaxpr.eqns, levels.frame.jaxpr.outvars
+    once = [i for i in range(len(eqns)) if i not in levels.loop and i not in levels.ends]
+    read = variables([*(atom for i in once for atom in eqns[i].invars), *outs])
+    own = [var for var in read if levels.is_local(var)]
+    assert not own, f"{own} differ between microbatches, and are read once"
+    return [var for var in read if levels.is_made_in_loop(var)]
+
+
+def _keeper(levels: _Levels, inside: set[int], num: int, devices: int) -> Keeper:
+    """Decides what later loops read of earlier ones: in all as many bytes as are gathered for loops."""
+    eqns = levels.frame.jaxpr.eqns
+
+    def inputs(index: int) -> list[Var]:
+        return [var for var in variables(eqns[index].invars) if levels.maker.get(var) in inside]
+
+    waited = _waited_for(levels)
+    gathers = [eqns[i] for i in levels.ends if is_gather(eqns[i]) and waited & {*eqns[i].outvars}]
+    rows = sum(_rules.size_in_bytes(out.aval) for eqn in gathers for out in eqn.outvars)
+    operands = variables(atom for eqn in gathers for atom in eqn.invars)
+    bits = compared(levels, ()) | moved_into(levels, operands)
+    return Keeper(levels.frame, num, rows * devices, inputs, levels.is_local, bits)
+
+
+def _waited_for(levels: _Levels) -> set[Var]:
+    """What runs once, or ends a loop, and a loop depends on."""
+    found = set[Var]()
+    for index, eqn in reversed([*enumerate(levels.frame.jaxpr.eqns)]):
+        if index in levels.loop or not found.isdisjoint(eqn.outvars):
+            found.update(v for v in variables(eqn.invars) if not levels.is_made_in_loop(v))
+    return found
