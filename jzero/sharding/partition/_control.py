@@ -15,6 +15,7 @@ from typing import Any
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial
 from jzero.ir._regions import Region, turns
+from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue, axes_of, common
@@ -192,16 +193,20 @@ class _ScanWriter(_LoopWriter):
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
         for v in outs[num:]:
             inner.settle_here(v)
-        ends += [inner.at(v, v.layout) for v in outs[num:]]
+        rows = [*map(_before_cast, outs[num:])]
+        ends += [inner.at(v, v.layout) for v in rows]
         body = inner.function(self.parts.body, ins, ends)
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
         stacks = [frame.at(v, stack) for v, stack in zip(self.xs, self.stacks, strict=True)]
         layouts = [c.layout for c in carries]
-        for var, v in zip(self.eqn.outvars[num:], outs[num:], strict=True):
+        avals = [var.aval for var in self.eqn.outvars[:num]]
+        for var, v in zip(self.eqn.outvars[num:], rows, strict=True):
             first = frame.whole(var.aval.shape[:1]).dims
             layouts.append(dataclasses.replace(v.layout, dims=(*first, *v.layout.dims)))
-        results = self.results(layouts)
+            avals.append(_jaxpr.var_like(v.aval, var.aval.shape).aval)
+        pairs = zip(avals, layouts, strict=True)
+        results = [_jaxpr.var_like(aval, layout.local_shape) for aval, layout in pairs]
         operands = [*inner.imports, *starts, *stacks]
         like = _without_consts(self.eqn, "jaxpr", body)
         frame.eqns.append(
@@ -210,14 +215,32 @@ class _ScanWriter(_LoopWriter):
                 self.parts.reverse,
             )
         )  # fmt: skip
-        rows = [*(c.rows for c in carries), *(v.rows for v in outs[num:])]
-        origins = [*[None] * num, *(None if v.rows else v.origin for v in outs[num:])]
-        return [
-            DeviceValue(var.aval, layout, {layout: x}, r, origin=origin)
-            for var, layout, x, r, origin in zip(
-                self.eqn.outvars, layouts, results, rows, origins, strict=True
-            )
+        axes = [*(c.rows for c in carries), *(v.rows for v in rows)]
+        origins = [*[None] * num, *(None if v.rows else v.origin for v in rows)]
+        found = [
+            DeviceValue(aval, layout, {layout: x}, r, origin=origin)
+            for aval, layout, x, r, origin in zip(avals, layouts, results, axes, origins, strict=True)
         ]
+        casts = [None] * num + [v.cast for v in outs[num:]]
+        each = zip(self.eqn.outvars, found, casts, strict=True)
+        return [self._cast(var, v, None if cast is None else cast[0]) for var, v, cast in each]
+
+    def _cast(self, var: Var, value: DeviceValue, cast: Eqn | None) -> DeviceValue:
+        """A stack, of which iterations hold what was before a cast."""
+        if cast is None or value.aval.dtype == var.aval.dtype:
+            return value
+        value.hint = self.frame.hint_of(var)
+        eqn = cast.replace(invars=[_jaxpr.var_like(value.aval)], outvars=[var])
+        (found,) = ordinary(self.frame, eqn, [value], _rules.factors_of(eqn))
+        return found
+
+
+def _before_cast(v: DeviceValue) -> DeviceValue:
+    """A partial sum as it was before a cast that made it larger, if nothing has been done to it since."""
+    if v.cast is None or v.cast[1].layout != v.layout:
+        return v
+    narrow = v.cast[1]
+    return narrow if narrow.aval.dtype.itemsize < v.aval.dtype.itemsize else v
 
 
 @dataclasses.dataclass

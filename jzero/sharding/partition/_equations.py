@@ -76,7 +76,8 @@ def due_in_time(
     """The sum over time that waits through the equation, when all sums over devices are done.
 
     In a body, through whatever is linear in it; else where sums over devices wait, and through casts, so
-    that it is summed up in the wider dtype.
+    that it is summed up in the wider dtype. A cast in a body is done behind its loop, if it can be
+    (`DeviceValue.cast`), and so the sums that are due once wait there as they are.
     """
     time = frame.shared.time
     partial = {k for k, v in enumerate(ins) if v.due & frame.over_time}
@@ -91,6 +92,8 @@ def due_in_time(
     found = [p for v in ins for p in v.layout.partial if p.axis == time.name]
     if any(p != found[0] for p in found):
         return ()
+    if time.once and _rules.is_float_cast(eqn):
+        return ins[0].layout.partial
     for k in sorted(partial):
         frame.settle(ins[k], keeps=frame.over_time)
     return (found[0],)
@@ -503,6 +506,8 @@ class _Written:
         found = DeviceValue(aval, layout, {layout: x}, rows & axes, firm)
         (first, *others), name = self.ins, self.eqn.primitive.name
         found.spread = self._spread(layout)
+        if found.due & self.frame.over_time and _rules.is_float_cast(self.eqn):
+            found.cast = self.eqn, first
         if not others and not rows:
             found.origin = first.origin
         if name in ("transpose", "convert_element_type"):
