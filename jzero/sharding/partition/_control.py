@@ -193,7 +193,7 @@ class _ScanWriter(_LoopWriter):
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
         for v in outs[num:]:
             inner.settle_here(v)
-        rows = [*map(_before_cast, outs[num:])]
+        rows = [*map(_before_casts, outs[num:])]
         ends += [inner.at(v, v.layout) for v in rows]
         body = inner.function(self.parts.body, ins, ends)
         frame.source = self.eqn
@@ -221,26 +221,30 @@ class _ScanWriter(_LoopWriter):
             DeviceValue(aval, layout, {layout: x}, r, origin=origin)
             for aval, layout, x, r, origin in zip(avals, layouts, results, axes, origins, strict=True)
         ]
-        casts = [None] * num + [v.cast for v in outs[num:]]
-        each = zip(self.eqn.outvars, found, casts, strict=True)
-        return [self._cast(var, v, None if cast is None else cast[0]) for var, v, cast in each]
+        each = zip(self.eqn.outvars[num:], found[num:], outs[num:], strict=True)
+        return [*found[:num], *(self._cast(var, v, row) for var, v, row in each)]
 
-    def _cast(self, var: Var, value: DeviceValue, cast: Eqn | None) -> DeviceValue:
-        """A stack, of which iterations hold what was before a cast."""
-        if cast is None or value.aval.dtype == var.aval.dtype:
-            return value
-        value.hint = self.frame.hint_of(var)
-        eqn = cast.replace(invars=[_jaxpr.var_like(value.aval)], outvars=[var])
-        (found,) = ordinary(self.frame, eqn, [value], _rules.factors_of(eqn))
-        return found
+    def _cast(self, var: Var, value: DeviceValue, row: DeviceValue) -> DeviceValue:
+        """A stack, of which iterations hold what was before the casts of a row."""
+        hint = self.frame.hint_of(var)
+        for cast in _casts(row):
+            value.hint = hint
+            out = _jaxpr.var_like(cast.outvars[0].aval, var.aval.shape)
+            eqn = cast.replace(invars=[_jaxpr.var_like(value.aval)], outvars=[out])
+            (value,) = ordinary(self.frame, eqn, [value], _rules.factors_of(eqn))
+        return value
 
 
-def _before_cast(v: DeviceValue) -> DeviceValue:
-    """A partial sum as it was before a cast that made it larger, if nothing has been done to it since."""
+def _casts(v: DeviceValue) -> list[Eqn]:
+    """The last casts of a partial sum, which nothing has reduced since."""
     if v.cast is None or v.cast[1].layout != v.layout:
-        return v
-    narrow = v.cast[1]
-    return narrow if narrow.aval.dtype.itemsize < v.aval.dtype.itemsize else v
+        return []
+    eqn, before = v.cast
+    return [*_casts(before), eqn]
+
+
+def _before_casts(v: DeviceValue) -> DeviceValue:
+    return _before_casts(v.cast[1]) if v.cast is not None and _casts(v) else v
 
 
 @dataclasses.dataclass

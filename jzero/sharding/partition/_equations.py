@@ -75,15 +75,15 @@ def due_in_time(
 ) -> tuple[Partial, ...]:
     """The sum over time that waits through the equation, when all sums over devices are done.
 
-    In a body, through whatever is linear in it; else where sums over devices wait, and through casts, so
-    that it is summed up in the wider dtype. A cast in a body is done behind its loop, if it can be
+    In a body, through whatever is linear in it; else where sums over devices wait, and through casts to a
+    wider dtype, in which it is summed up. A cast in a body is done behind its loop, if it can be
     (`DeviceValue.cast`), and so the sums that are due once wait there as they are.
     """
     time = frame.shared.time
     partial = {k for k, v in enumerate(ins) if v.due & frame.over_time}
     if time is None or not partial or any(v.due for k, v in enumerate(ins) if k not in partial):
         return ()
-    passes = waits(eqn) or _rules.is_float_cast(eqn) and not time.once
+    passes = waits(eqn) or _widens(eqn) and not time.once
     zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
     rows = any(time.name in v.rows for k, v in enumerate(ins) if k not in partial)
     linear = not rows and _rules.stays_partial(eqn, partial, zero)
@@ -97,6 +97,11 @@ def due_in_time(
     for k in sorted(partial):
         frame.settle(ins[k], keeps=frame.over_time)
     return (found[0],)
+
+
+def _widens(eqn: Eqn) -> bool:
+    sizes = (atom.aval.dtype.itemsize for atom in (eqn.invars[0], eqn.outvars[0]))
+    return _rules.is_float_cast(eqn) and max(*sizes) == eqn.outvars[0].aval.dtype.itemsize
 
 
 def ordinary(
