@@ -177,6 +177,11 @@ def _passed(
     return found
 
 
+def may_run(plan: StepPlan, whole: WholeBatch | None) -> bool:
+    """Whether steps are partitioned, and the plan says nothing against this one."""
+    return is_on() and next(_reasons(plan, whole), None) is None
+
+
 def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
     """Why the partitioner does not run a step: what its options ask for, or what the step does."""
     exchange = plan.exchange

@@ -15,6 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
+from jzero.segments import _partitioned
+from jzero.segments._partitioned import Partitioned
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
@@ -157,9 +159,15 @@ def build(
     plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
     shardings = shardings_of(plan.leaves, mesh)
     paths = _call.argument_paths(arrays)
+    refused = plan.microbatches.refused
+    if refused is not None and not _partitioned.may_run(plan, analysis.whole):
+        raise refused
+    step = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
+    if refused is not None and not isinstance(_partitioned.of_step(step), Partitioned):
+        raise refused
     return Program(
         plan,
-        setting.options.offload.program(plan, analysis, mesh, shardings, shared),
+        step,
         local.traced.out_tree,
         shardings,
         [NamedSharding(mesh, spec) for spec in plan.arguments],

@@ -399,19 +399,22 @@ class _WhileWriter(_LoopWriter):
 
     def write(self) -> list[DeviceValue]:
         self.of_rows = self.cond.jaxpr.outvars[0].aval.ndim
+        self._note_rows([v.layout for v in self.init])
         found = self._attempt(self._with_rows if self.of_rows else lambda carry: carry)
         if found is None:
             found = self._attempt(self._with_whole_rows, whole=True)
         assert found is not None
         return found
 
+    def _note_rows(self, carries: Sequence[Layout]) -> None:
+        each = (layout.dims[: self.of_rows] for layout in carries)
+        self.rows = next((dims for dims in each if any(dim.cuts for dim in dims)), ())
+
     def _with_rows(self, carry: _CarryLayout) -> _CarryLayout:
-        """Of a loop of single rows: sharded as the first carry that is."""
-        each = (v.layout.dims[: self.of_rows] for v in self.init)
-        rows = next((dims for dims in each if any(dim.cuts for dim in dims)), ())
-        layout = carry.layout.without([c.axis for dim in rows for c in dim.cuts])
-        layout = layout.with_dims(dict(enumerate(rows)))
-        return _CarryLayout(layout, carry.rows | {c.axis for dim in rows for c in dim.cuts})
+        """Of a loop of single rows: sharded as the first carry that is, when it begins or after it."""
+        layout = carry.layout.without([c.axis for dim in self.rows for c in dim.cuts])
+        layout = layout.with_dims(dict(enumerate(self.rows)))
+        return _CarryLayout(layout, carry.rows | {c.axis for dim in self.rows for c in dim.cuts})
 
     def _with_whole_rows(self, carry: _CarryLayout) -> _CarryLayout:
         layout = carry.layout
@@ -430,7 +433,10 @@ class _WhileWriter(_LoopWriter):
             outs = self.run(inner, self.body, values)
             for v in outs:
                 inner.settle(v)
-            new = [*map(pinned, self.after(attempt, carries, outs))]
+            returned = self.after(attempt, carries, outs)
+            if not self.rows:
+                self._note_rows([carry.layout for carry in returned])
+            new = [*map(pinned, returned)]
             if new == carries:
                 return self._written(inner, vars, carries, outs, whole)
             carries = new

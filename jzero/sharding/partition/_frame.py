@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -296,7 +297,7 @@ class DeviceFrame(DeviceWriter):
         if self._pass is None:
             return
         for value in values:
-            if value.rows and np.issubdtype(value.aval.dtype, np.floating) and value.make is None:
+            if value.rows and jnp.issubdtype(value.aval.dtype, jnp.floating) and value.make is None:
                 self._latest = value.atoms[value.layout]
 
 
