@@ -372,10 +372,13 @@ def _slice_type(v: DeviceValue) -> Any:
 
 def _collects(body: Region, i: int, j: int) -> bool:
     """Whether a body only adds to a carry."""
-    readers = body.readers.get(body.jaxpr.invars[i], [])
+    carry = body.jaxpr.invars[i]
+    readers = body.readers.get(carry, [])
     if len(readers) != 1 or readers[0] >= len(body.jaxpr.eqns):
         return False
     eqn = body.jaxpr.eqns[readers[0]]
+    if sum(atom is carry for atom in eqn.invars) > 1:  # Doubled.
+        return False
     return eqn.primitive.name in _rules.ADDS and eqn.outvars[0] is body.jaxpr.outvars[j]
 
 
