@@ -60,7 +60,12 @@ def main() -> int:
     parser.add_argument("seed", type=int, nargs="?", default=0, help="the first")
     parser.add_argument("--stages", type=int, nargs="+", default=(3,))
     parser.add_argument("--meshes", nargs="+", default=("8",))
-    parser.add_argument("--accumulate", type=int, default=1, help="microbatches: of sampled programs, with no options that the partitioner leaves to others")
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        help="microbatches: of sampled programs, with no options that the partitioner leaves to others",
+    )
     parser.add_argument("--names", nargs="+", help="of families; all by default")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)

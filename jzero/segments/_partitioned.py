@@ -229,7 +229,11 @@ def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | Non
 
 
 def _inputs(
-    plan: StepPlan, flat: Flat, rows: Sequence[int | None], mesh: dict[str, int], time: TimeAxis | None
+    plan: StepPlan,
+    flat: Flat,
+    rows: Sequence[int | None],
+    mesh: dict[str, int],
+    time: TimeAxis | None,
 ) -> Iterator[DeviceInput]:
     """Leaves as they are stored; arguments in rows, padded where the devices do not divide them."""
     axes = tuple(axis for axis, _ in plan.axes)

@@ -28,6 +28,7 @@ class Levels(Protocol):
 
     @property
     def frame(self) -> Region: ...
+
     of: dict[Var, int]
     of_eqns: list[int]
     maker: dict[Var, int]

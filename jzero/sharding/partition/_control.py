@@ -219,7 +219,9 @@ class _ScanWriter(_LoopWriter):
         origins = [*[None] * num, *(None if v.rows else v.origin for v in rows)]
         found = [
             DeviceValue(aval, layout, {layout: x}, r, origin=origin)
-            for aval, layout, x, r, origin in zip(avals, layouts, results, axes, origins, strict=True)
+            for aval, layout, x, r, origin in zip(
+                avals, layouts, results, axes, origins, strict=True
+            )
         ]
         each = zip(self.eqn.outvars[num:], found[num:], outs[num:], strict=True)
         return [*found[:num], *(self._cast(var, v, row) for var, v, row in each)]
@@ -403,11 +405,17 @@ class _WhileWriter(_LoopWriter):
     def write(self) -> list[DeviceValue]:
         self.of_rows = self.cond.jaxpr.outvars[0].aval.ndim
         self._note_rows([v.layout for v in self.init])
+        self.alone = self.of_rows > 0
         found = self._attempt(self._with_rows if self.of_rows else lambda carry: carry)
         if found is None:
+            self.alone = False
             found = self._attempt(self._with_whole_rows, whole=True)
         assert found is not None
         return found
+
+    def hoists(self) -> bool:
+        """Also before a loop that stops for each device: what it reads of the state."""
+        return self.alone or super().hoists()
 
     def _note_rows(self, carries: Sequence[Layout]) -> None:
         each = (layout.dims[: self.of_rows] for layout in carries)

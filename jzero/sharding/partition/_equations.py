@@ -70,9 +70,7 @@ def due(eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
     return found[0] if same and _rules.stays_partial(eqn, partial, zero) else ()
 
 
-def due_in_time(
-    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
-) -> tuple[Partial, ...]:
+def due_in_time(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
     """The sum over time that waits through the equation, when all sums over devices are done.
 
     In a body, through whatever is linear in it; else where sums over devices wait, and through casts to a

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which equations run for each microbatch, in which loop over them, and which once.
 
-Reductions and gathers over the axis of microbatches end loops. Whatever differs between microbatches is in the
-loop that makes the operands of such an end, and in each later one that needs it again, or reads what was kept
-(`sharding/cut/_kept.py`).
+Reductions and gathers over the axis of microbatches end loops. Whatever differs between microbatches is in
+the loop that makes the operands of such an end, and in each later one that needs it again, or reads what was
+kept (`sharding/cut/_kept.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jzero.ir import _dataflow, _rules
-from jzero.ir._regions import Region, variables
+from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._rules import Cost
 from jzero.sharding.cut._bits import compared, moved_into
 from jzero.sharding.cut._kept import Keeper
 from jzero.sharding.cut._phases import MOST_REPEATS
 from jzero.sharding.partition._errors import cannot
-from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
 
 REDUCES = {"psum": "sum", "pmax": "max", "pmin": "min"}
@@ -159,7 +158,7 @@ def _differing(region: Region, given: Iterable[Var], axis: str) -> set[Var]:
         index = eqn.primitive.name == "axis_index" and is_over(eqn, axis)
         return [differs or index] * len(eqn.outvars)
 
-    start = {(region, var): True for var in given}
+    start: dict[ValueIn, bool] = {(region, var): True for var in given}
     found = _dataflow.forward(region, start, step, lambda a, b: a or b, False)
     own = [var for (where, var), fact in found.items() if fact and where is region]
     return set(variables(own))
@@ -184,7 +183,7 @@ def _sunk(levels: _Levels, gather_once: bool) -> set[int]:
 
 def _is_cheap(eqn: Eqn) -> bool:
     """Whether an equation only moves elements, or treats each by itself."""
-    moves = _rules.keeps_dims(eqn) and not _rules.costs(eqn, Cost.REDUCTION)
+    moves = _rules.keeps_dims(eqn) and not _rules.costs(eqn, Cost.REDUCTION, Cost.ALONG)
     return moves or _rules.costs(eqn, Cost.SOURCE, Cost.IDENTITY)
 
 

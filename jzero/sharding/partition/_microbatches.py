@@ -131,7 +131,9 @@ class _LoopsWriter:
         sums = [eqn for eqn in loop.ends if not is_gather(eqn)]
         for (out,), port in zip((eqn.outvars for eqn in sums), carries, strict=False):
             if port.out is not out:
-                self.outer.names[out] = self.outer.trace(cast, port.out, static=(out.aval.dtype,))[0]
+                self.outer.names[out] = self.outer.trace(cast, port.out, static=(out.aval.dtype,))[
+                    0
+                ]
         for eqn in loop.ends:
             if is_gather(eqn):
                 self._gather(eqn)
@@ -177,7 +179,7 @@ class _LoopsWriter:
         """Whether a gather is of an argument, of which the device has the rows of all microbatches."""
         (atom,) = eqn.invars
         dim = None if _jaxpr.is_literal(atom) else self.dims.get(atom)
-        return dim == eqn.params["all_gather_dimension"]
+        return dim is not None and dim == int(eqn.params["all_gather_dimension"])
 
     def _gather(self, eqn: Eqn) -> None:
         """What all microbatches have, in their order along a dim."""

@@ -4,9 +4,9 @@
 The partitioner treats a microbatch as a device: rows are cut over the axis, and sums over rows are partial
 over it. What it writes of "collectives" over the axis becomes loops (`_microbatches.py`).
 
-[Note: conversions over time] A microbatch can wait for the others, and can give them nothing while it runs. So
-the axis cuts nothing but rows: they are gathered over it or stay, and a sum over it is done whole. Both end
-the loop over the microbatches, and so stand outside of all other loops and branches.
+[Note: conversions over time] A microbatch can wait for the others, and can give them nothing while it runs.
+So the axis cuts nothing but rows: they are gathered over it or stay, and a sum over it is done whole. Both
+end the loop over the microbatches, and so stand outside of all other loops and branches.
 
 A gradient is a partial sum over devices and over time. With `once`, it is summed up over time first, and then
 over the devices; else it is reduce-scattered in each microbatch, and shards are summed up over time. What is
