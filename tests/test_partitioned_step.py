@@ -273,7 +273,7 @@ def test_passes_show_in_the_program():
 
     added = [scopes(name) for name in after]
     assert added == sorted(added, key=len)
-    assert [*map(len, added)] == [0, 0, 1, 3, 4, 5]
+    assert [*map(len, added)] == [0, 0, 0, 1, 3, 4, 5]
 
     def loops(name):
         """Of each loop that gathers, its iterations, and whether it first multiplies what it was passed."""
@@ -365,7 +365,6 @@ def printing(state, batch):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"accumulate": 2}, "accumulate"),
         ({"gather": "keep"}, "gather"),
         ({"gather_dtype": jnp.int8}, "gather_dtype"),
         ({"reduce_dtype": jnp.float32}, "reduce_dtype"),
