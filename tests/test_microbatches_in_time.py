@@ -16,6 +16,7 @@ from jzero import StepError
 from jzero.ir._layout import Partial, replicated
 from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned
+from jzero.sharding.cut._phases import SCOPE
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.passes import _waits
 from jzero.tracing import _jaxpr
@@ -68,11 +69,11 @@ def assert_close(actual, expected):
 def loops(found):
     """The loops over microbatches of a partitioned step."""
     jaxpr = found.programs["microbatches"].jaxpr
-    return [
-        eqn
-        for eqn in jaxpr.eqns
-        if _jaxpr.in_scope(eqn, "jzero.microbatches") and eqn.primitive.name == "scan"
-    ]
+    return [eqn for eqn in jaxpr.eqns if _is_loop(eqn)]
+
+
+def _is_loop(eqn):
+    return eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, SCOPE)
 
 
 def counts(eqn):
@@ -295,12 +296,71 @@ def test_loops_of_single_rows_stop_by_themselves(accumulate):
         assert not any(counts(eqn) for eqn in whiles)
 
 
-def test_what_microbatches_cannot_give_each_other_is_refused():
-    """A loop whose iterations need all rows: the partitioner has no program, and the interpreter none."""
-    init, step, batch = steps.searched()
+def several_updates(p, x):
+    """Of which each needs the gradient of the whole batch."""
+    y = lax.stop_gradient(layer(p, x))
+
+    def update(q, _):
+        value, g = jax.value_and_grad(lambda q: jnp.mean((y - q) ** 2))(q)
+        return q - 0.1 * g, value
+
+    q, values = lax.scan(update, jnp.zeros((1, 8)), length=3)
+    return jnp.mean((layer(p, x) - lax.stop_gradient(q)) ** 2), {"values": values}
+
+
+def branches(p, x):
+    """A Hessian of the whole batch in one of two branches."""
+
+    def curved(w):
+        return jnp.diagonal(jax.hessian(lambda c: jnp.mean((layer(p, x) * c) ** 2))(w)).sum()
+
+    w = p["b"][0]
+    return jnp.mean(layer(p, x) ** 2) + lax.cond(w[0] > -9, curved, jnp.sum, w), {}
+
+
+def carried_rows(p, x):
+    """Rows that are carried beside a statistic of all of them."""
+
+    def turn(carry, _):
+        rows, mean = carry
+        rows = jnp.tanh(rows - mean)
+        return (rows, rows.mean(0)), rows.max()
+
+    (rows, _), most = lax.scan(turn, (lax.stop_gradient(layer(p, x)), jnp.zeros(8)), length=3)
+    return jnp.mean(layer(p, x) ** 2), {"rows": rows, "most": most}
+
+
+def test_a_branch_need_not_be_opened_for_sums_that_it_returns():
+    _, found = train((*mean_of_rows(branches), steps.rows(32, 32)), accumulate=2)
+    assert loops(found)
+    assert [e for loop in loops(found) for e in _waits.inside(loop) if e.primitive.name == "cond"]
+
+
+@pytest.mark.parametrize("loss", [several_updates, carried_rows])
+def test_loops_that_need_all_rows_are_opened(loss):
+    _, found = train((*mean_of_rows(loss), steps.rows(32, 32)), accumulate=2)
+    jaxpr = found.programs["microbatches"].jaxpr
+    around = [e for e in jaxpr.eqns if any(_is_loop(each) for each in _waits.inside(e))]
+    assert [e for e in around if not _is_loop(e)]
+
+
+def test_a_while_over_the_whole_batch_is_opened():
+    train(steps.searched(), accumulate=2)
+
+
+def test_activations_of_all_microbatches_are_not_kept():
+    """Layers in a loop, each of which needs statistics of the whole batch."""
+
+    def loss(p, x):
+        def turn(x, _):
+            return jnp.tanh((x - x.mean(0)) @ p["a"] @ p["a"].T), None
+
+        return jnp.mean(lax.scan(turn, x, length=3)[0] ** 2), {}
+
+    init, step = mean_of_rows(loss)
     train_step = small.shard_train_step(step, mesh=mesh(), accumulate=2)
     with pytest.raises(StepError, match="accumulate > 1, and .* inside a loop"):
-        train_step(init(), batch)
+        train_step(init(), steps.rows(16, 32))
 
 
 def test_loops_that_would_repeat_products_many_times_are_refused():

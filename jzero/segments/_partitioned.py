@@ -21,7 +21,11 @@ from jzero.ir._layout import Layout, Pad, from_spec, replicated
 from jzero.ir._regions import Region, turns
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
-from jzero.sharding.partition._errors import CannotPartitionError, cannot
+from jzero.sharding.partition._errors import (
+    CannotPartitionError,
+    NeedsAllMicrobatchesError,
+    cannot,
+)
 from jzero.sharding.partition._microbatches import Accumulation, in_loops
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
@@ -128,14 +132,12 @@ def _partitioned(runner: Runner) -> Partitioned:
         from_spec(atom.aval.shape, mesh, _layout.partition_spec(layout))
         for atom, layout in zip(flat.outvars[len(outs) :], plan.outputs, strict=True)
     ]
-    program = partition(
-        flat._replace(invars=[flat.invars[i] for i in taken]),  # type: ignore[arg-type]
-        whole.consts,
-        mesh,
-        [inputs[i] for i in taken],
-        outs,
-        time,
-    )
+    ordered = flat._replace(invars=[flat.invars[i] for i in taken])  # type: ignore[arg-type]
+    given = ordered, whole.consts, mesh, [inputs[i] for i in taken], outs
+    try:
+        program = partition(*given, time)
+    except NeedsAllMicrobatchesError:
+        program = partition(*given, time and time._replace(opens=True))
     programs = _passed(program, plan, time)
     return Partitioned(programs, _run_of(programs[PASSES[-1]], runner, taken))
 

@@ -18,6 +18,7 @@ from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.partition._loops_in_time import has_ends
 from jzero.sharding.partition._values import DeviceValue, axes_of, common
 from jzero.sharding.partition._writer import communicates
 from jzero.tracing import _jaxpr
@@ -463,7 +464,12 @@ class _WhileWriter(_LoopWriter):
         test, cond, go = self._predicate(carries, whole)
         if self.of_rows and not whole:
             alike = all(c.layout.dims[: self.of_rows] == go.layout.dims for c in carries)
-            if not alike or any(communicates(x, frame.moves) for x in (cond, body)):
+            meet = any(communicates(x, frame.moves) for x in (cond, body))
+            if (
+                not alike
+                or meet
+                or any(has_ends(x, a) for x in (cond, body) for a in frame.over_time)
+            ):
                 return None
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]

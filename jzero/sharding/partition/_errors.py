@@ -12,6 +12,10 @@ class CannotPartitionError(Exception):
     """The partitioner has no exact program for a step. Whoever catches it has another engine."""
 
 
+class NeedsAllMicrobatchesError(CannotPartitionError):
+    """A loop or branch needs what all microbatches have, and was not to be opened."""
+
+
 def cannot(why: str, eqn: Eqn | None = None, region: Region | None = None) -> CannotPartitionError:
     """The error that says why an equation is refused, and at which line of the user's it was written."""
     if eqn is None:

@@ -15,7 +15,7 @@ from jax import lax
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
 from jzero.ir._regions import Region, ValueIn, variables
-from jzero.sharding.partition._errors import cannot
+from jzero.sharding.partition._errors import NeedsAllMicrobatchesError, cannot
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import DeviceMove, DeviceWriter
@@ -250,10 +250,10 @@ class DeviceFrame(DeviceWriter):
         step = None if time is None else step_over_time(source, target, time)
         if step is None:
             return super().convert(x, source, target, of, why)
-        if self.outer is not None:
+        if self.outer is not None and time is not None and not time.opens:
             needs = "a sum" if step.kind == "reduce" else "rows"
-            why = f"it needs {needs} of all microbatches inside a loop, branch or checkpoint"
-            raise cannot(why, self.source, self.region)
+            why = f"it needs {needs} of all microbatches inside a loop or branch"
+            raise NeedsAllMicrobatchesError(f"{cannot(why, self.source, self.region)}")
         x = self.step(super().convert(x, source, step.before, of, why), step)
         return super().convert(x, step.after, target, of, why)
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which equations run for each microbatch, in which loop over them, and which once.
 
-Reductions and gathers over the axis of microbatches end loops. Whatever differs between microbatches is in
-the loop that makes the operands of such an end, and in each later one that needs it again, or reads what was
-kept (`sharding/cut/_kept.py`).
+A reduction over the axis of microbatches ends a loop, and so does what needs of each microbatch what the loop
+made: a gather over the axis, or a loop or branch with such ends inside, which is opened. Whatever differs
+between microbatches is in the loop that makes it for such an end, and in each later one that needs it again,
+or reads what was kept (`sharding/cut/_kept.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jzero.ir import _dataflow, _rules
@@ -18,7 +19,8 @@ from jzero.sharding.cut._bits import compared, moved_into
 from jzero.sharding.cut._kept import Keeper
 from jzero.sharding.cut._phases import MOST_REPEATS
 from jzero.sharding.partition._errors import cannot
-from jzero.tracing._types import Eqn, Var
+from jzero.sharding.passes import _waits
+from jzero.tracing._types import Eqn, Jaxpr, Var
 
 REDUCES = {"psum": "sum", "pmax": "max", "pmin": "min"}
 _GATHERS = ("all_gather", "all_gather_invariant")
@@ -30,14 +32,16 @@ class LoopInTime(NamedTuple):
     Attributes:
       eqns: that run for each, by index, in order.
       reads: what it reads of each microbatch that earlier loops have made.
-      ends: the reductions and gathers whose operands it makes.
+      sums: the reductions whose operands it makes.
       lasts: what each microbatch computes alike, and others read.
+      stacks: what it hands out as each microbatch has it.
     """
 
     eqns: tuple[int, ...]
     reads: tuple[Var, ...]
-    ends: tuple[Eqn, ...]
+    sums: tuple[Eqn, ...]
     lasts: tuple[Var, ...]
+    stacks: tuple[Var, ...]
 
 
 class LoopsInTime(NamedTuple):
@@ -55,13 +59,13 @@ class LoopsInTime(NamedTuple):
 
 
 def loops_in_time(
-    region: Region, given: Iterable[Var], axis: str, num: int, devices: int, gather_once: bool
+    region: Region, differs: Collection[Var], axis: str, num: int, devices: int, gather_once: bool
 ) -> LoopsInTime:
     """The loops of a program of one device and one microbatch.
 
     Args:
       region: the program.
-      given: the arguments that differ between microbatches.
+      differs: its own values that are not the same in all microbatches.
       axis: of the microbatches, which no device has.
       num: how many there are.
       devices: how many devices there are.
@@ -70,24 +74,24 @@ def loops_in_time(
     Raises:
       CannotPartitionError: they would run the products of the step many times.
     """
-    levels = _Levels(region, given, axis)
+    levels = _Levels(region, differs, axis)
     inside = levels.loop | _sunk(levels, gather_once)
-    eqns, lasts, num_eqns = region.jaxpr.eqns, _lasts(levels), len(region.jaxpr.eqns)
-    last = max([*levels.of_eqns, *(levels.of[var] + 1 for var in lasts), 0])
+    eqns, lasts, handed = region.jaxpr.eqns, _lasts(levels), _handed(levels)
+    ends = [levels.of[var] + 1 for var in (*lasts, *handed)]
+    last = max([*levels.of_eqns, *ends, 0])
     keeper, loops = _keeper(levels, inside, num, devices), list[LoopInTime]()
     for level in range(last):
-        ends = tuple(eqns[i] for i in levels.ends if levels.of_eqns[i] == level + 1)
+        sums = tuple(eqns[i] for i in levels.sums if levels.of_eqns[i] == level + 1)
         mine = tuple(var for var in lasts if levels.of[var] == level)
-        made = [*variables(atom for eqn in ends for atom in eqn.invars), *mine]
-        stacks = variables(atom for eqn in ends if is_gather(eqn) for atom in eqn.invars)
+        stacks = tuple(var for var in handed if levels.of[var] == level)
+        made = [*variables(atom for eqn in sums for atom in eqn.invars), *mine, *stacks]
         makers = [levels.maker[var] for var in made if levels.maker.get(var) in inside]
-        run, _, reads = keeper.loop(level, makers, [v for v in stacks if v in levels.maker])
-        loops.append(LoopInTime(run, reads, ends, mine))
+        run, _, reads = keeper.loop(level, makers, stacks)
+        loops.append(LoopInTime(run, reads, sums, mine, stacks))
     repeats = keeper.loops(last, []).repeats
     if repeats > MOST_REPEATS:
         raise cannot(f"in microbatches it would run its products {repeats:.1f} times as often")
-    shared = [i for i in range(num_eqns) if i not in levels.loop and i not in levels.ends]
-    once = [[i for i in shared if levels.of_eqns[i] == level] for level in range(last + 1)]
+    once = [[i for i in levels.once if levels.of_eqns[i] == level] for level in range(last + 1)]
     return LoopsInTime(loops, once, [*keeper.kept])
 
 
@@ -100,31 +104,41 @@ class _Levels:
       of, of_eqns: the level of a variable, and of an equation by its index.
       maker: which equation makes a variable.
       loop: equations that run for each microbatch, by index.
-      ends: those that end a loop, in order.
+      sums: reductions over the microbatches, in order.
+      stacked: those that need what each microbatch has, in order: gathers, and what is opened.
     """
 
-    def __init__(self, region: Region, given: Iterable[Var], axis: str):
+    def __init__(self, region: Region, differs: Collection[Var], axis: str):
         self.frame, self._axis = region, axis
-        self.differs = _differing(region, given, axis)
+        self.differs = {*differs}
         self.maker = region.makers
         self.of = dict.fromkeys([*region.jaxpr.constvars, *region.jaxpr.invars], 0)
         self.of_eqns = list[int]()
-        self.loop, self.ends = set[int](), dict[int, None]()
+        self.loop, self.sums, self.stacked = set[int](), dict[int, None](), dict[int, None]()
         for index, eqn in enumerate(region.jaxpr.eqns):
             self._place(index, eqn)
 
     def _place(self, index: int, eqn: Eqn) -> None:
         read = variables(eqn.invars)
         level = max((self.of[var] for var in read), default=0)
-        if ends_loop(eqn, self._axis):
-            self.ends[index] = None
+        if is_sum(eqn, self._axis):
+            self.sums[index] = None
             level += 1
+        elif is_stacked(eqn, self._axis):
+            self.stacked[index] = None
+            level = max((self.of[var] + self.is_made_in_loop(var) for var in read), default=0)
         elif any(var in self.differs for var in (*read, *eqn.outvars)) or any(
             self.is_made_in_loop(var) and self.of[var] == level for var in read
         ):
             self.loop.add(index)
         self.of_eqns.append(level)
         self.of |= dict.fromkeys(eqn.outvars, level)
+
+    @property
+    def once(self) -> list[int]:
+        """Equations that run once, in order."""
+        num = len(self.frame.jaxpr.eqns)
+        return [i for i in range(num) if i not in self.loop and i not in self.sums]
 
     def is_local(self, var: Var) -> bool:
         """Whether a variable differs between microbatches."""
@@ -135,9 +149,25 @@ class _Levels:
         return self.maker.get(var) in self.loop
 
 
+def is_sum(eqn: Eqn, axis: str) -> bool:
+    """Whether it is a reduction over the axis of microbatches."""
+    return eqn.primitive.name in REDUCES and is_over(eqn, axis)
+
+
+def is_stacked(eqn: Eqn, axis: str) -> bool:
+    """Whether it needs what each microbatch has: it is a gather over the axis, or holds what ends a loop."""
+    gathers = is_gather(eqn) and is_over(eqn, axis)
+    return gathers or any(ends_loop(each, axis) for each in _waits.inside(eqn))
+
+
 def ends_loop(eqn: Eqn, axis: str) -> bool:
     """Whether it is a reduction or a gather over the axis of microbatches."""
     return (eqn.primitive.name in REDUCES or is_gather(eqn)) and is_over(eqn, axis)
+
+
+def has_ends(jaxpr: Jaxpr, axis: str) -> bool:
+    """Whether something in a program ends a loop over the microbatches."""
+    return any(ends_loop(eqn, axis) for eqn in _waits.walk(jaxpr))
 
 
 def is_gather(eqn: Eqn) -> bool:
@@ -150,7 +180,9 @@ def is_over(eqn: Eqn, axis: str) -> bool:
     return axis in (axes if isinstance(axes, tuple) else (axes,))
 
 
-def _differing(region: Region, given: Iterable[Var], axis: str) -> set[Var]:
+def differing(region: Region, given: Iterable[Var], axis: str) -> Mapping[ValueIn, bool]:
+    """Of the values of a program, and of those inside, whether they are not the same in all microbatches."""
+
     def step(_: Region, eqn: Eqn, facts: Sequence[bool]) -> list[bool]:
         if eqn.primitive.name == "optimization_barrier":
             return [*facts]
@@ -159,9 +191,7 @@ def _differing(region: Region, given: Iterable[Var], axis: str) -> set[Var]:
         return [differs or index] * len(eqn.outvars)
 
     start: dict[ValueIn, bool] = {(region, var): True for var in given}
-    found = _dataflow.forward(region, start, step, lambda a, b: a or b, False)
-    own = [var for (where, var), fact in found.items() if fact and where is region]
-    return set(variables(own))
+    return _dataflow.forward(region, start, step, lambda a, b: a or b, False)
 
 
 def _sunk(levels: _Levels, gather_once: bool) -> set[int]:
@@ -171,10 +201,10 @@ def _sunk(levels: _Levels, gather_once: bool) -> set[int]:
     """
     region, num, sunk = levels.frame, len(levels.frame.jaxpr.eqns), set[int]()
     for index, eqn in reversed([*enumerate(region.jaxpr.eqns)]):
-        if index in levels.loop or index in levels.ends:
+        if index in levels.loop or index in levels.sums or index in levels.stacked:
             continue
         readers = {i for out in eqn.outvars for i in region.readers.get(out, ())}
-        inside = {i for i in readers if i in levels.loop or i in levels.ends or i in sunk}
+        inside = {i for i in readers if i in levels.loop or i in levels.sums or i in sunk}
         alone = inside == readers and num not in readers and _is_cheap(eqn)
         if inside and (alone or is_gather(eqn) and not gather_once):
             sunk.add(index)
@@ -189,12 +219,21 @@ def _is_cheap(eqn: Eqn) -> bool:
 
 def _lasts(levels: _Levels) -> list[Var]:
     """What loops make, is the same in all microbatches, and is read by what runs once."""
-    eqns, outs = levels.frame.jaxpr.eqns, levels.frame.jaxpr.outvars
-    once = [i for i in range(len(eqns)) if i not in levels.loop and i not in levels.ends]
-    read = variables([*(atom for i in once for atom in eqns[i].invars), *outs])
-    own = [var for var in read if levels.is_local(var)]
-    assert not own, f"{own} differ between microbatches, and are read once"
-    return [var for var in read if levels.is_made_in_loop(var)]
+    found = [var for var in _read_once(levels) if levels.is_made_in_loop(var)]
+    return [var for var in found if not levels.is_local(var)]
+
+
+def _handed(levels: _Levels) -> list[Var]:
+    """What loops make, and is read as each microbatch has it."""
+    found = [var for var in _read_once(levels) if levels.is_made_in_loop(var)]
+    return [var for var in found if levels.is_local(var)]
+
+
+def _read_once(levels: _Levels) -> list[Var]:
+    """What is read by what runs once, or returned."""
+    jaxpr = levels.frame.jaxpr
+    read = (atom for i in levels.once for atom in jaxpr.eqns[i].invars)
+    return variables([*read, *jaxpr.outvars])
 
 
 def _keeper(levels: _Levels, inside: set[int], num: int, devices: int) -> Keeper:
@@ -205,7 +244,7 @@ def _keeper(levels: _Levels, inside: set[int], num: int, devices: int) -> Keeper
         return [var for var in variables(eqns[index].invars) if levels.maker.get(var) in inside]
 
     waited = _waited_for(levels)
-    gathers = [eqns[i] for i in levels.ends if is_gather(eqns[i]) and waited & {*eqns[i].outvars}]
+    gathers = [eqns[i] for i in levels.stacked if waited & {*eqns[i].outvars}]
     rows = sum(_rules.size_in_bytes(out.aval) for eqn in gathers for out in eqn.outvars)
     operands = variables(atom for eqn in gathers for atom in eqn.invars)
     bits = compared(levels, ()) | moved_into(levels, operands)

@@ -7,14 +7,16 @@ has. What differs between microbatches runs in a loop over them, up to these col
     y = psum(f(x), 'microbatch')          ->    for x in microbatches: y += f(x)
     y = all_gather(f(x), 'microbatch')    ->    y = [f(x) for x in microbatches]
 
-What needs such a result runs behind the loop: once, or, if it differs again, in another loop.
+What needs such a result runs behind the loop: once, or, if it differs again, in another loop. A loop or
+branch of the step with such collectives inside is opened: it runs once, around loops of its own over the
+microbatches, and takes, carries and returns of what differs a stack of what each of them has.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,19 +27,23 @@ from jax.typing import DTypeLike
 
 from jzero.ir import _rules
 from jzero.ir._loops import CarryPort, ConstPort, Scan, SlicePort, StackPort
-from jzero.ir._regions import Region, variables
+from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.batch._writer import cast, fenced
 from jzero.sharding.cut._phases import SCOPE
+from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._loops_in_time import (
     REDUCES,
     LoopInTime,
+    differing,
     is_gather,
     is_over,
+    is_stacked,
     loops_in_time,
 )
 from jzero.sharding.partition._partition import DeviceProgram, moves_of
 from jzero.sharding.partition._time import TimeAxis, without_time
+from jzero.sharding.partition._writer import DeviceMove
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -62,85 +68,91 @@ def in_loops(program: DeviceProgram, accumulation: Accumulation) -> DeviceProgra
     """The program of one device for all its microbatches, of that for one.
 
     Raises:
-      CannotPartitionError: its loops would run the products of the step many times.
+      CannotPartitionError: its loops would run the products of the step many times, or hold what all
+        microbatches have of each iteration of another loop.
     """
-    name, writer = accumulation.time.name, _LoopsWriter(program, accumulation)
-    jaxpr = writer.run()
+    axis, num, jaxpr = accumulation.time.name, accumulation.time.num, program.jaxpr
+    rows = {}
+    for var, layout in zip(jaxpr.invars, program.ins, strict=True):
+        if (place := layout.place(axis)) is not None:
+            assert layout.local_outer(*place) == 1, "a device's rows are not in order of time"
+            shape = [*var.aval.shape]
+            shape[place[0]] *= num
+            rows[var] = _jaxpr.var_like(var.aval, shape), place[0]
+    region, by_result = Region(jaxpr, [*program.consts]), dict(program.by_result)
+    facts = differing(region, rows, axis)
+    source = _jaxpr.with_scope(jaxpr.eqns[0], SCOPE)
+    writer = _LoopsWriter(region, facts, accumulation, by_result, source)
+    writer.rows |= rows
+    writer.run()
+    invars = [rows[var][0] if var in rows else var for var in jaxpr.invars]
+    written = writer.closed(invars, [*map(writer.outer.read, jaxpr.outvars)])
     return dataclasses.replace(
         program,
-        jaxpr=jaxpr,
-        ins=tuple(without_time(layout, name) for layout in program.ins),
-        outs=tuple(without_time(layout, name) for layout in program.outs),
-        moves=moves_of(jaxpr, writer.by_result),
-        by_result=writer.by_result,
+        jaxpr=written,
+        ins=tuple(without_time(layout, axis) for layout in program.ins),
+        outs=tuple(without_time(layout, axis) for layout in program.outs),
+        moves=moves_of(written, by_result),
+        by_result=by_result,
     )
 
 
 class _LoopsWriter:
-    """Writes the program, its loops included; `by_result` gets what each collective moves."""
+    """Writes a program, its loops included.
 
-    def __init__(self, program: DeviceProgram, accumulation: Accumulation):
-        self.accumulation, self.jaxpr = accumulation, program.jaxpr
+    Attributes:
+      rows: arguments with the rows of all microbatches, and along which dim.
+      stacks: `[microbatches, ...]` of what loops hand out, and of what is given so.
+    """
+
+    def __init__(
+        self, region: Region, facts: Mapping[ValueIn, bool], accumulation: Accumulation,
+        by_result: dict[Var, DeviceMove], source: Eqn,
+    ):  # fmt: skip
+        self.region, self.jaxpr, self.facts = region, region.jaxpr, facts
+        self.accumulation, self.by_result = accumulation, by_result
         self.axis, self.num = accumulation.time.name, accumulation.time.num
-        self.by_result = dict(program.by_result)
-        self.dims: dict[Var, int] = {}  # of arguments with rows, the dim that time cuts
-        for var, layout in zip(self.jaxpr.invars, program.ins, strict=True):
-            if (place := layout.place(self.axis)) is not None:
-                assert layout.local_outer(*place) == 1, "a device's rows are not in order of time"
-                self.dims[var] = place[0]
-        region = Region(self.jaxpr, [*program.consts])
+        own = [var for (where, var), fact in facts.items() if fact and where is region]
+        self.differs = set(variables(own))
         self.plan = loops_in_time(
-            region, self.dims, self.axis, self.num, accumulation.devices, accumulation.gather_once
-        )
-        self.outer = JaxprWriter(_jaxpr.with_scope(self.jaxpr.eqns[0], SCOPE))
-        self.whole = {var: self._whole(var) for var in self.dims}
-        self.stacks: dict[Var, Var] = {}  # `[microbatches, ...]` of what loops hand out
+            region, self.differs, self.axis, self.num, accumulation.devices,
+            accumulation.gather_once,
+        )  # fmt: skip
+        self.outer = JaxprWriter(source)
+        self.rows: dict[Var, tuple[Var, int]] = {}
+        self.stacks: dict[Var, Var] = {}
 
-    def _whole(self, var: Var) -> Var:
-        """An argument with the rows of all microbatches."""
-        shape = [*var.aval.shape]
-        shape[self.dims[var]] *= self.num
-        return _jaxpr.var_like(var.aval, shape)
-
-    def run(self) -> Jaxpr:
-        eqns = self.jaxpr.eqns
-        for loop, once in zip([*self.plan.loops, None], self.plan.once, strict=True):
-            self.outer.keep(eqns[i] for i in once)
-            if loop is not None and (loop.ends or loop.lasts):
-                self._write(loop)
-        outs = [*map(self.outer.read, self.jaxpr.outvars)]
+    def closed(self, invars: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
+        """What is written, as a function."""
         live = _rewrite.without_unread(self.outer.eqns, outs, lambda _: True)
-        invars = [self.whole.get(var, var) for var in self.jaxpr.invars]
-        found: Any = _jaxpr.replaced(self.jaxpr, invars=invars, outvars=outs, eqns=live)
-        written = _jaxpr.replaced(found, debug_info=found.debug_info.with_unknown_names())
-        return written
+        found: Any = _jaxpr.replaced(
+            self.jaxpr, invars=[*invars], outvars=[*outs], eqns=live
+        )  # fmt: skip
+        return _jaxpr.replaced(found, debug_info=found.debug_info.with_unknown_names())
+
+    def run(self) -> None:
+        """Writes all equations."""
+        for loop, once in zip([*self.plan.loops, None], self.plan.once, strict=True):
+            for eqn in (self.jaxpr.eqns[i] for i in once):
+                if not is_stacked(eqn, self.axis):
+                    self.outer.keep([eqn])
+                elif is_gather(eqn):
+                    self._gather(eqn)
+                else:
+                    self._open(eqn)
+            if loop is not None:
+                self._write(loop)
 
     def _write(self, loop: LoopInTime) -> None:
-        """One loop, and behind it the results of what ends it."""
+        """One loop, and behind it the sums that it makes."""
         kept = [var for var in self.plan.kept if var not in self.stacks]
-        body = _Microbatch(self, loop, kept)
-        carries = [self._sum(eqn, body) for eqn in loop.ends if not is_gather(eqn)]
+        body = _Microbatch(self, loop, [*kept, *loop.stacks])
+        carries = [self._sum(eqn, body) for eqn in loop.sums]
         carries += [self._last(var, body) for var in loop.lasts]
-        gathers = [eqn for eqn in loop.ends if is_gather(eqn) and not self._is_given(eqn)]
-        rows = variables(atom for eqn in gathers for atom in eqn.invars)
-        made = [var for var in (*rows, *kept) if var in body.made or var in self.dims]
-        made = [var for var in made if var not in self.stacks]
-        ys = [StackPort(body.read(var), self._stack(var)) for var in dict.fromkeys(made)]
-        if carries or ys:
-            self._write_loop(body, carries, ys)
-        sums = [eqn for eqn in loop.ends if not is_gather(eqn)]
-        for (out,), port in zip((eqn.outvars for eqn in sums), carries, strict=False):
-            if port.out is not out:
-                self.outer.names[out] = self.outer.trace(cast, port.out, static=(out.aval.dtype,))[
-                    0
-                ]
-        for eqn in loop.ends:
-            if is_gather(eqn):
-                self._gather(eqn)
-
-    def _write_loop(
-        self, body: _Microbatch, carries: Sequence[CarryPort], ys: Sequence[StackPort]
-    ) -> None:
+        made = dict.fromkeys([*loop.stacks, *(var for var in kept if var in body.made)])
+        ys = [StackPort(body.read(var), self._new_stack(var)) for var in made]
+        if not carries and not ys:
+            return
         numbers = self.outer.trace(_numbers, static=(self.num,))[0]
         xs = [SlicePort(numbers, body.number)]
         xs += [SlicePort(self.stacks[var], row) for var, row in body.rows.items()]
@@ -150,6 +162,12 @@ class _LoopsWriter:
             consts=tuple(ConstPort(*port) for port in body.consts.items()), ys=tuple(ys), length=self.num,
         )  # fmt: skip
         self.outer.eqns.append(scan.equation())
+        for eqn, port in zip(loop.sums, carries, strict=False):
+            (out,) = eqn.outvars
+            if port.out is not out:
+                self.outer.names[out] = self.outer.trace(cast, port.out, static=(out.aval.dtype,))[
+                    0
+                ]
 
     def _sum(self, eqn: Eqn, body: _Microbatch) -> CarryPort:
         """A running sum (maximum, minimum)."""
@@ -171,28 +189,103 @@ class _LoopsWriter:
         (init,) = self.outer.trace(_nothing, static=(var.aval.shape, var.aval.dtype))
         return CarryPort(init, before, body.read(var), var)
 
-    def _stack(self, var: Var) -> Var:
+    # -- what needs what each microbatch has ----------------------------------------------------------
+    def _new_stack(self, var: Var) -> Var:
         self.stacks[var] = stack = _jaxpr.var_like(var.aval, (self.num, *var.aval.shape))
         return stack
 
-    def _is_given(self, eqn: Eqn) -> bool:
-        """Whether a gather is of an argument, of which the device has the rows of all microbatches."""
-        (atom,) = eqn.invars
-        dim = None if _jaxpr.is_literal(atom) else self.dims.get(atom)
-        return dim is not None and dim == int(eqn.params["all_gather_dimension"])
+    def stack(self, atom: Atom) -> Atom:
+        """`[microbatches, ...]` of a value."""
+        if _jaxpr.is_literal(atom) or atom not in self.differs:
+            return self.outer.trace(_spread, self.outer.read(atom), static=(self.num,))[0]
+        if atom not in self.stacks:
+            whole, dim = self.rows[atom]
+            (found,) = self.outer.trace(_apart, whole, static=(dim, self.num))
+            self.stacks[atom] = _jaxpr.variable(found)
+        return self.stacks[atom]
 
     def _gather(self, eqn: Eqn) -> None:
         """What all microbatches have, in their order along a dim."""
-        (atom,), (out,), dim = eqn.invars, eqn.outvars, eqn.params["all_gather_dimension"]
+        (atom,), (out,), dim = eqn.invars, eqn.outvars, int(eqn.params["all_gather_dimension"])
         assert eqn.params["tiled"], "what the partitioner writes is tiled"
-        found: Atom
-        if self._is_given(eqn):
-            found = self.whole[_jaxpr.variable(atom)]
-        elif _jaxpr.is_literal(atom) or atom not in self.stacks:
-            found = self.outer.trace(_repeated, self.outer.read(atom), static=(dim, self.num))[0]
+        whole = None if _jaxpr.is_literal(atom) else self.rows.get(atom)
+        if whole is not None and whole[1] == dim:
+            self.outer.names[out] = whole[0]
         else:
-            found = self.outer.trace(_in_order, self.stacks[atom], static=(dim,))[0]
-        self.outer.names[out] = found
+            stack = self.stack(atom)
+            self.outer.names[out] = self.outer.trace(_in_order, stack, static=(dim,))[0]
+
+    def _open(self, eqn: Eqn) -> None:
+        """A loop or branch around loops over the microbatches."""
+        {"scan": self._scan, "while": self._while, "cond": self._cond}[eqn.primitive.name](eqn)
+
+    def _scan(self, eqn: Eqn) -> None:
+        scan, (body,) = _jaxpr.scan_parts(eqn), self.region.inner(eqn)
+        first, last = scan.num_consts, scan.num_consts + scan.num_carry
+        ins, num = self._stacked(body, body.jaxpr.invars), scan.num_carry
+        if any(self._stacked(body, body.jaxpr.outvars[num:])):
+            raise cannot(
+                "of each iteration it would keep what all microbatches have", eqn, self.region
+            )
+        atoms = self._given(eqn.invars, ins)
+        for k in range(last, len(atoms)):  # Iterations first.
+            atoms[k] = self.outer.swapped(atoms[k]) if ins[k] else atoms[k]
+        outs = [*ins[first:last], *[False] * (len(eqn.outvars) - num)]
+        written = self._body(body, ins, outs)
+        results = self._results(eqn.outvars, outs)
+        self.outer.eqns.append(
+            _jaxpr.scan_like(eqn, written, atoms, results, first, num, scan.length, scan.reverse)
+        )
+
+    def _while(self, eqn: Eqn) -> None:
+        parts, (cond, body) = _jaxpr.while_parts(eqn), self.region.inner(eqn)
+        first = parts.num_cond_consts
+        if any(self._stacked(cond, cond.jaxpr.outvars)):
+            raise cannot("each microbatch would stop by itself", eqn, self.region)
+        tests = self._stacked(cond, cond.jaxpr.invars)
+        ins = self._stacked(body, body.jaxpr.invars)
+        carry = ins[parts.num_body_consts :]
+        tests[first:] = carry
+        new = [self._body(cond, tests, [False]), self._body(body, ins, carry)]
+        names = "cond_jaxpr", "body_jaxpr"
+        closed = {n: eqn.params[n].replace(jaxpr=x) for n, x in zip(names, new, strict=True)}
+        atoms = self._given(eqn.invars, [*tests[:first], *ins])
+        self.outer.again(eqn, atoms, self._results(eqn.outvars, carry), params=eqn.params | closed)
+
+    def _cond(self, eqn: Eqn) -> None:
+        branches, (index, *operands) = self.region.inner(eqn), eqn.invars
+        if any(self._stacked(self.region, [index])):
+            raise cannot("each microbatch would take a branch by itself", eqn, self.region)
+        ins = self._stacked(self.region, operands)
+        outs = self._stacked(self.region, eqn.outvars)
+        pairs = zip(eqn.params["branches"], branches, strict=True)
+        new = tuple(x.replace(jaxpr=self._body(each, ins, outs)) for x, each in pairs)
+        atoms = [self.outer.read(index), *self._given(operands, ins)]
+        params = eqn.params | {"branches": new}
+        self.outer.again(eqn, atoms, self._results(eqn.outvars, outs), params=params)
+
+    def _stacked(self, region: Region, atoms: Sequence[Atom]) -> list[bool]:
+        """Which values are `[microbatches, ...]` in what is opened."""
+        own = (None if _jaxpr.is_literal(atom) else atom for atom in atoms)
+        return [var is not None and self.facts.get((region, var), False) for var in own]
+
+    def _given(self, atoms: Sequence[Atom], stacked: Sequence[bool]) -> list[Atom]:
+        each = zip(atoms, stacked, strict=True)
+        return [self.stack(atom) if of_each else self.outer.read(atom) for atom, of_each in each]
+
+    def _results(self, outs: Sequence[Var], stacked: Sequence[bool]) -> list[Var]:
+        each = zip(outs, stacked, strict=True)
+        return [self._new_stack(var) if of_each else var for var, of_each in each]
+
+    def _body(self, region: Region, ins: Sequence[bool], outs: Sequence[bool]) -> Jaxpr:
+        """A program inside, with loops over the microbatches."""
+        assert not region.jaxpr.constvars, "constants of a body have no place"
+        writer = _LoopsWriter(
+            region, self.facts, self.accumulation, self.by_result, self.outer.source
+        )
+        invars = writer._results(region.jaxpr.invars, ins)
+        writer.run()
+        return writer.closed(invars, writer._given(region.jaxpr.outvars, outs))
 
 
 class _Microbatch:
@@ -202,19 +295,19 @@ class _Microbatch:
       writer: of its equations; their variables are its own.
       number: of the microbatch.
       consts: what it reads of outside, and as what.
-      rows: what it reads of its own that earlier loops have made, and as what.
+      rows: what it reads of its own that was made before, and as what.
       made: what it makes.
     """
 
-    def __init__(self, loops: _LoopsWriter, loop: LoopInTime, kept: Sequence[Var]):
-        self._loops, self._loop = loops, loop
+    def __init__(self, loops: _LoopsWriter, loop: LoopInTime, stacks: Sequence[Var]):
+        self._loops = loops
         self.writer = JaxprWriter(loops.outer.source)
         self.number = _jaxpr.var_like(None, (), np.dtype(np.int32))
         self.consts: dict[Atom, Var] = {}
         self.rows = {var: _jaxpr.new_var(var) for var in loop.reads}
         self.made = set[Var]()
         self._names: dict[Var, Atom] = dict(self.rows)
-        stacked = {*kept, *(a for e in loop.ends if is_gather(e) for a in variables(e.invars))}
+        stacked = {*stacks}
         for index in loop.eqns:
             self._run(loops.jaxpr.eqns[index], stacked)
 
@@ -224,6 +317,7 @@ class _Microbatch:
         What an earlier loop has made stays, though its maker runs again for others of its results. What later
         loops read is a value of its own: all that read it here see the bits that these will read.
         """
+        self.made.update(eqn.outvars)
         if eqn.primitive.name == "axis_index" and is_over(eqn, self._loops.axis):
             self._names[eqn.outvars[0]] = self.number
             return
@@ -233,7 +327,6 @@ class _Microbatch:
                 self._loops.by_result[new] = move
             if old not in self.rows:
                 self._names[old] = self._held(new) if old in stacked else new
-        self.made.update(eqn.outvars)
 
     def _held(self, x: Var) -> Atom:
         return self.writer.add(lax.optimization_barrier_p, [x], [_jaxpr.new_var(x)])[0]
@@ -248,10 +341,16 @@ class _Microbatch:
 
     def _given(self, var: Var) -> Atom:
         loops = self._loops
-        if var in loops.dims:
-            whole = self._outside(loops.whole[var])
-            static = loops.dims[var], loops.num
-            return self.writer.trace(_rows_of, whole, self.number, static=static)[0]
+        if var in loops.rows:
+            whole, dim = loops.rows[var]
+            static = dim, loops.num
+            return self.writer.trace(_rows_of, self._outside(whole), self.number, static=static)[0]
+        if var in loops.stacks:
+            self.rows[var] = row = _jaxpr.new_var(var)
+            return row
+        assert var not in loops.differs, (
+            f"{var} differs between microbatches, and was handed out by none"
+        )
         return self._outside(loops.outer.read(var))
 
     def _outside(self, atom: Atom) -> Atom:
@@ -298,8 +397,15 @@ def _in_order(dim: int, stack: jax.Array) -> jax.Array:
     return fenced(rows.reshape(*shape[:dim], num * shape[dim], *shape[dim + 1 :]))
 
 
-def _repeated(dim: int, num: int, x: jax.Array) -> jax.Array:
-    return lax.concatenate([x] * num, dim)
+def _apart(dim: int, num: int, x: jax.Array) -> jax.Array:
+    """`[microbatches, ...]` of rows along a dim."""
+    shape = x.shape
+    parts = x.reshape(*shape[:dim], num, shape[dim] // num, *shape[dim + 1 :])
+    return fenced(jnp.moveaxis(parts, dim, 0))
+
+
+def _spread(num: int, x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(x, (num, *x.shape))
 
 
 @functools.cache

@@ -6,7 +6,8 @@ over it. What it writes of "collectives" over the axis becomes loops (`_microbat
 
 [Note: conversions over time] A microbatch can wait for the others, and can give them nothing while it runs.
 So the axis cuts nothing but rows: they are gathered over it or stay, and a sum over it is done whole. Both
-end the loop over the microbatches, and so stand outside of all other loops and branches.
+end the loop over the microbatches, and so stand outside of all other loops and branches. A loop of the step
+that cannot do without is opened: it is around loops over the microbatches, and carries what all of them have.
 
 A gradient is a partial sum over devices and over time. With `once`, it is summed up over time first, and then
 over the devices; else it is reduce-scattered in each microbatch, and shards are summed up over time. What is
@@ -28,11 +29,13 @@ class TimeAxis(NamedTuple):
       name: beside the names of the mesh.
       num: of microbatches.
       once: sum gradients up over time before the devices reduce them.
+      opens: whether other loops and branches may be around loops over time.
     """
 
     name: str
     num: int
     once: bool
+    opens: bool = False
 
 
 def step_over_time(source: Layout, target: Layout, time: TimeAxis) -> LayoutStep | None:
