@@ -298,14 +298,14 @@ def test_loops_of_single_rows_stop_by_themselves(accumulate):
 
 def several_updates(p, x):
     """Of which each needs the gradient of the whole batch."""
-    y = lax.stop_gradient(layer(p, x))
+    y = layer(lax.stop_gradient(p), x)
 
     def update(q, _):
         value, g = jax.value_and_grad(lambda q: jnp.mean((y - q) ** 2))(q)
         return q - 0.1 * g, value
 
     q, values = lax.scan(update, jnp.zeros((1, 8)), length=3)
-    return jnp.mean((layer(p, x) - lax.stop_gradient(q)) ** 2), {"values": values}
+    return jnp.mean((layer(p, x) - q) ** 2), {"values": values}
 
 
 def branches(p, x):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
+from jzero.ir import _rules
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
 from jzero.ir._regions import Region, turns
 from jzero.sharding.batch._body import Movement
@@ -152,6 +153,14 @@ def _time(plan: StepPlan, axes: Sequence[str]) -> TimeAxis | None:
     return TimeAxis(name, plan.accumulate, plan.reduce_once)
 
 
+def _handed(plan: StepPlan) -> int | None:
+    """Twice the bytes that the interpreter's loops over microbatches would hand out; None if it has none."""
+    if plan.microbatches.refused is not None:
+        return None
+    stacks = (var for phase in plan.microbatches.phases for var in phase.stacks)
+    return 2 * plan.accumulate * sum(_rules.size_in_bytes(var.aval) for var in stacks)
+
+
 def _passed(
     program: DeviceProgram, plan: StepPlan, time: TimeAxis | None
 ) -> dict[str, DeviceProgram]:
@@ -172,7 +181,11 @@ def _passed(
             program = in_loops(
                 program,
                 Accumulation(
-                    time, exchange.accumulate_dtype, exchange.gather_once, plan.num_devices
+                    time,
+                    exchange.accumulate_dtype,
+                    exchange.gather_once,
+                    plan.num_devices,
+                    _handed(plan),
                 ),
             )
         found[name] = program

@@ -364,9 +364,10 @@ def _same(region: Region, atom: Atom) -> Atom:
 
 
 def _sums(body: Region, i: int, j: int) -> bool:
-    """Whether a carry is a sum of what iterations add, which nothing else in the body reads."""
+    """Whether a carry is a sum of what iterations add, which nothing else in the body reads, or returns."""
     out: Any = body.jaxpr.outvars[j]
-    return _collects(body, i, j) and body.readers.get(out) == [len(body.jaxpr.eqns)]
+    once = sum(atom is out for atom in body.jaxpr.outvars) == 1
+    return once and _collects(body, i, j) and body.readers.get(out) == [len(body.jaxpr.eqns)]
 
 
 def _slice_type(v: DeviceValue) -> Any:

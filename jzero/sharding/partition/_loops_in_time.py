@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jzero.ir import _dataflow, _rules
+from jzero.ir._products import products
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._rules import Cost
 from jzero.sharding.cut._bits import compared, moved_into
@@ -72,9 +73,11 @@ def loops_in_time(
       gather_once: one gather of the state serves all microbatches.
 
     Raises:
-      CannotPartitionError: they would run the products of the step many times.
+      CannotPartitionError: they would run the products of the step many times, or some products would run
+        for all microbatches at once.
     """
     levels = _Levels(region, differs, axis)
+    _check_products(levels)
     inside = levels.loop | _sunk(levels, gather_once)
     eqns, lasts, handed = region.jaxpr.eqns, _lasts(levels), _handed(levels)
     ends = [levels.of[var] + 1 for var in (*lasts, *handed)]
@@ -192,6 +195,17 @@ def differing(region: Region, given: Iterable[Var], axis: str) -> Mapping[ValueI
 
     start: dict[ValueIn, bool] = {(region, var): True for var in given}
     return _dataflow.forward(region, start, step, lambda a, b: a or b, False)
+
+
+def _check_products(levels: _Levels) -> None:
+    """Refuses products of what was gathered of all microbatches: it would be there at once."""
+    gathered, region = set[Var](), levels.frame
+    for index in levels.once:
+        eqn = region.jaxpr.eqns[index]
+        if index in levels.stacked or not gathered.isdisjoint(variables(eqn.invars)):
+            gathered.update(eqn.outvars)
+            if index not in levels.stacked and products(region, eqn):
+                raise cannot("it would run for all microbatches at once", eqn, region)
 
 
 def _sunk(levels: _Levels, gather_once: bool) -> set[int]:

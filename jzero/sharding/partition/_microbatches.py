@@ -56,20 +56,22 @@ class Accumulation(NamedTuple):
       dtype: in which floats are summed up over them; None for the wider of float32 and their own.
       gather_once: one gather of the state serves all microbatches.
       devices: how many there are.
+      most: bytes that loops may hand out of what differs; None for any.
     """
 
     time: TimeAxis
     dtype: DTypeLike | None
     gather_once: bool
     devices: int
+    most: int | None = None
 
 
 def in_loops(program: DeviceProgram, accumulation: Accumulation) -> DeviceProgram:
     """The program of one device for all its microbatches, of that for one.
 
     Raises:
-      CannotPartitionError: its loops would run the products of the step many times, or hold what all
-        microbatches have of each iteration of another loop.
+      CannotPartitionError: its loops would run the products of the step many times, or more than one
+        microbatch's activations would be there at a time.
     """
     axis, num, jaxpr = accumulation.time.name, accumulation.time.num, program.jaxpr
     rows = {}
@@ -85,6 +87,9 @@ def in_loops(program: DeviceProgram, accumulation: Accumulation) -> DeviceProgra
     writer = _LoopsWriter(region, facts, accumulation, by_result, source)
     writer.rows |= rows
     writer.run()
+    batch = sum(_rules.size_in_bytes(whole.aval) for whole, _ in rows.values())
+    if accumulation.most is not None and writer.handed > accumulation.most + batch:
+        raise cannot(f"of all microbatches it would keep {writer.handed:,} bytes")
     invars = [rows[var][0] if var in rows else var for var in jaxpr.invars]
     written = writer.closed(invars, [*map(writer.outer.read, jaxpr.outvars)])
     return dataclasses.replace(
@@ -103,6 +108,7 @@ class _LoopsWriter:
     Attributes:
       rows: arguments with the rows of all microbatches, and along which dim.
       stacks: `[microbatches, ...]` of what loops hand out, and of what is given so.
+      handed: bytes of what loops hand out.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class _LoopsWriter:
             region, self.differs, self.axis, self.num, accumulation.devices,
             accumulation.gather_once,
         )  # fmt: skip
+        self.handed = 0
         self.outer = JaxprWriter(source)
         self.rows: dict[Var, tuple[Var, int]] = {}
         self.stacks: dict[Var, Var] = {}
@@ -151,6 +158,7 @@ class _LoopsWriter:
         carries += [self._last(var, body) for var in loop.lasts]
         made = dict.fromkeys([*loop.stacks, *(var for var in kept if var in body.made)])
         ys = [StackPort(body.read(var), self._new_stack(var)) for var in made]
+        self.handed += sum(_rules.size_in_bytes(port.stack.aval) for port in ys)
         if not carries and not ys:
             return
         numbers = self.outer.trace(_numbers, static=(self.num,))[0]
@@ -285,6 +293,7 @@ class _LoopsWriter:
         )
         invars = writer._results(region.jaxpr.invars, ins)
         writer.run()
+        self.handed += writer.handed
         return writer.closed(invars, writer._given(region.jaxpr.outvars, outs))
 
 
