@@ -193,7 +193,7 @@ class _ScanWriter(_LoopWriter):
         num, frame, inner.source = len(carries), self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
         for v in outs[num:]:
-            inner.settle_here(v)
+            inner.settle_here(v, opened=inner.is_opened())
         rows = [*map(_before_casts, outs[num:])]
         ends += [inner.at(v, v.layout) for v in rows]
         body = inner.function(self.parts.body, ins, ends)
@@ -515,10 +515,12 @@ def _cond(
         each = DeviceFrame(eqn, frame.shared, branch, frame, hoists=False)
         outs = run(each, branch, [each.entered(v) for v in operands])
         each.source = eqn
-        for value in outs:
-            each.settle_here(value)
         frames.append(each)
         returned.append(outs)
+    opened = any(each.is_opened() for each in frames)
+    for each, outs in zip(frames, returned, strict=True):
+        for value in outs:
+            each.settle_here(value, opened)
     layouts = [_of_branches(values) for values in zip(*returned, strict=True)]
     ends = [
         [each.at(v, layout) for v, layout in zip(outs, layouts, strict=True)]

@@ -16,6 +16,7 @@ from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.sharding.partition._errors import NeedsAllMicrobatchesError, cannot
+from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import DeviceMove, DeviceWriter
@@ -225,17 +226,22 @@ class DeviceFrame(DeviceWriter):
         self.at(value, new)
         value.layout = new
 
-    def settle_here(self, value: DeviceValue) -> None:
-        """The same at the end of a body or branch, which cannot sum up over time.
+    def settle_here(self, value: DeviceValue, opened: bool = False) -> None:
+        """The same at the end of a body or branch, which cannot sum up over time unless it is `opened`.
 
         There, only what the devices get shards of is reduced, [Note: conversions over time].
         """
         time, hint = self.shared.time, value.hint
-        if self.outer is None or time is None or time.name not in value.due:
+        if self.outer is None or opened or time is None or time.name not in value.due:
             self.settle(value)
         elif hint is not None and not time.once:
             shards = axes_of(hint) & value.due
             self.settle(value, keeps=value.due - shards)
+
+    def is_opened(self) -> bool:
+        """Whether what is written needs what all microbatches have."""
+        stacked = (is_stacked(e, a) or is_sum(e, a) for a in self.over_time for e in self.eqns)
+        return any(stacked)
 
     @property
     def over_time(self) -> frozenset[str]:
