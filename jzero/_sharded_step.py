@@ -248,9 +248,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             inputs = placed_inputs(call, program)
             jaxpr = jax.make_jaxpr(program.step.run)(*inputs)
         num_state = program.out_tree.num_leaves - len(program.plan.outputs)
-        plan, partitioned = program.plan, _partitioned.of_step(program.step)
-        asked = partitioned if isinstance(partitioned, Partitioned) else program
-        movements = asked.movements
+        plan, movements = program.plan, program.movements
         activations = plan.activations or ()
         return Report(
             plan,
@@ -260,7 +258,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             (*program.step.crossings(), *_residuals.crossings(activations, plan.accumulate)),
             program.step.roads(),
             movements,
-            program.whole_arguments,
+            program.local.whole_arguments,
             tuple(_call.argument_paths(call.arrays)),
             tuple(x.size * x.dtype.itemsize for x in inputs[1]),
             tuple(_outputs.output_paths(program.out_tree, num_state)),

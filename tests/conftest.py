@@ -122,6 +122,12 @@ def _clear_caches():
 
 
 @pytest.fixture
+def interpreted(monkeypatch):
+    """Steps run by the interpreter, also those that the partitioner could run."""
+    monkeypatch.setenv("JZERO_PARTITION", "0")
+
+
+@pytest.fixture
 def no_compilation_cache():
     """Programs are compiled, not read from the disk.
 

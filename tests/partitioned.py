@@ -248,3 +248,47 @@ def collectives(jaxpr, mesh) -> dict[str, tuple[int, int]]:
 
     walk(jaxpr, 1)
     return dict(sorted(found.items()))
+
+
+# -- functions of a few arrays ----------------------------------------------------------------------
+DATA, SQUARE, ROWS = {"data": 8}, (16, 16), P("data")
+
+
+def program(fn, *specs, outs=None, mesh=None, whole=()):
+    """One device's program of a function of a state, and of arrays with rows over all axes that cut them.
+
+    `specs` are shapes and specs; those at `whole` come whole to each device.
+    """
+    mesh = mesh or DATA
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float64) for shape, _ in specs]
+    traced = _jaxpr.trace_whole(fn, avals, {})
+    jaxpr, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+    ins = []
+    for i, (shape, spec) in enumerate(specs):
+        layout = from_spec(shape, mesh, spec)
+        rows = frozenset(cut.axis for dim in layout.dims for cut in dim.cuts) if i else frozenset()
+        ins.append(DeviceInput(layout, rows, comes_whole=i in whole))
+    return partition(jaxpr, consts, mesh, ins, outs or [None] * len(jaxpr.outvars))
+
+
+def kinds(found):
+    return [m.kind for m in found.moves]
+
+
+def run_and_compare(fn, *specs, outs=None, mesh=None, whole=()):
+    """What a program returns against `jax.jit`; padding is NaN. Returns the program."""
+    values = [np.random.RandomState(i).randn(*shape) for i, (shape, _) in enumerate(specs)]
+    found, sizes = program(fn, *specs, outs=outs, mesh=mesh, whole=whole), mesh or DATA
+    on = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes),
+        devices=jax.devices()[: math.prod(sizes.values())],
+    )  # fmt: skip
+    body = jax.shard_map(
+        lambda *a: _jaxpr.evaluate(found.jaxpr, found.consts, *a), mesh=on, check_vma=False,
+        in_specs=tuple(x.spec() for x in found.ins), out_specs=[x.spec() for x in found.outs],
+    )  # fmt: skip
+    ins = [padded(x, layout) for x, layout in zip(values, found.ins, strict=True)]
+    got = [unpadded(x, at) for x, at in zip(jax.jit(body)(*ins), found.outs, strict=True)]
+    want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(fn)(*values))]
+    assert worst(got, want) < 1e-12
+    return found

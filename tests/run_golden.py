@@ -2,10 +2,11 @@
 
     python tests/run_golden.py --processes 2
     python tests/run_golden.py --h200         # 20 rows compiled for H200s, by the newest JAX and one process
-    python tests/run_golden.py --partition    # each row by the partitioner, beside the stored one
+    python tests/run_golden.py --partition    # each row by the partitioner, beside the interpreter's
 
 Each row that changed is printed as a diff, with a verdict: better or update (tests/golden/_judge.py).
 The exit status is 1 if any did. `--update` writes what is new; words choose rows by their names.
+What is stored is of the engine that users get: `engine` in a row says which one that is.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 sys.path[:0] = [str(pathlib.Path(__file__).parents[i]) for i in (0, 1)]
@@ -72,19 +73,19 @@ def main() -> int:
     return int(bool(counts or gone) and not args.update)
 
 
+PARTITIONED = ["partitioned"]
 WORDS = ("equal", "better", "worse", "falls back", "refused", "differs", "fails")
 
 
 def between_engines(names: list[tuple[str, str]], processes: int) -> int:
-    """Runs rows by the partitioner where it can, and prints how they compare with the stored ones.
+    """Runs rows by the partitioner where it can, and prints how they compare with the interpreter's.
 
     The exit status is 1 if any is worse, differs or fails.
     """
-    os.environ["JZERO_PARTITION"] = "1"
     whys, counts = Counter[str](), Counter[tuple[str, str]]()
-    for (theme, name), (new, _) in zip(names, in_processes(names, processes), strict=True):
-        old, axes = golden.read(theme)[name], golden.axes_of(theme, name)
-        verdict = golden.between_engines(old, new, axes)
+    found = in_processes(names, processes, by_both)
+    for (theme, name), (old, new) in zip(names, found, strict=True):
+        verdict = golden.between_engines(old, new, golden.axes_of(theme, name))
         counts[theme, verdict.word] += 1
         if verdict.word == "falls back":
             whys[engines.without_line(verdict.why)] += 1
@@ -113,11 +114,23 @@ def keep(theme: str, names: list[str], records: dict[str, Any]) -> None:
     golden.write(theme, {name: records[name] for name in names if name in records})
 
 
-def in_processes(names: list[tuple[str, str]], num: int) -> Iterator[tuple[Any, float]]:
+def in_processes(
+    names: list[tuple[str, str]], num: int, record: Callable[..., tuple[Any, Any]] | None = None
+) -> Iterator[tuple[Any, Any]]:
     """Each in a process of the tests' environment."""
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(num, spawn) as pool:
-        yield from pool.map(recorded, names)
+        yield from pool.map(record or recorded, names)
+
+
+def by_both(name: tuple[str, str]) -> tuple[Any, Any]:
+    """The records of a row by the interpreter, which may be stored, and by the partitioner."""
+    os.environ["JZERO_PARTITION"] = "1"
+    (new, _), old = recorded(name), golden.read(name[0])[name[1]]
+    if old.get("engine") == PARTITIONED == new.get("engine"):
+        os.environ["JZERO_PARTITION"] = "0"
+        old, _ = recorded(name)
+    return old, new
 
 
 def recorded(name: tuple[str, str]) -> tuple[Any, float]:

@@ -44,8 +44,11 @@ def test_bytes_at_rest_are_the_formula(stage, num_devices):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_peak_memory_grows_with_one_layer_not_with_all(remat):
+def test_peak_memory_grows_with_one_layer_not_with_all(remat, monkeypatch):
     """At stage 3, the temporary bytes of a scanned model do not hold the gathered stack."""
+    # Gradients of up to 4 MiB in all layers may be reduced together.
+    monkeypatch.setattr(programs, "WIDTH", 256)
+    monkeypatch.setattr(programs, "HIDDEN", 1024)
 
     one_token = jax.ShapeDtypeStruct((8, 1), jnp.int32)  # on each device: weights dominate
 
@@ -57,7 +60,7 @@ def test_peak_memory_grows_with_one_layer_not_with_all(remat):
 
     layer = 4 * 2 * programs.WIDTH * programs.HIDDEN
     activations = 4 * 8 * (programs.WIDTH + programs.HIDDEN)
-    growth = (temporary_bytes(34) - temporary_bytes(2)) / 32
+    growth = (temporary_bytes(38) - temporary_bytes(6)) / 32
     # Of each layer, its gradient's shard is kept and little else. Were the stack gathered, or its full
     # gradient kept, each layer would cost its whole size.
     assert growth < 2 * layer / 8 + activations < layer
@@ -108,19 +111,22 @@ def test_new_parameters_go_into_the_old_ones_in_slices(stage, rows, at_once, mon
     """Of any number of rows, the last slice with what is left; padded columns are dropped."""
     monkeypatch.setattr(_devices, "GATHERED_AT_ONCE", at_once)
 
-    def step_fn(w, x):
+    def step_fn(state, x):
         def loss_fn(w):
             return jnp.mean((x @ w["even"]) ** 2) + jnp.mean((x[:, :5] @ w["padded"]) ** 2)
 
+        w, moments = state
         loss, grads = jax.value_and_grad(loss_fn)(w)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return (jax.tree.map(lambda w, m: w - 0.1 * m, w, moments), moments), loss
 
     def init_fn():
         keys = jax.random.split(jax.random.key(0))
-        return {
+        w = {
             "even": jax.random.normal(keys[0], (rows, 24)),
             "padded": jax.random.normal(keys[1], (5, 27)),
         }
+        return w, jax.tree.map(jnp.zeros_like, w)
 
     batches = [jax.random.normal(jax.random.key(i), (16, rows)) for i in range(3)]
     assert_same_training(step_fn, init_fn, batches, stage=stage, min_shard_bytes=0)

@@ -18,11 +18,10 @@ import partition_steps as steps
 import partitioned
 from jzero.ir._layout import from_spec
 from jzero.sharding.partition._errors import CannotPartitionError
-from jzero.sharding.partition._partition import DeviceInput, partition
-from jzero.tracing import _jaxpr, _rewrite
-from partitioned import Case
+from jzero.tracing import _jaxpr
+from partitioned import DATA, ROWS, SQUARE, Case, kinds, program, run_and_compare
 
-DATA, BOTH = {"data": 8}, {"data": 4, "model": 2}
+BOTH = {"data": 4, "model": 2}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -142,6 +141,7 @@ MORE = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_no_more_moves_than_in_the_other_engine(kind):
     case = Case(*KINDS[kind](), DATA, 3)
@@ -192,26 +192,6 @@ def test_it_is_the_same_program_in_every_process():
 
 
 # -- parts of it ----------------------------------------------------------------------------------------
-def program(fn, *specs, outs=None, mesh=None):
-    """A function of arrays of 16 x 16: `rows` where the spec has `data`."""
-    mesh = mesh or DATA
-    avals = [jax.ShapeDtypeStruct(shape, jnp.float64) for shape, _ in specs]
-    traced = _jaxpr.trace_whole(fn, avals, {})
-    jaxpr, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
-    ins = []
-    for i, (shape, spec) in enumerate(specs):
-        layout = from_spec(shape, mesh, spec)
-        ins.append(DeviceInput(layout, rows=frozenset(["data"]) if i else frozenset()))
-    return partition(jaxpr, consts, mesh, ins, outs or [None] * len(jaxpr.outvars))
-
-
-SQUARE, ROWS = (16, 16), P("data")
-
-
-def kinds(found):
-    return [m.kind for m in found.moves]
-
-
 def test_state_moves_to_rows():
     found = program(lambda w, x: jnp.sin(x @ w), (SQUARE, ROWS), (SQUARE, ROWS))
     assert [(m.kind, m.of, m.why) for m in found.moves] == [("gather", 0, "state")]
@@ -378,25 +358,11 @@ def test_padding_is_masked_even_if_it_is_nan():
     run_and_compare(fn, (SQUARE, P()), ((13, 5), ROWS))
 
 
-def run_and_compare(fn, *specs, outs=None):
-    values = [np.random.RandomState(i).randn(*shape) for i, (shape, _) in enumerate(specs)]
-    found = program(fn, *specs, outs=outs)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    body = jax.shard_map(
-        lambda *a: _jaxpr.evaluate(found.jaxpr, found.consts, *a), mesh=mesh, check_vma=False,
-        in_specs=tuple(x.spec() for x in found.ins), out_specs=[x.spec() for x in found.outs],
-    )  # fmt: skip
-    ins = [partitioned.padded(x, layout) for x, layout in zip(values, found.ins, strict=True)]
-    got = [
-        partitioned.unpadded(x, at) for x, at in zip(jax.jit(body)(*ins), found.outs, strict=True)
-    ]
-    want = [np.asarray(x) for x in jax.tree.leaves(jax.jit(fn)(*values))]
-    assert partitioned.worst(got, want) < 1e-12
-
-
 def test_what_runs_on_no_shards_is_replicated_first_and_listed():
     found = program(lambda w, x: jnp.sort(x[:, 0]) + w[0], (SQUARE, P()), (SQUARE, ROWS))
-    assert [(m.kind, m.why) for m in found.moves] == [("gather", "sort needs it whole")]
+    assert [(m.kind, m.operation, m.value, m.why) for m in found.moves] == [
+        ("gather", "sort", "float64[16]", "it needs the rows of all devices")
+    ]
     run_and_compare(lambda w, x: jnp.sort(x[:, 0]) + w[0, 0], (SQUARE, P()), ((13, 3), ROWS))
 
 

@@ -20,8 +20,10 @@ import small
 from jzero import OptionError
 from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned
+from jzero.sharding.analysis import _traffic
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._inputs_first import COTANGENT
+from jzero.sharding.plan._stages import PARAMETER
 from jzero.tracing import _jaxpr
 
 TX = optax.adam(1e-2)
@@ -233,6 +235,20 @@ def test_it_trains_as_one_device_behind_its_passes(name, options):
         assert_close(train_step.unshard(state), expected)
 
 
+def test_a_matrix_that_every_device_updates():
+    """What needs it whole has no owner, since no other update is like it."""
+
+    def step(w, batch):
+        return w - jnp.linalg.qr(w)[0] - jax.grad(lambda w: jnp.tanh(batch @ w).mean())(w)
+
+    w, batch = state_of(16)[0]["a"], batches()[0]
+    train_step = small.shard_train_step(step)
+    found = train_step(w, batch)
+    assert [each.why != "" for each in train_step.plan(w, batch).owned] == [True]
+    assert engines.why_not(train_step) == []
+    assert_close(train_step.unshard(found), jax.jit(step)(w, batch))
+
+
 def test_layers_behind_barriers_of_the_step():
     """`jax.checkpoint` as it is by default puts one around a layer's parameters and what it reads."""
 
@@ -273,7 +289,8 @@ def test_passes_show_in_the_program():
 
     added = [scopes(name) for name in after]
     assert added == sorted(added, key=len)
-    assert [*map(len, added)] == [0, 0, 0, 1, 3, 4, 5]
+    said = {name: len(found) for name, found in zip(after, added, strict=True)}
+    assert [*said.values()] == [0, 0, 0, 0, 0, 0, 1, 3, 4, 5], said
 
     def loops(name):
         """Of each loop that gathers, its iterations, and whether it first multiplies what it was passed."""
@@ -298,7 +315,34 @@ def test_passes_show_in_the_program():
             behind |= {*eqn.outvars} if waits or _waits.is_reduction(eqn) else set()
         return waiting
 
-    assert [reduced(name) > 0 for name in after] == [False] * 4 + [True] * 2
+    assert [reduced(name) > 0 for name in after] == [False] * 7 + [True] * 2
+
+
+def leaves_of(jaxpr):
+    """Of each kind of collective, the leaves that it serves; nothing but for scalars."""
+    found = set()
+    for each in _traffic.collectives(jaxpr):
+        if each.elements > 1 or each.leaf:
+            found.add((each.op, each.leaf))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_collectives_name_the_leaves_that_they_serve_behind_every_pass(name, stage):
+    with jax.numpy_rank_promotion("allow"):
+        ahead = {"prefetch_bytes": 2**25} if stage == 3 else {}
+        _, train_step, state, batch = model_step(name, stage=stage, **ahead)
+        paths = {
+            leaf.path for leaf in train_step.plan(state, batch).leaves if leaf.role == PARAMETER
+        }
+        ops = {"all-reduce"} if stage == 0 else {"all-gather", "reduce-scatter"}
+        for after in _partitioned.PASSES:
+            found = leaves_of(train_step.program(state, batch, after=after).jaxpr)
+            assert {leaf for _, leaf in found} == paths, after
+            expected = {(op, path) for op in ops for path in paths if "embed" not in path}
+            assert found >= expected, after  # Columns of a table are looked up where they are.
 
 
 def test_prefetch_obeys_the_step_s_own_bytes():
@@ -365,9 +409,7 @@ def printing(state, batch):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"gather": "keep"}, "gather"),
         ({"gather_dtype": jnp.int8}, "gather_dtype"),
-        ({"reduce_dtype": jnp.float32}, "reduce_dtype"),
         ({"reduce_dtype": jnp.int8}, "reduce_dtype"),
         ({"tile_bytes": 512}, "tile_bytes"),
         ({"offload": jzero.PinnedHost()}, "several programs"),
@@ -394,7 +436,7 @@ def test_its_program_is_printed():
     program = train_step.program(state_of(10), batches(13)[0], after="partition")
     lines = [" ".join(line.split()) for line in str(program).splitlines()]
     assert lines[0] == "# step_fn, after partition, of one device; layouts over the mesh (data: 8)"
-    assert any("f64[2,16] # batch [13+3@data, 16]" in line for line in lines)
+    assert any("f64[13,16] # batch [13, 16]" in line for line in lines)
     assert any("# state[0]['a'] [16@data, 10] parameter" in line for line in lines)
     assert "all_gather" in str(program)
 

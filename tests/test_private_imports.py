@@ -231,6 +231,9 @@ MAY = {
         "checkpoint._bucket checkpoint._seal checkpoint._stream cli._main weights._publish",
     "test_weight_layouts": "checkpoint._stored checkpoint._stream cli._main weights._axes weights._sources",
     "test_wire": "sharding.run._codes",
+    "test_wire_passes":
+        "segments._partitioned sharding.passes._keep_gathered sharding.passes._loop_gathers "
+        "sharding.passes._reduce_dtype sharding.passes._waits tracing._jaxpr",
     "test_wires":
         "_quantities preflight._bandwidth preflight._hlo preflight._kernels preflight._schedule "
         "preflight._wires targets._target",

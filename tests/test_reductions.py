@@ -51,6 +51,7 @@ def reductions_in_loops(jaxpr, inside=False):
     return found + ([made] if inside and made else [])
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("smallest", [0, 2**22])
 def test_reductions_of_a_layer_run_one_after_the_other(smallest, monkeypatch):
     monkeypatch.setattr(_queue, "SMALLEST_GROUP", smallest)
@@ -78,6 +79,7 @@ def products_behind(jaxpr):
     return found
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("remat", [False, True])
 def test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients(
@@ -191,6 +193,7 @@ def test_groups_of_a_pass_are_smaller(of_turn, together, num, groups, monkeypatc
     assert len({id(group) for group in found}) == groups
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("limit", [0, 2**26])
 def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkeypatch):
@@ -250,6 +253,7 @@ def half_precision_state(dtype):
     return params, jax.tree.map(jnp.zeros_like, params)
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_a_loop_stacks_gradients_as_they_are_reduced(stage, dtype, monkeypatch):

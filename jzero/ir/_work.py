@@ -17,7 +17,7 @@ from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn, turns
 from jzero.ir._rules import Cost
 from jzero.tracing import _jaxpr
 from jzero.tracing._rewrite import Flat, without_unread
-from jzero.tracing._types import Eqn
+from jzero.tracing._types import Eqn, Jaxpr
 
 # What is less costs nothing that anybody would see: the time of a step varies by more.
 LEAST_SHARE = 0.01
@@ -90,7 +90,11 @@ _EACH = {
 
 
 def repeated(
-    whole: Flat, device: Flat, consts: Sequence[ArrayLike], dims: Sequence[int | None], num: int
+    whole: Flat,
+    device: Flat | Jaxpr,
+    consts: Sequence[ArrayLike],
+    dims: Sequence[int | None],
+    num: int,
 ) -> tuple[float, list[Repeated]]:
     """Work on rows that is done more than once; [Note: work done more than once].
 

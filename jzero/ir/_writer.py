@@ -77,6 +77,13 @@ class JaxprWriter:
         for eqn in eqns:
             self.again(eqn, outs=eqn.outvars)
 
+    def renamed(self, eqn: Eqn) -> Eqn:
+        """The equation with what stands for its operands here; itself if nothing else does."""
+        ins = [*map(self.read, eqn.invars)]
+        if all(a is b for a, b in zip(ins, eqn.invars, strict=True)):
+            return eqn
+        return eqn.replace(invars=ins)
+
     def write(
         self, jaxpr: Jaxpr, consts: Sequence[Any], ins: Sequence[Atom], source: Eqn | None = None
     ) -> list[Atom]:

@@ -12,14 +12,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
-from jzero.ir import _rules
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
-from jzero.ir._regions import Region, turns
+from jzero.ir._rules import size_in_bytes
+from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import (
@@ -30,28 +28,42 @@ from jzero.sharding.partition._errors import (
 from jzero.sharding.partition._microbatches import Accumulation, in_loops
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
+from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._inputs_first import inputs_first
+from jzero.sharding.passes._keep_gathered import keep_gathered
+from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
+from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.plan._stages import PARAMETER
+from jzero.sharding.run import _devices
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
-from jzero.tracing._types import Jaxpr
+from jzero.tracing._types import Eqn, Jaxpr
 
 SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
 PASSES = (
-    _PARTITION, "inputs_first", "microbatches", "whole_stacks", "prefetch", "order", "after_loops",
-)  # fmt: skip
-_OF_ZERO = ("state", "sum")  # Why a value moves that ZeRO itself gathers or reduces.
+    _PARTITION,
+    "inputs_first",
+    "reduce_dtype",
+    "keep_gathered",
+    "loop_gathers",
+    "microbatches",
+    "whole_stacks",
+    "prefetch",
+    "order",
+    "after_loops",
+)
 
 
 def is_on() -> bool:
@@ -65,10 +77,12 @@ class Partitioned:
 
     Attributes:
       programs: of one device, after each of `PASSES`; the last one runs.
+      repeated: the flops of a step, and what the devices repeat of them.
       run: `(state leaves, argument leaves) -> (new state leaves, outputs)`, on whole arrays.
     """
 
     programs: Mapping[str, DeviceProgram]
+    repeated: tuple[float, list[Repeated]]
     run: Callable[..., Any]
 
     @property
@@ -78,11 +92,10 @@ class Partitioned:
 
     @property
     def movements(self) -> tuple[Movement, ...]:
-        """What it moves of the batch, and of what is computed of it."""
+        """What it moves of the batch, and of what is computed of it; of a result, where is its number."""
         return tuple(
-            Movement(move.kind, move.line, move.nbytes, move.times, move.why)
-            for move in self.program.moves
-            if move.of is None and move.why not in _OF_ZERO
+            Movement(move.operation, move.line, move.local_bytes, move.times, move.why, move.value)
+            for move in filter(_is_of_rows, self.program.moves)
         )
 
 
@@ -134,13 +147,15 @@ def _partitioned(runner: Runner) -> Partitioned:
         for atom, layout in zip(flat.outvars[len(outs) :], plan.outputs, strict=True)
     ]
     ordered = flat._replace(invars=[flat.invars[i] for i in taken])  # type: ignore[arg-type]
-    given = ordered, whole.consts, mesh, [inputs[i] for i in taken], outs
+    names = [leaf.path if leaf.role == PARAMETER else "" for leaf in plan.new_leaves]
+    given = ordered, whole.consts, mesh, [inputs[i] for i in taken], outs, names, plan.reduce_once
     try:
         program = partition(*given, time)
     except NeedsAllMicrobatchesError:
         program = partition(*given, time and time._replace(opens=True))
-    programs = _passed(program, plan, time)
-    return Partitioned(programs, _run_of(programs[PASSES[-1]], runner, taken))
+    repeated = _checked(program, whole, runner)
+    programs = _passed(program, plan, [inputs[i].rows for i in taken], time)
+    return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
 
 
 def _time(plan: StepPlan, axes: Sequence[str]) -> TimeAxis | None:
@@ -158,16 +173,73 @@ def _handed(plan: StepPlan) -> int | None:
     if plan.microbatches.refused is not None:
         return None
     stacks = (var for phase in plan.microbatches.phases for var in phase.stacks)
-    return 2 * plan.accumulate * sum(_rules.size_in_bytes(var.aval) for var in stacks)
+    return 2 * plan.accumulate * sum(size_in_bytes(var.aval) for var in stacks)
+
+
+def _checked(
+    program: DeviceProgram, whole: WholeBatch, runner: Runner
+) -> tuple[float, list[Repeated]]:
+    """The flops of the step, and what its devices repeat of them.
+
+    Raises:
+      CannotPartitionError: the interpreter repeats less, or gathers fewer rows where that is limited.
+    """
+    most = max((m.local_bytes for m in program.moves if _is_of_rows(m)), default=0)
+    if most > runner.plan.exchange.max_gather_bytes:
+        raise cannot("it gathers more rows at once than max_gather_bytes")
+    if any(map(_gathers_in_slices, _returned(program.jaxpr)[: len(runner.plan.new_leaves)])):
+        raise cannot("a new parameter is gathered into the old one in slices")
+    num = runner.plan.num_devices * runner.plan.accumulate
+    work, again = whole.repeated(program.jaxpr, num)
+    others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
+    more = sum(x.extra for x in again) - sum(x.extra for x in others)
+    if more > LEAST_SHARE * work:
+        raise cannot(f"its devices would do {more / work:.0%} more than the interpreter's")
+    return work, again
+
+
+def _returned(jaxpr: Jaxpr) -> list[Eqn | None]:
+    """The equations that make a program's results."""
+    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    return [None if _jaxpr.is_literal(x) else makers.get(x) for x in jaxpr.outvars]
+
+
+def _gathers_in_slices(eqn: Eqn | None) -> bool:
+    """Whether the interpreter would: [Note: layouts at rest]."""
+    if eqn is None or eqn.primitive.name != "all_gather":
+        return False
+    large = size_in_bytes(eqn.outvars[0].aval) > _devices.GATHERED_AT_ONCE
+    return large and bool(eqn.params["all_gather_dimension"])
+
+
+def _is_of_rows(move: DeviceMove) -> bool:
+    """Whether it moves rows of the batch, and is none of the gathers and reductions of ZeRO."""
+    return move.why not in (OF_STATE, OF_SUM)
 
 
 def _passed(
-    program: DeviceProgram, plan: StepPlan, time: TimeAxis | None
-) -> dict[str, DeviceProgram]:
-    """The program after each pass: its collectives where the interpreter of the plan would have them."""
+    program: DeviceProgram, plan: StepPlan, rows: Sequence[frozenset[str]], time: TimeAxis | None
+) -> dict[str, DeviceProgram]:  # fmt: skip
+    """The program after each pass: its collectives where the interpreter of the plan would have them.
+
+    `rows` are the axes over which each argument differs because rows of the batch do.
+    """
     exchange = plan.exchange
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
+        "reduce_dtype": lambda jaxpr: (
+            jaxpr
+            if exchange.reduce_dtype is None
+            else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
+        ),
+        "keep_gathered": lambda jaxpr: (
+            keep_gathered(jaxpr, plan.evaluates)
+            if plan.stage == 3 and exchange.keep_gathered
+            else jaxpr
+        ),
+        "loop_gathers": lambda jaxpr: (
+            jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
+        ),
         "whole_stacks": whole_stacks,
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
@@ -206,24 +278,15 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
         "gather_dtype": exchange.gather_codes is not None,
-        "reduce_dtype": exchange.reduce_dtype is not None
-        or any(codes is not None for _, codes in exchange.reduce_codes),
+        "reduce_dtype": any(codes is not None for _, codes in exchange.reduce_codes)
+        or exchange.reduce_dtype is not None
+        and plan.accumulate > 1,
         "weight_dtype": any(leaf.codes for leaf in plan.leaves),
         "tile_bytes": exchange.tile_bytes is not None,
-        "owners of matrices": bool(plan.owned),
-        "gather": plan.stage == 3 and exchange.keep_gathered and not plan.evaluates,
-        "gathers in each iteration": whole is not None and _gathers_in_loops(plan, whole),
+        "owners of matrices": any(not each.why for each in plan.owned),
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
     }
     yield from (reason for reason, is_so in asked.items() if is_so)
-
-
-def _gathers_in_loops(plan: StepPlan, whole: WholeBatch) -> bool:
-    """Whether a loop of an evaluation may not keep what it gathers: the partitioner's loops do."""
-    most = plan.exchange.loop_bytes
-    fits = most is None or sum(leaf.nbytes for leaf in plan.leaves) <= most
-    region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
-    return not fits and any(turns(eqn) != 1 for _, eqn in region.walk())
 
 
 def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | None, ...]]:
@@ -250,10 +313,10 @@ def _inputs(
     mesh: dict[str, int],
     time: TimeAxis | None,
 ) -> Iterator[DeviceInput]:
-    """Leaves as they are stored; arguments in rows, padded where the devices do not divide them."""
+    """Leaves as they are stored; arguments in rows."""
     axes = tuple(axis for axis, _ in plan.axes)
     axes += () if time is None else (time.name,)
-    yield from (DeviceInput(_leaf(leaf, mesh)) for leaf in plan.leaves)
+    yield from (DeviceInput(_leaf(leaf, mesh), name=leaf.path) for leaf in plan.leaves)
     for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
         layout = replicated(var.aval.shape, mesh)
         if dim is None:
@@ -261,7 +324,9 @@ def _inputs(
             continue
         for axis in axes:
             layout = layout.cut(dim, axis)
-        yield DeviceInput(layout, frozenset(axes))
+        # What the devices do not divide cannot come in shards.
+        comes_whole = layout.dims[dim].pad is not None
+        yield DeviceInput(layout, frozenset(axes), comes_whole=comes_whole)
 
 
 def _leaf(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:
@@ -288,8 +353,7 @@ def _run_of(program: DeviceProgram, runner: Runner, taken: Sequence[int]) -> Cal
 
     def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         given = [*state, *arrays]
-        pairs = zip((given[i] for i in taken), program.ins, strict=True)
-        outs = local(*consts, *(_padded(x, layout) for x, layout in pairs))
+        outs = local(*consts, *(given[i] for i in taken))
         return outs[:num_new], outs[num_new:]
 
     return step
@@ -299,12 +363,3 @@ def _spec(layout: Layout) -> PartitionSpec:
     spec = layout.spec()
     assert spec is not None, f"{layout} is no layout of a JAX array"
     return spec
-
-
-def _padded(x: jax.Array, layout: Layout) -> jax.Array:
-    """An argument with as many rows as the devices divide: its last one again, which nobody reads."""
-    for d, dim in enumerate(layout.dims):
-        if x.shape[d] != dim.size:
-            last = jax.lax.slice_in_dim(x, x.shape[d] - 1, None, axis=d)
-            x = jnp.concatenate([x, *[last] * (dim.size - x.shape[d])], axis=d)
-    return x

@@ -21,7 +21,14 @@ from jzero.sharding.batch._body import Movement
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._leaves import LeafPlan, Rest
-from jzero.sharding.plan._local_step import FlatStep, as_traced, local_step, promoted
+from jzero.sharding.plan._local_step import (
+    FlatStep,
+    LocalStep,
+    as_traced,
+    local_step,
+    promoted,
+    with_paths,
+)
 from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
@@ -50,9 +57,7 @@ class Program:
       state_shardings: one per leaf of the state.
       argument_shardings: one per leaf of the other arguments.
       keys: paths of the arguments taken for PRNG keys, of a step with collectives of its own.
-      movements: rows of the batch that operations move.
-      whole_arguments: arguments with rows that come whole to every device, which do not divide them.
-      extra_work: what the devices do more than once.
+      local: what one device runs, if the step is interpreted.
       state: types of the state's leaves; of those that it promotes, promoted ([Note: weak types]).
       as_traced: traces the step once more, as it is written.
     """
@@ -63,11 +68,28 @@ class Program:
     state_shardings: list[NamedSharding]
     argument_shardings: list[NamedSharding]
     keys: tuple[str, ...]
-    movements: tuple[Movement, ...]
-    whole_arguments: tuple[str, ...]
-    extra_work: tuple[Extra, ...]
+    local: LocalStep
     state: tuple[jax.ShapeDtypeStruct, ...]
     as_traced: Callable[[], _jaxpr.Traced]
+
+    @functools.cached_property
+    def movements(self) -> tuple[Movement, ...]:
+        """Rows of the batch that operations move."""
+        found = _partitioned.of_step(self.step)
+        if isinstance(found, Partitioned):
+            return with_paths(found.movements, self.out_tree)
+        return self.local.traced.movements
+
+    @functools.cached_property
+    def extra_work(self) -> tuple[Extra, ...]:
+        """What the devices do more than once."""
+        found, traced = _partitioned.of_step(self.step), self.local.traced
+        if isinstance(found, Partitioned):
+            return self.local.extra_work(*found.repeated)
+        if traced.whole is None:
+            return ()
+        num = self.plan.num_devices * self.plan.accumulate
+        return self.local.extra_work(*traced.whole.repeated(traced.frame.jaxpr, num))
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""
@@ -172,9 +194,7 @@ def build(
         shardings,
         [NamedSharding(mesh, spec) for spec in plan.arguments],
         tuple(path for path, key in zip(paths, local.keys, strict=True) if key),
-        local.traced.movements,
-        local.whole_arguments,
-        local.extra_work,
+        local,
         tuple(flat.state),
         functools.partial(as_traced, flat, setting),
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,11 +47,17 @@ class WholeBatch(NamedTuple):
       jaxpr: of whole arrays, calls replaced by their equations.
       consts: values of its constants.
       rows: for each input, the dim of its rows of the batch; None if it has none.
+      dims: the same, also where no device gets rows of its own.
     """
 
     jaxpr: _rewrite.Flat
     consts: list[ArrayLike]
     rows: tuple[int | None, ...]
+    dims: tuple[int | None, ...]
+
+    def repeated(self, device: _rewrite.Flat | Jaxpr, num: int) -> tuple[float, list[Repeated]]:
+        """The flops of the step, and what `num` devices (or microbatches) that run this repeat of them."""
+        return repeated(self.jaxpr, device, self.consts, self.dims, num)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +72,6 @@ class TracedStep:
       outputs: of a whole-batch step, in which form it returns each of its outputs.
       of_rows: of a whole-batch step, which outputs have rows of the batch, those that are gathered too.
       movements: of a whole-batch step, the rows that it gathers.
-      work: of a whole-batch step, the flops of all its rows, once each.
-      repeated: of these, what the devices do more than once.
       whole: of a whole-batch step, what it was rewritten from.
     """
 
@@ -79,8 +82,6 @@ class TracedStep:
     outputs: tuple[Form, ...] = ()
     of_rows: tuple[bool, ...] = ()
     movements: tuple[Movement, ...] = ()
-    work: float = 0
-    repeated: tuple[Repeated, ...] = ()
     whole: WholeBatch | None = None
 
 
@@ -120,7 +121,6 @@ def trace_whole(
     found = localize(flat, consts, forms, given, num_new, axes, exchanges=not accumulates)
     varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
     frame = _frame_of(found.jaxpr, found.consts, varying, accumulates)
-    work, again = repeated(flat, found.jaxpr, consts, dims, math.prod(axes.values()))
     return TracedStep(
         frame,
         traced.out_tree,
@@ -129,9 +129,9 @@ def trace_whole(
         tuple(found.outputs),
         tuple(found.of_rows),
         tuple(found.movements),
-        work,
-        tuple(again),
-        WholeBatch(flat, consts, tuple(f.dim if isinstance(f, Rows) else None for f in forms)),
+        WholeBatch(
+            flat, consts, tuple(f.dim if isinstance(f, Rows) else None for f in forms), tuple(dims)
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial
 from jzero.ir._regions import Region, turns
+from jzero.sharding.batch._body import TURNS_DEPEND
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame
@@ -135,7 +136,9 @@ class _ScanWriter(_LoopWriter):
         (self.body,) = self.region.inner(self.eqn)
         first, last = self.parts.num_consts, self.parts.num_consts + self.parts.num_carry
         self.consts, self.init, self.xs = self.ins[:first], self.ins[first:last], self.ins[last:]
-        self.collects = [_collects(self.body, first + j, j) for j in range(last - first)]
+        self.collects = [
+            self._waits(j) and _collects(self.body, first + j, j) for j in range(last - first)
+        ]
         self.settle(self.xs)
         self.settle([v for v, kept in zip(self.init, self.collects, strict=True) if not kept])
         # Iterations are not shared by devices: each has its part of every slice.
@@ -154,6 +157,16 @@ class _ScanWriter(_LoopWriter):
                 return self._written(inner, ins, carries, outs)
             carries = new
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
+
+    def _waits(self, j: int) -> bool:
+        """Whether a sum over iterations may wait for the last one, whole on each device.
+
+        Not that of gradients in a step's own loop over microbatches, from stage 2 on; but in jzero's, of
+        which no iteration can wait for the others.
+        """
+        is_of_pass = self.region.pass_of(self.eqn) is not None
+        once = self.frame.shared.once or is_of_pass or bool(self.frame.over_time)
+        return once or self.frame.hint_of(self.eqn.outvars[j]) is None
 
     def _may_be_partial(self) -> list[bool]:
         pairs = zip(self.collects, self.init, strict=True)
@@ -199,6 +212,7 @@ class _ScanWriter(_LoopWriter):
         body = inner.function(self.parts.body, ins, ends)
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
+        frame.reason = TURNS_DEPEND if any(map(_is_of_rows, self.xs)) else ""
         stacks = [frame.at(v, stack) for v, stack in zip(self.xs, self.stacks, strict=True)]
         layouts = [c.layout for c in carries]
         avals = [var.aval for var in self.eqn.outvars[:num]]

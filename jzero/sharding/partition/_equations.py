@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from jzero.ir import _rules
 from jzero.ir._factors import SCATTER_REDUCES, Factor
 from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
-from jzero.ir._regions import Region
+from jzero.ir._regions import Region, edges, turns
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import (
@@ -36,6 +36,7 @@ from jzero.sharding.partition._values import (
     put,
     sized,
 )
+from jzero.sharding.partition._writer import OF_STATE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -193,6 +194,7 @@ class _FactorChoice:
         for axis in self.frame.mesh:
             if (columns := self._columns(axis)) is not None:
                 self.chosen[columns[0]] = columns[1]
+                self.frame.reason, self.frame.leaf = OF_STATE, self._table()
             elif axis not in kept and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
         return self.chosen
@@ -202,6 +204,11 @@ class _FactorChoice:
         firm = any(v.firm for v in self.ins)
         in_pass = self.frame.region.pass_of(self.eqn) is not None
         return in_pass and not firm and not self.kept
+
+    def _table(self) -> str:
+        """The leaf that is looked up in, or added to."""
+        table, _, *updates = self.ins
+        return self.frame.leaf_of(self.eqn.outvars[0]) if updates else self.frame.name(table)
 
     def _columns(self, axis: str) -> tuple[int, Dim] | None:
         """The factor of a table's columns [Note: columns of tables]; None if moving them costs less."""
@@ -318,11 +325,15 @@ class _FactorChoice:
         found[i, dim] = _Candidate(cost, elsewhere, len(found), i, dim, moves_rows)
 
     def _sum_price(self, axis: str) -> float:
-        """Of the sum that is due over the axis: scattered if what follows says where."""
+        """Of the sum that is due over the axis: scattered if what follows says where.
+
+        A sum over several axes is one: each passes on its part of what it has from those before.
+        """
         n, total, cut = self.frame.mesh[axis], 0.0, self._axes_of_result()
+        summed = {p.axis for p in self.kept} | self._reduced_axes()
         for var in self.eqn.outvars:
             scattered = self.frame.hint_of(var) is not None
-            own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut)
+            own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut | summed)
             total += own * (n - 1) / n * (1 if scattered else 2)
         return total
 
@@ -330,6 +341,12 @@ class _FactorChoice:
         """Over which axes the result is sharded by what is chosen so far."""
         kept = [dim for i, dim in self.chosen.items() if not _is_reduced(self.factors[i])]
         return {cut.axis for dim in kept for cut in dim.cuts}
+
+    def _reduced_axes(self) -> set[str]:
+        """Over which axes the result is a partial sum by what is chosen so far."""
+        return {
+            cut.axis for dim in self.chosen.values() for cut in dim.cuts
+        } - self._axes_of_result()
 
     def _cut(self, i: int, own: Dim, cut: AxisCut) -> Dim | None:
         """How the devices share a factor, with one more axis; None if they cannot."""
@@ -372,7 +389,14 @@ def is_read_whole(region: Region, atom: Atom) -> bool:
 def _is_read_whole(region: Region, atom: Atom) -> bool:
     readers = [] if _jaxpr.is_literal(atom) else region.readers.get(atom, [])
     for eqn in (region.jaxpr.eqns[i] for i in readers if i < len(region.jaxpr.eqns)):
-        if _rules.costs(eqn, Cost.IDENTITY, Cost.CAST, Cost.COPY):
+        if eqn.primitive.name == "optimization_barrier":
+            if _is_read_whole(region, eqn.outvars[eqn.invars.index(atom)]):
+                return True
+        elif turns(eqn) == 1 and (ways := edges(region, eqn)):
+            inside = [edge.target for edge in ways if edge.source == (region, atom)]
+            if any(_is_read_whole(*target) for target in inside):
+                return True
+        elif _rules.costs(eqn, Cost.IDENTITY, Cost.CAST, Cost.COPY):
             if any(_is_read_whole(region, out) for out in eqn.outvars):
                 return True
         elif eqn.primitive.name != "gather" and not _rules.costs(eqn, Cost.ELEMENTWISE):

@@ -15,11 +15,13 @@ from jax import lax
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, conversion, replicated
 from jzero.ir._regions import Region, ValueIn, variables
+from jzero.sharding.batch._body import OUTPUT
 from jzero.sharding.partition._errors import NeedsAllMicrobatchesError, cannot
+from jzero.sharding.partition._hints import Hint
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole, joined
-from jzero.sharding.partition._writer import DeviceMove, DeviceWriter
+from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
 
@@ -29,12 +31,16 @@ class Partitioning:
     """What all frames of a program share: the mesh, the layouts that are wanted, and what is moved.
 
     Attributes:
+      leaves: the names of the inputs.
+      once: whether gradients that a step's own loop adds up are reduced behind it, not in each iteration.
       has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
       time: the axis of microbatches, if there are several.
     """
 
     mesh: Mapping[str, int]
-    hints: Mapping[ValueIn, Layout | None]
+    hints: Mapping[ValueIn, Hint | None]
+    leaves: Sequence[str]
+    once: bool = True
     has_rows: bool = True
     time: TimeAxis | None = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
@@ -49,7 +55,9 @@ class DeviceFrame(DeviceWriter):
       hoists: whether what a body reads in another layout is converted outside, once for all iterations.
       imports: what stands outside, and its name here.
       region: whose equations are written now.
-      no_rule: whether the equation at hand has no dim along which it runs on shards.
+      reason: why what is written needs rows that a device does not have, where that is known.
+      leaf: the leaf of which all is that the equation at hand moves, if not each value of its own.
+      returns: the number of the step's result that is made now.
     """
 
     def __init__(
@@ -60,7 +68,8 @@ class DeviceFrame(DeviceWriter):
         self.region = region
         self.shared, self.outer, self.hoists = shared, outer, hoists
         self.imports: dict[Var, Var] = {}
-        self.no_rule = False
+        self.reason = self.leaf = ""
+        self.returns: int | None = None
         # A pass of `jax.grad` gathers state for itself, behind what the pass before ended with.
         self._pass: str | None = None
         self._scope = 0
@@ -121,20 +130,23 @@ class DeviceFrame(DeviceWriter):
         if layout in value.atoms and value.scopes.get(layout, self._scope) == self._scope:
             return value.atoms[layout]
         lazy = value.make is not None
-        hoists = self.hoists or self._crosses_time(value, layout)
-        if value.outer is not None and (lazy or hoists or layout == value.layout):
+        if value.outer is not None and (lazy or self.hoists or self._is_outside(value, layout)):
             value.atoms[layout] = self._from_outer(value, layout)
         elif lazy:
             value.atoms[layout] = self._made(value, layout)
         else:
-            if value.layout not in value.atoms:
+            if not value.atoms:
                 value.atoms[value.layout] = self._from_outer(value, value.layout)
             value.atoms[layout] = self._converted(value, layout)
         return value.atoms[layout]
 
-    def _crosses_time(self, value: DeviceValue, layout: Layout) -> bool:
+    def _is_outside(self, value: DeviceValue, layout: Layout) -> bool:
+        """Whether the frame around has it so; a loop gathers state again, lest it be kept."""
+        assert value.outer is not None
         time = self.shared.time
-        return time is not None and step_over_time(value.layout, layout, time) is not None
+        if time is not None and step_over_time(value.layout, layout, time) is not None:
+            return True
+        return layout == value.layout or bool(value.rows) and layout in value.outer.atoms
 
     def _from_outer(self, value: DeviceValue, layout: Layout) -> Atom:
         assert self.outer is not None
@@ -143,6 +155,14 @@ class DeviceFrame(DeviceWriter):
         found = self.brought(self.outer.at(value.outer, layout))
         self.outer.source = outer
         return found
+
+    def _line(self) -> str:
+        if self.returns is not None:
+            return str(self.returns)
+        return super()._line() or (self.outer._line() if self.outer is not None else "")
+
+    def _operation(self) -> str:
+        return super()._operation() if self.returns is None else OUTPUT
 
     def _made(self, value: DeviceValue, layout: Layout) -> Atom:
         """A lazy value; of a partial sum, zeros are one already."""
@@ -168,14 +188,19 @@ class DeviceFrame(DeviceWriter):
                 x = self.barrier([x, self._token])[0]
             if self.outer is None:
                 value.scopes[layout] = self._scope
-        return self.convert(x, source, layout, value.origin, self._why(value))
+        leaf = self.leaf or self.name(value)
+        return self.convert(x, source, layout, value.origin, self._why(value), leaf)
+
+    def name(self, value: DeviceValue) -> str:
+        """The leaf of which it is a view, or that is made of it."""
+        return value.leaf if value.origin is None else self.shared.leaves[value.origin]
 
     def _why(self, value: DeviceValue) -> str:
-        if self.no_rule:
-            return f"{self.source.primitive.name} needs it whole"
         if value.layout.partial:
-            return "sum"
-        return "rows" if value.rows else "state"
+            return OF_SUM
+        if not value.rows or value.leaf and self.returns is not None:
+            return OF_STATE
+        return self.reason if self.returns is None else "it is returned"
 
     def nbytes(self, value: DeviceValue, source: Layout, target: Layout) -> int:
         """Bytes that reach a device on the way from layout to layout."""
@@ -249,19 +274,20 @@ class DeviceFrame(DeviceWriter):
         return frozenset() if self.shared.time is None else frozenset([self.shared.time.name])
 
     def convert(
-        self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = ""
-    ) -> Atom:
+        self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = "",
+        leaf: str = "",
+    ) -> Atom:  # fmt: skip
         """`x`, which is laid out as `source`, as `target`: [Note: conversions over time]."""
         time = self.shared.time
         step = None if time is None else step_over_time(source, target, time)
         if step is None:
-            return super().convert(x, source, target, of, why)
+            return super().convert(x, source, target, of, why, leaf)
         if self.outer is not None and time is not None and not time.opens:
             needs = "a sum" if step.kind == "reduce" else "rows"
             why = f"it needs {needs} of all microbatches inside a loop or branch"
             raise NeedsAllMicrobatchesError(f"{cannot(why, self.source, self.region)}")
-        x = self.step(super().convert(x, source, step.before, of, why), step)
-        return super().convert(x, step.after, target, of, why)
+        x = self.step(super().convert(x, source, step.before, of, why, leaf), step)
+        return super().convert(x, step.after, target, of, why, leaf)
 
     def index(self, axes: Sequence[str]) -> Atom:
         """This device's place among those along the axes; that in time is an argument of each body."""
@@ -271,8 +297,14 @@ class DeviceFrame(DeviceWriter):
         return super().index(axes)
 
     def hint_of(self, var: Var) -> Layout | None:
-        """How what follows wants it."""
-        return self.shared.hints.get((self.region, var))
+        """How what follows wants it; None if it asks for nothing."""
+        hint = self.shared.hints.get((self.region, var))
+        return hint.layout if hint is not None and axes_of(hint.layout) else None
+
+    def leaf_of(self, var: Var) -> str:
+        """The leaf that is made of it, element by element."""
+        hint = self.shared.hints.get((self.region, var))
+        return "" if hint is None else hint.leaf
 
     def function(self, like: Jaxpr, ins: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
         """What is written and needed, as a function of the `imports` that are left and of `ins`."""

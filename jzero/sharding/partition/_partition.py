@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jzero.ir._layout import Layout
+from jzero.ir._layout import Layout, replicated
 from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
@@ -28,11 +28,22 @@ class DeviceInput:
       layout: on the devices, padded if it is.
       rows: the axes over which it differs because rows of the batch do; none for state.
       firm: the axes over which it stays sharded, though it is state.
+      comes_whole: whether each device is given all of it, so that none of it moves.
+      name: of a leaf, for those who read the program.
     """
 
     layout: Layout
     rows: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
+    comes_whole: bool = False
+    name: str = ""
+
+    @property
+    def given(self) -> Layout:
+        """In which layout the program is given it."""
+        if not self.comes_whole:
+            return self.layout
+        return replicated(self.layout.shape, dict(self.layout.mesh))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +53,7 @@ class DeviceProgram:
     Attributes:
       jaxpr: with explicit collectives; `consts` are the values of its `constvars`.
       ins, outs: layouts of its arguments and of its results.
-      moves: every conversion that communicates.
+      moves: every conversion that communicates; of a result it is of the operation `OUTPUT`, at its number.
       by_result: these, by what the collective makes.
     """
 
@@ -56,7 +67,8 @@ class DeviceProgram:
 
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
-    outs: Sequence[Layout | None], time: TimeAxis | None = None,
+    outs: Sequence[Layout | None], names: Sequence[str] = (), once: bool = True,
+    time: TimeAxis | None = None,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
@@ -66,6 +78,8 @@ def partition(
       mesh: the axes, and how many devices each has.
       ins: for each argument.
       outs: for each result its layout, whose padding is zero; None where the partitioner chooses.
+      names: of the first results, those of the leaves whose gradients are reduced for them, or nothing.
+      once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
       time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
 
     Raises:
@@ -74,27 +88,32 @@ def partition(
     if not jaxpr.eqns:
         raise cannot("a step without equations")
     region = Region(jaxpr, [*consts])
-    shared = Partitioning(mesh, hints_of(region, outs), any(each.rows for each in ins), time)
+    hints = hints_of(region, outs, [*names, *[""] * (len(outs) - len(names))])
+    shared = Partitioning(
+        mesh, hints, [each.name for each in ins], once, any(each.rows for each in ins), time
+    )
     frame = DeviceFrame(jaxpr.eqns[0], shared, region)
     own = [
-        _jaxpr.var_like(var.aval, each.layout.local_shape)
+        _jaxpr.var_like(var.aval, each.given.local_shape)
         for var, each in zip(jaxpr.invars, ins, strict=True)
     ]
     results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
     frame.source = jaxpr.eqns[-1]
     layouts = [_returned(frame, v, out) for v, out in zip(results, outs, strict=True)]
-    given = frozenset(own)
-    atoms = [_with_zeros(frame, v, each, given) for v, each in zip(results, layouts, strict=True)]
+    given, atoms = frozenset(own), list[Atom]()
+    for j, (value, layout) in enumerate(zip(results, layouts, strict=True)):
+        frame.returns = j
+        atoms.append(_with_zeros(frame, value, layout, given))
     written = frame.function(_template(), own, atoms)
     moves = moves_of(written, frame.moves)
-    ins_ = tuple(each.layout for each in ins)
+    ins_ = tuple(each.given for each in ins)
     return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves, frame.moves)
 
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
     layout = given.layout
     rows = given.rows & axes_of(layout)
-    return DeviceValue(var.aval, layout, {layout: own}, rows, given.firm, origin=i)
+    return DeviceValue(var.aval, layout, {given.given: own}, rows, given.firm, origin=i)
 
 
 def _returned(frame: DeviceFrame, value: DeviceValue, wanted: Layout | None) -> Layout:

@@ -35,13 +35,14 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
     for var, const in zip(region.jaxpr.constvars, region.consts, strict=True):
         env[var] = frame.constant(var, const)
     for eqn in itertools.chain.from_iterable(in_own_rows(region, e) for e in region.jaxpr.eqns):
-        frame.source = eqn
+        frame.source, frame.reason, frame.leaf = eqn, "", ""
         frame.enter_pass(region.pass_of(eqn))
         values = [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in eqn.invars]
         outs = _equation(frame, region, eqn, values)
         env |= zip(eqn.outvars, outs, strict=True)
         for var, value in zip(eqn.outvars, outs, strict=True):
             value.hint = value.hint or frame.hint_of(var)
+            value.leaf = value.leaf or frame.leaf_of(var)
             if value.layout.partial and value.hint is not None and not _waits(region, var):
                 frame.settle_here(value)
         frame.note(outs)
@@ -75,16 +76,13 @@ def _equation(
     factors = _rules.factors_of(eqn) if name != "reshape" else []
     if _lazy.may_wait(eqn, ins):
         return [_lazy.lazy(frame, eqn, ins, factors)]
-    frame.no_rule = not factors and any(v.layout.local_shape for v in ins)
+    frame.reason = "" if factors else "it needs the rows of all devices"
     if name == "convert_element_type" and ins[0].is_state:
         key = eqn.params["new_dtype"], eqn.params["weak_type"]
         if key not in ins[0].casts:
             (ins[0].casts[key],) = _equations.ordinary(frame, eqn, ins, factors)
-        frame.no_rule = False
         return [ins[0].casts[key]]
-    outs = _equations.ordinary(frame, eqn, ins, factors)
-    frame.no_rule = False
-    return outs
+    return _equations.ordinary(frame, eqn, ins, factors)
 
 
 def _moves_nothing(eqn: Eqn) -> bool:

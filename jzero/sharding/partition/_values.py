@@ -25,6 +25,7 @@ class DeviceValue:
       fill: all its elements, if they are one that is known.
       origin: the input of which it is a view, by index.
       hint: in which layout what follows wants it.
+      leaf: the name of the leaf that what follows makes of it.
       spread: where a sum of activations is scattered that nobody has asked of: beside the dim that it summed.
       outer: the same value in the frame around.
       view: an equation and the state that it reads, which is gathered in its place.
@@ -42,6 +43,7 @@ class DeviceValue:
     fill: Any = None
     origin: int | None = None
     hint: Layout | None = None
+    leaf: str = ""
     spread: Layout | None = None
     outer: DeviceValue | None = None
     view: tuple[Eqn, DeviceValue] | None = None

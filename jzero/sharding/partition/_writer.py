@@ -25,6 +25,13 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 DimParts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
+OF_STATE, OF_SUM = "state", "sum"  # Why a value moves that ZeRO itself gathers or reduces.
+_SCOPES = {
+    "gather": "gather",
+    "scatter": "reduce_scatter",
+    "reduce": "all_reduce",
+    "exchange": "all_to_all",
+}
 
 
 class DeviceMove(NamedTuple):
@@ -35,8 +42,11 @@ class DeviceMove(NamedTuple):
       axes: over which.
       nbytes: that reach each device, in all iterations of the loops around it.
       of: the input that is moved, by index, if it is one that is only viewed.
-      line: where the user wrote what needs it.
-      why: 'state', 'rows', 'sum', or which equation needs it whole.
+      line: where the user wrote what needs it; of a result its number.
+      why: 'state', 'sum', or why rows move.
+      operation: the primitive that needs it, or `OUTPUT`.
+      value: its type, `float32[16,64]`.
+      local_bytes: that a device has of it then.
       times: how often it runs; at least once in a loop of unknown length.
     """
 
@@ -46,6 +56,9 @@ class DeviceMove(NamedTuple):
     of: int | None
     line: str
     why: str
+    operation: str
+    value: str
+    local_bytes: int
     times: int = 1
 
 
@@ -82,19 +95,37 @@ class DeviceWriter(JaxprWriter):
 
     # -- conversions --------------------------------------------------------------------------------------
     def convert(
-        self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = ""
-    ) -> Atom:
-        """`x`, which is laid out as `source`, as `target`."""
+        self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = "",
+        leaf: str = "",
+    ) -> Atom:  # fmt: skip
+        """`x`, which is laid out as `source`, as `target`; `leaf` names what it is of in a profile."""
         if 0 in source.shape and not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
             return self.full(0, _jaxpr.var_like(x.aval, target.local_shape).aval)  # Nothing moves.
+        user = self.source
         for step in conversion(source, target, getattr(x.aval.dtype, "itemsize", 4)):
+            if step.kind in LOCAL:
+                x = self.step(x, step)
+                continue
+            if leaf:
+                scope = f"jzero.{_SCOPES.get(step.kind, step.kind)}[{leaf}]"
+                self.source = _jaxpr.within_scope(user, scope)
             x = self.step(x, step)
-            if step.kind not in LOCAL:
-                nbytes = sum(n for _, n in step.received)
-                line = _jaxpr.user_line(self.source) if _jaxpr.has_line(self.source) else ""
-                note = DeviceMove(step.kind, step.axes, nbytes, of, line, why or _reason(step))
-                self.moves[self._moved] = note
+            self.source = user
+            self.moves[self._moved] = DeviceMove(
+                step.kind, step.axes, sum(n for _, n in step.received), of, self._line(),
+                why or _reason(step), self._operation(),
+                f"{x.aval.dtype}[{','.join(map(str, target.shape))}]",
+                math.prod(step.after.local_shape) * getattr(x.aval.dtype, "itemsize", 4),
+            )  # fmt: skip
         return x
+
+    def _line(self) -> str:
+        """Where the user wrote what needs a value."""
+        return _jaxpr.summary(self.source)
+
+    def _operation(self) -> str:
+        """What needs it."""
+        return self.source.primitive.name
 
     def step(self, x: Atom, step: LayoutStep) -> Atom:
         """One step; of keys, that of their words."""
@@ -222,7 +253,10 @@ class DeviceWriter(JaxprWriter):
 
 
 def _reason(step: LayoutStep) -> str:
-    return "sum" if step.kind in ("scatter", "reduce") else "layout"
+    if step.kind in ("scatter", "reduce"):
+        return OF_SUM
+    gathers = "it needs rows of other devices"
+    return gathers if step.kind == "gather" else "rows along another dim"
 
 
 def _name(axes: Sequence[str]) -> str | tuple[str, ...]:

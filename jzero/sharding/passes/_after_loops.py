@@ -32,9 +32,7 @@ def after_loops(jaxpr: Jaxpr) -> Jaxpr:
     token: Var | None = None
     waits = set[Var]()  # what depends on the latest loop
     for i, eqn in enumerate(jaxpr.eqns):
-        ins = [*map(writer.read, eqn.invars)]
-        if any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
-            eqn = eqn.replace(invars=ins)
+        eqn = writer.renamed(eqn)
         if _waits.is_gather(eqn) and token is not None and waits.isdisjoint(variables(eqn.invars)):
             barriers, eqn = _waits.waiting(eqn, [token], SCOPE)
             writer.eqns += barriers

@@ -6,7 +6,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from jzero.ir._loops import Scan
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
@@ -72,26 +74,57 @@ def _in_groups(jaxpr: Jaxpr, found: dict[int, list[Eqn]], nbytes: int, in_turn: 
     places = {id(eqn): group for eqn, group in zip(reductions, group_of, strict=True)}
     shards: list[list[Eqn]] = [[] for _ in range(group_of[-1] + 1)]
     tokens: dict[int, list[Var]] = {0: []}
-    eqns, large = list[Eqn](), list[Var]()
+    begins, large = _begins(jaxpr), list[Var]()
+    writer = JaxprWriter(_jaxpr.within_scope(jaxpr.eqns[0], SCOPE))
     for i in range(-1, len(jaxpr.eqns)):
         if i >= 0 and id(jaxpr.eqns[i]) not in moved:
-            eqn = jaxpr.eqns[i]
-            if eqn.primitive.name == "scan" and large:
-                written, eqn = _loop_behind(eqn, large)
-                eqns, large = [*eqns, *written], []
-            eqns.append(eqn)
+            writer.eqns.append(writer.renamed(jaxpr.eqns[i]))
         for eqn in found.get(i, ()):
-            group = places[id(eqn)]
+            group, eqn = places[id(eqn)], writer.renamed(eqn)
             if group not in tokens:
-                tokens[group] = _token(eqns, shards[group - 1])
+                tokens[group] = _token(writer.eqns, shards[group - 1])
             if tokens[group]:
                 written, eqn = _waits.waiting(eqn, tokens[group], SCOPE, laid_out=True)
-                eqns += written
-            eqns.append(eqn)
+                writer.eqns += written
+            writer.eqns.append(eqn)
             shards[group].append(eqn)
             if _size(eqn) > WAITS_THROUGH_LOOPS:
                 large += eqn.outvars
-    return _waits.with_equations(jaxpr, eqns)
+        begin = next((each for each in begins if each.loop > i), None)
+        if large and begin is not None and begin.made <= i:
+            _begin_behind(writer, begin.carry, large)
+            large = []
+    outs = [*map(writer.read, jaxpr.outvars)]
+    return _waits.with_equations(jaxpr, writer.eqns, outs)
+
+
+class _Begin(NamedTuple):
+    """What a loop begins with: a carry, the equation that makes it, and the loop, by index."""
+
+    carry: Var
+    made: int
+    loop: int
+
+
+def _begins(jaxpr: Jaxpr) -> list[_Begin]:
+    made = {out: i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
+    found = list[_Begin]()
+    for i, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name == "scan":
+            inits = variables([port.init for port in Scan.of(eqn).carries])
+            carry = next(filter(_waits.is_float, inits), None)
+            found += [_Begin(carry, made.get(carry, -1), i)] if carry is not None else []
+    return found
+
+
+def _begin_behind(writer: JaxprWriter, carry: Var, values: Sequence[Var]) -> None:
+    """What a loop begins with is there when these are reduced: XLA would else reduce them behind the loop.
+
+    What the loop gathers for its first turn waits for it too, so that none of it is there beside these.
+    """
+    tokens = [writer.trace(_waits.token_of, value)[0] for value in values]
+    (held,) = writer.trace(_waits.behind, writer.read(carry), *tokens)
+    writer.names[carry] = held
 
 
 def _size(eqn: Eqn) -> int:
@@ -111,20 +144,6 @@ def _token(eqns: list[Eqn], group: Sequence[Eqn]) -> list[Var]:
 def _counts(nbytes: int) -> bool:
     """Whether others wait for a reduction of so many bytes, if there is a larger one in its group."""
     return nbytes > SMALLEST_GROUP / 8
-
-
-def _loop_behind(eqn: Eqn, values: Sequence[Var]) -> tuple[list[Eqn], Eqn]:
-    """A loop that begins when these are reduced: XLA would else reduce them behind it, with the rest."""
-    parts = _jaxpr.scan_parts(eqn)
-    carry = range(parts.num_consts, parts.num_consts + parts.num_carry)
-    first = next((k for k in carry if _waits.is_float(eqn.invars[k])), None)
-    if first is None:
-        return [], eqn
-    writer = JaxprWriter(_jaxpr.within_scope(eqn, SCOPE))
-    tokens = [writer.trace(_waits.token_of, value)[0] for value in values]
-    (held,) = writer.trace(_waits.behind, eqn.invars[first], *tokens)
-    ins = [held if k == first else atom for k, atom in enumerate(eqn.invars)]
-    return writer.eqns, eqn.replace(invars=ins)
 
 
 def groups(sizes: Sequence[int], nbytes: int, in_turn: bool) -> list[int]:

@@ -243,15 +243,7 @@ class _Level:
                            [t + i for t in turns for i in self.products], limit)  # fmt: skip
             # From the turn that makes it on: one for the next turn, or its own.
             pairs = zip(self.gathers, found[2 * len(uses) :], strict=True)
-            return [
-                (
-                    g,
-                    self._behind_loop(
-                        g, -1 if at is None else at - turns[-1 - (g.use >= self.num)]
-                    ),
-                )
-                for g, at in pairs
-            ]
+            return [(g, self._behind_loop(g, self._in_own_turn(g, at))) for g, at in pairs]
         begins, result = self._begins(), list[tuple[_Gather, int]]()
         for begin in dict.fromkeys(begins[use] for use in uses):
             mine = [k for k, use in enumerate(uses) if begins[use] == begin]
@@ -261,6 +253,13 @@ class _Level:
                 start = begin if at is None else max(begin, at)
                 result.append((self.gathers[k], self._behind_loop(self.gathers[k], start)))
         return result
+
+    def _in_own_turn(self, gather: _Gather, at: int | None) -> int:
+        """A place in the third turn, in that which makes it: no later than behind its last product."""
+        if at is None:
+            return -1
+        last = max(self.products, default=-1)
+        return min(at - self.num, last) if gather.use >= self.num else at - 2 * self.num
 
     def _behind_loop(self, gather: _Gather, start: int) -> int:
         return max([start, -1, *(i for i in self.loops if i < gather.use)])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import StepError, describe_leaf, message
+from jzero.ir._work import Repeated
 from jzero.sharding.batch import _trace
 from jzero.sharding.batch._body import OUTPUT, Movement
 from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, is_padded
@@ -43,7 +45,7 @@ class LocalStep:
       outputs: layouts of what the step returns beside the state.
       keys: arguments that are keys, and folded with the device's index, if the step is one device's.
       whole_arguments: arguments with rows that come whole to every device, as the devices do not divide them.
-      extra_work: what the devices do more than once.
+      extra_work: of the flops of a step, and of what is repeated of them, what is worth a line.
     """
 
     traced: TracedStep
@@ -51,7 +53,7 @@ class LocalStep:
     outputs: tuple[RestLayout, ...]
     keys: tuple[bool, ...]
     whole_arguments: tuple[str, ...] = ()
-    extra_work: tuple[Extra, ...] = ()
+    extra_work: Callable[[float, Sequence[Repeated]], tuple[Extra, ...]] = lambda *_: ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +210,7 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     layouts = [_layout_of(form, setting.axis_names) for form in [*given, *traced.outputs]]
     specs = tuple(map(_layout.partition_spec, layouts[num_state : len(given)]))
     outputs = tuple(layouts[len(given) + num_new :])
-    traced = dataclasses.replace(traced, movements=_with_paths(traced))
+    traced = dataclasses.replace(traced, movements=with_paths(traced.movements, traced.out_tree))
     _check_movements(traced.movements, setting.options.max_gather_bytes)
     uneven = [form != got for form, got in zip(forms[num_state:], given[num_state:], strict=True)]
     paths = _call.argument_paths(step.arrays)
@@ -222,16 +224,16 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
         for leaf, aval, dim, (_, spec) in zip(named, step.array_avals, rows, parts, strict=True)
         if dim is not None
     ]
-    extra = extra_work(traced.work, traced.repeated, of_rows, setting)
+    extra = functools.partial(extra_work, rows=of_rows, setting=setting)
     return LocalStep(traced, specs, outputs, (False,) * len(specs), whole, extra)
 
 
-def _with_paths(traced: TracedStep) -> tuple[Movement, ...]:
-    """What the step gathers; an output by its path, and not by its number."""
-    paths = _outputs.output_paths(traced.out_tree)
+def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, ...]:
+    """What a step gathers; an output by its path, and not by its number."""
+    paths = _outputs.output_paths(out_tree)
     return tuple(
         dataclasses.replace(m, where=paths[int(m.where)]) if m.operation == OUTPUT else m
-        for m in traced.movements
+        for m in movements
     )
 
 

@@ -137,6 +137,7 @@ def make_plan(
             options.keep_gathered,
             options.prefetch,
             options.freed_first,
+            options.max_gather_bytes,
             _loop_bytes(setting) if setting.evaluates else None,
             options.tile_bytes,
             options.gather_dtype,

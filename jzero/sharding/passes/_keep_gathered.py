@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One gather of a leaf for all passes: before the loops whose turns gather slices of it, and once.
+
+What is gathered stays on the devices until its last use, through the forward and the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from jzero.ir._loops import Scan, ScanBuilder, SlicePort
+from jzero.ir._regions import variables
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.passes import _waits
+from jzero.sharding.passes._chains import Chain, chains, may_stand_in
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+
+def keep_gathered(jaxpr: Jaxpr, in_all_loops: bool = False) -> Jaxpr:
+    """One device's program in which each leaf is gathered once.
+
+    Args:
+      jaxpr: the program, with explicit collectives.
+      in_all_loops: whether stacks are gathered before any loop; else only before those of one pass of
+        `jax.grad`. A loop of train steps gathers what each of them has updated.
+    """
+    return _kept(jaxpr, in_all_loops, None)
+
+
+def _kept(jaxpr: Jaxpr, in_all_loops: bool, autodiff: str | None) -> Jaxpr:
+    eqns = list[Eqn]()
+    for eqn in jaxpr.eqns:
+        inside = autodiff or _jaxpr.autodiff_pass(eqn)
+
+        def within(body: Jaxpr, inside: str | None = inside) -> Jaxpr:
+            return _kept(body, in_all_loops, inside)
+
+        new = _jaxpr.with_inner(eqn, within)
+        of_one_pass = in_all_loops or inside is not None
+        eqns += _of_stacks(new) if of_one_pass and eqn.primitive.name == "scan" else [new]
+    return _each_once(_waits.with_equations(jaxpr, eqns))
+
+
+# -- stacks ------------------------------------------------------------------------------------------------
+def _of_stacks(eqn: Eqn) -> list[Eqn]:
+    """A loop whose turns take slices of gathered stacks."""
+    scan = Scan.of(eqn)
+    stacks = {port.row: port.stack for port in scan.xs}
+    found = [c for c in chains(scan.body) if c.root in stacks and all(map(_has_stacks, c.eqns))]
+    if not found:
+        return [eqn]
+    moved = {id(chain.eqns[-1]) for chain in found}
+    builder, outs = ScanBuilder(scan), [*scan.body.outvars]
+    left = [each for each in scan.eqns if id(each) not in moved]
+    left = _rewrite.without_unread(left, outs, lambda _: True)
+    read = {*variables([*(x for each in left for x in each.invars), *outs])}
+    builder.eqns = tuple(left)
+    builder.xs = [port for port in scan.xs if port.row in read]
+    builder.xs += [
+        SlicePort(_on_stack(builder.before, chain, stacks[chain.root]), chain.out)
+        for chain in found
+        if chain.out in read
+    ]
+    return builder.build().equations()
+
+
+def _has_stacks(eqn: Eqn) -> bool:
+    """Whether it may do to a stack what it does to slices."""
+    if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
+        return False
+    return _waits.is_gather(eqn) or eqn.primitive.name in _OF_STACKS
+
+
+def _on_stack(writer: JaxprWriter, chain: Chain, stack: Atom) -> Var:
+    """What the chain makes of all slices."""
+    length = stack.aval.shape[0]
+    for eqn in chain.eqns:
+        (out,), params = eqn.outvars, dict(eqn.params)
+        if _waits.is_gather(eqn):
+            params["all_gather_dimension"] += 1
+        else:
+            params |= _OF_STACKS[eqn.primitive.name](length, params)
+        new = _jaxpr.var_like(out.aval, (length, *out.aval.shape))
+        source = _jaxpr.within_scope(eqn, outer=writer.source)
+        (stack,) = writer.again(source, [stack], [new], params=params)
+    return _jaxpr.variable(stack)
+
+
+def _behind_first(dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(d + 1 for d in dims)
+
+
+_Params = Mapping[str, Any]
+# By primitive, what is other in the parameters of an equation on a stack of so many slices.
+_OF_STACKS: dict[str, Callable[[int, _Params], _Params]] = {
+    "convert_element_type": lambda length, params: {},
+    "transpose": lambda length, params: {"permutation": (0, *_behind_first(params["permutation"]))},
+    "squeeze": lambda length, params: {"dimensions": _behind_first(params["dimensions"])},
+    "slice": lambda length, params: {
+        "start_indices": (0, *params["start_indices"]),
+        "limit_indices": (length, *params["limit_indices"]),
+        "strides": params["strides"] and (1, *params["strides"]),
+    },
+    "reshape": lambda length, params: {"new_sizes": (length, *params["new_sizes"])},
+}
+
+
+# -- equal gathers -----------------------------------------------------------------------------------------
+def _each_once(jaxpr: Jaxpr) -> Jaxpr:
+    """The program, in which equal gathers are one: the first."""
+    if not jaxpr.eqns:
+        return jaxpr
+    ours = {id(chain.eqns[-1]) for chain in chains(jaxpr)}
+    writer, numbers, values = JaxprWriter(jaxpr.eqns[0]), dict[Hashable, int](), dict[Var, int]()
+    gathered = dict[int, Var]()
+
+    def number(atom: Atom) -> int:
+        if _jaxpr.is_literal(atom):
+            return numbers.setdefault((str(atom.val), str(atom.aval)), len(numbers))
+        return values.setdefault(atom, numbers.setdefault(id(atom), len(numbers)))
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            values |= zip(eqn.outvars, map(number, eqn.invars), strict=True)
+        elif may_stand_in(eqn):
+            key = (eqn.primitive.name, str(eqn.params), *map(number, eqn.invars))
+            values[eqn.outvars[0]] = numbers.setdefault(key, len(numbers))
+        if id(eqn) in ours:
+            (out,) = eqn.outvars
+            first = gathered.setdefault(values[out], out)
+            if first is not out:
+                writer.names[out] = first
+                continue
+        ins = [*map(writer.read, eqn.invars)]
+        same = all(a is b for a, b in zip(ins, eqn.invars, strict=True))
+        writer.eqns.append(eqn if same else eqn.replace(invars=ins))
+    return _waits.with_equations(jaxpr, writer.eqns, [*map(writer.read, jaxpr.outvars)])

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers of what a loop of an evaluation closes over: before the loop, or in each turn.
+
+If it has no room before the loop, the compiler shall not put it there: its gathers wait for something of the
+turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jzero.ir._loops import ConstPort, Scan, ScanBuilder
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.passes import _waits
+from jzero.sharding.passes._chains import Chain, chains
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+
+def loop_gathers(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
+    """One device's program whose loops gather what they close over before them, if all of a loop's fits.
+
+    Args:
+      jaxpr: the program, with explicit collectives.
+      nbytes: the most that one loop keeps gathered through its turns; of a loop with more, each turn gathers.
+    """
+    eqns = list[Eqn]()
+    for eqn in jaxpr.eqns:
+        new = _jaxpr.with_inner(eqn, lambda body: loop_gathers(body, nbytes))
+        eqns += _LOOPS[new.primitive.name](new, nbytes) if new.primitive.name in _LOOPS else [new]
+    return _waits.with_equations(jaxpr, eqns)
+
+
+def _of_scan(eqn: Eqn, nbytes: int) -> list[Eqn]:
+    scan = Scan.of(eqn)
+    outer = {port.inner: port.outer for port in scan.consts}
+    found = [chain for chain in chains(scan.body) if chain.root in outer]
+    if not found:
+        return [eqn]
+    builder = ScanBuilder(scan)
+    if _fits(found, nbytes):
+        builder.eqns = tuple(_without(scan.eqns, found))
+        for chain in found:
+            made = _outside(builder.before, chain, outer[chain.root])
+            builder.consts.append(ConstPort(made, chain.out))
+    else:
+        turn = [*(port.before for port in scan.carries), *(port.row for port in scan.xs)]
+        builder.eqns = tuple(_in_each_turn(scan.eqns, found, turn))
+    return builder.build().equations()
+
+
+def _of_while(eqn: Eqn, nbytes: int) -> list[Eqn]:
+    loop = _jaxpr.while_parts(eqn)
+    first, last = loop.num_cond_consts, loop.num_cond_consts + loop.num_body_consts
+    consts, carry = loop.body.invars[: last - first], loop.body.invars[last - first :]
+    outer = dict(zip(consts, eqn.invars[first:last], strict=True))
+    found = [chain for chain in chains(loop.body) if chain.root in outer]
+    if not found:
+        return [eqn]
+    writer, fits = JaxprWriter(eqn), _fits(found, nbytes)
+    eqns = _without(loop.body.eqns, found) if fits else _in_each_turn(loop.body.eqns, found, carry)
+    hoisted = found if fits else []
+    made = [_outside(writer, chain, outer[chain.root]) for chain in hoisted]
+    ins = [*consts, *(chain.out for chain in hoisted), *carry]
+    body = _jaxpr.replaced(loop.body, invars=ins, eqns=eqns)
+    closed = eqn.params["body_jaxpr"].replace(jaxpr=body)
+    params = eqn.params | dict(body_jaxpr=closed, body_nconsts=loop.num_body_consts + len(made))
+    operands = [*eqn.invars[:last], *made, *eqn.invars[last:]]
+    return [*writer.eqns, eqn.replace(invars=operands, params=params)]
+
+
+_LOOPS = {"scan": _of_scan, "while": _of_while}
+
+
+def _fits(found: Sequence[Chain], nbytes: int) -> bool:
+    return _waits.nbytes(chain.out for chain in found) <= nbytes
+
+
+def _without(eqns: Sequence[Eqn], found: Sequence[Chain]) -> list[Eqn]:
+    gone = {id(chain.eqns[-1]) for chain in found}
+    return [eqn for eqn in eqns if id(eqn) not in gone]
+
+
+def _outside(writer: JaxprWriter, chain: Chain, x: Atom) -> Var:
+    """The gather before the loop."""
+    for eqn in chain.eqns:
+        (x,) = writer.again(_jaxpr.within_scope(eqn, outer=writer.source), [x, *eqn.invars[1:]])
+    return _jaxpr.variable(x)
+
+
+def _in_each_turn(eqns: Sequence[Eqn], found: Sequence[Chain], turn: Sequence[Var]) -> list[Eqn]:
+    """A turn whose gathers wait for something that no two turns have in common."""
+    ours, written = {id(chain.eqns[-1]) for chain in found}, list[Eqn]()
+    token = next((var for var in turn if _waits.is_float(var)), turn[0])
+    for eqn in eqns:
+        if id(eqn) in ours:
+            barriers, eqn = _waits.waiting(eqn, [token], _waits.PREFETCH)
+            written += barriers
+        written.append(eqn)
+    return written

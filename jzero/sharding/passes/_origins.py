@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the values of one device's program come from: rows of the batch, a backward pass, the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jzero.ir import _dataflow, _rules
+from jzero.ir._regions import Region, ValueIn
+from jzero.ir._rules import Cost
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.analysis import _frames
+from jzero.sharding.passes import _waits
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn, Jaxpr
+
+_Axes = frozenset[str]
+_NOWHERE: _Axes = frozenset()
+_COMPUTED = frozenset([-1])
+# Each element of a result is one of the first operand, cast perhaps.
+VIEWS = (Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.PART, Cost.CAST)
+SUMS = _frames.REDUCTIONS | {"reduce_scatter"}
+_GATHERS = frozenset({"all_gather", "all_gather_invariant"})
+_EXTREMES = frozenset({"pmax", "pmin"})
+
+
+class Origin(NamedTuple):
+    """What a value comes from.
+
+    Attributes:
+      differs: the axes over which it differs because rows of the batch do; it may be a term of a sum of them.
+      of_rows: the axes over which rows are sharded of which it is computed, gathered or not, but not summed.
+      is_gradient: whether it differs, and a backward pass made it, or what it is computed of.
+      args: arguments of the program of which it is a view: one, or -1 for what is computed.
+    """
+
+    differs: _Axes = _NOWHERE
+    of_rows: _Axes = _NOWHERE
+    is_gradient: bool = False
+    args: frozenset[int] = frozenset()
+
+    @property
+    def arg(self) -> int | None:
+        """The argument of which it is a view, by index; None if it is computed."""
+        (arg,) = self.args if len(self.args) == 1 else (-1,)
+        return None if arg < 0 else arg
+
+
+Origins = dict[ValueIn, Origin]
+
+
+def origins(program: Region, rows: Sequence[_Axes]) -> Origins:
+    """What each value of a program comes from.
+
+    Args:
+      program: the program, with explicit collectives.
+      rows: of each argument, the axes over which it differs because rows of the batch do.
+    """
+    start: Origins = {
+        (program, var): Origin(axes, axes, False, _COMPUTED if axes else frozenset([i]))
+        for i, (var, axes) in enumerate(zip(program.jaxpr.invars, rows, strict=True))
+    }
+    computed = Origin(args=_COMPUTED)
+    start |= {(program, var): computed for var in program.jaxpr.constvars}
+    return _dataflow.forward(program, start, _made, _join, Origin(), literal=lambda _: computed)
+
+
+def _join(a: Origin, b: Origin) -> Origin:
+    return Origin(
+        a.differs | b.differs, a.of_rows | b.of_rows, a.is_gradient or b.is_gradient, a.args | b.args
+    )  # fmt: skip
+
+
+def _made(region: Region, eqn: Eqn, ins: Sequence[Origin]) -> list[Origin]:
+    name = eqn.primitive.name
+    if name == "optimization_barrier":
+        return [*ins]
+    differs = _NOWHERE.union(*(x.differs for x in ins))
+    of_rows = _NOWHERE.union(*(x.of_rows for x in ins))
+    over = frozenset(_frames.axes_of(eqn)) if name in _frames.COLLECTIVES else _NOWHERE
+    if name in SUMS | _EXTREMES:
+        differs, of_rows = differs - over, of_rows - over
+    elif name in _GATHERS:
+        differs -= over
+    elif over:  # Rows that are exchanged, or go back to where they came from, are rows.
+        differs |= of_rows & over
+    made = region.pass_of(eqn) == "backward" or any(x.is_gradient for x in ins)
+    args = ins[0].args if name in _GATHERS or ins and _rules.costs(eqn, *VIEWS) else _COMPUTED
+    return [Origin(differs, of_rows, bool(differs) and made, args) for _ in eqn.outvars]
+
+
+# What writes an equation in other words; False where it stays.
+Rewrite = Callable[[Region, Eqn, JaxprWriter], bool]
+
+
+def rewritten(region: Region, rewrite: Rewrite) -> Jaxpr:
+    """A program in which `rewrite` has written equations in other words, in loops and branches, too.
+
+    It gets the operands as they are in the program, to ask facts of them; those of the writer are its names.
+    """
+    jaxpr = region.jaxpr
+    if not jaxpr.eqns:
+        return jaxpr
+    writer, kept = JaxprWriter(jaxpr.eqns[0]), True
+    for eqn in jaxpr.eqns:
+        writer.source = eqn
+        if rewrite(region, eqn, writer):
+            kept = False
+            continue
+        inner = {id(each.jaxpr): each for each in region.inner(eqn)}
+
+        def within(body: Jaxpr, inner: dict[int, Region] = inner) -> Jaxpr:
+            found = inner.get(id(body))
+            return body if found is None else rewritten(found, rewrite)
+
+        new = _jaxpr.with_inner(eqn, within)
+        ins = [*map(writer.read, eqn.invars)]
+        if any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
+            new = new.replace(invars=ins)
+        writer.eqns.append(new)
+        kept = kept and new is eqn
+    assert not writer.consts, "what a pass writes has no constants"
+    if kept:
+        return jaxpr
+    return _waits.with_equations(jaxpr, writer.eqns, [*map(writer.read, jaxpr.outvars)])

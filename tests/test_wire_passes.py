@@ -1,0 +1,295 @@
+"""Passes that say how values travel between devices: the same, to the bit, as a step that says so by hand."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import engines
+import partition_steps
+import small
+import test_passes as by_hand
+from experiments.passes import explicit
+from jzero.segments import _partitioned
+from jzero.sharding.passes import _waits
+from jzero.sharding.passes._keep_gathered import keep_gathered
+from jzero.sharding.passes._loop_gathers import loop_gathers
+from jzero.sharding.passes._reduce_dtype import reduce_dtype
+from jzero.tracing import _jaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How values travel: weights are gathered, and gradients reduced."""
+
+    dtype: Any = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByHand(explicit.Explicit):
+    """Weights are gathered, and their gradients reduced, as a wire has it."""
+
+    wire: Wire = Wire()
+
+    def _gathered(self, w: jax.Array, dtype: Any) -> jax.Array:
+        dim = self.shards.get(w.shape)
+        return w if dim is None else gathered(self.wire, dim, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gathered(wire: Wire, dim: int, w: jax.Array) -> jax.Array:
+    whole: jax.Array = lax.all_gather(w, explicit.AXIS, axis=dim, tiled=True)
+    return whole
+
+
+def scattered(wire: Wire, dim: int, g: jax.Array) -> jax.Array:
+    x = g if wire.dtype is None else g.astype(wire.dtype)
+    shard = lax.psum_scatter(x, explicit.AXIS, scatter_dimension=dim, tiled=True)
+    return shard.astype(g.dtype)
+
+
+gathered.defvjp(
+    lambda wire, dim, w: (gathered(wire, dim, w), None),
+    lambda wire, dim, _, g: (scattered(wire, dim, g),),
+)
+
+
+def step(wire: Wire, remat: bool, loops: int, params: Any, x: jax.Array) -> Any:
+    weights = ByHand(by_hand.SHARDS, wire).weights
+    loss = functools.partial(by_hand.loss_of, gather=weights, remat=remat, loops=loops)
+    value, grads = jax.value_and_grad(loss)(params, x)
+    grads["layers"]["scale"] = lax.psum(grads["layers"]["scale"], explicit.AXIS)
+    new = jax.tree.map(lambda p, g: p - 0.1 * g / by_hand.NUM, params, grads)
+    return new, explicit.mean(value)
+
+
+@functools.cache
+def program(wire: Wire = Wire(), remat: bool = True, loops: int = 1) -> explicit.Program:
+    tree = jax.tree.structure(by_hand.SPECS, is_leaf=lambda x: isinstance(x, P))
+
+    def run(*args):
+        return step(wire, remat, loops, jax.tree.unflatten(tree, args[:-1]), args[-1])
+
+    ins = [*by_hand.LEAVES, P(explicit.AXIS)]
+    return explicit.program(run, by_hand.arguments(), by_hand.MESH, ins, [*by_hand.LEAVES, P()])
+
+
+ROWS = [frozenset[str]()] * len(by_hand.LEAVES) + [frozenset([explicit.AXIS])]
+
+
+def assert_equal(found: explicit.Program, wanted: explicit.Program) -> None:
+    for x, y in zip(by_hand.outputs(found), by_hand.outputs(wanted), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def dtypes(jaxpr: Any, name: str) -> list[str]:
+    """Of what each equation of this primitive reads, those in loops, too."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found += [str(eqn.invars[0].aval.dtype)] * (eqn.primitive.name == name)
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            found += dtypes(_jaxpr.open_jaxpr(inner)[0], name)
+    return found
+
+
+FORMS = [(remat, loops) for remat in (False, True) for loops in (0, 1, 2)]
+forms = pytest.mark.parametrize(("remat", "loops"), FORMS)
+
+
+@forms
+def test_gradients_are_reduced_in_another_dtype(remat, loops):
+    plain, wanted = program(Wire(), remat, loops), program(Wire(jnp.bfloat16), remat, loops)
+    found = plain.through(lambda jaxpr: reduce_dtype(jaxpr, jnp.bfloat16, ROWS))
+    assert {*dtypes(found.jaxpr, "reduce_scatter")} == {"bfloat16"}
+    # That of the scales of layers, which nothing scatters, and that of the loss.
+    assert dtypes(found.jaxpr, "psum") == ["bfloat16", "float32"]
+    assert dtypes(wanted.jaxpr, "psum") == ["float32", "float32"]
+    scales = [str(path) for path, _ in jax.tree.leaves_with_path(by_hand.make_params())]
+    place = next(i for i, path in enumerate(scales) if "scale" in path)
+    pairs = zip(by_hand.outputs(found), by_hand.outputs(wanted), strict=True)
+    for i, (x, y) in enumerate(pairs):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-3 if i == place else 0)
+    again = found.through(lambda jaxpr: reduce_dtype(jaxpr, jnp.bfloat16, ROWS))
+    assert again.jaxpr is found.jaxpr
+    assert plain.through(lambda jaxpr: reduce_dtype(jaxpr, jnp.float32, ROWS)).jaxpr is plain.jaxpr
+
+
+# -- gathers that are kept ---------------------------------------------------------------------------------
+
+
+def gathers(jaxpr: Any) -> list[Any]:
+    """Shapes that a program gathers, those of each loop in a list of its own."""
+    found: list[Any] = []
+    for eqn in jaxpr.eqns:
+        if _waits.is_gather(eqn):
+            found.append(eqn.outvars[0].aval.shape)
+        found += [gathers(_jaxpr.open_jaxpr(inner)[0]) for inner in _jaxpr.inner_jaxprs(eqn)]
+    return found
+
+
+L, W, V = by_hand.LAYERS, by_hand.WIDTH, by_hand.VOCAB
+EMBED, HEAD = (V, W), (W, V)
+
+
+@forms
+def test_each_leaf_is_gathered_once(remat, loops):
+    plain = program(Wire(), remat, loops)
+    kept = plain.through(keep_gathered)
+    assert_equal(kept, plain)
+    ups, downs = [(W, 2 * W)], [(2 * W, W)]
+    layers = [
+        [*(ups + downs) * L],
+        [(L, *ups[0]), (L, *downs[0])],
+        [(2, L // 2, *ups[0]), (2, L // 2, *downs[0])],
+    ][loops]
+    found = [x for x in gathers(kept.jaxpr) if isinstance(x, tuple)]
+    assert sorted(found) == sorted([EMBED, HEAD, *layers])
+    assert str(gathers(kept.jaxpr)).count("(") == len(found)  # None in a loop.
+    assert kept.through(keep_gathered).jaxpr is kept.jaxpr
+
+
+def test_a_loop_of_train_steps_gathers_in_each():
+    """What a turn gathers of a stack belongs to no pass of `jax.grad`."""
+
+    def run(ws, x):
+        def turn(x, w):
+            return jnp.tanh(x @ lax.all_gather(w, explicit.AXIS, tiled=True)), None
+
+        return [lax.scan(turn, x, ws)[0]]
+
+    args = [jnp.ones((3, 16, 16)), jnp.ones((8, 16))]
+    specs = [P(None, explicit.AXIS), P(explicit.AXIS)]
+    plain = explicit.program(run, args, by_hand.MESH, specs, [P(explicit.AXIS)])
+    assert plain.through(keep_gathered).jaxpr is plain.jaxpr
+    kept = plain.through(lambda jaxpr: keep_gathered(jaxpr, in_all_loops=True))
+    assert gathers(plain.jaxpr) == [[(16, 16)]]
+    assert gathers(kept.jaxpr) == [(3, 16, 16), []]
+    for x, y in zip(kept.run()(*args), plain.run()(*args), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# -- gathers of what loops close over ----------------------------------------------------------------------
+
+
+def over_time(kind: str) -> tuple[explicit.Program, list[jax.Array]]:
+    """A loop that reads the same two matrices in each turn."""
+
+    def run(w, v, x):
+        def turn(x):
+            w_, v_ = (
+                lax.all_gather(y.astype(jnp.float32), explicit.AXIS, tiled=True) for y in (w, v)
+            )
+            return jnp.tanh(x @ w_ @ v_)
+
+        if kind == "scan":
+            return [lax.scan(lambda x, _: (turn(x), None), x, None, length=4)[0]]
+        if kind == "nested":
+            return [
+                lax.fori_loop(0, 2, lambda _, x: lax.fori_loop(0, 2, lambda _, x: turn(x), x), x)
+            ]
+        return [lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, turn(c[1])), (0, x))[1]]
+
+    args = [jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2)]
+    args.append(jax.random.normal(jax.random.key(2), (8, 16)))
+    specs = [P(explicit.AXIS)] * 3
+    return explicit.program(run, args, by_hand.MESH, specs, [P(explicit.AXIS)]), args
+
+
+@pytest.mark.parametrize("kind", ["scan", "while", "nested"])
+def test_what_loops_close_over_is_gathered_before_them_if_it_fits(kind):
+    plain, args = over_time(kind)
+    (inside,) = [x for x in gathers(plain.jaxpr) if x]
+    matrix = 16 * 16 * 4
+    (wanted,) = plain.run()(*args)
+    before = plain.through(lambda jaxpr: loop_gathers(jaxpr, 2 * matrix))
+    assert [x for x in gathers(before.jaxpr) if isinstance(x, tuple)] == [(16, 16)] * 2
+    assert str(gathers(before.jaxpr)).count("16, 16") == 2
+    each = plain.through(lambda jaxpr: loop_gathers(jaxpr, 2 * matrix - 1))
+    assert [x for x in gathers(each.jaxpr) if x] == [inside]
+    for found in (before, each):
+        np.testing.assert_array_equal(found.run()(*args)[0], wanted)
+    text = each.run().lower(*args).compile().as_text()
+    (body,) = [x for x in text.split("\n\n") if "all-gather" in x]
+    assert "ENTRY" not in body
+
+
+# -- by the partitioner ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def partitions(monkeypatch):
+    monkeypatch.setenv(_partitioned.SWITCH, "1")
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def mesh(**sizes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes))
+
+
+MESHES = [{"data": 8}, {"node": 2, "local": 4}]
+meshes = pytest.mark.parametrize("axes", MESHES, ids=str)
+
+
+def by_both(step, monkeypatch, state, batch, num=2, **options):
+    """What the partitioner and the interpreter train, and the former's step."""
+    found = []
+    for on in "10":
+        monkeypatch.setenv(_partitioned.SWITCH, on)
+        train_step = small.shard_train_step(step, **options)
+        new = state
+        for _ in range(num):
+            new, _ = train_step(new, batch)
+        found.append([*map(np.asarray, jax.tree.leaves(train_step.unshard(new)))])
+        if on == "1":
+            assert engines.why_not(train_step) == []
+            partitioned = train_step
+    monkeypatch.setenv(_partitioned.SWITCH, "1")
+    return *found, partitioned
+
+
+def mlp(params, x):
+    grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2))(params)
+    return jax.tree.map(lambda w, g: w - g, params, grads), jnp.sum(x)
+
+
+def mlp_arguments(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (16, 32), (32, 24), (16, 16)
+    a, b, x = (jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
+    return {"a": a, "b": b}, x
+
+
+@meshes
+@pytest.mark.parametrize("options", [{}, {"scan": False}, {"remat": False}], ids=str)
+@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
+def test_what_is_kept_trains_as_one_device(axes, options, partitions):
+    with jax.enable_x64(True):
+        init, step, batch = partition_steps.gpt(**options)
+        train_step = small.shard_train_step(step, mesh=mesh(**axes), gather="keep")
+        expected = state = init()
+        for _ in range(2):
+            expected, _ = jax.jit(step)(expected, batch)
+            state, _ = train_step(state, batch)
+        assert engines.why_not(train_step) == []
+        pairs = zip(*map(jax.tree.leaves, (train_step.unshard(state), expected)), strict=True)
+        for x, y in pairs:
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
+
+
+@meshes
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_both_engines_reduce_in_another_dtype_to_the_bit(axes, stage, partitions, monkeypatch):
+    options = dict(mesh=mesh(**axes), stage=stage, reduce_dtype=jnp.bfloat16)
+    found, wanted, train_step = by_both(mlp, monkeypatch, *mlp_arguments(), 1, **options)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+    text = str(train_step.program(*mlp_arguments(), after="reduce_dtype"))
+    assert "bf16" in text
+    assert "bf16" not in str(train_step.program(*mlp_arguments(), after="inputs_first"))
