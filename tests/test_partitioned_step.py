@@ -315,7 +315,7 @@ def test_passes_show_in_the_program():
             behind |= {*eqn.outvars} if waits or _waits.is_reduction(eqn) else set()
         return waiting
 
-    assert [reduced(name) > 0 for name in after] == [False] * 7 + [True] * 2
+    assert [reduced(name) > 0 for name in after] == [False] * 8 + [True] * 2
 
 
 def leaves_of(jaxpr):

@@ -193,7 +193,7 @@ def _checked(
     work, again = whole.repeated(program.jaxpr, num)
     others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
     more = sum(x.extra for x in again) - sum(x.extra for x in others)
-    if more > LEAST_SHARE * work:
+    if more > LEAST_SHARE * work and runner.plan.microbatches.refused is None:
         raise cannot(f"its devices would do {more / work:.0%} more than the interpreter's")
     return work, again
 
