@@ -229,8 +229,11 @@ def test_a_gradient_of_a_gradient():
         (_, opt_state), metrics = step((moved, state[1]), x)
         return (jax.tree.map(lambda p, g: p - 0.1 * g, state[0], g), opt_state), metrics
 
-    _, found = train((init, sam, steps.rows(32, 32)), accumulate=2)
+    train_step, found = train((init, sam, steps.rows(32, 32)), accumulate=2)
     assert len(loops(found)) > 2
+    report = train_step.describe(init(), steps.rows(32, 32))
+    assert report.loops.num == len(loops(found))
+    assert 1 < report.loops.repeats < 3
 
 
 # -- what the loops do ---------------------------------------------------------------------------------

@@ -85,6 +85,11 @@ class Partitioned:
     repeated: tuple[float, list[Repeated]]
     run: Callable[..., Any]
 
+    def described(self, plan: StepPlan) -> StepPlan:
+        """The plan, with the program's own loops over microbatches."""
+        microbatches = dataclasses.replace(plan.microbatches, loops=self.program.loops)
+        return dataclasses.replace(plan, microbatches=microbatches)
+
     @property
     def program(self) -> DeviceProgram:
         """What runs."""

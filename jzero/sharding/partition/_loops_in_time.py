@@ -17,7 +17,7 @@ from jzero.ir._products import products
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._rules import Cost
 from jzero.sharding.cut._bits import compared, moved_into
-from jzero.sharding.cut._kept import Keeper
+from jzero.sharding.cut._kept import Keeper, Loops
 from jzero.sharding.cut._phases import MOST_REPEATS
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.passes import _waits
@@ -52,11 +52,13 @@ class LoopsInTime(NamedTuple):
       loops: a loop may be empty.
       once: for each loop, the equations that run before it, by index; and those behind the last one.
       kept: what loops hand on for later ones alone.
+      said: what is to be said of them.
     """
 
     loops: list[LoopInTime]
     once: list[list[int]]
     kept: list[Var]
+    said: Loops
 
 
 def loops_in_time(
@@ -91,11 +93,11 @@ def loops_in_time(
         makers = [levels.maker[var] for var in made if levels.maker.get(var) in inside]
         run, _, reads = keeper.loop(level, makers, stacks)
         loops.append(LoopInTime(run, reads, sums, mine, stacks))
-    repeats = keeper.loops(last, []).repeats
-    if repeats > MOST_REPEATS:
-        raise cannot(f"in microbatches it would run its products {repeats:.1f} times as often")
+    said = keeper.loops(sum(bool(loop.eqns) for loop in loops), [])
+    if said.repeats > MOST_REPEATS:
+        raise cannot(f"in microbatches it would run its products {said.repeats:.1f} times as often")
     once = [[i for i in levels.once if levels.of_eqns[i] == level] for level in range(last + 1)]
-    return LoopsInTime(loops, once, [*keeper.kept])
+    return LoopsInTime(loops, once, [*keeper.kept], said)
 
 
 class _Levels:

@@ -99,6 +99,7 @@ def in_loops(program: DeviceProgram, accumulation: Accumulation) -> DeviceProgra
         outs=tuple(without_time(layout, axis) for layout in program.outs),
         moves=moves_of(written, by_result),
         by_result=by_result,
+        loops=writer.plan.said,
     )
 
 

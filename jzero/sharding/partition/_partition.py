@@ -9,6 +9,7 @@ from typing import Any
 
 from jzero.ir._layout import Layout, replicated
 from jzero.ir._regions import Region, turns
+from jzero.sharding.cut._kept import Loops
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
 from jzero.sharding.partition._hints import hints_of
@@ -55,6 +56,7 @@ class DeviceProgram:
       ins, outs: layouts of its arguments and of its results.
       moves: every conversion that communicates; of a result it is of the operation `OUTPUT`, at its number.
       by_result: these, by what the collective makes.
+      loops: over microbatches, not those inside other loops.
     """
 
     jaxpr: Jaxpr
@@ -63,6 +65,7 @@ class DeviceProgram:
     outs: tuple[Layout, ...]
     moves: tuple[DeviceMove, ...]
     by_result: Mapping[Var, DeviceMove]
+    loops: Loops | None = None
 
 
 def partition(
