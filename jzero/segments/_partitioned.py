@@ -158,8 +158,8 @@ def _partitioned(runner: Runner) -> Partitioned:
         program = partition(*given, time)
     except NeedsAllMicrobatchesError:
         program = partition(*given, time and time._replace(opens=True))
-    repeated = _checked(program, whole, runner)
     programs = _passed(program, plan, [inputs[i].rows for i in taken], time)
+    repeated = _checked(programs, whole, runner)
     return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
 
 
@@ -182,13 +182,14 @@ def _handed(plan: StepPlan) -> int | None:
 
 
 def _checked(
-    program: DeviceProgram, whole: WholeBatch, runner: Runner
+    programs: Mapping[str, DeviceProgram], whole: WholeBatch, runner: Runner
 ) -> tuple[float, list[Repeated]]:
     """The flops of the step, and what its devices repeat of them.
 
     Raises:
       CannotPartitionError: the interpreter repeats less, or gathers fewer rows where that is limited.
     """
+    program = programs[_PARTITION]
     most = max((m.local_bytes for m in program.moves if _is_of_rows(m)), default=0)
     if most > runner.plan.exchange.max_gather_bytes:
         raise cannot("it gathers more rows at once than max_gather_bytes")
@@ -196,6 +197,11 @@ def _checked(
         raise cannot("a new parameter is gathered into the old one in slices")
     num = runner.plan.num_devices * runner.plan.accumulate
     work, again = whole.repeated(program.jaxpr, num)
+    if (
+        again and runner.plan.accumulate > 1
+    ):  # What runs once for all microbatches is no repetition.
+        looped = whole.repeated(programs["microbatches"].jaxpr, runner.plan.num_devices)[1]
+        again = min(again, looped, key=lambda each: sum(x.extra for x in each))
     others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
     more = sum(x.extra for x in again) - sum(x.extra for x in others)
     if more > LEAST_SHARE * work and runner.plan.microbatches.refused is None:
