@@ -249,6 +249,8 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             jaxpr = jax.make_jaxpr(program.step.run)(*inputs)
         num_state = program.out_tree.num_leaves - len(program.plan.outputs)
         plan, movements = program.plan, program.movements
+        if isinstance(found := _partitioned.of_step(program.step), Partitioned):
+            plan = found.described(plan)
         activations = plan.activations or ()
         return Report(
             plan,

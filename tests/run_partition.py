@@ -5,14 +5,18 @@
     python tests/run_partition.py loops 200 0                            # scans and whiles along the batch
     python tests/run_partition.py times 5                                # trace and lower, so often
 
+    python tests/run_partition.py sampled 200 0 --accumulate 2           # in two microbatches
+
 Each is 'equal', 'differs', 'fails' or 'refused'; or it falls back: the partitioner does not run it, and why
 is counted. The exit status is 1 if any differs or fails. `--every 5` runs each fifth family, or seed.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
 import gc
 import itertools
+import math
 import multiprocessing
 import os
 import pathlib
@@ -56,6 +60,12 @@ def main() -> int:
     parser.add_argument("seed", type=int, nargs="?", default=0, help="the first")
     parser.add_argument("--stages", type=int, nargs="+", default=(3,))
     parser.add_argument("--meshes", nargs="+", default=("8",))
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        help="microbatches: of sampled programs, with no options that the partitioner leaves to others",
+    )
     parser.add_argument("--names", nargs="+", help="of families; all by default")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
@@ -67,11 +77,15 @@ def main() -> int:
     if args.what == "families":
         names = args.names or [x for x in exactness.NAMES if x not in exactness.SLOW]
         meshes = [tuple(map(int, mesh.split("x"))) for mesh in args.meshes]
-        settings = [Setting(stage, mesh) for mesh in meshes for stage in args.stages]
+        settings = [
+            Setting(stage, mesh, accumulate=args.accumulate)
+            for mesh in meshes
+            for stage in args.stages
+        ]
         jobs = [("family", name, setting) for name in names[:: args.every] for setting in settings]
     else:
         seeds = range(args.seed, args.seed + args.num, args.every)
-        jobs = [(args.what, seed) for seed in seeds]
+        jobs = [(args.what, seed, args.accumulate) for seed in seeds]
     counts, whys = Counter[str](), Counter[str]()
     for outcome in _in_processes(jobs, args.processes):
         counts[outcome.word] += 1
@@ -166,9 +180,11 @@ def _sampled(job: tuple[Any, ...], name: str) -> Outcome:
     """A program drawn by its seed, in the setting of its bundle."""
     from sampling import check, loops
 
-    kind, seed = job
+    kind, seed, accumulate = job
     family = loops if kind == "loops" else check
     setting = family.setting_of(seed)
+    if accumulate > 1:
+        setting = _in_microbatches(setting, accumulate)
     shard, made = setting.shard, []
 
     def shards(step: Callable[..., Any]) -> Any:
@@ -181,6 +197,17 @@ def _sampled(job: tuple[Any, ...], name: str) -> Outcome:
     if result.verdict in ("refused", "noisy"):
         return Outcome(result.verdict, name)
     return _of(made[0], name, result.why if result.verdict == "differs" else "")
+
+
+ALONE = ("stage", "min_shard_bytes", "reduce", "full", "optimizer_axes", "param_axes")
+
+
+def _in_microbatches(setting: Any, num: int) -> Any:
+    """The setting with so many microbatches and rows for each, and options that only the plan reads."""
+    options = {name: value for name, value in setting.options.items() if name in ALONE}
+    num_rows = num * math.prod(setting.axes)
+    rows = -(-setting.rows // num_rows) * num_rows
+    return dataclasses.replace(setting, rows=rows, options={**options, "accumulate": num})
 
 
 def _of(step: Any, name: str, difference: str) -> Outcome:

@@ -252,6 +252,8 @@ def test_each_device_scans_its_own_rows():
     "body",
     [
         lambda c, row: (c + row, c),
+        lambda c, row: (c + c, row.sum()),
+        lambda c, row: ((total := c + row), total),
         lambda c, row: ((total := c + row), total * 2),
         lambda c, row: (0.5 * c + row, row.sum()),
         lambda c, row: (jnp.maximum(c, row), row.sum()),

@@ -15,17 +15,21 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
-from jzero.ir._layout import Layout, Pad, from_spec, replicated
+from jzero.ir._layout import Layout, Pad, Prices, from_spec, replicated
 from jzero.ir._regions import Region, turns
+from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._errors import (
     CannotPartitionError,
+    NeedsAllMicrobatchesError,
     RepeatsWorkError,
     cannot,
 )
+from jzero.sharding.partition._microbatches import Accumulation, in_loops
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
+from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._before_loops import before_loops
@@ -48,7 +52,7 @@ from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import PARAMETER
 from jzero.sharding.run._run import Runner, devices_of
-from jzero.targets._links import axis_times
+from jzero.targets._links import AxisTimes, axis_times
 from jzero.targets._target import target_of, topology_of
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
@@ -65,6 +69,7 @@ PASSES = (
     "reduce_dtype",
     "keep_gathered",
     "loop_gathers",
+    "microbatches",
     "weight_codes",
     "gather_codes",
     "reduce_codes",
@@ -94,6 +99,11 @@ class Partitioned:
     programs: Mapping[str, DeviceProgram]
     repeated: tuple[float, list[Repeated]]
     run: Callable[..., Any]
+
+    def described(self, plan: StepPlan) -> StepPlan:
+        """The plan, with the program's own loops over microbatches."""
+        microbatches = dataclasses.replace(plan.microbatches, loops=self.program.loops)
+        return dataclasses.replace(plan, microbatches=microbatches)
 
     @property
     def program(self) -> DeviceProgram:
@@ -160,50 +170,90 @@ def _partitioned(runner: Runner) -> Partitioned:
     why = next(_reasons(plan, whole), None)
     if why is not None or whole is None:
         raise cannot(why or "it has no jaxpr of the whole batch")
-    mesh, devices = dict(runner.mesh.shape), devices_of(runner.mesh)
+    mesh, time = dict(runner.mesh.shape), _time(plan, runner.mesh.axis_names)
+    mesh |= {} if time is None else {time.name: time.num}
+    devices = devices_of(runner.mesh)
     flat, rows = _read_only(whole, plan)
     taken = [i for i in range(len(rows)) if i not in plan.unread]
-    inputs = [*_inputs(plan, flat, rows, mesh)]
+    inputs = [*_inputs(plan, flat, rows, mesh, time)]
     outs = [_leaf(leaf, mesh) for leaf in plan.new_leaves]
     outs += [
         from_spec(atom.aval.shape, mesh, _layout.partition_spec(layout))
         for atom, layout in zip(flat.outvars[len(outs) :], plan.outputs, strict=True)
     ]
-    program = partition(
-        flat._replace(invars=[flat.invars[i] for i in taken]),  # type: ignore[arg-type]
+    ordered = flat._replace(invars=[flat.invars[i] for i in taken])  # type: ignore[arg-type]
+    names = [leaf.path if leaf.role == PARAMETER else "" for leaf in plan.new_leaves]
+    links = axis_times(dict(runner.mesh.shape), target_of(devices), topology_of(devices))
+    given = (
+        ordered,
         whole.consts,
         mesh,
         [inputs[i] for i in taken],
         outs,
-        [leaf.path if leaf.role == PARAMETER else "" for leaf in plan.new_leaves],
+        names,
         plan.reduce_once,
-        axis_times(mesh, target_of(devices), topology_of(devices)),
+        _with_memory(links, time),
     )
-    repeated = _checked(program, whole, runner)
+    try:
+        program = partition(*given, time)
+    except NeedsAllMicrobatchesError:
+        program = partition(*given, time and time._replace(opens=True))
     olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
     olds += [None] * (len(program.outs) - len(olds))
-    programs = _passed(program, runner, taken, [inputs[i].rows for i in taken], olds)
+    programs = _passed(program, runner, taken, [inputs[i].rows for i in taken], olds, time)
+    repeated = _checked(programs, whole, runner)
     return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
 
 
+def _time(plan: StepPlan, axes: Sequence[str]) -> TimeAxis | None:
+    """The axis of microbatches, with a name that the mesh has not."""
+    if plan.accumulate == 1:
+        return None
+    name = "microbatch"
+    while name in axes:
+        name += "_"
+    return TimeAxis(name, plan.accumulate, plan.reduce_once)
+
+
+def _with_memory(prices: Prices, time: TimeAxis | None) -> Prices:
+    """With what is kept of all microbatches: a byte of it costs as much as one on the fastest links."""
+    if time is None or not prices:
+        return prices
+    byte = min(times.ring for _, times in prices)
+    return *prices, (time.name, AxisTimes(0, byte, byte))
+
+
+def _handed(plan: StepPlan) -> int | None:
+    """Twice the bytes that the interpreter's loops over microbatches would hand out; None if it has none."""
+    if plan.microbatches.refused is not None:
+        return None
+    stacks = (var for phase in plan.microbatches.phases for var in phase.stacks)
+    return 2 * plan.accumulate * sum(size_in_bytes(var.aval) for var in stacks)
+
+
 def _checked(
-    program: DeviceProgram, whole: WholeBatch, runner: Runner
+    programs: Mapping[str, DeviceProgram], whole: WholeBatch, runner: Runner
 ) -> tuple[float, list[Repeated]]:
     """The flops of the step, and what its devices repeat of them.
 
     Raises:
       CannotPartitionError: the interpreter repeats less, or gathers fewer rows where that is limited.
     """
+    program = programs[_PARTITION]
     most = max((m.local_bytes for m in program.moves if _is_of_rows(m)), default=0)
     if most > runner.plan.exchange.max_gather_bytes:
         raise cannot("it gathers more rows at once than max_gather_bytes")
-    num = runner.plan.num_devices
+    num = runner.plan.num_devices * runner.plan.accumulate
     work, again = whole.repeated(program.jaxpr, num)
+    # What runs once for all microbatches is no repetition.
+    if again and runner.plan.accumulate > 1:
+        looped = whole.repeated(programs["microbatches"].jaxpr, runner.plan.num_devices)[1]
+        again = min(again, looped, key=lambda each: sum(x.extra for x in each))
     if again and runner.frame.jaxpr is whole.jaxpr:
         raise RepeatsWorkError("its devices would repeat work, which the interpreter may not")
     others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
     more = sum(x.extra for x in again) - sum(x.extra for x in others)
-    if more > LEAST_SHARE * work:
+    if more > LEAST_SHARE * work and runner.plan.microbatches.refused is None:
         raise cannot(f"its devices would do {more / work:.0%} more than the interpreter's")
     return work, again
 
@@ -215,7 +265,7 @@ def _is_of_rows(move: DeviceMove) -> bool:
 
 def _passed(
     program: DeviceProgram, runner: Runner, taken: Sequence[int], rows: Sequence[frozenset[str]],
-    olds: Sequence[int | None],
+    olds: Sequence[int | None], time: TimeAxis | None,
 ) -> dict[str, DeviceProgram]:  # fmt: skip
     """The program after each pass: its collectives where the interpreter of the plan would have them.
 
@@ -225,6 +275,7 @@ def _passed(
       taken: which of the step's leaves and arguments the program takes, by index.
       rows: the axes over which each of these differs because rows of the batch do.
       olds: the arguments that results take the places of.
+      time: the axis of microbatches, if there are several.
     """
     plan = runner.plan
     exchange, mesh = plan.exchange, dict(program.ins[0].mesh) if program.ins else {}
@@ -234,7 +285,8 @@ def _passed(
     )
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "late_sums": late_sums,
-        "before_loops": before_loops,
+        # Over time there is one running sum of a gradient, whole; of two parts there would be two.
+        "before_loops": before_loops if time is None else lambda jaxpr: jaxpr,
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
         "reduce_dtype": lambda jaxpr: (
             jaxpr
@@ -260,10 +312,20 @@ def _passed(
         "after_loops": after_loops,
         "in_place": lambda jaxpr: in_place(jaxpr, olds, runner.mesh, GATHERED_AT_ONCE),
     }
+
+    def looped(program: DeviceProgram) -> DeviceProgram:
+        if time is None:
+            return program
+        dtype, once = exchange.accumulate_dtype, exchange.gather_once
+        return in_loops(program, Accumulation(time, dtype, once, plan.num_devices, _handed(plan)))
+
     found = {_PARTITION: program}
     for name in PASSES[1:]:
-        program = dataclasses.replace(program, jaxpr=passes[name](program.jaxpr))
-        if name == "weight_codes":
+        if name == "microbatches":
+            program = looped(program)
+        else:
+            program = dataclasses.replace(program, jaxpr=passes[name](program.jaxpr))
+        if name == "weight_codes" and any(leaf.codes for leaf in leaves.values()):
             program = dataclasses.replace(program, ins=ins)
         found[name] = program
     return found
@@ -307,15 +369,27 @@ def _reduced_in_codes(
     return reduce_codes(jaxpr, Axes(dict(plan.axes), formats, replicas), coded, rows)
 
 
+def may_run(plan: StepPlan, whole: WholeBatch | None) -> bool:
+    """Whether steps are partitioned, and the plan says nothing against this one."""
+    return is_on() and next(_reasons(plan, whole), None) is None
+
+
 def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
     """Why the partitioner does not run a step: what its options ask for, or what the step does."""
     exchange = plan.exchange
     asked = {
         "collectives of its own": plan.reductions != WHOLE or whole is None,
-        "accumulate": plan.accumulate > 1,
         "mesh axes beside the data axes": bool(plan.automatic),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
+        "gather_dtype with accumulate": exchange.gather_codes is not None and plan.accumulate > 1,
+        "reduce_dtype with accumulate": plan.accumulate > 1
+        and (
+            exchange.reduce_dtype is not None
+            or any(c is not None for _, c in exchange.reduce_codes)
+        ),
+        "weight_dtype with accumulate": plan.accumulate > 1
+        and any(leaf.codes for leaf in plan.leaves),
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
         and whole is not None
         and _has_nested_loops(whole),
@@ -348,10 +422,15 @@ def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | Non
 
 
 def _inputs(
-    plan: StepPlan, flat: Flat, rows: Sequence[int | None], mesh: dict[str, int]
+    plan: StepPlan,
+    flat: Flat,
+    rows: Sequence[int | None],
+    mesh: dict[str, int],
+    time: TimeAxis | None,
 ) -> Iterator[DeviceInput]:
     """Leaves as they are stored; arguments in rows."""
     axes = tuple(axis for axis, _ in plan.axes)
+    axes += () if time is None else (time.name,)
     yield from (DeviceInput(_leaf(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves)
     for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
         layout = replicated(var.aval.shape, mesh)

@@ -172,12 +172,17 @@ def build(
         """Or why the partitioner does not run it, if it is to be rewritten; then that is known."""
         plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
         shardings, paths = shardings_of(plan.leaves, mesh), _call.argument_paths(arrays)
+        refused = plan.microbatches.refused
+        if refused is not None and not _partitioned.may_run(plan, analysis.whole):
+            raise refused
         step = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
         if why is not None and isinstance(step.run, PartitionedStep):
             step.run.interpret(why)
         found = _partitioned.of_step(step)
         if local.rewritten is not None and isinstance(found, CannotPartitionError):
             return found
+        if refused is not None and not isinstance(found, Partitioned):
+            raise refused
         movements, extra_work = _asked(local, plan, found)
         return Program(
             plan,

@@ -10,17 +10,35 @@ what all rows made is kept whatever its bytes, and so is what is gathered in ano
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import jax.numpy as jnp
 
 from jzero.ir import _rules
-from jzero.ir._regions import variables
+from jzero.ir._regions import Region, variables
 from jzero.ir._rules import Cost
-from jzero.sharding.cut._levels import Levels
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Var
 
 _MOVES = (Cost.COPY, Cost.VIEW, Cost.REPEAT)
+
+
+class Levels(Protocol):
+    """What runs in which loop: as `_levels.Levels`."""
+
+    @property
+    def frame(self) -> Region: ...
+
+    of: dict[Var, int]
+    of_eqns: list[int]
+    maker: dict[Var, int]
+    loop: set[int]
+
+    def is_local(self, var: Var) -> bool:
+        """Whether a variable differs between microbatches."""
+
+    def is_made_in_loop(self, var: Var) -> bool:
+        """Whether an equation that runs for each microbatch makes a variable."""
 
 
 def compared(levels: Levels, boundary: Iterable[Var]) -> set[Var]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jzero.ir import _rules
 from jzero.ir._products import products
-from jzero.sharding.analysis._frames import Frame
+from jzero.ir._regions import Region
 from jzero.sharding.cut._min_cut import MinCut
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Var
@@ -59,7 +59,7 @@ class Keeper:
     """Decides of one loop after the other which equations it runs, and what it reads of earlier ones.
 
     Args:
-      frame: the root frame.
+      region: the step.
       num: how many microbatches there are.
       room: bytes that may be kept.
       inputs: of an equation, by index: which variables it reads that its loop must have made, or read.
@@ -68,13 +68,13 @@ class Keeper:
     """
 
     def __init__(
-        self, frame: Frame, num: int, room: int, inputs: Callable[[int], Iterable[Var]],
+        self, region: Region, num: int, room: int, inputs: Callable[[int], Iterable[Var]],
         is_local: Callable[[Var], bool], compared: Collection[Var],
     ):  # fmt: skip
-        self._eqns, self._num, self._room = frame.jaxpr.eqns, num, room
+        self._eqns, self._num, self._room = region.jaxpr.eqns, num, room
         self._inputs, self._is_local, self._compared = inputs, is_local, compared
-        self._maker = frame.makers
-        self._products = [products(frame, eqn) for eqn in self._eqns]
+        self._maker = region.makers
+        self._products = [products(region, eqn) for eqn in self._eqns]
         self._first_run: dict[int, int] = {}  # of an equation: the first loop that runs it
         self._all_run = 0
         self._stacks: dict[Var, int] = {}  # what is handed out, and by which loop

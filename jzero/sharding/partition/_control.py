@@ -16,8 +16,10 @@ from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial
 from jzero.ir._regions import Region, turns
 from jzero.sharding.batch._body import TURNS_DEPEND
+from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.partition._loops_in_time import has_ends
 from jzero.sharding.partition._values import DeviceValue, axes_of, common
 from jzero.sharding.partition._writer import communicates
 from jzero.tracing import _jaxpr
@@ -51,7 +53,8 @@ def run_inner(
 def barrier(frame: DeviceFrame, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
     """The values, none of which is there before all are; lazy ones stay as they are."""
     for value in ins:
-        frame.settle(value)
+        if not value.due & frame.over_time:
+            frame.settle(value)
     kept = [k for k, value in enumerate(ins) if value.make is None]
     outs = [*ins]
     if kept:
@@ -158,10 +161,11 @@ class _ScanWriter(_LoopWriter):
     def _waits(self, j: int) -> bool:
         """Whether a sum over iterations may wait for the last one, whole on each device.
 
-        Not that of gradients in a step's own loop over microbatches, from stage 2 on.
+        Not that of gradients in a step's own loop over microbatches, from stage 2 on; but in jzero's, of
+        which no iteration can wait for the others.
         """
         is_of_pass = self.region.pass_of(self.eqn) is not None
-        once = self.frame.shared.once or is_of_pass
+        once = self.frame.shared.once or is_of_pass or bool(self.frame.over_time)
         return once or self.frame.hint_of(self.eqn.outvars[j]) is None
 
     def _may_be_partial(self) -> list[bool]:
@@ -202,18 +206,22 @@ class _ScanWriter(_LoopWriter):
         num, frame, inner.source = len(carries), self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
         for v in outs[num:]:
-            inner.settle(v)
-        ends += [inner.at(v, v.layout) for v in outs[num:]]
+            inner.settle_here(v, opened=inner.is_opened())
+        rows = [*map(_before_casts, outs[num:])]
+        ends += [inner.at(v, v.layout) for v in rows]
         body = inner.function(self.parts.body, ins, ends)
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
         frame.reason = TURNS_DEPEND if any(map(_is_of_rows, self.xs)) else ""
         stacks = [frame.at(v, stack) for v, stack in zip(self.xs, self.stacks, strict=True)]
         layouts = [c.layout for c in carries]
-        for var, v in zip(self.eqn.outvars[num:], outs[num:], strict=True):
+        avals = [var.aval for var in self.eqn.outvars[:num]]
+        for var, v in zip(self.eqn.outvars[num:], rows, strict=True):
             first = frame.whole(var.aval.shape[:1]).dims
             layouts.append(dataclasses.replace(v.layout, dims=(*first, *v.layout.dims)))
-        results = self.results(layouts)
+            avals.append(_jaxpr.var_like(v.aval, var.aval.shape).aval)
+        pairs = zip(avals, layouts, strict=True)
+        results = [_jaxpr.var_like(aval, layout.local_shape) for aval, layout in pairs]
         operands = [*inner.imports, *starts, *stacks]
         like = _without_consts(self.eqn, "jaxpr", body)
         frame.eqns.append(
@@ -222,14 +230,38 @@ class _ScanWriter(_LoopWriter):
                 self.parts.reverse,
             )
         )  # fmt: skip
-        rows = [*(c.rows for c in carries), *(v.rows for v in outs[num:])]
-        origins = [*[None] * num, *(None if v.rows else v.origin for v in outs[num:])]
-        return [
-            DeviceValue(var.aval, layout, {layout: x}, r, origin=origin)
-            for var, layout, x, r, origin in zip(
-                self.eqn.outvars, layouts, results, rows, origins, strict=True
+        axes = [*(c.rows for c in carries), *(v.rows for v in rows)]
+        origins = [*[None] * num, *(None if v.rows else v.origin for v in rows)]
+        found = [
+            DeviceValue(aval, layout, {layout: x}, r, origin=origin)
+            for aval, layout, x, r, origin in zip(
+                avals, layouts, results, axes, origins, strict=True
             )
         ]
+        each = zip(self.eqn.outvars[num:], found[num:], outs[num:], strict=True)
+        return [*found[:num], *(self._cast(var, v, row) for var, v, row in each)]
+
+    def _cast(self, var: Var, value: DeviceValue, row: DeviceValue) -> DeviceValue:
+        """A stack, of which iterations hold what was before the casts of a row."""
+        hint = self.frame.hint_of(var)
+        for cast in _casts(row):
+            value.hint = hint
+            out = _jaxpr.var_like(cast.outvars[0].aval, var.aval.shape)
+            eqn = cast.replace(invars=[_jaxpr.var_like(value.aval)], outvars=[out])
+            (value,) = ordinary(self.frame, eqn, [value], _rules.factors_of(eqn))
+        return value
+
+
+def _casts(v: DeviceValue) -> list[Eqn]:
+    """The last casts of a partial sum, which nothing has reduced since."""
+    if v.cast is None or v.cast[1].layout != v.layout:
+        return []
+    eqn, before = v.cast
+    return [*_casts(before), eqn]
+
+
+def _before_casts(v: DeviceValue) -> DeviceValue:
+    return _before_casts(v.cast[1]) if v.cast is not None and _casts(v) else v
 
 
 @dataclasses.dataclass
@@ -346,9 +378,10 @@ def _same(region: Region, atom: Atom) -> Atom:
 
 
 def _sums(body: Region, i: int, j: int) -> bool:
-    """Whether a carry is a sum of what iterations add, which nothing else in the body reads."""
+    """Whether a carry is a sum of what iterations add, which nothing else in the body reads, or returns."""
     out: Any = body.jaxpr.outvars[j]
-    return _collects(body, i, j) and body.readers.get(out) == [len(body.jaxpr.eqns)]
+    once = sum(atom is out for atom in body.jaxpr.outvars) == 1
+    return once and _collects(body, i, j) and body.readers.get(out) == [len(body.jaxpr.eqns)]
 
 
 def _slice_type(v: DeviceValue) -> Any:
@@ -357,10 +390,13 @@ def _slice_type(v: DeviceValue) -> Any:
 
 def _collects(body: Region, i: int, j: int) -> bool:
     """Whether a body only adds to a carry."""
-    readers = body.readers.get(body.jaxpr.invars[i], [])
+    carry = body.jaxpr.invars[i]
+    readers = body.readers.get(carry, [])
     if len(readers) != 1 or readers[0] >= len(body.jaxpr.eqns):
         return False
     eqn = body.jaxpr.eqns[readers[0]]
+    if sum(atom is carry for atom in eqn.invars) > 1:  # Doubled.
+        return False
     return eqn.primitive.name in _rules.ADDS and eqn.outvars[0] is body.jaxpr.outvars[j]
 
 
@@ -384,19 +420,28 @@ class _WhileWriter(_LoopWriter):
 
     def write(self) -> list[DeviceValue]:
         self.of_rows = self.cond.jaxpr.outvars[0].aval.ndim
+        self._note_rows([v.layout for v in self.init])
+        self.alone = self.of_rows > 0
         found = self._attempt(self._with_rows if self.of_rows else lambda carry: carry)
         if found is None:
+            self.alone = False
             found = self._attempt(self._with_whole_rows, whole=True)
         assert found is not None
         return found
 
+    def hoists(self) -> bool:
+        """Also before a loop that stops for each device: what it reads of the state."""
+        return self.alone or super().hoists()
+
+    def _note_rows(self, carries: Sequence[Layout]) -> None:
+        each = (layout.dims[: self.of_rows] for layout in carries)
+        self.rows = next((dims for dims in each if any(dim.cuts for dim in dims)), ())
+
     def _with_rows(self, carry: _CarryLayout) -> _CarryLayout:
-        """Of a loop of single rows: sharded as the first carry that is."""
-        each = (v.layout.dims[: self.of_rows] for v in self.init)
-        rows = next((dims for dims in each if any(dim.cuts for dim in dims)), ())
-        layout = carry.layout.without([c.axis for dim in rows for c in dim.cuts])
-        layout = layout.with_dims(dict(enumerate(rows)))
-        return _CarryLayout(layout, carry.rows | {c.axis for dim in rows for c in dim.cuts})
+        """Of a loop of single rows: sharded as the first carry that is, when it begins or after it."""
+        layout = carry.layout.without([c.axis for dim in self.rows for c in dim.cuts])
+        layout = layout.with_dims(dict(enumerate(self.rows)))
+        return _CarryLayout(layout, carry.rows | {c.axis for dim in self.rows for c in dim.cuts})
 
     def _with_whole_rows(self, carry: _CarryLayout) -> _CarryLayout:
         layout = carry.layout
@@ -415,7 +460,10 @@ class _WhileWriter(_LoopWriter):
             outs = self.run(inner, self.body, values)
             for v in outs:
                 inner.settle(v)
-            new = [*map(pinned, self.after(attempt, carries, outs))]
+            returned = self.after(attempt, carries, outs)
+            if not self.rows:
+                self._note_rows([carry.layout for carry in returned])
+            new = [*map(pinned, returned)]
             if new == carries:
                 return self._written(inner, vars, carries, outs, whole)
             carries = new
@@ -431,7 +479,12 @@ class _WhileWriter(_LoopWriter):
         test, cond, go = self._predicate(carries, whole)
         if self.of_rows and not whole:
             alike = all(c.layout.dims[: self.of_rows] == go.layout.dims for c in carries)
-            if not alike or any(communicates(x, frame.moves) for x in (cond, body)):
+            meet = any(communicates(x, frame.moves) for x in (cond, body))
+            if (
+                not alike
+                or meet
+                or any(has_ends(x, a) for x in (cond, body) for a in frame.over_time)
+            ):
                 return None
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
@@ -476,10 +529,12 @@ def _cond(
         each = DeviceFrame(eqn, frame.shared, branch, frame, hoists=False)
         outs = run(each, branch, [each.entered(v) for v in operands])
         each.source = eqn
-        for value in outs:
-            each.settle(value)
         frames.append(each)
         returned.append(outs)
+    opened = any(each.is_opened() for each in frames)
+    for each, outs in zip(frames, returned, strict=True):
+        for value in outs:
+            each.settle_here(value, opened)
     layouts = [_of_branches(values) for values in zip(*returned, strict=True)]
     ends = [
         [each.at(v, layout) for v, layout in zip(outs, layouts, strict=True)]
@@ -494,7 +549,9 @@ def _of_branches(values: Sequence[DeviceValue]) -> Layout:
     layout = known[0].layout
     for v in known[1:]:
         layout = common(layout, v.layout)
-    return layout
+    # What a branch could not sum up is a sum of all: another's is one that the first device has alone.
+    due = {p.axis: p for v in known for p in v.layout.partial}
+    return dataclasses.replace(layout, partial=tuple(due.values()))
 
 
 def _branches(

@@ -72,11 +72,43 @@ def due(eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
     return found[0] if same and _rules.stays_partial(eqn, partial, zero) else ()
 
 
+def due_in_time(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
+    """The sum over time that waits through the equation, when all sums over devices are done.
+
+    In a body, through whatever is linear in it; else where sums over devices wait, and through casts to a
+    wider dtype, in which it is summed up. A cast in a body is done behind its loop, if it can be
+    (`DeviceValue.cast`), and so the sums that are due once wait there as they are.
+    """
+    time = frame.shared.time
+    partial = {k for k, v in enumerate(ins) if v.due & frame.over_time}
+    if time is None or not partial or any(v.due for k, v in enumerate(ins) if k not in partial):
+        return ()
+    passes = waits(eqn) or _widens(eqn) and not time.once
+    zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
+    rows = any(time.name in v.rows for k, v in enumerate(ins) if k not in partial)
+    linear = not rows and _rules.stays_partial(eqn, partial, zero)
+    if not linear or not passes and frame.outer is None:
+        return ()
+    found = [p for v in ins for p in v.layout.partial if p.axis == time.name]
+    if any(p != found[0] for p in found):
+        return ()
+    if time.once and _rules.is_float_cast(eqn):
+        return ins[0].layout.partial
+    for k in sorted(partial):
+        frame.settle(ins[k], keeps=frame.over_time)
+    return (found[0],)
+
+
+def _widens(eqn: Eqn) -> bool:
+    sizes = (atom.aval.dtype.itemsize for atom in (eqn.invars[0], eqn.outvars[0]))
+    return _rules.is_float_cast(eqn) and max(*sizes) == eqn.outvars[0].aval.dtype.itemsize
+
+
 def ordinary(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> list[DeviceValue]:
     """Writes an equation that holds no programs."""
-    kept = due(eqn, ins)
+    kept = due(eqn, ins) or due_in_time(frame, eqn, ins)
     if not kept:
         settle(frame, eqn, ins, factors)
     elif (alone := _added_to_zero(eqn, ins)) is not None:
@@ -259,7 +291,8 @@ class _FactorChoice:
                 if self._is_at(value, factor, d):
                     self._consider(axis, i, value.layout.dims[d], outer, bool(rows), found)
         best = min(found.values(), default=None)
-        if lead and (best is None or rows and self._may_exchange(axis, best, rows)):
+        may = axis not in self.frame.over_time  # A microbatch cannot give rows to another one.
+        if may and lead and (best is None or rows and self._may_exchange(axis, best, rows)):
             self._exchanges(axis, lead, bool(rows), found)
             best = min(found.values(), default=None)
         return None if best is None or best.cost and self._is_cheaper_whole(axis, best) else best
@@ -315,6 +348,9 @@ class _FactorChoice:
             return
         if _is_reduced(factor) and factor.reduces not in BY_DEVICES:
             return
+        looks_up = _look_ups.is_look_up(self.eqn, factor)
+        if looks_up and _look_ups.shards_of(dim, self.ins[0].layout) is None:
+            return
         cost, moves_rows = 0, False
         for value, d in zip(self.ins, factor.ins, strict=True):
             if rows and axis not in value.rows | value.due | value.firm:
@@ -325,9 +361,7 @@ class _FactorChoice:
         if _is_reduced(factor):
             cost += self._sum_price(axis)
         cost += self._end_price(axis, factor) if elsewhere else 0
-        if _look_ups.is_look_up(self.eqn, factor) and cost > self.frame.price(
-            self.ins[0], axis, None
-        ):
+        if looks_up and cost > self.frame.price(self.ins[0], axis, None):
             return
         found[i, dim] = _Candidate(cost, elsewhere, len(found), i, dim, moves_rows)
 
@@ -571,6 +605,8 @@ class _Written:
         found = DeviceValue(aval, layout, {layout: x}, rows & axes, firm)
         (first, *others), name = self.ins, self.eqn.primitive.name
         found.spread = self._spread(layout)
+        if found.due & self.frame.over_time and _rules.is_float_cast(self.eqn):
+            found.cast = self.eqn, first
         if not others and not rows:
             found.origin = first.origin
         if name in ("transpose", "convert_element_type"):

@@ -16,6 +16,10 @@ class RepeatsWorkError(CannotPartitionError):
     """The devices would repeat work, which the other engine may not."""
 
 
+class NeedsAllMicrobatchesError(CannotPartitionError):
+    """A loop or branch needs what all microbatches have, and was not to be opened."""
+
+
 def cannot(why: str, eqn: Eqn | None = None, region: Region | None = None) -> CannotPartitionError:
     """The error that says why an equation is refused, and at which line of the user's it was written."""
     if eqn is None:

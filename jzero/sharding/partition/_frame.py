@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated, times_along
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.batch._body import OUTPUT
+from jzero.sharding.partition._errors import NeedsAllMicrobatchesError, cannot
+from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
+from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr, _rewrite
@@ -29,6 +33,7 @@ class Partitioning:
       leaves: the names of the inputs.
       once: whether gradients that a step's own loop adds up are reduced behind it, not in each iteration.
       has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
+      time: the axis of microbatches, if there are several.
     """
 
     mesh: Mapping[str, int]
@@ -37,6 +42,7 @@ class Partitioning:
     once: bool = True
     prices: Prices = ()
     has_rows: bool = True
+    time: TimeAxis | None = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
@@ -137,6 +143,9 @@ class DeviceFrame(DeviceWriter):
     def _is_outside(self, value: DeviceValue, layout: Layout) -> bool:
         """Whether the frame around has it so; a loop gathers state again, lest it be kept."""
         assert value.outer is not None
+        time = self.shared.time
+        if time is not None and step_over_time(value.layout, layout, time) is not None:
+            return True
         return layout == value.layout or bool(value.rows) and layout in value.outer.atoms
 
     def _from_outer(self, value: DeviceValue, layout: Layout) -> Atom:
@@ -197,6 +206,13 @@ class DeviceFrame(DeviceWriter):
         """What the way from layout to layout takes."""
         if source == target:
             return 0
+        time = self.shared.time
+        if time is not None and (step := step_over_time(source, target, time)) is not None:
+            ends = (source, step.before), (step.after, target)
+            size = _rules.size_in_bytes(value.aval) * (step.kind == "gather")
+            return sum(self.price_from(value, *pair) for pair in ends) + self.wire(
+                time.name, step.kind, size
+            )
         return price_of(self.steps(value.aval, source, target), self.prices)
 
     def price(self, value: DeviceValue, axis: str, dim: int | None, outer: int = 0) -> int:
@@ -226,22 +242,74 @@ class DeviceFrame(DeviceWriter):
         """
         return times_along(self.prices, axis).wire(kind, nbytes)
 
-    def settle(self, value: DeviceValue, towards: Layout | None = None) -> None:
-        """Does the sums that a value is: where what follows wants it, where `towards` is, or whole."""
-        if not value.layout.partial:
+    def settle(
+        self, value: DeviceValue, towards: Layout | None = None, keeps: frozenset[str] = frozenset()
+    ) -> None:
+        """Does the sums that a value is: where what follows wants it, where `towards` is, or whole.
+
+        Not over the axes that it `keeps`.
+        """
+        axes = value.due - keeps
+        if not axes:
             return
-        new, hint = value.layout.settled(value.due), value.hint
+        new, hint = value.layout.settled(axes), value.hint
+        devices = axes - self.over_time
         wants = [None if hint is None else hint.layout, towards]
         if hint is not None and not hint.is_firm:
             wants.reverse()
         for want in wants:
             if want is not None:
-                new = joined(new, want, value.due)
+                new = joined(new, want, devices)
         if value.spread is not None:
-            new = joined(new, value.spread, value.due)
-            value.rows |= axes_of(new) & axes_of(value.spread) & value.due
+            new = joined(new, value.spread, devices)
+            value.rows |= axes_of(new) & axes_of(value.spread) & devices
         self.at(value, new)
         value.layout = new
+
+    def settle_here(self, value: DeviceValue, opened: bool = False) -> None:
+        """The same at the end of a body or branch, which cannot sum up over time unless it is `opened`.
+
+        There, only what the devices get shards of is reduced, [Note: conversions over time].
+        """
+        time, hint = self.shared.time, value.hint
+        if self.outer is None or opened or time is None or time.name not in value.due:
+            self.settle(value)
+        elif hint is not None and not time.once:
+            shards = axes_of(hint.layout) & value.due
+            self.settle(value, keeps=value.due - shards)
+
+    def is_opened(self) -> bool:
+        """Whether what is written needs what all microbatches have."""
+        stacked = (is_stacked(e, a) or is_sum(e, a) for a in self.over_time for e in self.eqns)
+        return any(stacked)
+
+    @property
+    def over_time(self) -> frozenset[str]:
+        """The axis of microbatches, if there is one."""
+        return frozenset() if self.shared.time is None else frozenset([self.shared.time.name])
+
+    def convert(
+        self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = "",
+        leaf: str = "",
+    ) -> Atom:  # fmt: skip
+        """`x`, which is laid out as `source`, as `target`: [Note: conversions over time]."""
+        time = self.shared.time
+        step = None if time is None else step_over_time(source, target, time)
+        if step is None:
+            return super().convert(x, source, target, of, why, leaf)
+        if self.outer is not None and time is not None and not time.opens:
+            needs = "a sum" if step.kind == "reduce" else "rows"
+            why = f"it needs {needs} of all microbatches inside a loop or branch"
+            raise NeedsAllMicrobatchesError(f"{cannot(why, self.source, self.region)}")
+        x = self.step(super().convert(x, source, step.before, of, why, leaf), step)
+        return super().convert(x, step.after, target, of, why, leaf)
+
+    def index(self, axes: Sequence[str]) -> Atom:
+        """This device's place among those along the axes; that in time is an argument of each body."""
+        key = tuple(axes)
+        if self.outer is not None and self.over_time == {*key} and key not in self._index:
+            self._index[key] = self.brought(self.outer.index(axes))
+        return super().index(axes)
 
     def hint_of(self, var: Var) -> Hint | None:
         """How what follows wants it; None if it asks for nothing."""
@@ -277,7 +345,7 @@ class DeviceFrame(DeviceWriter):
         if self._pass is None:
             return
         for value in values:
-            if value.rows and np.issubdtype(value.aval.dtype, np.floating) and value.make is None:
+            if value.rows and jnp.issubdtype(value.aval.dtype, jnp.floating) and value.make is None:
                 self._latest = value.atoms[value.layout]
 
 

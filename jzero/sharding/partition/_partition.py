@@ -9,10 +9,12 @@ from typing import Any
 
 from jzero.ir._layout import Layout, Prices, replicated
 from jzero.ir._regions import Region, turns
+from jzero.sharding.cut._kept import Loops
 from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
 from jzero.sharding.partition._hints import hints_of
 from jzero.sharding.partition._run import run
+from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, axes_of
 from jzero.sharding.partition._writer import DeviceMove
 from jzero.tracing import _jaxpr
@@ -53,6 +55,8 @@ class DeviceProgram:
       jaxpr: with explicit collectives; `consts` are the values of its `constvars`.
       ins, outs: layouts of its arguments and of its results.
       moves: every conversion that communicates; of a result it is of the operation `OUTPUT`, at its number.
+      by_result: these, by what the collective makes.
+      loops: over microbatches, not those inside other loops.
     """
 
     jaxpr: Jaxpr
@@ -60,14 +64,17 @@ class DeviceProgram:
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
     moves: tuple[DeviceMove, ...]
+    by_result: Mapping[Var, DeviceMove]
+    loops: Loops | None = None
 
 
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
     outs: Sequence[Layout | None], names: Sequence[str] = (), once: bool = True,
     prices: Prices = (),
+    time: TimeAxis | None = None,
 ) -> DeviceProgram:  # fmt: skip
-    """One device's program of a step.
+    """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
     Args:
       jaxpr: the whole-batch step, calls flattened.
@@ -75,9 +82,10 @@ def partition(
       mesh: the axes, and how many devices each has.
       ins: for each argument.
       outs: for each result its layout, whose padding is zero; None where the partitioner chooses.
-      once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
       names: of the first results, those of the leaves whose gradients are reduced for them, or nothing.
+      once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
       prices: what collectives take along each axis; by default a byte costs the same along all.
+      time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
@@ -88,7 +96,7 @@ def partition(
     stored = [None if each.rows else each.layout for each in ins]
     hints = hints_of(region, stored, outs, [*names, *[""] * (len(outs) - len(names))])
     shared = Partitioning(
-        mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins)
+        mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time
     )
     frame = DeviceFrame(jaxpr.eqns[0], shared, region)
     own = [
@@ -103,9 +111,9 @@ def partition(
         frame.returns = j
         atoms.append(_with_zeros(frame, value, layout, given))
     written = frame.function(_template(), own, atoms)
-    moves = tuple(_moves(written, frame.moves, 1))
+    moves = moves_of(written, frame.moves)
     ins_ = tuple(each.given for each in ins)
-    return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves)
+    return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves, frame.moves)
 
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
@@ -120,6 +128,7 @@ def _returned(frame: DeviceFrame, value: DeviceValue, wanted: Layout | None) -> 
         return wanted
     frame.settle(value)
     keeps = value.rows and value.make is None and value.layout.spec() is not None
+    keeps = keeps and not value.rows & frame.over_time
     return value.layout if keeps else frame.whole(value.aval.shape)
 
 
@@ -132,6 +141,11 @@ def _with_zeros(
     for d in padded if padded and x not in given else ():
         x = frame.masked(x, layout, d, "sum")
     return x
+
+
+def moves_of(jaxpr: Jaxpr, by_result: Mapping[Var, DeviceMove]) -> tuple[DeviceMove, ...]:
+    """Every conversion of a program that communicates."""
+    return tuple(_moves(jaxpr, by_result, 1))
 
 
 def _moves(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove], times: int) -> Iterator[DeviceMove]:

@@ -46,7 +46,7 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
             value.leaf = value.leaf or frame.leaf_of(var)
             is_wanted = value.hint is not None and value.hint.is_firm
             if value.layout.partial and is_wanted and not _waits(region, var):
-                frame.settle(value)
+                frame.settle_here(value)
         frame.note(outs)
     frame.region = outer
     return [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in region.jaxpr.outvars]

@@ -45,6 +45,7 @@ class DeviceValue:
       spread: where a sum of activations is scattered that nobody has asked of: beside the dim that it summed.
       outer: the same value in the frame around.
       view: an equation and the state that it reads, which is gathered in its place.
+      cast: the cast that made it, and of what, if that is a partial sum.
       casts: of state, what it is in other dtypes: equal casts share a gather.
       scopes: of gathers of state that serve one pass only, which.
     """
@@ -63,6 +64,7 @@ class DeviceValue:
     spread: Layout | None = None
     outer: DeviceValue | None = None
     view: tuple[Eqn, DeviceValue] | None = None
+    cast: tuple[Eqn, DeviceValue] | None = None
     casts: dict[tuple[Any, bool], DeviceValue] = dataclasses.field(default_factory=dict)
     scopes: dict[Layout, int] = dataclasses.field(default_factory=dict)
 

@@ -112,12 +112,12 @@ class DeviceWriter(JaxprWriter):
         user = self.source
         for step in self.steps(x.aval, source, target):
             if step.kind in LOCAL:
-                x = self._as_data(x, step)
+                x = self.step(x, step)
                 continue
             if leaf:
                 scope = f"jzero.{_SCOPES.get(step.kind, step.kind)}[{leaf}]"
                 self.source = _jaxpr.within_scope(user, scope)
-            x = self._as_data(x, step)
+            x = self.step(x, step)
             self.source = user
             self.moves[self._moved] = DeviceMove(
                 step.kind, step.axes, sum(n for _, n in step.received), of, self._line(),
@@ -139,7 +139,7 @@ class DeviceWriter(JaxprWriter):
         """What needs it."""
         return self.source.primitive.name
 
-    def _as_data(self, x: Atom, step: LayoutStep) -> Atom:
+    def step(self, x: Atom, step: LayoutStep) -> Atom:
         """One step; of keys, that of their words."""
         convert: Callable[[Atom, LayoutStep], Atom] = getattr(self, f"_{step.kind}")
         if not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jzero._errors import StepError, message
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._kinds import CutError
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._lone import note_lone_products
 from jzero.sharding.analysis._needs import note_feeds_batch, note_needs_full
@@ -84,7 +85,6 @@ def make_plan(
     Raises:
       OptionError: an option that this step cannot obey.
       StepError: it is compiled wrong on these devices.
-      CutError: it cannot be cut into microbatches.
     """
     stage_axes, options = setting.stage_axes, setting.options
     frame = inputs_first_in(local.traced.frame, options.freed_first)
@@ -192,9 +192,12 @@ def _microbatches(
     if num == 1:
         return Microbatches(num, dims)
     per_example = [*[False] * num_leaves, *map(_is_sharded, local.outputs)]
-    cut = _phases.cut(
-        local.traced.frame, setting.step_axes, num, per_example, update.apart, update.boundary
-    )
+    try:
+        cut = _phases.cut(
+            local.traced.frame, setting.step_axes, num, per_example, update.apart, update.boundary
+        )
+    except CutError as error:
+        return Microbatches(num, dims, refused=error.with_traceback(None))
     return Microbatches(num, dims, cut.phases, cut.loops, setting.options.layer_major)
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jzero._blocks import Blocks
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._kinds import CutError
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._residuals import Residual, Residuals
 from jzero.sharding.analysis._tables import Tables
@@ -95,6 +96,7 @@ class Microbatches:
       phases: loops over them, and what runs between; none for one microbatch.
       loops: what is to be said of these loops.
       layer_major: all of them pass a layer before the next layer comes.
+      refused: why the interpreter cannot work through them.
     """
 
     num: int
@@ -102,6 +104,7 @@ class Microbatches:
     phases: tuple[Phase, ...] = ()
     loops: Loops | None = None
     layer_major: bool = False
+    refused: CutError | None = None
 
 
 @dataclasses.dataclass(frozen=True)

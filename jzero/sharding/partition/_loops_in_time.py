@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which equations run for each microbatch, in which loop over them, and which once.
+
+A reduction over the axis of microbatches ends a loop, and so does what needs of each microbatch what the loop
+made: a gather over the axis, or a loop or branch with such ends inside, which is opened. Whatever differs
+between microbatches is in the loop that makes it for such an end, and in each later one that needs it again,
+or reads what was kept (`sharding/cut/_kept.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from jzero.ir import _dataflow, _rules
+from jzero.ir._products import products
+from jzero.ir._regions import Region, ValueIn, variables
+from jzero.ir._rules import Cost
+from jzero.sharding.cut._bits import compared, moved_into
+from jzero.sharding.cut._kept import Keeper, Loops
+from jzero.sharding.cut._phases import MOST_REPEATS
+from jzero.sharding.partition._errors import cannot
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn, Jaxpr, Var
+
+REDUCES = {"psum": "sum", "pmax": "max", "pmin": "min"}
+_GATHERS = ("all_gather", "all_gather_invariant")
+
+
+class LoopInTime(NamedTuple):
+    """One loop over the microbatches.
+
+    Attributes:
+      eqns: that run for each, by index, in order.
+      reads: what it reads of each microbatch that earlier loops have made.
+      sums: the reductions whose operands it makes.
+      lasts: what each microbatch computes alike, and others read.
+      stacks: what it hands out as each microbatch has it.
+    """
+
+    eqns: tuple[int, ...]
+    reads: tuple[Var, ...]
+    sums: tuple[Eqn, ...]
+    lasts: tuple[Var, ...]
+    stacks: tuple[Var, ...]
+
+
+class LoopsInTime(NamedTuple):
+    """The loops over the microbatches, in order.
+
+    Attributes:
+      loops: a loop may be empty.
+      once: for each loop, the equations that run before it, by index; and those behind the last one.
+      kept: what loops hand on for later ones alone.
+      said: what is to be said of them.
+    """
+
+    loops: list[LoopInTime]
+    once: list[list[int]]
+    kept: list[Var]
+    said: Loops
+
+
+def loops_in_time(
+    region: Region, differs: Collection[Var], axis: str, num: int, devices: int, gather_once: bool
+) -> LoopsInTime:
+    """The loops of a program of one device and one microbatch.
+
+    Args:
+      region: the program.
+      differs: its own values that are not the same in all microbatches.
+      axis: of the microbatches, which no device has.
+      num: how many there are.
+      devices: how many devices there are.
+      gather_once: one gather of the state serves all microbatches.
+
+    Raises:
+      CannotPartitionError: they would run the products of the step many times, or some products would run
+        for all microbatches at once.
+    """
+    levels = _Levels(region, differs, axis)
+    _check_products(levels)
+    inside = levels.loop | _sunk(levels, gather_once)
+    eqns, lasts, handed = region.jaxpr.eqns, _lasts(levels), _handed(levels)
+    ends = [levels.of[var] + 1 for var in (*lasts, *handed)]
+    last = max([*levels.of_eqns, *ends, 0])
+    keeper, loops = _keeper(levels, inside, num, devices), list[LoopInTime]()
+    for level in range(last):
+        sums = tuple(eqns[i] for i in levels.sums if levels.of_eqns[i] == level + 1)
+        mine = tuple(var for var in lasts if levels.of[var] == level)
+        stacks = tuple(var for var in handed if levels.of[var] == level)
+        made = [*variables(atom for eqn in sums for atom in eqn.invars), *mine, *stacks]
+        makers = [levels.maker[var] for var in made if levels.maker.get(var) in inside]
+        run, _, reads = keeper.loop(level, makers, stacks)
+        loops.append(LoopInTime(run, reads, sums, mine, stacks))
+    said = keeper.loops(sum(bool(loop.eqns) for loop in loops), [])
+    if said.repeats > MOST_REPEATS:
+        raise cannot(f"in microbatches it would run its products {said.repeats:.1f} times as often")
+    once = [[i for i in levels.once if levels.of_eqns[i] == level] for level in range(last + 1)]
+    return LoopsInTime(loops, once, [*keeper.kept], said)
+
+
+class _Levels:
+    """How many loops must have run before a value can be computed.
+
+    Attributes:
+      frame: the program.
+      differs: its own values that are not the same in all microbatches.
+      of, of_eqns: the level of a variable, and of an equation by its index.
+      maker: which equation makes a variable.
+      loop: equations that run for each microbatch, by index.
+      sums: reductions over the microbatches, in order.
+      stacked: those that need what each microbatch has, in order: gathers, and what is opened.
+    """
+
+    def __init__(self, region: Region, differs: Collection[Var], axis: str):
+        self.frame, self._axis = region, axis
+        self.differs = {*differs}
+        self.maker = region.makers
+        self.of = dict.fromkeys([*region.jaxpr.constvars, *region.jaxpr.invars], 0)
+        self.of_eqns = list[int]()
+        self.loop, self.sums, self.stacked = set[int](), dict[int, None](), dict[int, None]()
+        for index, eqn in enumerate(region.jaxpr.eqns):
+            self._place(index, eqn)
+
+    def _place(self, index: int, eqn: Eqn) -> None:
+        read = variables(eqn.invars)
+        level = max((self.of[var] for var in read), default=0)
+        if is_sum(eqn, self._axis):
+            self.sums[index] = None
+            level += 1
+        elif is_stacked(eqn, self._axis):
+            self.stacked[index] = None
+            level = max((self.of[var] + self.is_made_in_loop(var) for var in read), default=0)
+        elif any(var in self.differs for var in (*read, *eqn.outvars)) or any(
+            self.is_made_in_loop(var) and self.of[var] == level for var in read
+        ):
+            self.loop.add(index)
+        self.of_eqns.append(level)
+        self.of |= dict.fromkeys(eqn.outvars, level)
+
+    @property
+    def once(self) -> list[int]:
+        """Equations that run once, in order."""
+        num = len(self.frame.jaxpr.eqns)
+        return [i for i in range(num) if i not in self.loop and i not in self.sums]
+
+    def is_local(self, var: Var) -> bool:
+        """Whether a variable differs between microbatches."""
+        return var in self.differs
+
+    def is_made_in_loop(self, var: Var) -> bool:
+        """Whether an equation that runs for each microbatch makes a variable."""
+        return self.maker.get(var) in self.loop
+
+
+def is_sum(eqn: Eqn, axis: str) -> bool:
+    """Whether it is a reduction over the axis of microbatches."""
+    return eqn.primitive.name in REDUCES and is_over(eqn, axis)
+
+
+def is_stacked(eqn: Eqn, axis: str) -> bool:
+    """Whether it needs what each microbatch has: it is a gather over the axis, or holds what ends a loop."""
+    gathers = is_gather(eqn) and is_over(eqn, axis)
+    return gathers or any(ends_loop(each, axis) for each in _jaxpr.inside(eqn))
+
+
+def ends_loop(eqn: Eqn, axis: str) -> bool:
+    """Whether it is a reduction or a gather over the axis of microbatches."""
+    return (eqn.primitive.name in REDUCES or is_gather(eqn)) and is_over(eqn, axis)
+
+
+def has_ends(jaxpr: Jaxpr, axis: str) -> bool:
+    """Whether something in a program ends a loop over the microbatches."""
+    return any(ends_loop(eqn, axis) for eqn in _jaxpr.walk(jaxpr))
+
+
+def is_gather(eqn: Eqn) -> bool:
+    return eqn.primitive.name in _GATHERS
+
+
+def is_over(eqn: Eqn, axis: str) -> bool:
+    """Whether a collective's axes have this one among them."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return axis in (axes if isinstance(axes, tuple) else (axes,))
+
+
+def differing(region: Region, given: Iterable[Var], axis: str) -> Mapping[ValueIn, bool]:
+    """Of the values of a program, and of those inside, whether they are not the same in all microbatches."""
+
+    def step(_: Region, eqn: Eqn, facts: Sequence[bool]) -> list[bool]:
+        if eqn.primitive.name == "optimization_barrier":
+            return [*facts]
+        differs = any(facts) and not ends_loop(eqn, axis)
+        index = eqn.primitive.name == "axis_index" and is_over(eqn, axis)
+        return [differs or index] * len(eqn.outvars)
+
+    start: dict[ValueIn, bool] = {(region, var): True for var in given}
+    return _dataflow.forward(region, start, step, lambda a, b: a or b, False)
+
+
+def _check_products(levels: _Levels) -> None:
+    """Refuses products of what was gathered of all microbatches: it would be there at once."""
+    gathered, region = set[Var](), levels.frame
+    for index in levels.once:
+        eqn = region.jaxpr.eqns[index]
+        if index in levels.stacked or not gathered.isdisjoint(variables(eqn.invars)):
+            gathered.update(eqn.outvars)
+            if index not in levels.stacked and products(region, eqn):
+                raise cannot("it would run for all microbatches at once", eqn, region)
+
+
+def _sunk(levels: _Levels, gather_once: bool) -> set[int]:
+    """Equations that are alike in all microbatches and run in their loops, lest results be kept alive.
+
+    These are cheap ones that only loops read; and gathers of the state, whoever else reads them.
+    """
+    region, num, sunk = levels.frame, len(levels.frame.jaxpr.eqns), set[int]()
+    for index, eqn in reversed([*enumerate(region.jaxpr.eqns)]):
+        if index in levels.loop or index in levels.sums or index in levels.stacked:
+            continue
+        readers = {i for out in eqn.outvars for i in region.readers.get(out, ())}
+        inside = {i for i in readers if i in levels.loop or i in levels.sums or i in sunk}
+        alone = inside == readers and num not in readers and _is_cheap(eqn)
+        if inside and (alone or is_gather(eqn) and not gather_once):
+            sunk.add(index)
+    return sunk
+
+
+def _is_cheap(eqn: Eqn) -> bool:
+    """Whether an equation only moves elements, or treats each by itself."""
+    moves = _rules.keeps_dims(eqn) and not _rules.costs(eqn, Cost.REDUCTION, Cost.ALONG)
+    return moves or _rules.costs(eqn, Cost.SOURCE, Cost.IDENTITY)
+
+
+def _lasts(levels: _Levels) -> list[Var]:
+    """What loops make, is the same in all microbatches, and is read by what runs once."""
+    found = [var for var in _read_once(levels) if levels.is_made_in_loop(var)]
+    return [var for var in found if not levels.is_local(var)]
+
+
+def _handed(levels: _Levels) -> list[Var]:
+    """What loops make, and is read as each microbatch has it."""
+    found = [var for var in _read_once(levels) if levels.is_made_in_loop(var)]
+    return [var for var in found if levels.is_local(var)]
+
+
+def _read_once(levels: _Levels) -> list[Var]:
+    """What is read by what runs once, or returned."""
+    jaxpr = levels.frame.jaxpr
+    read = (atom for i in levels.once for atom in jaxpr.eqns[i].invars)
+    return variables([*read, *jaxpr.outvars])
+
+
+def _keeper(levels: _Levels, inside: set[int], num: int, devices: int) -> Keeper:
+    """Decides what later loops read of earlier ones: in all as many bytes as are gathered for loops."""
+    eqns = levels.frame.jaxpr.eqns
+
+    def inputs(index: int) -> list[Var]:
+        return [var for var in variables(eqns[index].invars) if levels.maker.get(var) in inside]
+
+    waited = _waited_for(levels)
+    gathers = [eqns[i] for i in levels.stacked if waited & {*eqns[i].outvars}]
+    rows = sum(_rules.size_in_bytes(out.aval) for eqn in gathers for out in eqn.outvars)
+    operands = variables(atom for eqn in gathers for atom in eqn.invars)
+    bits = compared(levels, ()) | moved_into(levels, operands)
+    return Keeper(levels.frame, num, rows * devices, inputs, levels.is_local, bits)
+
+
+def _waited_for(levels: _Levels) -> set[Var]:
+    """What runs once, or ends a loop, and a loop depends on."""
+    found = set[Var]()
+    for index, eqn in reversed([*enumerate(levels.frame.jaxpr.eqns)]):
+        if index in levels.loop or not found.isdisjoint(eqn.outvars):
+            found.update(v for v in variables(eqn.invars) if not levels.is_made_in_loop(v))
+    return found

@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops over microbatches: an axis in time becomes time.
+
+The partitioner wrote what one device computes of one microbatch, and collectives over an axis that no device
+has. What differs between microbatches runs in a loop over them, up to these collectives::
+
+    y = psum(f(x), 'microbatch')          ->    for x in microbatches: y += f(x)
+    y = all_gather(f(x), 'microbatch')    ->    y = [f(x) for x in microbatches]
+
+What needs such a result runs behind the loop: once, or, if it differs again, in another loop. A loop or
+branch of the step with such collectives inside is opened: it runs once, around loops of its own over the
+microbatches, and takes, carries and returns of what differs a stack of what each of them has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jzero.ir import _rules
+from jzero.ir._loops import CarryPort, ConstPort, Scan, SlicePort, StackPort
+from jzero.ir._regions import Region, ValueIn, variables
+from jzero.ir._sent import cast, fenced
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.cut._phases import SCOPE
+from jzero.sharding.partition._errors import cannot
+from jzero.sharding.partition._loops_in_time import (
+    REDUCES,
+    LoopInTime,
+    differing,
+    is_gather,
+    is_over,
+    is_stacked,
+    loops_in_time,
+)
+from jzero.sharding.partition._partition import DeviceProgram, moves_of
+from jzero.sharding.partition._time import TimeAxis, without_time
+from jzero.sharding.partition._writer import DeviceMove
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+
+class Accumulation(NamedTuple):
+    """How a device works through its microbatches.
+
+    Attributes:
+      time: their axis.
+      dtype: in which floats are summed up over them; None for the wider of float32 and their own.
+      gather_once: one gather of the state serves all microbatches.
+      devices: how many there are.
+      most: bytes that loops may hand out of what differs; None for any.
+    """
+
+    time: TimeAxis
+    dtype: DTypeLike | None
+    gather_once: bool
+    devices: int
+    most: int | None = None
+
+
+def in_loops(program: DeviceProgram, accumulation: Accumulation) -> DeviceProgram:
+    """The program of one device for all its microbatches, of that for one.
+
+    Raises:
+      CannotPartitionError: its loops would run the products of the step many times, or more than one
+        microbatch's activations would be there at a time.
+    """
+    axis, num, jaxpr = accumulation.time.name, accumulation.time.num, program.jaxpr
+    rows = {}
+    for var, layout in zip(jaxpr.invars, program.ins, strict=True):
+        if (place := layout.place(axis)) is not None:
+            assert layout.local_outer(*place) == 1, "a device's rows are not in order of time"
+            shape = [*var.aval.shape]
+            shape[place[0]] *= num
+            rows[var] = _jaxpr.var_like(var.aval, shape), place[0]
+    region, by_result = Region(jaxpr, [*program.consts]), dict(program.by_result)
+    facts = differing(region, rows, axis)
+    source = _jaxpr.with_scope(jaxpr.eqns[0], SCOPE)
+    writer = _LoopsWriter(region, facts, accumulation, by_result, source)
+    writer.rows |= rows
+    writer.run()
+    batch = sum(_rules.size_in_bytes(whole.aval) for whole, _ in rows.values())
+    if accumulation.most is not None and writer.handed > accumulation.most + batch:
+        raise cannot(f"of all microbatches it would keep {writer.handed:,} bytes")
+    invars = [rows[var][0] if var in rows else var for var in jaxpr.invars]
+    written = writer.closed(invars, [*map(writer.outer.read, jaxpr.outvars)])
+    return dataclasses.replace(
+        program,
+        jaxpr=written,
+        ins=tuple(without_time(layout, axis) for layout in program.ins),
+        outs=tuple(without_time(layout, axis) for layout in program.outs),
+        moves=moves_of(written, by_result),
+        by_result=by_result,
+        loops=writer.plan.said,
+    )
+
+
+class _LoopsWriter:
+    """Writes a program, its loops included.
+
+    Attributes:
+      rows: arguments with the rows of all microbatches, and along which dim.
+      stacks: `[microbatches, ...]` of what loops hand out, and of what is given so.
+      handed: bytes of what loops hand out.
+    """
+
+    def __init__(
+        self, region: Region, facts: Mapping[ValueIn, bool], accumulation: Accumulation,
+        by_result: dict[Var, DeviceMove], source: Eqn,
+    ):  # fmt: skip
+        self.region, self.jaxpr, self.facts = region, region.jaxpr, facts
+        self.accumulation, self.by_result = accumulation, by_result
+        self.axis, self.num = accumulation.time.name, accumulation.time.num
+        own = [var for (where, var), fact in facts.items() if fact and where is region]
+        self.differs = set(variables(own))
+        self.plan = loops_in_time(
+            region, self.differs, self.axis, self.num, accumulation.devices,
+            accumulation.gather_once,
+        )  # fmt: skip
+        self.handed = 0
+        self.outer = JaxprWriter(source)
+        self.rows: dict[Var, tuple[Var, int]] = {}
+        self.stacks: dict[Var, Var] = {}
+
+    def closed(self, invars: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
+        """What is written, as a function."""
+        live = _rewrite.without_unread(self.outer.eqns, outs, lambda _: True)
+        found: Any = _jaxpr.replaced(
+            self.jaxpr, invars=[*invars], outvars=[*outs], eqns=live
+        )  # fmt: skip
+        return _jaxpr.replaced(found, debug_info=found.debug_info.with_unknown_names())
+
+    def run(self) -> None:
+        """Writes all equations."""
+        for loop, once in zip([*self.plan.loops, None], self.plan.once, strict=True):
+            for eqn in (self.jaxpr.eqns[i] for i in once):
+                if not is_stacked(eqn, self.axis):
+                    self.outer.keep([eqn])
+                elif is_gather(eqn):
+                    self._gather(eqn)
+                else:
+                    self._open(eqn)
+            if loop is not None:
+                self._write(loop)
+
+    def _write(self, loop: LoopInTime) -> None:
+        """One loop, and behind it the sums that it makes."""
+        kept = [var for var in self.plan.kept if var not in self.stacks]
+        body = _Microbatch(self, loop, [*kept, *loop.stacks])
+        carries = [self._sum(eqn, body) for eqn in loop.sums]
+        carries += [self._last(var, body) for var in loop.lasts]
+        made = dict.fromkeys([*loop.stacks, *(var for var in kept if var in body.made)])
+        ys = [StackPort(body.read(var), self._new_stack(var)) for var in made]
+        self.handed += sum(_rules.size_in_bytes(port.stack.aval) for port in ys)
+        if not carries and not ys:
+            return
+        numbers = self.outer.trace(_numbers, static=(self.num,))[0]
+        xs = [SlicePort(numbers, body.number)]
+        xs += [SlicePort(self.stacks[var], row) for var, row in body.rows.items()]
+        template = _template().replace(source_info=self.outer.source.source_info)
+        scan = dataclasses.replace(
+            Scan.of(template), eqns=tuple(body.writer.eqns), carries=tuple(carries), xs=tuple(xs),
+            consts=tuple(ConstPort(*port) for port in body.consts.items()), ys=tuple(ys), length=self.num,
+        )  # fmt: skip
+        self.outer.eqns.append(scan.equation())
+        for eqn, port in zip(loop.sums, carries, strict=False):
+            (out,) = eqn.outvars
+            if port.out is not out:
+                self.outer.names[out] = self.outer.trace(cast, port.out, static=(out.aval.dtype,))[
+                    0
+                ]
+
+    def _sum(self, eqn: Eqn, body: _Microbatch) -> CarryPort:
+        """A running sum (maximum, minimum)."""
+        (out,), op = eqn.outvars, REDUCES[eqn.primitive.name]
+        dtype = out.aval.dtype
+        if op == "sum" and jnp.issubdtype(dtype, jnp.inexact):
+            wide = self.accumulation.dtype
+            dtype = jnp.promote_types(dtype, jnp.float32) if wide is None else jnp.dtype(wide)
+        same = dtype == out.aval.dtype
+        before = _jaxpr.new_var(out) if same else _jaxpr.var_like(out.aval, dtype=dtype)
+        init = self.outer.full(_rules.neutral(op, dtype), before.aval)
+        term = body.read(eqn.invars[0])
+        (after,) = body.writer.trace(_combined, before, term, static=(op,))
+        return CarryPort(init, before, after, out if same else _jaxpr.new_var(before))
+
+    def _last(self, var: Var, body: _Microbatch) -> CarryPort:
+        """What each microbatch computes alike: the last one's."""
+        before = _jaxpr.new_var(var)
+        (init,) = self.outer.trace(_nothing, static=(var.aval.shape, var.aval.dtype))
+        return CarryPort(init, before, body.read(var), var)
+
+    # -- what needs what each microbatch has ----------------------------------------------------------
+    def _new_stack(self, var: Var) -> Var:
+        self.stacks[var] = stack = _jaxpr.var_like(var.aval, (self.num, *var.aval.shape))
+        return stack
+
+    def stack(self, atom: Atom) -> Atom:
+        """`[microbatches, ...]` of a value."""
+        if _jaxpr.is_literal(atom) or atom not in self.differs:
+            return self.outer.trace(_spread, self.outer.read(atom), static=(self.num,))[0]
+        if atom not in self.stacks:
+            whole, dim = self.rows[atom]
+            (found,) = self.outer.trace(_apart, whole, static=(dim, self.num))
+            self.stacks[atom] = _jaxpr.variable(found)
+        return self.stacks[atom]
+
+    def _gather(self, eqn: Eqn) -> None:
+        """What all microbatches have, in their order along a dim."""
+        (atom,), (out,), dim = eqn.invars, eqn.outvars, int(eqn.params["all_gather_dimension"])
+        assert eqn.params["tiled"], "what the partitioner writes is tiled"
+        whole = None if _jaxpr.is_literal(atom) else self.rows.get(atom)
+        if whole is not None and whole[1] == dim:
+            self.outer.names[out] = whole[0]
+        else:
+            stack = self.stack(atom)
+            self.outer.names[out] = self.outer.trace(_in_order, stack, static=(dim,))[0]
+
+    def _open(self, eqn: Eqn) -> None:
+        """A loop or branch around loops over the microbatches."""
+        {"scan": self._scan, "while": self._while, "cond": self._cond}[eqn.primitive.name](eqn)
+
+    def _scan(self, eqn: Eqn) -> None:
+        scan, (body,) = _jaxpr.scan_parts(eqn), self.region.inner(eqn)
+        first, last = scan.num_consts, scan.num_consts + scan.num_carry
+        ins, num = self._stacked(body, body.jaxpr.invars), scan.num_carry
+        if any(self._stacked(body, body.jaxpr.outvars[num:])):
+            raise cannot(
+                "of each iteration it would keep what all microbatches have", eqn, self.region
+            )
+        atoms = self._given(eqn.invars, ins)
+        for k in range(last, len(atoms)):  # Iterations first.
+            atoms[k] = self.outer.swapped(atoms[k]) if ins[k] else atoms[k]
+        outs = [*ins[first:last], *[False] * (len(eqn.outvars) - num)]
+        written = self._body(body, ins, outs)
+        results = self._results(eqn.outvars, outs)
+        self.outer.eqns.append(
+            _jaxpr.scan_like(eqn, written, atoms, results, first, num, scan.length, scan.reverse)
+        )
+
+    def _while(self, eqn: Eqn) -> None:
+        parts, (cond, body) = _jaxpr.while_parts(eqn), self.region.inner(eqn)
+        first = parts.num_cond_consts
+        if any(self._stacked(cond, cond.jaxpr.outvars)):
+            raise cannot("each microbatch would stop by itself", eqn, self.region)
+        tests = self._stacked(cond, cond.jaxpr.invars)
+        ins = self._stacked(body, body.jaxpr.invars)
+        carry = ins[parts.num_body_consts :]
+        tests[first:] = carry
+        new = [self._body(cond, tests, [False]), self._body(body, ins, carry)]
+        names = "cond_jaxpr", "body_jaxpr"
+        closed = {n: eqn.params[n].replace(jaxpr=x) for n, x in zip(names, new, strict=True)}
+        atoms = self._given(eqn.invars, [*tests[:first], *ins])
+        self.outer.again(eqn, atoms, self._results(eqn.outvars, carry), params=eqn.params | closed)
+
+    def _cond(self, eqn: Eqn) -> None:
+        branches, (index, *operands) = self.region.inner(eqn), eqn.invars
+        if any(self._stacked(self.region, [index])):
+            raise cannot("each microbatch would take a branch by itself", eqn, self.region)
+        ins = self._stacked(self.region, operands)
+        outs = self._stacked(self.region, eqn.outvars)
+        pairs = zip(eqn.params["branches"], branches, strict=True)
+        new = tuple(x.replace(jaxpr=self._body(each, ins, outs)) for x, each in pairs)
+        atoms = [self.outer.read(index), *self._given(operands, ins)]
+        params = eqn.params | {"branches": new}
+        self.outer.again(eqn, atoms, self._results(eqn.outvars, outs), params=params)
+
+    def _stacked(self, region: Region, atoms: Sequence[Atom]) -> list[bool]:
+        """Which values are `[microbatches, ...]` in what is opened."""
+        own = (None if _jaxpr.is_literal(atom) else atom for atom in atoms)
+        return [var is not None and self.facts.get((region, var), False) for var in own]
+
+    def _given(self, atoms: Sequence[Atom], stacked: Sequence[bool]) -> list[Atom]:
+        each = zip(atoms, stacked, strict=True)
+        return [self.stack(atom) if of_each else self.outer.read(atom) for atom, of_each in each]
+
+    def _results(self, outs: Sequence[Var], stacked: Sequence[bool]) -> list[Var]:
+        each = zip(outs, stacked, strict=True)
+        return [self._new_stack(var) if of_each else var for var, of_each in each]
+
+    def _body(self, region: Region, ins: Sequence[bool], outs: Sequence[bool]) -> Jaxpr:
+        """A program inside, with loops over the microbatches."""
+        assert not region.jaxpr.constvars, "constants of a body have no place"
+        writer = _LoopsWriter(
+            region, self.facts, self.accumulation, self.by_result, self.outer.source
+        )
+        invars = writer._results(region.jaxpr.invars, ins)
+        writer.run()
+        self.handed += writer.handed
+        return writer.closed(invars, writer._given(region.jaxpr.outvars, outs))
+
+
+class _Microbatch:
+    """The equations of one microbatch in one loop.
+
+    Attributes:
+      writer: of its equations; their variables are its own.
+      number: of the microbatch.
+      consts: what it reads of outside, and as what.
+      rows: what it reads of its own that was made before, and as what.
+      made: what it makes.
+    """
+
+    def __init__(self, loops: _LoopsWriter, loop: LoopInTime, stacks: Sequence[Var]):
+        self._loops = loops
+        self.writer = JaxprWriter(loops.outer.source)
+        self.number = _jaxpr.var_like(None, (), np.dtype(np.int32))
+        self.consts: dict[Atom, Var] = {}
+        self.rows = {var: _jaxpr.new_var(var) for var in loop.reads}
+        self.made = set[Var]()
+        self._names: dict[Var, Atom] = dict(self.rows)
+        stacked = {*stacks}
+        for index in loop.eqns:
+            self._run(loops.jaxpr.eqns[index], stacked)
+
+    def _run(self, eqn: Eqn, stacked: set[Var]) -> None:
+        """One equation.
+
+        What an earlier loop has made stays, though its maker runs again for others of its results. What later
+        loops read is a value of its own: all that read it here see the bits that these will read.
+        """
+        self.made.update(eqn.outvars)
+        if eqn.primitive.name == "axis_index" and is_over(eqn, self._loops.axis):
+            self._names[eqn.outvars[0]] = self.number
+            return
+        outs = self.writer.again(eqn, [*map(self.read, eqn.invars)])
+        for old, new in zip(eqn.outvars, outs, strict=True):
+            if (move := self._loops.by_result.get(old)) is not None:
+                self._loops.by_result[new] = move
+            if old not in self.rows:
+                self._names[old] = self._held(new) if old in stacked else new
+
+    def _held(self, x: Var) -> Atom:
+        return self.writer.add(lax.optimization_barrier_p, [x], [_jaxpr.new_var(x)])[0]
+
+    def read(self, atom: Atom) -> Atom:
+        """What stands for a value of the program in the loop."""
+        if _jaxpr.is_literal(atom):
+            return atom
+        if atom not in self._names:
+            self._names[atom] = self._given(atom)
+        return self._names[atom]
+
+    def _given(self, var: Var) -> Atom:
+        loops = self._loops
+        if var in loops.rows:
+            whole, dim = loops.rows[var]
+            static = dim, loops.num
+            return self.writer.trace(_rows_of, self._outside(whole), self.number, static=static)[0]
+        if var in loops.stacks:
+            self.rows[var] = row = _jaxpr.new_var(var)
+            return row
+        assert var not in loops.differs, (
+            f"{var} differs between microbatches, and was handed out by none"
+        )
+        return self._outside(loops.outer.read(var))
+
+    def _outside(self, atom: Atom) -> Atom:
+        if _jaxpr.is_literal(atom):
+            return atom
+        if atom not in self.consts:
+            self.consts[atom] = _jaxpr.new_var(atom)
+        return self.consts[atom]
+
+
+# -- traced ------------------------------------------------------------------------------------------------
+def _numbers(num: int) -> jax.Array:
+    return lax.iota(jnp.int32, num)
+
+
+def _nothing(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        return _jaxpr.wrapped_keys(dtype, jnp.zeros(words.shape, words.dtype))
+    return jnp.zeros(shape, dtype)
+
+
+def _rows_of(dim: int, num: int, x: jax.Array, number: jax.Array) -> jax.Array:
+    """A microbatch's rows: an element of `[num, rows]`, and not a slice of rows.
+
+    XLA merges such a slice with the row that a step's scatter writes, and a row that the scatter should drop
+    would be another microbatch's (`ir/_starts.py`).
+    """
+    shape = x.shape
+    parts = x.reshape(*shape[:dim], num, shape[dim] // num, *shape[dim + 1 :])
+    own: jax.Array = lax.dynamic_index_in_dim(parts, number, dim, keepdims=False)
+    return own
+
+
+def _combined(op: str, total: jax.Array, x: jax.Array) -> jax.Array:
+    combine = {"sum": lax.add, "max": lax.max, "min": lax.min}[op]
+    return combine(total, x.astype(total.dtype))
+
+
+def _in_order(dim: int, stack: jax.Array) -> jax.Array:
+    """`[microbatches, ...]` as one dim."""
+    num, *shape = stack.shape
+    rows = jnp.moveaxis(stack, 0, dim)
+    return fenced(rows.reshape(*shape[:dim], num * shape[dim], *shape[dim + 1 :]))
+
+
+def _apart(dim: int, num: int, x: jax.Array) -> jax.Array:
+    """`[microbatches, ...]` of rows along a dim."""
+    shape = x.shape
+    parts = x.reshape(*shape[:dim], num, shape[dim] // num, *shape[dim + 1 :])
+    return fenced(jnp.moveaxis(parts, dim, 0))
+
+
+def _spread(num: int, x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(x, (num, *x.shape))
+
+
+@functools.cache
+def _template() -> Eqn:
+    """Any loop, in the place of whose parts others stand."""
+
+    def loop(x: jax.Array) -> Any:
+        return lax.scan(lambda x, _: (x, None), x, None, length=1)
+
+    traced = _jaxpr.trace_here(loop, jax.ShapeDtypeStruct((), np.dtype(np.int32)))
+    (eqn,) = traced.jaxpr.eqns
+    return eqn

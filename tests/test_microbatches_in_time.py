@@ -1,0 +1,410 @@
+"""Microbatches of partitioned steps: an axis in time, which becomes loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import engines
+import partition_steps as steps
+import small
+from jzero import StepError
+from jzero.ir._layout import Partial, replicated
+from jzero.segments import _partitioned
+from jzero.segments._partitioned import Partitioned
+from jzero.sharding.cut._phases import SCOPE
+from jzero.sharding.partition._time import TimeAxis, step_over_time
+from jzero.tracing import _jaxpr
+
+TX = optax.adam(1e-2)
+
+
+@pytest.fixture(autouse=True)
+def _partitions(monkeypatch):
+    monkeypatch.setenv(_partitioned.SWITCH, "1")
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def mesh(num=8):
+    return jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+
+
+def train(made, num_steps=3, rows=None, **options):
+    """Trains by the partitioner, beside one device; returns the sharded step and its programs."""
+    init, step, batch = made
+    batch = batch if rows is None else jax.tree.map(lambda x: x[:rows], batch)
+    options = {"mesh": mesh(), **options}
+    train_step = small.shard_train_step(step, **options)
+    state = expected = init()
+    run = jax.jit(step)
+    for _ in range(num_steps):
+        expected, wanted = run(expected, batch)
+        state, found = train_step(state, batch)
+        assert_close(found, wanted)
+    assert engines.why_not(train_step) == []
+    assert_close(train_step.unshard(state), expected)
+    program = train_step._programs.of(train_step._programs.bind((init(), batch), {}))
+    found = _partitioned.of_step(program.step)
+    assert isinstance(found, Partitioned)
+    return train_step, found
+
+
+def assert_close(actual, expected):
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), path
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(
+                x, y, rtol=1e-9, atol=1e-11, err_msg=jax.tree_util.keystr(path)
+            )
+
+
+def loops(found):
+    """The loops over microbatches of a partitioned step."""
+    jaxpr = found.programs["microbatches"].jaxpr
+    return [eqn for eqn in jaxpr.eqns if _is_loop(eqn)]
+
+
+def _is_loop(eqn):
+    return eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, SCOPE)
+
+
+def counts(eqn):
+    """How often each collective stands in a loop, those inside included."""
+    found: dict[str, int] = {}
+    for each in _jaxpr.inside(eqn):
+        if each.primitive in _jaxpr.COLLECTIVES:
+            found[each.primitive.name] = found.get(each.primitive.name, 0) + 1
+    return found
+
+
+# -- parity --------------------------------------------------------------------------------------------
+MADE = {
+    "mlp": steps.mlp, "gpt": steps.gpt, "gpt unrolled": functools.partial(steps.gpt, scan=False),
+    "gpt tied": functools.partial(steps.gpt, tied=True), "lstm": steps.lstm, "moe": steps.moe,
+    "clip": steps.clip, "per example": steps.per_example, "maml": steps.maml,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("options", [{}, {"reduce": "once"}, {"stage": 1}], ids=str)
+def test_it_trains_as_one_device(name, options):
+    train(MADE[name](), accumulate=2, **options)
+
+
+@pytest.mark.parametrize("num", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_on_fewer_devices(num, accumulate):
+    train(steps.gpt(), mesh=mesh(num), accumulate=accumulate)
+    train(steps.clip(), mesh=mesh(num), accumulate=accumulate)
+
+
+@pytest.mark.parametrize("rows", [16, 13, 5])
+def test_rows_that_the_microbatches_do_not_divide(rows):
+    init, step, _ = steps.mlp(16)
+    batch = {"x": steps.rows(rows, 32), "y": steps.rows(rows, 10)}
+    train((init, step, batch), mesh=mesh(4), accumulate=3)
+
+
+def test_two_axes_and_parameters_sharded_over_one_of_them():
+    axes = jax.make_mesh((2, 4), ("node", "local"))
+    for options in ({}, {"param_axes": "local"}, {"param_axes": "local", "reduce": "once"}):
+        train(steps.gpt(), mesh=axes, accumulate=2, **options)
+
+
+def mean_of_rows(batch_loss):
+    """What minimises a loss of `(params, rows)` that also returns metrics."""
+
+    def params():
+        return {"a": steps.normal(0, 32, 64), "b": steps.normal(1, 64, 8)}
+
+    def step(state, batch):
+        p, opt_state = state
+        (_, metrics), g = jax.value_and_grad(batch_loss, has_aux=True)(p, batch)
+        updates, opt_state = TX.update(g, opt_state, p)
+        return (optax.apply_updates(p, updates), opt_state), metrics
+
+    def init():
+        p = params()
+        return p, TX.init(p)
+
+    return init, step
+
+
+def layer(p, x):
+    return jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def normalised(p, x):
+    """BatchNorm."""
+    h = x @ p["a"]
+    mean, var = h.mean(0), h.var(0)
+    y = jnp.tanh((h - mean) * lax.rsqrt(var + 1e-5)) @ p["b"]
+    return jnp.mean(y**2), {"mean": mean, "var": var}
+
+
+def divided_by_a_count(p, x):
+    kept = x[:, 0] > 0
+    losses = jnp.sum(layer(p, x) ** 2, 1)
+    return jnp.sum(losses * kept) / jnp.sum(kept), {"count": jnp.sum(kept), "losses": losses}
+
+
+def largest(p, x):
+    losses = jnp.sum(layer(p, x) ** 2, 1)
+    return jnp.sum(losses * (losses == losses.max())), {
+        "most": losses.max(),
+        "which": losses.argmax(),
+    }
+
+
+def ranked(p, x):
+    losses = jnp.sum(layer(p, x) ** 2, 1)
+    return jnp.median(losses), {"order": jnp.argsort(losses)}
+
+
+def with_dropout(p, x):
+    h = jnp.tanh(x @ p["a"])
+    keep = jax.random.bernoulli(jax.random.key(0), 0.7, h.shape)
+    y = jnp.where(keep, h / 0.7, 0) @ p["b"]
+    return jnp.mean(y**2), {"kept": keep.sum(1), "loss": jnp.mean(y**2, 1)}
+
+
+def along_the_batch(p, x):
+    def turn(total, row):
+        value = jnp.mean(layer(p, row[None]) ** 2)
+        return total + value, value
+
+    total, values = lax.scan(turn, jnp.zeros(()), x)
+    return total / x.shape[0], {"values": values}
+
+
+def shifted(p, x):
+    """Rows beside the next ones."""
+    y = layer(p, x)
+    return jnp.mean((y - jnp.roll(y, 1, axis=0)) ** 2), {
+        "last": y[-1],
+        "sorted": jnp.sort(y, axis=0),
+    }
+
+
+LOSSES = [
+    normalised, divided_by_a_count, largest, ranked, with_dropout, along_the_batch, shifted,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("rows", [32, 27])
+def test_statistics_of_the_whole_batch(loss, rows):
+    if loss is along_the_batch and rows == 27:
+        pytest.skip("all devices run all iterations, and a warning says so")
+    train((*mean_of_rows(loss), steps.rows(rows, 32)), accumulate=2)
+    train((*mean_of_rows(loss), steps.rows(rows, 32)), mesh=mesh(2), accumulate=4)
+
+
+def test_keys_of_rows():
+    def loss(p, batch):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (32,)))(batch["key"])
+        y = layer(p, batch["x"] + noise)
+        return jnp.mean(y**2), {"key": batch["key"]}
+
+    keys = jax.random.split(jax.random.key(0), 16)
+    train((*mean_of_rows(loss), {"x": steps.rows(16, 32), "key": keys}), accumulate=2)
+
+
+def test_a_gradient_of_a_gradient():
+    """SAM: the second pass needs the first one's gradient, of all microbatches."""
+    init, step = mean_of_rows(divided_by_a_count)
+
+    def sam(state, x):
+        g = jax.grad(lambda p: divided_by_a_count(p, x)[0])(state[0])
+        norm = optax.tree.norm(g)
+        moved = jax.tree.map(lambda p, g: p + 0.05 * g / norm, state[0], g)
+        (_, opt_state), metrics = step((moved, state[1]), x)
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, state[0], g), opt_state), metrics
+
+    train_step, found = train((init, sam, steps.rows(32, 32)), accumulate=2)
+    assert len(loops(found)) > 2
+    report = train_step.describe(init(), steps.rows(32, 32))
+    assert report.loops.num == len(loops(found))
+    assert 1 < report.loops.repeats < 3
+
+
+# -- what the loops do ---------------------------------------------------------------------------------
+def test_gradients_are_reduced_for_each_microbatch_or_once():
+    _, each = train(steps.gpt(), accumulate=2)
+    (loop,) = loops(each)
+    assert counts(loop)["reduce_scatter"] > 5
+    assert all(v.aval.size * 8 <= 2 * 128 * 32 for v in loop.outvars if v.aval.ndim == 3)
+    _, once = train(steps.gpt(), accumulate=2, reduce="once")
+    (loop,) = loops(once)
+    assert "reduce_scatter" not in counts(loop)
+    times = [move.times for move in once.program.moves if move.kind == "scatter"]
+    assert set(times) == {1}
+
+
+def test_what_microbatches_share_is_made_once():
+    def step(w, x):
+        large = lax.sort(jnp.tanh(w * w.sum(0)))  # no microbatch's own
+        g = jax.grad(lambda w: jnp.mean((x @ large * w.sum()) ** 2))(w)
+        return w - 1e-3 * g, ()
+
+    made = lambda: steps.normal(0, 16, 16), step, steps.rows(32, 16)
+    _, found = train(made, accumulate=4)
+    (loop,) = loops(found)
+    inside = [eqn.primitive.name for eqn in _jaxpr.inside(loop)]
+    assert "sort" not in inside
+    assert "dot_general" in inside
+
+
+def test_a_microbatch_is_alive_at_a_time():
+    def temporaries(accumulate):
+        init, step = mean_of_rows(lambda p, x: (jnp.mean(layer(p, x) ** 2), {}))
+        batch = steps.rows(8 * 256, 32)
+        train_step = small.shard_train_step(step, mesh=mesh(), accumulate=accumulate)
+        compiled = train_step.lower(init(), batch).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8) < temporaries(1) / 3
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_loops_of_single_rows_stop_by_themselves(accumulate):
+    """Also those that begin with the same for all rows; the interpreter refuses both in microbatches."""
+
+    def solved(w, x):
+        def far(c):
+            return (jnp.max(jnp.abs(c[0] ** 3 + c[0] - x @ w)) > 1e-9) & (c[1] < 50)
+
+        def better(c):
+            return c[0] - (c[0] ** 3 + c[0] - x @ w) / (3 * c[0] ** 2 + 1), c[1] + 1
+
+        return lax.while_loop(far, better, (jnp.zeros(16), 0))
+
+    def step(w, x):
+        y, count = jax.vmap(solved, (None, 0))(w, x)
+        return w - 0.1 * x.T @ y / x.shape[0], {"counts": count}
+
+    made = lambda: steps.normal(0, 16, 16), step, steps.rows(32, 16)
+    for each in (made, steps.newton()):
+        _, found = train(each, accumulate=accumulate)
+        whiles = [e for e in _jaxpr.walk(found.program.jaxpr) if e.primitive.name == "while"]
+        assert whiles
+        assert not any(counts(eqn) for eqn in whiles)
+
+
+def several_updates(p, x):
+    """Of which each needs the gradient of the whole batch."""
+    y = layer(lax.stop_gradient(p), x)
+
+    def update(q, _):
+        value, g = jax.value_and_grad(lambda q: jnp.mean((y - q) ** 2))(q)
+        return q - 0.1 * g, value
+
+    q, values = lax.scan(update, jnp.zeros((1, 8)), length=3)
+    return jnp.mean((layer(p, x) - q) ** 2), {"values": values}
+
+
+def branches(p, x):
+    """A Hessian of the whole batch in one of two branches."""
+
+    def curved(w):
+        return jnp.diagonal(jax.hessian(lambda c: jnp.mean((layer(p, x) * c) ** 2))(w)).sum()
+
+    w = p["b"][0]
+    return jnp.mean(layer(p, x) ** 2) + lax.cond(w[0] > -9, curved, jnp.sum, w), {}
+
+
+def carried_rows(p, x):
+    """Rows that are carried beside a statistic of all of them."""
+
+    def turn(carry, _):
+        rows, mean = carry
+        rows = jnp.tanh(rows - mean)
+        return (rows, rows.mean(0)), rows.max()
+
+    (rows, _), most = lax.scan(turn, (lax.stop_gradient(layer(p, x)), jnp.zeros(8)), length=3)
+    return jnp.mean(layer(p, x) ** 2), {"rows": rows, "most": most}
+
+
+def test_a_branch_need_not_be_opened_for_sums_that_it_returns():
+    _, found = train((*mean_of_rows(branches), steps.rows(32, 32)), accumulate=2)
+    assert loops(found)
+    assert [e for loop in loops(found) for e in _jaxpr.inside(loop) if e.primitive.name == "cond"]
+
+
+@pytest.mark.parametrize("loss", [several_updates, carried_rows])
+def test_loops_that_need_all_rows_are_opened(loss):
+    _, found = train((*mean_of_rows(loss), steps.rows(32, 32)), accumulate=2)
+    jaxpr = found.programs["microbatches"].jaxpr
+    around = [e for e in jaxpr.eqns if any(_is_loop(each) for each in _jaxpr.inside(e))]
+    assert [e for e in around if not _is_loop(e)]
+
+
+def test_a_while_over_the_whole_batch_is_opened():
+    train(steps.searched(), accumulate=2)
+
+
+def test_activations_of_all_microbatches_are_not_kept():
+    """Layers in a loop, each of which needs statistics of the whole batch."""
+
+    def loss(p, x):
+        def turn(x, _):
+            return jnp.tanh((x - x.mean(0)) @ p["a"] @ p["a"].T), None
+
+        return jnp.mean(lax.scan(turn, x, length=3)[0] ** 2), {}
+
+    init, step = mean_of_rows(loss)
+    train_step = small.shard_train_step(step, mesh=mesh(), accumulate=2)
+    with pytest.raises(StepError, match="accumulate > 1, and .* inside a loop"):
+        train_step(init(), steps.rows(16, 32))
+
+
+def test_loops_that_would_repeat_products_many_times_are_refused():
+    def loss(p, x):
+        for _ in range(9):
+            x = jnp.tanh((x - x.mean(0)) @ p["a"] @ p["a"].T)
+        return jnp.mean(x**2), {}
+
+    init, step = mean_of_rows(loss)
+    train_step = small.shard_train_step(step, mesh=mesh(), accumulate=2)
+    with pytest.raises(StepError, match="times as often, and 4 times is the most"):
+        train_step(init(), steps.rows(16, 32))
+
+
+def test_its_program_is_printed_with_and_without_the_axis():
+    init, step, batch = steps.mlp()
+    train_step = small.shard_train_step(step, mesh=mesh(), accumulate=2)
+    before = str(train_step.program(init(), batch, after="partition"))
+    after = str(train_step.program(init(), batch, after="microbatches"))
+    assert "[16@data,microbatch, 32]" in before
+    assert "axis_name=microbatch" not in after
+    assert "[16@data, 32]" in after
+
+
+# -- conversions over time -----------------------------------------------------------------------------
+SIZES = {"data": 4, "time": 2}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "once", "kind", "before"),
+    [
+        (replicated((8,), SIZES).cut(0, "data").cut(0, "time"), replicated((8,), SIZES), False,
+         "gather", "[8@data,time]"),
+        (replicated((8,), SIZES).summed(Partial("data"), Partial("time")), replicated((8,), SIZES), False,
+         "reduce", "[8] sum(data) sum(time)"),
+        (replicated((8,), SIZES).summed(Partial("data"), Partial("time")),
+         replicated((8,), SIZES).cut(0, "data"), False, "reduce", "[8@data] sum(time)"),
+        (replicated((8,), SIZES).summed(Partial("data"), Partial("time")),
+         replicated((8,), SIZES).cut(0, "data"), True, "reduce", "[8] sum(data) sum(time)"),
+        (replicated((8,), SIZES), replicated((8,), SIZES).cut(0, "data").cut(0, "time"), False, None, None),
+    ],
+)  # fmt: skip
+def test_what_ends_a_loop_on_the_way_from_layout_to_layout(source, target, once, kind, before):
+    step = step_over_time(source, target, TimeAxis("time", 2, once))
+    assert (step and step.kind, step and str(step.before)) == (kind, before)
