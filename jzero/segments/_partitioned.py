@@ -388,8 +388,6 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
             exchange.reduce_dtype is not None
             or any(c is not None for _, c in exchange.reduce_codes)
         ),
-        "weight_dtype with accumulate": plan.accumulate > 1
-        and any(leaf.codes for leaf in plan.leaves),
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
         and whole is not None
         and _has_nested_loops(whole),
