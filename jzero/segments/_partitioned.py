@@ -30,6 +30,7 @@ from jzero.sharding.partition._errors import (
 from jzero.sharding.partition._microbatches import Accumulation, in_loops
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
+from jzero.sharding.partition._values import Hint
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._before_loops import before_loops
@@ -182,7 +183,7 @@ def _partitioned(runner: Runner) -> Partitioned:
         for atom, layout in zip(flat.outvars[len(outs) :], plan.outputs, strict=True)
     ]
     ordered = flat._replace(invars=[flat.invars[i] for i in taken])  # type: ignore[arg-type]
-    names = [leaf.path if leaf.role == PARAMETER else "" for leaf in plan.new_leaves]
+    reduced = [_reduced(leaf, mesh) for leaf in plan.new_leaves]
     links = axis_times(dict(runner.mesh.shape), target_of(devices), topology_of(devices))
     given = (
         ordered,
@@ -190,7 +191,7 @@ def _partitioned(runner: Runner) -> Partitioned:
         mesh,
         [inputs[i] for i in taken],
         outs,
-        names,
+        reduced,
         plan.reduce_once,
         _with_memory(links, time),
     )
@@ -450,6 +451,14 @@ def _leaf(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:
     dims, d = [*layout.dims], leaf.layout.dim
     dims[d] = dims[d]._replace(size=leaf.padded_shape[d], pad=Pad(1, leaf.shape[d]))
     return dataclasses.replace(layout, dims=tuple(dims))
+
+
+def _reduced(leaf: LeafPlan, mesh: dict[str, int]) -> Hint | None:
+    """What is said of the gradient of a new parameter; a scalar may scale those of all leaves."""
+    if leaf.role != PARAMETER or not leaf.shape:
+        return None
+    layout = from_spec(leaf.shape, mesh, _layout.partition_spec(leaf.gradient))
+    return Hint(layout, leaf=leaf.path)
 
 
 def _run_of(program: DeviceProgram, runner: Runner, taken: Sequence[int]) -> Callable[..., Any]:

@@ -27,7 +27,8 @@ _HELD = (Cost.IDENTITY, Cost.COPY, Cost.CAST, Cost.ELEMENTWISE)
 
 
 def hints_of(
-    step: Region, ins: Sequence[Layout | None], outs: Sequence[Layout | None], leaves: Sequence[str]
+    step: Region, ins: Sequence[Layout | None], outs: Sequence[Layout | None],
+    reduced: Sequence[Hint | None] = (),
 ) -> dict[ValueIn, Hint | None]:  # fmt: skip
     """For each value of a step, what follows it; nothing for values that nobody has asked of.
 
@@ -35,12 +36,14 @@ def hints_of(
       step: the whole batch's.
       ins: the layouts of the state, before it.
       outs: the layouts of its results.
-      leaves: their names, of those that are to be named.
+      reduced: of the first results, what is said of the gradients that they are made of.
     """
     wanted = dict[ValueIn, Hint | None]()
-    for atom, layout, leaf in zip(step.jaxpr.outvars, outs, leaves, strict=True):
-        if not _jaxpr.is_literal(atom) and layout is not None:
-            wanted[step, atom] = _join(wanted.get((step, atom)), _hint(layout, leaf))
+    returned = [None if x is None else _hint(x, "") for x in outs]
+    returned[: len(reduced)] = [a or b for a, b in zip(reduced, returned, strict=False)]
+    for atom, hint in zip(step.jaxpr.outvars, returned, strict=True):
+        if not _jaxpr.is_literal(atom):
+            wanted[step, atom] = _join(wanted.get((step, atom)), hint)
     held = _held(step, ins)
 
     def before(region: Region, eqn: Eqn, hints: Sequence[Hint | None]) -> list[Hint | None]:

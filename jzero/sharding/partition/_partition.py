@@ -15,7 +15,7 @@ from jzero.sharding.partition._frame import DeviceFrame, Partitioning
 from jzero.sharding.partition._hints import hints_of
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._time import TimeAxis
-from jzero.sharding.partition._values import DeviceValue, axes_of
+from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
 from jzero.sharding.partition._writer import DeviceMove
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Jaxpr, Var
@@ -70,7 +70,7 @@ class DeviceProgram:
 
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
-    outs: Sequence[Layout | None], names: Sequence[str] = (), once: bool = True,
+    outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (),
     time: TimeAxis | None = None,
 ) -> DeviceProgram:  # fmt: skip
@@ -82,7 +82,8 @@ def partition(
       mesh: the axes, and how many devices each has.
       ins: for each argument.
       outs: for each result its layout, whose padding is zero; None where the partitioner chooses.
-      names: of the first results, those of the leaves whose gradients are reduced for them, or nothing.
+      reduced: for the first results, in which layout the gradients are reduced of which they are made, and
+        for which leaf.
       once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
       prices: what collectives take along each axis; by default a byte costs the same along all.
       time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
@@ -94,7 +95,7 @@ def partition(
         raise cannot("a step without equations")
     region = Region(jaxpr, [*consts])
     stored = [None if each.rows else each.layout for each in ins]
-    hints = hints_of(region, stored, outs, [*names, *[""] * (len(outs) - len(names))])
+    hints = hints_of(region, stored, outs, reduced)
     shared = Partitioning(
         mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time
     )

@@ -45,6 +45,7 @@ class LeafPlan:
       renewed_in_codes: so travels the difference of a new parameter to the old one, to a copy that rests.
       why_exact: the reason, for a parameter that has to travel, or rest, as it is though others do not.
       codes: of a leaf that rests in codes, how: then what is said here is of its rows of bytes.
+      gradient: of a parameter, in which shards its gradient is reduced.
     """
 
     path: str
@@ -63,6 +64,7 @@ class LeafPlan:
     why_exact: str = ""
     codes: CodedForm | None = None
     uncut: str = ""
+    gradient: RestLayout = FULL
 
     @property
     def nbytes(self) -> int:
@@ -298,18 +300,24 @@ def _leaf_plan(
     stage_axes: StageAxes,
     why: str,
 ) -> LeafPlan:
+    reduced = role == PARAMETER and dim is not None and stage_axes.shard_axes
+    gradient = Shard(dim, stage_axes.shard_axes) if reduced else FULL
     if dim is None or not axes:
         wanted = stage_axes.param_axes if role == PARAMETER else axes
         kept = f"full={stage_axes.full!r}" if dim is not None and wanted else why
         why = kept if wanted else ""
-        return LeafPlan(*leaf[:4], role, FULL, leaf.parts, why, leaf.automatic, uncut=leaf.uncut)
+        return LeafPlan(
+            *leaf[:4], role, FULL, leaf.parts, why, leaf.automatic, uncut=leaf.uncut,
+            gradient=gradient,
+        )  # fmt: skip
     num_shards = stage_axes.count(axes) * leaf.parts
     size = leaf.shape[dim]
     # Over the optimizer's axes, for parameters too: a parameter's shard is a union of its moments'.
     padding = _layout.padded_size(size, stage_axes.count(stage_axes.shard_axes)) - size
     return LeafPlan(
-        *leaf[:4], role, Shard(dim, axes), num_shards, "", leaf.automatic, padding, uncut=leaf.uncut
-    )
+        *leaf[:4], role, Shard(dim, axes), num_shards, "", leaf.automatic, padding, uncut=leaf.uncut,
+        gradient=gradient,
+    )  # fmt: skip
 
 
 def _check_full(stage_axes: StageAxes, plans: Iterable[LeafPlan]) -> None:
