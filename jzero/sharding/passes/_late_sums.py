@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sum over the devices that a loop only adds up is done once, behind it, of what its turns have added up.
+"""A sum over the devices that is only added to others is done once, of what is added up.
 
-The gradient of what all layers read (a bias by position) is cast to its dtype in each turn, and no sum waits
-through a cast to another one. So the turns add up what is to be summed, in its own dtype.
+No sum waits through a cast to another dtype, so the partitioner leaves two cases. The gradient of what all layers
+read (a bias by position) is cast to its dtype in each turn: the turns add up what is to be summed, in its own
+dtype. The gradients of a table that is read twice are cast and added: they are added in the wider dtype, and the
+result goes as each of them would.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 
 from jzero.ir import _rules
 from jzero.ir._loops import CarryPort, Scan
@@ -15,16 +19,74 @@ from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Eqn, Jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr
 
 
 def late_sums(jaxpr: Jaxpr) -> Jaxpr:
-    """One device's program whose loops sum nothing over the devices that they only add up."""
+    """One device's program that sums up what it only adds to other sums when it is added up."""
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:
         inner = _jaxpr.with_inner(eqn, late_sums)
         eqns += _loop(inner) if eqn.primitive.name == "scan" else [inner]
-    return _waits.with_equations(jaxpr, eqns)
+    return _waits.with_equations(jaxpr, _together(eqns, jaxpr.outvars))
+
+
+def _together(eqns: list[Eqn], outs: Sequence[Atom]) -> list[Eqn]:
+    """The equations, with one sum in the place of two that are cast and added."""
+    makers = {out: eqn for eqn in eqns for out in eqn.outvars}
+    reads = [atom for eqn in eqns for atom in eqn.invars]
+    num = Counter(atom for atom in [*reads, *outs] if not _jaxpr.is_literal(atom))
+    written, gone = dict[int, list[Eqn]](), set[int]()
+    for add in eqns:
+        if add.primitive.name not in _rules.ADDS:
+            continue
+        terms = [_cast_sum(makers, num, atom) for atom in add.invars]
+        if not all(terms) or len({_kind(each[0]) for each in terms}) > 1:
+            continue
+        new = _added(add, terms)
+        makers |= {out: eqn for eqn in new for out in eqn.outvars}
+        written[id(add)] = new
+        gone |= {id(eqn) for term in terms for eqn in term}
+    kept = [e for eqn in eqns for e in written.get(id(eqn), [eqn])]
+    return [eqn for eqn in kept if id(eqn) not in gone]
+
+
+def _cast_sum(makers: _waits.Makers, num: Counter[Atom], atom: Atom) -> list[Eqn]:
+    """The sum over devices of which a value is a cast, and the cast; nothing if others read them."""
+    cast = None if _jaxpr.is_literal(atom) else makers.get(atom)
+    if cast is None or not _rules.is_float_cast(cast) or num[atom] != 1:
+        return []
+    (x,) = cast.invars
+    total = None if _jaxpr.is_literal(x) or num[x] != 1 else makers.get(x)
+    if total is None or len(total.invars) != 1 or not _sums(total):
+        return []
+    return [total, cast]
+
+
+def _sums(eqn: Eqn) -> bool:
+    exact = eqn.primitive.name in ("psum", "reduce_scatter")
+    return exact and eqn.params["axis_index_groups"] is None
+
+
+def _kind(total: Eqn) -> tuple[str, str, str]:
+    (x,) = total.invars
+    return total.primitive.name, str(total.params), str(x.aval.dtype)
+
+
+def _added(add: Eqn, terms: Sequence[Sequence[Eqn]]) -> list[Eqn]:
+    """What is summed is added up as it would be behind the sums; the last of them takes it."""
+    total, cast = terms[-1]
+    writer, (x,) = JaxprWriter(total), total.invars
+    wide = _jaxpr.var_like(cast.outvars[0].aval, x.aval.shape)
+    ins = [
+        writer.again(c, s.invars, [_jaxpr.new_var(wide)], source=total)[0] for s, c in terms
+    ]
+    (sum_,) = writer.again(add, ins, [_jaxpr.new_var(wide)], source=total)
+    params = {**cast.params, "new_dtype": x.aval.dtype}
+    narrow = writer.again(cast, [sum_], [_jaxpr.new_var(x)], params=params, source=total)
+    writer.again(total, narrow, total.outvars)
+    writer.again(cast, outs=add.outvars)
+    return writer.eqns
 
 
 def _loop(eqn: Eqn) -> list[Eqn]:
