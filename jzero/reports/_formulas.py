@@ -230,7 +230,9 @@ def _reductions(
             op = "reduce-scatter" if chosen is None else "all-to-all"
             yield op, (axis,), over, size if chosen is None else chosen.bytes_per_element, times
             over = (*over, axis)
-    else:
+    elif shards == tuple(axis for axis in axes if axis in shards):
+        yield "reduce-scatter", shards, (), size, times
+    else:  # Shards lie in another order than the mesh's devices: one collective cannot make them.
         yield "reduce-scatter", params, (), size, times
         yield "reduce-scatter", outer, params, size, times
     exact = tuple(axis for axis in replicas if not codes.get(axis))

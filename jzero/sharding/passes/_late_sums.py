@@ -41,7 +41,7 @@ def _together(eqns: list[Eqn], outs: Sequence[Atom]) -> list[Eqn]:
         if add.primitive.name not in _rules.ADDS:
             continue
         terms = [_cast_sum(makers, num, atom) for atom in add.invars]
-        if not all(terms) or len({_kind(each[0]) for each in terms}) > 1:
+        if not all(terms) or len({_kind(each) for each in terms}) > 1:
             continue
         new = _added(add, terms)
         makers |= {out: eqn for eqn in new for out in eqn.outvars}
@@ -52,39 +52,41 @@ def _together(eqns: list[Eqn], outs: Sequence[Atom]) -> list[Eqn]:
 
 
 def _cast_sum(makers: _waits.Makers, num: Counter[Atom], atom: Atom) -> list[Eqn]:
-    """The sum over devices of which a value is a cast, and the cast; nothing if others read them."""
+    """The sums over devices of which a value is a cast, and the cast; nothing if others read them."""
     cast = None if _jaxpr.is_literal(atom) else makers.get(atom)
     if cast is None or not _rules.is_float_cast(cast) or num[atom] != 1:
         return []
-    (x,) = cast.invars
-    total = None if _jaxpr.is_literal(x) or num[x] != 1 else makers.get(x)
-    if total is None or len(total.invars) != 1 or not _sums(total):
-        return []
-    return [total, cast]
+    chain, (x,) = [cast], cast.invars
+    while not _jaxpr.is_literal(x) and num[x] == 1 and (eqn := makers.get(x)) is not None:
+        if not _sums(eqn):
+            break
+        chain.append(eqn)
+        (x,) = eqn.invars
+    return chain[::-1] if len(chain) > 1 else []
 
 
 def _sums(eqn: Eqn) -> bool:
-    exact = eqn.primitive.name in ("psum", "reduce_scatter")
+    exact = eqn.primitive.name in ("psum", "reduce_scatter") and len(eqn.invars) == 1
     return exact and eqn.params["axis_index_groups"] is None
 
 
-def _kind(total: Eqn) -> tuple[str, str, str]:
-    (x,) = total.invars
-    return total.primitive.name, str(total.params), str(x.aval.dtype)
+def _kind(chain: Sequence[Eqn]) -> tuple[str, ...]:
+    (x,) = chain[0].invars
+    sums = (f"{eqn.primitive.name} {eqn.params}" for eqn in chain[:-1])
+    return str(x.aval.dtype), str(x.aval.shape), *sums
 
 
 def _added(add: Eqn, terms: Sequence[Sequence[Eqn]]) -> list[Eqn]:
-    """What is summed is added up as it would be behind the sums; the last of them takes it."""
-    total, cast = terms[-1]
-    writer, (x,) = JaxprWriter(total), total.invars
+    """What is summed is added up as it would be behind the sums; the last of them take it."""
+    *sums, cast = terms[-1]
+    writer, (x,) = JaxprWriter(sums[0]), sums[0].invars
     wide = _jaxpr.var_like(cast.outvars[0].aval, x.aval.shape)
-    ins = [
-        writer.again(c, s.invars, [_jaxpr.new_var(wide)], source=total)[0] for s, c in terms
-    ]
-    (sum_,) = writer.again(add, ins, [_jaxpr.new_var(wide)], source=total)
+    ins = [writer.again(each[-1], each[0].invars, [_jaxpr.new_var(wide)])[0] for each in terms]
+    (total,) = writer.again(add, ins, [_jaxpr.new_var(wide)])
     params = {**cast.params, "new_dtype": x.aval.dtype}
-    narrow = writer.again(cast, [sum_], [_jaxpr.new_var(x)], params=params, source=total)
-    writer.again(total, narrow, total.outvars)
+    (narrow,) = writer.again(cast, [total], [_jaxpr.new_var(x)], params=params)
+    writer.again(sums[0], [narrow], sums[0].outvars)
+    writer.keep(sums[1:])
     writer.again(cast, outs=add.outvars)
     return writer.eqns
 
