@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from jzero.ir._loops import Scan, ScanBuilder, SlicePort
+from jzero.ir._loops import Scan, ScanBuilder, SlicePort, StackPort
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
@@ -49,10 +49,15 @@ def _of_stacks(eqn: Eqn) -> list[Eqn]:
     scan = Scan.of(eqn)
     stacks = {port.row: port.stack for port in scan.xs}
     found = [c for c in chains(scan.body) if c.root in stacks and all(map(_has_stacks, c.eqns))]
-    if not found:
+    made = {port.stack: c for port in scan.ys if (c := _saved(scan, port, stacks)) is not None}
+    if not found and not made:
         return [eqn]
     moved = {id(chain.eqns[-1]) for chain in found}
-    builder, outs = ScanBuilder(scan), [*scan.body.outvars]
+    builder = ScanBuilder(scan)
+    builder.ys = [port for port in scan.ys if port.stack not in made]
+    for stack, chain in made.items():
+        _on_stack(builder.before, chain, stacks[chain.root], stack)
+    outs = [*(p.after for p in scan.carries), *(p.row for p in builder.ys)]
     left = [each for each in scan.eqns if id(each) not in moved]
     left = _rewrite.without_unread(left, outs, lambda _: True)
     read = {*variables([*(x for each in left for x in each.invars), *outs])}
@@ -73,8 +78,20 @@ def _has_stacks(eqn: Eqn) -> bool:
     return _waits.is_gather(eqn) or eqn.primitive.name in _OF_STACKS
 
 
-def _on_stack(writer: JaxprWriter, chain: Chain, stack: Atom) -> Var:
-    """What the chain makes of all slices."""
+def _saved(scan: Scan, port: StackPort, stacks: Mapping[Var, Atom]) -> Chain | None:
+    """Of a stack that a loop saves, what makes it of the slices that it takes; None if it computes it."""
+    makers, eqns, atom = {e.outvars[0]: e for e in scan.eqns if e.outvars}, list[Eqn](), port.row
+    while not _jaxpr.is_literal(atom) and (eqn := makers.get(atom)) is not None:
+        if not may_stand_in(eqn) or _waits.is_gather(eqn) or not _has_stacks(eqn):
+            return None
+        eqns.append(eqn)
+        atom = eqn.invars[0]
+    known = eqns and not _jaxpr.is_literal(atom) and atom in stacks
+    return Chain(_jaxpr.variable(atom), tuple(eqns[::-1])) if known else None
+
+
+def _on_stack(writer: JaxprWriter, chain: Chain, stack: Atom, last: Var | None = None) -> Var:
+    """What the chain makes of all slices; `last`, if it is given."""
     length = stack.aval.shape[0]
     for eqn in chain.eqns:
         (out,), params = eqn.outvars, dict(eqn.params)
@@ -82,7 +99,8 @@ def _on_stack(writer: JaxprWriter, chain: Chain, stack: Atom) -> Var:
             params["all_gather_dimension"] += 1
         else:
             params |= _OF_STACKS[eqn.primitive.name](length, params)
-        new = _jaxpr.var_like(out.aval, (length, *out.aval.shape))
+        new = last if last is not None and eqn is chain.eqns[-1] else None
+        new = _jaxpr.var_like(out.aval, (length, *out.aval.shape)) if new is None else new
         source = _jaxpr.within_scope(eqn, outer=writer.source)
         (stack,) = writer.again(source, [stack], [new], params=params)
     return _jaxpr.variable(stack)
