@@ -519,6 +519,7 @@ ALWAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", INSIDE)
 def test_what_cannot_be_cut_is_found_by_its_line(name):
     def step(w, x):
@@ -533,3 +534,22 @@ def test_what_cannot_be_cut_is_found_by_its_line(name):
     line = r"accumulate > 1, and .* at .*test_collected_rows\.py:\d+"
     assert found is None or re.search(line, found), found
     assert found or name not in ALWAYS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_the_interpreter_cannot_cut(name):
+    """In microbatches it trains as one device does with all rows, or is refused."""
+
+    def step(w, x):
+        w, loss = w - jax.grad(mean_loss)(w, x), mean_loss(w, x)
+        return w, (loss, INSIDE[name](jnp.eye(8), x))
+
+    x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    try:
+        found = small.shard_train_step(step, stage=0, accumulate=2)(np.eye(8, dtype=np.float32), x)
+    except _kinds.CutError:
+        return
+    expected = jax.jit(step)(np.eye(8, dtype=np.float32), x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)

@@ -27,6 +27,9 @@ from jzero.sharding.plan import _make
 from jzero.tracing import _jaxpr
 from sampling import check
 
+# The analyses are the interpreter's.
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 # One of each bundle's setting; all of them are slow.
 SAMPLED = [pytest.param(i, marks=[pytest.mark.slow] * (i % 10 > 0)) for i in range(500)]
 
