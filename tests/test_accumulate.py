@@ -121,6 +121,20 @@ def test_replicas_are_reduced_once_per_step(stage, scan, dtype):
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("axes", [{}, {"optimizer_axes": "local"}])
+def test_microbatches_add_up_in_the_dtype_of_the_gradient(axes, scan):
+    """Bfloat16 gradients of float32 parameters are cast before they are added up, as the step casts them."""
+    mesh = AbstractMesh((2, 4), ("node", "local"))
+    state = programs.abstract_state(programs.Model(scan=scan, dtype=jnp.bfloat16))
+    train_step = small.shard_train_step(
+        programs.train_step, stage=2, accumulate=K, mesh=mesh, **axes
+    )
+    text = str(train_step.program(state, TOKENS, after="partition"))
+    sums = re.findall(r":(\w+)\[\d[\d,]*\] = psum\[axes=\('microbatch',\)", text)
+    assert sums and set(sums) == {"f32"}
+
+
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_replicas_are_reduced_once_for_what_a_time_loop_closes_over(accumulate):
     def step(w, x):

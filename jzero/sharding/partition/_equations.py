@@ -73,17 +73,17 @@ def due(eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
 
 
 def due_in_time(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
-    """The sum over time that waits through the equation, when all sums over devices are done.
+    """The sum over time that waits through the equation, when those over devices are done.
 
     In a body, through whatever is linear in it; else where sums over devices wait, and through casts to a
-    wider dtype, in which it is summed up. A cast in a body is done behind its loop, if it can be
-    (`DeviceValue.cast`), and so the sums that are due once wait there as they are.
+    wider dtype, in which it is summed up. Through casts wait sums over replicas, too: they are due once. A
+    cast in a body is done behind its loop, if it can be (`DeviceValue.cast`).
     """
     time = frame.shared.time
     partial = {k for k, v in enumerate(ins) if v.due & frame.over_time}
     if time is None or not partial or any(v.due for k, v in enumerate(ins) if k not in partial):
         return ()
-    passes = waits(eqn) or _widens(eqn) and not time.once
+    passes = waits(eqn) or widens_in_time(frame, eqn)
     zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
     rows = any(time.name in v.rows for k, v in enumerate(ins) if k not in partial)
     linear = not rows and _rules.stays_partial(eqn, partial, zero)
@@ -92,16 +92,22 @@ def due_in_time(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tup
     found = [p for v in ins for p in v.layout.partial if p.axis == time.name]
     if any(p != found[0] for p in found):
         return ()
-    if time.once and _rules.is_float_cast(eqn):
+    if _rules.is_float_cast(eqn):
+        if not time.once:
+            frame.scatter(ins[0])
         return ins[0].layout.partial
     for k in sorted(partial):
         frame.settle(ins[k], keeps=frame.over_time)
     return (found[0],)
 
 
-def _widens(eqn: Eqn) -> bool:
-    sizes = (atom.aval.dtype.itemsize for atom in (eqn.invars[0], eqn.outvars[0]))
-    return _rules.is_float_cast(eqn) and max(*sizes) == eqn.outvars[0].aval.dtype.itemsize
+def widens_in_time(frame: DeviceFrame, eqn: Eqn) -> bool:
+    """Whether it casts to a wider dtype what is reduced in each microbatch: the sum over time is in that one."""
+    time = frame.shared.time
+    if time is None or time.once or not _rules.is_float_cast(eqn):
+        return False
+    before, after = (atom.aval.dtype.itemsize for atom in (eqn.invars[0], eqn.outvars[0]))
+    return before <= after
 
 
 def ordinary(

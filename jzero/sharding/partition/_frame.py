@@ -271,12 +271,16 @@ class DeviceFrame(DeviceWriter):
 
         There, only what the devices get shards of is reduced, [Note: conversions over time].
         """
-        time, hint = self.shared.time, value.hint
+        time = self.shared.time
         if self.outer is None or opened or time is None or time.name not in value.due:
             self.settle(value)
-        elif hint is not None and not time.once:
-            shards = axes_of(hint.layout) & value.due
-            self.settle(value, keeps=value.due - shards)
+        elif not time.once:
+            self.scatter(value)
+
+    def scatter(self, value: DeviceValue) -> None:
+        """Does the sums over the devices that get shards of it; others, and that over time, wait."""
+        shards = frozenset() if value.hint is None else axes_of(value.hint.layout)
+        self.settle(value, keeps=value.due - shards)
 
     def is_opened(self) -> bool:
         """Whether what is written needs what all microbatches have."""

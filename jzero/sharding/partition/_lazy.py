@@ -32,7 +32,7 @@ _FREE = (Cost.ELEMENTWISE, Cost.CAST, Cost.VIEW, Cost.REPEAT, Cost.SOURCE, Cost.
 def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
     """Whether the equation costs little in any layout."""
     name, lazy = eqn.primitive.name, any(v.make is not None for v in ins)
-    if not lazy and name not in ("iota", "broadcast_in_dim"):
+    if not lazy and name not in ("iota", "random_bits", "broadcast_in_dim"):
         return False
     if len(eqn.outvars) != 1 or any(v.layout.partial for v in ins):
         return False

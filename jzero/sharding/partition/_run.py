@@ -45,18 +45,22 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
             value.hint = value.hint or frame.hint_of(var)
             value.leaf = value.leaf or frame.leaf_of(var)
             is_wanted = value.hint is not None and value.hint.is_firm
-            if value.layout.partial and is_wanted and not _waits(region, var):
+            if value.layout.partial and is_wanted and not _waits(frame, region, var, value):
                 frame.settle_here(value)
         frame.note(outs)
     frame.region = outer
     return [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in region.jaxpr.outvars]
 
 
-def _waits(region: Region, var: Var) -> bool:
+def _waits(frame: DeviceFrame, region: Region, var: Var, value: DeviceValue) -> bool:
     """Whether something reads a partial sum as it is; whoever gets it of a region says what becomes of it."""
     eqns = region.jaxpr.eqns
-    readers = region.readers.get(var, [])
-    return any(i == len(eqns) or _equations.waits(eqns[i]) for i in readers)
+    ends = len(eqns) in (readers := region.readers.get(var, []))
+    in_time = bool(value.due & frame.over_time)
+    each = (eqns[i] for i in readers if i < len(eqns))
+    return ends or any(
+        _equations.waits(e) or in_time and _equations.widens_in_time(frame, e) for e in each
+    )
 
 
 def _equation(

@@ -192,7 +192,8 @@ class DeviceWriter(JaxprWriter):
         if op != "sum" and jnp.issubdtype(x.aval.dtype, jnp.complexfloating):
             raise cannot("an extreme of complex numbers over the devices", self.source)
         name = {"sum": "psum", "max": "pmax", "min": "pmin"}[op]
-        return self._sent(x, x.aval.shape, name, axes=step.axes, axis_index_groups=None)
+        axes = tuple(axis for axis, _ in step.before.mesh if axis in step.axes)
+        return self._sent(x, x.aval.shape, name, axes=axes, axis_index_groups=None)
 
     def _permute(self, x: Atom, step: LayoutStep) -> Atom:
         return self._sent(x, x.aval.shape, "ppermute", axis_name=_name(step.axes),
