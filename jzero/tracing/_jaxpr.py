@@ -873,7 +873,10 @@ def changes_memory(eqn: Eqn) -> bool:
 
 def scalar(value: Any, dtype: Any) -> Literal:
     """A scalar constant, to be written into an equation."""
-    literal: Literal = extended.Literal(np.asarray(value, dtype)[()], core.ShapedArray((), dtype))
+    array = np.asarray(value, dtype)
+    # JAX 0.10.2 lowers no scalars of the small dtypes, which NumPy does not know, but arrays of them.
+    made = array if array.dtype.kind == "V" else array[()]
+    literal: Literal = extended.Literal(made, core.ShapedArray((), dtype))
     return literal
 
 
