@@ -353,9 +353,9 @@ def sharded(**options):
 
 RIGHT = {
     ("all-gather", "float32", "local"): (2 * 64, 2),
-    ("all-reduce", None, "node"): 16,
-    ("reduce-scatter", "float32"): 64,
-    ("all-reduce", None, "local,node"): 1,
+    ("all-gather", None, "node"): 16,
+    ("reduce-scatter", "float32"): 64 + 16,
+    "all-reduce": 1,
 }
 
 
@@ -369,18 +369,18 @@ def test_right_traffic_passes():
 def test_what_else_moves_is_named_by_kind_and_leaf():
     expected = {
         **RIGHT,
-        "reduce-scatter": 64,
-        ("all-reduce", None, "node"): (16, 2),
+        "reduce-scatter": 80,
+        ("all-gather", None, "node"): (16, 2),
         "all-to-all": 5,
     }
     expected.pop(("reduce-scatter", "float32"))
-    expected.pop(("all-reduce", None, "local,node"))
+    expected.pop("all-reduce")
     text = fails("assert_collectives: 3 kinds fail:", assert_collectives,
                  sharded(param_axes="local"), W, X, expected)  # fmt: skip
     assert text.splitlines()[1:] == [
-        "  - all-reduce over node: 16 elements in 1, expected 16 elements in 2 (state 16)",
+        "  - all-gather over node: 16 elements in 1, expected 16 elements in 2 (state 16)",
         "  - all-to-all: 0 elements in 0, expected 5 elements",
-        "  - all-reduce float32 over local,node: 1 elements in 1, expected 0 elements (no leaf's 1)",
+        "  - all-reduce float32 over node,local: 1 elements in 1, expected 0 elements (no leaf's 1)",
         "Elements are of whole values, times how often a step moves them. Correct expected, or read "
         "print(train_step.describe(...)).",
     ]
