@@ -8,6 +8,7 @@ gradient takes the way back. Both move rows `[tokens, d]`, which are few beside 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from jzero.ir import _rules
@@ -24,14 +25,15 @@ NO_DIM: frozenset[int] = frozenset()
 Tables = Mapping[ValueIn, frozenset[int]]
 
 
-def kept_dims(eqn: Eqn) -> dict[int, int]:
+def kept_dims(eqn: Eqn, num: int = 1) -> dict[int, int]:
     """The dims of a table that a look-up has whole, and which dims of its rows they are.
 
-    Empty of any other equation, and if the rows are more than half as large as the table.
+    Empty of any other equation, and if the rows of one of `num` devices that share them are more than half as
+    large as the table.
     """
     if eqn.primitive.name != "gather":
         return {}
-    return _dims(eqn, eqn.outvars[0], lambda factor: factor.outs[0])
+    return _dims(eqn, eqn.outvars[0], lambda factor: factor.outs[0], num)
 
 
 def added_dims(eqn: Eqn) -> dict[int, int]:
@@ -41,10 +43,12 @@ def added_dims(eqn: Eqn) -> dict[int, int]:
     return _dims(eqn, eqn.invars[2], lambda factor: factor.ins[2])
 
 
-def _dims(eqn: Eqn, rows: Atom, of_rows: Callable[[Factor], int | None]) -> dict[int, int]:
+def _dims(
+    eqn: Eqn, rows: Atom, of_rows: Callable[[Factor], int | None], num: int = 1
+) -> dict[int, int]:
     """None if two look-ups of so many rows move more than the table."""
-    larger = 2 * _rules.size_in_bytes(rows.aval) > _rules.size_in_bytes(eqn.invars[0].aval)
-    if larger or eqn.params["dimension_numbers"].operand_batching_dims:
+    row_bytes, table_bytes = (_rules.size_in_bytes(x.aval) for x in (rows, eqn.invars[0]))
+    if 2 * row_bytes > num * table_bytes or eqn.params["dimension_numbers"].operand_batching_dims:
         return {}
     found = {
         factor.ins[0]: of_rows(factor) for factor in _rules.factors_of(eqn) if factor.ins[1] is None
@@ -52,11 +56,16 @@ def _dims(eqn: Eqn, rows: Atom, of_rows: Callable[[Factor], int | None]) -> dict
     return {of: dim for of, dim in found.items() if of is not None and dim is not None}
 
 
-def looked_up(program: Frame) -> Tables:
-    """Values in which passes only look up rows, and the dims that all look-ups keep."""
-    if not any(kept_dims(eqn) for _, eqn in program.walk()):
+def looked_up(program: Frame, num: int) -> Tables:
+    """Values in which passes only look up rows, and the dims that all look-ups keep.
+
+    Args:
+      program: a step.
+      num: of devices that share its rows; 1 if they are one device's.
+    """
+    if not any(kept_dims(eqn, num) for _, eqn in program.walk()):
         return {}
-    found = backward(program, {}, _step, _join, None, _across)
+    found = backward(program, {}, functools.partial(_step, num), _join, None, _across)
     return {value: dims for value, dims in found.items() if dims}
 
 
@@ -66,10 +75,10 @@ def _join(a: KeptDims, b: KeptDims) -> KeptDims:
     return a & b
 
 
-def _step(region: Region, eqn: Eqn, outs: Sequence[KeptDims]) -> Sequence[KeptDims]:
+def _step(num: int, region: Region, eqn: Eqn, outs: Sequence[KeptDims]) -> Sequence[KeptDims]:
     assert isinstance(region, Frame)
     if any(region.varies(out) for out in eqn.outvars):
-        return [frozenset(kept_dims(eqn)), *[NO_DIM] * len(eqn.invars)][: len(eqn.invars)]
+        return [frozenset(kept_dims(eqn, num)), *[NO_DIM] * len(eqn.invars)][: len(eqn.invars)]
     asked = [kept for kept in outs if kept is not None]
     if not asked or eqn.primitive.name in (*_rules.IDENTITIES, "optimization_barrier"):
         return outs if asked else [None] * len(eqn.invars)

@@ -90,7 +90,8 @@ def make_plan(
     frame = inputs_first_in(local.traced.frame, options.freed_first)
     local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
     _check_sizes(leaves, setting)
-    tables = looked_up(frame)
+    num = 1 if local.traced.is_rewritten else stage_axes.num_devices
+    tables = looked_up(frame, num)
     links, layouts = _laid_out(frame, tables, local, leaves, setting, rests)
     shared = SharedOut(frame, {}, ())
     if _has_owners(setting):
@@ -101,7 +102,7 @@ def make_plan(
     if shared.owners:
         frame = shared.frame
         local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
-        tables = looked_up(frame)
+        tables = looked_up(frame, num)
         links, layouts = _laid_out(frame, tables, local, leaves, setting, rests)
     policy, automatic = options.offload, tuple(setting.automatic)
     reduce_codes = options.reduce_codes(setting.axes)
