@@ -10,6 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
+import jax
+from jax import lax
+
 from jzero.ir import _rules
 from jzero.ir._regions import Region
 from jzero.ir._rules import Cost
@@ -75,7 +78,10 @@ def _equation(
         return _control.run_inner(frame, region, eqn, ins, run)
     eqn = _jaxpr.without_sharding(eqn)
     _check(eqn, region)
-    if name == "reshape" and eqn.params["dimensions"] is None and len(ins) == 1:
+    if name == "reshape" and len(ins) == 1:
+        if eqn.params["dimensions"] is not None:
+            dims, sizes = eqn.params["dimensions"], eqn.params["new_sizes"]
+            return _in_place_of(frame, region, eqn, ins, _transposed_first, (dims, sizes))
         if _lazy.may_wait(eqn, ins):
             return [_lazy.lazy(frame, eqn, ins, ())]
         return [_equations.reshaped(frame, eqn, ins[0])]
@@ -113,6 +119,10 @@ def _in_place_of(
         env |= zip(each.outvars, _equation(frame, region, each, values), strict=True)
     frame.source = eqn
     return [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in outs]
+
+
+def _transposed_first(dims: tuple[int, ...], sizes: tuple[int, ...], x: jax.Array) -> jax.Array:
+    return lax.reshape(lax.transpose(x, dims), sizes)
 
 
 def _moves_nothing(eqn: Eqn) -> bool:
