@@ -15,6 +15,7 @@ from typing import Any
 from jzero.ir import _rules
 from jzero.ir._layout import Dim, Layout, Partial
 from jzero.ir._regions import Region, turns
+from jzero.ir._rules import Cost
 from jzero.sharding.batch._body import TURNS_DEPEND
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._errors import cannot
@@ -390,14 +391,21 @@ def _slice_type(v: DeviceValue) -> Any:
 
 def _collects(body: Region, i: int, j: int) -> bool:
     """Whether a body only adds to a carry."""
-    carry = body.jaxpr.invars[i]
-    readers = body.readers.get(carry, [])
-    if len(readers) != 1 or readers[0] >= len(body.jaxpr.eqns):
-        return False
-    eqn = body.jaxpr.eqns[readers[0]]
-    if sum(atom is carry for atom in eqn.invars) > 1:  # Doubled.
-        return False
-    return eqn.primitive.name in _rules.ADDS and eqn.outvars[0] is body.jaxpr.outvars[j]
+    eqns, out, carry = body.jaxpr.eqns, body.jaxpr.outvars[j], body.jaxpr.invars[i]
+    while len(readers := body.readers.get(carry, [])) == 1 and readers[0] < len(eqns):
+        eqn = eqns[readers[0]]
+        if sum(atom is carry for atom in eqn.invars) > 1:  # Doubled.
+            return False
+        if not _is_same_cast(eqn):
+            return eqn.primitive.name in _rules.ADDS and eqn.outvars[0] is out
+        (carry,) = eqn.outvars
+    return False
+
+
+def _is_same_cast(eqn: Eqn) -> bool:
+    """Whether it casts to the dtype that it is given, as JAX does to carries of weak types."""
+    cast = _rules.costs(eqn, Cost.CAST) and len(eqn.outvars) == 1
+    return cast and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
 @dataclasses.dataclass

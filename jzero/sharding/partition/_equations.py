@@ -611,6 +611,7 @@ class _Written:
         found = DeviceValue(aval, layout, {layout: x}, rows & axes, firm)
         (first, *others), name = self.ins, self.eqn.primitive.name
         found.spread = self._spread(layout)
+        found.looked_up = self._is_looked_up()
         if found.due & self.frame.over_time and _rules.is_float_cast(self.eqn):
             found.cast = self.eqn, first
         if not others and not rows:
@@ -621,6 +622,18 @@ class _Written:
             if _rules.size_in_bytes(first.aval) <= _rules.size_in_bytes(aval):
                 found.view = self.eqn, first
         return found
+
+    def _is_looked_up(self) -> bool:
+        """Whether its partial sum moves rows that devices have looked up in theirs."""
+        if self.kept:
+            return any(v.looked_up and v.layout.partial for v in self.ins)
+        axes = {
+            cut.axis
+            for i, dim in self.chosen.items()
+            for cut in dim.cuts
+            if _look_ups.is_look_up(self.eqn, self.factors[i])
+        }
+        return bool(axes & self.ins[0].rows)
 
     def _spread(self, layout: Layout) -> Layout | None:
         """Where a sum along rows is scattered: along another dim of as many (as keys beside queries)."""

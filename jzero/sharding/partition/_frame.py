@@ -47,6 +47,9 @@ class Partitioning:
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
 
+LOOKED_UP = "rows of other devices are looked up"
+
+
 class DeviceFrame(DeviceWriter):
     """The values of one jaxpr.
 
@@ -197,7 +200,7 @@ class DeviceFrame(DeviceWriter):
 
     def _why(self, value: DeviceValue) -> str:
         if value.layout.partial:
-            return OF_SUM
+            return LOOKED_UP if value.looked_up else OF_SUM
         if not value.rows or value.leaf and self.returns is not None:
             return OF_STATE
         return self.reason if self.returns is None else "it is returned"
