@@ -132,7 +132,8 @@ def test_microbatches_add_up_in_the_dtype_of_the_gradient(axes, scan):
     )
     text = str(train_step.program(state, TOKENS, after="partition"))
     sums = re.findall(r":(\w+)\[\d[\d,]*\] = psum\[axes=\('microbatch',\)", text)
-    assert sums and set(sums) == {"f32"}
+    assert sums
+    assert set(sums) == {"f32"}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
@@ -467,7 +468,7 @@ def test_under_set_mesh():
     ids=["filled with 1", "filled", "quotient"],
 )
 def test_what_is_no_sum_of_its_terms(monkeypatch, primitive, read):
-    """In a loop that makes a sum of the batch, nothing may read it but what is linear, if it is interpreted."""
+    """Where a step is interpreted, nothing in a loop may read a sum of the batch but what is linear."""
 
     def step(w, x):
         def body(carry, scale):

@@ -419,7 +419,7 @@ def orthogonal_to_all(g: jax.Array, state: Any, count: jax.Array) -> Any:
 
 
 def test_a_raw_gradient_that_only_products_read():
-    """In the loss, too: no operation links its dims with its parameter's, and it is reduced whole."""
+    """In the loss, too: nothing says in which shards it is wanted."""
 
     def step(params: Params, batch: jax.Array) -> Any:
         def loss_fn(params: Params) -> jax.Array:
@@ -432,7 +432,7 @@ def test_a_raw_gradient_that_only_products_read():
     plan = small.shard_train_step(step, mesh=mesh_of(4)).plan(params, BATCHES[0])
     ((num, each, why),) = [(o.num, o.each, o.why) for o in plan.owned]
     assert (num, each) == (3, 3)
-    assert why == "its gradient is reduced whole, since only products and their like read it"
+    assert why == "what it reads is whole on every device"
     assert plan.owned[0].leaves == ("state['w00']", "state['w01']", "state['w02']")
     assert_same_training(step, lambda: params, BATCHES, mesh=mesh_of(4), tolerance=ROUNDED)
 

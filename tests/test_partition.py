@@ -12,8 +12,8 @@ from jax import P, lax
 
 import partition_steps as steps
 import partitioned
+from jzero.ir._errors import CannotPartitionError
 from jzero.ir._layout import from_spec
-from jzero.sharding.partition._errors import CannotPartitionError
 from jzero.tracing import _jaxpr
 from partitioned import DATA, ROWS, SQUARE, Case, kinds, program, run_and_compare
 

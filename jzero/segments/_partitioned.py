@@ -15,18 +15,18 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
+from jzero.ir._errors import (
+    CannotPartitionError,
+    NeedsAllMicrobatchesError,
+    RepeatsWorkError,
+    cannot,
+)
 from jzero.ir._layout import Layout, Pad, Prices, from_spec, replicated
 from jzero.ir._regions import Region, turns
 from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
-from jzero.sharding.partition._errors import (
-    CannotPartitionError,
-    NeedsAllMicrobatchesError,
-    RepeatsWorkError,
-    cannot,
-)
 from jzero.sharding.partition._microbatches import Accumulation, in_loops
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
+from jzero.ir._errors import CannotPartitionError, RepeatsWorkError
 from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned, PartitionedStep
 from jzero.sharding.batch._body import Movement
-from jzero.sharding.partition._errors import CannotPartitionError, RepeatsWorkError
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._leaves import LeafPlan, Rest

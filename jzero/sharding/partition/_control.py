@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jzero.ir import _rules
+from jzero.ir._errors import cannot
 from jzero.ir._layout import Dim, Layout, Partial
 from jzero.ir._regions import Region, turns
 from jzero.ir._rules import Cost
 from jzero.sharding.batch._body import TURNS_DEPEND
 from jzero.sharding.partition._equations import ordinary
-from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._loops_in_time import has_ends
 from jzero.sharding.partition._values import DeviceValue, axes_of, common

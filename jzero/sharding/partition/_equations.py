@@ -102,7 +102,7 @@ def due_in_time(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tup
 
 
 def widens_in_time(frame: DeviceFrame, eqn: Eqn) -> bool:
-    """Whether it casts to a wider dtype what is reduced in each microbatch: the sum over time is in that one."""
+    """Whether it casts to a wider dtype what each microbatch reduces, so that it is summed up in that one."""
     time = frame.shared.time
     if time is None or time.once or not _rules.is_float_cast(eqn):
         return False

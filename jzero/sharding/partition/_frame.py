@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.ir import _rules
+from jzero.ir._errors import NeedsAllMicrobatchesError, cannot
 from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated, times_along
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.batch._body import OUTPUT
-from jzero.sharding.partition._errors import NeedsAllMicrobatchesError, cannot
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined

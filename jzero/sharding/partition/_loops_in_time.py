@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jzero.ir import _dataflow, _rules
+from jzero.ir._errors import cannot
 from jzero.ir._products import products
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._rules import Cost
 from jzero.sharding.cut._bits import compared, moved_into
 from jzero.sharding.cut._kept import Keeper, Loops
 from jzero.sharding.cut._phases import MOST_REPEATS
-from jzero.sharding.partition._errors import cannot
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Var
 

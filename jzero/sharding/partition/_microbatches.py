@@ -26,12 +26,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jzero.ir import _rules
+from jzero.ir._errors import cannot
 from jzero.ir._loops import CarryPort, ConstPort, Scan, SlicePort, StackPort
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._sent import cast, fenced
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.cut._phases import SCOPE
-from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._loops_in_time import (
     REDUCES,
     LoopInTime,

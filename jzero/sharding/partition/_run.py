@@ -14,11 +14,11 @@ import jax
 from jax import lax
 
 from jzero.ir import _rules
+from jzero.ir._errors import cannot
 from jzero.ir._regions import Region
 from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.partition import _along, _control, _equations, _lazy, _look_ups
-from jzero.sharding.partition._errors import cannot
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._own_rows import in_own_rows
 from jzero.sharding.partition._values import DeviceValue

@@ -43,7 +43,7 @@ class DeviceValue:
       hint: in which layout what follows wants it.
       leaf: the name of the leaf that what follows makes of it.
       spread: where a sum of activations is scattered that nobody has asked of: beside the dim that it summed.
-      looked_up: whether a partial sum is what each device has looked up in its rows, and no sum of the step's.
+      looked_up: whether a partial sum is what devices have looked up in their rows, and no sum of the step's.
       outer: the same value in the frame around.
       view: an equation and the state that it reads, which is gathered in its place.
       cast: the cast that made it, and of what, if that is a partial sum.

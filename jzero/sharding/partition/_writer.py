@@ -17,10 +17,10 @@ import numpy as np
 from jax import lax
 
 from jzero.ir import _rules
+from jzero.ir._errors import cannot
 from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, Prices, conversion, permutation
 from jzero.ir._sent import SENT_AS, cast, fenced, from_ordered, ordered_integers
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.partition._errors import cannot
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr, Var
 

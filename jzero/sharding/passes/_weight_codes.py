@@ -18,7 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero._blocks import Blocks
+from jzero.ir import _rules
+from jzero.ir._errors import cannot
 from jzero.ir._loops import Scan
+from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _codes, _waits
 from jzero.tracing import _jaxpr
@@ -90,6 +93,9 @@ def weight_codes(jaxpr: Jaxpr, leaves: Mapping[int, tuple[CodedRows, Sequence[in
     Args:
       jaxpr: the program, with explicit collectives.
       leaves: by index, how an argument is coded, and the shape of its rows on one device.
+
+    Raises:
+      CannotPartitionError: the devices exchange other values of it than its rows.
     """
     if not leaves or not jaxpr.eqns:
         return jaxpr
@@ -123,6 +129,7 @@ class _Level:
         self.writer = JaxprWriter(source)
         self.decoded = dict[_Rows, Atom]()
         self.gathered = dict[tuple[Var, str], Var]()
+        self.parts = set[Var]()  # what is made of a device's decoded part
         self.before = dict[Var, Var]()  # of rows behind a barrier, the rows: gathered once for all
 
     def run(self) -> tuple[list[Eqn], list[Atom]]:
@@ -166,9 +173,21 @@ class _Level:
         elif eqn.primitive.name in _INNER and any(map(self._rows_of, eqn.invars)):
             writer.eqns.append(_INNER[eqn.primitive.name](self, eqn))
         else:
+            self._note_parts(eqn)
             ins = [*map(self.read, eqn.invars)]
             same = all(a is b for a, b in zip(ins, eqn.invars, strict=True))
             writer.eqns.append(eqn if same else eqn.replace(invars=ins))
+
+    def _note_parts(self, eqn: Eqn) -> None:
+        read = (x for x in eqn.invars if not _jaxpr.is_literal(x))
+        if any(x in self.parts or self._is_part(x) for x in read):
+            if _rules.costs(eqn, Cost.COLLECTIVE):
+                raise cannot("its devices would exchange what is decoded of a leaf", eqn)
+            self.parts |= {*eqn.outvars}
+
+    def _is_part(self, x: Var) -> bool:
+        form = None if x not in self.coded else self.coded[x].form
+        return form is not None and form.dim is not None and not form.gathered
 
     def _rows_of(self, atom: Atom) -> _Rows | None:
         return None if _jaxpr.is_literal(atom) else self.coded.get(atom)
