@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sum over the devices that is only added to others is done once, of what is added up.
 
-No sum waits through a cast to another dtype, so the partitioner leaves two cases. The gradient of what all
-layers read (a bias by position) is cast to its dtype in each turn: the turns add up what is to be summed, in its
-own dtype. The gradients of a table that is read twice are cast and added: they are added in the wider dtype, and
-the result goes as each of them would.
+No sum waits through a cast to another dtype, so the partitioner leaves two cases. The gradient of what
+all layers read (a bias by position) is cast to its dtype in each turn: the turns add up what is to be
+summed, in its own dtype. The gradients of a table that is read twice are cast and added: they are added in
+the wider dtype, and the result goes as each of them would.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _together(eqns: list[Eqn], outs: Sequence[Atom]) -> list[Eqn]:
     """The equations, with one sum in the place of two that are cast and added."""
     makers = {out: eqn for eqn in eqns for out in eqn.outvars}
     reads = [atom for eqn in eqns for atom in eqn.invars]
-    num = Counter(atom for atom in [*reads, *outs] if not _jaxpr.is_literal(atom))
+    num = Counter[Atom](atom for atom in [*reads, *outs] if not _jaxpr.is_literal(atom))
     written, gone = dict[int, list[Eqn]](), set[int]()
     for add in eqns:
         if add.primitive.name not in _rules.ADDS:

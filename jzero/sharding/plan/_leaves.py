@@ -300,8 +300,9 @@ def _leaf_plan(
     stage_axes: StageAxes,
     why: str,
 ) -> LeafPlan:
-    reduced = role == PARAMETER and dim is not None and stage_axes.shard_axes
-    gradient = Shard(dim, stage_axes.shard_axes) if reduced else FULL
+    gradient: RestLayout = FULL
+    if role == PARAMETER and dim is not None and stage_axes.shard_axes:
+        gradient = Shard(dim, stage_axes.shard_axes)
     if dim is None or not axes:
         wanted = stage_axes.param_axes if role == PARAMETER else axes
         kept = f"full={stage_axes.full!r}" if dim is not None and wanted else why
