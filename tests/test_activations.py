@@ -523,7 +523,7 @@ def test_the_policy(policy, text):
     [
         ("blocks", {"offload_activations": jzero.PinnedHost()}, jzero.OptionError,
          "offload_activations=PinnedHost(device_bytes=1073741824) on GPUs with JAX "),
-        ("by name", {}, jzero.StepError, "a loop makes float32[4, 2, 16] at "),
+        ("by name", {}, jzero.StepError, "a loop makes float32[4, 16, 16] at "),
     ],
     ids=["the option", "a policy of the step"],
 )  # fmt: skip

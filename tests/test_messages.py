@@ -229,6 +229,7 @@ def written_inner_steps(w, x):
     return jax.lax.scan(lambda w, _: written(w, x), w, None, length=3)
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("fn", "name"), [(inner_steps, None), (written_inner_steps, "data")])
 def test_update_inside_the_loop_that_makes_the_gradient(fn, name):
     text = [

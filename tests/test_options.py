@@ -40,6 +40,7 @@ FACTORS: dict[str, list[Any]] = {
 }
 KEEPS = ("keep", "once_per_step")
 # Steps that need more of the batch at once than one microbatch's rows, and what is said of them.
+# If they are interpreted.
 CANNOT_ACCUMULATE = {
     # It updates its parameters more than once, and cannot wait for the last microbatch to do so.
     "inner_steps": "uses a gradient, loss or sum of the whole batch inside a loop",
@@ -153,7 +154,9 @@ def test_accumulation_in_all_settings(stage, reduce, num_devices):
 
 
 @pytest.mark.parametrize("name", sorted(CANNOT_ACCUMULATE))
-def test_steps_that_cannot_accumulate(name):
+def test_steps_that_cannot_accumulate(name, monkeypatch):
+    check(name, {"data": 4}, stage=3, accumulate=2)
+    monkeypatch.setenv("JZERO_PARTITION", "0")
     with pytest.raises(jzero.StepError, match=f"accumulate > 1, and .*{CANNOT_ACCUMULATE[name]}"):
         check(name, {"data": 4}, stage=3, accumulate=2)
 
