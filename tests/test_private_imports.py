@@ -162,10 +162,12 @@ MAY = {
     "test_layer_major": "sharding.analysis._residuals sharding.cut._layer_parts sharding.run._queue",
     "test_layers_on_gpus": "ir._regions preflight._schedule sharding.cut._layer_parts targets._target",
     "test_like_arrays": "sharding.plan._wire",
-    "test_memory": "sharding.run._devices",
+    "test_memory": "segments._partitioned sharding.run._devices",
     "test_messages": "segments._program sharding.plan._options targets._target",
     "test_min_cut": "sharding.cut._min_cut",
     "test_nnx": "_compare",
+    "test_microbatches_in_time":
+        "ir._layout segments._partitioned sharding.cut._phases sharding.partition._time tracing._jaxpr",
     "test_nvme": "checkpoint._writing offload.nvme._aligned",
     "test_nvme_faults":
         "offload.kernels._tiled_update offload.memory._filling offload.nvme._aligned offload.nvme._files",
@@ -191,9 +193,8 @@ MAY = {
         "sharding.analysis._traffic sharding.cut._layer_parts",
     "test_one_order": "sharding.analysis._residuals sharding.run._run",
     "test_options": "sharding.analysis._residuals",
-    "test_partition":
-        "ir._layout sharding.partition._errors sharding.partition._partition tracing._jaxpr "
-        "tracing._rewrite",
+    "test_partition": "ir._errors ir._layout tracing._jaxpr",
+    "test_partition_choices": "ir._layout",
     "test_partition_conversions":
         "ir._layout sharding.partition._writer tracing._jaxpr tracing._types",
     "test_plan_of_whole": "sharding.batch._trace",

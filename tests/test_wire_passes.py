@@ -22,7 +22,7 @@ from jzero.sharding.passes import _codes, _waits
 from jzero.sharding.passes._gather_codes import gather_codes
 from jzero.sharding.passes._keep_gathered import keep_gathered
 from jzero.sharding.passes._loop_gathers import loop_gathers
-from jzero.sharding.passes._reduce_codes import Axes, reduce_codes
+from jzero.sharding.passes._reduce_codes import CodedAxes, reduce_codes
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.plan import _wire
@@ -187,7 +187,7 @@ def test_what_passes_do_not_read_is_gathered_exact():
 
 def in_codes(codes: jzero.Blocks) -> Any:
     """The pass, of a program in which all reductions are of one leaf."""
-    axes = Axes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: codes})
+    axes = CodedAxes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: codes})
     return lambda jaxpr: reduce_codes(jaxpr, axes, ["w"], ROWS, lambda eqn: "w")
 
 
@@ -226,7 +226,7 @@ def test_a_sum_of_which_a_pass_computes_something_is_exact():
     args = [jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2)]
     specs = [P(explicit.AXIS)] * 2
     plain = explicit.program(run, args, by_hand.MESH, specs, specs)
-    axes = Axes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: INT8})
+    axes = CodedAxes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: INT8})
     rows = [frozenset[str](), frozenset([explicit.AXIS])]
     found = plain.through(lambda jaxpr: reduce_codes(jaxpr, axes, ["w"], rows, lambda eqn: "w"))
     # That of `sin(w)`, from which a backward pass computes that of `w`, is exact.

@@ -27,14 +27,14 @@ from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
-from jzero.sharding.partition._microbatches import Accumulation, in_loops
+from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._before_loops import before_loops
-from jzero.sharding.passes._gather_codes import Copy, gather_codes, renew_in_codes
+from jzero.sharding.passes._gather_codes import RestingCopy, gather_codes, renew_in_codes
 from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, in_place
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._keep_gathered import keep_gathered
@@ -42,7 +42,7 @@ from jzero.sharding.passes._late_sums import late_sums
 from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._order import order
 from jzero.sharding.passes._prefetch import prefetch
-from jzero.sharding.passes._reduce_codes import Axes, reduce_codes
+from jzero.sharding.passes._reduce_codes import CodedAxes, reduce_codes
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.passes._whole_stacks import whole_stacks
@@ -318,7 +318,7 @@ def _passed(
         if time is None:
             return program
         dtype, once = exchange.accumulate_dtype, exchange.gather_once
-        return in_loops(program, Accumulation(time, dtype, once, plan.num_devices, _handed(plan)))
+        return in_loops(program, MicrobatchLoops(time, dtype, once, plan.num_devices, _handed(plan)))
 
     found = {_PARTITION: program}
     for name in PASSES[1:]:
@@ -350,7 +350,9 @@ def _in_codes(
     leaves = {k: plan.leaves[i] for k, i in enumerate(taken) if i < len(plan.leaves)}
     coded = [k for k, leaf in leaves.items() if leaf.coded]
     copies = [
-        Copy(k, taken[k], leaf.layout.axes if isinstance(leaf.layout, Shard) else (), leaf.shape)
+        RestingCopy(
+            k, taken[k], leaf.layout.axes if isinstance(leaf.layout, Shard) else (), leaf.shape
+        )
         for k, leaf in leaves.items()
         if leaf.renewed_in_codes and not plan.evaluates
     ]
@@ -367,7 +369,7 @@ def _reduced_in_codes(
         return jaxpr
     coded = [leaf.path for leaf in plan.leaves if leaf.coded]
     replicas = [axis for axis, _ in plan.axes if axis not in plan.stage_axes.shard_axes]
-    return reduce_codes(jaxpr, Axes(dict(plan.axes), formats, replicas), coded, rows)
+    return reduce_codes(jaxpr, CodedAxes(dict(plan.axes), formats, replicas), coded, rows)
 
 
 def may_run(plan: StepPlan, whole: WholeBatch | None) -> bool:

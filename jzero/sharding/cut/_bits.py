@@ -23,7 +23,7 @@ from jzero.tracing._types import Var
 _MOVES = (Cost.COPY, Cost.VIEW, Cost.REPEAT)
 
 
-class Levels(Protocol):
+class LoopLevels(Protocol):
     """What runs in which loop: as `_levels.Levels`."""
 
     @property
@@ -41,7 +41,7 @@ class Levels(Protocol):
         """Whether an equation that runs for each microbatch makes a variable."""
 
 
-def compared(levels: Levels, boundary: Iterable[Var]) -> set[Var]:
+def compared(levels: LoopLevels, boundary: Iterable[Var]) -> set[Var]:
     """Local values that are compared with what is complete only when the loop that makes them is done."""
     jaxpr = levels.frame.jaxpr
     # AD leaves comparisons that nothing reads, of the place of a maximum.
@@ -59,7 +59,7 @@ def compared(levels: Levels, boundary: Iterable[Var]) -> set[Var]:
     }  # fmt: skip
 
 
-def moved_into(levels: Levels, stacks: Iterable[Var]) -> set[Var]:
+def moved_into(levels: LoopLevels, stacks: Iterable[Var]) -> set[Var]:
     """What is gathered in another shape: a row then has the bits that others see of it."""
     found: set[Var] = set()
     for var in stacks:

@@ -23,11 +23,11 @@ from jzero.sharding.partition._values import DeviceValue, axes_of
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
-Values = list[DeviceValue]
+DeviceValues = list[DeviceValue]
 _COMPARED = "each device finds its own, and they are compared"
 
 
-def along(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+def along(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
     """The results of an equation along a sharded dim; None if that is no matter, or whole costs no more."""
     sharded = any(v.make is None and axes_of(v.layout) for v in ins)
     return _HANDLERS[eqn.primitive.name](frame, eqn, ins) if sharded else None
@@ -43,7 +43,7 @@ def _whole_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) ->
 
 
 # -- where the largest is ------------------------------------------------------------------------------
-def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
     """`argmax`, `argmin`: the extreme of all, and the first place that has it; NaN is one, as in JAX.
 
     Of Booleans the extreme is known; if none has it, the first place has what all have.
@@ -104,7 +104,7 @@ _RUNNING: dict[str, tuple[str, Callable[..., jax.Array]]] = {
 }  # fmt: skip
 
 
-def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
     """A running sum (product, extreme): of a device's shard, and of the totals of those before it."""
     (value,), d = ins, eqn.params["axis"]
     layout, name = value.layout, eqn.primitive.name
@@ -147,7 +147,7 @@ def _behind(
 
 
 # -- parts ---------------------------------------------------------------------------------------------
-def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
     """Of parts that are sharded alike: a device has its shards of each, one behind the other."""
     d, num = eqn.params["dimension"], len(ins)
     dim = ins[0].layout.dims[d]
@@ -163,7 +163,7 @@ def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Va
     return [dataclasses.replace(_value(eqn, 0, layout, out, ins[0]), rows=rows & axes_of(layout))]
 
 
-def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
     """Into parts of whole blocks of dealt-out shards."""
     value, d = ins[0], eqn.params["axis"]
     ends = np.cumsum(eqn.params["sizes"]).tolist()
@@ -182,7 +182,7 @@ def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values |
     return [_value(eqn, j, layouts[j], x, value) for j, x in enumerate(outs)]
 
 
-def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
     """Of whole blocks of dealt-out shards; or of most rows from their beginning, which then are padded."""
     (value,), params = ins, eqn.params
     layout, shape, out = value.layout, value.aval.shape, eqn.outvars[0].aval.shape
@@ -241,7 +241,7 @@ def _beginning(layout: Layout, d: int, start: int, size: int) -> Layout | None:
     return layout.with_dims({d: dim._replace(pad=Pad(1, size))})
 
 
-def _pad(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | None:
+def _pad(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
     """What fills up a dim behind its end, as far as it is padded: the gradient of its beginning."""
     value, fill = ins
     changed = [d for d, by in enumerate(eqn.params["padding_config"]) if by != (0, 0, 0)]
@@ -258,7 +258,7 @@ def _pad(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Values | N
     return [_value(eqn, 0, after, with_fill, value)]
 
 
-_HANDLERS: dict[str, Callable[[DeviceFrame, Eqn, Sequence[DeviceValue]], Values | None]] = {
+_HANDLERS: dict[str, Callable[[DeviceFrame, Eqn, Sequence[DeviceValue]], DeviceValues | None]] = {
     "argmax": _arg_extreme, "argmin": _arg_extreme, "concatenate": _concatenate, "split": _split,
     "slice": _slice, "pad": _pad, **dict.fromkeys(_RUNNING, _running),
 }  # fmt: skip

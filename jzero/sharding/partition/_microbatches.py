@@ -48,7 +48,7 @@ from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
-class Accumulation(NamedTuple):
+class MicrobatchLoops(NamedTuple):
     """How a device works through its microbatches.
 
     Attributes:
@@ -66,7 +66,7 @@ class Accumulation(NamedTuple):
     most: int | None = None
 
 
-def in_loops(program: DeviceProgram, accumulation: Accumulation) -> DeviceProgram:
+def in_loops(program: DeviceProgram, accumulation: MicrobatchLoops) -> DeviceProgram:
     """The program of one device for all its microbatches, of that for one.
 
     Raises:
@@ -113,7 +113,7 @@ class _LoopsWriter:
     """
 
     def __init__(
-        self, region: Region, facts: Mapping[ValueIn, bool], accumulation: Accumulation,
+        self, region: Region, facts: Mapping[ValueIn, bool], accumulation: MicrobatchLoops,
         by_result: dict[Var, DeviceMove], source: Eqn,
     ):  # fmt: skip
         self.region, self.jaxpr, self.facts = region, region.jaxpr, facts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Chain`: a gather of what a program takes, with the views and casts that make its operand."""
+"""`GatherChain`: a gather of what a program takes, with the views and casts that make its operand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
 
-class Chain(NamedTuple):
+class GatherChain(NamedTuple):
     """A gather, without the barriers before it.
 
     Attributes:
@@ -29,7 +29,7 @@ class Chain(NamedTuple):
         return self.eqns[-1].outvars[0]
 
 
-def chains(jaxpr: Jaxpr) -> list[Chain]:
+def chains(jaxpr: Jaxpr) -> list[GatherChain]:
     """The gathers of a program's arguments, in their order; those of programs inside are left out."""
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     found = [_chain(eqn, makers) for eqn in jaxpr.eqns if _waits.is_gather(eqn)]
@@ -37,7 +37,7 @@ def chains(jaxpr: Jaxpr) -> list[Chain]:
     return [chain for chain in found if chain is not None and chain.root in arguments]
 
 
-def _chain(eqn: Eqn, makers: _waits.Makers) -> Chain | None:
+def _chain(eqn: Eqn, makers: _waits.Makers) -> GatherChain | None:
     eqns, atom = [eqn], eqn.invars[0]
     while not _jaxpr.is_literal(atom) and (made := makers.get(atom)) is not None:
         if made.primitive.name == "optimization_barrier":
@@ -47,7 +47,7 @@ def _chain(eqn: Eqn, makers: _waits.Makers) -> Chain | None:
             atom = made.invars[0]
         else:
             return None
-    return None if _jaxpr.is_literal(atom) else Chain(atom, tuple(eqns[::-1]))
+    return None if _jaxpr.is_literal(atom) else GatherChain(atom, tuple(eqns[::-1]))
 
 
 def may_stand_in(eqn: Eqn) -> bool:

@@ -114,7 +114,7 @@ def _widens(eqn: Eqn) -> bool:
 
 
 # -- copies that rest --------------------------------------------------------------------------------------
-class Copy(NamedTuple):
+class RestingCopy(NamedTuple):
     """A parameter whose copies rest on the devices, and are renewed by how it changed.
 
     Attributes:
@@ -131,7 +131,7 @@ class Copy(NamedTuple):
 
 
 def renew_in_codes(
-    jaxpr: Jaxpr, codes: Blocks, copies: Sequence[Copy], sizes: Mapping[str, int]
+    jaxpr: Jaxpr, codes: Blocks, copies: Sequence[RestingCopy], sizes: Mapping[str, int]
 ) -> Jaxpr:
     """One device's program that gathers, of new parameters, the difference to the old ones, as codes.
 
@@ -170,7 +170,7 @@ def _gathers_behind(makers: _waits.Makers, atom: Atom) -> Iterator[Eqn]:
 
 
 def _renewed(
-    writer: JaxprWriter, old: Var, gathers: Sequence[Eqn], copy: Copy, sizes: Mapping[str, int],
+    writer: JaxprWriter, old: Var, gathers: Sequence[Eqn], copy: RestingCopy, sizes: Mapping[str, int],
     codes: Blocks,
 ) -> Atom:  # fmt: skip
     """The old parameter, and the difference of the new shard to its part of it, gathered."""

@@ -13,7 +13,7 @@ from jzero.ir._loops import Scan, ScanBuilder, SlicePort, StackPort
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
-from jzero.sharding.passes._chains import Chain, chains, may_stand_in
+from jzero.sharding.passes._chains import GatherChain, chains, may_stand_in
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -78,7 +78,7 @@ def _has_stacks(eqn: Eqn) -> bool:
     return _waits.is_gather(eqn) or eqn.primitive.name in _OF_STACKS
 
 
-def _saved(scan: Scan, port: StackPort, stacks: Mapping[Var, Atom]) -> Chain | None:
+def _saved(scan: Scan, port: StackPort, stacks: Mapping[Var, Atom]) -> GatherChain | None:
     """Of a stack that a loop saves, what makes it of the slices that it takes; None if it computes it."""
     makers, eqns, atom = {e.outvars[0]: e for e in scan.eqns if e.outvars}, list[Eqn](), port.row
     while not _jaxpr.is_literal(atom) and (eqn := makers.get(atom)) is not None:
@@ -87,10 +87,10 @@ def _saved(scan: Scan, port: StackPort, stacks: Mapping[Var, Atom]) -> Chain | N
         eqns.append(eqn)
         atom = eqn.invars[0]
     known = eqns and not _jaxpr.is_literal(atom) and atom in stacks
-    return Chain(_jaxpr.variable(atom), tuple(eqns[::-1])) if known else None
+    return GatherChain(_jaxpr.variable(atom), tuple(eqns[::-1])) if known else None
 
 
-def _on_stack(writer: JaxprWriter, chain: Chain, stack: Atom, last: Var | None = None) -> Var:
+def _on_stack(writer: JaxprWriter, chain: GatherChain, stack: Atom, last: Var | None = None) -> Var:
     """What the chain makes of all slices; `last`, if it is given."""
     length = stack.aval.shape[0]
     for eqn in chain.eqns:

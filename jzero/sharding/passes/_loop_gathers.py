@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jzero.ir._loops import ConstPort, Scan, ScanBuilder
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
-from jzero.sharding.passes._chains import Chain, chains
+from jzero.sharding.passes._chains import GatherChain, chains
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -72,23 +72,25 @@ def _of_while(eqn: Eqn, nbytes: int) -> list[Eqn]:
 _LOOPS = {"scan": _of_scan, "while": _of_while}
 
 
-def _fits(found: Sequence[Chain], nbytes: int) -> bool:
+def _fits(found: Sequence[GatherChain], nbytes: int) -> bool:
     return _waits.nbytes(chain.out for chain in found) <= nbytes
 
 
-def _without(eqns: Sequence[Eqn], found: Sequence[Chain]) -> list[Eqn]:
+def _without(eqns: Sequence[Eqn], found: Sequence[GatherChain]) -> list[Eqn]:
     gone = {id(chain.eqns[-1]) for chain in found}
     return [eqn for eqn in eqns if id(eqn) not in gone]
 
 
-def _outside(writer: JaxprWriter, chain: Chain, x: Atom) -> Var:
+def _outside(writer: JaxprWriter, chain: GatherChain, x: Atom) -> Var:
     """The gather before the loop."""
     for eqn in chain.eqns:
         (x,) = writer.again(_jaxpr.within_scope(eqn, outer=writer.source), [x, *eqn.invars[1:]])
     return _jaxpr.variable(x)
 
 
-def _in_each_turn(eqns: Sequence[Eqn], found: Sequence[Chain], turn: Sequence[Var]) -> list[Eqn]:
+def _in_each_turn(
+    eqns: Sequence[Eqn], found: Sequence[GatherChain], turn: Sequence[Var]
+) -> list[Eqn]:
     """A turn whose gathers wait for something that no two turns have in common."""
     ours, written = {id(chain.eqns[-1]) for chain in found}, list[Eqn]()
     token = next((var for var in turn if _waits.is_float(var)), turn[0])

@@ -25,7 +25,7 @@ _GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 _EXTREMES = frozenset({"pmax", "pmin"})
 
 
-class Origin(NamedTuple):
+class ValueOrigin(NamedTuple):
     """What a value comes from.
 
     Attributes:
@@ -47,7 +47,7 @@ class Origin(NamedTuple):
         return None if arg < 0 else arg
 
 
-Origins = dict[ValueIn, Origin]
+Origins = dict[ValueIn, ValueOrigin]
 
 
 def origins(program: Region, rows: Sequence[_Axes]) -> Origins:
@@ -58,21 +58,23 @@ def origins(program: Region, rows: Sequence[_Axes]) -> Origins:
       rows: of each argument, the axes over which it differs because rows of the batch do.
     """
     start: Origins = {
-        (program, var): Origin(axes, axes, False, _COMPUTED if axes else frozenset([i]))
+        (program, var): ValueOrigin(axes, axes, False, _COMPUTED if axes else frozenset([i]))
         for i, (var, axes) in enumerate(zip(program.jaxpr.invars, rows, strict=True))
     }
-    computed = Origin(args=_COMPUTED)
+    computed = ValueOrigin(args=_COMPUTED)
     start |= {(program, var): computed for var in program.jaxpr.constvars}
-    return _dataflow.forward(program, start, _made, _join, Origin(), literal=lambda _: computed)
+    return _dataflow.forward(
+        program, start, _made, _join, ValueOrigin(), literal=lambda _: computed
+    )
 
 
-def _join(a: Origin, b: Origin) -> Origin:
-    return Origin(
+def _join(a: ValueOrigin, b: ValueOrigin) -> ValueOrigin:
+    return ValueOrigin(
         a.differs | b.differs, a.of_rows | b.of_rows, a.is_gradient or b.is_gradient, a.args | b.args
     )  # fmt: skip
 
 
-def _made(region: Region, eqn: Eqn, ins: Sequence[Origin]) -> list[Origin]:
+def _made(region: Region, eqn: Eqn, ins: Sequence[ValueOrigin]) -> list[ValueOrigin]:
     name = eqn.primitive.name
     if name == "optimization_barrier":
         return [*ins]
@@ -87,7 +89,7 @@ def _made(region: Region, eqn: Eqn, ins: Sequence[Origin]) -> list[Origin]:
         differs |= of_rows & over
     made = region.pass_of(eqn) == "backward" or any(x.is_gradient for x in ins)
     args = ins[0].args if name in _GATHERS or ins and _rules.costs(eqn, *VIEWS) else _COMPUTED
-    return [Origin(differs, of_rows, bool(differs) and made, args) for _ in eqn.outvars]
+    return [ValueOrigin(differs, of_rows, bool(differs) and made, args) for _ in eqn.outvars]
 
 
 # What writes an equation in other words; False where it stays.

@@ -36,7 +36,7 @@ _PLAIN = _rules.named(Cost.COPY, Cost.VIEW, Cost.CAST, Cost.PART) | _frames.COLL
 _SCOPE = re.compile(r"jzero\.(?:reduce_scatter|all_reduce)\[(.*)\]")
 
 
-class Axes(NamedTuple):
+class CodedAxes(NamedTuple):
     """The mesh axes over which gradients travel.
 
     Attributes:
@@ -57,7 +57,7 @@ def leaf_in_scope(eqn: Eqn) -> str:
 
 
 def reduce_codes(
-    jaxpr: Jaxpr, axes: Axes, coded: Collection[str], rows: Sequence[frozenset[str]],
+    jaxpr: Jaxpr, axes: CodedAxes, coded: Collection[str], rows: Sequence[frozenset[str]],
     leaf_of: LeafOf = leaf_in_scope,
 ) -> Jaxpr:  # fmt: skip
     """One device's program that reduces the gradients of some leaves as codes.
@@ -120,7 +120,7 @@ def _is_plain(eqn: Eqn) -> bool:
 class _Hops:
     """Writes a reduction in the place of one that is exact."""
 
-    def __init__(self, writer: JaxprWriter, eqn: Eqn, axes: Axes):
+    def __init__(self, writer: JaxprWriter, eqn: Eqn, axes: CodedAxes):
         self.writer, self.eqn, self.axes = writer, eqn, axes
         self.dtype = eqn.outvars[0].aval.dtype
         self.source = _jaxpr.within_scope(eqn, _waits.CODES)

@@ -99,21 +99,21 @@ def weight_codes(jaxpr: Jaxpr, leaves: Mapping[int, tuple[CodedRows, Sequence[in
     """
     if not leaves or not jaxpr.eqns:
         return jaxpr
-    ins, coded = [*jaxpr.invars], dict[Var, _Rows]()
+    ins, coded = [*jaxpr.invars], dict[Var, _CodedValue]()
     for i, (form, shape) in leaves.items():
         ins[i] = _jaxpr.var_like(None, shape, jnp.dtype(jnp.uint8))
-        coded[jaxpr.invars[i]] = _Rows(ins[i], form)
-    eqns, outs = _Level(jaxpr, coded, jaxpr.eqns[0]).run()
+        coded[jaxpr.invars[i]] = _CodedValue(ins[i], form)
+    eqns, outs = _CodedLevel(jaxpr, coded, jaxpr.eqns[0]).run()
     return _jaxpr.replaced(jaxpr, invars=ins, eqns=eqns, outvars=outs)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
+class _CodedValue:
     rows: Var
     form: CodedRows
 
 
-class _Level:
+class _CodedLevel:
     """A program some of whose values are rows of bytes.
 
     Attributes:
@@ -123,11 +123,11 @@ class _Level:
     """
 
     def __init__(
-        self, jaxpr: Jaxpr, coded: Mapping[Var, _Rows], source: Eqn, token: Var | None = None
+        self, jaxpr: Jaxpr, coded: Mapping[Var, _CodedValue], source: Eqn, token: Var | None = None
     ):
         self.jaxpr, self.coded, self.token = jaxpr, dict(coded), token
         self.writer = JaxprWriter(source)
-        self.decoded = dict[_Rows, Atom]()
+        self.decoded = dict[_CodedValue, Atom]()
         self.gathered = dict[tuple[Var, str], Var]()
         self.parts = set[Var]()  # what is made of a device's decoded part
         self.before = dict[Var, Var]()  # of rows behind a barrier, the rows: gathered once for all
@@ -154,7 +154,7 @@ class _Level:
             self.writer.names[atom], self.writer.source = x, outer
         return self.writer.read(atom)
 
-    def _decoded(self, each: _Rows) -> Atom:
+    def _decoded(self, each: _CodedValue) -> Atom:
         """Rows, decoded once."""
         if each not in self.decoded:
             tokens = [] if self.token is None else [_waits.write_token(self.writer, self.token)]
@@ -181,7 +181,7 @@ class _Level:
     def _note_parts(self, eqn: Eqn) -> None:
         read = (x for x in eqn.invars if not _jaxpr.is_literal(x))
         if any(x in self.parts or self._is_part(x) for x in read):
-            if _rules.costs(eqn, Cost.COLLECTIVE):
+            if _rules.costs(eqn, Cost.COLLECTIVE) and eqn.outvars[0].aval.size > 1:
                 raise cannot("its devices would exchange what is decoded of a leaf", eqn)
             self.parts |= {*eqn.outvars}
 
@@ -189,7 +189,7 @@ class _Level:
         form = None if x not in self.coded else self.coded[x].form
         return form is not None and form.dim is not None and not form.gathered
 
-    def _rows_of(self, atom: Atom) -> _Rows | None:
+    def _rows_of(self, atom: Atom) -> _CodedValue | None:
         return None if _jaxpr.is_literal(atom) else self.coded.get(atom)
 
     def _barrier(self, writer: JaxprWriter, eqn: Eqn) -> None:
@@ -204,7 +204,7 @@ class _Level:
         writer.again(eqn, ins, outs)
 
     # -- views -----------------------------------------------------------------------------------------
-    def _views(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> list[_Rows] | None:
+    def _views(self, writer: JaxprWriter, eqn: Eqn, each: _CodedValue) -> list[_CodedValue] | None:
         """What stays rows: a gather, a slice of a stack, or what waits until they are decoded; else None."""
         name, form = eqn.primitive.name, each.form
         if _waits.is_gather(eqn):
@@ -216,11 +216,13 @@ class _Level:
         if views is None:
             return None
         return [
-            _Rows(each.rows, dataclasses.replace(form, views=(*form.views, view), dim_now=dim))
+            _CodedValue(
+                each.rows, dataclasses.replace(form, views=(*form.views, view), dim_now=dim)
+            )
             for view, dim in views
         ]
 
-    def _of_stack(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> _Rows | None:
+    def _of_stack(self, writer: JaxprWriter, eqn: Eqn, each: _CodedValue) -> _CodedValue | None:
         """A slice of a stack."""
         name, form, (out, *_) = eqn.primitive.name, each.form, eqn.outvars
         if name == "squeeze" and not any(map(form.keeps, eqn.params["dimensions"])):
@@ -229,7 +231,7 @@ class _Level:
             num = form.num_stacked - len(gone)
             form = dataclasses.replace(form, dim=dim, num_stacked=num, dim_now=dim)
             (rows,) = writer.trace(_squeezed, each.rows, static=(gone,))
-            return _Rows(_jaxpr.variable(rows), form)
+            return _CodedValue(_jaxpr.variable(rows), form)
         shape = eqn.invars[0].aval.shape
         if name not in ("slice", "dynamic_slice") or any(
             n != m and form.keeps(d)
@@ -237,9 +239,9 @@ class _Level:
         ):
             return None
         sliced = self._sliced if name == "slice" else self._sliced_dynamically
-        return _Rows(_jaxpr.variable(sliced(writer, eqn, each)), form)
+        return _CodedValue(_jaxpr.variable(sliced(writer, eqn, each)), form)
 
-    def _gathered(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> _Rows:
+    def _gathered(self, writer: JaxprWriter, eqn: Eqn, each: _CodedValue) -> _CodedValue:
         shape, d = [*each.rows.aval.shape], each.form.rows_dim
         shape[d] *= eqn.params["axis_size"]
         params = {**eqn.params, "all_gather_dimension": d}
@@ -247,9 +249,9 @@ class _Level:
         if key not in self.gathered:
             rows = _jaxpr.var_like(each.rows.aval, shape)
             (self.gathered[key],) = writer.again(eqn, [each.rows], [rows], params=params)
-        return _Rows(self.gathered[key], dataclasses.replace(each.form, gathered=True))
+        return _CodedValue(self.gathered[key], dataclasses.replace(each.form, gathered=True))
 
-    def _sliced(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> Atom:
+    def _sliced(self, writer: JaxprWriter, eqn: Eqn, each: _CodedValue) -> Atom:
         num, shape, params = each.form.num_stacked, each.rows.aval.shape, eqn.params
         strides = params["strides"] or [1] * len(params["start_indices"])
         cut = [d for d in range(num) if not each.form.keeps(d)]
@@ -260,7 +262,7 @@ class _Level:
         static = tuple(starts), tuple(limits), tuple(steps)
         return writer.trace(_slice, each.rows, static=static)[0]
 
-    def _sliced_dynamically(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> Atom:
+    def _sliced_dynamically(self, writer: JaxprWriter, eqn: Eqn, each: _CodedValue) -> Atom:
         num, sizes = each.form.num_stacked, [*each.rows.aval.shape]
         indices = [*map(self.read, eqn.invars[1:])]
         zero = _jaxpr.scalar(0, indices[0].aval.dtype)
@@ -274,7 +276,7 @@ class _Level:
 
     # -- programs inside -------------------------------------------------------------------------------
     def scan(self, eqn: Eqn) -> Eqn:
-        scan, coded = Scan.of(eqn), dict[Var, _Rows]()
+        scan, coded = Scan.of(eqn), dict[Var, _CodedValue]()
         consts, xs = list[tuple[Atom, Var]](), list[tuple[Atom, Var]]()
         for const in scan.consts:
             consts.append(self._entering(const.outer, const.inner, coded))
@@ -289,10 +291,10 @@ class _Level:
             row = _jaxpr.var_like(each.rows.aval, each.rows.aval.shape[1:])
             num = form.num_stacked - 1
             form = dataclasses.replace(form, dim=dim, num_stacked=num, dim_now=dim)
-            coded[port.row] = _Rows(row, form)
+            coded[port.row] = _CodedValue(row, form)
             xs.append((each.rows, row))
         token = next((p.before for p in scan.carries if _waits.is_float(p.before)), None)
-        eqns, outs = _Level(scan.body, coded, eqn, token).run()
+        eqns, outs = _CodedLevel(scan.body, coded, eqn, token).run()
         num = len(scan.carries)
         return dataclasses.replace(
             scan,
@@ -309,7 +311,7 @@ class _Level:
         ).equation()
 
     def while_loop(self, eqn: Eqn) -> Eqn:
-        loop, coded = _jaxpr.while_parts(eqn), dict[Var, _Rows]()
+        loop, coded = _jaxpr.while_parts(eqn), dict[Var, _CodedValue]()
         first, last = loop.num_cond_consts, loop.num_cond_consts + loop.num_body_consts
         own, carry = loop.body.invars[: last - first], loop.body.invars[last - first :]
         pairs = zip(eqn.invars[first:last], own, strict=True)
@@ -325,7 +327,7 @@ class _Level:
         choice, *operands = eqn.invars
         branches = list[Any]()
         for closed in eqn.params["branches"]:
-            branch, coded = _jaxpr.open_jaxpr(closed)[0], dict[Var, _Rows]()
+            branch, coded = _jaxpr.open_jaxpr(closed)[0], dict[Var, _CodedValue]()
             pairs = zip(operands, branch.invars, strict=True)
             ins = [self._entering(x, y, coded)[1] for x, y in pairs]
             branches.append(closed.replace(jaxpr=self._body(eqn, branch, coded, ins, None)))
@@ -333,7 +335,7 @@ class _Level:
         params = eqn.params | {"branches": tuple(branches)}
         return eqn.replace(invars=[self.read(choice), *given], params=params)
 
-    def _entering(self, outer: Atom, inner: Var, coded: dict[Var, _Rows]) -> tuple[Atom, Var]:
+    def _entering(self, outer: Atom, inner: Var, coded: dict[Var, _CodedValue]) -> tuple[Atom, Var]:
         """What a program inside reads as it is: rows that it gathers itself, else it is decoded here."""
         each = self._rows_of(outer)
         if each is None or each.form.gathered or each.form.dim is None:
@@ -343,14 +345,14 @@ class _Level:
         return each.rows, rows
 
     def _body(
-        self, holder: Eqn, jaxpr: Jaxpr, coded: Mapping[Var, _Rows], ins: Sequence[Var],
+        self, holder: Eqn, jaxpr: Jaxpr, coded: Mapping[Var, _CodedValue], ins: Sequence[Var],
         token: Var | None,
     ) -> Jaxpr:  # fmt: skip
-        eqns, outs = _Level(jaxpr, coded, holder, token).run()
+        eqns, outs = _CodedLevel(jaxpr, coded, holder, token).run()
         return _jaxpr.replaced(jaxpr, invars=[*ins], eqns=eqns, outvars=outs)
 
 
-_INNER = {"scan": _Level.scan, "while": _Level.while_loop, "cond": _Level.cond}
+_INNER = {"scan": _CodedLevel.scan, "while": _CodedLevel.while_loop, "cond": _CodedLevel.cond}
 
 
 # -- what waits until rows are decoded ---------------------------------------------------------------------
