@@ -318,7 +318,9 @@ def _passed(
         if time is None:
             return program
         dtype, once = exchange.accumulate_dtype, exchange.gather_once
-        return in_loops(program, MicrobatchLoops(time, dtype, once, plan.num_devices, _handed(plan)))
+        return in_loops(
+            program, MicrobatchLoops(time, dtype, once, plan.num_devices, _handed(plan))
+        )
 
     found = {_PARTITION: program}
     for name in PASSES[1:]:

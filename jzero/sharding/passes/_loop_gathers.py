@@ -13,6 +13,7 @@ from jzero.ir._loops import ConstPort, Scan, ScanBuilder
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._chains import GatherChain, chains
+from jzero.sharding.passes._keep_gathered import keep_gathered
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -26,17 +27,27 @@ def loop_gathers(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
     """
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:
-        new = _jaxpr.with_inner(eqn, lambda body: loop_gathers(body, nbytes))
-        eqns += _LOOPS[new.primitive.name](new, nbytes) if new.primitive.name in _LOOPS else [new]
+        find = _LOOPS.get(eqn.primitive.name)
+        hoisted = None if find is None else find(_stacks_whole(eqn), nbytes, False)
+        if hoisted is None:
+            eqn = _jaxpr.with_inner(eqn, lambda body: loop_gathers(body, nbytes))
+            hoisted = [eqn] if find is None else find(eqn, nbytes, True)
+        eqns += hoisted or [eqn]
     return _waits.with_equations(jaxpr, eqns)
 
 
-def _of_scan(eqn: Eqn, nbytes: int) -> list[Eqn]:
+def _stacks_whole(eqn: Eqn) -> Eqn:
+    """A loop whose turns gather stacks before loops of their own, which take slices of them."""
+    return _jaxpr.with_inner(eqn, lambda body: keep_gathered(body, in_all_loops=True))
+
+
+def _of_scan(eqn: Eqn, nbytes: int, waits: bool) -> list[Eqn] | None:
+    """The loop, its gathers before it; if they do not fit, None, or with gathers that wait for its turns."""
     scan = Scan.of(eqn)
     outer = {port.inner: port.outer for port in scan.consts}
     found = [chain for chain in chains(scan.body) if chain.root in outer]
-    if not found:
-        return [eqn]
+    if not found or not waits and not _fits(found, nbytes):
+        return None
     builder = ScanBuilder(scan)
     if _fits(found, nbytes):
         builder.eqns = tuple(_without(scan.eqns, found))
@@ -49,15 +60,16 @@ def _of_scan(eqn: Eqn, nbytes: int) -> list[Eqn]:
     return builder.build().equations()
 
 
-def _of_while(eqn: Eqn, nbytes: int) -> list[Eqn]:
+def _of_while(eqn: Eqn, nbytes: int, waits: bool) -> list[Eqn] | None:
+    """The same."""
     loop = _jaxpr.while_parts(eqn)
     first, last = loop.num_cond_consts, loop.num_cond_consts + loop.num_body_consts
     consts, carry = loop.body.invars[: last - first], loop.body.invars[last - first :]
     outer = dict(zip(consts, eqn.invars[first:last], strict=True))
     found = [chain for chain in chains(loop.body) if chain.root in outer]
-    if not found:
-        return [eqn]
     writer, fits = JaxprWriter(eqn), _fits(found, nbytes)
+    if not found or not waits and not fits:
+        return None
     eqns = _without(loop.body.eqns, found) if fits else _in_each_turn(loop.body.eqns, found, carry)
     hoisted = found if fits else []
     made = [_outside(writer, chain, outer[chain.root]) for chain in hoisted]
