@@ -236,3 +236,26 @@ def test_the_gradient_of_a_table_that_is_whole_is_exchanged():
     stored = from_spec(table, DATA, columns)
     found = run_and_compare(fn, (table, P()), (table, columns), (SQUARE, ROWS), outs=[stored])
     assert kinds(found) == ["gather", "exchange"]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_is_added_by_number_is_made_where_it_is_read(turned):
+    """Each device adds what falls into its shard; what is out of bounds none does."""
+
+    def fn(w, x):
+        rows, columns = jnp.arange(16), 3 * jnp.arange(16) - 20
+        added = jnp.zeros((16, 16), x.dtype).at[rows, columns].add(2.0, mode="drop")
+        return w + (x.T if turned else x) * (added + added[::-1].T)
+
+    stored = from_spec(SQUARE, DATA, P(None, "data") if turned else ROWS)
+    specs = (SQUARE, P(None, "data") if turned else ROWS), (SQUARE, ROWS)
+    run_and_compare(fn, *specs, outs=[stored])
+
+    def alone(w, x):
+        rows, columns = jnp.arange(16), 3 * jnp.arange(16) - 20
+        added = jnp.zeros((16, 16), x.dtype).at[rows, columns].add(2.0, mode="drop")
+        return w + added
+
+    found = run_and_compare(alone, *specs, outs=[stored])
+    assert not found.moves
+    assert (16, 16) not in {out.aval.shape for e in found.jaxpr.eqns for out in e.outvars}

@@ -22,6 +22,7 @@ from jzero.ir._rules import Cost
 from jzero.ir._sent import cast
 from jzero.sharding.partition._equations import met
 from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.partition._look_ups import into_shards, may_add
 from jzero.sharding.partition._values import DeviceValue, axes_of, sized
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
@@ -44,10 +45,12 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
         counts = _jaxpr.is_threefry(ins[0].aval.dtype) and not ins[0].aval.shape
         return counts and 1 < size < 2**32
     if name == "broadcast_in_dim":
-        return len(ins) == 1 and size > ins[0].aval.size
+        return len(ins) == 1 and (lazy or size > ins[0].aval.size)
     if name == "reshape" and (eqn.params["dimensions"] is not None or len(ins) > 1):
         return False
-    free = name != "tile" and _rules.costs(eqn, *_FREE) and size > 1
+    # What is added to zeros, as a gradient of what rows pick by their number (the labels of CLIP), is as many
+    # columns as there are rows.
+    free = name == "scatter-add" or name != "tile" and _rules.costs(eqn, *_FREE) and size > 1
     return free and lazy and all(v.make is not None or v.aval.size == 1 for v in ins)
 
 
@@ -83,14 +86,23 @@ def _make(
         made = _reshape(frame, eqn, ins[0], layout)
     else:
         cut = {f.outs[0]: f for f in factors if f.outs[0] is not None and _is_cut(layout, f)}
+        scatters = name == "scatter-add"
+        others = [d for d, dim in enumerate(layout.dims) if dim.cuts and d not in cut]
+        added = [d for d in others if scatters and may_add(eqn, layout, d)]
+        own_layout = frame.whole(layout.shape).with_dims(
+            {d: layout.dims[d] for d in (*cut, *added)}
+        )
         atoms = []
         for k, value in enumerate(ins):
             shape, own = value.aval.shape, dict[int, Dim]()
             for to, factor in cut.items():
                 if (d := factor.ins[k]) is not None:
                     own[d] = sized(layout.dims[to], shape[d])
+            own |= {d: layout.dims[d] for d in (added if k == 0 else ())}
             atoms.append(frame.at(value, frame.whole(shape).with_dims(own)))
-        made = _written(frame, eqn, atoms, layout)
+        for d in added:
+            atoms[1] = into_shards(frame, eqn, own_layout, d, atoms[1])
+        made = frame.convert(_written(frame, eqn, atoms, own_layout), own_layout, layout)
     frame.source = source
     return made
 

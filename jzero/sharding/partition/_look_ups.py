@@ -86,6 +86,23 @@ def looked_up(
     return frame.inline(_if_mine, (places,), found, *mine)
 
 
+def may_add(eqn: Eqn, layout: Layout, d: int) -> bool:
+    """Whether a device may add alone what falls into its shard of a dim; what does not is out of bounds."""
+    numbers = eqn.params["dimension_numbers"]
+    drops = eqn.params["mode"] is lax.GatherScatterMode.FILL_OR_DROP
+    single = d in numbers.inserted_window_dims and d in numbers.scatter_dims_to_operand_dims
+    return drops and single and shards_of(layout.dims[d], layout) is not None
+
+
+def into_shards(frame: DeviceFrame, eqn: Eqn, layout: Layout, d: int, indices: Atom) -> Atom:
+    """The indices of what is added, into this device's shard of a dim that `may_add` names."""
+    shards = shards_of(layout.dims[d], layout)
+    assert shards is not None
+    column = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims.index(d)
+    index = frame.index(shards.axes)
+    return frame.trace(_in_shards, indices, index, static=(column, shards, True))[0]
+
+
 def along_indices(eqn: Eqn, layout: Layout, dim: Dim) -> Layout | None:
     """Where what is found is scattered that nobody has asked of: along the longest dim of the indices."""
     offsets = eqn.params["dimension_numbers"].offset_dims
