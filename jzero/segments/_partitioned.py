@@ -37,7 +37,7 @@ from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._gather_codes import RestingCopy, gather_codes, renew_in_codes
 from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, in_place
 from jzero.sharding.passes._inputs_first import inputs_first
-from jzero.sharding.passes._keep_gathered import keep_gathered
+from jzero.sharding.passes._keep_gathered import gathered_once, keep_gathered
 from jzero.sharding.passes._late_sums import late_sums
 from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._order import order
@@ -295,9 +295,11 @@ def _passed(
             else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
         ),
         "keep_gathered": lambda jaxpr: (
-            keep_gathered(jaxpr, plan.evaluates)
-            if plan.stage == 3 and exchange.keep_gathered
-            else jaxpr
+            jaxpr
+            if not exchange.keep_gathered
+            else keep_gathered(jaxpr, plan.evaluates)
+            if plan.stage == 3
+            else gathered_once(jaxpr)
         ),
         "loop_gathers": lambda jaxpr: (
             jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)

@@ -29,6 +29,12 @@ def keep_gathered(jaxpr: Jaxpr, in_all_loops: bool = False) -> Jaxpr:
     return _kept(jaxpr, in_all_loops, None)
 
 
+def gathered_once(jaxpr: Jaxpr) -> Jaxpr:
+    """One device's program in which equal gathers of leaves are one, also of those that it has updated."""
+    eqns = [_jaxpr.with_inner(eqn, gathered_once) for eqn in jaxpr.eqns]
+    return _each_once(_waits.with_equations(jaxpr, eqns))
+
+
 def _kept(jaxpr: Jaxpr, in_all_loops: bool, autodiff: str | None) -> Jaxpr:
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:
@@ -131,6 +137,7 @@ def _each_once(jaxpr: Jaxpr) -> Jaxpr:
     if not jaxpr.eqns:
         return jaxpr
     ours = {id(chain.eqns[-1]) for chain in chains(jaxpr)}
+    ours |= {id(eqn) for eqn in jaxpr.eqns if _waits.gathers_leaf(eqn)}
     writer, numbers, values = JaxprWriter(jaxpr.eqns[0]), dict[Hashable, int](), dict[Var, int]()
     gathered = dict[int, Var]()
 

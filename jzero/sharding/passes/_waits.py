@@ -118,6 +118,12 @@ def is_gather(eqn: Eqn) -> bool:
     return eqn.primitive.name in ("all_gather", "all_gather_invariant")
 
 
+def gathers_leaf(eqn: Eqn) -> bool:
+    """Whether what it gathers is a leaf, or what a leaf becomes."""
+    named = (scope.startswith("jzero.gather[") for scope in _jaxpr.scopes(eqn))
+    return is_gather(eqn) and any(named)
+
+
 def is_reduction(eqn: Eqn) -> bool:
     """Whether it leaves of a value this device's shard of a sum over devices."""
     return eqn.primitive.name == "reduce_scatter"
