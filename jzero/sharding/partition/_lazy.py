@@ -48,9 +48,12 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
         return len(ins) == 1 and (lazy or size > ins[0].aval.size)
     if name == "reshape" and (eqn.params["dimensions"] is not None or len(ins) > 1):
         return False
-    # What is added to zeros, as a gradient of what rows pick by their number (the labels of CLIP), is as many
-    # columns as there are rows.
-    free = name == "scatter-add" or name != "tile" and _rules.costs(eqn, *_FREE) and size > 1
+    if name == "scatter-add":
+        # To zeros, as a gradient of what rows pick by their number (the labels of CLIP): it has as many columns
+        # as there are rows.
+        here = (v.make is not None or not v.rows and v.layout.is_whole for v in ins)
+        return ins[0].make is not None and all(here)
+    free = name != "tile" and _rules.costs(eqn, *_FREE) and size > 1
     return free and lazy and all(v.make is not None or v.aval.size == 1 for v in ins)
 
 
