@@ -496,6 +496,24 @@ def like_a_bias(params, opt_state, x, weights):
     return *update(params, opt_state, x * weights[:, None], Y[:6]), found.mean(1)
 
 
+def test_nothing_in_a_state_and_in_a_batch_is_no_leaf():
+    """A solver's state with `aux=None` beside parameters, and an absent field of a batch."""
+
+    def solve(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, *batch["xy"])
+        velocity = jax.tree.map(lambda v, g: 0.9 * v - 0.1 * g, state["velocity"], grads)
+        state = {"aux": None, "velocity": velocity, "value": loss}
+        return jax.tree.map(jnp.add, params, velocity), state
+
+    params, _ = init()
+    state = {"aux": None, "velocity": jax.tree.map(jnp.zeros_like, params), "value": 0.0}
+    batch = {"images": None, "xy": (X, Y)}
+    want = jax.jit(solve)(params, state, batch)
+    for options in ({}, {"in_specs": {"batch": jax.P("data")}}, {"in_specs": {"batch": jax.P()}}):
+        outs = sharded(solve, **options)(*copies((params, state)), batch)
+        close(outs, want, f"{options}")
+
+
 def test_what_no_result_is_computed_of_is_no_state():
     for step_fn, args in ((forgets, (X[0], X)), (like_a_bias, (X[:6], Y[:6, 0]))):
         for accumulate in (1, 2):

@@ -246,7 +246,7 @@ def _broadcast_specs(name: str, spec: Any, treedef: Any) -> list[P]:
         spread = jax.tree.map(
             lambda s, sub: jax.tree.map(lambda _: s or P(), sub), spec, tree, is_leaf=is_spec
         )
-        return jax.tree.leaves(spread, is_leaf=is_spec)
+        return jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, P))
     except (ValueError, TypeError) as error:
         raise OptionError(message(
             WHO, f"in_specs[{name!r}] does not fit the argument: {error}",
