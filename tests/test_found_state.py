@@ -496,6 +496,13 @@ def like_a_bias(params, opt_state, x, weights):
     return *update(params, opt_state, x * weights[:, None], Y[:6]), found.mean(1)
 
 
+def test_a_key_alone_is_no_batch():
+    """Of the old style too, which has a dim: a step that has its data elsewhere takes no rows."""
+    report = sharded(without_batch).describe(jax.random.PRNGKey(0), *init())
+    assert report.movements == ()
+    assert "arguments: key whole on every device" in str(report)
+
+
 def test_nothing_in_a_state_and_in_a_batch_is_no_leaf():
     """A solver's state with `aux=None` beside parameters, and an absent field of a batch."""
 
