@@ -399,9 +399,7 @@ def test_what_is_asked_before_the_first_call(name):
 def test_collectives_of_a_step_whose_state_is_found():
     w = jnp.ones((16, 8))
     for step_fn, batch in ((bare, X), (lambda w, x: bare(x, w), X)):
-        expected = {
-            "all-reduce": 16 * 8 + 1
-        }  # No moments: the gradient is whole where the parameter is.
+        expected = {"reduce-scatter": 16 * 8, "all-gather": 16 * 8, "all-reduce": 1}
         assert_collectives(sharded(step_fn, stage=1), w, batch, expected)
 
 
@@ -496,6 +494,31 @@ def like_a_bias(params, opt_state, x, weights):
     """What comes back like the weights has their rows, and the shape of a moment."""
     found = jnp.tanh(x @ params["w"]) @ params["v"]
     return *update(params, opt_state, x * weights[:, None], Y[:6]), found.mean(1)
+
+
+def test_a_key_alone_is_no_batch():
+    """Of the old style too, which has a dim: a step that has its data elsewhere takes no rows."""
+    report = sharded(without_batch).describe(jax.random.PRNGKey(0), *init())
+    assert report.movements == ()
+    assert "arguments: key whole on every device" in str(report)
+
+
+def test_nothing_in_a_state_and_in_a_batch_is_no_leaf():
+    """A solver's state with `aux=None` beside parameters, and an absent field of a batch."""
+
+    def solve(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, *batch["xy"])
+        velocity = jax.tree.map(lambda v, g: 0.9 * v - 0.1 * g, state["velocity"], grads)
+        state = {"aux": None, "velocity": velocity, "value": loss}
+        return jax.tree.map(jnp.add, params, velocity), state
+
+    params, _ = init()
+    state = {"aux": None, "velocity": jax.tree.map(jnp.zeros_like, params), "value": 0.0}
+    batch = {"images": None, "xy": (X, Y)}
+    want = jax.jit(solve)(params, state, batch)
+    for options in ({}, {"in_specs": {"batch": jax.P("data")}}, {"in_specs": {"batch": jax.P()}}):
+        outs = sharded(solve, **options)(*copies((params, state)), batch)
+        close(outs, want, f"{options}")
 
 
 def test_what_no_result_is_computed_of_is_no_state():

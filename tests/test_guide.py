@@ -42,21 +42,32 @@ def test_programs_run(path, tmp_path, monkeypatch):
         exec(compile(program.read_text(), str(program), "exec"), {"__name__": "__main__"})
 
 
-def test_the_key_of_each_device_is_what_pmap_would_give():
-    """The last program of the page runs, and trains what `jax.pmap` trains with `key` for `key[0]`."""
-    (program,) = re.findall(
-        r"^```python\n(import jax\n.*?)^```$",
-        (DOCS / "migrate/pmap.md").read_text(),
-        re.DOTALL | re.MULTILINE,
-    )
+def test_keys_are_those_that_pmap_would_give():
+    """The last programs of the page run; `jax.pmap` has `key` for `key[0]`, and folds a key of all itself."""
+    page = (DOCS / "migrate/pmap.md").read_text()
+    of_devices, of_all = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[-2:]
     found: dict[str, Any] = {}
-    exec(program, found)
-    of_pmap: dict[str, Any] = {}
-    exec(program.replace("key[0]", "key").split("sharded =")[0], of_pmap)
+    exec(of_devices, found)
+    expected = on_devices(of_devices.replace("key[0]", "key"), found["keys"])
+    np.testing.assert_allclose(found["params"], expected[0], rtol=1e-6)
+    exec(of_all, found)
+    folded = "jax.random.fold_in(noise_key, jax.lax.axis_index('batch'))"
+    of_all = of_devices.split("def ")[0] + of_all.replace(
+        "jzero.fold_device_index(noise_key)", folded
+    )
+    keys = jnp.broadcast_to(jax.random.key(0), 8)
+    expected, expected_keys = on_devices(of_all, keys)
+    np.testing.assert_allclose(found["params"], expected[0], rtol=1e-6)
+    assert (expected_keys == found["key"]).all()
+
+
+def on_devices(program: str, keys: jax.Array) -> Any:
+    """What the step of a program returns under `jax.pmap`."""
+    found: dict[str, Any] = {}
+    exec(program.split("sharded =")[0], found)
     params = jnp.broadcast_to(jnp.ones((4, 4)), (8, 4, 4))
-    step = jax.pmap(of_pmap["train_step"], axis_name="batch")
-    expected = step(params, jnp.ones((8, 2, 4)), found["keys"])[0]
-    np.testing.assert_allclose(found["params"], expected, rtol=1e-6)
+    step = jax.pmap(found["train_step"], axis_name="batch")
+    return step(params, jnp.ones((8, 2, 4)), keys)
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)

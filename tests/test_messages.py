@@ -523,6 +523,90 @@ def test_an_axis_that_nobody_has(options):
     refuses(TypeError, texts, sharded(fn, **options), W, X)
 
 
+@pytest.mark.parametrize("arguments", [(0, 1, 2), (2, 0, 1)], ids=["state first", "a key first"])
+def test_an_axis_that_nobody_has_in_a_step_whose_state_is_not_known(arguments):
+    """What may be state, and does not divide, is not taken for the batch at fault."""
+
+    def fn(*args):
+        w, momentum, key = [args[i] for i in arguments]
+        g = jax.lax.pmean(jax.grad(loss_fn)(w, args[3]), "batch")
+        new = w - g, momentum["m"] * 0.9 + g[:3], key
+        return tuple(new[arguments.index(i)] for i in range(3))
+
+    given = W, {"m": W[:3]}, jax.random.key(0)
+    texts = ["the step names an axis that the mesh has not", "unbound axis name: batch"]
+    refuses(TypeError, texts, sharded(fn), *[given[arguments.index(i)] for i in range(3)], X)
+
+
+def test_a_constraint_over_an_axis_that_nobody_has():
+    def fn(w, x):
+        return step(w, jax.lax.with_sharding_constraint(x, P("dp")))
+
+    texts = ["a layout at ", "test_messages.py", "Resource axis: dp", "mesh: ('data',). ",
+             "Pass the mesh that has them by mesh=", "axis_names="]  # fmt: skip
+    refuses(TypeError, texts, sharded(fn), W, X)
+    mesh = jax.make_mesh((8, 1), ("dp", "mp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    new, _ = sharded(fn, mesh=mesh, axis_names="dp")(jnp.copy(W), X)
+    np.testing.assert_allclose(new, step(W, X)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["new", "old"])
+@pytest.mark.parametrize("of_devices", [False, True])
+def test_a_key_that_comes_back_is_folded(key, of_devices):
+    """As `jax.pmap` has it for keys of devices; of a key for all it is jzero that folds it."""
+
+    def fn(w, x, key):
+        new, noise = jax.random.split(key[0] if of_devices else key)
+        w, metrics = written(w, x + jax.random.normal(noise, x.shape))
+        return w, metrics, new[None] if of_devices else new
+
+    def folded(w, x, key):
+        new, noise = jax.random.split(key)
+        noise = jax.random.normal(jzero.fold_device_index(noise), x.shape)
+        w, metrics = written(w, x + noise)
+        return w, new, metrics
+
+    keys = jax.random.split(key, 8) if of_devices else key
+    texts = ["output[2] ", " differs between devices", "A key that comes back belongs to the state",
+             "state_argnums=", "jzero.fold_device_index(key)"]  # fmt: skip
+    with pytest.raises(jzero.StepError) as caught:
+        sharded(fn, axis_name="data")(W, X, keys)
+    assert all(text in str(caught.value) for text in texts)
+    assert "pmean" not in str(caught.value)
+    train_step = sharded(folded, axis_name="data", state_argnums=(0, 2))
+    _, new, _ = train_step(jnp.copy(W), X, jnp.copy(key))
+    assert jnp.array_equal(new, jax.random.split(key)[0])
+
+
+def test_rows_of_one_device_are_named_where_a_step_fails():
+    """Keys of devices with their dim, and a model that is read and was split as a batch is."""
+    keys = jax.random.split(jax.random.key(0), 8)
+    by_key = lambda w, x, key: written(w, x + jax.random.normal(key, x.shape))  # noqa: E731
+    key_first = lambda key, w, x: (by_key(w, x, key)[0], 0.0)  # noqa: E731
+    with_model = lambda w, x, model: written(w, x @ model)  # noqa: E731
+    for fn, args in ((by_key, (W, X, keys)), (key_first, (keys, W, X)), (with_model, (W, X, W))):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            sharded(fn, axis_name="data")(*args)
+        assert "sees the rows of one device" in (text := "".join(caught.value.__notes__))
+        assert "keys[0]" in text
+        assert "in_specs={" in text
+    sharded(with_model, axis_name="data", in_specs={"model": P()})(jnp.copy(W), X, W)
+
+
+def test_a_step_that_has_the_rows_of_one_device_in_its_text():
+    """Which it says before its first collective, and the whole batch does not fit."""
+
+    def fn(w, x):
+        return written(w, x.reshape(2, 8))
+
+    new, metrics = sharded(fn, axis_name="data")(jnp.copy(W), X)
+    expected, expected_metrics = step(W, X)
+    np.testing.assert_allclose(new, expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-5)
+    with pytest.raises(TypeError, match="cannot reshape"):
+        sharded(lambda w, x: step(w, x.reshape(2, 8)))(W, X)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_axis_of_the_steps_own(accumulate):
     """`jax.vmap` has made it a dim, of which a step for one device may not speak."""

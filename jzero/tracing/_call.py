@@ -132,7 +132,8 @@ def rows_of_arguments(
 ) -> list[int | None]:
     """The dim of each leaf that is the batch's: dim 0, or the one that `in_specs` splits over all data axes.
 
-    What has fewer rows than there are devices is whole, unless nothing has more. It decides only costs.
+    Keys are whole, and what has fewer rows than there are devices, unless nothing has more. It decides only
+    costs.
 
     Raises:
       BatchError: a spec that does not fit its leaf.
@@ -146,7 +147,9 @@ def rows_of_arguments(
         overrides = _broadcast_specs(name, specs[name], treedef) if name in specs else None
         for i, (path, leaf) in enumerate(zip(leaf_paths(tree, name), leaves, strict=True)):
             if overrides is None:
-                out.append(0 if leaf.shape and leaf.shape[0] >= fewest else None)
+                is_key = is_single_key(leaf.dtype, leaf.shape)
+                has_rows = leaf.shape and leaf.shape[0] >= fewest and not is_key
+                out.append(0 if has_rows else None)
                 continue
             bad += _unknown(path, leaf, overrides[i], axes)
             names = [set(spec_axes(entry)) for entry in overrides[i]]
@@ -246,7 +249,7 @@ def _broadcast_specs(name: str, spec: Any, treedef: Any) -> list[P]:
         spread = jax.tree.map(
             lambda s, sub: jax.tree.map(lambda _: s or P(), sub), spec, tree, is_leaf=is_spec
         )
-        return jax.tree.leaves(spread, is_leaf=is_spec)
+        return jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, P))
     except (ValueError, TypeError) as error:
         raise OptionError(message(
             WHO, f"in_specs[{name!r}] does not fit the argument: {error}",

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
-from jzero._errors import StepError, message
+from jzero._errors import JzeroError, StepError, message
 from jzero.ir import _starts
 from jzero.ir._regions import Region
 from jzero.ir._rows import NO_ROWS, row_dims
@@ -32,7 +32,7 @@ from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._equations import shard_map_error
 from jzero.sharding.batch._localize import localize
 from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows
-from jzero.tracing import _jaxpr, _keys, _rewrite
+from jzero.tracing import _jaxpr, _keys, _reading, _rewrite, _weak
 from jzero.tracing._differences import without_differences
 from jzero.tracing._types import Aval, Eqn, Jaxpr
 
@@ -101,6 +101,7 @@ class TracedStep:
 def trace_whole(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], forms: Sequence[Form],
     has_masters: bool, mesh_axes: dict[str, int], automatic: dict[str, int], dims: Sequence[int | None],
+    is_named: bool,
 ) -> WholeBatch | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch.
 
@@ -112,6 +113,7 @@ def trace_whole(
       mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
       automatic: those that are no data axes.
       dims: the dim of each leaf that is the batch's, also where the devices do not divide it.
+      is_named: the user has named the axis of the step's collectives.
 
     Returns:
       None if the step has collectives of its own over the data axes, and so is one device's already.
@@ -120,7 +122,7 @@ def trace_whole(
       StepError: the step calls `jax.shard_map` itself, or has mutable arrays.
       Exception: whatever the step itself raises when traced.
     """
-    traced = trace_plainly(flat_step, avals, mesh_axes, automatic)
+    traced = trace_plainly(flat_step, avals, mesh_axes, automatic, is_named)
     if traced is None:
         return None
     _check_refs(traced.jaxpr)
@@ -204,18 +206,24 @@ def as_traced(whole: WholeBatch, axes: dict[str, int]) -> TracedStep | None:
 
 def trace_plainly(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], mesh_axes: dict[str, int],
-    automatic: dict[str, int],
+    automatic: dict[str, int], is_named: bool,
 ) -> _jaxpr.Traced | None:  # fmt: skip
-    """The trace of a step as it is written; None if it has collectives of its own over the data axes."""
+    """The trace of a step as it is written; None if it has collectives of its own over the data axes.
+
+    So it has where `is_named`, and it fails before the first one: it may fit one device's rows alone.
+    """
     flat_step = _alone(flat_step)
     try:
-        return _jaxpr.trace_whole(flat_step, avals, automatic)
-    except NameError as error:
-        if "unbound axis name" in str(error):
+        try:
+            return _jaxpr.trace_whole(flat_step, avals, automatic)
+        except (RuntimeError, ValueError) as error:
+            return _trace_otherwise(error, flat_step, avals, mesh_axes)
+    except (JzeroError, _reading.Elsewhere, _weak.PromotedState):
+        raise
+    except Exception as error:
+        if is_named or (isinstance(error, NameError) and "unbound axis name" in str(error)):
             return None
         raise
-    except (RuntimeError, ValueError) as error:
-        return _trace_otherwise(error, flat_step, avals, mesh_axes)
 
 
 def _trace_otherwise(
@@ -267,7 +275,13 @@ _OF_EXPLICIT_AXES = (
 
 
 def _explained(error: ValueError) -> Exception:
-    """A refusal of `jax.reshard` and `out_sharding=` ([Note: Explicit axes]); any other error itself."""
+    """A refusal of unknown axes, and of `jax.reshard` and `out_sharding=` ([Note: Explicit axes])."""
+    if "is not found in mesh" in f"{error}":
+        return StepError(message(
+            "shard_train_step", f"a layout at {_jaxpr.line_of_error(error)}: {f'{error}'.rstrip('.')}",
+            "Constraints of a step name axes of its mesh.",
+            "Pass the mesh that has them by mesh=, with its data axes by axis_names=; or drop what says that "
+            "rows are split: they are."))  # fmt: skip
     if not any(text in f"{error}" for text in _OF_EXPLICIT_AXES):
         return error
     return StepError(message(
@@ -338,8 +352,20 @@ def trace_on_device(
                 for leaf, key in zip(leaves, keys, strict=True)
             ))  # fmt: skip
 
+    return _traced_in(folded, avals, axes, automatic)
+
+
+def _traced_in(
+    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], axes: dict[str, int],
+    automatic: dict[str, int],
+) -> _jaxpr.Traced:  # fmt: skip
+    """The trace of a step with collectives over these axes.
+
+    Raises:
+      StepError: it names another axis, or Explicit axes.
+    """
     try:
-        return _jaxpr.trace(folded, avals, axes, automatic)
+        return _jaxpr.trace(flat_step, avals, axes, automatic)
     except ValueError as error:
         raise _explained(error) from error.__cause__
     except NameError as error:
@@ -409,7 +435,7 @@ def trace_at_whole(
     automatic: dict[str, int],
 ) -> _jaxpr.Traced:  # fmt: skip
     """The trace of a step with collectives of its own as if one device had the whole batch."""
-    return _jaxpr.trace(flat_step, avals, dict.fromkeys(axes, 1), automatic)
+    return _traced_in(flat_step, avals, dict.fromkeys(axes, 1), automatic)
 
 
 def is_float(aval: Aval) -> bool:

@@ -49,8 +49,8 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
     if name == "reshape" and (eqn.params["dimensions"] is not None or len(ins) > 1):
         return False
     if name == "scatter-add":
-        # To zeros, as a gradient of what rows pick by their number (the labels of CLIP): it has as many columns
-        # as there are rows.
+        # To zeros, as a gradient of what rows pick by their number (the labels of CLIP): it has as many
+        # columns as there are rows.
         here = (v.make is not None or not v.rows and v.layout.is_whole for v in ins)
         return ins[0].make is not None and all(here)
     free = name != "tile" and _rules.costs(eqn, *_FREE) and size > 1

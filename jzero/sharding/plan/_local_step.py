@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jzero._errors import StepError, describe_leaf, message
+from jzero._errors import BatchError, JzeroError, StepError, describe_leaf, message
 from jzero.ir._work import Repeated
 from jzero.sharding.batch import _trace
 from jzero.sharding.batch._body import OUTPUT, Movement
@@ -33,6 +33,13 @@ from jzero.tracing._returned import (
 )
 from jzero.tracing._signature import Signature
 from jzero.tracing._state_arguments import parts
+
+# Below an error of a step with collectives of its own.
+_OF_ROWS = (
+    "jzero: a step with collectives of its own sees the rows of one device, whose dim stays, unlike under "
+    "jax.pmap: take keys[0] of a key for each device, and pass a batch as [rows, ...] and a state without "
+    "replicas. What is no batch comes whole with in_specs={'<argument>': jax.P()}."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +166,10 @@ def promoted(step: FlatStep, state: list[Any], setting: Setting) -> FlatStep:
 def _as_written(step: FlatStep, fn: Callable[..., Any], setting: Setting) -> _jaxpr.Traced | None:
     """The trace of a function of all leaves of a step; None if it has collectives of its own."""
     avals = [*step.state, *step.array_avals]
-    return _trace.trace_plainly(fn, avals, setting.axes | setting.automatic, setting.automatic)
+    is_named = setting.axis_name is not None
+    return _trace.trace_plainly(
+        fn, avals, setting.axes | setting.automatic, setting.automatic, is_named
+    )
 
 
 def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
@@ -204,7 +214,7 @@ def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -
     rows = [part if dim is None else dim for dim, (part, _) in zip(dims, parts, strict=True)]
     batch = _trace.trace_whole(
         step.fn, avals, forms, setting.options.needs_masters, setting.axes | setting.automatic,
-        setting.automatic, [*[None] * num_state, *rows],
+        setting.automatic, [*[None] * num_state, *rows], setting.axis_name is not None,
     )  # fmt: skip
     if batch is None:
         return None
@@ -274,17 +284,24 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     if step.signature.told or setting.evaluates:
         return _of_one_device(step, setting)
     state = jax.tree.unflatten(step.state_tree, step.state)
+    failed = None
     if not holds_floats(state) or any(map(holds_optimizer_state, step.arrays.values())):
-        _read_whole(step, setting)
+        failed = _read_whole(step, setting)
     try:
         return _of_one_device(step, setting)
-    except Exception:  # It may be that of state which was split.
-        _read_whole(step, setting)
+    except Exception as error:  # It may be that of state which was split.
+        if failed is None:
+            _read_whole(step, setting)
+        elif isinstance(error, BatchError):
+            raise failed from None
         raise
 
 
-def _read_whole(step: FlatStep, setting: Setting) -> None:
+def _read_whole(step: FlatStep, setting: Setting) -> Exception | None:
     """Reads a step by what it returns of whole arguments: of a part of its state it may fail.
+
+    Returns:
+      What the step raises itself.
 
     Raises:
       Elsewhere, StepError: as `_reading.read` does.
@@ -294,8 +311,10 @@ def _read_whole(step: FlatStep, setting: Setting) -> None:
         _trace.trace_at_whole(step.fn, avals, _step_axes(setting), setting.automatic)
     except (_reading.Elsewhere, StepError):
         raise
-    except Exception:  # What it meets at the shapes of one device says more.
-        return
+    except Exception as error:  # What it meets at the shapes of one device says more.
+        error.add_note(_OF_ROWS)
+        return error
+    return None
 
 
 def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
@@ -303,16 +322,21 @@ def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     specs, local, keys = _on_one_device(step, setting)
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
     varying = [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs]
-    traced = _trace.trace_written(
-        step.fn,
-        local,
-        varying,
-        [False] * num_state + list(keys),
-        axes,
-        accumulates=options.accumulate > 1,
-        has_masters=options.needs_masters,
-        automatic=setting.automatic,
-    )
+    try:
+        traced = _trace.trace_written(
+            step.fn,
+            local,
+            varying,
+            [False] * num_state + list(keys),
+            axes,
+            accumulates=options.accumulate > 1,
+            has_masters=options.needs_masters,
+            automatic=setting.automatic,
+        )
+    except Exception as error:
+        if not isinstance(error, JzeroError):
+            error.add_note(_OF_ROWS)
+        raise
     whole = [*step.state, *step.array_avals]
     if not setting.evaluates:
         _outputs.check_outputs(traced, step.state, step.state_tree)

@@ -69,18 +69,37 @@ def check_reduced(
     paths = [*state[:num_new], *output_paths(traced.out_tree, num_new)]
     rests = [*[_layout.FULL] * num_new, *layouts]
     bad = [
-        f"{describe_leaf(path, aval.shape, aval.dtype)} differs between devices"
-        for path, aval, layout, varies in zip(
+        (path, aval) for path, aval, layout, varies in zip(
             paths, traced.out_avals, rests, traced.frame.out_varying, strict=True
         )
         if varies and layout == _layout.FULL
-    ]
+    ]  # fmt: skip
+    keys = [_is_key_of_device(aval) for _, aval in bad]
+    edits = [] if all(keys) else [
+        f"Reduce gradients before the update, and statistics and metrics: jax.lax.pmean(grads, {axis}); "
+        f"counts by jax.lax.psum(count, {axis})."
+    ]  # fmt: skip
+    if any(keys):
+        edits.append(
+            "A key that comes back belongs to the state: pass one key, say so by state_argnums=, and draw "
+            "from jzero.fold_device_index(key). Or drop the collectives and axis_name=, and write the step "
+            "for the whole batch."
+        )
     if bad:
+        found = [
+            f"{describe_leaf(path, aval.shape, aval.dtype)} differs between devices"
+            for path, aval in bad
+        ]
         raise StepError(message(
-            WHO, bad,
+            WHO, found,
             "A step with collectives of its own reduces what it returns itself; jzero averages nothing.",
-            f"Reduce gradients before the update, and statistics and metrics: jax.lax.pmean(grads, {axis}); "
-            f"counts by jax.lax.psum(count, {axis}).", shown=8))  # fmt: skip
+            " ".join(edits), shown=8))  # fmt: skip
+
+
+def _is_key_of_device(aval: Any) -> bool:
+    """Whether it is a key, or the one of a device among an array of them."""
+    shape = aval.shape[1:] if aval.shape[:1] == (1,) else aval.shape
+    return _call.is_single_key(aval.dtype, shape)
 
 
 def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
