@@ -178,6 +178,28 @@ def test_a_steps_own_microbatches_follow_the_stage(stage, expected):
     assert traffic(found) == expected
 
 
+def adversarial_step(state, x):
+    """Updates a critic, with which it then judges a generator."""
+    critic, generator = state
+
+    def judged(critic, generator):
+        return jnp.mean(jnp.tanh(jnp.sin(x @ generator) @ critic) ** 2)
+
+    critic = critic - 0.1 * jax.grad(judged)(critic, generator)
+    generator = generator - 0.1 * jax.grad(judged, argnums=1)(critic, generator)
+    return critic, generator
+
+
+def test_below_stage_3_what_a_step_has_updated_is_gathered_once():
+    """For both passes of the second gradient, and for what is returned."""
+    train_step = small.shard_train_step(
+        adversarial_step, stage=1, mesh=AbstractMesh((8,), ("data",))
+    )
+    state = (jax.ShapeDtypeStruct((16, 16), jnp.float32),) * 2
+    found = train_step.describe(state, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    assert traffic(found) == {"all-gather": 2 * 256, "reduce-scatter": 2 * 256}
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_compiled_program_has_the_same_collectives(stage):
     """Of a scanned model; XLA:CPU merges the two gathers of an unrolled one (docs/facts-compilers.md).
