@@ -8,7 +8,7 @@ optimizer states, keys, the metrics of every step, what it evaluated, sampled or
 | --- | --- | --- |
 | haiku_classifier, gan, jmp_loss_scale | 1 | |
 | wgan_two_steps | 2 | two steps, a line each |
-| keras_stateless | 1 | |
+| keras_stateless, keras_fit | 1 | |
 | nanodo_trainer, big_vision, purejaxrl_ppo, ddpm, stateful_lstm, distillation | 1 | |
 | lora_partial, clip_towers, multi_steps, jaxrl_agent, cleanrl_dqn | 1 | |
 | nnx_loop, nnx_trainer, equinox_vit | 1 | |

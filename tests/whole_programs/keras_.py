@@ -1,18 +1,18 @@
-"""A whole program with Keras on JAX: its stateless API, whose state is lists of arrays."""
+"""Whole programs with Keras on JAX: its stateless API, whose state is lists of arrays, and `fit`."""
 
 import os
 from typing import Any
 
 import jax
+import numpy as np
 
 from ._program import NUM_STEPS, images, program
 
 os.environ["KERAS_BACKEND"] = "jax"  # as such a script begins
 
 
-@program()
-def keras_stateless(jit):
-    """`loss, state`, where the state is lists: variables, moving averages, seeds, the optimizer's."""
+def make_model() -> tuple[Any, Any]:
+    """A model and its optimizer."""
     import keras
 
     keras.utils.set_random_seed(0)
@@ -23,7 +23,33 @@ def keras_stateless(jit):
     x = keras.layers.Dense(32, activation="tanh")(keras.layers.Dropout(0.2, seed=1)(x))
     model = keras.Model(inputs, keras.layers.Dense(10)(x))
     # SGD: the bias before the softmax's mean has a gradient that Adam would make too much of.
-    optimizer = keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)
+    return model, keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)
+
+
+@program()
+def keras_fit(jit):
+    """The step that `fit` calls and compiles in a program of its own; a last batch of fewer rows."""
+    import keras
+
+    model, optimizer = make_model()
+    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss_fn, metrics=["accuracy"])
+    model.train_step = jit(model.train_step)
+    data = images(NUM_STEPS)
+    x, y = [np.concatenate([batch[name] for batch in data])[:-8] for name in ("image", "label")]
+    history = model.fit(
+        x, y, epochs=2, batch_size=16, shuffle=False, validation_data=(x, y), verbose=0
+    ).history
+    predicted = model.predict(x, verbose=0)
+    return [v.value for v in [*model.variables, *optimizer.variables]], history, predicted
+
+
+@program()
+def keras_stateless(jit):
+    """`loss, state`, where the state is lists: variables, moving averages, seeds, the optimizer's."""
+    import keras
+
+    model, optimizer = make_model()
     optimizer.build(model.trainable_variables)
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     metric: Any = keras.metrics.SparseCategoricalAccuracy()
