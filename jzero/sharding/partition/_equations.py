@@ -46,16 +46,20 @@ FactorCuts = Mapping[int, Dim]
 
 
 def waits(eqn: Eqn) -> bool:
-    """Whether partial sums pass through: what is linear in them, and makes them no larger.
+    """Whether partial sums pass through: what is linear in them, and makes them no larger, or is small.
 
     A sum moves in the dtype in which it was written: none waits through a cast to another one.
     """
     name = eqn.primitive.name
     if _rules.costs(eqn, Cost.CAST):
         return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    if name in ("pad", "broadcast_in_dim"):
+        x, out = eqn.invars[0].aval, eqn.outvars[0].aval
+        return x.size == out.size or name == "pad" and _rules.size_in_bytes(out) <= SMALL
     return _rules.costs(eqn, Cost.VIEW, Cost.COPY) or name in _PASS
 
 
+SMALL = 2**22  # bytes: gradients of slices of a small leaf are added up before they are summed
 _PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum"}
 # Of state that is not larger, what they read is gathered in their place: a table and its transpose share it.
 _VIEWS = {"transpose", "convert_element_type", "broadcast_in_dim"}

@@ -4,7 +4,7 @@
 No sum waits through a cast to another dtype, so the partitioner leaves two cases. The gradient of what
 all layers read (a bias by position) is cast to its dtype in each turn: the turns add up what is to be
 summed, in its own dtype. The gradients of a table that is read twice are cast and added: they are added in
-the wider dtype, and the result goes as each of them would.
+the wider dtype, and the result goes as each of them would, unless it is large.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from collections.abc import Sequence
 
 from jzero.ir import _rules
 from jzero.ir._loops import CarryPort, Scan
+from jzero.ir._regions import variables
 from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
+from jzero.sharding.passes._order import WAITS_THROUGH_LOOPS
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr
 
@@ -43,6 +45,8 @@ def _together(eqns: list[Eqn], outs: Sequence[Atom]) -> list[Eqn]:
         terms = [_cast_sum(makers, num, atom) for atom in add.invars]
         if not all(terms) or len({_kind(each) for each in terms}) > 1:
             continue
+        if _waits.nbytes(variables(terms[0][0].invars)) > WAITS_THROUGH_LOOPS:
+            continue  # Whole, it would be kept from one end of the model to the other.
         new = _added(add, terms)
         makers |= {out: eqn for eqn in new for out in eqn.outvars}
         written[id(add)] = new
