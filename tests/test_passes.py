@@ -432,6 +432,23 @@ def test_a_sum_that_a_loop_only_adds_up_is_done_once_behind_it(begin: float, rea
     assert (made.jaxpr is plain.jaxpr) == reads
 
 
+def test_a_sum_behind_a_loop_loses_no_small_terms():
+    def fn(x: jax.Array) -> list[jax.Array]:
+        def turn(total: jax.Array, _: Any) -> Any:
+            return total + lax.psum(x.sum(0), explicit.AXIS).astype(jnp.float32), None
+
+        zeros = jnp.zeros(WIDTH, jnp.float32)
+        return [lax.scan(turn, zeros, None, length=1024)[0]]
+
+    args = [jnp.full((NUM, WIDTH), 1 / 64, jnp.bfloat16)]
+    plain = explicit.program(fn, args, MESH, [P(explicit.AXIS)], [P()])
+    made = plain.through(late_sums)
+    assert made.jaxpr is not plain.jaxpr
+    for each in (plain, made):
+        (total,) = each.run()(*args)
+        np.testing.assert_array_equal(total, 1024 * NUM / 64)
+
+
 # -- results in the places of arguments ----------------------------------------------------------------
 
 

@@ -3,8 +3,8 @@
 
 No sum waits through a cast to another dtype, so the partitioner leaves two cases. The gradient of what
 all layers read (a bias by position) is cast to its dtype in each turn: the turns add up what is to be
-summed, in its own dtype. The gradients of a table that is read twice are cast and added: they are added in
-the wider dtype, and the result goes as each of them would, unless it is large.
+summed. The gradients of a table that is read twice are cast and added. Both are added in the wider dtype,
+and the result goes as each of them would; large ones are summed apart.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from jzero.ir import _rules
 from jzero.ir._loops import CarryPort, Scan
 from jzero.ir._regions import variables
 from jzero.ir._rules import Cost
+from jzero.ir._sent import cast
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._order import WAITS_THROUGH_LOOPS
@@ -127,16 +130,20 @@ def _collected(scan: Scan, port: CarryPort) -> list[Eqn]:
 
 
 def _summed_behind(scan: Scan, j: int, chain: list[Eqn]) -> Scan:
-    """The loop that adds up what the first of these sums, and these, behind it."""
+    """The loop that adds up what the first of these sums, and these, behind it.
+
+    A running sum in the narrower dtype would lose a small term of a turn as soon as it is large.
+    """
     port, (psum, *_, add) = scan.carries[j], chain
-    term = _jaxpr.variable(psum.invars[0])
-    writer = JaxprWriter(psum)
-    zeros = writer.full(0, term.aval)
-    before, after, out = (_jaxpr.new_var(psum.outvars[0]) for _ in range(3))
+    term, writer, turn = _jaxpr.variable(psum.invars[0]), JaxprWriter(psum), JaxprWriter(add)
+    dtype = jnp.promote_types(term.aval.dtype, add.outvars[0].aval.dtype)
+    before, after, out = (_jaxpr.var_like(term.aval, dtype=dtype) for _ in range(3))
+    zeros = writer.full(0, before.aval)
     gone = {*map(id, chain)}
-    eqns = [eqn for eqn in scan.eqns if id(eqn) not in gone]
-    eqns.append(add.replace(invars=[before, term], outvars=[after]))
-    behind = JaxprWriter(psum, {term: out, port.before: port.init})
+    turn.again(add, [before, *turn.trace(cast, term, static=(dtype,))], [after])
+    eqns = [*(eqn for eqn in scan.eqns if id(eqn) not in gone), *turn.eqns]
+    behind = JaxprWriter(psum, {port.before: port.init})
+    (behind.names[term],) = behind.trace(cast, out, static=(term.aval.dtype,))
     behind.copy(chain[:-1])
     behind.again(add, outs=[port.out])
     new = CarryPort(zeros, before, after, out)
