@@ -248,6 +248,20 @@ def test_gradients_are_reduced_for_each_microbatch_or_once():
     assert set(times) == {1}
 
 
+def test_gradients_of_slices_are_summed_behind_the_loop():
+    def loss(p, x):
+        layer = lambda h, w: (jnp.tanh(w["scale"][0] * h @ w["up"]) * w["scale"][1], None)  # noqa: E731
+        return jnp.mean(lax.scan(layer, x, p)[0] ** 2)
+
+    def step(p, x):
+        value, grads = jax.value_and_grad(loss)(p, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), value
+
+    init = lambda: {"scale": steps.rows(4, 2, 16), "up": steps.normal(0, 4, 16, 16)}  # noqa: E731
+    _, found = train((init, step, steps.rows(32, 16)), accumulate=2)
+    assert len(loops(found)) == 1
+
+
 def test_what_microbatches_share_is_made_once():
     def step(w, x):
         large = lax.sort(jnp.tanh(w * w.sum(0)))  # no microbatch's own

@@ -88,7 +88,7 @@ def _equation(
     if (few := _look_ups.slices(frame, eqn, ins)) is not None:
         return _in_place_of(frame, region, eqn, ins, *few)
     factors = _rules.factors_of(eqn) if name != "reshape" else []
-    if name in _along.NAMES:
+    if name in _along.NAMES and not _equations.due(eqn, ins):
         _equations.settle(frame, eqn, ins, factors)
         if (found := _along.along(frame, eqn, ins)) is not None:
             return found
