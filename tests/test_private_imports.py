@@ -126,8 +126,8 @@ MAY = {
     "test_fused_loops":
         "sharding.cut._fused_loops sharding.cut._growing_loop tracing._jaxpr tracing._rewrite",
     "test_golden":
-        "_step_types ir._rules offload._layer_programs offload._layered offload._streamed "
-        "sharding.passes._codes sharding.run._queue",
+        "_step_types ir._rules ir._writer offload._layer_programs offload._layered offload._streamed "
+        "segments._partitioned sharding.passes._codes",
     "test_growth": "preflight._preflight",
     "test_hf_config": "reports._hf_config",
     "test_host_array": "offload.memory._available offload.memory._placing",
