@@ -1,6 +1,7 @@
 """Microbatches of partitioned steps: an axis in time, which becomes loops."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def counts(eqn):
 
 
 # -- parity --------------------------------------------------------------------------------------------
-MADE = {
+MADE: dict[str, Any] = {
     "mlp": steps.mlp, "gpt": steps.gpt, "gpt unrolled": functools.partial(steps.gpt, scan=False),
     "gpt tied": functools.partial(steps.gpt, tied=True), "lstm": steps.lstm, "moe": steps.moe,
     "clip": steps.clip, "per example": steps.per_example, "maml": steps.maml,

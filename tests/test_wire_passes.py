@@ -454,7 +454,8 @@ def test_what_is_kept_trains_as_one_device(axes, options, partitions):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_both_engines_reduce_in_another_dtype_to_the_bit(axes, stage, partitions, monkeypatch):
     options = dict(mesh=mesh(**axes), stage=stage, reduce_dtype=jnp.bfloat16)
-    found, wanted, train_step = by_both(mlp, monkeypatch, *mlp_arguments(), 1, **options)
+    state, batch = mlp_arguments()
+    found, wanted, train_step = by_both(mlp, monkeypatch, state, batch, 1, **options)
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(x, y)
     text = str(train_step.program(*mlp_arguments(), after="reduce_dtype"))
@@ -565,4 +566,5 @@ def test_both_engines_read_the_same_weights_in_codes(axes, scan, partitions, mon
                 assert engines.why_not(step) == []
                 rows = [r for r in step.describe(state, x).traffic if r.op == "all-gather"]
                 assert {r.dtype for r in rows} == {"uint8"}
-    np.testing.assert_allclose(*found, rtol=1e-9)
+    partitioned, interpreted = found
+    np.testing.assert_allclose(partitioned, interpreted, rtol=1e-9)
