@@ -138,7 +138,8 @@ def engine(sharded: Any) -> Record:
     if not _partitioned.is_on():
         return {}
     whys = engines.why_not(sharded)
-    return {"engine": [f"interpreted: {why}" for why in whys] or ["partitioned"]}
+    reasons = [re.sub(r" at \S+:\d+(:\d+)?( \([^)]*\))?", "", why) for why in whys]  # Lines move.
+    return {"engine": [f"interpreted: {why}" for why in reasons] or ["partitioned"]}
 
 
 def described(report: Any) -> Record:
