@@ -218,6 +218,20 @@ def test_a_sum_in_a_carry_is_settled_behind_the_loop():
     assert [(m.kind, m.times) for m in found.moves] == [("scatter", 1)]
 
 
+def test_a_sum_that_is_another_carry_too_goes_on_with_what_it_was():
+    """The other carry settles it; it began as zeros, which are taken for what is added to them."""
+
+    def fn(w, x):
+        def turn(carry, k):
+            _, total = carry
+            total = jnp.sum(k * x) + total
+            return (total, total), None
+
+        return w, lax.scan(turn, (jnp.float64(0), jnp.float64(0)), jnp.arange(1.0, 4.0))[0]
+
+    run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS))
+
+
 def test_a_carry_that_is_no_zero_is_added_once():
     def fn(w, x):
         return lax.scan(lambda c, k: (0.5 * c + x.T @ (k * x), None), w, jnp.arange(3.0))[0]

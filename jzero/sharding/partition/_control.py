@@ -154,7 +154,10 @@ class _ScanWriter(_LoopWriter):
                 if not kept:
                     inner.settle(v)
             new = self.after(attempt, carries, outs[:num])
-            if new == carries:
+            # Of zeros that are taken for what is added to them no program may be left.
+            if new == carries and not (
+                attempt == 0 and any(self._from_zero(j) for j in range(num))
+            ):
                 return self._written(inner, ins, carries, outs)
             carries = new
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
@@ -169,6 +172,9 @@ class _ScanWriter(_LoopWriter):
         once = self.frame.shared.once or is_of_pass or bool(self.frame.over_time)
         return once or self.frame.hint_of(self.eqn.outvars[j]) is None
 
+    def _from_zero(self, j: int) -> bool:
+        return self.collects[j] and self.init[j].is_zero
+
     def _may_be_partial(self) -> list[bool]:
         pairs = zip(self.collects, self.init, strict=True)
         return [kept and (v.is_zero or bool(v.layout.partial)) for kept, v in pairs]
@@ -182,7 +188,7 @@ class _ScanWriter(_LoopWriter):
         carried = self.values(carries, vars, self.init)
         for j, value in enumerate(carried):
             # Added to what each iteration has of it, zeros are no sum, and become one.
-            value.fill = self.init[j].fill if attempt == 0 and self.collects[j] else None
+            value.fill = self.init[j].fill if attempt == 0 and self._from_zero(j) else None
         rows, slices = list[Var](), list[DeviceValue]()
         for v, stack in zip(self.xs, self.stacks, strict=True):
             layout = dataclasses.replace(stack, dims=stack.dims[1:])
