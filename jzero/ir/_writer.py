@@ -116,7 +116,7 @@ class JaxprWriter:
         effects = {effect for eqn in self.eqns for effect in eqn.effects}
         return _jaxpr.replaced(
             like, constvars=constvars, invars=[*ins], outvars=[*outs], eqns=[*self.eqns],
-            effects=effects,
+            effects=effects, consts=[*self.consts],
         )  # fmt: skip
 
     # -- values that are often made --------------------------------------------------------------------

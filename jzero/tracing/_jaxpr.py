@@ -725,7 +725,12 @@ def selection(index: Atom, cases: Sequence[Atom], out: Var, source: Eqn) -> Eqn:
 
 
 def replaced(jaxpr: Any, **parts: Any) -> Jaxpr:
-    """A jaxpr of JAX's own with other `parts`: `invars`, `eqns`, ..."""
+    """A jaxpr of JAX's own with other `parts`: `invars`, `eqns`, ..., or `constvars` and their `consts`.
+
+    From JAX 0.12 on, variables whose values are not there are arguments.
+    """
+    if not hasattr(jaxpr, "with_consts"):
+        parts.pop("consts", None)
     return jaxpr.replace(**parts)
 
 
