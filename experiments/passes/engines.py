@@ -26,7 +26,8 @@ ENGINES = {"interpreted": "0", "partitioned": "1"}
 def measured(name: str, engine: str, devices: int) -> Found:
     """The step of a row by an engine."""
     os.environ[_partitioned.SWITCH] = ENGINES[engine]
-    row, where = zoo.ROWS[name], {"target": "h200", "topology": f"{devices // 8}x8"}
+    row = zoo.ROWS[name]
+    where: dict[str, Any] = {"target": "h200", "topology": f"{devices // 8}x8"}
     model = row.small if devices == 8 else row.model
     made = zoo.rival("jzero", row, model, jzero.target_mesh(**where))
     if engine == "partitioned":  # Raises an error if the partitioner does not run it.
