@@ -582,7 +582,6 @@ def td3_in_microbatches():
         step=step,
         covers="I2",
         note="Misleading: TD3 with accumulate; its actor learns in a branch",
-        refused=r"accumulate > 1, and add .* uses a gradient, loss or sum of the whole batch inside",
         options={"accumulate": 2},
     )
 
