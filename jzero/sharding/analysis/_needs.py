@@ -130,7 +130,8 @@ class _Needs:
             return [asked, *(diverges or any(need) for need in zip(*needs, strict=True))]
         if children:
             inner = self.flow(children[0], outs)
-            return [False] * len(inner) if self.owned and eqn.outvars[0] in self.owned else inner
+            owned = any(out in self.owned for out in eqn.outvars[:1])  # A call may have no results.
+            return [False] * len(inner) if owned else inner
         if name in _rules.IDENTITIES or name == "optimization_barrier":
             return outs
         return [asked] * len(eqn.invars)
