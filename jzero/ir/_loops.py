@@ -131,23 +131,25 @@ class ScanBuilder:
       first, last: write equations of a turn, before and behind those that it has.
       before, after: write equations around the loop.
       consts, carries, xs, ys: its ports.
+      inner: of what each turn reads whole, its name in a turn.
     """
 
     def __init__(self, scan: Scan):
         self.scan, self.eqns = scan, scan.eqns
         self.first, self.last, self.before, self.after = (JaxprWriter(scan.eqn) for _ in range(4))
         self.consts, self.carries = [*scan.consts], [*scan.carries]
+        literal = _jaxpr.is_literal
+        self.inner = {p.outer: p.inner for p in reversed(scan.consts) if not literal(p.outer)}
         self.xs, self.ys = [*scan.xs], [*scan.ys]
 
     def whole(self, atom: Atom) -> Atom:
         """What each turn reads whole."""
         if _jaxpr.is_literal(atom):
             return atom
-        known = [port.inner for port in self.consts if port.outer is atom]
-        if not known:
-            known.append(_jaxpr.new_var(atom))
-            self.consts.append(ConstPort(atom, known[0]))
-        return known[0]
+        if atom not in self.inner:
+            self.inner[atom] = _jaxpr.new_var(atom)
+            self.consts.append(ConstPort(atom, self.inner[atom]))
+        return self.inner[atom]
 
     def slice(self, stack: Var) -> Var:
         """A turn's slice of a stack."""
@@ -370,6 +372,7 @@ def interchanged(scan: Scan) -> Scan:
     around, within = ScanBuilder(inner), ScanBuilder(scan)
     for builder in (around, within):
         builder.consts, builder.carries, builder.xs, builder.ys = [], [], [], []
+        builder.inner = {}
     within.eqns, around.eqns = inner.eqns, ()
     within.consts += [ConstPort(var, var) for var in inner.body.constvars]
     num = scan.length

@@ -132,7 +132,7 @@ def _ahead(scan: Scan, limit: int) -> list[Var]:
         return []
     slices, carried = {p.row for p in scan.xs}, {p.before for p in scan.carries}
     level = _Level(scan.body, _Scope(late=_late(scan)))
-    found = list[Var]()
+    found, held = list[Var](), 0
     for gather in level.gathers:
         # A barrier of the program's own may hold what the turn computes, and stands before the loop with it.
         alone = not gather.others and not gather.names
@@ -140,7 +140,8 @@ def _ahead(scan: Scan, limit: int) -> list[Var]:
         if not free or slices.isdisjoint(gather.reads):
             continue
         found.append(gather.out)
-        if _waits.nbytes(found) > limit and gather.use > min(level.products, default=gather.use):
+        held += _waits.nbytes([gather.out])
+        if held > limit and gather.use > min(level.products, default=gather.use):
             return found[:-1]
     return found
 
@@ -224,20 +225,20 @@ class _Level:
                     return False
                 continue
             eqn = gather.cone[i] = self.jaxpr.eqns[i]
-            ins = variables(eqn.invars)
             if eqn.primitive.name == "optimization_barrier":
                 held = eqn.invars[_waits.place_of(eqn, var)]
                 if any(_jaxpr.in_scope(eqn, scope) for scope in (SCOPE, AFTER_LOOP)):
-                    gather.others.update(x for x in ins if x is not held)
+                    gather.others.update(x for x in variables(eqn.invars) if x is not held)
                 else:
                     gather.names[var] = held
-                ins = variables([held])
-            elif (
+                due += variables([held])
+                continue
+            if (
                 eqn.primitive.name in _MEETING or _waits.takes_time(eqn)
                 or _jaxpr.inner_jaxprs(eqn) or _jaxpr.has_side_effects(eqn)
             ):  # fmt: skip
                 return False
-            due += ins
+            due += variables(eqn.invars)
         return True
 
     def ready(self, gather: _Gather) -> int:
@@ -353,7 +354,7 @@ def _placed(jaxpr: Jaxpr, limit: int, place: _Scope) -> Jaxpr:
         for gather in at.get(i, ()):
             writer.names = dict[Var, Atom]()
             for _, eqn in sorted(gather.cone.items()):
-                if opened := [out for out in eqn.outvars if out in gather.names]:
+                if opened := [out for out in gather.names if level.makers[out] is eqn]:
                     writer.names |= {out: writer.read(gather.names[out]) for out in opened}
                 elif writer.names.keys().isdisjoint(variables(eqn.invars)):
                     write(eqn)

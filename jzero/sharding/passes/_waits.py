@@ -110,7 +110,7 @@ def waits_by(makers: Makers, atom: Atom, scope: str) -> bool:
 
 def place_of(eqn: Eqn, out: Var) -> int:
     """Which result it is."""
-    return next(i for i, var in enumerate(eqn.outvars) if var is out)
+    return eqn.outvars.index(out)
 
 
 def is_gather(eqn: Eqn) -> bool:
