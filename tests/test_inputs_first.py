@@ -17,8 +17,7 @@ import small
 import zoo
 from experiments.rivals.models.llama import Llama
 from jzero._compare import differences
-from jzero.segments import _programs
-from jzero.sharding.plan import _make
+from jzero.segments import _partitioned, _programs
 from jzero.sharding.run import _queue
 from jzero.tracing import _jaxpr
 
@@ -280,6 +279,6 @@ def test_the_head_and_its_gradient_are_not_there_together(monkeypatch):
         return jzero.preflight(train_step, state, model.batch(64), topology="8x8").peak_bytes
 
     ordered = peak()
-    monkeypatch.setattr(_make, "inputs_first_in", lambda frame, nbytes: frame)
+    monkeypatch.setattr(_partitioned, "inputs_first", lambda jaxpr, nbytes: jaxpr)
     # The table, as large, is the peak then.
     assert peak() - ordered > 2 * model.dim * model.vocab / 4

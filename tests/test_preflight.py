@@ -16,7 +16,7 @@ import jzero
 import programs
 import small
 from jzero._quantities import readable_bytes
-from jzero.sharding.run import _collectives
+from jzero.sharding.passes import _waits
 from jzero.targets._target import find_target
 
 gpu_compiler.skip_without_it()
@@ -208,7 +208,7 @@ def test_a_gradient_that_waits_for_its_reduction_is_not_copied(monkeypatch):
         return found.schedule.kernel_bytes
 
     laid_out = kernel_bytes()
-    monkeypatch.setattr(_collectives, "with_dim_first", lambda x, *_: x)
+    monkeypatch.setattr(_waits, "_dim_first", lambda _, x: x)
     # Of each layer one gradient waits for the other.
     assert kernel_bytes() - laid_out >= 2 * stack.size
 

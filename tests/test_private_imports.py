@@ -148,7 +148,7 @@ MAY = {
         "_json checkpoint._inspect weights._export weights._import weights._safetensors weights._sources",
     "test_hostile_tiles": "offload.nvme._layout",
     "test_infer_from_host": "_compare offload._layered offload._pinned sharding.cut._layer_parts",
-    "test_inputs_first": "_compare segments._programs sharding.plan._make sharding.run._queue tracing._jaxpr",
+    "test_inputs_first": "_compare segments._partitioned segments._programs sharding.run._queue tracing._jaxpr",
     "test_interchange":
         "sharding.analysis._traffic sharding.cut._interchange sharding.cut._layer_parts "
         "sharding.cut._layers sharding.cut._phases tracing._jaxpr tracing._rewrite",
@@ -208,7 +208,7 @@ MAY = {
         "sharding.passes._whole_stacks tracing._jaxpr",
     "test_pipelines": "sharding.run._queue",
     "test_prefetch": "sharding.passes._turns sharding.run._queue tracing._jaxpr",
-    "test_preflight": "_quantities sharding.run._collectives targets._target",
+    "test_preflight": "_quantities sharding.passes._waits targets._target",
     "test_processes": "checkpoint._inspect",
     "test_program": "tracing._jaxpr tracing._printed",
     "test_reductions":
