@@ -148,7 +148,8 @@ MAY = {
         "_json checkpoint._inspect weights._export weights._import weights._safetensors weights._sources",
     "test_hostile_tiles": "offload.nvme._layout",
     "test_infer_from_host": "_compare offload._layered offload._pinned sharding.cut._layer_parts",
-    "test_inputs_first": "_compare segments._partitioned segments._programs sharding.run._queue tracing._jaxpr",
+    "test_inputs_first":
+        "_compare segments._partitioned segments._programs sharding.run._queue tracing._jaxpr",
     "test_interchange":
         "sharding.analysis._traffic sharding.cut._interchange sharding.cut._layer_parts "
         "sharding.cut._layers sharding.cut._phases tracing._jaxpr tracing._rewrite",
