@@ -380,7 +380,7 @@ def test_what_loops_close_over_is_gathered_before_them_if_it_fits(kind):
     each = plain.through(lambda jaxpr: loop_gathers(jaxpr, 2 * matrix - 1))
     assert [x for x in gathers(each.jaxpr) if x] == [inside]
     for found in (before, each):
-        np.testing.assert_allclose(found.run()(*args)[0], wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found.run()(*args)[0], wanted, rtol=1e-3, atol=1e-4)
     text = each.run().lower(*args).compile().as_text()
     (body,) = [x for x in text.split("\n\n") if "all-gather" in x]
     assert "ENTRY" not in body
