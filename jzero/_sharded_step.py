@@ -28,10 +28,9 @@ from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.analysis import _residuals, _traffic, _untiled
-from jzero.sharding.batch import _trace
 from jzero.sharding.cut import _phases
 from jzero.sharding.partition import _partition as partition
-from jzero.sharding.plan import _layout, _outputs
+from jzero.sharding.plan import _layout, _outputs, _trace
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.tracing import _call, _modules, _objects, _weak

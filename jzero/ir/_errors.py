@@ -12,10 +12,6 @@ class CannotPartitionError(Exception):
     """The partitioner has no exact program for a step. Whoever catches it has another engine."""
 
 
-class RepeatsWorkError(CannotPartitionError):
-    """The devices would repeat work, which the other engine may not."""
-
-
 class NeedsAllMicrobatchesError(CannotPartitionError):
     """A loop or branch needs what all microbatches have, and was not to be opened."""
 

@@ -32,6 +32,9 @@ from jzero.targets._links import AxisTimes
 
 Digits = list[tuple[int, int]]  # `(outer, n)` of cuts: the dim's index in mixed radix.
 LOCAL = frozenset({"slice", "mask", "pad", "unpad"})  # Kinds of steps that move nothing.
+_APART = frozenset(
+    {"exchange", "scatter", "permute"}
+)  # Those after which each device has got other parts.
 
 
 class AxisCut(NamedTuple):
@@ -439,14 +442,15 @@ def times_along(prices: Prices, axis: str) -> AxisTimes:
 
 @functools.lru_cache(maxsize=2**14)
 def conversion(
-    source: Layout, target: Layout, itemsize: int, prices: Prices = ()
+    source: Layout, target: Layout, itemsize: int, prices: Prices = (), exchanges: bool = True
 ) -> tuple[LayoutStep, ...]:
     """The cheapest steps from layout to layout (Dijkstra).
 
     Least `price_of`; then no collective over axes that are not in the mesh's order, which would cross the
     outer ones, whose links are slower, with all of it; then fewest collectives, bytes over outer axes, and
     steps; then what `_moves` has first. An axis goes where the target has it, or becomes replicated; a
-    partial sum may be scattered anywhere.
+    partial sum may be scattered anywhere. Without `exchanges` all devices get the same: shards are gathered,
+    sums are done whole.
     """
     assert (source.shape, source.mesh) == (target.shape, target.mesh), f"{source} to {target}"
     goal, order = _plain(target), itertools.count()
@@ -458,6 +462,8 @@ def conversion(
             continue
         seen.add(now)
         for kind, axes, after in _moves(now, goal):
+            if not exchanges and kind in _APART:
+                continue
             step = LayoutStep(
                 kind, axes, now, _plain(after), _received(kind, axes, now, after, itemsize)
             )

@@ -369,10 +369,8 @@ def interchanged(scan: Scan) -> Scan:
     consts = {port.inner: port.outer for port in scan.consts}
     own = {port.row: port.stack for port in scan.xs}
     handed = {port.before: port for port in scan.carries}
-    around, within = ScanBuilder(inner), ScanBuilder(scan)
-    for builder in (around, within):
-        builder.consts, builder.carries, builder.xs, builder.ys = [], [], [], []
-        builder.inner = {}
+    without: dict[str, Any] = dict(consts=(), carries=(), xs=(), ys=())
+    around, within = (ScanBuilder(dataclasses.replace(x, **without)) for x in (inner, scan))
     within.eqns, around.eqns = inner.eqns, ()
     within.consts += [ConstPort(var, var) for var in inner.body.constvars]
     num = scan.length

@@ -288,6 +288,11 @@ def is_float_cast(eqn: Eqn) -> bool:
     return costs(eqn, Cost.CAST) and bool(linear_in(eqn))
 
 
+def keeps_dtype(eqn: Eqn) -> bool:
+    """Whether it casts to the dtype that it is given, as JAX does to carries of weak types."""
+    return costs(eqn, Cost.CAST) and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+
+
 def sum_waits(eqn: Eqn) -> bool:
     """Whether a sum over the devices waits through it at no cost: a view, a cast, what AD adds up."""
     return is_float_cast(eqn) or costs(eqn, Cost.VIEW) or eqn.primitive.name == "add_any"

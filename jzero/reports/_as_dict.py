@@ -10,11 +10,11 @@ from typing import Any
 from jzero.reports._tables import Memory
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.analysis._traffic import Collective, Crossing
-from jzero.sharding.batch._body import Movement
-from jzero.sharding.batch._owners import Owned
+from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Full
 from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._owners import Owned
 from jzero.sharding.plan._plan import StepPlan
 
 

@@ -25,8 +25,8 @@ from jzero.reports._tables import Memory, Table, crossing_table, memory_table, t
 from jzero.sharding.analysis._residuals import LEAST_BYTES
 from jzero.sharding.analysis._traffic import Collective, Crossing, Turns
 from jzero.sharding.analysis._untiled import Untiled
-from jzero.sharding.batch._body import TURNS_DEPEND, Movement
 from jzero.sharding.cut._kept import Loops
+from jzero.sharding.partition._movement import TURNS_DEPEND, Movement
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Full
 from jzero.sharding.plan._leaves import LeafPlan

@@ -12,12 +12,12 @@ import jax
 from jzero._errors import counted
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, from_spec
-from jzero.sharding.batch._trace import WRITTEN
 from jzero.sharding.partition._partition import DeviceProgram
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.plan._trace import WRITTEN
 from jzero.tracing._printed import Note, printed
 from jzero.tracing._types import Jaxpr
 

@@ -15,23 +15,16 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
-from jzero.ir._errors import (
-    CannotPartitionError,
-    NeedsAllMicrobatchesError,
-    RepeatsWorkError,
-    cannot,
-)
+from jzero.ir._errors import CannotPartitionError, NeedsAllMicrobatchesError, cannot
 from jzero.ir._layout import Layout, Pad, Prices, from_spec, replicated
 from jzero.ir._regions import Region, turns
 from jzero.ir._rules import size_in_bytes
-from jzero.ir._work import LEAST_SHARE, Repeated
-from jzero.sharding.batch._body import Movement
-from jzero.sharding.batch._trace import WHOLE, WholeBatch
+from jzero.ir._work import Repeated
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
+from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint
-from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._gather_codes import RestingCopy, gather_codes, renew_in_codes
@@ -52,6 +45,7 @@ from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import PARAMETER
+from jzero.sharding.plan._trace import WHOLE, WholeBatch
 from jzero.sharding.run._run import Runner, devices_of
 from jzero.targets._links import AxisTimes, axis_times
 from jzero.targets._target import target_of, topology_of
@@ -114,10 +108,7 @@ class Partitioned:
     @property
     def movements(self) -> tuple[Movement, ...]:
         """What it moves of the batch, and of what is computed of it; of a result, where is its number."""
-        return tuple(
-            Movement(move.operation, move.line, move.local_bytes, move.times, move.why, move.value)
-            for move in filter(_is_of_rows, self.program.moves)
-        )
+        return tuple(map(movement_of, filter(is_of_rows, self.program.moves)))
 
 
 class PartitionedStep:
@@ -238,10 +229,10 @@ def _checked(
     """The flops of the step, and what its devices repeat of them.
 
     Raises:
-      CannotPartitionError: the interpreter repeats less, or gathers fewer rows where that is limited.
+      CannotPartitionError: it gathers more rows at once than the user permits.
     """
     program = programs[_PARTITION]
-    most = max((m.local_bytes for m in program.moves if _is_of_rows(m)), default=0)
+    most = max((m.local_bytes for m in program.moves if is_of_rows(m)), default=0)
     if most > runner.plan.exchange.max_gather_bytes:
         raise cannot("it gathers more rows at once than max_gather_bytes")
     num = runner.plan.num_devices * runner.plan.accumulate
@@ -250,18 +241,7 @@ def _checked(
     if again and runner.plan.accumulate > 1:
         looped = whole.repeated(programs["microbatches"].jaxpr, runner.plan.num_devices)[1]
         again = min(again, looped, key=lambda each: sum(x.extra for x in each))
-    if again and runner.frame.jaxpr is whole.jaxpr:
-        raise RepeatsWorkError("its devices would repeat work, which the interpreter may not")
-    others = whole.repeated(runner.frame.jaxpr, num)[1] if again else []
-    more = sum(x.extra for x in again) - sum(x.extra for x in others)
-    if more > LEAST_SHARE * work and runner.plan.microbatches.refused is None:
-        raise cannot(f"its devices would do {more / work:.0%} more than the interpreter's")
     return work, again
-
-
-def _is_of_rows(move: DeviceMove) -> bool:
-    """Whether it moves rows of the batch, and is none of the gathers and reductions of ZeRO."""
-    return move.why not in (OF_STATE, OF_SUM)
 
 
 def _passed(
@@ -294,13 +274,7 @@ def _passed(
             if exchange.reduce_dtype is None
             else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
         ),
-        "keep_gathered": lambda jaxpr: (
-            jaxpr
-            if not exchange.keep_gathered
-            else keep_gathered(jaxpr, plan.evaluates)
-            if plan.stage == 3
-            else gathered_once(jaxpr)
-        ),
+        "keep_gathered": lambda jaxpr: _gathered_once(jaxpr, plan),
         "loop_gathers": lambda jaxpr: (
             jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
         ),
@@ -334,6 +308,13 @@ def _passed(
             program = dataclasses.replace(program, ins=ins)
         found[name] = program
     return found
+
+
+def _gathered_once(jaxpr: Jaxpr, plan: StepPlan) -> Jaxpr:
+    """The program with one gather of a leaf for all that reads it, if there is memory for that."""
+    if not plan.exchange.keep_gathered:
+        return jaxpr
+    return keep_gathered(jaxpr, plan.evaluates) if plan.stage == 3 else gathered_once(jaxpr)
 
 
 def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[CodedRows, tuple[int, ...]]:

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
-from jzero.ir._errors import CannotPartitionError, RepeatsWorkError
+from jzero.ir._errors import CannotPartitionError
 from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned, PartitionedStep
-from jzero.sharding.batch._body import Movement
+from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._leaves import LeafPlan, Rest
@@ -201,9 +201,7 @@ def build(
     program = planned(local)
     if isinstance(program, CannotPartitionError):
         assert local.rewritten is not None
-        # Whether it repeats more than the rewritten step is asked again.
-        why = None if isinstance(program, RepeatsWorkError) else program
-        program = planned(local.rewritten(), why)
+        program = planned(local.rewritten(), program)
         assert isinstance(program, Program)
     return program
 

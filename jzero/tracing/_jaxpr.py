@@ -334,6 +334,8 @@ def call_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
         return open_jaxpr(eqn.params[name])
     if eqn.primitive.name in ANNOTATED:
         return open_jaxpr(*inner_jaxprs(eqn))
+    if eqn.primitive.name == "custom_linear_solve":
+        return _solver(eqn)
     expand = _expansion(eqn)
     if expand is None:
         return None
@@ -345,6 +347,18 @@ def call_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
     ]
     traced = trace_here(functools.partial(expand, **eqn.params), *avals)
     return traced.jaxpr, traced.consts
+
+
+def _solver(eqn: Eqn) -> tuple[Jaxpr, list[Any]]:
+    """What `jax.lax.custom_linear_solve` runs: the rest of it says what its derivatives are."""
+    counts = eqn.params["const_lengths"]
+    solve, consts = open_jaxpr(eqn.params["jaxprs"].solve)
+    unread = [new_var(x) for x in eqn.invars]
+    first, last = counts.matvec + counts.vecmat, sum(counts)
+    invars = [*unread[:first], *solve.invars[: counts.solve], *unread[first + counts.solve : last],
+              *solve.invars[counts.solve :]]  # fmt: skip
+    info = solve.debug_info.with_unknown_names()  # type: ignore[attr-defined]
+    return replaced(solve, invars=invars, debug_info=info), consts
 
 
 def _expansion(eqn: Eqn) -> Callable[..., Any] | None:
@@ -380,6 +394,12 @@ def branch_of_steps(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
     if not platforms or not set(platforms) <= {("mosaic",), None}:
         return None
     return open_jaxpr(eqn.params["branches"][platforms.index(None)])
+
+
+def axes_of(eqn: Eqn) -> tuple[Any, ...]:
+    """The axes that a collective names, and dims, where `jax.vmap` has made it a reduction of these."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def is_rematted(eqn: Eqn) -> bool:

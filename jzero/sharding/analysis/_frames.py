@@ -79,12 +79,6 @@ class Frame(Region):
         return [self.varies(atom) for atom in self.jaxpr.outvars]
 
 
-def axes_of(eqn: Eqn) -> tuple[str, ...]:
-    """The mesh axes that a collective equation names."""
-    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
 # --------------------------------------------------------------------------------------------------
 # Variance: forward over the equations, to a fixed point in loops.
 
@@ -166,9 +160,9 @@ def _flow_default(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> lis
         return ins
     out = _union(ins)
     if eqn.primitive.name in AGREEING and not eqn.params.get("axis_index_groups"):
-        return [axes - set(axes_of(eqn)) for axes in ins]
+        return [axes - set(_jaxpr.axes_of(eqn)) for axes in ins]
     if eqn.primitive.name in COLLECTIVES:
-        out |= set(axes_of(eqn))
+        out |= set(_jaxpr.axes_of(eqn))
     return [out] * len(eqn.outvars)
 
 

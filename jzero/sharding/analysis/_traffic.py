@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from jzero.ir._regions import EdgeKind, Region, edges, turns
 from jzero.ir._rules import size_in_bytes
-from jzero.sharding.analysis._frames import axes_of
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
@@ -131,7 +130,7 @@ def _collectives_of(eqn: Eqn, times: int, each_turn: bool, leaf: str) -> Iterato
     for atom in eqn.outvars if gathers else eqn.invars:
         yield Collective(
             _OPS[eqn.primitive.name],
-            axes_of(eqn),
+            _jaxpr.axes_of(eqn),
             str(atom.aval.dtype),
             atom.aval.dtype.itemsize,
             atom.aval.size,

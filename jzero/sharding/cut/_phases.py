@@ -21,7 +21,7 @@ from jzero._errors import message
 from jzero.ir import _rules
 from jzero.ir._regions import variables
 from jzero.ir._rules import Cost
-from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS, Frame, axes_of
+from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS, Frame
 from jzero.sharding.analysis._kinds import COLLECTED, CutError
 from jzero.sharding.cut._bits import compared, moved_into
 from jzero.sharding.cut._kept import Keeper, Loops
@@ -234,13 +234,13 @@ def _check_collectives(frame: Frame, everywhere: frozenset[str]) -> None:
         name = eqn.primitive.name
         if name not in COLLECTIVES or name == "axis_index":
             continue
-        whole = set(axes_of(eqn)) == everywhere and not eqn.params.get("axis_index_groups")
+        whole = set(_jaxpr.axes_of(eqn)) == everywhere and not eqn.params.get("axis_index_groups")
         if whole and (name in REDUCTIONS or (name in COLLECTED and inner is frame)):
             continue
         inside = whole and name in COLLECTED
         raise CutError(message(
             "shard_train_step",
-            f"accumulate > 1, and {_NEEDS.get(name, f'a {name}')} over {axes_of(eqn)} is needed"
+            f"accumulate > 1, and {_NEEDS.get(name, f'a {name}')} over {_jaxpr.axes_of(eqn)} is needed"
             f"{inner.at_line(eqn)}{', inside a loop, branch or jax.checkpoint' * inside}",
             "Microbatches run one after the other: " + (
                 "what needs the rows of all of them must stand between two loops over them." if inside

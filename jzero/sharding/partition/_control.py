@@ -16,11 +16,10 @@ from jzero.ir import _rules
 from jzero.ir._errors import cannot
 from jzero.ir._layout import Dim, Layout, Partial
 from jzero.ir._regions import Region, turns
-from jzero.ir._rules import Cost
-from jzero.sharding.batch._body import TURNS_DEPEND
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._loops_in_time import has_ends
+from jzero.sharding.partition._movement import TURNS_DEPEND
 from jzero.sharding.partition._values import DeviceValue, axes_of, common
 from jzero.sharding.partition._writer import communicates
 from jzero.tracing import _jaxpr
@@ -173,11 +172,12 @@ class _ScanWriter(_LoopWriter):
         return once or self.frame.hint_of(self.eqn.outvars[j]) is None
 
     def _from_zero(self, j: int) -> bool:
+        """Whether a carry that the body only adds to begins as zeros."""
         return self.collects[j] and self.init[j].is_zero
 
     def _may_be_partial(self) -> list[bool]:
-        pairs = zip(self.collects, self.init, strict=True)
-        return [kept and (v.is_zero or bool(v.layout.partial)) for kept, v in pairs]
+        each = enumerate(zip(self.collects, self.init, strict=True))
+        return [self._from_zero(j) or kept and bool(v.layout.partial) for j, (kept, v) in each]
 
     def _iteration(
         self, attempt: int, carries: Sequence[_CarryLayout]
@@ -402,16 +402,10 @@ def _collects(body: Region, i: int, j: int) -> bool:
         eqn = eqns[readers[0]]
         if sum(atom is carry for atom in eqn.invars) > 1:  # Doubled.
             return False
-        if not _is_same_cast(eqn):
+        if not _rules.keeps_dtype(eqn):
             return eqn.primitive.name in _rules.ADDS and eqn.outvars[0] is out
         (carry,) = eqn.outvars
     return False
-
-
-def _is_same_cast(eqn: Eqn) -> bool:
-    """Whether it casts to the dtype that it is given, as JAX does to carries of weak types."""
-    cast = _rules.costs(eqn, Cost.CAST) and len(eqn.outvars) == 1
-    return cast and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
 @dataclasses.dataclass

@@ -52,7 +52,7 @@ def waits(eqn: Eqn) -> bool:
     """
     name = eqn.primitive.name
     if _rules.costs(eqn, Cost.CAST):
-        return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+        return _rules.keeps_dtype(eqn)
     if name in ("pad", "broadcast_in_dim"):
         x, out = eqn.invars[0].aval, eqn.outvars[0].aval
         return x.size == out.size or name == "pad" and _rules.size_in_bytes(out) <= SMALL
@@ -301,7 +301,7 @@ class _FactorChoice:
                 if self._is_at(value, factor, d):
                     self._consider(axis, i, value.layout.dims[d], outer, bool(rows), found)
         best = min(found.values(), default=None)
-        may = axis not in self.frame.over_time  # A microbatch cannot give rows to another one.
+        may = axis not in self.frame.of_rows  # A microbatch cannot give rows to another one.
         if may and lead and (best is None or rows and self._may_exchange(axis, best, rows)):
             self._exchanges(axis, lead, bool(rows), found)
             best = min(found.values(), default=None)

@@ -15,11 +15,10 @@ from jzero.ir import _rules
 from jzero.ir._errors import NeedsAllMicrobatchesError, cannot
 from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated, times_along
 from jzero.ir._regions import Region, ValueIn
-from jzero.sharding.batch._body import OUTPUT
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
-from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove, DeviceWriter
+from jzero.sharding.partition._writer import OF_STATE, OF_SUM, OUTPUT, DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
 
@@ -34,6 +33,8 @@ class Partitioning:
       once: whether gradients that a step's own loop adds up are reduced behind it, not in each iteration.
       has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
       time: the axis of microbatches, if there are several.
+      exchanges: whether devices may be sent what others are not.
+      automatic: whether XLA shards what a device has, over axes beside these, as the step says.
     """
 
     mesh: Mapping[str, int]
@@ -43,6 +44,8 @@ class Partitioning:
     prices: Prices = ()
     has_rows: bool = True
     time: TimeAxis | None = None
+    exchanges: bool = True
+    automatic: bool = False
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
@@ -67,7 +70,7 @@ class DeviceFrame(DeviceWriter):
         self, source: Eqn, shared: Partitioning, region: Region, outer: DeviceFrame | None = None,
         hoists: bool = True,
     ):  # fmt: skip
-        super().__init__(source, shared.mesh, shared.moves, shared.prices)
+        super().__init__(source, shared.mesh, shared.moves, shared.prices, shared.exchanges)
         self.region = region
         self.shared, self.outer, self.hoists = shared, outer, hoists
         self.imports: dict[Var, Var] = {}
@@ -256,7 +259,7 @@ class DeviceFrame(DeviceWriter):
         if not axes:
             return
         new, hint = value.layout.settled(axes), value.hint
-        devices = axes - self.over_time
+        devices = axes - self.of_rows
         wants = [None if hint is None else hint.layout, towards]
         if hint is not None and not hint.is_firm:
             wants.reverse()
@@ -294,6 +297,11 @@ class DeviceFrame(DeviceWriter):
     def over_time(self) -> frozenset[str]:
         """The axis of microbatches, if there is one."""
         return frozenset() if self.shared.time is None else frozenset([self.shared.time.name])
+
+    @property
+    def of_rows(self) -> frozenset[str]:
+        """The axes that cut rows of the batch and nothing else."""
+        return self.over_time if self.exchanges else frozenset(self.mesh)
 
     def convert(
         self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = "",

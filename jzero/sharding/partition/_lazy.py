@@ -46,7 +46,7 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
         return counts and 1 < size < 2**32
     if name == "broadcast_in_dim":
         return len(ins) == 1 and (lazy or size > ins[0].aval.size)
-    if name == "reshape" and (eqn.params["dimensions"] is not None or len(ins) > 1):
+    if name == "reshape" and len(ins) > 1:
         return False
     if name == "scatter-add":
         # To zeros, as a gradient of what rows pick by their number (the labels of CLIP): it has as many
@@ -89,9 +89,8 @@ def _make(
         made = _reshape(frame, eqn, ins[0], layout)
     else:
         cut = {f.outs[0]: f for f in factors if f.outs[0] is not None and _is_cut(layout, f)}
-        scatters = name == "scatter-add"
         others = [d for d, dim in enumerate(layout.dims) if dim.cuts and d not in cut]
-        added = [d for d in others if scatters and may_add(eqn, layout, d)]
+        added = [d for d in others if may_add(eqn, layout, d)]
         own_layout = frame.whole(layout.shape).with_dims(
             {d: layout.dims[d] for d in (*cut, *added)}
         )

@@ -88,6 +88,8 @@ def looked_up(
 
 def may_add(eqn: Eqn, layout: Layout, d: int) -> bool:
     """Whether a device may add alone what falls into its shard of a dim; what does not is out of bounds."""
+    if eqn.primitive.name != "scatter-add":
+        return False
     numbers = eqn.params["dimension_numbers"]
     drops = eqn.params["mode"] is lax.GatherScatterMode.FILL_OR_DROP
     single = d in numbers.inserted_window_dims and d in numbers.scatter_dims_to_operand_dims

@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jzero.ir._errors import cannot
+import jax
+import jax.numpy as jnp
+
 from jzero.ir._layout import Layout, Prices, replicated
 from jzero.ir._regions import Region, turns
 from jzero.sharding.cut._kept import Loops
@@ -18,7 +20,7 @@ from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
 from jzero.sharding.partition._writer import DeviceMove
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Jaxpr, Var
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,7 @@ class DeviceProgram:
       ins, outs: layouts of its arguments and of its results.
       moves: every conversion that communicates; of a result it is of the operation `OUTPUT`, at its number.
       by_result: these, by what the collective makes.
+      of_rows: for each result, whether it has rows of the batch.
       loops: over microbatches, not those inside other loops.
     """
 
@@ -65,6 +68,7 @@ class DeviceProgram:
     outs: tuple[Layout, ...]
     moves: tuple[DeviceMove, ...]
     by_result: Mapping[Var, DeviceMove]
+    of_rows: tuple[bool, ...] = ()
     loops: Loops | None = None
 
 
@@ -72,7 +76,8 @@ def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (),
-    time: TimeAxis | None = None,
+    time: TimeAxis | None = None, exchanges: bool = True, automatic: bool = False,
+    keeps_padding: bool = False,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
@@ -87,26 +92,30 @@ def partition(
       once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
       prices: what collectives take along each axis; by default a byte costs the same along all.
       time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
+      exchanges: whether devices may be sent what others are not; microbatches that are no axis may not.
+      automatic: whether XLA shards over axes beside these: what the step says of them stays.
+      keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
     """
-    if not jaxpr.eqns:
-        raise cannot("a step without equations")
     region = Region(jaxpr, [*consts])
     stored = [None if each.rows else each.layout for each in ins]
     hints = hints_of(region, stored, outs, reduced)
     shared = Partitioning(
-        mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time
-    )
-    frame = DeviceFrame(jaxpr.eqns[0], shared, region)
+        mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time,
+        exchanges, automatic,
+    )  # fmt: skip
+    frame = DeviceFrame(jaxpr.eqns[0] if jaxpr.eqns else _nowhere(), shared, region)
     own = [
         _jaxpr.var_like(var.aval, each.given.local_shape)
         for var, each in zip(jaxpr.invars, ins, strict=True)
     ]
     results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
-    frame.source = jaxpr.eqns[-1]
-    layouts = [_returned(frame, v, out) for v, out in zip(results, outs, strict=True)]
+    frame.source = jaxpr.eqns[-1] if jaxpr.eqns else frame.source
+    layouts = [
+        _returned(frame, v, out, keeps_padding) for v, out in zip(results, outs, strict=True)
+    ]
     given, atoms = frozenset(own), list[Atom]()
     for j, (value, layout) in enumerate(zip(results, layouts, strict=True)):
         frame.returns = j
@@ -114,7 +123,8 @@ def partition(
     written = frame.function(_template(), own, atoms)
     moves = moves_of(written, frame.moves)
     ins_ = tuple(each.given for each in ins)
-    return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves, frame.moves)
+    of_rows = tuple(bool(value.rows) for value in results)
+    return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves, frame.moves, of_rows)
 
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
@@ -123,13 +133,17 @@ def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
     return DeviceValue(var.aval, layout, {given.given: own}, rows, given.firm, origin=i)
 
 
-def _returned(frame: DeviceFrame, value: DeviceValue, wanted: Layout | None) -> Layout:
+def _returned(
+    frame: DeviceFrame, value: DeviceValue, wanted: Layout | None, keeps_padding: bool
+) -> Layout:
     """In which layout a result is returned: where nothing else is said, whole, unless it has rows."""
     if wanted is not None:
         return wanted
     frame.settle(value)
     keeps = value.rows and value.make is None and value.layout.spec() is not None
     keeps = keeps and not value.rows & frame.over_time
+    # JAX has no arrays in unequal parts.
+    keeps = keeps and (keeps_padding or all(dim.pad is None for dim in value.layout.dims))
     return value.layout if keeps else frame.whole(value.aval.shape)
 
 
@@ -156,6 +170,11 @@ def _moves(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove], times: int) -> Iterato
             yield move._replace(nbytes=move.nbytes * times, times=times)
         for inner in _jaxpr.inner_jaxprs(eqn):
             yield from _moves(_jaxpr.open_jaxpr(inner)[0], moves, times * (turns(eqn) or 1))
+
+
+def _nowhere() -> Eqn:
+    """Where equations come from that are written for a step without any."""
+    return _jaxpr.trace_here(lambda x: -x, jax.ShapeDtypeStruct((), jnp.int32)).jaxpr.eqns[0]
 
 
 def _template() -> Any:

@@ -7,16 +7,19 @@ body and an operation that JAX expands are all written in the place where they s
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import numbers
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from jzero._errors import StepError, message
 from jzero.ir import _rules
 from jzero.ir._errors import cannot
 from jzero.ir._regions import Region
-from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.partition import _along, _control, _equations, _lazy, _look_ups
 from jzero.sharding.partition._frame import DeviceFrame
@@ -28,7 +31,6 @@ from jzero.tracing._types import Eqn, Var
 _REFUSED = {
     "pure_callback": "it calls back to the host",
     "marked_rows": "it says how rows are treated",
-    "shard_map": "it has a program for devices of its own",
 }
 
 
@@ -70,6 +72,8 @@ def _equation(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: list[DeviceValue]
 ) -> list[DeviceValue]:
     name = eqn.primitive.name
+    if name == "sharding_constraint" and frame.shared.automatic:
+        return _constrained(frame, eqn, ins[0])
     if name in _rules.IDENTITIES or _moves_nothing(eqn):
         return ins
     if name == "optimization_barrier":
@@ -85,6 +89,8 @@ def _equation(
         if _lazy.may_wait(eqn, ins):
             return [_lazy.lazy(frame, eqn, ins, ())]
         return [_equations.reshaped(frame, eqn, ins[0])]
+    if name in _VMAPPED:
+        return _in_place_of(frame, region, eqn, ins, _over_dims, (name, eqn.params["axes"]))
     if (few := _look_ups.slices(frame, eqn, ins)) is not None:
         return _in_place_of(frame, region, eqn, ins, *few)
     factors = _rules.factors_of(eqn) if name != "reshape" else []
@@ -102,6 +108,18 @@ def _equation(
             (ins[0].casts[key],) = _equations.ordinary(frame, eqn, ins, factors)
         return [ins[0].casts[key]]
     return _equations.ordinary(frame, eqn, ins, factors)
+
+
+def _constrained(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> list[DeviceValue]:
+    """What the step says of axes over which XLA shards: of what a device has, too."""
+    frame.settle(value)
+    out = _jaxpr.var_like(value.aval, value.layout.local_shape)
+    frame.again(eqn, [frame.at(value, value.layout)], [out])
+    return [
+        dataclasses.replace(
+            value, atoms={value.layout: out}, scopes={}, casts={}, make=None, outer=None
+        )
+    ]
 
 
 def _in_place_of(
@@ -125,6 +143,18 @@ def _transposed_first(dims: tuple[int, ...], sizes: tuple[int, ...], x: jax.Arra
     return lax.reshape(lax.transpose(x, dims), sizes)
 
 
+# Collectives over an axis that `jax.vmap` has made a dim: reductions of that dim.
+_VMAPPED: dict[str, Callable[..., jax.Array]] = {
+    "psum": lambda x, dims: jnp.sum(x, dims, dtype=x.dtype),
+    "pmax": jnp.max,
+    "pmin": jnp.min,
+}
+
+
+def _over_dims(name: str, dims: tuple[int, ...], *xs: jax.Array) -> list[jax.Array]:
+    return [_VMAPPED[name](x, dims) for x in xs]
+
+
 def _moves_nothing(eqn: Eqn) -> bool:
     """Whether it is a `device_put` to nowhere in particular."""
     puts = eqn.primitive.name == "device_put"
@@ -137,8 +167,17 @@ def _check(eqn: Eqn, region: Region) -> None:
         raise cannot("it does more than compute", eqn, region)
     if (why := _REFUSED.get(eqn.primitive.name)) is not None:
         raise cannot(why, eqn, region)
-    rule = _rules.rule_of(eqn)
-    if rule is not None and rule.cost is Cost.COLLECTIVE:
+    if eqn.primitive.name == "shard_map":
+        raise shard_map_error(f" ({_jaxpr.summary(eqn)})")
+    is_collective = _rules.costs(eqn, _rules.Cost.COLLECTIVE)
+    if is_collective and not all(isinstance(x, numbers.Integral) for x in _jaxpr.axes_of(eqn)):
         raise cannot("it is a collective of the step's own", eqn, region)
-    if rule is None and (_jaxpr.inner_jaxprs(eqn) or eqn.primitive.name == "device_put"):
-        raise cannot("nothing is known of the program that it holds", eqn, region)
+
+
+def shard_map_error(where: str = "") -> StepError:
+    """For a step that calls `jax.shard_map`."""
+    return StepError(message(
+        "shard_train_step", f"the step calls jax.shard_map itself{where}",
+        "jzero runs the step inside a shard_map of its own, over the same devices.",
+        "Write that part for the whole batch, without shard_map; or write the whole step for one device, "
+        "with collectives, and pass axis_name=."))  # fmt: skip

@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from jzero.ir import _rules
-from jzero.ir._errors import cannot
 from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, Prices, conversion, permutation
 from jzero.ir._sent import SENT_AS, cast, fenced, from_ordered, ordered_integers
 from jzero.ir._writer import JaxprWriter
@@ -25,6 +24,7 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr, Var
 
 DimParts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
+OUTPUT = "output"  # In the place of a primitive, of what moves because it is returned.
 OF_STATE, OF_SUM = "state", "sum"  # Why a value moves that ZeRO itself gathers or reduces.
 _SCOPES = {
     "gather": "gather",
@@ -69,6 +69,7 @@ class DeviceWriter(JaxprWriter):
       mesh: axes and how many devices each has.
       moves: what each collective moves, by its result.
       prices: what collectives take along each axis.
+      exchanges: whether devices may be sent what others are not: microbatches may not.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class DeviceWriter(JaxprWriter):
         mesh: Mapping[str, int],
         moves: dict[Var, DeviceMove],
         prices: Prices = (),
+        exchanges: bool = True,
     ):
         super().__init__(source)
-        self.mesh, self.moves, self.prices = mesh, moves, prices
+        self.mesh, self.moves, self.prices, self.exchanges = mesh, moves, prices, exchanges
         self._index: dict[tuple[str, ...], Atom] = {}
         self._inside: dict[Dim, Atom] = {}
         self._positions: dict[Dim, Atom] = {}
@@ -129,7 +131,8 @@ class DeviceWriter(JaxprWriter):
 
     def steps(self, aval: Aval, source: Layout, target: Layout) -> tuple[LayoutStep, ...]:
         """What converts a value of that type from layout to layout."""
-        return conversion(source, target, getattr(aval.dtype, "itemsize", 4), self.prices)
+        itemsize = getattr(aval.dtype, "itemsize", 4)
+        return conversion(source, target, itemsize, self.prices, self.exchanges)
 
     def _line(self) -> str:
         """Where the user wrote what needs a value."""
@@ -190,10 +193,16 @@ class DeviceWriter(JaxprWriter):
             ordered = self.inline(ordered_integers, (op,), x)
             return self.inline(from_ordered, (op, x.aval.dtype), self._reduce(ordered, step))
         if op != "sum" and jnp.issubdtype(x.aval.dtype, jnp.complexfloating):
-            raise cannot("an extreme of complex numbers over the devices", self.source)
+            return self.inline(_extreme, (op,), self._each(x, step.axes))
         name = {"sum": "psum", "max": "pmax", "min": "pmin"}[op]
         axes = tuple(axis for axis, _ in step.before.mesh if axis in step.axes)
         return self._sent(x, x.aval.shape, name, axes=axes, axis_index_groups=None)
+
+    def _each(self, x: Atom, axes: Sequence[str]) -> Atom:
+        """`x` of all devices along the axes, along a new first dim."""
+        num = math.prod(self.mesh[axis] for axis in axes)
+        return self._sent(x, (num, *x.aval.shape), "all_gather", all_gather_dimension=0, tiled=False,
+                          axis_name=_name(axes), axis_index_groups=None, axis_size=num)  # fmt: skip
 
     def _permute(self, x: Atom, step: LayoutStep) -> Atom:
         return self._sent(x, x.aval.shape, "ppermute", axis_name=_name(step.axes),
@@ -353,6 +362,10 @@ def _taken(dim: int, outer: int, num: int, inner: int, x: jax.Array, index: jax.
     parts = x.reshape(*shape[:dim], outer, num, inner, *shape[dim + 1 :])
     own: jax.Array = lax.dynamic_index_in_dim(parts, index, dim + 1, keepdims=False)
     return fenced(own.reshape(*shape[:dim], outer * inner, *shape[dim + 1 :]))
+
+
+def _extreme(op: str, parts: jax.Array) -> jax.Array:
+    return jnp.max(parts, axis=0) if op == "max" else jnp.min(parts, axis=0)
 
 
 def _first_only(op: str, x: jax.Array, index: jax.Array) -> jax.Array:

@@ -19,7 +19,6 @@ from jzero._blocks import Blocks
 from jzero.ir import _dataflow, _rules
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.analysis import _frames
 from jzero.sharding.passes import _codes, _origins, _waits
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -175,7 +174,7 @@ def _renewed(
 ) -> Atom:  # fmt: skip
     """The old parameter, and the difference of the new shard to its part of it, gathered."""
     (shard,), dim = gathers[-1].invars, gathers[-1].params["all_gather_dimension"]
-    over = [_frames.axes_of(eqn) for eqn in gathers]
+    over = [_jaxpr.axes_of(eqn) for eqn in gathers]
     writer.source = _jaxpr.within_scope(gathers[-1], _waits.CODES)
     index = {
         axis: writer.add(lax.axis_index_p, [], [_jaxpr.var_like(None, (), np.dtype(np.int32))],

@@ -27,7 +27,7 @@ def inputs_first(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
     if not any(_may_be_late(eqn, nbytes) for eqn in jaxpr.eqns):
         return jaxpr
     every = {axis for e in _jaxpr.walk(jaxpr) if e.primitive.name in _frames.COLLECTIVES
-             for axis in _frames.axes_of(e)}  # fmt: skip
+             for axis in _jaxpr.axes_of(e)}  # fmt: skip
     frame = _frames.build_frames(jaxpr, [], [frozenset(every)] * len(jaxpr.invars))
     found = inputs_first_in(frame, nbytes)
     return _waits.with_equations(jaxpr, found.jaxpr.eqns, found.jaxpr.outvars)

@@ -80,7 +80,7 @@ def _made(region: Region, eqn: Eqn, ins: Sequence[ValueOrigin]) -> list[ValueOri
         return [*ins]
     differs = _NOWHERE.union(*(x.differs for x in ins))
     of_rows = _NOWHERE.union(*(x.of_rows for x in ins))
-    over = frozenset(_frames.axes_of(eqn)) if name in _frames.COLLECTIVES else _NOWHERE
+    over = frozenset(_jaxpr.axes_of(eqn)) if name in _frames.COLLECTIVES else _NOWHERE
     if name in SUMS | _EXTREMES:
         differs, of_rows = differs - over, of_rows - over
     elif name in _GATHERS:

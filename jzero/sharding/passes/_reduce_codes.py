@@ -79,7 +79,7 @@ def reduce_codes(
         name = eqn.primitive.name
         if name not in _origins.SUMS or len(eqn.invars) != 1 or _jaxpr.in_scope(eqn, _waits.CODES):
             return False
-        (x,), (out,), over = eqn.invars, eqn.outvars, _frames.axes_of(eqn)
+        (x,), (out,), over = eqn.invars, eqn.outvars, _jaxpr.axes_of(eqn)
         ours = not _jaxpr.is_literal(x) and found[region, x].is_gradient
         if not ours or not jnp.issubdtype(x.aval.dtype, jnp.floating) or leaf_of(eqn) not in coded:
             return False
@@ -124,7 +124,7 @@ class _Hops:
         self.writer, self.eqn, self.axes = writer, eqn, axes
         self.dtype = eqn.outvars[0].aval.dtype
         self.source = _jaxpr.within_scope(eqn, _waits.CODES)
-        over = _frames.axes_of(eqn)
+        over = _jaxpr.axes_of(eqn)
         self.sizes = {axis: axes.sizes[axis] for axis in over}
         self.order = [axis for axis in reversed([*axes.sizes]) if axis in over]
 

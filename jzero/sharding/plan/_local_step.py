@@ -14,14 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._errors import BatchError, JzeroError, StepError, describe_leaf, message
 from jzero.ir._work import Repeated
-from jzero.sharding.batch import _trace
-from jzero.sharding.batch._body import OUTPUT, Movement
-from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, is_padded
-from jzero.sharding.batch._trace import TracedStep
-from jzero.sharding.plan import _layout, _outputs, _untold
+from jzero.sharding.partition._movement import Movement
+from jzero.sharding.partition._writer import OUTPUT
+from jzero.sharding.plan import _layout, _outputs, _trace, _untold
 from jzero.sharding.plan._extra_work import Extra, RowsOf, extra_work
 from jzero.sharding.plan._layout import RestLayout, Shard
 from jzero.sharding.plan._setting import Setting
+from jzero.sharding.plan._trace import TracedStep
 from jzero.tracing import _call, _jaxpr, _reading, _weak
 from jzero.tracing._modules import arrays_of
 from jzero.tracing._returned import (
@@ -198,29 +197,21 @@ def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -
     axes = _step_axes(setting)
     num = math.prod(axes.values())
     dims = _call.rows_of_arguments(step.arrays, step.in_specs, setting.batch_axes)
-    forms: list[Form] = [FULL] * len(step.state)
-    forms += [
-        FULL if dim is None else even_rows(dim, aval.shape[dim], num)
-        for aval, dim in zip(step.array_avals, dims, strict=True)
-    ]
-    # JAX has no arrays in unequal parts: what the devices do not divide comes whole.
-    avals = [*step.state, *step.array_avals]
-    given = [
-        FULL if isinstance(form, Rows) and is_padded(form, aval.shape[form.dim], num) else form
-        for form, aval in zip(forms, avals, strict=True)
-    ]
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
     parts = _call.dims_in_parts(step.arrays, step.in_specs, setting.batch_axes)
     rows = [part if dim is None else dim for dim, (part, _) in zip(dims, parts, strict=True)]
+    avals = [*step.state, *step.array_avals]
     batch = _trace.trace_whole(
-        step.fn, avals, forms, setting.options.needs_masters, setting.axes | setting.automatic,
-        setting.automatic, [*[None] * num_state, *rows], setting.axis_name is not None,
+        step.fn, avals, [*[None] * num_state, *dims], num, setting.options.needs_masters,
+        setting.axes | setting.automatic, setting.automatic, [*[None] * num_state, *rows],
+        setting.axis_name is not None,
     )  # fmt: skip
     if batch is None:
         return None
     if not setting.evaluates:
         _outputs.check_outputs(batch, step.state, step.state_tree)
-    uneven = [form != got for form, got in zip(forms[num_state:], given[num_state:], strict=True)]
+    in_parts = batch.in_parts[num_state:]
+    uneven = [dim is not None and not own for dim, own in zip(dims, in_parts, strict=True)]
     paths = _call.argument_paths(step.arrays)
     named = [
         describe_leaf(path, aval.shape, aval.dtype)
@@ -234,17 +225,19 @@ def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -
     ]
     extra = functools.partial(extra_work, rows=of_rows, setting=setting)
     specs = [
-        _layout.partition_spec(_layout_of(form, setting.axis_names)) for form in given[num_state:]
+        _layout.partition_spec(_layout_of(dim if own else None, setting.axis_names))
+        for dim, own in zip(dims, in_parts, strict=True)
     ]
 
     def of_traced(traced: TracedStep, again: Callable[[], LocalStep] | None = None) -> LocalStep:
-        outputs = [_layout_of(form, setting.axis_names) for form in traced.outputs[num_new:]]
+        outputs = [_layout_of(dim, setting.axis_names) for dim in traced.outputs[num_new:]]
         keys = (False,) * len(specs)
         return LocalStep(traced, tuple(specs), tuple(outputs), keys, whole, extra, again)
 
     def rewritten() -> LocalStep:
+        options = setting.options
         traced = _trace.rewritten(
-            batch, forms, given, num_new, axes, setting.options.accumulate > 1
+            batch, num_new, axes, options.accumulate == 1, options.reduce_once, setting.automatic
         )
         movements = with_paths(traced.movements, traced.out_tree)
         _check_movements(movements, setting.options.max_gather_bytes)
@@ -275,8 +268,8 @@ def _check_movements(movements: Sequence[Movement], most: int) -> None:
             f"max_gather_bytes={bad[0].nbytes}.", things="operations", shown=8))  # fmt: skip
 
 
-def _layout_of(form: Form, axis_names: tuple[str, ...]) -> RestLayout:
-    return Shard(form.dim, axis_names) if isinstance(form, Rows) else _layout.FULL
+def _layout_of(dim: int | None, axis_names: tuple[str, ...]) -> RestLayout:
+    return _layout.FULL if dim is None else Shard(dim, axis_names)
 
 
 def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:

@@ -23,16 +23,15 @@ from jzero.sharding.analysis._own_gradients import note_own_gradients
 from jzero.sharding.analysis._regions import Names
 from jzero.sharding.analysis._residuals import residuals
 from jzero.sharding.analysis._tables import Tables, looked_up
-from jzero.sharding.batch import _trace
-from jzero.sharding.batch._owners import SharedOut, shared_out
 from jzero.sharding.cut import _phases
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.passes._inputs_first import inputs_first_in
-from jzero.sharding.plan import _host_memory, _leaves, _weights, _wire
+from jzero.sharding.plan import _host_memory, _leaves, _trace, _weights, _wire
 from jzero.sharding.plan._boundary import boundary_of
 from jzero.sharding.plan._layout import RestLayout, Shard
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import LocalStep
+from jzero.sharding.plan._owners import SharedOut, shared_out
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._stages import PARAMETER, StateLeaf

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from jzero._errors import StateError, StepError, counted, describe_leaf, message
-from jzero.sharding.batch import _trace
-from jzero.sharding.plan import _layout
+from jzero.sharding.plan import _layout, _trace
 from jzero.sharding.plan._layout import RestLayout, Shard
 from jzero.tracing import _call
 from jzero.tracing._modules import arrays_of

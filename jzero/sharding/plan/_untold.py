@@ -16,7 +16,7 @@ from jzero.ir import _rules
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
 from jzero.ir._rules import Cost
-from jzero.sharding.batch._trace import TracedStep
+from jzero.sharding.plan._trace import TracedStep
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._modules import arrays_of
 from jzero.tracing._returned import (

@@ -413,7 +413,7 @@ def _is_zero(frame: Frame, atom: _jaxpr.Atom) -> bool:
 
 def is_over_all(interp: Interpreter, eqn: _jaxpr.Eqn) -> bool:
     """Whether it sums over all devices."""
-    everywhere = set(_frames.axes_of(eqn)) == set(interp.axis_names)
+    everywhere = set(_jaxpr.axes_of(eqn)) == set(interp.axis_names)
     return everywhere and not eqn.params.get("axis_index_groups")
 
 
@@ -450,7 +450,7 @@ def _collective(
     names: dict[str, tuple[str, ...]] = {}
     for param in ("axes", "axis_name"):
         if param in eqn.params:
-            axes = tuple(axis for name in _frames.axes_of(eqn) for axis in interp.axis_names[name])
+            axes = tuple(axis for name in _jaxpr.axes_of(eqn) for axis in interp.axis_names[name])
             names[param] = axes
     if eqn.primitive.name == "axis_index":
         return [FullValue(_axis_index(interp, names["axis_name"]))]

@@ -27,8 +27,7 @@ from jzero.sharding.analysis import _frames, _regions
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._regions import Names, OwnedRegion
-from jzero.sharding.batch._localize import localize
-from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows
+from jzero.sharding.plan._one_device import on_slices
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Var
 
@@ -265,22 +264,22 @@ def _stack(
     frame: Frame, regions: Sequence[OwnedRegion], dim: int, axes: Mapping[str, int]
 ) -> list[OwnerCall] | str:
     """Each region as a stack along a dim of its largest operand; or why it is none."""
-    first, num = regions[0], math.prod(axes.values())
+    first = regions[0]
     size = _regions.largest_read(first).aval.shape[dim]
-    forms = [_form(var, dim, size, num) for var in first.reads]
+    dims = [_dim_of(var, dim, size) for var in first.reads]
     eqns = [frame.jaxpr.eqns[i] for i in first.eqns]
-    flat = _rewrite.Flat([], list(first.reads), list(first.gives), eqns)
-    local = localize(flat, [], forms, forms, 0, dict(axes), keeps_padding=True)
+    local = on_slices(_rewrite.Flat([], list(first.reads), list(first.gives), eqns), dims, axes)
     if local.movements:
         movement = local.movements[0]
         return f"its {movement.operation} needs dim {dim} whole"
-    varying = [frozenset(axes)] * len(forms)
+    varying = [frozenset(axes)] * len(dims)
     body = _frames.build_frames(local.jaxpr, local.consts, varying)
     if why := _why_reduced(body, dim):
         return why
-    dims = tuple(map(_dim_of, forms)), tuple(map(_dim_of, local.outputs))
     return [
-        OwnerCall([region], OwnedStack(region.reads, region.gives, *dims, body))
+        OwnerCall(
+            [region], OwnedStack(region.reads, region.gives, tuple(dims), local.outputs, body)
+        )
         for region in regions
     ]
 
@@ -296,8 +295,8 @@ def _why_reduced(body: Frame, dim: int) -> str:
     return f"it reduces dim {dim}" if found else ""
 
 
-def _form(var: Var, dim: int, size: int, num: int) -> Form:
-    """In which form a device gets an operand: slices of the dim that has as many, rather of the same place.
+def _dim_of(var: Var, dim: int, size: int) -> int | None:
+    """Along which dim a device gets slices of an operand: one that has as many, rather the one of this place.
 
     What it should be no type says; a wrong guess is found out, since then something must move.
     """
@@ -305,11 +304,7 @@ def _form(var: Var, dim: int, size: int, num: int) -> Form:
     found = sorted(
         (d for d, n in enumerate(shape) if n == size and len(shape) > 1), key=lambda d: d != dim
     )
-    return even_rows(found[0], size, num) if found else FULL
-
-
-def _dim_of(form: Form) -> int | None:
-    return form.dim if isinstance(form, Rows) else None
+    return found[0] if found else None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Each rule of the batch: an operation on one device's rows gives the rows of the operation on all of them.
+"""Each rule of the partitioner: an operation on one device's rows gives the rows of the operation on all.
 
 A case is a small function, mostly one primitive, and the dims of its arguments as letters. For every letter
-of every argument, the argument is dealt to four devices along that dim, in each layout; `localize` rewrites
+of every argument, the argument is dealt to four devices along that dim, in each layout; `partition` writes
 the function for one device; what the four compute is put together and compared with the function of whole
 arrays.
 Padding is NaN, True, or a large number, so that whatever lets it through fails.
@@ -28,8 +28,10 @@ from jax.sharding import PartitionSpec as P
 
 import covering
 import jzero
-from jzero.sharding.batch import _localize, _rows
-from jzero.sharding.batch._rows import FULL, Rows
+from jzero.ir._layout import Layout, replicated
+from jzero.sharding.partition._movement import is_of_rows, movement_of
+from jzero.sharding.partition._partition import DeviceInput, partition
+from jzero.sharding.partition._writer import OUTPUT
 from jzero.tracing import _jaxpr, _rewrite
 
 DEVICES = 4
@@ -608,22 +610,27 @@ def drawn(dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 GARBAGE: dict[str, Any] = {"f": np.nan, "c": np.nan, "b": True, "i": 1_000_003, "u": 1_000_003}
 
 
-def dealt(x: Any, rows: Rows) -> Any:
+MESH = {"data": DEVICES}
+
+
+def dealt(x: Any, layout: Layout) -> Any:
     """`x` as each device has it, stacked."""
     if not isinstance(x, np.ndarray):  # keys, which are wrapped words
-        words = dealt(np.asarray(random.key_data(x)), rows)
+        words = np.asarray(random.key_data(x))
+        more = replicated(words.shape[x.ndim :], MESH).dims
+        words = dealt(words, dataclasses.replace(layout, dims=(*layout.dims, *more)))
         return random.wrap_key_data(jnp.asarray(words))
-    dim, outer, inner = rows
-    shape = x.shape
-    more = [(0, outer * DEVICES * inner - n if d == dim else 0) for d, n in enumerate(shape)]
-    x = np.pad(x, more, constant_values=GARBAGE[x.dtype.kind])
-    x = x.reshape(*shape[:dim], outer, DEVICES, inner, *shape[dim + 1 :])
-    return np.moveaxis(x, dim + 1, 0).reshape(DEVICES, *_rows.local_shape(shape, rows))
+    padding = GARBAGE[x.dtype.kind]
+    return np.stack([layout.block(x, {"data": i}, padding) for i in range(DEVICES)])
 
 
-def joined(parts: np.ndarray, rows: Rows) -> np.ndarray:
-    """What devices have of a dim in one block, put together."""
-    return np.concatenate(list(parts), rows.dim)
+def joined(parts: np.ndarray, layout: Layout) -> np.ndarray:
+    """What devices have, put together."""
+    whole = np.zeros(layout.shape, parts.dtype)
+    for i, part in enumerate(parts):
+        own = layout.positions({"data": i})
+        whole[np.ix_(*(at[at >= 0] for at in own))] = part[np.ix_(*(at >= 0 for at in own))]
+    return whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -657,11 +664,9 @@ def sizes_of(case: Case, letters: list[str], layout: str) -> dict[str, int]:
     return {letter: own[letter] if letter in own else next(rest) for letter in everything}
 
 
-def rows_at(place: Place, dim: str, sizes: dict[str, int], layout: str) -> Rows:
-    before, after = dim.split(place.letter, 1)
-    blocks = 2 if layout == "dealt" else 1
-    inner = -(-sizes[place.letter] // (DEVICES * blocks))
-    return Rows(place.dim, length(before, sizes) * blocks, inner * length(after, sizes))
+def blocks_at(place: Place, dim: str, sizes: dict[str, int], layout: str) -> int:
+    """In how many blocks of the argument's dim the devices have rows of the letter."""
+    return length(dim.split(place.letter, 1)[0], sizes) * (2 if layout == "dealt" else 1)
 
 
 # -- one device -----------------------------------------------------------------------------------------
@@ -683,10 +688,17 @@ class Configuration:
         self.arguments = [
             drawn(dtype, tuple(length(d, sizes) for d in dims), rng) for dtype, dims in specs
         ]
-        self.forms: list[_rows.Form] = [FULL] * len(specs)
+        self.layouts: list[Layout] = [replicated(x.shape, MESH) for x in self.arguments]
+        self.rows, self.can_be = [False] * len(specs), True
         for place in self.places:
-            dims = specs[place.argument][1]
-            self.forms[place.argument] = rows_at(place, dims[place.dim], sizes, self.layout)
+            k, whole = place.argument, self.layouts[place.argument]
+            outer = blocks_at(place, specs[k][1][place.dim], sizes, self.layout)
+            # Padding stands behind the last block, of which there is but one.
+            if outer > 1 and whole.shape[place.dim] % (outer * DEVICES):
+                self.can_be = False
+                return
+            self.layouts[k] = whole.cut(place.dim, "data", outer)
+            self.rows[k] = True
         shape = (
             []
             if self.case.to is None
@@ -695,28 +707,26 @@ class Configuration:
         self.whole = lambda *xs: jax.tree.leaves(self.case.fn(*xs, *shape))
         traced = _jaxpr.trace_here(self.whole, *self.arguments)
         flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
-        self.local = _localize.localize(flat, consts, self.forms, self.forms, 0, {"data": DEVICES})
-        self.moves = [str(m) for m in self.local.movements if m.reason != "it is returned"]
+        ins = [
+            DeviceInput(layout, frozenset(MESH if is_rows else ()))
+            for layout, is_rows in zip(self.layouts, self.rows, strict=True)
+        ]
+        outs = [None] * len(flat.outvars)
+        self.local = partition(flat, consts, MESH, ins, outs, keeps_padding=True)
+        moves = [m for m in self.local.moves if is_of_rows(m) and m.operation != OUTPUT]
+        self.moves = [str(movement_of(m)) for m in moves]
 
     @property
     def is_padded(self) -> bool:
         return self.layout in ("padded", "few")
 
-    def can_be(self) -> bool:
-        """Whether the devices have rows: padding stands behind the last block, of which there is but one."""
-        pairs = zip(self.arguments, self.forms, strict=True)
-        return all(
-            form.outer == 1 or not _rows.is_padded(form, x.shape[form.dim], DEVICES)
-            for x, form in pairs if isinstance(form, Rows)
-        )  # fmt: skip
-
     def inputs(self) -> list[Any]:
-        pairs = zip(self.arguments, self.forms, strict=True)
-        return [dealt(x, form) if isinstance(form, Rows) else x for x, form in pairs]
+        each = zip(self.arguments, self.layouts, self.rows, strict=True)
+        return [dealt(x, layout) if is_rows else x for x, layout, is_rows in each]
 
     def on_all(self, *inputs: Any) -> list[Any]:
         """What each device returns, stacked."""
-        axes = [0 if isinstance(form, Rows) else None for form in self.forms]
+        axes = [0 if is_rows else None for is_rows in self.rows]
         run = functools.partial(evaluated, self.local)
         if not self.case.vmapped:
             mesh = jax.sharding.Mesh(jax.devices()[:DEVICES], "data")
@@ -732,10 +742,10 @@ class Configuration:
         return jax.vmap(run, axes, axis_name="data", axis_size=DEVICES)(*inputs)
 
     def check(self, expected: list[Any], parts: list[Any]) -> None:
-        for want, part, form in zip(expected, parts, self.local.outputs, strict=True):
+        for want, part, layout in zip(expected, parts, self.local.outs, strict=True):
             got = np.asarray(part)
-            if isinstance(form, Rows):
-                got = joined(got, form)
+            if layout.axes:
+                got = joined(got, layout)
             else:
                 for other in got[1:]:
                     np.testing.assert_array_equal(other, got[0], "not the same on all devices")
@@ -747,24 +757,12 @@ class Configuration:
                 np.testing.assert_array_equal(got, want, str(self))
 
     def __str__(self) -> str:
-        return f"{self.layout} {self.places}: {self.forms} -> {self.local.outputs}, {self.moves}"
+        given, made = (", ".join(map(str, x)) for x in (self.layouts, self.local.outs))
+        return f"{self.layout} {self.places}: {given} -> {made}, {self.moves}"
 
 
 def evaluated(local: Any, *args: Any) -> list[Any]:
-    jaxpr = local.jaxpr
-    env: dict[Any, Any] = {}
-    env |= zip(jaxpr.constvars, map(_jaxpr.constant, local.consts), strict=True)
-    env |= zip(jaxpr.invars, args, strict=True)
-
-    def read(atom: Any) -> Any:
-        return _jaxpr.literal(atom) if _jaxpr.is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        outs = _jaxpr.bind(eqn, *map(read, eqn.invars))
-        for var, out in zip(eqn.outvars, outs, strict=True):
-            assert var.aval.shape == out.shape, eqn
-        env |= zip(eqn.outvars, outs, strict=True)
-    return [read(atom) for atom in jaxpr.outvars]
+    return _jaxpr.evaluate(local.jaxpr, [*map(_jaxpr.constant, local.consts)], *args)
 
 
 def check_all(configurations: list[Configuration]) -> None:
@@ -781,7 +779,7 @@ def check_all(configurations: list[Configuration]) -> None:
 
 def configured(case: Case, places: tuple[Place, ...], layouts: Any) -> list[Configuration]:
     found = [Configuration(case, places, layout) for layout in layouts]
-    return [c for c in found if c.can_be()]
+    return [c for c in found if c.can_be]
 
 
 def by_default(names):
@@ -848,72 +846,6 @@ def check_two(case: Case, wanted: list[tuple[tuple[Place, Place], str]]) -> None
 
 def test_function_without_equations():
     check_all([Configuration(Case(lambda x: x, "ab"), (Place(0, 0, "a"),), "padded")])
-
-
-# -- reshapes, by counting --------------------------------------------------------------------------------
-
-
-def products(total: int, ndim: int) -> list[tuple[int, ...]]:
-    """Shapes of so many elements."""
-    if ndim == 0:
-        return [()] if total == 1 else []
-    sizes = [n for n in range(1, total + 1) if total % n == 0]
-    return [(n, *rest) for n in sizes for rest in products(total // n, ndim - 1)]
-
-
-def held(numbers: np.ndarray, rows: Rows, num: int) -> list[np.ndarray]:
-    """Which elements each device has; -1 for padding."""
-    dim, outer, inner = rows
-    more = [(0, outer * num * inner - n if d == dim else 0) for d, n in enumerate(numbers.shape)]
-    shape = numbers.shape
-    parts = np.pad(numbers, more, constant_values=-1)
-    parts = parts.reshape(*shape[:dim], outer, num, inner, *shape[dim + 1 :])
-    return [p.reshape(_rows.local_shape(shape, rows)) for p in np.moveaxis(parts, dim + 1, 0)]
-
-
-def layouts_of(shape: tuple[int, ...], num: int) -> list[Rows]:
-    found = []
-    for dim, size in enumerate(shape):
-        found += [
-            Rows(dim, n, size // num // n) for n in range(1, size + 1) if size % (num * n) == 0
-        ]
-        least = -(-size // num)
-        found += [
-            Rows(dim, 1, inner) for inner in (least, least + 1) if size % num or inner > least
-        ]
-    return found
-
-
-@pytest.mark.parametrize("num", [2, 3])
-@pytest.mark.parametrize("total", [4, 6, 12, 18, 24])
-def test_rows_stay_rows_in_a_reshape(total, num):
-    """If `reshaped` says where the rows are, every device has what it would; and it misses none."""
-    numbers = np.arange(total)
-    shapes = [s for ndim in (1, 2, 3) for s in products(total, ndim) if s.count(1) < 2]
-    for shape, out in itertools.product(shapes, shapes):
-        for rows in layouts_of(shape, num):
-            before = held(numbers.reshape(shape), rows, num)
-            new = _rows.reshaped(shape, out, rows, num)
-            if new is None:
-                padded = _rows.is_padded(rows, shape[rows.dim], num)
-                others = [] if padded else [
-                    r for r in layouts_of(out, num)
-                    if out[r.dim] > 1 and not _rows.is_padded(r, out[r.dim], num)
-                ]  # fmt: skip
-                for other in others:
-                    after = held(numbers.reshape(out), other, num)
-                    assert not same_elements(before, after), (shape, out, rows, other)
-            else:
-                after = held(numbers.reshape(out), new, num)
-                assert same_elements(before, after), (shape, out, rows, new)
-
-
-def same_elements(before: list[np.ndarray], after: list[np.ndarray]) -> bool:
-    """Whether a reshape of what each device has is what it should have; in padding anything may be."""
-    return all(
-        a.size == b.size and np.array_equal(np.where(b == -1, -1, a.reshape(b.shape)), b)
-        for a, b in zip(before, after, strict=True)
-    )
 
 
 @pytest.mark.parametrize("num", [4, 8])

@@ -2,7 +2,7 @@
 """Traces a step: at the shapes of the whole batch, or, if it has collectives of its own, at one device's.
 
 A step without collectives over the data axes means what `jax.jit` makes of it: it is traced once, by plain
-`jax.make_jaxpr`, and rewritten for one device (`_localize.py`). A step written for `jax.pmap` or
+`jax.make_jaxpr`, and rewritten for one device (`_one_device.py`). A step written for `jax.pmap` or
 `jax.shard_map` says itself what is local and what is reduced, and is obeyed as written.
 """
 
@@ -12,7 +12,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import jax
@@ -28,10 +28,9 @@ from jzero.ir._work import Repeated, repeated
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame, Varying
 from jzero.sharding.analysis._kinds import uncut_checkpoints
-from jzero.sharding.batch._body import Movement
-from jzero.sharding.batch._equations import shard_map_error
-from jzero.sharding.batch._localize import localize
-from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows
+from jzero.sharding.partition._movement import Movement
+from jzero.sharding.partition._run import shard_map_error
+from jzero.sharding.plan._one_device import on_one_device
 from jzero.tracing import _jaxpr, _keys, _reading, _rewrite, _weak
 from jzero.tracing._differences import without_differences
 from jzero.tracing._types import Aval, Eqn, Jaxpr
@@ -52,7 +51,8 @@ class WholeBatch(NamedTuple):
       jaxpr: of whole arrays, calls replaced by their equations.
       consts: values of its constants.
       rows: for each input, the dim of its rows of the batch; None if it has none.
-      dims: the same, also where no device gets rows of its own.
+      in_parts: whether each device is given its rows: where the devices do not divide them, it is given all.
+      dims: the same as `rows`, also where no device has rows of its own.
     """
 
     out_tree: PyTreeDef
@@ -60,6 +60,7 @@ class WholeBatch(NamedTuple):
     jaxpr: _rewrite.Flat
     consts: list[ArrayLike]
     rows: tuple[int | None, ...]
+    in_parts: tuple[bool, ...]
     dims: tuple[int | None, ...]
 
     def repeated(self, device: _rewrite.Flat | Jaxpr, num: int) -> tuple[float, list[Repeated]]:
@@ -77,7 +78,7 @@ class TracedStep:
       out_tree: the tree of what the step returned.
       out_avals: shapes and dtypes of the leaves, as the frame has them.
       reductions: 'whole batch' or 'written'.
-      outputs: of a whole-batch step, in which form it returns each of its outputs.
+      outputs: of a whole-batch step, the dim of the rows in which it returns each of its outputs, or None.
       of_rows: of a whole-batch step, which outputs have rows of the batch, those that are gathered too.
       movements: of a whole-batch step, the rows that it gathers.
       whole: of a whole-batch step, as it was traced.
@@ -87,7 +88,7 @@ class TracedStep:
     out_tree: PyTreeDef
     out_avals: list[jax.ShapeDtypeStruct]
     reductions: str
-    outputs: tuple[Form, ...] = ()
+    outputs: tuple[int | None, ...] = ()
     of_rows: tuple[bool, ...] = ()
     movements: tuple[Movement, ...] = ()
     whole: WholeBatch | None = None
@@ -99,16 +100,17 @@ class TracedStep:
 
 
 def trace_whole(
-    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], forms: Sequence[Form],
-    has_masters: bool, mesh_axes: dict[str, int], automatic: dict[str, int], dims: Sequence[int | None],
-    is_named: bool,
+    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], rows: Sequence[int | None],
+    num: int, has_masters: bool, mesh_axes: dict[str, int], automatic: dict[str, int],
+    dims: Sequence[int | None], is_named: bool,
 ) -> WholeBatch | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch.
 
     Args:
       flat_step: the step as a function of leaves.
       avals: shapes of the leaves, whole.
-      forms: what each leaf shall be on the devices: FULL, or rows.
+      rows: the dim of each leaf's rows, None if the devices get all of it.
+      num: of the devices.
       has_masters: also replace `p + (n - p)` by `n` (`_differences.py`).
       mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
       automatic: those that are no data axes.
@@ -128,37 +130,42 @@ def trace_whole(
     _check_refs(traced.jaxpr)
     flat, consts = _rewrite.flatten_calls(_starts.in_bounds(traced.jaxpr), traced.consts)
     flat = without_differences(flat) if has_masters else flat
-    rows = tuple(form.dim if isinstance(form, Rows) else None for form in forms)
-    return WholeBatch(traced.out_tree, traced.out_avals, flat, consts, rows, tuple(dims))
+    in_parts = tuple(
+        dim is not None and aval.shape[dim] % num == 0
+        for dim, aval in zip(rows, avals, strict=True)
+    )
+    return WholeBatch(
+        traced.out_tree, traced.out_avals, flat, consts, tuple(rows), in_parts, tuple(dims)
+    )
 
 
 def rewritten(
-    whole: WholeBatch, forms: Sequence[Form], given: Sequence[Form], num_new: int,
-    axes: dict[str, int], accumulates: bool,
+    whole: WholeBatch, num_new: int, axes: dict[str, int], exchanges: bool, once: bool,
+    automatic: Collection[str],
 ) -> TracedStep:  # fmt: skip
     """A whole-batch step, rewritten for one device.
 
     Args:
       whole: the step.
-      forms: what each leaf shall be on the devices: FULL, or rows.
-      given: in which form the devices get it: the same, or FULL.
       num_new: how many of its outputs are the new state's leaves, which come first.
       axes: names (as the step uses them) and sizes of the data axes.
-      accumulates: it will run in microbatches.
+      exchanges: whether devices may be sent what others are not; microbatches may not.
+      once: sums that a loop of the step's adds up are taken once, behind it.
+      automatic: names of the mesh's other axes.
     """
-    found = localize(
-        whole.jaxpr, whole.consts, forms, given, num_new, axes, exchanges=not accumulates
+    found = on_one_device(
+        whole.jaxpr, whole.consts, whole.rows, num_new, axes, exchanges, once, bool(automatic)
     )
-    varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
-    frame = _frame_of(found.jaxpr, found.consts, varying, accumulates)
+    varying = [frozenset(axes) if own else _frames.NOWHERE for own in whole.in_parts]
+    frame = _frame_of(found.jaxpr, found.consts, varying, not exchanges)
     return TracedStep(
         frame,
         whole.out_tree,
         whole.out_avals,
         WHOLE,
-        tuple(found.outputs),
-        tuple(found.of_rows),
-        tuple(found.movements),
+        found.outputs,
+        found.of_rows,
+        found.movements,
         whole,
     )
 
@@ -188,10 +195,9 @@ def as_traced(whole: WholeBatch, axes: dict[str, int]) -> TracedStep | None:
     ]
     if any(len(dims) > 1 for dims, _ in returned):
         return None
-    outputs: list[Form] = []
-    for dims, shape in returned:
-        forms = [even_rows(dim, shape[dim], num) for dim in dims if shape[dim] % num == 0]
-        outputs += forms or [FULL]
+    outputs = [
+        next((dim for dim in dims if shape[dim] % num == 0), None) for dims, shape in returned
+    ]
     return TracedStep(
         frame,
         whole.out_tree,
@@ -394,7 +400,7 @@ def _check_axes(frame: Frame) -> None:
     inner = [
         eqn for _, eqn in frame.walk()
         if eqn.primitive.name in _frames.COLLECTIVES
-        and any(isinstance(axis, int) for axis in _frames.axes_of(eqn))
+        and any(isinstance(axis, int) for axis in _jaxpr.axes_of(eqn))
     ]  # fmt: skip
     if inner:
         raise StepError(message(
