@@ -61,6 +61,7 @@ class DeviceFrame(DeviceWriter):
       reason: why what is written needs rows that a device does not have, where that is known.
       leaf: the leaf of which all is that the equation at hand moves, if not each value of its own.
       returns: the number of the step's result that is made now.
+      turn: what the next ordered effect waits for, [Note: the order of effects].
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class DeviceFrame(DeviceWriter):
         self.imports: dict[Var, Var] = {}
         self.reason = self.leaf = ""
         self.returns: int | None = None
+        self.turn: Atom = _jaxpr.scalar(0, np.int32)
         # A pass of `jax.grad` gathers state for itself, behind what the pass before ended with.
         self._pass: str | None = None
         self._scope = 0
@@ -317,6 +319,12 @@ class DeviceFrame(DeviceWriter):
         if self.outer is not None and self.over_time == {*key} and key not in self._index:
             self._index[key] = self.brought(self.outer.index(axes))
         return super().index(axes)
+
+    def end_turn(self, turn: Atom) -> None:
+        """Ordered effects in a loop or branch are done; outside of all, those of all microbatches."""
+        axes = self.over_time if self.outer is None else frozenset[str]()
+        whole = self.whole(())
+        self.turn = self.convert(turn, whole.summed(*map(Partial, axes)), whole)
 
     def hint_of(self, var: Var) -> Hint | None:
         """How what follows wants it; None if it asks for nothing."""

@@ -18,7 +18,7 @@ from jzero.ir._errors import cannot
 from jzero.ir._regions import Region
 from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.partition import _along, _control, _equations, _lazy, _look_ups
+from jzero.sharding.partition import _along, _control, _effects, _equations, _lazy, _look_ups
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._own_rows import in_own_rows
 from jzero.sharding.partition._values import DeviceValue
@@ -76,6 +76,8 @@ def _equation(
         return _control.barrier(frame, ins)
     if region.inner(eqn):
         return _control.run_inner(frame, region, eqn, ins, run)
+    if _jaxpr.has_side_effects(eqn):
+        return _effects.once(frame, eqn, ins)
     eqn = _jaxpr.without_sharding(eqn)
     _check(eqn, region)
     if name == "reshape" and len(ins) == 1:
@@ -133,8 +135,6 @@ def _moves_nothing(eqn: Eqn) -> bool:
 
 def _check(eqn: Eqn, region: Region) -> None:
     """Raises an error if the equation means more than a function of its operands."""
-    if _jaxpr.has_side_effects(eqn):
-        raise cannot("it does more than compute", eqn, region)
     if (why := _REFUSED.get(eqn.primitive.name)) is not None:
         raise cannot(why, eqn, region)
     rule = _rules.rule_of(eqn)
