@@ -344,6 +344,17 @@ def call_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
     return traced.jaxpr, traced.consts
 
 
+def solver_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any], list[Atom]]:
+    """Of a `custom_linear_solve`: its solver, and the operands of that.
+
+    It wraps it for the sake of derivatives, which are taken already.
+    """
+    counts = eqn.params["const_lengths"]
+    before = counts.matvec + counts.vecmat
+    operands = [*eqn.invars[before : before + counts.solve], *eqn.invars[sum(counts) :]]
+    return *open_jaxpr(eqn.params["jaxprs"].solve), operands
+
+
 def _expansion(eqn: Eqn) -> Callable[..., Any] | None:
     """What JAX runs in the place of an equation when it lowers a program; None if that is the equation.
 

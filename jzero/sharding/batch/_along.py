@@ -179,10 +179,9 @@ def _behind(
 
 def _linear_solve(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     """What it wraps for the sake of derivatives, which are taken already: its solver."""
-    counts = eqn.params["const_lengths"]
-    before, mine = counts.matvec + counts.vecmat, counts.solve
-    solver, consts = _rewrite.flatten_calls(*_jaxpr.open_jaxpr(eqn.params["jaxprs"].solve))
-    operands = [*ins[before : before + mine], *ins[sum(counts) :]]
+    jaxpr, consts, atoms = _jaxpr.solver_parts(eqn)
+    solver, consts = _rewrite.flatten_calls(jaxpr, consts)
+    operands = [ins[eqn.invars.index(atom)] for atom in atoms]
     fresh = [_jaxpr.new_var(var) for var in solver.constvars]
     body.constvars += fresh
     body.consts += consts

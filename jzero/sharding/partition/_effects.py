@@ -20,6 +20,7 @@ import numpy as np
 
 from jzero.ir._effects import WHOLE_ONCE, HostCall
 from jzero.ir._layout import Partial
+from jzero.ir._opaque import scopes_of
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
@@ -34,7 +35,7 @@ def once(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Devic
     for value in ins:
         frame.settle(value)
     frame.reason = WHOLE_ONCE
-    if _jaxpr.in_scope(eqn, _jaxpr.PER_EXAMPLE):
+    if _jaxpr.PER_EXAMPLE in scopes_of(frame.region, eqn):
         frame.reason += "; jzero.per_example does not cover effects"
     atoms = [frame.at(v, frame.whole(v.aval.shape)) for v in ins]
     ordered, over_time = _jaxpr.has_ordered_effects(eqn), frame.shared.time is not None

@@ -360,8 +360,9 @@ class DeviceFrame(DeviceWriter):
         if self._pass is None:
             return
         for value in values:
-            if value.rows and jnp.issubdtype(value.aval.dtype, jnp.floating) and value.make is None:
-                self._latest = value.atoms[value.layout]
+            if value.rows and jnp.issubdtype(value.aval.dtype, jnp.floating):
+                # Lazy values have no atoms, nor has an argument that comes whole in its own layout.
+                self._latest = value.atoms.get(value.layout, self._latest)
 
 
 def _imported(frame: DeviceFrame, layout: Layout) -> Atom:
