@@ -113,10 +113,9 @@ class JaxprWriter:
     def close(self, like: Jaxpr, ins: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
         """What is written as a function of `ins`, and of `constvars`; `like` is any jaxpr."""
         constvars = [*self.constvars]
-        effects = {effect for eqn in self.eqns for effect in eqn.effects}
         return _jaxpr.replaced(
             like, constvars=constvars, invars=[*ins], outvars=[*outs], eqns=[*self.eqns],
-            effects=effects, consts=[*self.consts],
+            effects=_jaxpr.effects_of(self.eqns), consts=[*self.consts],
         )  # fmt: skip
 
     # -- values that are often made --------------------------------------------------------------------

@@ -41,6 +41,7 @@ try:
         dtypes,  # register_canonicalize_value_handler: 0.11.0
         xla_bridge,  # _backends: not since 0.4.30
     )
+    from jax._src import effects as internal_effects  # ordered_effects: not since 0.4.30
     from jax._src import source_info_util as internal_source_info  # Transform, user_frames: 0.7.0
     from jax._src.ad_checkpoint import name_p  # the same in 0.10.2 to 0.12
     from jax._src.array import ArrayImpl  # 0.12
@@ -276,12 +277,9 @@ def scan_like(
     num_carry: int, length: int, reverse: bool,
 ) -> Eqn:  # fmt: skip
     """A `scan` equation in the place of `eqn`, with another body, whose constants it keeps."""
-    # Of the axes that its collectives name; it says by position what else it does.
-    axes = {x for e in body.eqns for x in e.effects if isinstance(x, NamedAxisEffect)}
-    closed, old = eqn.params["jaxpr"], open_jaxpr(eqn.params["jaxpr"])[0]
-    effects: Any = getattr(old, "effects", set()) | axes
+    effects = effects_of(body.eqns)
     params = eqn.params | dict(length=length, reverse=reverse)
-    params["jaxpr"] = closed.replace(jaxpr=replaced(body, effects=effects))
+    params["jaxpr"] = eqn.params["jaxpr"].replace(jaxpr=replaced(body, effects=effects))
     if "num_carry" in params:
         params |= dict(num_consts=num_consts, num_carry=num_carry)
     else:
@@ -289,7 +287,6 @@ def scan_like(
         parts = num_consts, num_carry, len(ins) - num_consts - num_carry
         params["ft_in"] = trees.pack(tuple(map(trees.nones, parts)))
         params["ft_out"] = trees.pack(tuple(map(trees.nones, (num_carry, len(outs) - num_carry))))
-    effects = {*eqn.effects, *axes}
     return eqn.replace(invars=list(ins), outvars=list(outs), params=params, effects=effects)
 
 
@@ -484,6 +481,22 @@ def is_named(eqn: Eqn, name: str) -> bool:
 def has_side_effects(eqn: Eqn) -> bool:
     """Whether the equation does more than compute its outputs (prints, calls back)."""
     return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)
+
+
+def has_ordered_effects(eqn: Eqn) -> bool:
+    """Whether it does so, or something in it does, in the order of the program."""
+    return bool(internal_effects.ordered_effects.filter_in(eqn.effects))
+
+
+def effects_of(eqns: Sequence[Eqn]) -> set[Any]:
+    """What equations do more than compute their outputs, and the axes that they name."""
+    return {effect for eqn in eqns for effect in eqn.effects}
+
+
+def with_effects_of_programs(eqn: Eqn) -> Eqn:
+    """An equation that holds other programs than before, and does what these do."""
+    programs = (open_jaxpr(inner)[0] for inner in inner_jaxprs(eqn))
+    return eqn.replace(effects=effects_of([e for jaxpr in programs for e in jaxpr.eqns]))
 
 
 def _keep_local(params: dict[str, Any]) -> dict[str, Any]:
@@ -684,7 +697,9 @@ def shard_mapped(
         ]
         source = internal_source_info.current()
         tracers = [trace.to_jaxpr_tracer(x, source) for x in args]
-        outs = trace.emit_eqn(tracers, types, eqn.primitive, params, eqn.effects, source)
+        # Whoever waits for effects (`jax.effects_barrier`) finds them in the program around it.
+        acts = {x for x in effects_of(jaxpr.eqns) if not isinstance(x, NamedAxisEffect)}
+        outs = trace.emit_eqn(tracers, types, eqn.primitive, params, eqn.effects | acts, source)
         return list(outs)
 
     return run

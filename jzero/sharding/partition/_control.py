@@ -8,6 +8,7 @@ it takes. A carry to which a body only adds may be a partial sum: it is settled 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,8 +35,6 @@ def run_inner(
 ) -> list[DeviceValue]:  # fmt: skip
     """Writes an equation that holds programs."""
     name = eqn.primitive.name
-    if _jaxpr.has_side_effects(eqn):
-        raise cannot("it does more than compute", eqn, region)
     if name == "scan":
         rows = _RowScanWriter(frame, region, eqn, ins, run)
         scan = rows if rows.can_write() else _ScanWriter(frame, region, eqn, ins, run)
@@ -84,6 +83,22 @@ class _LoopWriter:
     eqn: Eqn
     ins: list[DeviceValue]
     run: RunRegion
+
+    @functools.cached_property
+    def turns(self) -> list[Atom]:
+        """What the loop carries of the order of effects: [Note: the order of effects]."""
+        return [self.frame.turn] if _jaxpr.has_ordered_effects(self.eqn) else []
+
+    def own_turns(self, inner: DeviceFrame) -> list[Var]:
+        """The same in a body, which begins with it."""
+        found = [*map(_jaxpr.new_var, self.turns)]
+        inner.turn = found[0] if found else inner.turn
+        return found
+
+    def end_turns(self, ended: Sequence[Var]) -> None:
+        """The same behind the loop."""
+        for turn in ended:
+            self.frame.end_turn(turn)
 
     def hoists(self) -> bool:
         """Whether gathers stand before the loop: in a pass of `jax.grad` they serve all iterations."""
@@ -183,7 +198,7 @@ class _ScanWriter(_LoopWriter):
         self, attempt: int, carries: Sequence[_CarryLayout]
     ) -> tuple[list[Var], DeviceFrame, list[DeviceValue]]:
         inner = self.inner(self.body)
-        vars = self.variables(carries, self.init)
+        vars, turns = self.variables(carries, self.init), self.own_turns(inner)
         values = [inner.entered(v) for v in self.consts]
         carried = self.values(carries, vars, self.init)
         for j, value in enumerate(carried):
@@ -205,7 +220,7 @@ class _ScanWriter(_LoopWriter):
                 )
             )
         outs = self.run(inner, self.body, [*values, *carried, *slices])
-        return [*vars, *rows], inner, outs
+        return [*vars, *turns, *rows], inner, outs
 
     def _written(
         self, inner: DeviceFrame, ins: list[Var], carries: list[_CarryLayout], outs: list[DeviceValue]
@@ -214,8 +229,8 @@ class _ScanWriter(_LoopWriter):
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
         for v in outs[num:]:
             inner.settle_here(v, opened=inner.is_opened())
-        rows = [*map(_before_casts, outs[num:])]
-        ends += [inner.at(v, v.layout) for v in rows]
+        rows, turns = [*map(_before_casts, outs[num:])], [inner.turn for _ in self.turns]
+        ends += [*turns, *(inner.at(v, v.layout) for v in rows)]
         body = inner.function(self.parts.body, ins, ends)
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
@@ -229,14 +244,16 @@ class _ScanWriter(_LoopWriter):
             avals.append(_jaxpr.var_like(v.aval, var.aval.shape).aval)
         pairs = zip(avals, layouts, strict=True)
         results = [_jaxpr.var_like(aval, layout.local_shape) for aval, layout in pairs]
-        operands = [*inner.imports, *starts, *stacks]
+        operands = [*inner.imports, *starts, *self.turns, *stacks]
+        ended = [*map(_jaxpr.new_var, turns)]
         like = _without_consts(self.eqn, "jaxpr", body)
         frame.eqns.append(
             _jaxpr.scan_like(
-                like, body, operands, results, len(inner.imports), num, self.parts.length,
-                self.parts.reverse,
+                like, body, operands, [*results[:num], *ended, *results[num:]], len(inner.imports),
+                num + len(ended), self.parts.length, self.parts.reverse,
             )
         )  # fmt: skip
+        self.end_turns(ended)
         axes = [*(c.rows for c in carries), *(v.rows for v in rows)]
         origins = [*[None] * num, *(None if v.rows else v.origin for v in rows)]
         found = [
@@ -290,6 +307,8 @@ class _RowScanWriter(_LoopWriter):
     def can_write(self) -> bool:
         """Whether all axes cut the rows that it slices, and nothing else needs the rows of others."""
         if len(self.stacks) != 1 or self.stacks[0].pad is not None:
+            return False
+        if _jaxpr.has_side_effects(self.eqn):  # Of which there are as many on all devices.
             return False
         axes = {cut.axis for cut in self.stacks[0].cuts}
         others = [*self.consts, *self.init, *(v for v in self.xs if not _is_of_rows(v))]
@@ -429,8 +448,10 @@ class _WhileWriter(_LoopWriter):
     def write(self) -> list[DeviceValue]:
         self.of_rows = self.cond.jaxpr.outvars[0].aval.ndim
         self._note_rows([v.layout for v in self.init])
-        self.alone = self.of_rows > 0
-        found = self._attempt(self._with_rows if self.of_rows else lambda carry: carry)
+        self.alone = self.of_rows > 0 and not _jaxpr.has_side_effects(self.eqn)
+        found = None
+        if self.alone or not self.of_rows:
+            found = self._attempt(self._with_rows if self.of_rows else lambda carry: carry)
         if found is None:
             self.alone = False
             found = self._attempt(self._with_whole_rows, whole=True)
@@ -465,6 +486,7 @@ class _WhileWriter(_LoopWriter):
             inner, vars = self.inner(self.body), self.variables(carries, self.init)
             carried = self.values(carries, vars, self.init)
             values = [*map(inner.entered, self.body_consts), *carried]
+            vars += self.own_turns(inner)
             outs = self.run(inner, self.body, values)
             for v in outs:
                 inner.settle(v)
@@ -483,7 +505,8 @@ class _WhileWriter(_LoopWriter):
     ) -> list[DeviceValue] | None:  # fmt: skip
         frame, inner.source = self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs, carries, strict=True)]
-        body = inner.function(self.parts.body, vars, ends)
+        turns = [inner.turn for _ in self.turns]
+        body = inner.function(self.parts.body, vars, [*ends, *turns])
         test, cond, go = self._predicate(carries, whole)
         if self.of_rows and not whole:
             alike = all(c.layout.dims[: self.of_rows] == go.layout.dims for c in carries)
@@ -501,7 +524,11 @@ class _WhileWriter(_LoopWriter):
         like = _without_consts(self.eqn, "cond_jaxpr", cond)
         like = _without_consts(like, "body_jaxpr", body)
         params = like.params | dict(cond_nconsts=len(test.imports), body_nconsts=len(inner.imports))
-        frame.again(like, [*test.imports, *inner.imports, *starts], results, params=params)
+        like = _jaxpr.with_effects_of_programs(like.replace(params=params))
+        ended = [*map(_jaxpr.new_var, turns)]
+        operands = [*test.imports, *inner.imports, *starts, *self.turns]
+        frame.again(like, operands, [*results, *ended])
+        self.end_turns(ended)
         each = zip(self.eqn.outvars, carries, results, strict=True)
         return [DeviceValue(var.aval, c.layout, {c.layout: x}, c.rows) for var, c, x in each]
 
@@ -510,6 +537,7 @@ class _WhileWriter(_LoopWriter):
     ) -> tuple[DeviceFrame, Jaxpr, DeviceValue]:  # fmt: skip
         test, vars = self.inner(self.cond), self.variables(carries, self.init)
         carried = self.values(carries, vars, self.init)
+        vars += self.own_turns(test)
         (go,) = self.run(test, self.cond, [*map(test.entered, self.cond_consts), *carried])
         test.source = self.eqn
         test.settle(go)
@@ -533,8 +561,10 @@ def _cond(
         frame.settle(value)
     predicate = frame.at(index, frame.whole(()))
     frames, returned = list[DeviceFrame](), list[list[DeviceValue]]()
+    ordered = _jaxpr.has_ordered_effects(eqn)
     for branch in inner:
         each = DeviceFrame(eqn, frame.shared, branch, frame, hoists=False)
+        each.turn = each.brought(frame.turn) if ordered else each.turn
         outs = run(each, branch, [each.entered(v) for v in operands])
         each.source = eqn
         frames.append(each)
@@ -549,6 +579,8 @@ def _cond(
         for each, outs in zip(frames, returned, strict=True)
     ]
     frame.source = eqn
+    if ordered:
+        ends = [[*own, each.turn] for each, own in zip(frames, ends, strict=True)]
     return _branches(frame, eqn, predicate, frames, returned, layouts, ends)
 
 
@@ -575,7 +607,11 @@ def _branches(
     each_out = zip(eqn.outvars, layouts, strict=True)
     results = [_jaxpr.var_like(var.aval, layout.local_shape) for var, layout in each_out]
     params = eqn.params | dict(branches=tuple(branches))
-    frame.again(eqn, [predicate, *order], results, params=params)
+    ended = [*map(_jaxpr.new_var, ends[0][len(results) :])]
+    like = _jaxpr.with_effects_of_programs(eqn.replace(params=params))
+    frame.again(like, [predicate, *order], [*results, *ended])
+    for turn in ended:
+        frame.end_turn(turn)
     found = []
     for j, (var, layout, x) in enumerate(zip(eqn.outvars, layouts, results, strict=True)):
         rows = frozenset(a for outs in returned for a in outs[j].rows)

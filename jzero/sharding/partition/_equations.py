@@ -413,9 +413,11 @@ class _FactorChoice:
         sizes = _sizes(self.eqn, factor)
         n = self.frame.mesh[cut.axis]
         if factor.groups:
-            even = all(size % n == 0 for size in (*sizes, factor.groups))
-            fit = now is None and own.pad is None and cut.outer == 1 and even
-            return Dim(sizes[0], (cut,)) if fit else None
+            cuts = (cut,) if now is None else (*now.cuts, cut)
+            outer = self.ins[0].layout.num([each.axis for each in cuts[:-1]])
+            even = all(size % (outer * n) == 0 for size in (*sizes, factor.groups))
+            fit = own.pad is None and cut.outer == outer and even
+            return Dim(sizes[0], cuts) if fit else None
         if any(size != own.true for size in sizes):
             return None
         base = own._replace(cuts=()) if now is None else now

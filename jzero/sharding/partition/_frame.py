@@ -64,6 +64,7 @@ class DeviceFrame(DeviceWriter):
       reason: why what is written needs rows that a device does not have, where that is known.
       leaf: the leaf of which all is that the equation at hand moves, if not each value of its own.
       returns: the number of the step's result that is made now.
+      turn: what the next ordered effect waits for, [Note: the order of effects].
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class DeviceFrame(DeviceWriter):
         self.imports: dict[Var, Var] = {}
         self.reason = self.leaf = ""
         self.returns: int | None = None
+        self.turn: Atom = _jaxpr.scalar(0, np.int32)
         # A pass of `jax.grad` gathers state for itself, behind what the pass before ended with.
         self._pass: str | None = None
         self._scope = 0
@@ -326,6 +328,12 @@ class DeviceFrame(DeviceWriter):
             self._index[key] = self.brought(self.outer.index(axes))
         return super().index(axes)
 
+    def end_turn(self, turn: Atom) -> None:
+        """Ordered effects in a loop or branch are done; outside of all, those of all microbatches."""
+        axes = self.over_time if self.outer is None else frozenset[str]()
+        whole = self.whole(())
+        self.turn = self.convert(turn, whole.summed(*map(Partial, axes)), whole)
+
     def hint_of(self, var: Var) -> Hint | None:
         """How what follows wants it; None if it asks for nothing."""
         hint = self.shared.hints.get((self.region, var))
@@ -360,8 +368,9 @@ class DeviceFrame(DeviceWriter):
         if self._pass is None:
             return
         for value in values:
-            if value.rows and jnp.issubdtype(value.aval.dtype, jnp.floating) and value.make is None:
-                self._latest = value.atoms[value.layout]
+            if value.rows and jnp.issubdtype(value.aval.dtype, jnp.floating):
+                # Lazy values have no atoms, nor has an argument that comes whole in its own layout.
+                self._latest = value.atoms.get(value.layout, self._latest)
 
 
 def _imported(frame: DeviceFrame, layout: Layout) -> Atom:

@@ -36,6 +36,7 @@ class LoopInTime(NamedTuple):
       sums: the reductions whose operands it makes.
       lasts: what each microbatch computes alike, and others read.
       stacks: what it hands out as each microbatch has it.
+      silent: equations that an earlier loop has run, with all that they do beside computing.
     """
 
     eqns: tuple[int, ...]
@@ -43,6 +44,7 @@ class LoopInTime(NamedTuple):
     sums: tuple[Eqn, ...]
     lasts: tuple[Var, ...]
     stacks: tuple[Var, ...]
+    silent: frozenset[int]
 
 
 class LoopsInTime(NamedTuple):
@@ -82,7 +84,9 @@ def loops_in_time(
     _check_products(levels)
     inside = levels.loop | _sunk(levels, gather_once)
     eqns, lasts, handed = region.jaxpr.eqns, _lasts(levels), _handed(levels)
+    acts = [i for i in levels.loop if _jaxpr.has_side_effects(eqns[i])]
     ends = [levels.of[var] + 1 for var in (*lasts, *handed)]
+    ends += [levels.of_eqns[i] + 1 for i in acts]
     last = max([*levels.of_eqns, *ends, 0])
     keeper, loops = _keeper(levels, inside, num, devices), list[LoopInTime]()
     for level in range(last):
@@ -91,8 +95,9 @@ def loops_in_time(
         stacks = tuple(var for var in handed if levels.of[var] == level)
         made = [*variables(atom for eqn in sums for atom in eqn.invars), *mine, *stacks]
         makers = [levels.maker[var] for var in made if levels.maker.get(var) in inside]
-        run, _, reads = keeper.loop(level, makers, stacks)
-        loops.append(LoopInTime(run, reads, sums, mine, stacks))
+        makers += [i for i in acts if levels.of_eqns[i] == level]
+        run, again, reads = keeper.loop(level, makers, stacks)
+        loops.append(LoopInTime(run, reads, sums, mine, stacks, again))
     said = keeper.loops(sum(bool(loop.eqns) for loop in loops), [])
     if said.repeats > MOST_REPEATS:
         raise cannot(f"in microbatches it would run its products {said.repeats:.1f} times as often")
@@ -129,8 +134,9 @@ class _Levels:
         if is_sum(eqn, self._axis):
             self.sums[index] = None
             level += 1
-        elif is_stacked(eqn, self._axis):
-            self.stacked[index] = None
+        elif is_stacked(eqn, self._axis) or self._acts_once(eqn):
+            if is_stacked(eqn, self._axis):
+                self.stacked[index] = None
             level = max((self.of[var] + self.is_made_in_loop(var) for var in read), default=0)
         elif any(var in self.differs for var in (*read, *eqn.outvars)) or any(
             self.is_made_in_loop(var) and self.of[var] == level for var in read
@@ -138,6 +144,11 @@ class _Levels:
             self.loop.add(index)
         self.of_eqns.append(level)
         self.of |= dict.fromkeys(eqn.outvars, level)
+
+    def _acts_once(self, eqn: Eqn) -> bool:
+        """Whether it does more than compute, alike in all microbatches: [Note: effects in microbatches]."""
+        alike = self.differs.isdisjoint([*variables(eqn.invars), *eqn.outvars])
+        return alike and _jaxpr.has_side_effects(eqn)
 
     @property
     def once(self) -> list[int]:

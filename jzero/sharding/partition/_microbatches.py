@@ -26,6 +26,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jzero.ir import _rules
+from jzero.ir._effects import without_calls
 from jzero.ir._errors import cannot
 from jzero.ir._loops import CarryPort, ConstPort, Scan, SlicePort, StackPort
 from jzero.ir._regions import Region, ValueIn, variables
@@ -160,7 +161,8 @@ class _LoopsWriter:
         made = dict.fromkeys([*loop.stacks, *(var for var in kept if var in body.made)])
         ys = [StackPort(body.read(var), self._new_stack(var)) for var in made]
         self.handed += sum(_rules.size_in_bytes(port.stack.aval) for port in ys)
-        if not carries and not ys:
+        acts = any(map(_jaxpr.has_side_effects, body.writer.eqns))
+        if not carries and not ys and not acts:
             return
         numbers = self.outer.trace(_numbers, static=(self.num,))[0]
         xs = [SlicePort(numbers, body.number)]
@@ -319,7 +321,8 @@ class _Microbatch:
         self._names: dict[Var, Atom] = dict(self.rows)
         stacked = {*stacks}
         for index in loop.eqns:
-            self._run(loops.jaxpr.eqns[index], stacked)
+            eqn = loops.jaxpr.eqns[index]
+            self._run(without_calls(eqn) if index in loop.silent else eqn, stacked)
 
     def _run(self, eqn: Eqn, stacked: set[Var]) -> None:
         """One equation.

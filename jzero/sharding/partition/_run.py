@@ -19,19 +19,23 @@ from jax import lax
 from jzero._errors import StepError, message
 from jzero.ir import _rules
 from jzero.ir._errors import cannot
+from jzero.ir._opaque import NAMES as OPAQUE
 from jzero.ir._regions import Region
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.partition import _along, _control, _equations, _lazy, _look_ups
+from jzero.sharding.partition import (
+    _along,
+    _control,
+    _effects,
+    _equations,
+    _lazy,
+    _look_ups,
+    _opaque,
+)
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._own_rows import in_own_rows
 from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
-
-_REFUSED = {
-    "pure_callback": "it calls back to the host",
-    "marked_rows": "it says how rows are treated",
-}
 
 
 def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
@@ -80,7 +84,13 @@ def _equation(
         return _control.barrier(frame, ins)
     if region.inner(eqn):
         return _control.run_inner(frame, region, eqn, ins, run)
+    if _jaxpr.has_side_effects(eqn):
+        return _effects.once(frame, eqn, ins)
     eqn = _jaxpr.without_sharding(eqn)
+    if name == "marked_rows":
+        return [_opaque.mark(frame, eqn, ins[0])]
+    if name in OPAQUE:
+        return _opaque.call(frame, region, eqn, ins)
     _check(eqn, region)
     if name == "reshape" and len(ins) == 1:
         if eqn.params["dimensions"] is not None:
@@ -163,10 +173,6 @@ def _moves_nothing(eqn: Eqn) -> bool:
 
 def _check(eqn: Eqn, region: Region) -> None:
     """Raises an error if the equation means more than a function of its operands."""
-    if _jaxpr.has_side_effects(eqn):
-        raise cannot("it does more than compute", eqn, region)
-    if (why := _REFUSED.get(eqn.primitive.name)) is not None:
-        raise cannot(why, eqn, region)
     if eqn.primitive.name == "shard_map":
         raise shard_map_error(f" ({_jaxpr.summary(eqn)})")
     is_collective = _rules.costs(eqn, _rules.Cost.COLLECTIVE)

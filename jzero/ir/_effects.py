@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step does beside computing (prints, callbacks), as a call of the host by one device.
+
+Every device would else do it, and a host function that is not a function of its arguments would give each
+another answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+from jax.typing import ArrayLike
+
+from jzero.ir._writer import JaxprWriter
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn
+
+Shapes = list[jax.ShapeDtypeStruct]
+WHOLE_ONCE = "a callback gets whole values, once"
+_FAILED = jax.ShapeDtypeStruct((), np.int32)
+
+
+class HostCall:
+    """What an equation does, as a function of arrays on the host.
+
+    What is raised there may be raised on all devices: if the first one failed alone, the others would wait
+    for it at their next collective, and XLA would end the process.
+
+    Args:
+      eqn: the equation.
+      raises: whether the device that calls raises an error at once; else the first result is 1, and `fail`
+        raises it.
+    """
+
+    def __init__(self, eqn: Eqn, raises: bool):
+        self._eqn, self._raises = eqn, raises
+        self.shapes: Shapes = [_FAILED]
+        self.shapes += [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+        self._error: Exception | None = None
+
+    def write(
+        self, writer: JaxprWriter, first: Atom, turn: Atom, ins: Sequence[Atom]
+    ) -> list[Atom]:
+        """Writes the call by the device that is `first`: whether it failed, and its results; else zeros.
+
+        It begins when there is a `turn`, whatever that is: JAX keeps an order of effects on one device only.
+        """
+        return _written(writer, self._called, self.shapes, first, [turn, *ins])
+
+    def write_fail(self, writer: JaxprWriter, failed: Atom) -> Atom:
+        """Writes what raises the error where the call has `failed`; gives 0, which is there afterwards."""
+        (is_so,) = writer.trace(_is_not_zero, failed)
+        return _written(writer, self._fail, [_FAILED], is_so, [failed])[0]
+
+    def _called(self, turn: np.ndarray, *arrays: np.ndarray) -> list[ArrayLike]:
+        primitive, params = self._eqn.primitive, self._eqn.params
+        try:
+            if primitive.name == "io_callback":
+                return [np.int32(0), *params["callback"](*arrays)]
+            primitive.impl(*arrays, **params)
+        except Exception as error:
+            if self._raises:
+                raise
+            self._error = error
+            failed, *others = self.shapes
+            return [np.ones((), failed.dtype), *(np.zeros(x.shape, x.dtype) for x in others)]
+        return [np.int32(0)]
+
+    def _fail(self, failed: np.ndarray) -> list[ArrayLike]:
+        raise self._error or RuntimeError("a callback failed in the process of the first device")
+
+
+def _written(
+    writer: JaxprWriter, host: Callable[..., list[ArrayLike]], shapes: Shapes, test: Atom,
+    operands: Sequence[Atom],
+) -> list[Atom]:  # fmt: skip
+    def run(test: jax.Array, *xs: jax.Array) -> list[jax.Array]:
+        def call(*xs: jax.Array) -> list[jax.Array]:
+            found: list[jax.Array] = io_callback(host, shapes, *xs)
+            return found
+
+        def zeros(*_: jax.Array) -> list[jax.Array]:
+            return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+
+        found: list[jax.Array] = lax.cond(test, call, zeros, *xs)
+        return found
+
+    types = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in [test, *operands]]
+    traced = _jaxpr.trace_here(run, *types)
+    return writer.write(traced.jaxpr, traced.consts, [test, *operands], writer.source)
+
+
+def _is_not_zero(x: jax.Array) -> jax.Array:
+    return x != 0
+
+
+def without_calls(eqn: Eqn) -> Eqn:
+    """The equation, in which `HostCall`s are not made: they give what other devices have."""
+    if not _jaxpr.has_side_effects(eqn):
+        return eqn
+    if eqn.primitive.name == "cond" and any(map(_is_call, _jaxpr.cond_parts(eqn))):
+        never = _jaxpr.scalar(0, eqn.invars[0].aval.dtype)
+        return eqn.replace(invars=[never, *eqn.invars[1:]])
+    return _jaxpr.with_inner(
+        eqn, lambda body: _jaxpr.replaced(body, eqns=[*map(without_calls, body.eqns)])
+    )
+
+
+def _is_call(branch: tuple[_jaxpr.Jaxpr, list[ArrayLike]]) -> bool:
+    return any(eqn.primitive.name == "io_callback" for eqn in branch[0].eqns)

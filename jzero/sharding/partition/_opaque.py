@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opaque calls, and marks of their promises: on each device's rows, or on those of all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jzero._errors import StepError, describe_leaf, message
+from jzero.ir import _opaque
+from jzero.ir._factors import Factor
+from jzero.ir._layout import Partial
+from jzero.ir._regions import Region
+from jzero.sharding.partition._equations import ordinary
+from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.partition._values import DeviceValue, axes_of
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn
+
+
+def call(
+    frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue]
+) -> list[DeviceValue]:
+    """An opaque call; what has no dim of the rows is a sum over them."""
+    for value in ins:
+        frame.settle(value)
+    scopes, dims = _opaque.scopes_of(region, eqn), [*map(_row_dims, ins)]
+    # Rows along two dims are along none of which a promise speaks.
+    rows = [min(found, default=None) for found in dims]
+    apart = all(len(found) < 2 for found in dims)
+    factors = _opaque.factors(eqn, rows, scopes) if apart else []
+    num = ins[0].layout.num(frame.mesh) if ins else 1
+    frame.reason = _opaque.why_gathered(eqn, factors, scopes, num)
+    found = ordinary(frame, eqn, ins, factors)
+    return [_summed(frame, v, found[0]) if _is_sum(factors, j) else v for j, v in enumerate(found)]
+
+
+def _is_sum(factors: Sequence[Factor], j: int) -> bool:
+    return any(factor.outs[j] is None for factor in factors)
+
+
+def _summed(frame: DeviceFrame, value: DeviceValue, of_rows: DeviceValue) -> DeviceValue:
+    """What each device computes of its rows, as the sum that it is."""
+    (x,) = value.atoms.values()
+    layout = frame.whole(value.aval.shape).summed(*map(Partial, sorted(axes_of(of_rows.layout))))
+    return DeviceValue(value.aval, layout, {layout: x})
+
+
+def mark(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
+    """Where rows enter a promise, they lie along a dim of which it speaks; what has none is whole.
+
+    What leaves and has none is the gradient of what all rows share. Rows that a call made are no sum.
+    """
+    if value.layout.partial:
+        return value
+    dim, whole, rows = eqn.params["dim"], frame.whole(value.aval.shape), _row_dims(value)
+    elsewhere = bool(rows - {dim, *eqn.params["vmapped"]})
+    if not eqn.params["enters"]:
+        if elsewhere and dim is None and whole not in value.atoms:
+            raise _refusal(eqn, value)
+        return value
+    if elsewhere:
+        frame.reason = (
+            f"jzero.per_example has its rows along {'no dim' if dim is None else f'dim {dim}'}"
+        )
+        value, rows = DeviceValue(value.aval, whole, {whole: frame.at(value, whole)}), set()
+    if dim is None or rows:
+        return value
+    # So that what follows from it has rows, too.
+    layout = whole
+    for axis in frame.mesh:
+        layout = layout.cut(dim, axis)
+    atoms = {**value.atoms, layout: frame.at(value, layout)}
+    return dataclasses.replace(
+        value, layout=layout, atoms=atoms, rows=axes_of(layout), make=None, origin=None, outer=None,
+        view=None, casts={}, scopes={},
+    )  # fmt: skip
+
+
+def _refusal(eqn: Eqn, value: DeviceValue) -> StepError:
+    leaf = describe_leaf("a gradient", value.aval.shape, value.aval.dtype)
+    return StepError(message(
+        "jzero.per_example", f"{leaf} of what has no rows is as long as the batch{_jaxpr.at_line(eqn)}",
+        "A call of a backward pass may have made it; then nobody can tell it from one with rows.",
+        "If it has rows, make it an argument, and name their dim in in_axes; else use another number of "
+        "rows, or keep such calls out of fn."))  # fmt: skip
+
+
+def _row_dims(value: DeviceValue) -> set[int]:
+    """Along which dims a value has rows."""
+    dims = enumerate(value.layout.dims)
+    return {d for d, dim in dims if any(cut.axis in value.rows for cut in dim.cuts)}
