@@ -502,8 +502,12 @@ class _Written:
         ]
         params = self._params(layouts)
         shards = [i for i in reduced if _look_ups.is_look_up(self.eqn, self.factors[i])]
+        updates = [i for i in self.chosen if _look_ups.is_update(self.eqn, self.factors[i])]
         if shards:
             outs = [self._looked_up(shards, atoms, outs, params)]
+        elif updates:
+            dims = [d for i in updates if (d := self.factors[i].outs[0]) is not None]
+            outs = [_look_ups.updated(self.frame, self.eqn, layouts[0], dims, atoms, params)]
         else:
             self.frame.again(self.eqn, atoms, outs, params=params)
         if reduced:

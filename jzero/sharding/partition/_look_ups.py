@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups along a sharded dim: each device looks up what is in its shard, and their results are summed.
+"""Look-ups along a sharded dim, and updates along one: each device does those that are in its shard.
 
-They are factors of `gather` beside those of the table: of the dim that a column of the indices counts. A
-`dynamic_slice` or a `slice` of few elements along a sharded dim is looked up as well.
+They are factors of `gather` and `scatter` beside those of the table: of the dim that a column of the indices
+counts. What devices look up is summed. A `dynamic_slice` or a `slice` of few elements along a sharded dim is
+looked up as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jzero.ir._factors import Factor
 from jzero.ir._layout import Dim, Layout
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue
+from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
 _MODES = (
@@ -51,13 +53,18 @@ def shards_of(dim: Dim, layout: Layout) -> Shards | None:
 
 
 def factors(eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Factor]:
-    """Of a look-up: the dims along which it looks up single elements of shards."""
-    if eqn.primitive.name != "gather" or ins[0].make is not None:
+    """The dims along which it looks up, or updates, single elements of shards."""
+    if not _rules.costs(eqn, _rules.Cost.LOOKUP) or ins[0].make is not None:
         return []
-    if eqn.params["mode"] not in _MODES or jnp.issubdtype(ins[0].aval.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(ins[0].aval.dtype, jax.dtypes.extended):
         return []
-    layout, sizes = ins[0].layout, eqn.params["slice_sizes"]
-    counted = eqn.params["dimension_numbers"].start_index_map
+    layout = ins[0].layout
+    if eqn.primitive.name != "gather":
+        dims = [d for d in range(len(layout.dims)) if may_update(eqn, layout, d)]
+        return [Factor((d, None, None), (d,)) for d in dims]
+    if eqn.params["mode"] not in _MODES:
+        return []
+    counted, sizes = eqn.params["dimension_numbers"].start_index_map, eqn.params["slice_sizes"]
     found = [d for d in counted if sizes[d] == 1 and shards_of(layout.dims[d], layout) is not None]
     return [Factor((d, None), (None,), "sum") for d in found]
 
@@ -86,23 +93,77 @@ def looked_up(
     return frame.inline(_if_mine, (places,), found, *mine)
 
 
+def may_update(eqn: Eqn, layout: Layout, d: int) -> bool:
+    """Whether a device may do alone those updates that are in its shard of a dim."""
+    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    columns = numbers.scatter_dims_to_operand_dims
+    known = mode in _MODES and (mode is not lax.GatherScatterMode.CLIP or len(columns) == 1)
+    single = d in columns and d in numbers.inserted_window_dims
+    return known and single and shards_of(layout.dims[d], layout) is not None
+
+
 def may_add(eqn: Eqn, layout: Layout, d: int) -> bool:
-    """Whether a device may add alone what falls into its shard of a dim; what does not is out of bounds."""
-    if eqn.primitive.name != "scatter-add":
+    """Whether it adds, and the updates of other shards are out of bounds."""
+    drops = eqn.params.get("mode") is lax.GatherScatterMode.FILL_OR_DROP
+    return eqn.primitive.name == "scatter-add" and drops and may_update(eqn, layout, d)
+
+
+def is_update(eqn: Eqn, factor: Factor) -> bool:
+    """Whether a factor is that of updates in shards."""
+    if eqn.primitive.name == "gather" or not _rules.costs(eqn, _rules.Cost.LOOKUP):
         return False
-    numbers = eqn.params["dimension_numbers"]
-    drops = eqn.params["mode"] is lax.GatherScatterMode.FILL_OR_DROP
-    single = d in numbers.inserted_window_dims and d in numbers.scatter_dims_to_operand_dims
-    return drops and single and shards_of(layout.dims[d], layout) is not None
+    return factor.ins[0] is not None and factor.ins[1:] == (None, None)
 
 
 def into_shards(frame: DeviceFrame, eqn: Eqn, layout: Layout, d: int, indices: Atom) -> Atom:
-    """The indices of what is added, into this device's shard of a dim that `may_add` names."""
+    """The indices of updates in this device's shard of a dim; those of others are just behind it."""
     shards = shards_of(layout.dims[d], layout)
     assert shards is not None
     column = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims.index(d)
+    clips = eqn.params["mode"] is lax.GatherScatterMode.CLIP
     index = frame.index(shards.axes)
-    return frame.trace(_in_shards, indices, index, static=(column, shards, True))[0]
+    local, mine = frame.trace(_in_shards, indices, index, static=(column, shards, not clips))
+    if not clips:
+        return local
+    return frame.inline(_others_behind, (column, shards.outer * shards.inner), local, mine)
+
+
+def updated(
+    frame: DeviceFrame, eqn: Eqn, layout: Layout, dims: Sequence[int], ins: Sequence[Atom],
+    params: dict[str, Any],
+) -> Atom:  # fmt: skip
+    """This device's shard with its updates; one more element stands behind it for those of others.
+
+    [Note: one element more] An update out of bounds would not do: XLA:CPU makes one slice of a slice of a
+    slice, and forgets to clamp, so that of a slice of a larger array it writes the element behind the slice
+    (docs/facts-compilers.md; test_partition_rules.py::test_one_update_of_rows_that_were_moved).
+    """
+    operand, indices, *updates = ins
+    for d in dims:
+        indices = into_shards(frame, eqn, layout, d, indices)
+    longer = frame.inline(_with_one_more, (tuple(dims),), operand)
+    params |= {"mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False,
+               "unique_indices": False}  # fmt: skip
+    made = _jaxpr.var_like(longer.aval)
+    frame.again(eqn, [longer, indices, *updates], [made], params=params)
+    return frame.inline(_without_the_last, (tuple(dims),), made)
+
+
+def _others_behind(column: int, size: int, indices: jax.Array, mine: jax.Array) -> jax.Array:
+    columns = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
+    return jnp.where((columns == column) & ~mine[..., None], size, indices)
+
+
+def _with_one_more(dims: tuple[int, ...], x: jax.Array) -> jax.Array:
+    for d in dims:
+        x = lax.concatenate([x, lax.slice_in_dim(x, 0, 1, axis=d)], d)
+    return x
+
+
+def _without_the_last(dims: tuple[int, ...], x: jax.Array) -> jax.Array:
+    for d in dims:
+        x = lax.slice_in_dim(x, 0, x.shape[d] - 1, axis=d)
+    return x
 
 
 def along_indices(eqn: Eqn, layout: Layout, dim: Dim) -> Layout | None:
