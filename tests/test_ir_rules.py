@@ -1,6 +1,6 @@
 """The table of rules, each rule alone: an equation on blocks of an operand gives blocks of its results.
 
-Equations are those of the cases of `test_batch_rules.py` and of `MORE`, with the values that their operands
+Equations are those of the cases of `test_partition_rules.py` and of `MORE`, with the values that their operands
 have there. No other code of jzero takes part.
 """
 
@@ -22,14 +22,14 @@ from jax.experimental.sparse import BCOO, bcoo_dot_general, bcoo_dot_general_sam
 from jax.extend.core import Primitive
 
 import scaled_products  # noqa: F401 (it is what runs jax.nn.scaled_matmul here)
-import test_batch_rules
+import test_partition_rules
 from jzero.ir import _factors, _products, _rules
 from jzero.ir._layout import replicated
 from jzero.ir._rules import Cost
 from jzero.sharding.analysis import _frames
 from jzero.sharding.run import _ordinary
 from jzero.tracing import _jaxpr, _rewrite
-from test_batch_rules import Case, drawn, length, parsed
+from test_partition_rules import Case, drawn, length, parsed
 
 SIZES = (4, 6, 2, 8, 12)  # of dims
 SUMMED = frozenset(_factors.SCATTER_REDUCES)  # Of what these update there is one among the blocks.
@@ -215,8 +215,8 @@ UNSEEN = {
 NOT_EAGER = {"mul_p, dims of size 1"}  # JAX itself runs these only when they are compiled.
 CASES = {
     name: case
-    for name, case in (test_batch_rules.CASES | MORE).items()
-    if name not in NOT_EAGER and name not in test_batch_rules.FUNCTIONS
+    for name, case in (test_partition_rules.CASES | MORE).items()
+    if name not in NOT_EAGER and name not in test_partition_rules.FUNCTIONS
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 import exactness
 from exactness import _check
 from exactness._compare import configured
-from jzero.sharding.batch import _trace
-from jzero.sharding.batch._trace import WholeBatch
+from jzero.sharding.plan import _trace
+from jzero.sharding.plan._trace import WholeBatch
 
 # One of each kind whose rows the jaxpr itself tells.
 SURE = (

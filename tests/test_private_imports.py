@@ -69,10 +69,10 @@ MAY = {
     "test_activations_on_gpus": "sharding.analysis._residuals",
     "test_bandwidth":
         "cli._main offload._bandwidth offload._links offload.kernels._machine reports._bandwidth",
-    "test_batch_costs":
+    "test_partition_costs":
         "sharding.analysis._traffic sharding.batch._localize sharding.batch._rows tracing._jaxpr "
         "tracing._rewrite",
-    "test_batch_rules": "sharding.batch._localize sharding.batch._rows tracing._jaxpr tracing._rewrite",
+    "test_partition_rules": "sharding.batch._localize sharding.batch._rows tracing._jaxpr tracing._rewrite",
     "test_bench": "targets._target",
     "test_blocks": "sharding.passes._codes",
     "test_bucket": "checkpoint._bucket",
@@ -198,7 +198,7 @@ MAY = {
     "test_partition_choices": "ir._layout",
     "test_partition_conversions":
         "ir._layout sharding.partition._writer tracing._jaxpr tracing._types",
-    "test_plan_of_whole": "sharding.batch._trace",
+    "test_plan_of_whole": "sharding.plan._trace",
     "test_partitioned_step":
         "segments._partitioned sharding.analysis._traffic sharding.passes._inputs_first "
         "sharding.passes._waits tracing._jaxpr",

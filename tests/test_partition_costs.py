@@ -18,8 +18,7 @@ from jax import lax
 
 import small
 from jzero.sharding.analysis import _traffic
-from jzero.sharding.batch import _localize
-from jzero.sharding.batch._rows import FULL, Form, even_rows
+from jzero.sharding.plan._one_device import on_one_device
 from jzero.tracing import _jaxpr, _rewrite
 
 DEVICES = (8, 512)
@@ -37,13 +36,10 @@ class Costs:
     ):
         traced = _jaxpr.trace_here(step, params, *batch)
         whole, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
-        forms: list[Form] = [FULL] * len(jax.tree.leaves(params))
-        forms += [
-            even_rows(0, leaf.shape[0], num) if leaf.ndim else FULL
-            for leaf in jax.tree.leaves(batch)
-        ]
+        rows: list[int | None] = [None] * len(jax.tree.leaves(params))
+        rows += [0 if leaf.ndim else None for leaf in jax.tree.leaves(batch)]
         self.num = num
-        self.local = _localize.localize(whole, consts, forms, forms, 0, {"data": num}, exchanges)
+        self.local = on_one_device(whole, consts, rows, 0, {"data": num}, exchanges)
         self.whole_flops = flops(whole)
 
     @property
