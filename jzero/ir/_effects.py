@@ -40,12 +40,12 @@ class HostCall:
     def __init__(self, eqn: Eqn, raises: bool):
         self._eqn, self._raises = eqn, raises
         self.shapes: Shapes = [_FAILED]
-        self.shapes += [
-            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars
-        ]
+        self.shapes += [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
         self._error: Exception | None = None
 
-    def write(self, writer: JaxprWriter, first: Atom, turn: Atom, ins: Sequence[Atom]) -> list[Atom]:
+    def write(
+        self, writer: JaxprWriter, first: Atom, turn: Atom, ins: Sequence[Atom]
+    ) -> list[Atom]:
         """Writes the call by the device that is `first`: whether it failed, and its results; else zeros.
 
         It begins when there is a `turn`, whatever that is: JAX keeps an order of effects on one device only.

@@ -153,9 +153,6 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
     return list({atom: None for atom in atoms if not _jaxpr.is_literal(atom)})
 
 
-_SOLVE = "custom_linear_solve"
-
-
 def _programs(eqn: Eqn) -> list[tuple[Jaxpr, list[ArrayLike]]]:
     name = eqn.primitive.name
     if name == "scan":
@@ -166,8 +163,6 @@ def _programs(eqn: Eqn) -> list[tuple[Jaxpr, list[ArrayLike]]]:
         return [(loop.cond, loop.cond_consts), (loop.body, loop.body_consts)]
     if name == "cond":
         return _jaxpr.cond_parts(eqn)
-    if name == _SOLVE:
-        return [_jaxpr.solver_parts(eqn)[:2]]
     call = _jaxpr.call_parts(eqn)
     return [] if call is None else [call]
 
@@ -179,14 +174,9 @@ def _between(
         yield Edge(kind, (a, x), (b, y), shift)
 
 
-def operands_of(eqn: Eqn) -> Sequence[Atom]:
-    """What a call hands to its program."""
-    return _jaxpr.solver_parts(eqn)[2] if eqn.primitive.name == _SOLVE else eqn.invars
-
-
 def _call_edges(region: Region, eqn: Eqn, inner: Sequence[Region]) -> Iterator[Edge]:
     (child,) = inner
-    yield from _between(EdgeKind.IN, region, operands_of(eqn), child, child.jaxpr.invars)
+    yield from _between(EdgeKind.IN, region, eqn.invars, child, child.jaxpr.invars)
     yield from _between(EdgeKind.OUT, child, child.jaxpr.outvars, region, eqn.outvars)
 
 

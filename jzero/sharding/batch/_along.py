@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 
 from jzero.ir import _rules
 from jzero.sharding.batch._body import BatchRule, Body, RuleInRows
-from jzero.sharding.batch._equations import gathered, run
+from jzero.sharding.batch._equations import gathered
 from jzero.sharding.batch._rows import FULL, Rows, even_rows, is_padded, local_shape, reshaped
-from jzero.sharding.batch._values import BatchValue, rows_of, whole
+from jzero.sharding.batch._values import BatchValue, rows_of
 from jzero.sharding.batch._waiting import maker, reshape_rows
 from jzero.sharding.batch._writer import row_numbers
-from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Aval, Eqn
 
 
@@ -177,19 +177,6 @@ def _behind(
 # -- wrappers ------------------------------------------------------------------------------------------
 
 
-def _linear_solve(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
-    """What it wraps for the sake of derivatives, which are taken already: its solver."""
-    jaxpr, consts, atoms = _jaxpr.solver_parts(eqn)
-    solver, consts = _rewrite.flatten_calls(jaxpr, consts)
-    operands = [ins[eqn.invars.index(atom)] for atom in atoms]
-    fresh = [_jaxpr.new_var(var) for var in solver.constvars]
-    body.constvars += fresh
-    body.consts += consts
-    env = {var: whole(new) for var, new in zip(solver.constvars, fresh, strict=True)}
-    solver = solver._replace(eqns=[_jaxpr.with_line_of(e, eqn) for e in solver.eqns])
-    return run(body, solver, env | dict(zip(solver.invars, operands, strict=True)))
-
-
 def _placed(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """`jax.device_put(x)` says nothing if it names no device."""
     return ins if all(device is None for device in eqn.params["devices"]) else None
@@ -241,7 +228,6 @@ def _bits(
 
 
 HANDLERS: dict[str, BatchRule] = {
-    "custom_linear_solve": _linear_solve,
     "device_put": _placed,
 }
 ALONG: dict[str, BatchRule] = {

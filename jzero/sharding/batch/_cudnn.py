@@ -27,9 +27,7 @@ def on_rows(
 
         forms = [*map(form_of, factor.outs)]
         reason = "attention reads it beside rows of the batch"
-        atoms = [
-            body.at(v, form_of(d), reason) for v, d in zip(ins, factor.ins, strict=True)
-        ]
+        atoms = [body.at(v, form_of(d), reason) for v, d in zip(ins, factor.ins, strict=True)]
         outs = body.emit(eqn, atoms, forms)
         # What has no rows is the gradient of a bias that they share.
         summed = [

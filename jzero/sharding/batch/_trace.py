@@ -21,7 +21,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jzero._errors import JzeroError, StepError, message
-from jzero.ir import _starts
+from jzero.ir import _solvers, _starts
 from jzero.ir._regions import Region
 from jzero.ir._rows import NO_ROWS, row_dims
 from jzero.ir._work import Repeated, repeated
@@ -126,7 +126,9 @@ def trace_whole(
     if traced is None:
         return None
     _check_refs(traced.jaxpr)
-    flat, consts = _rewrite.flatten_calls(_starts.in_bounds(traced.jaxpr), traced.consts)
+    flat, consts = _rewrite.flatten_calls(
+        _starts.in_bounds(_solvers.opened(traced.jaxpr)), traced.consts
+    )
     flat = without_differences(flat) if has_masters else flat
     rows = tuple(form.dim if isinstance(form, Rows) else None for form in forms)
     return WholeBatch(traced.out_tree, traced.out_avals, flat, consts, rows, tuple(dims))
@@ -327,7 +329,7 @@ def trace_written(
         frozenset(axes) if vary or key else _frames.NOWHERE
         for vary, key in zip(varying, keys, strict=True)
     ]
-    jaxpr, consts = _starts.in_bounds(traced.jaxpr), traced.consts
+    jaxpr, consts = _starts.in_bounds(_solvers.opened(traced.jaxpr)), traced.consts
     _check_refs(jaxpr)
     if accumulates or has_masters:
         jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)

@@ -16,7 +16,7 @@ from typing import Any
 from jzero.ir import _rules
 from jzero.ir._errors import cannot
 from jzero.ir._layout import Dim, Layout, Partial
-from jzero.ir._regions import Region, operands_of, turns
+from jzero.ir._regions import Region, turns
 from jzero.ir._rules import Cost
 from jzero.sharding.batch._body import TURNS_DEPEND
 from jzero.sharding.partition._equations import ordinary
@@ -47,7 +47,7 @@ def run_inner(
     if _jaxpr.is_rematted(eqn) and _jaxpr.prevents_cse(eqn):
         ins = barrier(frame, ins)
     (body,) = region.inner(eqn)
-    return run(frame, body, [ins[eqn.invars.index(atom)] for atom in operands_of(eqn)])
+    return run(frame, body, ins)
 
 
 def barrier(frame: DeviceFrame, ins: Sequence[DeviceValue]) -> list[DeviceValue]:

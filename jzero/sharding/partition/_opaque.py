@@ -58,7 +58,9 @@ def mark(frame: DeviceFrame, region: Region, eqn: Eqn, value: DeviceValue) -> De
             raise cannot("a gradient of what has no rows is as long as the batch", eqn, region)
         return value
     if elsewhere:
-        frame.reason = f"jzero.per_example has its rows along {'no dim' if dim is None else f'dim {dim}'}"
+        frame.reason = (
+            f"jzero.per_example has its rows along {'no dim' if dim is None else f'dim {dim}'}"
+        )
         value, rows = DeviceValue(value.aval, whole, {whole: frame.at(value, whole)}), set()
     if dim is None or rows:
         return value

@@ -34,6 +34,7 @@ from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
 
+
 def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
     """Writes a program's equations on one device, and returns its results."""
     outer, frame.region = frame.region, region
