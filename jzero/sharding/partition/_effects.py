@@ -2,13 +2,13 @@
 """What a step does beside computing (prints, callbacks): once, on whole values, by the first device.
 
 [Note: the order of effects] What asks for an order waits, on the device that calls the host, for a number
-that the one before it has returned: `DeviceFrame.turn`. Loops carry it, branches take and return it. It is no
+that the one before it has returned: `DeviceFrame.turn`. Loops carry it; branches take and return it. It is no
 value of the step's: devices that call nothing have any number.
 
-[Note: effects in microbatches] The first device calls in its first microbatch. Behind all loops and branches
-nothing differs between microbatches, as the call has whole values: there it runs once, behind the loop over
-microbatches that makes what it reads. In a loop or branch of the step it runs in that loop's, without waiting
-for other microbatches; what it returns is a sum over them, of which the others' part is zero.
+[Note: effects in microbatches] The first device calls in its first microbatch. Outside of loops and branches
+a call runs once, since whole values are the same in all microbatches: behind the loop over microbatches that
+makes what it reads. In a loop or branch of the step, which microbatches run one after the other, it waits for
+no other microbatch. What it returns there is a sum over them, to which the others add zero.
 """
 
 from __future__ import annotations

@@ -133,6 +133,30 @@ def ordinary(
     return written
 
 
+def cut_again(
+    frame: DeviceFrame, value: DeviceValue, ins: Sequence[DeviceValue], axes: frozenset[str]
+) -> DeviceValue:  # fmt: skip
+    """What was made of gathered rows as rows again, lest all that follows be done by every device.
+
+    They are along a dim that is as long as that of an operand's rows over some `axes`, best at its place.
+    """
+    layout, shape = value.layout, value.aval.shape
+    for v in ins:
+        for d, dim in enumerate(v.layout.dims):
+            if not axes.intersection(v.rows, (cut.axis for cut in dim.cuts)):
+                continue
+            same = [e for e in (d, *range(len(shape))) if shape[e : e + 1] == (dim.true,)]
+            if same:
+                want = frame.whole(shape).with_dims({same[0]: dim})
+                layout = joined(layout, want, axes & v.rows)
+    if layout == value.layout:
+        return value
+    atoms = {**value.atoms, layout: frame.at(value, layout)}
+    return dataclasses.replace(
+        value, layout=layout, atoms=atoms, rows=value.rows | axes & axes_of(layout), make=None
+    )
+
+
 def settle(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> None:
