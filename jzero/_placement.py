@@ -28,7 +28,7 @@ from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall, Repeat
 from jzero.sharding.plan import _leaves, _make
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.tracing import _call, _weak
+from jzero.tracing import _call, _jaxpr, _weak
 
 
 class Placement:
@@ -225,13 +225,17 @@ class Placement:
     def inputs(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]] | None:
         """The program of a call, and state and arguments in their places; None under an outer `jax.jit`."""
         ready = self.repeated(call)
-        if ready is None and call.is_traced:
+        if ready is None and (call.is_traced or self._closes_over_traced(call)):
             return None
         program, state = ready or self.ready(call)
         arrays = _placing.place(
             call.arrays, program.argument_shardings, lambda: _call.argument_paths(call.call.arrays)
         )
         return program, state, arrays
+
+    def _closes_over_traced(self, call: FlatCall) -> bool:
+        """Whether the step was made under an outer `jax.jit`, or `jax.grad`, and reads values of it."""
+        return _jaxpr.is_tracing() and bool(self.programs.of(call.call).closes_over)
 
     def repeated(self, call: FlatCall) -> tuple[Program, list[Any]] | None:
         """The program of a call and its state in place, if the call is like the one before."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Self, overload
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._errors import STEP, OptionError, StateError, a_type, called_as, message
+from jzero._errors import STEP, OptionError, StateError, a_type, called_as, first_of, message
 from jzero._placement import Placement
 from jzero._step_types import Result, StepArgs
 from jzero.offload.memory import _placing
@@ -23,6 +23,7 @@ from jzero.reports import _printed_program
 from jzero.reports._describe import Report, looped
 from jzero.reports._printed_program import PrintedProgram
 from jzero.segments import _partitioned
+from jzero.segments._derivatives import differentiable
 from jzero.segments._partitioned import Partitioned
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
@@ -125,20 +126,23 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
 
     def _run_traced(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]]:
         """A call under an outer `jax.jit`: its program, new leaves of the state, whole, and outputs."""
-        self._check_one_program("called under an outer jax.jit")
-        if self._programs.options.weight_dtype is not None:
-            raise OptionError(message(
-                _call.WHO, f"weight_dtype={self._programs.options.weight_dtype}, and the step is called "
-                "under an outer jax.jit", "There leaves in codes are arrays like others, decoded.",
-                "Call the step outside of jax.jit, or drop weight_dtype."))  # fmt: skip
+        traced = "called under an outer jax.jit, or differentiated"
+        self._check_one_program(traced)
         _trace.check_outermost()
         program = self._programs.of(call.call)
         plan = program.plan
+        if coded := [leaf.path for leaf in plan.leaves if leaf.codes]:
+            raise OptionError(message(
+                _call.WHO, f"{first_of(coded)} in codes (weight_dtype), and the step is {traced}",
+                "There leaves in codes are arrays like others, decoded.",
+                "Call the step itself, or drop weight_dtype and pass jnp.asarray of what is in codes."
+            ))  # fmt: skip
 
-        def run(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        def placed(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
             new, outs = program.step.run(_placing.pad(state, plan.leaves), arrays)
             return _placing.unpad(new, plan.leaves[: len(new)]), outs
 
+        run = differentiable(placed, program, self._who)
         leaves = _weak.strong(call.state, program.state)
         state, arrays = _placing.as_arrays(leaves, call.arrays)
         mesh = explicit_mesh([*state, *arrays])
@@ -156,7 +160,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             raise OptionError(message(
                 _call.WHO, f"offload={self._programs.options.offload}, and the step is {how}",
                 "An offloaded step is a loop of programs: one alone would hold all of the state on devices.",
-                "Call the step outside of jax.jit, or drop offload."))  # fmt: skip
+                "Call the step outside of jax.jit and of jax.grad, or drop offload."))  # fmt: skip
 
     @abc.abstractmethod
     def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:

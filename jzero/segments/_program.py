@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.ir._errors import CannotPartitionError
-from jzero.segments import _partitioned
+from jzero.segments import _derivatives, _partitioned
 from jzero.segments._partitioned import Partitioned, PartitionedStep
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan import _layout
@@ -63,6 +63,7 @@ class Program:
       extra_work: what the devices do more than once.
       state: types of the state's leaves; of those that it promotes, promoted ([Note: weak types]).
       as_traced: traces the step once more, as it is written.
+      closes_over: values of an outer trace that the step reads and does not take.
     """
 
     plan: StepPlan
@@ -75,7 +76,19 @@ class Program:
     whole_arguments: tuple[str, ...]
     extra_work: tuple[Extra, ...]
     state: tuple[jax.ShapeDtypeStruct, ...]
-    as_traced: Callable[[], _jaxpr.Traced]
+    as_traced: Callable[..., _jaxpr.Traced]
+    closes_over: tuple[jax.core.Tracer, ...]
+
+    @functools.cached_property
+    def as_written(self) -> Callable[..., Any]:
+        """The step of the whole batch, to be differentiated: see `_derivatives.as_written`."""
+        whole = [
+            NamedSharding(place.mesh, PartitionSpec()) if leaf.padding else place
+            for leaf, place in zip(self.plan.leaves, self.state_shardings, strict=True)
+        ]
+        num_new = self.out_tree.num_leaves - len(self.plan.outputs)
+        places = [*whole, *self.argument_shardings]
+        return _derivatives.as_written(self.as_traced(on_mesh=True), places, self.closes_over, num_new)
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""
@@ -196,6 +209,7 @@ def build(
             extra_work,
             tuple(flat.state),
             functools.partial(as_traced, flat, setting),
+            tuple(x for x in local.traced.frame.consts if isinstance(x, jax.core.Tracer)),
         )
 
     program = planned(local)

@@ -162,13 +162,17 @@ def promoted(step: FlatStep, state: list[Any], setting: Setting) -> FlatStep:
     return strong if _weak.computes_the_same(weak, new, state) else step
 
 
-def _as_written(step: FlatStep, fn: Callable[..., Any], setting: Setting) -> _jaxpr.Traced | None:
-    """The trace of a function of all leaves of a step; None if it has collectives of its own."""
+def _as_written(
+    step: FlatStep, fn: Callable[..., Any], setting: Setting, on_mesh: bool = False
+) -> _jaxpr.Traced | None:
+    """The trace of a function of all leaves of a step; None if it has collectives of its own.
+
+    What it says of layouts is of all axes if it runs `on_mesh`, else of those that are no data axes.
+    """
     avals = [*step.state, *step.array_avals]
-    is_named = setting.axis_name is not None
-    return _trace.trace_plainly(
-        fn, avals, setting.axes | setting.automatic, setting.automatic, is_named
-    )
+    axes = {name: setting.mesh.shape[name] for name in setting.mesh.axis_names}
+    automatic = axes if on_mesh and setting.automatic else setting.automatic
+    return _trace.trace_plainly(fn, avals, axes, automatic, setting.axis_name is not None)
 
 
 def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
@@ -357,9 +361,12 @@ def _on_one_device(
     return specs, [*step.state, *local], keys
 
 
-def as_traced(step: FlatStep, setting: Setting) -> _jaxpr.Traced:
-    """The trace of a step as it is written: of the whole batch, or of one device if it has collectives."""
-    traced = _as_written(step, step.fn, setting)
+def as_traced(step: FlatStep, setting: Setting, on_mesh: bool = False) -> _jaxpr.Traced:
+    """The trace of a step as it is written: of the whole batch, or of one device if it has collectives.
+
+    With `on_mesh` it can be run, if it is of the whole batch.
+    """
+    traced = _as_written(step, step.fn, setting, on_mesh)
     if traced is not None:
         return traced
     _, local, keys = _on_one_device(step, setting)
