@@ -1,6 +1,6 @@
 """The table of rules, each rule alone: an equation on blocks of an operand gives blocks of its results.
 
-Equations are those of the cases of `test_partition_rules.py` and of `MORE`, with the values that their operands
+Equations are those of the cases of `test_partition_rules.py` and of `MORE`, with the values that operands
 have there. No other code of jzero takes part.
 """
 

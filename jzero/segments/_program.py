@@ -77,7 +77,7 @@ class Program:
     extra_work: tuple[Extra, ...]
     state: tuple[jax.ShapeDtypeStruct, ...]
     as_traced: Callable[..., _jaxpr.Traced]
-    closes_over: tuple[jax.core.Tracer, ...]
+    closes_over: tuple[Any, ...]
 
     @functools.cached_property
     def as_written(self) -> Callable[..., Any]:
@@ -88,7 +88,9 @@ class Program:
         ]
         num_new = self.out_tree.num_leaves - len(self.plan.outputs)
         places = [*whole, *self.argument_shardings]
-        return _derivatives.as_written(self.as_traced(on_mesh=True), places, self.closes_over, num_new)
+        return _derivatives.as_written(
+            self.as_traced(on_mesh=True), places, self.closes_over, num_new
+        )
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""

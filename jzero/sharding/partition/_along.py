@@ -19,7 +19,7 @@ from jzero.ir._layout import AxisCut, Dim, Layout, Pad, Partial
 from jzero.ir._sent import ordered_integers
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._look_ups import is_elsewhere, shards_of
-from jzero.sharding.partition._values import DeviceValue, axes_of
+from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -148,19 +148,24 @@ def _behind(
 
 # -- parts ---------------------------------------------------------------------------------------------
 def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """Of parts that are sharded alike: a device has its shards of each, one behind the other."""
+    """Of parts that are sharded alike, or whole: a device has its shards of each, one behind the other."""
     d, num = eqn.params["dimension"], len(ins)
-    dim = ins[0].layout.dims[d]
-    alike = all(v.make is None and v.layout.dims == ins[0].layout.dims for v in ins)
-    if not dim.cuts or not alike:
-        return None
+    shards = [v for v in ins if v.make is None and v.layout.dims[d].cuts]
+    own = shards[0].layout if shards else ins[0].layout
+    dim = own.dims[d]
+    for v in ins:
+        free = v.make is not None or is_whole(v.layout)
+        if not dim.cuts or v.layout.dims != own.dims and not (free and v.aval.shape == own.shape):
+            return None
     pad = dim.pad and Pad(num * dim.pad.outer, dim.pad.true)
     new = Dim(num * dim.size, tuple(AxisCut(axis, num * outer) for axis, outer in dim.cuts), pad)
-    layout = ins[0].layout.with_dims({d: new})
+    layout = own.with_dims({d: new})
     out = _jaxpr.var_like(eqn.outvars[0].aval, layout.local_shape)
-    frame.again(eqn, [frame.at(v, v.layout) for v in ins], [out])
+    frame.again(eqn, [frame.at(v, own) for v in ins], [out])
     rows = frozenset(a for v in ins for a in v.rows)
-    return [dataclasses.replace(_value(eqn, 0, layout, out, ins[0]), rows=rows & axes_of(layout))]
+    return [
+        dataclasses.replace(_value(eqn, 0, layout, out, shards[0]), rows=rows & axes_of(layout))
+    ]
 
 
 def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
