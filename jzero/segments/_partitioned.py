@@ -67,10 +67,10 @@ PASSES = (
     "late_sums",
     "before_loops",
     "inputs_first",
-    "reduce_dtype",
     "keep_gathered",
     "loop_gathers",
     "microbatches",
+    "reduce_dtype",
     "weight_codes",
     "gather_codes",
     "reduce_codes",
@@ -201,7 +201,9 @@ def _partitioned(runner: Runner) -> Partitioned:
         program = partition(*given, time and time._replace(opens=True))
     olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
     olds += [None] * (len(program.outs) - len(olds))
-    programs = _passed(program, runner, taken, [inputs[i].rows for i in taken], olds, time)
+    # Behind the loops over microbatches rows differ over the devices alone.
+    rows_over = [inputs[i].rows & {*runner.mesh.axis_names} for i in taken]
+    programs = _passed(program, runner, taken, rows_over, olds, time)
     repeated = _checked(programs, whole, runner)
     return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
 
@@ -289,11 +291,6 @@ def _passed(
         # Over time there is one running sum of a gradient, whole; of two parts there would be two.
         "before_loops": before_loops if time is None else lambda jaxpr: jaxpr,
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
-        "reduce_dtype": lambda jaxpr: (
-            jaxpr
-            if exchange.reduce_dtype is None
-            else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
-        ),
         "keep_gathered": lambda jaxpr: (
             jaxpr
             if not exchange.keep_gathered
@@ -303,6 +300,11 @@ def _passed(
         ),
         "loop_gathers": lambda jaxpr: (
             jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
+        ),
+        "reduce_dtype": lambda jaxpr: (
+            jaxpr
+            if exchange.reduce_dtype is None
+            else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
         ),
         "weight_codes": lambda jaxpr: weight_codes(
             jaxpr, {k: _coded_rows(leaf, ins[k]) for k, leaf in leaves.items() if leaf.codes}
@@ -389,12 +391,6 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "mesh axes beside the data axes": bool(plan.automatic),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
-        "gather_dtype with accumulate": exchange.gather_codes is not None and plan.accumulate > 1,
-        "reduce_dtype with accumulate": plan.accumulate > 1
-        and (
-            exchange.reduce_dtype is not None
-            or any(c is not None for _, c in exchange.reduce_codes)
-        ),
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
         and whole is not None
         and _has_nested_loops(whole),
