@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
@@ -40,10 +41,11 @@ from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._keep_gathered import gathered_once, keep_gathered
 from jzero.sharding.passes._late_sums import late_sums
 from jzero.sharding.passes._loop_gathers import loop_gathers
-from jzero.sharding.passes._order import order
+from jzero.sharding.passes._order import SMALLEST_GROUP, order
 from jzero.sharding.passes._prefetch import prefetch
 from jzero.sharding.passes._reduce_codes import CodedAxes, reduce_codes
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
+from jzero.sharding.passes._tiles import tiles
 from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
@@ -70,6 +72,7 @@ PASSES = (
     "keep_gathered",
     "loop_gathers",
     "microbatches",
+    "tiles",
     "reduce_dtype",
     "weight_codes",
     "gather_codes",
@@ -301,6 +304,11 @@ def _passed(
         "loop_gathers": lambda jaxpr: (
             jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
         ),
+        "tiles": lambda jaxpr: (
+            jaxpr
+            if exchange.tile_bytes is None
+            else tiles(jaxpr, exchange.tile_bytes, rows, _itemsize(exchange.reduce_dtype))
+        ),
         "reduce_dtype": lambda jaxpr: (
             jaxpr
             if exchange.reduce_dtype is None
@@ -311,7 +319,9 @@ def _passed(
         ),
         "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, taken, rows),
         "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows),
-        "whole_stacks": whole_stacks,
+        "whole_stacks": lambda jaxpr: whole_stacks(
+            jaxpr, min(SMALLEST_GROUP, exchange.tile_bytes or SMALLEST_GROUP)
+        ),
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes, runner.balance),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
         "after_loops": after_loops,
@@ -336,6 +346,10 @@ def _passed(
             program = dataclasses.replace(program, ins=ins)
         found[name] = program
     return found
+
+
+def _itemsize(dtype: Any) -> int:
+    return 0 if dtype is None else jnp.dtype(dtype).itemsize
 
 
 def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[CodedRows, tuple[int, ...]]:
@@ -385,7 +399,6 @@ def may_run(plan: StepPlan, whole: WholeBatch | None) -> bool:
 
 def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
     """Why the partitioner does not run a step: what its options ask for, or what the step does."""
-    exchange = plan.exchange
     asked = {
         "collectives of its own": plan.reductions != WHOLE or whole is None,
         "mesh axes beside the data axes": bool(plan.automatic),
@@ -394,7 +407,6 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
         and whole is not None
         and _has_nested_loops(whole),
-        "tile_bytes": exchange.tile_bytes is not None,
         "owners of matrices": any(not each.why for each in plan.owned),
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
     }

@@ -23,10 +23,10 @@ from jax import lax
 from jzero.ir import _rules
 from jzero.sharding.analysis._frames import REDUCTIONS, Frame
 from jzero.sharding.analysis._untiled import TILES
+from jzero.sharding.passes._cuts import Tiles, cut
 from jzero.sharding.passes._in_place import row_major
 from jzero.sharding.passes._waits import not_before, token_of
 from jzero.sharding.run import _ordinary
-from jzero.sharding.run._cuts import Tiles, cut
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import EqnHandler, Interpreter
 from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced, Value
