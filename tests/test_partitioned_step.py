@@ -405,7 +405,6 @@ def printing(state, batch):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"tile_bytes": 512}, "tile_bytes"),
         ({"offload": jzero.PinnedHost()}, "several programs"),
         ({"offload_activations": jzero.PinnedHost()}, "offload_activations"),
         ({"mesh": (4, 2), "axis_names": "data"}, "mesh axes beside the data axes"),

@@ -95,7 +95,7 @@ class _Cone:
             (out,), (dim,) = eqn.outvars, factor.outs
             params = {**eqn.params, **factor.local(size, 1)}
             if dim is None:
-                new = _jaxpr.var_like(out.aval, dtype=_dtype_of_sum(eqn))
+                new = _jaxpr.var_like(out.aval, dtype=dtype_of_sum(eqn))
                 params["preferred_element_type"] = new.aval.dtype
             else:
                 new = _jaxpr.var_like(out.aval, _with(out.aval.shape, dim, size))
@@ -123,6 +123,7 @@ class _Plan:
     """What is tiled of the equations of one program.
 
     Attributes:
+      places: of its equations, by index.
       products: by equation, a product with a gathered matrix.
       begins: by the equation in whose place the loop stands, gradients in tiles, and what reduces them.
       ends: by the last equation that reduces, the sum, and all that reduce it.
@@ -133,6 +134,7 @@ class _Plan:
     def __init__(self, region: Region, found: _origins.Origins, nbytes: int, itemsize: int):
         self.region, self.found = region, found
         self.nbytes, self.itemsize = nbytes, itemsize
+        self.places = {id(eqn): i for i, eqn in enumerate(region.jaxpr.eqns)}
         self.products, self.gone = dict[int, _Cone](), set[int]()
         self.begins = dict[int, list[tuple[_Cone, tuple[Eqn, ...]]]]()
         self.ends = dict[int, tuple[_Sum, tuple[Eqn, ...]]]()
@@ -141,7 +143,7 @@ class _Plan:
             if _scatters(eqn) and id(eqn) not in self.gone:
                 self._plan_sum(eqn)
         for eqn in region.jaxpr.eqns:
-            if eqn.primitive.name == "dot_general" and id(eqn) not in self.gone:
+            if _is_product(eqn) and id(eqn) not in self.gone:
                 for place in (0, 1):
                     if (cone := self._with_gathered(eqn, place)) is not None:
                         self.products[id(eqn)] = cone
@@ -249,8 +251,11 @@ class _Plan:
         found = None if tiles is None else self._products_behind(atom, tiles.dim)
         if tiles is None or found is None:
             return None
-        place = {id(eqn): i for i, eqn in enumerate(self.region.jaxpr.eqns)}
-        each = {place[id(link.eqn)]: link for link in found}
+        each = {self.places[id(link.eqn)]: link for link in found}
+        *earlier, _ = [each[i].eqn for i in sorted(each) if _is_product(each[i].eqn)]
+        waits = variables(x for product in earlier for x in product.invars)
+        if _waits.nbytes(waits) > _waits.nbytes([_jaxpr.variable(atom)]):
+            return None  # More than the whole gradient would wait for the last product.
         return _Cone(tuple(each[i] for i in sorted(each)), tiles)
 
     def _products_behind(self, atom: Atom, dim: int) -> list[_Link] | None:
@@ -259,7 +264,7 @@ class _Plan:
         if eqn is None or self._only_reader(_jaxpr.variable(atom)) is None:
             return None
         factor = _rules.factor_to(eqn, dim)
-        product = eqn.primitive.name == "dot_general"
+        product = _is_product(eqn)
         if factor is None or not product and not _passes(eqn) and not _adds(eqn):
             return None
         found = [_Link(eqn, factor)]
@@ -289,6 +294,10 @@ def _scatters(eqn: Eqn) -> bool:
 
 def _is_gather(eqn: Eqn) -> bool:
     return _waits.is_gather(eqn) and bool(eqn.params["tiled"])
+
+
+def _is_product(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "dot_general"
 
 
 def _adds(eqn: Eqn) -> bool:
@@ -331,7 +340,7 @@ def _through(
 def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
     """A product, tile by tile: results are put side by side, or added up if it sums over the dim."""
     (out,), (dim,), tiles = cone.eqn.outvars, cone.links[-1].factor.outs, cone.tiles
-    dtype = _dtype_of_sum(cone.eqn) if dim is None else out.aval.dtype
+    dtype = dtype_of_sum(cone.eqn) if dim is None else out.aval.dtype
 
     def used(here: JaxprWriter, read: Read, start: int | Var, size: int, total: Atom) -> Atom:
         y = cone.write(here, read, start, size)
@@ -446,7 +455,7 @@ def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
-def _dtype_of_sum(eqn: Eqn) -> Any:
+def dtype_of_sum(eqn: Eqn) -> Any:
     """In which the products of tiles are summed up: that in which a product of 16 bits itself sums."""
     dtype = eqn.outvars[0].aval.dtype
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
