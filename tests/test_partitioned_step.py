@@ -405,10 +405,6 @@ def printing(state, batch):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"gather_dtype": jnp.int8, "accumulate": 2}, "gather_dtype with accumulate"),
-        ({"reduce_dtype": jnp.int8, "accumulate": 2}, "reduce_dtype with accumulate"),
-        ({"reduce_dtype": jnp.bfloat16, "accumulate": 2}, "reduce_dtype with accumulate"),
-        ({"tile_bytes": 512}, "tile_bytes"),
         ({"offload": jzero.PinnedHost()}, "several programs"),
         ({"offload_activations": jzero.PinnedHost()}, "offload_activations"),
         ({"mesh": (4, 2), "axis_names": "data"}, "mesh axes beside the data axes"),

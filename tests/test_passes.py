@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import partition_steps
 import partitioned
 from experiments.passes import explicit
-from jzero.sharding.passes import _before_loops, _order, _waits, _whole_stacks
+from jzero.sharding.passes import _before_loops, _order, _waits
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._in_place import in_place
@@ -504,19 +504,17 @@ def stacking_step(reads_twice: bool, ws: jax.Array, x: jax.Array) -> Any:
 
 @pytest.mark.parametrize("limit", [0, 2**22])
 @pytest.mark.parametrize("reads_twice", [False, True])
-def test_what_is_done_to_whole_stacks(
-    monkeypatch: pytest.MonkeyPatch, reads_twice: bool, limit: int
-):
-    monkeypatch.setattr(_whole_stacks, "SMALLEST_GROUP", limit)
+def test_what_is_done_to_whole_stacks(reads_twice: bool, limit: int):
+    whole = functools.partial(whole_stacks, nbytes=limit)
     rows = jnp.sin(jnp.arange(2.0 * NUM * WIDTH)).reshape(-1, WIDTH)
     args = [make_params()["layers"]["up"][..., :WIDTH], rows]
     by_rows, stacked = P(explicit.AXIS), P(None, explicit.AXIS)
     specs = [P(), by_rows], [by_rows, stacked, P(), stacked]
     plain = explicit.program(functools.partial(stacking_step, reads_twice), args, MESH, *specs)
-    made = plain.through(whole_stacks)
+    made = plain.through(whole)
     for was, now in zip(plain.run()(*args), made.run()(*args), strict=True):
         np.testing.assert_array_equal(was, now)
-    assert listed(made.through(whole_stacks).jaxpr) == listed(made.jaxpr)
+    assert listed(made.through(whole).jaxpr) == listed(made.jaxpr)
     (loop,) = (eqn for eqn in made.jaxpr.eqns if eqn.primitive.name == "scan")
     _, wide, total, narrow = (out.aval for out in loop.outvars)
     assert wide.dtype == (jnp.float32 if reads_twice else jnp.bfloat16)

@@ -228,7 +228,7 @@ MAY = {
     "test_tiled_update":
         "offload.kernels._host_update offload.kernels._loops offload.kernels._tiled_update "
         "offload.kernels._tiles offload.memory._addresses",
-    "test_tiles": "sharding.run._cuts tracing._jaxpr",
+    "test_tiles": "sharding.passes._cuts tracing._jaxpr",
     "test_tpu": "preflight._schedule preflight._targets preflight._tpu_text targets._target",
     "test_typed": "_step_types",
     "test_views_of_pinned": "offload.memory._pinned_leaf sharding.plan._layout sharding.plan._leaves",

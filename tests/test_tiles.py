@@ -11,7 +11,7 @@ import pytest
 
 import jzero
 import small
-from jzero.sharding.run._cuts import cut
+from jzero.sharding.passes._cuts import cut
 from jzero.testing import Tolerance, assert_same_training
 from jzero.tracing import _jaxpr
 
@@ -104,6 +104,13 @@ def recurrent(p, x):
     return jnp.mean((h @ p["square"]) ** 2)
 
 
+def shared(p, x):
+    """A matrix of four products, whose operands are larger than it on two devices, and smaller on 8."""
+    for _ in range(4):
+        x = norm(jnp.tanh(x @ p["square"]) + x)
+    return jnp.mean(jnp.tanh(x - 1) ** 2)
+
+
 def elementwise(p, x):
     """A matrix that a penalty and a normalisation read whole, beside its product."""
     q = p["up"] / jnp.linalg.norm(p["up"], axis=0, keepdims=True)
@@ -137,6 +144,7 @@ LOSSES = {
     "unrolled remat": (unrolled_remat, STACK),
     "tied": (tied, {"table": (32, 24), "square": (24, 24)}),
     "recurrent": (recurrent, {"into": (24,), "square": (24, 24)}),
+    "shared": (shared, {"square": (24, 24)}),
     "elementwise": (elementwise, {"up": (24, 40)}),
     "convolution": (convolution, {"kernel": (1, 3, 8, 16)}),
     "scaled rows": (scaled_rows, {"up": (24, 40)}),
@@ -222,14 +230,39 @@ def test_an_update_on_the_host():
         check(name, "4", offload=jzero.HostCPU(), accumulate=2)
 
 
-def test_one_device_gathers_nothing():
+@pytest.mark.alternating
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_device_gathers_nothing(name):
     """And trains the same."""
-    step, (state, rows) = step_of(unrolled), (new_state("unrolled"), rows_of("unrolled")[0])
+    step, (state, rows) = step_of(LOSSES[name][0]), (new_state(name), rows_of(name)[0])
     train_step = small.shard_train_step(step, mesh=mesh_of("1"), tile_bytes=TILE)
     assert train_step.describe(state, rows).traffic == ()
-    actual = train_step(train_step.shard(jax.tree.map(jnp.array, state), rows), rows)
-    expected = jax.jit(step)(state, rows)
+    placed = train_step.shard(jax.tree.map(jnp.array, state), rows)
+    actual, expected = train_step(placed, rows), jax.jit(step)(state, rows)
     assert all(map(jnp.allclose, *map(jax.tree.leaves, (actual, expected))))
+
+
+def test_what_a_step_has_updated_is_gathered_in_tiles_and_rows_are_not():
+    """Two updates in one step; the second loss couples rows, which are more than a tile, too."""
+
+    def coupled(p, x):
+        z = norm(jnp.tanh(x @ p["up"]) @ p["down"])
+        return jnp.mean((z @ z.T - jnp.eye(len(z))) ** 2)
+
+    def step(params, x):
+        for loss_fn in (unrolled, coupled):
+            loss, grads = jax.value_and_grad(loss_fn)(params, x)
+            params = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+        return params, loss
+
+    def init():
+        return weights(LOSSES["unrolled"][1])
+
+    rows = rows_of("unrolled")
+    assert_same_training(step, init, [*rows], mesh=mesh_of("8"), tile_bytes=TILE)
+    train_step = small.shard_train_step(step, mesh=mesh_of("8"), tile_bytes=TILE)
+    found = large(train_step.program(init(), rows[0], after="tiles").jaxpr)
+    assert {tuple(sorted(aval.shape)) for aval in found} == {(16, 24)}
 
 
 def test_a_steps_own_microbatches():
@@ -279,6 +312,30 @@ def test_evaluation(name):
 
 
 # What moves, and what is whole.
+
+
+def large(jaxpr):
+    """What is gathered and reduced of more than a tile."""
+    moved = [
+        (eqn.outvars if eqn.primitive.name == "all_gather" else eqn.invars)[0].aval
+        for eqn in _jaxpr.walk(jaxpr)
+        if eqn.primitive.name in ("all_gather", "reduce_scatter")
+    ]
+    return [aval for aval in moved if aval.size * aval.dtype.itemsize > TILE]
+
+
+@pytest.mark.parametrize("name", ["unrolled", "scanned remat", "half", "transposed"])
+def test_one_pass_makes_tiles(name):
+    def program(after, tile_bytes=TILE):
+        step = step_of(LOSSES[name][0])
+        train_step = small.shard_train_step(step, mesh=mesh_of("8"), tile_bytes=tile_bytes)
+        return train_step.program(new_state(name), rows_of(name)[0], after=after)
+
+    assert large(program("microbatches").jaxpr)
+    assert not large(program("tiles").jaxpr)
+    assert "jzero.tiles" in str(program("tiles"))
+    untouched = program("microbatches", 2**20), program("tiles", 2**20)
+    assert str(untouched[0]).splitlines()[1:] == str(untouched[1]).splitlines()[1:]
 
 
 def described(name, tile_bytes, mesh="8", **options):
@@ -332,12 +389,18 @@ def test_recomputation_gathers_a_matrix_once_more():
     assert tiled.elements("reduce-scatter") == plain.elements("reduce-scatter")
 
 
-def test_a_matrix_of_several_products_is_gathered_and_reduced_for_each():
+def test_a_matrix_of_several_products_is_gathered_for_each_and_reduced_once():
     plain, tiled = described("transposed", None), described("transposed", TILE)
     size = 40 * 24 + 24 * 24
-    # The forward pass reads each twice; the backward pass too, and makes two gradients.
+    # The forward pass reads each twice; the backward pass too, and adds two gradients up in each tile.
     assert tiled.elements("all-gather") == plain.elements("all-gather") + 2 * size - 40 * 24
-    assert tiled.elements("reduce-scatter") == plain.elements("reduce-scatter") + size
+    assert tiled.elements("reduce-scatter") == plain.elements("reduce-scatter")
+
+
+@pytest.mark.parametrize(("mesh", "times"), [("2", 3), ("8", 1)])
+def test_products_of_a_gradient_wait_for_each_other_if_they_are_small(mesh, times):
+    plain, tiled = described("shared", None, mesh), described("shared", TILE, mesh)
+    assert tiled.elements("reduce-scatter") == times * plain.elements("reduce-scatter")
 
 
 def test_gradients_of_microbatches_are_summed_in_shards():

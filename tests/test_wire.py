@@ -150,9 +150,15 @@ def in_hops(grads, dim, node, local, hops):
 
 @pytest.mark.parametrize("node", [1, 2, 3])
 @pytest.mark.parametrize("codes", [INT8, jzero.Blocks("int4", size=32, rotate=True)], ids=str)
+@pytest.mark.parametrize(
+    "microbatches",
+    [{}, {"accumulate": 2, "reduce": "each"}, {"accumulate": 2, "reduce": "once"}],
+    ids=["whole", "each", "once"],
+)
 @pytest.mark.covering
-def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes):
-    local = 2
+def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes, microbatches):
+    """Once in a step, or in each microbatch."""
+    local, num = 2, 2 if microbatches.get("reduce") == "each" else 1
     hops = {"local": INT8, "node": codes}
     with jax.enable_x64(True):
         w = jax.random.normal(jax.random.key(1), (3 * D, 3 * D))
@@ -165,12 +171,18 @@ def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes):
             return w - 0.1 * jax.grad(loss_of)(w, rows)
 
         train_step: Any = jzero.shard_train_step(
-            plain, stage=3, reduce_dtype=hops, mesh=mesh_of(node=node, local=local)
+            plain,
+            stage=3,
+            reduce_dtype=hops,
+            mesh=mesh_of(node=node, local=local),
+            **microbatches,
         )
-        grads = jnp.stack([jax.grad(loss_of)(w, part) for part in jnp.split(rows, node * local)])
+        parts = jnp.split(rows, node * local * num)
+        grads = jnp.stack([jax.grad(loss_of)(w, part) for part in parts])
         dim = train_step.plan(w, rows).leaves[0].layout.dim
-        wanted = w - 0.1 * in_hops(grads, dim, node, local, hops)
-        assert_same(train_step(w, rows), wanted, 1e-12)
+        # A device's microbatches are neighbours.
+        sums = (in_hops(grads[i::num], dim, node, local, hops) for i in range(num))
+        assert_same(train_step(w, rows), w - 0.1 * sum(sums), 1e-12)
 
 
 def test_replicas_sum_shards_as_codes_and_agree():

@@ -16,6 +16,7 @@ Of a loop whose turns do more than compute, all but `interchanged` keep the orde
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -447,3 +448,18 @@ def makes_keys(scan: Scan) -> bool:
 
 def _place(i: int) -> Atom:
     return _jaxpr.scalar(i, np.int32)
+
+
+def any_scan(source: Eqn) -> Eqn:
+    """A loop at the line of `source`, in the place of whose parts others are to stand."""
+    return _template().replace(source_info=source.source_info)
+
+
+@functools.cache
+def _template() -> Eqn:
+    def loop(x: jax.Array) -> Any:
+        return lax.scan(lambda x, _: (x, None), x, None, length=1)
+
+    traced = _jaxpr.trace_here(loop, jax.ShapeDtypeStruct((), np.dtype(np.int32)))
+    (eqn,) = traced.jaxpr.eqns
+    return eqn

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero._memory_kinds import DEVICE
@@ -33,10 +34,11 @@ from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._keep_gathered import gathered_once, keep_gathered
 from jzero.sharding.passes._late_sums import late_sums
 from jzero.sharding.passes._loop_gathers import loop_gathers
-from jzero.sharding.passes._order import order
+from jzero.sharding.passes._order import SMALLEST_GROUP, order
 from jzero.sharding.passes._prefetch import prefetch
 from jzero.sharding.passes._reduce_codes import CodedAxes, reduce_codes
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
+from jzero.sharding.passes._tiles import tiles
 from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan import _layout
@@ -61,10 +63,11 @@ PASSES = (
     "late_sums",
     "before_loops",
     "inputs_first",
-    "reduce_dtype",
     "keep_gathered",
     "loop_gathers",
     "microbatches",
+    "tiles",
+    "reduce_dtype",
     "weight_codes",
     "gather_codes",
     "reduce_codes",
@@ -192,7 +195,9 @@ def _partitioned(runner: Runner) -> Partitioned:
         program = partition(*given, time and time._replace(opens=True))
     olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
     olds += [None] * (len(program.outs) - len(olds))
-    programs = _passed(program, runner, taken, [inputs[i].rows for i in taken], olds, time)
+    # Behind the loops over microbatches rows differ over the devices alone.
+    rows_over = [inputs[i].rows & {*runner.mesh.axis_names} for i in taken]
+    programs = _passed(program, runner, taken, rows_over, olds, time)
     repeated = _checked(programs, whole, runner)
     return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
 
@@ -269,21 +274,28 @@ def _passed(
         # Over time there is one running sum of a gradient, whole; of two parts there would be two.
         "before_loops": before_loops if time is None else lambda jaxpr: jaxpr,
         "inputs_first": lambda jaxpr: inputs_first(jaxpr, exchange.freed_first),
+        "keep_gathered": lambda jaxpr: _gathered_once(jaxpr, plan),
+        "loop_gathers": lambda jaxpr: (
+            jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
+        ),
+        "tiles": lambda jaxpr: (
+            jaxpr
+            if exchange.tile_bytes is None
+            else tiles(jaxpr, exchange.tile_bytes, rows, _itemsize(exchange.reduce_dtype))
+        ),
         "reduce_dtype": lambda jaxpr: (
             jaxpr
             if exchange.reduce_dtype is None
             else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
-        ),
-        "keep_gathered": lambda jaxpr: _gathered_once(jaxpr, plan),
-        "loop_gathers": lambda jaxpr: (
-            jaxpr if exchange.loop_bytes is None else loop_gathers(jaxpr, exchange.loop_bytes)
         ),
         "weight_codes": lambda jaxpr: weight_codes(
             jaxpr, {k: _coded_rows(leaf, ins[k]) for k, leaf in leaves.items() if leaf.codes}
         ),
         "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, taken, rows),
         "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows),
-        "whole_stacks": whole_stacks,
+        "whole_stacks": lambda jaxpr: whole_stacks(
+            jaxpr, min(SMALLEST_GROUP, exchange.tile_bytes or SMALLEST_GROUP)
+        ),
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes, runner.balance),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
         "after_loops": after_loops,
@@ -308,6 +320,10 @@ def _passed(
             program = dataclasses.replace(program, ins=ins)
         found[name] = program
     return found
+
+
+def _itemsize(dtype: Any) -> int:
+    return 0 if dtype is None else jnp.dtype(dtype).itemsize
 
 
 def _gathered_once(jaxpr: Jaxpr, plan: StepPlan) -> Jaxpr:
@@ -364,22 +380,14 @@ def may_run(plan: StepPlan, whole: WholeBatch | None) -> bool:
 
 def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
     """Why the partitioner does not run a step: what its options ask for, or what the step does."""
-    exchange = plan.exchange
     asked = {
         "collectives of its own": plan.reductions != WHOLE or whole is None,
         "mesh axes beside the data axes": bool(plan.automatic),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
-        "gather_dtype with accumulate": exchange.gather_codes is not None and plan.accumulate > 1,
-        "reduce_dtype with accumulate": plan.accumulate > 1
-        and (
-            exchange.reduce_dtype is not None
-            or any(c is not None for _, c in exchange.reduce_codes)
-        ),
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
         and whole is not None
         and _has_nested_loops(whole),
-        "tile_bytes": exchange.tile_bytes is not None,
         "owners of matrices": any(not each.why for each in plan.owned),
     }
     yield from (reason for reason, is_so in asked.items() if is_so)

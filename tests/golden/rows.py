@@ -186,6 +186,10 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
             SCANNED, TWO_BY_FOUR,
             _given(param_axes="local", optimizer_axes="local", reduce_dtype=jnp.int8)),
         "both": (UNROLLED, FOUR, _given(gather_dtype=jnp.int8, reduce_dtype=jnp.int8, stage=3)),
+        "both, microbatches": (
+            SCANNED, FOUR, _given(gather_dtype=jnp.int8, reduce_dtype=jnp.int8, accumulate=2)),
+        "reduce_dtype float32, microbatches that are reduced once": (
+            UNROLLED, FOUR, _given(reduce_dtype=jnp.float32, accumulate=2, reduce="once")),
         "not finite": (
             "elements_that_overflow", EIGHT,
             _given(gather_dtype=jnp.int8, reduce_dtype=jnp.int8)),

@@ -15,7 +15,6 @@ microbatches, and takes, carries and returns of what differs a stack of what eac
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from jax.typing import DTypeLike
 from jzero.ir import _rules
 from jzero.ir._effects import without_calls
 from jzero.ir._errors import cannot
-from jzero.ir._loops import CarryPort, ConstPort, Scan, SlicePort, StackPort
+from jzero.ir._loops import CarryPort, ConstPort, Scan, SlicePort, StackPort, any_scan
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._sent import cast, fenced
 from jzero.ir._writer import JaxprWriter
@@ -167,7 +166,7 @@ class _LoopsWriter:
         numbers = self.outer.trace(_numbers, static=(self.num,))[0]
         xs = [SlicePort(numbers, body.number)]
         xs += [SlicePort(self.stacks[var], row) for var, row in body.rows.items()]
-        template = _template().replace(source_info=self.outer.source.source_info)
+        template = any_scan(self.outer.source)
         scan = dataclasses.replace(
             Scan.of(template), eqns=tuple(body.writer.eqns), carries=tuple(carries), xs=tuple(xs),
             consts=tuple(ConstPort(*port) for port in body.consts.items()), ys=tuple(ys), length=self.num,
@@ -419,15 +418,3 @@ def _apart(dim: int, num: int, x: jax.Array) -> jax.Array:
 
 def _spread(num: int, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, (num, *x.shape))
-
-
-@functools.cache
-def _template() -> Eqn:
-    """Any loop, in the place of whose parts others stand."""
-
-    def loop(x: jax.Array) -> Any:
-        return lax.scan(lambda x, _: (x, None), x, None, length=1)
-
-    traced = _jaxpr.trace_here(loop, jax.ShapeDtypeStruct((), np.dtype(np.int32)))
-    (eqn,) = traced.jaxpr.eqns
-    return eqn

@@ -17,6 +17,7 @@ from jzero.ir import _rules
 from jzero.ir._loops import CarryPort, Scan
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
+from jzero.sharding.analysis._untiled import TILES
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -197,8 +198,9 @@ def takes_time(eqn: Eqn) -> bool:
 
 
 def gathers_inside(eqn: Eqn) -> bool:
-    """Whether it is a loop whose turns gather."""
-    return eqn.primitive.name in ("scan", "while") and any(map(is_gather, _jaxpr.inside(eqn)))
+    """Whether it is a loop whose turns gather; a product that is one, tile by tile, is none."""
+    loops = eqn.primitive.name in ("scan", "while") and not _jaxpr.in_scope(eqn, TILES)
+    return loops and any(map(is_gather, _jaxpr.inside(eqn)))
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[Eqn], outvars: Sequence[Atom] = ()) -> Jaxpr:

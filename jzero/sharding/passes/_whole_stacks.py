@@ -31,22 +31,27 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 # makes it worse). So such a slice is selected, by a condition of which XLA does not know that it holds.
 
 
-def whole_stacks(jaxpr: Jaxpr) -> Jaxpr:
-    """One device's program whose loops leave to the end what can be done to whole stacks."""
+def whole_stacks(jaxpr: Jaxpr, nbytes: int = SMALLEST_GROUP) -> Jaxpr:
+    """One device's program whose loops leave to the end what can be done to whole stacks.
+
+    Args:
+      jaxpr: the program, with explicit collectives; calls are opened.
+      nbytes: of a stack that is reduced, at most.
+    """
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:
-        inner = _jaxpr.with_inner(eqn, whole_stacks)
-        eqns += _loop(inner) if eqn.primitive.name == "scan" else [inner]
+        inner = _jaxpr.with_inner(eqn, lambda body: whole_stacks(body, nbytes))
+        eqns += _loop(inner, nbytes) if eqn.primitive.name == "scan" else [inner]
     return _waits.with_equations(jaxpr, eqns)
 
 
-def _loop(eqn: Eqn) -> list[Eqn]:
+def _loop(eqn: Eqn, nbytes: int) -> list[Eqn]:
     scan = Scan.of(eqn)
     makers = {out: each for each in scan.eqns for out in each.outvars}
     num_readers = _waits.num_readers(scan)
     ys, late, after = list[StackPort](), set[int](), list[Eqn]()
     for port in scan.ys:
-        last = _last(port, makers, num_readers, scan.length)
+        last = _last(port, makers, num_readers, nbytes // scan.length)
         late |= {*map(id, last)}
         if last:
             port, written = _on_stack(port, last[::-1], scan)
@@ -76,9 +81,12 @@ def _computed(scan: Scan, makers: _waits.Makers) -> Scan:
 
 
 def _last(
-    port: StackPort, makers: _waits.Makers, num_readers: dict[Var, int], length: int
+    port: StackPort, makers: _waits.Makers, num_readers: dict[Var, int], most: int
 ) -> list[Eqn]:
-    """The last equations that make a slice and can be done to the stack, the very last one first."""
+    """The last equations that make a slice and can be done to the stack, the very last one first.
+
+    Of what they reduce, a slice has `most` bytes at most.
+    """
     atom: Atom = port.row
     chain, best, least = list[Eqn](), 0, _nbytes(atom)
     while _is_read(port) and not _jaxpr.is_literal(atom):
@@ -88,7 +96,7 @@ def _last(
         chain.append(eqn)
         (atom,) = eqn.invars
         if _is_sum(eqn):
-            if length * _nbytes(atom) > SMALLEST_GROUP:
+            if _nbytes(atom) > most:
                 break
             best, least = len(chain), _nbytes(atom)
         elif _nbytes(atom) < least:

@@ -23,10 +23,11 @@ from jax import lax
 from jzero.ir import _rules
 from jzero.sharding.analysis._frames import REDUCTIONS, Frame
 from jzero.sharding.analysis._untiled import TILES
+from jzero.sharding.passes._cuts import Tiles, cut
 from jzero.sharding.passes._in_place import row_major
+from jzero.sharding.passes._tiles import dtype_of_sum
 from jzero.sharding.passes._waits import not_before, token_of
 from jzero.sharding.run import _ordinary
-from jzero.sharding.run._cuts import Tiles, cut
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import EqnHandler, Interpreter
 from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced, Value
@@ -94,7 +95,7 @@ def _product(
     aval, factor = eqn.outvars[0].aval, _rules.factor_of(eqn, place, tiles.dim)
     assert factor is not None
     beside, (into,) = factor.ins[1 - place], factor.outs
-    dtype = _dtype_of_sum(eqn) if into is None else aval.dtype
+    dtype = dtype_of_sum(eqn) if into is None else aval.dtype
 
     def gathered(start: Start, size: int, tokens: Sequence[jax.Array] = ()) -> jax.Array:
         part = lax.dynamic_slice_in_dim(value.x, start, size, tiles.dim)
@@ -159,15 +160,6 @@ def _put(whole: jax.Array, part: jax.Array, start: Start, dim: int) -> jax.Array
     """`whole [n, d]` with the `part [n, t]` at `start` of `dim`."""
     new: jax.Array = lax.dynamic_update_slice_in_dim(whole, part, start, dim)
     return new
-
-
-def _dtype_of_sum(eqn: _jaxpr.Eqn) -> jnp.dtype[Any]:
-    """In which the products of tiles are summed up: that in which a product of 16 bits itself sums."""
-    dtype = eqn.outvars[0].aval.dtype
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    # An algorithm, unlike a precision, says what it sums in, and returns nothing else.
-    chosen = isinstance(eqn.params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset)
-    return jnp.dtype(jnp.float32) if narrow and not chosen else dtype
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory-centric tiling: a large matrix is gathered, used and freed tile by tile, and its gradient made so.
+
+A product with a matrix that is gathered, and a product that is only made to be summed over the devices, each
+become a loop over tiles, ranges of a dim that no device shares::
+
+    y = x @ all_gather(w)          ->   for t in tiles: y[:, t] = x @ all_gather(w[:, t])
+    g = reduce_scatter(x.T @ y)    ->   for t in tiles: g[:, t] = reduce_scatter(x.T @ y[:, t])
+
+`prefetch` gathers a tile beside the product with the one before; a tile of a gradient is reduced beside the
+product that makes the next one.
+
+Reference:
+  Rajbhandari, Ruwase, Rasley, Smith, He: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
+  Learning", 2021, section 5.1.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jzero.ir import _rules
+from jzero.ir._factors import Factor
+from jzero.ir._loops import CarryPort, ConstPort, Scan, SlicePort, any_scan, empty
+from jzero.ir._regions import Region, variables
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.analysis._untiled import TILES
+from jzero.sharding.passes import _origins, _waits
+from jzero.sharding.passes._cuts import Tiles, cut
+from jzero.sharding.passes._in_place import row_major
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+# What stands for a value of the program where something is written.
+Read = Callable[[Atom], Atom]
+
+
+def tiles(
+    jaxpr: Jaxpr, nbytes: int, rows: Sequence[frozenset[str]], itemsize: int = 0
+) -> Jaxpr:  # fmt: skip
+    """One device's program that gathers and reduces matrices of more than so many bytes tile by tile.
+
+    Args:
+      jaxpr: the program, with explicit collectives.
+      nbytes: of a tile, at most; of one index of a dim at least.
+      rows: of each argument, the axes over which it differs because rows of the batch do.
+      itemsize: bytes of an element of a gradient as it travels, if these are more than its own.
+    """
+    program = Region(jaxpr, [])
+    found, plans = _origins.origins(program, rows), dict[Region, _Plan]()
+
+    def tiled(region: Region, eqn: Eqn, writer: JaxprWriter) -> bool:
+        if region not in plans:
+            plans[region] = _Plan(region, found, nbytes, itemsize)
+        return plans[region].write(eqn, writer)
+
+    return _origins.rewritten(program, tiled)
+
+
+class _Link(NamedTuple):
+    """An equation of which tiles are made, and the dim that is cut."""
+
+    eqn: Eqn
+    factor: Factor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Cone:
+    """What is made tile by tile: equations in their order, of which the last one makes the tile."""
+
+    links: tuple[_Link, ...]
+    tiles: Tiles
+
+    @property
+    def eqn(self) -> Eqn:
+        """The last equation."""
+        return self.links[-1].eqn
+
+    def write(self, writer: JaxprWriter, read: Read, start: int | Var, size: int) -> Var:
+        """Writes what makes one tile; a range of each operand that others make."""
+        made = dict[Atom, Var]()
+        for eqn, factor in self.links:
+            ins = [
+                made[x] if not _jaxpr.is_literal(x) and x in made
+                else _range(writer, read(x), start, size, dim)
+                for x, dim in zip(eqn.invars, factor.ins, strict=True)
+            ]  # fmt: skip
+            (out,), (dim,) = eqn.outvars, factor.outs
+            params = {**eqn.params, **factor.local(size, 1)}
+            if dim is None:
+                new = _jaxpr.var_like(out.aval, dtype=dtype_of_sum(eqn))
+                params["preferred_element_type"] = new.aval.dtype
+            else:
+                new = _jaxpr.var_like(out.aval, _with(out.aval.shape, dim, size))
+            source = _jaxpr.within_scope(eqn, TILES) if _waits.is_gather(eqn) else eqn
+            (made[out],) = writer.again(eqn, ins, [new], source, params)
+        return made[self.eqn.outvars[0]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Sum:
+    """A value that devices reduce: in tiles, or as two terms; or whole, with neither."""
+
+    atom: Atom
+    cone: _Cone | None = None
+    add: Eqn | None = None
+    terms: tuple[_Sum, ...] = ()
+
+    @property
+    def cones(self) -> list[_Cone]:
+        """Those of all terms."""
+        return [*([self.cone] if self.cone else []), *(c for t in self.terms for c in t.cones)]
+
+
+class _Plan:
+    """What is tiled of the equations of one program.
+
+    Attributes:
+      places: of its equations, by index.
+      products: by equation, a product with a gathered matrix.
+      begins: by the equation in whose place the loop stands, gradients in tiles, and what reduces them.
+      ends: by the last equation that reduces, the sum, and all that reduce it.
+      gone: equations of which nothing is left.
+      shards: of each gradient in tiles, what was written for its sum.
+    """
+
+    def __init__(self, region: Region, found: _origins.Origins, nbytes: int, itemsize: int):
+        self.region, self.found = region, found
+        self.nbytes, self.itemsize = nbytes, itemsize
+        self.places = {id(eqn): i for i, eqn in enumerate(region.jaxpr.eqns)}
+        self.products, self.gone = dict[int, _Cone](), set[int]()
+        self.begins = dict[int, list[tuple[_Cone, tuple[Eqn, ...]]]]()
+        self.ends = dict[int, tuple[_Sum, tuple[Eqn, ...]]]()
+        self.shards = dict[_Cone, Atom]()
+        for eqn in region.jaxpr.eqns:
+            if _scatters(eqn) and id(eqn) not in self.gone:
+                self._plan_sum(eqn)
+        for eqn in region.jaxpr.eqns:
+            if _is_product(eqn) and id(eqn) not in self.gone:
+                for place in (0, 1):
+                    if (cone := self._with_gathered(eqn, place)) is not None:
+                        self.products[id(eqn)] = cone
+        self._drop_unread()
+
+    def write(self, eqn: Eqn, writer: JaxprWriter) -> bool:
+        """Writes what stands in the place of an equation; False if it stays."""
+        for cone, reduces in self.begins.get(id(eqn), ()):
+            self.shards[cone] = _write_sum(writer, cone, reduces)
+        if id(eqn) in self.products:
+            writer.names[eqn.outvars[0]] = _write_product(writer, self.products[id(eqn)])
+        elif id(eqn) in self.ends:
+            writer.names[eqn.outvars[0]] = self._summed(writer, *self.ends[id(eqn)])
+        elif id(eqn) not in self.gone:
+            return False
+        return True
+
+    def _maker(self, atom: Atom) -> Eqn | None:
+        index = None if _jaxpr.is_literal(atom) else self.region.makers.get(atom)
+        return None if index is None else self.region.jaxpr.eqns[index]
+
+    def _only_reader(self, var: Var) -> Eqn | None:
+        readers, eqns = self.region.readers.get(var, []), self.region.jaxpr.eqns
+        return eqns[readers[0]] if len(readers) == 1 and readers[0] < len(eqns) else None
+
+    # -- products with a matrix ------------------------------------------------------------------------
+    def _with_gathered(self, eqn: Eqn, place: int) -> _Cone | None:
+        """A product of which one operand is gathered, and large."""
+        before, after = self._gathered(eqn.invars[place])
+        if not before or self._gathered(eqn.invars[1 - place])[0]:
+            return None
+        (whole,), sharded = before[-1].outvars, int(before[-1].params["all_gather_dimension"])
+        if self._is_small(whole, whole.aval.dtype.itemsize):
+            return None
+        ways = {
+            dim: way
+            for dim in range(whole.aval.ndim)
+            if (way := _through(before, after, eqn, place, dim)) is not None
+        }
+        kept = [dim for dim, way in ways.items() if way[-1].factor.outs[0] is not None]
+        tiles = cut(whole.aval.shape, whole.aval.dtype.itemsize, sharded, self.nbytes, kept)
+        return None if tiles is None or tiles.dim not in ways else _Cone(ways[tiles.dim], tiles)
+
+    def _gathered(self, atom: Atom) -> tuple[list[Eqn], list[Eqn]]:
+        """What gathers a value, up to its last gather, and the views behind it; nothing if it is none."""
+        eqns = list[Eqn]()
+        while (eqn := self._maker(atom)) is not None and (_is_gather(eqn) or _passes(eqn)):
+            eqns.insert(0, eqn)
+            atom = eqn.invars[0]
+        places = [i for i, eqn in enumerate(eqns) if _is_gather(eqn)]
+        if not places:
+            return [], []
+        origin = self.found[self.region, eqns[places[0]].invars[0]]
+        if origin.differs or origin.of_rows:  # Rows of the batch, and none of the state.
+            return [], []
+        return eqns[places[0] : places[-1] + 1], eqns[places[-1] + 1 :]
+
+    def _is_small(self, x: Var, itemsize: int) -> bool:
+        return bool(x.aval.size * itemsize <= self.nbytes)
+
+    def _drop_unread(self) -> None:
+        """Notes what only made whole matrices for products that are now loops."""
+        chains = {
+            id(link.eqn) for cone in self.products.values() for link in cone.links[:-1]
+        }  # fmt: skip
+        read = {*variables(self.region.jaxpr.outvars)}
+        for eqn in reversed(self.region.jaxpr.eqns):
+            if id(eqn) in chains and read.isdisjoint(eqn.outvars):
+                self.gone.add(id(eqn))
+            elif id(eqn) not in self.products:
+                read.update(variables(eqn.invars))
+
+    # -- sums of products ------------------------------------------------------------------------------
+    def _plan_sum(self, eqn: Eqn) -> None:
+        """A sum over the devices, one axis after the other, if some of it is made in tiles."""
+        reduces = [eqn]
+        while (following := self._only_reader(eqn.outvars[0])) and _scatters(following):
+            reduces.append(eqn := following)
+        total = self._sum(reduces[0].invars[0], int(reduces[0].params["scatter_dimension"]))
+        if not total.cones:
+            return
+        self.gone.update(map(id, reduces))
+        self.ends[id(reduces[-1])] = total, tuple(reduces)
+        for cone in total.cones:
+            self.gone.update(id(link.eqn) for link in cone.links)
+            self.begins.setdefault(id(cone.eqn), []).append((cone, tuple(reduces)))
+
+    def _sum(self, atom: Atom, sharded: int) -> _Sum:
+        cone, add = self._made_of_products(atom, sharded), self._maker(atom)
+        if cone is not None or add is None or add.primitive.name not in _rules.ADDS:
+            return _Sum(atom, cone)
+        if self._only_reader(_jaxpr.variable(atom)) is None:
+            return _Sum(atom)
+        return _Sum(atom, add=add, terms=tuple(self._sum(x, sharded) for x in add.invars))
+
+    def _made_of_products(self, atom: Atom, sharded: int) -> _Cone | None:
+        """A large value that nothing but sums and views of products makes, for nobody else."""
+        if _jaxpr.is_literal(atom) or (eqn := self._maker(atom)) is None:
+            return None
+        dtypes = [atom.aval.dtype, *(out.aval.dtype for out in eqn.outvars)]
+        itemsize = max(self.itemsize, *(dtype.itemsize for dtype in dtypes))
+        if self._is_small(atom, itemsize):
+            return None
+        tiles = cut(atom.aval.shape, itemsize, sharded, self.nbytes)
+        found = None if tiles is None else self._products_behind(atom, tiles.dim)
+        if tiles is None or found is None:
+            return None
+        each = {self.places[id(link.eqn)]: link for link in found}
+        *earlier, _ = [each[i].eqn for i in sorted(each) if _is_product(each[i].eqn)]
+        waits = variables(x for product in earlier for x in product.invars)
+        if _waits.nbytes(waits) > _waits.nbytes([_jaxpr.variable(atom)]):
+            return None  # More than the whole gradient would wait for the last product.
+        return _Cone(tuple(each[i] for i in sorted(each)), tiles)
+
+    def _products_behind(self, atom: Atom, dim: int) -> list[_Link] | None:
+        """Products, and what makes a value of them; None if it is made of anything else."""
+        eqn = self._maker(atom)
+        if eqn is None or self._only_reader(_jaxpr.variable(atom)) is None:
+            return None
+        factor = _rules.factor_to(eqn, dim)
+        product = _is_product(eqn)
+        if factor is None or not product and not _passes(eqn) and not _adds(eqn):
+            return None
+        found = [_Link(eqn, factor)]
+        for x, d in zip(eqn.invars, factor.ins, strict=True):
+            if product or not x.aval.shape:
+                continue
+            same = d is not None and x.aval.shape[d] == eqn.outvars[0].aval.shape[dim]
+            behind = self._products_behind(x, d) if d is not None and same else None
+            if behind is None:
+                return None
+            found += behind
+        return found
+
+    def _summed(self, writer: JaxprWriter, total: _Sum, reduces: Sequence[Eqn]) -> Atom:
+        """What the devices' sum is in shards, in the place of the last equation that reduces it."""
+        if total.cone is not None:
+            return self.shards[total.cone]
+        if total.add is not None:
+            terms = [self._summed(writer, term, reduces) for term in total.terms]
+            return writer.again(total.add, terms, [_jaxpr.new_var(reduces[-1].outvars[0])])[0]
+        return _reduced(writer, writer.read(total.atom), reduces)
+
+
+def _scatters(eqn: Eqn) -> bool:
+    return _waits.is_reduction(eqn) and bool(eqn.params["tiled"])
+
+
+def _is_gather(eqn: Eqn) -> bool:
+    return _waits.is_gather(eqn) and bool(eqn.params["tiled"])
+
+
+def _is_product(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "dot_general"
+
+
+def _adds(eqn: Eqn) -> bool:
+    return eqn.primitive.name in _rules.ADDS
+
+
+def _passes(eqn: Eqn) -> bool:
+    """Whether it leaves all elements of its first operand as they are, but for casts and padding."""
+    spread = eqn.primitive.name == "broadcast_in_dim"
+    if spread:
+        return bool(eqn.invars[0].aval.size == eqn.outvars[0].aval.size)
+    return _rules.costs(eqn, *_origins.VIEWS) or eqn.primitive.name == "pad"
+
+
+def _through(
+    before: Sequence[Eqn], after: Sequence[Eqn], product: Eqn, place: int, dim: int
+) -> tuple[_Link, ...] | None:
+    """What makes a product of a shard, where `dim` of the gathered matrix is cut; None if it cannot be."""
+    links, d = list[_Link](), dim
+    for eqn in reversed(before):
+        factor = _rules.factor_to(eqn, d)
+        if factor is None or factor.ins[0] is None:
+            return None
+        links.insert(0, _Link(eqn, factor))
+        d = factor.ins[0]
+    d, size = dim, before[-1].outvars[0].aval.shape[dim]
+    for eqn in after:
+        factor = _rules.factor_of(eqn, 0, d)
+        if factor is None or factor.outs[0] is None:
+            return None
+        links.append(_Link(eqn, factor))
+        d = factor.outs[0]
+        if eqn.outvars[0].aval.shape[d] != size:
+            return None
+    found = _rules.factor_of(product, place, d)
+    return None if found is None else (*links, _Link(product, found))
+
+
+# -- loops ---------------------------------------------------------------------------------------------
+def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
+    """A product, tile by tile: results are put side by side, or added up if it sums over the dim."""
+    (out,), (dim,), tiles = cone.eqn.outvars, cone.links[-1].factor.outs, cone.tiles
+    dtype = dtype_of_sum(cone.eqn) if dim is None else out.aval.dtype
+
+    def used(here: JaxprWriter, read: Read, start: int | Var, size: int, total: Atom) -> Atom:
+        y = cone.write(here, read, start, size)
+        return (
+            here.add(lax.add_p, [total, y])[0] if dim is None else _put(here, total, y, start, dim)
+        )
+
+    def turn(here: JaxprWriter, read: Read, start: Var, carry: Sequence[Var]) -> list[Atom]:
+        return [used(here, read, start, tiles.tile, carry[0])]
+
+    total: Atom = empty(writer, _jaxpr.var_like(out.aval, dtype=dtype))
+    (total,) = _loop(writer, cone.eqn, tiles, 0, [total], turn)
+    if tiles.rest:
+        total = used(writer, writer.read, tiles.num * tiles.tile, tiles.rest, total)
+    return writer.trace(_cast, total, static=(str(out.aval.dtype),))[0]
+
+
+def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom:
+    """This device's shard of a sum of products, each tile reduced beside the products of the next one."""
+    dim, tiles, (out,) = cone.tiles.dim, cone.tiles, reduces[-1].outvars
+
+    def put(here: JaxprWriter, total: Atom, shard: Atom, start: int | Var) -> Atom:
+        # [Note: layouts at rest]
+        return here.trace(row_major, _put(here, total, shard, start, dim))[0]
+
+    def turn(here: JaxprWriter, read: Read, start: Var, carry: Sequence[Var]) -> list[Atom]:
+        total, tile = carry
+        following = cone.write(here, read, start, tiles.tile)
+        # Else the compiler hides this copy behind the next tile's product, and not the reduction.
+        shard = _reduced(here, tile, reduces)
+        shard = _waits.write_behind(here, shard, [_waits.write_token(here, following)])
+        step = _jaxpr.scalar(tiles.tile, np.int32)
+        return [put(here, total, shard, here.add(lax.sub_p, [start, step])[0]), following]
+
+    first = cone.write(writer, writer.read, 0, tiles.tile)
+    total: Atom
+    total, tile = _loop(writer, cone.eqn, tiles, 1, [empty(writer, out), first], turn)
+    done = tiles.num * tiles.tile
+    lasts = [(done - tiles.tile, tile)]
+    if tiles.rest:
+        lasts.append((done, cone.write(writer, writer.read, done, tiles.rest)))
+    for at, x in lasts:
+        total = put(writer, total, _reduced(writer, x, reduces), at)
+    return total
+
+
+def _reduced(writer: JaxprWriter, x: Atom, reduces: Sequence[Eqn]) -> Atom:
+    """This device's shard of a value, or of a tile of it."""
+    for eqn in reduces:
+        (out,), dim = eqn.outvars, int(eqn.params["scatter_dimension"])
+        new = _jaxpr.var_like(out.aval, _with(x.aval.shape, dim, out.aval.shape[dim]))
+        whole = new.aval.shape == out.aval.shape
+        source = eqn if whole else _jaxpr.within_scope(eqn, TILES)
+        (x,) = writer.again(eqn, [x], [new], source)
+    return x
+
+
+def _loop(
+    writer: JaxprWriter, source: Eqn, tiles: Tiles, first: int, inits: Sequence[Atom],
+    turn: Callable[[JaxprWriter, Read, Var, Sequence[Var]], list[Atom]],
+) -> list[Var]:  # fmt: skip
+    """`for tile in tiles[first:]: carry = turn(start of tile, carry)`, of tiles of the full size."""
+    source, num = _jaxpr.within_scope(source, TILES), tiles.num - first
+    here, consts = JaxprWriter(source), dict[Var, Var]()
+
+    def read(atom: Atom) -> Atom:
+        outer = writer.read(atom)
+        if _jaxpr.is_literal(outer):
+            return outer
+        return consts.setdefault(outer, _jaxpr.new_var(outer))
+
+    start, carry = _jaxpr.var_like(None, (), np.dtype(np.int32)), [*map(_jaxpr.new_var, inits)]
+    afters, outs = turn(here, read, start, carry), [*map(_jaxpr.new_var, inits)]
+    (starts,) = writer.trace(_starts, static=(first, num, tiles.tile))
+    assert not here.consts, "a turn has no constants"
+    scan = dataclasses.replace(
+        Scan.of(any_scan(source)), eqns=tuple(here.eqns), length=num,
+        consts=tuple(ConstPort(*port) for port in consts.items()), xs=(SlicePort(starts, start),),
+        carries=tuple(map(CarryPort, inits, carry, afters, outs)),
+    )  # fmt: skip
+    writer.eqns.append(scan.equation())
+    return outs
+
+
+def _range(writer: JaxprWriter, x: Atom, start: int | Var, size: int, dim: int | None) -> Atom:
+    """`x[:, start : start + size]`, along `dim`; all of it without one."""
+    if dim is None:
+        return x
+    shape = _with(x.aval.shape, dim, size)
+    if isinstance(start, int):
+        starts = _with((0,) * len(shape), dim, start)
+        return writer.slice(x, starts, _with(shape, dim, start + size))
+    out = _jaxpr.var_like(x.aval, shape)
+    return writer.add(
+        lax.dynamic_slice_p, [x, *_places(len(shape), start, dim)], [out], slice_sizes=shape
+    )[0]
+
+
+def _put(writer: JaxprWriter, whole: Atom, part: Atom, start: int | Var, dim: int) -> Var:
+    """`whole.at[:, start : start + size].set(part)`, along `dim`."""
+    at = _jaxpr.scalar(start, np.int32) if isinstance(start, int) else start
+    ins = [whole, part, *_places(whole.aval.ndim, at, dim)]
+    return writer.add(lax.dynamic_update_slice_p, ins, [_jaxpr.var_like(whole.aval)])[0]
+
+
+def _places(ndim: int, start: Atom, dim: int) -> list[Atom]:
+    zero = _jaxpr.scalar(0, np.int32)
+    return [start if d == dim else zero for d in range(ndim)]
+
+
+def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
+
+
+def dtype_of_sum(eqn: Eqn) -> Any:
+    """In which the products of tiles are summed up: that in which a product of 16 bits itself sums."""
+    dtype = eqn.outvars[0].aval.dtype
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    # An algorithm, unlike a precision, says what it sums in, and returns nothing else.
+    chosen = isinstance(eqn.params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset)
+    return jnp.dtype(jnp.float32) if narrow and not chosen else dtype
+
+
+# -- traced ------------------------------------------------------------------------------------------------
+def _starts(first: int, num: int, size: int) -> jax.Array:
+    return (lax.iota(jnp.int32, num) + np.int32(first)) * np.int32(size)
+
+
+def _cast(dtype: str, x: jax.Array) -> jax.Array:
+    return x.astype(dtype)
