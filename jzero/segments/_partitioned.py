@@ -28,6 +28,7 @@ from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
+from jzero.sharding.partition._owned import MatrixOwners
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint
@@ -195,10 +196,11 @@ def _partitioned(runner: Runner) -> Partitioned:
         plan.reduce_once,
         _with_memory(links, time),
     )
+    owners = MatrixOwners(whole.owners, plan.stage_axes.shard_axes)
     try:
-        program = partition(*given, time)
+        program = partition(*given, time, owners)
     except NeedsAllMicrobatchesError:
-        program = partition(*given, time and time._replace(opens=True))
+        program = partition(*given, time and time._replace(opens=True), owners)
     olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
     olds += [None] * (len(program.outs) - len(olds))
     programs = _passed(program, runner, taken, [inputs[i].rows for i in taken], olds, time)
@@ -399,7 +401,10 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         and whole is not None
         and _has_nested_loops(whole),
         "tile_bytes": exchange.tile_bytes is not None,
-        "owners of matrices": any(not each.why for each in plan.owned),
+        # Values of which nobody knows whether they are rows may be among what they read.
+        "owners of matrices": any(not each.why for each in plan.owned)
+        and whole is not None
+        and not whole.owners,
         "effects": whole is not None and any(map(_jaxpr.has_side_effects, whole.jaxpr.eqns)),
     }
     yield from (reason for reason, is_so in asked.items() if is_so)

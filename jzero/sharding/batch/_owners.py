@@ -16,13 +16,11 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from jzero._errors import describe_leaf
-from jzero.ir._regions import variables
+from jzero.ir._regions import Region, variables
 from jzero.sharding.analysis import _frames, _regions
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
@@ -69,16 +67,24 @@ class OwnedGroup:
     """Updates of several matrices that compute the same.
 
     Attributes:
-      reads: of each of them, what it reads.
-      gives: of each of them, what it returns.
+      regions: each of them.
       shared: for each value that one reads, whether all of them read that same one.
-      update: the first of them, as a function of what it reads.
+      update: the first of them.
     """
 
-    reads: tuple[tuple[Var, ...], ...]
-    gives: tuple[tuple[Var, ...], ...]
+    regions: tuple[OwnedRegion, ...]
     shared: tuple[bool, ...]
-    update: Callable[..., list[jax.Array]]
+    update: _rewrite.Flat
+
+    @property
+    def reads(self) -> list[tuple[Var, ...]]:
+        """For each value that one reads, those of all of them."""
+        return [*zip(*(region.reads for region in self.regions), strict=True)]
+
+    @property
+    def gives(self) -> list[tuple[Var, ...]]:
+        """For each result of one, those of all of them."""
+        return [*zip(*(region.gives for region in self.regions), strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,18 +92,21 @@ class OwnedStack:
     """The update of a stack, as one device runs it of its slices.
 
     Attributes:
-      reads: what it reads.
-      gives: what it returns.
-      read_dims: for each of `reads`, the dim of the stack; None for what is whole.
-      give_dims: for each of `gives`.
+      region: the update.
+      read_dims: for each value that it reads, the dim of the stack; None for what is whole.
+      give_dims: for each of its results.
       frame: the update of a device's slices.
     """
 
-    reads: tuple[Var, ...]
-    gives: tuple[Var, ...]
+    region: OwnedRegion
     read_dims: tuple[int | None, ...]
     give_dims: tuple[int | None, ...]
     frame: Frame
+
+    @property
+    def regions(self) -> tuple[OwnedRegion, ...]:
+        """The only one."""
+        return (self.region,)
 
 
 Owners = Mapping[Var, OwnedGroup | OwnedStack]  # by the first result of the call that they run
@@ -134,11 +143,8 @@ def shared_out(frame: Frame, links: Links, axes: Mapping[str, int], names: Names
         owned += told
     if not boxes:
         return SharedOut(frame, {}, _together(owned))
-    jaxpr, eqns = frame.jaxpr, _with_calls(frame, boxes)
-    flat = _rewrite.Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], eqns)
-    varying = [frame.varying[var] for var in jaxpr.invars]
-    new = _frames.build_frames(flat, frame.consts, varying, frame.autodiff)
-    return SharedOut(new, {_gives(box.regions)[0]: box.owners for box in boxes}, _together(owned))
+    owners = {_gives(box.regions)[0]: box.owners for box in boxes}
+    return SharedOut(_with_calls(frame, boxes), owners, _together(owned))
 
 
 def _together(owned: Sequence[Owned]) -> tuple[Owned, ...]:
@@ -251,14 +257,9 @@ def _distinct(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 def _group(frame: Frame, regions: Sequence[OwnedRegion]) -> list[OwnerCall]:
     """All regions as one group."""
-    reads = tuple(region.reads for region in regions)
+    reads = (region.reads for region in regions)
     shared = tuple(len(set(slot)) == 1 for slot in zip(*reads, strict=True))
-    first = regions[0]
-    eqns = [frame.jaxpr.eqns[i] for i in first.eqns]
-    update = _rewrite.function_of(eqns, first.reads, first.gives)
-    return [
-        OwnerCall([*regions], OwnedGroup(reads, tuple(r.gives for r in regions), shared, update))
-    ]
+    return [OwnerCall([*regions], OwnedGroup(tuple(regions), shared, _update(frame, regions[0])))]
 
 
 def _stack(
@@ -268,9 +269,7 @@ def _stack(
     first, num = regions[0], math.prod(axes.values())
     size = _regions.largest_read(first).aval.shape[dim]
     forms = [_form(var, dim, size, num) for var in first.reads]
-    eqns = [frame.jaxpr.eqns[i] for i in first.eqns]
-    flat = _rewrite.Flat([], list(first.reads), list(first.gives), eqns)
-    local = localize(flat, [], forms, forms, 0, dict(axes), keeps_padding=True)
+    local = localize(_update(frame, first), [], forms, forms, 0, dict(axes), keeps_padding=True)
     if local.movements:
         movement = local.movements[0]
         return f"its {movement.operation} needs dim {dim} whole"
@@ -279,10 +278,12 @@ def _stack(
     if why := _why_reduced(body, dim):
         return why
     dims = tuple(map(_dim_of, forms)), tuple(map(_dim_of, local.outputs))
-    return [
-        OwnerCall([region], OwnedStack(region.reads, region.gives, *dims, body))
-        for region in regions
-    ]
+    return [OwnerCall([region], OwnedStack(region, *dims, body)) for region in regions]
+
+
+def _update(frame: Frame, region: OwnedRegion) -> _rewrite.Flat:
+    eqns = [frame.jaxpr.eqns[i] for i in region.eqns]
+    return _rewrite.Flat([], [*region.reads], [*region.gives], eqns)
 
 
 def _why_reduced(body: Frame, dim: int) -> str:
@@ -341,15 +342,29 @@ def _order(frame: Frame, boxes: Sequence[OwnerCall]) -> list[int] | None:
     return _topological(waits)
 
 
-def _with_calls(frame: Frame, boxes: Sequence[OwnerCall]) -> list[Eqn]:
-    """The frame's equations, with a call for each box."""
-    eqns, order, calls = frame.jaxpr.eqns, _order(frame, boxes), {}
+def _with_calls(frame: Frame, boxes: Sequence[OwnerCall]) -> Frame:
+    """The frame, with a call for each box; what was found of its values stays."""
+    jaxpr, eqns, order = frame.jaxpr, frame.jaxpr.eqns, _order(frame, boxes)
     assert order is not None
+    calls = dict[int, Eqn]()
     for box in boxes:
         indices = _indices(box)
         reads = variables(var for region in box.regions for var in region.reads)
         calls[indices[-1]] = _rewrite.boxed([eqns[i] for i in indices], reads, _gives(box.regions))
-    return [calls.get(node, eqns[node]) for node in order]
+    new = [calls.get(node, eqns[node]) for node in order]
+    flat = _rewrite.Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], new)
+    found = dataclasses.replace(frame, jaxpr=flat, children={})
+    for place, node in enumerate(order):
+        if (call := calls.get(node)) is not None:
+            (program,) = Region(flat, frame.consts).inner(call)
+            inside: Sequence[Frame] = [_frames.frames_of(program, lambda *_: _frames.NOWHERE)]
+        else:
+            inside = frame.children.get(node, ())
+        for child in inside:
+            child.around = found, new[place]
+        if inside:
+            found.children[place] = [*inside]
+    return found
 
 
 def _topological(waits: Mapping[int, set[int]]) -> list[int] | None:

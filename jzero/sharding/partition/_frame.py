@@ -17,6 +17,7 @@ from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated,
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.batch._body import OUTPUT
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
+from jzero.sharding.partition._owned import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove, DeviceWriter
@@ -34,6 +35,7 @@ class Partitioning:
       once: whether gradients that a step's own loop adds up are reduced behind it, not in each iteration.
       has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
       time: the axis of microbatches, if there are several.
+      owners: who runs calls that update matrices.
     """
 
     mesh: Mapping[str, int]
@@ -43,6 +45,7 @@ class Partitioning:
     prices: Prices = ()
     has_rows: bool = True
     time: TimeAxis | None = None
+    owners: MatrixOwners = NO_OWNERS
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 

@@ -18,7 +18,7 @@ from jzero.ir._errors import cannot
 from jzero.ir._regions import Region
 from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.partition import _along, _control, _equations, _lazy, _look_ups
+from jzero.sharding.partition import _along, _control, _equations, _lazy, _look_ups, _owners
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._own_rows import in_own_rows
 from jzero.sharding.partition._values import DeviceValue
@@ -74,6 +74,8 @@ def _equation(
         return ins
     if name == "optimization_barrier":
         return _control.barrier(frame, ins)
+    if (owners := frame.shared.owners.of(region, eqn)) is not None:
+        return _owners.run_owned(frame, region, eqn, owners, ins, run)
     if region.inner(eqn):
         return _control.run_inner(frame, region, eqn, ins, run)
     eqn = _jaxpr.without_sharding(eqn)
