@@ -224,8 +224,10 @@ def _region(frame: Frame, links: Links, indices: list[int]) -> OwnedRegion:
     inside = set(indices)
     outs = [out for eqn in eqns for out in eqn.outvars]
     gives = [out for out in outs if not inside.issuperset(frame.readers.get(out, ()))]
-    sharded = [tuple(links.sharded_dim(frame, var) for var in each) for each in (reads, gives)]
-    return OwnedRegion(tuple(indices), tuple(reads), tuple(gives), *sharded, ())
+    sharded, wanted = (
+        tuple(links.sharded_dim(frame, var) for var in each) for each in (reads, gives)
+    )
+    return OwnedRegion(tuple(indices), tuple(reads), tuple(gives), sharded, wanted, ())
 
 
 def _with_leaves(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jzero.ir._layout import Layout, replicated
 from jzero.ir._regions import Region
-from jzero.sharding.batch._owners import OwnedGroup, Owners, OwnedStack
+from jzero.sharding.batch._owners import OwnedGroup, OwnedStack, Owners
 from jzero.sharding.partition._values import Hint
 from jzero.tracing._types import Eqn, Var
 
@@ -32,8 +32,9 @@ class MatrixOwners(NamedTuple):
     def shards(self, shape: Sequence[int], dim: int | None, mesh: Mapping[str, int]) -> Layout:
         """The layout of shards along a dim, or whole."""
         layout = replicated(shape, mesh)
-        for axis in self.axes if dim is not None else ():
-            layout = layout.cut(dim, axis)
+        if dim is not None:
+            for axis in self.axes:
+                layout = layout.cut(dim, axis)
         return layout
 
     def hints(self, mesh: Mapping[str, int]) -> dict[Var, Hint]:

@@ -2,17 +2,19 @@
 """Updates of matrices by owners: matrices in shards go to one device each, are updated there, and come back.
 
 Shapes are those of matrices `[n, d]`, of which there are m, over k devices: a device has `[m, n/k, d]` of all
-of them, and then `[m/k, n, d]`, its own whole. Both are layouts of one stack, and to send it is to convert it.
-If k does not divide m, padding repeats the last one, which can be inverted if any can.
+of them, and then `[m/k, n, d]`, its own whole. Both are layouts of one stack: to send it is to convert it. If
+k does not divide m, padding repeats the last one, which can be inverted if any can.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jzero.ir._layout import Dim, Layout
 from jzero.ir._regions import Region
@@ -21,7 +23,9 @@ from jzero.sharding.partition._control import RunRegion
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue
 from jzero.sharding.partition._writer import OF_STATE
+from jzero.sharding.passes._waits import OWNED
 from jzero.tracing import _jaxpr
+from jzero.tracing._rewrite import Flat
 from jzero.tracing._types import Atom, Eqn, Var
 
 
@@ -33,9 +37,12 @@ def run_owned(
     values = dict(zip(map(_jaxpr.variable, eqn.invars), ins, strict=True))
     for each in owners.regions:
         for var, dim in zip(each.reads, each.sharded, strict=True):
-            frame.settle(values[var], _shards(frame, var.aval.shape, dim))
-    write = _group if isinstance(owners, OwnedGroup) else _stack
-    found = write(frame, region, eqn, owners, values, run)
+            if dim is not None:
+                frame.settle(values[var], _shards(frame, var.aval.shape, dim))
+    if isinstance(owners, OwnedGroup):
+        found = _group(frame, region, eqn, owners, values, run)
+    else:
+        found = _stack(frame, region, eqn, owners, values, run)
     return [found[out] for out in eqn.outvars]
 
 
@@ -54,7 +61,7 @@ def _group(
         for same, slot, dim in zip(group.shared, group.reads, first.sharded, strict=True)
     ]
     share = _shards(frame, [num], 0).local_shape[0]
-    update = Region(group.update, [], None, (region, eqn))  # type: ignore[arg-type]
+    update = _update(region, eqn, group.update, [])
     made = list[list[Atom]]()
     # In turn, as on one device: what one update needs beside its matrix is alive once.
     for i in range(share):
@@ -79,17 +86,25 @@ def _group(
     return found
 
 
+def _update(region: Region, eqn: Eqn, program: Any, consts: list[ArrayLike]) -> Region:
+    """The program of an update; passes know by a scope that it is none of `jax.grad`'s."""
+    eqns = [_jaxpr.within_scope(each, OWNED) for each in program.eqns]
+    flat: Any = Flat([*program.constvars], [*program.invars], [*program.outvars], eqns)
+    return Region(flat, consts, None, (region, eqn))
+
+
 def _own(
     frame: DeviceFrame, values: Sequence[DeviceValue], dim: int | None, name: str
 ) -> Atom:  # fmt: skip
     """This device's matrices of all, whole: `[m/k, n, d]`.
 
-    What is whole is cut first: a stack of it would be one of whole matrices.
+    What is whole is cut first: a stack of it would be one of whole matrices. Sums of which nobody needs
+    shards are done by the owner.
     """
     shape, num = values[0].aval.shape, len(values)
     layouts = {v.layout for v in values if v.make is None}
     one = layouts.pop() if len(layouts) == 1 else frame.whole(shape)
-    one = one if one.axes else _shards(frame, shape, dim)
+    one = one if one.axes or one.partial else _shards(frame, shape, dim)
     (stack,) = frame.trace(_stacked, *(frame.at(v, one) for v in values))
     own = _shards(frame, (num, *shape), 0)
     return frame.convert(stack, _of(num, one), own, why=OF_STATE, leaf=name)
@@ -127,8 +142,8 @@ def _stack(
 
     Slices are rows: what is written for some of them is what devices do with rows of the batch.
     """
-    (update,) = region.inner(eqn)
-    ins = list[DeviceValue]()
+    (program,) = region.inner(eqn)
+    update, ins = _update(region, eqn, program.jaxpr, program.consts), list[DeviceValue]()
     for var, dim in zip(stack.region.reads, stack.read_dims, strict=True):
         layout = _shards(frame, var.aval.shape, dim)
         value = _at(var, layout, frame.at(values[var], layout))
