@@ -23,6 +23,7 @@ from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import Repeated
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
+from jzero.sharding.partition._owned import MatrixOwners
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint
@@ -189,10 +190,11 @@ def _partitioned(runner: Runner) -> Partitioned:
         plan.reduce_once,
         _with_memory(links, time),
     )
+    owners = MatrixOwners(whole.owners, plan.stage_axes.shard_axes)
     try:
-        program = partition(*given, time)
+        program = partition(*given, time, owners)
     except NeedsAllMicrobatchesError:
-        program = partition(*given, time and time._replace(opens=True))
+        program = partition(*given, time and time._replace(opens=True), owners)
     olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
     olds += [None] * (len(program.outs) - len(olds))
     # Behind the loops over microbatches rows differ over the devices alone.
@@ -388,7 +390,10 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
         and whole is not None
         and _has_nested_loops(whole),
-        "owners of matrices": any(not each.why for each in plan.owned),
+        # Values of which nobody knows whether they are rows may be among what they read.
+        "owners of matrices": any(not each.why for each in plan.owned)
+        and whole is not None
+        and not whole.owners,
     }
     yield from (reason for reason, is_so in asked.items() if is_so)
 

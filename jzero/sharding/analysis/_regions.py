@@ -40,6 +40,7 @@ class OwnedRegion:
       reads: what they read of others.
       gives: what others read of them, or the frame returns.
       sharded: for each of `reads`, the dim along which it is sharded, or None.
+      wanted: for each of `gives`, the dim along which it is wanted in shards, or None.
       level: how many regions follow from each other up to this one.
       leaves: for each of `gives`, the leaves that it becomes, for the report; several if nobody can tell.
     """
@@ -48,8 +49,14 @@ class OwnedRegion:
     reads: tuple[Var, ...]
     gives: tuple[Var, ...]
     sharded: tuple[int | None, ...]
+    wanted: tuple[int | None, ...]
     leaves: tuple[tuple[str, ...], ...]
     level: int = 0
+
+    @property
+    def name(self) -> str:
+        """A leaf that it makes; '' if it makes none."""
+        return next((names[0] for names in self.leaves if names), "")
 
 
 class Names(NamedTuple):
@@ -217,8 +224,10 @@ def _region(frame: Frame, links: Links, indices: list[int]) -> OwnedRegion:
     inside = set(indices)
     outs = [out for eqn in eqns for out in eqn.outvars]
     gives = [out for out in outs if not inside.issuperset(frame.readers.get(out, ()))]
-    sharded = [links.sharded_dim(frame, var) for var in reads]
-    return OwnedRegion(tuple(indices), tuple(reads), tuple(gives), tuple(sharded), ())
+    sharded, wanted = (
+        tuple(links.sharded_dim(frame, var) for var in each) for each in (reads, gives)
+    )
+    return OwnedRegion(tuple(indices), tuple(reads), tuple(gives), sharded, wanted, ())
 
 
 def _with_leaves(

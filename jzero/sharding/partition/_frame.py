@@ -16,6 +16,7 @@ from jzero.ir._errors import NeedsAllMicrobatchesError, cannot
 from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated, times_along
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
+from jzero.sharding.partition._owned import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, OUTPUT, DeviceMove, DeviceWriter
@@ -35,6 +36,7 @@ class Partitioning:
       time: the axis of microbatches, if there are several.
       exchanges: whether devices may be sent what others are not.
       automatic: whether XLA shards what a device has, over axes beside these, as the step says.
+      owners: who runs calls that update matrices.
     """
 
     mesh: Mapping[str, int]
@@ -46,6 +48,7 @@ class Partitioning:
     time: TimeAxis | None = None
     exchanges: bool = True
     automatic: bool = False
+    owners: MatrixOwners = NO_OWNERS
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 

@@ -7,7 +7,7 @@ With them goes the name of the leaf that is made of a value: of a sum, the one w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jzero.ir import _dataflow, _rules
 from jzero.ir._factors import Factor
@@ -16,7 +16,7 @@ from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
 from jzero.ir._rules import Cost
 from jzero.sharding.partition._values import Hint, joined, put
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Eqn
+from jzero.tracing._types import Eqn, Var
 
 _THROUGH = (
     Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.CAST, Cost.ELEMENTWISE, Cost.ALONG, Cost.REDUCTION, Cost.PART,
@@ -28,7 +28,7 @@ _HELD = (Cost.IDENTITY, Cost.COPY, Cost.CAST, Cost.ELEMENTWISE)
 
 def hints_of(
     step: Region, ins: Sequence[Layout | None], outs: Sequence[Layout | None],
-    reduced: Sequence[Hint | None] = (),
+    reduced: Sequence[Hint | None] = (), read: Mapping[Var, Hint] = {},
 ) -> dict[ValueIn, Hint | None]:  # fmt: skip
     """For each value of a step, what follows it; nothing for values that nobody has asked of.
 
@@ -37,6 +37,7 @@ def hints_of(
       ins: the layouts of the state, before it.
       outs: the layouts of its results.
       reduced: of the first results, what is said of the gradients that they are made of.
+      read: of values on the way, how what reads them wants them.
     """
     wanted = dict[ValueIn, Hint | None]()
     returned = [None if x is None else _hint(x, "") for x in outs]
@@ -44,6 +45,8 @@ def hints_of(
     for atom, hint in zip(step.jaxpr.outvars, returned, strict=True):
         if not _jaxpr.is_literal(atom):
             wanted[step, atom] = _join(wanted.get((step, atom)), hint)
+    for var, hint in read.items():
+        wanted[step, var] = _join(wanted.get((step, var)), hint)
     held = _held(step, ins)
 
     def before(region: Region, eqn: Eqn, hints: Sequence[Hint | None]) -> list[Hint | None]:

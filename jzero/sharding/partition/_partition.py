@@ -15,6 +15,7 @@ from jzero.ir._regions import Region, turns
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
 from jzero.sharding.partition._hints import hints_of
+from jzero.sharding.partition._owned import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
@@ -75,9 +76,8 @@ class DeviceProgram:
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
-    prices: Prices = (),
-    time: TimeAxis | None = None, exchanges: bool = True, automatic: bool = False,
-    keeps_padding: bool = False,
+    prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
+    exchanges: bool = True, automatic: bool = False, keeps_padding: bool = False,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
@@ -92,6 +92,7 @@ def partition(
       once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
       prices: what collectives take along each axis; by default a byte costs the same along all.
       time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
+      owners: who runs calls of the step that update matrices.
       exchanges: whether devices may be sent what others are not; microbatches that are no axis may not.
       automatic: whether XLA shards over axes beside these: what the step says of them stays.
       keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
@@ -101,10 +102,10 @@ def partition(
     """
     region = Region(jaxpr, [*consts])
     stored = [None if each.rows else each.layout for each in ins]
-    hints = hints_of(region, stored, outs, reduced)
+    hints = hints_of(region, stored, outs, reduced, owners.hints(mesh))
     shared = Partitioning(
         mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time,
-        exchanges, automatic,
+        exchanges, automatic, owners,
     )  # fmt: skip
     frame = DeviceFrame(jaxpr.eqns[0] if jaxpr.eqns else _nowhere(), shared, region)
     own = [

@@ -30,6 +30,7 @@ from jzero.sharding.partition import (
     _lazy,
     _look_ups,
     _opaque,
+    _owners,
 )
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._own_rows import in_own_rows
@@ -62,13 +63,20 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
 
 
 def _waits(frame: DeviceFrame, region: Region, var: Var, value: DeviceValue) -> bool:
-    """Whether something reads a partial sum as it is; whoever gets it of a region says what becomes of it."""
+    """Whether something reads a partial sum as it is; whoever gets it of a region says what becomes of it.
+
+    Of a view none does if something else reads the sum, which would then be done twice.
+    """
     eqns = region.jaxpr.eqns
     ends = len(eqns) in (readers := region.readers.get(var, []))
     in_time = bool(value.due & frame.over_time)
-    each = (eqns[i] for i in readers if i < len(eqns))
-    return ends or any(
-        _equations.waits(e) or in_time and _equations.widens_in_time(frame, e) for e in each
+    each = [eqns[i] for i in readers if i < len(eqns)]
+    found = [_equations.waits(e) or in_time and _equations.widens_in_time(frame, e) for e in each]
+    views = [_rules.costs(e, _rules.Cost.VIEW) for e in each]
+    return (
+        ends
+        or bool(found)
+        and (all(found) or any(a and not b for a, b in zip(found, views, strict=True)))
     )
 
 
@@ -82,6 +90,8 @@ def _equation(
         return ins
     if name == "optimization_barrier":
         return _control.barrier(frame, ins)
+    if (owners := frame.shared.owners.of(region, eqn)) is not None:
+        return _owners.run_owned(frame, region, eqn, owners, ins, run)
     if region.inner(eqn):
         return _control.run_inner(frame, region, eqn, ins, run)
     if _jaxpr.has_side_effects(eqn):

@@ -62,9 +62,13 @@ def _gradients(jaxpr: Jaxpr) -> dict[int, list[Eqn]]:
     for eqn in reversed(jaxpr.eqns):
         if _waits.reduces(eqn) and feeds.isdisjoint(eqn.outvars):
             found.setdefault(made.get(_jaxpr.variable(eqn.invars[0]), -1), []).insert(0, eqn)
-        elif _waits.takes_time(eqn) or not feeds.isdisjoint(eqn.outvars):
+        elif _is_of_pass(eqn) or not feeds.isdisjoint(eqn.outvars):
             feeds.update(variables(eqn.invars))
     return dict(sorted(found.items()))
+
+
+def _is_of_pass(eqn: Eqn) -> bool:
+    return _waits.takes_time(eqn) and not _jaxpr.in_scope(eqn, _waits.OWNED)
 
 
 def _in_groups(jaxpr: Jaxpr, found: dict[int, list[Eqn]], nbytes: int, in_turn: bool) -> Jaxpr:

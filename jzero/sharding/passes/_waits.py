@@ -28,6 +28,7 @@ PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 PREFETCH, ORDER, AFTER_LOOP, LAST_TURN, WHOLE_STACKS = (
     f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn", "whole_stacks")
 )
+OWNED = "jzero.owned"  # what owners of matrices compute, which is no product of a pass
 CODES, FIRST_HOP = "jzero.codes", "jzero.first_hop"  # and codes: of a gradient, what it waits for
 Makers: TypeAlias = Mapping[Var, Eqn]
 

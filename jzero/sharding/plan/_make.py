@@ -31,10 +31,11 @@ from jzero.sharding.plan._boundary import boundary_of
 from jzero.sharding.plan._layout import RestLayout, Shard
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import LocalStep
-from jzero.sharding.plan._owners import SharedOut, shared_out
+from jzero.sharding.plan._owners import Owned, SharedOut, shared_out
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._stages import PARAMETER, StateLeaf
+from jzero.sharding.plan._trace import TracedStep, WholeBatch, whole_frame
 from jzero.tracing import _call
 
 
@@ -94,13 +95,12 @@ def make_plan(
     links, layouts = _laid_out(frame, tables, local, leaves, setting, rests)
     shared = SharedOut(frame, {}, ())
     if _has_owners(setting):
-        axes = {axis: setting.axes[axis] for axis in stage_axes.shard_axes}
-        params = frozenset(i for i, leaf in enumerate(layouts) if leaf.role == PARAMETER)
-        names = Names(tuple(leaf.path for leaf in layouts), params)
-        shared = shared_out(frame, links, axes, names)
+        shared = _shared_out(frame, links, layouts, setting)
     if shared.owners:
+        whole = _with_owners(local.traced, shared, layouts, setting)
         frame = shared.frame
-        local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
+        traced = dataclasses.replace(local.traced, frame=frame, whole=whole)
+        local = dataclasses.replace(local, traced=traced)
         tables = looked_up(frame, num)
         links, layouts = _laid_out(frame, tables, local, leaves, setting, rests)
     policy, automatic = options.offload, tuple(setting.automatic)
@@ -182,6 +182,41 @@ def _has_owners(setting: Setting) -> bool:
     options = setting.options
     here = not (options.offload.tier != DEVICE or options.offload.streams)
     return several and here and not setting.evaluates and not setting.automatic
+
+
+def _shared_out(
+    frame: Frame, links: Links, layouts: Sequence[LeafPlan], setting: Setting
+) -> SharedOut:
+    axes = {axis: setting.axes[axis] for axis in setting.stage_axes.shard_axes}
+    params = frozenset(i for i, leaf in enumerate(layouts) if leaf.role == PARAMETER)
+    return shared_out(frame, links, axes, Names(tuple(leaf.path for leaf in layouts), params))
+
+
+def _with_owners(
+    traced: TracedStep, shared: SharedOut, layouts: Sequence[LeafPlan], setting: Setting
+) -> WholeBatch | None:
+    """The whole batch's step with the same owners; without any if nobody finds them there."""
+    whole = traced.whole
+    if whole is None:
+        return None
+    if traced.is_rewritten:
+        frame, _ = whole_frame(whole, setting.axes)
+        links = Links(frame, setting.stage_axes.count(setting.stage_axes.shard_axes))
+        pairs = [*zip(frame.jaxpr.invars, layouts, strict=False)]
+        for var, leaf in sorted(pairs, key=lambda pair: pair[1].role != PARAMETER):
+            layout = leaf.layout if isinstance(leaf.layout, Shard) else leaf.gradient
+            if isinstance(layout, Shard):
+                links.shard(frame, var, layout.dim, leaf.path)
+        there, ours = _shared_out(frame, links, layouts, setting), shared
+        if _owned(there) != _owned(ours):
+            return whole
+        shared = there
+    jaxpr: Any = shared.frame.jaxpr
+    return whole._replace(jaxpr=jaxpr, owners=shared.owners)
+
+
+def _owned(shared: SharedOut) -> list[Owned]:
+    return [each for each in shared.owned if not each.why]
 
 
 def _microbatches(

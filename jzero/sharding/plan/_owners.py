@@ -16,17 +16,16 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from jzero._errors import describe_leaf
-from jzero.ir._regions import variables
+from jzero.ir._regions import Region, variables
 from jzero.sharding.analysis import _frames, _regions
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._regions import Names, OwnedRegion
+from jzero.sharding.partition._owned import OwnedGroup, OwnedStack, Owners
 from jzero.sharding.plan._one_device import on_slices
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Var
@@ -63,45 +62,6 @@ class Owned:
         return f"{self.each} of {self.num} {self.matrix} of {', '.join(self.leaves)}{why}"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class OwnedGroup:
-    """Updates of several matrices that compute the same.
-
-    Attributes:
-      reads: of each of them, what it reads.
-      gives: of each of them, what it returns.
-      shared: for each value that one reads, whether all of them read that same one.
-      update: the first of them, as a function of what it reads.
-    """
-
-    reads: tuple[tuple[Var, ...], ...]
-    gives: tuple[tuple[Var, ...], ...]
-    shared: tuple[bool, ...]
-    update: Callable[..., list[jax.Array]]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class OwnedStack:
-    """The update of a stack, as one device runs it of its slices.
-
-    Attributes:
-      reads: what it reads.
-      gives: what it returns.
-      read_dims: for each of `reads`, the dim of the stack; None for what is whole.
-      give_dims: for each of `gives`.
-      frame: the update of a device's slices.
-    """
-
-    reads: tuple[Var, ...]
-    gives: tuple[Var, ...]
-    read_dims: tuple[int | None, ...]
-    give_dims: tuple[int | None, ...]
-    frame: Frame
-
-
-Owners = Mapping[Var, OwnedGroup | OwnedStack]  # by the first result of the call that they run
-
-
 class OwnerCall(NamedTuple):
     """Regions whose equations become one call, and what owners run in its place."""
 
@@ -133,11 +93,8 @@ def shared_out(frame: Frame, links: Links, axes: Mapping[str, int], names: Names
         owned += told
     if not boxes:
         return SharedOut(frame, {}, _together(owned))
-    jaxpr, eqns = frame.jaxpr, _with_calls(frame, boxes)
-    flat = _rewrite.Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], eqns)
-    varying = [frame.varying[var] for var in jaxpr.invars]
-    new = _frames.build_frames(flat, frame.consts, varying, frame.autodiff)
-    return SharedOut(new, {_gives(box.regions)[0]: box.owners for box in boxes}, _together(owned))
+    owners = {_gives(box.regions)[0]: box.owners for box in boxes}
+    return SharedOut(_with_calls(frame, boxes), owners, _together(owned))
 
 
 def _together(owned: Sequence[Owned]) -> tuple[Owned, ...]:
@@ -250,14 +207,9 @@ def _distinct(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 def _group(frame: Frame, regions: Sequence[OwnedRegion]) -> list[OwnerCall]:
     """All regions as one group."""
-    reads = tuple(region.reads for region in regions)
+    reads = (region.reads for region in regions)
     shared = tuple(len(set(slot)) == 1 for slot in zip(*reads, strict=True))
-    first = regions[0]
-    eqns = [frame.jaxpr.eqns[i] for i in first.eqns]
-    update = _rewrite.function_of(eqns, first.reads, first.gives)
-    return [
-        OwnerCall([*regions], OwnedGroup(reads, tuple(r.gives for r in regions), shared, update))
-    ]
+    return [OwnerCall([*regions], OwnedGroup(tuple(regions), shared, _update(frame, regions[0])))]
 
 
 def _stack(
@@ -267,8 +219,7 @@ def _stack(
     first = regions[0]
     size = _regions.largest_read(first).aval.shape[dim]
     dims = [_dim_of(var, dim, size) for var in first.reads]
-    eqns = [frame.jaxpr.eqns[i] for i in first.eqns]
-    local = on_slices(_rewrite.Flat([], list(first.reads), list(first.gives), eqns), dims, axes)
+    local = on_slices(_update(frame, first), dims, axes)
     if local.movements:
         movement = local.movements[0]
         return f"its {movement.operation} needs dim {dim} whole"
@@ -277,11 +228,14 @@ def _stack(
     if why := _why_reduced(body, dim):
         return why
     return [
-        OwnerCall(
-            [region], OwnedStack(region.reads, region.gives, tuple(dims), local.outputs, body)
-        )
+        OwnerCall([region], OwnedStack(region, tuple(dims), local.outputs, body))
         for region in regions
     ]
+
+
+def _update(frame: Frame, region: OwnedRegion) -> _rewrite.Flat:
+    eqns = [frame.jaxpr.eqns[i] for i in region.eqns]
+    return _rewrite.Flat([], [*region.reads], [*region.gives], eqns)
 
 
 def _why_reduced(body: Frame, dim: int) -> str:
@@ -336,15 +290,29 @@ def _order(frame: Frame, boxes: Sequence[OwnerCall]) -> list[int] | None:
     return _topological(waits)
 
 
-def _with_calls(frame: Frame, boxes: Sequence[OwnerCall]) -> list[Eqn]:
-    """The frame's equations, with a call for each box."""
-    eqns, order, calls = frame.jaxpr.eqns, _order(frame, boxes), {}
+def _with_calls(frame: Frame, boxes: Sequence[OwnerCall]) -> Frame:
+    """The frame, with a call for each box; what was found of its values stays."""
+    jaxpr, eqns, order = frame.jaxpr, frame.jaxpr.eqns, _order(frame, boxes)
     assert order is not None
+    calls = dict[int, Eqn]()
     for box in boxes:
         indices = _indices(box)
         reads = variables(var for region in box.regions for var in region.reads)
         calls[indices[-1]] = _rewrite.boxed([eqns[i] for i in indices], reads, _gives(box.regions))
-    return [calls.get(node, eqns[node]) for node in order]
+    new = [calls.get(node, eqns[node]) for node in order]
+    flat = _rewrite.Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], new)
+    found = dataclasses.replace(frame, jaxpr=flat, children={})
+    for place, node in enumerate(order):
+        if (call := calls.get(node)) is not None:
+            (program,) = Region(flat, frame.consts).inner(call)
+            inside: Sequence[Frame] = [_frames.frames_of(program, lambda *_: _frames.NOWHERE)]
+        else:
+            inside = frame.children.get(node, ())
+        for child in inside:
+            child.around = found, new[place]
+        if inside:
+            found.children[place] = [*inside]
+    return found
 
 
 def _topological(waits: Mapping[int, set[int]]) -> list[int] | None:

@@ -23,17 +23,18 @@ from jax.typing import ArrayLike
 from jzero._errors import JzeroError, StepError, message
 from jzero.ir import _starts
 from jzero.ir._regions import Region
-from jzero.ir._rows import NO_ROWS, row_dims
+from jzero.ir._rows import NO_ROWS, RowDims, Unsure, row_dims
 from jzero.ir._work import Repeated, repeated
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame, Varying
 from jzero.sharding.analysis._kinds import uncut_checkpoints
 from jzero.sharding.partition._movement import Movement
+from jzero.sharding.partition._owned import Owners
 from jzero.sharding.partition._run import shard_map_error
 from jzero.sharding.plan._one_device import on_one_device
 from jzero.tracing import _jaxpr, _keys, _reading, _rewrite, _weak
 from jzero.tracing._differences import without_differences
-from jzero.tracing._types import Aval, Eqn, Jaxpr
+from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr
 
 # The step as a function of leaves; it returns what it likes.
 StepOfLeaves: TypeAlias = Callable[..., Any]
@@ -53,6 +54,7 @@ class WholeBatch(NamedTuple):
       rows: for each input, the dim of its rows of the batch; None if it has none.
       in_parts: whether each device is given its rows: where the devices do not divide them, it is given all.
       dims: the same as `rows`, also where no device has rows of its own.
+      owners: what owners run in the place of calls of the jaxpr.
     """
 
     out_tree: PyTreeDef
@@ -62,6 +64,7 @@ class WholeBatch(NamedTuple):
     rows: tuple[int | None, ...]
     in_parts: tuple[bool, ...]
     dims: tuple[int | None, ...]
+    owners: Owners = {}
 
     def repeated(self, device: _rewrite.Flat | Jaxpr, num: int) -> tuple[float, list[Repeated]]:
         """The flops of the step, and what `num` devices (or microbatches) that run this repeat of them."""
@@ -180,21 +183,17 @@ def as_traced(whole: WholeBatch, axes: dict[str, int]) -> TracedStep | None:
     def unsure(region: Region, eqn: Eqn) -> NoReturn:
         raise _UnsureError
 
-    program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
     try:
-        found = row_dims(program, whole.rows, unsure)
+        frame, found = whole_frame(whole, axes, unsure)
     except _UnsureError:
         return None
-    everywhere, num = frozenset(axes), math.prod(axes.values())
-    frame = _frames.frames_of(
-        program, lambda region, x: everywhere if found.get((region, x)) else _frames.NOWHERE
-    )
     returned = [
-        (NO_ROWS if _jaxpr.is_literal(x) else found.get((program, x), NO_ROWS), x.aval.shape)
+        (NO_ROWS if _jaxpr.is_literal(x) else found.get(x, NO_ROWS), x.aval.shape)
         for x in whole.jaxpr.outvars
     ]
     if any(len(dims) > 1 for dims, _ in returned):
         return None
+    num = math.prod(axes.values())
     outputs = [
         next((dim for dim in dims if shape[dim] % num == 0), None) for dims, shape in returned
     ]
@@ -208,6 +207,18 @@ def as_traced(whole: WholeBatch, axes: dict[str, int]) -> TracedStep | None:
         (),
         whole,
     )
+
+
+def whole_frame(
+    whole: WholeBatch, axes: Collection[str], unsure: Unsure = lambda region, eqn: None
+) -> tuple[Frame, dict[Atom, RowDims]]:
+    """The frame of the whole batch's step, and the dims of the batch that its values have."""
+    program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
+    found, everywhere = row_dims(program, whole.rows, unsure), frozenset(axes)
+    frame = _frames.frames_of(
+        program, lambda region, x: everywhere if found.get((region, x)) else _frames.NOWHERE
+    )
+    return frame, {x: dims for (region, x), dims in found.items() if region is program}
 
 
 def trace_plainly(

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.plan._owners import OwnedGroup, OwnedStack
+from jzero.sharding.partition._owned import OwnedGroup, OwnedStack
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Interpreter
 from jzero.sharding.run._values import FullValue, Settled, ShardValue, Value
+from jzero.tracing import _rewrite
 from jzero.tracing._types import Var
 
 Known = dict[Var, Settled]
@@ -41,21 +42,22 @@ def run(
 
 def _run_group(interp: Interpreter, frame: Frame, group: OwnedGroup, values: Known) -> Known:
     """`m` of `[n/k, d]` -> `[m/k, n, d]`, updated -> `m` of `[n/k, d]`."""
-    devices, num = interp.devices, len(group.reads)
-    places = zip(group.shared, zip(*group.reads, strict=True), strict=True)
+    devices, num = interp.devices, len(group.regions)
     args = [
         devices.full(values[slot[0]]) if same else _own(interp, frame, slot, values)
-        for same, slot in places
+        for same, slot in zip(group.shared, group.reads, strict=True)
     ]
+    update = _rewrite.function_of(group.update.eqns, group.update.invars, group.update.outvars)
     # In turn, as on one device: what one update needs beside its matrix is alive once.
     outs = [
-        group.update(*(x if same else x[i] for x, same in zip(args, group.shared, strict=True)))
+        update(*(x if same else x[i] for x, same in zip(args, group.shared, strict=True)))
         for i in range(-(-num // devices.num_shards))
     ]
+    name = _name(values, [region.reads for region in group.regions])
     found: Known = {}
-    for slot, xs in zip(zip(*group.gives, strict=True), zip(*outs, strict=True), strict=True):
+    for slot, xs in zip(group.gives, zip(*outs, strict=True), strict=True):
         dim = _common({interp.dim_of(frame, var) for var in slot})
-        own = ShardValue(jnp.stack(xs), 0, num, devices.shard_axes, _name(values, group.reads))
+        own = ShardValue(jnp.stack(xs), 0, num, devices.shard_axes, name)
         stack = _returned(devices, own, None if dim is None else dim + 1)
         found |= {var: _one(stack, i) for i, var in enumerate(slot)}
     return found
@@ -98,7 +100,7 @@ def _run_stack(interp: Interpreter, frame: Frame, stack: OwnedStack, values: Kno
     devices = interp.devices
     args = [
         FullValue(devices.full(values[var]) if dim is None else devices.exchanged(values[var], dim))
-        for var, dim in zip(stack.reads, stack.read_dims, strict=True)
+        for var, dim in zip(stack.region.reads, stack.read_dims, strict=True)
     ]
     # In its frame the axes have the mesh's names, and no value is a shard.
     inner = dataclasses.replace(
@@ -106,12 +108,12 @@ def _run_stack(interp: Interpreter, frame: Frame, stack: OwnedStack, values: Kno
     )
     outs = inner.run(stack.frame, args)
     found: Known = {}
-    for var, dim, out in zip(stack.gives, stack.give_dims, outs, strict=True):
+    for var, dim, out in zip(stack.region.gives, stack.give_dims, outs, strict=True):
         x = devices.full(out)
         if dim is None:
             found[var] = FullValue(x)
             continue
-        name = _name(values, [stack.reads])
+        name = _name(values, [stack.region.reads])
         own = ShardValue(x, dim, var.aval.shape[dim], devices.shard_axes, name)
         found[var] = _returned(devices, own, interp.dim_of(frame, var))
     return found
