@@ -126,11 +126,14 @@ def ordinary(
     if all(is_whole(v.layout) for v in ins):
         return _replicated(frame, eqn, ins)
     choice = _FactorChoice(frame, eqn, ins, factors, kept)
-    written = _Written(frame, eqn, ins, factors, choice.run(), kept).run()
+    chosen = choice.run()
+    written = _Written(frame, eqn, ins, factors, chosen, kept).run()
     displaced = frozenset(a for v in ins for a in v.displaced) ^ choice.exchanged
     for value in written:
         value.displaced = displaced & axes_of(value.layout)
-    return written
+    lost = frozenset(a for v in ins for a in v.rows) - {p.axis for p in kept}
+    lost -= {cut.axis for dim in chosen.values() for cut in dim.cuts}
+    return [cut_again(frame, v, ins, lost) for v in written] if lost else written
 
 
 def cut_again(
