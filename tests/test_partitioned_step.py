@@ -397,11 +397,6 @@ def pmapped(state, batch):
     return jax.tree.map(lambda w, g: w - jax.lax.pmean(g, "data"), state, grads)
 
 
-def printing(state, batch):
-    jax.debug.callback(print, batch.sum())
-    return jax.tree.map(lambda w, g: w - g, state, jax.grad(loss_of)(state, batch))
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -409,7 +404,6 @@ def printing(state, batch):
         ({"offload_activations": jzero.PinnedHost()}, "offload_activations"),
         ({"mesh": (4, 2), "axis_names": "data"}, "mesh axes beside the data axes"),
         ({"step": pmapped}, "collectives of its own"),
-        ({"step": printing}, "effects"),
     ],
 )
 def test_what_it_does_not_run(options, why):

@@ -126,11 +126,14 @@ def ordinary(
     if all(is_whole(v.layout) for v in ins):
         return _replicated(frame, eqn, ins)
     choice = _FactorChoice(frame, eqn, ins, factors, kept)
-    written = _Written(frame, eqn, ins, factors, choice.run(), kept).run()
+    chosen = choice.run()
+    written = _Written(frame, eqn, ins, factors, chosen, kept).run()
     displaced = frozenset(a for v in ins for a in v.displaced) ^ choice.exchanged
     for value in written:
         value.displaced = displaced & axes_of(value.layout)
-    return written
+    lost = frozenset(a for v in ins for a in v.rows) - {p.axis for p in kept}
+    lost -= {cut.axis for dim in chosen.values() for cut in dim.cuts}
+    return [cut_again(frame, v, ins, lost) for v in written] if lost else written
 
 
 def cut_again(
@@ -138,7 +141,8 @@ def cut_again(
 ) -> DeviceValue:  # fmt: skip
     """What was made of gathered rows as rows again, lest all that follows be done by every device.
 
-    They are along a dim that is as long as that of an operand's rows over some `axes`, best at its place.
+    They are along a dim that is as long as that of an operand's rows over some `axes`, best at its place. A
+    number for each row stays whole: it costs nothing, and sorted ones are often picked from.
     """
     layout, shape = value.layout, value.aval.shape
     for v in ins:
@@ -146,7 +150,7 @@ def cut_again(
             if not axes.intersection(v.rows, (cut.axis for cut in dim.cuts)):
                 continue
             same = [e for e in (d, *range(len(shape))) if shape[e : e + 1] == (dim.true,)]
-            if same:
+            if same and value.aval.size > dim.true:
                 want = frame.whole(shape).with_dims({same[0]: dim})
                 layout = joined(layout, want, axes & v.rows)
     if layout == value.layout:

@@ -11,7 +11,7 @@ from jzero.ir import _opaque
 from jzero.ir._factors import Factor
 from jzero.ir._layout import Partial
 from jzero.ir._regions import Region
-from jzero.sharding.partition._equations import cut_again, ordinary
+from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue, axes_of
 from jzero.tracing import _jaxpr
@@ -32,9 +32,6 @@ def call(
     num = ins[0].layout.num(frame.mesh) if ins else 1
     frame.reason = _opaque.why_gathered(eqn, factors, scopes, num)
     found = ordinary(frame, eqn, ins, factors)
-    lost = frozenset[str]().union(*(v.rows for v in ins)) - axes_of(found[0].layout)
-    if lost:
-        return [cut_again(frame, v, ins, lost) for v in found]
     return [_summed(frame, v, found[0]) if _is_sum(factors, j) else v for j, v in enumerate(found)]
 
 

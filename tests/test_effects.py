@@ -1,0 +1,244 @@
+"""What steps do beside computing: as often, with the same values and in the same order as under `jax.jit`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import engines
+import jzero
+import small
+
+ROWS, DIM = 16, 4
+CALLS: list[tuple[str, list[np.ndarray]]] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _double():
+    jax.config.update("jax_enable_x64", True)  # Callbacks run in XLA's threads.
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def note(name, *values):
+    CALLS.append((name, [np.array(value) for value in values]))
+
+
+def tell(name, *values, ordered=True):
+    io_callback(functools.partial(note, name), None, *values, ordered=ordered)
+
+
+def ask(name, answer, *values, ordered=False):
+    """What the host answers, which it may make of the values."""
+
+    def answered(*values):
+        note(name, *values)
+        return jax.tree.map(np.asarray, answer(*map(np.asarray, values)))
+
+    kinds = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, answer(*map(np_like, values))))
+    return io_callback(answered, kinds, *values, ordered=ordered)
+
+
+def np_like(x):
+    return np.ones(x.shape, x.dtype)
+
+
+def descent(loss, w, x):
+    value, grad = jax.value_and_grad(loss)(w, x)
+    return w - 0.1 * grad, value
+
+
+def layers(w, x, turn):
+    """Three layers; `turn(i, h)` acts in each."""
+
+    def layer(h, i):
+        return jnp.tanh(turn(i, h) @ w), i * 2
+
+    return lax.scan(layer, x, jnp.arange(3))
+
+
+def mean_square(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+def in_order(w, x):
+    """Before a loop, in it, in a branch of it and behind it; in a `while`; of rows, and of the state."""
+    tell("first", x)
+
+    def turn(i, total):
+        tell("turn", i, x[i])
+        lax.cond(i > 0, lambda: tell("branch", w[0, i]), lambda: None)
+        return total + x[i].sum()
+
+    total = lax.fori_loop(0, 3, turn, 0.0)
+    tell("then", total)
+
+    def body(carry):
+        i, total = carry
+        tell("while", i)
+        return i + 1, total * 0.5
+
+    i, _ = lax.while_loop(lambda carry: carry[1] ** 2 > 1e-2, body, (0, total))
+    tell("mean", x.mean())
+    w, loss = descent(mean_square, w, x)
+    tell("last", w, loss)
+    return w, loss
+
+
+def in_layers(w, x):
+    """A loop that each microbatch runs, in both passes; of the state alone."""
+
+    def act(i, h):
+        tell("layer", i, w.sum(), ordered=False)
+        return h
+
+    return descent(lambda w, x: jnp.mean(layers(w, x, act)[0] ** 2), w, x)
+
+
+def in_layers_and_order(w, x):
+    tell("before", w[0])
+
+    def act(i, h):
+        tell("layer", i)
+        tell("again", w[i, 0])
+        return h
+
+    def loss(w, x):
+        h, doubled = layers(w, x, act)
+        return jnp.mean(h**2) + 0 * doubled.sum()
+
+    w, value = descent(loss, w, x)
+    tell("behind", value)
+    return w, value
+
+
+def in_two_loops(w, x):
+    """What a later loop over microbatches computes again is not done again."""
+
+    def act(i, h):
+        jax.debug.callback(functools.partial(note, "layer"), i, ordered=True)
+        return h
+
+    return descent(lambda w, x: jnp.sqrt(jnp.mean(layers(w, x, act)[0] ** 2)), w, x)
+
+
+def in_a_checkpoint(w, x):
+    def act(i, h):
+        jax.debug.callback(functools.partial(note, "layer"), i, w[0, 0])
+        return h
+
+    fn = jax.checkpoint(lambda w, x: jnp.mean(layers(w, x, act)[0] ** 2))
+    return descent(fn, w, x)
+
+
+def answers(w, x):
+    """Several answers, of several dtypes, of which some are not read."""
+    scale, _, is_large = ask(
+        "ask", lambda x, s: (x.sum(0) / 100, np.int32(3), np.bool_(s > 0)), x, w.sum()
+    )
+    ask("unread", lambda s: s * 2, x.sum())
+    rows = ask("rows", lambda x: np.cumsum(x, 0) / 100, x)
+    w, loss = descent(
+        lambda w, x: mean_square(w * jnp.where(is_large, scale, 1)[None], x + rows), w, x
+    )
+    return w, (loss, rows)
+
+
+def answers_in_layers(w, x):
+    """Each layer waits for an answer, which is about the state."""
+
+    def act(i, h):
+        return h * ask("layer", lambda s, i: np.tanh(s) + i, w.sum(), i)
+
+    return descent(lambda w, x: jnp.mean(layers(w, x, act)[0] ** 2), w, x)
+
+
+def answers_that_steer(w, x):
+    """The host ends a loop, and answers about all rows in a branch."""
+
+    def more(carry):
+        return ask("more", lambda i: i < 3, carry[0])
+
+    def turn(carry):
+        return carry[0] + 1, carry[1] * 0.5
+
+    i, w = lax.while_loop(more, turn, (0, w))
+    scale = lax.cond(i > 2, lambda: ask("branch", np.mean, x), lambda: 0.0)
+    return descent(lambda w, x: mean_square(w * scale, x), w, x)
+
+
+def of_single_rows(w, x):
+    """In `jax.vmap`: for each row."""
+
+    def of_row(row):
+        jax.debug.callback(functools.partial(note, "row"), row.sum())
+        return lax.while_loop(lambda h: h.sum() > 1, lambda h: h / 2, row**2)
+
+    return descent(lambda w, x: mean_square(w, jax.vmap(of_row)(x)), w, x)
+
+
+ORDERED = {fn.__name__: fn for fn in (in_order, in_layers_and_order, in_two_loops)}
+STEPS = ORDERED | {
+    fn.__name__: fn
+    for fn in (
+        in_layers, in_a_checkpoint, answers, answers_in_layers, answers_that_steer, of_single_rows,
+    )
+}  # fmt: skip
+
+
+def trained(step, state, x):
+    """Each step's state and outputs, and what it has told the host."""
+    CALLS.clear()
+    found, told = [], []
+    for k in range(3):
+        state, outputs = step(state, x + k)
+        found.append(jax.tree.map(np.asarray, (state, outputs)))
+        jax.effects_barrier()
+        told.append([*CALLS])
+        CALLS.clear()
+    return found, told
+
+
+def by_value(call):
+    name, values = call
+    return name, [np.round(value, 6).tolist() for value in values]
+
+
+def drawn():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(DIM, DIM)), rng.normal(size=(ROWS, DIM))
+
+
+def test_answers_for_all_microbatches_in_a_loop_of_layers_are_refused():
+    step = small.shard_train_step(answers_in_layers, accumulate=2)
+    with pytest.raises(jzero.StepError, match=r"mul at .*inside a loop, branch or jax.checkpoint"):
+        step(*drawn())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("num", [1, 2, 8])
+@pytest.mark.parametrize("name", STEPS)
+def test_as_under_jit(name, num, accumulate):
+    if accumulate > 1 and name == "answers_in_layers":
+        pytest.skip("is refused")
+    w, x = drawn()
+    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    step = small.shard_train_step(STEPS[name], mesh=mesh, accumulate=accumulate)
+    found, told = trained(step, w, x)
+    assert engines.why_not(step) == []
+    expected, calls = trained(jax.jit(STEPS[name]), w, x)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), found, expected
+    )
+    for mine, jits in zip(told, calls, strict=True):
+        if name not in ORDERED:
+            mine, jits = sorted(mine, key=by_value), sorted(jits, key=by_value)
+        assert [call[0] for call in mine] == [call[0] for call in jits]
+        for (_, values), (_, others) in zip(mine, jits, strict=True):
+            jax.tree.map(
+                functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), values, others
+            )
