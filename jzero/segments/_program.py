@@ -77,7 +77,7 @@ class Program:
     extra_work: tuple[Extra, ...]
     state: tuple[jax.ShapeDtypeStruct, ...]
     as_traced: Callable[..., _jaxpr.Traced]
-    closes_over: tuple[jax.core.Tracer, ...]
+    closes_over: tuple[Any, ...]
 
     @functools.cached_property
     def as_written(self) -> Callable[..., Any]:
@@ -88,7 +88,9 @@ class Program:
         ]
         num_new = self.out_tree.num_leaves - len(self.plan.outputs)
         places = [*whole, *self.argument_shardings]
-        return _derivatives.as_written(self.as_traced(on_mesh=True), places, self.closes_over, num_new)
+        return _derivatives.as_written(
+            self.as_traced(on_mesh=True), places, self.closes_over, num_new
+        )
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""
@@ -197,6 +199,7 @@ def build(
         if refused is not None and not isinstance(found, Partitioned):
             raise refused
         movements, extra_work = _asked(local, plan, found)
+        read = local.traced.whole or local.traced.frame
         return Program(
             plan,
             step,
@@ -209,7 +212,7 @@ def build(
             extra_work,
             tuple(flat.state),
             functools.partial(as_traced, flat, setting),
-            tuple(x for x in local.traced.frame.consts if isinstance(x, jax.core.Tracer)),
+            tuple(x for x in read.consts if isinstance(x, jax.core.Tracer)),
         )
 
     program = planned(local)
