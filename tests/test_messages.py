@@ -198,6 +198,17 @@ def test_full_matches_no_parameter():
     text = ["full='bias' matches no parameter", "The parameters are state"]
     refuses(ValueError, text, sharded(full="bias").plan, W, X)
 
+    def counts(state, x):
+        return {"n": state["n"] + 1, "seen": state["seen"] + x.sum(0)}
+
+    state = {"n": 0, "seen": jnp.ones(8)}
+    text = [
+        "full='seen' matches no parameter",
+        "There are none",
+        "state['n'], state['seen']. Drop full.",
+    ]
+    refuses(ValueError, text, sharded(counts, full="seen").plan, state, X)
+
 
 def test_axes_of_roles():
     mesh = jax.make_mesh((2, 4), ("node", "local"))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derivatives of a sharded step that are taken from outside: those of the step as it is written.
 
-[Note: derivatives from outside] The program of one device computes a step, and is no text to be
-differentiated. Calls in it are replaced by their equations, so that rules of their own (`jax.custom_vjp`,
-`jax.custom_jvp`, a solver's) are gone, and a maximum over rows is a `pmax`, whose derivative is zero in JAX.
-So whoever differentiates a call (`jax.grad`, `jvp`, `hessian`, under `jax.jit` or not) meets a
-`jax.custom_jvp`. Its rule is `jax.jvp` of the step as it was traced, of the whole batch. XLA shards that by
-its operands: derivatives are exact, and cost what XLA makes of them (tests/test_derivatives.py).
+[Note: derivatives from outside] The program of one device computes a step, and is no text to differentiate.
+Calls in it are replaced by their equations, so that rules of their own (`jax.custom_vjp`, `jax.custom_jvp`, a
+solver's) are gone, and a maximum over rows is a `pmax`, whose derivative is zero in JAX. Therefore whoever
+differentiates a call (`jax.grad`, `jvp`, `hessian`, under `jax.jit` or not) meets a `jax.custom_jvp`. Its
+rule is `jax.jvp` of the step as it was traced, of the whole batch. XLA shards that by its operands: what it
+computes is exact, and how it moves and keeps values is XLA's choice (tests/test_derivatives.py).
 """
 
 from __future__ import annotations

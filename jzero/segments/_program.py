@@ -199,6 +199,7 @@ def build(
         if refused is not None and not isinstance(found, Partitioned):
             raise refused
         movements, extra_work = _asked(local, plan, found)
+        read = local.traced.whole or local.traced.frame
         return Program(
             plan,
             step,
@@ -211,7 +212,7 @@ def build(
             extra_work,
             tuple(flat.state),
             functools.partial(as_traced, flat, setting),
-            tuple(x for x in local.traced.frame.consts if isinstance(x, jax.core.Tracer)),
+            tuple(x for x in read.consts if isinstance(x, jax.core.Tracer)),
         )
 
     program = planned(local)

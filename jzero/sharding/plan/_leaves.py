@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jzero._blocks import Blocks
-from jzero._errors import OptionError, message
+from jzero._errors import OptionError, first_of, message
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
@@ -322,12 +322,16 @@ def _leaf_plan(
 
 
 def _check_full(stage_axes: StageAxes, plans: Iterable[LeafPlan]) -> None:
+    plans = list(plans)
     paths = [plan.path for plan in plans if plan.role == PARAMETER]
     if stage_axes.full is not None and not any(re.search(stage_axes.full, path) for path in paths):
+        leaves = first_of([plan.path for plan in plans], 6)
         raise OptionError(message(
             "shard_train_step", f"full={stage_axes.full!r} matches no parameter",
             "It is a regular expression for the paths of parameters that stay full.",
-            f"The parameters are {', '.join(paths[:6])}{', ...' if len(paths) > 6 else ''}."))  # fmt: skip
+            f"The parameters are {first_of(paths, 6)}." if paths else
+            "There are none: with its batch the step reads no array of floats of its state, which has "
+            f"{leaves}. Drop full."))  # fmt: skip
 
 
 def _role(leaf: StateLeaf, feeds_batch: bool) -> str:

@@ -1,0 +1,346 @@
+"""Derivatives of a sharded step that are taken from outside equal those of the plain step."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import jzero
+from jzero.segments import _partitioned
+
+ROWS, FEATURES, CLASSES = 16, 10, 9  # No devices divide what a parameter has: it is padded.
+
+
+@pytest.fixture(autouse=True)
+def _in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def mesh_of(num: int, kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((num,), ("data",), (kind,), devices=jax.devices()[:num])
+
+
+@jax.custom_vjp
+def rounded(x):
+    """Straight through."""
+    return jnp.round(x)
+
+
+rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, cotangent: (cotangent,))
+
+
+def relu_at_zero(w, x):
+    # A column of each is zeros.
+    return jnp.sum(jnp.sin(jax.nn.relu(x @ w["a"]))) + jnp.sum(jnp.sin(jax.nn.relu(x)))
+
+
+def straight_through(w, x):
+    return jnp.sum(rounded(x @ w["a"]) ** 2)
+
+
+def solve(w, x):
+    gram = w["a"].T @ w["a"] + x[:CLASSES, :CLASSES].T @ x[:CLASSES, :CLASSES]
+    return jnp.sum(jnp.linalg.solve(gram + jnp.eye(CLASSES), (x @ w["a"]).T) ** 2)
+
+
+def max_over_rows(w, x):
+    return jnp.sum(jnp.max(x @ w["a"], axis=0) ** 2) + jnp.sum(jnp.min(x**2 @ w["a"], axis=0))
+
+
+def segment_max(w, x):
+    return jnp.sum(jax.ops.segment_max(x @ w["a"], jnp.arange(ROWS) % 3, 3) ** 2)
+
+
+def max_over_parameter(w, x):
+    return jnp.max(w["a"]) ** 2 * jnp.mean(x @ w["a"]) + jnp.linalg.norm(w["b"], jnp.inf)
+
+
+def cross_entropy(w, x):
+    labels = jnp.arange(ROWS) % CLASSES
+    logits = x @ w["a"] + w["b"][None]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def batch_norm(w, x):
+    h = x @ w["a"]
+    mean, var = h.mean(0, keepdims=True), h.var(0, keepdims=True)
+    h = (h - mean) / jnp.sqrt(var + 0.1) * w["b"][None]
+    return jnp.mean(jax.nn.relu(h) ** 2) + jnp.max(h)
+
+
+def checkpointed_scan(w, x):
+    @jax.checkpoint
+    def layer(h, v):
+        return jax.nn.relu(h + jnp.max(h, axis=0, keepdims=True) @ v), None
+
+    h, _ = jax.lax.scan(layer, x @ w["a"], jnp.stack([w["c"], 2 * w["c"]]))
+    return jnp.mean(h**2)
+
+
+LOSSES = [
+    relu_at_zero, straight_through, solve, max_over_rows, segment_max, max_over_parameter,
+    cross_entropy, batch_norm, checkpointed_scan,
+]  # fmt: skip
+Step = Callable[[Any, Any], Any]
+
+
+def params_of():
+    rng = np.random.default_rng(0)
+    shapes = {"a": (FEATURES, CLASSES), "b": (CLASSES,), "c": (CLASSES, CLASSES)}
+    params = {name: rng.normal(size=shape) / 3 for name, shape in shapes.items()}
+    params["a"][:, 2] = 0
+    return jax.tree.map(jnp.asarray, params)
+
+
+def batch_of():
+    x = np.random.default_rng(1).normal(size=(ROWS, FEATURES))
+    x[:, 3] = 0
+    return jnp.asarray(x)
+
+
+def train_step_of(loss: Step) -> Step:
+    def step(w, x):
+        value, grads = jax.value_and_grad(loss)(w, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), {"loss": value}
+
+    return step
+
+
+def total(outs: Any) -> Any:
+    """A number that all outputs of a step have a part in."""
+    return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(outs))
+
+
+def derivatives(step: Step, w: Any, x: Any, reverse_alone: bool = False) -> dict[str, Any]:
+    def value(w, x):
+        return total(step(w, x))
+
+    found = {"reverse": jax.value_and_grad(value, (0, 1))(w, x)}
+    if reverse_alone:  # A `jax.custom_vjp` has no forward mode.
+        return found
+    ones = jax.tree.map(jnp.ones_like, (w, x))
+    found["forward"] = jax.jvp(value, (w, x), ones)
+    found["of the batch alone"] = jax.jvp(lambda x: value(w, x), (x,), (ones[1],))
+    # A column of the hessian.
+    found["of the gradient"] = jax.jvp(jax.grad(value, (0, 1)), (w, x), ones)[1]
+    return found
+
+
+@functools.cache
+def plain(loss: Step, trains: bool) -> Any:
+    step = train_step_of(loss) if trains else loss
+    with jax.enable_x64(True):
+        return derivatives(step, params_of(), batch_of(), loss is straight_through)
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
+    pairs = zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True)
+    for (path, x), y in pairs:
+        np.testing.assert_allclose(x, y, tolerance, tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+def sharded(step: Step, trains: bool, mesh: Any, **options: Any) -> Any:
+    if trains:
+        return jzero.shard_train_step(step, mesh=mesh, min_shard_bytes=0, **options)
+    like = jzero.shard_train_step(train_step_of(step), mesh=mesh, min_shard_bytes=0)
+    return jzero.shard_eval_step(step, like=like, **options)
+
+
+@pytest.mark.covering(pairs=["loss", "trains"])
+@pytest.mark.parametrize("num", [1, 2, 8])
+@pytest.mark.parametrize("trains", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_equal_those_of_the_plain_step(loss, trains, num):
+    step = sharded(train_step_of(loss) if trains else loss, trains, mesh_of(num))
+    state = step.shard(params_of())
+    assert isinstance(state["a"], jzero.PaddedArray) == (num > 2)
+    take = jax.jit(lambda w, x: derivatives(step, w, x, loss is straight_through))
+    found = take(state, batch_of())
+    assert_close(found, plain(loss, trains))
+
+
+@pytest.mark.parametrize("partitions", ["0", "1"])
+def test_without_jit(partitions, monkeypatch):
+    monkeypatch.setenv(_partitioned.SWITCH, partitions)
+    for loss in (straight_through, max_over_rows):
+        step = sharded(loss, False, mesh_of(8))
+        state = step.shard(params_of())
+        found = derivatives(step, state, batch_of(), loss is straight_through)
+        assert_close(found, plain(loss, False))
+    step = sharded(train_step_of(relu_at_zero), True, mesh_of(8), donate=False)
+    found = derivatives(step, step.shard(params_of()), batch_of())
+    assert_close(found, plain(relu_at_zero, True))
+
+
+def test_hessians_and_batches_of_gradients():
+    w, x = params_of(), batch_of()[:8]
+    step = sharded(max_over_rows, False, mesh_of(8))
+    state, several = step.shard(w), jnp.stack([x, 2 * x, -x])
+    for take, given in ((jax.hessian, x), (lambda f: jax.vmap(jax.grad(f)), several)):
+        expected = take(lambda x: max_over_rows(w, x))(given)
+        assert_close(take(lambda x: step(state, x))(given), expected)
+        assert_close(jax.jit(take(lambda x: step(state, x)))(given), expected)
+
+
+def test_one_of_many_is_traced_once():
+    times: list[None] = []
+
+    def loss(w, x):
+        times.append(None)
+        return max_over_rows(w, x)
+
+    step, x = sharded(loss, False, mesh_of(8)), batch_of()
+    state = step.shard(params_of())
+    for _ in range(3):
+        jax.grad(lambda x: step(state, x))(x)
+    assert len(times) == 2  # To be sharded, and to be differentiated.
+    jax.jit(lambda x: step(state, x))(x)
+    assert len(times) == 2
+
+
+def test_gradients_lie_as_what_they_are_of():
+    mesh = mesh_of(8)
+
+    def loss(w, x):
+        return jnp.sum(jnp.max(x @ w, axis=0) ** 2)
+
+    w, x = jnp.ones((16, 8)).at[3].set(2), jnp.outer(batch_of()[:, 0], jnp.arange(16.0))
+    step = sharded(loss, False, mesh)
+    state = step.shard(w)
+    rows = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+    alone = jax.device_put(x, jax.devices()[1])
+    pinned = jax.device_put(w, state.sharding.with_memory_kind("pinned_host"))
+    for given in ((state, rows), (state, alone), (pinned, rows)):
+        found = jax.grad(lambda w, x: step(w, x), (0, 1))(*given)
+        assert_close(jax.device_get(found), jax.grad(loss, (0, 1))(w, x))
+        for gradient, value in zip(found, given, strict=True):
+            assert gradient.sharding.is_equivalent_to(value.sharding, 2)
+
+
+# What a step closes over is differentiated, too.
+@pytest.mark.parametrize("partitions", ["0", "1"])
+def test_what_a_step_closes_over(partitions, monkeypatch):
+    monkeypatch.setenv(_partitioned.SWITCH, partitions)
+    mesh, w, x = mesh_of(8), params_of(), batch_of()
+
+    def made(scale, shard):
+        def loss(w, x):
+            h = jax.jit(lambda x: jnp.sin(scale) * x)(x)
+            return straight_through(w, h) + jnp.sum(jnp.max(h @ w["a"], axis=0))
+
+        return sharded(loss, False, mesh) if shard else loss
+
+    uses = [
+        lambda scale, shard: made(scale, shard)(w, x),
+        lambda scale, shard: made(scale, shard)(w, scale * x),
+        lambda scale, shard: jax.lax.scan(
+            lambda c, _: (made(c, shard)(w, x * c) / 100, None), scale, None, length=2
+        )[0],
+    ]
+    for use in uses:
+        expected = jax.grad(use)(2.0, False)
+        for take in (
+            jax.grad(lambda scale: use(scale, True)),  # noqa: B023
+            jax.jit(jax.grad(lambda scale: use(scale, True))),  # noqa: B023
+            jax.grad(jax.jit(lambda scale: use(scale, True))),  # noqa: B023
+        ):
+            assert_close(take(2.0), expected)
+
+
+def test_beside_automatic_axes():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
+
+    def constrained(w, x):
+        h = jax.lax.with_sharding_constraint(x @ w["c"], P(None, "model"))
+        return jnp.sum(jnp.max(jax.nn.relu(h), axis=0) ** 2)
+
+    def free(w, x):
+        return jnp.sum(jnp.max(jax.nn.relu(x @ w["c"]), axis=0) ** 2)
+
+    w, x = params_of(), batch_of()[:, :CLASSES]
+    w["c"] = w["c"][:, :8]
+    step = jzero.shard_eval_step(constrained, mesh=mesh, axis_names="data")
+    state = step.shard(w)
+    for take in (jax.grad, lambda fn, argnums: jax.jit(jax.grad(fn, argnums))):
+        assert_close(take(step, (0, 1))(state, x), jax.grad(free, (0, 1))(w, x))
+
+
+def test_under_explicit_axes():
+    mesh = mesh_of(8, AxisType.Explicit)
+    w, x = params_of(), batch_of()
+    expected = jax.grad(max_over_rows, (0, 1))(w, x)
+    with jax.set_mesh(mesh):
+        step = sharded(max_over_rows, False, mesh)
+        state = step.shard(w)
+        for given in (x, jax.device_put(x, P("data"))):
+            assert_close(jax.grad(step, (0, 1))(state, given), expected)
+            assert_close(jax.jit(jax.grad(step, (0, 1)))(state, given), expected)
+
+
+def test_effects_and_callbacks():
+    seen: list[Any] = []
+
+    def loss(w, x):
+        jax.debug.callback(lambda value: seen.append(value), jnp.sum(x))
+        return max_over_rows(w, x)
+
+    step, w, x = sharded(loss, False, mesh_of(2)), params_of(), batch_of()
+    assert_close(jax.grad(step, (0, 1))(w, x), jax.grad(max_over_rows, (0, 1))(w, x))
+    jax.effects_barrier()
+    assert seen
+
+
+def test_optimizer_state_on_the_host_or_in_files(tmp_path):
+    tx = optax.adam(0.1)
+
+    def step(state, x):
+        params, opt = state
+        loss, grads = jax.value_and_grad(max_over_rows)(params, x)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), loss
+
+    # Those in files are updated in float32.
+    w, x = jax.tree.map(lambda x: x.astype(jnp.float32), (params_of(), batch_of()))
+    expected = jax.grad(max_over_rows, (0, 1))(w, x)
+    for offload in (
+        jzero.PinnedHost(device_bytes=2**20),
+        jzero.HostCPU(),
+        jzero.NVMe(str(tmp_path), host_bytes=2**24),
+    ):
+        train_step = jzero.shard_train_step(
+            step, mesh=mesh_of(2), min_shard_bytes=0, offload=offload
+        )
+        eval_step = jzero.shard_eval_step(lambda s, x: max_over_rows(s[0], x), like=train_step)
+        state = train_step.shard((w, tx.init(w)), x)
+        found = jax.grad(lambda w, x: eval_step((w, state[1]), x), (0, 1))(state[0], x)  # noqa: B023
+        assert_close(found, expected, 1e-5)
+        with pytest.raises(jzero.OptionError, match="jax.jit, or differentiated.* of jax.grad"):
+            jax.grad(lambda x: train_step(state, x)[1])(x)  # noqa: B023
+        assert_close(state[0], w)  # Nothing has run.
+
+
+def test_refused():
+    w, x = params_of(), batch_of()
+    written = jzero.shard_eval_step(lambda w, x: jax.lax.pmean(x @ w["a"], "data"), mesh=mesh_of(2))
+    for take in (jax.grad, lambda fn: jax.jit(jax.grad(fn)), lambda fn: jax.grad(jax.jit(fn))):
+        with pytest.raises(jzero.StepError, match="shard_eval_step: .* collectives of its own"):
+            take(lambda x: total(written(w, x)))(x)
+    coded_step = jzero.shard_eval_step(
+        lambda w, x: x @ w, mesh=mesh_of(2), weight_dtype=jnp.int8, axis_names="data"
+    )
+    x = jnp.ones((8, 256), jnp.float32)
+    coded = coded_step.shard(jnp.ones((256, 256), jnp.float32), x)
+    for step in (coded_step, jzero.shard_eval_step(lambda w, x: x @ w, mesh=mesh_of(2))):
+        with pytest.raises(jzero.OptionError, match="state in codes .* or differentiated"):
+            jax.grad(lambda x: total(step(coded, x)))(x)  # noqa: B023
+    forward = sharded(straight_through, False, mesh_of(2))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: forward(w, x), (batch_of(),), (batch_of(),))
