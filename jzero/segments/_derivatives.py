@@ -12,25 +12,22 @@ computes is exact, and how it moves and keeps values is XLA's choice (tests/test
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import STEP, StepError, called_as, message
+from jzero.segments._program import Program
 from jzero.sharding.plan._trace import WRITTEN
 from jzero.tracing import _jaxpr
 
-if TYPE_CHECKING:
-    from jzero.segments._program import Program
-
 # `(state leaves, argument leaves) -> (new state leaves, outputs)`, of whole arrays without padding.
-Run: TypeAlias = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
+RunOnLeaves: TypeAlias = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
-def differentiable(run: Run, program: Program, who: str) -> Run:
+def differentiable(run: RunOnLeaves, program: Program, who: str) -> RunOnLeaves:
     """`run` of a program, with the derivatives of the step as it is written; for `who` was called.
 
     Raises:
@@ -70,29 +67,6 @@ def _refused() -> StepError:
         STEP, "a derivative is taken of a step with collectives of its own (axis_name)",
         "It is written for one device, and what can be differentiated is a step of the whole batch.",
         "Take the derivative inside of the step, or write it without collectives."))  # fmt: skip
-
-
-def as_written(
-    traced: _jaxpr.Traced, places: Sequence[NamedSharding], closes_over: Sequence[Any], num_new: int
-) -> Callable[..., Any]:
-    """A step as it is written, `(values, state leaves, argument leaves) -> (new state leaves, outputs)`.
-
-    Args:
-      traced: its trace, of the whole batch.
-      places: where its leaves lie, in their true shapes.
-      closes_over: those of its constants in whose place it takes the values.
-      num_new: how many of its results are leaves of the state.
-    """
-    numbers = {id(x): i for i, x in enumerate(closes_over)}
-
-    @jax.jit
-    def written(values: Sequence[Any], state: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        consts = [values[numbers[id(x)]] if id(x) in numbers else x for x in traced.consts]
-        leaves = map(lax.with_sharding_constraint, [*state, *arrays], places)
-        outs = _jaxpr.evaluate(traced.jaxpr, consts, *leaves)
-        return outs[:num_new], outs[num_new:]
-
-    return written
 
 
 def _on_devices(x: Any, primal: Any, place: NamedSharding) -> Any:

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.ir._errors import CannotPartitionError
-from jzero.segments import _derivatives, _partitioned
+from jzero.segments import _partitioned
+from jzero.segments._as_written import as_written
 from jzero.segments._partitioned import Partitioned, PartitionedStep
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan import _layout
@@ -81,16 +82,14 @@ class Program:
 
     @functools.cached_property
     def as_written(self) -> Callable[..., Any]:
-        """The step of the whole batch, to be differentiated: see `_derivatives.as_written`."""
+        """The step of the whole batch, to be differentiated: see `_derivatives.py`."""
         whole = [
             NamedSharding(place.mesh, PartitionSpec()) if leaf.padding else place
             for leaf, place in zip(self.plan.leaves, self.state_shardings, strict=True)
         ]
         num_new = self.out_tree.num_leaves - len(self.plan.outputs)
         places = [*whole, *self.argument_shardings]
-        return _derivatives.as_written(
-            self.as_traced(on_mesh=True), places, self.closes_over, num_new
-        )
+        return as_written(self.as_traced(on_mesh=True), places, self.closes_over, num_new)
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""

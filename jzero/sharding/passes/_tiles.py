@@ -39,7 +39,7 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 # What stands for a value of the program where something is written.
-Read = Callable[[Atom], Atom]
+ReadTile = Callable[[Atom], Atom]
 
 
 def tiles(
@@ -83,7 +83,7 @@ class _Cone:
         """The last equation."""
         return self.links[-1].eqn
 
-    def write(self, writer: JaxprWriter, read: Read, start: int | Var, size: int) -> Var:
+    def write(self, writer: JaxprWriter, read: ReadTile, start: int | Var, size: int) -> Var:
         """Writes what makes one tile; a range of each operand that others make."""
         made = dict[Atom, Var]()
         for eqn, factor in self.links:
@@ -105,13 +105,13 @@ class _Cone:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Sum:
+class _TileSum:
     """A value that devices reduce: in tiles, or as two terms; or whole, with neither."""
 
     atom: Atom
     cone: _Cone | None = None
     add: Eqn | None = None
-    terms: tuple[_Sum, ...] = ()
+    terms: tuple[_TileSum, ...] = ()
 
     @property
     def cones(self) -> list[_Cone]:
@@ -137,7 +137,7 @@ class _Plan:
         self.places = {id(eqn): i for i, eqn in enumerate(region.jaxpr.eqns)}
         self.products, self.gone = dict[int, _Cone](), set[int]()
         self.begins = dict[int, list[tuple[_Cone, tuple[Eqn, ...]]]]()
-        self.ends = dict[int, tuple[_Sum, tuple[Eqn, ...]]]()
+        self.ends = dict[int, tuple[_TileSum, tuple[Eqn, ...]]]()
         self.shards = dict[_Cone, Atom]()
         for eqn in region.jaxpr.eqns:
             if _scatters(eqn) and id(eqn) not in self.gone:
@@ -231,13 +231,13 @@ class _Plan:
             self.gone.update(id(link.eqn) for link in cone.links)
             self.begins.setdefault(id(cone.eqn), []).append((cone, tuple(reduces)))
 
-    def _sum(self, atom: Atom, sharded: int) -> _Sum:
+    def _sum(self, atom: Atom, sharded: int) -> _TileSum:
         cone, add = self._made_of_products(atom, sharded), self._maker(atom)
         if cone is not None or add is None or add.primitive.name not in _rules.ADDS:
-            return _Sum(atom, cone)
+            return _TileSum(atom, cone)
         if self._only_reader(_jaxpr.variable(atom)) is None:
-            return _Sum(atom)
-        return _Sum(atom, add=add, terms=tuple(self._sum(x, sharded) for x in add.invars))
+            return _TileSum(atom)
+        return _TileSum(atom, add=add, terms=tuple(self._sum(x, sharded) for x in add.invars))
 
     def _made_of_products(self, atom: Atom, sharded: int) -> _Cone | None:
         """A large value that nothing but sums and views of products makes, for nobody else."""
@@ -278,7 +278,7 @@ class _Plan:
             found += behind
         return found
 
-    def _summed(self, writer: JaxprWriter, total: _Sum, reduces: Sequence[Eqn]) -> Atom:
+    def _summed(self, writer: JaxprWriter, total: _TileSum, reduces: Sequence[Eqn]) -> Atom:
         """What the devices' sum is in shards, in the place of the last equation that reduces it."""
         if total.cone is not None:
             return self.shards[total.cone]
@@ -342,13 +342,13 @@ def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
     (out,), (dim,), tiles = cone.eqn.outvars, cone.links[-1].factor.outs, cone.tiles
     dtype = dtype_of_sum(cone.eqn) if dim is None else out.aval.dtype
 
-    def used(here: JaxprWriter, read: Read, start: int | Var, size: int, total: Atom) -> Atom:
+    def used(here: JaxprWriter, read: ReadTile, start: int | Var, size: int, total: Atom) -> Atom:
         y = cone.write(here, read, start, size)
         return (
             here.add(lax.add_p, [total, y])[0] if dim is None else _put(here, total, y, start, dim)
         )
 
-    def turn(here: JaxprWriter, read: Read, start: Var, carry: Sequence[Var]) -> list[Atom]:
+    def turn(here: JaxprWriter, read: ReadTile, start: Var, carry: Sequence[Var]) -> list[Atom]:
         return [used(here, read, start, tiles.tile, carry[0])]
 
     total: Atom = empty(writer, _jaxpr.var_like(out.aval, dtype=dtype))
@@ -366,7 +366,7 @@ def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom
         # [Note: layouts at rest]
         return here.trace(row_major, _put(here, total, shard, start, dim))[0]
 
-    def turn(here: JaxprWriter, read: Read, start: Var, carry: Sequence[Var]) -> list[Atom]:
+    def turn(here: JaxprWriter, read: ReadTile, start: Var, carry: Sequence[Var]) -> list[Atom]:
         total, tile = carry
         following = cone.write(here, read, start, tiles.tile)
         # Else the compiler hides this copy behind the next tile's product, and not the reduction.
@@ -400,7 +400,7 @@ def _reduced(writer: JaxprWriter, x: Atom, reduces: Sequence[Eqn]) -> Atom:
 
 def _loop(
     writer: JaxprWriter, source: Eqn, tiles: Tiles, first: int, inits: Sequence[Atom],
-    turn: Callable[[JaxprWriter, Read, Var, Sequence[Var]], list[Atom]],
+    turn: Callable[[JaxprWriter, ReadTile, Var, Sequence[Var]], list[Atom]],
 ) -> list[Var]:  # fmt: skip
     """`for tile in tiles[first:]: carry = turn(start of tile, carry)`, of tiles of the full size."""
     source, num = _jaxpr.within_scope(source, TILES), tiles.num - first
