@@ -27,8 +27,8 @@ from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._trace import WHOLE, WholeBatch
+from jzero.sharding.partition._matrix_owners import MatrixOwners
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
-from jzero.sharding.partition._owned import MatrixOwners
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint

@@ -17,7 +17,7 @@ from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated,
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.batch._body import OUTPUT
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
-from jzero.sharding.partition._owned import NO_OWNERS, MatrixOwners
+from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove, DeviceWriter
