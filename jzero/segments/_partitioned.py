@@ -21,9 +21,9 @@ from jzero.ir._layout import Layout, Pad, Prices, from_spec, replicated
 from jzero.ir._regions import Region, turns
 from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import Repeated
+from jzero.sharding.partition._matrix_owners import MatrixOwners
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
-from jzero.sharding.partition._owned import MatrixOwners
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint

@@ -16,7 +16,7 @@ from jzero.ir._errors import NeedsAllMicrobatchesError, cannot
 from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated, times_along
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
-from jzero.sharding.partition._owned import NO_OWNERS, MatrixOwners
+from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, OUTPUT, DeviceMove, DeviceWriter

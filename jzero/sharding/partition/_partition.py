@@ -15,7 +15,7 @@ from jzero.ir._regions import Region, turns
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
 from jzero.sharding.partition._hints import hints_of
-from jzero.sharding.partition._owned import NO_OWNERS, MatrixOwners
+from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of

@@ -71,13 +71,12 @@ def _waits(frame: DeviceFrame, region: Region, var: Var, value: DeviceValue) -> 
     ends = len(eqns) in (readers := region.readers.get(var, []))
     in_time = bool(value.due & frame.over_time)
     each = [eqns[i] for i in readers if i < len(eqns)]
-    found = [_equations.waits(e) or in_time and _equations.widens_in_time(frame, e) for e in each]
-    views = [_rules.costs(e, _rules.Cost.VIEW) for e in each]
-    return (
-        ends
-        or bool(found)
-        and (all(found) or any(a and not b for a, b in zip(found, views, strict=True)))
-    )
+    found = [
+        e for e in each
+        if _equations.waits(e) or in_time and _equations.widens_in_time(frame, e)
+    ]  # fmt: skip
+    alone = len(found) == len(each)
+    return ends or any(alone or not _rules.costs(e, _rules.Cost.VIEW) for e in found)
 
 
 def _equation(
