@@ -286,7 +286,7 @@ def test_passes_show_in_the_program():
     added = [scopes(name) for name in after]
     assert added == sorted(added, key=len)
     said = {name: len(found) for name, found in zip(after, added, strict=True)}
-    assert [*said.values()] == [0] * 11 + [1, 3, 4, 5, 5], said
+    assert [*said.values()] == [0] * 12 + [1, 3, 4, 5, 5], said
 
     def loops(name):
         """Of each loop that gathers, its iterations, and whether it first multiplies what it was passed."""
