@@ -141,11 +141,28 @@ def _returned(
     if wanted is not None:
         return wanted
     frame.settle(value)
-    keeps = value.rows and value.make is None and value.layout.spec() is not None
-    keeps = keeps and not value.rows & frame.over_time
-    # JAX has no arrays in unequal parts.
-    keeps = keeps and (keeps_padding or all(dim.pad is None for dim in value.layout.dims))
-    return value.layout if keeps else frame.whole(value.aval.shape)
+    layout, whole = value.layout, frame.whole(value.aval.shape)
+    if not value.rows or value.rows & frame.over_time:
+        return whole
+    # JAX has no arrays in unequal parts, nor in blocks that are dealt out.
+    is_padded = any(dim.pad is not None for dim in layout.dims)
+    if layout.spec() is not None and (keeps_padding or not is_padded):
+        return layout
+    contiguous = _contiguous(frame, value)
+    prices = [frame.price_from(value, layout, x) for x in (contiguous, whole)]
+    return contiguous if frame.exchanges and prices[0] < prices[1] else whole
+
+
+def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:
+    """Rows that are dealt out, or beside padding, as even ones in one block, where there are such."""
+    found = frame.whole(value.aval.shape)
+    axes = [axis for axis in frame.mesh if axis in value.rows]
+    for d, dim in enumerate(value.layout.dims):
+        own = [axis for axis in axes if any(cut.axis == axis for cut in dim.cuts)]
+        if own and dim.true % value.layout.num(own) == 0:
+            for axis in own:
+                found = found.cut(d, axis)
+    return found
 
 
 def _with_zeros(
