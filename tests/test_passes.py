@@ -469,7 +469,9 @@ def test_new_parameters_are_gathered_in_slices_into_the_old_ones(rows: int, at_o
         jnp.cos(jnp.arange(16.0 * 3)).reshape(16, 3),
     ]
     plain = explicit.program(updated, args, MESH, [P(), P()], [P(), P()])
-    made = plain.through(lambda jaxpr: in_place(jaxpr, [0, 1], MESH, rows * args[0].nbytes // 10))
+    made = plain.through(
+        lambda jaxpr: in_place(jaxpr, [0, 1], MESH, MESH.axis_names, rows * args[0].nbytes // 10)
+    )
     for was, now in zip(plain.run()(*args), made.run()(*args), strict=True):
         np.testing.assert_array_equal(was, now)
     gathers = [eqn for eqn in _jaxpr.walk(made.jaxpr) if _waits.is_gather(eqn)]
@@ -482,7 +484,7 @@ def test_new_parameters_are_gathered_in_slices_into_the_old_ones(rows: int, at_o
     ]  # fmt: skip
     assert [eqn.params["length"] for eqn in loops] == [10 // max(rows, 1)]
     # Of a step that returns nothing in the place of its arguments nothing is gathered into them.
-    assert in_place(plain.jaxpr, [None, None], MESH, 0) is plain.jaxpr
+    assert in_place(plain.jaxpr, [None, None], MESH, MESH.axis_names, 0) is plain.jaxpr
 
 
 # -- stacks of loops -----------------------------------------------------------------------------------

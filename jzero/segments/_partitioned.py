@@ -28,6 +28,7 @@ from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, part
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint
 from jzero.sharding.passes._after_loops import after_loops
+from jzero.sharding.passes._auto_axes import AutoAxes, auto_axes
 from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._gather_codes import RestingCopy, gather_codes, renew_in_codes
 from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, in_place
@@ -77,6 +78,7 @@ PASSES = (
     "order",
     "after_loops",
     "in_place",
+    "auto_axes",
 )
 
 
@@ -166,7 +168,7 @@ def _partitioned(runner: Runner) -> Partitioned:
     why = next(_reasons(plan, whole), None)
     if why is not None or whole is None:
         raise cannot(why or "it has no jaxpr of the whole batch")
-    mesh, time = dict(runner.mesh.shape), _time(plan, runner.mesh.axis_names)
+    mesh, time = dict(plan.axes), _time(plan, runner.mesh.axis_names)
     mesh |= {} if time is None else {time.name: time.num}
     devices = devices_of(runner.mesh)
     flat, rows = _read_only(whole, plan)
@@ -180,6 +182,7 @@ def _partitioned(runner: Runner) -> Partitioned:
     ordered = flat._replace(invars=[flat.invars[i] for i in taken])  # type: ignore[arg-type]
     reduced = [_reduced(leaf, mesh) for leaf in plan.new_leaves]
     links = axis_times(dict(runner.mesh.shape), target_of(devices), topology_of(devices))
+    links = tuple(each for each in links if each[0] in mesh)
     given = (
         ordered,
         whole.consts,
@@ -301,7 +304,10 @@ def _passed(
         "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes, runner.balance),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
         "after_loops": after_loops,
-        "in_place": lambda jaxpr: in_place(jaxpr, olds, runner.mesh, GATHERED_AT_ONCE),
+        "in_place": lambda jaxpr: in_place(
+            jaxpr, _sliced(olds, leaves), runner.mesh, tuple(mesh), GATHERED_AT_ONCE
+        ),
+        "auto_axes": lambda jaxpr: _beside(jaxpr, runner, leaves) if plan.automatic else jaxpr,
     }
 
     def looped(program: DeviceProgram) -> DeviceProgram:
@@ -326,6 +332,25 @@ def _passed(
 
 def _itemsize(dtype: Any) -> int:
     return 0 if dtype is None else jnp.dtype(dtype).itemsize
+
+
+def _sliced(
+    olds: Sequence[int | None], leaves: Mapping[int, LeafPlan]
+) -> list[int | None]:  # fmt: skip
+    """The arguments that results take the places of in slices: none that XLA shards along the first dim."""
+    return [
+        None if old is None or old in leaves and any(leaves[old].automatic[:1]) else old
+        for old in olds
+    ]
+
+
+def _beside(jaxpr: Jaxpr, runner: Runner, leaves: Mapping[int, LeafPlan]) -> Jaxpr:
+    """The program beside axes over which XLA shards."""
+    plan = runner.plan
+    axes = AutoAxes(runner.mesh, tuple(axis for axis, _ in plan.axes), runner.alone)
+    ins = {k: leaf.automatic for k, leaf in leaves.items() if leaf.automatic}
+    outs = {i: leaf.automatic for i, leaf in enumerate(plan.new_leaves) if leaf.automatic}
+    return auto_axes(jaxpr, axes, ins, outs)
 
 
 def _gathered_once(jaxpr: Jaxpr, plan: StepPlan) -> Jaxpr:
@@ -384,7 +409,11 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
     """Why the partitioner does not run a step: what its options ask for, or what the step does."""
     asked = {
         "collectives of its own": plan.reductions != WHOLE or whole is None,
-        "mesh axes beside the data axes": bool(plan.automatic),
+        "codes beside mesh axes of XLA's": bool(plan.automatic)
+        and (
+            plan.exchange.gather_codes is not None
+            or any(c is not None for _, c in plan.exchange.reduce_codes)
+        ),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "offload_activations": plan.activations is not None,
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
@@ -470,6 +499,7 @@ def _run_of(program: DeviceProgram, runner: Runner, taken: Sequence[int]) -> Cal
         [*[PartitionSpec()] * len(consts), *map(_spec, program.ins)],
         [*map(_spec, program.outs)],
         [tuple(dim.size for dim in layout.dims) for layout in program.outs],
+        [axis for axis, _ in plan.axes],
     )
 
     def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:

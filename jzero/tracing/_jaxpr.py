@@ -522,6 +522,11 @@ def bind(eqn: Eqn, *args: Any, **overrides: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def bind_primitive(primitive: Primitive, params: Mapping[str, Any], *args: Any) -> Any:
+    """Runs what an equation with these parameters would, on `args`."""
+    return primitive.bind(*args, **primitive.get_bind_params(dict(params)))
+
+
 def constraint_spec(eqn: Eqn, axes: Sequence[str]) -> P:
     """What a `sharding_constraint` equation says of `axes`; it says nothing of all others."""
 
@@ -662,7 +667,7 @@ def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
 
 def shard_mapped(
     jaxpr: Jaxpr, mesh: Any, in_specs: Sequence[P], out_specs: Sequence[P],
-    out_shapes: Sequence[tuple[int, ...]],
+    out_shapes: Sequence[tuple[int, ...]], axes: Collection[str],
 ) -> Callable[..., list[Any]]:  # fmt: skip
     """A function of whole arrays that is one `shard_map` equation around one device's `jaxpr`.
 
@@ -671,12 +676,15 @@ def shard_mapped(
 
     Args:
       jaxpr: without constants.
-      mesh: all of whose axes are manual.
+      mesh: of its axes, and of those over which XLA shards.
       in_specs: of its arguments.
       out_specs: of its results.
       out_shapes: of the whole results.
+      axes: the mesh axes that are its own.
     """
-    given: dict[str, Any] = dict(mesh=mesh, in_specs=tuple(in_specs), check_vma=False)
+    given: dict[str, Any] = dict(
+        mesh=mesh, in_specs=tuple(in_specs), check_vma=False, axis_names={*axes}
+    )
 
     def run(*args: Any) -> list[Any]:
         args = tuple([x if isinstance(x, jax.Array) else jnp.asarray(x) for x in args])

@@ -130,13 +130,12 @@ def _equation(
 
 
 def _constrained(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> list[DeviceValue]:
-    """What the step says of axes over which XLA shards: of what a device has, too."""
-    frame.settle(value)
+    """What the step says of axes over which XLA shards: of what a device has, too; a sum waits through it."""
     out = _jaxpr.var_like(value.aval, value.layout.local_shape)
     frame.again(eqn, [frame.at(value, value.layout)], [out])
     return [
         dataclasses.replace(
-            value, atoms={value.layout: out}, scopes={}, casts={}, make=None, outer=None
+            value, atoms={value.layout: out}, scopes={}, casts={}, make=None, outer=None, view=None
         )
     ]
 

@@ -26,14 +26,16 @@ GATHERED_AT_ONCE = 2**27
 
 
 def in_place(
-    jaxpr: Jaxpr, olds: Sequence[int | None], mesh: Mesh | AbstractMesh, nbytes: int
-) -> Jaxpr:
+    jaxpr: Jaxpr, olds: Sequence[int | None], mesh: Mesh | AbstractMesh, axes: Sequence[str],
+    nbytes: int,
+) -> Jaxpr:  # fmt: skip
     """One device's program in which large results are gathered in slices, each into its place.
 
     Args:
       jaxpr: the program, with explicit collectives.
       olds: for each result the argument that it takes the place of, which is donated; None for others.
       mesh: its devices.
+      axes: of the mesh, along which its collectives are.
       nbytes: of a slice, at most; what is no larger is gathered at once.
     """
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
@@ -45,7 +47,7 @@ def in_place(
         is_read = readers.get(out) or returned[id(out)] > 1
         if not is_read and _goes_into(jaxpr.invars[old], eqn, nbytes):
             moved[id(eqn)] = jaxpr.invars[old]
-            outs[k] = _written(writer, eqn, jaxpr.invars[old], mesh, nbytes)
+            outs[k] = _written(writer, eqn, jaxpr.invars[old], mesh, axes, nbytes)
     if not moved:
         return jaxpr
     assert not writer.consts, "a slice has no constants"
@@ -64,8 +66,9 @@ def _goes_into(old: Var, eqn: Eqn, nbytes: int) -> bool:
 
 
 def _written(
-    writer: JaxprWriter, eqn: Eqn, old: Var, mesh: Mesh | AbstractMesh, nbytes: int
-) -> Var:
+    writer: JaxprWriter, eqn: Eqn, old: Var, mesh: Mesh | AbstractMesh, own: Sequence[str],
+    nbytes: int,
+) -> Var:  # fmt: skip
     """The equations of a gather into the place of a value."""
     axes, dim = eqn.params["axis_name"], eqn.params["all_gather_dimension"]
 
@@ -77,7 +80,7 @@ def _written(
 
     ins = [old, _jaxpr.variable(eqn.invars[0])]
     types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in ins]
-    traced = _jaxpr.trace_on(mesh, into, types, mesh.axis_names)
+    traced = _jaxpr.trace_on(mesh, into, types, own)
     (out,) = writer.write(traced.jaxpr, traced.consts, ins, eqn)
     return _jaxpr.variable(out)
 

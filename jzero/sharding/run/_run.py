@@ -87,6 +87,11 @@ class Runner:
         group = members(self.mesh.shape, [name for name, _ in self.plan.axes])
         return _turns.balance(devices_of(self.mesh), group)
 
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """The mesh axes along which XLA must not shard a sum of 16 bits: [Note: 16 bits on CPUs]."""
+        return self.plan.automatic if _may_be_on_cpus(self.mesh) else ()
+
     def interpreter(self) -> Interpreter:
         """An interpreter at the start of a program."""
         plan, stage_axes, exchange = self.plan, self.plan.stage_axes, self.plan.exchange
@@ -106,8 +111,7 @@ class Runner:
             ),
             balance=self.balance,
             others={axis: self.mesh.shape[axis] for axis in plan.automatic},
-            # [Note: 16 bits on CPUs]
-            alone=plan.automatic if _may_be_on_cpus(self.mesh) else (),
+            alone=self.alone,
             scope=object(),
             gather_codes=exchange.gather_codes,
             reduce_codes=dict(exchange.reduce_codes),
