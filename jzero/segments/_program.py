@@ -187,7 +187,7 @@ def build(
         plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
         shardings, paths = shardings_of(plan.leaves, mesh), _call.argument_paths(arrays)
         refused = plan.microbatches.refused
-        if refused is not None and not _partitioned.may_run(plan, analysis.whole):
+        if refused is not None and not _partitioned.may_run(plan, analysis):
             raise refused
         step = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
         if why is not None and isinstance(step.run, PartitionedStep):

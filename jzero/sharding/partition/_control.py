@@ -113,7 +113,15 @@ class _LoopWriter:
             self.frame.settle(value)
 
     def carries(self, init: Sequence[DeviceValue]) -> list[_CarryLayout]:
-        return [_CarryLayout(v.layout, v.rows) for v in init]
+        each = zip(init, self.is_own(), strict=False)
+        return [
+            _CarryLayout(self.frame.whole(v.aval.shape) if own else v.layout, v.rows)
+            for v, own in each
+        ]
+
+    def is_own(self) -> list[bool]:
+        """Of which results each device has its own: so it carries them."""
+        return [bool(self.frame.own(self.region, var)) for var in self.eqn.outvars]
 
     def variables(self, carries: Sequence[_CarryLayout], init: Sequence[DeviceValue]) -> list[Var]:
         pairs = zip(carries, init, strict=True)
@@ -130,8 +138,8 @@ class _LoopWriter:
     ) -> list[_CarryLayout]:  # fmt: skip
         """The carries as a body returns them; fewer cuts from attempt to attempt, so that it ends."""
         found = []
-        for old, value in zip(before, outs, strict=True):
-            layout = old.layout if value.make is not None else value.layout
+        for old, value, own in zip(before, outs, self.is_own(), strict=False):
+            layout = old.layout if value.make is not None or own else value.layout
             if attempt >= 2 and layout != old.layout:
                 layout = common(layout, old.layout)
             found.append(_CarryLayout(layout, (old.rows | value.rows) & axes_of(layout)))
@@ -442,6 +450,10 @@ class _WhileWriter(_LoopWriter):
         first = self.parts.num_cond_consts
         last = first + self.parts.num_body_consts
         self.settle(self.ins)
+        # Devices that leave it at different times convert nothing in it.
+        self.diverges = bool(self.frame.own(self.cond, self.cond.jaxpr.outvars[0]))
+        if self.diverges:
+            self.ins = [*map(self.frame.as_whole, self.ins)]
         self.cond_consts, self.body_consts = self.ins[:first], self.ins[first:last]
         self.init = self.ins[last:]
 
@@ -457,6 +469,11 @@ class _WhileWriter(_LoopWriter):
             found = self._attempt(self._with_whole_rows, whole=True)
         assert found is not None
         return found
+
+    def inner(self, body: Region) -> DeviceFrame:
+        inner = super().inner(body)
+        inner.diverges |= self.diverges
+        return inner
 
     def hoists(self) -> bool:
         """Also before a loop that stops for each device: what it reads of the state."""
@@ -560,10 +577,13 @@ def _cond(
     for value in ins:
         frame.settle(value)
     predicate = frame.at(index, frame.whole(()))
+    if index.own:  # Devices in different branches convert nothing in them.
+        operands = [*map(frame.as_whole, operands)]
     frames, returned = list[DeviceFrame](), list[list[DeviceValue]]()
     ordered = _jaxpr.has_ordered_effects(eqn)
     for branch in inner:
         each = DeviceFrame(eqn, frame.shared, branch, frame, hoists=False)
+        each.diverges |= bool(index.own)
         each.turn = each.brought(frame.turn) if ordered else each.turn
         outs = run(each, branch, [each.entered(v) for v in operands])
         each.source = eqn

@@ -37,6 +37,7 @@ class Partitioning:
       exchanges: whether devices may be sent what others are not.
       automatic: whether XLA shards what a device has, over axes beside these, as the step says.
       owners: who runs calls that update matrices.
+      written: what is known of a step with collectives of its own.
     """
 
     mesh: Mapping[str, int]
@@ -49,6 +50,7 @@ class Partitioning:
     exchanges: bool = True
     automatic: bool = False
     owners: MatrixOwners = NO_OWNERS
+    written: Any = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
@@ -67,6 +69,7 @@ class DeviceFrame(DeviceWriter):
       reason: why what is written needs rows that a device does not have, where that is known.
       leaf: the leaf of which all is that the equation at hand moves, if not each value of its own.
       returns: the number of the step's result that is made now.
+      diverges: whether not all devices may run what is written.
       turn: what the next ordered effect waits for, [Note: the order of effects].
     """
 
@@ -78,6 +81,7 @@ class DeviceFrame(DeviceWriter):
         self.region = region
         self.shared, self.outer, self.hoists = shared, outer, hoists
         self.imports: dict[Var, Var] = {}
+        self.diverges: bool = outer is not None and outer.diverges
         self.reason = self.leaf = ""
         self.returns: int | None = None
         self.turn: Atom = _jaxpr.scalar(0, np.int32)
@@ -186,6 +190,8 @@ class DeviceFrame(DeviceWriter):
         return made if value.is_zero else self.convert(made, terms, layout)
 
     def _converted(self, value: DeviceValue, layout: Layout) -> Atom:
+        if value.own:
+            raise cannot("it shares out what each device has for itself", self.source, self.region)
         if value.view is not None and is_whole(layout) and value.is_state:
             eqn, origin = value.view
             (out,) = self.again(eqn, [self.at(origin, self.whole(origin.aval.shape))])
@@ -293,6 +299,17 @@ class DeviceFrame(DeviceWriter):
         shards = frozenset() if value.hint is None else axes_of(value.hint.layout)
         self.settle(value, keeps=value.due - shards)
 
+    def own(self, region: Region, atom: Atom) -> frozenset[str]:
+        """The axes along which each device has its own: [Note: values of a device's own]."""
+        written = self.shared.written
+        return frozenset() if written is None else written.own(region, atom)
+
+    def as_whole(self, value: DeviceValue) -> DeviceValue:
+        """The value, of which nothing is to be converted any more."""
+        layout = self.whole(value.aval.shape)
+        atoms = {layout: self.at(value, layout)}
+        return DeviceValue(value.aval, layout, atoms, own=value.own, fill=value.fill)
+
     def is_opened(self) -> bool:
         """Whether what is written needs what all microbatches have."""
         stacked = (is_stacked(e, a) or is_sum(e, a) for a in self.over_time for e in self.eqns)
@@ -371,7 +388,7 @@ class DeviceFrame(DeviceWriter):
         if self._pass is None:
             return
         for value in values:
-            if value.rows and jnp.issubdtype(value.aval.dtype, jnp.floating):
+            if (value.rows or value.own) and jnp.issubdtype(value.aval.dtype, jnp.floating):
                 # Lazy values have no atoms, nor has an argument that comes whole in its own layout.
                 self._latest = value.atoms.get(value.layout, self._latest)
 

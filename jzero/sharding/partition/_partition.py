@@ -20,6 +20,7 @@ from jzero.sharding.partition._run import run
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
 from jzero.sharding.partition._writer import DeviceMove
+from jzero.sharding.partition._written import Written
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -78,6 +79,7 @@ def partition(
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
     exchanges: bool = True, automatic: bool = False, keeps_padding: bool = False,
+    written: Written | None = None,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
@@ -96,16 +98,18 @@ def partition(
       exchanges: whether devices may be sent what others are not; microbatches that are no axis may not.
       automatic: whether XLA shards over axes beside these: what the step says of them stays.
       keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
+      written: of a step with collectives of its own, what is known of it. Its shapes are one device's, and so
+        are the layouts of arguments and results that differ.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
     """
-    region = Region(jaxpr, [*consts])
+    region = Region(jaxpr, [*consts]) if written is None else written.frame
     stored = [None if each.rows else each.layout for each in ins]
     hints = hints_of(region, stored, outs, reduced, owners.hints(mesh))
     shared = Partitioning(
         mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time,
-        exchanges, automatic, owners,
+        exchanges, automatic, owners, written,
     )  # fmt: skip
     frame = DeviceFrame(jaxpr.eqns[0] if jaxpr.eqns else _nowhere(), shared, region)
     own = [
@@ -121,11 +125,11 @@ def partition(
     for j, (value, layout) in enumerate(zip(results, layouts, strict=True)):
         frame.returns = j
         atoms.append(_with_zeros(frame, value, layout, given))
-    written = frame.function(_template(), own, atoms)
-    moves = moves_of(written, frame.moves)
+    program = frame.function(_template(), own, atoms)
+    moves = moves_of(program, frame.moves)
     ins_ = tuple(each.given for each in ins)
     of_rows = tuple(bool(value.rows) for value in results)
-    return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves, frame.moves, of_rows)
+    return DeviceProgram(program, frame.consts, ins_, tuple(layouts), moves, frame.moves, of_rows)
 
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:

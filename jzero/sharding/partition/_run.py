@@ -31,6 +31,7 @@ from jzero.sharding.partition import (
     _look_ups,
     _opaque,
     _owners,
+    _written,
 )
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._own_rows import in_own_rows
@@ -45,13 +46,19 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
     env: dict[Var, DeviceValue] = dict(zip(region.jaxpr.invars, ins, strict=True))
     for var, const in zip(region.jaxpr.constvars, region.consts, strict=True):
         env[var] = frame.constant(var, const)
-    for eqn in itertools.chain.from_iterable(in_own_rows(region, e) for e in region.jaxpr.eqns):
+    for var, value in zip(region.jaxpr.invars, ins, strict=True):
+        value.own = frame.own(region, var)
+    eqns = region.jaxpr.eqns
+    if frame.shared.written is None:
+        eqns = [*itertools.chain.from_iterable(in_own_rows(region, e) for e in eqns)]
+    for eqn in eqns:
         frame.source, frame.reason, frame.leaf = eqn, "", ""
         frame.enter_pass(region.pass_of(eqn))
         values = [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in eqn.invars]
         outs = _equation(frame, region, eqn, values)
         env |= zip(eqn.outvars, outs, strict=True)
         for var, value in zip(eqn.outvars, outs, strict=True):
+            value.own = frame.own(region, var)
             value.hint = value.hint or frame.hint_of(var)
             value.leaf = value.leaf or frame.leaf_of(var)
             is_wanted = value.hint is not None and value.hint.is_firm
@@ -93,6 +100,8 @@ def _equation(
         return _owners.run_owned(frame, region, eqn, owners, ins, run)
     if region.inner(eqn):
         return _control.run_inner(frame, region, eqn, ins, run)
+    if (outs := _written.equation(frame, region, _jaxpr.without_sharding(eqn), ins)) is not None:
+        return outs
     if _jaxpr.has_side_effects(eqn):
         return _effects.once(frame, eqn, ins)
     eqn = _jaxpr.without_sharding(eqn)

@@ -35,6 +35,7 @@ class DeviceValue:
       layout: its own layout: that in which it was made.
       atoms: what there is of it, by layout.
       rows: the axes over which it differs because rows of the batch do.
+      own: the axes along which each device has a value of its own, [Note: values of a device's own].
       displaced: of `rows`, those that are no longer along rows, but along another dim, since an exchange.
       firm: the axes over which it stays sharded though it is state, as the user's specs say.
       make: `make(frame, layout)` writes it in any layout at little cost; else it must be converted.
@@ -55,6 +56,7 @@ class DeviceValue:
     layout: Layout
     atoms: dict[Layout, Atom] = dataclasses.field(default_factory=dict)
     rows: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
     displaced: frozenset[str] = frozenset()
     make: Callable[..., Atom] | None = None
@@ -73,7 +75,7 @@ class DeviceValue:
     @property
     def is_state(self) -> bool:
         """Whether it is the same on all devices but for how it is stored."""
-        return not self.rows and not self.layout.partial
+        return not self.rows and not self.own and not self.layout.partial
 
     @property
     def is_zero(self) -> bool:
