@@ -19,6 +19,7 @@ from jzero.ir._errors import CannotPartitionError, RepeatsWorkError
 from jzero.segments import _derivatives, _partitioned
 from jzero.segments._partitioned import Partitioned, PartitionedStep
 from jzero.sharding.batch._body import Movement
+from jzero.sharding.batch._trace import WRITTEN
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._leaves import LeafPlan, Rest
@@ -80,17 +81,18 @@ class Program:
     closes_over: tuple[Any, ...]
 
     @functools.cached_property
-    def as_written(self) -> Callable[..., Any]:
-        """The step of the whole batch, to be differentiated: see `_derivatives.as_written`."""
+    def as_written(self) -> Callable[..., Any] | None:
+        """The step of the whole batch, to be differentiated (`_derivatives`); None if it is one device's."""
+        if self.plan.reductions == WRITTEN:
+            return None
         whole = [
             NamedSharding(place.mesh, PartitionSpec()) if leaf.padding else place
             for leaf, place in zip(self.plan.leaves, self.state_shardings, strict=True)
         ]
         num_new = self.out_tree.num_leaves - len(self.plan.outputs)
         places = [*whole, *self.argument_shardings]
-        return _derivatives.as_written(
-            self.as_traced(on_mesh=True), places, self.closes_over, num_new
-        )
+        traced = self.as_traced(on_mesh=True)
+        return _derivatives.as_written(traced, places, self.closes_over, num_new)
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""
