@@ -27,7 +27,7 @@ def differentiable(
     run: Callable[..., Any], written: Callable[[], Callable[..., Any] | None],
     closes_over: Sequence[Any], place: NamedSharding, who: str,
 ) -> Callable[..., Any]:  # fmt: skip
-    """`run`, with the derivatives of the step as it is written; for `who` was called.
+    """`run`, with the derivatives of the step as it is written.
 
     Args:
       run: `(state leaves, argument leaves) -> (new state leaves, outputs)`, of whole arrays without padding.
@@ -35,6 +35,7 @@ def differentiable(
         over; None of a step that nobody has written for the whole batch.
       closes_over: values of an outer trace that the step reads.
       place: whole on the devices of the step.
+      who: was called.
 
     Raises:
       StepError: when it is differentiated, if `written` makes nothing.
