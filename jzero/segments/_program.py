@@ -16,8 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.ir._errors import CannotPartitionError
-from jzero.segments import _partitioned
-from jzero.segments._as_written import as_written
+from jzero.segments import _derivatives, _partitioned
 from jzero.segments._partitioned import Partitioned, PartitionedStep
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan import _layout
@@ -35,6 +34,7 @@ from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
+from jzero.sharding.plan._trace import WRITTEN
 from jzero.tracing import _call, _jaxpr, _not_arrays, _objects, _reading, _weak
 from jzero.tracing._forwarded import restored
 from jzero.tracing._modules import Filtered
@@ -81,15 +81,18 @@ class Program:
     closes_over: tuple[Any, ...]
 
     @functools.cached_property
-    def as_written(self) -> Callable[..., Any]:
-        """The step of the whole batch, to be differentiated: see `_derivatives.py`."""
+    def as_written(self) -> Callable[..., Any] | None:
+        """The step of the whole batch, to be differentiated (`_derivatives`); None if it is one device's."""
+        if self.plan.reductions == WRITTEN:
+            return None
         whole = [
             NamedSharding(place.mesh, PartitionSpec()) if leaf.padding else place
             for leaf, place in zip(self.plan.leaves, self.state_shardings, strict=True)
         ]
         num_new = self.out_tree.num_leaves - len(self.plan.outputs)
         places = [*whole, *self.argument_shardings]
-        return as_written(self.as_traced(on_mesh=True), places, self.closes_over, num_new)
+        traced = self.as_traced(on_mesh=True)
+        return _derivatives.as_written(traced, places, self.closes_over, num_new)
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""
