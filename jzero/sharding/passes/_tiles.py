@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,11 +80,13 @@ class _Cone:
       links: equations in their order.
       terms: of what these make, what is added up to a tile.
       tiles: how it is cut.
+      pads: of a slice's gradient, what then makes one of the stack.
     """
 
     links: tuple[_TiledEquation, ...]
     terms: tuple[Atom, ...]
     tiles: Tiles
+    pads: tuple[Eqn, ...] = ()
 
     @property
     def eqn(self) -> Eqn:
@@ -120,11 +122,13 @@ class _TiledSum(NamedTuple):
     Attributes:
       reduces: the sums, one axis after the other.
       cones: terms that are made tile by tile.
+      slices: of other terms, the gradients of slices, and what then makes those of stacks.
       whole: all others.
     """
 
     reduces: tuple[Eqn, ...]
     cones: tuple[_Cone, ...]
+    slices: tuple[tuple[Atom, tuple[Eqn, ...]], ...]
     whole: tuple[Atom, ...]
 
 
@@ -234,23 +238,36 @@ class _TilePlan:
         reduces = [eqn]
         while (following := self._only_reader(eqn.outvars[0])) and _scatters(following):
             reduces.append(eqn := following)
-        (x,), dim = reduces[0].invars, int(reduces[0].params["scatter_dimension"])
+        (x,) = reduces[0].invars
         terms, adds = self._terms(x)
-        itemsize = max(self.itemsize, *map(self._widest, terms))
-        small = self._is_small(x, itemsize)
-        tiles = None if small else cut(x.aval.shape, itemsize, dim, self.nbytes)
-        if tiles is None:
+        if self._is_small(x, max(self.itemsize, *map(self._widest, terms))):
             return
-        made = {x: links for x in terms if (links := self._products_behind(x, tiles.dim))}
-        if not made:
+        dims = [int(each.params["scatter_dimension"]) for each in reduces]
+        slices = [self._slice(term, dims) for term in terms]
+        cones = self._together([x for x, pads in slices if not pads], dims[0])
+        for term, pads in slices:
+            if pads and (cone := next(iter(self._together([term], dims[0])), None)) is not None:
+                cones.append(dataclasses.replace(cone, pads=pads))
+        made = {term for cone in cones for term in cone.terms}
+        rest = [(term, pads) for term, pads in slices if term not in made]
+        whole = tuple(term for term, pads in rest if not pads)
+        if not cones and len(whole) == len(terms):
             return
-        self.gone.update(map(id, [*reduces, *adds]))
-        cones = [*self._together(made, tiles)]
-        whole = tuple(x for x in terms if x not in made)
-        self.ends[id(reduces[-1])] = total = _TiledSum(tuple(reduces), tuple(cones), whole)
+        apart = tuple(each for each in rest if each[1])
+        total = _TiledSum(tuple(reduces), tuple(cones), apart, whole)
+        self.ends[id(reduces[-1])] = total
+        self.gone.update(map(id, [*reduces, *adds, *(eqn for _, pads in slices for eqn in pads)]))
         for cone in cones:
             self.gone.update(id(link.eqn) for link in cone.links)
             self.begins[id(cone.eqn)] = cone, total
+
+    def _slice(self, term: Atom, dims: Sequence[int]) -> tuple[Atom, tuple[Eqn, ...]]:
+        """The gradient of a slice of a stack, and the zeros around it; the term and nothing if it is none."""
+        pads = list[Eqn]()
+        while (eqn := self._maker(term)) is not None and self._puts_zeros(eqn, dims):
+            pads.insert(0, eqn)
+            term = eqn.invars[0]
+        return term, tuple(pads)
 
     def _terms(self, atom: Atom) -> tuple[list[Atom], list[Eqn]]:
         """What is added up to a value, and what adds it up, for nobody else."""
@@ -265,18 +282,44 @@ class _TilePlan:
             due += eqn.invars
         return terms, adds
 
-    def _together(self, made: Mapping[Atom, list[_TiledEquation]], tiles: Tiles) -> Iterator[_Cone]:
-        """Terms in one loop, if what waits for the last of them has no more bytes than their sum."""
-        links, terms, waits = dict[int, _TiledEquation](), list[Atom](), 0
+    def _puts_zeros(self, eqn: Eqn, dims: Sequence[int]) -> bool:
+        """Whether it puts zeros around a value, for nobody else, along other dims."""
+        if eqn.primitive.name != "pad" or self._only_reader(eqn.outvars[0]) is None:
+            return False
+        config = eqn.params["padding_config"]
+        return self._is_zero(eqn.invars[1]) and all(not any(config[dim]) for dim in dims)
+
+    def _is_zero(self, atom: Atom) -> bool:
+        if _jaxpr.is_literal(atom):
+            return not atom.val
+        eqn = self._maker(atom)
+        chosen = eqn is not None and eqn.primitive.name == "select_n"
+        return eqn is not None and chosen and all(map(self._is_zero, eqn.invars[1:]))
+
+    def _together(self, terms: Sequence[Atom], sharded: int) -> list[_Cone]:
+        """Large terms in one loop, if what waits for the last of them has no more bytes than their sum."""
+        itemsize = max([self.itemsize, *map(self._widest, terms)])
+        if not terms or self._is_small(terms[0], itemsize):
+            return []
+        tiles = cut(terms[0].aval.shape, itemsize, sharded, self.nbytes)
+        if tiles is None:
+            return []
+        made = {x: links for x in terms if (links := self._products_behind(x, tiles.dim))}
+        groups, waits = list[list[Atom]](), 0
         for term in sorted(made, key=lambda term: self.region.makers[_jaxpr.variable(term)]):
-            if waits > _waits.nbytes(variables([term])):
-                yield _Cone(tuple(links[i] for i in sorted(links)), tuple(terms), tiles)
-                links, terms, waits = {}, [], 0
-            links |= {self.places[id(link.eqn)]: link for link in made[term]}
-            terms.append(term)
+            if not groups or waits > _waits.nbytes(variables([term])):
+                groups.append([])
+                waits = 0
+            groups[-1].append(term)
             products = [link.eqn for link in made[term] if _is_product(link.eqn)]
             waits += _waits.nbytes(variables(x for eqn in products for x in eqn.invars))
-        yield _Cone(tuple(links[i] for i in sorted(links)), tuple(terms), tiles)
+        return [self._cone(group, made, tiles) for group in groups]
+
+    def _cone(
+        self, terms: list[Atom], made: Mapping[Atom, list[_TiledEquation]], tiles: Tiles
+    ) -> _Cone:
+        links = {self.places[id(link.eqn)]: link for term in terms for link in made[term]}
+        return _Cone(tuple(links[i] for i in sorted(links)), tuple(terms), tiles)
 
     def _widest(self, atom: Atom) -> int:
         """Bytes of an element of a value, or of what is cast to it."""
@@ -308,7 +351,10 @@ class _TilePlan:
 
     def _summed(self, writer: JaxprWriter, total: _TiledSum) -> Atom:
         """This device's shard of a sum, in the place of the last equation that reduces it."""
-        found = [self.shards[cone] for cone in total.cones]
+        found = [_padded(writer, self.shards[cone], cone.pads) for cone in total.cones]
+        for term, pads in total.slices:
+            shard = _reduced(writer, writer.read(term), total.reduces)
+            found.append(_padded(writer, shard, pads))
         if total.whole:
             whole = _added(writer, [*map(writer.read, total.whole)])
             found.append(_reduced(writer, whole, total.reduces))
@@ -396,6 +442,8 @@ def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
 def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom:
     """This device's shard of a sum of products, each tile reduced beside the products of the next one."""
     dim, tiles, (out,) = cone.tiles.dim, cone.tiles, reduces[-1].outvars
+    sharded = int(reduces[0].params["scatter_dimension"])
+    shard = _with(cone.terms[0].aval.shape, sharded, out.aval.shape[sharded])
 
     def put(here: JaxprWriter, total: Atom, shard: Atom, start: int | Var) -> Atom:
         # [Note: layouts at rest]
@@ -405,31 +453,40 @@ def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom
         total, tile = carry
         following = cone.write(here, read, start, tiles.tile)
         # Else the compiler hides this copy behind the next tile's product, and not the reduction.
-        shard = _reduced(here, tile, reduces)
+        shard = _reduced(here, tile, reduces, TILES)
         shard = _waits.write_behind(here, shard, [_waits.write_token(here, following)])
         step = _jaxpr.scalar(tiles.tile, np.int32)
         return [put(here, total, shard, here.add(lax.sub_p, [start, step])[0]), following]
 
     first = cone.write(writer, writer.read, 0, tiles.tile)
     total: Atom
-    total, tile = _loop(writer, cone.eqn, tiles, 1, [empty(writer, out), first], turn)
+    total, tile = _loop(
+        writer, cone.eqn, tiles, 1, [empty(writer, _jaxpr.var_like(out.aval, shard)), first], turn
+    )
     done = tiles.num * tiles.tile
     lasts = [(done - tiles.tile, tile)]
     if tiles.rest:
         lasts.append((done, cone.write(writer, writer.read, done, tiles.rest)))
     for at, x in lasts:
-        total = put(writer, total, _reduced(writer, x, reduces), at)
+        total = put(writer, total, _reduced(writer, x, reduces, TILES), at)
     return total
 
 
-def _reduced(writer: JaxprWriter, x: Atom, reduces: Sequence[Eqn]) -> Atom:
-    """This device's shard of a value, or of a tile of it."""
+def _reduced(
+    writer: JaxprWriter, x: Atom, reduces: Sequence[Eqn], *scopes: str
+) -> Atom:  # fmt: skip
+    """This device's shard of the sum of a value."""
     for eqn in reduces:
         (out,), dim = eqn.outvars, int(eqn.params["scatter_dimension"])
         new = _jaxpr.var_like(out.aval, _with(x.aval.shape, dim, out.aval.shape[dim]))
-        whole = new.aval.shape == out.aval.shape
-        source = eqn if whole else _jaxpr.within_scope(eqn, TILES)
-        (x,) = writer.again(eqn, [x], [new], source)
+        (x,) = writer.again(eqn, [x], [new], _jaxpr.within_scope(eqn, *scopes))
+    return x
+
+
+def _padded(writer: JaxprWriter, x: Atom, pads: Sequence[Eqn]) -> Atom:
+    """A shard of a slice's gradient, as one of its stack's."""
+    for eqn in pads:
+        (x,) = writer.add(eqn.primitive, [x, writer.read(eqn.invars[1])], None, eqn, **eqn.params)
     return x
 
 
