@@ -127,10 +127,8 @@ def ordinary(
         return _replicated(frame, eqn, ins)
     choice = _FactorChoice(frame, eqn, ins, factors, kept)
     chosen = choice.run()
-    written = _Written(frame, eqn, ins, factors, chosen, kept).run()
     displaced = frozenset(a for v in ins for a in v.displaced) ^ choice.exchanged
-    for value in written:
-        value.displaced = displaced & axes_of(value.layout)
+    written = _Written(frame, eqn, ins, factors, chosen, kept, displaced).run()
     lost = frozenset(a for v in ins for a in v.rows) - {p.axis for p in kept}
     lost -= {cut.axis for dim in chosen.values() for cut in dim.cuts}
     return [cut_again(frame, v, ins, lost) for v in written] if lost else written
@@ -260,7 +258,7 @@ class _FactorChoice:
                 self.frame.reason, self.frame.leaf = OF_STATE, self._table()
             elif axis not in kept and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
-                if best.elsewhere and best.moves_rows:
+                if best.elsewhere and any(axis in v.rows for v in self.ins):
                     self.exchanged |= {axis}
         return self.chosen
 
@@ -405,7 +403,7 @@ class _FactorChoice:
 
     def _end_price(self, axis: str, factor: Factor) -> int:
         """Of what is looked up in columns, and goes to its rows."""
-        if not _is_looked_up_in_rows(self.eqn, self.ins, axis) or factor.ins[1] is not None:
+        if self.eqn.primitive.name not in ("gather", "scatter-add") or factor.ins[1] is not None:
             return 0
         n, out = self.frame.mesh[axis], self.eqn.outvars[0].aval
         own = _rules.size_in_bytes(out) / self.ins[0].layout.num(self._axes_of_result())
@@ -519,6 +517,7 @@ class _Written:
     factors: Sequence[Factor]
     chosen: FactorCuts
     kept: tuple[Partial, ...]
+    displaced: frozenset[str]
 
     def run(self) -> list[DeviceValue]:
         reduced = {i: dim for i, dim in self.chosen.items() if _is_reduced(self.factors[i])}
@@ -544,6 +543,8 @@ class _Written:
         axes = {cut.axis for i in self.chosen for cut in self.chosen[i].cuts}
         if any(_is_looked_up_in_rows(self.eqn, self.ins, axis) for axis in axes):
             self._end_in_rows(values[0])
+        elif self.eqn.primitive.name == "gather" and self.ins[0].rows & self.displaced:
+            self._end_along_indices(values[0])
         return values
 
     def _looked_up(
@@ -578,10 +579,23 @@ class _Written:
             self.frame.at(value, layout)
             value.layout, value.rows = layout, (value.rows | window) & axes_of(layout)
 
+    def _end_along_indices(self, value: DeviceValue) -> None:
+        """Of rows that were exchanged for columns to look up in all of them: in rows of what was found."""
+        axes = self.ins[0].rows & self.displaced & self._columns()
+        line = Dim(1, tuple(AxisCut(axis, 1) for axis in self.frame.mesh if axis in axes))
+        layout = axes and _look_ups.along_indices(self.eqn, value.layout.without(axes), line)
+        if layout:
+            self.frame.at(value, layout)
+            value.layout, value.displaced = layout, value.displaced - axes
+
     def _window_axes(self) -> frozenset[str]:
         """The axes over which a table's columns are sharded, and the indices into it have rows."""
+        return self._columns() & self.ins[1].rows
+
+    def _columns(self) -> frozenset[str]:
+        """The axes over which a table's columns are sharded."""
         dims = [dim for i, dim in self.chosen.items() if self.factors[i].ins[1] is None]
-        return frozenset(cut.axis for dim in dims for cut in dim.cuts) & self.ins[1].rows
+        return frozenset(cut.axis for dim in dims for cut in dim.cuts)
 
     def _reduced(
         self, outs: Sequence[Atom], layouts: Sequence[Layout], reduced: FactorCuts
@@ -648,7 +662,7 @@ class _Written:
         firm = frozenset[str]() if rows else frozenset(a for v in self.ins for a in v.firm) & axes
         found = DeviceValue(aval, layout, {layout: x}, rows & axes, firm)
         (first, *others), name = self.ins, self.eqn.primitive.name
-        found.spread = self._spread(layout)
+        found.spread, found.displaced = self._spread(layout), self.displaced & axes
         found.looked_up = self._is_looked_up()
         if found.due & self.frame.over_time and _rules.is_float_cast(self.eqn):
             found.cast = self.eqn, first
@@ -676,7 +690,7 @@ class _Written:
     def _spread(self, layout: Layout) -> Layout | None:
         """Where a sum along rows is scattered: along another dim of as many (as keys beside queries)."""
         if self.kept:
-            return _spread_on(self.eqn, self.ins[0].spread)
+            return spread_on(self.eqn, self.ins[0].spread)
         if not any(_is_reduced(self.factors[i]) for i in self.chosen):
             return None
         found = self.frame.whole(layout.shape)
@@ -695,24 +709,16 @@ class _Written:
         return None if is_whole(found) else found
 
 
-def _spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
+def spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
     """The same behind an equation through which the sum waits."""
-    if before is not None and eqn.primitive.name == "transpose":
-        return before.transpose(eqn.params["permutation"])
-    same = before is not None and before.shape == eqn.outvars[0].aval.shape
-    return before if same else None
-
-
-def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
-    """A reshape of what each device has; cuts that have no place after it are gathered."""
-    out = eqn.outvars[0].aval
-    before = value.layout.reshapable(out.shape)
-    after = before.reshape(out.shape)
-    params = {**eqn.params, "new_sizes": after.local_shape}
-    new = _jaxpr.var_like(out, after.local_shape)
-    frame.again(eqn, [frame.at(value, before)], [new], params=params)
-    axes = axes_of(after)
-    return DeviceValue(
-        out, after, {after: new}, value.rows & axes, value.firm & axes, value.displaced & axes,
-        fill=value.fill, origin=value.origin,
-    )  # fmt: skip
+    shape = eqn.outvars[0].aval.shape
+    if before is None or before.shape == shape and _rules.is_elementwise(eqn):
+        return before
+    if eqn.primitive.name == "reshape":
+        return before.settled(p.axis for p in before.partial).reshapable(shape).reshape(shape)
+    found = Layout(tuple(map(Dim, shape)), before.mesh)
+    for factor in _rules.factors_of(eqn):
+        d, to = factor.ins[0], factor.outs[0]
+        if d is not None and to is not None and before.shape[d] == shape[to]:
+            found = joined(found, found.with_dims({to: before.dims[d]}))
+    return None if is_whole(found) else found

@@ -80,6 +80,7 @@ class DeviceFrame(DeviceWriter):
         super().__init__(source, shared.mesh, shared.moves, shared.prices, shared.exchanges)
         self.region = region
         self.shared, self.outer, self.hoists = shared, outer, hoists
+        self.is_loop = source.primitive.name in ("scan", "while")
         self.imports: dict[Var, Var] = {}
         self.diverges: bool = outer is not None and outer.diverges
         self.reason = self.leaf = ""
@@ -156,12 +157,13 @@ class DeviceFrame(DeviceWriter):
         return value.atoms[layout]
 
     def _is_outside(self, value: DeviceValue, layout: Layout) -> bool:
-        """Whether the frame around has it so; a loop gathers state again, lest it be kept."""
+        """Whether the frame around has it so; a loop gathers state again, lest it be kept, and no rows."""
         assert value.outer is not None
         time = self.shared.time
         if time is not None and step_over_time(value.layout, layout, time) is not None:
             return True
-        return layout == value.layout or bool(value.rows) and layout in value.outer.atoms
+        rows = bool(value.rows) and (self.is_loop or layout in value.outer.atoms)
+        return rows or layout == value.layout
 
     def _from_outer(self, value: DeviceValue, layout: Layout) -> Atom:
         assert self.outer is not None

@@ -30,6 +30,7 @@ from jzero.sharding.partition import (
     _lazy,
     _look_ups,
     _opaque,
+    _reshapes,
     _owners,
     _written,
 )
@@ -116,7 +117,7 @@ def _equation(
             return _in_place_of(frame, region, eqn, ins, _transposed_first, (dims, sizes))
         if _lazy.may_wait(eqn, ins):
             return [_lazy.lazy(frame, eqn, ins, ())]
-        return [_equations.reshaped(frame, eqn, ins[0])]
+        return [_reshapes.reshaped(frame, eqn, ins[0])]
     if name in _VMAPPED:
         return _in_place_of(frame, region, eqn, ins, _over_dims, (name, eqn.params["axes"]))
     if (few := _look_ups.slices(frame, eqn, ins)) is not None:
