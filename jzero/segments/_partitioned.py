@@ -194,10 +194,12 @@ def _partitioned(runner: Runner) -> Partitioned:
         _with_memory(links, time),
     )
     owners = MatrixOwners(whole.owners, plan.stage_axes.shard_axes)
+    automatic = bool(plan.automatic)
     try:
-        program = partition(*given, time, owners)
+        program = partition(*given, time, owners, automatic=automatic)
     except NeedsAllMicrobatchesError:
-        program = partition(*given, time and time._replace(opens=True), owners)
+        opens = time and time._replace(opens=True)
+        program = partition(*given, opens, owners, automatic=automatic)
     olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
     olds += [None] * (len(program.outs) - len(olds))
     # Behind the loops over microbatches rows differ over the devices alone.
@@ -305,7 +307,7 @@ def _passed(
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
         "after_loops": after_loops,
         "in_place": lambda jaxpr: in_place(
-            jaxpr, _sliced(olds, leaves), runner.mesh, tuple(mesh), GATHERED_AT_ONCE
+            jaxpr, _sliced(olds, leaves), runner.mesh, dict(plan.axes), GATHERED_AT_ONCE
         ),
         "auto_axes": lambda jaxpr: _beside(jaxpr, runner, leaves) if plan.automatic else jaxpr,
     }
