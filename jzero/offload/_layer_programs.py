@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._memory_kinds import DEVICE, PINNED
+from jzero.ir._memory_spaces import empty_stack
 from jzero.ir._regions import variables
 from jzero.offload._whole_parts import evaluate_parts, read
 from jzero.segments._segment import Run, Segment, Var
@@ -32,7 +33,6 @@ from jzero.sharding.cut._layer_parts import (
     NestedLoop,
     Stretch,
 )
-from jzero.sharding.run._memory_spaces import empty_stack
 from jzero.sharding.run._run import Runner
 from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite

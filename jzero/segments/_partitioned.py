@@ -190,11 +190,14 @@ def _partitioned(runner: Runner) -> Partitioned:
         _with_memory(links, time),
     )
     calls = {} if analysis.whole is None else analysis.whole.owners
-    owners = MatrixOwners(calls, plan.stage_axes.shard_axes)
+    made = functools.partial(
+        partition, *given, owners=MatrixOwners(calls, plan.stage_axes.shard_axes),
+        automatic=bool(plan.automatic), written=step.written,
+    )  # fmt: skip
     try:
-        program = partition(*given, time, owners, written=step.written)
+        program = made(time=time)
     except NeedsAllMicrobatchesError:
-        program = partition(*given, time and time._replace(opens=True), owners)
+        program = made(time=time and time._replace(opens=True))
     if step.written is not None:
         program = _of_all_devices(program, plan, taken)
     olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
@@ -304,7 +307,7 @@ def _passed(
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
         "after_loops": after_loops,
         "in_place": lambda jaxpr: in_place(
-            jaxpr, _sliced(olds, leaves), runner.mesh, tuple(mesh), GATHERED_AT_ONCE
+            jaxpr, _sliced(olds, leaves), runner.mesh, dict(plan.axes), GATHERED_AT_ONCE
         ),
         "auto_axes": lambda jaxpr: _beside(jaxpr, runner, leaves) if plan.automatic else jaxpr,
     }

@@ -635,6 +635,41 @@ def trace_on(
     return traced[0]
 
 
+def inside_of(mesh: Any, axes: Collection[str]) -> AbstractMesh:
+    """The mesh as it is current inside of a `shard_map` along `axes`."""
+    found: list[Any] = []
+
+    def body() -> jax.Array:
+        found.append(jax.sharding.get_abstract_mesh())
+        return jnp.zeros(())
+
+    trace_on(mesh, body, (), axes)
+    mine: AbstractMesh = found[0]
+    return mine
+
+
+def in_mesh(jaxpr: Jaxpr, mesh: AbstractMesh) -> Jaxpr:
+    """The jaxpr, all of whose equations were traced where that mesh, or a part of its places, was current.
+
+    What JAX lowers by tracing a function, it traces there, and refuses operands of another mesh.
+    """
+    contexts: dict[Any, Any] = {}
+
+    def inner(jaxpr: Jaxpr) -> Jaxpr:
+        return replaced(jaxpr, eqns=[*map(moved, jaxpr.eqns)])
+
+    def moved(eqn: Any) -> Eqn:
+        if eqn.ctx.cur_abstract_mesh.shape_tuple == mesh.shape_tuple:
+            found: Eqn = eqn
+            return found
+        if eqn.ctx not in contexts:
+            with eqn.ctx.manager, _abstract_mesh({}), jax.sharding.use_abstract_mesh(mesh):
+                contexts[eqn.ctx] = internal.JaxprEqnContext()
+        return with_inner(eqn.replace(ctx=contexts[eqn.ctx]), inner)
+
+    return inner(jaxpr)
+
+
 def trace_whole(
     fn: Callable[..., Any], args: Sequence[Any], automatic: Mapping[str, int]
 ) -> Traced:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,7 @@ import jax.numpy as jnp
 from jzero.ir import _rules
 from jzero.ir._dataflow import forward
 from jzero.ir._products import products
-from jzero.ir._regions import ValueIn, edges, region_of, turns
-from jzero.sharding.analysis._frames import Frame
+from jzero.ir._regions import Region, ValueIn, edges, region_of, turns
 from jzero.sharding.analysis._traffic import Crossing
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
@@ -34,6 +33,7 @@ from jzero.tracing._types import Eqn, Var
 LEAST_BYTES = 2**20
 # Bytes of values between device and host, besides one: some 2 ms at 55 GB/s, several products' time.
 ON_THEIR_WAY = 2**27
+AnyRegion = TypeVar("AnyRegion", bound=Region)
 _WAITS = "jzero.waits_on_host"
 
 
@@ -65,32 +65,38 @@ class Residual(NamedTuple):
 Residuals = Mapping[ValueIn, Residual]
 
 
-def residuals(frame: Frame, kept: Collection[Var] = (), times: int = 1) -> dict[ValueIn, Residual]:
+def residuals(
+    program: AnyRegion, varies: Callable[[AnyRegion, Var], object], kept: Collection[Var] = (),
+    times: int = 1,
+) -> dict[ValueIn, Residual]:  # fmt: skip
     """What waits on the host.
 
     Not what loops over microbatches have `kept` for later ones, and nothing whose slices (values) have less
-    than `LEAST_BYTES`.
+    than `LEAST_BYTES`. Only what `varies` between devices is of the batch's rows.
     """
-    found, last = dict[ValueIn, Residual](), _last_product(frame)
-    for index, eqn in enumerate(frame.jaxpr.eqns):
-        if frame.pass_of(eqn) is None:  # What is part of one pass keeps nothing for another inside.
+    found, last = dict[ValueIn, Residual](), _last_product(program)
+    for index, eqn in enumerate(program.jaxpr.eqns):
+        if (
+            program.pass_of(eqn) is None
+        ):  # What is part of one pass keeps nothing for another inside.
             num = turns(eqn)
-            for child in frame.inner(eqn):
-                found |= residuals(child, (), times if num is None else times * num)
-        if frame.pass_of(eqn) != "forward":
+            for child in program.inner(eqn):
+                found |= residuals(child, varies, (), times if num is None else times * num)
+        if program.pass_of(eqn) != "forward":
             continue
         for out in eqn.outvars:
-            parts = _parts(frame, eqn, out)
+            parts = _parts(program, eqn, out)
             if (
                 parts
                 and (parts > 1 or index < last)
                 and out not in kept
-                and _fits(frame, out, parts)
+                and _fits(out, parts)
+                and varies(program, out)
             ):
                 aval, where = out.aval, _jaxpr.summary(eqn)
                 nbytes = _rules.size_in_bytes(aval)
                 shape, dtype = tuple(aval.shape), str(aval.dtype)
-                found[frame, out] = Residual(shape, dtype, nbytes, where, parts, times)
+                found[program, out] = Residual(shape, dtype, nbytes, where, parts, times)
     return found
 
 
@@ -123,46 +129,46 @@ def marks(eqns: Iterable[Eqn]) -> set[Var]:
     return {_jaxpr.variable(atom) for region, atom in found if region is program}
 
 
-def _last_product(frame: Frame) -> int:
+def _last_product(program: Region) -> int:
     """Where the forward pass multiplies last: what follows has no time to leave and come back."""
     return max((
-        index for index, eqn in enumerate(frame.jaxpr.eqns)
-        if frame.pass_of(eqn) == "forward"
-        and (eqn.primitive.name == "pallas_call" or products(frame, eqn))
+        index for index, eqn in enumerate(program.jaxpr.eqns)
+        if program.pass_of(eqn) == "forward"
+        and (eqn.primitive.name == "pallas_call" or products(program, eqn))
     ), default=-1)  # fmt: skip
 
 
-def _parts(frame: Frame, eqn: Eqn, var: Var) -> int:
+def _parts(program: Region, eqn: Eqn, var: Var) -> int:
     """In how many parts a result of an equation leaves and comes back; 0 if it stays."""
-    eqns, readers = frame.jaxpr.eqns, frame.readers.get(var, [])
-    late = [i for i in readers if i < len(eqns) and frame.pass_of(eqns[i]) == "backward"]
+    eqns, readers = program.jaxpr.eqns, program.readers.get(var, [])
+    late = [i for i in readers if i < len(eqns) and program.pass_of(eqns[i]) == "backward"]
     if len(eqns) in readers or not late:
         return 0
-    sliced = [_slices(frame, eqns[i], var) for i in late]
+    sliced = [_slices(program, eqns[i], var) for i in late]
     if not any(sliced):
         return 1
     if len(late) < len(readers) or not all(sliced):
         return 0
-    return (turns(eqn) or 0) if _makes_stack(frame, eqn, var) else 0
+    return (turns(eqn) or 0) if _makes_stack(program, eqn, var) else 0
 
 
-def _makes_stack(frame: Frame, eqn: Eqn, var: Var) -> bool:
+def _makes_stack(program: Region, eqn: Eqn, var: Var) -> bool:
     """Whether a result is what the turns of a loop make, and not slices of stacks that are there."""
-    over = edges(frame, eqn)
+    over = edges(program, eqn)
     slices = {edge.target[1] for edge in over if edge.shift == -1}
     made = [edge.source[1] for edge in over if edge.shift == 1 and edge.target[1] is var]
     return any(not _jaxpr.is_literal(atom) and atom not in slices for atom in made)
 
 
-def _slices(frame: Frame, eqn: Eqn, var: Var) -> bool:
+def _slices(program: Region, eqn: Eqn, var: Var) -> bool:
     """Whether the equation is a loop that reads `var` slice by slice, and in no other way."""
-    read = [edge.shift for edge in edges(frame, eqn) if edge.source[1] is var]
+    read = [edge.shift for edge in edges(program, eqn) if edge.source[1] is var]
     return set(read) == {-1}
 
 
-def _fits(frame: Frame, var: Var, parts: int) -> bool:
-    """Whether it is an array of the batch's rows, on the device, and what moves at once is large."""
+def _fits(var: Var, parts: int) -> bool:
+    """Whether it is an array of numbers on the device, and what moves at once is large."""
     aval = var.aval
     is_array = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
     large = _rules.size_in_bytes(aval) >= parts * LEAST_BYTES
-    return bool(frame.varies(var)) and is_array and large and not _jaxpr.is_on_host(aval)
+    return is_array and large and not _jaxpr.is_on_host(aval)

@@ -715,7 +715,7 @@ def spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
     if before is None or before.shape == shape and _rules.is_elementwise(eqn):
         return before
     if eqn.primitive.name == "reshape":
-        return before.settled(p.axis for p in before.partial).reshapable(shape).reshape(shape)
+        return before.settled([p.axis for p in before.partial]).reshapable(shape).reshape(shape)
     found = Layout(tuple(map(Dim, shape)), before.mesh)
     for factor in _rules.factors_of(eqn):
         d, to = factor.ins[0], factor.outs[0]

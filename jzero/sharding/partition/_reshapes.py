@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reshapes: each device reshapes what it has, if that is a part of the result.
 
-Else rows move. A batch of 4096 rows in shards, cut into 4 chunks for 8 devices, has whole chunks on each; each
-device is to have an eighth of all chunks.
+Else rows move. A batch of 4096 rows in shards, cut into 4 chunks for 8 devices, has whole chunks on each;
+each device is to have an eighth of all chunks.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from jzero.sharding.partition import (
     _lazy,
     _look_ups,
     _opaque,
-    _reshapes,
     _owners,
+    _reshapes,
     _written,
 )
 from jzero.sharding.partition._frame import DeviceFrame

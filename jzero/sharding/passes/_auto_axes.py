@@ -104,7 +104,8 @@ def auto_axes(
         writer.names |= zip(eqn.outvars, outs, strict=True)
         return True
 
-    return _origins.rewritten(program, by_parts)
+    inside = _jaxpr.inside_of(axes.mesh, axes.own)
+    return _jaxpr.in_mesh(_origins.rewritten(program, by_parts), inside)
 
 
 def _beside(

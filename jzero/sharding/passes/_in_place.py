@@ -8,7 +8,7 @@ of an update together: a second copy of all parameters is alive at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 from jax import lax
@@ -26,7 +26,7 @@ GATHERED_AT_ONCE = 2**27
 
 
 def in_place(
-    jaxpr: Jaxpr, olds: Sequence[int | None], mesh: Mesh | AbstractMesh, axes: Sequence[str],
+    jaxpr: Jaxpr, olds: Sequence[int | None], mesh: Mesh | AbstractMesh, axes: Collection[str],
     nbytes: int,
 ) -> Jaxpr:  # fmt: skip
     """One device's program in which large results are gathered in slices, each into its place.
@@ -66,7 +66,7 @@ def _goes_into(old: Var, eqn: Eqn, nbytes: int) -> bool:
 
 
 def _written(
-    writer: JaxprWriter, eqn: Eqn, old: Var, mesh: Mesh | AbstractMesh, own: Sequence[str],
+    writer: JaxprWriter, eqn: Eqn, old: Var, mesh: Mesh | AbstractMesh, own: Collection[str],
     nbytes: int,
 ) -> Var:  # fmt: skip
     """The equations of a gather into the place of a value."""

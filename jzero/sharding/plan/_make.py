@@ -118,7 +118,7 @@ def make_plan(
     if local.traced.is_rewritten:
         note_needs_full(frame, shared.owners.keys(), update.copied)
         note_lone_products(frame, options.reduce_once, kept)
-    waiting = residuals(frame, kept) if options.moves_activations else {}
+    waiting = residuals(frame, Frame.varies, kept) if options.moves_activations else {}
     _host_memory.check(options, frame, waiting, setting.mesh)
     plan = StepPlan(
         stage=options.stage,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jzero.ir import _memory_spaces
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
@@ -25,7 +26,7 @@ from jzero.sharding.analysis._tables import Tables
 from jzero.sharding.partition._matrix_owners import Owners
 from jzero.sharding.passes._inputs_first import COTANGENT
 from jzero.sharding.passes._waits import not_before, token_of
-from jzero.sharding.run import _coded, _memory_spaces, _queue
+from jzero.sharding.run import _coded, _queue
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._queue import GatherQueue
 from jzero.sharding.run._values import (

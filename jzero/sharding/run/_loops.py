@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.ir import _rules
+from jzero.ir import _memory_spaces, _rules
 from jzero.sharding.analysis import _frames, _residuals
 from jzero.sharding.analysis._frames import Frame, split
-from jzero.sharding.run import _coded, _memory_spaces, _prefetch
+from jzero.sharding.run import _coded, _prefetch
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Interpreter
 from jzero.sharding.run._values import (

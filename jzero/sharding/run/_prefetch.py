@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero.ir import _memory_spaces
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.passes._turns import latest_use
 from jzero.sharding.passes._waits import PRODUCTS, nbytes, not_before, token_of
-from jzero.sharding.run import _collectives, _memory_spaces
+from jzero.sharding.run import _collectives
 from jzero.sharding.run._queue import GatherQueue
 from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite
