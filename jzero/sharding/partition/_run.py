@@ -30,8 +30,8 @@ from jzero.sharding.partition import (
     _lazy,
     _look_ups,
     _opaque,
-    _reshapes,
     _owners,
+    _reshapes,
 )
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._own_rows import in_own_rows
@@ -46,6 +46,7 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
     env: dict[Var, DeviceValue] = dict(zip(region.jaxpr.invars, ins, strict=True))
     for var, const in zip(region.jaxpr.constvars, region.consts, strict=True):
         env[var] = frame.constant(var, const)
+    around, frame.values = frame.values, env
     for eqn in itertools.chain.from_iterable(in_own_rows(region, e) for e in region.jaxpr.eqns):
         frame.source, frame.reason, frame.leaf = eqn, "", ""
         frame.enter_pass(region.pass_of(eqn))
@@ -59,7 +60,7 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
             if value.layout.partial and is_wanted and not _waits(frame, region, var, value):
                 frame.settle_here(value)
         frame.note(outs)
-    frame.region = outer
+    frame.region, frame.values = outer, around
     return [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in region.jaxpr.outvars]
 
 
