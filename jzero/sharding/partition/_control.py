@@ -224,6 +224,7 @@ class _ScanWriter(_LoopWriter):
                     {layout: rows[-1]},
                     v.rows & axes,
                     v.firm & axes,
+                    v.displaced & axes,
                     origin=v.origin,
                 )
             )
@@ -270,6 +271,8 @@ class _ScanWriter(_LoopWriter):
                 avals, layouts, results, axes, origins, strict=True
             )
         ]
+        for value, row in zip(found[num:], rows, strict=True):
+            value.displaced = row.displaced & axes_of(value.layout)
         each = zip(self.eqn.outvars[num:], found[num:], outs[num:], strict=True)
         return [*found[:num], *(self._cast(var, v, row) for var, v, row in each)]
 

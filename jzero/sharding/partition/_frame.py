@@ -66,6 +66,7 @@ class DeviceFrame(DeviceWriter):
       hoists: whether what a body reads in another layout is converted outside, once for all iterations.
       imports: what stands outside, and its name here.
       region: whose equations are written now.
+      values: of its variables that are there.
       reason: why what is written needs rows that a device does not have, where that is known.
       leaf: the leaf of which all is that the equation at hand moves, if not each value of its own.
       returns: the number of the step's result that is made now.
@@ -83,6 +84,7 @@ class DeviceFrame(DeviceWriter):
         self.is_loop = source.primitive.name in ("scan", "while")
         self.imports: dict[Var, Var] = {}
         self.diverges: bool = outer is not None and outer.diverges
+        self.values: Mapping[Var, DeviceValue] = {}
         self.reason = self.leaf = ""
         self.returns: int | None = None
         self.turn: Atom = _jaxpr.scalar(0, np.int32)

@@ -45,6 +45,7 @@ class DeviceValue:
       leaf: the name of the leaf that what follows makes of it.
       spread: where a sum of activations is scattered that nobody has asked of: beside the dim that it summed.
       looked_up: whether a partial sum is what devices have looked up in their rows, and no sum of the step's.
+      is_activation: whether a partial sum is one of a forward pass, and so no gradient.
       outer: the same value in the frame around.
       view: an equation and the state that it reads, which is gathered in its place.
       cast: the cast that made it, and of what, if that is a partial sum.
@@ -66,6 +67,7 @@ class DeviceValue:
     leaf: str = ""
     spread: Layout | None = None
     looked_up: bool = False
+    is_activation: bool = False
     outer: DeviceValue | None = None
     view: tuple[Eqn, DeviceValue] | None = None
     cast: tuple[Eqn, DeviceValue] | None = None
