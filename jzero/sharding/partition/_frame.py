@@ -51,6 +51,9 @@ class Partitioning:
     owners: MatrixOwners = NO_OWNERS
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
+    homes: dict[tuple[Sequence[int], Sequence[int]], Layout] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 LOOKED_UP = "rows of other devices are looked up"
