@@ -15,7 +15,7 @@ from typing import Any
 
 from jzero.ir import _rules
 from jzero.ir._errors import cannot
-from jzero.ir._layout import Dim, Layout, Partial
+from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
 from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
@@ -165,7 +165,7 @@ class _ScanWriter(_LoopWriter):
         self.settle(self.xs)
         self.settle([v for v, kept in zip(self.init, self.collects, strict=True) if not kept])
         # Iterations are not shared by devices: each has its part of every slice.
-        self.stacks = [v.layout.without([c.axis for c in v.layout.dims[0].cuts]) for v in self.xs]
+        self.stacks = [*map(_of_iterations, self.xs)]
 
     def write(self) -> list[DeviceValue]:
         carries = self.carries(self.init)
@@ -285,6 +285,21 @@ class _ScanWriter(_LoopWriter):
             eqn = cast.replace(invars=[_jaxpr.var_like(value.aval)], outvars=[out])
             (value,) = ordinary(self.frame, eqn, [value], _rules.factors_of(eqn))
         return value
+
+
+def _of_iterations(value: DeviceValue) -> Layout:
+    """A stack in whole iterations; its rows go where others of them are, lest all devices work on them."""
+    cuts = value.layout.dims[0].cuts
+    layout = value.layout.without([cut.axis for cut in cuts])
+    if len(layout.dims) < 2 or not value.rows.intersection(cut.axis for cut in layout.dims[1].cuts):
+        return layout
+    for axis in (cut.axis for cut in cuts if cut.axis in value.rows):
+        each = (
+            layout.dims[1].put(AxisCut(axis, outer)) for outer in (1, layout.dims[1].cuts[0].outer)
+        )
+        fit = [dim for dim in each if dim.pad is None and fits(dim.size, layout.digits(dim.cuts))]
+        layout = layout.with_dims({1: fit[0]} if fit else {})
+    return layout
 
 
 def _casts(v: DeviceValue) -> list[Eqn]:

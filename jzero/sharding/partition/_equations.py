@@ -305,7 +305,9 @@ class _FactorChoice:
         """The chosen factors; `displaced` are then the axes whose rows are along another dim."""
         if (alike := self._alike()) is not None:
             cuts = [(cut.axis, i) for i, dim in alike.items() for cut in dim.cuts]
-            self.displaced = frozenset(axis for axis, i in cuts if self._is_displaced(axis, i))
+            self.displaced = frozenset(
+                axis for axis, i in cuts if self._is_displaced(axis, i, alike[i])
+            )
             return alike
         if not self.frame.shared.has_rows and self._gathers_state():
             return {}
@@ -317,18 +319,19 @@ class _FactorChoice:
                 self.frame.reason, self.frame.leaf = OF_STATE, self._table()
             elif axis not in kept and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
-                if self._is_displaced(axis, best.factor, best.elsewhere):
+                if self._is_displaced(axis, best.factor, best.dim, best.elsewhere):
                     self.displaced |= {axis}
         return self.chosen
 
-    def _is_displaced(self, axis: str, i: int, elsewhere: bool = False) -> bool:
+    def _is_displaced(self, axis: str, i: int, dim: Dim, elsewhere: bool = False) -> bool:
         """Whether rows are along another dim behind the equation: those that go there, or are there."""
         if not any(v.displaced for v in self.ins):
             return elsewhere and any(axis in v.rows for v in self.ins)
         if elsewhere:
             return not any(axis in v.displaced for v in self.ins)
+        outer = next(cut.outer for cut in dim.cuts if cut.axis == axis)
         each = zip(self.ins, self.factors[i].ins, strict=True)
-        here = [v for v, d in each if axis in v.rows and _place(v, axis)[0] == d]
+        here = [v for v, d in each if axis in v.rows and _place(v, axis) == (d, outer)]
         return bool(here) and all(axis in v.displaced for v in here)
 
     def _gathers_state(self) -> bool:

@@ -53,6 +53,9 @@ class Partitioning:
     written: Any = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
+    homes: dict[tuple[Sequence[int], Sequence[int]], Layout] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 LOOKED_UP = "rows of other devices are looked up"

@@ -28,6 +28,7 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     lost = lost if lost and value.aval.size > _home(source, lost[0])[1] else []
     if lost and value.make is None:
         source = _in_other_blocks(frame, value, lost, out.shape) or source
+        frame.shared.homes[out.shape, value.aval.shape] = value.layout
     before = source.reshapable(out.shape)
     after = before.reshape(out.shape)
     params = {**eqn.params, "new_sizes": after.local_shape}
@@ -41,7 +42,14 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
         spread=value.spread and spread_on(eqn, value.spread),
     )  # fmt: skip
     gone = [axis for axis in lost if axis not in axes]
-    return _cut_after(frame, made, value, gone) if gone else made
+    if gone:
+        return _cut_after(frame, made, value, gone)
+    home = frame.shared.homes.get((value.aval.shape, out.shape))
+    # What goes back ends where the rows have been, which are beside it there.
+    if home is not None and made.rows == axes == axes_of(home) and not made.layout.partial:
+        made.atoms[home] = frame.at(made, home)
+        made.layout = home
+    return made
 
 
 def _cut_after(
