@@ -656,16 +656,17 @@ def in_mesh(jaxpr: Jaxpr, mesh: AbstractMesh) -> Jaxpr:
     contexts: dict[Any, Any] = {}
 
     def inner(jaxpr: Jaxpr) -> Jaxpr:
-        return replaced(jaxpr, eqns=[*map(moved, jaxpr.eqns)])
+        eqns = [*map(moved, jaxpr.eqns)]
+        same = all(map(operator.is_, eqns, jaxpr.eqns))
+        return jaxpr if same else replaced(jaxpr, eqns=eqns)
 
     def moved(eqn: Any) -> Eqn:
-        if eqn.ctx.cur_abstract_mesh.shape_tuple == mesh.shape_tuple:
-            found: Eqn = eqn
-            return found
-        if eqn.ctx not in contexts:
-            with eqn.ctx.manager, _abstract_mesh({}), jax.sharding.use_abstract_mesh(mesh):
-                contexts[eqn.ctx] = internal.JaxprEqnContext()
-        return with_inner(eqn.replace(ctx=contexts[eqn.ctx]), inner)
+        if eqn.ctx.cur_abstract_mesh.shape_tuple != mesh.shape_tuple:
+            if eqn.ctx not in contexts:
+                with eqn.ctx.manager, _abstract_mesh({}), jax.sharding.use_abstract_mesh(mesh):
+                    contexts[eqn.ctx] = internal.JaxprEqnContext()
+            eqn = eqn.replace(ctx=contexts[eqn.ctx])
+        return with_inner(eqn, inner)
 
     return inner(jaxpr)
 
