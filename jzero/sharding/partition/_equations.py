@@ -352,6 +352,10 @@ class _FactorChoice:
         table, indices, *updates = self.ins
         if not updates and not table.is_state:
             return None
+        if self._table() in (self.frame.shared.automatic or ()):
+            return (
+                None  # Each place along XLA's axes moves a part of the table, but all of the rows.
+            )
         out, n = self.eqn.outvars[0], self.frame.mesh[axis]
         hint = self.frame.hint_of(out)
         layout = (hint and hint.layout) if updates else table.layout

@@ -35,7 +35,8 @@ class Partitioning:
       has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
       time: the axis of microbatches, if there are several.
       exchanges: whether devices may be sent what others are not.
-      automatic: whether XLA shards what a device has, over axes beside these, as the step says.
+      automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else it
+        shards what a device has as the step says.
       owners: who runs calls that update matrices.
       written: what is known of a step with collectives of its own.
     """
@@ -48,7 +49,7 @@ class Partitioning:
     has_rows: bool = True
     time: TimeAxis | None = None
     exchanges: bool = True
-    automatic: bool = False
+    automatic: frozenset[str] | None = None
     owners: MatrixOwners = NO_OWNERS
     written: Any = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)

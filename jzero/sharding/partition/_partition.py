@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jzero.ir._layout import Layout, Prices, replicated
 from jzero.ir._regions import Region, turns
+from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
 from jzero.sharding.partition._hints import hints_of
@@ -62,6 +63,7 @@ class DeviceProgram:
       by_result: these, by what the collective makes.
       of_rows: for each result, whether it has rows of the batch.
       loops: over microbatches, not those inside other loops.
+      residuals: what waits on the host for the backward pass, of one microbatch.
     """
 
     jaxpr: Jaxpr
@@ -72,13 +74,14 @@ class DeviceProgram:
     by_result: Mapping[Var, DeviceMove]
     of_rows: tuple[bool, ...] = ()
     loops: Loops | None = None
+    residuals: tuple[Residual, ...] = ()
 
 
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
-    exchanges: bool = True, automatic: bool = False, keeps_padding: bool = False,
+    exchanges: bool = True, automatic: frozenset[str] | None = None, keeps_padding: bool = False,
     written: Written | None = None,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
@@ -96,7 +99,8 @@ def partition(
       time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
       owners: who runs calls of the step that update matrices.
       exchanges: whether devices may be sent what others are not; microbatches that are no axis may not.
-      automatic: whether XLA shards over axes beside these: what the step says of them stays.
+      automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else what
+        the step says of them stays.
       keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
       written: of a step with collectives of its own, what is known of it. Its shapes are one device's, and so
         are the layouts of arguments and results that differ.

@@ -92,7 +92,7 @@ def _equation(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: list[DeviceValue]
 ) -> list[DeviceValue]:
     name = eqn.primitive.name
-    if name == "sharding_constraint" and frame.shared.automatic:
+    if name == "sharding_constraint" and frame.shared.automatic is not None:
         return _constrained(frame, eqn, ins[0])
     if name in _rules.IDENTITIES or _moves_nothing(eqn):
         return ins
