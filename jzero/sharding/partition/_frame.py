@@ -78,7 +78,7 @@ class DeviceFrame(DeviceWriter):
         self.region = region
         self.shared, self.outer, self.hoists = shared, outer, hoists
         self.imports: dict[Var, Var] = {}
-        self.diverges = outer is not None and outer.diverges
+        self.diverges: bool = outer is not None and outer.diverges
         self.reason = self.leaf = ""
         self.returns: int | None = None
         self.turn: Atom = _jaxpr.scalar(0, np.int32)
