@@ -176,7 +176,8 @@ def settle(
 
 def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layout | None:
     """What a product reads, in rows as they are beside it in others that read it, too."""
-    region, atom, layout = frame.region, eqn.invars[k], frame.whole(value.aval.shape)
+    region, layout = frame.region, frame.whole(value.aval.shape)
+    atom = _jaxpr.variable(eqn.invars[k])
     eqns = region.jaxpr.eqns
     for other in (eqns[i] for i in region.readers.get(atom, []) if i < len(eqns)):
         if not _rules.costs(other, Cost.PRODUCT, Cost.ELEMENTWISE):

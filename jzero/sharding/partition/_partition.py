@@ -129,11 +129,11 @@ def partition(
     for j, (value, layout) in enumerate(zip(results, layouts, strict=True)):
         frame.returns = j
         atoms.append(_with_zeros(frame, value, layout, given))
-    program = frame.function(_template(), own, atoms)
-    moves = moves_of(program, frame.moves)
+    made = frame.function(_template(), own, atoms)
+    moves = moves_of(made, frame.moves)
     ins_ = tuple(each.given for each in ins)
     of_rows = tuple(bool(value.rows) for value in results)
-    return DeviceProgram(program, frame.consts, ins_, tuple(layouts), moves, frame.moves, of_rows)
+    return DeviceProgram(made, frame.consts, ins_, tuple(layouts), moves, frame.moves, of_rows)
 
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:

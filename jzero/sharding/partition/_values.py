@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jzero.ir._layout import AxisCut, Dim, Layout, fits
-from jzero.tracing._types import Atom, Aval, Eqn
+from jzero.tracing._types import Atom, Aval, Eqn, Var
 
 
 class Hint(NamedTuple):
@@ -36,6 +36,7 @@ class DeviceValue:
       atoms: what there is of it, by layout.
       rows: the axes over which it differs because rows of the batch do.
       own: the axes along which each device has a value of its own, [Note: values of a device's own].
+      sum: writes its sum over all devices, where that is not made of what each has of it.
       displaced: of `rows`, those that are no longer along rows, but along another dim, since an exchange.
       firm: the axes over which it stays sharded though it is state, as the user's specs say.
       make: `make(frame, layout)` writes it in any layout at little cost; else it must be converted.
@@ -58,6 +59,7 @@ class DeviceValue:
     atoms: dict[Layout, Atom] = dataclasses.field(default_factory=dict)
     rows: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
+    sum: Callable[[Var], DeviceValue] | None = None
     firm: frozenset[str] = frozenset()
     displaced: frozenset[str] = frozenset()
     make: Callable[..., Atom] | None = None
