@@ -223,8 +223,8 @@ class _ScanWriter(_LoopWriter):
                     layout,
                     {layout: rows[-1]},
                     v.rows & axes,
-                    v.firm & axes,
-                    v.displaced & axes,
+                    firm=v.firm & axes,
+                    displaced=v.displaced & axes,
                     origin=v.origin,
                 )
             )

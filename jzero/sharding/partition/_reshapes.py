@@ -36,7 +36,7 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     frame.again(eqn, [frame.at(value, before)], [new], params=params)
     axes = axes_of(after)
     made = DeviceValue(
-        out, after, {after: new}, value.rows & axes, value.firm & axes, value.displaced & axes,
+        out, after, {after: new}, value.rows & axes, firm=value.firm & axes, displaced=value.displaced & axes,
         fill=value.fill, origin=value.origin, looked_up=value.looked_up,
         is_activation=value.is_activation,
         spread=value.spread and spread_on(eqn, value.spread),

@@ -26,7 +26,7 @@ from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn
+from jzero.tracing._types import Atom, Eqn, Var
 
 _REDUCES = dict.fromkeys(REDUCTIONS, "sum") | {"pmax": "max", "pmin": "min"}
 
@@ -180,7 +180,8 @@ def _several(frame: DeviceFrame) -> frozenset[str]:
 def _times(frame: DeviceFrame, value: DeviceValue, num: int) -> DeviceValue:
     """The sum of what all devices have in common, which stays where it is."""
     factor = _jaxpr.scalar(num, value.aval.dtype)
-    ins, out = [_jaxpr.var_like(value.aval), factor], _jaxpr.var_like(value.aval)
+    ins: list[Atom] = [_jaxpr.var_like(value.aval), factor]
+    out = _jaxpr.var_like(value.aval)
     eqn = _jaxpr.equation(lax.mul_p, ins, [out], frame.source)
     values, factors = [value, frame.literal(factor)], _rules.factors_of(eqn)
     if _lazy.may_wait(eqn, values):
