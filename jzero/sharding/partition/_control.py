@@ -294,10 +294,10 @@ def _of_iterations(value: DeviceValue) -> Layout:
     if len(layout.dims) < 2 or not value.rows.intersection(cut.axis for cut in layout.dims[1].cuts):
         return layout
     for axis in (cut.axis for cut in cuts if cut.axis in value.rows):
-        each = (
-            layout.dims[1].put(AxisCut(axis, outer)) for outer in (1, layout.dims[1].cuts[0].outer)
-        )
-        fit = [dim for dim in each if dim.pad is None and fits(dim.size, layout.digits(dim.cuts))]
+        dim = layout.dims[1]
+        behind = dim.cuts[-1].outer * layout.num([dim.cuts[-1].axis])
+        each = [dim.put(AxisCut(axis, outer)) for outer in (1, behind) if dim.pad is None]
+        fit = [new for new in each if fits(new.size, layout.digits(new.cuts))]
         layout = layout.with_dims({1: fit[0]} if fit else {})
     return layout
 
