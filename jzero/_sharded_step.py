@@ -142,7 +142,10 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             new, outs = program.step.run(_placing.pad(state, plan.leaves), arrays)
             return _placing.unpad(new, plan.leaves[: len(new)]), outs
 
-        run = differentiable(placed, program, self._who)
+        place = NamedSharding(self._programs.setting.mesh, PartitionSpec())
+        run = differentiable(
+            placed, lambda: program.as_written, program.closes_over, place, self._who
+        )
         leaves = _weak.strong(call.state, program.state)
         state, arrays = _placing.as_arrays(leaves, call.arrays)
         mesh = explicit_mesh([*state, *arrays])

@@ -13,7 +13,6 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero.segments import _partitioned
 
 ROWS, FEATURES, CLASSES = 16, 10, 9  # No devices divide what a parameter has: it is padded.
 
@@ -169,7 +168,7 @@ def test_equal_those_of_the_plain_step(loss, trains, num):
 
 @pytest.mark.parametrize("partitions", ["0", "1"])
 def test_without_jit(partitions, monkeypatch):
-    monkeypatch.setenv(_partitioned.SWITCH, partitions)
+    monkeypatch.setenv("JZERO_PARTITION", partitions)
     for loss in (straight_through, max_over_rows):
         step = sharded(loss, False, mesh_of(8))
         state = step.shard(params_of())
@@ -228,7 +227,7 @@ def test_gradients_lie_as_what_they_are_of():
 # What a step closes over is differentiated, too.
 @pytest.mark.parametrize("partitions", ["0", "1"])
 def test_what_a_step_closes_over(partitions, monkeypatch):
-    monkeypatch.setenv(_partitioned.SWITCH, partitions)
+    monkeypatch.setenv("JZERO_PARTITION", partitions)
     mesh, w, x = mesh_of(8), params_of(), batch_of()
 
     def made(scale, shard):

@@ -208,6 +208,16 @@ def by_value(call):
     return name, [np.round(value, 6).tolist() for value in values]
 
 
+def assert_alike(found, expected, tolerance=1e-9):
+    close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    jax.tree.map(close, found, expected)
+
+
+def assert_same_calls(found, expected, tolerance=1e-9):
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert_alike([values for _, values in found], [values for _, values in expected], tolerance)
+
+
 def drawn():
     rng = np.random.default_rng(0)
     return rng.normal(size=(DIM, DIM)), rng.normal(size=(ROWS, DIM))
@@ -231,14 +241,45 @@ def test_as_under_jit(name, num, accumulate):
     found, told = trained(step, w, x)
     assert engines.why_not(step) == []
     expected, calls = trained(jax.jit(STEPS[name]), w, x)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), found, expected
-    )
+    assert_alike(found, expected)
     for mine, jits in zip(told, calls, strict=True):
         if name not in ORDERED:
             mine, jits = sorted(mine, key=by_value), sorted(jits, key=by_value)
-        assert [call[0] for call in mine] == [call[0] for call in jits]
-        for (_, values), (_, others) in zip(mine, jits, strict=True):
-            jax.tree.map(
-                functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), values, others
-            )
+        assert_same_calls(mine, jits)
+
+
+def in_stacked_layers(ws, x):
+    """Before, in and behind layers whose weights a loop slices."""
+    tell("before", ws[:, 0, 0])
+
+    def layer(h, w):
+        tell("layer", lax.stop_gradient(w).sum())
+        h = jnp.tanh(h @ w)
+        tell("again", lax.stop_gradient(w[0, 0]))
+        return h, None
+
+    ws, loss = descent(lambda ws, x: jnp.mean(lax.scan(layer, x, ws)[0] ** 2), ws, x)
+    tell("behind", jnp.sqrt(jnp.sum(ws**2)))
+    return ws, loss
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"stage": 1}, {"stage": 2}, {"gather": "keep"}, {"prefetch_bytes": 0},
+        {"accumulate": 2}, {"accumulate": 2, "reduce": "each"}, {"reduce_dtype": jnp.float32},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_passes_keep_the_order(options):
+    """Layers are pipelined: the last one stands behind the loop."""
+    ws, x = np.random.default_rng(0).normal(size=(3, DIM, DIM)), drawn()[1]
+    mesh = jax.make_mesh((8,), ("data",))
+    step = small.shard_train_step(in_stacked_layers, mesh=mesh, **options)
+    found, told = trained(step, ws, x)
+    assert engines.why_not(step) == []
+    expected, calls = trained(jax.jit(in_stacked_layers), ws, x)
+    tolerance = 1e-5 if "reduce_dtype" in options else 1e-9
+    assert_alike(found, expected, tolerance)
+    for mine, jits in zip(told, calls, strict=True):
+        assert_same_calls(mine, jits, tolerance)

@@ -61,14 +61,14 @@ def test_what_is_still_double_is():
 @pytest.mark.parametrize(
     "source",
     [
-        "class Rows: pass",
-        "def f():\n    class Rows: pass",
-        "Rows = tuple[int, int]",
-        "Rows: TypeAlias = tuple[int, int]",
+        "class Layout: pass",
+        "def f():\n    class Layout: pass",
+        "Layout = tuple[int, int]",
+        "Layout: TypeAlias = tuple[int, int]",
     ],
 )
 def test_planted_double_is_found(source: str):
-    assert doubles({**FILES, "_new": source})["Rows"] == ["sharding/batch/_rows", "_new"]
+    assert doubles({**FILES, "_new": source})["Layout"] == ["ir/_layout", "_new"]
 
 
 @pytest.mark.parametrize(

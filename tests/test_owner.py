@@ -14,6 +14,7 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+import engines
 import jzero
 import small
 from jzero.testing import Tolerance, assert_same_training
@@ -340,6 +341,78 @@ def test_codes_on_the_wire_leave_owners_alone():
     report = train_step.describe(state_of(params, muon), BATCHES[0])
     sent = [c for c in report.traffic if c.op == "all-to-all" and c.dtype != "uint8"]
     assert [(c.dtype, c.elements) for c in sent] == [("float32", 256)] * 2
+
+
+# -- of a model: what runs it, and what moves ------------------------------------------------------
+
+
+def one_after_the_other(params: Params, x: jax.Array) -> jax.Array:
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def in_a_loop(params: Params, x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, w: jax.Array) -> Any:
+        return x + jnp.tanh(x @ w), None
+
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params["w"])[0] ** 2)
+
+
+MODELS = {"unrolled": (one_after_the_other, separate), "loop": (in_a_loop, stacked)}
+
+
+def model_step(optimizer: Optimizer, loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def step(state: Any, batch: jax.Array) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, opt_state = optimizer(params).update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return step
+
+
+@pytest.mark.alternating
+@pytest.mark.covering(pairs=["optimizer", "options"])
+@pytest.mark.parametrize("num", [2, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("optimizer", [muon, shampoo, soap], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "options", [{"stage": 1}, {"stage": 2}, {"accumulate": 2}, {"prefetch_bytes": 0}], ids=str
+)
+def test_the_partitioner_runs_it(
+    optimizer: Optimizer, model: str, num: int, options: dict[str, Any]
+):
+    loss_of, make = MODELS[model]
+    params, step = jax.tree.map(lambda w: 0.3 * w, make(5, 8, 8)), model_step(optimizer, loss_of)
+    assert_same_training(
+        step, lambda: state_of(params, optimizer), BATCHES, mesh=mesh_of(num), tolerance=ROUNDED,
+        **options,
+    )  # fmt: skip
+    train_step = small.shard_train_step(step, mesh=mesh_of(num), **options)
+    report = train_step.describe(state_of(params, optimizer), BATCHES[0])
+    assert report.elements("all-to-all") > 0
+    assert engines.why_not(train_step) == []
+
+
+@pytest.mark.parametrize(("optimizer", "stays"), [(muon, 6), (soap, 6), (shampoo, 1)])
+def test_a_gradient_is_reduced_once(optimizer: Optimizer, stays: int):
+    """Shampoo's are read by products alone: all of them are reduced to their owners, by one collective."""
+    step, params = model_step(optimizer, one_after_the_other), separate(6, 8, 8)
+    train_step = small.shard_train_step(step, mesh=mesh_of(4), stage=1)
+    report = train_step.describe(state_of(params, optimizer), BATCHES[0])
+    assert sum(c.op == "reduce-scatter" for c in report.traffic) == stays
+    assert not [c for c in report.traffic if c.op == "all-reduce" and c.elements > 1]
+
+
+def test_what_is_interpreted_has_owners_too():
+    params = {**separate(4, 8, 8), **stacked(6, 8, 8)}
+    options: dict[str, Any] = {"stage": 3, "tile_bytes": 2**20}
+    train_step = small.shard_train_step(make_step(muon), mesh=mesh_of(4), **options)
+    report = train_step.describe(state_of(params, muon), BATCHES[0])
+    assert [c.times for c in report.traffic if c.op == "all-to-all"] == [1] * 4
+    assert [engines.without_line(why) for why in engines.why_not(train_step)] == ["tile_bytes"]
+    trains(muon, params, **options)
 
 
 # -- what stays as it is, and the report -----------------------------------------------------------

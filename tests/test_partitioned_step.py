@@ -286,7 +286,7 @@ def test_passes_show_in_the_program():
     added = [scopes(name) for name in after]
     assert added == sorted(added, key=len)
     said = {name: len(found) for name, found in zip(after, added, strict=True)}
-    assert [*said.values()] == [0] * 11 + [1, 3, 4, 5, 5], said
+    assert [*said.values()] == [0] * 12 + [1, 3, 4, 5, 5], said
 
     def loops(name):
         """Of each loop that gathers, its iterations, and whether it first multiplies what it was passed."""
@@ -311,7 +311,7 @@ def test_passes_show_in_the_program():
             behind |= {*eqn.outvars} if waits or _waits.is_reduction(eqn) else set()
         return waiting
 
-    assert [reduced(name) > 0 for name in after] == [False] * 13 + [True] * 3
+    assert [reduced(name) > 0 for name in after] == [False] * 14 + [True] * 3
 
 
 def leaves_of(jaxpr):

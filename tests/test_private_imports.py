@@ -22,7 +22,7 @@ DOCTESTS = "runs the examples in docstrings"
 
 # Why a module may be imported: of the names that it begins with, the longest says it.
 WHY = {
-    "sharding.analysis": ENGINE, "sharding.batch": ENGINE, "sharding.run": ENGINE, "sharding.partition": IR,
+    "sharding.analysis": ENGINE, "sharding.run": ENGINE, "sharding.partition": IR,
     "sharding.analysis._residuals": CONSTANT, "sharding.analysis._traffic": IR,
     "sharding.cut._layer_parts": CONSTANT,
     "sharding.cut": IR, "sharding.passes": IR, "sharding.plan": IR, "ir": IR,
@@ -70,9 +70,10 @@ MAY = {
     "test_bandwidth":
         "cli._main offload._bandwidth offload._links offload.kernels._machine reports._bandwidth",
     "test_partition_costs":
-        "sharding.analysis._traffic sharding.batch._localize sharding.batch._rows tracing._jaxpr "
-        "tracing._rewrite",
-    "test_partition_rules": "sharding.batch._localize sharding.batch._rows tracing._jaxpr tracing._rewrite",
+        "sharding.analysis._traffic sharding.plan._one_device tracing._jaxpr tracing._rewrite",
+    "test_partition_rules":
+        "ir._layout sharding.partition._movement sharding.partition._partition sharding.partition._writer "
+        "tracing._jaxpr tracing._rewrite",
     "test_bench": "targets._target",
     "test_blocks": "sharding.passes._codes",
     "test_bucket": "checkpoint._bucket",
@@ -100,6 +101,7 @@ MAY = {
         "sharding.analysis._needs sharding.analysis._new_leaves sharding.analysis._own_gradients "
         "sharding.analysis._product_reads sharding.plan._make tracing._jaxpr",
     "test_deepspeed": "deepspeed._table",
+    "test_derivatives": "segments._partitioned",
     "test_describe": "_folded _quantities reports._lines reports._tables",
     "test_differences": "tracing._differences tracing._jaxpr tracing._rewrite",
     "test_dispatches":

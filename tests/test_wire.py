@@ -158,7 +158,7 @@ def in_hops(grads, dim, node, local, hops):
 @pytest.mark.covering
 def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes, microbatches):
     """Once in a step, or in each microbatch."""
-    local, num = 2, 2 if microbatches.get("reduce") == "each" else 1
+    local, num = 2, microbatches.get("accumulate", 1)
     hops = {"local": INT8, "node": codes}
     with jax.enable_x64(True):
         w = jax.random.normal(jax.random.key(1), (3 * D, 3 * D))
@@ -180,9 +180,13 @@ def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes, microbatches)
         parts = jnp.split(rows, node * local * num)
         grads = jnp.stack([jax.grad(loss_of)(w, part) for part in parts])
         dim = train_step.plan(w, rows).leaves[0].layout.dim
-        # A device's microbatches are neighbours.
-        sums = (in_hops(grads[i::num], dim, node, local, hops) for i in range(num))
-        assert_same(train_step(w, rows), w - 0.1 * sum(sums), 1e-12)
+        terms = [grads[i::num] for i in range(num)]  # A device's microbatches are neighbours.
+        once = microbatches.get("reduce") == "once"
+        sums = (in_hops(term, dim, node, local, hops) for term in ([sum(terms)] if once else terms))
+        found, wanted = np.asarray(train_step(w, rows)), np.asarray(w - 0.1 * sum(sums))
+        # Of a number between two codes the last bit decides: that of a sum of two is another one.
+        off = np.abs(found - wanted) > 1e-12 * np.abs(wanted).max()
+        assert off.mean() < (1e-3 if once else 1e-9)
 
 
 def test_replicas_sum_shards_as_codes_and_agree():

@@ -201,7 +201,7 @@ def way_of_a_parameter() -> str:
 # What is done, where, and what it hands on.
 STEPS = [
     ("Trace", "tracing", "the step as a jaxpr, at the shapes of the whole batch"),
-    ("Rewrite", "sharding/batch", "the jaxpr of one device, with its rows and collectives"),
+    ("Partition", "sharding/partition", "the jaxpr of one device, with its rows and collectives"),
     ("Analyse", "sharding/analysis", "what varies, is sharded together, or is needed whole"),
     ("Plan", "sharding/plan", "what rests where: role and layout of every leaf"),
     ("Cut", "sharding/cut", "what runs when: loops over microbatches, pieces, turns"),

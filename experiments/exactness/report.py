@@ -97,7 +97,7 @@ def main() -> None:
         if path.stem != "before":
             refusals(read(path))
     now = sorted((HERE / "results").glob("jax-0.10*.jsonl"))
-    for folder in ("jzero", "jzero/sharding/batch", "jzero/checkpoint", "tests"):
+    for folder in ("jzero", "jzero/sharding/partition", "jzero/checkpoint", "tests"):
         print(
             f"{folder}: {num_lines(BEFORE, folder):,} lines at {BEFORE}, {num_lines('HEAD', folder):,} now"
         )

@@ -273,7 +273,7 @@ class Layout:
     def _reshaped(self, shape: Sequence[int]) -> tuple[Layout, tuple[set[str], set[int]]]:
         """A cut keeps its place in the flat order. Also the axes and the padded dims that have none."""
         dims, axes, pads = list[Dim](), set[str](), set[int]()
-        for olds, news in _groups(self.shape, shape):
+        for olds, news in dim_groups(self.shape, shape):
             group = [self.dims[d] for d in olds]
             new = _padding_moved(group, [shape[d] for d in news])
             if new is None:
@@ -353,7 +353,7 @@ def _runs(digits: Digits) -> Digits:
     return runs
 
 
-def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+def dim_groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
     """The fewest dims of both shapes that hold the same elements, from the first to the last."""
     assert math.prod(old) == math.prod(new), f"{tuple(old)} and {tuple(new)} differ in size"
     i, j = (0, 0) if math.prod(old) else (len(old), len(new))

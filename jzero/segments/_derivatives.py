@@ -12,57 +12,60 @@ computes is exact, and how it moves and keeps values is XLA's choice (tests/test
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jzero._errors import STEP, StepError, called_as, message
-from jzero.sharding.plan._trace import WRITTEN
 from jzero.tracing import _jaxpr
 
-if TYPE_CHECKING:
-    from jzero.segments._program import Program
 
-# `(state leaves, argument leaves) -> (new state leaves, outputs)`, of whole arrays without padding.
-Run: TypeAlias = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
+def differentiable(
+    run: Callable[..., Any], written: Callable[[], Callable[..., Any] | None],
+    closes_over: Sequence[Any], place: NamedSharding, who: str,
+) -> Callable[..., Any]:  # fmt: skip
+    """`run`, with the derivatives of the step as it is written.
 
-
-def differentiable(run: Run, program: Program, who: str) -> Run:
-    """`run` of a program, with the derivatives of the step as it is written; for `who` was called.
+    Args:
+      run: `(state leaves, argument leaves) -> (new state leaves, outputs)`, of whole arrays without padding.
+      written: makes the same of the step as it is written, which also takes, first, values for what it closes
+        over; None of a step that nobody has written for the whole batch.
+      closes_over: values of an outer trace that the step reads.
+      place: whole on the devices of the step.
+      who: was called.
 
     Raises:
-      StepError: when it is differentiated, if nobody has written it for the whole batch.
+      StepError: when it is differentiated, if `written` makes nothing.
     """
-    # A rule has no derivatives by what it closes over, so this is an argument: read it while it is traced.
-    closed = program.closes_over
-    if closed and program.plan.reductions != WRITTEN:
-        program.as_written  # noqa: B018
+    # A rule has no derivatives by what it closes over: that is an argument, and is there now to be traced.
+    if closes_over:
+        written()
 
     @jax.custom_jvp
     def called(_: Sequence[Any], state: list[Any], arrays: list[Any]) -> Any:
         return run(state, arrays)
 
     def rule(primals: Any, tangents: Any) -> Any:
-        if program.plan.reductions == WRITTEN:
-            with called_as(who):
+        with called_as(who):
+            step = written()
+            if step is None:
                 raise _refused()
-        places = [*program.state_shardings, *program.argument_shardings]
         leaves, tree = jax.tree.flatten(primals)
         pairs = enumerate(jax.tree.leaves(tangents))
         moving = {i: tangent for i, tangent in pairs if not isinstance(tangent, SymbolicZero)}
 
         def moved(*values: Any) -> Any:
             new = dict(zip(moving, values, strict=True))
-            given = [_on_devices(new.get(i, x), x, places[0]) for i, x in enumerate(leaves)]
-            return program.as_written(*jax.tree.unflatten(tree, given))
+            given = [_on_devices(new.get(i, x), x, place) for i, x in enumerate(leaves)]
+            return step(*jax.tree.unflatten(tree, given))
 
         return jax.jvp(moved, [leaves[i] for i in moving], [*moving.values()])
 
     called.defjvp(rule, symbolic_zeros=True)
-    return lambda state, arrays: called(closed, state, arrays)
+    return lambda state, arrays: called(closes_over, state, arrays)
 
 
 def _refused() -> StepError:
@@ -96,10 +99,10 @@ def as_written(
 
 
 def _on_devices(x: Any, primal: Any, place: NamedSharding) -> Any:
-    """A value in the memory of the devices of `place`, for XLA to lay it out there."""
+    """A value in the memory of these devices, for XLA to lay it out there."""
     if _jaxpr.is_on_host(jax.typeof(x)):
         x = jax.device_put(x, jax.memory.Space.Device)
     is_bound = isinstance(primal, jax.Array) and not isinstance(primal, jax.core.Tracer)
     if not (is_bound and primal.committed) or primal.sharding.device_set == place.device_set:
         return x
-    return jax.device_put(x, NamedSharding(place.mesh, PartitionSpec()))
+    return jax.device_put(x, place)

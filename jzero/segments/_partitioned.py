@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
@@ -21,12 +21,13 @@ from jzero.ir._layout import Layout, Pad, Prices, from_spec, replicated
 from jzero.ir._regions import Region, turns
 from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import Repeated
+from jzero.sharding.partition._matrix_owners import MatrixOwners
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
-from jzero.sharding.partition._owned import MatrixOwners
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint
+from jzero.sharding.partition._written import Written
 from jzero.sharding.passes._activations import activations, in_order
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._auto_axes import AutoAxes, auto_axes
@@ -49,9 +50,9 @@ from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import StepProgram
-from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.sharding.plan._stages import PARAMETER
-from jzero.sharding.plan._trace import WHOLE, WholeBatch
+from jzero.sharding.plan._trace import WRITTEN
 from jzero.sharding.run._run import Runner, devices_of
 from jzero.targets._links import AxisTimes, axis_times
 from jzero.targets._target import target_of, topology_of
@@ -169,50 +170,50 @@ def of_step(step: StepProgram) -> Partitioned | CannotPartitionError | None:
 
 
 def _partitioned(runner: Runner) -> Partitioned:
-    plan, whole = runner.plan, runner.analysis.whole
-    why = next(_reasons(plan, whole), None)
-    if why is not None or whole is None:
-        raise cannot(why or "it has no jaxpr of the whole batch")
+    plan, analysis = runner.plan, runner.analysis
+    if (why := next(_reasons(plan, analysis), None)) is not None:
+        raise cannot(why)
     mesh, time = dict(plan.axes), _time(plan, runner.mesh.axis_names)
     mesh |= {} if time is None else {time.name: time.num}
     devices = devices_of(runner.mesh)
-    flat, rows = _read_only(whole, plan)
-    taken = [i for i in range(len(rows)) if i not in plan.unread]
-    inputs = [*_inputs(plan, flat, rows, mesh, time)]
-    outs = [_leaf(leaf, mesh) for leaf in plan.new_leaves]
-    outs += [
-        from_spec(atom.aval.shape, mesh, _layout.partition_spec(layout))
-        for atom, layout in zip(flat.outvars[len(outs) :], plan.outputs, strict=True)
-    ]
-    ordered = flat._replace(invars=[flat.invars[i] for i in taken])  # type: ignore[arg-type]
+    step = _step_of(plan, analysis)
+    taken = [i for i in range(len(step.jaxpr.invars)) if i not in plan.unread]
+    ins = [*_inputs(plan, step, mesh, time)]
+    outs = [*(_leaf(leaf, mesh) for leaf in plan.new_leaves), *_outputs(plan, step, mesh)]
+    step = step.taking(taken)
     reduced = [_reduced(leaf, mesh) for leaf in plan.new_leaves]
     links = axis_times(dict(runner.mesh.shape), target_of(devices), topology_of(devices))
     links = tuple(each for each in links if each[0] in mesh)
     given = (
-        ordered,
-        whole.consts,
+        step.jaxpr,
+        step.consts,
         mesh,
-        [inputs[i] for i in taken],
+        [ins[i] for i in taken],
         outs,
         reduced,
         plan.reduce_once,
         _with_memory(links, time),
     )
-    owners = MatrixOwners(whole.owners, plan.stage_axes.shard_axes)
     automatic = None
     if plan.automatic:
         automatic = frozenset(leaf.path for leaf in plan.leaves if any(leaf.automatic))
+    calls = {} if analysis.whole is None else analysis.whole.owners
+    made = functools.partial(
+        partition, *given, owners=MatrixOwners(calls, plan.stage_axes.shard_axes),
+        automatic=automatic, written=step.written,
+    )  # fmt: skip
     try:
-        program = partition(*given, time, owners, automatic=automatic)
+        program = made(time=time)
     except NeedsAllMicrobatchesError:
-        opens = time and time._replace(opens=True)
-        program = partition(*given, opens, owners, automatic=automatic)
+        program = made(time=time and time._replace(opens=True))
+    if step.written is not None:
+        program = _of_all_devices(program, plan, taken)
     olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
     olds += [None] * (len(program.outs) - len(olds))
     # Behind the loops over microbatches rows differ over the devices alone.
-    rows_over = [inputs[i].rows & {*runner.mesh.axis_names} for i in taken]
+    rows_over = [ins[i].rows & {*runner.mesh.axis_names} for i in taken]
     programs = _passed(program, runner, taken, rows_over, olds, time)
-    repeated = _checked(programs, whole, runner)
+    repeated = _checked(programs, runner)
     return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
 
 
@@ -242,18 +243,18 @@ def _handed(plan: StepPlan) -> int | None:
     return 2 * plan.accumulate * sum(size_in_bytes(var.aval) for var in stacks)
 
 
-def _checked(
-    programs: Mapping[str, DeviceProgram], whole: WholeBatch, runner: Runner
-) -> tuple[float, list[Repeated]]:
+def _checked(programs: Mapping[str, DeviceProgram], runner: Runner) -> tuple[float, list[Repeated]]:
     """The flops of the step, and what its devices repeat of them.
 
     Raises:
       CannotPartitionError: it gathers more rows at once than the user permits.
     """
-    program = programs[_PARTITION]
+    program, whole = programs[_PARTITION], runner.analysis.whole
     most = max((m.local_bytes for m in program.moves if is_of_rows(m)), default=0)
     if most > runner.plan.exchange.max_gather_bytes:
         raise cannot("it gathers more rows at once than max_gather_bytes")
+    if whole is None:
+        return 0, []
     num = runner.plan.num_devices * runner.plan.accumulate
     work, again = whole.repeated(program.jaxpr, num)
     # What runs once for all microbatches is no repetition.
@@ -438,15 +439,16 @@ def _reduced_in_codes(
     return reduce_codes(jaxpr, CodedAxes(dict(plan.axes), formats, replicas), coded, rows)
 
 
-def may_run(plan: StepPlan, whole: WholeBatch | None) -> bool:
+def may_run(plan: StepPlan, analysis: Analysis) -> bool:
     """Whether steps are partitioned, and the plan says nothing against this one."""
-    return is_on() and next(_reasons(plan, whole), None) is None
+    return is_on() and next(_reasons(plan, analysis), None) is None
 
 
-def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
+def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
     """Why the partitioner does not run a step: what its options ask for, or what the step does."""
     asked = {
-        "collectives of its own": plan.reductions != WHOLE or whole is None,
+        "collectives of its own with accumulate": plan.reductions == WRITTEN
+        and plan.accumulate > 1,
         "codes beside mesh axes of XLA's": bool(plan.automatic)
         and (
             plan.exchange.gather_codes is not None
@@ -454,49 +456,101 @@ def _reasons(plan: StepPlan, whole: WholeBatch | None) -> Iterator[str]:
         ),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
-        and whole is not None
-        and _has_nested_loops(whole),
+        and _has_nested_loops(analysis.frame),
         # Values of which nobody knows whether they are rows may be among what they read.
         "owners of matrices": any(not each.why for each in plan.owned)
-        and whole is not None
-        and not whole.owners,
+        and not (analysis.whole is not None and analysis.whole.owners),
     }
     yield from (reason for reason, is_so in asked.items() if is_so)
 
 
-def _has_nested_loops(whole: WholeBatch) -> bool:
+def _has_nested_loops(region: Region) -> bool:
     """Whether a loop runs in a loop, whose slices would be gathered in each turn of the outer one."""
-    region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
     loops = (r for r, eqn in region.walk() if turns(eqn) != 1)
     return any(r.around is not None and turns(r.around[1]) != 1 for r in loops)
 
 
-def _read_only(whole: WholeBatch, plan: StepPlan) -> tuple[Flat, tuple[int | None, ...]]:
-    """The step without the equations of which nothing is returned.
+class _Step(NamedTuple):
+    """A step as the partitioner takes it.
+
+    Attributes:
+      jaxpr: of the whole batch, or of one device if it has collectives of its own.
+      consts: values of its constants.
+      rows: of the whole batch, the dim of each input's rows; None if it has none.
+      written: what is known of one with collectives of its own.
+    """
+
+    jaxpr: Flat
+    consts: list[Any]
+    rows: Sequence[int | None]
+    written: Written | None
+
+    def taking(self, taken: Sequence[int]) -> _Step:
+        """With some of its inputs."""
+        flat = self.jaxpr._replace(invars=[self.jaxpr.invars[i] for i in taken])
+        written = self.written
+        if written is not None:
+            frame: Any = dataclasses.replace(written.frame, jaxpr=flat)  # type: ignore[arg-type]
+            written = written._replace(frame=frame)
+        return self._replace(jaxpr=flat, written=written)
+
+
+def _step_of(plan: StepPlan, analysis: Analysis) -> _Step:
+    """What is partitioned of a step; of the whole batch's, only what it returns.
 
     Raises:
       CannotPartitionError: it reads a leaf that the plan does not read.
     """
-    flat = whole.jaxpr
-    eqns, read = _rewrite.behind(flat.eqns, flat.outvars)
-    flat = flat._replace(eqns=eqns)
+    whole, frame = analysis.whole, analysis.frame
+    if whole is None:
+        jaxpr = frame.jaxpr
+        flat = Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], [*jaxpr.eqns])
+        return _Step(flat, frame.consts, [], Written(frame, dict(plan.step_axes)))
+    eqns, read = _rewrite.behind(whole.jaxpr.eqns, whole.jaxpr.outvars)
+    flat = whole.jaxpr._replace(eqns=eqns)
     if any(flat.invars[i] in read for i in plan.unread):
         raise cannot("it reads a leaf that the plan does not read")
-    return flat, whole.rows
+    return _Step(flat, whole.consts, whole.rows, None)
+
+
+def _outputs(plan: StepPlan, step: _Step, mesh: dict[str, int]) -> Iterator[Layout]:
+    """In which layouts it returns what is no state; what differs as each device has it."""
+    for atom, layout in zip(step.jaxpr.outvars[len(plan.new_leaves) :], plan.outputs, strict=True):
+        spec = _layout.partition_spec(layout) if step.written is None else PartitionSpec()
+        yield from_spec(atom.aval.shape, mesh, spec)
+
+
+def _of_all_devices(program: DeviceProgram, plan: StepPlan, taken: Sequence[int]) -> DeviceProgram:
+    """A program of one device's shapes, of whole arguments and results: what differs is a part of them."""
+    leaves = [i for i in taken if i < len(plan.leaves)]
+    specs = [_layout.partition_spec(layout) for layout in plan.outputs]
+    ins = [*program.ins[: len(leaves)], *map(_joined, program.ins[len(leaves) :], plan.arguments)]
+    num_new = len(plan.new_leaves)
+    outs = [*program.outs[:num_new], *map(_joined, program.outs[num_new:], specs)]
+    return dataclasses.replace(program, ins=tuple(ins), outs=tuple(outs))
+
+
+def _joined(layout: Layout, spec: PartitionSpec) -> Layout:
+    """The layout of an array of which each device has a part of this shape."""
+    mesh = dict(layout.mesh)
+    names = [(x,) if isinstance(x, str) else x or () for x in (*spec, *[None] * len(layout.dims))]
+    pairs = zip(layout.shape, names, strict=False)
+    return from_spec([size * layout.num(axes) for size, axes in pairs], mesh, spec)
 
 
 def _inputs(
-    plan: StepPlan,
-    flat: Flat,
-    rows: Sequence[int | None],
-    mesh: dict[str, int],
-    time: TimeAxis | None,
+    plan: StepPlan, step: _Step, mesh: dict[str, int], time: TimeAxis | None
 ) -> Iterator[DeviceInput]:
-    """Leaves as they are stored; arguments in rows."""
-    axes = tuple(axis for axis, _ in plan.axes)
+    """Leaves as they are stored; arguments in rows, or as one device has them."""
+    axes, num = tuple(axis for axis, _ in plan.axes), len(plan.leaves)
     axes += () if time is None else (time.name,)
     yield from (DeviceInput(_leaf(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves)
-    for var, dim in zip(flat.invars[len(plan.leaves) :], rows[len(plan.leaves) :], strict=True):
+    if step.written is not None:
+        for var in step.jaxpr.invars[num:]:
+            own = step.written.own(step.written.frame, var)
+            yield DeviceInput(replicated(var.aval.shape, mesh), own)
+        return
+    for var, dim in zip(step.jaxpr.invars[num:], step.rows[num:], strict=True):
         layout = replicated(var.aval.shape, mesh)
         if dim is None:
             yield DeviceInput(layout)

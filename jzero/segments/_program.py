@@ -34,6 +34,7 @@ from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
+from jzero.sharding.plan._trace import WRITTEN
 from jzero.tracing import _call, _jaxpr, _not_arrays, _objects, _reading, _weak
 from jzero.tracing._forwarded import restored
 from jzero.tracing._modules import Filtered
@@ -80,17 +81,18 @@ class Program:
     closes_over: tuple[Any, ...]
 
     @functools.cached_property
-    def as_written(self) -> Callable[..., Any]:
-        """The step of the whole batch, to be differentiated: see `_derivatives.as_written`."""
+    def as_written(self) -> Callable[..., Any] | None:
+        """The step of the whole batch, to be differentiated (`_derivatives`); None if it is one device's."""
+        if self.plan.reductions == WRITTEN:
+            return None
         whole = [
             NamedSharding(place.mesh, PartitionSpec()) if leaf.padding else place
             for leaf, place in zip(self.plan.leaves, self.state_shardings, strict=True)
         ]
         num_new = self.out_tree.num_leaves - len(self.plan.outputs)
         places = [*whole, *self.argument_shardings]
-        return _derivatives.as_written(
-            self.as_traced(on_mesh=True), places, self.closes_over, num_new
-        )
+        traced = self.as_traced(on_mesh=True)
+        return _derivatives.as_written(traced, places, self.closes_over, num_new)
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""
@@ -188,7 +190,7 @@ def build(
         plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
         shardings, paths = shardings_of(plan.leaves, mesh), _call.argument_paths(arrays)
         refused = plan.microbatches.refused
-        if refused is not None and not _partitioned.may_run(plan, analysis.whole):
+        if refused is not None and not _partitioned.may_run(plan, analysis):
             raise refused
         step = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
         if why is not None and isinstance(step.run, PartitionedStep):

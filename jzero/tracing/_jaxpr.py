@@ -732,7 +732,7 @@ def shard_mapped(
     """A function of whole arrays that is one `shard_map` equation around one device's `jaxpr`.
 
     Where a call is staged, as under `jax.jit`, the equation holds `jaxpr` itself: nothing of it is traced
-    again. Elsewhere (eagerly, under `jax.grad` or `jax.vmap`) it is evaluated inside of `jax.shard_map`.
+    again. Elsewhere (eagerly, under `jax.vmap`) it is evaluated inside of `jax.shard_map`.
 
     Args:
       jaxpr: without constants.

@@ -55,7 +55,8 @@ class Frame(Region):
     lone_products: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
 
     def inner(self, eqn: Eqn) -> Sequence[Frame]:
-        return self.children.get(self._places[id(eqn)], ())
+        place = self._places.get(id(eqn))  # None of one that was written in the place of another.
+        return super().inner(eqn) if place is None else self.children.get(place, ())
 
     @functools.cached_property
     def _places(self) -> dict[int, int]:

@@ -7,6 +7,7 @@ Where the largest is, running sums, and the parts of a dim that is put together 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -95,6 +96,51 @@ def _unless(size: int, best: jax.Array, most: jax.Array, number: jax.Array) -> j
 
 def _first(size: int, dtype: str, number: jax.Array) -> jax.Array:
     return jnp.where(number == size, 0, number).astype(dtype)
+
+
+def _top_k(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
+    """The k largest of each device's, and of these the k largest: equal ones in their order."""
+    (value,), k = ins, eqn.params["k"]
+    layout, d = value.layout, eqn.params["axis"] % value.aval.ndim
+    shards, mine = shards_of(layout.dims[d], layout), min(k, layout.local_shape[d])
+    if shards is None or shards.outer > 1 or layout.dims[d].pad is not None or not k:
+        return None
+    of_each = layout.with_dims({d: Dim(mine * shards.num, layout.dims[d].cuts)})
+    of_all = of_each.without(shards.axes)
+    nbytes = (getattr(value.aval.dtype, "itemsize", 4) + 4) * math.prod(of_all.local_shape)
+    price = max(frame.wire(axis, "gather", nbytes) for axis in shards.axes)
+    if price >= min(_whole_price(frame, value, shards.axes), _exchanged_price(frame, value, d)):
+        return None
+    outs = [_jaxpr.var_like(var.aval, of_each.local_shape) for var in eqn.outvars]
+    found = frame.again(
+        eqn, [frame.at(value, layout)], outs, params=eqn.params | {"k": mine}
+    )  # fmt: skip
+    largest, places = found[0], frame.inline(_placed, (), found[1], frame.positions(layout.dims[d]))
+    every = [frame.convert(x, of_each, of_all, why=_COMPARED) for x in (largest, places)]
+    after = of_all.with_dims({d: Dim(k)})
+    outs = [_jaxpr.var_like(var.aval, after.local_shape) for var in eqn.outvars]
+    best, chosen = frame.again(eqn, [every[0]], outs)
+    picked = frame.inline(_picked, (d,), every[1], chosen)
+    return [_value(eqn, j, after, x, value) for j, x in enumerate((best, picked))]
+
+
+def _exchanged_price(frame: DeviceFrame, value: DeviceValue, dim: int) -> float:
+    """What it takes to have rows of another dim instead; infinite if no other can be shared."""
+    axes, layout = [cut.axis for cut in value.layout.dims[dim].cuts], value.layout
+    free = [d for d, each in enumerate(layout.dims) if d != dim and not each.cuts]
+    n = layout.num(axes)
+    fit = [d for d in free if layout.dims[d].size % n == 0]
+    if not fit or frame.of_rows.intersection(axes):
+        return math.inf
+    return sum(frame.price(value, axis, fit[0], 1) for axis in axes)
+
+
+def _placed(places: jax.Array, positions: jax.Array) -> jax.Array:
+    return positions[places].astype(places.dtype)
+
+
+def _picked(dim: int, x: jax.Array, chosen: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, chosen, dim)
 
 
 # -- running sums --------------------------------------------------------------------------------------
@@ -265,6 +311,6 @@ def _pad(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValu
 
 _HANDLERS: dict[str, Callable[[DeviceFrame, Eqn, Sequence[DeviceValue]], DeviceValues | None]] = {
     "argmax": _arg_extreme, "argmin": _arg_extreme, "concatenate": _concatenate, "split": _split,
-    "slice": _slice, "pad": _pad, **dict.fromkeys(_RUNNING, _running),
+    "slice": _slice, "pad": _pad, "top_k": _top_k, **dict.fromkeys(_RUNNING, _running),
 }  # fmt: skip
 NAMES = frozenset(_HANDLERS)

@@ -15,7 +15,7 @@ from typing import Any
 
 from jzero.ir import _rules
 from jzero.ir._errors import cannot
-from jzero.ir._layout import Dim, Layout, Partial
+from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
 from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
@@ -113,7 +113,15 @@ class _LoopWriter:
             self.frame.settle(value)
 
     def carries(self, init: Sequence[DeviceValue]) -> list[_CarryLayout]:
-        return [_CarryLayout(v.layout, v.rows) for v in init]
+        each = zip(init, self.is_own(), strict=False)
+        return [
+            _CarryLayout(self.frame.whole(v.aval.shape) if own else v.layout, v.rows)
+            for v, own in each
+        ]
+
+    def is_own(self) -> list[bool]:
+        """Of which results each device has its own: so it carries them."""
+        return [bool(self.frame.own(self.region, var)) for var in self.eqn.outvars]
 
     def variables(self, carries: Sequence[_CarryLayout], init: Sequence[DeviceValue]) -> list[Var]:
         pairs = zip(carries, init, strict=True)
@@ -130,8 +138,8 @@ class _LoopWriter:
     ) -> list[_CarryLayout]:  # fmt: skip
         """The carries as a body returns them; fewer cuts from attempt to attempt, so that it ends."""
         found = []
-        for old, value in zip(before, outs, strict=True):
-            layout = old.layout if value.make is not None else value.layout
+        for old, value, own in zip(before, outs, self.is_own(), strict=False):
+            layout = old.layout if value.make is not None or own else value.layout
             if attempt >= 2 and layout != old.layout:
                 layout = common(layout, old.layout)
             found.append(_CarryLayout(layout, (old.rows | value.rows) & axes_of(layout)))
@@ -157,7 +165,7 @@ class _ScanWriter(_LoopWriter):
         self.settle(self.xs)
         self.settle([v for v, kept in zip(self.init, self.collects, strict=True) if not kept])
         # Iterations are not shared by devices: each has its part of every slice.
-        self.stacks = [v.layout.without([c.axis for c in v.layout.dims[0].cuts]) for v in self.xs]
+        self.stacks = [*map(_of_iterations, self.xs)]
 
     def write(self) -> list[DeviceValue]:
         carries = self.carries(self.init)
@@ -216,6 +224,7 @@ class _ScanWriter(_LoopWriter):
                     {layout: rows[-1]},
                     v.rows & axes,
                     v.firm & axes,
+                    v.displaced & axes,
                     origin=v.origin,
                 )
             )
@@ -262,6 +271,8 @@ class _ScanWriter(_LoopWriter):
                 avals, layouts, results, axes, origins, strict=True
             )
         ]
+        for value, row in zip(found[num:], rows, strict=True):
+            value.displaced = row.displaced & axes_of(value.layout)
         each = zip(self.eqn.outvars[num:], found[num:], outs[num:], strict=True)
         return [*found[:num], *(self._cast(var, v, row) for var, v, row in each)]
 
@@ -274,6 +285,21 @@ class _ScanWriter(_LoopWriter):
             eqn = cast.replace(invars=[_jaxpr.var_like(value.aval)], outvars=[out])
             (value,) = ordinary(self.frame, eqn, [value], _rules.factors_of(eqn))
         return value
+
+
+def _of_iterations(value: DeviceValue) -> Layout:
+    """A stack in whole iterations; its rows go where others of them are, lest all devices work on them."""
+    cuts = value.layout.dims[0].cuts
+    layout = value.layout.without([cut.axis for cut in cuts])
+    if len(layout.dims) < 2 or not value.rows.intersection(cut.axis for cut in layout.dims[1].cuts):
+        return layout
+    for axis in (cut.axis for cut in cuts if cut.axis in value.rows):
+        each = (
+            layout.dims[1].put(AxisCut(axis, outer)) for outer in (1, layout.dims[1].cuts[0].outer)
+        )
+        fit = [dim for dim in each if dim.pad is None and fits(dim.size, layout.digits(dim.cuts))]
+        layout = layout.with_dims({1: fit[0]} if fit else {})
+    return layout
 
 
 def _casts(v: DeviceValue) -> list[Eqn]:
@@ -442,6 +468,10 @@ class _WhileWriter(_LoopWriter):
         first = self.parts.num_cond_consts
         last = first + self.parts.num_body_consts
         self.settle(self.ins)
+        # Devices that leave it at different times convert nothing in it.
+        self.diverges = bool(self.frame.own(self.cond, self.cond.jaxpr.outvars[0]))
+        if self.diverges:
+            self.ins = [*map(self.frame.as_whole, self.ins)]
         self.cond_consts, self.body_consts = self.ins[:first], self.ins[first:last]
         self.init = self.ins[last:]
 
@@ -457,6 +487,11 @@ class _WhileWriter(_LoopWriter):
             found = self._attempt(self._with_whole_rows, whole=True)
         assert found is not None
         return found
+
+    def inner(self, body: Region) -> DeviceFrame:
+        inner = super().inner(body)
+        inner.diverges |= self.diverges
+        return inner
 
     def hoists(self) -> bool:
         """Also before a loop that stops for each device: what it reads of the state."""
@@ -560,10 +595,13 @@ def _cond(
     for value in ins:
         frame.settle(value)
     predicate = frame.at(index, frame.whole(()))
+    if index.own:  # Devices in different branches convert nothing in them.
+        operands = [*map(frame.as_whole, operands)]
     frames, returned = list[DeviceFrame](), list[list[DeviceValue]]()
     ordered = _jaxpr.has_ordered_effects(eqn)
     for branch in inner:
         each = DeviceFrame(eqn, frame.shared, branch, frame, hoists=False)
+        each.diverges |= bool(index.own)
         each.turn = each.brought(frame.turn) if ordered else each.turn
         outs = run(each, branch, [each.entered(v) for v in operands])
         each.source = eqn

@@ -16,7 +16,7 @@ from jzero.ir._errors import NeedsAllMicrobatchesError, cannot
 from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated, times_along
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
-from jzero.sharding.partition._owned import NO_OWNERS, MatrixOwners
+from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, OUTPUT, DeviceMove, DeviceWriter
@@ -38,6 +38,7 @@ class Partitioning:
       automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else it
         shards what a device has as the step says.
       owners: who runs calls that update matrices.
+      written: what is known of a step with collectives of its own.
     """
 
     mesh: Mapping[str, int]
@@ -50,8 +51,12 @@ class Partitioning:
     exchanges: bool = True
     automatic: frozenset[str] | None = None
     owners: MatrixOwners = NO_OWNERS
+    written: Any = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
+    homes: dict[tuple[Sequence[int], Sequence[int]], Layout] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 LOOKED_UP = "rows of other devices are looked up"
@@ -65,9 +70,11 @@ class DeviceFrame(DeviceWriter):
       hoists: whether what a body reads in another layout is converted outside, once for all iterations.
       imports: what stands outside, and its name here.
       region: whose equations are written now.
+      values: of its variables that are there.
       reason: why what is written needs rows that a device does not have, where that is known.
       leaf: the leaf of which all is that the equation at hand moves, if not each value of its own.
       returns: the number of the step's result that is made now.
+      diverges: whether not all devices may run what is written.
       turn: what the next ordered effect waits for, [Note: the order of effects].
     """
 
@@ -78,7 +85,10 @@ class DeviceFrame(DeviceWriter):
         super().__init__(source, shared.mesh, shared.moves, shared.prices, shared.exchanges)
         self.region = region
         self.shared, self.outer, self.hoists = shared, outer, hoists
+        self.is_loop = source.primitive.name in ("scan", "while")
         self.imports: dict[Var, Var] = {}
+        self.diverges: bool = outer is not None and outer.diverges
+        self.values: Mapping[Var, DeviceValue] = {}
         self.reason = self.leaf = ""
         self.returns: int | None = None
         self.turn: Atom = _jaxpr.scalar(0, np.int32)
@@ -153,12 +163,13 @@ class DeviceFrame(DeviceWriter):
         return value.atoms[layout]
 
     def _is_outside(self, value: DeviceValue, layout: Layout) -> bool:
-        """Whether the frame around has it so; a loop gathers state again, lest it be kept."""
+        """Whether the frame around has it so; a loop gathers state again, lest it be kept, and no rows."""
         assert value.outer is not None
         time = self.shared.time
         if time is not None and step_over_time(value.layout, layout, time) is not None:
             return True
-        return layout == value.layout or bool(value.rows) and layout in value.outer.atoms
+        rows = bool(value.rows) and (self.is_loop or layout in value.outer.atoms)
+        return rows or layout == value.layout
 
     def _from_outer(self, value: DeviceValue, layout: Layout) -> Atom:
         assert self.outer is not None
@@ -187,6 +198,8 @@ class DeviceFrame(DeviceWriter):
         return made if value.is_zero else self.convert(made, terms, layout)
 
     def _converted(self, value: DeviceValue, layout: Layout) -> Atom:
+        if value.own:
+            raise cannot("it shares out what each device has for itself", self.source, self.region)
         if value.view is not None and is_whole(layout) and value.is_state:
             eqn, origin = value.view
             (out,) = self.again(eqn, [self.at(origin, self.whole(origin.aval.shape))])
@@ -294,6 +307,17 @@ class DeviceFrame(DeviceWriter):
         shards = frozenset() if value.hint is None else axes_of(value.hint.layout)
         self.settle(value, keeps=value.due - shards)
 
+    def own(self, region: Region, atom: Atom) -> frozenset[str]:
+        """The axes along which each device has its own: [Note: values of a device's own]."""
+        written = self.shared.written
+        return frozenset() if written is None else written.own(region, atom)
+
+    def as_whole(self, value: DeviceValue) -> DeviceValue:
+        """The value, of which nothing is to be converted any more."""
+        layout = self.whole(value.aval.shape)
+        atoms = {layout: self.at(value, layout)}
+        return DeviceValue(value.aval, layout, atoms, own=value.own, fill=value.fill)
+
     def is_opened(self) -> bool:
         """Whether what is written needs what all microbatches have."""
         stacked = (is_stacked(e, a) or is_sum(e, a) for a in self.over_time for e in self.eqns)
@@ -372,7 +396,7 @@ class DeviceFrame(DeviceWriter):
         if self._pass is None:
             return
         for value in values:
-            if value.rows and jnp.issubdtype(value.aval.dtype, jnp.floating):
+            if (value.rows or value.own) and jnp.issubdtype(value.aval.dtype, jnp.floating):
                 # Lazy values have no atoms, nor has an argument that comes whole in its own layout.
                 self._latest = value.atoms.get(value.layout, self._latest)
 

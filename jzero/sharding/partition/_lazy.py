@@ -17,8 +17,8 @@ from jax import lax
 
 from jzero.ir import _rules
 from jzero.ir._factors import Factor
-from jzero.ir._layout import Dim, Layout
-from jzero.ir._rules import Cost
+from jzero.ir._layout import Dim, Layout, Partial
+from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.ir._sent import cast
 from jzero.sharding.partition._equations import met
 from jzero.sharding.partition._frame import DeviceFrame
@@ -28,6 +28,7 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
 _FREE = (Cost.ELEMENTWISE, Cost.CAST, Cost.VIEW, Cost.REPEAT, Cost.SOURCE, Cost.COPY)
+LARGE = 2**20  # elements that a device does not make alone, only to reduce them
 
 
 def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
@@ -53,6 +54,9 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
         # columns as there are rows.
         here = (v.make is not None or not v.rows and v.layout.is_whole for v in ins)
         return ins[0].make is not None and all(here)
+    if _rules.costs(eqn, Cost.REDUCTION):
+        large = lazy and ins[0].aval.size >= LARGE and ins[0].layout.is_whole
+        return large and any(f.reduces in BY_DEVICES for f in _rules.factors_of(eqn))
     free = name != "tile" and _rules.costs(eqn, *_FREE) and size > 1
     return free and lazy and all(v.make is not None or v.aval.size == 1 for v in ins)
 
@@ -94,9 +98,9 @@ def _make(
         own_layout = frame.whole(layout.shape).with_dims(
             {d: layout.dims[d] for d in (*cut, *added)}
         )
-        atoms = []
+        shards, atoms = _to_reduce(frame, eqn, ins, factors, own_layout), []
         for k, value in enumerate(ins):
-            shape, own = value.aval.shape, dict[int, Dim]()
+            shape, own = value.aval.shape, {} if k else dict(shards)
             for to, factor in cut.items():
                 if (d := factor.ins[k]) is not None:
                     own[d] = sized(layout.dims[to], shape[d])
@@ -104,9 +108,33 @@ def _make(
             atoms.append(frame.at(value, frame.whole(shape).with_dims(own)))
         for d in added:
             atoms[1] = into_shards(frame, eqn, own_layout, d, atoms[1])
-        made = frame.convert(_written(frame, eqn, atoms, own_layout), own_layout, layout)
+        made = _written(frame, eqn, atoms, own_layout)
+        axes = [cut.axis for dim in shards.values() for cut in dim.cuts]
+        if axes:
+            (op,) = {f.reduces or "" for f in factors if f.outs[0] is None}
+            own_layout = own_layout.summed(*(Partial(axis, op) for axis in axes))
+        made = frame.convert(made, own_layout, layout)
     frame.source = source
     return made
+
+
+def _to_reduce(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], layout: Layout
+) -> dict[int, Dim]:  # fmt: skip
+    """The dim that the devices share of a large operand, whose shards they make only to reduce them."""
+    axes = [a for a in frame.mesh if a not in axes_of(layout) | frame.of_rows]
+    num, cut = layout.num(axes), layout.num(axes_of(layout))
+    if not _rules.costs(eqn, Cost.REDUCTION) or ins[0].aval.size // cut < LARGE or num == 1:
+        return {}
+    for factor in factors:
+        d = factor.ins[0]
+        if d is None or factor.reduces not in BY_DEVICES or ins[0].aval.shape[d] % num:
+            continue
+        line = frame.whole(ins[0].aval.shape)
+        for axis in axes:
+            line = line.cut(d, axis)
+        return {d: line.dims[d]}
+    return {}
 
 
 def _is_cut(layout: Layout, factor: Factor) -> bool:

@@ -20,7 +20,7 @@ from jzero.ir._layout import Dim, Layout
 from jzero.ir._regions import Region
 from jzero.sharding.partition._control import RunRegion
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._owned import OwnedGroup, OwnedStack
+from jzero.sharding.partition._matrix_owners import OwnedGroup, OwnedStack
 from jzero.sharding.partition._values import DeviceValue
 from jzero.sharding.partition._writer import OF_STATE
 from jzero.sharding.passes._waits import OWNED

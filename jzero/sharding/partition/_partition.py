@@ -16,11 +16,12 @@ from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning
 from jzero.sharding.partition._hints import hints_of
-from jzero.sharding.partition._owned import NO_OWNERS, MatrixOwners
+from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
 from jzero.sharding.partition._writer import DeviceMove
+from jzero.sharding.partition._written import Written
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -81,6 +82,7 @@ def partition(
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
     exchanges: bool = True, automatic: frozenset[str] | None = None, keeps_padding: bool = False,
+    written: Written | None = None,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
@@ -100,16 +102,18 @@ def partition(
       automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else what
         the step says of them stays.
       keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
+      written: of a step with collectives of its own, what is known of it. Its shapes are one device's, and so
+        are the layouts of arguments and results that differ.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
     """
-    region = Region(jaxpr, [*consts])
+    region = Region(jaxpr, [*consts]) if written is None else written.frame
     stored = [None if each.rows else each.layout for each in ins]
     hints = hints_of(region, stored, outs, reduced, owners.hints(mesh))
     shared = Partitioning(
         mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time,
-        exchanges, automatic, owners,
+        exchanges, automatic, owners, written,
     )  # fmt: skip
     frame = DeviceFrame(jaxpr.eqns[0] if jaxpr.eqns else _nowhere(), shared, region)
     own = [
@@ -125,11 +129,11 @@ def partition(
     for j, (value, layout) in enumerate(zip(results, layouts, strict=True)):
         frame.returns = j
         atoms.append(_with_zeros(frame, value, layout, given))
-    written = frame.function(_template(), own, atoms)
-    moves = moves_of(written, frame.moves)
+    program = frame.function(_template(), own, atoms)
+    moves = moves_of(program, frame.moves)
     ins_ = tuple(each.given for each in ins)
     of_rows = tuple(bool(value.rows) for value in results)
-    return DeviceProgram(written, frame.consts, ins_, tuple(layouts), moves, frame.moves, of_rows)
+    return DeviceProgram(program, frame.consts, ins_, tuple(layouts), moves, frame.moves, of_rows)
 
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
@@ -145,11 +149,28 @@ def _returned(
     if wanted is not None:
         return wanted
     frame.settle(value)
-    keeps = value.rows and value.make is None and value.layout.spec() is not None
-    keeps = keeps and not value.rows & frame.over_time
-    # JAX has no arrays in unequal parts.
-    keeps = keeps and (keeps_padding or all(dim.pad is None for dim in value.layout.dims))
-    return value.layout if keeps else frame.whole(value.aval.shape)
+    layout, whole = value.layout, frame.whole(value.aval.shape)
+    if not value.rows or value.rows & frame.over_time:
+        return whole
+    # JAX has no arrays in unequal parts, nor in blocks that are dealt out.
+    is_padded = any(dim.pad is not None for dim in layout.dims)
+    if layout.spec() is not None and (keeps_padding or not is_padded):
+        return layout
+    contiguous = _contiguous(frame, value)
+    prices = [frame.price_from(value, layout, x) for x in (contiguous, whole)]
+    return contiguous if frame.exchanges and prices[0] < prices[1] else whole
+
+
+def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:
+    """Rows that are dealt out, or beside padding, as even ones in one block, where there are such."""
+    found = frame.whole(value.aval.shape)
+    axes = [axis for axis in frame.mesh if axis in value.rows]
+    for d, dim in enumerate(value.layout.dims):
+        own = [axis for axis in axes if any(cut.axis == axis for cut in dim.cuts)]
+        if own and dim.true % value.layout.num(own) == 0:
+            for axis in own:
+                found = found.cut(d, axis)
+    return found
 
 
 def _with_zeros(

@@ -31,6 +31,8 @@ from jzero.sharding.partition import (
     _look_ups,
     _opaque,
     _owners,
+    _reshapes,
+    _written,
 )
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._own_rows import in_own_rows
@@ -45,20 +47,27 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
     env: dict[Var, DeviceValue] = dict(zip(region.jaxpr.invars, ins, strict=True))
     for var, const in zip(region.jaxpr.constvars, region.consts, strict=True):
         env[var] = frame.constant(var, const)
-    for eqn in itertools.chain.from_iterable(in_own_rows(region, e) for e in region.jaxpr.eqns):
+    around, frame.values = frame.values, env
+    for var, value in zip(region.jaxpr.invars, ins, strict=True):
+        value.own = frame.own(region, var)
+    eqns = region.jaxpr.eqns
+    if frame.shared.written is None:
+        eqns = [*itertools.chain.from_iterable(in_own_rows(region, e) for e in eqns)]
+    for eqn in eqns:
         frame.source, frame.reason, frame.leaf = eqn, "", ""
         frame.enter_pass(region.pass_of(eqn))
         values = [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in eqn.invars]
         outs = _equation(frame, region, eqn, values)
         env |= zip(eqn.outvars, outs, strict=True)
         for var, value in zip(eqn.outvars, outs, strict=True):
+            value.own = frame.own(region, var)
             value.hint = value.hint or frame.hint_of(var)
             value.leaf = value.leaf or frame.leaf_of(var)
             is_wanted = value.hint is not None and value.hint.is_firm
             if value.layout.partial and is_wanted and not _waits(frame, region, var, value):
                 frame.settle_here(value)
         frame.note(outs)
-    frame.region = outer
+    frame.region, frame.values = outer, around
     return [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in region.jaxpr.outvars]
 
 
@@ -71,13 +80,12 @@ def _waits(frame: DeviceFrame, region: Region, var: Var, value: DeviceValue) -> 
     ends = len(eqns) in (readers := region.readers.get(var, []))
     in_time = bool(value.due & frame.over_time)
     each = [eqns[i] for i in readers if i < len(eqns)]
-    found = [_equations.waits(e) or in_time and _equations.widens_in_time(frame, e) for e in each]
-    views = [_rules.costs(e, _rules.Cost.VIEW) for e in each]
-    return (
-        ends
-        or bool(found)
-        and (all(found) or any(a and not b for a, b in zip(found, views, strict=True)))
-    )
+    found = [
+        e for e in each
+        if _equations.waits(e) or in_time and _equations.widens_in_time(frame, e)
+    ]  # fmt: skip
+    alone = len(found) == len(each)
+    return ends or any(alone or not _rules.costs(e, _rules.Cost.VIEW) for e in found)
 
 
 def _equation(
@@ -94,6 +102,8 @@ def _equation(
         return _owners.run_owned(frame, region, eqn, owners, ins, run)
     if region.inner(eqn):
         return _control.run_inner(frame, region, eqn, ins, run)
+    if (outs := _written.equation(frame, region, _jaxpr.without_sharding(eqn), ins)) is not None:
+        return outs
     if _jaxpr.has_side_effects(eqn):
         return _effects.once(frame, eqn, ins)
     eqn = _jaxpr.without_sharding(eqn)
@@ -108,7 +118,7 @@ def _equation(
             return _in_place_of(frame, region, eqn, ins, _transposed_first, (dims, sizes))
         if _lazy.may_wait(eqn, ins):
             return [_lazy.lazy(frame, eqn, ins, ())]
-        return [_equations.reshaped(frame, eqn, ins[0])]
+        return [_reshapes.reshaped(frame, eqn, ins[0])]
     if name in _VMAPPED:
         return _in_place_of(frame, region, eqn, ins, _over_dims, (name, eqn.params["axes"]))
     if (few := _look_ups.slices(frame, eqn, ins)) is not None:

@@ -35,6 +35,7 @@ class DeviceValue:
       layout: its own layout: that in which it was made.
       atoms: what there is of it, by layout.
       rows: the axes over which it differs because rows of the batch do.
+      own: the axes along which each device has a value of its own, [Note: values of a device's own].
       displaced: of `rows`, those that are no longer along rows, but along another dim, since an exchange.
       firm: the axes over which it stays sharded though it is state, as the user's specs say.
       make: `make(frame, layout)` writes it in any layout at little cost; else it must be converted.
@@ -44,6 +45,7 @@ class DeviceValue:
       leaf: the name of the leaf that what follows makes of it.
       spread: where a sum of activations is scattered that nobody has asked of: beside the dim that it summed.
       looked_up: whether a partial sum is what devices have looked up in their rows, and no sum of the step's.
+      is_activation: whether a partial sum is one of a forward pass, and so no gradient.
       outer: the same value in the frame around.
       view: an equation and the state that it reads, which is gathered in its place.
       cast: the cast that made it, and of what, if that is a partial sum.
@@ -55,6 +57,7 @@ class DeviceValue:
     layout: Layout
     atoms: dict[Layout, Atom] = dataclasses.field(default_factory=dict)
     rows: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
     displaced: frozenset[str] = frozenset()
     make: Callable[..., Atom] | None = None
@@ -64,6 +67,7 @@ class DeviceValue:
     leaf: str = ""
     spread: Layout | None = None
     looked_up: bool = False
+    is_activation: bool = False
     outer: DeviceValue | None = None
     view: tuple[Eqn, DeviceValue] | None = None
     cast: tuple[Eqn, DeviceValue] | None = None
@@ -73,7 +77,7 @@ class DeviceValue:
     @property
     def is_state(self) -> bool:
         """Whether it is the same on all devices but for how it is stored."""
-        return not self.rows and not self.layout.partial
+        return not self.rows and not self.own and not self.layout.partial
 
     @property
     def is_zero(self) -> bool:

@@ -31,7 +31,7 @@ Formats = Mapping[str, Blocks | None]
 LeafOf = Callable[[Eqn], str]
 # What a gradient passes through on its way to its leaf, and is still all of it.
 _PLAIN = _rules.named(Cost.COPY, Cost.VIEW, Cost.CAST, Cost.PART) | _frames.COLLECTIVES | {
-    "add_any", "pad", "concatenate",
+    "add_any", "pad", "concatenate", "dynamic_update_slice", "layout_constraint",
 }  # fmt: skip
 _SCOPE = re.compile(r"jzero\.(?:reduce_scatter|all_reduce)\[(.*)\]")
 

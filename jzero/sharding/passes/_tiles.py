@@ -18,7 +18,8 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +40,7 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 # What stands for a value of the program where something is written.
-Read = Callable[[Atom], Atom]
+ReadAtom = Callable[[Atom], Atom]
 
 
 def tiles(
@@ -54,17 +55,17 @@ def tiles(
       itemsize: bytes of an element of a gradient as it travels, if these are more than its own.
     """
     program = Region(jaxpr, [])
-    found, plans = _origins.origins(program, rows), dict[Region, _Plan]()
+    found, plans = _origins.origins(program, rows), dict[Region, _TilePlan]()
 
     def tiled(region: Region, eqn: Eqn, writer: JaxprWriter) -> bool:
         if region not in plans:
-            plans[region] = _Plan(region, found, nbytes, itemsize)
+            plans[region] = _TilePlan(region, found, nbytes, itemsize)
         return plans[region].write(eqn, writer)
 
     return _origins.rewritten(program, tiled)
 
 
-class _Link(NamedTuple):
+class _TiledEquation(NamedTuple):
     """An equation of which tiles are made, and the dim that is cut."""
 
     eqn: Eqn
@@ -73,17 +74,26 @@ class _Link(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Cone:
-    """What is made tile by tile: equations in their order, of which the last one makes the tile."""
+    """What is made tile by tile.
 
-    links: tuple[_Link, ...]
+    Attributes:
+      links: equations in their order.
+      terms: of what these make, what is added up to a tile.
+      tiles: how it is cut.
+      pads: of a slice's gradient, what then makes one of the stack.
+    """
+
+    links: tuple[_TiledEquation, ...]
+    terms: tuple[Atom, ...]
     tiles: Tiles
+    pads: tuple[Eqn, ...] = ()
 
     @property
     def eqn(self) -> Eqn:
         """The last equation."""
         return self.links[-1].eqn
 
-    def write(self, writer: JaxprWriter, read: Read, start: int | Var, size: int) -> Var:
+    def write(self, writer: JaxprWriter, read: ReadAtom, start: int | Var, size: int) -> Var:
         """Writes what makes one tile; a range of each operand that others make."""
         made = dict[Atom, Var]()
         for eqn, factor in self.links:
@@ -92,43 +102,46 @@ class _Cone:
                 else _range(writer, read(x), start, size, dim)
                 for x, dim in zip(eqn.invars, factor.ins, strict=True)
             ]  # fmt: skip
-            (out,), (dim,) = eqn.outvars, factor.outs
             params = {**eqn.params, **factor.local(size, 1)}
-            if dim is None:
-                new = _jaxpr.var_like(out.aval, dtype=dtype_of_sum(eqn))
-                params["preferred_element_type"] = new.aval.dtype
+            if factor.reduces:
+                outs = [_jaxpr.var_like(eqn.outvars[0].aval, dtype=dtype_of_sum(eqn))]
+                params["preferred_element_type"] = outs[0].aval.dtype
             else:
-                new = _jaxpr.var_like(out.aval, _with(out.aval.shape, dim, size))
+                pairs = zip(eqn.outvars, factor.outs, strict=True)
+                outs = [
+                    _jaxpr.var_like(x.aval, _with(x.aval.shape, d or 0, size)) for x, d in pairs
+                ]
             source = _jaxpr.within_scope(eqn, TILES) if _waits.is_gather(eqn) else eqn
-            (made[out],) = writer.again(eqn, ins, [new], source, params)
-        return made[self.eqn.outvars[0]]
+            made |= zip(eqn.outvars, writer.again(eqn, ins, outs, source, params), strict=True)
+        return _jaxpr.variable(_added(writer, [made[term] for term in self.terms]))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Sum:
-    """A value that devices reduce: in tiles, or as two terms; or whole, with neither."""
+class _TiledSum(NamedTuple):
+    """What devices sum up.
 
-    atom: Atom
-    cone: _Cone | None = None
-    add: Eqn | None = None
-    terms: tuple[_Sum, ...] = ()
+    Attributes:
+      reduces: the sums, one axis after the other.
+      cones: terms that are made tile by tile.
+      slices: of other terms, the gradients of slices, and what then makes those of stacks.
+      whole: all others.
+    """
 
-    @property
-    def cones(self) -> list[_Cone]:
-        """Those of all terms."""
-        return [*([self.cone] if self.cone else []), *(c for t in self.terms for c in t.cones)]
+    reduces: tuple[Eqn, ...]
+    cones: tuple[_Cone, ...]
+    slices: tuple[tuple[Atom, tuple[Eqn, ...]], ...]
+    whole: tuple[Atom, ...]
 
 
-class _Plan:
+class _TilePlan:
     """What is tiled of the equations of one program.
 
     Attributes:
       places: of its equations, by index.
       products: by equation, a product with a gathered matrix.
-      begins: by the equation in whose place the loop stands, gradients in tiles, and what reduces them.
-      ends: by the last equation that reduces, the sum, and all that reduce it.
+      begins: by the equation in whose place their loop stands, terms of sums in tiles.
+      ends: sums, by the last equation that reduces them.
       gone: equations of which nothing is left.
-      shards: of each gradient in tiles, what was written for its sum.
+      shards: of terms in tiles, what was written for their sum.
     """
 
     def __init__(self, region: Region, found: _origins.Origins, nbytes: int, itemsize: int):
@@ -136,8 +149,8 @@ class _Plan:
         self.nbytes, self.itemsize = nbytes, itemsize
         self.places = {id(eqn): i for i, eqn in enumerate(region.jaxpr.eqns)}
         self.products, self.gone = dict[int, _Cone](), set[int]()
-        self.begins = dict[int, list[tuple[_Cone, tuple[Eqn, ...]]]]()
-        self.ends = dict[int, tuple[_Sum, tuple[Eqn, ...]]]()
+        self.begins = dict[int, tuple[_Cone, _TiledSum]]()
+        self.ends = dict[int, _TiledSum]()
         self.shards = dict[_Cone, Atom]()
         for eqn in region.jaxpr.eqns:
             if _scatters(eqn) and id(eqn) not in self.gone:
@@ -151,12 +164,13 @@ class _Plan:
 
     def write(self, eqn: Eqn, writer: JaxprWriter) -> bool:
         """Writes what stands in the place of an equation; False if it stays."""
-        for cone, reduces in self.begins.get(id(eqn), ()):
-            self.shards[cone] = _write_sum(writer, cone, reduces)
+        if id(eqn) in self.begins:
+            cone, total = self.begins[id(eqn)]
+            self.shards[cone] = _write_sum(writer, cone, total.reduces)
         if id(eqn) in self.products:
             writer.names[eqn.outvars[0]] = _write_product(writer, self.products[id(eqn)])
         elif id(eqn) in self.ends:
-            writer.names[eqn.outvars[0]] = self._summed(writer, *self.ends[id(eqn)])
+            writer.names[eqn.outvars[0]] = self._summed(writer, self.ends[id(eqn)])
         elif id(eqn) not in self.gone:
             return False
         return True
@@ -185,7 +199,9 @@ class _Plan:
         }
         kept = [dim for dim, way in ways.items() if way[-1].factor.outs[0] is not None]
         tiles = cut(whole.aval.shape, whole.aval.dtype.itemsize, sharded, self.nbytes, kept)
-        return None if tiles is None or tiles.dim not in ways else _Cone(ways[tiles.dim], tiles)
+        if tiles is None or tiles.dim not in ways:
+            return None
+        return _Cone(ways[tiles.dim], (eqn.outvars[0],), tiles)
 
     def _gathered(self, atom: Atom) -> tuple[list[Eqn], list[Eqn]]:
         """What gathers a value, up to its last gather, and the views behind it; nothing if it is none."""
@@ -201,7 +217,7 @@ class _Plan:
             return [], []
         return eqns[places[0] : places[-1] + 1], eqns[places[-1] + 1 :]
 
-    def _is_small(self, x: Var, itemsize: int) -> bool:
+    def _is_small(self, x: Atom, itemsize: int) -> bool:
         return bool(x.aval.size * itemsize <= self.nbytes)
 
     def _drop_unread(self) -> None:
@@ -222,52 +238,107 @@ class _Plan:
         reduces = [eqn]
         while (following := self._only_reader(eqn.outvars[0])) and _scatters(following):
             reduces.append(eqn := following)
-        total = self._sum(reduces[0].invars[0], int(reduces[0].params["scatter_dimension"]))
-        if not total.cones:
+        (x,) = reduces[0].invars
+        terms, adds = self._terms(x)
+        if self._is_small(x, max(self.itemsize, *map(self._widest, terms))):
             return
-        self.gone.update(map(id, reduces))
-        self.ends[id(reduces[-1])] = total, tuple(reduces)
-        for cone in total.cones:
+        dims = [int(each.params["scatter_dimension"]) for each in reduces]
+        slices = [self._slice(term, dims) for term in terms]
+        cones = self._together([x for x, pads in slices if not pads], dims[0])
+        for term, pads in slices:
+            if pads and (cone := next(iter(self._together([term], dims[0])), None)) is not None:
+                cones.append(dataclasses.replace(cone, pads=pads))
+        made = {term for cone in cones for term in cone.terms}
+        rest = [(term, pads) for term, pads in slices if term not in made]
+        whole = tuple(term for term, pads in rest if not pads)
+        if not cones and len(whole) == len(terms):
+            return
+        apart = tuple(each for each in rest if each[1])
+        total = _TiledSum(tuple(reduces), tuple(cones), apart, whole)
+        self.ends[id(reduces[-1])] = total
+        self.gone.update(map(id, [*reduces, *adds, *(eqn for _, pads in slices for eqn in pads)]))
+        for cone in cones:
             self.gone.update(id(link.eqn) for link in cone.links)
-            self.begins.setdefault(id(cone.eqn), []).append((cone, tuple(reduces)))
+            self.begins[id(cone.eqn)] = cone, total
 
-    def _sum(self, atom: Atom, sharded: int) -> _Sum:
-        cone, add = self._made_of_products(atom, sharded), self._maker(atom)
-        if cone is not None or add is None or add.primitive.name not in _rules.ADDS:
-            return _Sum(atom, cone)
-        if self._only_reader(_jaxpr.variable(atom)) is None:
-            return _Sum(atom)
-        return _Sum(atom, add=add, terms=tuple(self._sum(x, sharded) for x in add.invars))
+    def _slice(self, term: Atom, dims: Sequence[int]) -> tuple[Atom, tuple[Eqn, ...]]:
+        """The gradient of a slice of a stack, and the zeros around it; the term and nothing if it is none."""
+        pads = list[Eqn]()
+        while (eqn := self._maker(term)) is not None and self._puts_zeros(eqn, dims):
+            pads.insert(0, eqn)
+            term = eqn.invars[0]
+        return term, tuple(pads)
 
-    def _made_of_products(self, atom: Atom, sharded: int) -> _Cone | None:
-        """A large value that nothing but sums and views of products makes, for nobody else."""
-        if _jaxpr.is_literal(atom) or (eqn := self._maker(atom)) is None:
-            return None
-        dtypes = [atom.aval.dtype, *(out.aval.dtype for out in eqn.outvars)]
-        itemsize = max(self.itemsize, *(dtype.itemsize for dtype in dtypes))
-        if self._is_small(atom, itemsize):
-            return None
-        tiles = cut(atom.aval.shape, itemsize, sharded, self.nbytes)
-        found = None if tiles is None else self._products_behind(atom, tiles.dim)
-        if tiles is None or found is None:
-            return None
-        each = {self.places[id(link.eqn)]: link for link in found}
-        *earlier, _ = [each[i].eqn for i in sorted(each) if _is_product(each[i].eqn)]
-        waits = variables(x for product in earlier for x in product.invars)
-        if _waits.nbytes(waits) > _waits.nbytes([_jaxpr.variable(atom)]):
-            return None  # More than the whole gradient would wait for the last product.
-        return _Cone(tuple(each[i] for i in sorted(each)), tiles)
+    def _terms(self, atom: Atom) -> tuple[list[Atom], list[Eqn]]:
+        """What is added up to a value, and what adds it up, for nobody else."""
+        due, terms, adds = [atom], list[Atom](), list[Eqn]()
+        while due:
+            eqn = self._maker(x := due.pop())
+            alone = eqn is not None and self._only_reader(_jaxpr.variable(x)) is not None
+            if eqn is None or not alone or not _adds_alike(eqn):
+                terms.append(x)
+                continue
+            adds.append(eqn)
+            due += eqn.invars
+        return terms, adds
 
-    def _products_behind(self, atom: Atom, dim: int) -> list[_Link] | None:
+    def _puts_zeros(self, eqn: Eqn, dims: Sequence[int]) -> bool:
+        """Whether it puts zeros around a value, for nobody else, along other dims."""
+        if eqn.primitive.name != "pad" or self._only_reader(eqn.outvars[0]) is None:
+            return False
+        config = eqn.params["padding_config"]
+        return self._is_zero(eqn.invars[1]) and all(not any(config[dim]) for dim in dims)
+
+    def _is_zero(self, atom: Atom) -> bool:
+        if _jaxpr.is_literal(atom):
+            return not atom.val
+        eqn = self._maker(atom)
+        chosen = eqn is not None and eqn.primitive.name == "select_n"
+        return eqn is not None and chosen and all(map(self._is_zero, eqn.invars[1:]))
+
+    def _together(self, terms: Sequence[Atom], sharded: int) -> list[_Cone]:
+        """Large terms in one loop, if what waits for the last of them has no more bytes than their sum."""
+        itemsize = max([self.itemsize, *map(self._widest, terms)])
+        if not terms or self._is_small(terms[0], itemsize):
+            return []
+        tiles = cut(terms[0].aval.shape, itemsize, sharded, self.nbytes)
+        if tiles is None:
+            return []
+        made = {x: links for x in terms if (links := self._products_behind(x, tiles.dim))}
+        groups, waits = list[list[Atom]](), 0
+        for term in sorted(made, key=lambda term: self.region.makers[_jaxpr.variable(term)]):
+            if not groups or waits > _waits.nbytes(variables([term])):
+                groups.append([])
+                waits = 0
+            groups[-1].append(term)
+            products = [link.eqn for link in made[term] if _is_product(link.eqn)]
+            waits += _waits.nbytes(variables(x for eqn in products for x in eqn.invars))
+        return [self._cone(group, made, tiles) for group in groups]
+
+    def _cone(
+        self, terms: list[Atom], made: Mapping[Atom, list[_TiledEquation]], tiles: Tiles
+    ) -> _Cone:
+        links = {self.places[id(link.eqn)]: link for term in terms for link in made[term]}
+        return _Cone(tuple(links[i] for i in sorted(links)), tuple(terms), tiles)
+
+    def _widest(self, atom: Atom) -> int:
+        """Bytes of an element of a value, or of what is cast to it."""
+        size = int(atom.aval.dtype.itemsize)
+        while (eqn := self._maker(atom)) is not None and (_passes(eqn) or _adds(eqn)):
+            atom = eqn.invars[0]
+            size = max(size, int(atom.aval.dtype.itemsize))
+        return size
+
+    def _products_behind(self, atom: Atom, dim: int) -> list[_TiledEquation] | None:
         """Products, and what makes a value of them; None if it is made of anything else."""
         eqn = self._maker(atom)
         if eqn is None or self._only_reader(_jaxpr.variable(atom)) is None:
             return None
         factor = _rules.factor_to(eqn, dim)
         product = _is_product(eqn)
-        if factor is None or not product and not _passes(eqn) and not _adds(eqn):
+        if factor is None or not (product or _passes(eqn) or _adds(eqn)) or len(eqn.outvars) > 1:
             return None
-        found = [_Link(eqn, factor)]
+        found = [_TiledEquation(eqn, factor)]
         for x, d in zip(eqn.invars, factor.ins, strict=True):
             if product or not x.aval.shape:
                 continue
@@ -278,14 +349,16 @@ class _Plan:
             found += behind
         return found
 
-    def _summed(self, writer: JaxprWriter, total: _Sum, reduces: Sequence[Eqn]) -> Atom:
-        """What the devices' sum is in shards, in the place of the last equation that reduces it."""
-        if total.cone is not None:
-            return self.shards[total.cone]
-        if total.add is not None:
-            terms = [self._summed(writer, term, reduces) for term in total.terms]
-            return writer.again(total.add, terms, [_jaxpr.new_var(reduces[-1].outvars[0])])[0]
-        return _reduced(writer, writer.read(total.atom), reduces)
+    def _summed(self, writer: JaxprWriter, total: _TiledSum) -> Atom:
+        """This device's shard of a sum, in the place of the last equation that reduces it."""
+        found = [_padded(writer, self.shards[cone], cone.pads) for cone in total.cones]
+        for term, pads in total.slices:
+            shard = _reduced(writer, writer.read(term), total.reduces)
+            found.append(_padded(writer, shard, pads))
+        if total.whole:
+            whole = _added(writer, [*map(writer.read, total.whole)])
+            found.append(_reduced(writer, whole, total.reduces))
+        return _added(writer, found)
 
 
 def _scatters(eqn: Eqn) -> bool:
@@ -304,6 +377,14 @@ def _adds(eqn: Eqn) -> bool:
     return eqn.primitive.name in _rules.ADDS
 
 
+def _adds_alike(eqn: Eqn) -> bool:
+    """Whether it adds two values that have its result's shape."""
+    if not _adds(eqn) or len(variables(eqn.invars)) < 2:
+        return False
+    out = eqn.outvars[0].aval.shape
+    return all(x.aval.shape == out for x in eqn.invars)
+
+
 def _passes(eqn: Eqn) -> bool:
     """Whether it leaves all elements of its first operand as they are, but for casts and padding."""
     spread = eqn.primitive.name == "broadcast_in_dim"
@@ -314,26 +395,26 @@ def _passes(eqn: Eqn) -> bool:
 
 def _through(
     before: Sequence[Eqn], after: Sequence[Eqn], product: Eqn, place: int, dim: int
-) -> tuple[_Link, ...] | None:
+) -> tuple[_TiledEquation, ...] | None:
     """What makes a product of a shard, where `dim` of the gathered matrix is cut; None if it cannot be."""
-    links, d = list[_Link](), dim
+    links, d = list[_TiledEquation](), dim
     for eqn in reversed(before):
         factor = _rules.factor_to(eqn, d)
         if factor is None or factor.ins[0] is None:
             return None
-        links.insert(0, _Link(eqn, factor))
+        links.insert(0, _TiledEquation(eqn, factor))
         d = factor.ins[0]
     d, size = dim, before[-1].outvars[0].aval.shape[dim]
     for eqn in after:
         factor = _rules.factor_of(eqn, 0, d)
         if factor is None or factor.outs[0] is None:
             return None
-        links.append(_Link(eqn, factor))
+        links.append(_TiledEquation(eqn, factor))
         d = factor.outs[0]
         if eqn.outvars[0].aval.shape[d] != size:
             return None
     found = _rules.factor_of(product, place, d)
-    return None if found is None else (*links, _Link(product, found))
+    return None if found is None else (*links, _TiledEquation(product, found))
 
 
 # -- loops ---------------------------------------------------------------------------------------------
@@ -342,13 +423,13 @@ def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
     (out,), (dim,), tiles = cone.eqn.outvars, cone.links[-1].factor.outs, cone.tiles
     dtype = dtype_of_sum(cone.eqn) if dim is None else out.aval.dtype
 
-    def used(here: JaxprWriter, read: Read, start: int | Var, size: int, total: Atom) -> Atom:
+    def used(here: JaxprWriter, read: ReadAtom, start: int | Var, size: int, total: Atom) -> Atom:
         y = cone.write(here, read, start, size)
         return (
             here.add(lax.add_p, [total, y])[0] if dim is None else _put(here, total, y, start, dim)
         )
 
-    def turn(here: JaxprWriter, read: Read, start: Var, carry: Sequence[Var]) -> list[Atom]:
+    def turn(here: JaxprWriter, read: ReadAtom, start: Var, carry: Sequence[Var]) -> list[Atom]:
         return [used(here, read, start, tiles.tile, carry[0])]
 
     total: Atom = empty(writer, _jaxpr.var_like(out.aval, dtype=dtype))
@@ -361,46 +442,57 @@ def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
 def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom:
     """This device's shard of a sum of products, each tile reduced beside the products of the next one."""
     dim, tiles, (out,) = cone.tiles.dim, cone.tiles, reduces[-1].outvars
+    sharded = int(reduces[0].params["scatter_dimension"])
+    shard = _with(cone.terms[0].aval.shape, sharded, out.aval.shape[sharded])
 
     def put(here: JaxprWriter, total: Atom, shard: Atom, start: int | Var) -> Atom:
         # [Note: layouts at rest]
         return here.trace(row_major, _put(here, total, shard, start, dim))[0]
 
-    def turn(here: JaxprWriter, read: Read, start: Var, carry: Sequence[Var]) -> list[Atom]:
+    def turn(here: JaxprWriter, read: ReadAtom, start: Var, carry: Sequence[Var]) -> list[Atom]:
         total, tile = carry
         following = cone.write(here, read, start, tiles.tile)
         # Else the compiler hides this copy behind the next tile's product, and not the reduction.
-        shard = _reduced(here, tile, reduces)
+        shard = _reduced(here, tile, reduces, TILES)
         shard = _waits.write_behind(here, shard, [_waits.write_token(here, following)])
         step = _jaxpr.scalar(tiles.tile, np.int32)
         return [put(here, total, shard, here.add(lax.sub_p, [start, step])[0]), following]
 
     first = cone.write(writer, writer.read, 0, tiles.tile)
     total: Atom
-    total, tile = _loop(writer, cone.eqn, tiles, 1, [empty(writer, out), first], turn)
+    total, tile = _loop(
+        writer, cone.eqn, tiles, 1, [empty(writer, _jaxpr.var_like(out.aval, shard)), first], turn
+    )
     done = tiles.num * tiles.tile
     lasts = [(done - tiles.tile, tile)]
     if tiles.rest:
         lasts.append((done, cone.write(writer, writer.read, done, tiles.rest)))
     for at, x in lasts:
-        total = put(writer, total, _reduced(writer, x, reduces), at)
+        total = put(writer, total, _reduced(writer, x, reduces, TILES), at)
     return total
 
 
-def _reduced(writer: JaxprWriter, x: Atom, reduces: Sequence[Eqn]) -> Atom:
-    """This device's shard of a value, or of a tile of it."""
+def _reduced(
+    writer: JaxprWriter, x: Atom, reduces: Sequence[Eqn], *scopes: str
+) -> Atom:  # fmt: skip
+    """This device's shard of the sum of a value."""
     for eqn in reduces:
         (out,), dim = eqn.outvars, int(eqn.params["scatter_dimension"])
         new = _jaxpr.var_like(out.aval, _with(x.aval.shape, dim, out.aval.shape[dim]))
-        whole = new.aval.shape == out.aval.shape
-        source = eqn if whole else _jaxpr.within_scope(eqn, TILES)
-        (x,) = writer.again(eqn, [x], [new], source)
+        (x,) = writer.again(eqn, [x], [new], _jaxpr.within_scope(eqn, *scopes))
+    return x
+
+
+def _padded(writer: JaxprWriter, x: Atom, pads: Sequence[Eqn]) -> Atom:
+    """A shard of a slice's gradient, as one of its stack's."""
+    for eqn in pads:
+        (x,) = writer.add(eqn.primitive, [x, writer.read(eqn.invars[1])], None, eqn, **eqn.params)
     return x
 
 
 def _loop(
     writer: JaxprWriter, source: Eqn, tiles: Tiles, first: int, inits: Sequence[Atom],
-    turn: Callable[[JaxprWriter, Read, Var, Sequence[Var]], list[Atom]],
+    turn: Callable[[JaxprWriter, ReadAtom, Var, Sequence[Var]], list[Atom]],
 ) -> list[Var]:  # fmt: skip
     """`for tile in tiles[first:]: carry = turn(start of tile, carry)`, of tiles of the full size."""
     source, num = _jaxpr.within_scope(source, TILES), tiles.num - first
@@ -423,6 +515,10 @@ def _loop(
     )  # fmt: skip
     writer.eqns.append(scan.equation())
     return outs
+
+
+def _added(writer: JaxprWriter, terms: Sequence[Atom]) -> Atom:
+    return functools.reduce(lambda x, y: writer.add(lax.add_p, [x, y])[0], terms)
 
 
 def _range(writer: JaxprWriter, x: Atom, start: int | Var, size: int, dim: int | None) -> Atom:

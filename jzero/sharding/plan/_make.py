@@ -207,10 +207,9 @@ def _with_owners(
             layout = leaf.layout if isinstance(leaf.layout, Shard) else leaf.gradient
             if isinstance(layout, Shard):
                 links.shard(frame, var, layout.dim, leaf.path)
-        there, ours = _shared_out(frame, links, layouts, setting), shared
-        if _owned(there) != _owned(ours):
+        told, shared = _owned(shared), _shared_out(frame, links, layouts, setting)
+        if _owned(shared) != told:
             return whole
-        shared = there
     jaxpr: Any = shared.frame.jaxpr
     return whole._replace(jaxpr=jaxpr, owners=shared.owners)
 

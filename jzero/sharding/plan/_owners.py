@@ -25,7 +25,7 @@ from jzero.sharding.analysis import _frames, _regions
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._regions import Names, OwnedRegion
-from jzero.sharding.partition._owned import OwnedGroup, OwnedStack, Owners
+from jzero.sharding.partition._matrix_owners import OwnedGroup, OwnedStack, Owners
 from jzero.sharding.plan._one_device import on_slices
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Var

@@ -22,7 +22,7 @@ from jzero.sharding.analysis._tables import Tables
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.cut._phases import Phase
 from jzero.sharding.cut._pieces import UpdatePart
-from jzero.sharding.partition._owned import Owners
+from jzero.sharding.partition._matrix_owners import Owners
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._layout import RestLayout, Shard
 from jzero.sharding.plan._leaves import LeafPlan

@@ -28,8 +28,8 @@ from jzero.ir._work import Repeated, repeated
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame, Varying
 from jzero.sharding.analysis._kinds import uncut_checkpoints
+from jzero.sharding.partition._matrix_owners import Owners
 from jzero.sharding.partition._movement import Movement
-from jzero.sharding.partition._owned import Owners
 from jzero.sharding.partition._run import shard_map_error
 from jzero.sharding.plan._one_device import on_one_device
 from jzero.tracing import _jaxpr, _keys, _reading, _rewrite, _weak

@@ -23,7 +23,7 @@ from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import read_dtype
 from jzero.sharding.analysis._residuals import Residuals
 from jzero.sharding.analysis._tables import Tables
-from jzero.sharding.partition._owned import Owners
+from jzero.sharding.partition._matrix_owners import Owners
 from jzero.sharding.passes._inputs_first import COTANGENT
 from jzero.sharding.passes._waits import not_before, token_of
 from jzero.sharding.run import _coded, _queue

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.partition._owned import OwnedGroup, OwnedStack
+from jzero.sharding.partition._matrix_owners import OwnedGroup, OwnedStack
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Interpreter
 from jzero.sharding.run._values import FullValue, Settled, ShardValue, Value
