@@ -35,8 +35,6 @@ class DeviceValue:
       layout: its own layout: that in which it was made.
       atoms: what there is of it, by layout.
       rows: the axes over which it differs because rows of the batch do.
-      own: the axes along which each device has a value of its own, [Note: values of a device's own].
-      sum: writes its sum over all devices, where that is not made of what each has of it.
       displaced: of `rows`, those that are no longer along rows, but along another dim, since an exchange.
       firm: the axes over which it stays sharded though it is state, as the user's specs say.
       make: `make(frame, layout)` writes it in any layout at little cost; else it must be converted.
@@ -51,14 +49,14 @@ class DeviceValue:
       cast: the cast that made it, and of what, if that is a partial sum.
       casts: of state, what it is in other dtypes: equal casts share a gather.
       scopes: of gathers of state that serve one pass only, which.
+      own: the axes along which each device has a value of its own, [Note: values of a device's own].
+      sum: writes its sum over all devices, where that is not made of what each has of it.
     """
 
     aval: Aval
     layout: Layout
     atoms: dict[Layout, Atom] = dataclasses.field(default_factory=dict)
     rows: frozenset[str] = frozenset()
-    own: frozenset[str] = frozenset()
-    sum: Callable[[Var], DeviceValue] | None = None
     firm: frozenset[str] = frozenset()
     displaced: frozenset[str] = frozenset()
     make: Callable[..., Atom] | None = None
@@ -73,6 +71,8 @@ class DeviceValue:
     cast: tuple[Eqn, DeviceValue] | None = None
     casts: dict[tuple[Any, bool], DeviceValue] = dataclasses.field(default_factory=dict)
     scopes: dict[Layout, int] = dataclasses.field(default_factory=dict)
+    own: frozenset[str] = frozenset()
+    sum: Callable[[Var], DeviceValue] | None = None
 
     @property
     def is_state(self) -> bool:
