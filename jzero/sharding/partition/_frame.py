@@ -143,7 +143,7 @@ class DeviceFrame(DeviceWriter):
         self.outer.settle(value)
         make = None if value.make is None else _imported
         return dataclasses.replace(
-            value, atoms={}, scopes={}, casts={}, outer=value, make=make, view=None
+            value, atoms={}, scopes={}, casts={}, outer=value, make=make, view=None, sum=None
         )
 
     # -- layouts ---------------------------------------------------------------------------------------------

@@ -181,8 +181,7 @@ def _times(frame: DeviceFrame, value: DeviceValue, num: int) -> DeviceValue:
     """The sum of what all devices have in common, which stays where it is."""
     factor = _jaxpr.scalar(num, value.aval.dtype)
     ins: list[Atom] = [_jaxpr.var_like(value.aval), factor]
-    out = _jaxpr.var_like(value.aval)
-    eqn = _jaxpr.equation(lax.mul_p, ins, [out], frame.source)
+    eqn = _jaxpr.equation(lax.mul_p, ins, [_jaxpr.var_like(value.aval)], frame.source)
     values, factors = [value, frame.literal(factor)], _rules.factors_of(eqn)
     if _lazy.may_wait(eqn, values):
         return _lazy.lazy(frame, eqn, values, factors)
