@@ -177,8 +177,11 @@ def settle(
 def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layout | None:
     """What a product reads, in rows as they are beside it in others that read it, too."""
     region, atom, layout = frame.region, eqn.invars[k], frame.whole(value.aval.shape)
-    eqns = region.jaxpr.eqns
-    for other in (eqns[i] for i in region.readers.get(atom, []) if i < len(eqns)):
+    eqns, readers = (
+        region.jaxpr.eqns,
+        [] if _jaxpr.is_literal(atom) else region.readers.get(atom, []),
+    )
+    for other in (eqns[i] for i in readers if i < len(eqns)):
         if not _rules.costs(other, Cost.PRODUCT, Cost.ELEMENTWISE):
             continue
         own, factors = other.invars.index(atom), _rules.factors_of(other)
@@ -800,7 +803,7 @@ def spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
     if before is None or before.shape == shape and _rules.is_elementwise(eqn):
         return before
     if eqn.primitive.name == "reshape":
-        return before.settled(p.axis for p in before.partial).reshapable(shape).reshape(shape)
+        return before.settled([p.axis for p in before.partial]).reshapable(shape).reshape(shape)
     found = Layout(tuple(map(Dim, shape)), before.mesh)
     for factor in _rules.factors_of(eqn):
         d, to = factor.ins[0], factor.outs[0]
