@@ -361,7 +361,9 @@ def _in_one_order(program: DeviceProgram, runner: Runner) -> DeviceProgram:
         return program
     jaxpr, num = _jaxpr.without_constants(program.jaxpr), len(program.consts)
     assert isinstance(runner.mesh, Mesh)
-    traced = one_order(jaxpr, (), runner.mesh, dict(runner.plan.axes))
+    axes = dict(runner.plan.axes)
+    jaxpr = _jaxpr.in_mesh(jaxpr, _jaxpr.inside_of(runner.mesh, axes))
+    traced = one_order(jaxpr, (), runner.mesh, axes)
     found = traced.jaxpr
     written = _jaxpr.replaced(
         found,

@@ -657,7 +657,10 @@ def in_mesh(jaxpr: Jaxpr, mesh: AbstractMesh) -> Jaxpr:
 
     def is_of_another(value: Any) -> bool:
         own = getattr(getattr(value.aval, "sharding", None), "mesh", None)
-        return own is not None and not own.empty and own.shape_tuple != mesh.shape_tuple
+        other = own is not None and not own.empty and own.shape_tuple != mesh.shape_tuple
+        return (
+            other or is_literal(value) and hasattr(value.val, "aval") and is_of_another(value.val)
+        )
 
     def inner(jaxpr: Jaxpr) -> Jaxpr:
         new: dict[Var, Var] = {}
@@ -668,7 +671,10 @@ def in_mesh(jaxpr: Jaxpr, mesh: AbstractMesh) -> Jaxpr:
             aval = atom.aval
             plain = _array_type(aval.shape, aval.dtype, aval.weak_type, aval.memory_space)
             if is_literal(atom):
-                return extended.Literal(atom.val, plain)
+                value = constant(atom.val)
+                return extended.Literal(
+                    value if aval.shape else scalar(value, aval.dtype).val, plain
+                )
             if atom not in new:
                 new[atom] = (extended.DropVar if is_dropped(atom) else extended.Var)(plain)
             return new[atom]

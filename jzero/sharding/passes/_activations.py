@@ -55,15 +55,15 @@ def activations(jaxpr: Jaxpr, rows: Sequence[frozenset[str]], microbatches: int)
         for value, residual in _residuals.residuals(program, varies).items()
         if residual.times % microbatches == 0  # Else it is of all microbatches, behind their loops.
     }
-    return OnHost(_Moved(program, each).run(), tuple(each.values()))
+    return OnHost(_OnHostWriter(program, each).run(), tuple(each.values()))
 
 
 def in_order(jaxpr: Jaxpr) -> Jaxpr:
     """The program in which what policies of the step's own send to the host waits for what left before."""
-    return _Moved(Region(jaxpr, []), {}).run()
+    return _OnHostWriter(Region(jaxpr, []), {}).run()
 
 
-class _Moved:
+class _OnHostWriter:
     """A program while it is written.
 
     Attributes:
@@ -121,7 +121,7 @@ class _Moved:
 
         def within(body: Jaxpr) -> Jaxpr:
             found = inner.get(id(body))
-            return body if found is None else _Moved(found, self.waiting).run()
+            return body if found is None else _OnHostWriter(found, self.waiting).run()
 
         return _jaxpr.with_inner(eqn, within)
 
