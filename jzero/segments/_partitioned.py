@@ -20,12 +20,12 @@ from jzero.ir._layout import Layout, Pad, Prices, from_spec, replicated
 from jzero.ir._regions import Region, turns
 from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import Repeated
+from jzero.sharding.partition._frame import Written
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint
-from jzero.sharding.partition._written import Written
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._gather_codes import RestingCopy, gather_codes, renew_in_codes

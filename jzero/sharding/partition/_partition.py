@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jzero.ir._layout import Layout, Prices, replicated
 from jzero.ir._regions import Region, turns
 from jzero.sharding.cut._kept import Loops
-from jzero.sharding.partition._frame import DeviceFrame, Partitioning
+from jzero.sharding.partition._frame import DeviceFrame, Partitioning, Written
 from jzero.sharding.partition._hints import hints_of
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
 from jzero.sharding.partition._writer import DeviceMove
-from jzero.sharding.partition._written import Written
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
