@@ -24,7 +24,7 @@ from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
 
 
-class Written(NamedTuple):
+class WrittenStep(NamedTuple):
     """What is known of a step with collectives of its own.
 
     Attributes:
@@ -70,7 +70,7 @@ class Partitioning:
     time: TimeAxis | None = None
     exchanges: bool = True
     automatic: bool = False
-    written: Written | None = None
+    written: WrittenStep | None = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 

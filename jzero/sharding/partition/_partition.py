@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jzero.ir._layout import Layout, Prices, replicated
 from jzero.ir._regions import Region, turns
 from jzero.sharding.cut._kept import Loops
-from jzero.sharding.partition._frame import DeviceFrame, Partitioning, Written
+from jzero.sharding.partition._frame import DeviceFrame, Partitioning, WrittenStep
 from jzero.sharding.partition._hints import hints_of
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._time import TimeAxis
@@ -77,7 +77,7 @@ def partition(
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (),
     time: TimeAxis | None = None, exchanges: bool = True, automatic: bool = False,
-    keeps_padding: bool = False, written: Written | None = None,
+    keeps_padding: bool = False, written: WrittenStep | None = None,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 

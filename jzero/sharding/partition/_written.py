@@ -23,7 +23,7 @@ from jzero.ir._regions import Region
 from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS
 from jzero.sharding.partition import _lazy, _look_ups
 from jzero.sharding.partition._equations import ordinary
-from jzero.sharding.partition._frame import DeviceFrame, Written
+from jzero.sharding.partition._frame import DeviceFrame, WrittenStep
 from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
@@ -54,7 +54,7 @@ def equation(
 
 
 def _collective(
-    frame: DeviceFrame, region: Region, written: Written, eqn: Eqn, ins: Sequence[DeviceValue]
+    frame: DeviceFrame, region: Region, written: WrittenStep, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> list[DeviceValue]:
     axes, name = written.axes(_jaxpr.axes_of(eqn)), eqn.primitive.name
     if name == "axis_index":
