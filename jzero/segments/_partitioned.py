@@ -21,13 +21,13 @@ from jzero.ir._layout import Layout, Pad, Prices, from_spec, replicated
 from jzero.ir._regions import Region, turns
 from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import Repeated
+from jzero.sharding.partition._frame import WrittenStep
 from jzero.sharding.partition._matrix_owners import MatrixOwners
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint
-from jzero.sharding.partition._written import Written
 from jzero.sharding.passes._activations import activations, in_order
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._auto_axes import AutoAxes, auto_axes
@@ -458,7 +458,7 @@ def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
         ),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
-        and _has_nested_loops(analysis.frame),
+        and _has_nested_loops(analysis),
         # Values of which nobody knows whether they are rows may be among what they read.
         "owners of matrices": any(not each.why for each in plan.owned)
         and not (analysis.whole is not None and analysis.whole.owners),
@@ -466,13 +466,16 @@ def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
     yield from (reason for reason, is_so in asked.items() if is_so)
 
 
-def _has_nested_loops(region: Region) -> bool:
+def _has_nested_loops(analysis: Analysis) -> bool:
     """Whether a loop runs in a loop, whose slices would be gathered in each turn of the outer one."""
+    whole, region = analysis.whole, Region(analysis.frame.jaxpr, analysis.frame.consts)
+    if whole is not None:
+        region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
     loops = (r for r, eqn in region.walk() if turns(eqn) != 1)
     return any(r.around is not None and turns(r.around[1]) != 1 for r in loops)
 
 
-class _Step(NamedTuple):
+class _GivenStep(NamedTuple):
     """A step as the partitioner takes it.
 
     Attributes:
@@ -485,9 +488,9 @@ class _Step(NamedTuple):
     jaxpr: Flat
     consts: list[Any]
     rows: Sequence[int | None]
-    written: Written | None
+    written: WrittenStep | None
 
-    def taking(self, taken: Sequence[int]) -> _Step:
+    def taking(self, taken: Sequence[int]) -> _GivenStep:
         """With some of its inputs."""
         flat = self.jaxpr._replace(invars=[self.jaxpr.invars[i] for i in taken])
         written = self.written
@@ -497,7 +500,7 @@ class _Step(NamedTuple):
         return self._replace(jaxpr=flat, written=written)
 
 
-def _step_of(plan: StepPlan, analysis: Analysis) -> _Step:
+def _step_of(plan: StepPlan, analysis: Analysis) -> _GivenStep:
     """What is partitioned of a step; of the whole batch's, only what it returns.
 
     Raises:
@@ -507,15 +510,15 @@ def _step_of(plan: StepPlan, analysis: Analysis) -> _Step:
     if whole is None:
         jaxpr = frame.jaxpr
         flat = Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], [*jaxpr.eqns])
-        return _Step(flat, frame.consts, [], Written(frame, dict(plan.step_axes)))
+        return _GivenStep(flat, frame.consts, [], WrittenStep(frame, dict(plan.step_axes)))
     eqns, read = _rewrite.behind(whole.jaxpr.eqns, whole.jaxpr.outvars)
     flat = whole.jaxpr._replace(eqns=eqns)
     if any(flat.invars[i] in read for i in plan.unread):
         raise cannot("it reads a leaf that the plan does not read")
-    return _Step(flat, whole.consts, whole.rows, None)
+    return _GivenStep(flat, whole.consts, whole.rows, None)
 
 
-def _outputs(plan: StepPlan, step: _Step, mesh: dict[str, int]) -> Iterator[Layout]:
+def _outputs(plan: StepPlan, step: _GivenStep, mesh: dict[str, int]) -> Iterator[Layout]:
     """In which layouts it returns what is no state; what differs as each device has it."""
     for atom, layout in zip(step.jaxpr.outvars[len(plan.new_leaves) :], plan.outputs, strict=True):
         spec = _layout.partition_spec(layout) if step.written is None else PartitionSpec()
@@ -541,7 +544,7 @@ def _joined(layout: Layout, spec: PartitionSpec) -> Layout:
 
 
 def _inputs(
-    plan: StepPlan, step: _Step, mesh: dict[str, int], time: TimeAxis | None
+    plan: StepPlan, step: _GivenStep, mesh: dict[str, int], time: TimeAxis | None
 ) -> Iterator[DeviceInput]:
     """Leaves as they are stored; arguments in rows, or as one device has them."""
     axes, num = tuple(axis for axis, _ in plan.axes), len(plan.leaves)

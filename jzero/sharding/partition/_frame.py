@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jzero.ir import _rules
 from jzero.ir._errors import NeedsAllMicrobatchesError, cannot
 from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated, times_along
 from jzero.ir._regions import Region, ValueIn
+from jzero.sharding.analysis._frames import NOWHERE, Frame
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
 from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._time import TimeAxis, step_over_time
@@ -22,6 +23,28 @@ from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whol
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, OUTPUT, DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
+
+
+class WrittenStep(NamedTuple):
+    """What is known of a step with collectives of its own.
+
+    Attributes:
+      frame: which of its values differ between devices.
+      axis_names: the axes of the mesh behind each name that it uses.
+    """
+
+    frame: Frame
+    axis_names: Mapping[str, tuple[str, ...]]
+
+    def own(self, region: Region, atom: Atom) -> frozenset[str]:
+        """The axes along which a value differs; none if it is not the step's, but was written for it."""
+        if _jaxpr.is_literal(atom) or not isinstance(region, Frame):
+            return NOWHERE
+        return frozenset(self.axes(region.varying.get(atom, NOWHERE)))
+
+    def axes(self, names: Sequence[str] | frozenset[str]) -> tuple[str, ...]:
+        """The axes of the mesh behind these names."""
+        return tuple(axis for name in names for axis in self.axis_names[name])
 
 
 @dataclasses.dataclass
@@ -51,7 +74,7 @@ class Partitioning:
     exchanges: bool = True
     automatic: frozenset[str] | None = None
     owners: MatrixOwners = NO_OWNERS
-    written: Any = None
+    written: WrittenStep | None = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
     homes: dict[tuple[Sequence[int], Sequence[int]], Layout] = dataclasses.field(
@@ -310,7 +333,7 @@ class DeviceFrame(DeviceWriter):
     def own(self, region: Region, atom: Atom) -> frozenset[str]:
         """The axes along which each device has its own: [Note: values of a device's own]."""
         written = self.shared.written
-        return frozenset() if written is None else written.own(region, atom)
+        return NOWHERE if written is None else written.own(region, atom)
 
     def as_whole(self, value: DeviceValue) -> DeviceValue:
         """The value, of which nothing is to be converted any more."""

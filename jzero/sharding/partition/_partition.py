@@ -14,14 +14,13 @@ from jzero.ir._layout import Layout, Prices, replicated
 from jzero.ir._regions import Region, turns
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.cut._kept import Loops
-from jzero.sharding.partition._frame import DeviceFrame, Partitioning
+from jzero.sharding.partition._frame import DeviceFrame, Partitioning, WrittenStep
 from jzero.sharding.partition._hints import hints_of
 from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
 from jzero.sharding.partition._writer import DeviceMove
-from jzero.sharding.partition._written import Written
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -82,7 +81,7 @@ def partition(
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
     exchanges: bool = True, automatic: frozenset[str] | None = None, keeps_padding: bool = False,
-    written: Written | None = None,
+    written: WrittenStep | None = None,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 

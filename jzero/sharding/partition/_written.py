@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from jax import lax
 
@@ -20,10 +20,10 @@ from jzero.ir import _rules
 from jzero.ir._errors import cannot
 from jzero.ir._layout import Layout, Partial
 from jzero.ir._regions import Region
-from jzero.sharding.analysis._frames import COLLECTIVES, NOWHERE, REDUCTIONS, Frame
+from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS
 from jzero.sharding.partition import _lazy, _look_ups
 from jzero.sharding.partition._equations import ordinary
-from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.partition._frame import DeviceFrame, WrittenStep
 from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
@@ -31,34 +31,11 @@ from jzero.tracing._types import Atom, Eqn, Var
 _REDUCES = dict.fromkeys(REDUCTIONS, "sum") | {"pmax": "max", "pmin": "min"}
 
 
-class Written(NamedTuple):
-    """What is known of a step with collectives of its own.
-
-    Attributes:
-      frame: which of its values differ between devices.
-      axis_names: the axes of the mesh behind each name that it uses.
-    """
-
-    frame: Frame
-    axis_names: Mapping[str, tuple[str, ...]]
-
-    def own(self, region: Region, atom: Atom) -> frozenset[str]:
-        """The axes along which a value differs; none if it is not the step's, but was written for it."""
-        if _jaxpr.is_literal(atom) or not isinstance(region, Frame):
-            return NOWHERE
-        return frozenset(self.axes(region.varying.get(atom, NOWHERE)))
-
-    def axes(self, names: Sequence[str] | frozenset[str]) -> tuple[str, ...]:
-        """The axes of the mesh behind these names."""
-        return tuple(axis for name in names for axis in self.axis_names[name])
-
-
 def equation(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> list[DeviceValue] | None:
     """A collective of the step's own, or an equation of what differs; None if it is none of these."""
-    written: Written | None = frame.shared.written
-    if written is None:
+    if (written := frame.shared.written) is None:
         return None
     if eqn.primitive.name in COLLECTIVES:
         return _collective(frame, region, written, eqn, ins)
@@ -77,7 +54,7 @@ def equation(
 
 
 def _collective(
-    frame: DeviceFrame, region: Region, written: Written, eqn: Eqn, ins: Sequence[DeviceValue]
+    frame: DeviceFrame, region: Region, written: WrittenStep, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> list[DeviceValue]:
     axes, name = written.axes(_jaxpr.axes_of(eqn)), eqn.primitive.name
     if name == "axis_index":
