@@ -241,10 +241,10 @@ def _update(frame: Frame, region: OwnedRegion) -> _rewrite.Flat:
 def _why_reduced(body: Frame, dim: int) -> str:
     """What of the update of some slices asks the other devices, if anything does."""
     found = [(frame, eqn) for frame, eqn in body.walk() if eqn.primitive in _jaxpr.COLLECTIVES]
-    conditions = {
-        id(frame.inner(eqn)[0]) for frame, eqn in body.walk() if eqn.primitive.name == "while"
-    }
-    if any(id(frame) in conditions for frame, _ in found):
+    tests = [frame.inner(eqn)[0] for frame, eqn in body.walk() if eqn.primitive.name == "while"]
+    # Whether a slice goes on a device could decide by itself; but as a call no such loop can be written.
+    of_slices = any(test.jaxpr.outvars[0].aval.ndim for test in tests)
+    if of_slices or any(frame is test for frame, _ in found for test in tests):
         return "its loop ends when all slices are done"
     return f"it reduces dim {dim}" if found else ""
 
