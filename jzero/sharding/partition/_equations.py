@@ -356,9 +356,17 @@ class _FactorChoice:
                 if d is None or d == here or factor.outs[0] is None or factor.groups:
                     continue
                 own = self.chosen.get(i, Dim(value.aval.shape[d]))
+                if self._is_kept_for_another(axis, factor, own):
+                    continue
                 outer = next_outer(value.layout, own)
                 if outer is not None and own.pad is None:
                     self._consider(axis, i, own._replace(cuts=()), outer, rows, found, True)
+
+    def _is_kept_for_another(self, axis: str, factor: Factor, own: Dim) -> bool:
+        """Whether rows of a later axis are there already: another cut before theirs would move them."""
+        cuts = {c for v, d in zip(self.ins, factor.ins, strict=True) if d is not None and v.rows
+                for c in v.layout.dims[d].cuts}  # fmt: skip
+        return any(cut.axis != axis and cut not in own.cuts for cut in cuts)
 
     def _may_exchange(self, axis: str, best: _Candidate, rows: Sequence[DeviceValue]) -> bool:
         """Whether keeping rows where they are moves some, or leaves a sum of activations."""
