@@ -318,7 +318,8 @@ class _FactorChoice:
     def _best(self, axis: str) -> _Candidate | None:
         holders = [v for v in self.ins if v.layout.place(axis) is not None]
         hard = [v for v in holders if v.make is None] or holders
-        rows = [v for v in hard if axis in v.rows]
+        # The gradient of a mean over tokens is one row for all of them, and lazy: its rows stay, too.
+        rows = [v for v in hard if axis in v.rows] or [v for v in holders if axis in v.rows]
         lead = [*rows, *(v for v in hard if axis in v.firm)] if rows else hard
         found: dict[tuple[int, Dim], _Candidate] = {}
         for value in lead:
@@ -403,7 +404,7 @@ class _FactorChoice:
             moves_rows = moves_rows or price > 0 and axis in value.rows
             cost += price
         if _is_reduced(factor):
-            cost += self._sum_price(axis)
+            cost += self._sum_price(axis, dim.true)
         cost += self._end_price(axis, factor) if elsewhere else 0
         if looks_up and cost > self.frame.price(self.ins[0], axis, None):
             return
@@ -417,18 +418,26 @@ class _FactorChoice:
         own = _rules.size_in_bytes(out) / self.ins[0].layout.num(self._axes_of_result())
         return self.frame.wire(axis, "exchange", own * (n - 1) / n / n)
 
-    def _sum_price(self, axis: str) -> int:
-        """Of the sum that is due over the axis: scattered if what follows says where.
+    def _sum_price(self, axis: str, size: int) -> int:
+        """Of the sum that is due over the axis: scattered if what follows says where, or beside what it sums.
 
         A sum over several axes is one: each passes on its part of what it has from those before.
         """
         n, total, cut = self.frame.mesh[axis], 0.0, self._axes_of_result()
         summed = {p.axis for p in self.kept} | self._reduced_axes()
         for var in self.eqn.outvars:
-            scattered = self.frame.hint_of(var) is not None
+            scattered = self.frame.hint_of(var) is not None or self._is_spread(axis, size)
             own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut | summed)
             total += own * (n - 1) / n * (1 if scattered else 2)
         return self.frame.wire(axis, "reduce", total)
+
+    def _is_spread(self, axis: str, size: int) -> bool:
+        """Whether a sum of activations, over a dim of that size, goes along another one, as in `_spread`."""
+        cut, shape = self._axes_of_result(), self.eqn.outvars[0].aval.shape
+        taken = {self.factors[i].outs[0] for i in self.chosen}
+        alike = size > 1 and any(n == size and d not in taken for d, n in enumerate(shape))
+        rows = any(axis in v.rows for v in self.ins) and any(cut & v.rows for v in self.ins)
+        return alike and rows and not self.kept
 
     def _axes_of_result(self) -> set[str]:
         """Over which axes the result is sharded by what is chosen so far."""
