@@ -292,7 +292,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         shards over `data`, and one of 8 that every device has whole; `[10+6@data]` is padded to 16.
 
         `after="partition"` is the program of one device, with explicit collectives; other names are those of
-        passes that then put these in other places, the last one `after_loops`, whose program runs.
+        passes that then put these in other places, the last one `auto_axes`, whose program runs.
 
         Args:
           *args: the state and the step's other arguments, each leaf an array or a `ShapeDtypeStruct`.

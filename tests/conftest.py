@@ -127,6 +127,13 @@ def interpreted(monkeypatch):
     monkeypatch.setenv("JZERO_PARTITION", "0")
 
 
+@pytest.fixture(params=["partitioned", "interpreted"])
+def engine(request, monkeypatch):
+    """Which engine runs steps: the partitioner, where it can, or the interpreter."""
+    monkeypatch.setenv("JZERO_PARTITION", "1" if request.param == "partitioned" else "0")
+    return request.param
+
+
 @pytest.fixture
 def no_compilation_cache():
     """Programs are compiled, not read from the disk.

@@ -65,9 +65,9 @@ def _varying(program, arguments, pending):
             return ins
         out = NOWHERE.union(*ins)
         if eqn.primitive.name in _frames.AGREEING and not eqn.params.get("axis_index_groups"):
-            return [axes - set(_frames.axes_of(eqn)) for axes in ins]
+            return [axes - set(_jaxpr.axes_of(eqn)) for axes in ins]
         if eqn.primitive.name in _frames.COLLECTIVES:
-            out |= set(_frames.axes_of(eqn))
+            out |= set(_jaxpr.axes_of(eqn))
         return [out] * len(eqn.outvars)
 
     def across(eqn, edge, axes):

@@ -140,7 +140,7 @@ def prepare(case: Case) -> Ready:
         layout = from_spec(np.shape(x), case.mesh, spec)
         ins.append(DeviceInput(layout, rows=frozenset(case.rows if np.ndim(x) else ())))
     outs = [*stored, *[None] * (len(jaxpr.outvars) - num)]
-    program = partition(jaxpr, consts, case.mesh, ins, outs)
+    program = partition(jaxpr, consts, case.mesh, ins, outs, keeps_padding=True)
     mesh = jax.make_mesh(
         tuple(case.mesh.values()), tuple(case.mesh), axis_types=(AxisType.Auto,) * len(case.mesh),
         devices=jax.devices()[: math.prod(case.mesh.values())],
@@ -289,7 +289,9 @@ def program(fn, *specs, outs=None, mesh=None, whole=()):
         layout = from_spec(shape, mesh, spec)
         rows = frozenset(cut.axis for dim in layout.dims for cut in dim.cuts) if i else frozenset()
         ins.append(DeviceInput(layout, rows, comes_whole=i in whole))
-    return partition(jaxpr, consts, mesh, ins, outs or [None] * len(jaxpr.outvars))
+    return partition(
+        jaxpr, consts, mesh, ins, outs or [None] * len(jaxpr.outvars), keeps_padding=True
+    )
 
 
 def kinds(found):

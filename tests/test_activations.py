@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+import engines
 import jzero
 import parity
 import samples
@@ -137,8 +138,9 @@ two_written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN[1:3], ids=N
 @pytest.mark.covering
 @written
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_trains_as_one_device_does(scan, recompute, stage):
-    moves(scan, recompute, stage=stage)
+def test_trains_as_one_device_does(scan, recompute, stage, engine):
+    train_step = moves(scan, recompute, stage=stage)
+    assert engine == "interpreted" or not engines.why_not(train_step)
 
 
 @pytest.mark.alternating
@@ -167,7 +169,7 @@ def test_on_fewer_devices(scan, recompute, num, stage):
     ],
     ids=str,
 )
-def test_with_other_options(scan, recompute, options):
+def test_with_other_options(scan, recompute, options, engine):
     moves(scan, recompute, **options)
 
 
@@ -206,7 +208,7 @@ def shapes_on_host(atoms):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_stacks_are_on_the_host_between_the_loops(stage):
+def test_stacks_are_on_the_host_between_the_loops(stage, engine):
     """One stack, of block inputs; the forward loop makes it there, the backward loop reads it there."""
     train_step = small.shard_train_step(
         make_step(True, "blocks"), stage=stage, in_specs={"key": jax.P()},
@@ -221,7 +223,7 @@ def test_stacks_are_on_the_host_between_the_loops(stage):
     assert (row.shape, row.turns, row.times, row.nbytes) == (stack, LAYERS, 1, 4 * 4 * 2 * 16)
 
 
-def test_a_turn_fetches_for_the_next_one():
+def test_a_turn_fetches_for_the_next_one(engine):
     """What a backward turn computes with comes out of its carry, not out of the host's stack."""
     train_step = small.shard_train_step(
         make_step(True, "blocks"), stage=2, in_specs={"key": jax.P()},
@@ -237,7 +239,7 @@ def test_a_turn_fetches_for_the_next_one():
     assert fetched[0] in body.outvars
 
 
-def test_values_of_unrolled_layers_leave_and_come_back():
+def test_values_of_unrolled_layers_leave_and_come_back(engine):
     train_step = small.shard_train_step(
         make_step(False, "blocks"), in_specs={"key": jax.P()},
         offload_activations=jzero.PinnedHost(),
@@ -250,6 +252,30 @@ def test_values_of_unrolled_layers_leave_and_come_back():
     assert len(moved) == 2 * len(away)
 
 
+def test_the_pass_is_printed():
+    train_step = small.shard_train_step(
+        make_step(True, "blocks"), in_specs={"key": jax.P()}, offload_activations=jzero.PinnedHost()
+    )
+    program = functools.partial(train_step.program, new_state(), *batches()[0])
+    assert "<host>" not in str(program(after="tiles"))
+    assert "<host>" in str(program(after="activations"))
+
+
+@pytest.mark.parametrize("limit", [0, 2**30], ids=["one on its way", "all on their way"])
+def test_values_wait_for_those_before(monkeypatch, limit):
+    """What an unrolled forward pass goes on with waits for copies to the host, if they are many bytes."""
+    monkeypatch.setattr(_residuals, "ON_THEIR_WAY", limit)
+    train_step = small.shard_train_step(
+        make_step(False, "blocks"), in_specs={"key": jax.P()},
+        offload_activations=jzero.PinnedHost(),
+    )  # fmt: skip
+    jaxpr = train_step.program(new_state(), *batches()[0], after="activations").jaxpr
+    barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+    waits = [e for e in barriers if not _jaxpr.is_on_host(e.invars[0].aval)
+             and shapes_on_host(e.invars[1:])]  # fmt: skip
+    assert bool(waits) == (not limit)
+
+
 def test_small_ones_stay(monkeypatch):
     monkeypatch.setattr(_residuals, "LEAST_BYTES", 4 * 2 * WIDTH + 1)  # A block input and a byte.
     train_step = moves(True, "blocks")
@@ -258,7 +284,7 @@ def test_small_ones_stay(monkeypatch):
     assert "No activation waits on the host" in text
 
 
-def test_a_stack_that_is_read_whole():
+def test_a_stack_that_is_read_whole(engine):
     """Both passes read it otherwise than slice by slice: it leaves as a value, when its loop is over."""
 
     def step(params, x):
@@ -463,7 +489,7 @@ def test_what_is_on_the_host_makes_another_plan():
 @pytest.mark.parametrize("recompute", ["by name", "apart, by name"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_policies_of_the_step(scan, recompute, stage):
+def test_policies_of_the_step(scan, recompute, stage, engine):
     train_step = check(scan, recompute, stage=stage)
     assert "<host>" in str(traced(train_step))
     assert not train_step.describe(

@@ -224,7 +224,9 @@ MAY = {
     "test_starts": "ir._starts tracing._jaxpr",
     "test_targets":
         "preflight._bandwidth preflight._wires sharding.passes._turns targets._links targets._target",
-    "test_tensor_axes": "sharding.run._collectives sharding.run._devices sharding.run._queue",
+    "test_tensor_axes":
+        "segments._partitioned sharding.passes._order sharding.run._collectives sharding.run._devices "
+        "sharding.run._queue tracing._jaxpr",
     "test_tested": "_tested",
     "test_testing": "_compare",
     "test_tiled_update":
@@ -246,6 +248,7 @@ MAY = {
     "test_wires":
         "_quantities preflight._bandwidth preflight._hlo preflight._kernels preflight._schedule "
         "preflight._wires targets._target",
+    "test_written": "segments._partitioned",
     "whole_programs/_program": "_compare",
     "zoo/__init__": "_compare",
     "zoo/_compare": "_compare",

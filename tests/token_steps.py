@@ -45,7 +45,7 @@ def stacked(kv: int = HEADS) -> Any:
     return jax.tree.map(lambda *x: jnp.stack(x), weights(0, kv), weights(10, kv))
 
 
-def model(layers: Callable[[], Any] = stacked, **more: tuple[int, ...]) -> Callable[[], Any]:
+def model(layers: Callable[[], Any] = stacked, **more: Any) -> Callable[[], Any]:
     def params() -> Any:
         others = {"embed": (VOCAB, WIDTH), "head": (WIDTH, VOCAB), **more}
         found = {name: normal(90 + i, *shape) for i, (name, shape) in enumerate(others.items())}
@@ -196,7 +196,7 @@ def vit() -> Step:
         return xent(x.mean(1) @ p["head"], b["y"])
 
     batch = {"x": rows(B, S, 12), "y": labels(VOCAB, B)}
-    shapes = {"patch": (12, WIDTH), "position": (S, WIDTH)}
+    shapes: Any = {"patch": (12, WIDTH), "position": (S, WIDTH)}
     return *trained(model(**shapes), loss, batch, TX), {"x": TOKENS, "y": P("rows")}
 
 
@@ -210,7 +210,7 @@ def vit_of_a_class() -> Step:
         return xent(x[:, 0] @ p["head"], b["y"])
 
     batch = {"x": rows(B, S - 1, 12), "y": labels(VOCAB, B)}
-    shapes = {"patch": (12, WIDTH), "position": (S, WIDTH), "class": (1, WIDTH)}
+    shapes: Any = {"patch": (12, WIDTH), "position": (S, WIDTH), "class": (1, WIDTH)}
     return *trained(model(**shapes), loss, batch, TX), {"x": TOKENS, "y": P("rows")}
 
 

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from jzero.ir import _memory_spaces
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
@@ -236,7 +237,11 @@ def opened(scan: Scan) -> Scan:
 
 
 def empty(writer: JaxprWriter, stack: Var) -> Var:
-    """What a stack is before a loop has written it."""
+    """What a stack is before a loop has written it, in the memory where it lies."""
+    if _jaxpr.is_on_host(stack.aval):
+        static = stack.aval.shape[0], stack.aval.shape[1:], stack.aval.dtype
+        (made,) = writer.trace(_memory_spaces.empty_on_host, static=static)
+        return _jaxpr.variable(made)
     zero = _jaxpr.scalar(0, stack.aval.dtype)
     return writer.broadcast(zero, _jaxpr.new_var(stack), ())
 
@@ -297,14 +302,16 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
 
     def turn(
         writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom, carry: Sequence[Atom],
-        olds: Sequence[Atom], known: Sequence[Atom],
+        olds: Sequence[Atom], known: Sequence[Atom], results: Mapping[Var, Var],
     ) -> tuple[list[Atom], list[Atom]]:  # fmt: skip
         names = dict(zip(ahead, known, strict=True))
         names |= {p.before: atom for p, atom in zip(scan.carries, carry, strict=True)}
         outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
         found = written(writer, whole, at, rest, outs, names)
         new, rows = found[: len(scan.carries)], found[len(scan.carries) :]
-        return new, [writer.with_row(o, row, at) for o, row in zip(olds, rows, strict=True)]
+        ends = [results.get(p.stack) for p in scan.ys]
+        made = zip(olds, rows, ends, strict=True)
+        return new, [writer.with_row(old, row, at, out) for old, row, out in made]
 
     begun = made(builder.before, lambda atom: atom, places.init)
     at, following = places.before, _jaxpr.new_var(places.before)
@@ -312,7 +319,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
     olds = [_jaxpr.new_var(stack) for stack, _ in stacks]
     known = [_jaxpr.new_var(var) for var in ahead]
     builder.first.add(lax.add_p, [at, _place(step)], [following])
-    new, news = turn(builder.first, builder.whole, at, first, olds, known)
+    new, news = turn(builder.first, builder.whole, at, first, olds, known, {})
     next_made = made(builder.last, builder.whole, following)
     inits = [places.init, *(p.init for p in scan.carries), *(x for x, _ in stacks), *begun]
     befores, afters = [at, *first, *olds, *known], [following, *new, *news, *next_made]
@@ -321,13 +328,15 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
     num, end = len(first), 1 + len(first)
     # A place that is known, so that what the last turn gathers need not wait for the loop.
     last_at, lasts = _place(0 if scan.reverse else scan.length - 1), outs[1:]
+    on_host = {p.stack: p.stack for p in scan.ys if _jaxpr.is_on_host(p.stack.aval)}
     carry, made_stacks = turn(
         builder.after, lambda atom: atom, last_at, lasts[:num],
-        outs[end : end + len(olds)], outs[end + len(olds) :],
+        outs[end : end + len(olds)], outs[end + len(olds) :], on_host,
     )  # fmt: skip
     results = [*(p.out for p in scan.carries), *(p.stack for p in scan.ys)]
     for atom, out in zip([*carry, *made_stacks], results, strict=True):
-        builder.after.add(lax.copy_p, [atom], [out])
+        if out not in on_host:  # The host's processors would copy a stack there.
+            builder.after.add(lax.copy_p, [atom], [out])
     return builder.build(length=scan.length - 1, reverse=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import jax
 from jax import lax
+from jax.typing import DTypeLike
 
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval
@@ -31,7 +32,13 @@ def empty_stack(length: int, aval: Aval) -> jax.Array:
     """`[turns, n, d]` of zeros for what turns make, `[n, d]` of this type, in the memory where they lie."""
     if not _jaxpr.is_on_host(aval):
         return lax.full((length, *aval.shape), 0, aval.dtype)
-    return lax.broadcast(_jaxpr.zero_on_host(aval.dtype), (length, *aval.shape))
+    return empty_on_host(length, aval.shape, aval.dtype)
+
+
+def empty_on_host(length: int, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """The same in the host's memory."""
+    stack: jax.Array = lax.broadcast(_jaxpr.zero_on_host(dtype), (length, *shape))
+    return stack
 
 
 def is_sent(eqn: _jaxpr.Eqn) -> bool:

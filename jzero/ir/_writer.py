@@ -178,9 +178,9 @@ class JaxprWriter:
         self.add(lax.dynamic_slice_p, [stack, *starts], [row], slice_sizes=row.aval.shape)
         return self.reshape(row, shape[1:])
 
-    def with_row(self, stack: Atom, row: Atom, at: Atom) -> Var:
+    def with_row(self, stack: Atom, row: Atom, at: Atom, out: Var | None = None) -> Var:
         """`stack.at[at].set(row)`, of a place in bounds."""
-        shape, new = stack.aval.shape, _jaxpr.var_like(stack.aval)
+        shape, new = stack.aval.shape, _jaxpr.var_like(stack.aval) if out is None else out
         rows = self.reshape(row, (1, *shape[1:]), _jaxpr.var_like(stack.aval, (1, *shape[1:])))
         starts = [at, *[_jaxpr.scalar(0, at.aval.dtype)] * (len(shape) - 1)]
         return self.add(lax.dynamic_update_slice_p, [stack, rows, *starts], [new])[0]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._errors import CannotPartitionError, NeedsAllMicrobatchesError, cannot
@@ -21,13 +21,14 @@ from jzero.ir._layout import Layout, Pad, Prices, from_spec, replicated
 from jzero.ir._regions import Region, turns
 from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import Repeated
+from jzero.sharding.partition._frame import WrittenStep
 from jzero.sharding.partition._matrix_owners import MatrixOwners
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint
-from jzero.sharding.partition._written import Written
+from jzero.sharding.passes._activations import activations, in_order
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._auto_axes import AutoAxes, auto_axes
 from jzero.sharding.passes._before_loops import before_loops
@@ -37,6 +38,7 @@ from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._keep_gathered import gathered_once, keep_gathered
 from jzero.sharding.passes._late_sums import late_sums
 from jzero.sharding.passes._loop_gathers import loop_gathers
+from jzero.sharding.passes._one_order import one_order
 from jzero.sharding.passes._order import SMALLEST_GROUP, order
 from jzero.sharding.passes._prefetch import prefetch
 from jzero.sharding.passes._reduce_codes import CodedAxes, reduce_codes
@@ -70,6 +72,7 @@ PASSES = (
     "loop_gathers",
     "microbatches",
     "tiles",
+    "activations",
     "reduce_dtype",
     "weight_codes",
     "gather_codes",
@@ -79,6 +82,7 @@ PASSES = (
     "order",
     "after_loops",
     "in_place",
+    "one_order",
     "auto_axes",
 )
 
@@ -103,9 +107,10 @@ class Partitioned:
     run: Callable[..., Any]
 
     def described(self, plan: StepPlan) -> StepPlan:
-        """The plan, with the program's own loops over microbatches."""
+        """The plan, with the program's own loops over microbatches, and what of it waits on the host."""
         microbatches = dataclasses.replace(plan.microbatches, loops=self.program.loops)
-        return dataclasses.replace(plan, microbatches=microbatches)
+        residuals = None if plan.activations is None else self.program.residuals
+        return dataclasses.replace(plan, microbatches=microbatches, activations=residuals)
 
     @property
     def program(self) -> DeviceProgram:
@@ -189,10 +194,13 @@ def _partitioned(runner: Runner) -> Partitioned:
         plan.reduce_once,
         _with_memory(links, time),
     )
+    automatic = None
+    if plan.automatic:
+        automatic = frozenset(leaf.path for leaf in plan.leaves if any(leaf.automatic))
     calls = {} if analysis.whole is None else analysis.whole.owners
     made = functools.partial(
         partition, *given, owners=MatrixOwners(calls, plan.stage_axes.shard_axes),
-        automatic=bool(plan.automatic), written=step.written,
+        automatic=automatic, written=step.written,
     )  # fmt: skip
     try:
         program = made(time=time)
@@ -320,11 +328,22 @@ def _passed(
             program, MicrobatchLoops(time, dtype, once, plan.num_devices, _handed(plan))
         )
 
+    def on_host(program: DeviceProgram) -> DeviceProgram:
+        if plan.activations is None:
+            return dataclasses.replace(program, jaxpr=in_order(program.jaxpr))
+        jaxpr, residuals = activations(program.jaxpr, rows, plan.accumulate)
+        return dataclasses.replace(program, jaxpr=jaxpr, residuals=residuals)
+
+    of_programs: dict[str, Callable[[DeviceProgram], DeviceProgram]] = {
+        "microbatches": looped,
+        "activations": on_host,
+        "one_order": lambda program: _in_one_order(program, runner),
+    }
     found = {_PARTITION: program}
     for name in PASSES[1:]:
-        if name == "microbatches":
-            program = looped(program)
-        else:
+        if name in of_programs:
+            program = of_programs[name](program)
+        elif program.jaxpr.eqns:
             program = dataclasses.replace(program, jaxpr=passes[name](program.jaxpr))
         if name == "weight_codes" and any(leaf.codes for leaf in leaves.values()):
             program = dataclasses.replace(program, ins=ins)
@@ -334,6 +353,26 @@ def _passed(
 
 def _itemsize(dtype: Any) -> int:
     return 0 if dtype is None else jnp.dtype(dtype).itemsize
+
+
+def _in_one_order(program: DeviceProgram, runner: Runner) -> DeviceProgram:
+    """The program whose collectives keep their order, if residuals leave and XLA would not keep it."""
+    if not program.residuals or not runner.overtakes:
+        return program
+    jaxpr, num = _jaxpr.without_constants(program.jaxpr), len(program.consts)
+    assert isinstance(runner.mesh, Mesh)
+    axes = dict(runner.plan.axes)
+    jaxpr = _jaxpr.in_mesh(jaxpr, _jaxpr.inside_of(runner.mesh, axes))
+    traced = one_order(jaxpr, (), runner.mesh, axes)
+    found = traced.jaxpr
+    written = _jaxpr.replaced(
+        found,
+        constvars=[*found.constvars, *found.invars[:num]],
+        invars=found.invars[num:],
+        consts=[*traced.consts, *program.consts],
+        debug_info=found.debug_info.with_unknown_names(),  # type: ignore[attr-defined]
+    )
+    return dataclasses.replace(program, jaxpr=written, consts=[*traced.consts, *program.consts])
 
 
 def _sliced(
@@ -418,9 +457,8 @@ def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
             or any(c is not None for _, c in plan.exchange.reduce_codes)
         ),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
-        "offload_activations": plan.activations is not None,
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
-        and _has_nested_loops(analysis.frame),
+        and _has_nested_loops(analysis),
         # Values of which nobody knows whether they are rows may be among what they read.
         "owners of matrices": any(not each.why for each in plan.owned)
         and not (analysis.whole is not None and analysis.whole.owners),
@@ -428,13 +466,16 @@ def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
     yield from (reason for reason, is_so in asked.items() if is_so)
 
 
-def _has_nested_loops(region: Region) -> bool:
+def _has_nested_loops(analysis: Analysis) -> bool:
     """Whether a loop runs in a loop, whose slices would be gathered in each turn of the outer one."""
+    whole, region = analysis.whole, Region(analysis.frame.jaxpr, analysis.frame.consts)
+    if whole is not None:
+        region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
     loops = (r for r, eqn in region.walk() if turns(eqn) != 1)
     return any(r.around is not None and turns(r.around[1]) != 1 for r in loops)
 
 
-class _Step(NamedTuple):
+class _GivenStep(NamedTuple):
     """A step as the partitioner takes it.
 
     Attributes:
@@ -447,9 +488,9 @@ class _Step(NamedTuple):
     jaxpr: Flat
     consts: list[Any]
     specs: Sequence[PartitionSpec]
-    written: Written | None
+    written: WrittenStep | None
 
-    def taking(self, taken: Sequence[int]) -> _Step:
+    def taking(self, taken: Sequence[int]) -> _GivenStep:
         """With some of its inputs."""
         flat = self.jaxpr._replace(invars=[self.jaxpr.invars[i] for i in taken])
         written = self.written
@@ -459,7 +500,7 @@ class _Step(NamedTuple):
         return self._replace(jaxpr=flat, written=written)
 
 
-def _step_of(plan: StepPlan, analysis: Analysis) -> _Step:
+def _step_of(plan: StepPlan, analysis: Analysis) -> _GivenStep:
     """What is partitioned of a step; of the whole batch's, only what it returns.
 
     Raises:
@@ -469,15 +510,15 @@ def _step_of(plan: StepPlan, analysis: Analysis) -> _Step:
     if whole is None:
         jaxpr = frame.jaxpr
         flat = Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], [*jaxpr.eqns])
-        return _Step(flat, frame.consts, [], Written(frame, dict(plan.step_axes)))
+        return _GivenStep(flat, frame.consts, [], WrittenStep(frame, dict(plan.step_axes)))
     eqns, read = _rewrite.behind(whole.jaxpr.eqns, whole.jaxpr.outvars)
     flat = whole.jaxpr._replace(eqns=eqns)
     if any(flat.invars[i] in read for i in plan.unread):
         raise cannot("it reads a leaf that the plan does not read")
-    return _Step(flat, whole.consts, whole.specs, None)
+    return _GivenStep(flat, whole.consts, whole.specs, None)
 
 
-def _outputs(plan: StepPlan, step: _Step, mesh: dict[str, int]) -> Iterator[Layout]:
+def _outputs(plan: StepPlan, step: _GivenStep, mesh: dict[str, int]) -> Iterator[Layout]:
     """In which layouts it returns what is no state; what differs as each device has it."""
     for atom, layout in zip(step.jaxpr.outvars[len(plan.new_leaves) :], plan.outputs, strict=True):
         spec = _layout.partition_spec(layout) if step.written is None else PartitionSpec()
@@ -503,7 +544,7 @@ def _joined(layout: Layout, spec: PartitionSpec) -> Layout:
 
 
 def _inputs(
-    plan: StepPlan, step: _Step, mesh: dict[str, int], time: TimeAxis | None
+    plan: StepPlan, step: _GivenStep, mesh: dict[str, int], time: TimeAxis | None
 ) -> Iterator[DeviceInput]:
     """Leaves as they are stored; arguments in rows, or as one device has them."""
     num, dims = len(plan.leaves), plan.microbatches.dims

@@ -202,6 +202,9 @@ def build(
             raise refused
         movements, extra_work = _asked(local, plan, found)
         read = local.traced.whole or local.traced.frame
+        if isinstance(found, Partitioned):
+            waiting = found.described(plan).activations
+            plan = dataclasses.replace(plan, activations=waiting)
         return Program(
             plan,
             step,

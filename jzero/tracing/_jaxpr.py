@@ -649,23 +649,54 @@ def inside_of(mesh: Any, axes: Collection[str]) -> AbstractMesh:
 
 
 def in_mesh(jaxpr: Jaxpr, mesh: AbstractMesh) -> Jaxpr:
-    """The jaxpr, all of whose equations were traced where that mesh, or a part of its places, was current.
+    """The jaxpr, all of whose equations were traced where that mesh was current, of values of no other mesh.
 
     What JAX lowers by tracing a function, it traces there, and refuses operands of another mesh.
     """
     contexts: dict[Any, Any] = {}
 
-    def inner(jaxpr: Jaxpr) -> Jaxpr:
-        return replaced(jaxpr, eqns=[*map(moved, jaxpr.eqns)])
+    def is_of_another(value: Any) -> bool:
+        own = getattr(getattr(value.aval, "sharding", None), "mesh", None)
+        other = own is not None and not own.empty and own.shape_tuple != mesh.shape_tuple
+        return (
+            other or is_literal(value) and hasattr(value.val, "aval") and is_of_another(value.val)
+        )
 
-    def moved(eqn: Any) -> Eqn:
-        if eqn.ctx.cur_abstract_mesh.shape_tuple == mesh.shape_tuple:
-            found: Eqn = eqn
-            return found
-        if eqn.ctx not in contexts:
-            with eqn.ctx.manager, _abstract_mesh({}), jax.sharding.use_abstract_mesh(mesh):
-                contexts[eqn.ctx] = internal.JaxprEqnContext()
-        return with_inner(eqn.replace(ctx=contexts[eqn.ctx]), inner)
+    def inner(jaxpr: Jaxpr) -> Jaxpr:
+        new: dict[Var, Var] = {}
+
+        def typed(atom: Any) -> Any:
+            if not is_of_another(atom):
+                return atom
+            aval = atom.aval
+            plain = _array_type(aval.shape, aval.dtype, aval.weak_type, aval.memory_space)
+            if is_literal(atom):
+                value = constant(atom.val)
+                return extended.Literal(
+                    value if aval.shape else scalar(value, aval.dtype).val, plain
+                )
+            if atom not in new:
+                new[atom] = (extended.DropVar if is_dropped(atom) else extended.Var)(plain)
+            return new[atom]
+
+        def moved(eqn: Any) -> Any:
+            if eqn.ctx.cur_abstract_mesh.shape_tuple != mesh.shape_tuple:
+                if eqn.ctx not in contexts:
+                    with eqn.ctx.manager, _abstract_mesh({}), jax.sharding.use_abstract_mesh(mesh):
+                        contexts[eqn.ctx] = internal.JaxprEqnContext()
+                eqn = eqn.replace(ctx=contexts[eqn.ctx])
+            if any(map(is_of_another, (*eqn.invars, *eqn.outvars))):
+                ins, outs = ([*map(typed, ends)] for ends in (eqn.invars, eqn.outvars))
+                eqn = eqn.replace(invars=ins, outvars=outs)
+            return with_inner(eqn, inner)
+
+        invars, constvars = ([*map(typed, ends)] for ends in (jaxpr.invars, jaxpr.constvars))
+        eqns, outvars = [*map(moved, jaxpr.eqns)], [*map(typed, jaxpr.outvars)]
+        same = all(map(operator.is_, eqns, jaxpr.eqns)) and not new
+        if same:
+            return jaxpr
+        parts = dict(invars=invars, constvars=constvars, eqns=eqns, outvars=outvars)
+        return replaced(jaxpr, **parts)
 
     return inner(jaxpr)
 

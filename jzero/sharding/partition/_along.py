@@ -155,40 +155,47 @@ def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Device
     (value,), d = ins, eqn.params["axis"]
     layout, name = value.layout, eqn.primitive.name
     shards = shards_of(layout.dims[d], layout)
-    if shards is None or shards.outer > 1 or value.aval.dtype == jnp.bool_:
+    if shards is None or value.aval.dtype == jnp.bool_:
         return None
-    totals = layout.with_dims({d: Dim(shards.num, layout.dims[d].cuts)})
-    nbytes = _rules.size_in_bytes(value.aval) / value.aval.shape[d] * shards.num
+    num = shards.outer * shards.num
+    totals = layout.with_dims({d: Dim(num, layout.dims[d].cuts)})
+    nbytes = _rules.size_in_bytes(value.aval) / value.aval.shape[d] * num
     price = max(frame.wire(axis, "gather", nbytes) for axis in shards.axes)
     if price >= _whole_price(frame, value, shards.axes):
         return None
     x = frame.masked(frame.at(value, layout), layout, d, _RUNNING[name][0])
-    (own,) = frame.again(eqn, [x], [_jaxpr.var_like(value.aval, layout.local_shape)])
-    reverse = eqn.params["reverse"]
-    last = frame.inline(_last, (d, reverse), own)
+    shape, reverse = layout.local_shape, eqn.params["reverse"]
+    blocks = (*shape[:d], shards.outer, shards.inner, *shape[d + 1 :])
+    (own,) = frame.again(
+        eqn, [frame.reshape(x, blocks)], [_jaxpr.var_like(value.aval, blocks)],
+        params=eqn.params | {"axis": d + 1},
+    )  # fmt: skip
+    last = frame.inline(_last, (d + 1, reverse), own)
     why = "the totals of the devices are exchanged"
     every = frame.convert(last, totals, totals.without(shards.axes), why=why)
     out = frame.inline(_behind, (name, d, reverse), own, every, frame.index(shards.axes))
+    out = frame.reshape(out, shape)
     return [_value(eqn, 0, layout, out, value)]
 
 
 def _last(dim: int, reverse: bool, x: jax.Array) -> jax.Array:
-    return (
-        lax.slice_in_dim(x, 0, 1, axis=dim) if reverse else lax.slice_in_dim(x, -1, None, axis=dim)
-    )
+    """Of each block, without its dim."""
+    return lax.index_in_dim(x, 0 if reverse else -1, dim, keepdims=False)
 
 
 def _behind(
     name: str, dim: int, reverse: bool, own: jax.Array, totals: jax.Array, index: jax.Array
 ) -> jax.Array:
-    """What a device has, put together with the totals of those before it."""
+    """What a device has in each of its blocks, put together with the totals of those before it."""
     reduces, combine = _RUNNING[name]
     running: Callable[..., jax.Array] = getattr(lax, name)
     upto = running(totals, dim, reverse=reverse)
     neutral = jnp.asarray(_rules.neutral(reduces, upto.dtype), upto.dtype)
     shift = [((1, -1, 0), (-1, 1, 0))[reverse] if d == dim else (0, 0, 0) for d in range(upto.ndim)]
     before = lax.pad(upto, neutral, shift)
-    mine = lax.dynamic_slice_in_dim(before, index, 1, dim)
+    outer = own.shape[dim]
+    parts = before.reshape(*before.shape[:dim], outer, -1, *before.shape[dim + 1 :])
+    mine = lax.dynamic_slice_in_dim(parts, index, 1, dim + 1)
     return combine(own, jnp.broadcast_to(mine, own.shape))
 
 
@@ -273,26 +280,25 @@ def _of_whole(
 ) -> DeviceValue | None:  # fmt: skip
     """In even shards, of dims that were padded, and which each device has whole: tokens but the last."""
     layout, out = value.layout, eqn.outvars[0].aval.shape
-    axes = [c.axis for d in cut for c in layout.dims[d].cuts]
-    source, even = layout.without(axes), {d: n for d, n in enumerate(out) if n != layout.shape[d]}
+    cuts = [(d, c.axis) for d in cut for c in layout.dims[d].cuts]
+    source = layout.without([axis for _, axis in cuts])
+    new = {d: Dim(n) for d, n in enumerate(out) if n != layout.shape[d]}
+    is_there = any(not frame.price_from(value, x, source) for x in value.atoms)
     padded = all(layout.dims[d].pad is not None for d in cut)
-    there = any(not frame.price_from(value, x, source) for x in value.atoms)
-    if not padded or not there or any(source.dims[d].cuts or source.dims[d].pad for d in even):
+    others = any(source.dims[d].cuts or source.dims[d].pad for d in new)
+    if not (is_there and padded) or others or eqn.params["strides"] is not None:
         return None
-    whole = source.with_dims({d: Dim(n) for d, n in even.items()})
-    after = whole
-    for d, axis in ((d, c.axis) for d in cut for c in layout.dims[d].cuts):
-        after = after.cut(d, axis)
+    whole = after = source.with_dims(new)
+    for dim, axis in cuts:
+        after = after.cut(dim, axis)
     if any(after.dims[d].pad is not None for d in cut):
         return None
-    starts = tuple(s if d in even else 0 for d, s in enumerate(eqn.params["start_indices"]))
-    limits = [starts[d] + n if d in even else n for d, n in enumerate(whole.local_shape)]
-    if eqn.params["strides"] is not None:
-        return None
-    new = _jaxpr.var_like(eqn.outvars[0].aval, whole.local_shape)
-    given = eqn.params | {"start_indices": starts, "limit_indices": tuple(limits)}
-    frame.again(eqn, [frame.at(value, source)], [new], params=given)
-    return _value(eqn, 0, after, frame.convert(new, whole, after), value)
+    starts = tuple(s if d in new else 0 for d, s in enumerate(eqn.params["start_indices"]))
+    limits = tuple(s + n for s, n in zip(starts, whole.local_shape, strict=True))
+    made = _jaxpr.var_like(eqn.outvars[0].aval, whole.local_shape)
+    given = eqn.params | {"start_indices": starts, "limit_indices": limits}
+    frame.again(eqn, [frame.at(value, source)], [made], params=given)
+    return _value(eqn, 0, after, frame.convert(made, whole, after), value)
 
 
 def _blocks(layout: Layout, d: int, start: int, stop: int) -> Layout | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from jzero.ir import _rules
 from jzero.ir._errors import cannot
-from jzero.ir._layout import Dim, Layout, Partial
+from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
 from jzero.ir._regions import Region, turns
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
@@ -165,7 +165,7 @@ class _ScanWriter(_LoopWriter):
         self.settle(self.xs)
         self.settle([v for v, kept in zip(self.init, self.collects, strict=True) if not kept])
         # Iterations are not shared by devices: each has its part of every slice.
-        self.stacks = [v.layout.without([c.axis for c in v.layout.dims[0].cuts]) for v in self.xs]
+        self.stacks = [*map(_of_iterations, self.xs)]
 
     def write(self) -> list[DeviceValue]:
         carries = self.carries(self.init)
@@ -223,7 +223,8 @@ class _ScanWriter(_LoopWriter):
                     layout,
                     {layout: rows[-1]},
                     v.rows & axes,
-                    v.firm & axes,
+                    firm=v.firm & axes,
+                    displaced=v.displaced & axes,
                     origin=v.origin,
                 )
             )
@@ -270,6 +271,8 @@ class _ScanWriter(_LoopWriter):
                 avals, layouts, results, axes, origins, strict=True
             )
         ]
+        for value, row in zip(found[num:], rows, strict=True):
+            value.displaced = row.displaced & axes_of(value.layout)
         each = zip(self.eqn.outvars[num:], found[num:], outs[num:], strict=True)
         return [*found[:num], *(self._cast(var, v, row) for var, v, row in each)]
 
@@ -282,6 +285,21 @@ class _ScanWriter(_LoopWriter):
             eqn = cast.replace(invars=[_jaxpr.var_like(value.aval)], outvars=[out])
             (value,) = ordinary(self.frame, eqn, [value], _rules.factors_of(eqn))
         return value
+
+
+def _of_iterations(value: DeviceValue) -> Layout:
+    """A stack in whole iterations; its rows go where others of them are, lest all devices work on them."""
+    cuts = value.layout.dims[0].cuts
+    layout = value.layout.without([cut.axis for cut in cuts])
+    if len(layout.dims) < 2 or not value.rows.intersection(cut.axis for cut in layout.dims[1].cuts):
+        return layout
+    for axis in (cut.axis for cut in cuts if cut.axis in value.rows):
+        dim = layout.dims[1]
+        behind = dim.cuts[-1].outer * layout.num([dim.cuts[-1].axis])
+        each = [dim.put(AxisCut(axis, outer)) for outer in (1, behind) if dim.pad is None]
+        fit = [new for new in each if fits(new.size, layout.digits(new.cuts))]
+        layout = layout.with_dims({1: fit[0]} if fit else {})
+    return layout
 
 
 def _casts(v: DeviceValue) -> list[Eqn]:

@@ -59,6 +59,7 @@ def waits(eqn: Eqn) -> bool:
     return _rules.costs(eqn, Cost.VIEW, Cost.COPY) or name in _PASS
 
 
+AGAIN = "rematted_computation"  # JAX's scope of what a checkpoint computes again
 SMALL = 2**22  # bytes: gradients of slices of a small leaf are added up before they are summed
 _PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum"}
 # Of state that is not larger, what they read is gathered in their place: a table and its transpose share it.
@@ -127,8 +128,7 @@ def ordinary(
         return _replicated(frame, eqn, ins)
     choice = _FactorChoice(frame, eqn, ins, factors, kept)
     chosen = choice.run()
-    displaced = frozenset(a for v in ins for a in v.displaced) ^ choice.exchanged
-    written = _Written(frame, eqn, ins, factors, chosen, kept, displaced).run()
+    written = _Written(frame, eqn, ins, factors, chosen, kept, choice.displaced).run()
     lost = frozenset(a for v in ins for a in v.rows) - {p.axis for p in kept}
     lost -= {cut.axis for dim in chosen.values() for cut in dim.cuts}
     return [cut_again(frame, v, ins, lost) for v in written] if lost else written
@@ -165,7 +165,60 @@ def settle(
     """Does the sums of all operands, in shards as the others are."""
     for k, v in enumerate(ins):
         if v.layout.partial:
-            frame.settle(v, _beside(frame, eqn, ins, factors, k))
+            beside = _beside(frame, eqn, ins, factors, k)
+            if v.spread is None and _rules.costs(eqn, Cost.PRODUCT):
+                v.spread = _elsewhere(frame, eqn, k, v) or _alone(frame, eqn, ins, factors, k)
+                displaced = v.due & axes_of(v.spread or frame.whole(v.aval.shape))
+                frame.settle(v, beside)
+                v.displaced |= displaced & v.rows
+            frame.settle(v, beside)
+
+
+def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layout | None:
+    """What a product reads, in rows as they are beside it in others that read it, too."""
+    region, layout = frame.region, frame.whole(value.aval.shape)
+    atom = _jaxpr.variable(eqn.invars[k])
+    eqns = region.jaxpr.eqns
+    for other in (eqns[i] for i in region.readers.get(atom, []) if i < len(eqns)):
+        if not _rules.costs(other, Cost.PRODUCT, Cost.ELEMENTWISE):
+            continue
+        own, factors = other.invars.index(atom), _rules.factors_of(other)
+        for j, x in enumerate(other.invars):
+            beside = None if _jaxpr.is_literal(x) else frame.values.get(x)
+            if beside is None or not beside.rows or beside.layout.partial:
+                continue
+            for f in factors:
+                d, e = f.ins[own], f.ins[j]
+                if d is not None and e is not None and x.aval.shape[e] == value.aval.shape[d]:
+                    want = frame.whole(value.aval.shape).with_dims({d: beside.layout.dims[e]})
+                    layout = joined(layout, want, beside.rows)
+    return None if is_whole(layout) else layout
+
+
+def _alone(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], k: int
+) -> Layout | None:  # fmt: skip
+    """A sum of activations that a product with state reads, cut along the largest dim that only it has.
+
+    So each device does its part of the product. Scattered and gathered moves as much as a sum on all devices.
+    The sums of a backward pass are gradients of the state, unless something with rows reads them.
+    """
+    value, shape = ins[k], ins[k].aval.shape
+    axes = [axis for axis in frame.mesh if axis in value.due - frame.of_rows]
+    if not value.is_activation or _is_backward(frame, eqn) or not axes:
+        return None
+    if any(v.rows or v.layout.partial for v in ins if v is not value):
+        return None
+    layout = frame.whole(shape)
+    alone = [f for f in factors if f.outs[0] is not None and f.ins.count(None) == len(ins) - 1]
+    dims = [f.ins[k] for f in alone if not f.groups]
+    free = [d for d in dims if d is not None and not value.layout.dims[d].cuts]
+    for d in sorted(free, key=lambda d: -shape[d]):
+        if shape[d] and shape[d] % layout.num(axes) == 0:
+            for axis in axes:
+                layout = layout.cut(d, axis)
+            return layout
+    return None
 
 
 def _beside(
@@ -186,6 +239,11 @@ def _beside(
                 own = frame.whole(shape).with_dims({d: other.layout.dims[e]})
                 layout = joined(layout, own)
     return layout
+
+
+def _is_backward(frame: DeviceFrame, eqn: Eqn) -> bool:
+    """Whether a backward pass makes it, and not what a checkpoint computes again."""
+    return frame.region.pass_of(eqn) == "backward" and not _jaxpr.in_scope(eqn, AGAIN)
 
 
 def met(
@@ -242,11 +300,15 @@ class _FactorChoice:
     ins: Sequence[DeviceValue]
     factors: Sequence[Factor]
     kept: tuple[Partial, ...]
-    exchanged: frozenset[str] = frozenset()
+    displaced: frozenset[str] = frozenset()
 
     def run(self) -> dict[int, Dim]:
-        """The chosen factors; `exchanged` are then the axes whose rows go to another dim."""
+        """The chosen factors; `displaced` are then the axes whose rows are along another dim."""
         if (alike := self._alike()) is not None:
+            cuts = [(cut.axis, i) for i, dim in alike.items() for cut in dim.cuts]
+            self.displaced = frozenset(
+                axis for axis, i in cuts if self._is_displaced(axis, i, alike[i])
+            )
             return alike
         if not self.frame.shared.has_rows and self._gathers_state():
             return {}
@@ -258,9 +320,20 @@ class _FactorChoice:
                 self.frame.reason, self.frame.leaf = OF_STATE, self._table()
             elif axis not in kept and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
-                if best.elsewhere and any(axis in v.rows for v in self.ins):
-                    self.exchanged |= {axis}
+                if self._is_displaced(axis, best.factor, best.dim, best.elsewhere):
+                    self.displaced |= {axis}
         return self.chosen
+
+    def _is_displaced(self, axis: str, i: int, dim: Dim, elsewhere: bool = False) -> bool:
+        """Whether rows are along another dim behind the equation: those that go there, or are there."""
+        if not any(v.displaced for v in self.ins):
+            return elsewhere and any(axis in v.rows for v in self.ins)
+        if elsewhere:
+            return not any(axis in v.displaced for v in self.ins)
+        outer = next(cut.outer for cut in dim.cuts if cut.axis == axis)
+        each = zip(self.ins, self.factors[i].ins, strict=True)
+        here = [v for v, d in each if axis in v.rows and _place(v, axis) == (d, outer)]
+        return bool(here) and all(axis in v.displaced for v in here)
 
     def _gathers_state(self) -> bool:
         """Whether it is in a pass of `jax.grad`, of which all devices compute all."""
@@ -280,6 +353,10 @@ class _FactorChoice:
         table, indices, *updates = self.ins
         if not updates and not table.is_state:
             return None
+        if self._table() in (self.frame.shared.automatic or ()):
+            return (
+                None  # Each place along XLA's axes moves a part of the table, but all of the rows.
+            )
         out, n = self.eqn.outvars[0], self.frame.mesh[axis]
         hint = self.frame.hint_of(out)
         layout = (hint and hint.layout) if updates else table.layout
@@ -396,27 +473,34 @@ class _FactorChoice:
         looks_up = _look_ups.is_look_up(self.eqn, factor)
         if looks_up and _look_ups.shards_of(dim, self.ins[0].layout) is None:
             return
-        cost, moves_rows = 0, False
+        cost, moves_rows, lost = 0, False, False
         for value, d in zip(self.ins, factor.ins, strict=True):
             if rows and axis not in value.rows | value.due | value.firm:
                 continue
             price = self.frame.price(value, axis, d, outer)
-            moves_rows = moves_rows or price > 0 and axis in value.rows
+            moved = price > 0 and axis in value.rows
+            moves_rows, lost = moves_rows or moved, lost or moved and axis not in value.displaced
             cost += price
         if _is_reduced(factor):
             cost += self._sum_price(axis, dim.true)
-        cost += self._end_price(axis, factor) if elsewhere else 0
+        elif elsewhere and self._ends_in_rows(factor) or lost and self._has_displaced(axis):
+            cost += self._end_price(axis)
         if looks_up and cost > self.frame.price(self.ins[0], axis, None):
             return
         found[i, dim] = _Candidate(cost, elsewhere, len(found), i, dim, moves_rows)
 
-    def _end_price(self, axis: str, factor: Factor) -> int:
-        """Of what is looked up in columns, and goes to its rows."""
-        if self.eqn.primitive.name not in ("gather", "scatter-add") or factor.ins[1] is not None:
-            return 0
-        n, out = self.frame.mesh[axis], self.eqn.outvars[0].aval
-        own = _rules.size_in_bytes(out) / self.ins[0].layout.num(self._axes_of_result())
-        return self.frame.wire(axis, "exchange", own * (n - 1) / n / n)
+    def _has_displaced(self, axis: str) -> bool:
+        return any(axis in v.displaced for v in self.ins)
+
+    def _ends_in_rows(self, factor: Factor) -> bool:
+        """Whether what is looked up in columns goes to rows."""
+        return self.eqn.primitive.name in ("gather", "scatter-add") and factor.ins[1] is None
+
+    def _end_price(self, axis: str) -> int:
+        """Of results whose rows are along another dim, and go to their own."""
+        n, num = self.frame.mesh[axis], self.ins[0].layout.num(self._axes_of_result())
+        total = sum(_rules.size_in_bytes(var.aval) for var in self.eqn.outvars) / num
+        return self.frame.wire(axis, "exchange", total * (n - 1) / n / n)
 
     def _sum_price(self, axis: str, size: int) -> int:
         """Of the sum that is due over the axis: scattered if what follows says where, or beside what it sums.
@@ -680,7 +764,7 @@ class _Written:
         found = DeviceValue(aval, layout, {layout: x}, rows & axes, firm)
         (first, *others), name = self.ins, self.eqn.primitive.name
         found.spread, found.displaced = self._spread(layout), self.displaced & axes
-        found.looked_up = self._is_looked_up()
+        found.looked_up, found.is_activation = self._is_looked_up(), self._is_activation()
         if found.due & self.frame.over_time and _rules.is_float_cast(self.eqn):
             found.cast = self.eqn, first
         if not others and not rows:
@@ -691,6 +775,12 @@ class _Written:
             if _rules.size_in_bytes(first.aval) <= _rules.size_in_bytes(aval):
                 found.view = self.eqn, first
         return found
+
+    def _is_activation(self) -> bool:
+        """Whether it is what a forward pass sums up over rows."""
+        if self.kept:
+            return any(v.is_activation and v.layout.partial for v in self.ins)
+        return not _is_backward(self.frame, self.eqn)
 
     def _is_looked_up(self) -> bool:
         """Whether its partial sum moves rows that devices have looked up in theirs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jzero.ir import _rules
 from jzero.ir._errors import NeedsAllMicrobatchesError, cannot
 from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated, times_along
 from jzero.ir._regions import Region, ValueIn
+from jzero.sharding.analysis._frames import NOWHERE, Frame
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
 from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._time import TimeAxis, step_over_time
@@ -22,6 +23,28 @@ from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whol
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, OUTPUT, DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
+
+
+class WrittenStep(NamedTuple):
+    """What is known of a step with collectives of its own.
+
+    Attributes:
+      frame: which of its values differ between devices.
+      axis_names: the axes of the mesh behind each name that it uses.
+    """
+
+    frame: Frame
+    axis_names: Mapping[str, tuple[str, ...]]
+
+    def own(self, region: Region, atom: Atom) -> frozenset[str]:
+        """The axes along which a value differs; none if it is not the step's, but was written for it."""
+        if _jaxpr.is_literal(atom) or not isinstance(region, Frame):
+            return NOWHERE
+        return frozenset(self.axes(region.varying.get(atom, NOWHERE)))
+
+    def axes(self, names: Sequence[str] | frozenset[str]) -> tuple[str, ...]:
+        """The axes of the mesh behind these names."""
+        return tuple(axis for name in names for axis in self.axis_names[name])
 
 
 @dataclasses.dataclass
@@ -35,7 +58,8 @@ class Partitioning:
       has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
       time: the axis of microbatches, if there are several.
       exchanges: whether devices may be sent what others are not.
-      automatic: whether XLA shards what a device has, over axes beside these, as the step says.
+      automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else it
+        shards what a device has as the step says.
       owners: who runs calls that update matrices.
       written: what is known of a step with collectives of its own.
     """
@@ -48,11 +72,14 @@ class Partitioning:
     has_rows: bool = True
     time: TimeAxis | None = None
     exchanges: bool = True
-    automatic: bool = False
+    automatic: frozenset[str] | None = None
     owners: MatrixOwners = NO_OWNERS
-    written: Any = None
+    written: WrittenStep | None = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
+    homes: dict[tuple[Sequence[int], Sequence[int]], Layout] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 LOOKED_UP = "rows of other devices are looked up"
@@ -66,6 +93,7 @@ class DeviceFrame(DeviceWriter):
       hoists: whether what a body reads in another layout is converted outside, once for all iterations.
       imports: what stands outside, and its name here.
       region: whose equations are written now.
+      values: of its variables that are there.
       reason: why what is written needs rows that a device does not have, where that is known.
       leaf: the leaf of which all is that the equation at hand moves, if not each value of its own.
       returns: the number of the step's result that is made now.
@@ -83,6 +111,7 @@ class DeviceFrame(DeviceWriter):
         self.is_loop = source.primitive.name in ("scan", "while")
         self.imports: dict[Var, Var] = {}
         self.diverges: bool = outer is not None and outer.diverges
+        self.values: Mapping[Var, DeviceValue] = {}
         self.reason = self.leaf = ""
         self.returns: int | None = None
         self.turn: Atom = _jaxpr.scalar(0, np.int32)
@@ -137,7 +166,7 @@ class DeviceFrame(DeviceWriter):
         self.outer.settle(value)
         make = None if value.make is None else _imported
         return dataclasses.replace(
-            value, atoms={}, scopes={}, casts={}, outer=value, make=make, view=None
+            value, atoms={}, scopes={}, casts={}, outer=value, make=make, view=None, sum=None
         )
 
     # -- layouts ---------------------------------------------------------------------------------------------
@@ -304,7 +333,7 @@ class DeviceFrame(DeviceWriter):
     def own(self, region: Region, atom: Atom) -> frozenset[str]:
         """The axes along which each device has its own: [Note: values of a device's own]."""
         written = self.shared.written
-        return frozenset() if written is None else written.own(region, atom)
+        return NOWHERE if written is None else written.own(region, atom)
 
     def as_whole(self, value: DeviceValue) -> DeviceValue:
         """The value, of which nothing is to be converted any more."""

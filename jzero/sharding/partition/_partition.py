@@ -12,15 +12,15 @@ import jax.numpy as jnp
 
 from jzero.ir._layout import Layout, Prices
 from jzero.ir._regions import Region, turns
+from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.cut._kept import Loops
-from jzero.sharding.partition._frame import DeviceFrame, Partitioning
+from jzero.sharding.partition._frame import DeviceFrame, Partitioning, WrittenStep
 from jzero.sharding.partition._hints import hints_of
 from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
 from jzero.sharding.partition._writer import DeviceMove
-from jzero.sharding.partition._written import Written
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -61,6 +61,7 @@ class DeviceProgram:
       by_result: these, by what the collective makes.
       of_rows: for each result, whether it has rows of the batch.
       loops: over microbatches, not those inside other loops.
+      residuals: what waits on the host for the backward pass, of one microbatch.
     """
 
     jaxpr: Jaxpr
@@ -71,14 +72,15 @@ class DeviceProgram:
     by_result: Mapping[Var, DeviceMove]
     of_rows: tuple[bool, ...] = ()
     loops: Loops | None = None
+    residuals: tuple[Residual, ...] = ()
 
 
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
-    exchanges: bool = True, automatic: bool = False, keeps_padding: bool = False,
-    written: Written | None = None,
+    exchanges: bool = True, automatic: frozenset[str] | None = None, keeps_padding: bool = False,
+    written: WrittenStep | None = None,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
@@ -95,7 +97,8 @@ def partition(
       time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
       owners: who runs calls of the step that update matrices.
       exchanges: whether devices may be sent what others are not; microbatches that are no axis may not.
-      automatic: whether XLA shards over axes beside these: what the step says of them stays.
+      automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else what
+        the step says of them stays.
       keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
       written: of a step with collectives of its own, what is known of it. Its shapes are one device's, and so
         are the layouts of arguments and results that differ.
@@ -124,11 +127,11 @@ def partition(
     for j, (value, layout) in enumerate(zip(results, layouts, strict=True)):
         frame.returns = j
         atoms.append(_with_zeros(frame, value, layout, given))
-    program = frame.function(_template(), own, atoms)
-    moves = moves_of(program, frame.moves)
+    made = frame.function(_template(), own, atoms)
+    moves = moves_of(made, frame.moves)
     ins_ = tuple(each.given for each in ins)
     of_rows = tuple(bool(value.rows) for value in results)
-    return DeviceProgram(program, frame.consts, ins_, tuple(layouts), moves, frame.moves, of_rows)
+    return DeviceProgram(made, frame.consts, ins_, tuple(layouts), moves, frame.moves, of_rows)
 
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:

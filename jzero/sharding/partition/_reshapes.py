@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reshapes: each device reshapes what it has, if that is a part of the result.
 
-Else rows move. A batch of 4096 rows in shards, cut into 4 chunks for 8 devices, has whole chunks on each;
-each device is to have an eighth of all chunks.
+Else rows move: of a batch that is cut into fewer chunks than there are devices, each device gets a part of
+every chunk.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from jzero.tracing._types import Eqn
 def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     """A reshape of what each device has; state that has no place after it is gathered.
 
-    Rows that have none are exchanged for others of the same dims, or gathered and cut again.
+    Rows that have none are exchanged for others of the same dims, or gathered and cut again. Numbers of rows
+    are gathered: that costs nothing.
     """
     out = eqn.outvars[0].aval
     source, lost = value.layout, _lost_rows(frame, value, out.shape)
+    lost = lost if lost and value.aval.size > _home(source, lost[0])[1] else []
     if lost and value.make is None:
         source = _in_other_blocks(frame, value, lost, out.shape) or source
+        frame.shared.homes[out.shape, value.aval.shape] = value.layout
     before = source.reshapable(out.shape)
     after = before.reshape(out.shape)
     params = {**eqn.params, "new_sizes": after.local_shape}
@@ -33,12 +36,20 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     frame.again(eqn, [frame.at(value, before)], [new], params=params)
     axes = axes_of(after)
     made = DeviceValue(
-        out, after, {after: new}, value.rows & axes, value.firm & axes, value.displaced & axes,
+        out, after, {after: new}, value.rows & axes, firm=value.firm & axes, displaced=value.displaced & axes,
         fill=value.fill, origin=value.origin, looked_up=value.looked_up,
+        is_activation=value.is_activation,
         spread=value.spread and spread_on(eqn, value.spread),
     )  # fmt: skip
     gone = [axis for axis in lost if axis not in axes]
-    return _cut_after(frame, made, value, gone) if gone else made
+    if gone:
+        return _cut_after(frame, made, value, gone)
+    home = frame.shared.homes.get((value.aval.shape, out.shape))
+    # What goes back ends where the rows have been, which are beside it there.
+    if home is not None and made.rows == axes == axes_of(home) and not made.layout.partial:
+        made.atoms[home] = frame.at(made, home)
+        made.layout = home
+    return made
 
 
 def _cut_after(
@@ -48,7 +59,7 @@ def _cut_after(
     _, news = _dims_of_rows(value.layout, made.aval.shape, axes[0])
     n = made.layout.num(axes)
     fit = [d for d in news if not made.layout.dims[d].cuts and made.aval.shape[d] % n == 0]
-    if not fit or made.aval.size <= value.layout.dims[_home(value.layout, axes[0])].true:
+    if not fit:
         return made
     layout, d = made.layout, max(fit, key=lambda d: made.aval.shape[d])
     for axis in axes:
@@ -70,7 +81,7 @@ def _in_other_blocks(
     frame: DeviceFrame, value: DeviceValue, lost: Sequence[str], shape: Sequence[int]
 ) -> Layout | None:
     """The layout with the rows of some axes in other blocks, which a reshape keeps: of the same dim, best."""
-    home, left, found = _home(value.layout, lost[0]), value.layout.without(lost), []
+    home, left, found = _home(value.layout, lost[0])[0], value.layout.without(lost), []
     for d in _dims_of_rows(value.layout, shape, lost[0])[0]:
         dim, at = left.dims[d], next_outer(left, left.dims[d])
         if at is None or dim.pad is not None:
@@ -86,14 +97,14 @@ def _in_other_blocks(
     return min(found)[-1] if found else None
 
 
-def _home(layout: Layout, axis: str) -> int:
-    """The dim that an axis cuts."""
+def _home(layout: Layout, axis: str) -> tuple[int, int]:
+    """The dim that an axis cuts, and its size."""
     place = layout.place(axis)
     assert place is not None
-    return place[0]
+    return place[0], layout.dims[place[0]].true
 
 
 def _dims_of_rows(layout: Layout, shape: Sequence[int], axis: str) -> tuple[range, range]:
     """The dims that a reshape merges and splits with the one that an axis cuts; before and after it."""
-    home = _home(layout, axis)
+    home, _ = _home(layout, axis)
     return next(pair for pair in dim_groups(layout.shape, shape) if home in pair[0])

@@ -47,6 +47,7 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
     env: dict[Var, DeviceValue] = dict(zip(region.jaxpr.invars, ins, strict=True))
     for var, const in zip(region.jaxpr.constvars, region.consts, strict=True):
         env[var] = frame.constant(var, const)
+    around, frame.values = frame.values, env
     for var, value in zip(region.jaxpr.invars, ins, strict=True):
         value.own = frame.own(region, var)
     eqns = region.jaxpr.eqns
@@ -66,7 +67,7 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
             if value.layout.partial and is_wanted and not _waits(frame, region, var, value):
                 frame.settle_here(value)
         frame.note(outs)
-    frame.region = outer
+    frame.region, frame.values = outer, around
     return [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in region.jaxpr.outvars]
 
 
@@ -91,7 +92,7 @@ def _equation(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: list[DeviceValue]
 ) -> list[DeviceValue]:
     name = eqn.primitive.name
-    if name == "sharding_constraint" and frame.shared.automatic:
+    if name == "sharding_constraint" and frame.shared.automatic is not None:
         return _constrained(frame, eqn, ins[0])
     if name in _rules.IDENTITIES or _moves_nothing(eqn):
         return ins

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jzero.ir._layout import AxisCut, Dim, Layout, fits
-from jzero.tracing._types import Atom, Aval, Eqn
+from jzero.tracing._types import Atom, Aval, Eqn, Var
 
 
 class Hint(NamedTuple):
@@ -35,7 +35,6 @@ class DeviceValue:
       layout: its own layout: that in which it was made.
       atoms: what there is of it, by layout.
       rows: the axes over which it differs because rows of the batch do.
-      own: the axes along which each device has a value of its own, [Note: values of a device's own].
       displaced: of `rows`, those that are no longer along rows, but along another dim, since an exchange.
       firm: the axes over which it stays sharded though it is state, as the user's specs say.
       make: `make(frame, layout)` writes it in any layout at little cost; else it must be converted.
@@ -45,18 +44,20 @@ class DeviceValue:
       leaf: the name of the leaf that what follows makes of it.
       spread: where a sum of activations is scattered that nobody has asked of: beside the dim that it summed.
       looked_up: whether a partial sum is what devices have looked up in their rows, and no sum of the step's.
+      is_activation: whether a partial sum is one of a forward pass, and so no gradient.
       outer: the same value in the frame around.
       view: an equation and the state that it reads, which is gathered in its place.
       cast: the cast that made it, and of what, if that is a partial sum.
       casts: of state, what it is in other dtypes: equal casts share a gather.
       scopes: of gathers of state that serve one pass only, which.
+      own: the axes along which each device has a value of its own, [Note: values of a device's own].
+      sum: writes its sum over all devices, where that is not made of what each has of it.
     """
 
     aval: Aval
     layout: Layout
     atoms: dict[Layout, Atom] = dataclasses.field(default_factory=dict)
     rows: frozenset[str] = frozenset()
-    own: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
     displaced: frozenset[str] = frozenset()
     make: Callable[..., Atom] | None = None
@@ -66,11 +67,14 @@ class DeviceValue:
     leaf: str = ""
     spread: Layout | None = None
     looked_up: bool = False
+    is_activation: bool = False
     outer: DeviceValue | None = None
     view: tuple[Eqn, DeviceValue] | None = None
     cast: tuple[Eqn, DeviceValue] | None = None
     casts: dict[tuple[Any, bool], DeviceValue] = dataclasses.field(default_factory=dict)
     scopes: dict[Layout, int] = dataclasses.field(default_factory=dict)
+    own: frozenset[str] = frozenset()
+    sum: Callable[[Var], DeviceValue] | None = None
 
     @property
     def is_state(self) -> bool:

@@ -9,49 +9,33 @@ over all axes along which a value differs is the partial sum that a sum over row
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
 
+from jax import lax
+
+from jzero.ir import _rules
 from jzero.ir._errors import cannot
-from jzero.ir._layout import Partial
+from jzero.ir._layout import Layout, Partial
 from jzero.ir._regions import Region
-from jzero.sharding.analysis._frames import COLLECTIVES, NOWHERE, REDUCTIONS, Frame
-from jzero.sharding.partition._frame import DeviceFrame
+from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS
+from jzero.sharding.partition import _lazy, _look_ups
+from jzero.sharding.partition._equations import ordinary
+from jzero.sharding.partition._frame import DeviceFrame, WrittenStep
 from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn
+from jzero.tracing._types import Atom, Eqn, Var
 
 _REDUCES = dict.fromkeys(REDUCTIONS, "sum") | {"pmax": "max", "pmin": "min"}
-
-
-class Written(NamedTuple):
-    """What is known of a step with collectives of its own.
-
-    Attributes:
-      frame: which of its values differ between devices.
-      axis_names: the axes of the mesh behind each name that it uses.
-    """
-
-    frame: Frame
-    axis_names: Mapping[str, tuple[str, ...]]
-
-    def own(self, region: Region, atom: Atom) -> frozenset[str]:
-        """The axes along which a value differs; none if it is not the step's, but was written for it."""
-        if _jaxpr.is_literal(atom) or not isinstance(region, Frame):
-            return NOWHERE
-        return frozenset(self.axes(region.varying.get(atom, NOWHERE)))
-
-    def axes(self, names: Sequence[str] | frozenset[str]) -> tuple[str, ...]:
-        """The axes of the mesh behind these names."""
-        return tuple(axis for name in names for axis in self.axis_names[name])
 
 
 def equation(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> list[DeviceValue] | None:
     """A collective of the step's own, or an equation of what differs; None if it is none of these."""
-    written: Written | None = frame.shared.written
-    if written is None:
+    if (written := frame.shared.written) is None:
         return None
     if eqn.primitive.name in COLLECTIVES:
         return _collective(frame, region, written, eqn, ins)
@@ -61,11 +45,16 @@ def equation(
         return None
     if acts and _jaxpr.has_ordered_effects(eqn):
         raise cannot("it is an ordered effect beside collectives of the step's own", eqn, region)
-    return _values(frame, frame.again(eqn, _whole(frame, ins)), own)
+    if (rows := _looked_up(frame, eqn, ins, own)) is not None:
+        return [rows]
+    found = _values(frame, frame.again(eqn, _whole(frame, ins)), own)
+    if _adds_rows(frame, eqn, ins):
+        found[0].sum = functools.partial(_of_all_rows, frame, eqn, ins)
+    return found
 
 
 def _collective(
-    frame: DeviceFrame, region: Region, written: Written, eqn: Eqn, ins: Sequence[DeviceValue]
+    frame: DeviceFrame, region: Region, written: WrittenStep, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> list[DeviceValue]:
     axes, name = written.axes(_jaxpr.axes_of(eqn)), eqn.primitive.name
     if name == "axis_index":
@@ -75,7 +64,8 @@ def _collective(
     grouped = eqn.params.get("axis_index_groups")
     op = None if grouped else _REDUCES.get(name)
     if op is not None and all(v.own.issubset(axes) for v in ins):
-        return [_reduced(frame, op, axes, v) for v in ins]
+        each = zip(ins, eqn.outvars, strict=True)
+        return [_reduced(frame, op, axes, v, out) for v, out in each]
     key = "axes" if "axes" in eqn.params else "axis_name"
     outs = [*map(_jaxpr.new_var, eqn.outvars)]
     params = eqn.params | {key: axes}
@@ -85,13 +75,95 @@ def _collective(
     return _values(frame, outs, frozenset(axes))
 
 
-def _reduced(frame: DeviceFrame, op: str, axes: Sequence[str], value: DeviceValue) -> DeviceValue:
+def _reduced(
+    frame: DeviceFrame, op: str, axes: Sequence[str], value: DeviceValue, out: Var
+) -> DeviceValue:
     """A sum that is due; nothing is linear in maxima and minima: they are due now."""
+    if not value.own:
+        return _times(frame, value, value.layout.num(axes)) if op == "sum" else value
+    if op == "sum" and value.sum is not None and _several(frame).issubset(axes):
+        return value.sum(out)
     whole = frame.whole(value.aval.shape)
     x, layout = frame.at(value, whole), whole.summed(*(Partial(axis, op) for axis in axes))
     if op != "sum":
         x, layout = frame.convert(x, layout, whole), whole
     return DeviceValue(value.aval, layout, {layout: x})
+
+
+def _looked_up(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], own: frozenset[str]
+) -> DeviceValue | None:
+    """What rows look up in a table in shards, by [Note: columns of tables]; None if it is no such look-up."""
+    if eqn.primitive.name != "gather" or ins[0].own or not ins[0].layout.axes:
+        return None
+    if not _has_rows(frame, ins[1]) or frame.diverges:
+        return None
+    (var,), numbers = eqn.outvars, eqn.params["dimension_numbers"]
+    dim = next(d for d in range(var.aval.ndim) if d not in numbers.offset_dims)
+    out = _jaxpr.var_like(var.aval, _joined(frame, var, dim))
+    found, layout = _of_all_rows(frame, eqn, ins, out), frame.whole(var.aval.shape)
+    x = frame.at(found, _cut(frame, out.aval.shape, dim))
+    return DeviceValue(var.aval, layout, {layout: x}, own=own)
+
+
+def _adds_rows(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
+    """Whether rows are added to a table of zeros."""
+    if eqn.primitive.name != "scatter-add" or not ins[0].is_zero or frame.diverges:
+        return False
+    numbers = eqn.params["dimension_numbers"]
+    return 0 not in numbers.update_window_dims and all(_has_rows(frame, v) for v in ins[1:])
+
+
+def _has_rows(frame: DeviceFrame, value: DeviceValue) -> bool:
+    return value.aval.ndim > 1 and _several(frame).issubset(value.own)
+
+
+def _of_all_rows(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], out: Var) -> DeviceValue:
+    """The equation on the rows of all devices, of which each has its own along the first dim."""
+    values = [ins[0], *(_as_rows(frame, v) for v in ins[1:])]
+    others = [_jaxpr.var_like(v.aval) for v in values[1:]]
+    whole = eqn.replace(invars=[eqn.invars[0], *others], outvars=[out])
+    factors = [*_rules.factors_of(whole), *_look_ups.factors(whole, values)]
+    (found,) = ordinary(frame, whole, values, factors)
+    return found
+
+
+def _as_rows(frame: DeviceFrame, value: DeviceValue) -> DeviceValue:
+    """What differs, as a part of what all devices have of it."""
+    aval = _jaxpr.var_like(value.aval, _joined(frame, value, 0)).aval
+    layout = _cut(frame, aval.shape, 0)
+    x = frame.at(value, frame.whole(value.aval.shape))
+    return DeviceValue(aval, layout, {layout: x}, _several(frame))
+
+
+def _joined(frame: DeviceFrame, value: DeviceValue | Var, dim: int) -> tuple[int, ...]:
+    """The shape of what all devices have of a value, one behind the other."""
+    shape, num = value.aval.shape, math.prod(frame.mesh.values())
+    return (*shape[:dim], shape[dim] * num, *shape[dim + 1 :])
+
+
+def _cut(frame: DeviceFrame, shape: Sequence[int], dim: int) -> Layout:
+    layout = frame.whole(shape)
+    for axis in frame.mesh:
+        layout = layout.cut(dim, axis)
+    return layout
+
+
+def _several(frame: DeviceFrame) -> frozenset[str]:
+    """The axes of more than one device."""
+    return frozenset(axis for axis, num in frame.mesh.items() if num > 1)
+
+
+def _times(frame: DeviceFrame, value: DeviceValue, num: int) -> DeviceValue:
+    """The sum of what all devices have in common, which stays where it is."""
+    factor = _jaxpr.scalar(num, value.aval.dtype)
+    ins: list[Atom] = [_jaxpr.var_like(value.aval), factor]
+    eqn = _jaxpr.equation(lax.mul_p, ins, [_jaxpr.var_like(value.aval)], frame.source)
+    values, factors = [value, frame.literal(factor)], _rules.factors_of(eqn)
+    if _lazy.may_wait(eqn, values):
+        return _lazy.lazy(frame, eqn, values, factors)
+    (found,) = ordinary(frame, eqn, values, factors)
+    return found
 
 
 def _whole(frame: DeviceFrame, values: Sequence[DeviceValue]) -> list[Atom]:

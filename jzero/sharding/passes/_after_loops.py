@@ -60,6 +60,8 @@ def _made(jaxpr: Jaxpr, loops: list[int]) -> dict[int, list[Var]]:
             ends[mine[-1]] = [jaxpr.eqns[i] for i in mine]
 
     def is_read(var: Var, end: int) -> bool:
+        if _jaxpr.is_on_host(var.aval):  # Whoever fetches slices of it waits for none of this.
+            return False
         later = [jaxpr.eqns[i] for i in readers.get(var, ()) if i > end]
         return var in returned or not all(_jaxpr.in_scope(eqn, SCOPE) for eqn in later)
 

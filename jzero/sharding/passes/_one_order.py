@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -27,11 +27,13 @@ from jzero.tracing._types import Jaxpr, Var
 # (tests/test_one_order.py; docs/facts-compilers.md).
 
 
-def one_order(jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mesh) -> _jaxpr.Traced:
-    """One device's program, with explicit collectives over the axes of a mesh, for CPUs."""
+def one_order(
+    jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mesh, axes: Collection[str] | None = None
+) -> _jaxpr.Traced:
+    """One device's program, with explicit collectives over axes of a mesh, by default all, for CPUs."""
     types = [_abstract(var) for var in jaxpr.invars]
     ordered = in_one_order(lambda *args: _jaxpr.evaluate(jaxpr, consts, *args))
-    return _jaxpr.trace_on(mesh, ordered, types, mesh.axis_names)
+    return _jaxpr.trace_on(mesh, ordered, types, mesh.axis_names if axes is None else axes)
 
 
 def _abstract(var: Var) -> jax.ShapeDtypeStruct:

@@ -21,9 +21,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jzero.ir._loops import Scan, makes_keys, pipelined
+from jzero.ir._memory_spaces import is_fetch
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.analysis import _frames
+from jzero.sharding.analysis import _frames, _residuals
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._inputs_first import COTANGENT
 from jzero.sharding.passes._turns import latest_use
@@ -99,7 +100,7 @@ def _loop(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eq
     scan = Scan.of(eqn)
     of_one_pass = autodiff is not None or not any(map(_jaxpr.autodiff_pass, _jaxpr.walk(scan.body)))
     before, after, awaited = list[Eqn](), list[Eqn](), list[Var]()
-    if of_one_pass and (ahead := _ahead(scan, limit)):
+    if ahead := _ahead(scan, limit if of_one_pass else 0):
         new = pipelined(scan, ahead)
         before = [_jaxpr.within_scope(e, outer=eqn) for e in new.before]
         after = [_jaxpr.within_scope(e, LAST_TURN, outer=eqn) for e in new.after]
@@ -113,8 +114,8 @@ def _loop(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eq
 
 
 def _gathered_before(scan: Scan) -> list[Var]:
-    """What the turn before has gathered."""
-    made = {out for e in scan.eqns if _waits.is_gather(e) for out in e.outvars}
+    """What the turn before has gathered, or fetched."""
+    made = {out for e in scan.eqns if _moves(e) for out in e.outvars}
     return [p.before for p in scan.carries if p.after in made]
 
 
@@ -126,11 +127,19 @@ def _ahead(scan: Scan, limit: int) -> list[Var]:
     """What a turn gathers for the next one: of slices, and of nothing that a turn computes.
 
     Gathers that fit in `limit` together, and all before the first product, which has none to hide behind.
+    And all that it fetches from the host.
     """
     parts = _jaxpr.scan_parts(scan.eqn)
-    if not limit or scan.length == 1 or parts.unroll != 1 or parts.body_consts or makes_keys(scan):
+    if scan.length == 1 or parts.unroll != 1 or parts.body_consts or makes_keys(scan):
         return []
     slices, carried = {p.row for p in scan.xs}, {p.before for p in scan.carries}
+    fetched = [e.outvars[0] for e in scan.eqns if is_fetch(e) and e.invars[0] in slices]
+    return [*(_gathered_ahead(scan, limit, slices, carried) if limit else ()), *fetched]
+
+
+def _gathered_ahead(
+    scan: Scan, limit: int, slices: set[Var], carried: set[Var]
+) -> list[Var]:  # fmt: skip
     level = _Level(scan.body, _Scope(late=_late(scan)))
     found, held = list[Var](), 0
     for gather in level.gathers:
@@ -181,7 +190,7 @@ class _Gather(NamedTuple):
     @property
     def moves(self) -> bool:
         """Whether it has a place to be found."""
-        return _waits.is_gather(self.eqn)
+        return _moves(self.eqn)
 
 
 class _Level:
@@ -199,6 +208,10 @@ class _Level:
         self.loops = [i for i in self.products if _waits.gathers_inside(jaxpr.eqns[i])]
         found = [self._gather(eqn, out) for eqn in jaxpr.eqns for out in _gathered(eqn)]
         self.gathers = sorted(filter(None, found), key=self._in_turn)
+        # In a loop they are ahead, or have nothing to wait for.
+        fetches = [e for e in jaxpr.eqns if is_fetch(e) and place.following is None]
+        found = [self._fetch(eqn, eqn.outvars[0]) for eqn in fetches]
+        self.fetches = sorted(filter(None, found), key=self._in_turn)
 
     def _in_turn(self, gather: _Gather) -> int:
         return gather.use % self.num
@@ -211,6 +224,13 @@ class _Level:
             return None  # Nobody reads it, or it is half of another one.
         gather = _Gather(eqn, out, use, {}, {}, set(), set())
         return gather if self._follow(gather, eqn.invars if gather.moves else []) else None
+
+    def _fetch(self, eqn: Eqn, out: Var) -> _Gather | None:
+        """It waits for its copy on the host, which stays where it is made."""
+        use, copy = self.first.get(out), eqn.invars[0]
+        if use is None or _jaxpr.is_literal(copy) or copy not in self.index:
+            return None
+        return _Gather(eqn, out, use, {}, {}, set(), {copy})
 
     def _follow(self, gather: _Gather, atoms: Sequence[Atom]) -> bool:
         """Notes what makes these; False if that takes time itself."""
@@ -247,14 +267,20 @@ class _Level:
 
     def starts(self, limit: int) -> list[tuple[_Gather, int]]:
         """For each gather the equation behind which it may start, or -1: [Note: when a gather may start]."""
-        sizes = [_waits.nbytes([gather.out]) for gather in self.gathers]
-        uses = [*map(self._in_turn, self.gathers)]
+        if self.place.following is None:
+            fetched = self._starts(self.fetches, _residuals.ON_THEIR_WAY)
+            return [*self._starts(self.gathers, limit), *fetched]
+        return self._starts(self.gathers, limit)
+
+    def _starts(self, gathers: Sequence[_Gather], limit: int) -> list[tuple[_Gather, int]]:
+        sizes = [_waits.nbytes([gather.out]) for gather in gathers]
+        uses = [*map(self._in_turn, gathers)]
         if self.place.following is not None:
             turns = [k * self.num for k in range(3)]
             found = _queue(sizes * 3, [t + use for t in turns for use in uses],
                            [t + i for t in turns for i in self.products], limit)  # fmt: skip
             # From the turn that makes it on: one for the next turn, or its own.
-            pairs = zip(self.gathers, found[2 * len(uses) :], strict=True)
+            pairs = zip(gathers, found[2 * len(uses) :], strict=True)
             awaited = max((self.index[var] for var in self.place.awaited), default=-1)
             each = list[tuple[_Gather, int]]()
             for g, at in pairs:
@@ -269,7 +295,7 @@ class _Level:
             found = _queue([sizes[k] for k in mine], [uses[k] for k in mine], products, limit)
             for k, at in zip(mine, found, strict=True):
                 start = begin if at is None else max(begin, at)
-                result.append((self.gathers[k], self._behind_loop(self.gathers[k], start)))
+                result.append((gathers[k], self._behind_loop(gathers[k], start)))
         return result
 
     def _in_own_turn(self, gather: _Gather, at: int | None) -> int:
@@ -300,6 +326,10 @@ class _Level:
             if _jaxpr.is_named(eqn, COTANGENT):
                 begin = i
         return begins
+
+
+def _moves(eqn: Eqn) -> bool:
+    return _waits.is_gather(eqn) or is_fetch(eqn)
 
 
 def _gathered(eqn: Eqn) -> list[Var]:

@@ -59,7 +59,14 @@ def on_one_device(
     outs: list[Layout | None] = [replicated(x.aval.shape, mesh) for x in flat.outvars[:num_new]]
     outs += [None] * (len(flat.outvars) - num_new)
     program = partition(
-        flat, consts, mesh, ins, outs, once=once, exchanges=exchanges, automatic=automatic
+        flat,
+        consts,
+        mesh,
+        ins,
+        outs,
+        once=once,
+        exchanges=exchanges,
+        automatic=frozenset() if automatic else None,
     )
     return _of(program, axes)
 

@@ -73,7 +73,7 @@ class Runner:
     ) -> Callable[..., Any]:
         """`fn` of one device's values as a function of whole arrays."""
         return jax.shard_map(
-            in_one_order(fn) if self._overtakes() else fn,
+            in_one_order(fn) if self.overtakes and self.plan.activations else fn,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
@@ -191,9 +191,10 @@ class Runner:
         x = _finish(interp, atom, value, layout, example, old, masks_padding, codes)
         return _jaxpr.with_type_of(x, atom)
 
-    def _overtakes(self) -> bool:
-        """Whether XLA would let collectives overtake a loop: on CPUs, if residuals leave within a program."""
-        return bool(self.plan.activations) and not self.plan.in_parts and _on_cpus(self.mesh)
+    @property
+    def overtakes(self) -> bool:
+        """Whether XLA lets collectives overtake a loop, if residuals leave within a program: on CPUs."""
+        return not self.plan.in_parts and _on_cpus(self.mesh)
 
 
 def devices_of(mesh: Mesh) -> list[Any]:

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward pass keeps for its backward pass waits in pinned memory of the host.
+
+A stack of what a loop's turns make is made there, slice by slice, and backward loops fetch slice by slice. A
+value leaves when it is made; the forward pass goes on with the device's copy, and the backward pass fetches
+the host's where it first reads it::
+
+    for x in xs: carry, ys = turn(x)       ->  for x in xs: carry, to_host(ys) = turn(x)
+    for y in ys: carry = transposed(y)     ->  for y in ys: carry = transposed(to_device(y))
+
+The pass `prefetch` then has a turn fetch for the next one, and finds values the places where they come back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jzero.ir import _memory_spaces
+from jzero.ir._loops import Scan, SlicePort, StackPort
+from jzero.ir._regions import Region, ValueIn
+from jzero.ir._writer import JaxprWriter
+from jzero.sharding.analysis import _residuals
+from jzero.sharding.analysis._residuals import Residual
+from jzero.sharding.passes import _origins, _waits
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+
+class OnHost(NamedTuple):
+    """A program, and what of it waits on the host."""
+
+    jaxpr: Jaxpr
+    residuals: tuple[Residual, ...]
+
+
+def activations(jaxpr: Jaxpr, rows: Sequence[frozenset[str]], microbatches: int) -> OnHost:
+    """One device's program whose residuals wait on the host; what is said of them is of one microbatch.
+
+    Args:
+      jaxpr: the program, with explicit collectives.
+      rows: of each argument, the axes over which it differs because rows of the batch do.
+      microbatches: how many there are, in whose loops residuals are made and read.
+    """
+    program = Region(jaxpr, [])
+    found = _origins.origins(program, rows)
+
+    def varies(region: Region, var: Var) -> bool:
+        origin = found.get((region, var))
+        return origin is not None and bool(origin.differs | origin.of_rows)
+
+    each = {
+        value: residual._replace(times=residual.times // microbatches)
+        for value, residual in _residuals.residuals(program, varies).items()
+        if residual.times % microbatches == 0  # Else it is of all microbatches, behind their loops.
+    }
+    return OnHost(_OnHostWriter(program, each).run(), tuple(each.values()))
+
+
+def in_order(jaxpr: Jaxpr) -> Jaxpr:
+    """The program in which what policies of the step's own send to the host waits for what left before."""
+    return _OnHostWriter(Region(jaxpr, []), {}).run()
+
+
+class _OnHostWriter:
+    """A program while it is written.
+
+    Attributes:
+      there: copies on the host that the backward pass is yet to fetch, by what they are of.
+      leaving: copies on the host of which nobody has waited yet, in their order.
+    """
+
+    def __init__(self, region: Region, waiting: Mapping[ValueIn, Residual]):
+        self.region, self.waiting = region, waiting
+        self.there, self.leaving = dict[Var, Var](), list[Var]()
+        eqns = region.jaxpr.eqns
+        self.writer = JaxprWriter(eqns[0]) if eqns else None
+
+    def run(self) -> Jaxpr:
+        """The program; itself if nothing of it waits."""
+        jaxpr, writer = self.region.jaxpr, self.writer
+        if writer is None:
+            return jaxpr
+        kept = True
+        for eqn in jaxpr.eqns:
+            start = len(writer.eqns)
+            self._one(writer, eqn)
+            kept = kept and writer.eqns[start:] == [eqn]
+        assert not writer.consts, "copies have no constants"
+        outs = [*map(writer.read, jaxpr.outvars)]
+        return jaxpr if kept else _waits.with_equations(jaxpr, writer.eqns, outs)
+
+    def _one(self, writer: JaxprWriter, eqn: Eqn) -> None:
+        writer.source = eqn
+        in_pass = self.region.pass_of(eqn)
+        if in_pass == "backward":
+            for var in [v for v in _jaxpr.variables_read(eqn) if v in self.there]:
+                writer.names[var] = self._fetched(writer, self.there.pop(var))
+        sent = _memory_spaces.is_sent(eqn) and not self.region.autodiff and in_pass == "forward"
+        if sent and not _jaxpr.is_literal(eqn.invars[0]):
+            operand = eqn.invars[0]
+            writer.names[operand] = self._behind(writer, writer.read(operand))
+        new = self._with_inner(eqn)
+        if new.primitive.name == "scan":
+            new = self._loop(writer, new, eqn)
+        new = writer.renamed(new)
+        writer.eqns.append(new)
+        if sent:
+            self.leaving.append(new.outvars[0])
+        for out in eqn.outvars:
+            residual = self.waiting.get((self.region, out))
+            if residual is not None and residual.turns == 1:
+                here = writer.names[out] = self._behind(writer, out)
+                (copy,) = writer.trace(_memory_spaces.to_host, here)
+                self.there[out] = _jaxpr.variable(copy)
+                self.leaving.append(self.there[out])
+
+    def _with_inner(self, eqn: Eqn) -> Eqn:
+        inner = {id(each.jaxpr): each for each in self.region.inner(eqn)}
+
+        def within(body: Jaxpr) -> Jaxpr:
+            found = inner.get(id(body))
+            return body if found is None else _OnHostWriter(found, self.waiting).run()
+
+        return _jaxpr.with_inner(eqn, within)
+
+    def _loop(self, writer: JaxprWriter, eqn: Eqn, old: Eqn) -> Eqn:
+        """A loop that makes stacks on the host, and fetches slices of those that it reads."""
+        scan, first, last = Scan.of(eqn), JaxprWriter(eqn), JaxprWriter(eqn)
+        xs, ys = list[SlicePort](), list[StackPort]()
+        for taken in scan.xs:
+            stack = writer.read(taken.stack)
+            if stack is not taken.stack and _jaxpr.is_on_host(stack.aval):
+                row = _jaxpr.var_like(stack.aval, stack.aval.shape[1:])
+                (here,) = first.trace(_memory_spaces.to_device, row)
+                first.names[taken.row] = here
+                taken = SlicePort(stack, row)
+            xs.append(taken)
+        for made, out in zip(scan.ys, old.outvars[len(scan.carries) :], strict=True):
+            residual = self.waiting.get((self.region, out))
+            if residual is not None and residual.turns > 1 and not _jaxpr.is_literal(made.row):
+                (there,) = last.trace(_memory_spaces.to_host, first.read(made.row))
+                stack = _jaxpr.var_like(there.aval, out.aval.shape)
+                writer.names[out], made = stack, StackPort(there, stack)
+            ys.append(made)
+        if not [*first.eqns, *last.eqns]:
+            return eqn
+        turn = JaxprWriter(eqn, first.names)
+        turn.keep(scan.eqns)
+        carries = [port._replace(after=turn.read(port.after)) for port in scan.carries]
+        rows = [port._replace(row=turn.read(port.row)) for port in ys]
+        eqns = (*first.eqns, *turn.eqns, *last.eqns)
+        new = dataclasses.replace(
+            scan, eqns=eqns, carries=tuple(carries), xs=tuple(xs), ys=tuple(rows)
+        )
+        return new.equation()
+
+    def _behind(self, writer: JaxprWriter, x: Atom) -> Atom:
+        """`x`, when all but the last copies to the host are there.
+
+        What the forward pass makes of it waits for the copies before: the compiler would else start them
+        when the backward pass asks for them, and keep all values on the device until then.
+        """
+        arrived = list[Var]()
+        limit = _residuals.ON_THEIR_WAY - _nbytes(x)
+        while self.leaving and sum(map(_nbytes, self.leaving)) > limit:
+            arrived.append(self.leaving.pop(0))
+        return _waits.write_behind(writer, x, arrived)
+
+    def _fetched(self, writer: JaxprWriter, copy: Var) -> Atom:
+        (here,) = writer.trace(_memory_spaces.to_device, copy)
+        return here
+
+
+def _nbytes(x: Atom) -> int:
+    return 0 if _jaxpr.is_literal(x) else _waits.nbytes([x])
