@@ -151,7 +151,8 @@ def shard_eval_step(
       axis_names: the data axes of that mesh; all by default.
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
       static_argnames: their names.
-      in_specs: how arguments lie whose rows are not along dim 0; see `shard_train_step`.
+      in_specs: how arguments lie whose rows are not along dim 0, or split along several; see
+        `shard_train_step`.
       state_argnums: positions of the arguments that are read where they rest, by default the first, or those
         that are the state that `like` has placed or trained, or parts of it.
       state_argnames: their names.

@@ -252,8 +252,9 @@ def shard_train_step(
         of `jax.jit` has are taken over.
       static_argnames: their names.
       in_specs: `{argument: PartitionSpec}` (by name or position; tree prefixes allowed) for arguments
-        whose rows are not along dim 0 (`P(None, 'data')`), or that shall be whole on every device (`P()`).
-        It decides only costs.
+        whose rows are not along dim 0 (`P(None, 'data')`), whose tokens are split as well
+        (`P('data', 'context')`, with all state on the devices), or that shall be whole on every device
+        (`P()`). It decides only costs.
       state_argnums: positions of the arguments that are the state, by default the first that is not static if
         it comes back first or alone, else those that come back, by structure, shapes and dtypes, of those
         alike in their order (optimizer state is state in any case; what may be a batch is refused). The

@@ -100,16 +100,20 @@ def test_the_share_is_that_of_the_compiled_program():
     assert 1 - alone / on_all == pytest.approx(found["share"], rel=0.1)
 
 
-def test_a_batch_that_in_specs_splits_over_no_dim():
+def test_a_batch_that_in_specs_does_not_split_over_an_axis():
     mesh = AbstractMesh((4, 2), ("data", "seq"))
     report, (warning,) = described(
-        mlp(), rows(16, 32, DIM), mesh=mesh, in_specs={"x": P("data", "seq")}
-    )
+        mlp(), rows(16, 32, DIM), mesh=mesh, in_specs={"x": P("data")}
+    )  # fmt: skip
     (found,) = report.to_dict()["extra_work"]
-    assert found["share"] > 0.8  # Seven of eight devices compute what the first one does.
-    assert "x float32[16,32,256]: in_specs splits no dim over all data axes" in warning
-    assert "in_specs={'x': jax.P(('data', 'seq'))}" in warning
-    for options in ({"in_specs": {"x": P(("data", "seq"))}}, {"axis_names": ("data",)}):
+    assert found["share"] > 0.1  # What the two devices along it do not share as they do the state.
+    assert "x float32[16,32,256]: in_specs splits nothing over 'seq'" in warning
+    assert "in_specs={'x': jax.P(('data', 'seq'))}, or axis_names=('data',)" in warning
+    for options in (
+        {"in_specs": {"x": P(("data", "seq"))}},
+        {"in_specs": {"x": P("data", "seq")}},
+        {"axis_names": ("data",)},
+    ):
         report, caught = described(mlp(), rows(16, 32, DIM), mesh=mesh, **options)
         assert report.to_dict()["extra_work"] == caught == []
 

@@ -24,19 +24,17 @@ Unsure = Callable[[Region, Eqn], object]
 
 
 def row_dims(
-    program: Region, dims: Sequence[int | None], unsure: Unsure = lambda region, eqn: None
+    program: Region, dims: Sequence[RowDims], unsure: Unsure = lambda region, eqn: None
 ) -> dict[ValueIn, RowDims]:
     """The dims of the batch of all values that have some.
 
     Args:
       program: the whole batch's step.
-      dims: the dim of each of its inputs that is the batch's; None for what has none.
+      dims: of each of its inputs, those that are the batch's.
       unsure: is told of equations that mix rows, or pick some, and of branches and loops that rows decide.
     """
     start: dict[ValueIn, RowDims] = {
-        (program, var): frozenset({dim})
-        for var, dim in zip(program.jaxpr.invars, dims, strict=True)
-        if dim is not None
+        (program, var): own for var, own in zip(program.jaxpr.invars, dims, strict=True) if own
     }
     through = functools.partial(_through, unsure)
     across = functools.partial(_across, unsure)

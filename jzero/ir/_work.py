@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jzero.ir import _rules
 from jzero.ir._products import COUNTS
 from jzero.ir._regions import Region, turns
-from jzero.ir._rows import NO_ROWS, row_dims
+from jzero.ir._rows import NO_ROWS, RowDims, row_dims
 from jzero.ir._rules import Cost
 from jzero.tracing import _jaxpr
 from jzero.tracing._rewrite import Flat, behind
@@ -95,7 +95,7 @@ def repeated(
     whole: Flat,
     device: Flat | Jaxpr,
     consts: Sequence[ArrayLike],
-    dims: Sequence[int | None],
+    dims: Sequence[RowDims],
     num: int,
 ) -> tuple[float, list[Repeated]]:
     """Work on rows that is done more than once; [Note: work done more than once].
@@ -104,7 +104,7 @@ def repeated(
       whole: the step of the whole batch, calls replaced by their equations.
       device: the same as one of `num` devices runs it.
       consts: of `whole`.
-      dims: the dim of each input of `whole` that is the batch's; None for what has none.
+      dims: of each input of `whole`, those that are the batch's.
       num: of devices, or of devices times microbatches.
 
     Returns:
@@ -164,11 +164,9 @@ def _by_line(equations: Sequence[_Counted]) -> Mapping[_SameLine, float]:
 class _Rows:
     """Which values of a program have a dim of the batch."""
 
-    def __init__(self, program: Region, dims: Sequence[int | None]):
+    def __init__(self, program: Region, dims: Sequence[RowDims]):
         self._of_state = {
-            var.aval.shape
-            for var, dim in zip(program.jaxpr.invars, dims, strict=True)
-            if dim is None
+            var.aval.shape for var, own in zip(program.jaxpr.invars, dims, strict=True) if not own
         }
         self._found = row_dims(program, dims)
 

@@ -12,7 +12,7 @@ from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan._extra_work import Extra
-from jzero.sharding.plan._layout import Full
+from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._owners import Owned
 from jzero.sharding.plan._plan import StepPlan
@@ -61,7 +61,7 @@ def owned(found: Owned) -> dict[str, Any]:
 
 def leaf(plan: LeafPlan) -> dict[str, Any]:
     """Where one leaf of the state rests."""
-    sharded = None if isinstance(plan.layout, Full) else plan.layout
+    sharded = plan.layout if isinstance(plan.layout, Shard) else None
     return {
         "path": plan.path,
         "role": plan.role,

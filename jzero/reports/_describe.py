@@ -27,12 +27,16 @@ from jzero.sharding.analysis._traffic import Collective, Crossing, Turns
 from jzero.sharding.analysis._untiled import Untiled
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.partition._movement import TURNS_DEPEND, Movement
+from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Full
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 from jzero.tracing import _jaxpr
+
+# Along which dims the devices have parts; None where each has all.
+SplitDims = int | tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,9 +269,9 @@ class Report:
         return self.plan.microbatches.loops
 
     @property
-    def arguments(self) -> tuple[tuple[str, int | None], ...]:
-        """The dim along which each argument is split over the devices; None for one that comes whole."""
-        return tuple(zip(self.argument_paths, map(_split_dim, self.plan.arguments), strict=False))
+    def arguments(self) -> tuple[tuple[str, SplitDims], ...]:
+        """The dim, or dims, along which each argument is split; None for one that comes whole."""
+        return tuple(zip(self.argument_paths, map(_split_dims, self.plan.arguments), strict=False))
 
     @property
     def whole_argument_bytes(self) -> int:
@@ -276,10 +280,10 @@ class Report:
         return sum(nbytes for (_, dim), nbytes in pairs if dim is None)
 
     @property
-    def outputs(self) -> tuple[tuple[str, int | None], ...]:
-        """The dim of the rows of each output beside the state; None for one that every device has whole."""
-        dims = [None if isinstance(layout, Full) else layout.dim for layout in self.plan.outputs]
-        return tuple(zip(self.output_paths, dims, strict=False))
+    def outputs(self) -> tuple[tuple[str, SplitDims], ...]:
+        """The same of each output beside the state."""
+        specs = map(_layout.partition_spec, self.plan.outputs)
+        return tuple(zip(self.output_paths, map(_split_dims, specs), strict=False))
 
     def elements(self, op: str, dtype: str | None = None) -> int:
         """Elements that a step moves by `op` ('all-gather', 'reduce-scatter', 'all-reduce')."""
@@ -473,6 +477,8 @@ class Report:
             ways: dict[str, list[str]] = {}
             for path, dim in found:
                 way = "whole on every device" if dim is None else f"in rows, along dim {dim}"
+                if isinstance(dim, tuple):
+                    way = f"in parts, along dims {' and '.join(map(str, dim))}"
                 ways.setdefault(way, []).append(path)
             said = "; ".join(f"{listed(paths)} {way}" for way, paths in ways.items())
             lines += wrapped(f"{title}: {said}", "  ") if said else []
@@ -501,10 +507,10 @@ def looped(
 
     Their dim 1 could be split: in a batch of minibatches it has the rows.
     """
-    lengths, dims = _jaxpr.loop_lengths(jaxpr), iter(map(_split_dim, plan.arguments))
+    lengths, dims = _jaxpr.loop_lengths(jaxpr), iter(map(_split_dims, plan.arguments))
     depend = any(m.reason == TURNS_DEPEND for m in movements)
 
-    def fits(x: Any, dim: int | None) -> bool:
+    def fits(x: Any, dim: SplitDims) -> bool:
         along = dim is None or (dim == 0 and depend)
         shape = jnp.shape(x)
         return along and len(shape) > 1 and shape[0] in lengths and not shape[1] % plan.num_devices
@@ -515,8 +521,9 @@ def looped(
     return tuple(name for name, leaves in found.items() if leaves and all(leaves))
 
 
-def _split_dim(spec: PartitionSpec) -> int | None:
-    return next((dim for dim, axes in enumerate(spec) if axes), None)
+def _split_dims(spec: PartitionSpec) -> SplitDims:
+    dims = tuple(dim for dim, axes in enumerate(spec) if axes)
+    return dims if len(dims) > 1 else dims[0] if dims else None
 
 
 def _memory(role: str, leaves: Sequence[LeafPlan]) -> Memory:

@@ -237,7 +237,7 @@ def _with_memory(prices: Prices, time: TimeAxis | None) -> Prices:
 
 def _handed(plan: StepPlan) -> int | None:
     """Twice the bytes that the interpreter's loops over microbatches would hand out; None if it has none."""
-    if plan.microbatches.refused is not None:
+    if not plan.microbatches.phases:
         return None
     stacks = (var for phase in plan.microbatches.phases for var in phase.stacks)
     return 2 * plan.accumulate * sum(size_in_bytes(var.aval) for var in stacks)
@@ -481,13 +481,13 @@ class _GivenStep(NamedTuple):
     Attributes:
       jaxpr: of the whole batch, or of one device if it has collectives of its own.
       consts: values of its constants.
-      rows: of the whole batch, the dim of each input's rows; None if it has none.
+      specs: of the whole batch, how each input is split over the data axes.
       written: what is known of one with collectives of its own.
     """
 
     jaxpr: Flat
     consts: list[Any]
-    rows: Sequence[int | None]
+    specs: Sequence[PartitionSpec]
     written: WrittenStep | None
 
     def taking(self, taken: Sequence[int]) -> _GivenStep:
@@ -515,7 +515,7 @@ def _step_of(plan: StepPlan, analysis: Analysis) -> _GivenStep:
     flat = whole.jaxpr._replace(eqns=eqns)
     if any(flat.invars[i] in read for i in plan.unread):
         raise cannot("it reads a leaf that the plan does not read")
-    return _GivenStep(flat, whole.consts, whole.rows, None)
+    return _GivenStep(flat, whole.consts, whole.specs, None)
 
 
 def _outputs(plan: StepPlan, step: _GivenStep, mesh: dict[str, int]) -> Iterator[Layout]:
@@ -547,24 +547,19 @@ def _inputs(
     plan: StepPlan, step: _GivenStep, mesh: dict[str, int], time: TimeAxis | None
 ) -> Iterator[DeviceInput]:
     """Leaves as they are stored; arguments in rows, or as one device has them."""
-    axes, num = tuple(axis for axis, _ in plan.axes), len(plan.leaves)
-    axes += () if time is None else (time.name,)
+    num, dims = len(plan.leaves), plan.microbatches.dims
     yield from (DeviceInput(_leaf(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves)
     if step.written is not None:
         for var in step.jaxpr.invars[num:]:
             own = step.written.own(step.written.frame, var)
             yield DeviceInput(replicated(var.aval.shape, mesh), own)
         return
-    for var, dim in zip(step.jaxpr.invars[num:], step.rows[num:], strict=True):
-        layout = replicated(var.aval.shape, mesh)
-        if dim is None:
-            yield DeviceInput(layout)
-            continue
-        for axis in axes:
-            layout = layout.cut(dim, axis)
+    for var, spec, dim in zip(step.jaxpr.invars[num:], step.specs[num:], dims, strict=True):
+        layout = from_spec(var.aval.shape, mesh, spec)
+        if time is not None and dim is not None:
+            layout = layout.cut(dim, time.name)
         # What the devices do not divide cannot come in shards.
-        comes_whole = layout.dims[dim].pad is not None
-        yield DeviceInput(layout, frozenset(axes), comes_whole=comes_whole)
+        yield DeviceInput(layout, layout.axes, comes_whole=True)
 
 
 def _leaf(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:

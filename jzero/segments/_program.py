@@ -223,7 +223,7 @@ def build(
     program = planned(local)
     if isinstance(program, CannotPartitionError):
         assert local.rewritten is not None
-        program = planned(local.rewritten(), program)
+        program = planned(local.rewritten(program), program)
         assert isinstance(program, Program)
     return program
 

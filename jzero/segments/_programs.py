@@ -213,9 +213,12 @@ class Programs:
     def batch_of(self, who: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """The shapes of a call, in which the rows of the batch can be changed; for `who` asks."""
         call, setting = self.bind(args, kwargs), self.setting
-        specs = [sharding.spec for sharding in self.of(call).argument_shardings]
-        dims = tuple(_call.microbatch_dim(spec, setting.axes) for spec in specs)
-        return Batch.of(who, self.signature, call, dims, math.prod(setting.batch_axes.values()))
+        plan = self.of(call).plan
+        dims, parts = plan.microbatches.dims, [0 for _ in plan.arguments]
+        for k, (spec, dim) in enumerate(zip(plan.arguments, dims, strict=True)):
+            names = () if dim is None else _call.spec_axes(spec[dim])
+            parts[k] = plan.accumulate * math.prod(setting.axes[axis] for axis in names)
+        return Batch.of(who, self.signature, call, dims, parts)
 
     def _of(self, call: Call, setting: Setting) -> Program:
         seen = self._quick_key(call, setting)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,14 +32,14 @@ class Batch:
 
     @staticmethod
     def of(
-        who: str, signature: Signature, call: Call, dims: tuple[int | None, ...], parts: int
+        who: str, signature: Signature, call: Call, dims: tuple[int | None, ...], parts: Sequence[int]
     ) -> Batch:  # fmt: skip
-        """The batch of a call whose dims are split in `parts` (devices times microbatches)."""
+        """The batch of a call whose dims are split in so many `parts` (devices times microbatches)."""
         arrays = {name: _call.abstract(value, name) for name, value in call.arrays.items()}
         state = _call.abstract(call.state, "state")
         leaves = jax.tree.leaves(arrays)
-        pairs = zip(leaves, dims, strict=True)
-        rows = [leaf.shape[dim] // parts for leaf, dim in pairs if dim is not None]
+        each = zip(leaves, dims, parts, strict=True)
+        rows = [leaf.shape[dim] // num for leaf, dim, num in each if dim is not None]
         fewest = min(rows, default=0)
         if any(n % fewest for n in rows):
             raise BatchError(message(

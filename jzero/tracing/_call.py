@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,10 +127,33 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def rows_of_arguments(
-    arrays: Mapping[str, Any], specs: Mapping[str, Any], axes: Mapping[str, int]
-) -> list[int | None]:
-    """The dim of each leaf that is the batch's: dim 0, or the one that `in_specs` splits over all data axes.
+class BatchSpecs(NamedTuple):
+    """How the arguments beside the state are split.
+
+    Attributes:
+      specs: of each leaf; `P()` for one that is whole on every device.
+      row_axes: the data axes that split rows, and between whose devices microbatches are: all of them, unless
+        `in_specs` splits several dims of an argument; then those of the first one.
+    """
+
+    specs: tuple[P, ...]
+    row_axes: tuple[str, ...]
+
+    @property
+    def are_of_several_dims(self) -> bool:
+        """Whether a leaf is split along several dims."""
+        return any(sum(map(bool, spec)) > 1 for spec in self.specs)
+
+    def parts(self, axes: Mapping[str, int], accumulate: int) -> dict[str, int]:
+        """Into how many parts each data axis splits them: microbatches are devices in time, of rows."""
+        last = self.row_axes[-1]
+        return {**axes, last: axes[last] * accumulate}
+
+
+def batch_specs(
+    arrays: Mapping[str, Any], specs: Mapping[str, Any], axes: Mapping[str, int], accumulate: int
+) -> BatchSpecs:
+    """How each leaf is split: along dim 0, or as `in_specs` says.
 
     Keys are whole, and what has fewer rows than there are devices, unless nothing has more. It decides only
     costs.
@@ -138,44 +161,39 @@ def rows_of_arguments(
     Raises:
       BatchError: a spec that does not fit its leaf.
     """
-    most = max((leaf.shape[0] for leaf in jax.tree.leaves(arrays) if leaf.shape), default=1)
-    fewest = max(1, min(most, math.prod(axes.values())))
-    out: list[int | None] = []
-    bad: list[str] = []
+    given, bad = list[P | None](), list[str]()
     for name, tree in arrays.items():
         leaves, treedef = jax.tree.flatten(tree)
         overrides = _broadcast_specs(name, specs[name], treedef) if name in specs else None
         for i, (path, leaf) in enumerate(zip(leaf_paths(tree, name), leaves, strict=True)):
-            if overrides is None:
-                is_key = is_single_key(leaf.dtype, leaf.shape)
-                has_rows = leaf.shape and leaf.shape[0] >= fewest and not is_key
-                out.append(0 if has_rows else None)
-                continue
-            bad += _unknown(path, leaf, overrides[i], axes)
-            names = [set(spec_axes(entry)) for entry in overrides[i]]
-            out.append(names.index(set(axes)) if set(axes) in names else None)
+            bad += _unknown(path, leaf, overrides[i], axes) if overrides is not None else []
+            given.append(None if overrides is None else _in_order(overrides[i], axes))
     if bad:
         raise BatchError(message(
-            WHO, bad, "A spec says which dim of an argument is split over the data axes.",
+            WHO, bad, "A spec says which dims of an argument are split over the data axes.",
             "Correct it, or drop it to split dim 0."))  # fmt: skip
-    return out
+    several = (spec for spec in given if spec is not None and sum(map(bool, spec)) > 1)
+    first = next((spec_axes(entry) for spec in several for entry in spec if entry), tuple(axes))
+    every = jax.tree.leaves(arrays)
+    most = max((leaf.shape[0] for leaf in every if leaf.shape), default=1)
+    fewest = max(1, min(most, math.prod(axes[axis] for axis in first) * accumulate))
+    found = [
+        _of_rows(leaf, fewest, first) if spec is None else spec
+        for leaf, spec in zip(every, given, strict=True)
+    ]
+    return BatchSpecs(tuple(found), first)
 
 
-def dims_in_parts(
-    arrays: Mapping[str, Any], specs: Mapping[str, Any], axes: Mapping[str, int]
-) -> list[tuple[int | None, str]]:
-    """Of each leaf of which `in_specs` splits dims, but none over all data axes: the first, and its spec."""
-    out: list[tuple[int | None, str]] = []
-    for name, tree in arrays.items():
-        leaves, treedef = jax.tree.flatten(tree)
-        given = (
-            _broadcast_specs(name, specs[name], treedef) if name in specs else [P()] * len(leaves)
-        )
-        for spec in given:
-            names = [set(spec_axes(entry)) for entry in spec]
-            dim = next((d for d, found in enumerate(names) if found), None)
-            out.append((None, "") if dim is None or set(axes) in names else (dim, f"{spec}"))
-    return out
+def _of_rows(leaf: Any, fewest: int, axes: tuple[str, ...]) -> P:
+    is_key = is_single_key(leaf.dtype, leaf.shape)
+    has_rows = leaf.shape and leaf.shape[0] >= fewest and not is_key
+    return P(axes if len(axes) > 1 else axes[0]) if has_rows else P()
+
+
+def _in_order(spec: P, axes: Mapping[str, int]) -> P:
+    """With the axes of each dim in the mesh's order; None for a dim that is not split."""
+    entries = [tuple(axis for axis in axes if axis in spec_axes(entry)) for entry in spec]
+    return P(*(names if len(names) > 1 else names[0] if names else None for names in entries))
 
 
 def checked_specs(in_specs: Any) -> Mapping[Any, Any]:
@@ -191,8 +209,9 @@ def checked_specs(in_specs: Any) -> Mapping[Any, Any]:
     if found:
         raise OptionError(message(
             WHO, found, "It maps names or positions of arguments to PartitionSpecs.",
-            "Write in_specs={'batch': jax.P('data')} to split dim 0, jax.P(None, 'data') for dim 1, and "
-            "jax.P() for an argument that is whole on every device.", things="specs"))  # fmt: skip
+            "Write in_specs={'batch': jax.P('data')} to split dim 0, jax.P(None, 'data') for dim 1, "
+            "jax.P('data', 'context') for both, and jax.P() for an argument that is whole on every device.",
+            things="specs"))  # fmt: skip
     return in_specs
 
 
@@ -278,9 +297,9 @@ def _misfits(path: str, leaf: Any, spec: P, axes: Mapping[str, int], accumulate:
     return []
 
 
-def microbatch_dim(spec: P, axes: Mapping[str, int]) -> int | None:
-    """The dim along which an argument is cut into microbatches: that of the last axis."""
-    last = tuple(axes)[-1]
+def microbatch_dim(spec: P, row_axes: Sequence[str]) -> int | None:
+    """The dim along which an argument is cut into microbatches: that of the last axis of rows."""
+    last = row_axes[-1]
     return next((dim for dim, entry in enumerate(spec) if last in spec_axes(entry)), None)
 
 

@@ -249,6 +249,8 @@ def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
     cut = [d for d in range(len(shape)) if layout.dims[d].cuts and out[d] != shape[d]]
     if not cut or any(strides[d] != 1 for d in cut) or 0 in out:
         return None
+    if (found := _of_whole(frame, eqn, value, cut)) is not None:
+        return [found]
     after = layout
     for d, (size, dim) in enumerate(zip(out, layout.dims, strict=True)):
         if d in cut:
@@ -271,6 +273,32 @@ def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
     given = params | {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
     frame.again(eqn, [frame.at(value, layout)], [new], params=given)
     return [_value(eqn, 0, after, new, value)]
+
+
+def _of_whole(
+    frame: DeviceFrame, eqn: Eqn, value: DeviceValue, cut: Sequence[int]
+) -> DeviceValue | None:  # fmt: skip
+    """In even shards, of dims that were padded, and which each device has whole: tokens but the last."""
+    layout, out = value.layout, eqn.outvars[0].aval.shape
+    cuts = [(d, c.axis) for d in cut for c in layout.dims[d].cuts]
+    source = layout.without([axis for _, axis in cuts])
+    new = {d: Dim(n) for d, n in enumerate(out) if n != layout.shape[d]}
+    is_there = any(not frame.price_from(value, x, source) for x in value.atoms)
+    padded = all(layout.dims[d].pad is not None for d in cut)
+    others = any(source.dims[d].cuts or source.dims[d].pad for d in new)
+    if not (is_there and padded) or others or eqn.params["strides"] is not None:
+        return None
+    whole = after = source.with_dims(new)
+    for dim, axis in cuts:
+        after = after.cut(dim, axis)
+    if any(after.dims[d].pad is not None for d in cut):
+        return None
+    starts = tuple(s if d in new else 0 for d, s in enumerate(eqn.params["start_indices"]))
+    limits = tuple(s + n for s, n in zip(starts, whole.local_shape, strict=True))
+    made = _jaxpr.var_like(eqn.outvars[0].aval, whole.local_shape)
+    given = eqn.params | {"start_indices": starts, "limit_indices": limits}
+    frame.again(eqn, [frame.at(value, source)], [made], params=given)
+    return _value(eqn, 0, after, frame.convert(made, whole, after), value)
 
 
 def _blocks(layout: Layout, d: int, start: int, stop: int) -> Layout | None:

@@ -395,7 +395,8 @@ class _FactorChoice:
     def _best(self, axis: str) -> _Candidate | None:
         holders = [v for v in self.ins if v.layout.place(axis) is not None]
         hard = [v for v in holders if v.make is None] or holders
-        rows = [v for v in hard if axis in v.rows]
+        # The gradient of a mean over tokens is one row for all of them, and lazy: its rows stay, too.
+        rows = [v for v in hard if axis in v.rows] or [v for v in holders if axis in v.rows]
         lead = [*rows, *(v for v in hard if axis in v.firm)] if rows else hard
         found: dict[tuple[int, Dim], _Candidate] = {}
         for value in lead:
@@ -433,9 +434,17 @@ class _FactorChoice:
                 if d is None or d == here or factor.outs[0] is None or factor.groups:
                     continue
                 own = self.chosen.get(i, Dim(value.aval.shape[d]))
+                if self._is_kept_for_another(axis, factor, own):
+                    continue
                 outer = next_outer(value.layout, own)
                 if outer is not None and own.pad is None:
                     self._consider(axis, i, own._replace(cuts=()), outer, rows, found, True)
+
+    def _is_kept_for_another(self, axis: str, factor: Factor, own: Dim) -> bool:
+        """Whether rows of a later axis are there already: another cut before theirs would move them."""
+        cuts = {c for v, d in zip(self.ins, factor.ins, strict=True) if d is not None and v.rows
+                for c in v.layout.dims[d].cuts}  # fmt: skip
+        return any(cut.axis != axis and cut not in own.cuts for cut in cuts)
 
     def _may_exchange(self, axis: str, best: _Candidate, rows: Sequence[DeviceValue]) -> bool:
         """Whether keeping rows where they are moves some, or leaves a sum of activations."""
@@ -473,7 +482,7 @@ class _FactorChoice:
             moves_rows, lost = moves_rows or moved, lost or moved and axis not in value.displaced
             cost += price
         if _is_reduced(factor):
-            cost += self._sum_price(axis)
+            cost += self._sum_price(axis, dim.true)
         elif elsewhere and self._ends_in_rows(factor) or lost and self._has_displaced(axis):
             cost += self._end_price(axis)
         if looks_up and cost > self.frame.price(self.ins[0], axis, None):
@@ -493,18 +502,26 @@ class _FactorChoice:
         total = sum(_rules.size_in_bytes(var.aval) for var in self.eqn.outvars) / num
         return self.frame.wire(axis, "exchange", total * (n - 1) / n / n)
 
-    def _sum_price(self, axis: str) -> int:
-        """Of the sum that is due over the axis: scattered if what follows says where.
+    def _sum_price(self, axis: str, size: int) -> int:
+        """Of the sum that is due over the axis: scattered if what follows says where, or beside what it sums.
 
         A sum over several axes is one: each passes on its part of what it has from those before.
         """
         n, total, cut = self.frame.mesh[axis], 0.0, self._axes_of_result()
         summed = {p.axis for p in self.kept} | self._reduced_axes()
         for var in self.eqn.outvars:
-            scattered = self.frame.hint_of(var) is not None
+            scattered = self.frame.hint_of(var) is not None or self._is_spread(axis, size)
             own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut | summed)
             total += own * (n - 1) / n * (1 if scattered else 2)
         return self.frame.wire(axis, "reduce", total)
+
+    def _is_spread(self, axis: str, size: int) -> bool:
+        """Whether a sum of activations, over a dim of that size, goes along another one, as in `_spread`."""
+        cut, shape = self._axes_of_result(), self.eqn.outvars[0].aval.shape
+        taken = {self.factors[i].outs[0] for i in self.chosen}
+        alike = size > 1 and any(n == size and d not in taken for d, n in enumerate(shape))
+        rows = any(axis in v.rows for v in self.ins) and any(cut & v.rows for v in self.ins)
+        return alike and rows and not self.kept
 
     def _axes_of_result(self) -> set[str]:
         """Over which axes the result is sharded by what is chosen so far."""

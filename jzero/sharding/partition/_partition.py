@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.ir._layout import Layout, Prices, replicated
+from jzero.ir._layout import Layout, Prices
 from jzero.ir._regions import Region, turns
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.cut._kept import Loops
@@ -33,7 +33,7 @@ class DeviceInput:
       layout: on the devices, padded if it is.
       rows: the axes over which it differs because rows of the batch do; none for state.
       firm: the axes over which it stays sharded, though it is state.
-      comes_whole: whether each device is given all of it, so that none of it moves.
+      comes_whole: whether each device is given all of the dims that are padded, so that none of them moves.
       name: of a leaf, for those who read the program.
     """
 
@@ -46,9 +46,8 @@ class DeviceInput:
     @property
     def given(self) -> Layout:
         """In which layout the program is given it."""
-        if not self.comes_whole:
-            return self.layout
-        return replicated(self.layout.shape, dict(self.layout.mesh))
+        dims = (dim for dim in self.layout.dims if self.comes_whole and dim.pad is not None)
+        return self.layout.without([cut.axis for dim in dims for cut in dim.cuts])
 
 
 @dataclasses.dataclass(frozen=True)

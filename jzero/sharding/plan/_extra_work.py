@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,11 +64,15 @@ class RowsOf(NamedTuple):
     Attributes:
       leaf: `batch['x'] float32[16,8]`.
       size: how many.
-      spec: of an argument of which `in_specs` splits no dim over all data axes, but some over one, that.
+      parts: into how many parts they are split, by devices and microbatches.
+      axes: the data axes that split them.
+      spec: how the argument is split, along other dims too.
     """
 
     leaf: str
     size: int
+    parts: int
+    axes: tuple[str, ...]
     spec: str = ""
 
     @property
@@ -87,21 +92,24 @@ def extra_work(
       rows: of each argument that has some.
       setting: the mesh, and how many microbatches.
     """
-    num = math.prod(setting.batch_axes.values())
-    ratio = max((-(-x.size // num) * num / x.size for x in rows if not x.spec), default=1)
+    ratios = defaultdict[str, float](lambda: 1)
+    for x in rows:
+        ratios[x.leaf] *= _padded(x) / x.size
+    ratio = max(ratios.values(), default=1)
     # Of each line, copies are what is no more than these; the rest has other reasons.
     padding = sum(min(x.extra, (ratio - 1) * x.flops) for x in repeated)
     others = [x._replace(extra=x.extra - (ratio - 1) * x.flops) for x in repeated]
     others = sorted((x for x in others if x.extra > 0), key=lambda x: -x.extra)
-    whole, parts = sum(x.extra for x in others), [x for x in rows if x.spec]
+    whole = sum(x.extra for x in others)
+    left = [axis for axis in setting.axis_names if rows and all(axis not in x.axes for x in rows)]
     every = work + padding + whole
     devices = math.prod(setting.axes.values())
     found = []
     if padding and padding >= LEAST_SHARE * every:
-        uneven = [x for x in rows if not x.spec and x.size % num]
+        uneven = [x for x in rows if x.size % x.parts]
         found.append(Extra(*_uneven(uneven, setting), padding / every, padding / devices))
     if whole and whole >= LEAST_SHARE * every:
-        texts = _unsplit(parts, setting) if parts else _run_whole(others, every, rows, setting)
+        texts = _unsplit(left, rows, setting) if left else _run_whole(others, every, rows, setting)
         found.append(Extra(*texts, whole / every, whole / devices))
     return tuple(found)
 
@@ -110,10 +118,10 @@ _Texts = tuple[str, str, str, str, str]
 
 
 def _uneven(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
-    num = math.prod(setting.batch_axes.values())
-    devices, microbatches = math.prod(setting.axes.values()), setting.options.accumulate
-    sizes = sorted({x.size for x in rows})
-    each = [f"from {size} to {-(-size // num) * num}" for size in sizes]
+    num = rows[0].parts
+    devices = math.prod(setting.axes[axis] for axis in rows[0].axes)
+    microbatches, sizes = num // devices, sorted({x.size for x in rows})
+    each = [f"from {size} to {to}" for size, to in sorted({(x.size, _padded(x)) for x in rows})]
     over = counted(devices, "device", "devices")
     over += f" with {microbatches} microbatches each" * (microbatches > 1)
     better = [
@@ -124,21 +132,27 @@ def _uneven(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
     instead = "" if nearest is None else f", or accumulate={nearest}"
     return (
         UNEVEN,
-        listed([x.leaf for x in rows], 8),
+        listed([*dict.fromkeys(x.leaf for x in rows)], 8),
         f"rows are padded {' and '.join(each)} on {over}",
         "The last row is repeated until all have as many.",
         f"Give a batch whose rows are a multiple of {num}{instead}.",
     )
 
 
-def _unsplit(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
+def _padded(rows: RowsOf) -> int:
+    return -(-rows.size // rows.parts) * rows.parts
+
+
+def _unsplit(left: Sequence[str], rows: Sequence[RowsOf], setting: Setting) -> _Texts:
     axes = tuple(setting.axis_names)
+    own = tuple(axis for axis in axes if axis not in left)
     return (
         "unsplit",
-        listed([x.leaf for x in rows], 8),
-        f"in_specs splits no dim over all data axes ({rows[0].spec}), so every device computes all rows",
-        "The data axes split one dim, all of them together.",
-        f"Write in_specs={{{rows[0].argument!r}: jax.P({axes!r})}}, or axis_names={axes[:1]!r} to leave the "
+        listed([*dict.fromkeys(x.leaf for x in rows)], 8),
+        f"in_specs splits nothing over {', '.join(map(repr, left))} ({rows[0].spec}), whose devices all "
+        "compute the same",
+        "Each data axis splits a dim of the batch: rows, or another one.",
+        f"Write in_specs={{{rows[0].argument!r}: jax.P({axes!r})}}, or axis_names={own!r} to leave the "
         "other axes to XLA.",
     )
 
@@ -151,11 +165,15 @@ def _run_whole(
     more = len(lines) - len(shown)
     axes = tuple(setting.axis_names)
     spec = f"jax.P(None, {axes if len(axes) > 1 else axes[0]!r})"
+    minibatches = (
+        " If it is a loop over minibatches, split the rows of each: "
+        f"in_specs={{{rows[0].argument!r}: {spec}}}."
+    )
     return (
         "whole",
         ", ".join(shown) + f" and {more} more" * (more > 0),
         "every device computes all rows",
         "What needs rows of other devices and is no sum over the batch is computed whole.",
-        "Compute it for each row alone, or by sums over the batch. If it is a loop over minibatches, split "
-        f"the rows of each: in_specs={{{rows[0].argument!r}: {spec}}}.",
+        "Compute it for each row alone, or by sums over the batch."
+        + minibatches * all({*x.axes} == {*axes} for x in rows),
     )

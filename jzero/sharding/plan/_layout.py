@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 
 from jax.sharding import PartitionSpec as P
 
+from jzero.tracing import _call
+
 
 @dataclasses.dataclass(frozen=True)
 class Full:
@@ -31,21 +33,40 @@ class Shard:
         return f"shard(dim {self.dim} over {','.join(self.axes)})"
 
 
-RestLayout = Full | Shard
-FULL = Full()
-
-
 # For each dim, the axes beside the data axes over which XLA shards it; trailing dims may be missing.
 Automatic = tuple[tuple[str, ...], ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Each device holds a block: a dim for each of several entries of `axes` that name some is split."""
+
+    axes: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        return f"grid{partition_spec(self)}"
+
+
+RestLayout = Full | Shard | Grid
+FULL = Full()
+
+
 def partition_spec(layout: RestLayout, automatic: Automatic = ()) -> P:
     """The layout as JAX spells it."""
-    entries = [*automatic]
+    entries = [*(layout.axes if isinstance(layout, Grid) else automatic)]
     if isinstance(layout, Shard):
         entries += [()] * (layout.dim + 1 - len(entries))
         entries[layout.dim] = layout.axes + entries[layout.dim]
     return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries))
+
+
+def of_spec(spec: P) -> RestLayout:
+    """The layout that JAX spells so."""
+    names = tuple(map(_call.spec_axes, spec))
+    dims = [dim for dim, axes in enumerate(names) if axes]
+    if len(dims) > 1:
+        return Grid(names)
+    return Shard(dims[0], names[dims[0]]) if dims else FULL
 
 
 MOST_GROWTH = 2  # by padding; what moves grows by as much

@@ -7,21 +7,23 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import BatchError, JzeroError, StepError, describe_leaf, message
+from jzero.ir._errors import CannotPartitionError
 from jzero.ir._work import Repeated
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.partition._writer import OUTPUT
 from jzero.sharding.plan import _layout, _outputs, _trace, _untold
 from jzero.sharding.plan._extra_work import Extra, RowsOf, extra_work
-from jzero.sharding.plan._layout import RestLayout, Shard
+from jzero.sharding.plan._layout import RestLayout
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._trace import TracedStep
 from jzero.tracing import _call, _jaxpr, _reading, _weak
+from jzero.tracing._call import BatchSpecs
 from jzero.tracing._modules import arrays_of
 from jzero.tracing._returned import (
     Found,
@@ -49,20 +51,22 @@ class LocalStep:
       traced: the step.
       specs: how each leaf of the arguments is split.
       outputs: layouts of what the step returns beside the state.
+      row_dims: of each leaf of the arguments, the dim along which microbatches cut it.
       keys: arguments that are keys, and folded with the device's index, if the step is one device's.
       whole_arguments: arguments with rows that come whole to every device, as the devices do not divide them.
       extra_work: of the flops of a step, and of what is repeated of them, what is worth a line.
       rewritten: makes the same of the step rewritten for one device, if `traced` is to be partitioned as it
-        is.
+        is, and why that cannot be.
     """
 
     traced: TracedStep
     specs: tuple[P, ...]
     outputs: tuple[RestLayout, ...]
+    row_dims: tuple[int | None, ...]
     keys: tuple[bool, ...]
     whole_arguments: tuple[str, ...] = ()
     extra_work: Callable[[float, Sequence[Repeated]], tuple[Extra, ...]] = lambda *_: ()
-    rewritten: Callable[[], LocalStep] | None = None
+    rewritten: Callable[[CannotPartitionError], LocalStep] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +102,7 @@ def local_step(step: FlatStep, setting: Setting, partitions: bool = False) -> Lo
     run it.
     """
     try:
-        found = of_whole_batch(step, setting, partitions and setting.is_plain)
+        found = of_whole_batch(step, setting, partitions)
     except _reading.Unclear as unclear:
         _read_beside_state(unclear, step, setting)
         raise
@@ -184,8 +188,7 @@ def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
         return local is not None and any(local.traced.of_rows[i] for i in results)
 
     state = jax.tree.unflatten(step.state_tree, step.state)
-    dims = _call.rows_of_arguments(step.arrays, step.in_specs, setting.batch_axes)
-    are_split = [dim is not None for dim in dims]
+    are_split = [bool(spec) for spec in _batch_specs(step, setting).specs]
     suspects = _untold.like_state(found.traced, state, step.arrays, are_split)
     updated = [
         name for name, results in suspects.items()
@@ -196,59 +199,94 @@ def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
         _reading.read_updated(step.signature, outs, state, step.arrays, updated)
 
 
+def _batch_specs(step: FlatStep, setting: Setting) -> BatchSpecs:
+    return _call.batch_specs(
+        step.arrays, step.in_specs, setting.axes, setting.options.accumulate
+    )  # fmt: skip
+
+
 def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -> LocalStep | None:
-    """The whole batch's step, rewritten, or as it is; None if it has collectives of its own."""
-    axes = _step_axes(setting)
-    num = math.prod(axes.values())
-    dims = _call.rows_of_arguments(step.arrays, step.in_specs, setting.batch_axes)
+    """The whole batch's step, rewritten, or as it is; None if it has collectives of its own.
+
+    It is as it is where it is to be partitioned, and its jaxpr says what is rows; what several dims of the
+    batch are split over is always partitioned.
+    """
+    axes, split = _step_axes(setting), _batch_specs(step, setting)
+    parts = split.parts(setting.axes, setting.options.accumulate)
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
-    parts = _call.dims_in_parts(step.arrays, step.in_specs, setting.batch_axes)
-    rows = [part if dim is None else dim for dim, (part, _) in zip(dims, parts, strict=True)]
     avals = [*step.state, *step.array_avals]
     batch = _trace.trace_whole(
-        step.fn, avals, [*[None] * num_state, *dims], num, setting.options.needs_masters,
-        setting.axes | setting.automatic, setting.automatic, [*[None] * num_state, *rows],
-        setting.axis_name is not None,
+        step.fn, avals, [*[P()] * num_state, *split.specs], parts, setting.options.needs_masters,
+        setting.axes | setting.automatic, setting.automatic, setting.axis_name is not None,
     )  # fmt: skip
     if batch is None:
         return None
     if not setting.evaluates:
         _outputs.check_outputs(batch, step.state, step.state_tree)
-    in_parts = batch.in_parts[num_state:]
-    uneven = [dim is not None and not own for dim, own in zip(dims, in_parts, strict=True)]
+    given = batch.given[num_state:]
     paths = _call.argument_paths(step.arrays)
     named = [
         describe_leaf(path, aval.shape, aval.dtype)
         for path, aval in zip(paths, step.array_avals, strict=True)
     ]
-    whole = tuple(leaf for leaf, is_whole in zip(named, uneven, strict=True) if is_whole)
+    whole = tuple(
+        leaf for leaf, own, spec in zip(named, given, split.specs, strict=True) if own != spec
+    )
     of_rows = [
-        RowsOf(leaf, aval.shape[dim], spec)
-        for leaf, aval, dim, (_, spec) in zip(named, step.array_avals, rows, parts, strict=True)
-        if dim is not None
+        RowsOf(leaf, aval.shape[dim], math.prod(parts[axis] for axis in names), names, f"{spec}")
+        for leaf, aval, spec in zip(named, step.array_avals, split.specs, strict=True)
+        for dim, names in enumerate(map(_call.spec_axes, spec))
+        if names
     ]
     extra = functools.partial(extra_work, rows=of_rows, setting=setting)
-    specs = [
-        _layout.partition_spec(_layout_of(dim if own else None, setting.axis_names))
-        for dim, own in zip(dims, in_parts, strict=True)
-    ]
+    row_dims = tuple(_call.microbatch_dim(spec, split.row_axes) for spec in split.specs)
 
-    def of_traced(traced: TracedStep, again: Callable[[], LocalStep] | None = None) -> LocalStep:
-        outputs = [_layout_of(dim, setting.axis_names) for dim in traced.outputs[num_new:]]
+    def of_traced(
+        traced: TracedStep, specs: Sequence[P],
+        again: Callable[[CannotPartitionError], LocalStep] | None = None,
+    ) -> LocalStep:  # fmt: skip
+        outputs = tuple(map(_layout.of_spec, traced.outputs[num_new:]))
         keys = (False,) * len(specs)
-        return LocalStep(traced, tuple(specs), tuple(outputs), keys, whole, extra, again)
+        return LocalStep(
+            traced, tuple(specs), outputs, row_dims, keys, whole, extra, again
+        )  # fmt: skip
 
-    def rewritten() -> LocalStep:
+    def rewritten(why: CannotPartitionError | None = None) -> LocalStep:
         options = setting.options
         traced = _trace.rewritten(
-            batch, num_new, axes, options.accumulate == 1, options.reduce_once, setting.automatic
-        )
+            batch, num_new, axes, options.accumulate == 1, options.reduce_once,
+            setting.automatic, setting.axis_names,
+        )  # fmt: skip
         movements = with_paths(traced.movements, traced.out_tree)
         _check_movements(movements, setting.options.max_gather_bytes)
-        return of_traced(dataclasses.replace(traced, movements=movements))
+        rows = zip(given, batch.rows[num_state:], strict=True)
+        specs = [spec if dim is not None else P() for spec, dim in rows]
+        return of_traced(dataclasses.replace(traced, movements=movements), specs)
 
-    traced = _trace.as_traced(batch, axes) if partitions else None
-    return rewritten() if traced is None else of_traced(traced, rewritten)
+    def refused(why: CannotPartitionError) -> NoReturn:
+        raise _refusal(f"{step.signature.name}: {why}", split.specs, named)
+
+    if not split.are_of_several_dims:
+        plain = partitions and setting.is_plain
+        traced = _trace.as_traced(batch, axes, parts, False) if plain else None
+        return rewritten() if traced is None else of_traced(traced, given, rewritten)
+    found = [] if partitions else ["JZERO_PARTITION=0"]
+    if found := [*found, *setting.options.not_of_several_dims, *setting.automatic]:
+        raise _refusal(", ".join(found), split.specs, named)
+    traced = _trace.as_traced(batch, axes, parts, True)
+    assert traced is not None
+    return of_traced(traced, given, refused)
+
+
+def _refusal(found: str, specs: Sequence[P], named: Sequence[str]) -> StepError:
+    """For a step that only the partitioner could run."""
+    leaf, spec = next(
+        (leaf, spec) for leaf, spec in zip(named, specs, strict=True) if len(spec) > 1
+    )
+    return StepError(message(
+        _call.WHO, f"{found}, where in_specs splits several dims of {leaf} ({spec})",
+        "Several dims are split where all state is on the devices, and the partitioner runs the step.",
+        "Drop it, or split one dim of each argument, over all data axes."))  # fmt: skip
 
 
 def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, ...]:
@@ -270,10 +308,6 @@ def _check_movements(movements: Sequence[Movement], most: int) -> None:
             "Write it so that rows stay apart (per row, or by sums over the batch); carry a model that is "
             "only read in the state, and return it unchanged; or permit it with "
             f"max_gather_bytes={bad[0].nbytes}.", things="operations", shown=8))  # fmt: skip
-
-
-def _layout_of(dim: int | None, axis_names: tuple[str, ...]) -> RestLayout:
-    return _layout.FULL if dim is None else Shard(dim, axis_names)
 
 
 def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
@@ -340,7 +374,8 @@ def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     shapes = _outputs.global_shapes(traced, step.fn, whole, axes, num_new, setting.automatic)
     outputs = _outputs.output_layouts(traced, shapes, num_new, setting.axis_names)
     _outputs.check_reduced(traced, outputs, num_new, step.state_tree, tuple(axes))
-    return LocalStep(traced, tuple(specs), tuple(outputs), keys)
+    dims = tuple(_call.microbatch_dim(spec, setting.axis_names) for spec in specs)
+    return LocalStep(traced, tuple(specs), tuple(outputs), dims, keys)
 
 
 def _on_one_device(

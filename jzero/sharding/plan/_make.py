@@ -222,8 +222,8 @@ def _microbatches(
     local: LocalStep, update: UpdatePart, num_leaves: int, setting: Setting
 ) -> Microbatches:
     num = setting.options.accumulate
-    dims = tuple(_call.microbatch_dim(spec, setting.axes) for spec in local.specs)
-    if num == 1:
+    dims = local.row_dims
+    if num == 1 or not local.traced.is_rewritten:
         return Microbatches(num, dims)
     per_example = [*[False] * num_leaves, *map(_is_sharded, local.outputs)]
     try:

@@ -178,6 +178,18 @@ class Options:
         return same and not self.offloads and not self.moves_activations
 
     @property
+    def not_of_several_dims(self) -> list[str]:
+        """The options that need a step which splits one dim of the batch, as they are written."""
+        asked = {
+            "offload": self.offloads,
+            "offload_activations": self.moves_activations,
+            "gather_dtype": self.gather_dtype is not None,
+            "weight_dtype": self.weight_dtype is not None,
+            "reduce_dtype of codes": self.reduces_codes,
+        }
+        return [name for name, is_so in asked.items() if is_so]
+
+    @property
     def needs_masters(self) -> bool:
         """Whether it matters that a new parameter is made of its master, and not of the old one."""
         return self.offloads or self.gather_dtype is not None

@@ -12,11 +12,12 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
@@ -32,7 +33,7 @@ from jzero.sharding.partition._matrix_owners import Owners
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.partition._run import shard_map_error
 from jzero.sharding.plan._one_device import on_one_device
-from jzero.tracing import _jaxpr, _keys, _reading, _rewrite, _weak
+from jzero.tracing import _call, _jaxpr, _keys, _reading, _rewrite, _weak
 from jzero.tracing._differences import without_differences
 from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr
 
@@ -51,9 +52,9 @@ class WholeBatch(NamedTuple):
       out_avals: shapes and dtypes of the leaves.
       jaxpr: of whole arrays, calls replaced by their equations.
       consts: values of its constants.
-      rows: for each input, the dim of its rows of the batch; None if it has none.
-      in_parts: whether each device is given its rows: where the devices do not divide them, it is given all.
-      dims: the same as `rows`, also where no device has rows of its own.
+      specs: how each input is split over the data axes; `P()` for the state's leaves.
+      given: the same, without dims that the devices do not divide: of these each device is given all.
+      rows: for each input, the dim that is split over all data axes; None if there is none.
       owners: what owners run in the place of calls of the jaxpr.
     """
 
@@ -61,10 +62,15 @@ class WholeBatch(NamedTuple):
     out_avals: list[jax.ShapeDtypeStruct]
     jaxpr: _rewrite.Flat
     consts: list[ArrayLike]
+    specs: tuple[P, ...]
+    given: tuple[P, ...]
     rows: tuple[int | None, ...]
-    in_parts: tuple[bool, ...]
-    dims: tuple[int | None, ...]
     owners: Owners = {}
+
+    @property
+    def dims(self) -> list[RowDims]:
+        """Of each input, the dims that are the batch's."""
+        return [_dims_of(spec) for spec in self.specs]
 
     def repeated(self, device: _rewrite.Flat | Jaxpr, num: int) -> tuple[float, list[Repeated]]:
         """The flops of the step, and what `num` devices (or microbatches) that run this repeat of them."""
@@ -81,7 +87,7 @@ class TracedStep:
       out_tree: the tree of what the step returned.
       out_avals: shapes and dtypes of the leaves, as the frame has them.
       reductions: 'whole batch' or 'written'.
-      outputs: of a whole-batch step, the dim of the rows in which it returns each of its outputs, or None.
+      outputs: of a whole-batch step, how each of its outputs is split over the data axes.
       of_rows: of a whole-batch step, which outputs have rows of the batch, those that are gathered too.
       movements: of a whole-batch step, the rows that it gathers.
       whole: of a whole-batch step, as it was traced.
@@ -91,7 +97,7 @@ class TracedStep:
     out_tree: PyTreeDef
     out_avals: list[jax.ShapeDtypeStruct]
     reductions: str
-    outputs: tuple[int | None, ...] = ()
+    outputs: tuple[P, ...] = ()
     of_rows: tuple[bool, ...] = ()
     movements: tuple[Movement, ...] = ()
     whole: WholeBatch | None = None
@@ -103,21 +109,20 @@ class TracedStep:
 
 
 def trace_whole(
-    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], rows: Sequence[int | None],
-    num: int, has_masters: bool, mesh_axes: dict[str, int], automatic: dict[str, int],
-    dims: Sequence[int | None], is_named: bool,
+    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], specs: Sequence[P],
+    parts: Mapping[str, int], has_masters: bool, mesh_axes: dict[str, int],
+    automatic: dict[str, int], is_named: bool,
 ) -> WholeBatch | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch.
 
     Args:
       flat_step: the step as a function of leaves.
       avals: shapes of the leaves, whole.
-      rows: the dim of each leaf's rows, None if the devices get all of it.
-      num: of the devices.
+      specs: how each leaf is split over the data axes.
+      parts: into how many parts each of these axes splits it.
       has_masters: also replace `p + (n - p)` by `n` (`_differences.py`).
       mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
       automatic: those that are no data axes.
-      dims: the dim of each leaf that is the batch's, also where the devices do not divide it.
       is_named: the user has named the axis of the step's collectives.
 
     Returns:
@@ -133,18 +138,32 @@ def trace_whole(
     _check_refs(traced.jaxpr)
     flat, consts = _rewrite.flatten_calls(_starts.in_bounds(traced.jaxpr), traced.consts)
     flat = without_differences(flat) if has_masters else flat
-    in_parts = tuple(
-        dim is not None and aval.shape[dim] % num == 0
-        for dim, aval in zip(rows, avals, strict=True)
-    )
+    given = [_divided(spec, aval.shape, parts) for spec, aval in zip(specs, avals, strict=True)]
     return WholeBatch(
-        traced.out_tree, traced.out_avals, flat, consts, tuple(rows), in_parts, tuple(dims)
-    )
+        traced.out_tree, traced.out_avals, flat, consts, tuple(specs), tuple(given),
+        tuple(_dim_over_all(spec, parts) for spec in specs),
+    )  # fmt: skip
+
+
+def _dims_of(spec: P) -> RowDims:
+    return frozenset(dim for dim, entry in enumerate(spec) if entry)
+
+
+def _dim_over_all(spec: P, axes: Collection[str]) -> int | None:
+    return next((d for d, names in enumerate(spec) if {*_call.spec_axes(names)} == {*axes}), None)
+
+
+def _divided(spec: P, shape: Sequence[int], parts: Mapping[str, int]) -> P:
+    """The dims of which each device has an equal part."""
+    return P(*(
+        entry if shape[d] % math.prod(parts[axis] for axis in _call.spec_axes(entry)) == 0 else None
+        for d, entry in enumerate(spec)
+    ))  # fmt: skip
 
 
 def rewritten(
     whole: WholeBatch, num_new: int, axes: dict[str, int], exchanges: bool, once: bool,
-    automatic: Collection[str],
+    automatic: Collection[str], names: tuple[str, ...],
 ) -> TracedStep:  # fmt: skip
     """A whole-batch step, rewritten for one device.
 
@@ -155,18 +174,22 @@ def rewritten(
       exchanges: whether devices may be sent what others are not; microbatches may not.
       once: sums that a loop of the step's adds up are taken once, behind it.
       automatic: names of the mesh's other axes.
+      names: of the data axes, as the mesh has them.
     """
     found = on_one_device(
         whole.jaxpr, whole.consts, whole.rows, num_new, axes, exchanges, once, bool(automatic)
     )
-    varying = [frozenset(axes) if own else _frames.NOWHERE for own in whole.in_parts]
+    varying = [
+        _frames.NOWHERE if dim is None or given != spec else frozenset(axes)
+        for dim, spec, given in zip(whole.rows, whole.specs, whole.given, strict=True)
+    ]
     frame = _frame_of(found.jaxpr, found.consts, varying, not exchanges)
     return TracedStep(
         frame,
         whole.out_tree,
         whole.out_avals,
         WHOLE,
-        found.outputs,
+        tuple(P() if dim is None else P(*[None] * dim, names) for dim in found.outputs),
         found.of_rows,
         found.movements,
         whole,
@@ -177,36 +200,74 @@ class _UnsureError(Exception):
     """An equation behind which nobody knows what is rows: the rewriting tells."""
 
 
-def as_traced(whole: WholeBatch, axes: dict[str, int]) -> TracedStep | None:
-    """A whole-batch step as it is, to be partitioned; None if its rewriting has to say what is rows."""
+def as_traced(
+    whole: WholeBatch, axes: dict[str, int], parts: Mapping[str, int], is_sure: bool
+) -> TracedStep | None:  # fmt: skip
+    """A whole-batch step as it is, to be partitioned; None if its rewriting has to say what is rows.
+
+    Args:
+      whole: the step.
+      axes: names (as the step uses them) and sizes of the data axes.
+      parts: into how many parts each of the mesh's data axes splits the batch.
+      is_sure: nothing but its jaxpr says what is rows, as several dims are: then that decides only costs.
+    """
 
     def unsure(region: Region, eqn: Eqn) -> NoReturn:
         raise _UnsureError
 
+    outvars = whole.jaxpr.outvars
     try:
-        frame, found = whole_frame(whole, axes, unsure)
+        frame, every = whole_frame(whole, axes, *[] if is_sure else [unsure])
     except _UnsureError:
         return None
-    returned = [
-        (NO_ROWS if _jaxpr.is_literal(x) else found.get(x, NO_ROWS), x.aval.shape)
-        for x in whole.jaxpr.outvars
-    ]
-    if any(len(dims) > 1 for dims, _ in returned):
+    of_rows = [not _jaxpr.is_literal(x) and bool(every.get(x)) for x in outvars]
+    found = _dims_by_axis(whole, parts) if is_sure else {tuple(parts): every}
+    dims = [
+        {axes: NO_ROWS if _jaxpr.is_literal(x) else each.get(x, NO_ROWS)
+         for axes, each in found.items()} for x in outvars
+    ]  # fmt: skip
+    if not is_sure and any(len(each) > 1 for own in dims for each in own.values()):
         return None
-    num = math.prod(axes.values())
-    outputs = [
-        next((dim for dim in dims if shape[dim] % num == 0), None) for dims, shape in returned
-    ]
+    outputs = [_spec_of(own, x.aval.shape, parts) for own, x in zip(dims, outvars, strict=True)]
     return TracedStep(
         frame,
         whole.out_tree,
         whole.out_avals,
         WHOLE,
         tuple(outputs),
-        tuple(bool(dims) for dims, _ in returned),
+        tuple(of_rows),
         (),
         whole,
     )
+
+
+def _dims_by_axis(
+    whole: WholeBatch, axes: Collection[str]
+) -> dict[tuple[str, ...], dict[Atom, RowDims]]:  # fmt: skip
+    """The dims of the batch that values have over each axis of its own, outside of loops and branches."""
+    program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
+    split = [[*map(_call.spec_axes, spec)] for spec in whole.specs]
+    found = dict[tuple[str, ...], dict[Atom, RowDims]]()
+    for axis in axes:
+        dims = [frozenset(d for d, own in enumerate(names) if axis in own) for names in split]
+        rows = row_dims(program, dims)
+        found[(axis,)] = {x: each for (region, x), each in rows.items() if region is program}
+    return found
+
+
+def _spec_of(
+    dims: Mapping[tuple[str, ...], RowDims], shape: Sequence[int], parts: Mapping[str, int]
+) -> P:
+    """How a result is split, over each axis along the first dim that the devices divide."""
+    split = [list[str]() for _ in shape]
+    for axes, own in dims.items():
+        for dim in sorted(own):
+            num = math.prod(parts[axis] for axis in (*split[dim], *axes))
+            if shape[dim] % num == 0:
+                split[dim] += axes
+                break
+    last = max((d + 1 for d, names in enumerate(split) if names), default=0)
+    return P(*(names[0] if len(names) == 1 else (*names,) or None for names in split[:last]))
 
 
 def whole_frame(
@@ -214,7 +275,7 @@ def whole_frame(
 ) -> tuple[Frame, dict[Atom, RowDims]]:
     """The frame of the whole batch's step, and the dims of the batch that its values have."""
     program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
-    found, everywhere = row_dims(program, whole.rows, unsure), frozenset(axes)
+    found, everywhere = row_dims(program, whole.dims, unsure), frozenset(axes)
     frame = _frames.frames_of(
         program, lambda region, x: everywhere if found.get((region, x)) else _frames.NOWHERE
     )

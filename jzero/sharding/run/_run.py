@@ -237,6 +237,7 @@ def _finish(
         if old is None:
             return interp.devices.full(value)
         return interp.devices.full_into(old, value, codes)
+    assert isinstance(layout, Shard), "only the partitioner splits several dims"
     dim = layout.dim
     if not example:
         x = interp.devices.shard_into(old, value, dim, layout.axes, codes)
