@@ -183,7 +183,11 @@ def rewritten(
         _frames.NOWHERE if dim is None or given != spec else frozenset(axes)
         for dim, spec, given in zip(whole.rows, whole.specs, whole.given, strict=True)
     ]
-    frame = _frame_of(found.jaxpr, found.consts, varying, not exchanges)
+    if math.prod(axes.values()) > 1:
+        frame = _frame_of(found.jaxpr, found.consts, varying, not exchanges)
+    else:  # One device sums nothing up: what comes of rows, and has none, is a sum.
+        alone: Any = found.jaxpr
+        frame, _ = whole_frame(whole._replace(jaxpr=alone, consts=found.consts), axes)
     return TracedStep(
         frame,
         whole.out_tree,
