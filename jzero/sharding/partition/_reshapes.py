@@ -7,6 +7,7 @@ every chunk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from jzero.ir._layout import AxisCut, Layout, dim_groups, fits
@@ -24,6 +25,9 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     are gathered: that costs nothing.
     """
     out = eqn.outvars[0].aval
+    if _jaxpr.in_scope(eqn, _jaxpr.GROUPS):
+        num = math.prod(frame.mesh.values())
+        frame.reason = f"jzero.groups is local if its n is a multiple of {num}"
     source, lost = value.layout, _lost_rows(frame, value, out.shape)
     lost = lost if lost and value.aval.size > _home(source, lost[0])[1] else []
     if lost and value.make is None:
