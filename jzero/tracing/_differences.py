@@ -23,8 +23,7 @@ CAST = "convert_element_type"
 def without_differences(jaxpr: _rewrite.Flat) -> _rewrite.Flat:
     """The jaxpr with `n` for every `p + (n - p)` whose n and p were cast up, and that is cast down again.
 
-    The differences stay, read by nobody: they tell `sharding/analysis/_links.py` that p and n are
-    sharded alike.
+    The differences stay, read by nobody.
     """
     makers: dict[_jaxpr.Var, _jaxpr.Eqn] = {}
     new: dict[_jaxpr.Var, _jaxpr.Var] = {}

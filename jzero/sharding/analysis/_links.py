@@ -9,6 +9,7 @@ need no fixed point.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from jzero._components import Components
@@ -31,7 +32,19 @@ class Links:
         self._leaf: dict[DimKey, str] = {}
         self._full_leaf: dict[DimKey, str] = {}
         self._link_frame(root)
-        self._looped_classes = frozenset(map(self._classes.of, self._looped))
+
+    @functools.cached_property
+    def _looped_classes(self) -> frozenset[DimKey]:
+        return frozenset(map(self._classes.of, self._looped))
+
+    def link_returned(self, frame: Frame, num: int) -> None:
+        """Links each leaf of the state, which come first, with what is returned of it: it rests alike.
+
+        Masters follow their parameters so, which their update need not read.
+        """
+        jaxpr = frame.jaxpr
+        for old, new in zip(jaxpr.invars[:num], jaxpr.outvars[:num], strict=True):
+            self._link(frame, old, frame, new)
 
     def shard(self, frame: Frame, var: Var, dim: int, leaf: str) -> None:
         """Declares the class of this dim to be sharded, for `leaf`; earlier declarations rank higher."""

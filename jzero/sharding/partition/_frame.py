@@ -58,6 +58,7 @@ class Partitioning:
       has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
       time: the axis of microbatches, if there are several.
       exchanges: whether devices may be sent what others are not.
+      at_once: whether sums of which leaves of the state are made are done where they are made.
       automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else it
         shards what a device has as the step says.
       owners: who runs calls that update matrices.
@@ -72,6 +73,7 @@ class Partitioning:
     has_rows: bool = True
     time: TimeAxis | None = None
     exchanges: bool = True
+    at_once: bool = False
     automatic: frozenset[str] | None = None
     owners: MatrixOwners = NO_OWNERS
     written: WrittenStep | None = None
@@ -391,6 +393,10 @@ class DeviceFrame(DeviceWriter):
         return hint if hint is not None and hint.layout.axes else None
 
     def leaf_of(self, var: Var) -> str:
+        """The leaf that is made of it, element by element; where sums are done at once, others name it."""
+        return "" if self.shared.at_once else self.made_of(var)
+
+    def made_of(self, var: Var) -> str:
         """The leaf that is made of it, element by element."""
         hint = self.shared.hints.get((self.region, var))
         return "" if hint is None else hint.leaf

@@ -80,7 +80,7 @@ def partition(
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
     exchanges: bool = True, automatic: frozenset[str] | None = None, keeps_padding: bool = False,
-    written: WrittenStep | None = None,
+    at_once: bool = False, written: WrittenStep | None = None,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
@@ -99,6 +99,8 @@ def partition(
       exchanges: whether devices may be sent what others are not; microbatches that are no axis may not.
       automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else what
         the step says of them stays.
+      at_once: whether sums of which leaves of the state are made are done where they are made, so that they
+        are in the order of the backward pass; else they wait for what reads them.
       keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
       written: of a step with collectives of its own, what is known of it. Its shapes are one device's, and so
         are the layouts of arguments and results that differ.
@@ -111,7 +113,7 @@ def partition(
     hints = hints_of(region, stored, outs, reduced, owners.hints(mesh))
     shared = Partitioning(
         mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time,
-        exchanges, automatic, owners, written,
+        exchanges, at_once, automatic, owners, written,
     )  # fmt: skip
     frame = DeviceFrame(jaxpr.eqns[0] if jaxpr.eqns else _nowhere(), shared, region)
     own = [

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jzero.ir._layout import Layout, replicated
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
+from jzero.sharding.partition._values import Hint
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Jaxpr
 
@@ -56,18 +57,12 @@ def on_one_device(
     name, mesh = _one_axis(axes)
     ins = [_input(replicated(x.aval.shape, mesh), dim, name)
            for x, dim in zip(flat.invars, rows, strict=True)]  # fmt: skip
-    outs: list[Layout | None] = [replicated(x.aval.shape, mesh) for x in flat.outvars[:num_new]]
-    outs += [None] * (len(flat.outvars) - num_new)
+    new = [replicated(x.aval.shape, mesh) for x in flat.outvars[:num_new]]
+    outs: list[Layout | None] = [*new, *[None] * (len(flat.outvars) - num_new)]
     program = partition(
-        flat,
-        consts,
-        mesh,
-        ins,
-        outs,
-        once=once,
-        exchanges=exchanges,
-        automatic=frozenset() if automatic else None,
-    )
+        flat, consts, mesh, ins, outs, [Hint(x, leaf="new") if x.dims else None for x in new], once,
+        exchanges=exchanges, automatic=frozenset() if automatic else None, at_once=True,
+    )  # fmt: skip
     return _of(program, axes)
 
 
