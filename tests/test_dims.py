@@ -98,11 +98,12 @@ def program_of(train_step: Any, name: str) -> Partitioned:
 
 
 def moved_rows(found: Partitioned) -> dict[str, set[tuple[int, ...]]]:
-    """The shapes of what a program moves of rows, by the kind of collective."""
+    """The shapes of what a program moves of activations, by the kind of collective."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for move in filter(is_of_rows, found.program.moves):
         sizes = re.findall(r"\d+", move.value.partition("[")[2])
-        shapes.setdefault(move.kind, set()).add(tuple(map(int, sizes)))
+        if len(sizes) > 2:
+            shapes.setdefault(move.kind, set()).add(tuple(map(int, sizes)))
     return shapes
 
 
@@ -135,7 +136,7 @@ def test_every_device_does_its_share(name, mesh):
         ("gpt", "2x2", {"accumulate": 2}),
         ("vit", "4x2", {"accumulate": 2, "reduce": "each"}),
         ("gpt_that_shifts", "2x2", {"accumulate": 4, "stage": 1}),
-        ("llama", "2x2", {"stage": 2, "gather": "keep"}),
+        ("llama", "2x2", {"gather": "keep"}),
         ("gpt", "2x2", {"stage": 0}),
         ("mlp", "2x2", {"tile_bytes": 2000}),
         ("gpt_without_the_last", "2x2", {"param_axes": "context"}),
@@ -159,7 +160,7 @@ def test_keys_and_values_are_gathered_or_heads_exchanged():
     assert moved_rows(found) == {"gather": {each}}
     # dK and dV come back in shards.
     scattered = [m for m in found.program.moves if m.kind == "scatter" and m.axes == ("context",)]
-    assert sum(m.value == f"float64[{','.join(map(str, each))}]" for m in scattered) == 2
+    assert [m.times for m in scattered if m.value.count(",") == 3] == [2, 2]  # of two layers
     exchanged = moved_rows(program_of(sharded("gpt", "2x4", is_abstract=True), "gpt"))
     assert set(exchanged) == {"exchange"}
     assert each in exchanged["exchange"]
@@ -172,8 +173,8 @@ def test_nothing_moves_of_tokens_that_stand_alone():
 def test_tokens_that_the_step_shifts_are_not_moved():
     """The devices do not divide S + 1 tokens, so each has all of them, and cuts S."""
     step = sharded("gpt_that_shifts", "4x2", is_abstract=True)
-    shapes = moved_rows(program_of(step, "gpt_that_shifts"))
-    assert all(len(shape) > 2 for found in shapes.values() for shape in found), shapes
+    moves = program_of(step, "gpt_that_shifts").program.moves
+    assert not [m for m in moves if m.value.startswith("int")]
 
 
 def test_the_state_is_sharded_over_all_axes():
@@ -214,10 +215,9 @@ def test_what_the_devices_do_not_divide(shape):
     mesh = jax.make_mesh((4, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
     specs = {"x": P("data", "context")}
     train_step = small.shard_train_step(step, mesh=mesh, in_specs=specs)
-    got = train_step(train_step.shard(jnp.copy(w)), x)
-    for a, b in zip(
-        jax.tree.leaves(train_step.unshard(got)), jax.tree.leaves(expected), strict=True
-    ):
+    state, outs = train_step(train_step.shard(jnp.copy(w)), x)
+    got = train_step.unshard(state), outs
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
@@ -243,16 +243,30 @@ def test_arguments_without_a_spec_have_rows_as_the_others():
     def step(w, tokens, weights, key):
         noise = jax.random.normal(key, weights.shape, weights.dtype)
         grad = jax.grad(lambda w: ((tokens @ w).sum((1, 2)) * (weights + noise)).mean())(w)
-        return w - grad, weights * 2
+        return w - grad, tokens.sum((1, 2)) * weights
 
     mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
     given = jnp.ones((4, 8, 2)), jnp.arange(4.0), jax.random.key(0)
     specs = {"tokens": P("data", "context")}
     train_step = small.shard_train_step(step, mesh=mesh, in_specs=specs)
     assert train_step.plan(jnp.ones((2, 8)), *given).arguments[1:] == (P("data"), P())
-    got = train_step(train_step.shard(jnp.ones((2, 8))), *given)
-    for a, b in zip(train_step.unshard(got), jax.jit(step)(jnp.ones((2, 8)), *given), strict=True):
+    state, outs = train_step(train_step.shard(jnp.ones((2, 8))), *given)
+    expected = jax.jit(step)(jnp.ones((2, 8)), *given)
+    for a, b in zip((train_step.unshard(state), outs), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9)
+
+
+def test_beside_an_axis_of_xla():
+    init, step, batch, _ = STEPS["mlp"]()
+    kinds = (AxisType.Auto,) * 3
+    train_step = small.shard_train_step(
+        step, mesh=jax.make_mesh((2, 2, 2), ("data", "context", "model"), axis_types=kinds),
+        axis_names=("data", "context"), in_specs={1: P("data", "context")},
+        auto_specs={"a": P(None, "model")},
+    )  # fmt: skip
+    state, metrics = trained(train_step, train_step.init(init), batch)
+    got = [np.asarray(x) for x in [*jax.tree.leaves(train_step.unshard(state)), *metrics]]
+    assert worst(got, on_one_device("mlp")) < 1e-9
 
 
 @pytest.mark.parametrize(

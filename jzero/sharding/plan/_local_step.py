@@ -184,7 +184,8 @@ def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
 
     def has_rows(name: str, results: range) -> bool:
         whole = dataclasses.replace(step, in_specs={**step.in_specs, name: P()})
-        local = of_whole_batch(whole, setting)
+        several = _batch_specs(whole, setting).are_of_several_dims
+        local = of_whole_batch(whole, setting, several)
         return local is not None and any(local.traced.of_rows[i] for i in results)
 
     state = jax.tree.unflatten(step.state_tree, step.state)
@@ -271,7 +272,7 @@ def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -
         traced = _trace.as_traced(batch, axes, parts, False) if plain else None
         return rewritten() if traced is None else of_traced(traced, given, rewritten)
     found = [] if partitions else ["JZERO_PARTITION=0"]
-    if found := [*found, *setting.options.not_of_several_dims, *setting.automatic]:
+    if found := [*found, *setting.options.not_of_several_dims]:
         raise _refusal(", ".join(found), split.specs, named)
     traced = _trace.as_traced(batch, axes, parts, True)
     assert traced is not None
