@@ -444,7 +444,8 @@ def test_a_gather_inside_a_loop_is_refused():
 
     text = (r"accumulate > 1, and a gather of the batch's rows over \('data',\) is needed at "
             r".*test_collected_rows\.py:\d+:\d+ \(.*loss_fn.*\), inside a loop, branch or "
-            r"jax\.checkpoint\. .*must stand between two loops over them\. Drop accumulate, move it out of there")  # fmt: skip
+            r"jax\.checkpoint\. .*must stand between two loops over them\. Drop accumulate, move it "
+            r"out of there")  # fmt: skip
     with pytest.raises(jzero.StepError, match=text):
         small.shard_train_step(step, accumulate=2).plan(jnp.eye(8), jnp.ones((32, 8)))
 

@@ -52,7 +52,7 @@ def shards_of(dim: Dim, layout: Layout) -> Shards | None:
     return Shards(axes, outer, at // outer, dim.size // at, dim.true)
 
 
-def factors(eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Factor]:
+def factors(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Factor]:
     """The dims along which it looks up, or updates, single elements of shards."""
     if not _rules.costs(eqn, _rules.Cost.LOOKUP) or ins[0].make is not None:
         return []
@@ -66,7 +66,12 @@ def factors(eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Factor]:
         return []
     counted, sizes = eqn.params["dimension_numbers"].start_index_map, eqn.params["slice_sizes"]
     found = [d for d in counted if sizes[d] == 1 and shards_of(layout.dims[d], layout) is not None]
-    return [Factor((d, None), (None,), "sum") for d in found]
+    return [Factor((d, None), (None,), "sum") for d in found if _may_sum(frame, layout.dims[d])]
+
+
+def _may_sum(frame: DeviceFrame, dim: Dim) -> bool:
+    """Whether what is found may be summed up here: in a loop, microbatches cannot wait for each other."""
+    return frame.outer is None or frame.of_rows.isdisjoint(cut.axis for cut in dim.cuts)
 
 
 def is_look_up(eqn: Eqn, factor: Factor) -> bool:
@@ -228,7 +233,7 @@ def slices(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Any:
     shape, out = value.aval.shape, eqn.outvars[0].aval.shape
     for d, dim in enumerate(value.layout.dims):
         cut = out[d] != shape[d] and 0 not in out and shards_of(dim, value.layout) is not None
-        if not cut or is_elsewhere(value, d):
+        if not cut or is_elsewhere(value, d) or not _may_sum(frame, dim):
             continue
         axes = [cut.axis for cut in dim.cuts]
         n = value.layout.num(axes)

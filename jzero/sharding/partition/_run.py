@@ -129,7 +129,7 @@ def _equation(
         _equations.settle(frame, eqn, ins, factors)
         if (found := _along.along(frame, eqn, ins)) is not None:
             return found
-    factors += _look_ups.factors(eqn, ins)
+    factors += _look_ups.factors(frame, eqn, ins)
     if _lazy.may_wait(eqn, ins):
         return [_lazy.lazy(frame, eqn, ins, factors)]
     frame.reason = "" if factors else "it needs the rows of all devices"

@@ -123,7 +123,7 @@ def _of_all_rows(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], out: 
     values = [ins[0], *(_as_rows(frame, v) for v in ins[1:])]
     others = [_jaxpr.var_like(v.aval) for v in values[1:]]
     whole = eqn.replace(invars=[eqn.invars[0], *others], outvars=[out])
-    factors = [*_rules.factors_of(whole), *_look_ups.factors(whole, values)]
+    factors = [*_rules.factors_of(whole), *_look_ups.factors(frame, whole, values)]
     (found,) = ordinary(frame, whole, values, factors)
     return found
 
