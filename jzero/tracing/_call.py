@@ -174,7 +174,7 @@ def batch_specs(
             "Correct it, or drop it to split dim 0."))  # fmt: skip
     several = (spec for spec in given if spec is not None and sum(map(bool, spec)) > 1)
     first = next((spec_axes(entry) for spec in several for entry in spec if entry), tuple(axes))
-    every = jax.tree.leaves(arrays)
+    every = [leaf for tree in arrays.values() for leaf in jax.tree.leaves(tree)]
     most = max((leaf.shape[0] for leaf in every if leaf.shape), default=1)
     fewest = max(1, min(most, math.prod(axes[axis] for axis in first) * accumulate))
     found = [
