@@ -286,7 +286,7 @@ def test_passes_show_in_the_program():
     added = [scopes(name) for name in after]
     assert added == sorted(added, key=len)
     said = {name: len(found) for name, found in zip(after, added, strict=True)}
-    assert [*said.values()] == [0] * 12 + [1, 3, 4, 5, 5], said
+    assert [*said.values()] == [0] * 13 + [1, 3, 4, 5, 5, 5, 5], said
 
     def loops(name):
         """Of each loop that gathers, its iterations, and whether it first multiplies what it was passed."""
@@ -401,9 +401,7 @@ def pmapped(state, batch):
     ("options", "why"),
     [
         ({"offload": jzero.PinnedHost()}, "several programs"),
-        ({"offload_activations": jzero.PinnedHost()}, "offload_activations"),
-        ({"mesh": (4, 2), "axis_names": "data"}, "mesh axes beside the data axes"),
-        ({"step": pmapped}, "collectives of its own"),
+        ({"step": pmapped, "accumulate": 2}, "collectives of its own with accumulate"),
     ],
 )
 def test_what_it_does_not_run(options, why):

@@ -456,6 +456,9 @@ def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
             plan.exchange.gather_codes is not None
             or any(c is not None for _, c in plan.exchange.reduce_codes)
         ),
+        # A pipeline's ticks would each reduce the gradients of its layers.
+        "loops in loops beside mesh axes of XLA's": bool(plan.automatic)
+        and _has_nested_loops(analysis),
         "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
         and _has_nested_loops(analysis),
