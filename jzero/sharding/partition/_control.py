@@ -433,7 +433,36 @@ def _sums(body: Region, i: int, j: int) -> bool:
     """Whether a carry is a sum of what iterations add, which nothing else in the body reads, or returns."""
     out: Any = body.jaxpr.outvars[j]
     once = sum(atom is out for atom in body.jaxpr.outvars) == 1
-    return once and _collects(body, i, j) and body.readers.get(out) == [len(body.jaxpr.eqns)]
+    return once and _sum_of(body, body.jaxpr.invars[i]) is out
+
+
+def _sum_of(region: Region, var: Var) -> Var | None:
+    """What is returned of a value to which terms are added, in calls, too; None if anything else reads it."""
+    eqns = region.jaxpr.eqns
+    while len(readers := region.readers.get(var, [])) == 1 and readers[0] < len(eqns):
+        eqn, inner = eqns[readers[0]], region.inner(eqns[readers[0]])
+        name, k = eqn.primitive.name, eqn.invars.index(var)
+        if sum(atom is var for atom in eqn.invars) > 1:  # Doubled.
+            return None
+        if len(inner) == 1 and turns(eqn) == 1:
+            outs = inner[0].jaxpr.outvars
+            found = _sum_of(inner[0], inner[0].jaxpr.invars[k])
+            if found is None or sum(atom is found for atom in outs) != 1:
+                return None
+            var = eqn.outvars[outs.index(found)]
+        elif _adds_to(eqn, name, k):
+            var = eqn.outvars[k if name == "optimization_barrier" else 0]
+        else:
+            return None
+    return var if region.readers.get(var) == [len(eqns)] else None
+
+
+def _adds_to(eqn: Eqn, name: str, k: int) -> bool:
+    """Whether an equation adds a term to an operand, or subtracts one, or leaves it as it is."""
+    adds = name in _rules.ADDS or name == "sub" and k == 0
+    same = eqn.invars[k].aval.dtype == eqn.outvars[0].aval.dtype
+    alike = eqn.invars[k].aval.shape == eqn.outvars[0].aval.shape
+    return adds and same and alike or _rules.keeps_dtype(eqn) or name == "optimization_barrier"
 
 
 def _slice_type(v: DeviceValue) -> Any:
