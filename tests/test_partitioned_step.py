@@ -311,7 +311,7 @@ def test_passes_show_in_the_program():
             behind |= {*eqn.outvars} if waits or _waits.is_reduction(eqn) else set()
         return waiting
 
-    assert [reduced(name) > 0 for name in after] == [False] * 14 + [True] * 3
+    assert [reduced(name) > 0 for name in after] == [False] * 15 + [True] * 5
 
 
 def leaves_of(jaxpr):

@@ -102,6 +102,7 @@ MAY = {
         "sharding.analysis._product_reads sharding.plan._make tracing._jaxpr",
     "test_deepspeed": "deepspeed._table",
     "test_describe": "_folded _quantities reports._lines reports._tables",
+    "test_dims": "segments._partitioned sharding.partition._movement",
     "test_differences": "tracing._differences tracing._jaxpr tracing._rewrite",
     "test_dispatches":
         "offload._layered offload._pinned offload._streamed preflight._dispatches preflight._examined "

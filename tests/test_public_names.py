@@ -425,6 +425,8 @@ def test_calls_move_no_rows(module):
         eval_step = jzero.shard_eval_step(lambda state, rows, fn=fn: fn(rows), mesh=mesh)
         movements = eval_step.describe(jnp.ones(()), rows).movements
         may = {"while"} if name in IN_LOOPS.get(module, ()) else set()
+        # The results of a branch are made of rows in several layouts, and whole.
+        may |= {"cond"} if name == "bessel_jn" else set()
         if found := {f"{m.operation}: {m.reason}" for m in movements if m.operation not in may}:
             moved[name] = found
     assert not moved, "a rule is missing, or a reason"

@@ -520,7 +520,7 @@ def test_a_tensor_axis():
     params = weights({"up": (24, 40), "down": (40, 24)})
     state, (rows, *_) = (params, TX.init(params)), rows_of("unrolled")
     step = small.shard_train_step(step_of(loss_fn), **options)
-    assert {each.leaf for each in step.describe(state, rows).untiled} == {"state[0]['up']"}
+    assert "state[0]['up']" in {each.leaf for each in step.describe(state, rows).untiled}
     init = functools.partial(jax.tree.map, jnp.array, state)
     assert_same_training(step_of(loss_fn), init, [*rows_of("unrolled")], **options)
 

@@ -456,6 +456,8 @@ def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
             plan.exchange.gather_codes is not None
             or any(c is not None for _, c in plan.exchange.reduce_codes)
         ),
+        "tile_bytes beside mesh axes of XLA's": bool(plan.automatic)
+        and plan.exchange.tile_bytes is not None,
         # A pipeline's ticks would each reduce the gradients of its layers.
         "loops in loops beside mesh axes of XLA's": bool(plan.automatic)
         and _has_nested_loops(analysis),
