@@ -173,7 +173,8 @@ def _laid_out(
         return links, _weights.at_rest(
             found, rests, frame, options.weight_dtype, options.tile_bytes
         )
-    links.link_returned(frame, len(leaves))
+    if setting.options.needs_masters:
+        links.link_returned(frame, len(leaves))
     return links, _leaves.plan_leaves(leaves, stage_axes, frame, links, tables)
 
 
