@@ -187,6 +187,14 @@ class StepPlan:
         assert not unknown, "a value crosses that has no place in the boundary"
 
     @property
+    def cut_dims(self) -> tuple[int | None, ...]:
+        """The dim along which a microbatch is cut from an argument; None from one that comes whole."""
+        return tuple(
+            dim if dim is not None and any(spec[dim : dim + 1]) else None
+            for dim, spec in zip(self.microbatches.dims, self.arguments, strict=True)
+        )
+
+    @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the data axes."""
         return self.stage_axes.axes

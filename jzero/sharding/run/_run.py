@@ -151,7 +151,7 @@ class Runner:
         env = interp.start(frame, [*values, *map(FullValue, arrays)])
         if plan.microbatches.phases:
             arguments = frame.jaxpr.invars[len(state) :]
-            dims = zip(arguments, plan.microbatches.dims, strict=True)
+            dims = zip(arguments, plan.cut_dims, strict=True)
             accumulation = _microbatches.Accumulation(
                 plan.accumulate,
                 {var: dim for var, dim in dims if dim is not None},
