@@ -52,11 +52,6 @@ def in_one_order(fn: Callable[..., Any]) -> Callable[..., Any]:
     return ordered
 
 
-def has_collectives(eqn: _jaxpr.Eqn) -> bool:
-    """Whether devices meet in the equation, or in a loop, branch or call that it is."""
-    return eqn.primitive.name in MEETING or nests_collectives(eqn)
-
-
 def nests_collectives(eqn: _jaxpr.Eqn) -> bool:
     """Whether it is a loop, branch or call in which devices meet."""
     return any(e.primitive.name in MEETING for e in _jaxpr.inside(eqn))
