@@ -253,12 +253,14 @@ def _as_found(
 
 
 def plan_leaves(
-    leaves: Sequence[StateLeaf], stage_axes: StageAxes, frame: Frame, links: Links, tables: Tables
-) -> tuple[LeafPlan, ...]:
+    leaves: Sequence[StateLeaf], feeds: Sequence[bool], stage_axes: StageAxes, frame: Frame,
+    links: Links, tables: Tables,
+) -> tuple[LeafPlan, ...]:  # fmt: skip
     """Roles from dataflow, layouts from the stage's row; tells `links` which dims are sharded.
 
     Args:
       leaves: the state's leaves; their variables are the first of `frame.jaxpr.invars`.
+      feeds: whether each feeds the batch.
       stage_axes: the stage on the mesh.
       frame: the step, analysed.
       links: linked dims of the step.
@@ -268,9 +270,7 @@ def plan_leaves(
       OptionError: `sharding.full` matches no parameter.
     """
     variables = frame.jaxpr.invars[: len(leaves)]
-    roles = [
-        _role(leaf, var in frame.feeds_batch) for leaf, var in zip(leaves, variables, strict=True)
-    ]
+    roles = [*map(_role, leaves, feeds)]
     looped = [links.looped_dims(frame, var) for var in variables]
     spared = _spared.spared(stage_axes, leaves, looped)
     plans: dict[int, LeafPlan] = {}

@@ -166,7 +166,6 @@ def _laid_out(
     """Which dims are sharded together, and how each leaf rests."""
     stage_axes = setting.stage_axes
     links = Links(frame, stage_axes.count(stage_axes.shard_axes))
-    note_feeds_batch(frame)
     if setting.evaluates:
         options, automatic = setting.options, setting.automatic
         found = _leaves.plan_as_found(leaves, rests, stage_axes, automatic, frame, links)
@@ -175,7 +174,17 @@ def _laid_out(
         )
     if setting.options.needs_masters:
         links.link_returned(frame, len(leaves))
-    return links, _leaves.plan_leaves(leaves, stage_axes, frame, links, tables)
+    feeds = _feed_batch(local.traced, len(leaves), setting)
+    return links, _leaves.plan_leaves(leaves, feeds, stage_axes, frame, links, tables)
+
+
+def _feed_batch(traced: TracedStep, num_leaves: int, setting: Setting) -> list[bool]:
+    """Which leaves feed the batch in the step as it is written: one device's may lack what nobody reads."""
+    frame = traced.frame
+    if traced.is_rewritten and traced.whole is not None:
+        frame, _ = whole_frame(traced.whole, setting.axes)
+    note_feeds_batch(frame)
+    return [var in frame.feeds_batch for var in frame.jaxpr.invars[:num_leaves]]
 
 
 def _has_owners(setting: Setting) -> bool:
