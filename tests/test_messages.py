@@ -256,6 +256,7 @@ def solved_inside(w, x):
     return w - jax.scipy.sparse.linalg.cg(lambda v: x.T @ (x @ v), grad, maxiter=2)[0]
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_an_equation_of_jax_is_found_where_it_was_called():
     """JAX knows no line for what it jits itself; then the call is named."""
     text = ["accumulate > 1, and while at ", "test_messages.py:", "(solved_inside) uses a gradient"]
@@ -340,7 +341,7 @@ def test_specs_with_an_unknown_axis():
 
 def test_specs_with_too_many_dims():
     train_step = sharded(in_specs={"x": P(None, None, "data")})
-    text = ["x float32[16,8] has fewer dims than its spec", "which dim of an argument is split"]
+    text = ["x float32[16,8] has fewer dims than its spec", "which dims of an argument are split"]
     refuses(ValueError, text, train_step, W, X)
 
 
@@ -511,7 +512,7 @@ def test_rows_that_are_gathered_take_too_many_bytes():
         new, metrics = step(w, x)
         return new, metrics | {"sizes": jnp.linalg.svd(x)[1]}
 
-    texts = ["svd at ", "test_messages.py", "no rule for svd along the batch (512 bytes)",
+    texts = ["svd at ", "test_messages.py", "it needs the rows of all devices (512 bytes)",
              "max_gather_bytes=100 is the most", "permit it with max_gather_bytes=512"]  # fmt: skip
     refuses(TypeError, texts, sharded(fn, max_gather_bytes=100), W, X)
     refuses(TypeError, "max_gather_bytes=512", sharded(fn, max_gather_bytes=511), W, X)

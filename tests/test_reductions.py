@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 import programs
 import small
 import zoo
+from jzero.sharding.passes import _before_loops
 from jzero.sharding.plan import _layout
 from jzero.sharding.run import _loops, _queue
 from jzero.sharding.run._values import Unreduced
@@ -199,7 +200,8 @@ def test_groups_of_a_pass_are_smaller(of_turn, together, num, groups, monkeypatc
 @pytest.mark.parametrize("limit", [0, 2**26])
 def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkeypatch):
     """The logits' part of a tied table's gradient is reduced before the layers, the look-up's after."""
-    monkeypatch.setattr(_queue, "WAITS_THROUGH_LOOPS", limit)
+    for module in (_before_loops, _queue):
+        monkeypatch.setattr(module, "WAITS_THROUGH_LOOPS", limit)
     state = programs.abstract_state(programs.Model(), optax.sgd(0.1))
     train_step = small.shard_train_step(programs.train_step, accumulate=accumulate)
     found = train_step.describe(state, programs.tokens())

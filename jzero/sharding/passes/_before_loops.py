@@ -8,6 +8,7 @@ through the backward loop for the part that the look-up makes. One more reductio
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 
 from jax import lax
@@ -20,13 +21,19 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
 
-def before_loops(jaxpr: Jaxpr) -> Jaxpr:
-    """One device's program in which no large gradient waits through a loop for another part of it."""
-    jaxpr = _waits.with_equations(jaxpr, [_jaxpr.with_inner(e, before_loops) for e in jaxpr.eqns])
+def before_loops(jaxpr: Jaxpr, reduction: str = "reduce_scatter") -> Jaxpr:
+    """One device's program in which no large gradient waits through a loop for another part of it.
+
+    Args:
+      jaxpr: the program.
+      reduction: name of the primitive that reduces gradients.
+    """
+    inner = functools.partial(before_loops, reduction=reduction)
+    jaxpr = _waits.with_equations(jaxpr, [_jaxpr.with_inner(e, inner) for e in jaxpr.eqns])
     loops = [i for i, eqn in enumerate(jaxpr.eqns) if _is_long_loop(eqn)]
     large = [
         i for i, eqn in enumerate(jaxpr.eqns)
-        if _waits.is_reduction(eqn) and _size(eqn) > WAITS_THROUGH_LOOPS
+        if eqn.primitive.name == reduction and _size(eqn) > WAITS_THROUGH_LOOPS
     ]  # fmt: skip
     if not loops or not large:
         return jaxpr

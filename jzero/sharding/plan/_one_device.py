@@ -7,6 +7,7 @@ The interpreter takes it, and shards the state.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jzero.ir._layout import Layout, replicated
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.sharding.partition._values import Hint
+from jzero.sharding.passes._before_loops import before_loops
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Jaxpr
 
@@ -63,7 +65,8 @@ def on_one_device(
         flat, consts, mesh, ins, outs, [Hint(x, leaf="new") if x.dims else None for x in new], once,
         exchanges=exchanges, automatic=frozenset() if automatic else None, at_once=True,
     )  # fmt: skip
-    return _of(program, axes)
+    jaxpr = before_loops(program.jaxpr, "psum")
+    return _of(dataclasses.replace(program, jaxpr=jaxpr), axes)
 
 
 def on_slices(
