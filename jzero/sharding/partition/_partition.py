@@ -46,8 +46,10 @@ class DeviceInput:
     @property
     def given(self) -> Layout:
         """In which layout the program is given it."""
-        dims = (dim for dim in self.layout.dims if self.comes_whole and dim.pad is not None)
-        return self.layout.without([cut.axis for dim in dims for cut in dim.cuts])
+        if not self.comes_whole:
+            return self.layout  # A parameter may have padding that only its moments need.
+        padded = (dim for dim in self.layout.dims if dim.pad is not None)
+        return self.layout.without([cut.axis for dim in padded for cut in dim.cuts])
 
 
 @dataclasses.dataclass(frozen=True)
