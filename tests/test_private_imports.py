@@ -215,10 +215,11 @@ MAY = {
     "test_processes": "checkpoint._inspect",
     "test_program": "tracing._jaxpr tracing._printed",
     "test_reductions":
-        "sharding.plan._layout sharding.run._loops sharding.run._queue sharding.run._values tracing._jaxpr",
+        "sharding.passes._before_loops sharding.plan._layout sharding.run._loops sharding.run._queue "
+        "sharding.run._values tracing._jaxpr",
     "test_repeats": "_placement",
     "test_rivals": "_compare",
-    "test_sampled": "sharding.run._coded",
+    "test_sampled": "sharding.passes._gather_codes sharding.passes._reduce_codes",
     "test_scaled_and_sparse": "ir._rules",
     "test_schedule": "preflight._schedule targets._target",
     "test_starts": "ir._starts tracing._jaxpr",

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import run_sampled
-from jzero.sharding.run import _coded
+from jzero.sharding.passes import _gather_codes, _reduce_codes
 from sampling import (
     _draw,
     _helpers,
@@ -123,12 +123,14 @@ def test_noise_hides_no_wrong_gradient(seed, feature):
     assert found.verdict == "differs", found.why
 
 
-@pytest.mark.parametrize("mistaken", ["gather", "_summed"])
-def test_a_wrong_number_on_the_wire_is_noticed(mistaken, monkeypatch):
-    """Of a program whose parameters and gradients travel as rows, in its first seven digits."""
-    right, seed = getattr(_coded, mistaken), 178
+@pytest.mark.parametrize(
+    ("module", "decoded"), [(_gather_codes, "_whole"), (_reduce_codes, "_total")]
+)
+def test_a_wrong_number_on_the_wire_is_noticed(module, decoded, monkeypatch):
+    """Of a program whose parameters and gradients travel as codes, in its first seven digits."""
+    right, seed = getattr(module, decoded), 178
     assert {"gather_dtype", "reduce_dtype"} < set(check.setting_of(seed).options)
-    monkeypatch.setattr(_coded, mistaken, lambda *args: right(*args) * (1 + 1e-7))
+    monkeypatch.setattr(module, decoded, lambda *args: right(*args) * (1 + 1e-7))
     assert check.check([seed])[0].verdict == "differs"
 
 
