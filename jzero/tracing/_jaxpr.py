@@ -631,7 +631,8 @@ def trace_on(
     shard_mapped = jax.shard_map(
         body, mesh=mesh, in_specs=P(), out_specs=(), check_vma=False, axis_names=set(axes)
     )
-    jax.eval_shape(shard_mapped, *args)
+    with _abstract_mesh({}):  # The caller's may have Explicit axes.
+        jax.eval_shape(shard_mapped, *args)
     return traced[0]
 
 
