@@ -3,6 +3,7 @@
     python tests/run_golden.py --processes 2
     python tests/run_golden.py --h200         # 20 rows compiled for H200s, by the newest JAX and one process
     python tests/run_golden.py --partition    # each row by the partitioner, beside the interpreter's
+    python tests/run_golden.py --traffic      # by another release of JAX: layouts, collectives and bytes alone
 
 Each row that changed is printed as a diff, with a verdict: better or update (tests/golden/_judge.py).
 The exit status is 1 if any did. `--update` writes what is new; words choose rows by their names.
@@ -39,9 +40,12 @@ def main() -> int:
     parser.add_argument("--update", action="store_true", help="store what is new")
     parser.add_argument("--h200", action="store_true", help="the rows that are compiled for H200s")
     parser.add_argument("--partition", action="store_true", help="by the partitioner: a table")
+    parser.add_argument("--traffic", action="store_true", help="only what no release of JAX changes")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--times", type=int, default=0, help="print so many of the slowest rows")
     args = parser.parse_args()
+    if args.traffic and args.update:
+        parser.error("--update stores whole rows, --traffic looks at a part of them")
     themes = {"h200": golden.H200} if args.h200 else golden.themes()
     names = [name for name in rows_of(themes) if all(word in " ".join(name) for word in args.words)]
     if args.partition:
@@ -53,7 +57,10 @@ def main() -> int:
     for (theme, name), (new, seconds) in zip(names, found, strict=True):
         times.append((seconds, f"{theme}: {name}"))
         records = stored[theme]
-        verdict = golden.compared(name, records.get(name, {}), new)
+        old = records.get(name, {})
+        if args.traffic:
+            old, new = ({key: each[key] for key in TRAFFIC if key in each} for each in (old, new))
+        verdict = golden.compared(name, old, new)
         if verdict is not None:
             print(f"{theme}: {name}: {verdict.word} ({verdict.why})\n{verdict.diff}\n", flush=True)
             counts[verdict.word] = counts.get(verdict.word, 0) + 1
@@ -74,6 +81,7 @@ def main() -> int:
 
 
 PARTITIONED = ["partitioned"]
+TRAFFIC = ("failed", "refused", "engine", "layouts at rest", "traffic")
 WORDS = ("equal", "better", "worse", "falls back", "refused", "differs", "fails")
 
 
