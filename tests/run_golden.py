@@ -3,7 +3,7 @@
     python tests/run_golden.py --processes 2
     python tests/run_golden.py --h200         # 20 rows compiled for H200s, by the newest JAX and one process
     python tests/run_golden.py --partition    # each row by the partitioner, beside the interpreter's
-    python tests/run_golden.py --traffic      # by another release of JAX: layouts, collectives and bytes alone
+    python tests/run_golden.py --traffic      # by another JAX: layouts, collectives and bytes alone
 
 Each row that changed is printed as a diff, with a verdict: better or update (tests/golden/_judge.py).
 The exit status is 1 if any did. `--update` writes what is new; words choose rows by their names.
@@ -40,7 +40,9 @@ def main() -> int:
     parser.add_argument("--update", action="store_true", help="store what is new")
     parser.add_argument("--h200", action="store_true", help="the rows that are compiled for H200s")
     parser.add_argument("--partition", action="store_true", help="by the partitioner: a table")
-    parser.add_argument("--traffic", action="store_true", help="only what no release of JAX changes")
+    parser.add_argument(
+        "--traffic", action="store_true", help="only what no release of JAX changes"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--times", type=int, default=0, help="print so many of the slowest rows")
     args = parser.parse_args()

@@ -55,7 +55,8 @@ class Partitioning:
       prices: what collectives take along each axis.
       leaves: the names of the inputs.
       once: whether gradients that a step's own loop adds up are reduced behind it, not in each iteration.
-      has_rows: whether an argument has rows; else all devices do the same, and gather the state for it.
+      has_rows: whether an argument has rows, or the step asks for some; else all devices do the same, and
+        gather the state for it.
       time: the axis of microbatches, if there are several.
       exchanges: whether devices may be sent what others are not.
       at_once: whether sums of which leaves of the state are made are done where they are made.

@@ -7,7 +7,6 @@ body and an operation that JAX expands are all written in the place where they s
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import numbers
 from collections.abc import Callable, Hashable, Sequence
@@ -31,6 +30,7 @@ from jzero.sharding.partition import (
     _look_ups,
     _opaque,
     _owners,
+    _requests,
     _reshapes,
     _written,
 )
@@ -93,8 +93,8 @@ def _equation(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: list[DeviceValue]
 ) -> list[DeviceValue]:
     name = eqn.primitive.name
-    if name == "sharding_constraint" and frame.shared.automatic is not None:
-        return _constrained(frame, eqn, ins[0])
+    if name == "sharding_constraint":
+        return [_requests.constrained(frame, eqn, ins[0])]
     if name in _rules.IDENTITIES or _moves_nothing(eqn):
         return ins
     if name == "optimization_barrier":
@@ -139,17 +139,6 @@ def _equation(
             (ins[0].casts[key],) = _equations.ordinary(frame, eqn, ins, factors)
         return [ins[0].casts[key]]
     return _equations.ordinary(frame, eqn, ins, factors)
-
-
-def _constrained(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> list[DeviceValue]:
-    """What the step says of axes over which XLA shards: of what a device has, too; a sum waits through it."""
-    out = _jaxpr.var_like(value.aval, value.layout.local_shape)
-    frame.again(eqn, [frame.at(value, value.layout)], [out])
-    return [
-        dataclasses.replace(
-            value, atoms={value.layout: out}, scopes={}, casts={}, make=None, outer=None, view=None
-        )
-    ]
 
 
 def _in_place_of(

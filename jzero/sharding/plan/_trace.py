@@ -314,8 +314,8 @@ def _trace_otherwise(
 ) -> _jaxpr.Traced:  # fmt: skip
     """The trace of a step that could not be traced in a mesh of its automatic axes.
 
-    A constraint that names a data axis wants it in the mesh; what it says of it is dropped. A `jax.shard_map`
-    of the step's own wants its own mesh. Without any it is an equation, which is refused with its line.
+    A constraint that names a data axis wants it in the mesh. A `jax.shard_map` of the step's own wants its
+    own mesh. Without any it is an equation, which is refused with its line.
     """
     if not _is_of_shard_map(error):
         try:

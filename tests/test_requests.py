@@ -1,0 +1,162 @@
+"""A sharding constraint of the step's own over data axes requests a layout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jzero
+import zoo
+
+ROWS, WIDTH = 16, 32
+
+
+def loss_fn(w, x):
+    return jnp.mean(jnp.tanh(x @ w["up"]) @ w["down"])
+
+
+def new_state():
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {
+        "up": jax.random.normal(keys[0], (WIDTH, 64)),
+        "down": jax.random.normal(keys[1], (64, WIDTH)),
+    }
+    return w, keys[2]
+
+
+def updated(w, x):
+    loss, grads = jax.value_and_grad(loss_fn)(w, x)
+    return jax.tree.map(lambda p, g: p - g, w, grads), loss
+
+
+def own_rows(spec):
+    """A step that draws its batch itself, and says how it lies."""
+
+    def step(state, scale):
+        w, key = state
+        key, now = jax.random.split(key)
+        x = scale * jnp.sin(jnp.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) * jax.random.normal(now))
+        w, loss = updated(w, x if spec is None else jax.lax.with_sharding_constraint(x, spec))
+        return (w, key), loss
+
+    return step
+
+
+def trains_as_on_one_device(step, new_state, batches, **options):
+    train_step = jzero.shard_train_step(step, min_shard_bytes=0, **options)
+    mesh = options["mesh"]
+    plain, state, expected = jax.jit(step), new_state(), new_state()
+    for batch in batches:
+        state, metrics = train_step(state, batch)
+        with jax.set_mesh(mesh):  # Constraints need one.
+            expected, wanted = plain(expected, batch)
+        zoo.assert_trees_close(zoo.to_host(metrics), zoo.to_host(wanted), zoo.FP32, "metrics")
+    whole = zoo.to_host(train_step.unshard(state))
+    zoo.assert_trees_close(whole, zoo.to_host(expected), zoo.FP32, "state")
+    return train_step
+
+
+def auto_mesh(shape, names):
+    return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+
+
+def flops(step, spec):
+    mesh = auto_mesh((8,), ("data",))
+    train_step = jzero.shard_train_step(step(spec), mesh=mesh, min_shard_bytes=0)
+    return train_step.lower(new_state(), 1.0).compile().cost_analysis()["flops"]
+
+
+def test_rows_that_the_step_makes_are_shared_out():
+    mesh = auto_mesh((8,), ("data",))
+    batches = [np.float32(1.0), np.float32(2.0)]
+    trains_as_on_one_device(own_rows(P("data")), new_state, batches, mesh=mesh)
+    assert flops(own_rows, P("data")) < flops(own_rows, None) / 4
+
+
+def constraining(*specs, of=lambda x: x):
+    """A step that says how its batch lies, and what each turn of a loop carries."""
+
+    def step(state, x):
+        w, key = state
+
+        def loss_fn(w):
+            h = jax.lax.with_sharding_constraint(of(x), specs[0])
+            h = jnp.tanh(h @ w["up"]) @ w["down"]
+
+            def turn(h, _):
+                return jax.lax.with_sharding_constraint(jnp.sin(h), specs[-1]), jnp.sum(h) / h.size
+
+            h, firsts = jax.lax.scan(turn, h, None, length=3)
+            return jnp.mean(h) + firsts.sum()
+
+        loss, grads = jax.value_and_grad(loss_fn)(w)
+        return (jax.tree.map(lambda p, g: p - g, w, grads), key), loss
+
+    return step
+
+
+def batches(rows=ROWS):
+    return [
+        np.sin(np.arange(rows * WIDTH, dtype=np.float32) * k).reshape(rows, WIDTH) for k in (1, 2)
+    ]
+
+
+SPECS = {
+    "rows": (P("a"), P("a")),
+    "columns": (P(None, "a"), P("a")),
+    "columns in the loop": (P("a"), P(None, "a")),
+    "both": (P("a", "b"), P("b", "a")),
+    "one dim": (P(("a", "b")), P(("b", "a"))),
+    "nothing": (P(), P(None, None)),
+    "unconstrained": (P(P.UNCONSTRAINED, "a"), P("b", P.UNCONSTRAINED)),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", SPECS)
+def test_trains_the_same(name, accumulate):
+    mesh = auto_mesh((2, 4), ("a", "b"))
+    options = {"mesh": mesh, "axis_names": ("a", "b"), "accumulate": accumulate}
+    trains_as_on_one_device(constraining(*SPECS[name]), new_state, batches(), **options)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_trains_the_same_beside_an_axis_of_xla(name):
+    mesh = auto_mesh((4, 2), ("a", "b"))
+    trains_as_on_one_device(
+        constraining(*SPECS[name]), new_state, batches(), mesh=mesh, axis_names="a"
+    )
+
+
+def test_what_devices_do_not_divide_is_not_asked_for():
+    mesh = auto_mesh((8,), ("a",))
+    step = constraining(P("a"), P(None, "a"), of=lambda x: x[:12])
+    trains_as_on_one_device(step, new_state, batches(), mesh=mesh)
+
+
+def test_what_a_request_moves_is_listed():
+    mesh = auto_mesh((8,), ("a",))
+    step = constraining(P(None, "a"), P(None, "a"))
+    train_step = jzero.shard_train_step(step, mesh=mesh, min_shard_bytes=0)
+    text = str(train_step.describe(new_state(), batches()[0]))
+    assert "the step asks for it" in text
+    assert "test_requests.py" in text
+
+
+def test_gradients_lie_as_the_stage_says():
+    mesh = auto_mesh((8,), ("a",))
+
+    def step(state, x, spec):
+        w, key = state
+        loss, grads = jax.value_and_grad(loss_fn)(w, x)
+        if spec is not None:
+            grads = jax.tree.map(lambda g: jax.lax.with_sharding_constraint(g, spec), grads)
+        return (jax.tree.map(lambda p, g: p - g, w, grads), key), loss
+
+    plain = jzero.shard_train_step(lambda s, x: step(s, x, None), mesh=mesh, min_shard_bytes=0)
+    asking = trains_as_on_one_device(
+        lambda s, x: step(s, x, P(None, "a")), new_state, batches(), mesh=mesh
+    )
+    given = new_state(), batches()[0]
+    assert asking.describe(*given).traffic == plain.describe(*given).traffic
