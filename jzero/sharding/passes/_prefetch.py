@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -288,9 +289,10 @@ class _Level:
                 start = max(start, awaited) if g.use >= self.num else start
                 each.append((g, self._behind_loop(g, start)))
             return each
-        begins, result = self._begins(), list[tuple[_Gather, int]]()
-        for begin in dict.fromkeys(begins[use] for use in uses):
-            mine = [k for k, use in enumerate(uses) if begins[use] == begin]
+        result = list[tuple[_Gather, int]]()
+        begins = [self.begins[use] for use in uses]
+        for begin in dict.fromkeys(begins):
+            mine = [k for k, own in enumerate(begins) if own == begin]
             products = [i for i in self.products if i > begin]
             found = _queue([sizes[k] for k in mine], [uses[k] for k in mine], products, limit)
             for k, at in zip(mine, found, strict=True):
@@ -308,7 +310,8 @@ class _Level:
     def _behind_loop(self, gather: _Gather, start: int) -> int:
         return max([start, -1, *(i for i in self.loops if i < gather.use)])
 
-    def _begins(self) -> list[int]:
+    @functools.cached_property
+    def begins(self) -> list[int]:
         """For each equation the last one of the pass before its own, or -1."""
         begins, begin, latest, seen = list[int](), -1, -1, None
         computed, products = set(self.place.late), set(self.products)
