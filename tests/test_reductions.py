@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import types
 from typing import Any
 
@@ -95,8 +96,10 @@ def test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients(
     (found,) = [f for f in map(products_behind, all_jaxprs(jaxpr)) if f]
     products = [num for num, _ in found]
     assert len(products) == 3 * 2 + 1
-    # What a checkpoint computes again stands among the products of its layer.
-    assert remat or products == sorted(set(products))
+    # What a checkpoint computes again stands among the products of its layer: only layers are in order.
+    num = 2 if remat else 1
+    layers = [products[i : i + num] for i in range(0, len(products), num)]
+    assert all(max(one) < min(next_one) for one, next_one in itertools.pairwise(layers))
     waits = [bool(waited) for _, waited in found]
     first = waits.index(True)
     assert waits == [False] * first + [True] * (7 - first)
