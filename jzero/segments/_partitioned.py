@@ -10,24 +10,31 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._errors import CannotPartitionError, NeedsAllMicrobatchesError, cannot
-from jzero.ir._layout import Layout, Pad, Prices, from_spec, replicated
+from jzero.ir._layout import Layout, Prices
 from jzero.ir._regions import Region, turns
 from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import Repeated
-from jzero.sharding.partition._frame import WrittenStep
+from jzero.segments._given import (
+    arguments,
+    given_step,
+    leaf_layout,
+    of_all_devices,
+    reduced_hint,
+    results,
+    run_of,
+)
 from jzero.sharding.partition._matrix_owners import MatrixOwners
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
-from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
+from jzero.sharding.partition._partition import DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
-from jzero.sharding.partition._values import Hint
 from jzero.sharding.passes._activations import activations, in_order
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._auto_axes import AutoAxes, auto_axes
@@ -46,18 +53,15 @@ from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._tiles import tiles
 from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.passes._whole_stacks import whole_stacks
-from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan
-from jzero.sharding.plan._stages import PARAMETER
 from jzero.sharding.plan._trace import WRITTEN
 from jzero.sharding.run._run import Runner, devices_of
 from jzero.targets._links import AxisTimes, axis_times
 from jzero.targets._target import target_of, topology_of
-from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._rewrite import Flat
+from jzero.tracing import _jaxpr
 from jzero.tracing._types import Jaxpr
 
 SWITCH = "JZERO_PARTITION"
@@ -176,12 +180,12 @@ def _partitioned(runner: Runner) -> Partitioned:
     mesh, time = dict(plan.axes), _time(plan, runner.mesh.axis_names)
     mesh |= {} if time is None else {time.name: time.num}
     devices = devices_of(runner.mesh)
-    step = _step_of(plan, analysis)
+    step = given_step(plan, analysis)
     taken = [i for i in range(len(step.jaxpr.invars)) if i not in plan.unread]
-    ins = [*_inputs(plan, step, mesh, time)]
-    outs = [*(_leaf(leaf, mesh) for leaf in plan.new_leaves), *_outputs(plan, step, mesh)]
+    ins = [*arguments(plan, step, mesh, time)]
+    outs = [*(leaf_layout(leaf, mesh) for leaf in plan.new_leaves), *results(plan, step, mesh)]
     step = step.taking(taken)
-    reduced = [_reduced(leaf, mesh) for leaf in plan.new_leaves]
+    reduced = [reduced_hint(leaf, mesh) for leaf in plan.new_leaves]
     links = axis_times(dict(runner.mesh.shape), target_of(devices), topology_of(devices))
     links = tuple(each for each in links if each[0] in mesh)
     given = (
@@ -207,14 +211,14 @@ def _partitioned(runner: Runner) -> Partitioned:
     except NeedsAllMicrobatchesError:
         program = made(time=time and time._replace(opens=True))
     if step.written is not None:
-        program = _of_all_devices(program, plan, taken)
+        program = of_all_devices(program, plan, taken)
     olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
     olds += [None] * (len(program.outs) - len(olds))
     # Behind the loops over microbatches rows differ over the devices alone.
     rows_over = [ins[i].rows & {*runner.mesh.axis_names} for i in taken]
     programs = _passed(program, runner, taken, rows_over, olds, time)
     repeated = _checked(programs, runner)
-    return Partitioned(programs, repeated, _run_of(programs[PASSES[-1]], runner, taken))
+    return Partitioned(programs, repeated, run_of(programs[PASSES[-1]], runner, taken))
 
 
 def _time(plan: StepPlan, axes: Sequence[str]) -> TimeAxis | None:
@@ -282,7 +286,8 @@ def _passed(
     exchange, mesh = plan.exchange, dict(program.ins[0].mesh) if program.ins else {}
     leaves = {k: plan.leaves[i] for k, i in enumerate(taken) if i < len(plan.leaves)}
     ins = tuple(
-        _leaf(leaves[k], mesh) if k in leaves else layout for k, layout in enumerate(program.ins)
+        leaf_layout(leaves[k], mesh) if k in leaves else layout
+        for k, layout in enumerate(program.ins)
     )
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "late_sums": late_sums,
@@ -478,135 +483,3 @@ def _has_nested_loops(analysis: Analysis) -> bool:
         region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
     loops = (r for r, eqn in region.walk() if turns(eqn) != 1)
     return any(r.around is not None and turns(r.around[1]) != 1 for r in loops)
-
-
-class _GivenStep(NamedTuple):
-    """A step as the partitioner takes it.
-
-    Attributes:
-      jaxpr: of the whole batch, or of one device if it has collectives of its own.
-      consts: values of its constants.
-      specs: of the whole batch, how each input is split over the data axes.
-      written: what is known of one with collectives of its own.
-    """
-
-    jaxpr: Flat
-    consts: list[Any]
-    specs: Sequence[PartitionSpec]
-    written: WrittenStep | None
-
-    def taking(self, taken: Sequence[int]) -> _GivenStep:
-        """With some of its inputs."""
-        flat = self.jaxpr._replace(invars=[self.jaxpr.invars[i] for i in taken])
-        written = self.written
-        if written is not None:
-            frame: Any = dataclasses.replace(written.frame, jaxpr=flat)  # type: ignore[arg-type]
-            written = written._replace(frame=frame)
-        return self._replace(jaxpr=flat, written=written)
-
-
-def _step_of(plan: StepPlan, analysis: Analysis) -> _GivenStep:
-    """What is partitioned of a step; of the whole batch's, only what it returns.
-
-    Raises:
-      CannotPartitionError: it reads a leaf that the plan does not read.
-    """
-    whole, frame = analysis.whole, analysis.frame
-    if whole is None:
-        jaxpr = frame.jaxpr
-        flat = Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], [*jaxpr.eqns])
-        return _GivenStep(flat, frame.consts, [], WrittenStep(frame, dict(plan.step_axes)))
-    eqns, read = _rewrite.behind(whole.jaxpr.eqns, whole.jaxpr.outvars)
-    flat = whole.jaxpr._replace(eqns=eqns)
-    if any(flat.invars[i] in read for i in plan.unread):
-        raise cannot("it reads a leaf that the plan does not read")
-    return _GivenStep(flat, whole.consts, whole.specs, None)
-
-
-def _outputs(plan: StepPlan, step: _GivenStep, mesh: dict[str, int]) -> Iterator[Layout]:
-    """In which layouts it returns what is no state; what differs as each device has it."""
-    for atom, layout in zip(step.jaxpr.outvars[len(plan.new_leaves) :], plan.outputs, strict=True):
-        spec = _layout.partition_spec(layout) if step.written is None else PartitionSpec()
-        yield from_spec(atom.aval.shape, mesh, spec)
-
-
-def _of_all_devices(program: DeviceProgram, plan: StepPlan, taken: Sequence[int]) -> DeviceProgram:
-    """A program of one device's shapes, of whole arguments and results: what differs is a part of them."""
-    leaves = [i for i in taken if i < len(plan.leaves)]
-    specs = [_layout.partition_spec(layout) for layout in plan.outputs]
-    ins = [*program.ins[: len(leaves)], *map(_joined, program.ins[len(leaves) :], plan.arguments)]
-    num_new = len(plan.new_leaves)
-    outs = [*program.outs[:num_new], *map(_joined, program.outs[num_new:], specs)]
-    return dataclasses.replace(program, ins=tuple(ins), outs=tuple(outs))
-
-
-def _joined(layout: Layout, spec: PartitionSpec) -> Layout:
-    """The layout of an array of which each device has a part of this shape."""
-    mesh = dict(layout.mesh)
-    names = [(x,) if isinstance(x, str) else x or () for x in (*spec, *[None] * len(layout.dims))]
-    pairs = zip(layout.shape, names, strict=False)
-    return from_spec([size * layout.num(axes) for size, axes in pairs], mesh, spec)
-
-
-def _inputs(
-    plan: StepPlan, step: _GivenStep, mesh: dict[str, int], time: TimeAxis | None
-) -> Iterator[DeviceInput]:
-    """Leaves as they are stored; arguments in rows, or as one device has them."""
-    num, dims = len(plan.leaves), plan.microbatches.dims
-    yield from (DeviceInput(_leaf(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves)
-    if step.written is not None:
-        for var in step.jaxpr.invars[num:]:
-            own = step.written.own(step.written.frame, var)
-            yield DeviceInput(replicated(var.aval.shape, mesh), own)
-        return
-    for var, spec, dim in zip(step.jaxpr.invars[num:], step.specs[num:], dims, strict=True):
-        layout = from_spec(var.aval.shape, mesh, spec)
-        if time is not None and dim is not None:
-            layout = layout.cut(dim, time.name)
-        # What the devices do not divide cannot come in shards.
-        yield DeviceInput(layout, layout.axes, comes_whole=True)
-
-
-def _leaf(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:
-    """A leaf's layout at rest; it may be padded for more axes than it is sharded over."""
-    layout = from_spec(leaf.shape, mesh, _layout.partition_spec(leaf.layout))
-    if not isinstance(leaf.layout, Shard) or not leaf.padding:
-        return layout
-    dims, d = [*layout.dims], leaf.layout.dim
-    dims[d] = dims[d]._replace(size=leaf.padded_shape[d], pad=Pad(1, leaf.shape[d]))
-    return dataclasses.replace(layout, dims=tuple(dims))
-
-
-def _reduced(leaf: LeafPlan, mesh: dict[str, int]) -> Hint | None:
-    """What is said of the gradient of a new parameter; a scalar may scale those of all leaves."""
-    if leaf.role != PARAMETER or not leaf.shape:
-        return None
-    layout = from_spec(leaf.shape, mesh, _layout.partition_spec(leaf.gradient))
-    return Hint(layout, leaf=leaf.path)
-
-
-def _run_of(program: DeviceProgram, runner: Runner, taken: Sequence[int]) -> Callable[..., Any]:
-    """The program as a function of whole arrays, those of leaves padded."""
-    plan, consts = runner.plan, [*map(_jaxpr.constant, program.consts)]
-    num_new = len(plan.new_leaves)
-    local = _jaxpr.shard_mapped(
-        _jaxpr.without_constants(program.jaxpr),
-        runner.mesh,
-        [*[PartitionSpec()] * len(consts), *map(_spec, program.ins)],
-        [*map(_spec, program.outs)],
-        [tuple(dim.size for dim in layout.dims) for layout in program.outs],
-        [axis for axis, _ in plan.axes],
-    )
-
-    def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-        given = [*state, *arrays]
-        outs = local(*consts, *(given[i] for i in taken))
-        return outs[:num_new], outs[num_new:]
-
-    return step
-
-
-def _spec(layout: Layout) -> PartitionSpec:
-    spec = layout.spec()
-    assert spec is not None, f"{layout} is no layout of a JAX array"
-    return spec

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the partitioner is given of a step, and its program as a function of whole arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from jzero.ir._errors import cannot
+from jzero.ir._layout import Layout, Pad, from_spec, replicated
+from jzero.sharding.partition._frame import WrittenStep
+from jzero.sharding.partition._partition import DeviceInput, DeviceProgram
+from jzero.sharding.partition._time import TimeAxis
+from jzero.sharding.partition._values import Hint
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._layout import Shard
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._plan import Analysis, StepPlan
+from jzero.sharding.plan._stages import PARAMETER
+from jzero.sharding.run._run import Runner
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._rewrite import Flat
+
+
+class GivenStep(NamedTuple):
+    """A step as the partitioner takes it.
+
+    Attributes:
+      jaxpr: of the whole batch, or of one device if it has collectives of its own.
+      consts: values of its constants.
+      specs: of the whole batch, how each input is split over the data axes.
+      written: what is known of one with collectives of its own.
+    """
+
+    jaxpr: Flat
+    consts: list[Any]
+    specs: Sequence[PartitionSpec]
+    written: WrittenStep | None
+
+    def taking(self, taken: Sequence[int]) -> GivenStep:
+        """With some of its inputs."""
+        flat = self.jaxpr._replace(invars=[self.jaxpr.invars[i] for i in taken])
+        written = self.written
+        if written is not None:
+            frame: Any = dataclasses.replace(written.frame, jaxpr=flat)  # type: ignore[arg-type]
+            written = written._replace(frame=frame)
+        return self._replace(jaxpr=flat, written=written)
+
+
+def given_step(plan: StepPlan, analysis: Analysis) -> GivenStep:
+    """What is partitioned of a step; of the whole batch's, only what it returns.
+
+    Raises:
+      CannotPartitionError: it reads a leaf that the plan does not read.
+    """
+    whole, frame = analysis.whole, analysis.frame
+    if whole is None:
+        jaxpr = frame.jaxpr
+        flat = Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], [*jaxpr.eqns])
+        return GivenStep(flat, frame.consts, [], WrittenStep(frame, dict(plan.step_axes)))
+    eqns, read = _rewrite.behind(whole.jaxpr.eqns, whole.jaxpr.outvars)
+    flat = whole.jaxpr._replace(eqns=eqns)
+    if any(flat.invars[i] in read for i in plan.unread):
+        raise cannot("it reads a leaf that the plan does not read")
+    return GivenStep(flat, whole.consts, whole.specs, None)
+
+
+def results(plan: StepPlan, step: GivenStep, mesh: dict[str, int]) -> Iterator[Layout]:
+    """In which layouts it returns what is no state; what differs as each device has it."""
+    for atom, layout in zip(step.jaxpr.outvars[len(plan.new_leaves) :], plan.outputs, strict=True):
+        spec = _layout.partition_spec(layout) if step.written is None else PartitionSpec()
+        yield from_spec(atom.aval.shape, mesh, spec)
+
+
+def of_all_devices(program: DeviceProgram, plan: StepPlan, taken: Sequence[int]) -> DeviceProgram:
+    """A program of one device's shapes, of whole arguments and results: what differs is a part of them."""
+    leaves = [i for i in taken if i < len(plan.leaves)]
+    specs = [_layout.partition_spec(layout) for layout in plan.outputs]
+    ins = [*program.ins[: len(leaves)], *map(_joined, program.ins[len(leaves) :], plan.arguments)]
+    num_new = len(plan.new_leaves)
+    outs = [*program.outs[:num_new], *map(_joined, program.outs[num_new:], specs)]
+    return dataclasses.replace(program, ins=tuple(ins), outs=tuple(outs))
+
+
+def _joined(layout: Layout, spec: PartitionSpec) -> Layout:
+    """The layout of an array of which each device has a part of this shape."""
+    mesh = dict(layout.mesh)
+    names = [(x,) if isinstance(x, str) else x or () for x in (*spec, *[None] * len(layout.dims))]
+    pairs = zip(layout.shape, names, strict=False)
+    return from_spec([size * layout.num(axes) for size, axes in pairs], mesh, spec)
+
+
+def arguments(
+    plan: StepPlan, step: GivenStep, mesh: dict[str, int], time: TimeAxis | None
+) -> Iterator[DeviceInput]:
+    """Leaves as they are stored; arguments in rows, or as one device has them."""
+    num, dims = len(plan.leaves), plan.microbatches.dims
+    yield from (
+        DeviceInput(leaf_layout(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves
+    )
+    if step.written is not None:
+        for var in step.jaxpr.invars[num:]:
+            own = step.written.own(step.written.frame, var)
+            yield DeviceInput(replicated(var.aval.shape, mesh), own)
+        return
+    for var, spec, dim in zip(step.jaxpr.invars[num:], step.specs[num:], dims, strict=True):
+        layout = from_spec(var.aval.shape, mesh, spec)
+        if time is not None and dim is not None:
+            layout = layout.cut(dim, time.name)
+        # What the devices do not divide cannot come in shards.
+        yield DeviceInput(layout, layout.axes, comes_whole=True)
+
+
+def leaf_layout(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:
+    """A leaf's layout at rest; it may be padded for more axes than it is sharded over."""
+    layout = from_spec(leaf.shape, mesh, _layout.partition_spec(leaf.layout))
+    if not isinstance(leaf.layout, Shard) or not leaf.padding:
+        return layout
+    dims, d = [*layout.dims], leaf.layout.dim
+    dims[d] = dims[d]._replace(size=leaf.padded_shape[d], pad=Pad(1, leaf.shape[d]))
+    return dataclasses.replace(layout, dims=tuple(dims))
+
+
+def reduced_hint(leaf: LeafPlan, mesh: dict[str, int]) -> Hint | None:
+    """What is said of the gradient of a new parameter; a scalar may scale those of all leaves."""
+    if leaf.role != PARAMETER or not leaf.shape:
+        return None
+    layout = from_spec(leaf.shape, mesh, _layout.partition_spec(leaf.gradient))
+    return Hint(layout, leaf=leaf.path)
+
+
+def run_of(program: DeviceProgram, runner: Runner, taken: Sequence[int]) -> Callable[..., Any]:
+    """The program as a function of whole arrays, those of leaves padded."""
+    plan, consts = runner.plan, [*map(_jaxpr.constant, program.consts)]
+    num_new = len(plan.new_leaves)
+    local = _jaxpr.shard_mapped(
+        _jaxpr.without_constants(program.jaxpr),
+        runner.mesh,
+        [*[PartitionSpec()] * len(consts), *map(_spec, program.ins)],
+        [*map(_spec, program.outs)],
+        [tuple(dim.size for dim in layout.dims) for layout in program.outs],
+        [axis for axis, _ in plan.axes],
+    )
+
+    def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        given = [*state, *arrays]
+        outs = local(*consts, *(given[i] for i in taken))
+        return outs[:num_new], outs[num_new:]
+
+    return step
+
+
+def _spec(layout: Layout) -> PartitionSpec:
+    spec = layout.spec()
+    assert spec is not None, f"{layout} is no layout of a JAX array"
+    return spec
