@@ -174,9 +174,9 @@ def test_once_for_a_step_and_cause():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train_step = jzero.shard_train_step(mlp(over_rows), mesh=MESH)
-        for num in (9, 9, 20, 512, 500):
+        for num in (17, 17, 20, 512, 500):
             train_step.describe(PARAMS, rows(num))
-    causes = ["rows are padded from 9 to 16", "every device computes all rows"]
+    causes = ["rows are padded from 17 to 24", "every device computes all rows"]
     assert len(caught) == 2
     assert all(cause in str(each.message) for cause, each in zip(causes, caught, strict=True))
     _, again = described(mlp(), rows(12))  # Another step.
