@@ -229,6 +229,19 @@ def test_answers_for_all_microbatches_in_a_loop_of_layers_are_refused():
         step(*drawn())
 
 
+def test_a_refused_call_is_found_where_it_was_made():
+    def step(w, x):
+        def act(i, h):
+            jax.debug.callback(lambda mean: None, h.mean())
+            return h
+
+        return descent(lambda w, x: jnp.mean(layers(w, x, act)[0] ** 2), w, x)
+
+    text = r"io_callback at \S*test_effects.py\S* \(.*act\) uses .* inside a loop"
+    with pytest.raises(jzero.StepError, match=text):
+        small.shard_train_step(step, accumulate=2)(*drawn())
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("num", [1, 2, 8])
 @pytest.mark.parametrize("name", STEPS)

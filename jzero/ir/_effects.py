@@ -92,7 +92,8 @@ def _written(
 
     types = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in [test, *operands]]
     traced = _jaxpr.trace_here(run, *types)
-    return writer.write(traced.jaxpr, traced.consts, [test, *operands], writer.source)
+    jaxpr = _jaxpr.written_for(traced.jaxpr, writer.source)
+    return writer.write(jaxpr, traced.consts, [test, *operands], writer.source)
 
 
 def _is_not_zero(x: jax.Array) -> jax.Array:

@@ -559,6 +559,16 @@ def with_line_of(eqn: Eqn, outer: Eqn) -> Eqn:
     return eqn.replace(source_info=eqn.source_info.replace(traceback=outer.source_info.traceback))
 
 
+def written_for(jaxpr: Jaxpr, source: Eqn) -> Jaxpr:
+    """The program, of which all equations stand where the user wrote that one."""
+
+    def moved(eqn: Eqn) -> Eqn:
+        inside = with_inner(eqn, lambda inner: written_for(inner, source))
+        return inside.replace(source_info=source.source_info)
+
+    return replaced(jaxpr, eqns=[*map(moved, jaxpr.eqns)])
+
+
 def at_line(eqn: Eqn) -> str:
     """` at file.py:12 (train_step)`, or nothing where JAX knows no line."""
     return f" at {user_line(eqn)}" if has_line(eqn) else ""
