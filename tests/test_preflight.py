@@ -151,7 +151,7 @@ def test_tiles_replace_matrices_and_their_gradients(scan, remat):
     # Beside the gradients' shards and the activations: a few tiles, and not a matrix and its gradient.
     gradients, kept = 2 * stack.size // 8, 2 * num_layers * rows * dim * (1 if remat else 2)
     beside = [f.peak_bytes - f.argument_bytes - gradients - kept for f in (whole, tiled)]
-    assert beside[1] < 8 * tile_bytes
+    assert beside[1] < 8.5 * tile_bytes
     assert beside[0] > 10 * tile_bytes
     assert max(c.whole_bytes for c in tiled.schedule.collectives) == tile_bytes
     assert tiled.nbytes("reduce-scatter") == whole.nbytes("reduce-scatter")
