@@ -59,13 +59,14 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
 def _cut_after(
     frame: DeviceFrame, made: DeviceValue, value: DeviceValue, axes: Sequence[str]
 ) -> DeviceValue:  # fmt: skip
-    """A reshape of gathered rows as rows again: of the largest of the dims that they are now."""
+    """A reshape of gathered rows as rows again: of the largest of the dims that they are now, if it is padded."""
     _, news = _dims_of_rows(value.layout, made.aval.shape, axes[0])
-    n = made.layout.num(axes)
-    fit = [d for d in news if not made.layout.dims[d].cuts and made.aval.shape[d] % n == 0]
+    n, shape = made.layout.num(axes), made.aval.shape
+    free = [d for d in news if not made.layout.dims[d].cuts and made.layout.dims[d].pad is None]
+    fit = [d for d in free if shape[d] % n == 0] or [d for d in free if shape[d] > n]
     if not fit:
         return made
-    layout, d = made.layout, max(fit, key=lambda d: made.aval.shape[d])
+    layout, d = made.layout, max(fit, key=lambda d: shape[d])
     for axis in axes:
         layout = layout.cut(d, axis)
     made.atoms[layout] = frame.at(made, layout)
