@@ -94,14 +94,18 @@ class _Flow(Generic[Fact]):
     def __post_init__(self) -> None:
         self._found = dict(self.given)
         self._items = [*self._items_of(self.program)]
-        self._places = {
+        # All are due once, in their order; `_due` are those before `_next` that are due again.
+        self._next, self._due = 0, list[int]()
+        self._is_again = False  # Whether the one at hand is due again, and so what reads it may be.
+        self._is_due = set[int]()
+        self._over: dict[tuple[Region, int], dict[ValueIn, list[Edge]]] = {}
+
+    @functools.cached_property
+    def _places(self) -> dict[tuple[Region, int | None], int]:
+        return {
             (item.region, id(item.eqn) if item.region is item.holder else None): number
             for number, item in enumerate(self._items)
         }
-        # All are due once, in their order; `_due` are those before `_next` that are due again.
-        self._next, self._due = 0, list[int]()
-        self._is_due = set[int]()
-        self._over: dict[tuple[Region, int], dict[ValueIn, list[Edge]]] = {}
 
     def _items_of(self, region: Region) -> Iterator[_Item]:
         order = reversed if self.backward else iter
@@ -114,7 +118,8 @@ class _Flow(Generic[Fact]):
 
     def run(self) -> dict[ValueIn, Fact]:
         while self._due or self._next < len(self._items):
-            if self._due:
+            self._is_again = bool(self._due)
+            if self._is_again:
                 number = heapq.heappop(self._due)
                 self._is_due.remove(number)
             else:
@@ -161,7 +166,8 @@ class _Flow(Generic[Fact]):
             fact = self.join(self.given[value], fact)
         if fact != old:
             self._found[value] = fact
-            self._have_due(region, atom)
+            if gains or self._is_again:
+                self._have_due(region, atom)
 
     def _have_due(self, region: Region, var: Var) -> None:
         eqns = region.jaxpr.eqns
