@@ -146,6 +146,29 @@ def test_options(name, mesh, options):
     check(name, mesh, **options)
 
 
+@pytest.mark.parametrize("accumulate", [2, 4])
+@pytest.mark.parametrize("mesh", ["2x2", "2x4", "4x2"])
+def test_sums_over_tokens_are_of_microbatches(mesh, accumulate):
+    """As many microbatches as devices have rows: a sum over tokens must not go through those of others."""
+
+    def step(w, batch):
+        def loss_fn(w):
+            h = batch @ w
+            return ((h + h.sum(1, keepdims=True)) ** 2).mean()
+
+        loss, grad = jax.value_and_grad(loss_fn)(w)
+        return w - 0.1 * grad, loss
+
+    sizes = tuple(MESHES[mesh].values())
+    on = jax.make_mesh(sizes, ("data", "context"), devices=jax.devices()[: math.prod(sizes)])
+    specs = {"batch": P("data", "context")}
+    train_step = small.shard_train_step(step, mesh=on, in_specs=specs, accumulate=accumulate)
+    batch = np.random.default_rng(0).normal(size=(16, 16, 8))
+    found, expected = train_step(jnp.eye(8), batch), jax.jit(step)(jnp.eye(8), batch)
+    for have, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-12)
+
+
 def test_microbatches_cut_rows_only():
     init, _, batch, _ = STEPS["gpt"]()
     plan = sharded("gpt", "2x4", is_abstract=True, accumulate=4).plan(jax.eval_shape(init), batch)

@@ -463,6 +463,7 @@ def test_both_engines_reduce_in_another_dtype_to_the_bit(axes, stage, partitions
     assert "bf16" not in str(train_step.program(*mlp_arguments(), after="inputs_first"))
 
 
+@pytest.mark.covering
 @meshes
 @pytest.mark.parametrize("options", [{}, {"gather": "keep"}, {"param_axes": "local"}], ids=str)
 @pytest.mark.parametrize("model", [{}, {"scan": False}], ids=str)
@@ -508,6 +509,7 @@ def test_both_engines_renew_copies_by_the_same_codes(axes, options, width, parti
 HOPS = {"node": INT4, "local": INT8}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

@@ -440,29 +440,39 @@ def times_along(prices: Prices, axis: str) -> AxisTimes:
     return dict(prices).get(axis, _BYTES)
 
 
+class NoWayError(LookupError):
+    """No conversion from layout to layout leaves an axis as it is."""
+
+
 @functools.lru_cache(maxsize=2**14)
 def conversion(
-    source: Layout, target: Layout, itemsize: int, prices: Prices = (), exchanges: bool = True
-) -> tuple[LayoutStep, ...]:
+    source: Layout, target: Layout, itemsize: int, prices: Prices = (), exchanges: bool = True,
+    still: str = "",
+) -> tuple[LayoutStep, ...]:  # fmt: skip
     """The cheapest steps from layout to layout (Dijkstra).
 
     Least `price_of`; then no collective over axes that are not in the mesh's order, which would cross the
     outer ones, whose links are slower, with all of it; then fewest collectives, bytes over outer axes, and
     steps; then what `_moves` has first. An axis goes where the target has it, or becomes replicated; a
     partial sum may be scattered anywhere. Without `exchanges` all devices get the same: shards are gathered,
-    sums are done whole.
+    sums are done whole. Along the axis `still` nothing moves.
+
+    Raises:
+      NoWayError: every way moves something along `still`.
     """
     assert (source.shape, source.mesh) == (target.shape, target.mesh), f"{source} to {target}"
     goal, order = _plain(target), itertools.count()
     queue = [((0, 0, 0, 0, 0), next(order), _plain(source), tuple[LayoutStep, ...]())]
     seen: set[Layout] = set()
-    while (found := heapq.heappop(queue))[2] != goal:  # Gathered and reduced, any goal can be cut.
+    while (
+        queue and (found := heapq.heappop(queue))[2] != goal
+    ):  # Gathered and reduced, any can be cut.
         (paid, mixed, collectives, outer, _), _, now, steps = found
         if now in seen:
             continue
         seen.add(now)
         for kind, axes, after in _moves(now, goal):
-            if not exchanges and kind in _APART:
+            if not exchanges and kind in _APART or still in axes and kind not in LOCAL:
                 continue
             step = LayoutStep(
                 kind, axes, now, _plain(after), _received(kind, axes, now, after, itemsize)
@@ -472,6 +482,8 @@ def conversion(
                 collectives + (kind not in LOCAL), outer + _over_outer_axes(step), len(steps) + 1,
             )  # fmt: skip
             heapq.heappush(queue, (cost, next(order), step.after, (*steps, step)))
+    if found[2] != goal:
+        raise NoWayError(f"nothing makes {target} of {source} and moves nothing along {still!r}")
     return found[3]
 
 

@@ -108,7 +108,8 @@ class DeviceFrame(DeviceWriter):
         self, source: Eqn, shared: Partitioning, region: Region, outer: DeviceFrame | None = None,
         hoists: bool = True,
     ):  # fmt: skip
-        super().__init__(source, shared.mesh, shared.moves, shared.prices, shared.exchanges)
+        still = "" if shared.time is None else shared.time.name
+        super().__init__(source, shared.mesh, shared.moves, shared.prices, shared.exchanges, still)
         self.region = region
         self.shared, self.outer, self.hoists = shared, outer, hoists
         self.is_loop = source.primitive.name in ("scan", "while")

@@ -59,7 +59,7 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
 def _cut_after(
     frame: DeviceFrame, made: DeviceValue, value: DeviceValue, axes: Sequence[str]
 ) -> DeviceValue:  # fmt: skip
-    """A reshape of gathered rows as rows again: of the largest of the dims that they are now, if it is padded."""
+    """A reshape of gathered rows as rows again: of the largest of their dims now, padded or not."""
     _, news = _dims_of_rows(value.layout, made.aval.shape, axes[0])
     n, shape = made.layout.num(axes), made.aval.shape
     free = [d for d in news if not made.layout.dims[d].cuts and made.layout.dims[d].pad is None]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jzero.ir._layout import Layout, LayoutStep
+from jzero.ir._layout import Layout, LayoutStep, NoWayError, conversion
 from jzero.sharding.partition._values import joined
 
 
@@ -50,9 +50,18 @@ def step_over_time(source: Layout, target: Layout, time: TimeAxis) -> LayoutStep
         before = scattered(source, target, time) if reduces else source
         return LayoutStep("reduce", (time.name,), before, before.settled([time.name]), ())
     place = source.place(time.name)
-    if place is not None and target.place(time.name) != place:
+    if place is not None and (target.place(time.name) != place or _must_move(source, target, time)):
         return LayoutStep("gather", (time.name,), source, _gathered(source, time.name), ())
     return None
+
+
+def _must_move(source: Layout, target: Layout, time: TimeAxis) -> bool:
+    """Whether no conversion leaves what is cut over time where it is, as in another padding."""
+    try:
+        conversion(source, target, 4, still=time.name)
+    except NoWayError:
+        return True
+    return False
 
 
 def scattered(source: Layout, target: Layout, time: TimeAxis) -> Layout:
