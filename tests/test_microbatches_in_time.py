@@ -402,6 +402,32 @@ def test_its_program_is_printed_with_and_without_the_axis():
     assert "[16@data, 32]" in after
 
 
+def doubled_in_turn(h):
+    return lax.fori_loop(0, len(h), lambda i, h: h.at[i].set(h[i] * 2), h)
+
+
+def set_to_others(h):
+    for i in range(3):
+        h = h.at[i].set(h[i + 1])
+    return h
+
+
+def set_where_largest(h):
+    i = jnp.argmax(h[:, 0])
+    return h.at[i].set(h[i - 1])
+
+
+@pytest.mark.parametrize("num_rows", [16, 20])  # Of both some microbatches are padded.
+@pytest.mark.parametrize("act", [doubled_in_turn, set_to_others, set_where_largest])
+def test_updates_of_single_rows(act, num_rows):
+    def step(w, x):
+        return w, act(x @ w).mean()
+
+    w, x = jnp.eye(8), np.random.default_rng(0).normal(size=(num_rows, 8))
+    _, found = small.shard_train_step(step, mesh=mesh(), accumulate=4)(w, x)
+    np.testing.assert_allclose(found, jax.jit(step)(w, x)[1], rtol=1e-9)
+
+
 # -- conversions over time -----------------------------------------------------------------------------
 SIZES = {"data": 4, "time": 2}
 

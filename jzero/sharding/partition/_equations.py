@@ -471,7 +471,8 @@ class _FactorChoice:
         if _is_reduced(factor) and factor.reduces not in BY_DEVICES:
             return
         looks_up = _look_ups.is_look_up(self.eqn, factor)
-        if looks_up and _look_ups.shards_of(dim, self.ins[0].layout) is None:
+        in_shards = looks_up or _look_ups.is_update(self.eqn, factor)
+        if in_shards and _look_ups.shards_of(dim, self.ins[0].layout) is None:
             return
         cost, moves_rows, lost = 0, False, False
         for value, d in zip(self.ins, factor.ins, strict=True):
