@@ -160,3 +160,27 @@ def test_gradients_lie_as_the_stage_says():
     )
     given = new_state(), batches()[0]
     assert asking.describe(*given).traffic == plain.describe(*given).traffic
+
+
+PLACES = {
+    "constraint": lambda x, place: jax.lax.with_sharding_constraint(x, place),
+    "put": jax.device_put,
+    "put on a device": lambda x, place: jax.device_put(x, *place.device_set),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", PLACES)
+def test_one_device_is_no_place_in_a_sharded_step(name, accumulate):
+    """`jax.jit` on one device takes it, and it says nothing of the mesh."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: (PLACES[name](x @ w, place) ** 2).mean())(w)
+        return w - grad, loss
+
+    train_step = jzero.shard_train_step(step, min_shard_bytes=0, accumulate=accumulate)
+    w, x = jnp.eye(8), np.sin(np.arange(128, dtype=np.float32)).reshape(16, 8)
+    found, expected = train_step(w, x), jax.jit(step)(jnp.eye(8), x)
+    zoo.assert_trees_close(zoo.to_host(found), zoo.to_host(expected), zoo.FP32, "step")
+    assert not train_step.describe(jnp.eye(8), x).movements

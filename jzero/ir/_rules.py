@@ -191,7 +191,7 @@ def rule_of(eqn: Eqn) -> Rule | None:
     if name == "bitcast_convert_type" and eqn.invars[0].aval.shape != eqn.outvars[0].aval.shape:
         return _TO_OTHER_WIDTHS
     # To other devices: theirs is no part of this step's mesh.
-    if name == "device_put" and not _jaxpr.changes_memory(eqn):
+    if name == "device_put" and not _jaxpr.changes_memory(eqn) and not _jaxpr.puts_nowhere(eqn):
         return None
     return RULES.get(name)
 

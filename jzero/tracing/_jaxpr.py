@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._tested import lacks_of_jax
@@ -528,7 +528,7 @@ def bind_primitive(primitive: Primitive, params: Mapping[str, Any], *args: Any) 
 
 
 def constraint_spec(eqn: Eqn, axes: Sequence[str]) -> P:
-    """What a `sharding_constraint` equation says of `axes`; it says nothing of all others."""
+    """What a `sharding_constraint` equation says of `axes`; of others, and of one device, it says nothing."""
 
     def keep(dim: int, entry: Any) -> Any:
         if dim in eqn.params["unconstrained_dims"]:
@@ -537,7 +537,7 @@ def constraint_spec(eqn: Eqn, axes: Sequence[str]) -> P:
         kept = tuple(name for name in names if name in axes)
         return kept if len(kept) > 1 else kept[0] if kept else None
 
-    spec = eqn.params["sharding"].spec
+    spec = getattr(eqn.params["sharding"], "spec", P())
     return P(*(keep(dim, entry) for dim, entry in enumerate(spec)))
 
 
@@ -994,6 +994,17 @@ def changes_memory(eqn: Eqn) -> bool:
     return eqn.primitive.name == "device_put" and len(eqn.invars) == 1 and all(
         isinstance(device, jax.memory.Space) for device in eqn.params["devices"]
     )  # fmt: skip
+
+
+def puts_nowhere(eqn: Eqn) -> bool:
+    """Whether it is a `device_put` to nowhere in particular, or to one device: a step runs on its mesh."""
+    return eqn.primitive.name == "device_put" and all(
+        device is None
+        or isinstance(device, jax.Device)
+        or isinstance(device, SingleDeviceSharding)
+        and device.memory_kind in (None, "device")
+        for device in eqn.params["devices"]
+    )
 
 
 def scalar(value: Any, dtype: Any) -> Literal:

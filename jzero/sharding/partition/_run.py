@@ -95,7 +95,7 @@ def _equation(
     name = eqn.primitive.name
     if name == "sharding_constraint":
         return [_requests.constrained(frame, eqn, ins[0])]
-    if name in _rules.IDENTITIES or _moves_nothing(eqn):
+    if name in _rules.IDENTITIES or _jaxpr.puts_nowhere(eqn):
         return ins
     if name == "optimization_barrier":
         return _control.barrier(frame, ins)
@@ -172,12 +172,6 @@ _VMAPPED: dict[str, Callable[..., jax.Array]] = {
 
 def _over_dims(name: str, dims: tuple[int, ...], *xs: jax.Array) -> list[jax.Array]:
     return [_VMAPPED[name](x, dims) for x in xs]
-
-
-def _moves_nothing(eqn: Eqn) -> bool:
-    """Whether it is a `device_put` to nowhere in particular."""
-    puts = eqn.primitive.name == "device_put"
-    return puts and all(device is None for device in eqn.params["devices"])
 
 
 def _check(eqn: Eqn, region: Region) -> None:
