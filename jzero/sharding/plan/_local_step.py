@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jzero._errors import BatchError, JzeroError, StepError, describe_leaf, message
+from jzero._errors import BatchError, JzeroError, StepError, describe_leaf, first_of, message
 from jzero.ir._errors import CannotPartitionError
 from jzero.ir._work import Repeated
 from jzero.sharding.partition._movement import Movement
@@ -265,7 +265,8 @@ def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -
         return of_traced(dataclasses.replace(traced, movements=movements), specs)
 
     def refused(why: CannotPartitionError) -> NoReturn:
-        raise _refusal(f"{step.signature.name}: {why}", split.specs, named)
+        drop = ["accumulate"] if setting.options.accumulate > 1 else []
+        raise _refusal(f"{step.signature.name}: {why}", drop, split.specs, named)
 
     if not split.are_of_several_dims:
         plain = partitions and setting.is_plain
@@ -273,21 +274,24 @@ def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -
         return rewritten() if traced is None else of_traced(traced, given, rewritten)
     found = [] if partitions else ["JZERO_PARTITION=0"]
     if found := [*found, *setting.options.not_of_several_dims]:
-        raise _refusal(", ".join(found), split.specs, named)
+        raise _refusal(", ".join(found), found, split.specs, named)
     traced = _trace.as_traced(batch, axes, parts, True)
     assert traced is not None
     return of_traced(traced, given, refused)
 
 
-def _refusal(found: str, specs: Sequence[P], named: Sequence[str]) -> StepError:
-    """For a step that only the partitioner could run."""
+def _refusal(
+    found: str, drop: Sequence[str], specs: Sequence[P], named: Sequence[str]
+) -> StepError:
+    """For a step that only the partitioner could run; `drop` are options that may be why it does not."""
     leaf, spec = next(
         (leaf, spec) for leaf, spec in zip(named, specs, strict=True) if len(spec) > 1
     )
     return StepError(message(
         _call.WHO, f"{found}, where in_specs splits several dims of {leaf} ({spec})",
         "Several dims are split where all state is on the devices, and the partitioner runs the step.",
-        "Drop it, or split one dim of each argument, over all data axes."))  # fmt: skip
+        f"{f'Drop {first_of(drop, 6)}, or split' if drop else 'Split'} one dim of each argument, over all "
+        "data axes."))  # fmt: skip
 
 
 def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, ...]:
