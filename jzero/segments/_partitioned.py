@@ -66,6 +66,7 @@ from jzero.tracing._types import Jaxpr
 
 SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
+_MUCH = 2**20  # bytes that reach a device in a step
 # In their order.
 PASSES = (
     _PARTITION,
@@ -361,8 +362,12 @@ def _itemsize(dtype: Any) -> int:
 
 
 def _in_one_order(program: DeviceProgram, runner: Runner) -> DeviceProgram:
-    """The program whose collectives keep their order, if residuals leave and XLA would not keep it."""
-    if not program.residuals or not runner.overtakes:
+    """The program whose collectives keep their order, if XLA would not keep it.
+
+    So it is where residuals leave, and where much moves: in others no device gets so far ahead.
+    """
+    much = sum(move.local_bytes * move.times for move in program.moves) > _MUCH
+    if not runner.overtakes or not (program.residuals or much):
         return program
     jaxpr, num = _jaxpr.without_constants(program.jaxpr), len(program.consts)
     assert isinstance(runner.mesh, Mesh)
