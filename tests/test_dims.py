@@ -169,6 +169,16 @@ def test_sums_over_tokens_are_of_microbatches(mesh, accumulate):
         np.testing.assert_allclose(have, want, rtol=1e-12)
 
 
+def test_a_leaf_without_elements():
+    step = lambda w, batch: (w + batch["x"].sum(), batch["e"].sum())  # noqa: E731
+    on = jax.make_mesh((4, 2), ("data", "context"))
+    specs = {"batch": {"x": P("data", "context"), "e": P("data", "context")}}
+    batch = {"x": np.ones((16, 8)), "e": np.ones((16, 0))}
+    found = small.shard_train_step(step, mesh=on, in_specs=specs)(jnp.ones(8), batch)
+    np.testing.assert_allclose(found[0], 129.0)
+    assert found[1] == 0
+
+
 def test_microbatches_cut_rows_only():
     init, _, batch, _ = STEPS["gpt"]()
     plan = sharded("gpt", "2x4", is_abstract=True, accumulate=4).plan(jax.eval_shape(init), batch)

@@ -94,7 +94,7 @@ def extra_work(
     """
     ratios = defaultdict[str, float](lambda: 1)
     for x in rows:
-        ratios[x.leaf] *= _padded(x) / x.size
+        ratios[x.leaf] *= _padded(x) / x.size if x.size else 1
     ratio = max(ratios.values(), default=1)
     # Of each line, copies are what is no more than these; the rest has other reasons.
     padding = sum(min(x.extra, (ratio - 1) * x.flops) for x in repeated)
