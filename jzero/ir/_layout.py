@@ -464,9 +464,8 @@ def conversion(
     goal, order = _plain(target), itertools.count()
     queue = [((0, 0, 0, 0, 0), next(order), _plain(source), tuple[LayoutStep, ...]())]
     seen: set[Layout] = set()
-    while (
-        queue and (found := heapq.heappop(queue))[2] != goal
-    ):  # Gathered and reduced, any can be cut.
+    # Gathered and reduced, any goal can be cut, unless an axis is to stay.
+    while queue and (found := heapq.heappop(queue))[2] != goal:
         (paid, mixed, collectives, outer, _), _, now, steps = found
         if now in seen:
             continue
