@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import jax
 
+from jzero.sharding.passes._order import SMALLEST_GROUP as SMALLEST_GROUP
+from jzero.sharding.passes._order import WAITS_THROUGH_LOOPS as WAITS_THROUGH_LOOPS
 from jzero.sharding.passes._waits import PRODUCTS, not_before, token_of
 from jzero.sharding.run._values import Value, rows_of, waits
 
@@ -34,9 +36,6 @@ from jzero.sharding.run._values import Value, rows_of, waits
 # count like all others: many of them are as much as a large one. But a group of few bytes goes on, and few
 # more join a full one: a bias before, between or after matrices would else take a latency of its own
 # (test_reductions.py::test_many_small_reductions).
-
-SMALLEST_GROUP = 2**22  # bytes; so many keep the wire busy on their own
-WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 
 
 def _counts(nbytes: int) -> bool:
