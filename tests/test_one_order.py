@@ -1,4 +1,4 @@
-"""On CPUs the collectives of a program with activations on the host are in one order by what they read.
+"""On CPUs the collectives of a program are in one order by what they read.
 
 XLA:CPU keeps no other. Two that may run at once must stand side by side: a loop or branch with collectives
 has to be over, and those before it done (docs/facts-compilers.md).
@@ -79,6 +79,9 @@ MODELS = {
     )[0],
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
+    "no options": {},
+    "accumulate": {"accumulate": 2},
+    "no prefetch": {"prefetch_bytes": 0},
     "activations": {"offload_activations": jzero.PinnedHost()},
     "microbatches": {"offload_activations": jzero.PinnedHost(), "accumulate": 2},
     "stage 1": {"offload_activations": jzero.PinnedHost(), "stage": 1},

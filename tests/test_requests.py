@@ -129,6 +129,17 @@ def test_trains_the_same_beside_an_axis_of_xla(name):
     )
 
 
+def test_the_mesh_of_the_caller_is_that_of_the_step():
+    """Its axes are Auto outside of the step and Manual inside: where equations were traced tells them apart."""
+    mesh = auto_mesh((2, 2, 2), ("data", "context", "model"))
+    step = constraining(P(None, "model"), P(None, "model"))
+    options = {"mesh": mesh, "axis_names": ("data", "context"), "accumulate": 2}
+    with jax.set_mesh(mesh):
+        trains_as_on_one_device(
+            step, new_state, batches(), in_specs={"x": P("data", "context")}, **options
+        )
+
+
 def test_what_devices_do_not_divide_is_not_asked_for():
     mesh = auto_mesh((8,), ("a",))
     step = constraining(P("a"), P(None, "a"), of=lambda x: x[:12])

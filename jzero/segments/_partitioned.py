@@ -45,7 +45,7 @@ from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._keep_gathered import gathered_once, keep_gathered
 from jzero.sharding.passes._late_sums import late_sums
 from jzero.sharding.passes._loop_gathers import loop_gathers
-from jzero.sharding.passes._one_order import one_order
+from jzero.sharding.passes._one_order import one_order, overtaken
 from jzero.sharding.passes._order import SMALLEST_GROUP, order
 from jzero.sharding.passes._prefetch import prefetch
 from jzero.sharding.passes._reduce_codes import CodedAxes, reduce_codes
@@ -66,7 +66,6 @@ from jzero.tracing._types import Jaxpr
 
 SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
-_MUCH = 2**20  # bytes that reach a device in a step
 # In their order.
 PASSES = (
     _PARTITION,
@@ -362,13 +361,8 @@ def _itemsize(dtype: Any) -> int:
 
 
 def _in_one_order(program: DeviceProgram, runner: Runner) -> DeviceProgram:
-    """The program whose collectives keep their order, if XLA would not keep it.
-
-    So it is where residuals leave, and where much moves. That small programs need it not is no proof: none
-    has been seen to fail, and the order would be one more wait for each of their loops.
-    """
-    much = sum(move.local_bytes * move.times for move in program.moves) > _MUCH
-    if not runner.overtakes or not (program.residuals or much):
+    """The program whose collectives keep their order, where XLA would not keep it: around loops and branches."""
+    if not runner.overtakes or not overtaken(program.jaxpr):
         return program
     jaxpr, num = _jaxpr.without_constants(program.jaxpr), len(program.consts)
     assert isinstance(runner.mesh, Mesh)

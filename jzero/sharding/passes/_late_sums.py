@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -24,7 +24,7 @@ from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._order import WAITS_THROUGH_LOOPS
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 def late_sums(jaxpr: Jaxpr) -> Jaxpr:
@@ -99,18 +99,16 @@ def _added(add: Eqn, terms: Sequence[Sequence[Eqn]]) -> list[Eqn]:
 
 
 def _loop(eqn: Eqn) -> list[Eqn]:
-    scan, changed = Scan.of(eqn), False
-    for j, port in enumerate(scan.carries):
-        chain = _collected(scan, port)
-        if chain:
-            scan, changed = _summed_behind(scan, j, chain), True
-    return scan.equations() if changed else [eqn]
-
-
-def _collected(scan: Scan, port: CarryPort) -> list[Eqn]:
-    """The sum that a carry adds up, what is done to it, and the addition; nothing if it adds up no such."""
+    scan = Scan.of(eqn)
     makers = {out: eqn for eqn in scan.eqns for out in eqn.outvars}
     num = _waits.num_readers(scan)
+    found = {j: _collected(port, makers, num) for j, port in enumerate(scan.carries)}
+    chains = {j: chain for j, chain in found.items() if chain}
+    return _summed_behind(scan, chains).equations() if chains else [eqn]
+
+
+def _collected(port: CarryPort, makers: _waits.Makers, num: Mapping[Var, int]) -> list[Eqn]:
+    """The sum that a carry adds up, what is done to it, and the addition; nothing if it adds up no such."""
     if _jaxpr.is_literal(port.after) or num.get(port.before) != 1 or num.get(port.after) != 1:
         return []
     add = makers.get(port.after)
@@ -129,26 +127,28 @@ def _collected(scan: Scan, port: CarryPort) -> list[Eqn]:
     return []
 
 
-def _summed_behind(scan: Scan, j: int, chain: list[Eqn]) -> Scan:
-    """The loop that adds up what the first of these sums, and these, behind it.
+def _summed_behind(scan: Scan, chains: Mapping[int, Sequence[Eqn]]) -> Scan:
+    """The loop whose carries add up what the first sums of these chains, by carry, sum; and these, behind it.
 
     A running sum in the narrower dtype would lose a small term of a turn as soon as it is large.
     """
-    port, (psum, *_, add) = scan.carries[j], chain
-    term, writer, turn = _jaxpr.variable(psum.invars[0]), JaxprWriter(psum), JaxprWriter(add)
-    dtype = jnp.promote_types(term.aval.dtype, add.outvars[0].aval.dtype)
-    before, after, out = (_jaxpr.var_like(term.aval, dtype=dtype) for _ in range(3))
-    zeros = writer.full(0, before.aval)
-    gone = {*map(id, chain)}
-    turn.again(add, [before, *turn.trace(cast, term, static=(dtype,))], [after])
-    eqns = [*(eqn for eqn in scan.eqns if id(eqn) not in gone), *turn.eqns]
-    behind = JaxprWriter(psum, {port.before: port.init})
-    (behind.names[term],) = behind.trace(cast, out, static=(term.aval.dtype,))
-    behind.copy(chain[:-1])
-    behind.again(add, outs=[port.out])
-    new = CarryPort(zeros, before, after, out)
+    gone = {id(eqn) for chain in chains.values() for eqn in chain}
+    eqns = [eqn for eqn in scan.eqns if id(eqn) not in gone]
+    carries, before, after = [*scan.carries], [*scan.before], [*scan.after]
+    for j, chain in chains.items():
+        port, (psum, *_, add) = carries[j], chain
+        term, writer, turn = _jaxpr.variable(psum.invars[0]), JaxprWriter(psum), JaxprWriter(add)
+        dtype = jnp.promote_types(term.aval.dtype, add.outvars[0].aval.dtype)
+        old, new, out = (_jaxpr.var_like(term.aval, dtype=dtype) for _ in range(3))
+        carries[j] = CarryPort(writer.full(0, old.aval), old, new, out)
+        turn.again(add, [old, *turn.trace(cast, term, static=(dtype,))], [new])
+        behind = JaxprWriter(psum, {port.before: port.init})
+        (behind.names[term],) = behind.trace(cast, out, static=(term.aval.dtype,))
+        behind.copy(chain[:-1])
+        behind.again(add, outs=[port.out])
+        eqns += turn.eqns
+        before += writer.eqns
+        after += (_jaxpr.within_scope(e, outer=scan.eqn) for e in behind.eqns)
     return dataclasses.replace(
-        scan, eqns=tuple(eqns), carries=(*scan.carries[:j], new, *scan.carries[j + 1 :]),
-        before=(*scan.before, *writer.eqns),
-        after=(*scan.after, *(_jaxpr.within_scope(e, outer=scan.eqn) for e in behind.eqns)),
-    )  # fmt: skip
+        scan, eqns=tuple(eqns), carries=tuple(carries), before=tuple(before), after=tuple(after)
+    )

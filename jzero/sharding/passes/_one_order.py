@@ -57,6 +57,14 @@ def nests_collectives(eqn: _jaxpr.Eqn) -> bool:
     return any(e.primitive.name in MEETING for e in _jaxpr.inside(eqn))
 
 
+def overtaken(jaxpr: Jaxpr) -> bool:
+    """Whether it has, at any depth, a loop or branch in which devices meet, which XLA:CPU lets others pass."""
+    return any(
+        eqn.primitive.name in ("scan", "while", "cond") and nests_collectives(eqn)
+        for eqn in _jaxpr.walk(jaxpr)
+    )
+
+
 MEETING = _frames.COLLECTIVES - {"axis_index"}
 
 

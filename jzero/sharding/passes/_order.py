@@ -78,7 +78,7 @@ def _in_groups(jaxpr: Jaxpr, found: dict[int, list[Eqn]], nbytes: int, in_turn: 
     places = {id(eqn): group for eqn, group in zip(reductions, group_of, strict=True)}
     shards: list[list[Eqn]] = [[] for _ in range(group_of[-1] + 1)]
     tokens: dict[int, list[Var]] = {0: []}
-    begins, large = _begins(jaxpr), list[Var]()
+    begins, large = _begins(jaxpr)[::-1], list[Var]()  # The next loop stands last.
     writer = JaxprWriter(_jaxpr.within_scope(jaxpr.eqns[0], SCOPE))
     for i in range(-1, len(jaxpr.eqns)):
         if i >= 0 and id(jaxpr.eqns[i]) not in moved:
@@ -94,9 +94,10 @@ def _in_groups(jaxpr: Jaxpr, found: dict[int, list[Eqn]], nbytes: int, in_turn: 
             shards[group].append(eqn)
             if _size(eqn) > WAITS_THROUGH_LOOPS:
                 large += eqn.outvars
-        begin = next((each for each in begins if each.loop > i), None)
-        if large and begin is not None and begin.made <= i:
-            _begin_behind(writer, begin.carry, large)
+        while begins and begins[-1].loop <= i:
+            begins.pop()
+        if large and begins and begins[-1].made <= i:
+            _begin_behind(writer, begins[-1].carry, large)
             large = []
     outs = [*map(writer.read, jaxpr.outvars)]
     return _waits.with_equations(jaxpr, writer.eqns, outs)
