@@ -666,12 +666,9 @@ def in_mesh(jaxpr: Jaxpr, mesh: AbstractMesh) -> Jaxpr:
     """
     contexts: dict[Any, Any] = {}
 
-    def differs(other: AbstractMesh) -> bool:
-        return (other.shape_tuple, other.axis_types) != (mesh.shape_tuple, mesh.axis_types)
-
     def is_of_another(value: Any) -> bool:
         own = getattr(getattr(value.aval, "sharding", None), "mesh", None)
-        other = own is not None and not own.empty and differs(own)
+        other = own is not None and not own.empty and own != mesh
         return (
             other or is_literal(value) and hasattr(value.val, "aval") and is_of_another(value.val)
         )
@@ -694,7 +691,7 @@ def in_mesh(jaxpr: Jaxpr, mesh: AbstractMesh) -> Jaxpr:
             return new[atom]
 
         def moved(eqn: Any) -> Any:
-            if differs(eqn.ctx.cur_abstract_mesh):
+            if eqn.ctx.cur_abstract_mesh != mesh:
                 if eqn.ctx not in contexts:
                     with eqn.ctx.manager, _abstract_mesh({}), jax.sharding.use_abstract_mesh(mesh):
                         contexts[eqn.ctx] = internal.JaxprEqnContext()
