@@ -255,8 +255,9 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             jaxpr = jax.make_jaxpr(program.step.run)(*inputs)
         num_state = program.out_tree.num_leaves - len(program.plan.outputs)
         plan, movements = program.plan, program.movements
+        written: Any = jaxpr
         if isinstance(found := _partitioned.of_step(program.step), Partitioned):
-            plan = found.described(plan)
+            plan, written = found.described(plan), found.for_any_devices.jaxpr
         activations = plan.activations or ()
         return Report(
             plan,
@@ -270,7 +271,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             tuple(_call.argument_paths(call.arrays)),
             tuple(x.size * x.dtype.itemsize for x in inputs[1]),
             tuple(_outputs.output_paths(program.out_tree, num_state)),
-            _untiled.untiled(jaxpr, program.plan.exchange.tile_bytes, program.plan.stage == 3),
+            _untiled.untiled(written, program.plan.exchange.tile_bytes, program.plan.stage == 3),
             program.step.handed_bytes(),
             {
                 leaf.path: x.error

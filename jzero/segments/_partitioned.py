@@ -122,6 +122,11 @@ class Partitioned:
         return self.programs[PASSES[-1]]
 
     @property
+    def for_any_devices(self) -> DeviceProgram:
+        """The same, before the order that CPUs alone need."""
+        return self.programs[PASSES[PASSES.index("one_order") - 1]]
+
+    @property
     def movements(self) -> tuple[Movement, ...]:
         """What it moves of the batch, and of what is computed of it; of a result, where is its number."""
         return tuple(map(movement_of, filter(is_of_rows, self.program.moves)))
