@@ -58,7 +58,7 @@ def nests_collectives(eqn: _jaxpr.Eqn) -> bool:
 
 
 def overtaken(jaxpr: Jaxpr) -> bool:
-    """Whether it has, at any depth, a loop or branch in which devices meet, which XLA:CPU lets others pass."""
+    """Whether it has, at any depth, a loop or branch in which devices meet: XLA:CPU lets others pass it."""
     return any(
         eqn.primitive.name in ("scan", "while", "cond") and nests_collectives(eqn)
         for eqn in _jaxpr.walk(jaxpr)
