@@ -28,7 +28,7 @@ from jzero.segments._partitioned import Partitioned
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
-from jzero.sharding.analysis import _residuals, _traffic, _untiled
+from jzero.sharding.analysis import _traffic, _untiled
 from jzero.sharding.cut import _phases
 from jzero.sharding.partition import _partition as partition
 from jzero.sharding.plan import _layout, _outputs, _trace
@@ -258,13 +258,12 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         written: Any = jaxpr
         if isinstance(found := _partitioned.of_step(program.step), Partitioned):
             plan, written = found.described(plan), found.for_any_devices.jaxpr
-        activations = plan.activations or ()
         return Report(
             plan,
             tuple(_traffic.collectives(jaxpr)),
             program.keys,
             _traffic.carried_bytes(jaxpr, _phases.SCOPE),
-            (*program.step.crossings(), *_residuals.crossings(activations, plan.accumulate)),
+            program.step.schedule(),
             program.step.roads(),
             movements,
             program.whole_arguments,
@@ -272,7 +271,6 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             tuple(x.size * x.dtype.itemsize for x in inputs[1]),
             tuple(_outputs.output_paths(program.out_tree, num_state)),
             _untiled.untiled(written, program.plan.exchange.tile_bytes, program.plan.stage == 3),
-            program.step.handed_bytes(),
             {
                 leaf.path: x.error
                 for leaf, x in zip(plan.leaves, jax.tree.leaves(call.state), strict=True)

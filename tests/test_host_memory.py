@@ -116,9 +116,10 @@ def test_init_and_restore_ask_too(name, left, tmp_path):
 
 
 STEPS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "gradients": (PARAMS, [f"{OF_LAYERS} gradients)"]),
+    "gradients": (PARAMS, [f"{OF_LAYERS} gradients and parameters on their way)"]),
     "gradients of moments in pinned memory": (
-        {"offload": jzero.PinnedHost(), **PARAMS}, [f"{OF_LAYERS} gradients)"],
+        {"offload": jzero.PinnedHost(), **PARAMS},
+        [f"{OF_LAYERS} gradients and parameters on their way)"],
     ),
     "gradients for the host": (
         {"offload": jzero.HostCPU(), **PARAMS}, ["pinned for gradients and parameters on their way)"],

@@ -25,7 +25,7 @@ FLOORS = (
     ),
     ("_json", "_own_options", "_quantities", "_tested", "targets"),
     ("_blocks",),
-    ("tracing", "offload/nvme"),
+    ("tracing", "offload/nvme", "offload/schedule"),
     ("ir",),
     ("processes", "sharding/analysis", "_compare"),
     ("sharding/cut", "sharding/passes"),

@@ -29,7 +29,7 @@ WHY = {
     "tracing": IR, "_components": IR,
     "segments": EXECUTOR, "offload": EXECUTOR, "offload.memory": EXECUTOR,
     "offload._bandwidth": PARSER, "offload._links": PARSER, "offload._policy": DOCTESTS,
-    "offload.kernels": KERNEL, "offload.nvme": FORMAT,
+    "offload.kernels": KERNEL, "offload.nvme": FORMAT, "offload.schedule": IR, "_memory_kinds": CONSTANT,
     "checkpoint": FORMAT, "weights": FORMAT, "processes": FORMAT, "_json": FORMAT,
     "cli": PARSER, "preflight": PARSER, "reports": PARSER, "targets": PARSER, "deepspeed": PARSER,
     "_compare": SHARED, "_folded": SHARED, "_quantities": SHARED, "_tested": SHARED,
@@ -191,6 +191,9 @@ MAY = {
     "test_nvme_sweep": "offload.nvme._aligned offload.nvme._sweep",
     "test_objects": "_compare",
     "test_offload": "_quantities offload._pinned offload._streamed",
+    "test_offload_schedule":
+        "_memory_kinds offload.schedule._folds offload.schedule._ops offload.schedule._schedule "
+        "preflight._dispatches sharding.analysis._residuals",
     "test_offload_params":
         "offload._layered offload._pinned segments._programs sharding.analysis._residuals "
         "sharding.analysis._traffic sharding.cut._layer_parts",

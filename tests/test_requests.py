@@ -130,7 +130,7 @@ def test_trains_the_same_beside_an_axis_of_xla(name):
 
 
 def test_the_mesh_of_the_caller_is_that_of_the_step():
-    """Its axes are Auto outside of the step and Manual inside: where equations were traced tells them apart."""
+    """Its axes are Auto outside of the step and Manual inside: equations say where they were traced."""
     mesh = auto_mesh((2, 2, 2), ("data", "context", "model"))
     step = constraining(P(None, "model"), P(None, "model"))
     options = {"mesh": mesh, "axis_names": ("data", "context"), "accumulate": 2}

@@ -15,7 +15,7 @@ import jzero
 from jzero._quantities import parse_bandwidth, readable_bits
 from jzero.preflight import _hlo, _kernels
 from jzero.preflight._bandwidth import with_bandwidth
-from jzero.preflight._schedule import Schedule, read_schedule
+from jzero.preflight._schedule import CompiledSchedule, read_schedule
 from jzero.preflight._wires import Wire, WireVerdict, check_wire, formats, rates_of, time_of
 from jzero.targets._target import Topology, find_target
 
@@ -43,7 +43,7 @@ def verdict(exact, coded, asked=0, coding=0.0):
 def schedule(exposed, computing, nbytes):
     """Of a step that waits so long for collectives, and computes so long."""
     times = (exposed + computing, computing, 0.0, exposed, 0.0, exposed, 0.0, 0.0)
-    return Schedule((), *times, nbytes)
+    return CompiledSchedule((), *times, nbytes)
 
 
 def test_codes_pay_up_to_the_speed_at_which_their_arithmetic_takes_what_they_save():

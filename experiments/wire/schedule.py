@@ -21,7 +21,7 @@ import optax
 import jzero
 from experiments.shared import records
 from experiments.shared.gpt import GPT, make_step
-from jzero.preflight._schedule import Schedule, hidden_share, read_schedule
+from jzero.preflight._schedule import CompiledSchedule, hidden_share, read_schedule
 from jzero.preflight._targets import read_topology
 from jzero.targets._links import with_links
 from jzero.targets._target import find_target
@@ -70,7 +70,7 @@ def compiled(model: GPT, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def moved(schedule: Schedule) -> dict[str, int]:
+def moved(schedule: CompiledSchedule) -> dict[str, int]:
     """MiB of whole values, by collective and axes."""
     found: dict[str, float] = {}
     for x in schedule.collectives:

@@ -11,16 +11,16 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import DEVICE, NVME, HostNeed
+from jzero._memory_kinds import DEVICE, NVME, PINNED
 from jzero.offload._layered import LayeredSegment, Window
 from jzero.offload._nvme import NVMe
 from jzero.offload._parameters import ParameterOffload, check_params
 from jzero.offload._policy import NO_OFFLOAD, NoOffload, PinnedHost
 from jzero.offload.memory._nvme_store import StoreSpec
+from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._builder import Builder
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
@@ -97,17 +97,9 @@ class LayeredEvaluation:
         grad_part = Builder(runner, shardings).grad_part()
         self._layered = LayeredSegment(runner, grad_part, (), window)
 
-    def crossings(self) -> tuple[Crossing, ...]:
-        """What a call copies to each device."""
-        return tuple(self._layered.fetches())
-
-    def handed_bytes(self) -> int:
-        """The most bytes on each device of what parts hand to each other."""
-        return self._layered.handed_bytes()
-
-    def host_needs(self) -> tuple[HostNeed, ...]:
-        """What is on its way from files."""
-        return self._layered.host_needs()
+    def schedule(self) -> Schedule:
+        """Its parts."""
+        return Schedule(self._layered.ops(lambda var: PINNED), self._layered.buffers())
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """See `StepProgram`; of a `while` one turn."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 from jax.sharding import NamedSharding
 
 from jzero._errors import StateError, message
-from jzero._memory_kinds import HOST, PINNED, HostNeed
-from jzero.ir._rules import size_in_bytes
+from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
 from jzero.offload._early_turns import EarlyPlan, plan_early
 from jzero.offload._early_updates import EarlyRun, EarlyUpdates
 from jzero.offload._host_engine import HostEngine
@@ -23,12 +21,13 @@ from jzero.offload._host_turn import HostTurn
 from jzero.offload._layered import NO_WINDOW, Arrived, LayeredSegment, OnArrival, Window
 from jzero.offload.kernels._roads import roads_text
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.schedule._ops import Fetch, Op, Run, Send, Update, Value
+from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
 from jzero.segments._builder import Builder
 from jzero.segments._segment import Values, Var, shard_of
 from jzero.segments._segmented import SegmentedStep
-from jzero.sharding.analysis._traffic import Crossing
-from jzero.sharding.plan._offload import Shared
+from jzero.sharding.plan._offload import Shared, waits
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
 
@@ -195,44 +194,65 @@ class HostStep:
             made |= turn(values, turn.jitted)
         return made
 
-    def crossings(self) -> tuple[Crossing, ...]:
-        """What a step copies from each device to its host and back."""
-        host, num = self.host, len(self.leaves)
-        roles = [self.leaves[i].role if i < num else "output" for i in host.outs]
-        leaf_of = self._segments.leaf_of
+    def schedule(self) -> Schedule:
+        """Gradients go down, the hosts update, and what they make comes up."""
+        return Schedule(self._ops(HOST, self.host.leaves), self._buffers())
+
+    def _ops(
+        self, store: str, renewed: Sequence[int], in_files: Collection[Var] = ()
+    ) -> tuple[Op, ...]:
+        """What a step does.
+
+        Args:
+          store: where the hosts update leaves.
+          renewed: those, by index.
+          in_files: gradients that wait there.
+        """
+
+        def sent(value: Value, var: Var) -> Send:
+            # What a delayed update reads is there beside the next step's; but not leaves as they are then.
+            copies = 1 if var in self._entered else self._num_sets
+            return Send(value, NVME if var in in_files else PINNED, copies=copies)
+
+        layered, reads, gives = self._layered, self._reads(), self._gives()
+        ops: list[Op] = [*waits(self._runner.plan)]
+        values = [*map(Value.of_leaf, self.leaves)]
+        early = self._early_plan.turns
+        if layered:
+            reads |= layered.gradients
+            begin: dict[int, list[Update]] = {}
+            for turn in early:
+                leaves, takes = (values[i] for i in turn.leaves), (reads[v] for v in turn.reads)
+                begun = Update(store, tuple(leaves), tuple(takes), sliced=turn.num_slices > 0)
+                begin.setdefault(turn.part, []).append(begun)
+            ops += layered.ops(lambda v: NVME if v in in_files else PINNED, self._num_sets, begin)
+        else:
+            ops.append(Run("gradients"))
+        before = layered.gradients if layered else {}
+        ops += (sent(value, var) for var, value in reads.items() if var not in before)
+        if len(self.turns) > 1:
+            ops.append(Run("the update of what rests on the devices"))
+        gone = {i for turn in early for i in turn.leaves}
+        late = tuple(values[i] for i in renewed if i not in gone)
+        if late or gives:
+            ops.append(Update(store, late, tuple(reads.values()), gives, self._num_sets))
+        return *ops, *(Fetch(value, PINNED) for value in gives)
+
+    def _reads(self) -> dict[Var, Value]:
+        """What the hosts read besides their leaves, as one device has it."""
+        host, leaf_of = self.host, self._segments.leaf_of
         whats = [self.leaves[leaf_of[v]].role if v in leaf_of else "gradient" for v in host.reads]
-        down, up = host.read_avals(), host.out_avals()
-        fetches = self._layered.fetches() if self._layered else []
-        return (
-            *fetches,
-            *(
-                Crossing(
-                    direction, what, str(shard.dtype), math.prod(shard.shape), size_in_bytes(shard)
-                )
-                for direction, names, avals in (("to host", whats, down), ("to device", roles, up))
-                for what, shard in zip(names, map(shard_of, avals), strict=True)
-            ),
-        )
+        values = map(Value.of, whats, map(shard_of, host.read_avals()))
+        return dict(zip(host.reads, values, strict=True))
 
-    def host_needs(self) -> tuple[HostNeed, ...]:
-        """What goes down and comes up; while an update is delayed, the next gradients come, too."""
+    def _gives(self) -> tuple[Value, ...]:
+        """What they make for the devices."""
+        host, num = self.host, len(self.leaves)
+        whats = [self.leaves[i].role if i < num else "output" for i in host.outs]
+        return tuple(map(Value.of, whats, map(shard_of, host.out_avals())))
 
-        def total(avals: Iterable[Any]) -> int:
-            return sum(size_in_bytes(shard_of(x)) for x in avals)
-
-        reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
-        together = self._wait_in_memory(), self._entered
-        sent, entered = (total(map(reads.__getitem__, v)) for v in together)
-        nbytes = entered + self._num_sets * (sent + total(self.host.out_avals()))
-        return (HostNeed("gradients and parameters on their way", PINNED, nbytes),)
-
-    def _wait_in_memory(self) -> list[Var]:
-        """What of the grad part is in memory, all of it, when the update begins."""
-        return self._sent
-
-    def handed_bytes(self) -> int:
-        """The most bytes on each device of what parts of the grad part hand to each other."""
-        return self._layered.handed_bytes() if self._layered else 0
+    def _buffers(self) -> tuple[HostNeed, ...]:
+        return self._layered.buffers() if self._layered else ()
 
     def roads(self) -> str:
         """How the host updates each leaf, and sends what it makes."""

@@ -18,7 +18,7 @@ from jzero._memory_kinds import DEVICE, PINNED
 from jzero.ir._memory_spaces import empty_stack
 from jzero.ir._regions import variables
 from jzero.offload._whole_parts import evaluate_parts, read
-from jzero.segments._segment import Run, Segment, Var
+from jzero.segments._segment import Segment, SegmentFn, Var
 from jzero.sharding.cut import _layer_parts
 from jzero.sharding.cut._layer_body import LayerBody
 from jzero.sharding.cut._layer_parts import (
@@ -163,7 +163,7 @@ class LayerPrograms:
             self._of[key] = make()
         return self._of[key]
 
-    def whole(self, segment: Segment, parts: Sequence[LayerPart]) -> Run:
+    def whole(self, segment: Segment, parts: Sequence[LayerPart]) -> SegmentFn:
         """The segment as one function, which runs what the parts run."""
         inner = self._inner
         known = {var: _jaxpr.constant(x) for var, x in self.known.items()}

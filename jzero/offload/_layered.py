@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,24 +15,24 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
 from jzero._folded import folded
-from jzero._memory_kinds import DEVICE, NVME, PINNED, HostNeed
+from jzero._memory_kinds import DEVICE, PINNED, HostNeed
 from jzero.ir._regions import variables
 from jzero.ir._rules import size_in_bytes
 from jzero.offload._file_reads import FileReads
 from jzero.offload._file_run import FileSource, Wanted
 from jzero.offload._layer_programs import LayerPrograms, Locals
+from jzero.offload._layered_ops import PartOps
 from jzero.offload._layered_visits import visits
 from jzero.offload._part_values import CutSegment, PartValues
 from jzero.offload._pinned import stream
 from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.schedule._ops import Op, Send, Update, Value
 from jzero.segments._segment import Segment, Values, Var, shard_of
-from jzero.sharding.analysis._traffic import Crossing, Turns
-from jzero.sharding.cut import _handed, _interchange, _layer_parts, _layers
+from jzero.sharding.cut import _interchange, _layer_parts, _layers
 from jzero.sharding.cut._layer_parts import (
     SENT,
     LayerLoop,
     LayerPart,
-    NestedLoop,
     Stretch,
 )
 from jzero.sharding.run._run import Runner
@@ -212,44 +212,44 @@ class LayeredSegment:
             self._segment, run=self._programs.whole(self._segment, self.parts)
         )
 
-    def handed_bytes(self) -> int:
-        """The most bytes on each device of what parts hand to later parts."""
-        return _handed.handed_bytes(self.parts, self._hosted | self._cut.waiting)
+    def ops(
+        self, store: Callable[[Var], str], copies: int = 1,
+        updates: Mapping[int, Sequence[Update]] = types.MappingProxyType({}),
+    ) -> tuple[Op, ...]:  # fmt: skip
+        """What a run does.
 
-    def fetches(self) -> list[Crossing]:
-        """What each device copies of its host's parameters in a run, part by part; from files before that."""
-        return [
-            Crossing(way, leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes, loop)
-            for part, around in _layer_parts.fetched(self.parts)
-            for leaf in (self._leaf_of[var] for var in self._taken_of(part))
-            for loop in [_turns_of(around)]
-            for nbytes in [leaf.nbytes_per_device * (loop.num or 1 if loop else 1)]
-            for way in (("from disk", "to device") if leaf.tier == NVME else ("to device",))
-        ]
+        Args:
+          store: where each of `sent` goes.
+          copies: how many of them are there at a time.
+          updates: those that begin after a part, by its index.
+        """
+        sent = set[Var]()
+
+        def send(var: Var, sliced: bool) -> Send:
+            given = self._given_as[var]
+            sent.add(given)
+            return Send(self.gradients[given], store(given), sliced, copies)
+
+        found = [*PartOps(self._cut, send, updates).all()]
+        late = [var for var in self.sent if var not in sent]
+        return *found, *(Send(self.gradients[v], store(v), copies=copies) for v in late)
+
+    @functools.cached_property
+    def gradients(self) -> dict[Var, Value]:
+        """Each of `sent`, as one device has it."""
+        of, mesh = self._segment.types, self._mesh
+        return {v: Value.of("gradient", shard_of(of[v].aval(mesh))) for v in self.sent}
 
     @property
     def host_bytes(self) -> int:
         """The most bytes of this process's memory for what comes from files; 0 if nothing does."""
         return self._host_bytes
 
-    def host_needs(self) -> tuple[HostNeed, ...]:
+    def buffers(self) -> tuple[HostNeed, ...]:
         """What is on its way from files, for one of the devices of a process."""
         mesh, nbytes = self._mesh, self._host_bytes
         num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
         return (HostNeed("parameters on their way", PINNED, -(-nbytes // num)),) if nbytes else ()
-
-    def _taken_of(self, part: LayerPart) -> list[Var]:
-        """The leaves that a part fetches, whole or slice by slice."""
-        return [*part.leaves, *(var for var in part.reads if var in self._leaf_of)]
-
-    def sends(self) -> list[Crossing]:
-        """The gradients that each device copies to its host in a run."""
-        types, mesh = self._segment.types, self._mesh
-        shards = [shard_of(types[var].aval(mesh)) for var in self.sent]
-        return [
-            Crossing("to host", "gradient", str(x.dtype), x.size, x.size * x.dtype.itemsize)
-            for x in shards
-        ]
 
     # -- when things are on the host -------------------------------------------------------------------
 
@@ -386,12 +386,3 @@ class LayeredSegment:
                 var: jax.device_put(_jaxpr.constant(x), self._programs.home(var))
                 for var, x in self._programs.known.items()
             }
-
-
-def _turns_of(around: Sequence[NestedLoop]) -> Turns | None:
-    """The turns of the last of these loops, each around the next."""
-    if not around:
-        return None
-    nums = [loop.loop.length for loop in around]
-    num = None if None in nums else math.prod(n for n in nums if n is not None)
-    return Turns(_jaxpr.summary(around[-1].eqn), num)

@@ -30,9 +30,10 @@ from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._job_threads import JobThreads
 from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.schedule._ops import Commit
+from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
 from jzero.segments._segment import Values, Var, shard_of
-from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.plan._offload import Shared
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
@@ -201,23 +202,13 @@ class NVMeStep(HostStep):
             identity, mesh, self._kept(), self.update.gradients, sum(self._buffer_sizes),
         )  # fmt: skip
 
-    def crossings(self) -> tuple[Crossing, ...]:
-        """What goes to the host and comes back; and from and to the disk, all of the state that changes.
+    def schedule(self) -> Schedule:
+        """As where the state is in memory; all of it that changes is read from the disk and written.
 
         Parameters also come from it for each part that fetches them.
         """
-        state = [
-            Crossing(way, leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
-            for way in ("from disk", "to disk")
-            for i, leaf in enumerate(self.leaves)
-            if i in self._moved and (nbytes := leaf.nbytes_per_device)
-        ]
-        gradients = [
-            Crossing(way, "gradient", str(x.dtype), x.size, x.size * x.dtype.itemsize)
-            for way in ("to disk", "from disk")
-            for x in map(shard_of, self._waiting_avals())
-        ]
-        return (*super().crossings(), *state, *gradients)
+        ops = self._ops(NVME, self._moved, self._waiting)
+        return Schedule((*ops, Commit(NVME)), self._buffers())
 
     def _waiting_avals(self) -> list[jax.ShapeDtypeStruct]:
         """The gradients that wait in files, whole."""
@@ -257,18 +248,14 @@ class NVMeStep(HostStep):
             "layers end, and read with their tiles"
         ]
 
-    def _wait_in_memory(self) -> list[Var]:
-        return [var for var in self._sent if var not in self._waiting]
-
-    def host_needs(self) -> tuple[HostNeed, ...]:
-        """What goes down and comes up, and the buffers of tiles, which the devices of a process share."""
+    def _buffers(self) -> tuple[HostNeed, ...]:
+        """Those of tiles, which the devices of a process share, and those that layers go through."""
         mesh = self.host.mesh
         num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
         ring = HostNeed("tiles of optimizer state", HOST, -(-self._policy.host_bytes // num))
-        params = self._layered.host_needs() if self._layered else ()
         arriving = PARTS * self._layered.arriving_bytes() if self._layered else 0
-        gradients = [HostNeed("gradients on their way to files", PINNED, arriving)] * bool(arriving)
-        return (*super().host_needs(), ring, *params, *gradients)
+        gradients = HostNeed("gradients on their way to files", PINNED, arriving)
+        return (ring, *super()._buffers(), gradients)
 
     def _step(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]

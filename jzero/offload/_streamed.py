@@ -9,15 +9,18 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from jzero._memory_kinds import DEVICE, PINNED, HostNeed
+from jzero._memory_kinds import DEVICE, PINNED
 from jzero.offload._layered import NO_WINDOW, LayeredSegment, Window
 from jzero.offload._pinned import Visit, free, stream
 from jzero.offload._sliced import SlicedTurn
+from jzero.offload.schedule._ops import Fetch, Loop, Op, Run, Send, Value
+from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._builder import Builder
 from jzero.segments._segment import Compiled, Segment, Values
 from jzero.segments._segmented import SegmentedStep
-from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.cut._crossing import is_scalar
+from jzero.sharding.plan._offload import waits
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr
 
@@ -93,38 +96,35 @@ class StreamedStep:
         """What the program of a turn moves between the devices."""
         return self.turns[index].collectives()
 
-    def handed_bytes(self) -> int:
-        """The most bytes on each device of what parts of the grad part hand to each other."""
-        return self._layered.handed_bytes() if self._layered else 0
-
     def roads(self) -> str:
         """The host updates nothing."""
         return ""
 
-    def host_needs(self) -> tuple[HostNeed, ...]:
-        """Gradients of parameters that rest on the hosts; of the state there is no second copy."""
-        sent = self._layered.sends() if self._layered else ()
-        return (HostNeed("gradients", PINNED, sum(x.nbytes for x in sent)),)
-
-    def crossings(self) -> tuple[Crossing, ...]:
-        """What a step copies to each device and back."""
-        found: list[Crossing] = []
+    def schedule(self) -> Schedule:
+        """The grad part, and each turn of the update: its leaves come, and go back."""
         leaves, homes = self._plan.leaves, self._homes.of
+        leaf_of, values = self._segments.leaf_of, [*map(Value.of_leaf, leaves)]
+        gradients = self._layered.gradients if self._layered else {}
+        ops: list[Op] = [*waits(self._plan)]
         if self._layered:
-            sent = self._layered.sends()
-            found += [*self._layered.fetches(), *sent]
-            found += [gradient._replace(direction="to device") for gradient in sent]
-        for turn in self.turns:
-            leaf_of = self._segments.leaf_of
-            taken = [leaf_of[var] for var in turn.takes if var in homes and var in leaf_of]
+            ops += self._layered.ops(lambda var: PINNED)
+        else:
+            ops.append(Run("gradients"))
+        for turn, num in zip(self.turns, (x.parts for x in self._plan.turns), strict=True):
+            taken = [
+                values[leaf_of[var]] if var in leaf_of else gradients[var]
+                for var in turn.takes
+                if var in homes
+            ]
             given = [i for i in turn.outs if i < len(leaves) and self._invars[i] in homes]
-            for direction, indices in (("to device", taken), ("to host", given)):
-                found += [
-                    Crossing(direction, leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
-                    for leaf in (leaves[i] for i in indices)
-                    for nbytes in [leaf.nbytes_per_device]
-                ]
-        return tuple(found)
+            sliced = num > 1
+            visit: tuple[Op, ...] = (
+                *(Fetch(value, PINNED, sliced) for value in taken),
+                Run("a turn of the update"),
+                *(Send(values[i], PINNED, sliced, copies=0) for i in given),
+            )
+            ops += [Loop(visit, num, "")] if sliced else visit
+        return Schedule(tuple(ops), self._layered.buffers() if self._layered else ())
 
     def __call__(
         self, state: Sequence[jax.Array], arrays: Sequence[jax.Array]

@@ -20,7 +20,7 @@ from jzero.preflight._dispatches import Dispatches, read_dispatches
 from jzero.preflight._examined import Examined, PartMemory, examine, examine_parts
 from jzero.preflight._largest_rows import largest_rows
 from jzero.preflight._schedule import (
-    Schedule,
+    CompiledSchedule,
     ScheduledCollective,
     hidden_share,
     read_program,
@@ -223,7 +223,7 @@ class Preflight:
     argument_bytes: int
     temporary_bytes: int
     peak_bytes: int
-    schedule: Schedule
+    schedule: CompiledSchedule
     compile_seconds: float
     host_bytes: int
     parts: tuple[PartMemory, ...]
@@ -289,10 +289,10 @@ class Preflight:
         `Report.to_dict`; collectives as compiled: op, axes, bytes, times, seconds (each time),
         exposed_seconds (of a step) and hidden, as in `ScheduledCollective`; hidden, of all; step_seconds,
         compute_seconds, product_seconds, exposed_seconds, exposed_copy_seconds, collective_seconds,
-        to_host_seconds, from_host_seconds, kernel_bytes, as in `Schedule` (of TPUs None, as hidden), and
-        unknown_loops; rows and largest_rows (None without `search_batch`); wires, as in `WireVerdict.to_dict`
-        (None without `search_wire`); step, the `Report.to_dict` of the step (None for a program that is not
-        jzero's).
+        to_host_seconds, from_host_seconds, kernel_bytes, as in `CompiledSchedule` (of TPUs None, as
+        hidden), and unknown_loops; rows and largest_rows (None without `search_batch`); wires, as in
+        `WireVerdict.to_dict` (None without `search_wire`); step, the `Report.to_dict` of the step (None for a
+        program that is not jzero's).
         """
         times = {name: x for name, x in vars(self.schedule).items() if name != "collectives"}
         return {

@@ -68,7 +68,7 @@ def hidden_share(collectives: Collection[ScheduledCollective]) -> float | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class CompiledSchedule:
     """The time of a step by a model of its device: see `schedule_of`. Of TPUs seconds and bytes are None.
 
     Attributes:
@@ -131,7 +131,7 @@ class Started(NamedTuple):
 def schedule_of(
     started: Iterable[Started], axes: Mapping[str, int], target: Target, topology: Topology,
     under_way: int = 1,
-) -> Schedule:  # fmt: skip
+) -> CompiledSchedule:  # fmt: skip
     """The time of a step, by a model of a device that runs what the step starts, in that order.
 
     Kernels run one after the other on one compute stream, of whichever program they are. Beside it run
@@ -156,7 +156,7 @@ def schedule_of(
             model.run(model.taken(each.program))
             counts[each.program] = counts.get(each.program, 0) + 1
     clocks.finish()
-    return Schedule(
+    return CompiledSchedule(
         tuple(
             c
             for program, times in counts.items()
@@ -175,7 +175,7 @@ def schedule_of(
     )
 
 
-def without_times(schedule: Schedule) -> Schedule:
+def without_times(schedule: CompiledSchedule) -> CompiledSchedule:
     """Its collectives and its loops: of programs whose text does not say what else runs."""
     kept = ("collectives", "unknown_loops")
     nothing: dict[str, Any] = {name: None for name in vars(schedule) if name not in kept}
@@ -185,7 +185,7 @@ def without_times(schedule: Schedule) -> Schedule:
 
 def read_schedule(
     text: str, axes: Mapping[str, int], target: Target, topology: Topology, under_way: int = 1
-) -> Schedule:
+) -> CompiledSchedule:
     """That of a step which is one program."""
     return schedule_of([Started(read_program(text))], axes, target, topology, under_way)
 

@@ -12,7 +12,7 @@ from jzero._errors import OptionError, message
 from jzero._quantities import readable_bits, readable_bytes
 from jzero._step import ShardedTrainStep
 from jzero.preflight._examined import Examined
-from jzero.preflight._schedule import Schedule, schedule_of
+from jzero.preflight._schedule import CompiledSchedule, schedule_of
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Table
 from jzero.sharding.plan._options import Options
@@ -92,7 +92,7 @@ class WireTime(NamedTuple):
 
 
 def time_of(
-    wire: Wire, peak_bytes: int, schedules: Sequence[Schedule], exact: Schedule
+    wire: Wire, peak_bytes: int, schedules: Sequence[CompiledSchedule], exact: CompiledSchedule
 ) -> WireTime:
     """Its costs, by its schedules at each speed, and by one of exact wires."""
     one = schedules[0]
@@ -261,7 +261,7 @@ def compare_wires(
     targets = [with_links(target, {level: rate}) for rate in rates]
     wires = [Wire("exact", {}), *formats(step._programs.setting.axes, target, topology, mesh)]
     times, refused = list[WireTime](), list[tuple[str, str]]()
-    base: Schedule | None = None
+    base: CompiledSchedule | None = None
     for wire in wires:
         try:
             found = compiled(step.with_wire(**wire.options)) if wire.options else exact

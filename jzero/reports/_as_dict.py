@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jzero.offload.schedule._folds import Crossing
 from jzero.reports._tables import Memory
 from jzero.sharding.analysis._residuals import Residual
-from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Shard

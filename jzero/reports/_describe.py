@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import html
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +20,14 @@ from jzero._folded import folded, listed
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._quantities import readable_bytes
 from jzero.offload.memory._coded_array import CodingError
+from jzero.offload.schedule import _folds
+from jzero.offload.schedule._folds import Crossing, Turns
+from jzero.offload.schedule._schedule import Schedule
 from jzero.reports import _as_dict, _coded_leaves, _leaf_lists, _tables
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, Table, crossing_table, memory_table, traffic_table
 from jzero.sharding.analysis._residuals import LEAST_BYTES
-from jzero.sharding.analysis._traffic import Collective, Crossing, Turns
+from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.analysis._untiled import Untiled
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.partition._movement import TURNS_DEPEND, Movement
@@ -48,7 +52,8 @@ class Report:
       traffic: the collectives of one step, loops multiplied out.
       keys: arguments taken for PRNG keys; each device folds its index into them.
       accumulator_bytes: on each device, what sums up the gradients and metrics of microbatches.
-      crossings: what each device and its host copy to each other in a step.
+      schedule: what the step does, as a list of operations; `print` it. Where the state is on the devices it
+        is one program.
       roads: how the host updates what rests there, if it does.
       movements: operations that move rows of the batch, because nothing cheaper is exact.
       whole_arguments: arguments that come whole to every device, as the devices do not divide their rows.
@@ -56,7 +61,6 @@ class Report:
       argument_bytes: of each of them, all devices' parts together.
       output_paths: of every leaf that the step returns beside the state.
       untiled: what is gathered or reduced at once though it is larger than `tile_bytes`, and why.
-      handed_bytes: on each device, the most of what layers hand on, where a step runs layer by layer.
       coding: by path, what leaves that rest in codes have lost, of those that are there.
       looped: arguments along whose dim 0 every device runs a loop, and whose dim 1 the devices divide.
       extra_work: what the devices do more than once.
@@ -66,7 +70,7 @@ class Report:
     traffic: tuple[Collective, ...]
     keys: tuple[str, ...] = ()
     accumulator_bytes: int = 0
-    crossings: tuple[Crossing, ...] = ()
+    schedule: Schedule = Schedule(())
     roads: str = ""
     movements: tuple[Movement, ...] = ()
     whole_arguments: tuple[str, ...] = ()
@@ -74,7 +78,6 @@ class Report:
     argument_bytes: tuple[int, ...] = ()
     output_paths: tuple[str, ...] = ()
     untiled: tuple[Untiled, ...] = ()
-    handed_bytes: int = 0
     coding: Mapping[str, CodingError] = dataclasses.field(default_factory=dict)
     looped: tuple[str, ...] = ()
     extra_work: tuple[Extra, ...] = ()
@@ -256,6 +259,16 @@ class Report:
             "donate=False: a step keeps the state that it is given, which takes "
             f"{readable_bytes(here)} of each device{on_host} beside the new one", "  "
         )  # fmt: skip
+
+    @functools.cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What each device and its host copy to each other in a step."""
+        return _folds.crossings(self.schedule)
+
+    @property
+    def handed_bytes(self) -> int:
+        """On each device, the most of what layers hand on, where a step runs layer by layer."""
+        return _folds.handed_bytes(self.schedule)
 
     @property
     def memory(self) -> tuple[Memory, ...]:

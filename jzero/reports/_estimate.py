@@ -21,6 +21,7 @@ from jzero._quantities import (
 from jzero.offload._parameters import policy_of
 from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload._tiers import check_axes
+from jzero.offload.schedule._folds import Crossing
 from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
 from jzero.reports._checks import WHO, check, check_offload, check_tile, data_axes
 from jzero.reports._hf_config import Model, read_model
@@ -32,7 +33,7 @@ from jzero.reports._sizes import BytesPerParam
 from jzero.reports._step_time import Rates, StepTime
 from jzero.reports._tables import Memory
 from jzero.reports._tier_checks import check_rates, check_tiers, host_tiers, rates
-from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.sharding.plan._stages import StageAxes

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
+from jzero.offload.schedule._folds import Crossing
 from jzero.reports._host_tiers import HostTiers
 from jzero.reports._sizes import ACTIVATION, GRADIENT, BytesPerParam, as_dtype, crossing_gradients
-from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
 

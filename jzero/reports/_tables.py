@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from jzero._errors import escaped
 from jzero._quantities import readable_bytes
+from jzero.offload.schedule._folds import Crossing
 from jzero.reports._columns import lay_out
 from jzero.reports._lines import WIDTH
-from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.analysis._traffic import Collective
 
 
 class Memory(NamedTuple):

@@ -366,7 +366,7 @@ def _itemsize(dtype: Any) -> int:
 
 
 def _in_one_order(program: DeviceProgram, runner: Runner) -> DeviceProgram:
-    """The program whose collectives keep their order, where XLA would not keep it: around loops and branches."""
+    """The program whose collectives keep their order around loops and branches, where XLA keeps none."""
     if not runner.overtakes or not overtaken(program.jaxpr):
         return program
     jaxpr, num = _jaxpr.without_constants(program.jaxpr), len(program.consts)

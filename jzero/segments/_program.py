@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.ir._errors import CannotPartitionError
+from jzero.offload.schedule import _folds
 from jzero.segments import _derivatives, _partitioned
 from jzero.segments._partitioned import Partitioned, PartitionedStep
 from jzero.sharding.partition._movement import Movement
@@ -96,10 +97,7 @@ class Program:
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""
-        activations = sum(residual.nbytes for residual in self.plan.activations or ())
-        if self.plan.microbatches.layer_major:  # All microbatches have passed a layer.
-            activations *= self.plan.accumulate
-        needs = [*self.step.host_needs(), HostNeed("activations", PINNED, activations)]
+        needs = [*_folds.host_needs(self.step.schedule())]
         if not self.plan.donates:
             needs.append(HostNeed("state", PINNED, self.plan.nbytes_at_rest(tier=PINNED)))
         mesh = self.state_shardings[0].mesh if self.state_shardings else None

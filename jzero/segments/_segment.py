@@ -20,7 +20,7 @@ from jzero.tracing import _jaxpr, _rewrite
 Var = _jaxpr.Var
 Values = dict[Var, jax.Array]
 # `(consumed, read) -> (given, outputs)`, on whole arrays.
-Run = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
+SegmentFn = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 Taken = TypeVar("Taken")
 
 
@@ -46,8 +46,8 @@ class Segment:
     outs: tuple[int, ...]
     types: Mapping[Var, ValuePlan]
     mesh: Mesh
-    run: Run
-    jitted: Run
+    run: SegmentFn
+    jitted: SegmentFn
     out_specs: tuple[list[P], list[P]]
 
     @property
@@ -55,7 +55,7 @@ class Segment:
         """Everything that it takes."""
         return (*self.consumes, *self.reads)
 
-    def __call__(self, values: Values, run: Run) -> dict[int, jax.Array]:
+    def __call__(self, values: Values, run: SegmentFn) -> dict[int, jax.Array]:
         """Calls `run` on `values` and adds what it gives to them; returns outputs by index."""
         given, outs = run(*self.taken(values))
         values.update(zip(self.gives, given, strict=True))
@@ -84,10 +84,10 @@ class Compiled:
 
     def __init__(self, share: bool):
         self._share = share
-        self._shared: dict[tuple[str | None, tuple[int, ...]], Run] = {}
-        self._of: dict[tuple[tuple[int, ...], tuple[Var, ...]], Run] = {}
+        self._shared: dict[tuple[str | None, tuple[int, ...]], SegmentFn] = {}
+        self._of: dict[tuple[tuple[int, ...], tuple[Var, ...]], SegmentFn] = {}
 
-    def of(self, segment: Segment, values: Values) -> Run:
+    def of(self, segment: Segment, values: Values) -> SegmentFn:
         """The program of a segment that will take these values."""
         if (key := (segment.outs, segment.gives)) not in self._of:
             text = _rewrite.whole_text(jax.make_jaxpr(segment.run)(*segment.taken(values)))

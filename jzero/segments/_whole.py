@@ -9,10 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jzero._memory_kinds import HostNeed
+from jzero.offload.schedule._ops import Run
+from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _partitioned
-from jzero.segments._partitioned import PartitionedStep
-from jzero.sharding.analysis._traffic import Crossing
+from jzero.segments._partitioned import Partitioned, PartitionedStep
+from jzero.sharding.plan._offload import waits
 from jzero.sharding.run._run import Runner
 
 
@@ -25,7 +26,7 @@ class WholeStep:
     """
 
     def __init__(self, runner: Runner, shardings: Sequence[NamedSharding]):
-        plan = runner.plan
+        self._plan = plan = runner.plan
         self.run: Callable[..., Any] = (
             PartitionedStep(runner)
             if _partitioned.is_on()
@@ -65,17 +66,11 @@ class WholeStep:
             return state
         return [None if i in self._unread else leaf for i, leaf in enumerate(state)]
 
-    def crossings(self) -> tuple[Crossing, ...]:
-        """Nothing crosses between devices and hosts."""
-        return ()
-
-    def host_needs(self) -> tuple[HostNeed, ...]:
-        """Nothing of its own is on the hosts."""
-        return ()
-
-    def handed_bytes(self) -> int:
-        """It is one part."""
-        return 0
+    def schedule(self) -> Schedule:
+        """One program."""
+        found = _partitioned.of_step(self)
+        plan = found.described(self._plan) if isinstance(found, Partitioned) else self._plan
+        return Schedule((*waits(plan), Run("the step")))
 
     def roads(self) -> str:
         """The host updates nothing."""

@@ -24,7 +24,7 @@ import numpy as np
 from jzero._errors import MeshError, StateError, message
 from jzero._in_turn import groups as in_groups
 from jzero.offload.kernels._kernel import NAME, kernel_text
-from jzero.offload.kernels._loops import DRIVE, Calls, KernelLoops, Loop, share
+from jzero.offload.kernels._loops import DRIVE, Calls, KernelLoop, KernelLoops, share
 from jzero.offload.kernels._machine import X86, callable_at, compiled
 from jzero.offload.kernels._roads import (
     KERNEL,
@@ -408,7 +408,9 @@ def _copy(
             np.copyto(arrays[target], made[result])
 
 
-def _make_loops(found: Sequence[Group], slots: dict[_jaxpr.Var, int], num_state: int) -> list[Loop]:
+def _make_loops(
+    found: Sequence[Group], slots: dict[_jaxpr.Var, int], num_state: int
+) -> list[KernelLoop]:
     # Groups of one structure, hundreds of leaves of a model, are one loop.
     alike: dict[str, list[Group]] = {}
     for group in found:
@@ -422,7 +424,7 @@ def _make_loops(found: Sequence[Group], slots: dict[_jaxpr.Var, int], num_state:
         ]  # fmt: skip
 
     return [
-        Loop(
+        KernelLoop(
             compiled(text, NAME, WHO),
             [group.size for group in members],
             [operands(group) for group in members],

@@ -57,7 +57,7 @@ end:
 """
 
 
-class Loop(NamedTuple):
+class KernelLoop(NamedTuple):
     """One kernel and all the leaves that it runs over.
 
     Attributes:
@@ -79,7 +79,7 @@ class KernelLoops:
     Made once; what changes from call to call are addresses.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[Loop]], num_shards: int, num_slots: int):
+    def __init__(self, chunks: Sequence[Sequence[KernelLoop]], num_shards: int, num_slots: int):
         loops = [loop for chunk in chunks for loop in chunk]
         self._ends = np.cumsum([0, *map(len, chunks)]).tolist()
         shards = np.arange(num_shards)[:, None, None] * num_slots
@@ -144,7 +144,7 @@ def share(calls: Calls, drive: Drive, threads: JobThreads, helpers: int) -> Aske
     return threads.ask([lambda _: calls.help(drive)] * helpers)
 
 
-def _blocks(loop: Loop, num_shards: int) -> np.ndarray:
+def _blocks(loop: KernelLoop, num_shards: int) -> np.ndarray:
     """Rows of: which of the leaves of all shards, its first element, how many elements."""
     sizes = loop.sizes
     starts = [np.arange(0, size, BLOCK) for size in sizes]

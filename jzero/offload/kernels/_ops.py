@@ -14,10 +14,10 @@ from jzero.offload.kernels._writer import TYPES, Writer, dtype_of
 from jzero.tracing import _jaxpr
 
 # Writes an equation's instructions for operands in registers; returns the register of its result.
-Op = Callable[..., str]
+KernelOp = Callable[..., str]
 
 
-def op_for(eqn: _jaxpr.Eqn) -> Op | None:
+def op_for(eqn: _jaxpr.Eqn) -> KernelOp | None:
     """What computes `eqn` element by element; None if nothing here does."""
     if (
         not eqn.invars
@@ -69,21 +69,21 @@ def _register(eqn: _jaxpr.Eqn) -> str:
     return TYPES[_dtype(eqn)].register
 
 
-def _instruction(name: str) -> Op:
+def _instruction(name: str) -> KernelOp:
     def op(writer: Writer, eqn: _jaxpr.Eqn, *args: str) -> str:
         return writer.let(f"{name} {writer.many(_register(eqn))} {', '.join(args)}")
 
     return op
 
 
-def _intrinsic(name: str, flag: str = "") -> Op:
+def _intrinsic(name: str, flag: str = "") -> KernelOp:
     def op(writer: Writer, eqn: _jaxpr.Eqn, *args: str) -> str:
         return writer.intrinsic(name, _register(eqn), *args, flag=flag)
 
     return op
 
 
-def _c_library(name: str) -> Op:
+def _c_library(name: str) -> KernelOp:
     def op(writer: Writer, eqn: _jaxpr.Eqn, *args: str) -> str:
         return writer.each_lane(name, _register(eqn), *args)
 
@@ -181,7 +181,7 @@ def _convert(writer: Writer, eqn: _jaxpr.Eqn, x: str) -> str:
     return writer.let(f"{'sext' if old.kind == 'signed' else 'zext'} {types}")
 
 
-def _compare(name: str) -> dict[tuple[str, str], Op]:
+def _compare(name: str) -> dict[tuple[str, str], KernelOp]:
     ordered = "une" if name == "ne" else f"o{name}"
     sign = {"eq": ("", ""), "ne": ("", "")}.get(name, ("s", "u"))
     return {
@@ -192,12 +192,12 @@ def _compare(name: str) -> dict[tuple[str, str], Op]:
     }
 
 
-def _integers(name: str, op: Op) -> dict[tuple[str, str], Op]:
+def _integers(name: str, op: KernelOp) -> dict[tuple[str, str], KernelOp]:
     return {(name, "signed"): op, (name, "unsigned"): op}
 
 
 # By primitive and kind of the operands (of `select_n`: of the cases).
-OPS: dict[tuple[str, str], Op] = {
+OPS: dict[tuple[str, str], KernelOp] = {
     **{(name, "float"): _instruction(f"f{name}") for name in ("add", "sub", "mul", "div", "neg")},
     ("add_any", "float"): _instruction("fadd"),
     **{

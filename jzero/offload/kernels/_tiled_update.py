@@ -12,14 +12,14 @@ import numpy as np
 
 from jzero.offload.kernels import _tiles
 from jzero.offload.kernels._host_update import WHO, HostUpdate
-from jzero.offload.kernels._loops import KernelLoops, Loop, share
+from jzero.offload.kernels._loops import KernelLoop, KernelLoops, share
 from jzero.offload.kernels._roads import KERNEL, XLA, RoadFinder, groups, traced_flat
 from jzero.offload.kernels._tiles import Span, Tile, Together
 from jzero.offload.memory._addresses import HostMemory, address, check_given, on_host
 from jzero.offload.nvme._layout import TileLayout
 from jzero.tracing import _jaxpr, _rewrite
 
-Update = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[HostMemory, HostMemory]]
+UpdateFn = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[HostMemory, HostMemory]]
 
 
 class TiledUpdate(HostUpdate):
@@ -45,7 +45,7 @@ class TiledUpdate(HostUpdate):
     """
 
     def __init__(
-        self, update: Update, state: HostMemory, inputs: HostMemory, tile_bytes: int, *,
+        self, update: UpdateFn, state: HostMemory, inputs: HostMemory, tile_bytes: int, *,
         resident: Sequence[int] = (), lone: Mapping[int, int] | None = None,
         gradients: Mapping[int, int] | None = None, names: Sequence[str] | None = None,
         threads: int | None = None, chunk_bytes: int = 2**26,
@@ -211,12 +211,12 @@ class TiledUpdate(HostUpdate):
             _, kernel, _, slots = self._members[span.together]
             there = [rows[span] * self._num_slots + slot for slot in slots]
             by_kernel.setdefault(kernel, []).append((span.num, there, span.first))
-        loops = [Loop(kernel, *zip(*rows, strict=True)) for kernel, rows in by_kernel.items()]
+        loops = [KernelLoop(kernel, *zip(*rows, strict=True)) for kernel, rows in by_kernel.items()]
         return KernelLoops([loops], 1, self._num_slots)
 
 
 def untiled(
-    update: Update, state: HostMemory, inputs: HostMemory, names: Sequence[str],
+    update: UpdateFn, state: HostMemory, inputs: HostMemory, names: Sequence[str],
     resident: Sequence[int] = (),
 ) -> list[str]:  # fmt: skip
     """What of the state cannot be updated a tile at a time, and why; nothing is compiled.
@@ -243,7 +243,7 @@ def untiled(
 
 
 def inputs_in_tiles(
-    update: Update, state: HostMemory, inputs: HostMemory, resident: Sequence[int] = ()
+    update: UpdateFn, state: HostMemory, inputs: HostMemory, resident: Sequence[int] = ()
 ) -> set[int]:
     """The inputs that kernels alone read, element by element with state that comes in tiles, by index.
 

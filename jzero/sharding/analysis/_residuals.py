@@ -13,9 +13,8 @@ Where parts of a step are programs of their own, a residual goes and comes betwe
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -25,7 +24,6 @@ from jzero.ir import _rules
 from jzero.ir._dataflow import forward
 from jzero.ir._products import products
 from jzero.ir._regions import Region, ValueIn, edges, region_of, turns
-from jzero.sharding.analysis._traffic import Crossing
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
 
@@ -98,15 +96,6 @@ def residuals(
                 shape, dtype = tuple(aval.shape), str(aval.dtype)
                 found[program, out] = Residual(shape, dtype, nbytes, where, parts, times)
     return found
-
-
-def crossings(waiting: Sequence[Residual], microbatches: int) -> Iterator[Crossing]:
-    """What each device and its host copy to each other for them in a step."""
-    for direction in ("to host", "to device"):
-        for r in waiting:
-            times = r.times * microbatches
-            num, nbytes = times * math.prod(r.shape), times * r.nbytes
-            yield Crossing(direction, "activation", r.dtype, num, nbytes)
 
 
 def marked(x: jax.Array) -> jax.Array:

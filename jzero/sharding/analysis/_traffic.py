@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jzero.ir._regions import EdgeKind, Region, edges, turns
 from jzero.ir._rules import size_in_bytes
@@ -61,43 +61,6 @@ class Collective:
     def nbytes(self) -> int:
         """Bytes of these elements."""
         return math.ceil(self.total_elements * self.itemsize)
-
-
-class Turns(NamedTuple):
-    """A loop in which something crosses in each turn.
-
-    Attributes:
-      where: its line.
-      num: how many turns it has in a step; None for a `while`, of which nobody knows.
-    """
-
-    where: str
-    num: int | None
-
-
-class Crossing(NamedTuple):
-    """What each device and its host copy to each other in a step.
-
-    Attributes:
-      direction: 'to host' or 'to device'.
-      what: 'gradient', 'parameter', 'optimizer state', ...
-      dtype: of the elements.
-      elements: in each device's part, padding included; of a `while`, in each turn.
-      nbytes: of these.
-      loop: the innermost loop in whose turns they cross again; None if they cross once.
-    """
-
-    direction: str
-    what: str
-    dtype: str
-    elements: int
-    nbytes: int
-    loop: Turns | None = None
-
-    @property
-    def each_turn(self) -> bool:
-        """Whether these are of one turn of a `while`."""
-        return self.loop is not None and self.loop.num is None
 
 
 def collectives(

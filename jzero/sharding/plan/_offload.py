@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import MutableMapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol
@@ -11,9 +12,10 @@ from typing import Any, ClassVar, Protocol
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero._memory_kinds import DEVICE, HOST, NVME, HostNeed
+from jzero._memory_kinds import DEVICE, HOST, NVME
+from jzero.offload.schedule._ops import Value, Wait
+from jzero.offload.schedule._schedule import Schedule
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._leaves import LeafPlan
@@ -23,6 +25,20 @@ from jzero.sharding.plan._stages import StageAxes
 Leaves = tuple[LeafPlan, ...]
 # What the programs of one step for batches of several shapes have in common, by what makes it the same.
 Shared = MutableMapping[Any, Any]
+
+
+def waits(plan: StepPlan) -> tuple[Wait, ...]:
+    """The activations of a step that wait on the host."""
+    # Layer by layer all microbatches pass a layer before the next one.
+    copies = plan.accumulate if plan.microbatches.layer_major else 1
+    return tuple(
+        Wait(
+            Value("activation", "", r.dtype, math.prod(r.shape), r.nbytes),
+            r.times * plan.accumulate,
+            copies,
+        )
+        for r in plan.activations or ()
+    )
 
 
 class StepProgram(Protocol):
@@ -52,16 +68,8 @@ class StepProgram(Protocol):
         """
         ...
 
-    def crossings(self) -> tuple[Crossing, ...]:
-        """What a step copies from each device to its host and back."""
-        ...
-
-    def host_needs(self) -> Sequence[HostNeed]:
-        """What it takes of the memory of each device's host while it runs, besides the state at rest."""
-        ...
-
-    def handed_bytes(self) -> int:
-        """The most bytes on each device of what parts of a step hand to each other; 0 if it is one part."""
+    def schedule(self) -> Schedule:
+        """What a step does, as data: what it moves, where it needs memory, and what parts hand on follow."""
         ...
 
     def roads(self) -> str:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows from a schedule: bytes over each link, memory of the hosts, what parts hand to each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jzero._memory_kinds import NVME, PINNED, HostNeed
+from jzero.offload.schedule._ops import Fetch, Loop, Run, Send, Update, Value, Wait, flat
+from jzero.offload.schedule._schedule import Schedule
+
+TO_HOST, TO_DEVICE = "to host", "to device"
+TO_DISK, FROM_DISK = "to disk", "from disk"
+_UNDER_WAY = "gradients and parameters on their way"
+
+
+class Turns(NamedTuple):
+    """A loop in which something crosses in each turn.
+
+    Attributes:
+      where: its line.
+      num: how many turns it has in a step; None for a `while`, of which nobody knows.
+    """
+
+    where: str
+    num: int | None
+
+
+class Crossing(NamedTuple):
+    """What each device and its host copy to each other in a step.
+
+    Attributes:
+      direction: 'to host' or 'to device'; or between host and disk, 'to disk' or 'from disk'.
+      what: 'gradient', 'parameter', 'optimizer state', ...
+      dtype: of the elements.
+      elements: in each device's part, padding included; of a `while`, in each turn.
+      nbytes: of these.
+      loop: the innermost loop in whose turns they cross again; None if they cross once.
+    """
+
+    direction: str
+    what: str
+    dtype: str
+    elements: int
+    nbytes: int
+    loop: Turns | None = None
+
+    @property
+    def each_turn(self) -> bool:
+        """Whether these are of one turn of a `while`."""
+        return self.loop is not None and self.loop.num is None
+
+
+def crossings(schedule: Schedule) -> tuple[Crossing, ...]:
+    """What each device copies to its host and back, and the host to files and from them."""
+    found, waits, in_files = list[Crossing](), list[Wait](), set[Value]()
+    for op, around in flat(schedule.ops):
+        match op:
+            case Fetch(value, store, sliced):
+                loop = _turns(around[:-1] if sliced else around)
+                ways = (FROM_DISK, TO_DEVICE) if store == NVME else (TO_DEVICE,)
+                found += (_crossing(way, value, loop) for way in ways)
+            case Send(value, store, sliced):
+                loop = _turns(around[:-1] if sliced else around)
+                ways = (TO_HOST, TO_DISK) if store == NVME else (TO_HOST,)
+                found += (_crossing(way, value, loop) for way in ways)
+                in_files |= {value} if store == NVME else set()
+            case Update(store, leaves, takes):
+                moved = [*leaves] if store == NVME else []
+                found += (_crossing(way, x) for way in (FROM_DISK, TO_DISK) for x in moved)
+                found += (_crossing(FROM_DISK, x) for x in takes if x in in_files)
+            case Wait():
+                waits.append(op)
+    found += (_crossing(way, x.value, times=x.times) for way in (TO_HOST, TO_DEVICE) for x in waits)
+    return tuple(found)
+
+
+def _crossing(way: str, value: Value, loop: Turns | None = None, times: int = 1) -> Crossing:
+    times *= loop.num or 1 if loop else 1
+    return Crossing(
+        way, value.what, value.dtype, times * value.elements, times * value.nbytes, loop
+    )
+
+
+def _turns(around: Sequence[Loop]) -> Turns | None:
+    """The turns of the last of these loops, each around the next."""
+    if not around:
+        return None
+    nums = [loop.length for loop in around]
+    num = None if None in nums else math.prod(n for n in nums if n is not None)
+    return Turns(around[-1].where, num)
+
+
+def host_needs(schedule: Schedule) -> tuple[HostNeed, ...]:
+    """What it takes of the memory of each device's host while it runs, besides the state at rest.
+
+    What goes down and comes up is there until the step is over.
+    """
+    under_way = waiting = 0
+    for op, _ in flat(schedule.ops):
+        match op:
+            case Send(value, store=store, copies=copies) if store == PINNED:
+                under_way += copies * value.nbytes
+            case Update(gives=gives, copies=copies):
+                under_way += copies * sum(x.nbytes for x in gives)
+            case Wait(value, copies=copies):
+                waiting += copies * value.nbytes
+    needs = HostNeed(_UNDER_WAY, PINNED, under_way), HostNeed("activations", PINNED, waiting)
+    return tuple(need for need in (*needs, *schedule.buffers) if need.nbytes)
+
+
+def handed_bytes(schedule: Schedule) -> int:
+    """The most bytes on each device of what parts of a step hand to later parts; 0 if it is one part.
+
+    What a loop leaves behind counts from its beginning to the end of its last reader.
+    """
+    parts = [op for op in schedule.ops if isinstance(op, (Run, Loop))]
+    last = {value: i for i, part in enumerate(parts) for value in part.takes}
+    most, alive = 0, set[Value]()
+    for i, part in enumerate(parts):
+        alive |= {value for value in part.gives if last.get(value, -1) > i}
+        most = max(most, sum(value.nbytes for value in alive))
+        alive = {value for value in alive if last[value] > i}
+    return most

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule as a table: a line for operations of one kind that stand side by side."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jzero._memory_kinds import DEVICE
+from jzero._quantities import readable_bytes
+from jzero.offload.schedule._ops import Commit, Fetch, Loop, Op, Run, Send, Update, Value, Wait
+
+
+class Row(NamedTuple):
+    """A line.
+
+    Attributes:
+      op: what is done, indented by the loops around it.
+      what: with what.
+      nbytes: that move, on each device; in a loop, in each turn. None if nothing does.
+      link: from where to where.
+    """
+
+    op: str
+    what: str
+    nbytes: int | None = None
+    link: str = ""
+
+
+HEADER = ("operation", "what", "each device", "link")
+
+
+def text(ops: Sequence[Op]) -> str:
+    """The table."""
+    lines = [HEADER, *map(_cells, rows(ops))]
+    first, what, nbytes = (max(len(line[i]) for line in lines) for i in range(3))
+    return "\n".join(
+        f"{op:<{first}}  {what_:<{what}}  {size:>{nbytes}}  {link}".rstrip()
+        for op, what_, size, link in lines
+    )
+
+
+def _cells(row: Row) -> tuple[str, str, str, str]:
+    return row.op, row.what, "" if row.nbytes is None else readable_bytes(row.nbytes), row.link
+
+
+def rows(ops: Sequence[Op], depth: int = 0, turns: int = 1) -> Iterator[Row]:
+    """The lines of operations, of which loops around them run so many times."""
+    for name, group in itertools.groupby(ops, lambda op: _kind(op)[0]):
+        kinds: dict[tuple[str, str, str], list[Op]] = {}
+        for op in group:
+            kinds.setdefault(_kind(op), []).append(op)
+        for (_, _, link), found in kinds.items():
+            yield from _rows(" " * 2 * depth + name, found, link, depth, turns)
+
+
+def _rows(name: str, ops: Sequence[Op], link: str, depth: int, turns: int) -> Iterator[Row]:
+    """The lines of operations of one kind."""
+    moved = list[tuple[Value, bool]]()
+    for op in ops:
+        match op:
+            case Loop(body, length, where):
+                what = "a while loop" if length is None else f"{length} turns"
+                yield Row(name, f"{what} at {where}" if where else what)
+                yield from rows(body, depth + 1, length or 1)
+            case Run(program):
+                yield Row(name, program)
+            case Commit():
+                yield Row(name, "what was written")
+            case Update(leaves=leaves, sliced=sliced):
+                moved += ((leaf, sliced) for leaf in leaves)
+            case Fetch(value, sliced=sliced) | Send(value, sliced=sliced):
+                moved.append((value, sliced))
+            case Wait(value):
+                moved.append((value, False))
+    if moved:
+        nbytes = sum(value.nbytes // (turns if sliced else 1) for value, sliced in moved)
+        slices = ", a slice of each" * any(sliced for _, sliced in moved)
+        yield Row(name, _values([value for value, _ in moved]) + slices, nbytes, link)
+
+
+def _kind(op: Op) -> tuple[str, str, str]:
+    """Its name, what tells neighbours of one name apart, and between which memories it moves something."""
+    match op:
+        case Fetch(value, store, sliced):
+            return "fetch", f"{value.what} {sliced}", f"{store} -> {DEVICE}"
+        case Send(value, store, sliced):
+            return "send", f"{value.what} {sliced}", f"{DEVICE} -> {store}"
+        case Wait(value):
+            return "wait", value.what, "on the host, between the passes"
+        case Update(store):
+            return "update", "", f"on the host, in {store}"
+    return type(op).__name__.lower(), "", ""
+
+
+def _values(values: Sequence[Value]) -> str:
+    counts: dict[str, int] = {}
+    for value in values:
+        counts[value.what] = counts.get(value.what, 0) + 1
+    return ", ".join(f"{num} x {what}" for what, num in counts.items())
