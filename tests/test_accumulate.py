@@ -15,6 +15,8 @@ import jzero
 import programs
 import small
 
+pytestmark = pytest.mark.alternating
+
 MODEL = programs.Model(remat=True)
 STATE = programs.abstract_state(MODEL, optax.sgd(1e-3))
 PSI = programs.num_params(STATE)

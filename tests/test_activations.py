@@ -26,6 +26,8 @@ from jzero.sharding.cut import _layer_parts
 from jzero.sharding.plan import _host_memory
 from jzero.tracing import _jaxpr
 
+pytestmark = pytest.mark.alternating
+
 LAYERS, WIDTH, ROWS, STEPS = 4, 16, 16, 4
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 BY_NAME = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 
+pytestmark = pytest.mark.alternating
+
 ROWS, FEATURES, CLASSES = 16, 10, 9  # No devices divide what a parameter has: it is padded.
 
 

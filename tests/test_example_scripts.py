@@ -19,6 +19,8 @@ from tensorboardX.proto import event_pb2
 
 import covering
 
+pytestmark = pytest.mark.alternating
+
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))

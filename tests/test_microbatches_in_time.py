@@ -21,6 +21,8 @@ from jzero.sharding.cut._phases import SCOPE
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.tracing import _jaxpr
 
+pytestmark = pytest.mark.alternating
+
 TX = optax.adam(1e-2)
 
 

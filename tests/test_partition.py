@@ -15,6 +15,8 @@ from jzero.ir._layout import from_spec
 from jzero.tracing import _jaxpr
 from partitioned import DATA, ROWS, SQUARE, Case, kinds, program, run_and_compare
 
+pytestmark = pytest.mark.alternating
+
 BOTH = {"data": 4, "model": 2}
 
 

@@ -12,6 +12,8 @@ from exactness._compare import configured
 from jzero.sharding.plan import _trace
 from jzero.sharding.plan._trace import WholeBatch
 
+pytestmark = pytest.mark.alternating
+
 # One of each kind whose rows the jaxpr itself tells.
 SURE = (
     "batch_norm",

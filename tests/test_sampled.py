@@ -31,6 +31,8 @@ from sampling import (
     state,
 )
 
+pytestmark = pytest.mark.alternating
+
 NUM_CASES = 500
 BY_DEFAULT = range(200, 300) if importlib.metadata.version("jax") >= "0.11" else range(100)
 

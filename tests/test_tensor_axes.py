@@ -21,6 +21,8 @@ from jzero.sharding.passes import _order
 from jzero.sharding.run import _collectives, _devices, _queue
 from jzero.tracing import _jaxpr
 
+pytestmark = pytest.mark.alternating
+
 WIDTH, HIDDEN, HEADS, SEQ, BATCH = 32, 64, 4, 8, 16
 COLUMNS, ROWS = P(None, "model"), P("model", None)
 AUTO_SPECS = {r"qkv|up": COLUMNS, r"project|down": ROWS}

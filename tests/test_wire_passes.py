@@ -28,6 +28,8 @@ from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.plan import _wire
 from jzero.tracing import _jaxpr
 
+pytestmark = pytest.mark.alternating
+
 
 @dataclasses.dataclass(frozen=True)
 class Wire:

@@ -15,6 +15,8 @@ import small
 import zoo
 from jzero.segments import _partitioned
 
+pytestmark = pytest.mark.alternating
+
 AXIS = "batch"
 TX = optax.adamw(1e-2)
 MESHES: dict[str, dict[str, int]] = {
