@@ -585,9 +585,7 @@ def test_the_last_matrix_is_gone_before_its_gradient_is_made():
 def test_on_cpus_collectives_wait_for_loops_with_collectives(remat: bool, loops: int):
     plain = program(remat, loops)
     for made in (plain, plain.through(PASSES["all"])):
-        traced = one_order(made.jaxpr, [], MESH)
-        assert not traced.consts
-        ordered = explicit.Program(traced.jaxpr, MESH, made.in_specs, made.out_specs)
+        ordered = made.through(one_order)
         before: set[int] = set()
         for i, (eqn, waits) in enumerate(behind(ordered.jaxpr, "scan")):
             meets = eqn.primitive.name in ("all_gather", "reduce_scatter", "psum")

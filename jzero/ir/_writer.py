@@ -192,5 +192,6 @@ def _traced(
 ) -> tuple[_rewrite.Flat, list[ArrayLike]]:
     del x64  # Another one gives other dtypes.
     avals = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in types]
-    traced = _jaxpr.trace_here(functools.partial(fn, *static), *avals)
+    # Without a mesh, since whoever asks again may stand in another one.
+    traced = _jaxpr.trace_whole(functools.partial(fn, *static), avals, {})
     return _rewrite.flatten_calls(traced.jaxpr, traced.consts)

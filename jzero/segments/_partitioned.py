@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._errors import CannotPartitionError, NeedsAllMicrobatchesError, cannot
@@ -45,7 +44,7 @@ from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._keep_gathered import gathered_once, keep_gathered
 from jzero.sharding.passes._late_sums import late_sums
 from jzero.sharding.passes._loop_gathers import loop_gathers
-from jzero.sharding.passes._one_order import one_order, overtaken
+from jzero.sharding.passes._one_order import one_order
 from jzero.sharding.passes._order import SMALLEST_GROUP, order
 from jzero.sharding.passes._prefetch import prefetch
 from jzero.sharding.passes._reduce_codes import CodedAxes, reduce_codes
@@ -61,7 +60,6 @@ from jzero.sharding.plan._trace import WRITTEN
 from jzero.sharding.run._run import Runner, devices_of
 from jzero.targets._links import AxisTimes, axis_times
 from jzero.targets._target import target_of, topology_of
-from jzero.tracing import _jaxpr
 from jzero.tracing._types import Jaxpr
 
 SWITCH = "JZERO_PARTITION"
@@ -327,6 +325,7 @@ def _passed(
         "in_place": lambda jaxpr: in_place(
             jaxpr, _sliced(olds, leaves), runner.mesh, dict(plan.axes), GATHERED_AT_ONCE
         ),
+        "one_order": one_order if runner.overtakes else lambda jaxpr: jaxpr,
         "auto_axes": lambda jaxpr: _beside(jaxpr, runner, leaves) if plan.automatic else jaxpr,
     }
 
@@ -347,7 +346,6 @@ def _passed(
     of_programs: dict[str, Callable[[DeviceProgram], DeviceProgram]] = {
         "microbatches": looped,
         "activations": on_host,
-        "one_order": lambda program: _in_one_order(program, runner),
     }
     found = {_PARTITION: program}
     for name in PASSES[1:]:
@@ -363,26 +361,6 @@ def _passed(
 
 def _itemsize(dtype: Any) -> int:
     return 0 if dtype is None else jnp.dtype(dtype).itemsize
-
-
-def _in_one_order(program: DeviceProgram, runner: Runner) -> DeviceProgram:
-    """The program whose collectives keep their order around loops and branches, where XLA keeps none."""
-    if not runner.overtakes or not overtaken(program.jaxpr):
-        return program
-    jaxpr, num = _jaxpr.without_constants(program.jaxpr), len(program.consts)
-    assert isinstance(runner.mesh, Mesh)
-    axes = dict(runner.plan.axes)
-    jaxpr = _jaxpr.in_mesh(jaxpr, _jaxpr.inside_of(runner.mesh, axes))
-    traced = one_order(jaxpr, (), runner.mesh, axes)
-    found = traced.jaxpr
-    written = _jaxpr.replaced(
-        found,
-        constvars=[*found.constvars, *found.invars[:num]],
-        invars=found.invars[num:],
-        consts=[*traced.consts, *program.consts],
-        debug_info=found.debug_info.with_unknown_names(),  # type: ignore[attr-defined]
-    )
-    return dataclasses.replace(program, jaxpr=written, consts=[*traced.consts, *program.consts])
 
 
 def _sliced(
