@@ -119,6 +119,15 @@ def test_updates_stand_where_their_gradients_are():
     assert whole.count(Loop) == late.count(Loop) == 2
 
 
+def test_a_delayed_update_says_so():
+    schedule = schedule_of(offload=jzero.HostCPU(delayed_update=True))
+    ((update, *_),) = done(schedule, Update)
+    assert update.delayed
+    assert str(schedule).count("with the gradients of the step before") == 1
+    # The next step's gradients come while it reads them.
+    assert {op.copies for op, *_ in done(schedule, Send) if op.value.what == "gradient"} == {2}
+
+
 def test_a_step_on_the_devices_is_one_program():
     schedule = schedule_of()
     assert [type(op) for op in schedule.ops] == [Run]

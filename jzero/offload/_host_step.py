@@ -214,12 +214,12 @@ class HostStep:
             copies = 1 if var in self._entered else self._num_sets
             return Send(value, NVME if var in in_files else PINNED, copies=copies)
 
-        layered, reads, gives = self._layered, self._reads(), self._gives()
-        ops: list[Op] = [*waits(self._runner.plan)]
+        layered, early = self._layered, self._early_plan.turns
+        gradients = layered.gradients if layered else {}
+        reads, gives = {**self._reads(), **gradients}, self._gives()
         values = [*map(Value.of_leaf, self.leaves)]
-        early = self._early_plan.turns
+        ops: list[Op] = [*waits(self._runner.plan)]
         if layered:
-            reads |= layered.gradients
             begin: dict[int, list[Update]] = {}
             for turn in early:
                 leaves, takes = (values[i] for i in turn.leaves), (reads[v] for v in turn.reads)
@@ -228,14 +228,14 @@ class HostStep:
             ops += layered.ops(lambda v: NVME if v in in_files else PINNED, self._num_sets, begin)
         else:
             ops.append(Run("gradients"))
-        before = layered.gradients if layered else {}
-        ops += (sent(value, var) for var, value in reads.items() if var not in before)
+        ops += (sent(value, var) for var, value in reads.items() if var not in gradients)
         if len(self.turns) > 1:
             ops.append(Run("the update of what rests on the devices"))
         gone = {i for turn in early for i in turn.leaves}
         late = tuple(values[i] for i in renewed if i not in gone)
         if late or gives:
-            ops.append(Update(store, late, tuple(reads.values()), gives, self._num_sets))
+            delayed, read = self._delays is not None, tuple(reads.values())
+            ops.append(Update(store, late, read, gives, self._num_sets, delayed=delayed))
         return *ops, *(Fetch(value, PINNED) for value in gives)
 
     def _reads(self) -> dict[Var, Value]:

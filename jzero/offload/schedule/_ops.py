@@ -114,6 +114,7 @@ class Update:
       gives: what it makes for the devices, in pinned memory.
       copies: how many of these are there at a time.
       sliced: each turn of the loop around has its own slice.
+      delayed: it reads what the step before has sent.
     """
 
     store: str
@@ -122,6 +123,7 @@ class Update:
     gives: tuple[Value, ...] = ()
     copies: int = 1
     sliced: bool = False
+    delayed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -89,8 +89,9 @@ def _kind(op: Op) -> tuple[str, str, str]:
             return "send", f"{value.what} {sliced}", f"{DEVICE} -> {store}"
         case Wait(value):
             return "wait", value.what, "on the host, between the passes"
-        case Update(store):
-            return "update", "", f"on the host, in {store}"
+        case Update(store, delayed=delayed):
+            late = ", with the gradients of the step before" * delayed
+            return "update", "", f"on the host, in {store}{late}"
     return type(op).__name__.lower(), "", ""
 
 
