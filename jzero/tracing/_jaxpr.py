@@ -699,6 +699,13 @@ def in_mesh(jaxpr: Jaxpr, mesh: AbstractMesh) -> Jaxpr:
             if any(map(is_of_another, (*eqn.invars, *eqn.outvars))):
                 ins, outs = ([*map(typed, ends)] for ends in (eqn.invars, eqn.outvars))
                 eqn = eqn.replace(invars=ins, outvars=outs)
+            if eqn.primitive.name == "shard_map":
+                # Inside, more axes are Manual; of this mesh it was traced so.
+                return (
+                    eqn
+                    if eqn.params["mesh"].shape_tuple == mesh.shape_tuple
+                    else with_inner(eqn, inner)
+                )
             return with_inner(eqn, inner)
 
         invars, constvars = ([*map(typed, ends)] for ends in (jaxpr.invars, jaxpr.constvars))
