@@ -13,6 +13,8 @@ import engines
 import jzero
 import small
 
+pytestmark = pytest.mark.alternating
+
 ROWS, DIM = 16, 4
 CALLS: list[tuple[str, list[np.ndarray]]] = []
 

@@ -21,6 +21,8 @@ from interrupting import interruption
 from jzero.offload import _host_step
 from test_offload import BATCH
 
+pytestmark = pytest.mark.alternating
+
 pytest.importorskip("llvmlite")
 
 FILES = (

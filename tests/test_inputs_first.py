@@ -21,6 +21,8 @@ from jzero.segments import _partitioned, _programs
 from jzero.sharding.run import _queue
 from jzero.tracing import _jaxpr
 
+pytestmark = pytest.mark.alternating
+
 VOCAB, WIDTH, TX = 48, 16, optax.adam(1e-2)
 
 

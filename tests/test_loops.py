@@ -19,6 +19,8 @@ from jax.experimental import io_callback
 import small
 from sampling import check, loops
 
+pytestmark = pytest.mark.alternating
+
 DIM, NUM = 3, 4
 DEPENDS = "a loop along the batch whose turns depend on each other"
 

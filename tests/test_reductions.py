@@ -22,6 +22,8 @@ from jzero.sharding.run import _loops, _queue
 from jzero.sharding.run._values import Unreduced
 from jzero.tracing import _jaxpr
 
+pytestmark = pytest.mark.alternating
+
 TIED = programs.VOCAB * programs.WIDTH  # elements of the table that looks up and makes logits
 
 

@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh, AxisType
 import jzero
 from jzero.sharding.passes import _codes
 
+pytestmark = pytest.mark.alternating
+
 INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", size=32)
 D = 128
 
@@ -230,7 +232,6 @@ OTHERS = [
 ]
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("options", OTHERS, ids=str)
 def test_codes_meet_every_other_option(options):
     """As without codes, to what 8 bits can say, and with fewer bytes."""
