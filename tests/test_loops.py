@@ -374,3 +374,42 @@ def test_what_only_decides_whether_a_turn_follows(stage):
         np.testing.assert_allclose(loss, wanted, rtol=1e-9)
     for name, leaf in train_step.unshard(state).items():
         np.testing.assert_allclose(leaf, expected[name], rtol=1e-9, err_msg=name)
+
+
+NO_TURNS = {
+    "over an empty leaf": lambda p, x: jax.lax.scan(
+        lambda h, w: (jnp.tanh(h @ w), None), x, p["none"]
+    )[0],
+    "over nothing of a leaf": lambda p, x: jax.lax.scan(
+        lambda h, w: (jnp.tanh(h @ w), h), x, p["w"][None][:0]
+    )[0],
+    "of a length": lambda p, x: jax.lax.scan(
+        lambda h, _: (jnp.tanh(h @ p["w"]), h), x, None, length=0
+    )[0],
+    "a map": lambda p, x: x + jax.lax.map(lambda w: x @ w, p["none"]).sum(0),
+}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stage": 1}, {"accumulate": 2}, {"tile_bytes": 256}, {"prefetch_bytes": 0}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", NO_TURNS)
+def test_loops_of_no_turns(name, options):
+    """They ended in a ZeroDivisionError, and in slices of stacks that have none."""
+
+    def step(params, x):
+        def loss_fn(params):
+            return jnp.mean((NO_TURNS[name](params, x) @ params["w"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params, x = {"w": jnp.eye(16) / 2, "none": jnp.zeros((0, 16, 16))}, jnp.ones((16, 16))
+    train_step = small.shard_train_step(step, **options)
+    found, loss = train_step(train_step.shard(params), x)
+    expected, wanted = jax.jit(step)(params, x)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    np.testing.assert_allclose(train_step.unshard(found)["w"], expected["w"], rtol=1e-6)

@@ -197,3 +197,28 @@ def test_one_device_is_no_place_in_a_sharded_step(name, accumulate):
     found, expected = train_step(w, x), jax.jit(step)(jnp.eye(8), x)
     zoo.assert_trees_close(zoo.to_host(found), zoo.to_host(expected), zoo.FP32, "step")
     assert not train_step.describe(jnp.eye(8), x).movements
+
+
+def test_a_program_first_written_under_the_mesh_of_the_caller():
+    """What passes write is traced once for all meshes: the first one had left its mesh in it."""
+    mesh = auto_mesh((8,), ("data",))
+    # Of a shape that no other test has, so that it is written here first.
+    state, x = {"w": jnp.eye(24), "s": jnp.ones(24)}, jnp.ones((48, 24))
+
+    def step(state, x):
+        def loss_fn(state):
+            return jnp.mean((x @ state["w"]) ** 2) * (1 + state["s"][0])
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    def trained():
+        train_step = jzero.shard_train_step(step, accumulate=2, mesh=mesh, min_shard_bytes=0)
+        new, loss = train_step(train_step.shard(state), x)
+        return zoo.to_host(train_step.unshard(new)), zoo.to_host(loss)
+
+    with jax.set_mesh(mesh):
+        under = trained()
+    expected = zoo.to_host(jax.jit(step)(state, x))
+    for found in (under, trained()):
+        zoo.assert_trees_close(found, expected, zoo.FP32, "new state and loss")

@@ -131,7 +131,7 @@ def _ahead(scan: Scan, limit: int) -> list[Var]:
     And all that it fetches from the host.
     """
     parts = _jaxpr.scan_parts(scan.eqn)
-    if scan.length == 1 or parts.unroll != 1 or parts.body_consts or makes_keys(scan):
+    if scan.length < 2 or parts.unroll != 1 or parts.body_consts or makes_keys(scan):
         return []
     slices, carried = {p.row for p in scan.xs}, {p.before for p in scan.carries}
     fetched = [e.outvars[0] for e in scan.eqns if is_fetch(e) and e.invars[0] in slices]

@@ -47,6 +47,8 @@ def whole_stacks(jaxpr: Jaxpr, nbytes: int = SMALLEST_GROUP) -> Jaxpr:
 
 def _loop(eqn: Eqn, nbytes: int) -> list[Eqn]:
     scan = Scan.of(eqn)
+    if not scan.length:
+        return [eqn]
     makers = {out: each for each in scan.eqns for out in each.outvars}
     num_readers = _waits.num_readers(scan)
     ys, late, after = list[StackPort](), set[int](), list[Eqn]()
