@@ -241,9 +241,12 @@ class HostStep:
     def _reads(self) -> dict[Var, Value]:
         """What the hosts read besides their leaves, as one device has it."""
         host, leaf_of = self.host, self._segments.leaf_of
-        whats = [self.leaves[leaf_of[v]].role if v in leaf_of else "gradient" for v in host.reads]
-        values = map(Value.of, whats, map(shard_of, host.read_avals()))
-        return dict(zip(host.reads, values, strict=True))
+        return {
+            var: Value.of(self.leaves[leaf_of[var]].role, shard)
+            if var in leaf_of
+            else Value.of_gradient(shard)
+            for var, shard in zip(host.reads, map(shard_of, host.read_avals()), strict=True)
+        }
 
     def _gives(self) -> tuple[Value, ...]:
         """What they make for the devices."""

@@ -238,7 +238,7 @@ class LayeredSegment:
     def gradients(self) -> dict[Var, Value]:
         """Each of `sent`, as one device has it."""
         of, mesh = self._segment.types, self._mesh
-        return {v: Value.of("gradient", shard_of(of[v].aval(mesh))) for v in self.sent}
+        return {v: Value.of_gradient(shard_of(of[v].aval(mesh))) for v in self.sent}
 
     @property
     def host_bytes(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from jzero.ir._rules import size_in_bytes
 from jzero.offload._part_values import CutSegment
 from jzero.offload.schedule._ops import Fetch, Loop, Op, Run, Send, Update, Value
+from jzero.sharding.cut import _phases
 from jzero.sharding.cut._layer_parts import (
     HOSTED,
     SENT,
@@ -18,7 +19,7 @@ from jzero.sharding.cut._layer_parts import (
     Stretch,
 )  # fmt: skip
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Var
+from jzero.tracing._types import Eqn, Var
 
 
 class PartOps:
@@ -54,7 +55,7 @@ class PartOps:
             gives = tuple(map(self._value, self._handed_on(part)))
             if isinstance(part, NestedLoop):
                 body = tuple(self._of(part.parts))
-                yield Loop(body, part.loop.length, _jaxpr.summary(part.eqn), takes, gives)
+                yield Loop(body, part.loop.length, _line_of(part.eqn), takes, gives)
                 yield from self._sends(part.eqn.outvars)
                 continue
             for var in part.reads if isinstance(part, LayerLoop) else (*part.leaves, *part.reads):
@@ -78,7 +79,7 @@ class PartOps:
             *self._sends(slices, sliced=True),
             *updates,
         )
-        return Loop(body, part.parts.length, _jaxpr.summary(part.eqn), takes, gives)
+        return Loop(body, part.parts.length, _line_of(part.eqn), takes, gives)
 
     def _sends(self, made: Sequence[Var], sliced: bool = False) -> Iterator[Send]:
         """Of what is made, what goes to the host."""
@@ -105,3 +106,8 @@ class PartOps:
             made = part.eqn.outvars
         away = self._cut.hosted | self._cut.waiting
         return [var for var in made if var not in away]
+
+
+def _line_of(loop: Eqn) -> str:
+    """Where the user wrote it; nothing if it is jzero's own, over microbatches."""
+    return "" if _jaxpr.in_scope(loop, _phases.SCOPE) else _jaxpr.summary(loop)

@@ -104,7 +104,7 @@ def offloaded(plan: StepPlan, roads: str) -> list[str]:
     if plan.device_bytes and any(turn.nbytes_at_once for turn in plan.turns):
         num_turns = sum(turn.parts for turn in plan.turns)
         lines += wrapped(
-            f"A step copies them to the device and back in {num_turns} turns, at most "
+            f"A step copies them to the device and back in {num_turns} turn{'s' * (num_turns > 1)}, at most "
             f"{readable_bytes(plan.device_bytes)} at a time."
         )
     if roads:

@@ -14,7 +14,7 @@ class Value:
     """One device's part of a leaf, a gradient, or whatever programs hand to each other.
 
     Attributes:
-      what: 'parameter', 'optimizer state', 'gradient', 'activation', 'output', ...
+      what: 'parameter', 'optimizer state', 'gradient', 'scalar', 'activation', 'output', ...
       name: the leaf's path; '' if it is no leaf.
       dtype: of its elements.
       elements: padding included.
@@ -32,6 +32,11 @@ class Value:
         """A value of one device's shape and dtype."""
         num = math.prod(shard.shape)
         return cls(what, name, str(shard.dtype), num, num * shard.dtype.itemsize)
+
+    @classmethod
+    def of_gradient(cls, shard: Any) -> Value:
+        """What is computed of the batch for an update: a gradient, or a number, as the scale of a clip."""
+        return cls.of("gradient" if shard.shape else "scalar", shard)
 
     @classmethod
     def of_leaf(cls, leaf: Any) -> Value:
@@ -140,7 +145,7 @@ class Loop:
     Attributes:
       body: of each turn.
       length: how many turns it has; None for a `while`, of which nobody knows.
-      where: its line.
+      where: its line; '' if it is jzero's own, over microbatches or slices.
       takes: what others have made for it.
       gives: what it leaves behind for others.
     """
