@@ -64,8 +64,8 @@ MAY = {
     "sampling/noise": "tracing._jaxpr",
     "sampling/settings": "sharding.plan._wire sharding.passes._codes",
     "test_activations":
-        "ir._regions offload._part_values sharding.analysis._residuals sharding.cut._layer_parts "
-        "sharding.plan._host_memory tracing._jaxpr",
+        "ir._regions offload._part_values segments._programs sharding.analysis._residuals "
+        "sharding.cut._layer_parts sharding.plan._host_memory tracing._jaxpr",
     "test_activations_on_gpus": "sharding.analysis._residuals",
     "test_bandwidth":
         "cli._main offload._bandwidth offload._links offload.kernels._machine reports._bandwidth",
