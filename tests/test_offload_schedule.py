@@ -34,7 +34,7 @@ UP, DOWN = jzero.PinnedHost(device_bytes=10_000), jzero.HostCPU()
 
 
 def floats(num, what="parameter"):
-    return Value(what, "", "float32", num, 4 * num)
+    return Value(what, "float32", num, 4 * num)
 
 
 def schedule_of(scan=True, tx=params.CLIPPED, **options):

@@ -209,10 +209,13 @@ class HostStep:
           in_files: gradients that wait there.
         """
 
+        def goes_to(var: Var) -> str:
+            return NVME if var in in_files else PINNED
+
         def sent(value: Value, var: Var) -> Send:
             # What a delayed update reads is there beside the next step's; but not leaves as they are then.
             copies = 1 if var in self._entered else self._num_sets
-            return Send(value, NVME if var in in_files else PINNED, copies=copies)
+            return Send(value, goes_to(var), copies=copies)
 
         layered, early = self._layered, self._early_plan.turns
         gradients = layered.gradients if layered else {}
@@ -225,7 +228,7 @@ class HostStep:
                 leaves, takes = (values[i] for i in turn.leaves), (reads[v] for v in turn.reads)
                 begun = Update(store, tuple(leaves), tuple(takes), sliced=turn.num_slices > 0)
                 begin.setdefault(turn.part, []).append(begun)
-            ops += layered.ops(lambda v: NVME if v in in_files else PINNED, self._num_sets, begin)
+            ops += layered.ops(goes_to, self._num_sets, begin)
         else:
             ops.append(Run("gradients"))
         ops += (sent(value, var) for var, value in reads.items() if var not in gradients)

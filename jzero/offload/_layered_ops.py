@@ -91,7 +91,7 @@ class PartOps:
     def _value(self, var: Var) -> Value:
         if var not in self._values:
             aval = var.aval
-            self._values[var] = Value("value", "", str(aval.dtype), aval.size, size_in_bytes(aval))
+            self._values[var] = Value("value", str(aval.dtype), aval.size, size_in_bytes(aval))
         return self._values[var]
 
     def _handed_on(self, part: LayerPart) -> Sequence[Var]:

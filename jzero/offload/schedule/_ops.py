@@ -15,23 +15,21 @@ class Value:
 
     Attributes:
       what: 'parameter', 'optimizer state', 'gradient', 'scalar', 'activation', 'output', ...
-      name: the leaf's path; '' if it is no leaf.
       dtype: of its elements.
       elements: padding included.
       nbytes: of these.
     """
 
     what: str
-    name: str
     dtype: str
     elements: int
     nbytes: int
 
     @classmethod
-    def of(cls, what: str, shard: Any, name: str = "") -> Value:
+    def of(cls, what: str, shard: Any) -> Value:
         """A value of one device's shape and dtype."""
         num = math.prod(shard.shape)
-        return cls(what, name, str(shard.dtype), num, num * shard.dtype.itemsize)
+        return cls(what, str(shard.dtype), num, num * shard.dtype.itemsize)
 
     @classmethod
     def of_gradient(cls, shard: Any) -> Value:
@@ -42,7 +40,7 @@ class Value:
     def of_leaf(cls, leaf: Any) -> Value:
         """A leaf of the state, as planned (`LeafPlan`)."""
         nbytes = leaf.nbytes_per_device
-        return cls(leaf.role, leaf.path, leaf.dtype, nbytes // leaf.itemsize, nbytes)
+        return cls(leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ def waits(plan: StepPlan) -> tuple[Wait, ...]:
     copies = plan.accumulate if plan.microbatches.layer_major else 1
     return tuple(
         Wait(
-            Value("activation", "", r.dtype, math.prod(r.shape), r.nbytes),
+            Value("activation", r.dtype, math.prod(r.shape), r.nbytes),
             r.times * plan.accumulate,
             copies,
         )
