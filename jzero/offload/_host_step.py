@@ -102,6 +102,7 @@ class HostStep:
         self._segments = SegmentedStep(builder)
         self.grad, self.turns = self._segments.grad, self._segments.turns
         self.run, self.trace = self._segments.run, self._segments.trace
+        self.found = self._segments.found
         pieces = runner.plan.turns[0].pieces
         self.host = HostTurn(builder, pieces)
         reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))

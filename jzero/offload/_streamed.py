@@ -64,6 +64,7 @@ class StreamedStep:
         self._segments = SegmentedStep(Builder(runner, shardings))
         self.grad, self.turns = self._segments.grad, self._segments.turns
         self.run, self.trace = self._segments.run, self._segments.trace
+        self.found = self._segments.found
         # Over automatic axes, equal programs may have to leave their leaves in different places.
         self.compiled = Compiled(share=not self._plan.automatic)
         leaves = self._plan.leaves

@@ -6,16 +6,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE
-from jzero.segments._segment import Segment, Values, Var
+from jzero.segments._partitioned import Partitioned
+from jzero.segments._parts import PartsOfStep
+from jzero.segments._segment import Segment, SegmentFn, Values, Var
 from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
+from jzero.sharding.plan._layout import RestLayout
 from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._run import Runner, value_of
 from jzero.sharding.run._values import Arrays, FullValue
@@ -36,6 +39,16 @@ class Builder:
     runner: Runner
     shardings: Sequence[NamedSharding]
     crosses: bool = False
+
+    @functools.cached_property
+    def parts(self) -> PartsOfStep:
+        """What the partitioner writes."""
+        return PartsOfStep(self.runner)
+
+    @property
+    def found(self) -> Partitioned | None:
+        """The grad part, if the partitioner has written it."""
+        return self.parts.found if self.runner.is_partitioned else None
 
     def grad_part(self) -> Segment:
         """What is left of the step without its update part; a leaf that it hands through is no output."""
@@ -58,9 +71,9 @@ class Builder:
             return self.runner.grad_part(interp, args[: len(leaves)], args[len(leaves) :])
 
         reads = [var for var in here if var not in consumes]
-        return self._segment(
-            "grad_part", consumes, reads, list(plan.update.boundary), outs, compute
-        )
+        eqns = [i for i in range(len(jaxpr.eqns)) if i not in plan.update.apart]
+        ends = _Ends("grad_part", consumes, reads, list(plan.update.boundary), outs)
+        return self._segment(ends, eqns, compute)
 
     def turns(self) -> tuple[Segment, ...]:
         """The turns of the update part, as the plan has them."""
@@ -99,7 +112,7 @@ class Builder:
             return env
 
         rest = [v for v in reads if v not in consumes]
-        return self._segment("update", consumes, rest, gives, outs, compute)
+        return self._segment(_Ends("update", consumes, rest, gives, outs), eqns, compute)
 
     def _type(self, var: Var) -> ValuePlan:
         """How a value is taken or given."""
@@ -113,16 +126,68 @@ class Builder:
         return {var for var, leaf in pairs if self.crosses and leaf.tier == DEVICE}
 
     def _segment(
-        self, name: str, consumes: Sequence[Var], reads: Sequence[Var], gives: Sequence[Var],
-        outs: Sequence[int], compute: Callable[[Interpreter, Values], Env],
-    ) -> Segment:  # fmt: skip
-        runner, frame = self.runner, self.runner.frame
+        self, ends: _Ends, eqns: Sequence[int], compute: Callable[[Interpreter, Values], Env]
+    ) -> Segment:
+        runner = self.runner
         num_new = len(runner.plan.new_leaves)
-        leaf_vars = frame.jaxpr.invars[:num_new]
-        types = {var: self._type(var) for var in (*consumes, *reads, *gives)}
+        types = {var: self._type(var) for var in (*ends.consumes, *ends.reads, *ends.gives)}
+        leaf_vars = runner.frame.jaxpr.invars[:num_new]
         layouts = [
-            self._type(leaf_vars[i]).layout if i < num_new else runner.plan.layouts[i] for i in outs
+            self._type(leaf_vars[i]).layout if i < num_new else runner.plan.layouts[i]
+            for i in ends.outs
         ]
+        out_specs = (
+            [types[var].spec for var in ends.gives],
+            [*map(_layout.partition_spec, layouts)],
+        )
+        if runner.is_partitioned:
+            run = self._partitioned(ends, eqns, types)
+        else:
+            run = self._interpreted(ends, types, layouts, out_specs, compute)
+        options: dict[str, Any] = {}
+        if runner.plan.automatic:  # Else XLA would choose over these axes.
+            places = [s.with_memory_kind(DEVICE) for s in self.shardings]
+            kept = [places[i] if i < num_new else None for i in ends.outs]
+            options["out_shardings"] = ([None] * len(ends.gives), kept)
+        jitted = jax.jit(run, donate_argnums=0, **options)
+        return Segment(
+            tuple(ends.consumes),
+            tuple(ends.reads),
+            tuple(ends.gives),
+            tuple(ends.outs),
+            types,
+            runner.mesh,
+            run,
+            jitted,
+            out_specs,
+        )
+
+    def _partitioned(
+        self, ends: _Ends, eqns: Sequence[int], types: Mapping[Var, ValuePlan]
+    ) -> SegmentFn:
+        """The program of some equations, as the partitioner writes it."""
+        invars, num_new = self.runner.frame.jaxpr.invars, len(self.runner.plan.new_leaves)
+        renewed = (invars[i] for i in ends.outs if i < num_new)
+        types = {**types, **{var: self._type(var) for var in renewed}}
+        num, takes = len(ends.gives), [*ends.consumes, *ends.reads]
+        run = self.parts.function(
+            eqns, takes, ends.gives, ends.outs, types, range(len(ends.consumes)), not self.crosses
+        )
+
+        def local(consumed: Arrays, read: Arrays) -> tuple[Arrays, Arrays]:
+            made = run(*consumed, *read)
+            return made[:num], made[num:]
+
+        local.__name__ = ends.name  # as profiles say it
+        return local
+
+    def _interpreted(
+        self, ends: _Ends, types: Mapping[Var, ValuePlan], layouts: Sequence[RestLayout],
+        out_specs: Any, compute: Callable[[Interpreter, Values], Env],
+    ) -> SegmentFn:  # fmt: skip
+        runner, (name, consumes, reads, gives, outs) = self.runner, ends
+        num_new = len(runner.plan.new_leaves)
+        leaf_vars = runner.frame.jaxpr.invars[:num_new]
 
         def local(consumed: Arrays, read: Arrays) -> tuple[Arrays, Arrays]:
             interp = runner.interpreter()
@@ -136,27 +201,25 @@ class Builder:
             ]
             return given, made
 
-        local.__name__ = name  # as profiles say it
+        local.__name__ = name
         ins = [[types[var].spec for var in group] for group in (consumes, reads)]
-        out_specs = [types[var].spec for var in gives], [*map(_layout.partition_spec, layouts)]
-        run = runner.shard_map(local, tuple(ins), out_specs)
-        options: dict[str, Any] = {}
-        if runner.plan.automatic:  # Else XLA would choose over these axes.
-            places = [s.with_memory_kind(DEVICE) for s in self.shardings]
-            kept = [places[i] if i < num_new else None for i in outs]
-            options["out_shardings"] = ([None] * len(gives), kept)
-        jitted = jax.jit(run, donate_argnums=0, **options)
-        return Segment(
-            tuple(consumes),
-            tuple(reads),
-            tuple(gives),
-            tuple(outs),
-            types,
-            runner.mesh,
-            run,
-            jitted,
-            out_specs,
-        )
+        run: SegmentFn = runner.shard_map(local, tuple(ins), out_specs)
+        return run
+
+
+class _Ends(NamedTuple):
+    """What a segment takes and gives.
+
+    Attributes:
+      name: of its program.
+      consumes, reads, gives, outs: as of `Segment`.
+    """
+
+    name: str
+    consumes: Sequence[Var]
+    reads: Sequence[Var]
+    gives: Sequence[Var]
+    outs: Sequence[int]
 
 
 def _given(interp: Interpreter, env: Env, runner: Runner, var: Var, plan: ValuePlan) -> jax.Array:

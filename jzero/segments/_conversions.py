@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from jzero.segments import _parts
 from jzero.sharding.run._interpret import Env
 from jzero.sharding.run._run import Runner, value_of
 from jzero.sharding.run._values import Arrays, Value
@@ -18,6 +19,10 @@ def entering(runner: Runner, variables: Sequence[_jaxpr.Var]) -> Callable[..., A
     crossing = [boundary.crossed(var) for var in variables]
     if all(old.layout == new.layout for old, new in zip(rest, crossing, strict=True)):
         return None
+
+    if runner.is_partitioned:
+        enter = _parts.entered(runner, variables)
+        return lambda xs: enter(*xs)
 
     def local(xs: Arrays) -> Arrays:
         devices = runner.interpreter().devices
@@ -37,6 +42,10 @@ def leaving(runner: Runner, outs: Sequence[int]) -> Callable[..., Arrays] | None
     crossing = [boundary.crossed(jaxpr.invars[i]) for i in outs]
     if all(old.layout == new.layout for old, new in zip(rest, crossing, strict=True)):
         return None
+
+    if runner.is_partitioned:
+        leave = _parts.left(runner, outs)
+        return lambda olds, shards: leave(*olds, *shards)
 
     def local(olds: Arrays, shards: Arrays) -> Arrays:
         interp, new = runner.interpreter(), []

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -16,6 +17,7 @@ from jzero.sharding.partition._partition import DeviceInput, DeviceProgram
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint
 from jzero.sharding.plan import _layout
+from jzero.sharding.plan._boundary import ValuePlan
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Analysis, StepPlan
@@ -26,7 +28,7 @@ from jzero.tracing._rewrite import Flat
 
 
 class GivenStep(NamedTuple):
-    """A step as the partitioner takes it.
+    """Equations as the partitioner takes them.
 
     Attributes:
       jaxpr: of the whole batch, or of one device if it has collectives of its own.
@@ -48,6 +50,65 @@ class GivenStep(NamedTuple):
             frame: Any = dataclasses.replace(written.frame, jaxpr=flat)  # type: ignore[arg-type]
             written = written._replace(frame=frame)
         return self._replace(jaxpr=flat, written=written)
+
+
+class StepPart(NamedTuple):
+    """All of a step, or what one of its programs runs, with the types of what it takes and gives.
+
+    Attributes:
+      step: its equations.
+      taken: of each input, which one of the step's inputs it is, by index; None of what another part gives.
+      ins: the inputs' layouts.
+      made: of each result, which one of the step's results it is; None of what another part takes.
+      outs: the results' layouts.
+      reduced: for the first results, what is said of the gradients of which they are made.
+      donated: inputs, by index, whose memory results may take.
+      masks: what pads results is zero; else it is anything.
+    """
+
+    step: GivenStep
+    taken: Sequence[int | None]
+    ins: Sequence[DeviceInput]
+    made: Sequence[int | None]
+    outs: Sequence[Layout]
+    reduced: Sequence[Hint | None] = ()
+    donated: frozenset[int] = frozenset()
+    masks: bool = True
+
+    def leaves(self, plan: StepPlan) -> dict[int, LeafPlan]:
+        """The inputs that are leaves of the state, by index."""
+        num = len(plan.leaves)
+        return {k: plan.leaves[i] for k, i in enumerate(self.taken) if i is not None and i < num}
+
+    def new_leaves(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """The results that are new leaves, by index, and which ones."""
+        num = len(plan.new_leaves)
+        return [(j, i) for j, i in enumerate(self.made) if i is not None and i < num]
+
+    @property
+    def olds(self) -> list[int | None]:
+        """For each result the input that it takes the place of, by index; None for others."""
+        place = {i: k for k, i in enumerate(self.taken) if i is not None and k in self.donated}
+        return [None if i is None else place.get(i) for i in self.made]
+
+
+def axes_of(plan: StepPlan, time: TimeAxis | None) -> dict[str, int]:
+    """The axes of a program: the data axes, and that of microbatches, the innermost one."""
+    return dict(plan.axes) | ({} if time is None else {time.name: time.num})
+
+
+def whole_step(
+    plan: StepPlan, analysis: Analysis, mesh: dict[str, int], time: TimeAxis | None
+) -> StepPart:  # fmt: skip
+    """All of a step."""
+    step, num_new = given_step(plan, analysis), len(plan.new_leaves)
+    taken = [i for i in range(len(step.jaxpr.invars)) if i not in plan.unread]
+    ins = [*arguments(plan, step, mesh, time)]
+    outs = [*(stored(leaf, mesh) for leaf in plan.new_leaves), *results(plan, step, mesh)]
+    reduced = [reduced_hint(leaf, mesh) for leaf in plan.new_leaves]
+    donated = frozenset(k for k, i in enumerate(taken) if i < num_new)
+    step, ins = step.taking(taken), [ins[i] for i in taken]
+    return StepPart(step, taken, ins, range(len(outs)), outs, reduced, donated)
 
 
 def given_step(plan: StepPlan, analysis: Analysis) -> GivenStep:
@@ -75,9 +136,9 @@ def results(plan: StepPlan, step: GivenStep, mesh: dict[str, int]) -> Iterator[L
         yield from_spec(atom.aval.shape, mesh, spec)
 
 
-def of_all_devices(program: DeviceProgram, plan: StepPlan, taken: Sequence[int]) -> DeviceProgram:
+def of_all_devices(program: DeviceProgram, plan: StepPlan, part: StepPart) -> DeviceProgram:
     """A program of one device's shapes, of whole arguments and results: what differs is a part of them."""
-    leaves = [i for i in taken if i < len(plan.leaves)]
+    leaves = part.leaves(plan)
     specs = [_layout.partition_spec(layout) for layout in plan.outputs]
     ins = [*program.ins[: len(leaves)], *map(_joined, program.ins[len(leaves) :], plan.arguments)]
     num_new = len(plan.new_leaves)
@@ -99,7 +160,7 @@ def arguments(
     """Leaves as they are stored; arguments in rows, or as one device has them."""
     num, dims = len(plan.leaves), plan.microbatches.dims
     yield from (
-        DeviceInput(leaf_layout(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves
+        DeviceInput(stored(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves
     )
     if step.written is not None:
         for var in step.jaxpr.invars[num:]:
@@ -114,13 +175,13 @@ def arguments(
         yield DeviceInput(layout, layout.axes, comes_whole=True)
 
 
-def leaf_layout(leaf: LeafPlan, mesh: dict[str, int]) -> Layout:
-    """A leaf's layout at rest; it may be padded for more axes than it is sharded over."""
-    layout = from_spec(leaf.shape, mesh, _layout.partition_spec(leaf.layout))
-    if not isinstance(leaf.layout, Shard) or not leaf.padding:
+def stored(value: LeafPlan | ValuePlan, mesh: Mapping[str, int]) -> Layout:
+    """The layout of a value between programs; it may be padded for more axes than it is sharded over."""
+    layout = from_spec(value.shape, mesh, _layout.partition_spec(value.layout))
+    if not isinstance(value.layout, Shard) or value.padded_shape == value.shape:
         return layout
-    dims, d = [*layout.dims], leaf.layout.dim
-    dims[d] = dims[d]._replace(size=leaf.padded_shape[d], pad=Pad(1, leaf.shape[d]))
+    dims, d = [*layout.dims], value.layout.dim
+    dims[d] = dims[d]._replace(size=value.padded_shape[d], pad=Pad(1, value.shape[d]))
     return dataclasses.replace(layout, dims=tuple(dims))
 
 
@@ -132,25 +193,30 @@ def reduced_hint(leaf: LeafPlan, mesh: dict[str, int]) -> Hint | None:
     return Hint(layout, leaf=leaf.path)
 
 
-def run_of(program: DeviceProgram, runner: Runner, taken: Sequence[int]) -> Callable[..., Any]:
-    """The program as a function of whole arrays, those of leaves padded."""
-    plan, consts = runner.plan, [*map(_jaxpr.constant, program.consts)]
-    num_new = len(plan.new_leaves)
+def run_of(program: DeviceProgram, runner: Runner, part: StepPart) -> Callable[..., Any]:
+    """A step's program as a function of whole arrays, those of leaves padded."""
+    num_new, run = len(runner.plan.new_leaves), function_of(program, runner)
+
+    def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        given = [*state, *arrays]
+        outs = run(*(given[i] for i in part.taken if i is not None))
+        return outs[:num_new], outs[num_new:]
+
+    return step
+
+
+def function_of(program: DeviceProgram, runner: Runner) -> Callable[..., list[Any]]:
+    """A program as a function of whole arrays, padded."""
+    consts = [*map(_jaxpr.constant, program.consts)]
     local = _jaxpr.shard_mapped(
         _jaxpr.without_constants(program.jaxpr),
         runner.mesh,
         [*[PartitionSpec()] * len(consts), *map(_spec, program.ins)],
         [*map(_spec, program.outs)],
         [tuple(dim.size for dim in layout.dims) for layout in program.outs],
-        [axis for axis, _ in plan.axes],
+        [axis for axis, _ in runner.plan.axes],
     )
-
-    def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-        given = [*state, *arrays]
-        outs = local(*consts, *(given[i] for i in taken))
-        return outs[:num_new], outs[num_new:]
-
-    return step
+    return functools.partial(local, *consts)
 
 
 def _spec(layout: Layout) -> PartitionSpec:

@@ -20,15 +20,7 @@ from jzero.ir._layout import Layout, Prices
 from jzero.ir._regions import Region, turns
 from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import Repeated
-from jzero.segments._given import (
-    arguments,
-    given_step,
-    leaf_layout,
-    of_all_devices,
-    reduced_hint,
-    results,
-    run_of,
-)
+from jzero.segments._given import StepPart, axes_of, of_all_devices, run_of, stored, whole_step
 from jzero.sharding.partition._matrix_owners import MatrixOwners
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
@@ -172,32 +164,51 @@ def without_whole(runner: Runner) -> Runner:
 
 
 def of_step(step: StepProgram) -> Partitioned | CannotPartitionError | None:
-    """What the partitioner made of a step, or why it made nothing; None if it was not asked."""
-    return step.run.found if isinstance(step.run, PartitionedStep) else None
+    """What the partitioner made of a step, or why it made nothing; None if it was not asked.
+
+    Of a step of several programs, it is what computes gradients.
+    """
+    if isinstance(step.run, PartitionedStep):
+        return step.run.found
+    found: Partitioned | None = getattr(step, "found", None)
+    return found
 
 
 def _partitioned(runner: Runner) -> Partitioned:
     plan, analysis = runner.plan, runner.analysis
     if (why := next(_reasons(plan, analysis), None)) is not None:
         raise cannot(why)
-    mesh, time = dict(plan.axes), _time(plan, runner.mesh.axis_names)
-    mesh |= {} if time is None else {time.name: time.num}
-    devices = devices_of(runner.mesh)
-    step = given_step(plan, analysis)
-    taken = [i for i in range(len(step.jaxpr.invars)) if i not in plan.unread]
-    ins = [*arguments(plan, step, mesh, time)]
-    outs = [*(leaf_layout(leaf, mesh) for leaf in plan.new_leaves), *results(plan, step, mesh)]
-    step = step.taking(taken)
-    reduced = [reduced_hint(leaf, mesh) for leaf in plan.new_leaves]
+    time = time_of(plan, runner.mesh.axis_names)
+    part = whole_step(plan, analysis, axes_of(plan, time), time)
+    programs = programs_of(part, runner, time)
+    return Partitioned(programs, checked(programs, runner), run_of(programs[PASSES[-1]], runner, part))
+
+
+def programs_of(
+    part: StepPart, runner: Runner, time: TimeAxis | None = None
+) -> dict[str, DeviceProgram]:
+    """One device's program of a part of a step, after each of `PASSES`.
+
+    Args:
+      part: all of a step, or what one of its programs runs.
+      runner: of the step.
+      time: the axis of microbatches, if the part runs for each of several.
+
+    Raises:
+      CannotPartitionError: the partitioner has no exact program for it.
+    """
+    plan, analysis = runner.plan, runner.analysis
+    mesh, devices = axes_of(plan, time), devices_of(runner.mesh)
     links = axis_times(dict(runner.mesh.shape), target_of(devices), topology_of(devices))
     links = tuple(each for each in links if each[0] in mesh)
+    step = part.step
     given = (
         step.jaxpr,
         step.consts,
         mesh,
-        [ins[i] for i in taken],
-        outs,
-        reduced,
+        part.ins,
+        part.outs,
+        part.reduced,
         plan.reduce_once,
         _with_memory(links, time),
     )
@@ -207,24 +218,18 @@ def _partitioned(runner: Runner) -> Partitioned:
     calls = {} if analysis.whole is None else analysis.whole.owners
     made = functools.partial(
         partition, *given, owners=MatrixOwners(calls, plan.stage_axes.shard_axes),
-        automatic=automatic, written=step.written,
+        automatic=automatic, written=step.written, masks=part.masks,
     )  # fmt: skip
     try:
         program = made(time=time)
     except NeedsAllMicrobatchesError:
         program = made(time=time and time._replace(opens=True))
     if step.written is not None:
-        program = of_all_devices(program, plan, taken)
-    olds = [taken.index(i) if i in taken else None for i in range(len(plan.new_leaves))]
-    olds += [None] * (len(program.outs) - len(olds))
-    # Behind the loops over microbatches rows differ over the devices alone.
-    rows_over = [ins[i].rows & {*runner.mesh.axis_names} for i in taken]
-    programs = _passed(program, runner, taken, rows_over, olds, time)
-    repeated = _checked(programs, runner)
-    return Partitioned(programs, repeated, run_of(programs[PASSES[-1]], runner, taken))
+        program = of_all_devices(program, plan, part)
+    return _passed(program, runner, part, time)
 
 
-def _time(plan: StepPlan, axes: Sequence[str]) -> TimeAxis | None:
+def time_of(plan: StepPlan, axes: Sequence[str]) -> TimeAxis | None:
     """The axis of microbatches, with a name that the mesh has not."""
     if plan.accumulate == 1:
         return None
@@ -250,7 +255,7 @@ def _handed(plan: StepPlan) -> int | None:
     return 2 * plan.accumulate * sum(size_in_bytes(var.aval) for var in stacks)
 
 
-def _checked(programs: Mapping[str, DeviceProgram], runner: Runner) -> tuple[float, list[Repeated]]:
+def checked(programs: Mapping[str, DeviceProgram], runner: Runner) -> tuple[float, list[Repeated]]:
     """The flops of the step, and what its devices repeat of them.
 
     Raises:
@@ -272,24 +277,23 @@ def _checked(programs: Mapping[str, DeviceProgram], runner: Runner) -> tuple[flo
 
 
 def _passed(
-    program: DeviceProgram, runner: Runner, taken: Sequence[int], rows: Sequence[frozenset[str]],
-    olds: Sequence[int | None], time: TimeAxis | None,
-) -> dict[str, DeviceProgram]:  # fmt: skip
+    program: DeviceProgram, runner: Runner, part: StepPart, time: TimeAxis | None
+) -> dict[str, DeviceProgram]:
     """The program after each pass: its collectives where the interpreter of the plan would have them.
 
     Args:
       program: as it is partitioned.
       runner: of the step.
-      taken: which of the step's leaves and arguments the program takes, by index.
-      rows: the axes over which each of these differs because rows of the batch do.
-      olds: the arguments that results take the places of.
+      part: what is partitioned.
       time: the axis of microbatches, if there are several.
     """
     plan = runner.plan
     exchange, mesh = plan.exchange, dict(program.ins[0].mesh) if program.ins else {}
-    leaves = {k: plan.leaves[i] for k, i in enumerate(taken) if i < len(plan.leaves)}
+    leaves = part.leaves(plan)
+    # Behind the loops over microbatches rows differ over the devices alone.
+    rows = [each.rows & {*runner.mesh.axis_names} for each in part.ins]
     ins = tuple(
-        leaf_layout(leaves[k], mesh) if k in leaves else layout
+        stored(leaves[k], mesh) if k in leaves else layout
         for k, layout in enumerate(program.ins)
     )
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
@@ -314,7 +318,7 @@ def _passed(
         "weight_codes": lambda jaxpr: weight_codes(
             jaxpr, {k: _coded_rows(leaf, ins[k]) for k, leaf in leaves.items() if leaf.codes}
         ),
-        "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, taken, rows),
+        "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, part, rows),
         "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows),
         "whole_stacks": lambda jaxpr: whole_stacks(
             jaxpr, min(SMALLEST_GROUP, exchange.tile_bytes or SMALLEST_GROUP)
@@ -323,10 +327,10 @@ def _passed(
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
         "after_loops": after_loops,
         "in_place": lambda jaxpr: in_place(
-            jaxpr, _sliced(olds, leaves), runner.mesh, dict(plan.axes), GATHERED_AT_ONCE
+            jaxpr, _sliced(part.olds, leaves), runner.mesh, dict(plan.axes), GATHERED_AT_ONCE
         ),
         "one_order": one_order if runner.overtakes else lambda jaxpr: jaxpr,
-        "auto_axes": lambda jaxpr: _beside(jaxpr, runner, leaves) if plan.automatic else jaxpr,
+        "auto_axes": lambda jaxpr: _beside(jaxpr, runner, part) if plan.automatic else jaxpr,
     }
 
     def looped(program: DeviceProgram) -> DeviceProgram:
@@ -373,13 +377,13 @@ def _sliced(
     ]
 
 
-def _beside(jaxpr: Jaxpr, runner: Runner, leaves: Mapping[int, LeafPlan]) -> Jaxpr:
+def _beside(jaxpr: Jaxpr, runner: Runner, part: StepPart) -> Jaxpr:
     """The program beside axes over which XLA shards."""
     plan = runner.plan
     axes = AutoAxes(runner.mesh, tuple(axis for axis, _ in plan.axes), runner.alone)
-    ins = {k: leaf.automatic for k, leaf in leaves.items() if leaf.automatic}
-    outs = {i: leaf.automatic for i, leaf in enumerate(plan.new_leaves) if leaf.automatic}
-    return auto_axes(jaxpr, axes, ins, outs)
+    ins = {k: leaf.automatic for k, leaf in part.leaves(plan).items() if leaf.automatic}
+    new = ((j, plan.leaves[i]) for j, i in part.new_leaves(plan))
+    return auto_axes(jaxpr, axes, ins, {j: leaf.automatic for j, leaf in new if leaf.automatic})
 
 
 def _gathered_once(jaxpr: Jaxpr, plan: StepPlan) -> Jaxpr:
@@ -398,20 +402,21 @@ def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[CodedRows, tuple[int, .
 
 
 def _in_codes(
-    jaxpr: Jaxpr, plan: StepPlan, taken: Sequence[int], rows: Sequence[frozenset[str]]
+    jaxpr: Jaxpr, plan: StepPlan, part: StepPart, rows: Sequence[frozenset[str]]
 ) -> Jaxpr:
     """The program with what is gathered of parameters as codes, if any is."""
     codes = plan.exchange.gather_codes
     if codes is None:
         return jaxpr
-    leaves = {k: plan.leaves[i] for k, i in enumerate(taken) if i < len(plan.leaves)}
+    leaves = part.leaves(plan)
     coded = [k for k, leaf in leaves.items() if leaf.coded]
+    places = {part.taken[k]: k for k in leaves}
     copies = [
         RestingCopy(
-            k, taken[k], leaf.layout.axes if isinstance(leaf.layout, Shard) else (), leaf.shape
+            places[i], j, leaf.layout.axes if isinstance(leaf.layout, Shard) else (), leaf.shape
         )
-        for k, leaf in leaves.items()
-        if leaf.renewed_in_codes and not plan.evaluates
+        for j, i in part.new_leaves(plan)
+        if (leaf := plan.leaves[i]).renewed_in_codes and i in places
     ]
     jaxpr = renew_in_codes(jaxpr, codes, copies, dict(plan.axes))
     return gather_codes(jaxpr, codes, coded, rows)

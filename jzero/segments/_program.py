@@ -190,7 +190,10 @@ def build(
         refused = plan.microbatches.refused
         if refused is not None and not _partitioned.may_run(plan, analysis):
             raise refused
-        step = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
+        try:
+            step = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
+        except CannotPartitionError as error:
+            return error.with_traceback(None)
         if why is not None and isinstance(step.run, PartitionedStep):
             step.run.interpret(why)
         found = _partitioned.of_step(step)

@@ -19,10 +19,12 @@ class SegmentedStep:
       grad: the grad part.
       turns: of the update part, as the plan has them.
       leaf_of: for each variable of a leaf of the state, its index.
+      found: the grad part, if the partitioner has written it.
     """
 
     def __init__(self, builder: Builder):
         self.grad, self.turns = builder.grad_part(), builder.turns()
+        self.found = builder.found
         jaxpr, num = builder.runner.frame.jaxpr, len(builder.runner.plan.leaves)
         self.invars, self._num_outs = jaxpr.invars, len(jaxpr.outvars)
         self.leaf_of = {var: i for i, var in enumerate(jaxpr.invars[:num])}

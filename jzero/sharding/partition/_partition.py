@@ -82,7 +82,7 @@ def partition(
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
     exchanges: bool = True, automatic: frozenset[str] | None = None, keeps_padding: bool = False,
-    at_once: bool = False, written: WrittenStep | None = None,
+    at_once: bool = False, written: WrittenStep | None = None, masks: bool = True,
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
@@ -91,7 +91,7 @@ def partition(
       consts: values of its `constvars`.
       mesh: the axes, and how many devices each has.
       ins: for each argument.
-      outs: for each result its layout, whose padding is zero; None where the partitioner chooses.
+      outs: for each result its layout; None where the partitioner chooses.
       reduced: for the first results, in which layout the gradients are reduced of which they are made, and
         for which leaf.
       once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
@@ -106,6 +106,7 @@ def partition(
       keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
       written: of a step with collectives of its own, what is known of it. Its shapes are one device's, and so
         are the layouts of arguments and results that differ.
+      masks: makes what pads results zero; else it is anything.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
@@ -130,7 +131,7 @@ def partition(
     given, atoms = frozenset(own), list[Atom]()
     for j, (value, layout) in enumerate(zip(results, layouts, strict=True)):
         frame.returns = j
-        atoms.append(_with_zeros(frame, value, layout, given))
+        atoms.append(_with_zeros(frame, value, layout, given) if masks else frame.at(value, layout))
     made = frame.function(_template(), own, atoms)
     moves = moves_of(made, frame.moves)
     ins_ = tuple(each.given for each in ins)

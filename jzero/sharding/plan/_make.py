@@ -87,8 +87,10 @@ def make_plan(
       StepError: it is compiled wrong on these devices.
     """
     stage_axes, options = setting.stage_axes, setting.options
-    frame = inputs_first_in(local.traced.frame, options.freed_first)
-    local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
+    frame = local.traced.frame
+    if local.traced.is_rewritten:
+        frame = inputs_first_in(frame, options.freed_first)
+        local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
     _check_sizes(leaves, setting)
     num = 1 if local.traced.is_rewritten else stage_axes.num_devices
     tables = looked_up(frame, num)
@@ -109,9 +111,9 @@ def make_plan(
         note_own_gradients(frame)
         layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.gather_dtype)
     resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes, automatic)
-    boundary = boundary_of(
-        frame, links, stage_axes, resting, local.specs, setting.batch_axes, update
-    )
+    # Of what is one device's, or one microbatch's, arguments have so many times the shape.
+    times = setting.batch_axes if local.traced.is_rewritten else dict.fromkeys(setting.axes, 1)
+    boundary = boundary_of(frame, links, stage_axes, resting, local.specs, times, update)
     microbatches = _microbatches(local, update, len(resting), setting)
     phases = microbatches.phases
     kept = {var for phase in phases for var in (*phase.kept, *phase.stacks)}

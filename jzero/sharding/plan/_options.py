@@ -173,9 +173,9 @@ class Options:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all rests on the devices and is computed in one pass over the batch, in its own dtypes."""
+        """Whether it is computed in one pass over the batch, in its own dtypes, where its state rests."""
         same = all(getattr(self, name) == getattr(Options, name) for name in _OF_OTHER_STEPS)
-        return same and not self.offloads and not self.moves_activations
+        return same and not self.moves_activations
 
     @property
     def not_of_several_dims(self) -> list[str]:

@@ -50,6 +50,12 @@ class Runner:
         """The step's root frame."""
         return self.analysis.frame
 
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether the frame is the whole batch's, which the partitioner takes, and not one device's."""
+        whole = self.analysis.whole
+        return whole is not None and self.frame.jaxpr is whole.jaxpr
+
     def whole_step(self) -> Callable[..., Any]:
         """The step on whole arrays, `(state leaves, argument leaves) -> (new state leaves, outputs)`."""
         plan = self.plan

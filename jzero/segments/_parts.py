@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a step that are programs of their own, each as the partitioner writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from jzero.ir._layout import Layout, from_spec
+from jzero.segments._given import (
+    GivenStep,
+    StepPart,
+    arguments,
+    axes_of,
+    function_of,
+    given_step,
+    reduced_hint,
+    stored,
+)
+from jzero.segments._partitioned import PASSES, Partitioned, checked, programs_of, time_of
+from jzero.sharding.partition._partition import DeviceInput
+from jzero.sharding.partition._values import Hint
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._boundary import ValuePlan
+from jzero.sharding.run._run import Runner
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._types import Var
+
+
+class PartsOfStep:
+    """Writes the programs of a step's parts, of the jaxpr of the whole batch.
+
+    Attributes:
+      found: the program that reads the batch, once it is written.
+    """
+
+    def __init__(self, runner: Runner):
+        whole = runner.analysis.whole
+        assert whole is not None and runner.is_partitioned
+        self._runner, self._plan, self._whole = runner, runner.plan, whole
+        self._number = {var: i for i, var in enumerate(whole.jaxpr.invars)}
+        self.found: Partitioned | None = None
+
+    def function(
+        self, eqns: Sequence[int], takes: Sequence[Var], gives: Sequence[Var], outs: Sequence[int],
+        types: Mapping[Var, ValuePlan], donated: Collection[int] = (), masks: bool = True,
+    ) -> Callable[..., list[Any]]:  # fmt: skip
+        """Some equations as a function of whole arrays: `takes -> [*gives, *outs]`.
+
+        Args:
+          eqns: of the step, by index.
+          takes: what they read: leaves, arguments, and values that other parts give.
+          gives: values for other parts.
+          outs: results of the step, by index.
+          types: how lies what it takes and gives, and the leaves in whose places results are.
+          donated: of `takes`, by index, what results may take the memory of.
+          masks: what pads results is zero; else it is anything.
+
+        Raises:
+          CannotPartitionError: the partitioner has no exact program for them.
+        """
+        runner, plan, jaxpr = self._runner, self._plan, self._whole.jaxpr
+        of_batch = any(self._is_argument(var) for var in takes)
+        time = time_of(plan, runner.mesh.axis_names) if of_batch else None
+        mesh, num_new = axes_of(plan, time), len(plan.new_leaves)
+        results = [*gives, *(jaxpr.outvars[i] for i in outs)]
+        needed, _ = _rewrite.behind([jaxpr.eqns[i] for i in eqns], results)
+        flat = jaxpr._replace(invars=[*takes], outvars=results, eqns=needed)
+        at_rest = [*arguments(plan, given_step(plan, runner.analysis), mesh, time)]
+        kinds = [types[jaxpr.invars[i]] if i < num_new else None for i in outs]
+        layouts = [stored(types[var], mesh) for var in gives]
+        layouts += [
+            self._result(i, mesh) if kind is None else stored(kind, mesh)
+            for i, kind in zip(outs, kinds, strict=True)
+        ]
+        part = StepPart(
+            GivenStep(flat, self._whole.consts, self._whole.specs, None),
+            [self._number.get(var) for var in takes],
+            [self._input(var, types, at_rest, mesh) for var in takes],
+            [*[None] * len(gives), *outs],
+            layouts,
+            [
+                *(_gradient(layout, types[var]) for layout, var in zip(layouts, gives, strict=False)),
+                *(reduced_hint(plan.leaves[i], mesh) if i < num_new else None for i in outs),
+            ],
+            frozenset(donated),
+            masks,
+        )
+        programs = programs_of(part, runner, time)
+        run = function_of(programs[PASSES[-1]], runner)
+        if of_batch:
+            self.found = Partitioned(programs, checked(programs, runner), run)
+        return run
+
+    def _is_argument(self, var: Var) -> bool:
+        return self._number.get(var, -1) >= len(self._plan.leaves)
+
+    def _input(
+        self, var: Var, types: Mapping[Var, ValuePlan], at_rest: Sequence[DeviceInput],
+        mesh: dict[str, int],
+    ) -> DeviceInput:  # fmt: skip
+        number, leaves = self._number.get(var), self._plan.leaves
+        if number is None:
+            return DeviceInput(stored(types[var], mesh))
+        if number >= len(leaves) or types[var] is self._plan.boundary.at_rest[var]:
+            return at_rest[number]
+        return DeviceInput(stored(types[var], mesh), name=leaves[number].path)
+
+    def _result(self, i: int, mesh: dict[str, int]) -> Layout:
+        """How a result lies that is no leaf."""
+        spec = _layout.partition_spec(self._plan.layouts[i])
+        return from_spec(self._whole.jaxpr.outvars[i].aval.shape, mesh, spec)
+
+
+def _gradient(layout: Layout, of: ValuePlan) -> Hint | None:
+    """What is said of a value that other parts take: it is the gradient of that leaf, if it is of one."""
+    return Hint(layout, leaf=of.path) if of.path and layout.dims else None
+
+
+def entered(runner: Runner, variables: Sequence[Var]) -> Callable[..., list[Any]]:
+    """`leaves -> shards`: leaves that rest on the devices, in shards like gradients."""
+    boundary = runner.plan.boundary
+    mesh = axes_of(runner.plan, None)
+    ins = [DeviceInput(stored(boundary.of(var), mesh)) for var in variables]
+    outs = [stored(boundary.crossed(var), mesh) for var in variables]
+    none = [None] * len(variables)
+    return _moved(runner, [*variables], StepPart(_NOTHING, none, ins, none, outs))
+
+
+def left(runner: Runner, outs: Sequence[int]) -> Callable[..., list[Any]]:
+    """`[*old leaves, *shards] -> leaves`: renewed shards like gradients, as they rest."""
+    boundary, invars = runner.plan.boundary, runner.frame.jaxpr.invars
+    mesh, olds = axes_of(runner.plan, None), [invars[i] for i in outs]
+    rest = [stored(boundary.of(var), mesh) for var in olds]
+    ins = [*map(DeviceInput, rest), *(DeviceInput(stored(boundary.crossed(v), mesh)) for v in olds)]
+    taken, donated = [*outs, *[None] * len(olds)], frozenset(range(len(olds)))
+    new = [_jaxpr.new_var(var) for var in olds]
+    part = StepPart(_NOTHING, taken, ins, outs, rest, donated=donated)
+    return _moved(runner, new, part, olds)
+
+
+_NOTHING = GivenStep(_rewrite.Flat([], [], [], []), [], [], None)
+
+
+def _moved(
+    runner: Runner, values: list[Var], part: StepPart, olds: Sequence[Var] = ()
+) -> Callable[..., list[Any]]:
+    """Values from one layout to another; `olds` are those in whose places they are."""
+    flat = _rewrite.Flat([], [*olds, *values], [*values], [])
+    programs = programs_of(part._replace(step=_NOTHING._replace(jaxpr=flat)), runner)
+    return function_of(programs[PASSES[-1]], runner)
