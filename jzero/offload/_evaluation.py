@@ -19,6 +19,7 @@ from jzero.offload._policy import NO_OFFLOAD, NoOffload, PinnedHost
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._builder import Builder
+from jzero.segments._segment import Values
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._pieces import UpdatePart
@@ -91,11 +92,26 @@ class LayeredEvaluation:
           shardings: where the state rests.
           window: how many bytes of parameters that rest away from the devices may be on each at a time.
         """
-        whole = WholeStep(runner, shardings)
-        self.run, self.trace, self.roads = whole.run, whole.trace, whole.roads
-        self._invars = runner.frame.jaxpr.invars
-        grad_part = Builder(runner, shardings).grad_part()
-        self._layered = LayeredSegment(runner, grad_part, (), window)
+        builder = Builder(runner, shardings)
+        self._invars, self._segment = runner.frame.jaxpr.invars, builder.grad_part()
+        self.found = builder.found
+        self._layered = LayeredSegment(runner, self._segment, (), window)
+
+    def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """See `StepProgram`."""
+        outs = self._segment(self._values(state, arrays), self._segment.run)
+        return [], [outs[i] for i in range(len(outs))]
+
+    def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Traced:
+        """See `StepProgram`."""
+        return jax.jit(self.run).trace(state, arrays)
+
+    def roads(self) -> str:
+        """The host updates nothing."""
+        return ""
+
+    def _values(self, state: Sequence[Any], arrays: Sequence[Any]) -> Values:
+        return dict(zip(self._invars, [*state, *arrays], strict=True))
 
     def schedule(self) -> Schedule:
         """Its parts."""
@@ -109,7 +125,7 @@ class LayeredEvaluation:
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
         """Runs it."""
-        _, outs = self._layered(dict(zip(self._invars, [*state, *arrays], strict=True)))
+        _, outs = self._layered(self._values(state, arrays))
         return [], outs
 
 

@@ -222,7 +222,7 @@ class HostStep:
         gradients = layered.gradients if layered else {}
         reads, gives = {**self._reads(), **gradients}, self._gives()
         values = [*map(Value.of_leaf, self.leaves)]
-        ops: list[Op] = [*waits(self._runner.plan)]
+        ops: list[Op] = [*waits(self._segments.plan)]
         if layered:
             begin: dict[int, list[Update]] = {}
             for turn in early:

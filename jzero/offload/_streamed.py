@@ -106,7 +106,7 @@ class StreamedStep:
         leaves, homes = self._plan.leaves, self._homes.of
         leaf_of, values = self._segments.leaf_of, [*map(Value.of_leaf, leaves)]
         gradients = self._layered.gradients if self._layered else {}
-        ops: list[Op] = [*waits(self._plan)]
+        ops: list[Op] = [*waits(self._segments.plan)]
         if self._layered:
             ops += self._layered.ops(lambda var: PINNED)
         else:

@@ -343,8 +343,8 @@ def _passed(
 
     def on_host(program: DeviceProgram) -> DeviceProgram:
         if plan.activations is None:
-            return dataclasses.replace(program, jaxpr=in_order(program.jaxpr))
-        jaxpr, residuals = activations(program.jaxpr, rows, plan.accumulate)
+            return dataclasses.replace(program, jaxpr=in_order(program.jaxpr, plan.in_parts))
+        jaxpr, residuals = activations(program.jaxpr, rows, plan.accumulate, plan.in_parts)
         return dataclasses.replace(program, jaxpr=jaxpr, residuals=residuals)
 
     of_programs: dict[str, Callable[[DeviceProgram], DeviceProgram]] = {

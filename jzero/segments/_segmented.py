@@ -19,13 +19,15 @@ class SegmentedStep:
       grad: the grad part.
       turns: of the update part, as the plan has them.
       leaf_of: for each variable of a leaf of the state, its index.
+      plan: with what the grad part's program says of itself.
       found: the grad part, if the partitioner has written it.
     """
 
     def __init__(self, builder: Builder):
         self.grad, self.turns = builder.grad_part(), builder.turns()
-        self.found = builder.found
-        jaxpr, num = builder.runner.frame.jaxpr, len(builder.runner.plan.leaves)
+        self.found, plan = builder.found, builder.runner.plan
+        self.plan = plan if self.found is None else self.found.described(plan)
+        jaxpr, num = builder.runner.frame.jaxpr, len(plan.leaves)
         self.invars, self._num_outs = jaxpr.invars, len(jaxpr.outvars)
         self.leaf_of = {var: i for i, var in enumerate(jaxpr.invars[:num])}
 

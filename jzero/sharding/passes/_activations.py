@@ -35,13 +35,16 @@ class OnHost(NamedTuple):
     residuals: tuple[Residual, ...]
 
 
-def activations(jaxpr: Jaxpr, rows: Sequence[frozenset[str]], microbatches: int) -> OnHost:
+def activations(
+    jaxpr: Jaxpr, rows: Sequence[frozenset[str]], microbatches: int, marks: bool = False
+) -> OnHost:
     """One device's program whose residuals wait on the host; what is said of them is of one microbatch.
 
     Args:
       jaxpr: the program, with explicit collectives.
       rows: of each argument, the axes over which it differs because rows of the batch do.
       microbatches: how many there are, in whose loops residuals are made and read.
+      marks: its passes are to be programs of their own: what they hand on is marked, and nothing moves.
     """
     program = Region(jaxpr, [])
     found = _origins.origins(program, rows)
@@ -55,14 +58,17 @@ def activations(jaxpr: Jaxpr, rows: Sequence[frozenset[str]], microbatches: int)
         for value, residual in _residuals.residuals(program, varies).items()
         if residual.times % microbatches == 0  # Else it is of all microbatches, behind their loops.
     }
-    return OnHost(_OnHostWriter(program, each).run(), tuple(each.values()))
+    return OnHost(_OnHostWriter(program, each, marks).run(), tuple(each.values()))
 
 
-def in_order(jaxpr: Jaxpr) -> Jaxpr:
-    """The program in which what policies of the step's own send to the host waits for what left before."""
+def in_order(jaxpr: Jaxpr, marks: bool = False) -> Jaxpr:
+    """The program in which what policies of the step's own send to the host waits for what left before.
+
+    With `marks` it is marked instead, as `activations` has it.
+    """
     if not any(map(_memory_spaces.is_sent, _jaxpr.walk(jaxpr))):
         return jaxpr
-    return _OnHostWriter(Region(jaxpr, []), {}).run()
+    return _OnHostWriter(Region(jaxpr, []), {}, marks).run()
 
 
 class _OnHostWriter:
@@ -71,10 +77,13 @@ class _OnHostWriter:
     Attributes:
       there: copies on the host that the backward pass is yet to fetch, by what they are of.
       leaving: copies on the host of which nobody has waited yet, in their order.
+      marks: nothing moves here: what others are to move is marked.
     """
 
-    def __init__(self, region: Region, waiting: Mapping[ValueIn, Residual]):
-        self.region, self.waiting = region, waiting
+    def __init__(
+        self, region: Region, waiting: Mapping[ValueIn, Residual], marks: bool = False
+    ):
+        self.region, self.waiting, self.marks = region, waiting, marks
         self.there, self.leaving = dict[Var, Var](), list[Var]()
         eqns = region.jaxpr.eqns
         self.writer = JaxprWriter(eqns[0]) if eqns else None
@@ -95,6 +104,9 @@ class _OnHostWriter:
 
     def _one(self, writer: JaxprWriter, eqn: Eqn) -> None:
         writer.source = eqn
+        if self.marks:
+            self._marked(writer, eqn)
+            return
         in_pass = self.region.pass_of(eqn)
         if in_pass == "backward":
             for var in [v for v in _jaxpr.variables_read(eqn) if v in self.there]:
@@ -117,6 +129,64 @@ class _OnHostWriter:
                 (copy,) = writer.trace(_memory_spaces.to_host, here)
                 self.there[out] = _jaxpr.variable(copy)
                 self.leaving.append(self.there[out])
+
+    # -- marks -----------------------------------------------------------------------------------------
+
+    def _marked(self, writer: JaxprWriter, eqn: Eqn) -> None:
+        """An equation of a pass that becomes programs of its own."""
+        if self.region.pass_of(eqn) == "backward":
+            read = [v for v in _jaxpr.variables_read(eqn) if v in self.there]
+            writer.names |= {v: self.there.pop(v) for v in read}
+        if _jaxpr.changes_memory(eqn):
+            here = writer.read(eqn.invars[0])
+            if _memory_spaces.is_sent(eqn):
+                (here,) = writer.trace(_residuals.marked, here)
+            writer.names[eqn.outvars[0]] = here
+            return
+        # Of a loop with both passes the turns are whole programs.
+        one_pass = eqn.primitive.name == "scan" and self.region.pass_of(eqn) is not None
+        new = self._marked_loop(writer, eqn) if one_pass else self._with_inner(eqn)
+        writer.eqns.append(writer.renamed(new))
+        for out in eqn.outvars:
+            residual = self.waiting.get((self.region, out))
+            if residual is not None and residual.turns == 1:
+                (mark,) = writer.trace(_residuals.marked, writer.read(out))
+                self.there[out] = _jaxpr.variable(mark)
+
+    def _marked_loop(self, writer: JaxprWriter, eqn: Eqn) -> Eqn:
+        """A loop whose turns mark what they hand on, and take what was marked from the devices' memory."""
+        scan, (body,) = Scan.of(eqn), self.region.inner(eqn)
+        inner = _OnHostWriter(body, self.waiting, marks=True)
+        turn = inner.writer
+        if turn is None:
+            return eqn
+        xs = list[SlicePort]()
+        for port in scan.xs:
+            stack, row = writer.read(port.stack), port.row
+            if _jaxpr.is_on_host(row.aval) and not _jaxpr.is_on_host(stack.aval):
+                row = _jaxpr.var_like(stack.aval, row.aval.shape)
+                turn.names[port.row] = row
+            xs.append(SlicePort(stack, row))
+        for each in body.jaxpr.eqns:
+            inner._one(turn, each)
+        ys = list[StackPort]()
+        for made in scan.ys:
+            row, stack = turn.read(made.row), made.stack
+            residual = self.waiting.get((self.region, stack))
+            if residual is not None and residual.turns > 1 and not _jaxpr.is_literal(row):
+                (row,) = turn.trace(_residuals.marked, row)
+            if _jaxpr.is_on_host(stack.aval) and not _jaxpr.is_on_host(row.aval):
+                stack = _jaxpr.var_like(row.aval, stack.aval.shape)
+                writer.names[made.stack] = stack
+            ys.append(StackPort(row, stack))
+        carries = [port._replace(after=turn.read(port.after)) for port in scan.carries]
+        assert not turn.consts, "marks have no constants"
+        new = dataclasses.replace(
+            scan, eqns=(*turn.eqns,), carries=(*carries,), xs=(*xs,), ys=(*ys,)
+        )
+        return new.equation()
+
+    # -- copies ----------------------------------------------------------------------------------------
 
     def _with_inner(self, eqn: Eqn) -> Eqn:
         inner = {id(each.jaxpr): each for each in self.region.inner(eqn)}

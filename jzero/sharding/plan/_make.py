@@ -237,7 +237,7 @@ def _microbatches(
     num = setting.options.accumulate
     dims = local.row_dims
     if num == 1 or not local.traced.is_rewritten:
-        return Microbatches(num, dims)
+        return Microbatches(num, dims, layer_major=setting.options.layer_major)
     per_example = [*[False] * num_leaves, *map(_is_sharded, local.outputs)]
     try:
         cut = _phases.cut(

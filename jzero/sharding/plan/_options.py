@@ -174,8 +174,8 @@ class Options:
     @property
     def is_plain(self) -> bool:
         """Whether it is computed in one pass over the batch, in its own dtypes, where its state rests."""
-        same = all(getattr(self, name) == getattr(Options, name) for name in _OF_OTHER_STEPS)
-        return same and not self.moves_activations
+        asked = [x for x in _OF_OTHER_STEPS if getattr(self, x) != getattr(Options, x)]
+        return self.offloads or not (asked or self.moves_activations)
 
     @property
     def not_of_several_dims(self) -> list[str]:
