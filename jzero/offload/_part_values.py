@@ -145,11 +145,14 @@ class PartValues:
     def _output(self, index: int) -> Any:
         """An output that a part has made as it is wanted, else None."""
         jaxpr = self.cut.inner.jaxpr
-        atom = jaxpr.outvars[index]
-        if _jaxpr.is_literal(atom) or jaxpr.outvars.index(atom) != index:
+        atom, home = jaxpr.outvars[index], self.cut.home
+        if _jaxpr.is_literal(atom):
             return None
-        if atom in self.there:
+        first = jaxpr.outvars.index(atom)
+        if atom in self.there and home.get(index) == home[first]:
             return self.there[atom]
+        if first != index:
+            return None
         as_wanted = atom not in jaxpr.invars and not self.cut.programs.form(atom).stacked
         return self.env[atom] if as_wanted and index not in self.cut.home else None
 

@@ -63,7 +63,7 @@ class StepPart(NamedTuple):
       outs: the results' layouts.
       reduced: for the first results, what is said of the gradients of which they are made.
       donated: inputs, by index, whose memory results may take.
-      masks: what pads results is zero; else it is anything.
+      unmasked: results, by index, whose padding may be anything; else it is zero.
     """
 
     step: GivenStep
@@ -73,7 +73,7 @@ class StepPart(NamedTuple):
     outs: Sequence[Layout]
     reduced: Sequence[Hint | None] = ()
     donated: frozenset[int] = frozenset()
-    masks: bool = True
+    unmasked: frozenset[int] = frozenset()
 
     def leaves(self, plan: StepPlan) -> dict[int, LeafPlan]:
         """The inputs that are leaves of the state, by index."""

@@ -218,7 +218,7 @@ def programs_of(
     calls = {} if analysis.whole is None else analysis.whole.owners
     made = functools.partial(
         partition, *given, owners=MatrixOwners(calls, plan.stage_axes.shard_axes),
-        automatic=automatic, written=step.written, masks=part.masks,
+        automatic=automatic, written=step.written, unmasked=part.unmasked,
     )  # fmt: skip
     try:
         program = made(time=time)

@@ -54,7 +54,7 @@ class PartsOfStep:
           outs: results of the step, by index.
           types: how lies what it takes and gives, and the leaves in whose places results are.
           donated: of `takes`, by index, what results may take the memory of.
-          masks: what pads results is zero; else it is anything.
+          masks: what pads results of the step is zero; else it is anything, as in values for other parts.
 
         Raises:
           CannotPartitionError: the partitioner has no exact program for them.
@@ -84,7 +84,7 @@ class PartsOfStep:
                 *(reduced_hint(plan.leaves[i], mesh) if i < num_new else None for i in outs),
             ],
             frozenset(donated),
-            masks,
+            frozenset(range(len(gives) if masks else len(results))),
         )
         programs = programs_of(part, runner, time)
         run = function_of(programs[PASSES[-1]], runner)

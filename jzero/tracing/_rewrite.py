@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jzero.tracing import _jaxpr
@@ -206,6 +207,34 @@ def without_unread(
         else:
             kept.append(eqn)
     return kept
+
+
+def without_repeats(jaxpr: Flat, may: Callable[[Eqn], bool]) -> Flat:
+    """The jaxpr with one equation in the place of equal ones, where these `may`: they only compute."""
+    same, seen, eqns = dict[Var, Atom](), dict[Any, list[Var]](), list[Eqn]()
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=_renamed(eqn.invars, same))
+        if may(eqn) and (key := _what_it_computes(eqn)) is not None:
+            first = seen.setdefault(key, eqn.outvars)
+            if first is not eqn.outvars:
+                same |= zip(eqn.outvars, first, strict=True)
+                continue
+        eqns.append(eqn)
+    return jaxpr._replace(outvars=_renamed(jaxpr.outvars, same), eqns=eqns)
+
+
+def _what_it_computes(eqn: Eqn) -> Any:
+    """Equal for equations that compute the same of the same; None if nobody can tell."""
+    ins = [
+        (np.asarray(a.val).tobytes(), a.aval.dtype, a.aval.shape) if _jaxpr.is_literal(a) else a
+        for a in eqn.invars
+    ]
+    key = eqn.primitive, *ins, *sorted(eqn.params.items())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key, *(str(out.aval) for out in eqn.outvars)
 
 
 def behind(

@@ -82,7 +82,8 @@ def partition(
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
     exchanges: bool = True, automatic: frozenset[str] | None = None, keeps_padding: bool = False,
-    at_once: bool = False, written: WrittenStep | None = None, masks: bool = True,
+    at_once: bool = False, written: WrittenStep | None = None,
+    unmasked: Collection[int] = (),
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
@@ -106,7 +107,7 @@ def partition(
       keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
       written: of a step with collectives of its own, what is known of it. Its shapes are one device's, and so
         are the layouts of arguments and results that differ.
-      masks: makes what pads results zero; else it is anything.
+      unmasked: results, by index, whose padding may be anything; else it is zero.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
@@ -131,7 +132,8 @@ def partition(
     given, atoms = frozenset(own), list[Atom]()
     for j, (value, layout) in enumerate(zip(results, layouts, strict=True)):
         frame.returns = j
-        atoms.append(_with_zeros(frame, value, layout, given) if masks else frame.at(value, layout))
+        x = frame.at(value, layout)
+        atoms.append(x if j in unmasked else _with_zeros(frame, x, layout, given))
     made = frame.function(_template(), own, atoms)
     moves = moves_of(made, frame.moves)
     ins_ = tuple(each.given for each in ins)
@@ -177,10 +179,9 @@ def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:
 
 
 def _with_zeros(
-    frame: DeviceFrame, value: DeviceValue, layout: Layout, given: Collection[Var]
+    frame: DeviceFrame, x: Atom, layout: Layout, given: Collection[Var]
 ) -> Atom:  # fmt: skip
     """A result, with zeros for padding, as an argument has that is returned."""
-    x = frame.at(value, layout)
     padded = [d for d, dim in enumerate(layout.dims) if dim.pad is not None]
     for d in padded if padded and x not in given else ():
         x = frame.masked(x, layout, d, "sum")

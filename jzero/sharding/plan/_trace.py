@@ -22,7 +22,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jzero._errors import JzeroError, StepError, message
-from jzero.ir import _starts
+from jzero.ir import _rules, _starts
 from jzero.ir._regions import Region
 from jzero.ir._rows import NO_ROWS, RowDims, Unsure, row_dims
 from jzero.ir._work import Repeated, repeated
@@ -137,12 +137,20 @@ def trace_whole(
         return None
     _check_refs(traced.jaxpr)
     flat, consts = _rewrite.flatten_calls(_starts.in_bounds(traced.jaxpr), traced.consts)
+    flat = _rewrite.without_repeats(flat, _is_of_scalars)
     flat = without_differences(flat) if has_masters else flat
     given = [_divided(spec, aval.shape, parts) for spec, aval in zip(specs, avals, strict=True)]
     return WholeBatch(
         traced.out_tree, traced.out_avals, flat, consts, tuple(specs), tuple(given),
         tuple(_dim_over_all(spec, parts) for spec in specs),
     )  # fmt: skip
+
+
+def _is_of_scalars(eqn: Eqn) -> bool:
+    """Whether an equation outside of both passes computes with numbers alone, as a schedule's do."""
+    if _jaxpr.autodiff_pass(eqn) is not None or not _rules.is_elementwise(eqn):
+        return False
+    return not any(atom.aval.shape for atom in (*eqn.invars, *eqn.outvars))
 
 
 def _dims_of(spec: P) -> RowDims:
