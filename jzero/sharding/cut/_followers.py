@@ -36,15 +36,19 @@ class Followers:
 
 
 def without_barriers(jaxpr: Jaxpr, leaves: Collection[Var], batch: Collection[Var]) -> Jaxpr:
-    """The jaxpr without barriers around what follows from leaves alone: parts run one after the other."""
+    """The jaxpr in whose barriers nothing is that follows from leaves alone: parts run one after the other."""
     follows, same, eqns = Followers(leaves, batch), dict[Var, Atom](), []
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(
             invars=[a if _jaxpr.is_literal(a) else same.get(a, a) for a in eqn.invars]
         )
-        if eqn.primitive.name == "optimization_barrier" and eqn.invars[0] in follows.found:
-            same |= zip(eqn.outvars, eqn.invars, strict=True)
-            continue
+        if eqn.primitive.name == "optimization_barrier":
+            pairs = [*zip(eqn.outvars, eqn.invars, strict=True)]
+            same |= (x for x in pairs if not _jaxpr.is_literal(x[1]) and x[1] in follows.found)
+            kept = [pair for pair in pairs if pair[0] not in same]
+            if not kept:
+                continue
+            eqn = eqn.replace(outvars=[out for out, _ in kept], invars=[a for _, a in kept])
         follows.takes(eqn)
         eqns.append(eqn)
     outvars = [a if _jaxpr.is_literal(a) else same.get(a, a) for a in jaxpr.outvars]

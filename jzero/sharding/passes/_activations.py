@@ -23,6 +23,7 @@ from jzero.ir._regions import Region, ValueIn
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.analysis._residuals import Residual
+from jzero.sharding.cut import _phases
 from jzero.sharding.passes import _origins, _waits
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -143,9 +144,10 @@ class _OnHostWriter:
                 (here,) = writer.trace(_residuals.marked, here)
             writer.names[eqn.outvars[0]] = here
             return
-        # Of a loop with both passes the turns are whole programs.
-        one_pass = eqn.primitive.name == "scan" and self.region.pass_of(eqn) is not None
-        new = self._marked_loop(writer, eqn) if one_pass else self._with_inner(eqn)
+        # The turns of another loop with both passes are whole programs.
+        apart = self.region.pass_of(eqn) is not None or _jaxpr.in_scope(eqn, _phases.SCOPE)
+        is_loop = eqn.primitive.name == "scan" and apart
+        new = self._marked_loop(writer, eqn) if is_loop else self._with_inner(eqn)
         writer.eqns.append(writer.renamed(new))
         for out in eqn.outvars:
             residual = self.waiting.get((self.region, out))
