@@ -158,14 +158,20 @@ def _is_floating(dtype: Any) -> bool:
 
 
 def done(eqn: Eqn) -> Var | None:
-    """A result that says that the equation is done: the smallest, but none that a loop only passes on."""
-    passed = set[Var]()
+    """A result that says that the equation is done: the smallest, but none that a loop only passes on.
+
+    Rather a loop's last carry than a stack, which may be on its way to the host slice by slice.
+    """
+    passed, stacks = set[Var](), set[Var]()
     if eqn.primitive.name == "scan":
-        passed = {port.out for port in Scan.of(eqn).carries if port.after is port.before}
+        scan = Scan.of(eqn)
+        passed = {port.out for port in scan.carries if port.after is port.before}
+        stacks = {port.stack for port in scan.ys}
     found = [var for var in eqn.outvars if is_float(var) and var not in passed]
     return min(
-        (v for v in found if not _jaxpr.is_dropped(v)), key=lambda v: v.aval.size, default=None
-    )
+        (v for v in found if not _jaxpr.is_dropped(v)), key=lambda v: (v in stacks, v.aval.size),
+        default=None,
+    )  # fmt: skip
 
 
 def carried(scan: Scan) -> list[CarryPort]:
