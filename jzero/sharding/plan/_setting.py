@@ -65,7 +65,7 @@ class Setting:
     @property
     def is_plain(self) -> bool:
         """Whether it is one pass over the batch on the data axes; see `Options.is_plain`."""
-        return self.options.is_plain and not self.automatic
+        return self.options.is_plain and (self.options.offloads or not self.automatic)
 
     @property
     def step_axes(self) -> dict[str, tuple[str, ...]]:
