@@ -289,7 +289,7 @@ def _refusal(
     )
     return StepError(message(
         _call.WHO, f"{found}, where in_specs splits several dims of {leaf} ({spec})",
-        "Several dims are split where all state is on the devices, and the partitioner runs the step.",
+        "Several dims are split where the partitioner runs the step, and nothing of it travels in codes.",
         f"{f'Drop {first_of(drop, 6)}, or split' if drop else 'Split'} one dim of each argument, over all "
         "data axes."))  # fmt: skip
 

@@ -181,8 +181,6 @@ class Options:
     def not_of_several_dims(self) -> list[str]:
         """The options that need a step which splits one dim of the batch, as they are written."""
         asked = {
-            "offload": self.offloads,
-            "offload_activations": self.moves_activations,
             "gather_dtype": self.gather_dtype is not None,
             "weight_dtype": self.weight_dtype is not None,
             "reduce_dtype of codes": self.reduces_codes,
