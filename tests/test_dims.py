@@ -17,6 +17,7 @@ import small
 import token_steps
 from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned
+from jzero.sharding.analysis import _residuals
 from jzero.sharding.partition._movement import is_of_rows
 from partitioned import worst
 from test_partition_costs import flops
@@ -308,13 +309,48 @@ def test_beside_an_axis_of_xla():
     assert worst(got, on_one_device("mlp")) < 1e-9
 
 
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "optimizer state in slices": {"offload": jzero.PinnedHost(device_bytes=2**12)},
+    "updated by the host": {"offload": jzero.HostCPU()},
+    "parameters": {"offload_params": jzero.PinnedHost(device_bytes=2**18)},
+    "all, activations too": {
+        "offload": jzero.HostCPU(),
+        "offload_params": jzero.PinnedHost(device_bytes=2**18),
+        "offload_activations": jzero.PinnedHost(),
+    },
+    "microbatches": {"offload": jzero.HostCPU(), "accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize(("name", "mesh"), [("gpt", "2x4"), ("mlp", "4x2")])
+def test_where_state_rests_on_hosts(name, mesh, offload, monkeypatch):
+    monkeypatch.setattr(_residuals, "LEAST_BYTES", 1)
+    train_step = check(name, mesh, **OFFLOADS[offload])
+    init, _, batch, _ = STEPS[name]()
+    report = train_step.describe(jax.eval_shape(init), batch)
+    assert not report.extra_work
+    there = {"optimizer state"} if offload in ("optimizer state in slices",) else {"parameter"}
+    there |= {"activation"} if "activations" in offload and "gpt" in name else set()
+    assert there <= {x.what for x in report.crossings}
+
+
+def test_where_state_rests_in_files(tmp_path):
+    files = jzero.NVMe(tmp_path)
+    with jax.enable_x64(False):  # No kernel computes with float64.
+        init, step, batch, _ = STEPS["gpt"]()
+        train_step = sharded("gpt", "2x4", offload=files, offload_params=files)
+        state, metrics = trained(train_step, train_step.init(init), batch)
+        got = [np.asarray(x) for x in [*jax.tree.leaves(train_step.unshard(state)), *metrics]]
+        expected, told = trained(jax.jit(step), init(), batch)
+        assert worst(got, [np.asarray(x) for x in [*jax.tree.leaves(expected), *told]]) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"offload": jzero.PinnedHost()}, "offload"),
         ({"gather_dtype": jnp.int8}, "gather_dtype"),
         ({"reduce_dtype": jnp.int8}, "reduce_dtype of codes"),
-        ({"offload_activations": jzero.PinnedHost()}, "offload_activations"),
     ],
 )
 def test_refused_by_name(options, found):
