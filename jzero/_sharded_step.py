@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero._errors import STEP, OptionError, StateError, a_type, called_as, first_of, message
 from jzero._placement import Placement
 from jzero._step_types import Result, StepArgs
+from jzero.ir._loops import MICROBATCHES
 from jzero.offload.memory import _placing
 from jzero.offload.memory._coded_array import CodedArray
 from jzero.processes import _agreement
@@ -29,8 +30,6 @@ from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.analysis import _traffic, _untiled
-from jzero.sharding.cut import _phases
-from jzero.sharding.partition import _partition as partition
 from jzero.sharding.plan import _layout, _outputs, _trace
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
@@ -256,13 +255,13 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         num_state = program.out_tree.num_leaves - len(program.plan.outputs)
         plan, movements = program.plan, program.movements
         written: Any = jaxpr
-        if isinstance(found := _partitioned.of_step(program.step), Partitioned):
+        if isinstance(found := program.step.found, Partitioned):
             plan, written = found.described(plan), found.for_any_devices.jaxpr
         return Report(
             plan,
             tuple(_traffic.collectives(jaxpr)),
             program.keys,
-            _traffic.carried_bytes(jaxpr, _phases.SCOPE),
+            _traffic.carried_bytes(jaxpr, MICROBATCHES),
             program.step.schedule(),
             program.step.roads(),
             movements,
@@ -291,7 +290,8 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         shards over `data`, and one of 8 that every device has whole; `[10+6@data]` is padded to 16.
 
         `after="partition"` is the program of one device, with explicit collectives; other names are those of
-        passes that then put these in other places, the last one `auto_axes`, whose program runs.
+        passes that then put these in other places, the last one `auto_axes`, whose program runs. Of a step
+        with offload it is the program that computes gradients; `describe(...).schedule` lists what else runs.
 
         Args:
           *args: the state and the step's other arguments, each leaf an array or a `ShapeDtypeStruct`.
@@ -333,7 +333,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             if after in _partitioned.PASSES:
                 found = self._partitioned(program, after)
                 return _printed_program.as_partitioned(
-                    name, after, found, program.plan, paths, outputs
+                    name, after, found.programs[after], found.part, program.plan, paths, outputs
                 )
             jaxpr, (_, arrays) = program.as_traced().jaxpr, placed_inputs(call, program)
         return _printed_program.as_traced(
@@ -341,12 +341,11 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             dict(zip(paths, arrays, strict=True)), outputs,
         )  # fmt: skip
 
-    def _partitioned(self, program: Program, after: str) -> partition.DeviceProgram:
-        found = _partitioned.of_step(program.step)
+    def _partitioned(self, program: Program, after: str) -> Partitioned:
+        found = program.step.found
         if isinstance(found, Partitioned):
-            return found.programs[after]
-        off = f"{_partitioned.SWITCH}=0" if not _partitioned.is_on() else "it is several programs"
-        why = off if found is None else found
+            return found
+        why = found or f"{_partitioned.SWITCH}=0"
         raise OptionError(message(
             self._who, f"program(after={after!r}) of a step that is not partitioned: {why}",
             "Such a step is interpreted.", "Write after='trace'."

@@ -3,15 +3,14 @@
 import re
 from typing import Any
 
-from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned
 
 
 def why_not(step: Any) -> list[str]:
     """Why the partitioner does not run some programs of a step that was called; nothing if it runs all."""
-    found = [_partitioned.of_step(each.step) for each in step._programs.built.values()]
+    found = [each.step.found for each in step._programs.built.values()]
     whys = [
-        "several programs" if each is None else str(each)
+        "JZERO_PARTITION=0" if each is None else str(each)
         for each in found
         if not isinstance(each, Partitioned)
     ]

@@ -96,7 +96,7 @@ def check(name: str, mesh: str, **options: Any) -> Any:
 def program_of(train_step: Any, name: str) -> Partitioned:
     init, _, batch, _ = STEPS[name]()
     call = train_step._programs.bind((jax.eval_shape(init), batch), {})
-    found = _partitioned.of_step(train_step._programs.of(call).step)
+    found = train_step._programs.of(call).step.found
     assert isinstance(found, Partitioned), found
     return found
 
@@ -353,9 +353,7 @@ def test_where_state_rests_in_files(tmp_path):
     def new_state():
         keys = jax.random.split(jax.random.key(0))
         shapes = {"q": keys[0], "out": keys[1]}
-        params = {
-            k: jax.random.normal(key, (16, 16), jnp.float32) / 4 for k, key in shapes.items()
-        }
+        params = {k: jax.random.normal(key, (16, 16), jnp.float32) / 4 for k, key in shapes.items()}
         return params, tx.init(params)
 
     x = jax.random.normal(jax.random.key(1), (4, 8, 16), jnp.float32)

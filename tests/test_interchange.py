@@ -9,9 +9,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.ir._loops import MICROBATCHES
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.cut import _interchange, _layer_parts, _layers
-from jzero.sharding.cut._phases import SCOPE
 from jzero.tracing import _jaxpr, _rewrite
 
 K, LAYERS, ROWS, WIDTH = 3, 4, 2, 5
@@ -23,7 +23,7 @@ def values(*shapes):
 
 
 def over_microbatches(body, init, xs, reverse=False):
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(MICROBATCHES):
         return lax.scan(body, init, xs, reverse=reverse)
 
 

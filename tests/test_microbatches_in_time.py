@@ -15,9 +15,9 @@ import partition_steps as steps
 import small
 from jzero import StepError
 from jzero.ir._layout import Partial, replicated
+from jzero.ir._loops import MICROBATCHES
 from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned
-from jzero.sharding.cut._phases import SCOPE
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.tracing import _jaxpr
 
@@ -52,7 +52,7 @@ def train(made, num_steps=3, rows=None, **options):
     assert engines.why_not(train_step) == []
     assert_close(train_step.unshard(state), expected)
     program = train_step._programs.of(train_step._programs.bind((init(), batch), {}))
-    found = _partitioned.of_step(program.step)
+    found = program.step.found
     assert isinstance(found, Partitioned)
     return train_step, found
 
@@ -75,7 +75,7 @@ def loops(found):
 
 
 def _is_loop(eqn):
-    return eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, SCOPE)
+    return eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, MICROBATCHES)
 
 
 def counts(eqn):

@@ -1,6 +1,7 @@
 """Steps that the partitioner runs, and what can be asked of them."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -96,7 +97,7 @@ def test_it_trains_as_one_device(axes, options, rows):
 def equation_of(train_step, *args):
     """The one equation of a step on whole arrays, and its program."""
     program = train_step._programs.of(train_step._programs.bind(args, {}))
-    found = _partitioned.of_step(program.step)
+    found = program.step.found
     assert isinstance(found, Partitioned)
     leaves = [*jax.tree.leaves(args[0])], [*jax.tree.leaves(args[1])]
     (eqn,) = jax.make_jaxpr(program.step.run)(*leaves).eqns
@@ -399,10 +400,23 @@ def pmapped(state, batch):
     return jax.tree.map(lambda w, g: w - jax.lax.pmean(g, "data"), state, grads)
 
 
+def test_of_a_step_with_offload_the_gradients_are_printed():
+    train_step = small.shard_train_step(step_fn, mesh=mesh(data=8), offload=jzero.PinnedHost())
+    program = train_step.program(state_of(16), batches()[0], after="order")
+    lines = str(program).splitlines()
+    assert lines[0].startswith("# step_fn, gradients, after order, of one device")
+    assert any("reduce_scatter" in line for line in lines)
+    assert any(re.search(r"state\S+ +\[.*@data.*\]  for the update", line) for line in lines)
+    assert not engines.why_not(train_step)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"offload": jzero.PinnedHost()}, "several programs"),
+        (
+            {"step": pmapped, "offload_params": jzero.PinnedHost()},
+            "collectives of its own, with offload",
+        ),
         ({"step": pmapped, "accumulate": 2}, "collectives of its own with accumulate"),
     ],
 )

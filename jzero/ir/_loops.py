@@ -30,6 +30,9 @@ from jzero.ir._writer import JaxprWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
+# The name under which loops over microbatches are made.
+MICROBATCHES = "jzero.microbatches"
+
 
 class ConstPort(NamedTuple):
     """What each turn reads whole, and its name in a turn."""

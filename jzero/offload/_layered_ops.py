@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from jzero.ir._loops import MICROBATCHES
 from jzero.ir._rules import size_in_bytes
 from jzero.offload._part_values import CutSegment
 from jzero.offload.schedule._ops import Fetch, Loop, Op, Run, Send, Update, Value
-from jzero.sharding.cut import _phases
 from jzero.sharding.cut._layer_parts import (
     HOSTED,
     SENT,
@@ -110,4 +110,4 @@ class PartOps:
 
 def _line_of(loop: Eqn) -> str:
     """Where the user wrote it; nothing if it is jzero's own, over microbatches."""
-    return "" if _jaxpr.in_scope(loop, _phases.SCOPE) else _jaxpr.summary(loop)
+    return "" if _jaxpr.in_scope(loop, MICROBATCHES) else _jaxpr.summary(loop)

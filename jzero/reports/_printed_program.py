@@ -12,6 +12,7 @@ import jax
 from jzero._errors import counted
 from jzero._memory_kinds import DEVICE
 from jzero.ir._layout import Layout, from_spec
+from jzero.segments._given import TypedPart
 from jzero.sharding.partition._partition import DeviceProgram
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
@@ -76,6 +77,7 @@ def as_partitioned(
     name: str,
     after: str,
     program: DeviceProgram,
+    part: TypedPart,
     plan: StepPlan,
     arguments: Sequence[str],
     outputs: Sequence[str],
@@ -85,18 +87,22 @@ def as_partitioned(
     Args:
       name: of the step.
       after: the pass, 'partition' or one behind it.
-      program: it takes the leaves of the state that are read, then the others.
+      program: of all of the step, or of what computes its gradients.
+      part: what of the step it takes and gives.
       plan: what of them is what.
-      arguments: the paths of what it takes beside the state.
+      arguments: the paths of what the step takes beside the state.
       outputs: of what it returns beside it.
     """
     state = [(leaf.path, leaf.role) for leaf in plan.leaves]
-    taken = [each for i, each in enumerate(state) if i not in plan.unread]
-    ins = [*taken, *((path, "") for path in arguments)]
-    outs = [*state[: len(plan.new_leaves)], *((path, "") for path in outputs)]
+    takes = [*state, *((path, "") for path in arguments)]
+    returns = [*state[: len(plan.new_leaves)], *((path, "") for path in outputs)]
+    ins = [("", "") if i is None else takes[i] for i in part.taken]
+    handed = [("" if hint is None else hint.leaf, "for the update") for hint in part.reduced]
+    outs = [handed[j] if i is None else returns[i] for j, i in enumerate(part.made)]
     mesh = dict(program.ins[0].mesh) if program.ins else {}
     axes = ", ".join(f"{axis}: {num}" for axis, num in mesh.items())
-    title = f"{name}, after {after}, of one device; layouts over the mesh ({axes})"
+    what = ", gradients" if None in part.made else ""
+    title = f"{name}{what}, after {after}, of one device; layouts over the mesh ({axes})"
     return PrintedProgram(
         title, program.jaxpr, _laid_out(ins, program.ins), _laid_out(outs, program.outs)
     )

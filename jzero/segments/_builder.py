@@ -12,6 +12,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE
+from jzero.ir._errors import CannotPartitionError, cannot
+from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned
 from jzero.segments._parts import PartsOfStep
 from jzero.segments._segment import Segment, SegmentFn, Values, Var
@@ -19,6 +21,7 @@ from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
 from jzero.sharding.plan._layout import RestLayout
+from jzero.sharding.plan._trace import WRITTEN
 from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._run import Runner, value_of
 from jzero.sharding.run._values import Arrays, FullValue
@@ -46,9 +49,16 @@ class Builder:
         return PartsOfStep(self.runner)
 
     @property
-    def found(self) -> Partitioned | None:
-        """The grad part, if the partitioner has written it."""
-        return self.parts.found if self.runner.is_partitioned else None
+    def found(self) -> Partitioned | CannotPartitionError | None:
+        """The grad part, as the partitioner has written it, or why it has not; None if it was not asked."""
+        runner = self.runner
+        if runner.is_partitioned:
+            return self.parts.found
+        if runner.analysis.why is not None or not _partitioned.is_on():
+            return runner.analysis.why
+        own = runner.plan.reductions == WRITTEN
+        what = "collectives of its own" if own else "rows that are found by rewriting alone"
+        return cannot(f"{what}, with offload")
 
     def grad_part(self) -> Segment:
         """What is left of the step without its update part; a leaf that it hands through is no output."""

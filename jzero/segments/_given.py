@@ -52,7 +52,7 @@ class GivenStep(NamedTuple):
         return self._replace(jaxpr=flat, written=written)
 
 
-class StepPart(NamedTuple):
+class TypedPart(NamedTuple):
     """All of a step, or what one of its programs runs, with the types of what it takes and gives.
 
     Attributes:
@@ -99,7 +99,7 @@ def axes_of(plan: StepPlan, time: TimeAxis | None) -> dict[str, int]:
 
 def whole_step(
     plan: StepPlan, analysis: Analysis, mesh: dict[str, int], time: TimeAxis | None
-) -> StepPart:  # fmt: skip
+) -> TypedPart:  # fmt: skip
     """All of a step."""
     step, num_new = given_step(plan, analysis), len(plan.new_leaves)
     taken = [i for i in range(len(step.jaxpr.invars)) if i not in plan.unread]
@@ -108,7 +108,7 @@ def whole_step(
     reduced = [reduced_hint(leaf, mesh) for leaf in plan.new_leaves]
     donated = frozenset(k for k, i in enumerate(taken) if i < num_new)
     step, ins = step.taking(taken), [ins[i] for i in taken]
-    return StepPart(step, taken, ins, range(len(outs)), outs, reduced, donated)
+    return TypedPart(step, taken, ins, range(len(outs)), outs, reduced, donated)
 
 
 def given_step(plan: StepPlan, analysis: Analysis) -> GivenStep:
@@ -136,7 +136,7 @@ def results(plan: StepPlan, step: GivenStep, mesh: dict[str, int]) -> Iterator[L
         yield from_spec(atom.aval.shape, mesh, spec)
 
 
-def of_all_devices(program: DeviceProgram, plan: StepPlan, part: StepPart) -> DeviceProgram:
+def of_all_devices(program: DeviceProgram, plan: StepPlan, part: TypedPart) -> DeviceProgram:
     """A program of one device's shapes, of whole arguments and results: what differs is a part of them."""
     leaves = part.leaves(plan)
     specs = [_layout.partition_spec(layout) for layout in plan.outputs]
@@ -159,9 +159,7 @@ def arguments(
 ) -> Iterator[DeviceInput]:
     """Leaves as they are stored; arguments in rows, or as one device has them."""
     num, dims = len(plan.leaves), plan.microbatches.dims
-    yield from (
-        DeviceInput(stored(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves
-    )
+    yield from (DeviceInput(stored(leaf.decoded, mesh), name=leaf.path) for leaf in plan.leaves)
     if step.written is not None:
         for var in step.jaxpr.invars[num:]:
             own = step.written.own(step.written.frame, var)
@@ -193,7 +191,7 @@ def reduced_hint(leaf: LeafPlan, mesh: dict[str, int]) -> Hint | None:
     return Hint(layout, leaf=leaf.path)
 
 
-def run_of(program: DeviceProgram, runner: Runner, part: StepPart) -> Callable[..., Any]:
+def run_of(program: DeviceProgram, runner: Runner, part: TypedPart) -> Callable[..., Any]:
     """A step's program as a function of whole arrays, those of leaves padded."""
     num_new, run = len(runner.plan.new_leaves), function_of(program, runner)
 

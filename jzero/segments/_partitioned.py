@@ -14,13 +14,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jzero._memory_kinds import DEVICE
 from jzero.ir._errors import CannotPartitionError, NeedsAllMicrobatchesError, cannot
 from jzero.ir._layout import Layout, Prices
 from jzero.ir._regions import Region, turns
 from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import Repeated
-from jzero.segments._given import StepPart, axes_of, of_all_devices, run_of, stored, whole_step
+from jzero.segments._given import TypedPart, axes_of, of_all_devices, run_of, stored, whole_step
 from jzero.sharding.partition._matrix_owners import MatrixOwners
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
@@ -46,7 +45,6 @@ from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.sharding.plan._trace import WRITTEN
 from jzero.sharding.run._run import Runner, devices_of
@@ -91,11 +89,13 @@ class Partitioned:
     """A step that the partitioner runs.
 
     Attributes:
+      part: what of the step it is: all of it, or what computes its gradients.
       programs: of one device, after each of `PASSES`; the last one runs.
       repeated: the flops of a step, and what the devices repeat of them.
       run: `(state leaves, argument leaves) -> (new state leaves, outputs)`, on whole arrays.
     """
 
+    part: TypedPart
     programs: Mapping[str, DeviceProgram]
     repeated: tuple[float, list[Repeated]]
     run: Callable[..., Any]
@@ -144,11 +144,6 @@ class PartitionedStep:
             self._runner = without_whole(runner)
             return error.with_traceback(None)  # Its frames hold tracers.
 
-    def interpret(self, why: CannotPartitionError) -> None:
-        """It is interpreted: the partitioner was asked before."""
-        assert self._runner is not None
-        self._runner, self.found = without_whole(self._runner), why
-
     @functools.cached_property
     def _run(self) -> Callable[..., Any]:
         found = self.found
@@ -163,29 +158,21 @@ def without_whole(runner: Runner) -> Runner:
     return dataclasses.replace(runner, analysis=runner.analysis._replace(whole=None))
 
 
-def of_step(step: StepProgram) -> Partitioned | CannotPartitionError | None:
-    """What the partitioner made of a step, or why it made nothing; None if it was not asked.
-
-    Of a step of several programs, it is what computes gradients.
-    """
-    if isinstance(step.run, PartitionedStep):
-        return step.run.found
-    found: Partitioned | None = getattr(step, "found", None)
-    return found
-
-
 def _partitioned(runner: Runner) -> Partitioned:
     plan, analysis = runner.plan, runner.analysis
+    if analysis.why is not None:
+        raise analysis.why
     if (why := next(_reasons(plan, analysis), None)) is not None:
         raise cannot(why)
     time = time_of(plan, runner.mesh.axis_names)
     part = whole_step(plan, analysis, axes_of(plan, time), time)
     programs = programs_of(part, runner, time)
-    return Partitioned(programs, checked(programs, runner), run_of(programs[PASSES[-1]], runner, part))
+    run = run_of(programs[PASSES[-1]], runner, part)
+    return Partitioned(part, programs, checked(programs, runner), run)
 
 
 def programs_of(
-    part: StepPart, runner: Runner, time: TimeAxis | None = None
+    part: TypedPart, runner: Runner, time: TimeAxis | None = None
 ) -> dict[str, DeviceProgram]:
     """One device's program of a part of a step, after each of `PASSES`.
 
@@ -277,7 +264,7 @@ def checked(programs: Mapping[str, DeviceProgram], runner: Runner) -> tuple[floa
 
 
 def _passed(
-    program: DeviceProgram, runner: Runner, part: StepPart, time: TimeAxis | None
+    program: DeviceProgram, runner: Runner, part: TypedPart, time: TimeAxis | None
 ) -> dict[str, DeviceProgram]:
     """The program after each pass: its collectives where the interpreter of the plan would have them.
 
@@ -293,8 +280,7 @@ def _passed(
     # Behind the loops over microbatches rows differ over the devices alone.
     rows = [each.rows & {*runner.mesh.axis_names} for each in part.ins]
     ins = tuple(
-        stored(leaves[k], mesh) if k in leaves else layout
-        for k, layout in enumerate(program.ins)
+        stored(leaves[k], mesh) if k in leaves else layout for k, layout in enumerate(program.ins)
     )
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "late_sums": late_sums,
@@ -377,7 +363,7 @@ def _sliced(
     ]
 
 
-def _beside(jaxpr: Jaxpr, runner: Runner, part: StepPart) -> Jaxpr:
+def _beside(jaxpr: Jaxpr, runner: Runner, part: TypedPart) -> Jaxpr:
     """The program beside axes over which XLA shards."""
     plan = runner.plan
     axes = AutoAxes(runner.mesh, tuple(axis for axis, _ in plan.axes), runner.alone)
@@ -402,7 +388,7 @@ def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[CodedRows, tuple[int, .
 
 
 def _in_codes(
-    jaxpr: Jaxpr, plan: StepPlan, part: StepPart, rows: Sequence[frozenset[str]]
+    jaxpr: Jaxpr, plan: StepPlan, part: TypedPart, rows: Sequence[frozenset[str]]
 ) -> Jaxpr:
     """The program with what is gathered of parameters as codes, if any is."""
     codes = plan.exchange.gather_codes
@@ -454,7 +440,6 @@ def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
         # A pipeline's ticks would each reduce the gradients of its layers.
         "loops in loops beside mesh axes of XLA's": bool(plan.automatic)
         and _has_nested_loops(analysis),
-        "offload": bool(plan.turns) or any(leaf.tier != DEVICE for leaf in plan.leaves),
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
         and _has_nested_loops(analysis),
         # Values of which nobody knows whether they are rows may be among what they read.

@@ -9,7 +9,7 @@ from typing import Any
 from jzero.ir._layout import Layout, from_spec
 from jzero.segments._given import (
     GivenStep,
-    StepPart,
+    TypedPart,
     arguments,
     axes_of,
     function_of,
@@ -36,7 +36,8 @@ class PartsOfStep:
 
     def __init__(self, runner: Runner):
         whole = runner.analysis.whole
-        assert whole is not None and runner.is_partitioned
+        assert whole is not None
+        assert runner.is_partitioned
         self._runner, self._plan, self._whole = runner, runner.plan, whole
         self._number = {var: i for i, var in enumerate(whole.jaxpr.invars)}
         self.found: Partitioned | None = None
@@ -73,14 +74,17 @@ class PartsOfStep:
             self._result(i, mesh) if kind is None else stored(kind, mesh)
             for i, kind in zip(outs, kinds, strict=True)
         ]
-        part = StepPart(
+        part = TypedPart(
             GivenStep(flat, self._whole.consts, self._whole.specs, None),
             [self._number.get(var) for var in takes],
             [self._input(var, types, at_rest, mesh) for var in takes],
             [*[None] * len(gives), *outs],
             layouts,
             [
-                *(_gradient(layout, types[var]) for layout, var in zip(layouts, gives, strict=False)),
+                *(
+                    _gradient(layout, types[var])
+                    for layout, var in zip(layouts, gives, strict=False)
+                ),
                 *(reduced_hint(plan.leaves[i], mesh) if i < num_new else None for i in outs),
             ],
             frozenset(donated),
@@ -89,7 +93,7 @@ class PartsOfStep:
         programs = programs_of(part, runner, time)
         run = function_of(programs[PASSES[-1]], runner)
         if of_batch:
-            self.found = Partitioned(programs, checked(programs, runner), run)
+            self.found = Partitioned(part, programs, checked(programs, runner), run)
         return run
 
     def _is_argument(self, var: Var) -> bool:
@@ -124,7 +128,7 @@ def entered(runner: Runner, variables: Sequence[Var]) -> Callable[..., list[Any]
     ins = [DeviceInput(stored(boundary.of(var), mesh)) for var in variables]
     outs = [stored(boundary.crossed(var), mesh) for var in variables]
     none = [None] * len(variables)
-    return _moved(runner, [*variables], StepPart(_NOTHING, none, ins, none, outs))
+    return _moved(runner, [*variables], TypedPart(_NOTHING, none, ins, none, outs))
 
 
 def left(runner: Runner, outs: Sequence[int]) -> Callable[..., list[Any]]:
@@ -135,7 +139,7 @@ def left(runner: Runner, outs: Sequence[int]) -> Callable[..., list[Any]]:
     ins = [*map(DeviceInput, rest), *(DeviceInput(stored(boundary.crossed(v), mesh)) for v in olds)]
     taken, donated = [*outs, *[None] * len(olds)], frozenset(range(len(olds)))
     new = [_jaxpr.new_var(var) for var in olds]
-    part = StepPart(_NOTHING, taken, ins, outs, rest, donated=donated)
+    part = TypedPart(_NOTHING, taken, ins, outs, rest, donated=donated)
     return _moved(runner, new, part, olds)
 
 
@@ -143,7 +147,7 @@ _NOTHING = GivenStep(_rewrite.Flat([], [], [], []), [], [], None)
 
 
 def _moved(
-    runner: Runner, values: list[Var], part: StepPart, olds: Sequence[Var] = ()
+    runner: Runner, values: list[Var], part: TypedPart, olds: Sequence[Var] = ()
 ) -> Callable[..., list[Any]]:
     """Values from one layout to another; `olds` are those in whose places they are."""
     flat = _rewrite.Flat([], [*olds, *values], [*values], [])

@@ -18,7 +18,7 @@ from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.ir._errors import CannotPartitionError
 from jzero.offload.schedule import _folds
 from jzero.segments import _derivatives, _partitioned
-from jzero.segments._partitioned import Partitioned, PartitionedStep
+from jzero.segments._partitioned import Partitioned
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
@@ -190,13 +190,12 @@ def build(
         refused = plan.microbatches.refused
         if refused is not None and not _partitioned.may_run(plan, analysis):
             raise refused
+        analysis = analysis._replace(why=why)
         try:
             step = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
         except CannotPartitionError as error:
             return error.with_traceback(None)
-        if why is not None and isinstance(step.run, PartitionedStep):
-            step.run.interpret(why)
-        found = _partitioned.of_step(step)
+        found = step.found
         if local.rewritten is not None and isinstance(found, CannotPartitionError):
             return found
         if refused is not None and not isinstance(found, Partitioned):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jzero.ir._errors import CannotPartitionError
 from jzero.offload.schedule._ops import Run
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _partitioned
@@ -66,9 +67,14 @@ class WholeStep:
             return state
         return [None if i in self._unread else leaf for i, leaf in enumerate(state)]
 
+    @property
+    def found(self) -> Partitioned | CannotPartitionError | None:
+        """See `StepProgram`."""
+        return self.run.found if isinstance(self.run, PartitionedStep) else None
+
     def schedule(self) -> Schedule:
         """One program."""
-        found = _partitioned.of_step(self)
+        found = self.found
         plan = found.described(self._plan) if isinstance(found, Partitioned) else self._plan
         return Schedule((*waits(plan), Run("the step")))
 

@@ -36,7 +36,7 @@ class Followers:
 
 
 def without_barriers(jaxpr: Jaxpr, leaves: Collection[Var], batch: Collection[Var]) -> Jaxpr:
-    """The jaxpr in whose barriers nothing is that follows from leaves alone: parts run one after the other."""
+    """The jaxpr with nothing in barriers that follows from leaves alone: parts run one after the other."""
     follows, same, eqns = Followers(leaves, batch), dict[Var, Atom](), []
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(

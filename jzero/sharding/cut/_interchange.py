@@ -18,13 +18,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from jzero._errors import OptionError, message
+from jzero.ir._loops import MICROBATCHES
 from jzero.ir._regions import variables
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut import _layers
 from jzero.sharding.cut._all_microbatches import AllMicrobatches, Running
 from jzero.sharding.cut._followers import following, without_barriers
 from jzero.sharding.cut._layer_parts import LayerLoop, NestedLoop, Stretch
-from jzero.sharding.cut._phases import SCOPE
 from jzero.sharding.cut._term_by_term import term_by_term
 from jzero.tracing import _call, _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -55,7 +55,7 @@ def layer_major(
     follows = following(jaxpr.eqns, leaves, batch)
     eqns: list[Eqn] = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, SCOPE):
+        if eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, MICROBATCHES):
             loop = _reading_leaves(eqn, follows, leaves, batch)
             if loop.leaves:
                 eqns += _TakenApart(loop, device_bytes).equations()

@@ -32,8 +32,6 @@ from jzero.tracing._types import Eqn, Var
 # Its products may run so many times as often as in one loop: 1.3 for CLIP, 2 for a count in every layer's
 # loss, and as many times as there are layers for BatchNorm (tests/test_collected_rows.py).
 MOST_REPEATS = 4
-# The name under which loops over microbatches are made.
-SCOPE = "jzero.microbatches"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,11 +27,18 @@ from jax.typing import DTypeLike
 from jzero.ir import _rules
 from jzero.ir._effects import without_calls
 from jzero.ir._errors import cannot
-from jzero.ir._loops import CarryPort, ConstPort, Scan, SlicePort, StackPort, any_scan
+from jzero.ir._loops import (
+    MICROBATCHES,
+    CarryPort,
+    ConstPort,
+    Scan,
+    SlicePort,
+    StackPort,
+    any_scan,
+)
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._sent import cast, fenced
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.cut._phases import SCOPE
 from jzero.sharding.partition._loops_in_time import (
     REDUCES,
     LoopInTime,
@@ -83,7 +90,7 @@ def in_loops(program: DeviceProgram, accumulation: MicrobatchLoops) -> DevicePro
             rows[var] = _jaxpr.var_like(var.aval, shape), place[0]
     region, by_result = Region(jaxpr, [*program.consts]), dict(program.by_result)
     facts = differing(region, rows, axis)
-    source = _jaxpr.with_scope(jaxpr.eqns[0], SCOPE)
+    source = _jaxpr.with_scope(jaxpr.eqns[0], MICROBATCHES)
     writer = _LoopsWriter(region, facts, accumulation, by_result, source)
     writer.rows |= rows
     writer.run()

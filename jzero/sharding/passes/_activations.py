@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jzero.ir import _memory_spaces
-from jzero.ir._loops import Scan, SlicePort, StackPort
+from jzero.ir._loops import MICROBATCHES, Scan, SlicePort, StackPort
 from jzero.ir._regions import Region, ValueIn
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.analysis._residuals import Residual
-from jzero.sharding.cut import _phases
 from jzero.sharding.passes import _origins, _waits
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -81,9 +80,7 @@ class _OnHostWriter:
       marks: nothing moves here: what others are to move is marked.
     """
 
-    def __init__(
-        self, region: Region, waiting: Mapping[ValueIn, Residual], marks: bool = False
-    ):
+    def __init__(self, region: Region, waiting: Mapping[ValueIn, Residual], marks: bool = False):
         self.region, self.waiting, self.marks = region, waiting, marks
         self.there, self.leaving = dict[Var, Var](), list[Var]()
         eqns = region.jaxpr.eqns
@@ -145,7 +142,7 @@ class _OnHostWriter:
             writer.names[eqn.outvars[0]] = here
             return
         # The turns of another loop with both passes are whole programs.
-        apart = self.region.pass_of(eqn) is not None or _jaxpr.in_scope(eqn, _phases.SCOPE)
+        apart = self.region.pass_of(eqn) is not None or _jaxpr.in_scope(eqn, MICROBATCHES)
         is_loop = eqn.primitive.name == "scan" and apart
         new = self._marked_loop(writer, eqn) if is_loop else self._with_inner(eqn)
         writer.eqns.append(writer.renamed(new))
@@ -173,14 +170,13 @@ class _OnHostWriter:
             inner._one(turn, each)
         ys = list[StackPort]()
         for made in scan.ys:
-            row, stack = turn.read(made.row), made.stack
-            residual = self.waiting.get((self.region, stack))
-            if residual is not None and residual.turns > 1 and not _jaxpr.is_literal(row):
-                (row,) = turn.trace(_residuals.marked, row)
-            if _jaxpr.is_on_host(stack.aval) and not _jaxpr.is_on_host(row.aval):
-                stack = _jaxpr.var_like(row.aval, stack.aval.shape)
-                writer.names[made.stack] = stack
-            ys.append(StackPort(row, stack))
+            x, out = turn.read(made.row), made.stack
+            residual = self.waiting.get((self.region, out))
+            if residual is not None and residual.turns > 1 and not _jaxpr.is_literal(x):
+                (x,) = turn.trace(_residuals.marked, x)
+            if _jaxpr.is_on_host(out.aval) and not _jaxpr.is_on_host(x.aval):
+                out = writer.names[made.stack] = _jaxpr.var_like(x.aval, out.aval.shape)
+            ys.append(StackPort(x, out))
         carries = [port._replace(after=turn.read(port.after)) for port in scan.carries]
         assert not turn.consts, "marks have no constants"
         new = dataclasses.replace(

@@ -45,7 +45,14 @@ class StepProgram(Protocol):
     """A way to run a planned step. It decides nothing: it obeys the plan.
 
     Values are whole arrays: those of the state as they rest, padded.
+
+    Attributes:
+      found: what the partitioner made of it, of a step with offload the program that computes gradients
+        (`Partitioned`); or why it made nothing. None if it was not asked.
     """
+
+    @property
+    def found(self) -> Any: ...
 
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]

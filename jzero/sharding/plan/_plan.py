@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._blocks import Blocks
 from jzero._memory_kinds import DEVICE
+from jzero.ir._errors import CannotPartitionError
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._kinds import CutError
 from jzero.sharding.analysis._links import Links
@@ -33,7 +34,7 @@ from jzero.tracing import _jaxpr
 
 
 class Analysis(NamedTuple):
-    """What is known of a step's jaxpr: the plan says what to do about it."""
+    """What is known of a step's jaxpr: the plan says what to do about it; `why` it is not partitioned."""
 
     frame: Frame
     links: Links
@@ -41,6 +42,7 @@ class Analysis(NamedTuple):
     residuals: Residuals
     tables: Tables
     whole: WholeBatch | None = None
+    why: CannotPartitionError | None = None
 
 
 @dataclasses.dataclass(frozen=True)

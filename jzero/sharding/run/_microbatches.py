@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jzero.ir._loops import MICROBATCHES
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.sharding.analysis._kinds import COLLECTED
-from jzero.sharding.cut._phases import SCOPE, Phase
+from jzero.sharding.cut._phases import Phase
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._values import (
@@ -197,7 +198,7 @@ def _loop(
         jnp.zeros(interp.devices.shard_shape(var.aval.shape, dim), var.aval.dtype)
         for var, dim in zip(phase.lasts, last_dims, strict=True)
     ]
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(MICROBATCHES):
         own = (jnp.arange(accumulation.num), [env.stacks[var] for var in phase.kept])
         carry, stacks = lax.scan(body, starts, own)
     totals, lasts = split(carry, len(sums))
