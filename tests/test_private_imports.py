@@ -102,7 +102,7 @@ MAY = {
         "sharding.analysis._product_reads sharding.plan._make tracing._jaxpr",
     "test_deepspeed": "deepspeed._table",
     "test_describe": "_folded _quantities reports._lines reports._tables",
-    "test_dims": "segments._partitioned sharding.partition._movement",
+    "test_dims": "segments._partitioned sharding.analysis._residuals sharding.partition._movement",
     "test_differences": "tracing._differences tracing._jaxpr tracing._rewrite",
     "test_dispatches":
         "offload._layered offload._pinned offload._streamed preflight._dispatches preflight._examined "
@@ -126,7 +126,7 @@ MAY = {
     "test_export_faults": "checkpoint._stream weights._export weights._import weights._publish",
     "test_first_hour": "reports._tables",
     "test_fused_loops":
-        "sharding.cut._fused_loops sharding.cut._growing_loop tracing._jaxpr tracing._rewrite",
+        "sharding.cut._fused_loops sharding.cut._growing_loop sharding.run._run tracing._jaxpr tracing._rewrite",
     "test_golden":
         "_step_types ir._rules ir._writer offload._layer_programs offload._layered offload._streamed "
         "segments._partitioned sharding.passes._codes",
@@ -153,8 +153,8 @@ MAY = {
     "test_inputs_first":
         "_compare segments._partitioned segments._programs sharding.run._queue tracing._jaxpr",
     "test_interchange":
-        "sharding.analysis._traffic sharding.cut._interchange sharding.cut._layer_parts "
-        "sharding.cut._layers sharding.cut._phases tracing._jaxpr tracing._rewrite",
+        "ir._loops sharding.analysis._traffic sharding.cut._interchange sharding.cut._layer_parts "
+        "sharding.cut._layers tracing._jaxpr tracing._rewrite",
     "test_ir_analysis": "ir._dataflow ir._regions",
     "test_ir_layout": "ir._layout targets._links targets._target tracing._jaxpr",
     "test_ir_loops": "ir._loops ir._writer tracing._jaxpr",
@@ -170,7 +170,7 @@ MAY = {
     "test_min_cut": "sharding.cut._min_cut",
     "test_nnx": "_compare",
     "test_microbatches_in_time":
-        "ir._layout segments._partitioned sharding.cut._phases sharding.partition._time tracing._jaxpr",
+        "ir._layout ir._loops segments._partitioned sharding.partition._time tracing._jaxpr",
     "test_nvme": "checkpoint._writing offload.nvme._aligned",
     "test_nvme_faults":
         "offload.kernels._tiled_update offload.memory._filling offload.nvme._aligned offload.nvme._files",
