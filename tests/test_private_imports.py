@@ -126,7 +126,8 @@ MAY = {
     "test_export_faults": "checkpoint._stream weights._export weights._import weights._publish",
     "test_first_hour": "reports._tables",
     "test_fused_loops":
-        "sharding.cut._fused_loops sharding.cut._growing_loop sharding.run._run tracing._jaxpr tracing._rewrite",
+        "sharding.cut._fused_loops sharding.cut._growing_loop sharding.run._run tracing._jaxpr "
+        "tracing._rewrite",
     "test_golden":
         "_step_types ir._rules ir._writer offload._layer_programs offload._layered offload._streamed "
         "segments._partitioned sharding.passes._codes",
