@@ -25,6 +25,7 @@ from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
 from jzero.sharding.partition._partition import DeviceProgram, partition
 from jzero.sharding.partition._time import TimeAxis
+from jzero.sharding.partition._writer import OUTPUT
 from jzero.sharding.passes._activations import activations, in_order
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._auto_axes import AutoAxes, auto_axes
@@ -119,7 +120,17 @@ class Partitioned:
     @property
     def movements(self) -> tuple[Movement, ...]:
         """What it moves of the batch, and of what is computed of it; of a result, where is its number."""
-        return tuple(map(movement_of, filter(is_of_rows, self.program.moves)))
+        moves = map(movement_of, filter(is_of_rows, self.program.moves))
+        return tuple(self._of_step(m) if m.operation == OUTPUT else m for m in moves)
+
+    def _of_step(self, movement: Movement) -> Movement:
+        """What is moved of a result, which is one of the step's, or what its update reads."""
+        j = int(movement.where)
+        if (i := self.part.made[j]) is not None:
+            return dataclasses.replace(movement, where=str(i))
+        hint = self.part.reduced[j]
+        of = f"the gradient of {hint.leaf}" if hint is not None else "a value"
+        return dataclasses.replace(movement, operation="the update", where=of)
 
 
 class PartitionedStep:

@@ -270,7 +270,9 @@ def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -
 
     if not split.are_of_several_dims:
         plain = partitions and setting.is_plain
-        traced = _trace.as_traced(batch, axes, parts, False) if plain else None
+        # With offload the cut is of the whole batch's jaxpr, and a wrong guess of what is rows costs time.
+        sure = setting.options.offloads
+        traced = _trace.as_traced(batch, axes, parts, sure) if plain else None
         return rewritten() if traced is None else of_traced(traced, given, rewritten)
     found = [] if partitions else ["JZERO_PARTITION=0"]
     if found := [*found, *setting.options.not_of_several_dims]:
