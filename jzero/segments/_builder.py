@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE
 from jzero.ir._errors import CannotPartitionError, cannot
-from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned
 from jzero.segments._parts import PartsOfStep
 from jzero.segments._segment import Segment, SegmentFn, Values, Var
@@ -21,11 +20,12 @@ from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
 from jzero.sharding.plan._layout import RestLayout
-from jzero.sharding.plan._trace import WRITTEN
 from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._run import Runner, value_of
 from jzero.sharding.run._values import Arrays, FullValue
 from jzero.tracing import _jaxpr
+
+_GRADIENTS = "grad_part"  # the name of the program, as profiles say it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,9 @@ class Builder:
         runner = self.runner
         if runner.is_partitioned:
             return self.parts.found
-        if runner.analysis.why is not None or not _partitioned.is_on():
+        if runner.analysis.why is not None or not runner.analysis.partitions:
             return runner.analysis.why
-        own = runner.plan.reductions == WRITTEN
-        what = "collectives of its own" if own else "rows that are found by rewriting alone"
-        return cannot(f"{what}, with offload")
+        return cannot("collectives of its own with accumulate")
 
     def grad_part(self) -> Segment:
         """What is left of the step without its update part; a leaf that it hands through is no output."""
@@ -82,7 +80,7 @@ class Builder:
 
         reads = [var for var in here if var not in consumes]
         eqns = [i for i in range(len(jaxpr.eqns)) if i not in plan.update.apart]
-        ends = _Ends("grad_part", consumes, reads, list(plan.update.boundary), outs)
+        ends = _Ends(_GRADIENTS, consumes, reads, list(plan.update.boundary), outs)
         return self._segment(ends, eqns, compute)
 
     def turns(self) -> tuple[Segment, ...]:
@@ -181,8 +179,9 @@ class Builder:
         types = {**types, **{var: self._type(var) for var in renewed}}
         num, takes = len(ends.gives), [*ends.consumes, *ends.reads]
         run = self.parts.function(
-            eqns, takes, ends.gives, ends.outs, types, range(len(ends.consumes)), not self.crosses
-        )
+            eqns, takes, ends.gives, ends.outs, types, range(len(ends.consumes)), not self.crosses,
+            ends.name == _GRADIENTS,
+        )  # fmt: skip
 
         def local(consumed: Arrays, read: Arrays) -> tuple[Arrays, Arrays]:
             made = run(*consumed, *read)

@@ -51,6 +51,21 @@ class GivenStep(NamedTuple):
             written = written._replace(frame=frame)
         return self._replace(jaxpr=flat, written=written)
 
+    def cut(
+        self, takes: Sequence[_jaxpr.Var], gives: Sequence[_jaxpr.Atom], eqns: list[_jaxpr.Eqn]
+    ) -> GivenStep:  # fmt: skip
+        """Some of its equations, as a function of what they read."""
+        flat = self.jaxpr._replace(invars=[*takes], outvars=[*gives], eqns=eqns)
+        written = self.written
+        if written is not None:
+            frame: Any = written.frame
+            place = {id(eqn): i for i, eqn in enumerate(frame.jaxpr.eqns)}
+            inner = {k: frame.children.get(place[id(eqn)]) for k, eqn in enumerate(eqns)}
+            children = {k: frames for k, frames in inner.items() if frames is not None}
+            own = dataclasses.replace(frame, jaxpr=flat, children=children)
+            written = written._replace(frame=own)
+        return self._replace(jaxpr=flat, written=written)
+
 
 class TypedPart(NamedTuple):
     """All of a step, or what one of its programs runs, with the types of what it takes and gives.
@@ -138,11 +153,14 @@ def results(plan: StepPlan, step: GivenStep, mesh: dict[str, int]) -> Iterator[L
 
 def of_all_devices(program: DeviceProgram, plan: StepPlan, part: TypedPart) -> DeviceProgram:
     """A program of one device's shapes, of whole arguments and results: what differs is a part of them."""
-    leaves = part.leaves(plan)
-    specs = [_layout.partition_spec(layout) for layout in plan.outputs]
-    ins = [*program.ins[: len(leaves)], *map(_joined, program.ins[len(leaves) :], plan.arguments)]
-    num_new = len(plan.new_leaves)
-    outs = [*program.outs[:num_new], *map(_joined, program.outs[num_new:], specs)]
+    num, num_new = len(plan.leaves), len(plan.new_leaves)
+    ins, outs = [*program.ins], [*program.outs]
+    for k, i in enumerate(part.taken):
+        if i is not None and i >= num:
+            ins[k] = _joined(ins[k], plan.arguments[i - num])
+    for j, i in enumerate(part.made):
+        if i is not None and i >= num_new:
+            outs[j] = _joined(outs[j], _layout.partition_spec(plan.outputs[i - num_new]))
     return dataclasses.replace(program, ins=tuple(ins), outs=tuple(outs))
 
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from jzero.ir._layout import Layout, from_spec
+from jzero.ir._layout import Layout
 from jzero.segments._given import (
     GivenStep,
     TypedPart,
@@ -17,10 +18,10 @@ from jzero.segments._given import (
     reduced_hint,
     stored,
 )
+from jzero.segments._given import results as results_of
 from jzero.segments._partitioned import PASSES, Partitioned, checked, programs_of, time_of
 from jzero.sharding.partition._partition import DeviceInput
 from jzero.sharding.partition._values import Hint
-from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr, _rewrite
@@ -28,23 +29,24 @@ from jzero.tracing._types import Var
 
 
 class PartsOfStep:
-    """Writes the programs of a step's parts, of the jaxpr of the whole batch.
+    """Writes the programs of a step's parts, of the jaxpr that is partitioned.
 
     Attributes:
-      found: the program that reads the batch, once it is written.
+      found: the gradients' program, once it is written.
     """
 
     def __init__(self, runner: Runner):
-        whole = runner.analysis.whole
-        assert whole is not None
         assert runner.is_partitioned
-        self._runner, self._plan, self._whole = runner, runner.plan, whole
-        self._number = {var: i for i, var in enumerate(whole.jaxpr.invars)}
+        self._runner, self._plan = runner, runner.plan
+        self._step = given_step(runner.plan, runner.analysis)
+        self._eqns = runner.frame.jaxpr.eqns
+        self._number = {var: i for i, var in enumerate(self._step.jaxpr.invars)}
         self.found: Partitioned | None = None
 
     def function(
         self, eqns: Sequence[int], takes: Sequence[Var], gives: Sequence[Var], outs: Sequence[int],
         types: Mapping[Var, ValuePlan], donated: Collection[int] = (), masks: bool = True,
+        is_first: bool = False,
     ) -> Callable[..., list[Any]]:  # fmt: skip
         """Some equations as a function of whole arrays: `takes -> [*gives, *outs]`.
 
@@ -56,18 +58,17 @@ class PartsOfStep:
           types: how lies what it takes and gives, and the leaves in whose places results are.
           donated: of `takes`, by index, what results may take the memory of.
           masks: what pads results of the step is zero; else it is anything, as in values for other parts.
+          is_first: they compute the gradients, of each microbatch.
 
         Raises:
           CannotPartitionError: the partitioner has no exact program for them.
         """
-        runner, plan, jaxpr = self._runner, self._plan, self._whole.jaxpr
-        of_batch = any(self._is_argument(var) for var in takes)
-        time = time_of(plan, runner.mesh.axis_names) if of_batch else None
+        runner, plan, jaxpr = self._runner, self._plan, self._step.jaxpr
+        time = time_of(plan, runner.mesh.axis_names) if is_first else None
         mesh, num_new = axes_of(plan, time), len(plan.new_leaves)
         results = [*gives, *(jaxpr.outvars[i] for i in outs)]
-        needed, _ = _rewrite.behind([jaxpr.eqns[i] for i in eqns], results)
-        flat = jaxpr._replace(invars=[*takes], outvars=results, eqns=needed)
-        at_rest = [*arguments(plan, given_step(plan, runner.analysis), mesh, time)]
+        needed, _ = _rewrite.behind([self._eqns[i] for i in eqns], results)
+        at_rest = [*arguments(plan, self._step, mesh, time)]
         kinds = [types[jaxpr.invars[i]] if i < num_new else None for i in outs]
         layouts = [stored(types[var], mesh) for var in gives]
         layouts += [
@@ -75,7 +76,7 @@ class PartsOfStep:
             for i, kind in zip(outs, kinds, strict=True)
         ]
         part = TypedPart(
-            GivenStep(flat, self._whole.consts, self._whole.specs, None),
+            self._step.cut(takes, results, needed),
             [self._number.get(var) for var in takes],
             [self._input(var, types, at_rest, mesh) for var in takes],
             [*[None] * len(gives), *outs],
@@ -91,13 +92,16 @@ class PartsOfStep:
             frozenset(range(len(gives) if masks else len(results))),
         )
         programs = programs_of(part, runner, time)
+        if self._step.written is not None:
+            # Its values are of the mesh in which it was traced, and layers are evaluated in that of programs.
+            inside = _jaxpr.inside_of(runner.mesh, [axis for axis, _ in plan.axes])
+            last = programs[PASSES[-1]]
+            jaxpr = _jaxpr.in_mesh(last.jaxpr, inside)
+            programs[PASSES[-1]] = dataclasses.replace(last, jaxpr=jaxpr)
         run = function_of(programs[PASSES[-1]], runner)
-        if of_batch:
+        if is_first:
             self.found = Partitioned(part, programs, checked(programs, runner), run)
         return run
-
-    def _is_argument(self, var: Var) -> bool:
-        return self._number.get(var, -1) >= len(self._plan.leaves)
 
     def _input(
         self, var: Var, types: Mapping[Var, ValuePlan], at_rest: Sequence[DeviceInput],
@@ -112,8 +116,8 @@ class PartsOfStep:
 
     def _result(self, i: int, mesh: dict[str, int]) -> Layout:
         """How a result lies that is no leaf."""
-        spec = _layout.partition_spec(self._plan.layouts[i])
-        return from_spec(self._whole.jaxpr.outvars[i].aval.shape, mesh, spec)
+        num_new = len(self._plan.new_leaves)
+        return [*results_of(self._plan, self._step, mesh)][i - num_new]
 
 
 def _gradient(layout: Layout, of: ValuePlan) -> Hint | None:

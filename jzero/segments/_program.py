@@ -190,7 +190,7 @@ def build(
         refused = plan.microbatches.refused
         if refused is not None and not _partitioned.may_run(plan, analysis):
             raise refused
-        analysis = analysis._replace(why=why)
+        analysis = analysis._replace(partitions=partitions and why is None, why=why)
         try:
             step = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
         except CannotPartitionError as error:
@@ -222,8 +222,8 @@ def build(
 
     program = planned(local)
     if isinstance(program, CannotPartitionError):
-        assert local.rewritten is not None
-        program = planned(local.rewritten(program), program)
+        again = local if local.rewritten is None else local.rewritten(program)
+        program = planned(again, program)
         assert isinstance(program, Program)
     return program
 

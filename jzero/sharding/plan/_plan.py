@@ -34,7 +34,10 @@ from jzero.tracing import _jaxpr
 
 
 class Analysis(NamedTuple):
-    """What is known of a step's jaxpr: the plan says what to do about it; `why` it is not partitioned."""
+    """What is known of a step's jaxpr: the plan says what to do about it.
+
+    `partitions` says whether the partitioner may be asked for its programs, and `why` that it was in vain.
+    """
 
     frame: Frame
     links: Links
@@ -42,6 +45,7 @@ class Analysis(NamedTuple):
     residuals: Residuals
     tables: Tables
     whole: WholeBatch | None = None
+    partitions: bool = False
     why: CannotPartitionError | None = None
 
 

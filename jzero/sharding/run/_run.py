@@ -19,6 +19,7 @@ from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
 from jzero.sharding.plan._layout import Automatic, Full, RestLayout, Shard
 from jzero.sharding.plan._plan import Analysis, StepPlan
+from jzero.sharding.plan._trace import WRITTEN
 from jzero.sharding.run import _coded, _collectives, _microbatches
 from jzero.sharding.run._control import CONTROL
 from jzero.sharding.run._devices import Devices
@@ -52,9 +53,13 @@ class Runner:
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether the frame is the whole batch's, which the partitioner takes, and not one device's."""
-        whole = self.analysis.whole
-        return whole is not None and self.frame.jaxpr is whole.jaxpr
+        """Whether the frame is what is partitioned: the whole batch's, or one with collectives of its own."""
+        analysis, plan = self.analysis, self.plan
+        if not analysis.partitions:
+            return False
+        if analysis.whole is not None:
+            return self.frame.jaxpr is analysis.whole.jaxpr
+        return plan.reductions == WRITTEN and plan.accumulate == 1
 
     def whole_step(self) -> Callable[..., Any]:
         """The step on whole arrays, `(state leaves, argument leaves) -> (new state leaves, outputs)`."""
