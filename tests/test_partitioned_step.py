@@ -413,10 +413,6 @@ def test_of_a_step_with_offload_the_gradients_are_printed():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (
-            {"step": pmapped, "offload_params": jzero.PinnedHost()},
-            "collectives of its own, with offload",
-        ),
         ({"step": pmapped, "accumulate": 2}, "collectives of its own with accumulate"),
     ],
 )
