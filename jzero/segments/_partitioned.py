@@ -173,8 +173,7 @@ def _partitioned(runner: Runner) -> Partitioned:
     plan, analysis = runner.plan, runner.analysis
     if analysis.why is not None:
         raise analysis.why
-    if (why := next(_reasons(plan, analysis), None)) is not None:
-        raise cannot(why)
+    check(plan, analysis)
     time = time_of(plan, runner.mesh.axis_names)
     part = whole_step(plan, analysis, axes_of(plan, time), time)
     programs = programs_of(part, runner, time)
@@ -434,6 +433,12 @@ def _reduced_in_codes(
 def may_run(plan: StepPlan, analysis: Analysis) -> bool:
     """Whether steps are partitioned, and the plan says nothing against this one."""
     return is_on() and next(_reasons(plan, analysis), None) is None
+
+
+def check(plan: StepPlan, analysis: Analysis) -> None:
+    """Raises a `CannotPartitionError` of a step that the plan says something against."""
+    if (why := next(_reasons(plan, analysis), None)) is not None:
+        raise cannot(why)
 
 
 def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:

@@ -19,7 +19,7 @@ from jzero.segments._given import (
     stored,
 )
 from jzero.segments._given import results as results_of
-from jzero.segments._partitioned import PASSES, Partitioned, checked, programs_of, time_of
+from jzero.segments._partitioned import PASSES, Partitioned, check, checked, programs_of, time_of
 from jzero.sharding.partition._partition import DeviceInput
 from jzero.sharding.partition._values import Hint
 from jzero.sharding.plan._boundary import ValuePlan
@@ -36,7 +36,13 @@ class PartsOfStep:
     """
 
     def __init__(self, runner: Runner):
+        """Of a step.
+
+        Raises:
+          CannotPartitionError: its options ask for what the partitioner does not do.
+        """
         assert runner.is_partitioned
+        check(runner.plan, runner.analysis)
         self._runner, self._plan = runner, runner.plan
         self._step = given_step(runner.plan, runner.analysis)
         self._eqns = runner.frame.jaxpr.eqns
