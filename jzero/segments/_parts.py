@@ -102,8 +102,8 @@ class PartsOfStep:
             # Its values are of the mesh in which it was traced, and layers are evaluated in that of programs.
             inside = _jaxpr.inside_of(runner.mesh, [axis for axis, _ in plan.axes])
             last = programs[PASSES[-1]]
-            jaxpr = _jaxpr.in_mesh(last.jaxpr, inside)
-            programs[PASSES[-1]] = dataclasses.replace(last, jaxpr=jaxpr)
+            own = _jaxpr.in_mesh(last.jaxpr, inside)
+            programs[PASSES[-1]] = dataclasses.replace(last, jaxpr=own)
         run = function_of(programs[PASSES[-1]], runner)
         if is_first:
             self.found = Partitioned(part, programs, checked(programs, runner), run)
