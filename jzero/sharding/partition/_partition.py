@@ -126,6 +126,7 @@ def partition(
     ]
     results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
     frame.source = jaxpr.eqns[-1] if jaxpr.eqns else frame.source
+    frame.reason = frame.leaf = ""  # those of the last equation
     layouts = [
         _returned(frame, v, out, keeps_padding) for v, out in zip(results, outs, strict=True)
     ]
