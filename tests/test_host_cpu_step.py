@@ -17,6 +17,7 @@ import jzero
 import optimizers
 import small
 import test_optimizers
+import zoo
 from jzero._quantities import readable_bytes
 from jzero.offload import _bandwidth, _host_engine, _host_step
 from jzero.offload.memory import _available, _pinned_leaf
@@ -1026,3 +1027,35 @@ def test_report_names_what_is_left_to_xla():
     report = on(1, tx).describe(new_state(tx), BATCH)
     text = " ".join(str(report).split())
     assert re.search(r"by a kernel, after XLA \(.*float32\[64,48\]\): state\[0\]\[0\]", text)
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_numbers_of_several_updates_that_rest_on_the_devices(num):
+    """Pieces of one turn hand a number to each other: the norm of updates that the host has no part in."""
+    tx = optax.adam(1e-2, eps=1e-3)
+
+    def step(state, x):
+        params, opt_state = state
+        loss_fn = lambda p: jnp.mean(jnp.square(jnp.tanh(x @ p["a"]) @ p["b"] @ p["c"]))  # noqa: E731
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        norm = optax.tree.norm({name: updates[name] for name in ("a", "b")})
+        return (optax.apply_updates(params, updates), opt_state), (loss, norm)
+
+    def new_state():
+        keys = jax.random.split(jax.random.key(0), 3)
+        shapes = {"a": (8, 16), "b": (16, 8), "c": (8, 4)}
+        pairs = zip(keys, shapes.items(), strict=True)
+        params = {name: jax.random.normal(key, shape) / 4 for key, (name, shape) in pairs}
+        return params, tx.init(params)
+
+    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    train_step = small.shard_train_step(step, mesh=mesh, offload=jzero.HostCPU(ratio=0.2))
+    state, expected = train_step.init(new_state), new_state()
+    for i in range(3):
+        x = jax.random.normal(jax.random.key(i), (8, 8))
+        state, outs = train_step(state, x)
+        expected, wanted = jax.jit(step)(expected, x)
+        found = zoo.to_host((train_step.unshard(state), outs))
+        zoo.assert_trees_close(found, jax.device_get((expected, wanted)), zoo.FP32, f"step {i}")
+        state = train_step.shard(state)

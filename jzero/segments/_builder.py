@@ -103,7 +103,8 @@ class Builder:
         eqns = sorted({i for piece in pack for i in piece.eqns})
         outs = sorted(i for piece in pack for i in piece.outs)
         gives = [var for piece in pack for var in piece.gives]
-        reads = list({var: None for piece in pack for var in piece.reads})
+        # Not what pieces of several levels hand to each other within the turn.
+        reads = [*dict.fromkeys(v for piece in pack for v in piece.reads if v not in gives)]
         renewed = [invars[i] for i in outs if i < len(leaves)]
         offloaded = {invars[i] for i in outs if i < len(leaves) and leaves[i].tier != DEVICE}
         taken = dict.fromkeys([*reads, *(v for v in renewed if v not in offloaded)])
