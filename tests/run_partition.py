@@ -6,6 +6,7 @@
     python tests/run_partition.py times 5                                # trace and lower, so often
 
     python tests/run_partition.py sampled 200 0 --accumulate 2           # in two microbatches
+    python tests/run_partition.py sampled 200 0 --offload                # those whose setting has offload
 
 Each is 'equal', 'differs', 'fails' or 'refused'; or it falls back: the partitioner does not run it, and why
 is counted. The exit status is 1 if any differs or fails. `--every 5` runs each fifth family, or seed.
@@ -67,6 +68,9 @@ def main() -> int:
         help="microbatches: of sampled programs, with no options that the partitioner leaves to others",
     )
     parser.add_argument("--names", nargs="+", help="of families; all by default")
+    parser.add_argument(
+        "--offload", action="store_true", help="of sampled programs, those with offload"
+    )
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
@@ -84,7 +88,8 @@ def main() -> int:
         ]
         jobs = [("family", name, setting) for name in names[:: args.every] for setting in settings]
     else:
-        seeds = range(args.seed, args.seed + args.num, args.every)
+        seeds = [*range(args.seed, args.seed + args.num, args.every)]
+        seeds = [*filter(_has_offload, seeds)] if args.offload else seeds
         jobs = [(args.what, seed, args.accumulate) for seed in seeds]
     counts, whys = Counter[str](), Counter[str]()
     for outcome in _in_processes(jobs, args.processes):
@@ -200,6 +205,12 @@ def _sampled(job: tuple[Any, ...], name: str) -> Outcome:
 
 
 ALONE = ("stage", "min_shard_bytes", "reduce", "full", "optimizer_axes", "param_axes")
+
+
+def _has_offload(seed: int) -> bool:
+    from sampling import check
+
+    return any(name.startswith("offload") for name in check.setting_of(seed).options)
 
 
 def _in_microbatches(setting: Any, num: int) -> Any:
