@@ -96,6 +96,7 @@ def main() -> int:
         counts[outcome.word] += 1
         if outcome.word == "falls back":
             whys[outcome.why] += 1
+            print(f"falls back: {outcome.name}: {outcome.why}", flush=True)
         elif outcome.word in ("differs", "fails"):
             print(f"{outcome.word}: {outcome.name}: {outcome.why}", flush=True)
     print(", ".join(f"{num} {word}" for word, num in sorted(counts.items())))

@@ -116,7 +116,7 @@ def whole_step(
     plan: StepPlan, analysis: Analysis, mesh: dict[str, int], time: TimeAxis | None
 ) -> TypedPart:  # fmt: skip
     """All of a step."""
-    step, num_new = given_step(plan, analysis), len(plan.new_leaves)
+    step, num_new = given_step(plan, analysis, time), len(plan.new_leaves)
     taken = [i for i in range(len(step.jaxpr.invars)) if i not in plan.unread]
     ins = [*arguments(plan, step, mesh, time)]
     outs = [*(stored(leaf, mesh) for leaf in plan.new_leaves), *results(plan, step, mesh)]
@@ -126,8 +126,10 @@ def whole_step(
     return TypedPart(step, taken, ins, range(len(outs)), outs, reduced, donated)
 
 
-def given_step(plan: StepPlan, analysis: Analysis) -> GivenStep:
+def given_step(plan: StepPlan, analysis: Analysis, time: TimeAxis | None) -> GivenStep:
     """What is partitioned of a step; of the whole batch's, only what it returns.
+
+    To one with collectives of its own, microbatches are devices in time, of the last data axis.
 
     Raises:
       CannotPartitionError: it reads a leaf that the plan does not read.
@@ -136,7 +138,12 @@ def given_step(plan: StepPlan, analysis: Analysis) -> GivenStep:
     if whole is None:
         jaxpr = frame.jaxpr
         flat = Flat([*jaxpr.constvars], [*jaxpr.invars], [*jaxpr.outvars], [*jaxpr.eqns])
-        return GivenStep(flat, frame.consts, [], WrittenStep(frame, dict(plan.step_axes)))
+        last = plan.axes[-1][0]
+        names = {
+            name: (*axes, time.name) if time is not None and last in axes else axes
+            for name, axes in plan.step_axes
+        }
+        return GivenStep(flat, frame.consts, [], WrittenStep(frame, names))
     eqns, read = _rewrite.behind(whole.jaxpr.eqns, whole.jaxpr.outvars)
     flat = whole.jaxpr._replace(eqns=eqns)
     if any(flat.invars[i] in read for i in plan.unread):
@@ -147,17 +154,25 @@ def given_step(plan: StepPlan, analysis: Analysis) -> GivenStep:
 def results(plan: StepPlan, step: GivenStep, mesh: dict[str, int]) -> Iterator[Layout]:
     """In which layouts it returns what is no state; what differs as each device has it."""
     for atom, layout in zip(step.jaxpr.outvars[len(plan.new_leaves) :], plan.outputs, strict=True):
-        spec = _layout.partition_spec(layout) if step.written is None else PartitionSpec()
-        yield from_spec(atom.aval.shape, mesh, spec)
+        shape, spec = [*atom.aval.shape], _layout.partition_spec(layout)
+        if step.written is not None:
+            spec = PartitionSpec()
+            if isinstance(layout, Shard):  # one device's, of all microbatches
+                shape[layout.dim] *= plan.accumulate
+        yield from_spec(shape, mesh, spec)
 
 
-def of_all_devices(program: DeviceProgram, plan: StepPlan, part: TypedPart) -> DeviceProgram:
+def of_all_devices(
+    program: DeviceProgram, plan: StepPlan, part: TypedPart, time: TimeAxis | None
+) -> DeviceProgram:
     """A program of one device's shapes, of whole arguments and results: what differs is a part of them."""
     num, num_new = len(plan.leaves), len(plan.new_leaves)
     ins, outs = [*program.ins], [*program.outs]
     for k, i in enumerate(part.taken):
         if i is not None and i >= num:
             ins[k] = _joined(ins[k], plan.arguments[i - num])
+            if time is not None and (dim := plan.cut_dims[i - num]) is not None:
+                ins[k] = _in_time(ins[k], dim, time)
     for j, i in enumerate(part.made):
         if i is not None and i >= num_new:
             outs[j] = _joined(outs[j], _layout.partition_spec(plan.outputs[i - num_new]))
@@ -170,6 +185,12 @@ def _joined(layout: Layout, spec: PartitionSpec) -> Layout:
     names = [(x,) if isinstance(x, str) else x or () for x in (*spec, *[None] * len(layout.dims))]
     pairs = zip(layout.shape, names, strict=False)
     return from_spec([size * layout.num(axes) for size, axes in pairs], mesh, spec)
+
+
+def _in_time(layout: Layout, dim: int, time: TimeAxis) -> Layout:
+    """The layout of an array of which one microbatch has what one device had."""
+    shape = [size * time.num if d == dim else size for d, size in enumerate(layout.shape)]
+    return from_spec(shape, dict(layout.mesh), layout.spec()).cut(dim, time.name)
 
 
 def arguments(

@@ -222,7 +222,7 @@ def programs_of(
     except NeedsAllMicrobatchesError:
         program = made(time=time and time._replace(opens=True))
     if step.written is not None:
-        program = of_all_devices(program, plan, part)
+        program = of_all_devices(program, plan, part, time)
     return _passed(program, runner, part, time)
 
 
@@ -444,8 +444,6 @@ def check(plan: StepPlan, analysis: Analysis) -> None:
 def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
     """Why the partitioner does not run a step: what its options ask for, or what the step does."""
     asked = {
-        "collectives of its own with accumulate": plan.reductions == WRITTEN
-        and plan.accumulate > 1,
         "codes beside mesh axes of XLA's": bool(plan.automatic)
         and (
             plan.exchange.gather_codes is not None

@@ -44,7 +44,7 @@ class PartsOfStep:
         assert runner.is_partitioned
         check(runner.plan, runner.analysis)
         self._runner, self._plan = runner, runner.plan
-        self._step = given_step(runner.plan, runner.analysis)
+        self._step = given_step(runner.plan, runner.analysis, time_of(runner.plan, runner.mesh.axis_names))
         self._eqns = runner.frame.jaxpr.eqns
         self._number = {var: i for i, var in enumerate(self._step.jaxpr.invars)}
         self.found: Partitioned | None = None

@@ -21,6 +21,7 @@ from jzero.sharding.partition._run import run
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
 from jzero.sharding.partition._writer import DeviceMove
+from jzero.sharding.partition._written import joined_over_time
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -127,6 +128,7 @@ def partition(
     results = run(frame, region, [*map(_value, jaxpr.invars, own, ins, range(len(ins)))])
     frame.source = jaxpr.eqns[-1] if jaxpr.eqns else frame.source
     frame.reason = frame.leaf = ""  # those of the last equation
+    results = [_of_all_microbatches(frame, v, out) for v, out in zip(results, outs, strict=True)]
     layouts = [
         _returned(frame, v, out, keeps_padding) for v, out in zip(results, outs, strict=True)
     ]
@@ -146,6 +148,17 @@ def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
     layout = given.layout
     rows = given.rows & axes_of(layout)
     return DeviceValue(var.aval, layout, {given.given: own}, rows, given.firm, origin=i)
+
+
+def _of_all_microbatches(
+    frame: DeviceFrame, value: DeviceValue, wanted: Layout | None
+) -> DeviceValue:
+    """What one device has for itself of all its microbatches, where it is returned so."""
+    if wanted is None or not value.own & frame.over_time:
+        return value
+    pairs = zip(value.aval.shape, wanted.shape, strict=True)
+    dim = next((d for d, (part, whole) in enumerate(pairs) if part != whole), None)
+    return value if dim is None else joined_over_time(frame, value, dim)
 
 
 def _returned(

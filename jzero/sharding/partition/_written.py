@@ -28,6 +28,7 @@ from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
+_GATHERS = ("all_gather", "all_gather_invariant")
 _REDUCES = dict.fromkeys(REDUCTIONS, "sum") | {"pmax": "max", "pmin": "min"}
 
 
@@ -66,13 +67,46 @@ def _collective(
     if op is not None and all(v.own.issubset(axes) for v in ins):
         each = zip(ins, eqn.outvars, strict=True)
         return [_reduced(frame, op, axes, v, out) for v, out in each]
+    atoms, time = _whole(frame, ins), frame.over_time.intersection(axes)
+    if time and (grouped or op is None and name not in _GATHERS):
+        raise cannot("it is a collective that microbatches cannot take", eqn, region)
+    own = tuple(axis for axis in axes if axis not in time)
+    if time and op is None:  # A gather comes first of all: one collective serves all microbatches.
+        eqn, atoms = _gathered_over_time(frame, eqn, ins)
     key = "axes" if "axes" in eqn.params else "axis_name"
     outs = [*map(_jaxpr.new_var, eqn.outvars)]
-    params = eqn.params | {key: axes}
-    frame.eqns.append(
-        _jaxpr.equation(eqn.primitive, _whole(frame, ins), outs, frame.source, **params)
-    )
+    params = eqn.params | {key: own}
+    frame.eqns.append(_jaxpr.equation(eqn.primitive, atoms, outs, frame.source, **params))
+    if time and op is not None:
+        outs = [_reduced_over_time(frame, op, x) for x in outs]
     return _values(frame, outs, frozenset(axes))
+
+
+def _reduced_over_time(frame: DeviceFrame, op: str, x: Var) -> Atom:
+    whole = frame.whole(x.aval.shape)
+    return frame.convert(x, whole.summed(*(Partial(axis, op) for axis in frame.over_time)), whole)
+
+
+def _gathered_over_time(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
+) -> tuple[Eqn, list[Atom]]:
+    """The devices' gather of what each has of all its microbatches."""
+    (value,), dim, num = ins, eqn.params["all_gather_dimension"], frame.mesh[next(iter(frame.over_time))]
+    if not eqn.params["tiled"]:
+        shape = (*value.aval.shape[:dim], 1, *value.aval.shape[dim:])
+        x = frame.reshape(*_whole(frame, ins), shape)
+        (value,) = _values(frame, [x], value.own)
+    params = eqn.params | {"tiled": True, "axis_size": eqn.params["axis_size"] // num}
+    return eqn.replace(params=params), _whole(frame, [joined_over_time(frame, value, dim)])
+
+
+def joined_over_time(frame: DeviceFrame, value: DeviceValue, dim: int) -> DeviceValue:
+    """What the device has of all its microbatches, one behind the other along a dim."""
+    (axis,), (x,), shape = frame.over_time, _whole(frame, [value]), [*value.aval.shape]
+    shape[dim] *= frame.mesh[axis]
+    aval, whole = _jaxpr.var_like(value.aval, shape).aval, frame.whole(shape)
+    joined = frame.convert(x, whole.cut(dim, axis), whole)
+    return DeviceValue(aval, whole, {whole: joined}, own=value.own - {axis})
 
 
 def _reduced(

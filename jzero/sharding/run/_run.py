@@ -59,7 +59,7 @@ class Runner:
             return False
         if analysis.whole is not None:
             return self.frame.jaxpr is analysis.whole.jaxpr
-        return plan.reductions == WRITTEN and plan.accumulate == 1
+        return plan.reductions == WRITTEN
 
     def whole_step(self) -> Callable[..., Any]:
         """The step on whole arrays, `(state leaves, argument leaves) -> (new state leaves, outputs)`."""
