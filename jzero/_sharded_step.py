@@ -331,7 +331,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             num_state = program.out_tree.num_leaves - len(program.plan.outputs)
             outputs = _outputs.output_paths(program.out_tree, num_state)
             if after in _partitioned.PASSES:
-                found = self._partitioned(program, after)
+                found = program.step.found
                 return _printed_program.as_partitioned(
                     name, after, found.programs[after], found.part, program.plan, paths, outputs
                 )
@@ -340,16 +340,6 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             name, jaxpr, program.plan, self._programs.setting.mesh.shape,
             dict(zip(paths, arrays, strict=True)), outputs,
         )  # fmt: skip
-
-    def _partitioned(self, program: Program, after: str) -> Partitioned:
-        found = program.step.found
-        if isinstance(found, Partitioned):
-            return found
-        why = found or f"{_partitioned.SWITCH}=0"
-        raise OptionError(message(
-            self._who, f"program(after={after!r}) of a step that is not partitioned: {why}",
-            "Such a step is interpreted.", "Write after='trace'."
-        )) from found  # fmt: skip
 
     @takes_explicit_axes
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import zoo
 from jzero.sharding.cut import _fused_loops, _growing_loop
-from jzero.sharding.run._run import Runner
+from jzero.segments._runner import Runner
 from jzero.tracing import _jaxpr, _rewrite
 
 TURNS = 4

@@ -3,22 +3,48 @@
 
 from __future__ import annotations
 
+from jzero._errors import STEP, StepError, message
 from jzero.ir._regions import Region
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
+_RULE = "jzero writes one device's program of a step, and knows none that computes this exactly."
+_FIX = "Compute it for each row alone, or by sums over the batch."
+_IN_TIME = (
+    "Microbatches run one after the other: what needs the rows of all of them stands between two loops over "
+    "them."
+)
+# What to do about it.
+DROP_ACCUMULATE = (
+    "Drop accumulate, move it out of there, or compute it for each row, or from sums over the batch."
+)  # fmt: skip
 
-class CannotPartitionError(Exception):
-    """The partitioner has no exact program for a step. Whoever catches it has another engine."""
+
+class CannotPartitionError(StepError):
+    """The partitioner has no exact program for a step."""
 
 
 class NeedsAllMicrobatchesError(CannotPartitionError):
     """A loop or branch needs what all microbatches have, and was not to be opened."""
 
 
-def cannot(why: str, eqn: Eqn | None = None, region: Region | None = None) -> CannotPartitionError:
+def cannot(
+    why: str, eqn: Eqn | None = None, region: Region | None = None, rule: str = _RULE, fix: str = _FIX
+) -> CannotPartitionError:  # fmt: skip
     """The error that says why an equation is refused, and at which line of the user's it was written."""
+    return CannotPartitionError(message(STEP, f"{_at(eqn, region)}{why}", rule, fix))
+
+
+def cannot_in_time(
+    why: str, eqn: Eqn | None = None, region: Region | None = None, fix: str = DROP_ACCUMULATE
+) -> CannotPartitionError:
+    """The error for an equation that microbatches cannot run."""
+    found = f"accumulate > 1, and {_at(eqn, region)}{why}"
+    return CannotPartitionError(message(STEP, found, _IN_TIME, fix))
+
+
+def _at(eqn: Eqn | None, region: Region | None) -> str:
     if eqn is None:
-        return CannotPartitionError(why)
+        return ""
     line = _jaxpr.at_line(eqn) if region is None else region.at_line(eqn)
-    return CannotPartitionError(f"{eqn.primitive.name}{line}: {why}")
+    return f"{eqn.primitive.name}{line}: "

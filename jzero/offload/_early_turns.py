@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jzero._folded import listed
 from jzero.offload._layered import LayeredSegment
 from jzero.offload._slicing import obstacle_of
+from jzero.segments._runner import Runner
 from jzero.segments._segment import Var, shard_of
 from jzero.sharding.cut import _elementwise
 from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan._plan import StepPlan
-from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr
 
 _GRADIENTS = "its last part makes their gradients, or fetches them"

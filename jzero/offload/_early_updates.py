@@ -21,9 +21,9 @@ from jzero.offload.kernels._host_update import (
 )
 from jzero.offload.memory._away_array import places
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.segments._runner import Runner
 from jzero.segments._segment import Var
 from jzero.sharding.plan import _layout
-from jzero.sharding.run._run import Runner
 
 
 class EarlyUpdates:

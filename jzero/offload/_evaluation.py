@@ -19,6 +19,7 @@ from jzero.offload._policy import NO_OFFLOAD, NoOffload, PinnedHost
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._builder import Builder
+from jzero.segments._runner import Runner
 from jzero.segments._segment import Values
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
@@ -27,7 +28,6 @@ from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
 from jzero.sharding.plan._stages import StageAxes
-from jzero.sharding.run._run import Runner
 
 
 class ReadFromHost(ParameterOffload):

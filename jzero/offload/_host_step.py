@@ -25,10 +25,10 @@ from jzero.offload.schedule._ops import Fetch, Op, Run, Send, Update, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
 from jzero.segments._builder import Builder
+from jzero.segments._runner import Runner
 from jzero.segments._segment import Values, Var, shard_of
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.plan._offload import Shared, waits
-from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
 
 WHO = _call.WHO

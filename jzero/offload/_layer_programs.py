@@ -18,7 +18,8 @@ from jzero._memory_kinds import DEVICE, PINNED
 from jzero.ir._memory_spaces import empty_stack
 from jzero.ir._regions import variables
 from jzero.offload._whole_parts import evaluate_parts, read
-from jzero.segments._segment import Segment, SegmentFn, Var
+from jzero.segments._runner import Runner
+from jzero.segments._segment import Arrays, Segment, SegmentFn, Var
 from jzero.sharding.cut import _layer_parts
 from jzero.sharding.cut._layer_body import LayerBody
 from jzero.sharding.cut._layer_parts import (
@@ -33,8 +34,6 @@ from jzero.sharding.cut._layer_parts import (
     NestedLoop,
     Stretch,
 )
-from jzero.sharding.run._run import Runner
-from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom
 

@@ -27,7 +27,8 @@ from jzero.offload._part_values import CutSegment, PartValues
 from jzero.offload._pinned import stream
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.schedule._ops import Op, Send, Update, Value
-from jzero.segments._segment import Segment, Values, Var, shard_of
+from jzero.segments._runner import Runner
+from jzero.segments._segment import Arrays, Segment, Values, Var, shard_of
 from jzero.sharding.cut import _interchange, _layer_parts, _layers
 from jzero.sharding.cut._layer_parts import (
     SENT,
@@ -35,8 +36,6 @@ from jzero.sharding.cut._layer_parts import (
     LayerPart,
     Stretch,
 )
-from jzero.sharding.run._run import Runner
-from jzero.sharding.run._values import Arrays
 from jzero.tracing import _call, _jaxpr
 
 WHO = _call.WHO

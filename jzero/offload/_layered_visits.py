@@ -13,8 +13,8 @@ from jzero.ir._regions import variables
 from jzero.offload._loop_run import LoopRun, OnEnd
 from jzero.offload._part_values import PartValues
 from jzero.offload._pinned import Visit
+from jzero.segments._segment import Arrays
 from jzero.sharding.cut._layer_parts import LayerLoop, LayerPart, NestedLoop, Stretch
-from jzero.sharding.run._values import Arrays
 
 
 def visits(values: PartValues, parts: Iterable[LayerPart], over: OnEnd) -> Iterator[Visit | None]:

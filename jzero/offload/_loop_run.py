@@ -11,9 +11,8 @@ import jax
 from jzero.ir._regions import variables
 from jzero.offload._part_values import PartValues
 from jzero.offload._pinned import Visit
-from jzero.segments._segment import Var
+from jzero.segments._segment import Arrays, Var
 from jzero.sharding.cut._layer_parts import HOSTED, SENT, SLICES, STACK, LayerLoop, LayerPart
-from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr
 
 # Called when a part, or the turn of a loop at this place in stacks, is over.

@@ -19,6 +19,7 @@ from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._nvme_step import FilePolicy, NVMeStep
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.offload.nvme._layout import TileLayout
+from jzero.segments._runner import Runner
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
@@ -26,7 +27,6 @@ from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
 from jzero.sharding.plan._stages import StageAxes
-from jzero.sharding.run._run import Runner
 
 _LEAST_BYTES = 2**16
 _LEAST_SLICE = 2**16  # Bytes that are read by themselves at little cost.

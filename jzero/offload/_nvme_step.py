@@ -33,9 +33,9 @@ from jzero.offload.nvme._layout import TileLayout
 from jzero.offload.schedule._ops import Commit
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
+from jzero.segments._runner import Runner
 from jzero.segments._segment import Values, Var, shard_of
 from jzero.sharding.plan._offload import Shared
-from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
 
 WHO = _call.WHO

@@ -18,6 +18,7 @@ from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, NoOffload, PinnedHost
 from jzero.offload._slicing import Slicer
 from jzero.offload._streamed import StreamedStep
+from jzero.segments._runner import Runner
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _pieces
 from jzero.sharding.cut._pieces import UpdatePart
@@ -27,7 +28,6 @@ from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
 from jzero.sharding.plan._stages import PARAMETER, StageAxes
-from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
 
 WHO = _call.WHO

@@ -14,10 +14,9 @@ from jzero._memory_kinds import PINNED
 from jzero.ir._regions import variables
 from jzero.offload._file_run import FileRun, Wanted
 from jzero.offload._layer_programs import LayerPrograms, Locals
-from jzero.segments._segment import Var
+from jzero.segments._segment import Arrays, Var
 from jzero.sharding.cut._layer_parts import LayerPart, Stretch
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr
 
 

@@ -17,6 +17,7 @@ from jzero.offload import _tiers
 from jzero.offload._host_step import HostStep
 from jzero.offload._slicing import Slicer
 from jzero.offload._streamed import StreamedStep
+from jzero.segments._runner import Runner
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._pieces import UpdatePart
@@ -24,7 +25,6 @@ from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
 from jzero.sharding.plan._stages import StageAxes
-from jzero.sharding.run._run import Runner
 
 _DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
 

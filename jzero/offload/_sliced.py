@@ -19,12 +19,12 @@ from jzero._memory_kinds import DEVICE, PINNED
 from jzero.offload._slicing import layout_of, num_rows
 from jzero.offload.memory._pinned_leaf import renewed
 from jzero.segments import _conversions
+from jzero.segments._runner import Runner
 from jzero.segments._segment import Values, Var
 from jzero.sharding.cut import _elementwise
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._plan import Turn
-from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr
 
 

@@ -16,12 +16,12 @@ from jzero.offload._sliced import SlicedTurn
 from jzero.offload.schedule._ops import Fetch, Loop, Op, Run, Send, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._builder import Builder
+from jzero.segments._runner import Runner
 from jzero.segments._segment import Compiled, Segment, Values
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.sharding.plan._offload import waits
-from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr
 
 Var = _jaxpr.Var

@@ -5,25 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE
-from jzero.ir._errors import CannotPartitionError, cannot
 from jzero.segments._partitioned import Partitioned
 from jzero.segments._parts import PartsOfStep
-from jzero.segments._segment import Segment, SegmentFn, Values, Var
+from jzero.segments._runner import Runner
+from jzero.segments._segment import Arrays, Segment, SegmentFn, Var
 from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
-from jzero.sharding.plan._layout import RestLayout
-from jzero.sharding.run._interpret import Env, Interpreter
-from jzero.sharding.run._run import Runner, value_of
-from jzero.sharding.run._values import Arrays, FullValue
-from jzero.tracing import _jaxpr
 
 _GRADIENTS = "grad_part"  # the name of the program, as profiles say it
 
@@ -49,14 +44,10 @@ class Builder:
         return PartsOfStep(self.runner)
 
     @property
-    def found(self) -> Partitioned | CannotPartitionError | None:
-        """The grad part, as the partitioner has written it, or why it has not; None if it was not asked."""
-        runner = self.runner
-        if runner.is_partitioned:
-            return self.parts.found
-        if runner.analysis.why is not None or not runner.analysis.partitions:
-            return runner.analysis.why
-        return cannot("collectives of its own with accumulate")
+    def found(self) -> Partitioned:
+        """The grad part, as the partitioner has written it."""
+        assert self.parts.found is not None, "the grad part is written first"
+        return self.parts.found
 
     def grad_part(self) -> Segment:
         """What is left of the step without its update part; a leaf that it hands through is no output."""
@@ -74,14 +65,10 @@ class Builder:
         read = {var for piece in plan.update.pieces for var in piece.reads}
         consumes = [var for var in here if var in own and var not in read]
 
-        def compute(interp: Interpreter, values: Values) -> Env:
-            args = [values.get(var) for var in invars]
-            return self.runner.grad_part(interp, args[: len(leaves)], args[len(leaves) :])
-
         reads = [var for var in here if var not in consumes]
         eqns = [i for i in range(len(jaxpr.eqns)) if i not in plan.update.apart]
         ends = _Ends(_GRADIENTS, consumes, reads, list(plan.update.boundary), outs)
-        return self._segment(ends, eqns, compute)
+        return self._segment(ends, eqns)
 
     def turns(self) -> tuple[Segment, ...]:
         """The turns of the update part, as the plan has them."""
@@ -113,15 +100,8 @@ class Builder:
             v for v in taken if v in renewed and (v in offloaded or last.get(v, index) == index)
         ]
 
-        def compute(interp: Interpreter, arrays: Values) -> Env:
-            env = Env({var: value_of(x, self._type(var)) for var, x in arrays.items()})
-            constants = zip(frame.jaxpr.constvars, frame.consts, strict=True)
-            env.values |= {var: FullValue(_jaxpr.constant(x)) for var, x in constants}
-            interp.run_equations(frame, eqns, env)
-            return env
-
         rest = [v for v in reads if v not in consumes]
-        return self._segment(_Ends("update", consumes, rest, gives, outs), eqns, compute)
+        return self._segment(_Ends("update", consumes, rest, gives, outs), eqns)
 
     def _type(self, var: Var) -> ValuePlan:
         """How a value is taken or given."""
@@ -134,9 +114,7 @@ class Builder:
         pairs = zip(self.runner.frame.jaxpr.invars, self.runner.plan.leaves, strict=False)
         return {var for var, leaf in pairs if self.crosses and leaf.tier == DEVICE}
 
-    def _segment(
-        self, ends: _Ends, eqns: Sequence[int], compute: Callable[[Interpreter, Values], Env]
-    ) -> Segment:
+    def _segment(self, ends: _Ends, eqns: Sequence[int]) -> Segment:
         runner = self.runner
         num_new = len(runner.plan.new_leaves)
         types = {var: self._type(var) for var in (*ends.consumes, *ends.reads, *ends.gives)}
@@ -149,10 +127,7 @@ class Builder:
             [types[var].spec for var in ends.gives],
             [*map(_layout.partition_spec, layouts)],
         )
-        if runner.is_partitioned:
-            run = self._partitioned(ends, eqns, types)
-        else:
-            run = self._interpreted(ends, types, layouts, out_specs, compute)
+        run = self._partitioned(ends, eqns, types)
         options: dict[str, Any] = {}
         if runner.plan.automatic:  # Else XLA would choose over these axes.
             places = [s.with_memory_kind(DEVICE) for s in self.shardings]
@@ -191,31 +166,6 @@ class Builder:
         local.__name__ = ends.name  # as profiles say it
         return local
 
-    def _interpreted(
-        self, ends: _Ends, types: Mapping[Var, ValuePlan], layouts: Sequence[RestLayout],
-        out_specs: Any, compute: Callable[[Interpreter, Values], Env],
-    ) -> SegmentFn:  # fmt: skip
-        runner, (name, consumes, reads, gives, outs) = self.runner, ends
-        num_new = len(runner.plan.new_leaves)
-        leaf_vars = runner.frame.jaxpr.invars[:num_new]
-
-        def local(consumed: Arrays, read: Arrays) -> tuple[Arrays, Arrays]:
-            interp = runner.interpreter()
-            values = dict(zip([*consumes, *reads], [*consumed, *read], strict=True))
-            env = compute(interp, values)
-            given = [_given(interp, env, runner, var, types[var]) for var in gives]
-            olds = [values.get(leaf_vars[i]) if i < num_new else None for i in outs]
-            made = [
-                runner.out(interp, env, i, old, layout, masks_padding=not self.crosses)
-                for i, old, layout in zip(outs, olds, layouts, strict=True)
-            ]
-            return given, made
-
-        local.__name__ = name
-        ins = [[types[var].spec for var in group] for group in (consumes, reads)]
-        run: SegmentFn = runner.shard_map(local, tuple(ins), out_specs)
-        return run
-
 
 class _Ends(NamedTuple):
     """What a segment takes and gives.
@@ -230,8 +180,3 @@ class _Ends(NamedTuple):
     reads: Sequence[Var]
     gives: Sequence[Var]
     outs: Sequence[int]
-
-
-def _given(interp: Interpreter, env: Env, runner: Runner, var: Var, plan: ValuePlan) -> jax.Array:
-    """What a segment hands out, in shards as the boundary has it."""
-    return interp.devices.as_dim(interp.read(runner.frame, env, var), plan.dim)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.ir._errors import cannot
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
+from jzero.segments._runner import Runner
 from jzero.sharding.partition._frame import WrittenStep
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram
 from jzero.sharding.partition._time import TimeAxis
@@ -22,7 +23,6 @@ from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.sharding.plan._stages import PARAMETER
-from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
 
@@ -190,7 +190,7 @@ def _joined(layout: Layout, spec: PartitionSpec) -> Layout:
 def _in_time(layout: Layout, dim: int, time: TimeAxis) -> Layout:
     """The layout of an array of which one microbatch has what one device had."""
     shape = [size * time.num if d == dim else size for d, size in enumerate(layout.shape)]
-    return from_spec(shape, dict(layout.mesh), layout.spec()).cut(dim, time.name)
+    return from_spec(shape, dict(layout.mesh), _spec(layout)).cut(dim, time.name)
 
 
 def arguments(

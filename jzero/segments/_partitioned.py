@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as one program of the partitioner, where it can; every other step is interpreted as the plan says.
-
-With `JZERO_PARTITION=0`, a switch for developers until the partitioner runs all steps, all are interpreted.
-"""
+"""A step, or a part of one, as the partitioner writes it: the program of one device after each pass."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from jzero.ir._errors import CannotPartitionError, NeedsAllMicrobatchesError, cannot
+from jzero.ir._errors import NeedsAllMicrobatchesError
 from jzero.ir._layout import Layout, Prices
-from jzero.ir._regions import Region, turns
-from jzero.ir._rules import size_in_bytes
 from jzero.ir._work import Repeated
 from jzero.segments._given import TypedPart, axes_of, of_all_devices, run_of, stored, whole_step
+from jzero.segments._runner import Runner, devices_of
 from jzero.sharding.partition._matrix_owners import MatrixOwners
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
@@ -46,14 +41,11 @@ from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._plan import Analysis, StepPlan
-from jzero.sharding.plan._trace import WRITTEN
-from jzero.sharding.run._run import Runner, devices_of
+from jzero.sharding.plan._plan import StepPlan
 from jzero.targets._links import AxisTimes, axis_times
 from jzero.targets._target import target_of, topology_of
 from jzero.tracing._types import Jaxpr
 
-SWITCH = "JZERO_PARTITION"
 _PARTITION = "partition"
 # In their order.
 PASSES = (
@@ -78,11 +70,6 @@ PASSES = (
     "one_order",
     "auto_axes",
 )
-
-
-def is_on() -> bool:
-    """Whether steps are partitioned that can be."""
-    return os.environ.get(SWITCH) != "0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,52 +120,18 @@ class Partitioned:
         return dataclasses.replace(movement, operation="the update", where=of)
 
 
-class PartitionedStep:
-    """A step on whole arrays, partitioned when it is first asked for; interpreted if it cannot be."""
+def partitioned(runner: Runner) -> Partitioned:
+    """All of a step, written by the partitioner.
 
-    def __init__(self, runner: Runner):
-        self._runner: Runner | None = runner
-
-    def __call__(self, state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs it."""
-        made: tuple[list[Any], list[Any]] = self._run(state, arrays)
-        return made
-
-    @functools.cached_property
-    def found(self) -> Partitioned | CannotPartitionError:
-        """What runs it, or why the partitioner does not."""
-        runner, self._runner = self._runner, None  # It holds jaxprs that nobody reads again.
-        assert runner is not None
-        try:
-            return _partitioned(runner)
-        except CannotPartitionError as error:
-            self._runner = without_whole(runner)
-            return error.with_traceback(None)  # Its frames hold tracers.
-
-    @functools.cached_property
-    def _run(self) -> Callable[..., Any]:
-        found = self.found
-        if isinstance(found, Partitioned):
-            return found.run
-        assert self._runner is not None
-        return self._runner.whole_step()
-
-
-def without_whole(runner: Runner) -> Runner:
-    """The same, that no longer holds the jaxpr of the whole batch, which only the partitioner reads."""
-    return dataclasses.replace(runner, analysis=runner.analysis._replace(whole=None))
-
-
-def _partitioned(runner: Runner) -> Partitioned:
-    plan, analysis = runner.plan, runner.analysis
-    if analysis.why is not None:
-        raise analysis.why
-    check(plan, analysis)
+    Raises:
+      CannotPartitionError: it has no exact program for it.
+    """
+    plan = runner.plan
     time = time_of(plan, runner.mesh.axis_names)
-    part = whole_step(plan, analysis, axes_of(plan, time), time)
+    part = whole_step(plan, runner.analysis, axes_of(plan, time), time)
     programs = programs_of(part, runner, time)
     run = run_of(programs[PASSES[-1]], runner, part)
-    return Partitioned(part, programs, checked(programs, runner), run)
+    return Partitioned(part, programs, work_of(programs, runner), run)
 
 
 def programs_of(
@@ -212,9 +165,8 @@ def programs_of(
     automatic = None
     if plan.automatic:
         automatic = frozenset(leaf.path for leaf in plan.leaves if any(leaf.automatic))
-    calls = {} if analysis.whole is None else analysis.whole.owners
     made = functools.partial(
-        partition, *given, owners=MatrixOwners(calls, plan.stage_axes.shard_axes),
+        partition, *given, owners=MatrixOwners(analysis.owners, plan.stage_axes.shard_axes),
         automatic=automatic, written=step.written, unmasked=part.unmasked,
     )  # fmt: skip
     try:
@@ -244,24 +196,9 @@ def _with_memory(prices: Prices, time: TimeAxis | None) -> Prices:
     return *prices, (time.name, AxisTimes(0, byte, byte))
 
 
-def _handed(plan: StepPlan) -> int | None:
-    """Twice the bytes that the interpreter's loops over microbatches would hand out; None if it has none."""
-    if not plan.microbatches.phases:
-        return None
-    stacks = (var for phase in plan.microbatches.phases for var in phase.stacks)
-    return 2 * plan.accumulate * sum(size_in_bytes(var.aval) for var in stacks)
-
-
-def checked(programs: Mapping[str, DeviceProgram], runner: Runner) -> tuple[float, list[Repeated]]:
-    """The flops of the step, and what its devices repeat of them.
-
-    Raises:
-      CannotPartitionError: it gathers more rows at once than the user permits.
-    """
+def work_of(programs: Mapping[str, DeviceProgram], runner: Runner) -> tuple[float, list[Repeated]]:
+    """The flops of the step, and what its devices repeat of them."""
     program, whole = programs[_PARTITION], runner.analysis.whole
-    most = max((m.local_bytes for m in program.moves if is_of_rows(m)), default=0)
-    if most > runner.plan.exchange.max_gather_bytes:
-        raise cannot("it gathers more rows at once than max_gather_bytes")
     if whole is None:
         return 0, []
     num = runner.plan.num_devices * runner.plan.accumulate
@@ -276,7 +213,7 @@ def checked(programs: Mapping[str, DeviceProgram], runner: Runner) -> tuple[floa
 def _passed(
     program: DeviceProgram, runner: Runner, part: TypedPart, time: TimeAxis | None
 ) -> dict[str, DeviceProgram]:
-    """The program after each pass: its collectives where the interpreter of the plan would have them.
+    """The program after each pass.
 
     Args:
       program: as it is partitioned.
@@ -333,9 +270,7 @@ def _passed(
         if time is None:
             return program
         dtype, once = exchange.accumulate_dtype, exchange.gather_once
-        return in_loops(
-            program, MicrobatchLoops(time, dtype, once, plan.num_devices, _handed(plan))
-        )
+        return in_loops(program, MicrobatchLoops(time, dtype, once, plan.num_devices))
 
     def on_host(program: DeviceProgram) -> DeviceProgram:
         if plan.activations is None:
@@ -428,45 +363,3 @@ def _reduced_in_codes(
     coded = [leaf.path for leaf in plan.leaves if leaf.coded]
     replicas = [axis for axis, _ in plan.axes if axis not in plan.stage_axes.shard_axes]
     return reduce_codes(jaxpr, CodedAxes(dict(plan.axes), formats, replicas), coded, rows)
-
-
-def may_run(plan: StepPlan, analysis: Analysis) -> bool:
-    """Whether steps are partitioned, and the plan says nothing against this one."""
-    return is_on() and next(_reasons(plan, analysis), None) is None
-
-
-def check(plan: StepPlan, analysis: Analysis) -> None:
-    """Raises a `CannotPartitionError` of a step that the plan says something against."""
-    if (why := next(_reasons(plan, analysis), None)) is not None:
-        raise cannot(why)
-
-
-def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
-    """Why the partitioner does not run a step: what its options ask for, or what the step does."""
-    asked = {
-        "codes beside mesh axes of XLA's": bool(plan.automatic)
-        and (
-            plan.exchange.gather_codes is not None
-            or any(c is not None for _, c in plan.exchange.reduce_codes)
-        ),
-        "tile_bytes beside mesh axes of XLA's": bool(plan.automatic)
-        and plan.exchange.tile_bytes is not None,
-        # A pipeline's ticks would each reduce the gradients of its layers.
-        "loops in loops beside mesh axes of XLA's": bool(plan.automatic)
-        and _has_nested_loops(analysis),
-        "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
-        and _has_nested_loops(analysis),
-        # Values of which nobody knows whether they are rows may be among what they read.
-        "owners of matrices": any(not each.why for each in plan.owned)
-        and not (analysis.whole is not None and analysis.whole.owners),
-    }
-    yield from (reason for reason, is_so in asked.items() if is_so)
-
-
-def _has_nested_loops(analysis: Analysis) -> bool:
-    """Whether a loop runs in a loop, whose slices would be gathered in each turn of the outer one."""
-    whole, region = analysis.whole, Region(analysis.frame.jaxpr, analysis.frame.consts)
-    if whole is not None:
-        region = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
-    loops = (r for r, eqn in region.walk() if turns(eqn) != 1)
-    return any(r.around is not None and turns(r.around[1]) != 1 for r in loops)

@@ -19,11 +19,11 @@ from jzero.segments._given import (
     stored,
 )
 from jzero.segments._given import results as results_of
-from jzero.segments._partitioned import PASSES, Partitioned, check, checked, programs_of, time_of
+from jzero.segments._partitioned import PASSES, Partitioned, programs_of, time_of, work_of
+from jzero.segments._runner import Runner
 from jzero.sharding.partition._partition import DeviceInput
 from jzero.sharding.partition._values import Hint
 from jzero.sharding.plan._boundary import ValuePlan
-from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Var
 
@@ -36,15 +36,10 @@ class PartsOfStep:
     """
 
     def __init__(self, runner: Runner):
-        """Of a step.
-
-        Raises:
-          CannotPartitionError: its options ask for what the partitioner does not do.
-        """
-        assert runner.is_partitioned
-        check(runner.plan, runner.analysis)
         self._runner, self._plan = runner, runner.plan
-        self._step = given_step(runner.plan, runner.analysis, time_of(runner.plan, runner.mesh.axis_names))
+        self._step = given_step(
+            runner.plan, runner.analysis, time_of(runner.plan, runner.mesh.axis_names)
+        )
         self._eqns = runner.frame.jaxpr.eqns
         self._number = {var: i for i, var in enumerate(self._step.jaxpr.invars)}
         self.found: Partitioned | None = None
@@ -106,7 +101,7 @@ class PartsOfStep:
             programs[PASSES[-1]] = dataclasses.replace(last, jaxpr=own)
         run = function_of(programs[PASSES[-1]], runner)
         if is_first:
-            self.found = Partitioned(part, programs, checked(programs, runner), run)
+            self.found = Partitioned(part, programs, work_of(programs, runner), run)
         return run
 
     def _input(

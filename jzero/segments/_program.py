@@ -15,18 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
-from jzero.ir._errors import CannotPartitionError
 from jzero.offload.schedule import _folds
-from jzero.segments import _derivatives, _partitioned
-from jzero.segments._partitioned import Partitioned
+from jzero.segments import _derivatives
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import (
     FlatStep,
-    LocalStep,
     as_traced,
+    check_movements,
     local_step,
     promoted,
     with_paths,
@@ -173,72 +171,34 @@ def build(
         functools.partial(flat_step, reads=False),
         state_avals, state_tree, arrays, array_avals, signature.specs, signature,
     )  # fmt: skip
-    partitions = _partitioned.is_on()
     try:
-        local = local_step(flat, setting, partitions)
+        local = local_step(flat, setting)
     except _weak.PromotedState as found:
         flat = promoted(dataclasses.replace(flat, fn=flat_step), found.state, setting)
-        local = local_step(flat, setting, partitions)
+        local = local_step(flat, setting)
     state = jax.tree.unflatten(state_tree, flat.state)
 
-    def planned(
-        local: LocalStep, why: CannotPartitionError | None = None
-    ) -> Program | CannotPartitionError:
-        """Or why the partitioner does not run it, if it is to be rewritten; then that is known."""
-        plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
-        shardings, paths = shardings_of(plan.leaves, mesh), _call.argument_paths(arrays)
-        refused = plan.microbatches.refused
-        if refused is not None and not _partitioned.may_run(plan, analysis):
-            raise refused
-        analysis = analysis._replace(partitions=partitions and why is None, why=why)
-        try:
-            step = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
-        except CannotPartitionError as error:
-            return error.with_traceback(None)
-        found = step.found
-        if local.rewritten is not None and isinstance(found, CannotPartitionError):
-            return found
-        if refused is not None and not isinstance(found, Partitioned):
-            raise refused
-        movements, extra_work = _asked(local, plan, found)
-        read = local.traced.whole or local.traced.frame
-        if isinstance(found, Partitioned):
-            waiting = found.described(plan).activations
-            plan = dataclasses.replace(plan, activations=waiting)
-        return Program(
-            plan,
-            step,
-            local.traced.out_tree,
-            shardings,
-            [NamedSharding(mesh, spec) for spec in plan.arguments],
-            tuple(path for path, key in zip(paths, local.keys, strict=True) if key),
-            movements,
-            local.whole_arguments,
-            extra_work,
-            tuple(flat.state),
-            functools.partial(as_traced, flat, setting),
-            tuple(x for x in read.consts if isinstance(x, jax.core.Tracer)),
-        )
-
-    program = planned(local)
-    if isinstance(program, CannotPartitionError):
-        again = local if local.rewritten is None else local.rewritten(program)
-        program = planned(again, program)
-        assert isinstance(program, Program)
-    return program
-
-
-def _asked(
-    local: LocalStep, plan: StepPlan, found: Partitioned | CannotPartitionError | None
-) -> tuple[tuple[Movement, ...], tuple[Extra, ...]]:
-    """What a step moves of the batch, and what its devices do more than once."""
-    traced = local.traced
-    if isinstance(found, Partitioned):
-        return with_paths(found.movements, traced.out_tree), local.extra_work(*found.repeated)
-    if traced.whole is None:
-        return traced.movements, ()
-    num = plan.num_devices * plan.accumulate
-    return traced.movements, local.extra_work(*traced.whole.repeated(traced.frame.jaxpr, num))
+    plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
+    shardings, paths = shardings_of(plan.leaves, mesh), _call.argument_paths(arrays)
+    runs = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
+    written = runs.found
+    movements = with_paths(written.movements, local.traced.out_tree)
+    check_movements(movements, setting.options.max_gather_bytes)
+    traced = local.traced.whole or local.traced.frame
+    return Program(
+        written.described(plan),
+        runs,
+        local.traced.out_tree,
+        shardings,
+        [NamedSharding(mesh, spec) for spec in plan.arguments],
+        tuple(path for path, key in zip(paths, local.keys, strict=True) if key),
+        movements,
+        local.whole_arguments,
+        local.extra_work(*written.repeated),
+        tuple(flat.state),
+        functools.partial(as_traced, flat, setting),
+        tuple(x for x in traced.consts if isinstance(x, jax.core.Tracer)),
+    )
 
 
 def _leaf_signature(state: Any, root: str, arrays: Mapping[str, Any]) -> inspect.Signature:

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._boundary import ValuePlan
-from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite
 
+Arrays = list[jax.Array]
 Var = _jaxpr.Var
 Values = dict[Var, jax.Array]
 # `(consumed, read) -> (given, outputs)`, on whole arrays.

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from jzero.segments._builder import Builder
-from jzero.segments._partitioned import Partitioned
 from jzero.segments._segment import Values
 
 
@@ -21,14 +20,13 @@ class SegmentedStep:
       turns: of the update part, as the plan has them.
       leaf_of: for each variable of a leaf of the state, its index.
       plan: with what the grad part's program says of itself.
-      found: the grad part, as the partitioner has written it, or why it has not.
+      found: the grad part, as the partitioner has written it.
     """
 
     def __init__(self, builder: Builder):
         self.grad, self.turns = builder.grad_part(), builder.turns()
         self.found, plan = builder.found, builder.runner.plan
-        written = self.found if isinstance(self.found, Partitioned) else None
-        self.plan = plan if written is None else written.described(plan)
+        self.plan = self.found.described(plan)
         jaxpr, num = builder.runner.frame.jaxpr, len(plan.leaves)
         self.invars, self._num_outs = jaxpr.invars, len(jaxpr.outvars)
         self.leaf_of = {var: i for i, var in enumerate(jaxpr.invars[:num])}

@@ -3,47 +3,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from jzero.ir._errors import CannotPartitionError
 from jzero.offload.schedule._ops import Run
 from jzero.offload.schedule._schedule import Schedule
-from jzero.segments import _partitioned
-from jzero.segments._partitioned import Partitioned, PartitionedStep
+from jzero.segments._partitioned import partitioned
+from jzero.segments._runner import Runner
 from jzero.sharding.plan._offload import waits
-from jzero.sharding.run._run import Runner
 
 
 class WholeStep:
     """All of a step in one `jax.jit`, the state donated; one that evaluates, or keeps it, only reads it.
 
     Attributes:
+      found: what the partitioner has written.
       run: the step as a function of whole arrays.
       jitted: the same, compiled.
     """
 
     def __init__(self, runner: Runner, shardings: Sequence[NamedSharding]):
-        self._plan = plan = runner.plan
-        self.run: Callable[..., Any] = (
-            PartitionedStep(runner)
-            if _partitioned.is_on()
-            else _partitioned.without_whole(runner).whole_step()
-        )
+        plan, self.found = runner.plan, partitioned(runner)
+        self._plan = self.found.described(plan)
         self._unread = plan.unread
         # Else XLA would choose over the automatic axes, and the next step would move the state back.
         options: dict[str, Any] = {"out_shardings": (list(shardings), None)}
         options = options if plan.automatic and not plan.evaluates else {}
         donated = 0 if plan.donates and not plan.evaluates else ()
-        run = self.run
+        run = self.run = self.found.run
 
         def local_step(state: list[Any], arrays: list[Any]) -> Any:  # as profiles say it
             return run(state, arrays)
 
-        # JAX copies the attributes of what it wraps, and would keep what a `PartitionedStep` lets go.
         self.jitted = jax.jit(local_step, donate_argnums=donated, **options)
 
     def __call__(
@@ -67,16 +61,9 @@ class WholeStep:
             return state
         return [None if i in self._unread else leaf for i, leaf in enumerate(state)]
 
-    @property
-    def found(self) -> Partitioned | CannotPartitionError | None:
-        """See `StepProgram`."""
-        return self.run.found if isinstance(self.run, PartitionedStep) else None
-
     def schedule(self) -> Schedule:
         """One program."""
-        found = self.found
-        plan = found.described(self._plan) if isinstance(found, Partitioned) else self._plan
-        return Schedule((*waits(plan), Run("the step")))
+        return Schedule((*waits(self._plan), Run("the step")))
 
     def roads(self) -> str:
         """The host updates nothing."""

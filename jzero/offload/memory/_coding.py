@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jzero.sharding.passes._codes import decode_rows, encode_rows
 from jzero.sharding.plan._coded_form import CodedForm
-from jzero.sharding.run import _coded, _collectives
 
 
 def encoded(x: jax.Array, form: CodedForm, sharding: NamedSharding) -> tuple[jax.Array, jax.Array]:
@@ -31,7 +32,7 @@ def _encoder(form: CodedForm, sharding: NamedSharding) -> Any:
     axes = axes_of(form, sharding)
 
     def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows = _coded.encode_rows(x, form)
+        rows = encode_rows(x, form.part, form.blocks)
         wide = jnp.promote_types(x.dtype, jnp.float32)
         finite = jnp.isfinite(x)
         exact = jnp.where(finite, x, 0).astype(wide)
@@ -39,8 +40,7 @@ def _encoder(form: CodedForm, sharding: NamedSharding) -> Any:
         sums = jnp.stack([jnp.sum(lost**2), jnp.sum(exact**2)])
         most = jnp.stack([jnp.max(jnp.abs(lost)), jnp.max(jnp.abs(exact))])
         if axes:
-            sums = _collectives.all_reduce(sums, axes)
-            most = _collectives.all_reduce(most, axes, "max")
+            sums, most = lax.psum(sums, axes), lax.pmax(most, axes)
         return rows, jnp.concatenate([sums, most])
 
     return jax.jit(_over(sharding, local, _spec(form, sharding), (_rows_spec(sharding), P())))
@@ -62,8 +62,7 @@ def _decoder(form: CodedForm, sharding: NamedSharding) -> Any:
 
 def _own(rows: jax.Array, form: CodedForm) -> jax.Array:
     """One device's rows, decoded."""
-    value = _coded.value_of(rows, form)
-    return _coded.decode_rows(rows, value)
+    return decode_rows(rows, form.part, form.dim, form.dtype, form.blocks)
 
 
 def axes_of(form: CodedForm, sharding: NamedSharding) -> tuple[str, ...]:

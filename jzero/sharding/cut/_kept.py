@@ -47,12 +47,14 @@ class Loops:
       kept: what later ones read of earlier ones.
       repeats: how often products run, as a multiple of what they would in one loop.
       begun_by: lines of the reductions and gathers for which a later loop waits.
+      at_once: lines of the products that run once, for all microbatches.
     """
 
     num: int
     kept: tuple[Kept, ...]
     repeats: float
     begun_by: tuple[str, ...]
+    at_once: tuple[str, ...] = ()
 
 
 class Keeper:
@@ -107,10 +109,19 @@ class Keeper:
         self._all_run += sum(self._products[i] for i in run)
         return run, again, kept
 
-    def loops(self, num: int, begun_by: Sequence[int]) -> Loops:
-        """What is to be said of the loops; `begun_by` are the equations for which later ones wait."""
+    def loops(self, num: int, begun_by: Sequence[int], at_once: Sequence[int]) -> Loops:
+        """What is to be said of the loops.
+
+        Args:
+          num: how many there are.
+          begun_by: the equations for which later ones wait.
+          at_once: products that run once, for all microbatches.
+        """
         once = sum(self._products[i] for i in self._first_run)
-        lines = [_jaxpr.user_line(self._eqns[i]) for i in begun_by]
+        begun, together = (
+            tuple(dict.fromkeys(_jaxpr.user_line(self._eqns[i]) for i in found))
+            for found in (begun_by, at_once)
+        )
         kept = [
             Kept(
                 f"{var.aval.dtype}{list(var.aval.shape)}",
@@ -119,7 +130,7 @@ class Keeper:
             )
             for var in self._read
         ]
-        return Loops(num, tuple(kept), self._all_run / once if once else 1.0, tuple(lines))
+        return Loops(num, tuple(kept), self._all_run / once if once else 1.0, begun, together)
 
     def _nbytes(self, var: Var) -> int:
         return _rules.size_in_bytes(var.aval) * self._num

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.ir import _rules
-from jzero.ir._errors import NeedsAllMicrobatchesError, cannot
+from jzero.ir._errors import NeedsAllMicrobatchesError, cannot, cannot_in_time
 from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated, times_along
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.analysis._frames import NOWHERE, Frame
@@ -372,7 +372,7 @@ class DeviceFrame(DeviceWriter):
         if self.outer is not None and time is not None and not time.opens:
             needs = "a sum" if step.kind == "reduce" else "rows"
             why = f"it needs {needs} of all microbatches inside a loop or branch"
-            raise NeedsAllMicrobatchesError(f"{cannot(why, self.source, self.region)}")
+            raise NeedsAllMicrobatchesError(f"{cannot_in_time(why, self.source, self.region)}")
         x = self.step(super().convert(x, source, step.before, of, why, leaf), step)
         return super().convert(x, step.after, target, of, why, leaf)
 

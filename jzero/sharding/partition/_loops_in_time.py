@@ -12,17 +12,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from jzero._errors import STEP, message
 from jzero.ir import _dataflow, _rules
-from jzero.ir._errors import cannot
+from jzero.ir._errors import CannotPartitionError
 from jzero.ir._products import products
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._rules import Cost
 from jzero.sharding.cut._bits import compared, moved_into
 from jzero.sharding.cut._kept import Keeper, Loops
-from jzero.sharding.cut._phases import MOST_REPEATS
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
+# Its products may run so many times as often as in one loop: 1.3 for CLIP, 2 for a count in every layer's
+# loss, and as many times as there are layers for BatchNorm (tests/test_collected_rows.py).
+MOST_REPEATS = 4
 REDUCES = {"psum": "sum", "pmax": "max", "pmin": "min"}
 _GATHERS = ("all_gather", "all_gather_invariant")
 
@@ -77,11 +80,9 @@ def loops_in_time(
       gather_once: one gather of the state serves all microbatches.
 
     Raises:
-      CannotPartitionError: they would run the products of the step many times, or some products would run
-        for all microbatches at once.
+      CannotPartitionError: they would run the products of the step many times.
     """
     levels = _Levels(region, differs, axis)
-    _check_products(levels)
     inside = levels.loop | _sunk(levels, gather_once)
     eqns, lasts, handed = region.jaxpr.eqns, _lasts(levels), _handed(levels)
     acts = [i for i in levels.loop if _jaxpr.has_side_effects(eqns[i])]
@@ -98,9 +99,11 @@ def loops_in_time(
         makers += [i for i in acts if levels.of_eqns[i] == level]
         run, again, reads = keeper.loop(level, makers, stacks)
         loops.append(LoopInTime(run, reads, sums, mine, stacks, again))
-    said = keeper.loops(sum(bool(loop.eqns) for loop in loops), [])
+    num_loops, waited = sum(bool(loop.eqns) for loop in loops), _waited_for(levels)
+    begun = [i for i in (*levels.sums, *levels.stacked) if waited.intersection(eqns[i].outvars)]
+    said = keeper.loops(num_loops, sorted(begun), _at_once(levels))
     if said.repeats > MOST_REPEATS:
-        raise cannot(f"in microbatches it would run its products {said.repeats:.1f} times as often")
+        raise _many_loops(said)
     once = [[i for i in levels.once if levels.of_eqns[i] == level] for level in range(last + 1)]
     return LoopsInTime(loops, once, [*keeper.kept], said)
 
@@ -210,15 +213,28 @@ def differing(region: Region, given: Iterable[Var], axis: str) -> Mapping[ValueI
     return _dataflow.forward(region, start, step, lambda a, b: a or b, False)
 
 
-def _check_products(levels: _Levels) -> None:
-    """Refuses products of what was gathered of all microbatches: it would be there at once."""
-    gathered, region = set[Var](), levels.frame
+def _many_loops(said: Loops) -> CannotPartitionError:
+    return CannotPartitionError(message(
+        STEP,
+        [f"accumulate > 1, and {line} begins a loop over the microbatches" for line in
+         dict.fromkeys(said.begun_by)],
+        f"What needs all rows waits for a loop of its own, which computes again what it reads; in "
+        f"{said.num} loops the products would run {said.repeats:.1f} times as often, and "
+        f"{MOST_REPEATS} times is the most.",
+        "Drop accumulate; or normalise each row (LayerNorm, GroupNorm), or groups of rows with "
+        "jzero.groups.", things="reductions", shown=8))  # fmt: skip
+
+
+def _at_once(levels: _Levels) -> list[int]:
+    """Products of what was gathered of all microbatches, by index: what they make is there at once."""
+    gathered, region, found = set[Var](), levels.frame, list[int]()
     for index in levels.once:
         eqn = region.jaxpr.eqns[index]
         if index in levels.stacked or not gathered.isdisjoint(variables(eqn.invars)):
             gathered.update(eqn.outvars)
             if index not in levels.stacked and products(region, eqn):
-                raise cannot("it would run for all microbatches at once", eqn, region)
+                found.append(index)
+    return found
 
 
 def _sunk(levels: _Levels, gather_once: bool) -> set[int]:

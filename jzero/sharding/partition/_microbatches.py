@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from jzero.ir import _rules
 from jzero.ir._effects import without_calls
-from jzero.ir._errors import cannot
+from jzero.ir._errors import cannot_in_time
 from jzero.ir._loops import (
     MICROBATCHES,
     CarryPort,
@@ -63,22 +63,19 @@ class MicrobatchLoops(NamedTuple):
       dtype: in which floats are summed up over them; None for the wider of float32 and their own.
       gather_once: one gather of the state serves all microbatches.
       devices: how many there are.
-      most: bytes that loops may hand out of what differs; None for any.
     """
 
     time: TimeAxis
     dtype: DTypeLike | None
     gather_once: bool
     devices: int
-    most: int | None = None
 
 
 def in_loops(program: DeviceProgram, accumulation: MicrobatchLoops) -> DeviceProgram:
     """The program of one device for all its microbatches, of that for one.
 
     Raises:
-      CannotPartitionError: its loops would run the products of the step many times, or more than one
-        microbatch's activations would be there at a time.
+      CannotPartitionError: its loops would run the products of the step many times.
     """
     axis, num, jaxpr = accumulation.time.name, accumulation.time.num, program.jaxpr
     rows = {}
@@ -94,9 +91,6 @@ def in_loops(program: DeviceProgram, accumulation: MicrobatchLoops) -> DevicePro
     writer = _LoopsWriter(region, facts, accumulation, by_result, source)
     writer.rows |= rows
     writer.run()
-    batch = sum(_rules.size_in_bytes(whole.aval) for whole, _ in rows.values())
-    if accumulation.most is not None and writer.handed > accumulation.most + batch:
-        raise cannot(f"of all microbatches it would keep {writer.handed:,} bytes")
     invars = [rows[var][0] if var in rows else var for var in jaxpr.invars]
     written = writer.closed(invars, [*map(writer.outer.read, jaxpr.outvars)])
     return dataclasses.replace(
@@ -116,7 +110,6 @@ class _LoopsWriter:
     Attributes:
       rows: arguments with the rows of all microbatches, and along which dim.
       stacks: `[microbatches, ...]` of what loops hand out, and of what is given so.
-      handed: bytes of what loops hand out.
     """
 
     def __init__(
@@ -132,7 +125,6 @@ class _LoopsWriter:
             region, self.differs, self.axis, self.num, accumulation.devices,
             accumulation.gather_once,
         )  # fmt: skip
-        self.handed = 0
         self.outer = JaxprWriter(source)
         self.rows: dict[Var, tuple[Var, int]] = {}
         self.stacks: dict[Var, Var] = {}
@@ -166,7 +158,6 @@ class _LoopsWriter:
         carries += [self._last(var, body) for var in loop.lasts]
         made = dict.fromkeys([*loop.stacks, *(var for var in kept if var in body.made)])
         ys = [StackPort(body.read(var), self._new_stack(var)) for var in made]
-        self.handed += sum(_rules.size_in_bytes(port.stack.aval) for port in ys)
         acts = any(map(_jaxpr.has_side_effects, body.writer.eqns))
         if not carries and not ys and not acts:
             return
@@ -241,7 +232,7 @@ class _LoopsWriter:
         first, last = scan.num_consts, scan.num_consts + scan.num_carry
         ins, num = self._stacked(body, body.jaxpr.invars), scan.num_carry
         if any(self._stacked(body, body.jaxpr.outvars[num:])):
-            raise cannot(
+            raise cannot_in_time(
                 "of each iteration it would keep what all microbatches have", eqn, self.region
             )
         atoms = self._given(eqn.invars, ins)
@@ -258,7 +249,7 @@ class _LoopsWriter:
         parts, (cond, body) = _jaxpr.while_parts(eqn), self.region.inner(eqn)
         first = parts.num_cond_consts
         if any(self._stacked(cond, cond.jaxpr.outvars)):
-            raise cannot("each microbatch would stop by itself", eqn, self.region)
+            raise cannot_in_time("each microbatch would stop by itself", eqn, self.region)
         tests = self._stacked(cond, cond.jaxpr.invars)
         ins = self._stacked(body, body.jaxpr.invars)
         carry = ins[parts.num_body_consts :]
@@ -272,7 +263,7 @@ class _LoopsWriter:
     def _cond(self, eqn: Eqn) -> None:
         branches, (index, *operands) = self.region.inner(eqn), eqn.invars
         if any(self._stacked(self.region, [index])):
-            raise cannot("each microbatch would take a branch by itself", eqn, self.region)
+            raise cannot_in_time("each microbatch would take a branch by itself", eqn, self.region)
         ins = self._stacked(self.region, operands)
         outs = self._stacked(self.region, eqn.outvars)
         pairs = zip(eqn.params["branches"], branches, strict=True)
@@ -302,7 +293,6 @@ class _LoopsWriter:
         )
         invars = writer._results(region.jaxpr.invars, ins)
         writer.run()
-        self.handed += writer.handed
         return writer.closed(invars, writer._given(region.jaxpr.outvars, outs))
 
 

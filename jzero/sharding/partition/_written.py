@@ -17,7 +17,7 @@ from typing import Any
 from jax import lax
 
 from jzero.ir import _rules
-from jzero.ir._errors import cannot
+from jzero.ir._errors import cannot, cannot_in_time
 from jzero.ir._layout import Layout, Partial
 from jzero.ir._regions import Region
 from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS
@@ -69,20 +69,22 @@ def _collective(
         return [_reduced(frame, op, axes, v, out) for v, out in each]
     atoms, time = _whole(frame, ins), frame.over_time.intersection(axes)
     if time and (grouped or op is None and name not in _GATHERS):
-        raise cannot("it is a collective that microbatches cannot take", eqn, region)
+        raise cannot_in_time(
+            f"it is a collective over {_jaxpr.axes_of(eqn)} that gives each device something else",
+            eqn, region, "Drop accumulate, or use psum, pmean, all_gather, pmax or pmin.",
+        )  # fmt: skip
     own = tuple(axis for axis in axes if axis not in time)
     if time and op is None:  # A gather comes first of all: one collective serves all microbatches.
         eqn, atoms = _gathered_over_time(frame, eqn, ins)
     key = "axes" if "axes" in eqn.params else "axis_name"
-    outs = [*map(_jaxpr.new_var, eqn.outvars)]
-    params = eqn.params | {key: own}
+    outs, params = [*map(_jaxpr.new_var, eqn.outvars)], eqn.params | {key: own}
     frame.eqns.append(_jaxpr.equation(eqn.primitive, atoms, outs, frame.source, **params))
-    if time and op is not None:
-        outs = [_reduced_over_time(frame, op, x) for x in outs]
-    return _values(frame, outs, frozenset(axes))
+    if not time or op is None:
+        return _values(frame, outs, frozenset(axes))
+    return _values(frame, [_reduced_over_time(frame, op, x) for x in outs], frozenset(axes))
 
 
-def _reduced_over_time(frame: DeviceFrame, op: str, x: Var) -> Atom:
+def _reduced_over_time(frame: DeviceFrame, op: str, x: Atom) -> Atom:
     whole = frame.whole(x.aval.shape)
     return frame.convert(x, whole.summed(*(Partial(axis, op) for axis in frame.over_time)), whole)
 
@@ -91,11 +93,15 @@ def _gathered_over_time(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> tuple[Eqn, list[Atom]]:
     """The devices' gather of what each has of all its microbatches."""
-    (value,), dim, num = ins, eqn.params["all_gather_dimension"], frame.mesh[next(iter(frame.over_time))]
+    (value,), dim, num = (
+        ins,
+        eqn.params["all_gather_dimension"],
+        frame.mesh[next(iter(frame.over_time))],
+    )
     if not eqn.params["tiled"]:
         shape = (*value.aval.shape[:dim], 1, *value.aval.shape[dim:])
-        x = frame.reshape(*_whole(frame, ins), shape)
-        (value,) = _values(frame, [x], value.own)
+        (x,) = _whole(frame, ins)
+        (value,) = _values(frame, [frame.reshape(x, shape)], value.own)
     params = eqn.params | {"tiled": True, "axis_size": eqn.params["axis_size"] // num}
     return eqn.replace(params=params), _whole(frame, [joined_over_time(frame, value, dim)])
 

@@ -63,6 +63,25 @@ def decode(row: jax.Array, n: int, dtype: Any, blocks: Blocks) -> jax.Array:
     return x.reshape(row.shape[0], -1)[:, :n].astype(dtype)
 
 
+def encode_rows(x: jax.Array, part: tuple[int, ...], blocks: Blocks) -> jax.Array:
+    """One device's part of a leaf, `[..., *part]` with padding, as rows `[..., 1, bytes]`."""
+    stack = x.shape[: x.ndim - len(part)]
+    rows = encode(x.reshape(-1, math.prod(part)), blocks)
+    return rows.reshape(*stack, 1, rows.shape[1])
+
+
+def decode_rows(
+    rows: jax.Array, part: tuple[int, ...], dim: int | None, dtype: Any, blocks: Blocks
+) -> jax.Array:
+    """Rows of a leaf, `[..., parts, bytes]`, as floats `[..., n, d]`, of which the parts cut `dim`."""
+    *stack, parts, nbytes = rows.shape
+    x = decode(rows.reshape(-1, nbytes), math.prod(part), dtype, blocks)
+    x = x.reshape(*stack, parts, *part)
+    dim = len(stack) if dim is None else max(dim, len(stack))
+    x = jnp.moveaxis(x, len(stack), dim)  # A part's own dims follow it.
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :]) if part else x[..., 0]
+
+
 def _wide(dtype: Any) -> Any:
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 

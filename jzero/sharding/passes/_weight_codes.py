@@ -9,7 +9,6 @@ decoded.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero._blocks import Blocks
-from jzero.ir import _rules
-from jzero.ir._errors import cannot
 from jzero.ir._loops import Scan
-from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _codes, _waits
 from jzero.tracing import _jaxpr
@@ -93,9 +89,6 @@ def weight_codes(jaxpr: Jaxpr, leaves: Mapping[int, tuple[CodedRows, Sequence[in
     Args:
       jaxpr: the program, with explicit collectives.
       leaves: by index, how an argument is coded, and the shape of its rows on one device.
-
-    Raises:
-      CannotPartitionError: the devices exchange other values of it than its rows.
     """
     if not leaves or not jaxpr.eqns:
         return jaxpr
@@ -129,7 +122,6 @@ class _CodedLevel:
         self.writer = JaxprWriter(source)
         self.decoded = dict[_CodedValue, Atom]()
         self.gathered = dict[tuple[Var, str], Var]()
-        self.parts = set[Var]()  # what is made of a device's decoded part
         self.before = dict[Var, Var]()  # of rows behind a barrier, the rows: gathered once for all
 
     def run(self) -> tuple[list[Eqn], list[Atom]]:
@@ -173,21 +165,9 @@ class _CodedLevel:
         elif eqn.primitive.name in _INNER and any(map(self._rows_of, eqn.invars)):
             writer.eqns.append(_INNER[eqn.primitive.name](self, eqn))
         else:
-            self._note_parts(eqn)
             ins = [*map(self.read, eqn.invars)]
             same = all(a is b for a, b in zip(ins, eqn.invars, strict=True))
             writer.eqns.append(eqn if same else eqn.replace(invars=ins))
-
-    def _note_parts(self, eqn: Eqn) -> None:
-        read = (x for x in eqn.invars if not _jaxpr.is_literal(x))
-        if any(x in self.parts or self._is_part(x) for x in read):
-            if _rules.costs(eqn, Cost.COLLECTIVE) and eqn.outvars[0].aval.size > 1:
-                raise cannot("its devices would exchange what is decoded of a leaf", eqn)
-            self.parts |= {*eqn.outvars}
-
-    def _is_part(self, x: Var) -> bool:
-        form = None if x not in self.coded else self.coded[x].form
-        return form is not None and form.dim is not None and not form.gathered
 
     def _rows_of(self, atom: Atom) -> _CodedValue | None:
         return None if _jaxpr.is_literal(atom) else self.coded.get(atom)
@@ -406,15 +386,7 @@ _VIEWS = {
 
 # -- traced ------------------------------------------------------------------------------------------------
 def _decoded(form: CodedRows, rows: jax.Array) -> jax.Array:
-    """`[..., parts, bytes]` as floats `[..., n, d]`, cast."""
-    *stack, parts, nbytes = rows.shape
-    num = math.prod(form.part)
-    x = _codes.decode(rows.reshape(-1, nbytes), num, form.dtype, form.blocks)
-    x = x.reshape(*stack, parts, *form.part)
-    dim = len(stack) if form.dim is None else max(form.dim, len(stack))
-    x = jnp.moveaxis(x, len(stack), dim)  # A part's own dims follow it.
-    x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :]) if form.part else x[..., 0]
-    return x
+    return _codes.decode_rows(rows, form.part, form.dim, form.dtype, form.blocks)
 
 
 def _viewed(views: tuple[View, ...], x: jax.Array) -> jax.Array:

@@ -7,13 +7,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import BatchError, JzeroError, StepError, describe_leaf, first_of, message
-from jzero.ir._errors import CannotPartitionError
 from jzero.ir._work import Repeated
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.partition._writer import OUTPUT
@@ -55,8 +54,6 @@ class LocalStep:
       keys: arguments that are keys, and folded with the device's index, if the step is one device's.
       whole_arguments: arguments with rows that come whole to every device, as the devices do not divide them.
       extra_work: of the flops of a step, and of what is repeated of them, what is worth a line.
-      rewritten: makes the same of the step rewritten for one device, if `traced` is to be partitioned as it
-        is, and why that cannot be.
     """
 
     traced: TracedStep
@@ -66,7 +63,6 @@ class LocalStep:
     keys: tuple[bool, ...]
     whole_arguments: tuple[str, ...] = ()
     extra_work: Callable[[float, Sequence[Repeated]], tuple[Extra, ...]] = lambda *_: ()
-    rewritten: Callable[[CannotPartitionError], LocalStep] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,15 +90,13 @@ class FlatStep:
     signature: Signature
 
 
-def local_step(step: FlatStep, setting: Setting, partitions: bool = False) -> LocalStep:
-    """What one device runs of a step: what the whole batch's step means for its rows.
+def local_step(step: FlatStep, setting: Setting) -> LocalStep:
+    """What is partitioned of a step.
 
-    Steps with collectives of their own over the data axes are one device's already. Microbatches still run
-    what is traced at their shapes. If it `partitions`, it is rewritten only where the partitioner does not
-    run it.
+    Steps with collectives of their own over the data axes are one device's already; others the whole batch's.
     """
     try:
-        found = of_whole_batch(step, setting, partitions)
+        found = of_whole_batch(step, setting)
     except _reading.Unclear as unclear:
         _read_beside_state(unclear, step, setting)
         raise
@@ -184,8 +178,7 @@ def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
 
     def has_rows(name: str, results: range) -> bool:
         whole = dataclasses.replace(step, in_specs={**step.in_specs, name: P()})
-        several = _batch_specs(whole, setting).are_of_several_dims
-        local = of_whole_batch(whole, setting, several)
+        local = of_whole_batch(whole, setting)
         return local is not None and any(local.traced.of_rows[i] for i in results)
 
     state = jax.tree.unflatten(step.state_tree, step.state)
@@ -206,12 +199,8 @@ def _batch_specs(step: FlatStep, setting: Setting) -> BatchSpecs:
     )  # fmt: skip
 
 
-def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -> LocalStep | None:
-    """The whole batch's step, rewritten, or as it is; None if it has collectives of its own.
-
-    It is as it is where it is to be partitioned, and its jaxpr says what is rows; what several dims of the
-    batch are split over is always partitioned.
-    """
+def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
+    """The whole batch's step; None if it has collectives of its own."""
     axes, split = _step_axes(setting), _batch_specs(step, setting)
     parts = split.parts(setting.axes, setting.options.accumulate)
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
@@ -230,6 +219,8 @@ def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -
         describe_leaf(path, aval.shape, aval.dtype)
         for path, aval in zip(paths, step.array_avals, strict=True)
     ]
+    if split.are_of_several_dims and (found := setting.options.not_of_several_dims):
+        raise _refusal(found, split.specs, named)
     whole = tuple(
         leaf for leaf, own, spec in zip(named, given, split.specs, strict=True) if own != spec
     )
@@ -239,61 +230,27 @@ def of_whole_batch(step: FlatStep, setting: Setting, partitions: bool = False) -
         for dim, names in enumerate(map(_call.spec_axes, spec))
         if names
     ]
-    extra = functools.partial(extra_work, rows=of_rows, setting=setting)
-    row_dims = tuple(_call.microbatch_dim(spec, split.row_axes) for spec in split.specs)
-
-    def of_traced(
-        traced: TracedStep, specs: Sequence[P],
-        again: Callable[[CannotPartitionError], LocalStep] | None = None,
-    ) -> LocalStep:  # fmt: skip
-        outputs = tuple(map(_layout.of_spec, traced.outputs[num_new:]))
-        keys = (False,) * len(specs)
-        return LocalStep(
-            traced, tuple(specs), outputs, row_dims, keys, whole, extra, again
-        )  # fmt: skip
-
-    def rewritten(why: CannotPartitionError | None = None) -> LocalStep:
-        options = setting.options
-        traced = _trace.rewritten(
-            batch, num_new, axes, options.accumulate == 1, options.reduce_once,
-            setting.automatic, setting.axis_names,
-        )  # fmt: skip
-        movements = with_paths(traced.movements, traced.out_tree)
-        _check_movements(movements, setting.options.max_gather_bytes)
-        rows = zip(given, batch.rows[num_state:], strict=True)
-        specs = [spec if dim is not None else P() for spec, dim in rows]
-        return of_traced(dataclasses.replace(traced, movements=movements), specs)
-
-    def refused(why: CannotPartitionError) -> NoReturn:
-        drop = ["accumulate"] if setting.options.accumulate > 1 else []
-        raise _refusal(f"{step.signature.name}: {why}", drop, split.specs, named)
-
-    if not split.are_of_several_dims:
-        plain = partitions and setting.is_plain
-        # With offload the cut is of the whole batch's jaxpr, and a wrong guess of what is rows costs time.
-        sure = setting.options.offloads
-        traced = _trace.as_traced(batch, axes, parts, sure) if plain else None
-        return rewritten() if traced is None else of_traced(traced, given, rewritten)
-    found = [] if partitions else ["JZERO_PARTITION=0"]
-    if found := [*found, *setting.options.not_of_several_dims]:
-        raise _refusal(", ".join(found), found, split.specs, named)
-    traced = _trace.as_traced(batch, axes, parts, True)
-    assert traced is not None
-    return of_traced(traced, given, refused)
+    traced = _trace.as_traced(batch, axes, parts, split.are_of_several_dims)
+    return LocalStep(
+        traced,
+        tuple(given),
+        tuple(map(_layout.of_spec, traced.outputs[num_new:])),
+        tuple(_call.microbatch_dim(spec, split.row_axes) for spec in split.specs),
+        (False,) * len(given),
+        whole,
+        functools.partial(extra_work, rows=of_rows, setting=setting),
+    )
 
 
-def _refusal(
-    found: str, drop: Sequence[str], specs: Sequence[P], named: Sequence[str]
-) -> StepError:
-    """For a step that only the partitioner could run; `drop` are options that may be why it does not."""
+def _refusal(options: Sequence[str], specs: Sequence[P], named: Sequence[str]) -> StepError:
+    """For a step with options that need one dim of the batch, and specs that split several."""
     leaf, spec = next(
         (leaf, spec) for leaf, spec in zip(named, specs, strict=True) if len(spec) > 1
     )
     return StepError(message(
-        _call.WHO, f"{found}, where in_specs splits several dims of {leaf} ({spec})",
-        "Several dims are split where the partitioner runs the step, and nothing of it travels in codes.",
-        f"{f'Drop {first_of(drop, 6)}, or split' if drop else 'Split'} one dim of each argument, over all "
-        "data axes."))  # fmt: skip
+        _call.WHO, f"{', '.join(options)}, where in_specs splits several dims of {leaf} ({spec})",
+        "Several dims are split where nothing of a step travels in codes.",
+        f"Drop {first_of(options, 6)}, or split one dim of each argument, over all data axes."))  # fmt: skip
 
 
 def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, ...]:
@@ -305,7 +262,8 @@ def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, 
     )
 
 
-def _check_movements(movements: Sequence[Movement], most: int) -> None:
+def check_movements(movements: Sequence[Movement], most: int) -> None:
+    """Refuses a step that gathers more rows at once than the user permits."""
     bad = sorted((m for m in movements if m.nbytes > most), key=lambda m: -m.nbytes)
     if bad:
         raise StepError(message(

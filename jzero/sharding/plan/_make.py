@@ -15,27 +15,21 @@ from jax.sharding import Mesh
 from jzero._errors import StepError, message
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._kinds import CutError
 from jzero.sharding.analysis._links import Links
-from jzero.sharding.analysis._lone import note_lone_products
-from jzero.sharding.analysis._needs import note_feeds_batch, note_needs_full
+from jzero.sharding.analysis._needs import note_feeds_batch
 from jzero.sharding.analysis._own_gradients import note_own_gradients
 from jzero.sharding.analysis._regions import Names
 from jzero.sharding.analysis._residuals import residuals
 from jzero.sharding.analysis._tables import Tables, looked_up
-from jzero.sharding.cut import _phases
-from jzero.sharding.cut._pieces import UpdatePart
-from jzero.sharding.passes._inputs_first import inputs_first_in
 from jzero.sharding.plan import _host_memory, _leaves, _trace, _weights, _wire
 from jzero.sharding.plan._boundary import boundary_of
-from jzero.sharding.plan._layout import RestLayout, Shard
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import LocalStep
-from jzero.sharding.plan._owners import Owned, SharedOut, shared_out
+from jzero.sharding.plan._owners import SharedOut, shared_out
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._stages import PARAMETER, StateLeaf
-from jzero.sharding.plan._trace import TracedStep, WholeBatch, whole_frame
+from jzero.sharding.plan._trace import TracedStep
 from jzero.tracing import _call
 
 
@@ -88,19 +82,19 @@ def make_plan(
     """
     stage_axes, options = setting.stage_axes, setting.options
     frame = local.traced.frame
-    if local.traced.is_rewritten:
-        frame = inputs_first_in(frame, options.freed_first)
-        local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
+    is_whole = local.traced.whole is not None
     _check_sizes(leaves, setting)
-    num = 1 if local.traced.is_rewritten else stage_axes.num_devices
+    num = stage_axes.num_devices if is_whole else 1
     tables = looked_up(frame, num)
     links, layouts = _laid_out(frame, tables, local, leaves, setting, rests)
     shared = SharedOut(frame, {}, ())
     if _has_owners(setting):
         shared = _shared_out(frame, links, layouts, setting)
     if shared.owners:
-        whole = _with_owners(local.traced, shared, layouts, setting)
-        frame = shared.frame
+        frame, whole = shared.frame, local.traced.whole
+        if whole is not None:
+            jaxpr: Any = frame.jaxpr
+            whole = whole._replace(jaxpr=jaxpr)
         traced = dataclasses.replace(local.traced, frame=frame, whole=whole)
         local = dataclasses.replace(local, traced=traced)
         tables = looked_up(frame, num)
@@ -112,15 +106,9 @@ def make_plan(
         layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.gather_dtype)
     resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes, automatic)
     # Of what is one device's, or one microbatch's, arguments have so many times the shape.
-    times = setting.batch_axes if local.traced.is_rewritten else dict.fromkeys(setting.axes, 1)
+    times = dict.fromkeys(setting.axes, 1) if is_whole else setting.batch_axes
     boundary = boundary_of(frame, links, stage_axes, resting, local.specs, times, update)
-    microbatches = _microbatches(local, update, len(resting), setting)
-    phases = microbatches.phases
-    kept = {var for phase in phases for var in (*phase.kept, *phase.stacks)}
-    if local.traced.is_rewritten:
-        note_needs_full(frame, shared.owners.keys(), update.copied)
-        note_lone_products(frame, options.reduce_once, kept)
-    waiting = residuals(frame, Frame.varies, kept) if options.moves_activations else {}
+    waiting = residuals(frame, Frame.varies, ()) if options.moves_activations else {}
     _host_memory.check(options, frame, waiting, setting.mesh)
     plan = StepPlan(
         stage=options.stage,
@@ -131,7 +119,9 @@ def make_plan(
         leaves=resting,
         arguments=local.specs,
         outputs=local.outputs,
-        microbatches=microbatches,
+        microbatches=Microbatches(
+            options.accumulate, local.row_dims, layer_major=options.layer_major
+        ),
         exchange=Exchange(
             options.reduce_once,
             options.reduce_float,
@@ -158,7 +148,7 @@ def make_plan(
         activations=tuple(waiting.values()) if options.moves_activations else None,
         owned=shared.owned,
     )
-    return plan, Analysis(frame, links, shared.owners, waiting, tables, local.traced.whole)
+    return plan, Analysis(frame, shared.owners, local.traced.whole)
 
 
 def _laid_out(
@@ -183,8 +173,6 @@ def _laid_out(
 def _feed_batch(traced: TracedStep, num_leaves: int, setting: Setting) -> list[bool]:
     """Which leaves feed the batch in the step as it is written: one device's may lack what nobody reads."""
     frame = traced.frame
-    if traced.is_rewritten and traced.whole is not None:
-        frame, _ = whole_frame(traced.whole, setting.axes)
     note_feeds_batch(frame)
     return [var in frame.feeds_batch for var in frame.jaxpr.invars[:num_leaves]]
 
@@ -203,49 +191,6 @@ def _shared_out(
     axes = {axis: setting.axes[axis] for axis in setting.stage_axes.shard_axes}
     params = frozenset(i for i, leaf in enumerate(layouts) if leaf.role == PARAMETER)
     return shared_out(frame, links, axes, Names(tuple(leaf.path for leaf in layouts), params))
-
-
-def _with_owners(
-    traced: TracedStep, shared: SharedOut, layouts: Sequence[LeafPlan], setting: Setting
-) -> WholeBatch | None:
-    """The whole batch's step with the same owners; without any if nobody finds them there."""
-    whole = traced.whole
-    if whole is None:
-        return None
-    if traced.is_rewritten:
-        frame, _ = whole_frame(whole, setting.axes)
-        links = Links(frame, setting.stage_axes.count(setting.stage_axes.shard_axes))
-        pairs = [*zip(frame.jaxpr.invars, layouts, strict=False)]
-        for var, leaf in sorted(pairs, key=lambda pair: pair[1].role != PARAMETER):
-            layout = leaf.layout if isinstance(leaf.layout, Shard) else leaf.gradient
-            if isinstance(layout, Shard):
-                links.shard(frame, var, layout.dim, leaf.path)
-        told, shared = _owned(shared), _shared_out(frame, links, layouts, setting)
-        if _owned(shared) != told:
-            return whole
-    jaxpr: Any = shared.frame.jaxpr
-    return whole._replace(jaxpr=jaxpr, owners=shared.owners)
-
-
-def _owned(shared: SharedOut) -> list[Owned]:
-    return [each for each in shared.owned if not each.why]
-
-
-def _microbatches(
-    local: LocalStep, update: UpdatePart, num_leaves: int, setting: Setting
-) -> Microbatches:
-    num = setting.options.accumulate
-    dims = local.row_dims
-    if num == 1 or not local.traced.is_rewritten:
-        return Microbatches(num, dims, layer_major=setting.options.layer_major)
-    per_example = [*[False] * num_leaves, *map(_is_sharded, local.outputs)]
-    try:
-        cut = _phases.cut(
-            local.traced.frame, setting.step_axes, num, per_example, update.apart, update.boundary
-        )
-    except CutError as error:
-        return Microbatches(num, dims, refused=error.with_traceback(None))
-    return Microbatches(num, dims, cut.phases, cut.loops, setting.options.layer_major)
 
 
 def _updates(frame: Frame, num_leaves: int) -> bool:
@@ -276,7 +221,3 @@ def _loop_bytes(setting: Setting) -> int:
     there = devices and devices[0].addressable_memories()  # Of those to compile for nobody asks.
     stats = devices[0].memory_stats() if there else None
     return int((stats or {}).get("bytes_limit", sys.maxsize)) // 2
-
-
-def _is_sharded(layout: RestLayout) -> bool:
-    return isinstance(layout, Shard)

@@ -172,12 +172,6 @@ class Options:
         return _auto_specs.places(self.who, self.auto_specs, paths, shapes, sizes, data_axes)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is computed in one pass over the batch, in its own dtypes, where its state rests."""
-        asked = [x for x in _OF_OTHER_STEPS if getattr(self, x) != getattr(Options, x)]
-        return self.offloads or not (asked or self.moves_activations)
-
-    @property
     def not_of_several_dims(self) -> list[str]:
         """The options that need a step which splits one dim of the batch, as they are written."""
         asked = {

@@ -14,14 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._blocks import Blocks
 from jzero._memory_kinds import DEVICE
-from jzero.ir._errors import CannotPartitionError
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._kinds import CutError
-from jzero.sharding.analysis._links import Links
-from jzero.sharding.analysis._residuals import Residual, Residuals
-from jzero.sharding.analysis._tables import Tables
+from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.cut._kept import Loops
-from jzero.sharding.cut._phases import Phase
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.partition._matrix_owners import Owners
 from jzero.sharding.plan._boundary import Boundary
@@ -36,17 +31,15 @@ from jzero.tracing import _jaxpr
 class Analysis(NamedTuple):
     """What is known of a step's jaxpr: the plan says what to do about it.
 
-    `partitions` says whether the partitioner may be asked for its programs, and `why` that it was in vain.
+    Attributes:
+      frame: the step's root frame.
+      owners: what owners run in the place of calls of its jaxpr.
+      whole: the step of the whole batch; None of one with collectives of its own.
     """
 
     frame: Frame
-    links: Links
     owners: Owners
-    residuals: Residuals
-    tables: Tables
-    whole: WholeBatch | None = None
-    partitions: bool = False
-    why: CannotPartitionError | None = None
+    whole: WholeBatch | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,18 +93,14 @@ class Microbatches:
     Attributes:
       num: how many each device works through.
       dims: for each leaf of the arguments, the dim along which it is cut; None for what they share.
-      phases: loops over them, and what runs between; none for one microbatch.
       loops: what is to be said of these loops.
       layer_major: all of them pass a layer before the next layer comes.
-      refused: why the interpreter cannot work through them.
     """
 
     num: int
     dims: tuple[int | None, ...]
-    phases: tuple[Phase, ...] = ()
     loops: Loops | None = None
     layer_major: bool = False
-    refused: CutError | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +268,6 @@ class StepPlan:
         if self.microbatches.num > 1:
             first = "layers" if self.microbatches.layer_major else "microbatches"
             yield f"{self.microbatches.num} microbatches, cut along {self.microbatches.dims}; {first} first"
-            yield from map(self._phase_row, self.microbatches.phases)
         # Without the lines that made them: these have paths, which processes need not have in common.
         for r in self.activations or ():
             times = f"in {r.turns} turns, {r.times} times"
@@ -295,13 +283,6 @@ class StepPlan:
         if self.turns:
             yield f"at most {self.device_bytes} bytes of them on a device; apart {_ranges(self.update.apart)}"
             yield from self.boundary.rows(self.names)
-
-    def _phase_row(self, phase: Phase) -> str:
-        return (
-            f"  before {_ranges(phase.before)}, loop {_ranges(phase.loop)}, again {_ranges(phase.again)}: "
-            f"kept {self._named(phase.kept)}, sums {self._named(phase.sums)}, "
-            f"lasts {self._named(phase.lasts)}, stacks {self._named(phase.stacks)}"
-        )
 
     def _named(self, variables: Iterable[_jaxpr.Var]) -> str:
         return f"[{' '.join(self.names[var] for var in variables)}]"

@@ -63,11 +63,6 @@ class Setting:
         return self.axes | {last: self.axes[last] * self.options.accumulate}
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is one pass over the batch on the data axes; see `Options.is_plain`."""
-        return self.options.is_plain and (self.options.offloads or not self.automatic)
-
-    @property
     def step_axes(self) -> dict[str, tuple[str, ...]]:
         """The mesh axes behind each axis name that the step may use."""
         if self.axis_name is not None and self.axis_name not in self.axis_names:

@@ -2,7 +2,7 @@
 """Traces a step: at the shapes of the whole batch, or, if it has collectives of its own, at one device's.
 
 A step without collectives over the data axes means what `jax.jit` makes of it: it is traced once, by plain
-`jax.make_jaxpr`, and rewritten for one device (`_one_device.py`). A step written for `jax.pmap` or
+`jax.make_jaxpr`, and partitioned. A step written for `jax.pmap` or
 `jax.shard_map` says itself what is local and what is reduced, and is obeyed as written.
 """
 
@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,12 @@ from jax.typing import ArrayLike
 from jzero._errors import JzeroError, StepError, message
 from jzero.ir import _rules, _starts
 from jzero.ir._regions import Region
-from jzero.ir._rows import NO_ROWS, RowDims, Unsure, row_dims
+from jzero.ir._rows import NO_ROWS, RowDims, row_dims
 from jzero.ir._work import Repeated, repeated
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame, Varying
 from jzero.sharding.analysis._kinds import uncut_checkpoints
-from jzero.sharding.partition._matrix_owners import Owners
-from jzero.sharding.partition._movement import Movement
 from jzero.sharding.partition._run import shard_map_error
-from jzero.sharding.plan._one_device import on_one_device
 from jzero.tracing import _call, _jaxpr, _keys, _reading, _rewrite, _weak
 from jzero.tracing._differences import without_differences
 from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr
@@ -55,7 +52,6 @@ class WholeBatch(NamedTuple):
       specs: how each input is split over the data axes; `P()` for the state's leaves.
       given: the same, without dims that the devices do not divide: of these each device is given all.
       rows: for each input, the dim that is split over all data axes; None if there is none.
-      owners: what owners run in the place of calls of the jaxpr.
     """
 
     out_tree: PyTreeDef
@@ -65,7 +61,6 @@ class WholeBatch(NamedTuple):
     specs: tuple[P, ...]
     given: tuple[P, ...]
     rows: tuple[int | None, ...]
-    owners: Owners = {}
 
     @property
     def dims(self) -> list[RowDims]:
@@ -89,7 +84,6 @@ class TracedStep:
       reductions: 'whole batch' or 'written'.
       outputs: of a whole-batch step, how each of its outputs is split over the data axes.
       of_rows: of a whole-batch step, which outputs have rows of the batch, those that are gathered too.
-      movements: of a whole-batch step, the rows that it gathers.
       whole: of a whole-batch step, as it was traced.
     """
 
@@ -99,13 +93,7 @@ class TracedStep:
     reductions: str
     outputs: tuple[P, ...] = ()
     of_rows: tuple[bool, ...] = ()
-    movements: tuple[Movement, ...] = ()
     whole: WholeBatch | None = None
-
-    @property
-    def is_rewritten(self) -> bool:
-        """Whether the frame is one device's step, and not the whole batch's."""
-        return self.whole is None or self.frame.jaxpr is not self.whole.jaxpr
 
 
 def trace_whole(
@@ -169,87 +157,30 @@ def _divided(spec: P, shape: Sequence[int], parts: Mapping[str, int]) -> P:
     ))  # fmt: skip
 
 
-def rewritten(
-    whole: WholeBatch, num_new: int, axes: dict[str, int], exchanges: bool, once: bool,
-    automatic: Collection[str], names: tuple[str, ...],
-) -> TracedStep:  # fmt: skip
-    """A whole-batch step, rewritten for one device.
-
-    Args:
-      whole: the step.
-      num_new: how many of its outputs are the new state's leaves, which come first.
-      axes: names (as the step uses them) and sizes of the data axes.
-      exchanges: whether devices may be sent what others are not; microbatches may not.
-      once: sums that a loop of the step's adds up are taken once, behind it.
-      automatic: names of the mesh's other axes.
-      names: of the data axes, as the mesh has them.
-    """
-    found = on_one_device(
-        whole.jaxpr, whole.consts, whole.rows, num_new, axes, exchanges, once, bool(automatic)
-    )
-    varying = [
-        _frames.NOWHERE if dim is None or given != spec else frozenset(axes)
-        for dim, spec, given in zip(whole.rows, whole.specs, whole.given, strict=True)
-    ]
-    if math.prod(axes.values()) > 1:
-        frame = _frame_of(found.jaxpr, found.consts, varying, not exchanges)
-    else:  # One device sums nothing up: what comes of rows, and has none, is a sum.
-        alone: Any = found.jaxpr
-        frame, _ = whole_frame(whole._replace(jaxpr=alone, consts=found.consts), axes)
-    return TracedStep(
-        frame,
-        whole.out_tree,
-        whole.out_avals,
-        WHOLE,
-        tuple(P() if dim is None else P(*[None] * dim, names) for dim in found.outputs),
-        found.of_rows,
-        found.movements,
-        whole,
-    )
-
-
-class _UnsureError(Exception):
-    """An equation behind which nobody knows what is rows: the rewriting tells."""
-
-
 def as_traced(
-    whole: WholeBatch, axes: dict[str, int], parts: Mapping[str, int], is_sure: bool
-) -> TracedStep | None:  # fmt: skip
-    """A whole-batch step as it is, to be partitioned; None if its rewriting has to say what is rows.
+    whole: WholeBatch, axes: dict[str, int], parts: Mapping[str, int], of_several_dims: bool
+) -> TracedStep:  # fmt: skip
+    """A whole-batch step, to be partitioned.
+
+    Its jaxpr says what is rows; where it does not, a wrong guess costs time.
 
     Args:
       whole: the step.
       axes: names (as the step uses them) and sizes of the data axes.
       parts: into how many parts each of the mesh's data axes splits the batch.
-      is_sure: nothing but its jaxpr says what is rows, as several dims are: then that decides only costs.
+      of_several_dims: the axes do not all split the same dims.
     """
-
-    def unsure(region: Region, eqn: Eqn) -> NoReturn:
-        raise _UnsureError
-
     outvars = whole.jaxpr.outvars
-    try:
-        frame, every = whole_frame(whole, axes, *[] if is_sure else [unsure])
-    except _UnsureError:
-        return None
+    frame, every = whole_frame(whole, axes)
     of_rows = [not _jaxpr.is_literal(x) and bool(every.get(x)) for x in outvars]
-    found = _dims_by_axis(whole, parts) if is_sure else {tuple(parts): every}
+    found = _dims_by_axis(whole, parts) if of_several_dims else {tuple(parts): every}
     dims = [
         {axes: NO_ROWS if _jaxpr.is_literal(x) else each.get(x, NO_ROWS)
          for axes, each in found.items()} for x in outvars
     ]  # fmt: skip
-    if not is_sure and any(len(each) > 1 for own in dims for each in own.values()):
-        return None
     outputs = [_spec_of(own, x.aval.shape, parts) for own, x in zip(dims, outvars, strict=True)]
     return TracedStep(
-        frame,
-        whole.out_tree,
-        whole.out_avals,
-        WHOLE,
-        tuple(outputs),
-        tuple(of_rows),
-        (),
-        whole,
+        frame, whole.out_tree, whole.out_avals, WHOLE, tuple(outputs), tuple(of_rows), whole
     )
 
 
@@ -282,12 +213,10 @@ def _spec_of(
     return P(*(names[0] if len(names) == 1 else (*names,) or None for names in split[:last]))
 
 
-def whole_frame(
-    whole: WholeBatch, axes: Collection[str], unsure: Unsure = lambda region, eqn: None
-) -> tuple[Frame, dict[Atom, RowDims]]:
+def whole_frame(whole: WholeBatch, axes: Collection[str]) -> tuple[Frame, dict[Atom, RowDims]]:
     """The frame of the whole batch's step, and the dims of the batch that its values have."""
     program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
-    found, everywhere = row_dims(program, whole.dims, unsure), frozenset(axes)
+    found, everywhere = row_dims(program, whole.dims), frozenset(axes)
     frame = _frames.frames_of(
         program, lambda region, x: everywhere if found.get((region, x)) else _frames.NOWHERE
     )

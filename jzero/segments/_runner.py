@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Runner`: a planned step on its mesh, of which programs are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.passes import _turns
+from jzero.sharding.passes._one_order import in_one_order
+from jzero.sharding.plan._plan import Analysis, StepPlan
+from jzero.targets._links import members
+
+# [Note: 16 bits on CPUs]
+# XLA:CPU sums 16-bit floats of several devices in 32 bits, and the pass that sees to it ends the process
+# ("Invalid binary instruction opcode copy") where a sum is over some axes of the mesh and XLA shards over the
+# others. So none are left to it: such a sum is made for each place along them, of all that they hold
+# (test_tensor_axes.py::test_16_bit_sums_beside_an_automatic_axis).
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """A planned step on its mesh.
+
+    Attributes:
+      plan: of the step.
+      analysis: of its jaxpr.
+      mesh: on which it runs; it may be abstract.
+    """
+
+    plan: StepPlan
+    analysis: Analysis
+    mesh: Mesh
+
+    @property
+    def frame(self) -> Frame:
+        """The step's root frame."""
+        return self.analysis.frame
+
+    def shard_map(
+        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """`fn` of one device's values as a function of whole arrays."""
+        return jax.shard_map(
+            in_one_order(fn) if self.overtakes and self.plan.activations else fn,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+            axis_names={name for name, _ in self.plan.axes},
+        )
+
+    @property
+    def balance(self) -> float:
+        """Multiplications in the time in which a byte is moved among the devices."""
+        group = members(self.mesh.shape, [name for name, _ in self.plan.axes])
+        return _turns.balance(devices_of(self.mesh), group)
+
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """The mesh axes along which XLA must not shard a sum of 16 bits: [Note: 16 bits on CPUs]."""
+        return self.plan.automatic if _may_be_on_cpus(self.mesh) else ()
+
+    @property
+    def overtakes(self) -> bool:
+        """Whether XLA lets collectives overtake a loop, if residuals leave within a program: on CPUs."""
+        return not self.plan.in_parts and _on_cpus(self.mesh)
+
+
+def devices_of(mesh: Mesh) -> list[Any]:
+    """Its devices; an abstract mesh stands for as many of the default platform."""
+    return [*mesh.devices.flat] if isinstance(mesh, Mesh) else jax.devices()[:1] * mesh.size
+
+
+def _on_cpus(mesh: Mesh) -> bool:
+    """Whether programs for the mesh are XLA:CPU's; of an abstract one nobody knows."""
+    return isinstance(mesh, Mesh) and bool(mesh.devices.flat[0].platform == "cpu")
+
+
+def _may_be_on_cpus(mesh: Mesh) -> bool:
+    """Whether they are, or may be: an abstract mesh stands for devices of the default platform, mostly."""
+    return _on_cpus(mesh) if isinstance(mesh, Mesh) else jax.default_backend() == "cpu"
