@@ -122,19 +122,6 @@ def _clear_caches():
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
-    """Steps run by the interpreter, also those that the partitioner could run."""
-    monkeypatch.setenv("JZERO_PARTITION", "0")
-
-
-@pytest.fixture(params=["partitioned", "interpreted"])
-def engine(request, monkeypatch):
-    """Which engine runs steps: the partitioner, where it can, or the interpreter."""
-    monkeypatch.setenv("JZERO_PARTITION", "1" if request.param == "partitioned" else "0")
-    return request.param
-
-
-@pytest.fixture
 def no_compilation_cache():
     """Programs are compiled, not read from the disk.
 

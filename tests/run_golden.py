@@ -2,12 +2,10 @@
 
     python tests/run_golden.py --processes 2
     python tests/run_golden.py --h200         # 20 rows compiled for H200s, by the newest JAX and one process
-    python tests/run_golden.py --partition    # each row by the partitioner, beside the interpreter's
     python tests/run_golden.py --traffic      # by another JAX: layouts, collectives and bytes alone
 
 Each row that changed is printed as a diff, with a verdict: better or update (tests/golden/_judge.py).
 The exit status is 1 if any did. `--update` writes what is new; words choose rows by their names.
-What is stored is of the engine that users get: `engine` in a row says which one that is.
 """
 
 import argparse
@@ -18,8 +16,7 @@ import pathlib
 import sys
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 sys.path[:0] = [str(pathlib.Path(__file__).parents[i]) for i in (0, 1)]
@@ -30,7 +27,6 @@ else:
     import conftest  # noqa: F401  # before JAX, whose environment it is
 import jax  # noqa: E402
 
-import engines  # noqa: E402
 import golden  # noqa: E402
 
 
@@ -39,7 +35,6 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="of the names of rows; all by default")
     parser.add_argument("--update", action="store_true", help="store what is new")
     parser.add_argument("--h200", action="store_true", help="the rows that are compiled for H200s")
-    parser.add_argument("--partition", action="store_true", help="by the partitioner: a table")
     parser.add_argument(
         "--traffic", action="store_true", help="only what no release of JAX changes"
     )
@@ -50,8 +45,6 @@ def main() -> int:
         parser.error("--update stores whole rows, --traffic looks at a part of them")
     themes = {"h200": golden.H200} if args.h200 else golden.themes()
     names = [name for name in rows_of(themes) if all(word in " ".join(name) for word in args.words)]
-    if args.partition:
-        return between_engines(names, args.processes)
     stored = {theme: golden.read(theme) for theme in themes}
     times: list[tuple[float, str]] = []
     counts: dict[str, int] = {}
@@ -82,37 +75,7 @@ def main() -> int:
     return int(bool(counts or gone) and not args.update)
 
 
-PARTITIONED = ["partitioned"]
-TRAFFIC = ("failed", "refused", "engine", "layouts at rest", "traffic")
-WORDS = ("equal", "better", "worse", "falls back", "refused", "differs", "fails")
-
-
-def between_engines(names: list[tuple[str, str]], processes: int) -> int:
-    """Runs rows by the partitioner where it can, and prints how they compare with the interpreter's.
-
-    The exit status is 1 if any is worse, differs or fails.
-    """
-    whys, counts = Counter[str](), Counter[tuple[str, str]]()
-    found = in_processes(names, processes, by_both)
-    for (theme, name), (old, new) in zip(names, found, strict=True):
-        verdict = golden.between_engines(old, new, golden.axes_of(theme, name))
-        counts[theme, verdict.word] += 1
-        if verdict.word == "falls back":
-            whys[engines.without_line(verdict.why)] += 1
-        elif verdict.word not in ("equal", "refused"):
-            print(
-                f"{verdict.word}: {theme}: {name}: {verdict.why}\n{verdict.diff}".rstrip(),
-                flush=True,
-            )
-    rows = [f"| theme | {' | '.join(WORDS)} |", "| --- " * (len(WORDS) + 1) + "|"]
-    themes = [*dict.fromkeys(theme for theme, _ in names)]
-    sums = {word: sum(counts[theme, word] for theme in themes) for word in WORDS}
-    for theme in themes:
-        rows.append(f"| {theme} | {' | '.join(str(counts[theme, word]) for word in WORDS)} |")
-    rows.append(f"| all | {' | '.join(map(str, sums.values()))} |")
-    print("", *rows, sep="\n")
-    print(*(f"{num} x {why}" for why, num in whys.most_common()), sep="\n")
-    return int(any(sums[word] for word in ("worse", "differs", "fails")))
+TRAFFIC = ("failed", "refused", "layouts at rest", "traffic")
 
 
 def rows_of(themes: dict[str, list[str]]) -> list[tuple[str, str]]:
@@ -124,23 +87,11 @@ def keep(theme: str, names: list[str], records: dict[str, Any]) -> None:
     golden.write(theme, {name: records[name] for name in names if name in records})
 
 
-def in_processes(
-    names: list[tuple[str, str]], num: int, record: Callable[..., tuple[Any, Any]] | None = None
-) -> Iterator[tuple[Any, Any]]:
+def in_processes(names: list[tuple[str, str]], num: int) -> Iterator[tuple[Any, Any]]:
     """Each in a process of the tests' environment."""
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(num, spawn) as pool:
-        yield from pool.map(record or recorded, names)
-
-
-def by_both(name: tuple[str, str]) -> tuple[Any, Any]:
-    """The records of a row by the interpreter, which may be stored, and by the partitioner."""
-    os.environ["JZERO_PARTITION"] = "1"
-    (new, _), old = recorded(name), golden.read(name[0])[name[1]]
-    if old.get("engine") == PARTITIONED == new.get("engine"):
-        os.environ["JZERO_PARTITION"] = "0"
-        old, _ = recorded(name)
-    return old, new
+        yield from pool.map(recorded, names)
 
 
 def recorded(name: tuple[str, str]) -> tuple[Any, float]:

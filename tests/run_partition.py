@@ -8,8 +8,8 @@
     python tests/run_partition.py sampled 200 0 --accumulate 2           # in two microbatches
     python tests/run_partition.py sampled 200 0 --offload                # those whose setting has offload
 
-Each is 'equal', 'differs', 'fails' or 'refused'; or it falls back: the partitioner does not run it, and why
-is counted. The exit status is 1 if any differs or fails. `--every 5` runs each fifth family, or seed.
+Each is 'equal', 'differs', 'fails' or 'refused', by whatever the message says, which is counted. The exit
+status is 1 if any differs or fails. `--every 5` runs each fifth family, or seed.
 """
 
 import argparse
@@ -19,24 +19,21 @@ import gc
 import itertools
 import math
 import multiprocessing
-import os
 import pathlib
 import statistics
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 sys.path[:0] = [str(pathlib.Path(__file__).parents[i]) for i in (0, 1)]
-os.environ["JZERO_PARTITION"] = "1"
 
 # isort: off
 import conftest  # noqa: E402, F401  # before JAX, whose environment it is
 import jax  # noqa: E402
 
-import engines  # noqa: E402
 import exactness  # noqa: E402
 import golden  # noqa: E402
 from exactness._check import Setting, applies  # noqa: E402
@@ -47,7 +44,7 @@ JOBS = 40  # of a process
 
 
 class Outcome(NamedTuple):
-    """Of one training: its word, what it is about, and why it is not equal or falls back."""
+    """Of one training: its word, what it is about, and why it is not equal."""
 
     word: str
     name: str
@@ -65,7 +62,7 @@ def main() -> int:
         "--accumulate",
         type=int,
         default=1,
-        help="microbatches: of sampled programs, with no options that the partitioner leaves to others",
+        help="microbatches: of sampled programs, without their other options",
     )
     parser.add_argument("--names", nargs="+", help="of families; all by default")
     parser.add_argument(
@@ -94,9 +91,8 @@ def main() -> int:
     counts, whys = Counter[str](), Counter[str]()
     for outcome in _in_processes(jobs, args.processes):
         counts[outcome.word] += 1
-        if outcome.word == "falls back":
+        if outcome.word == "refused":
             whys[outcome.why] += 1
-            print(f"falls back: {outcome.name}: {outcome.why}", flush=True)
         elif outcome.word in ("differs", "fails"):
             print(f"{outcome.word}: {outcome.name}: {outcome.why}", flush=True)
     print(", ".join(f"{num} {word}" for word, num in sorted(counts.items())))
@@ -114,31 +110,26 @@ TIMED = (
 
 
 def times(num: int) -> Iterator[str]:
-    """A table: seconds of processors to trace and lower large steps, each engine in turn, `num` times."""
+    """A table: seconds of processors to trace and lower large steps, in turns, `num` times each."""
     jax.config.update("jax_enable_x64", False)
-    yield "| step | jax.jit, s | interpreted | partitioned | to interpreted, paired |"
-    yield "| --- " * 5 + "|"
+    yield "| step | jax.jit, s | jzero | in turns |"
+    yield "| --- " * 4 + "|"
     for name in TIMED:
-        seconds: dict[str, list[float]] = {"jit": [], "0": [], "1": []}
-        engine = ""
+        seconds: dict[str, list[float]] = {"jit": [], "jzero": []}
         for _, which in itertools.product(range(num), seconds):
-            os.environ["JZERO_PARTITION"] = which
             step, state, batch = golden.sharded(name)
             jax.clear_caches()
             gc.collect()
             start = time.process_time()
             if which == "jit":
-                traced: Any = jax.jit(step.__wrapped__, donate_argnums=0).trace(state, batch)
+                jax.jit(step.__wrapped__, donate_argnums=0).trace(state, batch).lower()
             else:
-                step.plan(state, batch)
-            _ = traced.lower() if which == "jit" else step.lower(state, batch)
+                step.lower(state, batch)
             seconds[which].append(time.process_time() - start)
-            if which == "1":
-                engine = "; ".join(engines.why_not(step))
-        jit, old, new = map(min, seconds.values())
-        ratios = [b / a for a, b in zip(seconds["0"], seconds["1"], strict=True)]
+        jit, own = map(min, seconds.values())
+        ratios = [b / a for a, b in zip(*seconds.values(), strict=True)]
         yield (
-            f"| {name} | {jit:.2f} | {old / jit:.2f}x | {engine or f'{new / jit:.2f}x'} "
+            f"| {name} | {jit:.2f} | {own / jit:.2f}x "
             f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
         )
 
@@ -175,11 +166,11 @@ def _family(job: tuple[Any, ...], name: str) -> Outcome:
     step = _check.sharded(family, setting)
     try:
         actual = _compare.train(family, step, "float64")
-    except _check.jzero.JzeroError:
-        return Outcome("refused", name)
+    except _check.jzero.JzeroError as error:
+        return Outcome("refused", name, f"{error}".splitlines()[0])
     expected = _compare.train(family, _compare.reference(family), "float64")
     found = _compare.differences(expected, actual, "float64")
-    return _of(step, name, "; ".join(found[:2]))
+    return Outcome("differs" if found else "equal", name, "; ".join(found[:2])[:300])
 
 
 def _sampled(job: tuple[Any, ...], name: str) -> Outcome:
@@ -191,18 +182,10 @@ def _sampled(job: tuple[Any, ...], name: str) -> Outcome:
     setting = family.setting_of(seed)
     if accumulate > 1:
         setting = _in_microbatches(setting, accumulate)
-    shard, made = setting.shard, []
-
-    def shards(step: Callable[..., Any]) -> Any:
-        made.append(shard(step))
-        return made[-1]
-
-    object.__setattr__(setting, "shard", shards)  # It is frozen.
     program = loops.draw(seed, setting.rows) if kind == "loops" else check.program_of(seed, setting)
     (result,) = check.compare([program], setting)
-    if result.verdict in ("refused", "noisy"):
-        return Outcome(result.verdict, name)
-    return _of(made[0], name, result.why if result.verdict == "differs" else "")
+    why = (result.why or "").splitlines()
+    return Outcome(result.verdict, name, why[0][:300] if why else "")
 
 
 ALONE = ("stage", "min_shard_bytes", "reduce", "full", "optimizer_axes", "param_axes")
@@ -220,15 +203,6 @@ def _in_microbatches(setting: Any, num: int) -> Any:
     num_rows = num * math.prod(setting.axes)
     rows = -(-setting.rows // num_rows) * num_rows
     return dataclasses.replace(setting, rows=rows, options={**options, "accumulate": num})
-
-
-def _of(step: Any, name: str, difference: str) -> Outcome:
-    whys = engines.why_not(step)
-    if difference:
-        return Outcome("differs", name, f"{difference[:300]} ({'; '.join(whys) or 'partitioned'})")
-    if whys:
-        return Outcome("falls back", name, engines.without_line(whys[0]))
-    return Outcome("equal", name)
 
 
 if __name__ == "__main__":

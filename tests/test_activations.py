@@ -13,7 +13,6 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-import engines
 import jzero
 import parity
 import samples
@@ -141,9 +140,8 @@ two_written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN[1:3], ids=N
 @pytest.mark.covering
 @written
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_trains_as_one_device_does(scan, recompute, stage, engine):
+def test_trains_as_one_device_does(scan, recompute, stage):
     train_step = moves(scan, recompute, stage=stage)
-    assert engine == "interpreted" or not engines.why_not(train_step)
 
 
 @pytest.mark.alternating
@@ -172,7 +170,7 @@ def test_on_fewer_devices(scan, recompute, num, stage):
     ],
     ids=str,
 )
-def test_with_other_options(scan, recompute, options, engine):
+def test_with_other_options(scan, recompute, options):
     moves(scan, recompute, **options)
 
 
@@ -214,7 +212,7 @@ def shapes_on_host(atoms):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_stacks_are_on_the_host_between_the_loops(stage, engine):
+def test_stacks_are_on_the_host_between_the_loops(stage):
     """One stack, of block inputs; the forward loop makes it there, the backward loop reads it there."""
     train_step = small.shard_train_step(
         make_step(True, "blocks"), stage=stage, in_specs={"key": jax.P()},
@@ -229,7 +227,7 @@ def test_stacks_are_on_the_host_between_the_loops(stage, engine):
     assert (row.shape, row.turns, row.times, row.nbytes) == (stack, LAYERS, 1, 4 * 4 * 2 * 16)
 
 
-def test_a_turn_fetches_for_the_next_one(engine):
+def test_a_turn_fetches_for_the_next_one():
     """What a backward turn computes with comes out of its carry, not out of the host's stack."""
     train_step = small.shard_train_step(
         make_step(True, "blocks"), stage=2, in_specs={"key": jax.P()},
@@ -245,7 +243,7 @@ def test_a_turn_fetches_for_the_next_one(engine):
     assert fetched[0] in body.outvars
 
 
-def test_values_of_unrolled_layers_leave_and_come_back(engine):
+def test_values_of_unrolled_layers_leave_and_come_back():
     train_step = small.shard_train_step(
         make_step(False, "blocks"), in_specs={"key": jax.P()},
         offload_activations=jzero.PinnedHost(),
@@ -290,7 +288,7 @@ def test_small_ones_stay(monkeypatch):
     assert "No activation waits on the host" in text
 
 
-def test_a_stack_that_is_read_whole(engine):
+def test_a_stack_that_is_read_whole():
     """Both passes read it otherwise than slice by slice: it leaves as a value, when its loop is over."""
 
     def step(params, x):
@@ -495,7 +493,7 @@ def test_what_is_on_the_host_makes_another_plan():
 @pytest.mark.parametrize("recompute", ["by name", "apart, by name"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_policies_of_the_step(scan, recompute, stage, engine):
+def test_policies_of_the_step(scan, recompute, stage):
     train_step = check(scan, recompute, stage=stage)
     assert "<host>" in str(traced(train_step))
     assert not train_step.describe(

@@ -168,9 +168,7 @@ def test_equal_those_of_the_plain_step(loss, trains, num):
     assert_close(found, plain(loss, trains))
 
 
-@pytest.mark.parametrize("partitions", ["0", "1"])
-def test_without_jit(partitions, monkeypatch):
-    monkeypatch.setenv("JZERO_PARTITION", partitions)
+def test_without_jit():
     for loss in (straight_through, max_over_rows):
         step = sharded(loss, False, mesh_of(8))
         state = step.shard(params_of())
@@ -227,9 +225,7 @@ def test_gradients_lie_as_what_they_are_of():
 
 
 # What a step closes over is differentiated, too.
-@pytest.mark.parametrize("partitions", ["0", "1"])
-def test_what_a_step_closes_over(partitions, monkeypatch):
-    monkeypatch.setenv("JZERO_PARTITION", partitions)
+def test_what_a_step_closes_over():
     mesh, w, x = mesh_of(8), params_of(), batch_of()
 
     def made(scale, shard):

@@ -381,10 +381,3 @@ def test_refused_by_name(options, found):
     rule = f"{found}, where in_specs splits several dims of b.*Several dims are split where.*Drop {found}, or"
     with pytest.raises(jzero.StepError, match=rule):
         sharded("mlp", "4x2", is_abstract=True, **options).plan(jax.eval_shape(init), batch)
-
-
-def test_what_the_partitioner_does_not_run_is_refused(monkeypatch):
-    init, _, batch, _ = STEPS["mlp"]()
-    monkeypatch.setenv(_partitioned.SWITCH, "0")
-    with pytest.raises(jzero.StepError, match="JZERO_PARTITION=0, where in_specs splits several"):
-        sharded("mlp", "4x2", is_abstract=True).plan(jax.eval_shape(init), batch)

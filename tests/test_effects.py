@@ -9,7 +9,6 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 
-import engines
 import jzero
 import small
 
@@ -254,7 +253,6 @@ def test_as_under_jit(name, num, accumulate):
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     step = small.shard_train_step(STEPS[name], mesh=mesh, accumulate=accumulate)
     found, told = trained(step, w, x)
-    assert engines.why_not(step) == []
     expected, calls = trained(jax.jit(STEPS[name]), w, x)
     assert_alike(found, expected)
     for mine, jits in zip(told, calls, strict=True):
@@ -292,7 +290,6 @@ def test_passes_keep_the_order(options):
     mesh = jax.make_mesh((8,), ("data",))
     step = small.shard_train_step(in_stacked_layers, mesh=mesh, **options)
     found, told = trained(step, ws, x)
-    assert engines.why_not(step) == []
     expected, calls = trained(jax.jit(in_stacked_layers), ws, x)
     tolerance = 1e-5 if "reduce_dtype" in options else 1e-9
     assert_alike(found, expected, tolerance)

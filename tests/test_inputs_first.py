@@ -18,7 +18,7 @@ import zoo
 from experiments.rivals.models.llama import Llama
 from jzero._compare import differences
 from jzero.segments import _partitioned, _programs
-from jzero.sharding.run import _queue
+from jzero.sharding.passes import _before_loops
 from jzero.tracing import _jaxpr
 
 pytestmark = pytest.mark.alternating
@@ -246,13 +246,12 @@ def two_steps(train_step, state):
     return found, [*SEEN]
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("limit", "waits"), [(HEAD - 1, True), (HEAD, False)])
 def test_layers_wait_for_the_reduction_of_what_a_loop_before_has_summed_up(
     limit, waits, monkeypatch
 ):
     """The head's gradient, of a loss in chunks, would else be there, whole, until the layers are done."""
-    monkeypatch.setattr(_queue, "WAITS_THROUGH_LOOPS", limit)
+    monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", limit)
     train_step = small.shard_train_step(
         functools.partial(step, chunks=2), mesh=AbstractMesh((8,), ("data",))
     )

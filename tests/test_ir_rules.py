@@ -27,7 +27,6 @@ from jzero.ir import _factors, _products, _rules
 from jzero.ir._layout import replicated
 from jzero.ir._rules import Cost
 from jzero.sharding.analysis import _frames
-from jzero.sharding.run import _ordinary
 from jzero.tracing import _jaxpr, _rewrite
 from test_partition_rules import Case, drawn, length, parsed
 
@@ -489,11 +488,9 @@ def test_every_entry_has_an_equation_with_factors():
 
 def test_tables_that_say_how_name_what_the_classes_say():
     """Handlers and texts beside their readers: which primitives they are for is what the table says."""
-    linear = _rules.named(Cost.VIEW, Cost.CAST) | _rules.ADDS
     # Of the collectives this one moves nothing.
     moves = _rules.named(Cost.COLLECTIVE) - {"layout_constraint"}
     for module, table, named in (
-        (_ordinary, "_LINEAR", linear),
         (_products, "COUNTS", _rules.named(Cost.PRODUCT)),
         (_frames, "COLLECTIVES", _frames.COLLECTIVES | moves),
     ):

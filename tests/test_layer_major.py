@@ -17,7 +17,7 @@ import test_offload_params as model
 import zoo
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.cut import _layer_parts
-from jzero.sharding.run import _queue
+from jzero.sharding.passes import _order
 
 SCAN = pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 
@@ -235,7 +235,7 @@ def test_large_gradients_leave_as_layers_end():
         step_of(loss_fn), mesh=mesh, offload=jzero.HostCPU(), accumulate=2, layer_major=True,
         offload_params=jzero.PinnedHost(device_bytes=2**30),
     )  # fmt: skip
-    rows = 2 * _queue.SMALLEST_GROUP // (LAYERS * width * 4)
+    rows = 2 * _order.SMALLEST_GROUP // (LAYERS * width * 4)
     layers = {"up": (LAYERS, width, rows), "down": (LAYERS, rows, width)}
     params = {"layers": {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in layers.items()}}
     state = {"params": params, "opt_state": jax.eval_shape(ADAM.init, params)}

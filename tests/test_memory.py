@@ -12,7 +12,6 @@ import jzero
 import programs
 import small
 from jzero.segments import _partitioned
-from jzero.sharding.run import _devices
 from jzero.testing import assert_same_training
 
 
@@ -110,8 +109,7 @@ def test_the_state_is_updated_in_place():
 @pytest.mark.parametrize("stage", [1, 2])
 def test_new_parameters_go_into_the_old_ones_in_slices(stage, rows, at_once, monkeypatch):
     """Of any number of rows, the last slice with what is left; padded columns are dropped."""
-    for module in (_devices, _partitioned):
-        monkeypatch.setattr(module, "GATHERED_AT_ONCE", at_once)
+    monkeypatch.setattr(_partitioned, "GATHERED_AT_ONCE", at_once)
 
     def step_fn(state, x):
         def loss_fn(w):

@@ -240,7 +240,6 @@ def written_inner_steps(w, x):
     return jax.lax.scan(lambda w, _: written(w, x), w, None, length=3)
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("fn", "name"), [(inner_steps, None), (written_inner_steps, "data")])
 def test_update_inside_the_loop_that_makes_the_gradient(fn, name):
     text = [
@@ -256,7 +255,6 @@ def solved_inside(w, x):
     return w - jax.scipy.sparse.linalg.cg(lambda v: x.T @ (x @ v), grad, maxiter=2)[0]
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_an_equation_of_jax_is_found_where_it_was_called():
     """JAX knows no line for what it jits itself; then the call is named."""
     text = ["accumulate > 1, and while at ", "test_messages.py:", "(solved_inside) uses a gradient"]

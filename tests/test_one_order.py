@@ -15,7 +15,7 @@ import pytest
 import jzero
 import small
 from jzero.sharding.analysis import _residuals
-from jzero.sharding.run import _run
+from jzero.segments import _runner
 
 LAYERS, WIDTH, ROWS = 4, 16, 16
 COLLECTIVES = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"}
@@ -120,5 +120,5 @@ def test_loops_with_collectives_run_alone(model, options, monkeypatch):
 
 def test_xla_drops_the_order_that_barriers_make(monkeypatch):
     """Should this fail, jzero needs no order of its own on CPUs."""
-    monkeypatch.setattr(_run, "_on_cpus", lambda mesh: False)
+    monkeypatch.setattr(_runner, "_on_cpus", lambda mesh: False)
     assert out_of_order(compiled(MODELS["by index"], **OPTIONS["activations"])) != []

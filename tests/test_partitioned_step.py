@@ -90,7 +90,6 @@ def test_it_trains_as_one_device(axes, options, rows):
         expected, wanted = jax.jit(step_fn)(expected, batch)
         state, found = train_step(state, batch)
         assert_close(found, wanted)
-    assert engines.why_not(train_step) == []
     assert_close(train_step.unshard(state), expected)
 
 
@@ -119,7 +118,6 @@ def test_leaves_that_the_devices_do_not_divide():
     for batch in batches(13, 10):
         expected, _ = jax.jit(step_fn)(expected, batch)
         state, _ = train_step(state, batch)
-    assert engines.why_not(train_step) == []
     assert_close(train_step.unshard(state), expected)
     padded = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jzero.PaddedArray)]
     assert padded
@@ -139,7 +137,6 @@ def test_values_without_elements_are_not_gathered():
     train_step = small.shard_train_step(step)
     w, batch = jnp.ones((8, 16)), {"x": jnp.ones((13, 8)), "empty": jnp.ones((13, 0))}
     new, found = train_step(w, batch)
-    assert engines.why_not(train_step) == []
     assert_close(train_step.unshard(new), jax.jit(step)(w, batch)[0])
     assert found.shape == (13, 0)
 
@@ -182,7 +179,6 @@ def test_an_evaluation_reads_what_it_reads():
     params = train_step.unshard(state)[0]
     for batch in batches(13):
         assert_close(eval_step(state, batch), (loss_of(params, batch), batch.sum(1)))
-    assert engines.why_not(eval_step) == []
 
 
 # -- passes --------------------------------------------------------------------------------------------
@@ -230,7 +226,6 @@ def test_it_trains_as_one_device_behind_its_passes(name, options):
             expected, wanted = jax.jit(step)(expected, batch)
             state, found = train_step(state, batch)
             assert_close(found, wanted)
-        assert engines.why_not(train_step) == []
         assert_close(train_step.unshard(state), expected)
 
 
@@ -244,7 +239,6 @@ def test_a_matrix_that_every_device_updates():
     train_step = small.shard_train_step(step)
     found = train_step(w, batch)
     assert [each.why != "" for each in train_step.plan(w, batch).owned] == [True]
-    assert engines.why_not(train_step) == []
     assert_close(train_step.unshard(found), jax.jit(step)(w, batch))
 
 
@@ -259,7 +253,6 @@ def test_layers_behind_barriers_of_the_step():
     ws, batch = jnp.stack([state_of(16)[0]["a"]] * 3), batches()[0]
     train_step = small.shard_train_step(step)
     found = train_step(ws, batch)
-    assert engines.why_not(train_step) == []
     assert_close(train_step.unshard(found), jax.jit(step)(ws, batch))
 
 
@@ -407,25 +400,6 @@ def test_of_a_step_with_offload_the_gradients_are_printed():
     assert lines[0].startswith("# step_fn, gradients, after order, of one device")
     assert any("reduce_scatter" in line for line in lines)
     assert any(re.search(r"state\S+ +\[.*@data.*\]  for the update", line) for line in lines)
-    assert not engines.why_not(train_step)
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"step": pmapped, "accumulate": 2}, "collectives of its own with accumulate"),
-    ],
-)
-def test_what_it_does_not_run(options, why):
-    given: dict[str, Any] = {"step": step_fn, "mesh": (8,), **options}
-    step, sizes = given.pop("step"), given.pop("mesh")
-    own = mesh(**dict(zip(("data", "model"), sizes, strict=False)))
-    train_step = small.shard_train_step(step, mesh=own, **given)
-    state = state_of(16) if step is step_fn else state_of(16)[0]
-    train_step.plan(state, batches()[0])
-    assert engines.why_not(train_step) == [why]
-    with pytest.raises(OptionError, match=f"is not partitioned: (it is )?{why}"):
-        train_step.program(state, batches()[0], after="partition")
 
 
 def test_its_program_is_printed():
@@ -450,12 +424,3 @@ print(len(text), hashlib.sha256(text.encode()).hexdigest())
 def test_processes_write_the_same_program():
     found = partitioned.printed_by_processes(PRINTS)
     assert int(found.split()[0]) > 1000
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_a_switch_for_developers_has_all_steps_interpreted():
-    train_step = small.shard_train_step(step_fn)
-    with pytest.raises(
-        OptionError, match="not partitioned: JZERO_PARTITION=0.*Write after='trace'"
-    ):
-        train_step.program(state_of(), batches()[0], after="partition")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import programs
 import small
 import zoo
-from jzero.sharding.run import _queue
+from jzero.sharding.passes import _before_loops
 
 STAGES, EACH, MICROBATCHES, WIDTH, HIDDEN, VOCAB, SEQ, BATCH = 2, 2, 4, 16, 32, 24, 4, 16
 TICKS = MICROBATCHES + STAGES - 1
@@ -160,7 +160,7 @@ def runs(text, kind, groups):
 def test_gradients_are_reduced_once_and_not_in_each_tick(stage, monkeypatch):
     """And a tick of each pass hands on one microbatch's rows, by one permutation; XLA inserts no other."""
     # Those of the layers are large, and the embedding's is not.
-    monkeypatch.setattr(_queue, "WAITS_THROUGH_LOOPS", 4 * VOCAB * WIDTH)
+    monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", 4 * VOCAB * WIDTH)
     train_step, state = sharded(stage), jax.eval_shape(init)
     tokens = jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32)
     num = dict.fromkeys(("up", "down"), WIDTH * HIDDEN) | {"scale": WIDTH}

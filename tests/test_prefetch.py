@@ -11,7 +11,6 @@ import pytest
 import programs
 import small
 from jzero.sharding.passes import _turns
-from jzero.sharding.run import _queue, _run
 from jzero.testing import assert_same_training
 from jzero.tracing import _jaxpr
 
@@ -246,7 +245,6 @@ def calls_behind_gathers(body):
     return found
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("products_take_longer", [False, True])
 def test_a_turn_gathers_for_the_next_one_when_it_has_gathered_for_itself(
     products_take_longer, monkeypatch
@@ -320,32 +318,6 @@ def test_gathers_of_an_unrolled_model_wait_for_compute():
         assert (len(set(found[6:])) == 1) == (prefetch_bytes == EVERYTHING)
 
 
-def test_the_queue_counts_bytes_not_gathers():
-    queue = _queue.GatherQueue(limit=10)
-    values = jnp.arange(6.0)
-    waits = []
-    for i, nbytes in enumerate([4, 4, 4, 20, 4]):
-        waits.append([int(token) for token in queue.tokens(nbytes)])
-        queue.note(values[i], "dot_general")
-        queue.note(values[5], "exp")
-    # 8 bytes fit, and 12 do not. 20 never do: they, and those after them, are one product ahead.
-    assert waits == [[], [], [0], [1], [2]]
-    following = queue.next_pass()
-    assert [int(token) for token in following.tokens(4)] == [5]
-
-
-def test_small_gathers_in_between_leave_a_large_one_its_product():
-    queue = _queue.GatherQueue(limit=10)
-    products = jnp.arange(3.0)
-    waits = []
-    for product in products:
-        for nbytes in (1, 20, 1):  # a scale, a matrix, a bias
-            waits.append([int(token) for token in queue.tokens(nbytes)])
-        queue.note(product, "dot_general")
-    # Even the last product's wait for no more than the first: the second is to hide them.
-    assert waits == [[]] * 3 + [[]] * 3 + [[0]] * 3
-
-
 def test_what_a_gather_waits_for_has_two_uses():
     """The barrier of a gather keeps what it waits for: XLA drops what has no other use."""
     jaxpr = sharded_jaxpr(programs.Model(scan=False), NOTHING)
@@ -355,7 +327,6 @@ def test_what_a_gather_waits_for_has_two_uses():
     assert all(tokens.count(token) >= 2 for token in tokens)
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_the_last_turn_is_lowered_once():
     train_step = small.shard_train_step(programs.train_step)
     state = programs.abstract_state(programs.Model(depth=5, remat=True), optax.sgd(1e-3))

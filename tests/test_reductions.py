@@ -16,10 +16,8 @@ from jax.sharding import AbstractMesh
 import programs
 import small
 import zoo
-from jzero.sharding.passes import _before_loops
+from jzero.sharding.passes import _before_loops, _order
 from jzero.sharding.plan import _layout
-from jzero.sharding.run import _loops, _queue
-from jzero.sharding.run._values import Unreduced
 from jzero.tracing import _jaxpr
 
 pytestmark = pytest.mark.alternating
@@ -55,10 +53,9 @@ def reductions_in_loops(jaxpr, inside=False):
     return found + ([made] if inside and made else [])
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("smallest", [0, 2**22])
 def test_reductions_of_a_layer_run_one_after_the_other(smallest, monkeypatch):
-    monkeypatch.setattr(_queue, "SMALLEST_GROUP", smallest)
+    monkeypatch.setattr(_order, "SMALLEST_GROUP", smallest)
     mesh = AbstractMesh((8,), ("data",))
     train_step = small.shard_train_step(programs.train_step, mesh=mesh)
     arguments = programs.abstract_state(programs.Model()), programs.tokens()
@@ -83,14 +80,13 @@ def products_behind(jaxpr):
     return found
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("remat", [False, True])
 def test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients(
     remat, accumulate, monkeypatch
 ):
     """In two groups, and not in the order of the update: the first would wait for the last gradient."""
-    monkeypatch.setattr(_queue, "SMALLEST_GROUP", 0)
+    monkeypatch.setattr(_order, "SMALLEST_GROUP", 0)
     model = programs.Model(depth=3, scan=False, remat=remat)
     train_step = small.shard_train_step(programs.train_step, accumulate=accumulate)
     state, tokens = programs.abstract_state(model, optax.sgd(0.1)), programs.tokens()
@@ -109,104 +105,11 @@ def test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients(
     assert [waited for _, waited in found[first:]] == [set(range(first))] * (7 - first)
 
 
-def noted(queue, sizes):
-    """Of gradients of so many bytes, made and reduced in this order: for how many tokens each waits."""
-    found = []
-    for made, nbytes in enumerate(sizes):
-        found.append(len(queue.reduction_tokens(made, nbytes)))
-        queue.note_reduction(jnp.ones(4), made, nbytes)
-    return found
-
-
-@pytest.mark.parametrize("smallest", [0, 2**22])
-def test_a_gradient_made_before_a_group_does_not_wait_for_it(smallest, monkeypatch):
-    monkeypatch.setattr(_queue, "SMALLEST_GROUP", smallest)
-    queue = _queue.GatherQueue(0, 2**22)
-    assert noted(queue, [16, 16]) == [0, int(smallest == 0)]
-    assert queue.reduction_tokens(0, 16) == []
-
-
-MIB = 2**20
-
-
-@pytest.mark.parametrize(
-    ("of_turn", "together", "sizes", "groups"),
-    [
-        # 240 MiB in groups of a sixteenth, of `together`, and of two halves.
-        (False, 16 * MIB, [15 * MIB // 4] * 64, [4] * 16),
-        (True, 16 * MIB, [15 * MIB // 4] * 64, [4] * 16),
-        (True, 256 * MIB, [15 * MIB // 4] * 64, [32, 32]),
-        # A bias before, between or after matrices takes no latency of its own.
-        (True, 16 * MIB, [64 * MIB, 8, 64 * MIB, 8], [2, 2]),
-        (True, 16 * MIB, [8, 64 * MIB, 8, 64 * MIB, 8], [3, 2]),
-        (True, 16 * MIB, [2**10] * 1000, [1000]),
-        (False, 16 * MIB, [8 * MIB, *[2**10] * 500, 8 * MIB], [501, 1]),
-        # But many do not join: 512 have an eighth of 4 MiB.
-        (True, 16 * MIB, [64 * MIB, *[2**10] * 9000, 64 * MIB], [513, 8488, 1]),
-        # Tiles of 3.75 MiB, and 4 MiB of two devices.
-        (True, 15 * MIB // 4, [15 * MIB // 4] * 5, [1] * 5),
-        (False, 4 * MIB, [MIB] * 8, [2] * 4),
-    ],
-)  # fmt: skip
-def test_many_small_reductions(of_turn, together, sizes, groups):
-    """They are reduced together up to the limit, as large ones are, and few bytes delay nobody."""
-    queue = _queue.GatherQueue(0, together)
-    arrays: list[Any] = [types.SimpleNamespace(nbytes=n) for n in sizes]
-    queue.expect([Unreduced(x, 1.0, jnp.int8) for x in arrays], of_turn)
-    found = []
-    for made, nbytes in enumerate(sizes):
-        queue.reduction_tokens(made, nbytes)
-        queue.note_reduction(jnp.ones(4), made, nbytes)
-        found.append(queue._group)
-    assert list(collections.Counter(found).values()) == groups
-
-
-@pytest.mark.parametrize(
-    ("together", "sizes", "expected"),
-    [
-        (100, [5, 5, 5, 5], [0, 0, 1, 1]),  # two halves
-        (100, [10, 10, 10, 2, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1]),
-        (100, [6, 6, 6, 2, 2, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1]),
-        (3, [2, 2, 1, 2], [0, 1, 1, 1]),  # a bound below the half: three groups
-        (0, [5, 5, 5], [0, 1, 1]),
-        (100, [5, 1, 5], [0, 0, 1]),
-    ],
-)
-def test_a_group_has_half_of_the_bytes_or_the_limit(together, sizes, expected, monkeypatch):
-    monkeypatch.setattr(_queue, "SMALLEST_GROUP", 0)
-    queue = _queue.GatherQueue(0, together)
-    waiting = [Unreduced(jnp.ones(n, jnp.int8), 1.0, jnp.int8) for n in sizes]
-    queue.expect(waiting)
-    assert noted(queue, sizes) == expected
-
-
-@pytest.mark.parametrize(
-    ("of_turn", "together", "num", "groups"),
-    [
-        (False, 32, 16, 4), (False, 32, 64, 16), (False, 64, 256, 16), (False, 32, 256, 32), (False, 0, 8, 8),
-        (True, 32, 64, 8), (True, 64, 256, 16),
-    ],
-)  # fmt: skip
-def test_groups_of_a_pass_are_smaller(of_turn, together, num, groups, monkeypatch):
-    """Half of `together`, or a sixteenth of all bytes, but no more than `together`."""
-    monkeypatch.setattr(_queue, "SMALLEST_GROUP", 0)
-    queue = _queue.GatherQueue(0, together)
-    queue.expect([Unreduced(jnp.ones(4, jnp.int8), 1.0, jnp.int8)] * num, of_turn)
-    found = []
-    for made in range(num):
-        queue.reduction_tokens(made, 4)
-        queue.note_reduction(jnp.ones(4), made, 4)
-        found.append(queue._group)
-    assert len({id(group) for group in found}) == groups
-
-
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("limit", [0, 2**26])
 def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkeypatch):
     """The logits' part of a tied table's gradient is reduced before the layers, the look-up's after."""
-    for module in (_before_loops, _queue):
-        monkeypatch.setattr(module, "WAITS_THROUGH_LOOPS", limit)
+    monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", limit)
     state = programs.abstract_state(programs.Model(), optax.sgd(0.1))
     train_step = small.shard_train_step(programs.train_step, accumulate=accumulate)
     found = train_step.describe(state, programs.tokens())
@@ -217,8 +120,8 @@ def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkey
 
 
 def test_trains_the_same_reduced_early(monkeypatch):
-    monkeypatch.setattr(_queue, "WAITS_THROUGH_LOOPS", 0)
-    monkeypatch.setattr(_queue, "SMALLEST_GROUP", 0)
+    monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", 0)
+    monkeypatch.setattr(_order, "SMALLEST_GROUP", 0)
     model, tx = programs.Model(remat=True), optax.adam(1e-2)
     tokens = jax.random.randint(jax.random.key(0), (programs.BATCH, programs.SEQ), 0, 32)
 
@@ -234,57 +137,6 @@ def test_trains_the_same_reduced_early(monkeypatch):
         expected, _ = step(expected, tokens)
     actual, expected = zoo.to_host(train_step.unshard(actual)), zoo.to_host(expected)
     zoo.assert_trees_close(actual.params, expected.params, zoo.FP32, "params")
-
-
-def half_precision_step(state, x):
-    """Layers that compute in bfloat16 on wider weights; the optimizer's one product of gradients is exact."""
-
-    def layer(x, w):
-        return x + jnp.tanh(x @ w["up"].astype(x.dtype)) @ w["down"].astype(x.dtype), None
-
-    def loss_fn(params):
-        y, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params)
-        return jnp.mean(y.astype(jnp.float32) ** 2)
-
-    params, momentum = state
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    norm = optax.tree.norm(grads)
-    momentum = jax.tree.map(lambda g, m: g + 0.875 * m, grads, momentum)
-    return (jax.tree.map(lambda p, m: p - 0.5 * m, params, momentum), momentum), (loss, norm)
-
-
-def half_precision_state(dtype):
-    def make(key, shape):
-        return jax.random.normal(jax.random.key(key), shape, dtype) / 4
-
-    params = {"up": make(0, (5, 16, 32)), "down": make(1, (5, 32, 16))}
-    return params, jax.tree.map(jnp.zeros_like, params)
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_a_loop_stacks_gradients_as_they_are_reduced(stage, dtype, monkeypatch):
-    """In bfloat16, and widens them behind the loop: to the bit what widening each slice gives."""
-    with jax.enable_x64(dtype == jnp.float64):
-        narrow = trained_in_half_precision(stage, dtype)
-        monkeypatch.setattr(_loops, "_as_reduced", lambda value: value)
-        wide = trained_in_half_precision(stage, dtype)
-    assert (narrow[0], wide[0]) == ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(dtype)})
-    jax.tree.map(np.testing.assert_array_equal, narrow[1], wide[1])
-
-
-def trained_in_half_precision(stage, dtype):
-    """The dtypes of the backward loop's stacks, and the state and outputs after three steps."""
-    train_step = small.shard_train_step(half_precision_step, stage=stage)
-    batches = [jax.random.normal(jax.random.key(i), (16, 16), jnp.bfloat16) for i in range(3)]
-    state = train_step.shard(half_precision_state(dtype), batches[0])
-    jaxpr = _jaxpr.open_jaxpr(jax.make_jaxpr(train_step)(state, batches[0]))[0]
-    loops = [e for j in all_jaxprs(jaxpr) for e in j.eqns if e.primitive.name == "scan"]
-    stacks = {var.aval.dtype for var in loops[-1].outvars if var.aval.shape[:1] == (5,)}
-    for x in batches:
-        state, outputs = train_step(state, x)
-    return stacks, zoo.to_host((train_step.unshard(state), outputs))
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import engines
 import jzero
 import programs
 import small
 import zoo
 from jzero.segments import _partitioned
 from jzero.sharding.passes import _order
-from jzero.sharding.run import _collectives, _devices, _queue
 from jzero.tracing import _jaxpr
 
 pytestmark = pytest.mark.alternating
@@ -94,7 +92,7 @@ def sharded(stage, data=4, model=2, **options):
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("data", "model"), [(4, 2), (2, 4), (1, 2)])
-def test_trains_as_on_one_device(stage, data, model, options, engine):
+def test_trains_as_on_one_device(stage, data, model, options):
     train_step = sharded(stage, data, model, **options)
     state, expected = train_step.init(init), init()
     for x in batches():
@@ -104,11 +102,10 @@ def test_trains_as_on_one_device(stage, data, model, options, engine):
             zoo.to_host(metrics), zoo.to_host(expected_metrics), zoo.FP32, "metrics"
         )
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
-    assert engine == "interpreted" or not engines.why_not(train_step)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_leaves_rest_over_both_axes(stage, engine):
+def test_leaves_rest_over_both_axes(stage):
     train_step = sharded(stage)
     state, _ = train_step(train_step.init(init), batches()[0])
     data = "data" if stage == 3 else None
@@ -137,7 +134,7 @@ def test_a_step_returns_the_layout_that_it_takes():
     assert all(jax.tree.leaves(same))
 
 
-def test_collectives_are_those_of_both_axes_and_no_more(engine):
+def test_collectives_are_those_of_both_axes_and_no_more():
     """Of the compiled program: ZeRO's as without a model axis, XLA's as without ZeRO."""
     x = jax.ShapeDtypeStruct((BATCH, SEQ, WIDTH), jnp.float32)
     state = jax.eval_shape(init)
@@ -180,7 +177,7 @@ SQUARE_USES = {
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("spec", [("model", None), (None, "model")], ids=str)
 @pytest.mark.parametrize("use", SQUARE_USES)
-def test_square_leaves_are_not_mistaken_for_their_transposes(use, spec, stage, engine):
+def test_square_leaves_are_not_mistaken_for_their_transposes(use, spec, stage):
     forward, shape = SQUARE_USES[use]
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
 
@@ -311,7 +308,7 @@ def sentences():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_lookups_and_cross_entropy_in_microbatches(stage, engine):
+def test_lookups_and_cross_entropy_in_microbatches(stage):
     tx = optax.sgd(0.1, momentum=0.9)
     train_step, plain, state = words(tx, jnp.float32, stage=stage, accumulate=2)
     state, expected = train_step.init(lambda: state), state
@@ -323,7 +320,7 @@ def test_lookups_and_cross_entropy_in_microbatches(stage, engine):
 
 
 @pytest.mark.parametrize("kept_over", [None, "model"])
-def test_what_a_forward_loop_keeps_can_be_cut(kept_over, engine):
+def test_what_a_forward_loop_keeps_can_be_cut(kept_over):
     """ZeRO-R's P_a is one constraint of the step's own, on what the loop carries from layer to layer."""
     tx = optax.sgd(0.1)
 
@@ -347,15 +344,14 @@ def test_what_a_forward_loop_keeps_can_be_cut(kept_over, engine):
 
 @pytest.mark.parametrize("in_slices", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_16_bit_parameters_with_masters_gather_what_is_due(stage, in_slices, monkeypatch, engine):
+def test_16_bit_parameters_with_masters_gather_what_is_due(stage, in_slices, monkeypatch):
     """New parameters are made of masters, and are cut over 'model' as their leaves are."""
     if in_slices:
-        for module in (_devices, _partitioned):
-            monkeypatch.setattr(module, "GATHERED_AT_ONCE", 4096)
+        monkeypatch.setattr(_partitioned, "GATHERED_AT_ONCE", 4096)
     tx = jzero.master_weights(optax.sgd(0.1, momentum=0.9))
     train_step, plain, state = words(tx, jnp.bfloat16, stage=stage)
     due = sum(leaf.size // 2 for leaf in jax.tree.leaves(state[0]))
-    due *= 2 if stage == 3 and engine == "partitioned" else 1  # It gathers for each pass.
+    due *= 2 if stage == 3 else 1  # It gathers for each pass.
     tokens = jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32)
     traffic = train_step.describe(state, tokens).traffic
     assert sum(c.total_elements for c in traffic if c.op == "all-gather") == due
@@ -412,7 +408,7 @@ def experts_init(dtype=jnp.float32):
 EXPERTS = {"up|bias": P("model"), "scales": P(None, "model"), "few": P("model")}
 
 
-def test_views_and_what_stays_full_move_one_place_s_part(engine):
+def test_views_and_what_stays_full_move_one_place_s_part():
     x = jnp.ones((BATCH, WIDTH))
     train_step = jzero.shard_train_step(
         make_experts_step(jax.lax.with_sharding_constraint), mesh=mesh_of(), axis_names="data",
@@ -445,7 +441,7 @@ def test_views_and_what_stays_full_move_one_place_s_part(engine):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("auto_specs", [None, EXPERTS], ids=["no specs", "specs"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_16_bit_sums_beside_an_automatic_axis(stage, auto_specs, dtype, engine):
+def test_16_bit_sums_beside_an_automatic_axis(stage, auto_specs, dtype):
     """XLA:CPU ended the process, with 16-bit parameters or `reduce_dtype`, in shards and full."""
     x = jnp.ones((BATCH, WIDTH), dtype)
     options = {"reduce_dtype": jnp.bfloat16} if dtype == jnp.float32 else {}
@@ -489,17 +485,9 @@ def test_unknown_patterns_axes_and_dims():
 
 
 @pytest.mark.parametrize("spec", [P(), P(None, "model"), P(None, None, None, "model")], ids=str)
-def test_gradients_of_experts_wait_for_each_other(spec, monkeypatch, engine):
+def test_gradients_of_experts_wait_for_each_other(spec, monkeypatch):
     """They are sharded along a later dim, and laid out for that before they wait."""
-    monkeypatch.setattr(_queue, "SMALLEST_GROUP", 0)
     monkeypatch.setattr(_order, "SMALLEST_GROUP", 0)
-    laid_out, with_dim_first = [], _collectives.with_dim_first
-
-    def counted(x, dim, automatic, alone):
-        laid_out.append((dim, automatic))
-        return with_dim_first(x, dim, automatic, alone)
-
-    monkeypatch.setattr(_collectives, "with_dim_first", counted)
 
     def layer(x, w):
         hidden = jnp.tanh(jnp.einsum("bed,edf->bef", x, w["up"]))
@@ -522,15 +510,13 @@ def test_gradients_of_experts_wait_for_each_other(spec, monkeypatch, engine):
     actual = train_step(train_step.shard(weights, x), x)
     expected = zoo.to_host(jax.jit(experts_step)(weights, x))
     zoo.assert_trees_close(zoo.to_host(actual), expected, zoo.FP32, "experts")
-    if engine == "partitioned":
-        program = train_step.program(weights, x, after="auto_axes").jaxpr
-        laid_out = [
-            (e.params["layout"].major_to_minor[0], [*axes])
-            for axes, e in with_axes(program, frozenset()) if e.primitive.name == "layout_constraint"
-        ]  # fmt: skip
-        laid_out = [each for each in laid_out if each[0]]
-    # The partitioner's are of all layers together.
-    assert {dim for dim, _ in laid_out} == {2 if engine == "partitioned" else 1}
+    program = train_step.program(weights, x, after="auto_axes").jaxpr
+    laid_out = [
+        (e.params["layout"].major_to_minor[0], [*axes])
+        for axes, e in with_axes(program, frozenset()) if e.primitive.name == "layout_constraint"
+    ]  # fmt: skip
+    laid_out = [each for each in laid_out if each[0]]
+    assert {dim for dim, _ in laid_out} == {2}  # of all layers together
     assert {any(automatic) for _, automatic in laid_out} == {spec != P()}
 
 

@@ -468,7 +468,6 @@ COMPUTED = {
 }
 
 
-@pytest.mark.usefixtures("interpreted")  # Both, to compare bits of one engine.
 @pytest.mark.parametrize("name", COMPUTED)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_that_are_computed_after_the_sum_are_exact(name, stage):

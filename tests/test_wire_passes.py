@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import engines
 import jzero
 import partition_steps
 import small
@@ -388,14 +387,7 @@ def test_what_loops_close_over_is_gathered_before_them_if_it_fits(kind):
     assert "ENTRY" not in body
 
 
-# -- by the partitioner ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def partitions(monkeypatch):
-    monkeypatch.setenv(_partitioned.SWITCH, "1")
-    with jax.numpy_rank_promotion("allow"):
-        yield
+# -- kept gathered ----------------------------------------------------------------------------------
 
 
 def mesh(**sizes: int) -> jax.sharding.Mesh:
@@ -404,23 +396,6 @@ def mesh(**sizes: int) -> jax.sharding.Mesh:
 
 MESHES = [{"data": 8}, {"node": 2, "local": 4}]
 meshes = pytest.mark.parametrize("axes", MESHES, ids=str)
-
-
-def by_both(step, monkeypatch, state, batch, num=2, **options):
-    """What the partitioner and the interpreter train, and the former's step."""
-    found = []
-    for on in "10":
-        monkeypatch.setenv(_partitioned.SWITCH, on)
-        train_step = small.shard_train_step(step, **options)
-        new = state
-        for _ in range(num):
-            new, _ = train_step(new, batch)
-        found.append([*map(np.asarray, jax.tree.leaves(train_step.unshard(new)))])
-        if on == "1":
-            assert engines.why_not(train_step) == []
-            partitioned = train_step
-    monkeypatch.setenv(_partitioned.SWITCH, "1")
-    return *found, partitioned
 
 
 def mlp(params, x):
@@ -438,7 +413,7 @@ def mlp_arguments(dtype=jnp.float32):
 @meshes
 @pytest.mark.parametrize("options", [{}, {"scan": False}, {"remat": False}], ids=str)
 @pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
-def test_what_is_kept_trains_as_one_device(axes, options, partitions):
+def test_what_is_kept_trains_as_one_device(axes, options):
     with jax.enable_x64(True):
         init, step, batch = partition_steps.gpt(**options)
         train_step = small.shard_train_step(step, mesh=mesh(**axes), gather="keep")
@@ -446,129 +421,9 @@ def test_what_is_kept_trains_as_one_device(axes, options, partitions):
         for _ in range(2):
             expected, _ = jax.jit(step)(expected, batch)
             state, _ = train_step(state, batch)
-        assert engines.why_not(train_step) == []
         pairs = zip(*map(jax.tree.leaves, (train_step.unshard(state), expected)), strict=True)
         for x, y in pairs:
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
 
 
-@meshes
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_both_engines_reduce_in_another_dtype_to_the_bit(axes, stage, partitions, monkeypatch):
-    options = dict(mesh=mesh(**axes), stage=stage, reduce_dtype=jnp.bfloat16)
-    state, batch = mlp_arguments()
-    found, wanted, train_step = by_both(mlp, monkeypatch, state, batch, 1, **options)
-    for x, y in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(x, y)
-    text = str(train_step.program(*mlp_arguments(), after="reduce_dtype"))
-    assert "bf16" in text
-    assert "bf16" not in str(train_step.program(*mlp_arguments(), after="inputs_first"))
-
-
-@pytest.mark.covering
-@meshes
-@pytest.mark.parametrize("options", [{}, {"gather": "keep"}, {"param_axes": "local"}], ids=str)
-@pytest.mark.parametrize("model", [{}, {"scan": False}], ids=str)
-@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
-def test_both_engines_gather_the_same_codes(axes, options, model, partitions, monkeypatch):
-    if "param_axes" in options and "local" not in axes:
-        pytest.skip("there is one axis")
-    monkeypatch.setattr(_wire, "LEAST", 1)
-    init, step, batch = partition_steps.gpt(**model)
-    with jax.enable_x64(True):
-        options = dict(mesh=mesh(**axes), gather_dtype=INT4, **options)
-        found, wanted, train_step = by_both(step, monkeypatch, init(), batch, **options)
-    for x, y in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
-
-
-@meshes
-@pytest.mark.parametrize("options", [{"stage": 1}, {"param_axes": "local"}], ids=str)
-@pytest.mark.parametrize("width", [24, 25])
-def test_both_engines_renew_copies_by_the_same_codes(axes, options, width, partitions, monkeypatch):
-    if "param_axes" in options and "local" not in axes:
-        pytest.skip("there is one axis")
-    monkeypatch.setattr(_wire, "LEAST", 1)
-
-    def with_masters(state, x):
-        params, masters = state
-        wide = jax.tree.map(lambda w: w.astype(jnp.float64), params)
-        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2))(wide)
-        masters = jax.tree.map(lambda w, g: w - g, masters, grads)
-        return (jax.tree.map(lambda w: w.astype(jnp.float32), masters), masters), jnp.sum(x)
-
-    with jax.enable_x64(True):
-        masters, x = mlp_arguments(jnp.float64)
-        masters["b"] = jnp.pad(masters["b"], ((0, 0), (0, width - 24)))
-        state = jax.tree.map(lambda w: w.astype(jnp.float32), masters), masters
-        options = dict(mesh=mesh(**axes), gather_dtype=INT8, **options)
-        found, wanted, train_step = by_both(with_masters, monkeypatch, state, x, 2, **options)
-        assert sum(leaf.renewed_in_codes for leaf in train_step.plan(state, x).leaves) == 2
-    for x, y in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
-
-
 HOPS = {"node": INT4, "local": INT8}
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    ("axes", "options"),
-    [
-        ({"data": 8}, {"reduce_dtype": INT8}),
-        ({"data": 8}, {"reduce_dtype": INT4, "stage": 1}),
-        ({"node": 2, "local": 4}, {"reduce_dtype": HOPS}),
-        ({"node": 2, "local": 4}, {"reduce_dtype": {"node": INT8}}),
-        ({"node": 2, "local": 4}, {"reduce_dtype": HOPS, "param_axes": "local"}),
-        ({"node": 2, "local": 4},
-         {"reduce_dtype": HOPS, "param_axes": "local", "optimizer_axes": "local"}),
-    ],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("model", [{}, {"scan": False}], ids=str)
-@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
-def test_both_engines_reduce_the_same_codes(axes, options, model, partitions, monkeypatch):
-    monkeypatch.setattr(_wire, "LEAST", 1)
-    init, step, batch = partition_steps.gpt(**model)
-    with jax.enable_x64(True):
-        found, wanted, _ = by_both(
-            step, monkeypatch, init(), batch, 1, mesh=mesh(**axes), **options
-        )
-    for x, y in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
-
-
-@meshes
-@pytest.mark.parametrize("scan", [True, False])
-def test_both_engines_read_the_same_weights_in_codes(axes, scan, partitions, monkeypatch):
-    monkeypatch.setattr(_wire, "LEAST", 1)
-
-    def evaluate(params, x):
-        def layer(x, w):
-            return x + jnp.tanh(x @ w.astype(jnp.float32)), None
-
-        if scan:
-            x, _ = lax.scan(layer, x, params["layers"])
-        else:
-            for i in range(3):
-                x, _ = layer(x, params["layers"][i])
-        return jnp.mean((x @ params["head"]) ** 2, axis=1)
-
-    found = list[np.ndarray[Any, Any]]()
-    with jax.enable_x64(True):
-        keys = jax.random.split(jax.random.key(0), 3)
-        shapes = {"layers": (3, 32, 32), "head": (32, 25)}
-        pairs = zip(shapes.items(), keys, strict=False)
-        params = {name: jax.random.normal(key, shape) / 4 for (name, shape), key in pairs}
-        x = jax.random.normal(keys[2], (16, 32), jnp.float32)
-        for on in "10":
-            monkeypatch.setenv(_partitioned.SWITCH, on)
-            step = jzero.shard_eval_step(evaluate, mesh=mesh(**axes), weight_dtype=INT8)
-            state = step.shard(params, x)
-            found.append(np.asarray(step(state, x)))
-            if on == "1":
-                assert engines.why_not(step) == []
-                rows = [r for r in step.describe(state, x).traffic if r.op == "all-gather"]
-                assert {r.dtype for r in rows} == {"uint8"}
-    partitioned, interpreted = found
-    np.testing.assert_allclose(partitioned, interpreted, rtol=1e-9)

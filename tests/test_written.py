@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax import lax
 
-import engines
+
 import small
 import zoo
 from jzero.segments import _partitioned
@@ -206,7 +206,6 @@ def test_it_trains_what_its_devices_do(loss, mesh):
     axes = MESHES[mesh]
     run, _, found = trained(step_of(loss), axes, stage=3)
     same(found, reference(step_of(loss), int(np.prod([*axes.values()]))))
-    assert engines.why_not(run) == []
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -216,20 +215,6 @@ def test_in_each_stage(mesh, stage):
     step = step_of(synchronised, clips=True)
     run, _, found = trained(step, axes, stage=stage)
     same(found, reference(step, int(np.prod([*axes.values()]))))
-    assert engines.why_not(run) == []
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
-def test_it_moves_no_more_than_when_it_is_interpreted(loss, stage, monkeypatch):
-    run, state, found = trained(step_of(loss), MESHES["4"], stage=stage)
-    assert engines.why_not(run) == []
-    monkeypatch.setenv(_partitioned.SWITCH, "0")
-    other, old, expected = trained(step_of(loss), MESHES["4"], stage=stage)
-    assert engines.why_not(other) != []
-    same(found, expected)
-    for new, before in zip(moved(run, state), moved(other, old), strict=True):
-        assert not new - before, (new, before)
 
 
 def over(names):
@@ -266,7 +251,6 @@ def test_sums_over_one_axis_of_two():
         expected, wanted = jax.jit(both)(expected, x)
         same(found, wanted)
     same(run.unshard(state), expected)
-    assert engines.why_not(run) == []
 
 
 def test_rows_and_keys():
@@ -284,7 +268,6 @@ def test_rows_and_keys():
     expected, wanted = jax.vmap(step, (None, 0, 0), axis_name=AXIS)(w, x.reshape(4, 4, 8), keys)
     same(run.unshard(new), expected[0])
     same(found, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), wanted))
-    assert engines.why_not(run) == []
 
 
 def test_groups_of_devices():
@@ -301,7 +284,6 @@ def test_groups_of_devices():
     parts = (x.reshape(2, 8, 8) - means[:, None]).reshape(16, 8)
     grads = jax.grad(lambda w: ((parts @ w) ** 2).mean())(w)
     same((run.unshard(found[0]), found[1]), (w - 0.1 * grads, (means**2).sum(1).mean()))
-    assert engines.why_not(run) == []
 
 
 def test_every_device_prints(capfd):
@@ -315,10 +297,8 @@ def test_every_device_prints(capfd):
     jax.block_until_ready(w)
     jax.effects_barrier()
     assert sorted(capfd.readouterr().out.split("\n")) == ["", *(f"of {i}" for i in range(4))]
-    assert engines.why_not(run) == []
 
 
-def test_in_microbatches_it_is_interpreted():
+def test_to_it_microbatches_are_devices_in_time():
     run, _, found = trained(step_of(plain), MESHES["2"], accumulate=2)
     same(found, reference(step_of(plain), 4))
-    assert engines.why_not(run) == ["collectives of its own with accumulate"]

@@ -7,7 +7,7 @@ what changed and whether it is better. `tests/run_golden.py` is the command.
 
 from collections.abc import Mapping
 
-from ._judge import Verdict, between_engines, compared
+from ._judge import Verdict, compared
 from ._large import H200, LARGE, compiled, sharded, traced
 from ._record import Record, record, values
 from ._stored import FOLDER, read, with_tolerance, write
@@ -43,7 +43,6 @@ __all__ = [
     "axes_of",
     "Row",
     "Verdict",
-    "between_engines",
     "compared",
     "H200",
     "LARGE",

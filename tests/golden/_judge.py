@@ -1,10 +1,7 @@
 """What changed in a row, and whether that is better."""
 
 import difflib
-import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ._record import Record
@@ -48,70 +45,6 @@ def compared(name: str, old: Record, new: Record) -> Verdict | None:
     before, after = (text(name, record).splitlines() for record in (old, new))
     diff = "\n".join(difflib.unified_diff(before, after, "stored", "now", n=1, lineterm=""))
     return Verdict(*_word(old, new), diff)
-
-
-def between_engines(old: Record, new: Record, axes: Mapping[str, int]) -> Verdict:
-    """The verdict on a row that another engine ran than stored it.
-
-    Its word is 'equal', 'better' or 'worse' (by the bytes that reach a device over each axis, the number of
-    collectives, and temporaries: whatever is more is worse), 'falls back' (the stored engine ran it),
-    'refused' (by both), 'differs' (in values, layouts at rest, or refused by one) or 'fails'.
-    """
-    new = with_tolerance(old, new)
-    if "failed" in new:
-        return Verdict("fails", new["failed"][-1], "\n".join(new["failed"][-7:-1]))
-    if "refused" in old and old["refused"] == new.get("refused"):
-        return Verdict("refused", "", "")
-    if new.get("engine", ["partitioned"]) != ["partitioned"]:
-        return Verdict("falls back", "; ".join(new["engine"]), "")
-    for section in ("refused", "values", "layouts at rest"):
-        if old.get(section) != new.get(section):
-            a, b = old.get(section, []), new.get(section, [])
-            diff = difflib.unified_diff(a, b, "stored", "now", n=0, lineterm="")
-            return Verdict("differs", section, "\n".join(diff))
-    was, now = (_moved(record, axes) for record in (old, new))
-    both = sorted({*was, *now})
-    whys = [f"{key} {was[key]:,} -> {now[key]:,}" for key in both if was[key] != now[key]]
-    word = "worse" if any(now[key] > was[key] for key in now) else "better" if whys else "equal"
-    return Verdict(word, "; ".join(whys), "")
-
-
-_EVENT = re.compile(r"( *)([a-z-]+)[^:]* over ([^:]+?)(?: along \d+)?: .*?([\d,]+) bytes")
-_LOOP = re.compile(r"( *)(?:scan x (\d+)|while|cond[^:]*):")
-
-
-def _moved(record: Record, axes: Mapping[str, int]) -> Counter[str]:
-    """Of a row's program: bytes that reach a device over each axis, collectives, and temporaries.
-
-    A `while` counts as one iteration, a `cond` as all of its branches.
-    """
-    found, loops = Counter[str](), list[tuple[int, int]]()
-    for line in record.get("program", []):
-        depth = len(line) - len(line.lstrip())
-        loops = [loop for loop in loops if loop[0] < depth]
-        if (loop := _LOOP.fullmatch(line)) is not None:
-            loops.append((depth, int(loop.group(2) or 1)))
-        elif (event := _EVENT.match(line)) is not None:
-            _, op, over, nbytes = event.groups()
-            times = math.prod(num for _, num in loops)
-            found["collectives"] += times
-            for axis, num in _received(op, over.split(", "), int(nbytes.replace(",", "")), axes):
-                found[f"bytes over {axis}"] += num * times
-    for line in record.get("temporaries", []):
-        found["temporaries"] = int(line.split()[0].replace(",", ""))
-    return found
-
-
-def _received(
-    op: str, over: list[str], nbytes: int, axes: Mapping[str, int]
-) -> Iterator[tuple[str, int]]:
-    """As `jzero.ir._layout` counts: an all-reduce is a reduce-scatter and an all-gather."""
-    nbytes *= 2 if op == "all-reduce" else 1
-    over = [axis for axis in axes if axis in over]
-    sizes = [axes[axis] for axis in over]
-    for i, axis in enumerate(over):
-        inner = math.prod(sizes[i + 1 :])
-        yield axis, nbytes * (sizes[i] - 1) * inner // math.prod(sizes)
 
 
 def _word(old: Record, new: Record) -> tuple[str, str]:

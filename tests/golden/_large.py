@@ -17,7 +17,7 @@ import jzero
 from experiments.rivals import measure, zoo
 from experiments.shared import records
 
-from ._record import Record, described, engine, events, options_text
+from ._record import Record, described, events, options_text
 
 TOPOLOGY: dict[str, Any] = {"target": "h200", "topology": "1x8"}
 ONE, TWO = {"data": 8}, {"node": 2, "local": 4}
@@ -68,7 +68,7 @@ def traced(name: str) -> Record:
     row = LARGE[name]
     with jax.enable_x64(False):
         step, state, batch = sharded(name)
-        found = {"row": [_title(row)], **described(step.describe(state, batch))} | engine(step)
+        found = {"row": [_title(row)], **described(step.describe(state, batch))}
         return found | {"program": events(jax.make_jaxpr(step)(state, batch))}
 
 

@@ -16,11 +16,9 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-import engines
 import exactness
 import jzero
 from exactness._compare import configured
-from jzero.segments import _partitioned
 from jzero.sharding.plan import _wire
 
 from ._watch import aliased, watched
@@ -115,7 +113,7 @@ def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
         state = sharded.shard(state, *batches[0])
     report = sharded.describe(state, *batches[0])
     alone = _program(sharded, state, batches[0])
-    found = engine(sharded) | described(report)
+    found = described(report)
     if alone is None:
         found["collectives in order"] = [_collective(each) for each in report.traffic]
     else:
@@ -131,15 +129,6 @@ def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
         found["streamed"] = seen.streamed
     found["values"] = values(trained)
     return found
-
-
-def engine(sharded: Any) -> Record:
-    """What runs a step that was asked for before; nothing with `JZERO_PARTITION=0`."""
-    if not _partitioned.is_on():
-        return {}
-    whys = engines.why_not(sharded)
-    reasons = [re.sub(r" at \S+:\d+(:\d+)?( \([^)]*\))?", "", why) for why in whys]  # Lines move.
-    return {"engine": [f"interpreted: {why}" for why in reasons] or ["partitioned"]}
 
 
 def described(report: Any) -> Record:

@@ -6,22 +6,21 @@ are found about its variables:
 
 * **varying** (here): the mesh axes over which the value differs between devices. jzero's own dataflow.
 * **linked dims** (`_links.py`): dims that are sharded together.
-* **needs** (`_needs.py`): who needs the whole value, and what feeds the batch.
+* **feeds batch** (`_feeds.py`): which inputs flow into compute that differs between devices.
 * **residuals** (`_residuals.py`): what waits on the host for a backward pass, if it shall.
-* **lone products** (`_lone.py`): what only a sum over the devices reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from jax.typing import ArrayLike
 
 from jzero.ir import _rules
-from jzero.ir._regions import Region, variables
+from jzero.ir._regions import Region
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -46,13 +45,6 @@ class Frame(Region):
     varying: dict[Var, Varying] = dataclasses.field(default_factory=dict)
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
     unreduced: set[Var] = dataclasses.field(default_factory=set)
-    stacked: set[Var] = dataclasses.field(default_factory=set)  # [Note: stacks of sums]
-    held: set[Var] = dataclasses.field(default_factory=set)
-    local_gradients: set[Var] = dataclasses.field(default_factory=set)
-    own_gradients: set[Var] = dataclasses.field(default_factory=set)
-    needs_full: set[Var] = dataclasses.field(default_factory=set)
-    feeds_batch: set[Var] = dataclasses.field(default_factory=set)
-    lone_products: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
 
     def inner(self, eqn: Eqn) -> Sequence[Frame]:
         place = self._places.get(id(eqn))  # None of one that was written in the place of another.
@@ -61,10 +53,6 @@ class Frame(Region):
     @functools.cached_property
     def _places(self) -> dict[int, int]:
         return {id(eqn): index for index, eqn in enumerate(self.jaxpr.eqns)}
-
-    def last_use(self, var: Var) -> int:
-        """Where `var` is read last: an equation's index, or the number of equations if it is returned."""
-        return self.readers.get(var, [-1])[-1]
 
     def varies(self, atom: Atom) -> Varying:
         """The axes over which `atom` differs between devices."""
@@ -100,8 +88,6 @@ def build_frames(
         outs = flow(frame, index, eqn, frame.reads(eqn))
         frame.varying |= dict(zip(eqn.outvars, outs, strict=True))
         _note_unreduced(frame, index, eqn)
-        _note_stacked(frame, index, eqn)
-        _note_local_gradients(frame, index, eqn)
     return frame
 
 
@@ -117,18 +103,6 @@ def frames_of(program: Region, varies: Callable[[Region, Atom], Varying]) -> Fra
             for child in frame.children[index]:
                 child.around = frame, eqn
     return frame
-
-
-def _note_local_gradients(frame: Frame, index: int, eqn: Eqn) -> None:
-    """Notes what comes out of a backward pass and still differs between devices."""
-    varying = {out for out in eqn.outvars if frame.varies(out)}
-    if not varying:
-        return
-    read = not frame.local_gradients.isdisjoint(variables(eqn.invars))
-    made = read or frame.pass_of(eqn) == "backward"
-    frame.local_gradients |= (
-        varying if made else varying & _returned(frame, index, eqn, lambda c: c.local_gradients)
-    )
 
 
 def _returned(frame: Frame, index: int, eqn: Eqn, noted: Callable[[Frame], set[Var]]) -> set[Var]:
@@ -177,9 +151,6 @@ def _flow_scan(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> list[V
             break
         carry = new
     frame.children[index] = [child]
-    for i in running_sums(child, scan.num_consts, scan.num_carry):
-        for term in _terms(child, child.jaxpr.invars[scan.num_consts + i]):
-            _hold(child, term)
     return [*carry, *child.out_varying[scan.num_carry :]]
 
 
@@ -233,7 +204,7 @@ def split(items: Sequence[Item], *sizes: int) -> list[list[Item]]:
 
 
 def is_unreduced(frame: Frame, atom: Atom) -> bool:
-    """Whether `atom` may reach the interpreter as a reduction that has not run yet."""
+    """Whether `atom` is a sum over the devices that may wait for what reads it."""
     return not _jaxpr.is_literal(atom) and atom in frame.unreduced
 
 
@@ -251,88 +222,6 @@ def _note_unreduced(frame: Frame, index: int, eqn: Eqn) -> None:
     elif _rules.sum_waits(eqn):
         if all(is_unreduced(frame, atom) for atom in eqn.invars):
             frame.unreduced.update(eqn.outvars)
-
-
-def running_sums(frame: Frame, num_consts: int, num_carry: int) -> frozenset[int]:
-    """Carries of a scan body that only collect reductions: `carry + psum(x)`, used nowhere else.
-
-    Summing is linear, so they can be summed on each device and reduced once after the loop: the gradient
-    of what a time loop closes over (an RNN's weights) then costs one reduction, not one per time step.
-    """
-    jaxpr, uses = frame.jaxpr, num_reads(frame.jaxpr)
-    sums = set()
-    for i, start in enumerate(jaxpr.invars[num_consts : num_consts + num_carry]):
-        var = start
-        while uses.get(var, 0) == 1 and var is not jaxpr.outvars[i]:
-            added = _added(frame, var)
-            if added is None or not (is_unreduced(frame, added[1]) or added[1] in frame.stacked):
-                break
-            var = added[0]
-        if var is jaxpr.outvars[i] and var is not start and uses.get(var, 0) == 1:
-            sums.add(i)
-    return frozenset(sums)
-
-
-def _added(frame: Frame, var: Var) -> tuple[Var, Var] | None:
-    """The sum of a variable and something, and what that is."""
-    first = frame.readers.get(var, [len(frame.jaxpr.eqns)])[0]
-    if first == len(frame.jaxpr.eqns):
-        return None
-    eqn = frame.jaxpr.eqns[first]
-    if eqn.primitive.name not in _rules.ADDS:
-        return None
-    others = variables(atom for atom in eqn.invars if atom is not var)
-    return (eqn.outvars[0], others[0]) if others else None
-
-
-def _terms(frame: Frame, var: Var) -> Iterator[Var]:
-    """What a body adds to a carry that only collects."""
-    while (added := _added(frame, var)) is not None:
-        var, term = added
-        yield term
-
-
-# [Note: stacks of sums]
-# A loop over layers reduces the gradients of each layer as it makes them, and hands out a stack of shards. In
-# a loop whose turns all read the same weights (the ticks of a pipeline, time steps of several layers) that
-# stack is a term of a running sum: its layers' sums are not taken in the turn, but once, after the outer loop
-# (test_pipelines.py::test_gradients_are_reduced_once_and_not_in_each_tick).
-
-
-def _note_stacked(frame: Frame, index: int, eqn: Eqn) -> None:
-    """Notes stacks of sums over the devices, and what only rearranges one."""
-    (child, *_) = frame.children.get(index, [None])
-    if eqn.primitive.name == "scan" and child is not None:
-        first = _jaxpr.scan_parts(eqn).num_carry
-        made = zip(eqn.outvars[first:], child.jaxpr.outvars[first:], strict=True)
-        frame.stacked |= {out for out, atom in made if is_unreduced(child, atom)}
-    elif child is not None and _jaxpr.call_parts(eqn) is not None:
-        frame.stacked |= _returned(frame, index, eqn, lambda child: child.stacked)
-    elif _rearranges(eqn) and not frame.stacked.isdisjoint(variables(eqn.invars)):
-        frame.stacked.update(eqn.outvars)
-
-
-def _hold(frame: Frame, atom: Var) -> None:
-    """Notes the stacks behind a term of a running sum: their loops do not take the sums."""
-    if atom not in frame.stacked:
-        return
-    makes = ((i, e) for i, e in enumerate(frame.jaxpr.eqns) if any(o is atom for o in e.outvars))
-    index, eqn = next(makes)
-    if eqn.primitive.name == "scan":
-        frame.held.add(atom)
-    elif _rearranges(eqn):
-        _hold(frame, _jaxpr.variable(eqn.invars[0]))
-    else:
-        (child,) = frame.children[index]
-        place = [out is atom for out in eqn.outvars].index(True)
-        _hold(child, _jaxpr.variable(child.jaxpr.outvars[place]))
-
-
-def _rearranges(eqn: Eqn) -> bool:
-    """Whether a sum may wait through an equation of one operand."""
-    return len(eqn.invars) == 1 and (
-        _rules.sum_waits(eqn) or eqn.primitive.name in _rules.IDENTITIES
-    )
 
 
 def num_reads(jaxpr: Jaxpr) -> dict[Var, int]:

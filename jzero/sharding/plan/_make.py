@@ -14,10 +14,9 @@ from jax.sharding import Mesh
 
 from jzero._errors import StepError, message
 from jzero._memory_kinds import DEVICE
+from jzero.sharding.analysis._feeds import feed_batch
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
-from jzero.sharding.analysis._needs import note_feeds_batch
-from jzero.sharding.analysis._own_gradients import note_own_gradients
 from jzero.sharding.analysis._regions import Names
 from jzero.sharding.analysis._residuals import residuals
 from jzero.sharding.analysis._tables import Tables, looked_up
@@ -29,7 +28,6 @@ from jzero.sharding.plan._owners import SharedOut, shared_out
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._stages import PARAMETER, StateLeaf
-from jzero.sharding.plan._trace import TracedStep
 from jzero.tracing import _call
 
 
@@ -102,7 +100,6 @@ def make_plan(
     policy, automatic = options.offload, tuple(setting.automatic)
     reduce_codes = options.reduce_codes(setting.axes)
     if options.gather_dtype is not None or any(reduce_codes.values()):
-        note_own_gradients(frame)
         layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.gather_dtype)
     resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes, automatic)
     # Of what is one device's, or one microbatch's, arguments have so many times the shape.
@@ -166,15 +163,8 @@ def _laid_out(
         )
     if setting.options.needs_masters:
         links.link_returned(frame, len(leaves))
-    feeds = _feed_batch(local.traced, len(leaves), setting)
+    feeds = feed_batch(frame)[: len(leaves)]
     return links, _leaves.plan_leaves(leaves, feeds, stage_axes, frame, links, tables)
-
-
-def _feed_batch(traced: TracedStep, num_leaves: int, setting: Setting) -> list[bool]:
-    """Which leaves feed the batch in the step as it is written: one device's may lack what nobody reads."""
-    frame = traced.frame
-    note_feeds_batch(frame)
-    return [var in frame.feeds_batch for var in frame.jaxpr.invars[:num_leaves]]
 
 
 def _has_owners(setting: Setting) -> bool:

@@ -27,8 +27,7 @@ from jzero.ir._regions import Region
 from jzero.ir._rows import NO_ROWS, RowDims, row_dims
 from jzero.ir._work import Repeated, repeated
 from jzero.sharding.analysis import _frames
-from jzero.sharding.analysis._frames import Frame, Varying
-from jzero.sharding.analysis._kinds import uncut_checkpoints
+from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.partition._run import shard_map_error
 from jzero.tracing import _call, _jaxpr, _keys, _reading, _rewrite, _weak
 from jzero.tracing._differences import without_differences
@@ -351,7 +350,7 @@ def trace_written(
     if accumulates or has_masters:
         jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)
         jaxpr = without_differences(jaxpr) if has_masters else jaxpr
-    frame = _frame_of(jaxpr, consts, in_varying, accumulates)
+    frame = _frames.build_frames(jaxpr, consts, in_varying)
     _check_axes(frame)
     return TracedStep(frame, traced.out_tree, traced.out_avals, WRITTEN)
 
@@ -423,18 +422,6 @@ def _check_axes(frame: Frame) -> None:
             "A step with collectives of its own may name the data axes only.",
             "Reduce that dim with jnp.sum, jnp.mean or jnp.max outside of the vmap.",
             things="collectives", shown=8))  # fmt: skip
-
-
-def _frame_of(
-    jaxpr: Jaxpr, consts: list[ArrayLike], varying: Sequence[Varying], accumulates: bool
-) -> Frame:
-    """The root frame; in microbatches without the checkpoints that no loop over them could run through."""
-    frame = _frames.build_frames(jaxpr, consts, varying)
-    while accumulates and (uncut := uncut_checkpoints(frame)):
-        eqns = {id(frame.jaxpr.eqns[index]) for index in uncut}
-        flat, consts = _rewrite.flatten_calls(frame.jaxpr, consts, lambda eqn: id(eqn) in eqns)  # noqa: B023
-        frame = _frames.build_frames(flat, consts, varying)
-    return frame
 
 
 def global_shapes(

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which inputs of a step flow into compute that differs between devices: that is what makes a parameter."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from jzero.ir import _rules
+from jzero.ir._dataflow import backward
+from jzero.ir._regions import Edge, EdgeKind, Region, edges, turns
+from jzero.sharding.analysis._frames import Frame
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn
+
+
+def feed_batch(frame: Frame) -> list[bool]:
+    """Whether each input of a step does so."""
+    found = backward(frame, {}, _step, operator.or_, False, _across)
+    return [found.get((frame, var), False) for var in frame.jaxpr.invars]
+
+
+def _is_of_a_pass(region: Region, eqn: Eqn) -> bool:
+    assert isinstance(region, Frame)
+    # A weight that only a penalty reads, and no row, is a parameter too.
+    return region.pass_of(eqn) is not None or any(map(region.varies, eqn.outvars))
+
+
+def _step(region: Region, eqn: Eqn, outs: Sequence[bool]) -> Sequence[bool]:
+    if eqn.primitive.name in _rules.IDENTITIES or eqn.primitive.name == "optimization_barrier":
+        return outs
+    return [_is_of_a_pass(region, eqn) or any(outs)] * len(eqn.invars)
+
+
+def _across(eqn: Eqn, edge: Edge, feeds: bool) -> bool:
+    (source, _), (target, _) = edge.source, edge.target
+    inside = source.around is not None and source.around[1] is eqn
+    holder = source.around[0] if source.around is not None and inside else source
+    if edge.kind is EdgeKind.PREDICATE:
+        # Whether a turn or a branch runs is no part of what it computes.
+        return (feeds and target is holder) or _is_of_a_pass(holder, eqn)
+    if edge.kind is EdgeKind.PAST:  # A loop of so many turns has one.
+        return feeds and turns(eqn) is None
+    return feeds or (edge.kind is EdgeKind.IN and _is_chosen(holder, eqn))
+
+
+def _is_chosen(holder: Region, eqn: Eqn) -> bool:
+    """Whether each device chooses for itself which program of an equation runs."""
+    assert isinstance(holder, Frame)
+    choices = (edge.source for edge in edges(holder, eqn) if edge.kind is EdgeKind.PREDICATE)
+    return any(
+        region is holder and not _jaxpr.is_literal(x) and bool(holder.varies(x))
+        for region, x in choices
+    )
