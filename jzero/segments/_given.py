@@ -75,7 +75,7 @@ class TypedPart(NamedTuple):
       taken: of each input, which one of the step's inputs it is, by index; None of what another part gives.
       ins: the inputs' layouts.
       made: of each result, which one of the step's results it is; None of what another part takes.
-      outs: the results' layouts.
+      outs: the results' layouts; None where the partitioner chooses.
       reduced: for the first results, what is said of the gradients of which they are made.
       donated: inputs, by index, whose memory results may take.
       unmasked: results, by index, whose padding may be anything; else it is zero.
@@ -85,7 +85,7 @@ class TypedPart(NamedTuple):
     taken: Sequence[int | None]
     ins: Sequence[DeviceInput]
     made: Sequence[int | None]
-    outs: Sequence[Layout]
+    outs: Sequence[Layout | None]
     reduced: Sequence[Hint | None] = ()
     donated: frozenset[int] = frozenset()
     unmasked: frozenset[int] = frozenset()
@@ -119,7 +119,9 @@ def whole_step(
     step, num_new = given_step(plan, analysis, time), len(plan.new_leaves)
     taken = [i for i in range(len(step.jaxpr.invars)) if i not in plan.unread]
     ins = [*arguments(plan, step, mesh, time)]
-    outs = [*(stored(leaf, mesh) for leaf in plan.new_leaves), *results(plan, step, mesh)]
+    # Who partitions all of a step sees best which results have rows.
+    others = [None] * len(plan.outputs) if step.written is None else results(plan, step, mesh)
+    outs = [*(stored(leaf, mesh) for leaf in plan.new_leaves), *others]
     reduced = [reduced_hint(leaf, mesh) for leaf in plan.new_leaves]
     donated = frozenset(k for k, i in enumerate(taken) if i < num_new)
     step, ins = step.taking(taken), [ins[i] for i in taken]

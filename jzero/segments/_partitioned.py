@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jzero.ir._errors import NeedsAllMicrobatchesError
 from jzero.ir._layout import Layout, Prices
@@ -39,7 +40,7 @@ from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._tiles import tiles
 from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.passes._whole_stacks import whole_stacks
-from jzero.sharding.plan._layout import Shard
+from jzero.sharding.plan._layout import Shard, of_spec
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.targets._links import AxisTimes, axis_times
@@ -89,10 +90,18 @@ class Partitioned:
     run: Callable[..., Any]
 
     def described(self, plan: StepPlan) -> StepPlan:
-        """The plan, with the program's own loops over microbatches, and what of it waits on the host."""
-        microbatches = dataclasses.replace(plan.microbatches, loops=self.program.loops)
-        residuals = None if plan.activations is None else self.program.residuals
-        return dataclasses.replace(plan, microbatches=microbatches, activations=residuals)
+        """The plan, with what the program says: its loops, what waits on the host, and where results lie."""
+        program, num_new = self.program, len(plan.new_leaves)
+        outputs = [*plan.outputs]
+        for i, wanted, layout in zip(self.part.made, self.part.outs, program.outs, strict=True):
+            if i is not None and wanted is None:
+                outputs[i - num_new] = of_spec(layout.spec() or PartitionSpec())
+        return dataclasses.replace(
+            plan,
+            microbatches=dataclasses.replace(plan.microbatches, loops=program.loops),
+            activations=None if plan.activations is None else program.residuals,
+            outputs=tuple(outputs),
+        )
 
     @property
     def program(self) -> DeviceProgram:

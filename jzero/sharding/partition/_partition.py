@@ -169,8 +169,10 @@ def _returned(
         return wanted
     frame.settle(value)
     layout, whole = value.layout, frame.whole(value.aval.shape)
-    if not value.rows or value.rows & frame.over_time:
+    if not value.rows:
         return whole
+    if value.rows & frame.over_time:  # They come together, in the order of the batch.
+        return _contiguous(frame, value)
     # JAX has no arrays in unequal parts, nor in blocks that are dealt out.
     is_padded = any(dim.pad is not None for dim in layout.dims)
     if layout.spec() is not None and (keeps_padding or not is_padded):
@@ -183,7 +185,7 @@ def _returned(
 def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:
     """Rows that are dealt out, or beside padding, as even ones in one block, where there are such."""
     found = frame.whole(value.aval.shape)
-    axes = [axis for axis in frame.mesh if axis in value.rows]
+    axes = [axis for axis in frame.mesh if axis in value.rows - frame.over_time]
     for d, dim in enumerate(value.layout.dims):
         own = [axis for axis in axes if any(cut.axis == axis for cut in dim.cuts)]
         if own and dim.true % value.layout.num(own) == 0:
