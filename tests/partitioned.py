@@ -15,7 +15,6 @@ import numpy as np
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
-import jzero
 from jzero.ir._layout import Layout, from_spec, replicated
 from jzero.ir._regions import turns
 from jzero.ir._starts import in_bounds
@@ -240,15 +239,6 @@ KINDS = {
     "all_gather": "gather", "reduce_scatter": "scatter", "all_to_all": "exchange", "psum": "reduce",
     "pmax": "reduce", "pmin": "reduce", "ppermute": "permute",
 }  # fmt: skip
-
-
-def moved_by_the_other_engine(case: Case) -> dict[str, tuple[int, int]]:
-    """The same as `moved`, of `jzero.shard_train_step`."""
-    kinds = (AxisType.Auto,) * len(case.mesh)
-    mesh = jax.make_mesh(tuple(case.mesh.values()), tuple(case.mesh), axis_types=kinds)
-    step = jzero.shard_train_step(case.step, stage=case.stage, mesh=mesh, min_shard_bytes=0)
-    traced = jax.make_jaxpr(step)(jax.eval_shape(case.init), jax.eval_shape(lambda: case.batch))
-    return collectives(traced.jaxpr, case.mesh)
 
 
 def collectives(jaxpr, mesh) -> dict[str, tuple[int, int]]:

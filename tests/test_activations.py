@@ -141,7 +141,7 @@ two_written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN[1:3], ids=N
 @written
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trains_as_one_device_does(scan, recompute, stage):
-    train_step = moves(scan, recompute, stage=stage)
+    moves(scan, recompute, stage=stage)
 
 
 @pytest.mark.alternating

@@ -17,19 +17,12 @@ import zoo
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, turns
 from jzero.sharding.analysis import (
-    _frames,
-    _lone,
-    _needs,
     _new_leaves,
-    _own_gradients,
     _product_reads,
 )
 from jzero.sharding.plan import _make
 from jzero.tracing import _jaxpr
 from sampling import check
-
-# The analyses are the interpreter's.
-pytestmark = pytest.mark.usefixtures("interpreted")
 
 # One of each bundle's setting; all of them are slow. A device that is alone has nothing that differs.
 SAMPLED = [
@@ -41,22 +34,15 @@ SAMPLED = [
 
 @contextlib.contextmanager
 def analysed():
-    """Frames that plans are made of, with their links and what owners run."""
-    found, original, needs = [], _make._laid_out, _needs.note_needs_full
+    """Frames that plans are made of, with their links."""
+    found, original = [], _make._laid_out
 
     def laid_out(frame, *args):
         links, layouts = original(frame, *args)
-        found.append((frame, links, ()))
+        found.append((frame, links))
         return links, layouts
 
-    def note_needs_full(frame, owned, copied):
-        found[-1] = (*found[-1][:2], owned)
-        needs(frame, owned, copied)
-
-    with (
-        mock.patch.object(_make, "_laid_out", laid_out),
-        mock.patch.object(_make, "note_needs_full", note_needs_full),
-    ):
+    with mock.patch.object(_make, "_laid_out", laid_out):
         yield found
 
 
@@ -92,15 +78,15 @@ def test_facts_of_sampled_steps(seed):
         assert_same(*each)
 
 
-def assert_same(frame, links, owned):
-    differences, counts = compared(frame, links, owned)
-    assert counts["varying"]
+def assert_same(frame, links):
+    differences, counts = compared(frame, links)
+    assert counts["links"]
     assert not differences, "\n".join(differences[:20])
 
 
-def compared(frame, links, owned):
+def compared(frame, links):
     """Where the facts of a frame differ from those on edges, and how many there are of each kind."""
-    differ, sums = facts.varying(frame, [frame.varies(var) for var in frame.jaxpr.invars])
+    differ = {(r, var): r.varies(var) for r in frame.regions() for var in values(r)}
     differences, counts = [], collections.Counter[str]()
 
     def compare(kind, region, what, mine, theirs):
@@ -109,40 +95,11 @@ def compared(frame, links, owned):
             at = region.at_line(what) if hasattr(what, "primitive") else what
             differences.append(f"{kind} of {at}: {mine}, not {theirs}")
 
-    for region in frame.regions():
-        region.needs_full.clear()
-    _needs.note_needs_full(frame, owned)
-    _needs.note_feeds_batch(frame)
-    full, feeds = facts.needs_full(frame, differ, owned), facts.feeds_batch(frame, differ)
-    for region in frame.regions():
-        for var in values(region):
-            here = region, var
-            compare("varying", *here, differ.get(here, frozenset()), region.varying[var])
-            compare("unreduced", *here, here in sums, var in region.unreduced)
-            compare("needs full", *here, here in full, var in region.needs_full)
-            compare("feeds batch", *here, here in feeds, var in region.feeds_batch)
-    _own_gradients.note_own_gradients(frame)
-    own = facts.own_gradients(frame)
-    for region in frame.regions():
-        for eqn in region.jaxpr.eqns:
-            if eqn.primitive.name in _frames.REDUCTIONS:
-                for out in eqn.outvars:
-                    theirs = out in region.own_gradients
-                    compare("own gradients", region, out, (region, out) in own, theirs)
     names = {var: str(i) for i, var in enumerate(frame.jaxpr.invars)}
     views = facts.read_through_views(frame, names)
     read = _product_reads.read_through_views(frame, names)
     for name in names.values():
         compare("read by products", frame, name, name in views, name in read)
-    for once in (False, True):
-        lone = facts.lone_products(frame, differ, sums, once)
-        for region in frame.regions():
-            region.lone_products.clear()
-        _lone.note_lone_products(frame, once)
-        for region in frame.regions():
-            for var in values(region):
-                theirs = region.lone_products.get(var)
-                compare("lone products", region, var, lone.get((region, var)), theirs)
     num = len(frame.jaxpr.outvars)
     for stops in (), range(0, len(frame.jaxpr.eqns), 7):
         mine, theirs = (of.new_leaves(frame, num, stops) for of in (facts, _new_leaves))

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 import zoo
-from jzero.sharding.cut import _fused_loops, _growing_loop
 from jzero.segments._runner import Runner
+from jzero.sharding.cut import _fused_loops, _growing_loop
 from jzero.tracing import _jaxpr, _rewrite
 
 TURNS = 4

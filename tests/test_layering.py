@@ -31,7 +31,6 @@ FLOORS = (
     ("sharding/cut", "sharding/passes"),
     ("sharding/partition",),
     ("sharding/plan",),
-    ("sharding/run",),
     ("offload/memory",),
     ("segments", "offload/kernels"),
     ("offload",),

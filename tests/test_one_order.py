@@ -14,8 +14,8 @@ import pytest
 
 import jzero
 import small
-from jzero.sharding.analysis import _residuals
 from jzero.segments import _runner
+from jzero.sharding.analysis import _residuals
 
 LAYERS, WIDTH, ROWS = 4, 16, 16
 COLLECTIVES = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"}

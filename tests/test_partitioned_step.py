@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-import engines
 import jzero
 import partition_steps
 import partitioned

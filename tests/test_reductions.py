@@ -1,10 +1,7 @@
 """Large gradients do not wait: each is reduced before the next is due, and none through a loop."""
 
-import collections
 import functools
 import itertools
-import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp

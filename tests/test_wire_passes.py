@@ -16,7 +16,6 @@ import partition_steps
 import small
 import test_passes as by_hand
 from experiments.passes import explicit
-from jzero.segments import _partitioned
 from jzero.sharding.passes import _codes, _waits
 from jzero.sharding.passes._gather_codes import gather_codes
 from jzero.sharding.passes._keep_gathered import keep_gathered
@@ -24,7 +23,6 @@ from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._reduce_codes import CodedAxes, reduce_codes
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
-from jzero.sharding.plan import _wire
 from jzero.tracing import _jaxpr
 
 pytestmark = pytest.mark.alternating

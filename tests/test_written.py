@@ -10,10 +10,8 @@ import optax
 import pytest
 from jax import lax
 
-
 import small
 import zoo
-from jzero.segments import _partitioned
 
 pytestmark = pytest.mark.alternating
 

@@ -28,7 +28,7 @@ from jzero.sharding.plan._owners import SharedOut, shared_out
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._stages import PARAMETER, StateLeaf
-from jzero.tracing import _call
+from jzero.tracing import _call, _rewrite
 
 
 def _check_sizes(leaves: Sequence[StateLeaf], setting: Setting) -> None:
@@ -191,11 +191,10 @@ def _updates(frame: Frame, num_leaves: int) -> bool:
 
 
 def _unread(frame: Frame, num_leaves: int) -> frozenset[int]:
-    """The leaves, by index, that the step does not read."""
-    read = {id(atom) for eqn in frame.jaxpr.eqns for atom in eqn.invars}
-    read |= set(map(id, frame.jaxpr.outvars))
+    """The leaves, by index, that nothing reads of what the step returns."""
+    _, read = _rewrite.behind(frame.jaxpr.eqns, frame.jaxpr.outvars)
     invars = frame.jaxpr.invars[:num_leaves]
-    return frozenset(i for i, var in enumerate(invars) if id(var) not in read)
+    return frozenset(i for i, var in enumerate(invars) if var not in read)
 
 
 def _loop_bytes(setting: Setting) -> int:
