@@ -17,8 +17,9 @@ import pytest
 from jax import lax
 
 import small
+from jzero.ir._layout import replicated
 from jzero.sharding.analysis import _traffic
-from jzero.sharding.plan._one_device import on_one_device
+from jzero.sharding.partition._partition import DeviceInput, partition
 from jzero.tracing import _jaxpr, _rewrite
 
 DEVICES = (8, 512)
@@ -31,15 +32,18 @@ def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 class Costs:
     """A step on so many devices: `step(params, *batch)`, the batch's leaves with rows along dim 0."""
 
-    def __init__(
-        self, step: Any, params: Any, batch: tuple[Any, ...], num: int, exchanges: bool = True
-    ):
+    def __init__(self, step: Any, params: Any, batch: tuple[Any, ...], num: int):
         traced = _jaxpr.trace_here(step, params, *batch)
         whole, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
-        rows: list[int | None] = [None] * len(jax.tree.leaves(params))
-        rows += [0 if leaf.ndim else None for leaf in jax.tree.leaves(batch)]
+        layouts = [replicated(x.aval.shape, {"data": num}) for x in whole.invars]
+        ins = [DeviceInput(x) for x in layouts[: len(jax.tree.leaves(params))]]
+        for leaf, layout in zip(jax.tree.leaves(batch), layouts[len(ins) :], strict=True):
+            own = layout.cut(0, "data") if leaf.ndim else layout
+            whole_rows = bool(leaf.ndim) and own.dims[0].pad is not None
+            ins.append(DeviceInput(own, own.axes, comes_whole=whole_rows))
         self.num = num
-        self.local = on_one_device(whole, consts, rows, 0, {"data": num}, exchanges)
+        outs = [None] * len(whole.outvars)
+        self.local = partition(whole, consts, {"data": num}, ins, outs)
         self.whole_flops = flops(whole)
 
     @property
@@ -527,13 +531,6 @@ def collectives_of(costs):
     return {eqn.primitive.name for eqn, _ in equations(costs.local.jaxpr)} & {
         "all_to_all", "reduce_scatter", "psum", "all_gather", "pmax", "pmin",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("loss", [transposed_loss, symmetric])
-def test_microbatches_exchange_and_scatter_nothing(loss):
-    rows = shape(B, F), shape(B, F)
-    found = Costs(jax.value_and_grad(loss), TOWERS, rows, 8, exchanges=False)
-    assert not collectives_of(found) & {"all_to_all", "reduce_scatter"}
 
 
 def test_a_sum_that_is_needed_whole_is_not_scattered_too():

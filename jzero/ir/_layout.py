@@ -32,9 +32,6 @@ from jzero.targets._links import AxisTimes
 
 Digits = list[tuple[int, int]]  # `(outer, n)` of cuts: the dim's index in mixed radix.
 LOCAL = frozenset({"slice", "mask", "pad", "unpad"})  # Kinds of steps that move nothing.
-_APART = frozenset(
-    {"exchange", "scatter", "permute"}
-)  # Those after which each device has got other parts.
 
 
 class AxisCut(NamedTuple):
@@ -446,16 +443,14 @@ class NoWayError(LookupError):
 
 @functools.lru_cache(maxsize=2**14)
 def conversion(
-    source: Layout, target: Layout, itemsize: int, prices: Prices = (), exchanges: bool = True,
-    still: str = "",
+    source: Layout, target: Layout, itemsize: int, prices: Prices = (), still: str = "",
 ) -> tuple[LayoutStep, ...]:  # fmt: skip
     """The cheapest steps from layout to layout (Dijkstra).
 
     Least `price_of`; then no collective over axes that are not in the mesh's order, which would cross the
     outer ones, whose links are slower, with all of it; then fewest collectives, bytes over outer axes, and
     steps; then what `_moves` has first. An axis goes where the target has it, or becomes replicated; a
-    partial sum may be scattered anywhere. Without `exchanges` all devices get the same: shards are gathered,
-    sums are done whole. Along the axis `still` nothing moves.
+    partial sum may be scattered anywhere. Along the axis `still` nothing moves.
 
     Raises:
       NoWayError: every way moves something along `still`.
@@ -471,7 +466,7 @@ def conversion(
             continue
         seen.add(now)
         for kind, axes, after in _moves(now, goal):
-            if not exchanges and kind in _APART or still in axes and kind not in LOCAL:
+            if still in axes and kind not in LOCAL:
                 continue
             step = LayoutStep(
                 kind, axes, now, _plain(after), _received(kind, axes, now, after, itemsize)

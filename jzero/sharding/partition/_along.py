@@ -130,7 +130,7 @@ def _exchanged_price(frame: DeviceFrame, value: DeviceValue, dim: int) -> float:
     free = [d for d, each in enumerate(layout.dims) if d != dim and not each.cuts]
     n = layout.num(axes)
     fit = [d for d in free if layout.dims[d].size % n == 0]
-    if not fit or frame.of_rows.intersection(axes):
+    if not fit or frame.over_time.intersection(axes):
         return math.inf
     return sum(frame.price(value, axis, fit[0], 1) for axis in axes)
 

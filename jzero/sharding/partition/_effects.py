@@ -39,7 +39,7 @@ def once(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Devic
         frame.reason += "; jzero.per_example does not cover effects"
     atoms = [frame.at(v, frame.whole(v.aval.shape)) for v in ins]
     ordered = _jaxpr.has_ordered_effects(eqn)
-    in_microbatches = frame.shared.time is not None or not frame.exchanges
+    in_microbatches = frame.shared.time is not None
     axes = [axis for axis in frame.mesh if frame.outer is not None or axis not in frame.over_time]
     host = HostCall(eqn, raises=in_microbatches)
     first = frame.inline(_is_first, (), frame.index(axes))

@@ -204,7 +204,7 @@ def _alone(
     The sums of a backward pass are gradients of the state, unless something with rows reads them.
     """
     value, shape = ins[k], ins[k].aval.shape
-    axes = [axis for axis in frame.mesh if axis in value.due - frame.of_rows]
+    axes = [axis for axis in frame.mesh if axis in value.due - frame.over_time]
     if not value.is_activation or _is_backward(frame, eqn) or not axes:
         return None
     if any(v.rows or v.layout.partial for v in ins if v is not value):
@@ -405,7 +405,7 @@ class _FactorChoice:
                 if self._is_at(value, factor, d):
                     self._consider(axis, i, value.layout.dims[d], outer, bool(rows), found)
         best = min(found.values(), default=None)
-        may = axis not in self.frame.of_rows  # A microbatch cannot give rows to another one.
+        may = axis not in self.frame.over_time  # A microbatch cannot give rows to another one.
         if may and lead and (best is None or rows and self._may_exchange(axis, best, rows)):
             self._exchanges(axis, lead, bool(rows), found)
             best = min(found.values(), default=None)

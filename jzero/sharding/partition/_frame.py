@@ -58,8 +58,6 @@ class Partitioning:
       has_rows: whether an argument has rows, or the step asks for some; else all devices do the same, and
         gather the state for it.
       time: the axis of microbatches, if there are several.
-      exchanges: whether devices may be sent what others are not.
-      at_once: whether sums of which leaves of the state are made are done where they are made.
       automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else it
         shards what a device has as the step says.
       owners: who runs calls that update matrices.
@@ -73,8 +71,6 @@ class Partitioning:
     prices: Prices = ()
     has_rows: bool = True
     time: TimeAxis | None = None
-    exchanges: bool = True
-    at_once: bool = False
     automatic: frozenset[str] | None = None
     owners: MatrixOwners = NO_OWNERS
     written: WrittenStep | None = None
@@ -109,7 +105,7 @@ class DeviceFrame(DeviceWriter):
         hoists: bool = True,
     ):  # fmt: skip
         still = "" if shared.time is None else shared.time.name
-        super().__init__(source, shared.mesh, shared.moves, shared.prices, shared.exchanges, still)
+        super().__init__(source, shared.mesh, shared.moves, shared.prices, still)
         self.region = region
         self.shared, self.outer, self.hoists = shared, outer, hoists
         self.is_loop = source.primitive.name in ("scan", "while")
@@ -305,7 +301,7 @@ class DeviceFrame(DeviceWriter):
         if not axes:
             return
         new, hint = value.layout.settled(axes), value.hint
-        devices = axes - self.of_rows
+        devices = axes - self.over_time
         wants = [None if hint is None else hint.layout, towards]
         if hint is not None and not hint.is_firm:
             wants.reverse()
@@ -352,13 +348,8 @@ class DeviceFrame(DeviceWriter):
 
     @property
     def over_time(self) -> frozenset[str]:
-        """The axis of microbatches, if there is one."""
+        """The axis of microbatches, if there is one: it cuts rows of the batch and nothing else."""
         return frozenset() if self.shared.time is None else frozenset([self.shared.time.name])
-
-    @property
-    def of_rows(self) -> frozenset[str]:
-        """The axes that cut rows of the batch and nothing else."""
-        return self.over_time if self.exchanges else frozenset(self.mesh)
 
     def convert(
         self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = "",
@@ -395,10 +386,6 @@ class DeviceFrame(DeviceWriter):
         return hint if hint is not None and hint.layout.axes else None
 
     def leaf_of(self, var: Var) -> str:
-        """The leaf that is made of it, element by element; where sums are done at once, others name it."""
-        return "" if self.shared.at_once else self.made_of(var)
-
-    def made_of(self, var: Var) -> str:
         """The leaf that is made of it, element by element."""
         hint = self.shared.hints.get((self.region, var))
         return "" if hint is None else hint.leaf

@@ -122,7 +122,7 @@ def _to_reduce(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], layout: Layout
 ) -> dict[int, Dim]:  # fmt: skip
     """The dim that the devices share of a large operand, whose shards they make only to reduce them."""
-    axes = [a for a in frame.mesh if a not in axes_of(layout) | frame.of_rows]
+    axes = [a for a in frame.mesh if a not in axes_of(layout) | frame.over_time]
     num, cut = layout.num(axes), layout.num(axes_of(layout))
     if not _rules.costs(eqn, Cost.REDUCTION) or ins[0].aval.size // cut < LARGE or num == 1:
         return {}

@@ -71,7 +71,7 @@ def factors(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Fa
 
 def _may_sum(frame: DeviceFrame, dim: Dim) -> bool:
     """Whether what is found may be summed up here: in a loop, microbatches cannot wait for each other."""
-    return frame.outer is None or frame.of_rows.isdisjoint(cut.axis for cut in dim.cuts)
+    return frame.outer is None or frame.over_time.isdisjoint(cut.axis for cut in dim.cuts)
 
 
 def is_look_up(eqn: Eqn, factor: Factor) -> bool:

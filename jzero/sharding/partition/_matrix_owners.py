@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from jzero.ir._layout import Layout, replicated
 from jzero.ir._regions import Region
-from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._regions import OwnedRegion
 from jzero.sharding.partition._values import Hint
 from jzero.tracing import _rewrite
@@ -43,19 +42,17 @@ class OwnedGroup:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnedStack:
-    """The update of a stack, as one device runs it of its slices.
+    """The update of a stack, of which a device may run its slices.
 
     Attributes:
       region: the update.
       read_dims: for each value that it reads, the dim of the stack; None for what is whole.
       give_dims: for each of its results.
-      frame: the update of a device's slices.
     """
 
     region: OwnedRegion
     read_dims: tuple[int | None, ...]
     give_dims: tuple[int | None, ...]
-    frame: Frame
 
     @property
     def regions(self) -> tuple[OwnedRegion, ...]:

@@ -82,9 +82,8 @@ def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
     prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
-    exchanges: bool = True, automatic: frozenset[str] | None = None, keeps_padding: bool = False,
-    at_once: bool = False, written: WrittenStep | None = None,
-    unmasked: Collection[int] = (),
+    automatic: frozenset[str] | None = None, keeps_padding: bool = False,
+    written: WrittenStep | None = None, unmasked: Collection[int] = (),
 ) -> DeviceProgram:  # fmt: skip
     """One device's program of a step; one microbatch's, if an axis of the mesh is time.
 
@@ -100,11 +99,8 @@ def partition(
       prices: what collectives take along each axis; by default a byte costs the same along all.
       time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
       owners: who runs calls of the step that update matrices.
-      exchanges: whether devices may be sent what others are not; microbatches that are no axis may not.
       automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else what
         the step says of them stays.
-      at_once: whether sums of which leaves of the state are made are done where they are made, so that they
-        are in the order of the backward pass; else they wait for what reads them.
       keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
       written: of a step with collectives of its own, what is known of it. Its shapes are one device's, and so
         are the layouts of arguments and results that differ.
@@ -118,7 +114,7 @@ def partition(
     hints = hints_of(region, stored, outs, reduced, owners.hints(mesh))
     shared = Partitioning(
         mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time,
-        exchanges, at_once, automatic, owners, written,
+        automatic, owners, written,
     )  # fmt: skip
     frame = DeviceFrame(jaxpr.eqns[0] if jaxpr.eqns else _nowhere(), shared, region)
     own = [
@@ -179,7 +175,7 @@ def _returned(
         return layout
     contiguous = _contiguous(frame, value)
     prices = [frame.price_from(value, layout, x) for x in (contiguous, whole)]
-    return contiguous if frame.exchanges and prices[0] < prices[1] else whole
+    return contiguous if prices[0] < prices[1] else whole
 
 
 def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:

@@ -34,7 +34,7 @@ def constrained(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue
 def _may_be_asked(frame: DeviceFrame, value: DeviceValue) -> bool:
     is_of_leaf = bool(frame.name(value)) or value.view is not None
     stays = is_of_leaf or value.layout.partial or value.layout.axes & frame.over_time
-    return frame.shared.written is None and frame.exchanges and not stays
+    return frame.shared.written is None and not stays
 
 
 def _requested(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> tuple[Layout, frozenset[str]]:

@@ -77,7 +77,7 @@ def _cut_after(
 def _lost_rows(frame: DeviceFrame, value: DeviceValue, shape: Sequence[int]) -> list[str]:
     """The axes whose rows a reshape has no place for, in the order of their cuts."""
     layout = value.layout
-    kept = axes_of(layout.reshapable(shape)) | frame.of_rows
+    kept = axes_of(layout.reshapable(shape)) | frame.over_time
     cuts = (cut.axis for dim in layout.dims for cut in dim.cuts)
     return [axis for axis in cuts if axis in value.rows and axis not in kept]
 

@@ -64,7 +64,6 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
             value.hint = value.hint or frame.hint_of(var)
             value.leaf = value.leaf or frame.leaf_of(var)
             is_wanted = value.hint is not None and value.hint.is_firm
-            is_wanted = is_wanted or bool(frame.shared.at_once and frame.made_of(var))
             if value.layout.partial and is_wanted and not _waits(frame, region, var, value):
                 frame.settle_here(value)
         frame.note(outs)

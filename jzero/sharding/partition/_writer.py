@@ -69,7 +69,6 @@ class DeviceWriter(JaxprWriter):
       mesh: axes and how many devices each has.
       moves: what each collective moves, by its result.
       prices: what collectives take along each axis.
-      exchanges: whether devices may be sent what others are not: microbatches may not.
       still: an axis along which conversions move nothing.
     """
 
@@ -79,12 +78,11 @@ class DeviceWriter(JaxprWriter):
         mesh: Mapping[str, int],
         moves: dict[Var, DeviceMove],
         prices: Prices = (),
-        exchanges: bool = True,
         still: str = "",
     ):
         super().__init__(source)
         self.mesh, self.moves, self.prices = mesh, moves, prices
-        self.exchanges, self.still = exchanges, still
+        self.still = still
         self._index: dict[tuple[str, ...], Atom] = {}
         self._inside: dict[Dim, Atom] = {}
         self._positions: dict[Dim, Atom] = {}
@@ -135,7 +133,7 @@ class DeviceWriter(JaxprWriter):
     def steps(self, aval: Aval, source: Layout, target: Layout) -> tuple[LayoutStep, ...]:
         """What converts a value of that type from layout to layout."""
         itemsize = getattr(aval.dtype, "itemsize", 4)
-        return conversion(source, target, itemsize, self.prices, self.exchanges, self.still)
+        return conversion(source, target, itemsize, self.prices, self.still)
 
     def _line(self) -> str:
         """Where the user wrote what needs a value."""

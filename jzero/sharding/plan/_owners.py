@@ -20,13 +20,15 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jzero._errors import describe_leaf
+from jzero.ir._layout import replicated
 from jzero.ir._regions import Region, variables
 from jzero.sharding.analysis import _frames, _regions
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._regions import Names, OwnedRegion
 from jzero.sharding.partition._matrix_owners import OwnedGroup, OwnedStack, Owners
-from jzero.sharding.plan._one_device import on_slices
+from jzero.sharding.partition._movement import is_of_rows
+from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Var
 
@@ -35,6 +37,7 @@ from jzero.tracing._types import Eqn, Var
 # equations stand together as one call, as late as the last of them, and others move behind it. A group that
 # waits for its own results (an update of the same leaf later in the step) is none.
 
+_SLICES = "slices"  # an axis in the place of all that shard leaves
 ALONE = "no other update is like it"
 TOGETHER = "one branch, loop or product updates them together"
 
@@ -218,19 +221,28 @@ def _stack(
     """Each region as a stack along a dim of its largest operand; or why it is none."""
     first = regions[0]
     size = _regions.largest_read(first).aval.shape[dim]
-    dims = [_dim_of(var, dim, size) for var in first.reads]
-    local = on_slices(_update(frame, first), dims, axes)
-    if local.movements:
-        movement = local.movements[0]
-        return f"its {movement.operation} needs dim {dim} whole"
-    varying = [frozenset(axes)] * len(dims)
-    body = _frames.build_frames(local.jaxpr, local.consts, varying)
-    if why := _why_reduced(body, dim):
+    dims = tuple(_dim_of(var, dim, size) for var in first.reads)
+    program = _on_slices(_update(frame, first), dims, math.prod(axes.values()))
+    if move := next(filter(is_of_rows, program.moves), None):
+        return f"its {move.operation} needs dim {dim} whole"
+    if why := _why_reduced(Region(program.jaxpr, program.consts), dim):
         return why
-    return [
-        OwnerCall([region], OwnedStack(region, tuple(dims), local.outputs, body))
-        for region in regions
+    places = [layout.place(_SLICES) for layout in program.outs]
+    gives = tuple(None if place is None else place[0] for place in places)
+    return [OwnerCall([region], OwnedStack(region, dims, gives)) for region in regions]
+
+
+def _on_slices(flat: _rewrite.Flat, dims: Sequence[int | None], num: int) -> DeviceProgram:
+    """An update as one of so many devices runs it of its slices of some operands, which may be padded."""
+    layouts = [replicated(x.aval.shape, {_SLICES: num}) for x in flat.invars]
+    ins = [
+        DeviceInput(layout)
+        if dim is None
+        else DeviceInput(layout.cut(dim, _SLICES), frozenset([_SLICES]))
+        for layout, dim in zip(layouts, dims, strict=True)
     ]
+    outs = [None] * len(flat.outvars)
+    return partition(flat, [], {_SLICES: num}, ins, outs, keeps_padding=True)
 
 
 def _update(frame: Frame, region: OwnedRegion) -> _rewrite.Flat:
@@ -238,13 +250,13 @@ def _update(frame: Frame, region: OwnedRegion) -> _rewrite.Flat:
     return _rewrite.Flat([], [*region.reads], [*region.gives], eqns)
 
 
-def _why_reduced(body: Frame, dim: int) -> str:
+def _why_reduced(body: Region, dim: int) -> str:
     """What of the update of some slices asks the other devices, if anything does."""
-    found = [(frame, eqn) for frame, eqn in body.walk() if eqn.primitive in _jaxpr.COLLECTIVES]
-    tests = [frame.inner(eqn)[0] for frame, eqn in body.walk() if eqn.primitive.name == "while"]
+    found = [(region, eqn) for region, eqn in body.walk() if eqn.primitive in _jaxpr.COLLECTIVES]
+    tests = [region.inner(eqn)[0] for region, eqn in body.walk() if eqn.primitive.name == "while"]
     # Whether a slice goes on a device could decide by itself; but as a call no such loop can be written.
     of_slices = any(test.jaxpr.outvars[0].aval.ndim for test in tests)
-    if of_slices or any(frame is test for frame, _ in found for test in tests):
+    if of_slices or any(region is test for region, _ in found for test in tests):
         return "its loop ends when all slices are done"
     return f"it reduces dim {dim}" if found else ""
 
