@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh, AxisType
 import jzero
 import small
 import token_steps
-from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.partition._movement import is_of_rows
@@ -40,7 +39,6 @@ NUM_STEPS = 3
 
 @pytest.fixture(autouse=True)
 def _partitions(monkeypatch):
-    monkeypatch.delenv(_partitioned.SWITCH, raising=False)
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         yield
 

@@ -15,7 +15,6 @@ import small
 from jzero import StepError
 from jzero.ir._layout import Partial, replicated
 from jzero.ir._loops import MICROBATCHES
-from jzero.segments import _partitioned
 from jzero.segments._partitioned import Partitioned
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.tracing import _jaxpr
@@ -27,7 +26,6 @@ TX = optax.adam(1e-2)
 
 @pytest.fixture(autouse=True)
 def _partitions(monkeypatch):
-    monkeypatch.setenv(_partitioned.SWITCH, "1")
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         yield
 

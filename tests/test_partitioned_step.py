@@ -28,8 +28,7 @@ TX = optax.adam(1e-2)
 
 
 @pytest.fixture(autouse=True)
-def _partitions(monkeypatch):
-    monkeypatch.delenv(_partitioned.SWITCH, raising=False)
+def _wide():
     with jax.enable_x64(True):
         yield
 
@@ -360,24 +359,11 @@ def test_large_gradients_come_behind_those_of_their_inputs():
     assert COTANGENT in names
 
 
-def test_reductions_run_in_the_groups_of_the_interpreter():
+def test_reductions_run_in_groups():
     train_step = small.shard_train_step(step_fn, prefetch_bytes=0)
     program = train_step._programs.of(train_step._programs.bind((state_of(16), batches()[0]), {}))
     exchange = program.plan.exchange
     assert (exchange.prefetch_bytes, exchange.reduced_together(8)) == (0, 2**22)
-
-
-def test_what_is_donated_and_described_stays(monkeypatch):
-    found = {}
-    for switch in ("1", "0"):
-        monkeypatch.setenv(_partitioned.SWITCH, switch)
-        train_step = small.shard_train_step(step_fn)
-        text = train_step.lower(state_of(16), batches()[0]).as_text()
-        report = train_step.describe(state_of(16), batches()[0])
-        traffic = {(each.op, each.nbytes) for each in report.traffic}
-        found[switch] = text.count("tf.aliasing_output") + text.count("jax.buffer_donor"), traffic
-    assert found["1"] == found["0"]
-    assert found["1"][0] >= 7
 
 
 def test_the_names_of_passes_are_listed():

@@ -91,7 +91,8 @@ def microbatches(plan: StepPlan, accumulator_bytes: int, handed_bytes: int) -> d
         "handed_bytes": handed_bytes,
         "loops": 1 if loops is None else loops.num,
         "repeats": 1.0 if loops is None else float(loops.repeats),
-        "kept": [{"what": k.what, "where": k.where, "nbytes": k.nbytes} for k in kept],
+        "kept": [*map(dataclasses.asdict, kept)],
+        "at_once": [*map(dataclasses.asdict, () if loops is None else loops.at_once)],
     }
 
 

@@ -29,7 +29,7 @@ from jzero.reports._tables import Memory, Table, crossing_table, memory_table, t
 from jzero.sharding.analysis._residuals import LEAST_BYTES
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.analysis._untiled import Untiled
-from jzero.sharding.cut._kept import Loops
+from jzero.sharding.cut._kept import Kept, Loops
 from jzero.sharding.partition._movement import TURNS_DEPEND, Movement
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
@@ -129,7 +129,7 @@ class Report:
             microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; layer_major,
                                  and handed_bytes (from part to part, on each device; 0 if the step is one
                                  part); loops over them; repeats (of products); kept between loops: [what,
-                                 where, nbytes]
+                                 where, nbytes]; at_once: the same of what is made of all at once
             memory               of each role: role, whole, per_device, at_rest, note, on_host, on_disk
                                  (bytes)
             leaves               of the state: path, role, dtype, shape; dim and axes that it is sharded over
@@ -332,16 +332,19 @@ class Report:
             )  # fmt: skip
         loops = self.loops
         if loops is not None and loops.num > 1:
-            kept = sorted(loops.kept, key=lambda each: -each.nbytes)
+            kept = loops.kept
             lines += wrapped(
                 f"loops over them: {loops.num}; products run {loops.repeats:.1f} times as often as in one; "
                 f"{readable_bytes(sum(k.nbytes for k in kept))} on each device kept for later loops", "  "
             )  # fmt: skip
-            for k in kept[:8]:
-                lines += wrapped(
-                    f"{k.what} of {k.where}", "    ", first=f"  {readable_bytes(k.nbytes)}  "
-                )
-            lines += [f"  and {len(kept) - 8} more"] if len(kept) > 8 else []
+            lines += _kept(kept)
+        if loops is not None and loops.at_once:
+            nbytes = sum(each.nbytes for each in loops.at_once)
+            lines += wrapped(
+                f"made of all of them at once, which spares no memory: {readable_bytes(nbytes)} on each "
+                "device", "  "
+            )  # fmt: skip
+            lines += _kept(loops.at_once)
         return lines
 
     def _from_host(self) -> list[str]:
@@ -551,3 +554,12 @@ def _memory(role: str, leaves: Sequence[LeafPlan]) -> Memory:
 
 def _text(codes: Blocks | None) -> str | None:
     return None if codes is None else str(codes)
+
+
+def _kept(values: Sequence[Kept]) -> list[str]:
+    """Lines of the largest of some values."""
+    found = sorted(values, key=lambda each: -each.nbytes)
+    lines = list[str]()
+    for k in found[:8]:
+        lines += wrapped(f"{k.what} of {k.where}", "    ", first=f"  {readable_bytes(k.nbytes)}  ")
+    return lines + [f"  and {len(found) - 8} more"] * (len(found) > 8)

@@ -21,7 +21,7 @@ from jzero.processes import _agreement
 from jzero.segments import _at_rest, _identity, _program
 from jzero.segments._program import Program
 from jzero.sharding.plan import _setting
-from jzero.sharding.plan._extra_work import UNEVEN
+from jzero.sharding.plan._extra_work import AT_ONCE, LEAST_AT_ONCE, UNEVEN, at_once_warning
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._options import Options
@@ -268,7 +268,7 @@ class Programs:
         return self.built[key]
 
     def _warn_of(self, program: Program, arrays: Mapping[str, Any]) -> None:
-        """Warns of what a program's devices do more than once, of each cause once."""
+        """Warns once of each cause for which devices do work twice, or microbatches spare no memory."""
         rows = max((x.shape[0] for x in jax.tree.leaves(arrays) if x.shape), default=0)
         # The rest of an epoch, after larger batches, is one step of many.
         is_rest, self._most_rows = rows < self._most_rows, max(rows, self._most_rows)
@@ -277,6 +277,11 @@ class Programs:
             if extra.costs and is_new and not (is_rest and extra.cause == UNEVEN):
                 self._warned.add(extra.cause)
                 warn(extra.warning(self.signature.name))
+        loops = program.plan.microbatches.loops
+        made = () if loops is None else loops.at_once
+        if sum(x.nbytes for x in made) >= LEAST_AT_ONCE and AT_ONCE not in self._warned:
+            self._warned.add(AT_ONCE)
+            warn(at_once_warning(self.signature.name, program.plan.accumulate, made))
 
     def agreed(self, call: Call, setting: Setting) -> Program:
         """The program for a call that is about to run: every process must have built, and call, the same.

@@ -20,15 +20,15 @@ from jzero.ir._products import products
 from jzero.ir._regions import Region
 from jzero.sharding.cut._min_cut import MinCut
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Var
+from jzero.tracing._types import Eqn, Var
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A value that is kept for later loops.
+    """A value that is kept for later loops, or made of all microbatches at once.
 
     Attributes:
-      what: its type, of one microbatch.
+      what: its type, of one microbatch if it is kept.
       where: the line that makes it.
       nbytes: on each device, of all its microbatches.
     """
@@ -47,14 +47,20 @@ class Loops:
       kept: what later ones read of earlier ones.
       repeats: how often products run, as a multiple of what they would in one loop.
       begun_by: lines of the reductions and gathers for which a later loop waits.
-      at_once: lines of the products that run once, for all microbatches.
+      at_once: what is made of all microbatches at once.
     """
 
     num: int
     kept: tuple[Kept, ...]
     repeats: float
     begun_by: tuple[str, ...]
-    at_once: tuple[str, ...] = ()
+    at_once: tuple[Kept, ...] = ()
+
+
+def kept_of(var: Var, eqn: Eqn, num: int = 1) -> Kept:
+    """What an equation makes, of each of so many microbatches."""
+    what = f"{var.aval.dtype}{list(var.aval.shape)}"
+    return Kept(what, _jaxpr.summary(eqn), _rules.size_in_bytes(var.aval) * num)
 
 
 class Keeper:
@@ -118,19 +124,10 @@ class Keeper:
           at_once: products that run once, for all microbatches.
         """
         once = sum(self._products[i] for i in self._first_run)
-        begun, together = (
-            tuple(dict.fromkeys(_jaxpr.user_line(self._eqns[i]) for i in found))
-            for found in (begun_by, at_once)
-        )
-        kept = [
-            Kept(
-                f"{var.aval.dtype}{list(var.aval.shape)}",
-                _jaxpr.summary(self._eqns[self._maker[var]]),
-                self._nbytes(var),
-            )
-            for var in self._read
-        ]
-        return Loops(num, tuple(kept), self._all_run / once if once else 1.0, begun, together)
+        lines = tuple(dict.fromkeys(_jaxpr.user_line(self._eqns[i]) for i in begun_by))
+        kept = [kept_of(var, self._eqns[self._maker[var]], self._num) for var in self._read]
+        together = tuple(kept_of(self._eqns[i].outvars[0], self._eqns[i]) for i in at_once)
+        return Loops(num, tuple(kept), self._all_run / once if once else 1.0, lines, together)
 
     def _nbytes(self, var: Var) -> int:
         return _rules.size_in_bytes(var.aval) * self._num

@@ -39,6 +39,7 @@ from jzero.ir._loops import (
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._sent import cast, fenced
 from jzero.ir._writer import JaxprWriter
+from jzero.sharding.cut._kept import kept_of
 from jzero.sharding.partition._loops_in_time import (
     REDUCES,
     LoopInTime,
@@ -100,7 +101,7 @@ def in_loops(program: DeviceProgram, accumulation: MicrobatchLoops) -> DevicePro
         outs=tuple(without_time(layout, axis) for layout in program.outs),
         moves=moves_of(written, by_result),
         by_result=by_result,
-        loops=writer.plan.said,
+        loops=dataclasses.replace(writer.plan.said, at_once=tuple(writer.at_once)),
     )
 
 
@@ -110,6 +111,7 @@ class _LoopsWriter:
     Attributes:
       rows: arguments with the rows of all microbatches, and along which dim.
       stacks: `[microbatches, ...]` of what loops hand out, and of what is given so.
+      at_once: what is made of all microbatches at once.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class _LoopsWriter:
             region, self.differs, self.axis, self.num, accumulation.devices,
             accumulation.gather_once,
         )  # fmt: skip
+        self.at_once = [*self.plan.said.at_once]
         self.outer = JaxprWriter(source)
         self.rows: dict[Var, tuple[Var, int]] = {}
         self.stacks: dict[Var, Var] = {}
@@ -231,19 +234,25 @@ class _LoopsWriter:
         scan, (body,) = _jaxpr.scan_parts(eqn), self.region.inner(eqn)
         first, last = scan.num_consts, scan.num_consts + scan.num_carry
         ins, num = self._stacked(body, body.jaxpr.invars), scan.num_carry
-        if any(self._stacked(body, body.jaxpr.outvars[num:])):
-            raise cannot_in_time(
-                "of each iteration it would keep what all microbatches have", eqn, self.region
-            )
+        kept = self._stacked(body, body.jaxpr.outvars[num:])
         atoms = self._given(eqn.invars, ins)
         for k in range(last, len(atoms)):  # Iterations first.
             atoms[k] = self.outer.swapped(atoms[k]) if ins[k] else atoms[k]
-        outs = [*ins[first:last], *[False] * (len(eqn.outvars) - num)]
+        outs = [*ins[first:last], *kept]
         written = self._body(body, ins, outs)
         results = self._results(eqn.outvars, outs)
+        swapped = {
+            x: _jaxpr.var_like(x.aval, (scan.length, self.num, *x.aval.shape[2:]))
+            for x, of_each in zip(results[num:], kept, strict=True)
+            if of_each
+        }
+        self.at_once += (kept_of(x, eqn) for x in swapped)  # of each iteration, of all microbatches
+        made = [swapped.get(x, x) for x in results]
         self.outer.eqns.append(
-            _jaxpr.scan_like(eqn, written, atoms, results, first, num, scan.length, scan.reverse)
+            _jaxpr.scan_like(eqn, written, atoms, made, first, num, scan.length, scan.reverse)
         )
+        for stack, x in swapped.items():
+            self.outer.swapped(x, stack)
 
     def _while(self, eqn: Eqn) -> None:
         parts, (cond, body) = _jaxpr.while_parts(eqn), self.region.inner(eqn)
@@ -293,6 +302,7 @@ class _LoopsWriter:
         )
         invars = writer._results(region.jaxpr.invars, ins)
         writer.run()
+        self.at_once += writer.at_once
         return writer.closed(invars, writer._given(region.jaxpr.outvars, outs))
 
 

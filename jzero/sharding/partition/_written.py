@@ -45,7 +45,11 @@ def equation(
     if not own and not acts:
         return None
     if acts and _jaxpr.has_ordered_effects(eqn):
-        raise cannot("it is an ordered effect beside collectives of the step's own", eqn, region)
+        raise cannot(
+            "it is an ordered effect beside collectives of the step's own", eqn, region,
+            "Each device would call the host by itself, in no order.",
+            "Drop ordered=True, or write the step for the whole batch, without collectives.",
+        )  # fmt: skip
     if (rows := _looked_up(frame, eqn, ins, own)) is not None:
         return [rows]
     found = _values(frame, frame.again(eqn, _whole(frame, ins)), own)
@@ -61,7 +65,11 @@ def _collective(
     if name == "axis_index":
         return _values(frame, [frame.index(axes)], frozenset(axes))
     if frame.diverges:
-        raise cannot("it is a collective that not all devices run", eqn, region)
+        raise cannot(
+            "it is a collective inside a loop or branch in which not all devices are", eqn, region,
+            "All devices must take part in a collective, or those that do would wait for ever.",
+            "Move it out of there, or compute both branches and choose with jnp.where.",
+        )  # fmt: skip
     grouped = eqn.params.get("axis_index_groups")
     op = None if grouped else _REDUCES.get(name)
     if op is not None and all(v.own.issubset(axes) for v in ins):

@@ -11,12 +11,16 @@ from typing import NamedTuple
 
 from jzero._errors import counted, message
 from jzero._folded import listed
+from jzero._quantities import readable_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
+from jzero.sharding.cut._kept import Kept
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
 
 # Less than it takes to start a step: 0.1 ms of one CPU core, 1 us of a GPU.
 LEAST_FLOPS = 1e6
+AT_ONCE = "at once"  # the cause of what microbatches do not spare
+LEAST_AT_ONCE = 2**20  # bytes of it that somebody would miss
 UNEVEN = "uneven"  # the cause: rows that the devices do not divide
 _SHOWN = 3  # lines of the user's that a warning names
 
@@ -56,6 +60,18 @@ class Extra(NamedTuple):
             _call.WHO, f"{name} does {self.share:.0%} of its work in vain, for {self.what}: {self.why}",
             self.rule, self.fix,
         )  # fmt: skip
+
+
+def at_once_warning(name: str, num: int, made: Sequence[Kept]) -> str:
+    """What to say of a step that makes something of all its microbatches at once."""
+    nbytes, lines = sum(each.nbytes for each in made), [*dict.fromkeys(x.where for x in made)]
+    lines += [f"{len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
+    return message(
+        _call.WHO, f"{name} makes {readable_bytes(nbytes)} on each device of all {num} microbatches at once, "
+        f"at {', '.join(lines[:_SHOWN] + lines[_SHOWN:][-1:])}",
+        "What needs the rows of several microbatches waits until all are there: accumulate spares no memory "
+        "of it.", "Compute it for each row alone, or by sums over the batch; or drop accumulate.",
+    )  # fmt: skip
 
 
 class RowsOf(NamedTuple):
