@@ -8,46 +8,10 @@ import operator
 from typing import Any
 
 from jzero.ir import _rules
-from jzero.ir._dataflow import backward, forward, union
+from jzero.ir._dataflow import backward, forward
 from jzero.ir._regions import EdgeKind, Region, ValueIn, edges
 from jzero.sharding.analysis import _product_reads
 from jzero.tracing import _jaxpr
-
-
-def classes(program, differ):
-    """Components of dims that are sharded together."""
-
-    def dims(region, atom):
-        takes = not _jaxpr.is_literal(atom) and not differ.get((region, atom))
-        return range(len(getattr(atom.aval, "shape", ()))) if takes else ()
-
-    def related(region, eqn):
-        if eqn.primitive.name in _rules.IDENTITIES:
-            for x, y in zip(eqn.invars, eqn.outvars, strict=True):
-                if dims(region, y):
-                    yield from (((region, x, d), (region, y, d)) for d in dims(region, x))
-            return
-        maps = _rules.dims_of(eqn)
-        if maps is None or any(differ.get((region, out)) for out in eqn.outvars):
-            return
-        for atom, to in zip(eqn.invars, maps, strict=True):
-            if not _jaxpr.is_literal(atom):
-                for out in eqn.outvars:
-                    for d, o in enumerate(to):
-                        if o is not None:
-                            yield (region, atom, d), (region, out, o)
-
-    def across(eqn, edge):
-        (a, x), (b, y) = edge.source, edge.target
-        if edge.kind is EdgeKind.PREDICATE or _jaxpr.is_literal(x) or _jaxpr.is_literal(y):
-            return
-        if differ.get((a, x)) or differ.get((b, y)):
-            return
-        for d in range(len(getattr(x.aval, "shape", ()))):
-            if d + edge.shift >= 0:
-                yield (a, x, d), (b, y, d + edge.shift)
-
-    return union(program, related, across)
 
 
 def read_through_views(program, names):

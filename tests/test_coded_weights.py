@@ -166,13 +166,17 @@ def over_stack(w, x):
     return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
 
 
+def by_index(w, x):
+    return lax.fori_loop(0, 3, lambda i, h: h @ w[i], x)
+
+
 @pytest.mark.parametrize(
     ("shape", "rows", "fn"),
     [
         ((512, 16, 16), (512, 1, 272), over_stack),  # Devices have some of the rows.
         ((1100, 4, 4), (4, 4676), over_stack),  # Matrices smaller than a block: one row of all.
         ((3, 2, 128, 128), (3, 2, 4, 4352), lambda w, x: over_stack(w[:, 1], x) @ w[2][0]),
-        ((512, 16, 16), (512, 1, 272), lambda w, x: lax.fori_loop(0, 3, lambda i, h: h @ w[i], x)),
+        ((512, 16, 16), (512, 1, 272), by_index),
     ],
 )
 def test_rows_of_stacks(shape, rows, fn):
@@ -182,7 +186,11 @@ def test_rows_of_stacks(shape, rows, fn):
     coded = eval_step.shard(w, x)
     assert coded.rows.shape == rows
     assert_as_one_device(eval_step, coded, x, tolerance=1e-4)  # hundreds of layers
-    assert {each.dtype for each in eval_step.describe(coded, x).traffic} == {"uint8"}
+    traffic = eval_step.describe(coded, x).traffic
+    if fn is by_index:  # Of 512 rows a turn needs one, which its owner decodes.
+        assert sum(each.elements * each.times for each in traffic) < 10 * 16 * 16
+    else:
+        assert {each.dtype for each in traffic} == {"uint8"}
 
 
 def test_an_index_far_below_zero_is_clamped_and_counted_from_the_end_once():
@@ -228,7 +236,7 @@ def test_a_decoding_loop_keeps_codes_where_weights_have_no_room(monkeypatch):
         found[room] = gathered, temp
     (once, decoded), (again, in_codes), (each, freed) = found.values()
     assert once == again == sum(x.rows.nbytes for x in coded_leaves(coded))
-    assert each == CONTEXT * once
+    assert once < each <= CONTEXT * once
     assert decoded > whole > in_codes > freed
 
 

@@ -257,9 +257,7 @@ def _passed(
             if exchange.reduce_dtype is None
             else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
         ),
-        "weight_codes": lambda jaxpr: weight_codes(
-            jaxpr, {k: _coded_rows(leaf, ins[k]) for k, leaf in leaves.items() if leaf.codes}
-        ),
+        "weight_codes": lambda jaxpr: _weights_in_codes(jaxpr, plan, leaves, ins),
         "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, part, rows),
         "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows),
         "whole_stacks": lambda jaxpr: whole_stacks(
@@ -331,6 +329,15 @@ def _gathered_once(jaxpr: Jaxpr, plan: StepPlan) -> Jaxpr:
     if not plan.exchange.keep_gathered:
         return jaxpr
     return keep_gathered(jaxpr, plan.evaluates) if plan.stage == 3 else gathered_once(jaxpr)
+
+
+def _weights_in_codes(
+    jaxpr: Jaxpr, plan: StepPlan, leaves: Mapping[int, LeafPlan], ins: Sequence[Layout]
+) -> Jaxpr:  # fmt: skip
+    """The program with leaves that rest in codes as rows; where weights have no room, loops keep their rows."""
+    coded = {k: _coded_rows(leaf, ins[k]) for k, leaf in leaves.items() if leaf.codes}
+    jaxpr, most = weight_codes(jaxpr, coded), plan.exchange.loop_bytes
+    return jaxpr if most is None or not coded else loop_gathers(jaxpr, most)
 
 
 def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[CodedRows, tuple[int, ...]]:

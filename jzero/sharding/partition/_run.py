@@ -121,6 +121,10 @@ def _equation(
         return [_reshapes.reshaped(frame, eqn, ins[0])]
     if name in _VMAPPED:
         return _in_place_of(frame, region, eqn, ins, _over_dims, (name, eqn.params["axes"]))
+    if name == "split" and ins[0].is_state:  # Passes take slices of leaves.
+        return _in_place_of(
+            frame, region, eqn, ins, _slices, (eqn.params["axis"], eqn.params["sizes"])
+        )
     if (few := _look_ups.slices(frame, eqn, ins)) is not None:
         return _in_place_of(frame, region, eqn, ins, *few)
     factors = _rules.factors_of(eqn) if name != "reshape" else []
@@ -159,6 +163,14 @@ def _in_place_of(
 
 def _transposed_first(dims: tuple[int, ...], sizes: tuple[int, ...], x: jax.Array) -> jax.Array:
     return lax.reshape(lax.transpose(x, dims), sizes)
+
+
+def _slices(dim: int, sizes: tuple[int, ...], x: jax.Array) -> list[jax.Array]:
+    ends = [*itertools.accumulate(sizes)]
+    return [
+        lax.slice_in_dim(x, end - size, end, axis=dim)
+        for end, size in zip(ends, sizes, strict=True)
+    ]
 
 
 # Collectives over an axis that `jax.vmap` has made a dim: reductions of that dim.
