@@ -179,52 +179,6 @@ def test_what_is_not_finite_shows(lost):
         assert golden.compared("row", stored, {"values": golden.values({"w": y})}) is not None
 
 
-ENGINE = {
-    "layouts at rest": ["w  parameter  float64[8]: dim 0 over data"],
-    "program": [
-        "all-gather over node, local along 0: f64[8], 64 bytes",
-        "scan x 4:",
-        "  products 2",
-        "  reduce-scatter over local along 0: f64[8], 64 bytes; waits for the product 1 back",
-        "all-reduce over local: f64[], 8 bytes",
-    ],
-    "temporaries": ["100,000 bytes"],
-    "values": ["['w']  float64[8]: norm 2.0, mixed 1.0"],
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "word", "why"),
-    [
-        ({}, "equal", ""),
-        ({"temporaries": ["101,000 bytes"]}, "equal", ""),
-        ({"temporaries": ["50,000 bytes"]}, "better", "temporaries 100,000 -> 50,000"),
-        ({"temporaries": ["120,000 bytes"]}, "worse", "temporaries 100,000 -> 120,000"),
-        # 64 bytes of 2 x 4 devices: 32 come from the other node, 24 from this one.
-        (
-            {"program": ENGINE["program"][1:]},
-            "better",
-            "bytes over local 228 -> 204; bytes over node 32 -> 0; collectives 6 -> 5",
-        ),
-        (
-            {"program": [*ENGINE["program"], "all-to-all over local: f64[8], 64 bytes"]},
-            "worse",
-            "bytes over local 228 -> 276; collectives 6 -> 7",
-        ),
-        ({"values": ["['w']  float64[8]: norm 2.00000001, mixed 1.0"]}, "differs", "values"),
-        ({"layouts at rest": ["w  other"]}, "differs", "layouts at rest"),
-        ({"refused": ["StepError by shard_train_step"]}, "differs", "refused"),
-        ({"engine": ["interpreted: accumulate"]}, "falls back", "interpreted: accumulate"),
-        ({"failed": ["Traceback", "KeyError: 0"]}, "fails", "KeyError: 0"),
-    ],
-)
-def test_another_engine_is_judged(change, word, why):
-    verdict = golden.between_engines(
-        ENGINE, {"engine": ["partitioned"], **ENGINE, **change}, {"node": 2, "local": 4}
-    )
-    assert (verdict.word, verdict.why) == (word, why)
-
-
 def test_one_wrong_element_shows():
     x = np.random.default_rng(0).normal(size=(300, 7))
     for i in range(0, x.size, 97):

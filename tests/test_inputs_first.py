@@ -18,7 +18,6 @@ import zoo
 from experiments.rivals.models.llama import Llama
 from jzero._compare import differences
 from jzero.segments import _partitioned, _programs
-from jzero.sharding.passes import _before_loops
 from jzero.tracing import _jaxpr
 
 pytestmark = pytest.mark.alternating
@@ -244,30 +243,6 @@ def two_steps(train_step, state):
     found = zoo.to_host((state, losses))
     jax.effects_barrier()
     return found, [*SEEN]
-
-
-@pytest.mark.parametrize(("limit", "waits"), [(HEAD - 1, True), (HEAD, False)])
-def test_layers_wait_for_the_reduction_of_what_a_loop_before_has_summed_up(
-    limit, waits, monkeypatch
-):
-    """The head's gradient, of a loss in chunks, would else be there, whole, until the layers are done."""
-    monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", limit)
-    train_step = small.shard_train_step(
-        functools.partial(step, chunks=2), mesh=AbstractMesh((8,), ("data",))
-    )
-    state = jax.eval_shape(make_state)
-    (outer,) = program(train_step, state, tokens_of(16)).jaxpr.eqns
-    jaxpr = _jaxpr.open_jaxpr(outer.params["jaxpr"])[0]
-    reached: set[Any] = set()
-    loops = []
-    for eqn in jaxpr.eqns:
-        reads = not reached.isdisjoint(a for a in eqn.invars if not _jaxpr.is_literal(a))
-        large = eqn.primitive.name == "reduce_scatter" and eqn.invars[0].aval.size == HEAD // 4
-        if reads or large:
-            reached.update(eqn.outvars)
-        if eqn.primitive.name == "scan" and _jaxpr.autodiff_pass(eqn) == "backward":
-            loops.append(reads)
-    assert loops == [False, waits]
 
 
 def test_the_head_and_its_gradient_are_not_there_together(monkeypatch):

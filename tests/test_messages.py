@@ -236,15 +236,6 @@ def inner_steps(w, x):
     return jax.lax.scan(lambda w, _: step(w, x), w, None, length=3)
 
 
-def written_inner_steps(w, x):
-    return jax.lax.scan(lambda w, _: written(w, x), w, None, length=3)
-
-
-def solved_inside(w, x):
-    grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-    return w - jax.scipy.sparse.linalg.cg(lambda v: x.T @ (x @ v), grad, maxiter=2)[0]
-
-
 def test_output_that_compares_examples():
     text = ["float32[16,16] has several dims that follow the batch", "compare outside"]
     train_step = sharded(lambda w, x: (written(w, x)[0], x @ x.T), axis_name="data")

@@ -12,7 +12,6 @@ from test_layering import FILES
 pytestmark = pytest.mark.one_release
 
 # Names that still say several things: none may be added.
-STILL_DOUBLE = frozenset({"Value"})  # The interpreter has one, too, as long as it is there.
 CAMEL_CASE = re.compile(r"_?[A-Z]\w*[a-z]\w*")
 
 
@@ -50,11 +49,7 @@ def doubles(files: Mapping[str, str]) -> dict[str, list[str]]:
 
 def test_a_name_is_defined_once():
     found = doubles(FILES)
-    assert {name: found[name] for name in found.keys() - STILL_DOUBLE} == {}
-
-
-def test_what_is_still_double_is():
-    assert STILL_DOUBLE <= doubles(FILES).keys()
+    assert found == {}
 
 
 # The check can fail: a name of another file, planted.

@@ -29,14 +29,6 @@ def test_cited_tests_exist(file):
     assert missing_tests(SOURCES[file]) == []
 
 
-def test_notes_that_run_refers_to_stand_there_once():
-    run = [text for file, text in SOURCES.items() if file.startswith("jzero/sharding/run/")]
-    cited = {name for text in run for name in re.findall(r"\[Note: ([\w ]+)\]", text)}
-    assert cited
-    for name in cited:
-        assert sum(text.count(f"\n# [Note: {name}]\n") for text in run) == 1, name
-
-
 def test_a_missing_test_is_found():
     here = "test_notes.py::"
     assert missing_tests(f"{here}test_cited_tests_exist {here}test_gone") == [f"{here}test_gone"]

@@ -382,12 +382,6 @@ def test_a_call_of_the_rows_of_all_microbatches_in_a_loop():
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-12)
 
 
-def test_a_loop_over_microbatches_names_effects():
-    text = "accumulate > 1, and scan at .*test_opaque.py.* inside a loop"
-    with pytest.raises(jzero.StepError, match=text):
-        small.shard_train_step(calls_of_whole_rows, accumulate=2).describe(W, X)
-
-
 @pytest.mark.parametrize(("text", "fn", "options", "args"), [
     ("jzero.per_example: output float64[] has no dim 0. Rows lie along a dim. Name that dim in out_axes",
      jnp.sum, {}, [X]),

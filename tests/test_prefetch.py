@@ -1,7 +1,6 @@
 """Gathers run ahead of their use by at most `prefetch_bytes`; what is computed and moved stays the same."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import pytest
 import programs
 import small
 from jzero.segments import _runner
-from jzero.sharding.passes import _turns
 from jzero.testing import assert_same_training
 from jzero.tracing import _jaxpr
 
@@ -231,44 +229,6 @@ def is_held(makers, x):
     return eqn.primitive.name == "optimization_barrier"
 
 
-def calls_behind_gathers(body):
-    """For each gather that a turn makes for the next: whether a call with matrix products is behind it."""
-    behind: dict = {}
-    found = []
-    for eqn in body.eqns:
-        waits = any(behind.get(a) for a in eqn.invars if not _jaxpr.is_literal(a))
-        if is_gather(eqn) and any(v in body.outvars for v in eqn.outvars):
-            found.append(waits)
-        for inner in _jaxpr.inner_jaxprs(eqn):
-            names = {e.primitive.name for _, e in walk(_jaxpr.open_jaxpr(inner)[0])}
-            waits = waits or "dot_general" in names
-        behind |= dict.fromkeys(eqn.outvars, waits)
-    return found
-
-
-@pytest.mark.parametrize("products_take_longer", [False, True])
-def test_a_turn_gathers_for_the_next_one_when_it_has_gathered_for_itself(
-    products_take_longer, monkeypatch
-):
-    """In the backward loop, where collectives take longer than products."""
-    if products_take_longer:
-        monkeypatch.setattr(_turns, "balance", lambda *_: 0.0)
-    step = functools.partial(stacked_step, remat=True)
-    state, x = stacked_state(5), jax.random.normal(jax.random.key(1), (16, 16))
-    # `scale` and `up` are gathered a turn before, `down` in its own.
-    train_step = small.shard_train_step(step, mesh=mesh_of(8), prefetch_bytes=4 * (16 + 512))
-    expected = jax.jit(step)(state, x)
-    assert_close(train_step(train_step.shard(state, x), x), expected)
-    jaxpr = _jaxpr.open_jaxpr(jax.make_jaxpr(train_step)(state, x))[0]
-    forward, backward = (
-        calls_behind_gathers(_jaxpr.scan_parts(eqn).body)
-        for _, eqn in walk(jaxpr)
-        if eqn.primitive.name == "scan" and carried_bytes(eqn)
-    )
-    assert forward == [False, False]
-    assert backward == [not products_take_longer] * 2
-
-
 def test_a_loop_that_is_unrolled_is_left_alone():
     def step(params, x):
         def loss_fn(params):
@@ -326,13 +286,6 @@ def test_what_a_gather_waits_for_has_two_uses():
     tokens = [a for e in barriers for a in e.invars[1:]]
     assert tokens
     assert all(tokens.count(token) >= 2 for token in tokens)
-
-
-def test_the_last_turn_is_lowered_once():
-    train_step = small.shard_train_step(programs.train_step)
-    state = programs.abstract_state(programs.Model(depth=5, remat=True), optax.sgd(1e-3))
-    text = train_step.lower(state, programs.tokens()).as_text()
-    assert len(re.findall(r"stablehlo\.dot_general", text)) == 2 + 6 + 2, "two bodies, the logits"
 
 
 def test_a_policy_around_a_loop_hides_no_parameter():

@@ -1,14 +1,12 @@
 """Large gradients do not wait: each is reduced before the next is due, and none through a loop."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh
 
 import programs
 import small
@@ -48,58 +46,6 @@ def reductions_in_loops(jaxpr, inside=False):
             before = before | {i}
         reached |= dict.fromkeys(eqn.outvars, before)
     return found + ([made] if inside and made else [])
-
-
-@pytest.mark.parametrize("smallest", [0, 2**22])
-def test_reductions_of_a_layer_run_one_after_the_other(smallest, monkeypatch):
-    monkeypatch.setattr(_order, "SMALLEST_GROUP", smallest)
-    mesh = AbstractMesh((8,), ("data",))
-    train_step = small.shard_train_step(programs.train_step, mesh=mesh)
-    arguments = programs.abstract_state(programs.Model()), programs.tokens()
-    jaxpr = jax.make_jaxpr(train_step)(*arguments)
-    (body,) = reductions_in_loops(jaxpr.jaxpr)
-    assert list(body.values()) == [False, smallest == 0]
-
-
-def products_behind(jaxpr):
-    """For each reduction in order: how many products it waits for, and for which of those before it."""
-    behind: dict[object, set[int]] = {}
-    found: list[tuple[int, set[int]]] = []
-    reductions: list[int] = []
-    for i, eqn in enumerate(jaxpr.eqns):
-        reads = [a for a in eqn.invars if not _jaxpr.is_literal(a)]
-        before = set().union(*(behind.get(atom, set()) for atom in reads))
-        if eqn.primitive.name == "reduce_scatter":
-            products = [j for j in before if jaxpr.eqns[j].primitive.name == "dot_general"]
-            found.append((len(products), {n for n, j in enumerate(reductions) if j in before}))
-            reductions.append(i)
-        behind |= dict.fromkeys(eqn.outvars, before | {i})
-    return found
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("remat", [False, True])
-def test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients(
-    remat, accumulate, monkeypatch
-):
-    """In two groups, and not in the order of the update: the first would wait for the last gradient."""
-    monkeypatch.setattr(_order, "SMALLEST_GROUP", 0)
-    model = programs.Model(depth=3, scan=False, remat=remat)
-    train_step = small.shard_train_step(programs.train_step, accumulate=accumulate)
-    state, tokens = programs.abstract_state(model, optax.sgd(0.1)), programs.tokens()
-    jaxpr = _jaxpr.open_jaxpr(jax.make_jaxpr(train_step)(state, tokens))[0]
-    (found,) = [f for f in map(products_behind, all_jaxprs(jaxpr)) if f]
-    products = [num for num, _ in found]
-    assert len(products) == 3 * 2 + 1
-    # What a checkpoint computes again stands among the products of its layer: only layers are in order.
-    num = 2 if remat else 1
-    layers = [products[i : i + num] for i in range(0, len(products), num)]
-    assert all(max(one) < min(next_one) for one, next_one in itertools.pairwise(layers))
-    waits = [bool(waited) for _, waited in found]
-    first = waits.index(True)
-    assert waits == [False] * first + [True] * (7 - first)
-    # The second half waits for all of the first, and none for one of its own half.
-    assert [waited for _, waited in found[first:]] == [set(range(first))] * (7 - first)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

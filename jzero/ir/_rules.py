@@ -275,14 +275,6 @@ def stays_partial(eqn: Eqn, partial: Collection[int], zero: Collection[int]) -> 
     )  # fmt: skip
 
 
-def stays_zero(eqn: Eqn, zero: Collection[int]) -> bool:
-    """Whether the result is zero if the operands at `zero` are. If another is a float, 0 * inf is NaN."""
-    if costs(eqn, Cost.CAST):
-        return 0 in zero
-    floats = {i for i, atom in enumerate(eqn.invars) if _is(atom, jnp.inexact)}
-    return any(floats <= set(operands) <= set(zero) for operands in linear_in(eqn))
-
-
 def is_float_cast(eqn: Eqn) -> bool:
     """From one float to another."""
     return costs(eqn, Cost.CAST) and bool(linear_in(eqn))

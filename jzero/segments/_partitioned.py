@@ -334,7 +334,7 @@ def _gathered_once(jaxpr: Jaxpr, plan: StepPlan) -> Jaxpr:
 def _weights_in_codes(
     jaxpr: Jaxpr, plan: StepPlan, leaves: Mapping[int, LeafPlan], ins: Sequence[Layout]
 ) -> Jaxpr:  # fmt: skip
-    """The program with leaves that rest in codes as rows; where weights have no room, loops keep their rows."""
+    """The program with leaves as rows of codes; loops keep rows gathered where weights have no room."""
     coded = {k: _coded_rows(leaf, ins[k]) for k, leaf in leaves.items() if leaf.codes}
     jaxpr, most = weight_codes(jaxpr, coded), plan.exchange.loop_bytes
     return jaxpr if most is None or not coded else loop_gathers(jaxpr, most)

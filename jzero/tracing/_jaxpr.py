@@ -980,14 +980,6 @@ def is_on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
-def slice_type(stack: Any) -> Any:
-    """The type of a turn's `[n, d]` of `[turns, n, d]`, in the memory of the stack."""
-    aval = jax.typeof(stack)
-    return core.ShapedArray(
-        aval.shape[1:], aval.dtype, weak_type=aval.weak_type, memory_space=aval.memory_space
-    )
-
-
 def zero_on_host(dtype: Any) -> Any:
     """What `lax.scan` makes its stacks of: XLA:GPU allocates them on the host, and fills nothing.
 

@@ -9,15 +9,14 @@ gradient takes the way back. Both move rows `[tokens, d]`, which are few beside 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jzero.ir import _rules
 from jzero.ir._dataflow import backward
-from jzero.ir._factors import Factor
 from jzero.ir._regions import Edge, Region, ValueIn
 from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn
+from jzero.tracing._types import Eqn
 
 # The dims of a value that all who read it in a pass keep; None if nobody reads it there.
 KeptDims = frozenset[int] | None
@@ -31,27 +30,13 @@ def kept_dims(eqn: Eqn, num: int = 1) -> dict[int, int]:
     Empty of any other equation, and if the rows of one of `num` devices that share them are more than half as
     large as the table.
     """
-    if eqn.primitive.name != "gather":
+    if eqn.primitive.name != "gather" or eqn.params["dimension_numbers"].operand_batching_dims:
         return {}
-    return _dims(eqn, eqn.outvars[0], lambda factor: factor.outs[0], num)
-
-
-def added_dims(eqn: Eqn) -> dict[int, int]:
-    """The same of rows `[tokens, d]` that are added to a table `[vocabulary, d]`."""
-    if eqn.primitive.name != "scatter-add":
-        return {}
-    return _dims(eqn, eqn.invars[2], lambda factor: factor.ins[2])
-
-
-def _dims(
-    eqn: Eqn, rows: Atom, of_rows: Callable[[Factor], int | None], num: int = 1
-) -> dict[int, int]:
-    """None if two look-ups of so many rows move more than the table."""
-    row_bytes, table_bytes = (_rules.size_in_bytes(x.aval) for x in (rows, eqn.invars[0]))
-    if 2 * row_bytes > num * table_bytes or eqn.params["dimension_numbers"].operand_batching_dims:
+    row_bytes, table_bytes = (_rules.size_in_bytes(x.aval) for x in (eqn.outvars[0], eqn.invars[0]))
+    if 2 * row_bytes > num * table_bytes:
         return {}
     found = {
-        factor.ins[0]: of_rows(factor) for factor in _rules.factors_of(eqn) if factor.ins[1] is None
+        factor.ins[0]: factor.outs[0] for factor in _rules.factors_of(eqn) if factor.ins[1] is None
     }
     return {of: dim for of, dim in found.items() if of is not None and dim is not None}
 

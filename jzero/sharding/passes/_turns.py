@@ -23,8 +23,7 @@ from jzero.tracing._jaxpr import Eqn, Jaxpr, Var
 # product that first uses the last weight which the turn gathers itself. Where products take longer, XLA
 # chooses from all of them what hides what; the same order would leave gathers at the end of the turn, with
 # nothing to hide behind
-# (test_prefetch.py::test_a_turn_gathers_for_the_next_one_when_it_has_gathered_for_itself,
-# experiments/rivals).
+# (experiments/rivals).
 
 _LARGE = 2**30  # bytes of a gather whose latency is nothing beside its time
 

@@ -29,10 +29,6 @@ GATHER = ("per_pass", "keep", "once_per_step")
 PREFETCH_BYTES = 2**28
 # Of one value of the batch. A batch of 1024 images of 256 x 256 takes 200 MB in bytes.
 MAX_GATHER_BYTES = 2**28
-_OF_OTHER_STEPS = (
-    "accumulate", "reduce_dtype", "auto_specs", "max_gather_bytes", "tile_bytes", "gather_dtype",
-    "weight_dtype",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

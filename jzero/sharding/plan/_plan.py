@@ -20,7 +20,7 @@ from jzero.sharding.cut._kept import Loops
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.partition._matrix_owners import Owners
 from jzero.sharding.plan._boundary import Boundary
-from jzero.sharding.plan._layout import RestLayout, Shard
+from jzero.sharding.plan._layout import RestLayout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._owners import Owned
 from jzero.sharding.plan._stages import StageAxes
@@ -224,10 +224,6 @@ class StepPlan:
     def new_leaves(self) -> tuple[LeafPlan, ...]:
         """Those that the step returns."""
         return () if self.evaluates else self.leaves
-
-    def is_per_example(self, index: int) -> bool:
-        """Whether an output of the step has one entry per example."""
-        return index >= len(self.new_leaves) and isinstance(self.layouts[index], Shard)
 
     @functools.cached_property
     def fingerprint(self) -> str:
