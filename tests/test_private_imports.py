@@ -230,8 +230,8 @@ MAY = {
     "test_targets":
         "preflight._bandwidth preflight._wires sharding.passes._turns targets._links targets._target",
     "test_tensor_axes":
-        "segments._partitioned sharding.passes._order sharding.run._collectives sharding.run._devices "
-        "sharding.run._queue tracing._jaxpr",
+        "segments._partitioned sharding.passes._order sharding.plan._wire sharding.run._collectives "
+        "sharding.run._devices sharding.run._queue tracing._jaxpr",
     "test_tested": "_tested",
     "test_testing": "_compare",
     "test_tiled_update":

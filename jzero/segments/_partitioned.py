@@ -29,6 +29,7 @@ from jzero.sharding.partition._writer import OUTPUT
 from jzero.sharding.passes._activations import activations, in_order
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._auto_axes import AutoAxes, auto_axes
+from jzero.sharding.passes._auto_specs import NO_SPECS, AutoSpecs
 from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._gather_codes import RestingCopy, gather_codes, renew_in_codes
 from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, in_place
@@ -292,6 +293,7 @@ def _passed(
     ins = tuple(
         stored(leaves[k], mesh) if k in leaves else layout for k, layout in enumerate(program.ins)
     )
+    specs = _auto_specs(plan, part, dict(runner.mesh.shape))
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "late_sums": late_sums,
         # Over time there is one running sum of a gradient, whole; of two parts there would be two.
@@ -314,8 +316,8 @@ def _passed(
         "weight_codes": lambda jaxpr: weight_codes(
             jaxpr, {k: _coded_rows(leaf, ins[k]) for k, leaf in leaves.items() if leaf.codes}
         ),
-        "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, part, rows),
-        "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows),
+        "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, part, rows, specs),
+        "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows, specs),
         "whole_stacks": lambda jaxpr: whole_stacks(
             jaxpr, min(SMALLEST_GROUP, exchange.tile_bytes or SMALLEST_GROUP)
         ),
@@ -326,7 +328,7 @@ def _passed(
             jaxpr, _sliced(part.olds, leaves), runner.mesh, dict(plan.axes), GATHERED_AT_ONCE
         ),
         "one_order": one_order if runner.overtakes else lambda jaxpr: jaxpr,
-        "auto_axes": lambda jaxpr: _beside(jaxpr, runner, part) if plan.automatic else jaxpr,
+        "auto_axes": lambda jaxpr: _beside(jaxpr, runner, specs) if plan.automatic else jaxpr,
     }
 
     def looped(program: DeviceProgram) -> DeviceProgram:
@@ -373,13 +375,21 @@ def _sliced(
     ]
 
 
-def _beside(jaxpr: Jaxpr, runner: Runner, part: TypedPart) -> Jaxpr:
+def _beside(jaxpr: Jaxpr, runner: Runner, specs: AutoSpecs) -> Jaxpr:
     """The program beside axes over which XLA shards."""
-    plan = runner.plan
-    axes = AutoAxes(runner.mesh, tuple(axis for axis, _ in plan.axes), runner.alone)
+    axes = AutoAxes(runner.mesh, tuple(axis for axis, _ in runner.plan.axes), runner.alone)
+    return auto_axes(jaxpr, axes, specs)
+
+
+def _auto_specs(plan: StepPlan, part: TypedPart, mesh: Mapping[str, int]) -> AutoSpecs:
+    """How XLA shards what a part takes and returns, over axes that are not the program's."""
+    if not plan.automatic:
+        return NO_SPECS
     ins = {k: leaf.automatic for k, leaf in part.leaves(plan).items() if leaf.automatic}
     new = ((j, plan.leaves[i]) for j, i in part.new_leaves(plan))
-    return auto_axes(jaxpr, axes, ins, {j: leaf.automatic for j, leaf in new if leaf.automatic})
+    own = {axis for axis, _ in plan.axes}
+    sizes = {axis: num for axis, num in mesh.items() if axis not in own}
+    return AutoSpecs(sizes, ins, {j: leaf.automatic for j, leaf in new if leaf.automatic})
 
 
 def _gathered_once(jaxpr: Jaxpr, plan: StepPlan) -> Jaxpr:
@@ -398,8 +408,8 @@ def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[CodedRows, tuple[int, .
 
 
 def _in_codes(
-    jaxpr: Jaxpr, plan: StepPlan, part: TypedPart, rows: Sequence[frozenset[str]]
-) -> Jaxpr:
+    jaxpr: Jaxpr, plan: StepPlan, part: TypedPart, rows: Sequence[frozenset[str]], specs: AutoSpecs
+) -> Jaxpr:  # fmt: skip
     """The program with what is gathered of parameters as codes, if any is."""
     codes = plan.exchange.gather_codes
     if codes is None:
@@ -414,12 +424,12 @@ def _in_codes(
         for j, i in part.new_leaves(plan)
         if (leaf := plan.leaves[i]).renewed_in_codes and i in places
     ]
-    jaxpr = renew_in_codes(jaxpr, codes, copies, dict(plan.axes))
-    return gather_codes(jaxpr, codes, coded, rows)
+    jaxpr = renew_in_codes(jaxpr, codes, copies, dict(plan.axes), specs)
+    return gather_codes(jaxpr, codes, coded, rows, specs)
 
 
 def _reduced_in_codes(
-    jaxpr: Jaxpr, plan: StepPlan, rows: Sequence[frozenset[str]]
+    jaxpr: Jaxpr, plan: StepPlan, rows: Sequence[frozenset[str]], specs: AutoSpecs
 ) -> Jaxpr:  # fmt: skip
     """The program with gradients as codes, if they travel so."""
     formats = dict(plan.exchange.reduce_codes)
@@ -427,7 +437,8 @@ def _reduced_in_codes(
         return jaxpr
     coded = [leaf.path for leaf in plan.leaves if leaf.coded]
     replicas = [axis for axis, _ in plan.axes if axis not in plan.stage_axes.shard_axes]
-    return reduce_codes(jaxpr, CodedAxes(dict(plan.axes), formats, replicas), coded, rows)
+    axes = CodedAxes(dict(plan.axes), formats, replicas)
+    return reduce_codes(jaxpr, axes, coded, rows, specs=specs)
 
 
 def may_run(plan: StepPlan, analysis: Analysis) -> bool:
@@ -446,11 +457,6 @@ def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
     asked = {
         "collectives of its own with accumulate": plan.reductions == WRITTEN
         and plan.accumulate > 1,
-        "codes beside mesh axes of XLA's": bool(plan.automatic)
-        and (
-            plan.exchange.gather_codes is not None
-            or any(c is not None for _, c in plan.exchange.reduce_codes)
-        ),
         "tile_bytes beside mesh axes of XLA's": bool(plan.automatic)
         and plan.exchange.tile_bytes is not None,
         # A pipeline's ticks would each reduce the gradients of its layers.
