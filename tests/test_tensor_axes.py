@@ -628,9 +628,38 @@ def test_copies_are_renewed_by_codes_of_parts(monkeypatch):
 
 
 def over_model(train_step, state, x):
-    """The collectives of a compiled program that are not over 'data'."""
+    """How many elements a compiled program moves over more axes than 'data', but for single ones."""
+    text, found = train_step.lower(state, x).compile().as_text(), Counter()
+    for computation, times in programs.compiled_times(text).items():
+        for shapes, op, rest in re.findall(
+            r"= (.*?) ((?:all|reduce|coll)-[a-z-]+)\((.*)", computation
+        ):
+            sizes = (
+                np.prod([*map(int, d.split(","))]) for d in re.findall(r"\w\[([\d,]+)\]", shapes)
+            )
+            if not any(group in rest for group in OVER_DATA):
+                found[op] += times * sum(int(size) for size in sizes if size > 1)
+    return +found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_matrices_run_in_tiles_of_each_place_s_part(stage):
+    """In as many bytes as without tiles, and no product sums up tiles over XLA's axes one by one."""
+    train_step, whole = (sharded(stage, tile_bytes=n) for n in (1024, 2**20))
+    state, expected, x = train_step.init(init), init(), batches()[0]
+
+    def moved(step):
+        found = Counter()
+        for c in step.describe(state, x).traffic:
+            found[c.op] += c.total_elements
+        return found
+
+    assert moved(train_step) == moved(whole)
     text = train_step.lower(state, x).compile().as_text()
-    lines = re.findall(r"= (\S+) (all-\w+|reduce-scatter|\w+-permute)(?:-start)?\((.*)", text)
-    return Counter(
-        (op, shape) for shape, op, rest in lines if not any(g in rest for g in OVER_DATA)
-    )
+    assert text.count(" while(") > whole.lower(state, x).compile().as_text().count(" while(")
+    assert over_model(train_step, state, x) == over_model(whole, state, x)
+    for x in batches()[:3]:
+        state, _ = train_step(state, x)
+        expected, _ = jax.jit(plain_step)(expected, x)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+    assert not engines.why_not(train_step)

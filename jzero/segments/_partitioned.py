@@ -306,7 +306,7 @@ def _passed(
         "tiles": lambda jaxpr: (
             jaxpr
             if exchange.tile_bytes is None
-            else tiles(jaxpr, exchange.tile_bytes, rows, _itemsize(exchange.reduce_dtype))
+            else tiles(jaxpr, exchange.tile_bytes, rows, _itemsize(exchange.reduce_dtype), specs)
         ),
         "reduce_dtype": lambda jaxpr: (
             jaxpr
@@ -457,8 +457,6 @@ def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
     asked = {
         "collectives of its own with accumulate": plan.reductions == WRITTEN
         and plan.accumulate > 1,
-        "tile_bytes beside mesh axes of XLA's": bool(plan.automatic)
-        and plan.exchange.tile_bytes is not None,
         # A pipeline's ticks would each reduce the gradients of its layers.
         "loops in loops beside mesh axes of XLA's": bool(plan.automatic)
         and _has_nested_loops(analysis),
