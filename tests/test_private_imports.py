@@ -213,7 +213,6 @@ MAY = {
         "sharding.passes._inputs_first sharding.passes._late_sums sharding.passes._one_order "
         "sharding.passes._order sharding.passes._prefetch sharding.passes._waits "
         "sharding.passes._whole_stacks tracing._jaxpr",
-    "test_pipelines": "sharding.run._queue",
     "test_prefetch": "sharding.passes._turns sharding.run._queue sharding.run._run tracing._jaxpr",
     "test_preflight": "_quantities sharding.passes._waits targets._target",
     "test_processes": "checkpoint._inspect",

@@ -457,9 +457,6 @@ def _reasons(plan: StepPlan, analysis: Analysis) -> Iterator[str]:
     asked = {
         "collectives of its own with accumulate": plan.reductions == WRITTEN
         and plan.accumulate > 1,
-        # A pipeline's ticks would each reduce the gradients of its layers.
-        "loops in loops beside mesh axes of XLA's": bool(plan.automatic)
-        and _has_nested_loops(analysis),
         "weight_dtype in a loop in a loop": any(leaf.codes for leaf in plan.leaves)
         and _has_nested_loops(analysis),
         # Values of which nobody knows whether they are rows may be among what they read.
