@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import programs
 import small
 import zoo
-from jzero.sharding.passes import _before_loops
 
 STAGES, EACH, MICROBATCHES, WIDTH, HIDDEN, VOCAB, SEQ, BATCH = 2, 2, 4, 16, 32, 24, 4, 16
 TICKS = MICROBATCHES + STAGES - 1
@@ -157,10 +156,8 @@ def runs(text, kind, groups):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_gradients_are_reduced_once_and_not_in_each_tick(stage, monkeypatch):
+def test_gradients_are_reduced_once_and_not_in_each_tick(stage):
     """And a tick of each pass hands on one microbatch's rows, by one permutation; XLA inserts no other."""
-    # Those of the layers are large, and the embedding's is not.
-    monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", 4 * VOCAB * WIDTH)
     train_step, state = sharded(stage), jax.eval_shape(init)
     tokens = jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32)
     num = dict.fromkeys(("up", "down"), WIDTH * HIDDEN) | {"scale": WIDTH}
@@ -170,6 +167,8 @@ def test_gradients_are_reduced_once_and_not_in_each_tick(stage, monkeypatch):
     reduced = [c for c in traffic if c.op == "reduce-scatter"]
     assert sum(c.total_elements for c in reduced) == of_a_stage
     assert [c.times for c in reduced] == [1] * 4
+    # Before the ticks, for all of them.
+    assert {c.times for c in traffic if c.op == "all-gather"} == {1}
     gathered = [c for c in traffic if c.op == "all-gather" and "scale" in c.leaf]
     assert {c.total_elements for c in gathered} == {EACH * WIDTH}  # of its view, in one stage, too
     text = train_step.lower(state, tokens).compile().as_text()
@@ -221,3 +220,29 @@ def test_stacks_of_all_layers_are_reshaped_into_stages_by_the_step():
         state, metrics = train_step(state, tokens)
         zoo.assert_trees_close(zoo.to_host(metrics), wanted, zoo.FP32, "metrics")
     zoo.assert_trees_close(zoo.to_host(state), merged(expected), zoo.FP32, "state")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_in_a_loop_over_time_are_gathered_and_reduced_once(stage):
+    """Not in each of its turns; of loops in loops without any axis of XLA's, too."""
+
+    def loss_fn(w, x):
+        def tick(h, row):
+            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h + row, w)
+            return h, h
+
+        _, out = jax.lax.scan(tick, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))
+        return jnp.mean((out - 1) ** 2)
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(loss_fn)(w, x)
+
+    w = np.asarray(jax.random.normal(jax.random.key(0), (3, WIDTH, WIDTH))) / 4
+    x = np.random.default_rng(0).normal(size=(BATCH, 5, WIDTH)).astype(np.float32)
+    train_step = small.shard_train_step(step, stage=stage, mesh=mesh_of(data=4), axis_names="data")
+    state = train_step.shard(jnp.array(w), x)
+    moved = [(c.op, c.total_elements) for c in train_step.describe(state, x).traffic]
+    passes = 2 if stage == 3 else 1
+    assert sorted(moved) == [("all-gather", w.size)] * passes + [("reduce-scatter", w.size)]
+    new = train_step(state, x)
+    zoo.assert_trees_close(zoo.to_host(new), zoo.to_host(jax.jit(step)(w, x)), zoo.FP32, "new")

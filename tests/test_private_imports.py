@@ -213,7 +213,6 @@ MAY = {
         "sharding.passes._inputs_first sharding.passes._late_sums sharding.passes._one_order "
         "sharding.passes._order sharding.passes._prefetch sharding.passes._waits "
         "sharding.passes._whole_stacks tracing._jaxpr",
-    "test_pipelines": "sharding.run._queue",
     "test_prefetch": "sharding.passes._turns sharding.run._queue sharding.run._run tracing._jaxpr",
     "test_preflight": "_quantities sharding.passes._waits targets._target",
     "test_processes": "checkpoint._inspect",
@@ -230,8 +229,8 @@ MAY = {
     "test_targets":
         "preflight._bandwidth preflight._wires sharding.passes._turns targets._links targets._target",
     "test_tensor_axes":
-        "segments._partitioned sharding.passes._order sharding.run._collectives sharding.run._devices "
-        "sharding.run._queue tracing._jaxpr",
+        "segments._partitioned sharding.passes._order sharding.plan._wire sharding.run._collectives "
+        "sharding.run._devices sharding.run._queue tracing._jaxpr",
     "test_tested": "_tested",
     "test_testing": "_compare",
     "test_tiled_update":

@@ -17,6 +17,7 @@ import small
 import zoo
 from jzero.segments import _partitioned
 from jzero.sharding.passes import _order
+from jzero.sharding.plan import _wire
 from jzero.tracing import _jaxpr
 
 pytestmark = pytest.mark.alternating
@@ -527,3 +528,121 @@ def with_axes(jaxpr, axes):
         more = eqn.params["newly_manual_axes"] if eqn.primitive.name == "shard_map" else frozenset()
         for inner in _jaxpr.inner_jaxprs(eqn):
             yield from with_axes(_jaxpr.open_jaxpr(inner)[0], axes | more)
+
+
+# -- codes of few bits, and tiles, of a place's part ----------------------------------------------------
+
+INT8 = jzero.Blocks("int8", size=32)
+
+
+def exact_codes():
+    """Codes with a scale for each element: what travels so comes back but for the last bit."""
+    codes = jzero.Blocks("int8")
+    object.__setattr__(codes, "size", 1)
+    return codes
+
+
+def coded(codes, stage, monkeypatch):
+    """Options with which leaves of every size travel as codes; parameters, too, if they need no masters."""
+    monkeypatch.setattr(_wire, "LEAST", 0)
+    gathers = {"gather_dtype": codes} if stage == 3 else {}
+    return {"stage": stage, "auto_specs": AUTO_SPECS, "reduce_dtype": codes, **gathers}
+
+
+@pytest.mark.parametrize(
+    ("stage", "axes", "shards"),
+    [
+        (3, {"data": 4}, None),
+        (1, {"data": 4}, None),
+        (3, {"data": 2, "local": 2}, None),
+        (2, {"data": 2, "local": 2}, None),
+        (None, {"data": 2, "local": 2}, "local"),
+    ],
+    ids=str,
+)
+def test_codes_of_parts_come_back_in_their_places(stage, axes, shards, monkeypatch):
+    """Also of two data axes, and of sums over replicas, which are the same on all of them."""
+    options = coded(exact_codes(), stage, monkeypatch)
+    if shards:
+        del options["stage"]
+        options |= {"param_axes": shards, "optimizer_axes": shards}
+    types = (AxisType.Auto,) * (len(axes) + 1)
+    mesh = jax.make_mesh((*axes.values(), 2), (*axes, "model"), types, devices=jax.devices()[:8])
+    train_step = small.shard_train_step(step, mesh=mesh, axis_names=(*axes,), **options)
+    plain, expected = jax.jit(plain_step), init()
+    state = train_step.init(init)
+    for x in batches()[:3]:
+        state, _ = train_step(state, x)
+        expected, _ = plain(expected, x)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_place_moves_codes_of_its_part_alone(stage, monkeypatch):
+    """And XLA moves nothing over its axes that it does not move without codes."""
+    options, state, x = coded(INT8, stage, monkeypatch), jax.eval_shape(init), batches()[0]
+    train_step = small.shard_train_step(step, mesh=mesh_of(), axis_names="data", **options)
+    # A row for each of 4 shards of each of 2 parts.
+    due = sum(
+        4 * INT8.nbytes(state["params"][name].size // 8)
+        for name in ("qkv", "project", "up", "down")
+    )
+    traffic = Counter()
+    for c in train_step.describe(state, x).traffic:
+        traffic[c.op, str(c.dtype)] += c.total_elements
+    assert traffic["all-to-all", "uint8"] == due
+    assert due * (stage == 3) <= traffic["all-gather", "uint8"] <= 2 * due * (stage == 3)
+    found, wanted = (over_model(each, state, x) for each in (train_step, sharded(stage)))
+    assert found == wanted
+
+
+def test_copies_are_renewed_by_codes_of_parts(monkeypatch):
+    monkeypatch.setattr(_wire, "LEAST", 0)
+    tx = jzero.master_weights(optax.sgd(0.1, momentum=0.9))
+    train_step, plain, state = words(tx, jnp.bfloat16, stage=1, gather_dtype=exact_codes())
+    state, expected = train_step.init(lambda: state), state
+    for tokens in sentences():
+        state, loss = train_step(state, tokens)
+        expected, expected_loss = plain(expected, tokens)
+        np.testing.assert_allclose(loss, expected_loss, rtol=2e-3)
+    for leaf, master in zip(*map(jax.tree.leaves, (state[0], state[1].masters)), strict=True):
+        np.testing.assert_allclose(leaf.astype(jnp.float32), master, rtol=2**-7)
+    traffic = train_step.describe(state, tokens).traffic
+    assert {c.dtype for c in traffic if c.op == "all-gather"} == {"uint8"}
+
+
+def over_model(train_step, state, x):
+    """How many elements a compiled program moves over more axes than 'data', but for single ones."""
+    text, found = train_step.lower(state, x).compile().as_text(), Counter()
+    for computation, times in programs.compiled_times(text).items():
+        for shapes, op, rest in re.findall(
+            r"= (.*?) ((?:all|reduce|coll)-[a-z-]+)\((.*)", computation
+        ):
+            sizes = (
+                np.prod([*map(int, d.split(","))]) for d in re.findall(r"\w\[([\d,]+)\]", shapes)
+            )
+            if not any(group in rest for group in OVER_DATA):
+                found[op] += times * sum(int(size) for size in sizes if size > 1)
+    return +found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_matrices_run_in_tiles_of_each_place_s_part(stage):
+    """In as many bytes as without tiles, and no product sums up tiles over XLA's axes one by one."""
+    train_step, whole = (sharded(stage, tile_bytes=n) for n in (1024, 2**20))
+    state, expected, x = train_step.init(init), init(), batches()[0]
+
+    def moved(step):
+        found = Counter()
+        for c in step.describe(state, x).traffic:
+            found[c.op] += c.total_elements
+        return found
+
+    assert moved(train_step) == moved(whole)
+    text = train_step.lower(state, x).compile().as_text()
+    assert text.count(" while(") > whole.lower(state, x).compile().as_text().count(" while(")
+    assert over_model(train_step, state, x) == over_model(whole, state, x)
+    for x in batches()[:3]:
+        state, _ = train_step(state, x)
+        expected, _ = jax.jit(plain_step)(expected, x)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")

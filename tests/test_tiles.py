@@ -507,7 +507,7 @@ def test_without_the_option_nothing_is_said():
 
 
 def test_a_tensor_axis():
-    """A leaf that XLA shards over further axes is gathered whole, and named; the others are cut."""
+    """A product that sums over what XLA cuts reads a matrix whole, and it is named; the others are cut."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
 
     def loss_fn(p, x):

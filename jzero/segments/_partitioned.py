@@ -25,6 +25,7 @@ from jzero.sharding.partition._writer import OUTPUT
 from jzero.sharding.passes._activations import activations, in_order
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._auto_axes import AutoAxes, auto_axes
+from jzero.sharding.passes._auto_specs import NO_SPECS, AutoSpecs
 from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._gather_codes import RestingCopy, gather_codes, renew_in_codes
 from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, in_place
@@ -238,6 +239,7 @@ def _passed(
     ins = tuple(
         stored(leaves[k], mesh) if k in leaves else layout for k, layout in enumerate(program.ins)
     )
+    specs = _auto_specs(plan, part, dict(runner.mesh.shape))
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "late_sums": late_sums,
         # Over time there is one running sum of a gradient, whole; of two parts there would be two.
@@ -250,7 +252,7 @@ def _passed(
         "tiles": lambda jaxpr: (
             jaxpr
             if exchange.tile_bytes is None
-            else tiles(jaxpr, exchange.tile_bytes, rows, _itemsize(exchange.reduce_dtype))
+            else tiles(jaxpr, exchange.tile_bytes, rows, _itemsize(exchange.reduce_dtype), specs)
         ),
         "reduce_dtype": lambda jaxpr: (
             jaxpr
@@ -258,8 +260,8 @@ def _passed(
             else reduce_dtype(jaxpr, exchange.reduce_dtype, rows)
         ),
         "weight_codes": lambda jaxpr: _weights_in_codes(jaxpr, plan, leaves, ins),
-        "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, part, rows),
-        "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows),
+        "gather_codes": lambda jaxpr: _in_codes(jaxpr, plan, part, rows, specs),
+        "reduce_codes": lambda jaxpr: _reduced_in_codes(jaxpr, plan, rows, specs),
         "whole_stacks": lambda jaxpr: whole_stacks(
             jaxpr, min(SMALLEST_GROUP, exchange.tile_bytes or SMALLEST_GROUP)
         ),
@@ -270,7 +272,7 @@ def _passed(
             jaxpr, _sliced(part.olds, leaves), runner.mesh, dict(plan.axes), GATHERED_AT_ONCE
         ),
         "one_order": one_order if runner.overtakes else lambda jaxpr: jaxpr,
-        "auto_axes": lambda jaxpr: _beside(jaxpr, runner, part) if plan.automatic else jaxpr,
+        "auto_axes": lambda jaxpr: _beside(jaxpr, runner, specs) if plan.automatic else jaxpr,
     }
 
     def looped(program: DeviceProgram) -> DeviceProgram:
@@ -315,13 +317,21 @@ def _sliced(
     ]
 
 
-def _beside(jaxpr: Jaxpr, runner: Runner, part: TypedPart) -> Jaxpr:
+def _beside(jaxpr: Jaxpr, runner: Runner, specs: AutoSpecs) -> Jaxpr:
     """The program beside axes over which XLA shards."""
-    plan = runner.plan
-    axes = AutoAxes(runner.mesh, tuple(axis for axis, _ in plan.axes), runner.alone)
+    axes = AutoAxes(runner.mesh, tuple(axis for axis, _ in runner.plan.axes), runner.alone)
+    return auto_axes(jaxpr, axes, specs)
+
+
+def _auto_specs(plan: StepPlan, part: TypedPart, mesh: Mapping[str, int]) -> AutoSpecs:
+    """How XLA shards what a part takes and returns, over axes that are not the program's."""
+    if not plan.automatic:
+        return NO_SPECS
     ins = {k: leaf.automatic for k, leaf in part.leaves(plan).items() if leaf.automatic}
     new = ((j, plan.leaves[i]) for j, i in part.new_leaves(plan))
-    return auto_axes(jaxpr, axes, ins, {j: leaf.automatic for j, leaf in new if leaf.automatic})
+    own = {axis for axis, _ in plan.axes}
+    sizes = {axis: num for axis, num in mesh.items() if axis not in own}
+    return AutoSpecs(sizes, ins, {j: leaf.automatic for j, leaf in new if leaf.automatic})
 
 
 def _gathered_once(jaxpr: Jaxpr, plan: StepPlan) -> Jaxpr:
@@ -349,8 +359,8 @@ def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[CodedRows, tuple[int, .
 
 
 def _in_codes(
-    jaxpr: Jaxpr, plan: StepPlan, part: TypedPart, rows: Sequence[frozenset[str]]
-) -> Jaxpr:
+    jaxpr: Jaxpr, plan: StepPlan, part: TypedPart, rows: Sequence[frozenset[str]], specs: AutoSpecs
+) -> Jaxpr:  # fmt: skip
     """The program with what is gathered of parameters as codes, if any is."""
     codes = plan.exchange.gather_codes
     if codes is None:
@@ -365,12 +375,12 @@ def _in_codes(
         for j, i in part.new_leaves(plan)
         if (leaf := plan.leaves[i]).renewed_in_codes and i in places
     ]
-    jaxpr = renew_in_codes(jaxpr, codes, copies, dict(plan.axes))
-    return gather_codes(jaxpr, codes, coded, rows)
+    jaxpr = renew_in_codes(jaxpr, codes, copies, dict(plan.axes), specs)
+    return gather_codes(jaxpr, codes, coded, rows, specs)
 
 
 def _reduced_in_codes(
-    jaxpr: Jaxpr, plan: StepPlan, rows: Sequence[frozenset[str]]
+    jaxpr: Jaxpr, plan: StepPlan, rows: Sequence[frozenset[str]], specs: AutoSpecs
 ) -> Jaxpr:  # fmt: skip
     """The program with gradients as codes, if they travel so."""
     formats = dict(plan.exchange.reduce_codes)
@@ -378,4 +388,5 @@ def _reduced_in_codes(
         return jaxpr
     coded = [leaf.path for leaf in plan.leaves if leaf.coded]
     replicas = [axis for axis, _ in plan.axes if axis not in plan.stage_axes.shard_axes]
-    return reduce_codes(jaxpr, CodedAxes(dict(plan.axes), formats, replicas), coded, rows)
+    axes = CodedAxes(dict(plan.axes), formats, replicas)
+    return reduce_codes(jaxpr, axes, coded, rows, specs=specs)

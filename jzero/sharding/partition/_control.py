@@ -17,6 +17,7 @@ from jzero.ir import _rules
 from jzero.ir._errors import cannot
 from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
 from jzero.ir._regions import Region, turns
+from jzero.ir._rules import Cost
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._loops_in_time import has_ends
@@ -165,7 +166,7 @@ class _ScanWriter(_LoopWriter):
         self.settle(self.xs)
         self.settle([v for v, kept in zip(self.init, self.collects, strict=True) if not kept])
         # Iterations are not shared by devices: each has its part of every slice.
-        self.stacks = [*map(_of_iterations, self.xs)]
+        self.stacks = [*map(self._stack, self.xs)]
 
     def write(self) -> list[DeviceValue]:
         carries = self.carries(self.init)
@@ -184,6 +185,12 @@ class _ScanWriter(_LoopWriter):
             carries = new
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
 
+    def _stack(self, value: DeviceValue) -> Layout:
+        """What iterations have slices of: in a loop in a loop the state, gathered before the outer one."""
+        if value.is_state and not value.firm and self.frame.outer is not None and self.frame.hoists:
+            return self.frame.whole(value.aval.shape)
+        return _of_iterations(value)
+
     def _waits(self, j: int) -> bool:
         """Whether a sum over iterations may wait for the last one, whole on each device.
 
@@ -193,6 +200,11 @@ class _ScanWriter(_LoopWriter):
         is_of_pass = self.region.pass_of(self.eqn) is not None
         once = self.frame.shared.once or is_of_pass or bool(self.frame.over_time)
         return once or self.frame.hint_of(self.eqn.outvars[j]) is None
+
+    def _is_collected(self, var: Var) -> bool:
+        """Whether the loop around only adds it up, so that a sum over devices waits for its end."""
+        out = _added_to(self.region, var)
+        return out is not None and out in self.frame.collected
 
     def _from_zero(self, j: int) -> bool:
         """Whether a carry that the body only adds to begins as zeros."""
@@ -206,6 +218,8 @@ class _ScanWriter(_LoopWriter):
         self, attempt: int, carries: Sequence[_CarryLayout]
     ) -> tuple[list[Var], DeviceFrame, list[DeviceValue]]:
         inner = self.inner(self.body)
+        ends = zip(self.body.jaxpr.outvars, self._may_be_partial(), strict=False)
+        inner.collected = frozenset(x for x, waits in ends if waits)
         vars, turns = self.variables(carries, self.init), self.own_turns(inner)
         values = [inner.entered(v) for v in self.consts]
         carried = self.values(carries, vars, self.init)
@@ -236,8 +250,9 @@ class _ScanWriter(_LoopWriter):
     ) -> list[DeviceValue]:  # fmt: skip
         num, frame, inner.source = len(carries), self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
-        for v in outs[num:]:
-            inner.settle_here(v, opened=inner.is_opened())
+        for var, v in zip(self.eqn.outvars[num:], outs[num:], strict=True):
+            if not self._is_collected(var):
+                inner.settle_here(v, opened=inner.is_opened())
         rows, turns = [*map(_before_casts, outs[num:])], [inner.turn for _ in self.turns]
         ends += [*turns, *(inner.at(v, v.layout) for v in rows)]
         body = inner.function(self.parts.body, ins, ends)
@@ -463,6 +478,21 @@ def _adds_to(eqn: Eqn, name: str, k: int) -> bool:
     same = eqn.invars[k].aval.dtype == eqn.outvars[0].aval.dtype
     alike = eqn.invars[k].aval.shape == eqn.outvars[0].aval.shape
     return adds and same and alike or _rules.keeps_dtype(eqn) or name == "optimization_barrier"
+
+
+def _added_to(region: Region, var: Var) -> Var | None:
+    """What is returned of a value that is only added to something, or views of it; None if it is not so."""
+    eqns = region.jaxpr.eqns
+    while len(readers := region.readers.get(var, [])) == 1 and readers[0] < len(eqns):
+        eqn = eqns[readers[0]]
+        if len(eqn.outvars) > 1 or not (
+            _rules.costs(eqn, Cost.VIEW) or eqn.primitive.name in _rules.ADDS
+        ):
+            return None
+        (var,) = eqn.outvars
+        if region.readers.get(var) == [len(eqns)]:
+            return var if eqn.primitive.name in _rules.ADDS else None
+    return None
 
 
 def _slice_type(v: DeviceValue) -> Any:

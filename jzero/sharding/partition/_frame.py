@@ -96,6 +96,7 @@ class DeviceFrame(DeviceWriter):
       reason: why what is written needs rows that a device does not have, where that is known.
       leaf: the leaf of which all is that the equation at hand moves, if not each value of its own.
       returns: the number of the step's result that is made now.
+      collected: what a loop's body returns that may be a sum over devices; it is done behind the loop.
       diverges: whether not all devices may run what is written.
       turn: what the next ordered effect waits for, [Note: the order of effects].
     """
@@ -114,6 +115,7 @@ class DeviceFrame(DeviceWriter):
         self.values: Mapping[Var, DeviceValue] = {}
         self.reason = self.leaf = ""
         self.returns: int | None = None
+        self.collected: frozenset[Atom] = frozenset()
         self.turn: Atom = _jaxpr.scalar(0, np.int32)
         # A pass of `jax.grad` gathers state for itself, behind what the pass before ended with.
         self._pass: str | None = None

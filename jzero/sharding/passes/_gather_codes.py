@@ -7,7 +7,8 @@ stays exact.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,8 @@ from jzero.ir import _dataflow, _rules
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _codes, _origins, _waits
+from jzero.sharding.passes._auto_specs import NO_SPECS, AutoSpecs
+from jzero.sharding.passes._parts import Parts
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -29,7 +32,8 @@ _PASS, _OTHERS = frozenset(["a pass"]), frozenset(["others"])
 
 
 def gather_codes(
-    jaxpr: Jaxpr, codes: Blocks, coded: Collection[int], rows: Sequence[frozenset[str]]
+    jaxpr: Jaxpr, codes: Blocks, coded: Collection[int], rows: Sequence[frozenset[str]],
+    specs: AutoSpecs = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
     """One device's program that gathers what passes read of some arguments, cast or sliced perhaps, as codes.
 
@@ -38,9 +42,10 @@ def gather_codes(
       codes: the format.
       coded: arguments that may travel so, by index.
       rows: of each argument, the axes over which it differs because rows of the batch do.
+      specs: how XLA shards arguments and results over further axes.
     """
     program = Region(jaxpr, [])
-    found = _origins.origins(program, rows)
+    found, spec_of = _origins.origins(program, rows), specs.of(program)
     readers = _readers(program, found)
 
     def encoded(region: Region, eqn: Eqn, writer: JaxprWriter) -> bool:
@@ -50,7 +55,8 @@ def gather_codes(
         ours = not _jaxpr.is_literal(shard) and found[region, shard].arg in coded
         if not ours or not _is_wide(shard) or readers.get((region, out)) != _PASS:
             return False
-        writer.names[out] = gathered(writer, eqn, writer.read(shard), codes)
+        parts = specs.parts_of(spec_of(region, eqn))
+        writer.names[out] = _gathered(writer, eqn, writer.read(shard), codes, parts)
         return True
 
     return _origins.rewritten(program, encoded)
@@ -61,31 +67,43 @@ def _is_wide(atom: Atom) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
-def gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, codes: Blocks) -> Atom:
+def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, codes: Blocks, parts: Parts) -> Atom:
     """What a gather makes of a shard, its own part included, but for rounding; the same on all devices."""
     outer, writer.source = writer.source, _jaxpr.within_scope(eqn, _waits.CODES)
-    (row,) = writer.trace(_row, shard, static=(codes,))
-    num, nbytes = eqn.params["axis_size"], row.aval.shape[1]
-    rows = _jaxpr.var_like(row.aval, (num, nbytes))
-    params = {**eqn.params, "all_gather_dimension": 0}
-    writer.again(writer.source, [row], [rows], params=params)
-    static = eqn.params["all_gather_dimension"], shard.aval.shape, str(shard.aval.dtype), codes
+    (row,) = writer.trace(_row, shard, static=(codes, parts))
+    *several, _, nbytes = row.aval.shape
+    rows = _jaxpr.var_like(row.aval, (*several, eqn.params["axis_size"], nbytes))
+    params = {**eqn.params, "all_gather_dimension": len(several)}
+    writer.again(parts.mark(writer.source), [row], [rows], params=params)
+    static = (
+        eqn.params["all_gather_dimension"],
+        shard.aval.shape,
+        str(shard.aval.dtype),
+        codes,
+        parts,
+    )
     (whole,) = writer.trace(_whole, rows, static=static)
     writer.source = outer
     return whole
 
 
-def _row(codes: Blocks, x: jax.Array) -> jax.Array:
-    return _codes.encode(x.reshape(1, x.size), codes)
+def _row(codes: Blocks, parts: Parts, x: jax.Array) -> jax.Array:
+    """A row of bytes of each part, `[n, d] -> [q, 1, bytes]`."""
+    x = parts.split(x)
+    several = x.shape[: len(parts.cuts)]
+    return _codes.encode(x.reshape(math.prod(several), -1), codes).reshape(*several, 1, -1)
 
 
 def _whole(
-    dim: int, part: tuple[int, ...], dtype: str, codes: Blocks, rows: jax.Array
+    dim: int, shard: tuple[int, ...], dtype: str, codes: Blocks, parts: Parts, rows: jax.Array
 ) -> jax.Array:
-    """Rows of all devices as what they have together, `[k, bytes] -> [n, d]`."""
-    parts = _codes.decode(rows, int(np.prod(part)), dtype, codes)
-    parts = jnp.moveaxis(parts.reshape(rows.shape[0], *part), 0, dim)
-    return parts.reshape(*part[:dim], -1, *part[dim + 1 :])
+    """Rows of all devices as what they have together, `[q, k, bytes] -> [n, d]`."""
+    *several, num, nbytes = rows.shape
+    nums = dict(parts.cuts)
+    part = [size // nums.get(d, 1) for d, size in enumerate(shard)]
+    x = _codes.decode(rows.reshape(-1, nbytes), math.prod(part), dtype, codes)
+    x = jnp.moveaxis(x.reshape(*several, num, *part), len(several), len(several) + dim)
+    return parts.join(x.reshape(*several, *part[:dim], -1, *part[dim + 1 :]))
 
 
 # -- who reads ---------------------------------------------------------------------------------------------
@@ -130,8 +148,9 @@ class RestingCopy(NamedTuple):
 
 
 def renew_in_codes(
-    jaxpr: Jaxpr, codes: Blocks, copies: Sequence[RestingCopy], sizes: Mapping[str, int]
-) -> Jaxpr:
+    jaxpr: Jaxpr, codes: Blocks, copies: Sequence[RestingCopy], sizes: Mapping[str, int],
+    specs: AutoSpecs = NO_SPECS,
+) -> Jaxpr:  # fmt: skip
     """One device's program that gathers, of new parameters, the difference to the old ones, as codes.
 
     What is rounded off is then in the next difference, if what new parameters are made of has it.
@@ -141,11 +160,17 @@ def renew_in_codes(
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     writer, outs = JaxprWriter(jaxpr.eqns[0]), [*jaxpr.outvars]
     writer.eqns += jaxpr.eqns
+    program = Region(jaxpr, [])
+    spec_of = specs.of(program)
+
+    def parts_of(eqn: Eqn) -> Parts:
+        return specs.parts_of(spec_of(program, eqn))
+
     for copy in copies:
         gathers = [*_gathers_behind(makers, jaxpr.outvars[copy.out])]
         if gathers:
             old = jaxpr.invars[copy.arg]
-            outs[copy.out] = _renewed(writer, old, gathers, copy, sizes, codes)
+            outs[copy.out] = _renewed(writer, old, gathers, copy, sizes, codes, parts_of)
     if all(a is b for a, b in zip(outs, jaxpr.outvars, strict=True)):
         return jaxpr
     return _waits.with_equations(
@@ -170,7 +195,7 @@ def _gathers_behind(makers: _waits.Makers, atom: Atom) -> Iterator[Eqn]:
 
 def _renewed(
     writer: JaxprWriter, old: Var, gathers: Sequence[Eqn], copy: RestingCopy, sizes: Mapping[str, int],
-    codes: Blocks,
+    codes: Blocks, parts_of: Callable[[Eqn], Parts],
 ) -> Atom:  # fmt: skip
     """The old parameter, and the difference of the new shard to its part of it, gathered."""
     (shard,), dim = gathers[-1].invars, gathers[-1].params["all_gather_dimension"]
@@ -187,7 +212,7 @@ def _renewed(
     places = [index[axis] for axis in axes]
     (change,) = writer.trace(_difference, old, shard, *places, static=static)
     for eqn in reversed(gathers):
-        change = gathered(writer, eqn, change, codes)
+        change = _gathered(writer, eqn, change, codes, parts_of(eqn))
     (new,) = writer.trace(_plus, old, change, static=(dim,))
     return new
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jzero._blocks import Blocks
 from jzero.ir import _dataflow, _rules
@@ -23,6 +22,8 @@ from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames
 from jzero.sharding.passes import _codes, _origins, _waits
+from jzero.sharding.passes._auto_specs import NO_SPECS, AutoSpecs
+from jzero.sharding.passes._parts import Parts
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -58,7 +59,7 @@ def leaf_in_scope(eqn: Eqn) -> str:
 
 def reduce_codes(
     jaxpr: Jaxpr, axes: CodedAxes, coded: Collection[str], rows: Sequence[frozenset[str]],
-    leaf_of: LeafOf = leaf_in_scope,
+    leaf_of: LeafOf = leaf_in_scope, specs: AutoSpecs = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
     """One device's program that reduces the gradients of some leaves as codes.
 
@@ -70,9 +71,11 @@ def reduce_codes(
       coded: the leaves, by path.
       rows: of each argument, the axes over which it differs because rows of the batch do.
       leaf_of: says which leaf a reduction serves.
+      specs: how XLA shards arguments and results over further axes.
     """
     program = Region(jaxpr, [])
     found, mixed = _origins.origins(program, rows), _mixed(program)
+    spec_of = specs.of(program)
     sums = dict[Var, Atom]()  # what a hop has summed up, as wide as it was summed
 
     def encoded(region: Region, eqn: Eqn, writer: JaxprWriter) -> bool:
@@ -85,13 +88,13 @@ def reduce_codes(
             return False
         if mixed.get((region, out)) or not any(axes.formats.get(axis) for axis in over):
             return False
+        hops = _Hops(writer, eqn, axes, specs.parts_of(spec_of(region, eqn)))
         if name == "reduce_scatter" and eqn.params["tiled"]:
             first = x not in sums
-            hops = _Hops(writer, eqn, axes)
             terms = writer.read(x) if first else sums[_jaxpr.variable(x)]
             writer.names[out], sums[out] = hops.scattered(terms, first)
         elif name != "reduce_scatter" and set(over) <= {*axes.replicas}:
-            writer.names[out] = _Hops(writer, eqn, axes).summed(writer.read(x))
+            writer.names[out] = hops.summed(writer.read(x))
         else:
             return False
         return True
@@ -118,15 +121,17 @@ def _is_plain(eqn: Eqn) -> bool:
 
 
 class _Hops:
-    """Writes a reduction in the place of one that is exact."""
+    """Writes a reduction in the place of one that is exact, of each of XLA's parts by itself."""
 
-    def __init__(self, writer: JaxprWriter, eqn: Eqn, axes: CodedAxes):
-        self.writer, self.eqn, self.axes = writer, eqn, axes
+    def __init__(self, writer: JaxprWriter, eqn: Eqn, axes: CodedAxes, parts: Parts):
+        self.writer, self.eqn, self.axes, self.parts = writer, eqn, axes, parts
         self.dtype = eqn.outvars[0].aval.dtype
         self.source = _jaxpr.within_scope(eqn, _waits.CODES)
         over = _jaxpr.axes_of(eqn)
         self.sizes = {axis: axes.sizes[axis] for axis in over}
         self.order = [axis for axis in reversed([*axes.sizes]) if axis in over]
+        # The dim of a hop: behind those of the parts.
+        self.dim = len(parts.cuts)
 
     def scattered(self, x: Atom, waits: bool) -> tuple[Atom, Atom]:
         """`[n, d]` of each device -> this one's `[n/k, d]` of their sum: in its dtype, and as it was summed.
@@ -134,15 +139,17 @@ class _Hops:
         With `waits` the first hop counts among the reductions that have an order.
         """
         outer, self.writer.source = self.writer.source, self.source
-        dim, left = self.eqn.params["scatter_dimension"], [*self.sizes]
-        (parts,) = self.writer.trace(_parts, x, static=(dim, (*self.sizes.values(),)))
+        dim, left = self.dim + self.eqn.params["scatter_dimension"], [*self.sizes]
+        static = self.parts, dim, (*self.sizes.values(),)
+        (terms,) = self.writer.trace(_terms, x, static=static)
         for axis in self.order:
-            (parts,) = self.writer.trace(_first, parts, static=(dim + left.index(axis),))
-            parts = self._hop(parts, axis, waits and len(left) == len(self.sizes))
+            (terms,) = self.writer.trace(_moved, terms, static=(dim + left.index(axis), self.dim))
+            terms = self._hop(terms, axis, waits and len(left) == len(self.sizes))
             left.remove(axis)
-        (shard,) = self.writer.trace(_cast, parts, static=(str(self.dtype),))
+        (total,) = self.writer.trace(_joined, terms, static=(self.parts,))
+        (shard,) = self.writer.trace(_cast, total, static=(str(self.dtype),))
         self.writer.source = outer
-        return shard, parts
+        return shard, total
 
     def summed(self, x: Atom) -> Atom:
         """`[n, d]` of each device -> their sum, the same on all of them: axes without a format come last."""
@@ -159,83 +166,105 @@ class _Hops:
         self.writer.source = outer
         return x
 
-    def _hop(self, parts: Atom, axis: str, waits: bool) -> Atom:
-        """Of `[k, n, d]`, a part for each device of `axis`, all devices' parts for this one, summed up."""
-        codes, num = self.axes.formats.get(axis), self.sizes[axis]
+    def _hop(self, terms: Atom, axis: str, waits: bool) -> Atom:
+        """Of `[q, k, n, d]`, a term for each device of `axis`, all devices' terms for this one, summed up."""
+        codes, num, dim = self.axes.formats.get(axis), self.sizes[axis], self.dim
+        source = self.parts.mark(self.source)
         if codes is None:
-            (parts,) = self.writer.trace(_cast, parts, static=(str(self.dtype),))
-            out = _jaxpr.var_like(parts.aval, parts.aval.shape[1:])
+            (terms,) = self.writer.trace(_cast, terms, static=(str(self.dtype),))
+            shape = terms.aval.shape
+            out = _jaxpr.var_like(terms.aval, (*shape[:dim], *shape[dim + 1 :]))
             params = {
                 **self.eqn.params,
                 "axis_name": axis,
                 "axis_size": num,
-                "scatter_dimension": 0,
+                "scatter_dimension": dim,
             }
-            return self.writer.again(
-                self.source, [parts], [out], params={**params, "tiled": False}
-            )[0]
-        (rows,) = self.writer.trace(_rows, parts, static=(codes,))
-        source = _jaxpr.within_scope(self.source, _waits.FIRST_HOP) if waits else self.source
+            return self.writer.again(source, [terms], [out], params={**params, "tiled": False})[0]
+        (rows,) = self.writer.trace(_rows, terms, static=(codes, dim))
+        source = _jaxpr.within_scope(source, _waits.FIRST_HOP) if waits else source
         params = dict(
-            split_axis=0, concat_axis=0, axis_name=axis, axis_index_groups=None, tiled=True
+            split_axis=dim, concat_axis=dim, axis_name=axis, axis_index_groups=None, tiled=True
         )
         exchange, out = _jaxpr.PRIMITIVES["all_to_all"], _jaxpr.var_like(rows.aval)
         (rows,) = self.writer.add(exchange, [rows], [out], source, **params)
-        static = parts.aval.shape[1:], str(parts.aval.dtype), codes
+        static = terms.aval.shape[dim + 1 :], str(terms.aval.dtype), codes
         return self.writer.trace(_total, rows, static=static)[0]
 
     def _all_reduced(self, x: Atom, axis: str, codes: Blocks) -> Atom:
-        num = self.sizes[axis]
-        (parts,) = self.writer.trace(_even, x, static=(num,))
-        total = self._hop(parts, axis, waits=False)
+        num, dim = self.sizes[axis], self.dim
+        (terms,) = self.writer.trace(_even, x, static=(self.parts, num))
+        total = self._hop(terms, axis, waits=False)
         (row,) = self.writer.trace(_row, total, static=(codes,))
-        rows = _jaxpr.var_like(row.aval, (num, row.aval.shape[1]))
+        shape = row.aval.shape
+        rows = _jaxpr.var_like(row.aval, (*shape[:dim], num, shape[-1]))
         params: dict[str, Any] = dict(
-            all_gather_dimension=0,
+            all_gather_dimension=dim,
             axis_name=axis,
             axis_index_groups=None,
             axis_size=num,
             tiled=True,
         )
-        self.writer.add(_jaxpr.PRIMITIVES["all_gather"], [row], [rows], **params)
-        static = x.aval.shape, str(x.aval.dtype), total.aval.shape[0], codes
+        source = self.parts.mark(self.source)
+        self.writer.add(_jaxpr.PRIMITIVES["all_gather"], [row], [rows], source, **params)
+        static = self.parts, x.aval.shape, str(x.aval.dtype), total.aval.shape[-1], codes
         return self.writer.trace(_whole, rows, static=static)[0]
 
 
 # -- traced ------------------------------------------------------------------------------------------------
-def _parts(dim: int, sizes: tuple[int, ...], x: jax.Array) -> jax.Array:
-    """`[n, d]` as `[k1, k2, ..., n/k, d]`."""
+def _terms(parts: Parts, dim: int, sizes: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """`[n, d]` as `[q, k1, k2, ..., n/k, d/q]`."""
+    x = parts.split(x)
     return x.reshape(*x.shape[:dim], *sizes, -1, *x.shape[dim + 1 :])
 
 
-def _first(dim: int, x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, dim, 0)
+def _moved(dim: int, to: int, x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x, dim, to)
+
+
+def _joined(parts: Parts, x: jax.Array) -> jax.Array:
+    return parts.join(x)
 
 
 def _cast(dtype: str, x: jax.Array) -> jax.Array:
     return x.astype(dtype)
 
 
-def _rows(codes: Blocks, parts: jax.Array) -> jax.Array:
-    return _codes.encode(parts.reshape(parts.shape[0], -1), codes)
+def _rows(codes: Blocks, dim: int, terms: jax.Array) -> jax.Array:
+    """`[q, k, n, d]` as `[q, k, bytes]`."""
+    several = terms.shape[: dim + 1]
+    return _codes.encode(terms.reshape(math.prod(several), -1), codes).reshape(*several, -1)
 
 
 def _total(part: tuple[int, ...], dtype: str, codes: Blocks, rows: jax.Array) -> jax.Array:
+    """Of `[q, k, bytes]` the sum of k terms, `[q, *part]`."""
+    *several, num, nbytes = rows.shape
     wide = jnp.promote_types(dtype, jnp.float32)
-    terms = _codes.decode(rows, math.prod(part), wide, codes)
-    return jnp.sum(terms, axis=0).reshape(part)
+    terms = _codes.decode(rows.reshape(-1, nbytes), math.prod(part), wide, codes)
+    return jnp.sum(terms.reshape(*several, num, -1), axis=-2).reshape(*several, *part)
 
 
-def _even(num: int, x: jax.Array) -> jax.Array:
-    return jnp.pad(x.reshape(-1), (0, -x.size % num)).reshape(num, -1)
+def _even(parts: Parts, num: int, x: jax.Array) -> jax.Array:
+    """`[n, d]` as `[q, k, n * d / k]`, with zeros at the end."""
+    x = parts.split(x)
+    several = x.shape[: len(parts.cuts)]
+    x = x.reshape(*several, -1)
+    x = jnp.pad(x, [*[(0, 0)] * len(several), (0, -x.shape[-1] % num)])
+    return x.reshape(*several, num, -1)
 
 
 def _row(codes: Blocks, x: jax.Array) -> jax.Array:
-    return _codes.encode(x[None], codes)
+    """`[q, n]` as `[q, 1, bytes]`."""
+    several = x.shape[:-1]
+    return _codes.encode(x.reshape(-1, x.shape[-1]), codes).reshape(*several, 1, -1)
 
 
 def _whole(
-    shape: tuple[int, ...], dtype: str, part: int, codes: Blocks, rows: jax.Array
+    parts: Parts, shape: tuple[int, ...], dtype: str, size: int, codes: Blocks, rows: jax.Array
 ) -> jax.Array:
-    whole = _codes.decode(rows, part, dtype, codes).reshape(-1)
-    return whole[: int(np.prod(shape))].reshape(shape)
+    """`[q, k, bytes]` as `[n, d]`."""
+    *several, num, nbytes = rows.shape
+    nums = dict(parts.cuts)
+    part = [size // nums.get(d, 1) for d, size in enumerate(shape)]
+    whole = _codes.decode(rows.reshape(-1, nbytes), size, dtype, codes).reshape(*several, -1)
+    return parts.join(whole[..., : math.prod(part)].reshape(*several, *part))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from jzero.ir._regions import Region, variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._untiled import TILES
 from jzero.sharding.passes import _origins, _waits
+from jzero.sharding.passes._auto_specs import NO_SPECS, AutoSpecs
 from jzero.sharding.passes._cuts import Tiles, cut
 from jzero.sharding.passes._in_place import row_major
 from jzero.tracing import _jaxpr
@@ -41,10 +43,13 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 # What stands for a value of the program where something is written.
 ReadAtom = Callable[[Atom], Atom]
+# Of an equation that moves a value, into how many parts XLA cuts some of its dims.
+_PartsOf = Callable[[Region, Eqn], Mapping[int, int]]
 
 
 def tiles(
-    jaxpr: Jaxpr, nbytes: int, rows: Sequence[frozenset[str]], itemsize: int = 0
+    jaxpr: Jaxpr, nbytes: int, rows: Sequence[frozenset[str]], itemsize: int = 0,
+    specs: AutoSpecs = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
     """One device's program that gathers and reduces matrices of more than so many bytes tile by tile.
 
@@ -53,13 +58,18 @@ def tiles(
       nbytes: of a tile, at most; of one index of a dim at least.
       rows: of each argument, the axes over which it differs because rows of the batch do.
       itemsize: bytes of an element of a gradient as it travels, if these are more than its own.
+      specs: how XLA shards arguments and results over further axes. A tile has a range of each of its parts.
     """
     program = Region(jaxpr, [])
     found, plans = _origins.origins(program, rows), dict[Region, _TilePlan]()
+    spec_of = specs.of(program)
+
+    def parts_of(region: Region, eqn: Eqn) -> dict[int, int]:
+        return dict(specs.parts_of(spec_of(region, eqn)).cuts)
 
     def tiled(region: Region, eqn: Eqn, writer: JaxprWriter) -> bool:
         if region not in plans:
-            plans[region] = _TilePlan(region, found, nbytes, itemsize)
+            plans[region] = _TilePlan(region, found, nbytes, itemsize, parts_of)
         return plans[region].write(eqn, writer)
 
     return _origins.rewritten(program, tiled)
@@ -79,13 +89,15 @@ class _Cone:
     Attributes:
       links: equations in their order.
       terms: of what these make, what is added up to a tile.
-      tiles: how it is cut.
+      tiles: how it is cut, or each of the parts that XLA makes of it.
+      num_parts: how many parts XLA makes of that dim.
       pads: of a slice's gradient, what then makes one of the stack.
     """
 
     links: tuple[_TiledEquation, ...]
     terms: tuple[Atom, ...]
     tiles: Tiles
+    num_parts: int = 1
     pads: tuple[Eqn, ...] = ()
 
     @property
@@ -95,21 +107,22 @@ class _Cone:
 
     def write(self, writer: JaxprWriter, read: ReadAtom, start: int | Var, size: int) -> Var:
         """Writes what makes one tile; a range of each operand that others make."""
-        made = dict[Atom, Var]()
+        made, all_parts = dict[Atom, Var](), size * self.num_parts
         for eqn, factor in self.links:
             ins = [
                 made[x] if not _jaxpr.is_literal(x) and x in made
-                else _range(writer, read(x), start, size, dim)
+                else _range(writer, read(x), start, size, dim, self.num_parts)
                 for x, dim in zip(eqn.invars, factor.ins, strict=True)
             ]  # fmt: skip
-            params = {**eqn.params, **factor.local(size, 1)}
+            params = {**eqn.params, **factor.local(all_parts, 1)}
             if factor.reduces:
                 outs = [_jaxpr.var_like(eqn.outvars[0].aval, dtype=dtype_of_sum(eqn))]
                 params["preferred_element_type"] = outs[0].aval.dtype
             else:
                 pairs = zip(eqn.outvars, factor.outs, strict=True)
                 outs = [
-                    _jaxpr.var_like(x.aval, _with(x.aval.shape, d or 0, size)) for x, d in pairs
+                    _jaxpr.var_like(x.aval, _with(x.aval.shape, d or 0, all_parts))
+                    for x, d in pairs
                 ]
             source = _jaxpr.within_scope(eqn, TILES) if _waits.is_gather(eqn) else eqn
             made |= zip(eqn.outvars, writer.again(eqn, ins, outs, source, params), strict=True)
@@ -144,8 +157,10 @@ class _TilePlan:
       shards: of terms in tiles, what was written for their sum.
     """
 
-    def __init__(self, region: Region, found: _origins.Origins, nbytes: int, itemsize: int):
-        self.region, self.found = region, found
+    def __init__(
+        self, region: Region, found: _origins.Origins, nbytes: int, itemsize: int, parts_of: _PartsOf
+    ):  # fmt: skip
+        self.region, self.found, self.parts_of = region, found, parts_of
         self.nbytes, self.itemsize = nbytes, itemsize
         self.places = {id(eqn): i for i, eqn in enumerate(region.jaxpr.eqns)}
         self.products, self.gone = dict[int, _Cone](), set[int]()
@@ -190,7 +205,8 @@ class _TilePlan:
         if not before or self._gathered(eqn.invars[1 - place])[0]:
             return None
         (whole,), sharded = before[-1].outvars, int(before[-1].params["all_gather_dimension"])
-        if self._is_small(whole, whole.aval.dtype.itemsize):
+        parts = self.parts_of(self.region, before[-1])
+        if self._is_small(whole, whole.aval.dtype.itemsize, parts):
             return None
         ways = {
             dim: way
@@ -198,10 +214,13 @@ class _TilePlan:
             if (way := _through(before, after, eqn, place, dim)) is not None
         }
         kept = [dim for dim, way in ways.items() if way[-1].factor.outs[0] is not None]
-        tiles = cut(whole.aval.shape, whole.aval.dtype.itemsize, sharded, self.nbytes, kept)
+        # Of products that sum over what XLA cuts, it would sum up each tile's over its axes.
+        ways = {dim: way for dim, way in ways.items() if dim in kept or dim not in parts}
+        shape = _of_a_place(whole.aval.shape, parts)
+        tiles = cut(shape, whole.aval.dtype.itemsize, sharded, self.nbytes, kept)
         if tiles is None or tiles.dim not in ways:
             return None
-        return _Cone(ways[tiles.dim], (eqn.outvars[0],), tiles)
+        return _Cone(ways[tiles.dim], (eqn.outvars[0],), tiles, parts.get(tiles.dim, 1))
 
     def _gathered(self, atom: Atom) -> tuple[list[Eqn], list[Eqn]]:
         """What gathers a value, up to its last gather, and the views behind it; nothing if it is none."""
@@ -217,8 +236,8 @@ class _TilePlan:
             return [], []
         return eqns[places[0] : places[-1] + 1], eqns[places[-1] + 1 :]
 
-    def _is_small(self, x: Atom, itemsize: int) -> bool:
-        return bool(x.aval.size * itemsize <= self.nbytes)
+    def _is_small(self, x: Atom, itemsize: int, parts: Mapping[int, int]) -> bool:
+        return math.prod(_of_a_place(x.aval.shape, parts)) * itemsize <= self.nbytes
 
     def _drop_unread(self) -> None:
         """Notes what only made whole matrices for products that are now loops."""
@@ -240,13 +259,17 @@ class _TilePlan:
             reduces.append(eqn := following)
         (x,) = reduces[0].invars
         terms, adds = self._terms(x)
-        if self._is_small(x, max(self.itemsize, *map(self._widest, terms))):
+        parts = self.parts_of(self.region, reduces[0])
+        if self._is_small(x, max(self.itemsize, *map(self._widest, terms)), parts):
             return
         dims = [int(each.params["scatter_dimension"]) for each in reduces]
         slices = [self._slice(term, dims) for term in terms]
-        cones = self._together([x for x, pads in slices if not pads], dims[0])
+        cones = self._together([x for x, pads in slices if not pads], dims[0], parts)
         for term, pads in slices:
-            if pads and (cone := next(iter(self._together([term], dims[0])), None)) is not None:
+            if (
+                pads
+                and (cone := next(iter(self._together([term], dims[0], parts)), None)) is not None
+            ):
                 cones.append(dataclasses.replace(cone, pads=pads))
         made = {term for cone in cones for term in cone.terms}
         rest = [(term, pads) for term, pads in slices if term not in made]
@@ -296,12 +319,14 @@ class _TilePlan:
         chosen = eqn is not None and eqn.primitive.name == "select_n"
         return eqn is not None and chosen and all(map(self._is_zero, eqn.invars[1:]))
 
-    def _together(self, terms: Sequence[Atom], sharded: int) -> list[_Cone]:
+    def _together(
+        self, terms: Sequence[Atom], sharded: int, parts: Mapping[int, int]
+    ) -> list[_Cone]:  # fmt: skip
         """Large terms in one loop, if what waits for the last of them has no more bytes than their sum."""
         itemsize = max([self.itemsize, *map(self._widest, terms)])
-        if not terms or self._is_small(terms[0], itemsize):
+        if not terms or self._is_small(terms[0], itemsize, parts):
             return []
-        tiles = cut(terms[0].aval.shape, itemsize, sharded, self.nbytes)
+        tiles = cut(_of_a_place(terms[0].aval.shape, parts), itemsize, sharded, self.nbytes)
         if tiles is None:
             return []
         made = {x: links for x in terms if (links := self._products_behind(x, tiles.dim))}
@@ -313,13 +338,13 @@ class _TilePlan:
             groups[-1].append(term)
             products = [link.eqn for link in made[term] if _is_product(link.eqn)]
             waits += _waits.nbytes(variables(x for eqn in products for x in eqn.invars))
-        return [self._cone(group, made, tiles) for group in groups]
+        return [self._cone(group, made, tiles, parts.get(tiles.dim, 1)) for group in groups]
 
     def _cone(
-        self, terms: list[Atom], made: Mapping[Atom, list[_TiledEquation]], tiles: Tiles
-    ) -> _Cone:
+        self, terms: list[Atom], made: Mapping[Atom, list[_TiledEquation]], tiles: Tiles, num_parts: int
+    ) -> _Cone:  # fmt: skip
         links = {self.places[id(link.eqn)]: link for term in terms for link in made[term]}
-        return _Cone(tuple(links[i] for i in sorted(links)), tuple(terms), tiles)
+        return _Cone(tuple(links[i] for i in sorted(links)), tuple(terms), tiles, num_parts)
 
     def _widest(self, atom: Atom) -> int:
         """Bytes of an element of a value, or of what is cast to it."""
@@ -426,7 +451,9 @@ def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
     def used(here: JaxprWriter, read: ReadAtom, start: int | Var, size: int, total: Atom) -> Atom:
         y = cone.write(here, read, start, size)
         return (
-            here.add(lax.add_p, [total, y])[0] if dim is None else _put(here, total, y, start, dim)
+            here.add(lax.add_p, [total, y])[0]
+            if dim is None
+            else _put(here, total, y, start, dim, cone.num_parts)
         )
 
     def turn(here: JaxprWriter, read: ReadAtom, start: Var, carry: Sequence[Var]) -> list[Atom]:
@@ -447,14 +474,16 @@ def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom
 
     def put(here: JaxprWriter, total: Atom, shard: Atom, start: int | Var) -> Atom:
         # [Note: layouts at rest]
-        return here.trace(row_major, _put(here, total, shard, start, dim))[0]
+        return here.trace(row_major, _put(here, total, shard, start, dim, cone.num_parts))[0]
 
     def turn(here: JaxprWriter, read: ReadAtom, start: Var, carry: Sequence[Var]) -> list[Atom]:
         total, tile = carry
         following = cone.write(here, read, start, tiles.tile)
         # Else the compiler hides this copy behind the next tile's product, and not the reduction.
         shard = _reduced(here, tile, reduces, TILES)
-        shard = _waits.write_behind(here, shard, [_waits.write_token(here, following)])
+        # All of the next tile, which the loop carries: of an element XLA would tell all of its places.
+        both = [shard, following]
+        shard, following = here.add(lax.optimization_barrier_p, both, [*map(_jaxpr.new_var, both)])
         step = _jaxpr.scalar(tiles.tile, np.int32)
         return [put(here, total, shard, here.add(lax.sub_p, [start, step])[0]), following]
 
@@ -521,25 +550,55 @@ def _added(writer: JaxprWriter, terms: Sequence[Atom]) -> Atom:
     return functools.reduce(lambda x, y: writer.add(lax.add_p, [x, y])[0], terms)
 
 
-def _range(writer: JaxprWriter, x: Atom, start: int | Var, size: int, dim: int | None) -> Atom:
-    """`x[:, start : start + size]`, along `dim`; all of it without one."""
+def _range(
+    writer: JaxprWriter, x: Atom, start: int | Var, size: int, dim: int | None, num_parts: int
+) -> Atom:  # fmt: skip
+    """`x[:, start : start + size]`, along `dim`, of each of its parts; all of it without a dim."""
     if dim is None:
         return x
-    shape = _with(x.aval.shape, dim, size)
+    shape, (x, dim) = (
+        _with(x.aval.shape, dim, size * num_parts),
+        _in_parts(writer, x, dim, num_parts),
+    )
+    tile = _with(x.aval.shape, dim, size)
     if isinstance(start, int):
-        starts = _with((0,) * len(shape), dim, start)
-        return writer.slice(x, starts, _with(shape, dim, start + size))
-    out = _jaxpr.var_like(x.aval, shape)
-    return writer.add(
-        lax.dynamic_slice_p, [x, *_places(len(shape), start, dim)], [out], slice_sizes=shape
-    )[0]
+        starts = _with((0,) * len(tile), dim, start)
+        found = writer.slice(x, starts, _with(tile, dim, start + size))
+    else:
+        out = _jaxpr.var_like(x.aval, tile)
+        (found,) = writer.add(
+            lax.dynamic_slice_p, [x, *_places(len(tile), start, dim)], [out], slice_sizes=tile
+        )
+    return found if shape == tile else writer.reshape(found, shape)
 
 
-def _put(writer: JaxprWriter, whole: Atom, part: Atom, start: int | Var, dim: int) -> Var:
-    """`whole.at[:, start : start + size].set(part)`, along `dim`."""
-    at = _jaxpr.scalar(start, np.int32) if isinstance(start, int) else start
+def _put(
+    writer: JaxprWriter, whole: Atom, part: Atom, start: int | Var, dim: int, num_parts: int
+) -> Var:  # fmt: skip
+    """`whole.at[:, start : start + size].set(part)`, along `dim`, in each of its parts."""
+    at, shape = (
+        _jaxpr.scalar(start, np.int32) if isinstance(start, int) else start,
+        whole.aval.shape,
+    )
+    part, _ = _in_parts(writer, part, dim, num_parts)
+    whole, dim = _in_parts(writer, whole, dim, num_parts)
     ins = [whole, part, *_places(whole.aval.ndim, at, dim)]
-    return writer.add(lax.dynamic_update_slice_p, ins, [_jaxpr.var_like(whole.aval)])[0]
+    (new,) = writer.add(lax.dynamic_update_slice_p, ins, [_jaxpr.var_like(whole.aval)])
+    return new if new.aval.shape == shape else writer.reshape(new, shape)
+
+
+def _in_parts(writer: JaxprWriter, x: Atom, dim: int, num_parts: int) -> tuple[Atom, int]:
+    """`[n, d]` as `[n, q, d/q]`, if d has q parts, and the dim of which ranges are parts'."""
+    if num_parts == 1:
+        return x, dim
+    shape = x.aval.shape
+    parts = (*shape[:dim], num_parts, shape[dim] // num_parts, *shape[dim + 1 :])
+    return writer.reshape(x, parts), dim + 1
+
+
+def _of_a_place(shape: Sequence[int], parts: Mapping[int, int]) -> list[int]:
+    """What a place along XLA's axes has of a value."""
+    return [size // parts.get(dim, 1) for dim, size in enumerate(shape)]
 
 
 def _places(ndim: int, start: Atom, dim: int) -> list[Atom]:

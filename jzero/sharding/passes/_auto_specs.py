@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How XLA shards the values of a program over further mesh axes, guessed from leaves and from constraints.
+
+A wrong guess costs traffic, and no more: it says only by which parts a value is moved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from jax.sharding import PartitionSpec
+
+from jzero.ir import _dataflow, _rules
+from jzero.ir._factors import FactorDims
+from jzero.ir._layout import AxisCut, Dim, Layout
+from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
+from jzero.sharding.passes import _parts
+from jzero.sharding.passes._parts import Parts
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn
+
+# For each dim, the axes over which XLA shards it; trailing dims may be missing.
+AutoSpec: TypeAlias = tuple[tuple[str, ...], ...]
+# Of an equation that moves a value, how XLA shards its operand; nothing if it does not, or nobody knows.
+SpecOf: TypeAlias = Callable[[Region, Eqn], AutoSpec]
+# For each dim, the axes over which XLA may shard it: what several operands say, or readers. Trailing dims may
+# be missing.
+_Claims: TypeAlias = tuple[frozenset[tuple[str, ...]], ...]
+_NONE: frozenset[tuple[str, ...]] = frozenset()
+SUMS = frozenset({"psum", "reduce_scatter"})
+# The dims of a collective that devices share: those of two axes would interleave there.
+SHARED = {
+    "all_gather": ("all_gather_dimension",),
+    "reduce_scatter": ("scatter_dimension",),
+    "all_to_all": ("split_axis", "concat_axis"),
+}
+
+
+class AutoSpecs(NamedTuple):
+    """How XLA shards what a program takes and returns.
+
+    Attributes:
+      sizes: how many places there are along each of its axes; no axes, no shards.
+      ins: of arguments, by number, how it shards them.
+      outs: and of results.
+    """
+
+    sizes: Mapping[str, int] = {}
+    ins: Mapping[int, AutoSpec] = {}
+    outs: Mapping[int, AutoSpec] = {}
+
+    def of(self, program: Region) -> SpecOf:
+        """How XLA shards what equations of a program move."""
+        if not self.sizes:
+            return lambda region, eqn: ()
+        made = _claims(program, self.sizes, program.jaxpr.invars, self.ins, False)
+        read = _claims(program, self.sizes, program.jaxpr.outvars, self.outs, True)
+
+        def spec_of(region: Region, eqn: Eqn) -> AutoSpec:
+            if marked := _parts.axes_of_parts(eqn):
+                return marked
+            (x,) = eqn.invars
+            # What is reduced goes to where its readers are; what is gathered comes from where it is stored.
+            order = (read, made) if eqn.primitive.name in SUMS else (made, read)
+            known = () if _jaxpr.is_literal(x) else (found.get((region, x), ()) for found in order)
+            return _spec(eqn, next(filter(any, known), ()), self.sizes)
+
+        return spec_of
+
+    def parts_of(self, spec: AutoSpec) -> Parts:
+        """The parts into which a value is cut."""
+        cuts = (
+            (d, math.prod(self.sizes[a] for a in names)) for d, names in enumerate(spec) if names
+        )
+        return Parts(tuple(cuts), tuple(filter(None, spec)))
+
+
+NO_SPECS = AutoSpecs()
+
+
+def _spec(eqn: Eqn, claims: _Claims, sizes: Mapping[str, int]) -> AutoSpec:
+    """Over which axes its operand is cut: whole where claims differ, or where the devices share a dim."""
+    params, found, used = eqn.params, list[tuple[str, ...]](), set[str]()
+    tiled = eqn.primitive.name != "all_gather" or params["tiled"]
+    shared = [params[name] for name in SHARED.get(eqn.primitive.name, ())] if tiled else []
+    for d, claim in enumerate(claims):
+        (names,) = claim if len(claim) == 1 else ((),)
+        parts = math.prod(sizes[axis] for axis in names)
+        free = d not in shared and used.isdisjoint(names)
+        names = names if free and eqn.invars[0].aval.shape[d] % parts == 0 else ()
+        used |= {*names}
+        found.append(names)
+    return tuple(found) if used else ()
+
+
+def _claims(
+    program: Region,
+    sizes: Mapping[str, int],
+    ends: Sequence[Atom],
+    known: Mapping[int, AutoSpec],
+    backward: bool,
+) -> Mapping[ValueIn, _Claims]:
+    """What is claimed of each value by those of which it is made; or by those that are made of it."""
+    start = dict[ValueIn, _Claims]()
+    for i, spec in known.items():
+        if not _jaxpr.is_literal(atom := ends[i]) and any(spec):
+            claims = tuple(frozenset([dim]) if dim else _NONE for dim in spec)
+            start[program, atom] = _join(start.get((program, atom), ()), claims)
+    run = _dataflow.backward if backward else _dataflow.forward
+
+    def step(region: Region, eqn: Eqn, given: Sequence[_Claims]) -> list[_Claims]:
+        return _across_equation(eqn, given, sizes, backward)
+
+    def across(eqn: Eqn, edge: Edge, claims: _Claims) -> _Claims:
+        if edge.kind is EdgeKind.PREDICATE:
+            return ()
+        shift = -edge.shift if backward else edge.shift
+        return claims[1:] if shift < 0 else (*[_NONE] * shift, *claims) if claims else ()
+
+    return run(program, start, step, _join, (), across)
+
+
+def _join(a: _Claims, b: _Claims) -> _Claims:
+    return tuple(x | y for x, y in itertools.zip_longest(a, b, fillvalue=_NONE))
+
+
+def _across_equation(
+    eqn: Eqn, given: Sequence[_Claims], sizes: Mapping[str, int], backward: bool
+) -> list[_Claims]:
+    """The claims of the results, of those of the operands; or the other way round."""
+    name = eqn.primitive.name
+    sources: Sequence[Atom] = eqn.outvars if backward else eqn.invars
+    targets: Sequence[Atom] = eqn.invars if backward else eqn.outvars
+    if name in ("optimization_barrier", "all_to_all", "ppermute"):
+        return [*given]
+    if name == "sharding_constraint":
+        return [_constraint(eqn, given[0], [*sizes])]
+    if not any(map(any, given)):
+        return [()] * len(targets)
+    if name == "reshape":
+        return [_reshaped(given[0], sources[0], targets[0], sizes)]
+    found = [[_NONE] * len(x.aval.shape) for x in targets]
+    for factor in _rules.factors_of(eqn):
+        a: FactorDims = factor.outs if backward else factor.ins
+        b: FactorDims = factor.ins if backward else factor.outs
+        claimed = _NONE.union(
+            *(x[d] for x, d in zip(given, a, strict=True) if d is not None and d < len(x))
+        )
+        for dims, d in zip(found, b, strict=True):
+            if d is not None:
+                dims[d] = claimed
+    return [tuple(dims) if any(dims) else () for dims in found]
+
+
+def _constraint(eqn: Eqn, claims: _Claims, names: Sequence[str]) -> _Claims:
+    """What a sharding constraint says of these axes, and of other dims what is claimed."""
+    found = list[frozenset[tuple[str, ...]]]()
+    for d, entry in enumerate(_jaxpr.constraint_spec(eqn, names)):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            found.append(claims[d] if d < len(claims) else _NONE)
+        else:
+            found.append(
+                frozenset([entry if isinstance(entry, tuple) else (entry,)] * (entry is not None))
+            )
+    return tuple(found)
+
+
+def _reshaped(claims: _Claims, source: Atom, target: Atom, sizes: Mapping[str, int]) -> _Claims:
+    """What is claimed of the dims that a reshape makes."""
+    found: _Claims = ()
+    for d, claim in enumerate(claims):
+        for names in claim:
+            dims = [*map(Dim, source.aval.shape)]
+            num = math.prod(sizes[axis] for axis in names)
+            if dims[d].size % num:
+                continue
+            # As one axis: only what stays together is claimed.
+            dims[d] = dims[d].put(AxisCut("auto", 1))
+            layout = Layout(tuple(dims), (("auto", num),)).reshapable(target.aval.shape)
+            place = layout.reshape(target.aval.shape).place("auto")
+            if place is not None and place[1] == 1:
+                found = _join(found, (*[_NONE] * place[0], frozenset([names])))
+    return found
