@@ -130,6 +130,6 @@ def test_planted_faults_are_found():
     links = "[a](nowhere.md) [b](house.md#nothing) [c](#a-title) [d](#b)\n[e](house.md) [f](http://x.md)"
     found = broken_links(f"# A title\n{links}", ROOT / "docs")
     assert found == ["nowhere.md", "house.md#nothing", "#b"]
-    assert unknown_files("`run/_attic.py` `tests/test_docs.py` `sharding/run/_values.py`") == [
+    assert unknown_files("`run/_attic.py` `tests/test_docs.py` `sharding/plan/_plan.py`") == [
         "run/_attic.py"
     ]

@@ -22,7 +22,7 @@ DOCTESTS = "runs the examples in docstrings"
 
 # Why a module may be imported: of the names that it begins with, the longest says it.
 WHY = {
-    "sharding.analysis": ENGINE, "sharding.run": ENGINE, "sharding.partition": IR,
+    "sharding.analysis": ENGINE, "sharding.partition": IR,
     "sharding.analysis._residuals": CONSTANT, "sharding.analysis._traffic": IR,
     "sharding.cut._layer_parts": CONSTANT,
     "sharding.cut": IR, "sharding.passes": IR, "sharding.plan": IR, "ir": IR,
@@ -37,19 +37,16 @@ WHY = {
 }  # fmt: skip
 
 MAY = {
-    "engines": "segments._partitioned",
     "exactness/_compare": "_compare",
-    "facts":
-        "ir._dataflow ir._regions ir._rules sharding.analysis._frames sharding.analysis._own_gradients "
-        "sharding.analysis._product_reads tracing._jaxpr",
+    "facts": "ir._dataflow ir._regions ir._rules sharding.analysis._product_reads tracing._jaxpr",
     "faults/_buckets": "checkpoint._bucket checkpoint._lock",
     "faults/_scenarios": "checkpoint._bucket",
     "faults/_scripts": "checkpoint._bucket checkpoint._lock checkpoint._mirror checkpoint._seal cli._main",
+    "golden/_record": "sharding.plan._wire",
+    "golden/_watch": "offload._layered offload._pinned offload._streamed",
     "gpu/test_checks": "sharding.plan._host_memory",
     "gpu/test_host": "offload._bandwidth offload.kernels._host_update",
     "gpu/test_layers": "sharding.analysis._residuals",
-    "golden/_record": "segments._partitioned sharding.plan._wire",
-    "golden/_watch": "offload._layered offload._pinned offload._streamed",
     "handing_over": "offload.kernels._host_update",
     "host_updates": "offload.kernels._host_update offload.memory._addresses",
     "hostile_checkpoints": "checkpoint._inspect checkpoint._seal weights._export",
@@ -62,18 +59,13 @@ MAY = {
     "process_worker": "checkpoint._chunks offload.memory._available processes._agreement",
     "refuse_like_a_gpu": "offload.memory._pinned_leaf",
     "sampling/noise": "tracing._jaxpr",
-    "sampling/settings": "sharding.plan._wire sharding.passes._codes",
+    "sampling/settings": "sharding.passes._codes sharding.plan._wire",
     "test_activations":
         "ir._regions offload._part_values segments._programs sharding.analysis._residuals "
         "sharding.cut._layer_parts sharding.plan._host_memory tracing._jaxpr",
     "test_activations_on_gpus": "sharding.analysis._residuals",
     "test_bandwidth":
         "cli._main offload._bandwidth offload._links offload.kernels._machine reports._bandwidth",
-    "test_partition_costs":
-        "sharding.analysis._traffic sharding.plan._one_device tracing._jaxpr tracing._rewrite",
-    "test_partition_rules":
-        "ir._layout sharding.partition._movement sharding.partition._partition sharding.partition._writer "
-        "tracing._jaxpr tracing._rewrite",
     "test_bench": "targets._target",
     "test_blocks": "sharding.passes._codes",
     "test_bucket": "checkpoint._bucket",
@@ -93,17 +85,16 @@ MAY = {
         "preflight._clocks preflight._hlo preflight._kernels preflight._schedule targets._links "
         "targets._target",
     "test_coded_weights": "sharding.plan._make",
-    "test_collected_rows": "ir._products ir._regions sharding.analysis._kinds",
+    "test_collected_rows": "ir._products ir._regions",
     "test_components": "_components",
     "test_data_on_processes": "checkpoint._grain checkpoint._iterators",
     "test_dataflow":
-        "ir._dataflow ir._regions sharding.analysis._frames sharding.analysis._lone "
-        "sharding.analysis._needs sharding.analysis._new_leaves sharding.analysis._own_gradients "
-        "sharding.analysis._product_reads sharding.plan._make tracing._jaxpr",
+        "ir._dataflow ir._regions sharding.analysis._new_leaves sharding.analysis._product_reads "
+        "sharding.plan._make tracing._jaxpr",
     "test_deepspeed": "deepspeed._table",
     "test_describe": "_folded _quantities reports._lines reports._tables",
-    "test_dims": "segments._partitioned sharding.analysis._residuals sharding.partition._movement",
     "test_differences": "tracing._differences tracing._jaxpr tracing._rewrite",
+    "test_dims": "segments._partitioned sharding.analysis._residuals sharding.partition._movement",
     "test_dispatches":
         "offload._layered offload._pinned offload._streamed preflight._dispatches preflight._examined "
         "segments._programs",
@@ -126,7 +117,7 @@ MAY = {
     "test_export_faults": "checkpoint._stream weights._export weights._import weights._publish",
     "test_first_hour": "reports._tables",
     "test_fused_loops":
-        "sharding.cut._fused_loops sharding.cut._growing_loop sharding.run._run tracing._jaxpr "
+        "segments._runner sharding.cut._fused_loops sharding.cut._growing_loop tracing._jaxpr "
         "tracing._rewrite",
     "test_golden":
         "_step_types ir._rules ir._writer offload._layer_programs offload._layered offload._streamed "
@@ -151,8 +142,7 @@ MAY = {
         "_json checkpoint._inspect weights._export weights._import weights._safetensors weights._sources",
     "test_hostile_tiles": "offload.nvme._layout",
     "test_infer_from_host": "_compare offload._layered offload._pinned sharding.cut._layer_parts",
-    "test_inputs_first":
-        "_compare segments._partitioned segments._programs sharding.run._queue tracing._jaxpr",
+    "test_inputs_first": "_compare segments._partitioned segments._programs tracing._jaxpr",
     "test_interchange":
         "ir._loops sharding.analysis._traffic sharding.cut._interchange sharding.cut._layer_parts "
         "sharding.cut._layers tracing._jaxpr tracing._rewrite",
@@ -160,18 +150,18 @@ MAY = {
     "test_ir_layout": "ir._layout targets._links targets._target tracing._jaxpr",
     "test_ir_loops": "ir._loops ir._writer tracing._jaxpr",
     "test_ir_rules":
-        "ir._factors ir._layout ir._products ir._rules sharding.analysis._frames "
-        "sharding.run._ordinary tracing._jaxpr tracing._rewrite",
+        "ir._factors ir._layout ir._products ir._rules sharding.analysis._frames tracing._jaxpr "
+        "tracing._rewrite",
     "test_jaxpr_types": "tracing._jaxpr tracing._rewrite tracing._types",
-    "test_layer_major": "sharding.analysis._residuals sharding.cut._layer_parts sharding.run._queue",
+    "test_layer_major": "sharding.analysis._residuals sharding.cut._layer_parts sharding.passes._order",
     "test_layers_on_gpus": "ir._regions preflight._schedule sharding.cut._layer_parts targets._target",
     "test_like_arrays": "sharding.plan._wire",
-    "test_memory": "segments._partitioned sharding.run._devices",
+    "test_memory": "segments._partitioned",
     "test_messages": "segments._program sharding.plan._options targets._target",
-    "test_min_cut": "sharding.cut._min_cut",
-    "test_nnx": "_compare",
     "test_microbatches_in_time":
         "ir._layout ir._loops segments._partitioned sharding.partition._time tracing._jaxpr",
+    "test_min_cut": "sharding.cut._min_cut",
+    "test_nnx": "_compare",
     "test_nvme": "checkpoint._writing offload.nvme._aligned",
     "test_nvme_faults":
         "offload.kernels._tiled_update offload.memory._filling offload.nvme._aligned offload.nvme._files",
@@ -192,19 +182,23 @@ MAY = {
     "test_nvme_sweep": "offload.nvme._aligned offload.nvme._sweep",
     "test_objects": "_compare",
     "test_offload": "_quantities offload._pinned offload._streamed",
-    "test_offload_schedule":
-        "_memory_kinds offload.schedule._folds offload.schedule._ops offload.schedule._schedule "
-        "preflight._dispatches sharding.analysis._residuals",
     "test_offload_params":
         "offload._layered offload._pinned segments._programs sharding.analysis._residuals "
         "sharding.analysis._traffic sharding.cut._layer_parts",
-    "test_one_order": "sharding.analysis._residuals sharding.run._run",
+    "test_offload_schedule":
+        "_memory_kinds offload.schedule._folds offload.schedule._ops offload.schedule._schedule "
+        "preflight._dispatches sharding.analysis._residuals",
+    "test_one_order": "segments._runner sharding.analysis._residuals",
     "test_options": "sharding.analysis._residuals",
     "test_partition": "ir._layout tracing._jaxpr",
     "test_partition_choices": "ir._layout",
-    "test_partition_conversions":
-        "ir._layout sharding.partition._writer tracing._jaxpr tracing._types",
-    "test_plan_of_whole": "sharding.plan._trace",
+    "test_partition_conversions": "ir._layout sharding.partition._writer tracing._jaxpr tracing._types",
+    "test_partition_costs":
+        "ir._layout sharding.analysis._traffic sharding.partition._partition tracing._jaxpr "
+        "tracing._rewrite",
+    "test_partition_rules":
+        "ir._layout sharding.partition._movement sharding.partition._partition sharding.partition._writer "
+        "tracing._jaxpr tracing._rewrite",
     "test_partitioned_step":
         "segments._partitioned sharding.analysis._traffic sharding.passes._inputs_first "
         "sharding.passes._waits tracing._jaxpr",
@@ -213,13 +207,13 @@ MAY = {
         "sharding.passes._inputs_first sharding.passes._late_sums sharding.passes._one_order "
         "sharding.passes._order sharding.passes._prefetch sharding.passes._waits "
         "sharding.passes._whole_stacks tracing._jaxpr",
-    "test_prefetch": "sharding.passes._turns sharding.run._queue sharding.run._run tracing._jaxpr",
+    "test_plan_of_whole": "sharding.plan._trace",
+    "test_prefetch": "segments._runner tracing._jaxpr",
     "test_preflight": "_quantities sharding.passes._waits targets._target",
     "test_processes": "checkpoint._inspect",
     "test_program": "tracing._jaxpr tracing._printed",
     "test_reductions":
-        "sharding.passes._before_loops sharding.plan._layout sharding.run._loops sharding.run._queue "
-        "sharding.run._values tracing._jaxpr",
+        "sharding.passes._before_loops sharding.passes._order sharding.plan._layout tracing._jaxpr",
     "test_repeats": "_placement",
     "test_rivals": "_compare",
     "test_sampled": "sharding.passes._gather_codes sharding.passes._reduce_codes",
@@ -228,9 +222,7 @@ MAY = {
     "test_starts": "ir._starts tracing._jaxpr",
     "test_targets":
         "preflight._bandwidth preflight._wires sharding.passes._turns targets._links targets._target",
-    "test_tensor_axes":
-        "segments._partitioned sharding.passes._order sharding.plan._wire sharding.run._collectives "
-        "sharding.run._devices sharding.run._queue tracing._jaxpr",
+    "test_tensor_axes": "segments._partitioned sharding.passes._order sharding.plan._wire tracing._jaxpr",
     "test_tested": "_tested",
     "test_testing": "_compare",
     "test_tiled_update":
@@ -245,14 +237,12 @@ MAY = {
     "test_weight_layouts": "checkpoint._stored checkpoint._stream cli._main weights._axes weights._sources",
     "test_wire": "sharding.passes._codes",
     "test_wire_passes":
-        "segments._partitioned sharding.passes._codes sharding.passes._gather_codes "
-        "sharding.passes._keep_gathered sharding.passes._loop_gathers "
-        "sharding.passes._reduce_codes sharding.passes._reduce_dtype sharding.passes._waits "
-        "sharding.passes._weight_codes sharding.plan._wire tracing._jaxpr",
+        "sharding.passes._codes sharding.passes._gather_codes sharding.passes._keep_gathered "
+        "sharding.passes._loop_gathers sharding.passes._reduce_codes sharding.passes._reduce_dtype "
+        "sharding.passes._waits sharding.passes._weight_codes tracing._jaxpr",
     "test_wires":
         "_quantities preflight._bandwidth preflight._hlo preflight._kernels preflight._schedule "
         "preflight._wires targets._target",
-    "test_written": "segments._partitioned",
     "whole_programs/_program": "_compare",
     "zoo/__init__": "_compare",
     "zoo/_compare": "_compare",
@@ -315,9 +305,9 @@ def test_every_module_has_a_reason_and_every_reason_a_module():
     [
         ("import jzero\nfrom jzero import testing\nfrom jzero import grad", set()),
         ("from jzero import _compare, testing", {"_compare"}),
-        ("from jzero.sharding.run._queue import GatherQueue", {"sharding.run._queue"}),
-        ("def f():\n    import jzero.sharding.run._queue as q", {"sharding.run._queue"}),
-        ("from jzero.sharding.run import _queue, _turns", {"sharding.run._queue", "sharding.run._turns"}),
+        ("from jzero.sharding.passes._order import order", {"sharding.passes._order"}),
+        ("def f():\n    import jzero.sharding.passes._order as q", {"sharding.passes._order"}),
+        ("from jzero.ir import _rows, _work", {"ir._rows", "ir._work"}),
     ],
 )  # fmt: skip
 def test_what_counts_as_a_private_import(source, modules):

@@ -201,11 +201,11 @@ def way_of_a_parameter() -> str:
 # What is done, where, and what it hands on.
 STEPS = [
     ("Trace", "tracing", "the step as a jaxpr, at the shapes of the whole batch"),
-    ("Partition", "sharding/partition", "the jaxpr of one device, with its rows and collectives"),
-    ("Analyse", "sharding/analysis", "what varies, is sharded together, or is needed whole"),
+    ("Analyse", "sharding/analysis", "what has rows, and what is sharded together"),
     ("Plan", "sharding/plan", "what rests where: role and layout of every leaf"),
-    ("Cut", "sharding/cut", "what runs when: loops over microbatches, pieces, turns"),
-    ("Run", "segments, sharding/run", "programs that obey the plan: gathers, compute, reductions"),
+    ("Cut", "sharding/cut", "of a step with offload: gradients, and turns of the update"),
+    ("Partition", "sharding/partition", "the jaxpr of one device, with explicit collectives"),
+    ("Passes", "sharding/passes", "when collectives run, and in which form values travel"),
 ]
 BOX_X, BOX_WIDTH, BOX_HEIGHT, STEP = 20, 176, 46, 70
 

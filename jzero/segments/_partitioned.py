@@ -25,7 +25,7 @@ from jzero.sharding.partition._writer import OUTPUT
 from jzero.sharding.passes._activations import activations, in_order
 from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._auto_axes import AutoAxes, auto_axes
-from jzero.sharding.passes._auto_specs import NO_SPECS, AutoSpecs
+from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
 from jzero.sharding.passes._before_loops import before_loops
 from jzero.sharding.passes._gather_codes import RestingCopy, gather_codes, renew_in_codes
 from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, in_place
@@ -317,13 +317,13 @@ def _sliced(
     ]
 
 
-def _beside(jaxpr: Jaxpr, runner: Runner, specs: AutoSpecs) -> Jaxpr:
+def _beside(jaxpr: Jaxpr, runner: Runner, specs: AutoLayouts) -> Jaxpr:
     """The program beside axes over which XLA shards."""
     axes = AutoAxes(runner.mesh, tuple(axis for axis, _ in runner.plan.axes), runner.alone)
     return auto_axes(jaxpr, axes, specs)
 
 
-def _auto_specs(plan: StepPlan, part: TypedPart, mesh: Mapping[str, int]) -> AutoSpecs:
+def _auto_specs(plan: StepPlan, part: TypedPart, mesh: Mapping[str, int]) -> AutoLayouts:
     """How XLA shards what a part takes and returns, over axes that are not the program's."""
     if not plan.automatic:
         return NO_SPECS
@@ -331,7 +331,7 @@ def _auto_specs(plan: StepPlan, part: TypedPart, mesh: Mapping[str, int]) -> Aut
     new = ((j, plan.leaves[i]) for j, i in part.new_leaves(plan))
     own = {axis for axis, _ in plan.axes}
     sizes = {axis: num for axis, num in mesh.items() if axis not in own}
-    return AutoSpecs(sizes, ins, {j: leaf.automatic for j, leaf in new if leaf.automatic})
+    return AutoLayouts(sizes, ins, {j: leaf.automatic for j, leaf in new if leaf.automatic})
 
 
 def _gathered_once(jaxpr: Jaxpr, plan: StepPlan) -> Jaxpr:
@@ -359,7 +359,7 @@ def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[CodedRows, tuple[int, .
 
 
 def _in_codes(
-    jaxpr: Jaxpr, plan: StepPlan, part: TypedPart, rows: Sequence[frozenset[str]], specs: AutoSpecs
+    jaxpr: Jaxpr, plan: StepPlan, part: TypedPart, rows: Sequence[frozenset[str]], specs: AutoLayouts
 ) -> Jaxpr:  # fmt: skip
     """The program with what is gathered of parameters as codes, if any is."""
     codes = plan.exchange.gather_codes
@@ -380,7 +380,7 @@ def _in_codes(
 
 
 def _reduced_in_codes(
-    jaxpr: Jaxpr, plan: StepPlan, rows: Sequence[frozenset[str]], specs: AutoSpecs
+    jaxpr: Jaxpr, plan: StepPlan, rows: Sequence[frozenset[str]], specs: AutoLayouts
 ) -> Jaxpr:  # fmt: skip
     """The program with gradients as codes, if they travel so."""
     formats = dict(plan.exchange.reduce_codes)

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jzero.ir._regions import Region
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _origins
-from jzero.sharding.passes._auto_specs import SHARED, SUMS, AutoSpec, AutoSpecs, SpecOf
+from jzero.sharding.passes._auto_layouts import SHARED, SUMS, AutoLayouts, AutoSpec, SpecOf
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Primitive
 
@@ -51,7 +51,7 @@ class AutoAxes:
         return {axis: num for axis, num in self.mesh.shape.items() if axis not in self.own}
 
 
-def auto_axes(jaxpr: Jaxpr, axes: AutoAxes, specs: AutoSpecs) -> Jaxpr:
+def auto_axes(jaxpr: Jaxpr, axes: AutoAxes, specs: AutoLayouts) -> Jaxpr:
     """One device's program, with collectives by parts, and constraints that name nothing but XLA's axes.
 
     Args:

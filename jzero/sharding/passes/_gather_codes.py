@@ -21,8 +21,8 @@ from jzero.ir import _dataflow, _rules
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _codes, _origins, _waits
-from jzero.sharding.passes._auto_specs import NO_SPECS, AutoSpecs
-from jzero.sharding.passes._parts import Parts
+from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
+from jzero.sharding.passes._auto_parts import AutoParts
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -33,7 +33,7 @@ _PASS, _OTHERS = frozenset(["a pass"]), frozenset(["others"])
 
 def gather_codes(
     jaxpr: Jaxpr, codes: Blocks, coded: Collection[int], rows: Sequence[frozenset[str]],
-    specs: AutoSpecs = NO_SPECS,
+    specs: AutoLayouts = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
     """One device's program that gathers what passes read of some arguments, cast or sliced perhaps, as codes.
 
@@ -67,7 +67,7 @@ def _is_wide(atom: Atom) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
-def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, codes: Blocks, parts: Parts) -> Atom:
+def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, codes: Blocks, parts: AutoParts) -> Atom:
     """What a gather makes of a shard, its own part included, but for rounding; the same on all devices."""
     outer, writer.source = writer.source, _jaxpr.within_scope(eqn, _waits.CODES)
     (row,) = writer.trace(_row, shard, static=(codes, parts))
@@ -87,7 +87,7 @@ def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, codes: Blocks, parts: 
     return whole
 
 
-def _row(codes: Blocks, parts: Parts, x: jax.Array) -> jax.Array:
+def _row(codes: Blocks, parts: AutoParts, x: jax.Array) -> jax.Array:
     """A row of bytes of each part, `[n, d] -> [q, 1, bytes]`."""
     x = parts.split(x)
     several = x.shape[: len(parts.cuts)]
@@ -95,7 +95,7 @@ def _row(codes: Blocks, parts: Parts, x: jax.Array) -> jax.Array:
 
 
 def _whole(
-    dim: int, shard: tuple[int, ...], dtype: str, codes: Blocks, parts: Parts, rows: jax.Array
+    dim: int, shard: tuple[int, ...], dtype: str, codes: Blocks, parts: AutoParts, rows: jax.Array
 ) -> jax.Array:
     """Rows of all devices as what they have together, `[q, k, bytes] -> [n, d]`."""
     *several, num, nbytes = rows.shape
@@ -149,7 +149,7 @@ class RestingCopy(NamedTuple):
 
 def renew_in_codes(
     jaxpr: Jaxpr, codes: Blocks, copies: Sequence[RestingCopy], sizes: Mapping[str, int],
-    specs: AutoSpecs = NO_SPECS,
+    specs: AutoLayouts = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
     """One device's program that gathers, of new parameters, the difference to the old ones, as codes.
 
@@ -163,7 +163,7 @@ def renew_in_codes(
     program = Region(jaxpr, [])
     spec_of = specs.of(program)
 
-    def parts_of(eqn: Eqn) -> Parts:
+    def parts_of(eqn: Eqn) -> AutoParts:
         return specs.parts_of(spec_of(program, eqn))
 
     for copy in copies:
@@ -195,7 +195,7 @@ def _gathers_behind(makers: _waits.Makers, atom: Atom) -> Iterator[Eqn]:
 
 def _renewed(
     writer: JaxprWriter, old: Var, gathers: Sequence[Eqn], copy: RestingCopy, sizes: Mapping[str, int],
-    codes: Blocks, parts_of: Callable[[Eqn], Parts],
+    codes: Blocks, parts_of: Callable[[Eqn], AutoParts],
 ) -> Atom:  # fmt: skip
     """The old parameter, and the difference of the new shard to its part of it, gathered."""
     (shard,), dim = gathers[-1].invars, gathers[-1].params["all_gather_dimension"]

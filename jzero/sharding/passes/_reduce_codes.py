@@ -22,8 +22,8 @@ from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames
 from jzero.sharding.passes import _codes, _origins, _waits
-from jzero.sharding.passes._auto_specs import NO_SPECS, AutoSpecs
-from jzero.sharding.passes._parts import Parts
+from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
+from jzero.sharding.passes._auto_parts import AutoParts
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -59,7 +59,7 @@ def leaf_in_scope(eqn: Eqn) -> str:
 
 def reduce_codes(
     jaxpr: Jaxpr, axes: CodedAxes, coded: Collection[str], rows: Sequence[frozenset[str]],
-    leaf_of: LeafOf = leaf_in_scope, specs: AutoSpecs = NO_SPECS,
+    leaf_of: LeafOf = leaf_in_scope, specs: AutoLayouts = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
     """One device's program that reduces the gradients of some leaves as codes.
 
@@ -123,7 +123,7 @@ def _is_plain(eqn: Eqn) -> bool:
 class _Hops:
     """Writes a reduction in the place of one that is exact, of each of XLA's parts by itself."""
 
-    def __init__(self, writer: JaxprWriter, eqn: Eqn, axes: CodedAxes, parts: Parts):
+    def __init__(self, writer: JaxprWriter, eqn: Eqn, axes: CodedAxes, parts: AutoParts):
         self.writer, self.eqn, self.axes, self.parts = writer, eqn, axes, parts
         self.dtype = eqn.outvars[0].aval.dtype
         self.source = _jaxpr.within_scope(eqn, _waits.CODES)
@@ -212,7 +212,7 @@ class _Hops:
 
 
 # -- traced ------------------------------------------------------------------------------------------------
-def _terms(parts: Parts, dim: int, sizes: tuple[int, ...], x: jax.Array) -> jax.Array:
+def _terms(parts: AutoParts, dim: int, sizes: tuple[int, ...], x: jax.Array) -> jax.Array:
     """`[n, d]` as `[q, k1, k2, ..., n/k, d/q]`."""
     x = parts.split(x)
     return x.reshape(*x.shape[:dim], *sizes, -1, *x.shape[dim + 1 :])
@@ -222,7 +222,7 @@ def _moved(dim: int, to: int, x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, dim, to)
 
 
-def _joined(parts: Parts, x: jax.Array) -> jax.Array:
+def _joined(parts: AutoParts, x: jax.Array) -> jax.Array:
     return parts.join(x)
 
 
@@ -244,7 +244,7 @@ def _total(part: tuple[int, ...], dtype: str, codes: Blocks, rows: jax.Array) ->
     return jnp.sum(terms.reshape(*several, num, -1), axis=-2).reshape(*several, *part)
 
 
-def _even(parts: Parts, num: int, x: jax.Array) -> jax.Array:
+def _even(parts: AutoParts, num: int, x: jax.Array) -> jax.Array:
     """`[n, d]` as `[q, k, n * d / k]`, with zeros at the end."""
     x = parts.split(x)
     several = x.shape[: len(parts.cuts)]
@@ -260,7 +260,7 @@ def _row(codes: Blocks, x: jax.Array) -> jax.Array:
 
 
 def _whole(
-    parts: Parts, shape: tuple[int, ...], dtype: str, size: int, codes: Blocks, rows: jax.Array
+    parts: AutoParts, shape: tuple[int, ...], dtype: str, size: int, codes: Blocks, rows: jax.Array
 ) -> jax.Array:
     """`[q, k, bytes]` as `[n, d]`."""
     *several, num, nbytes = rows.shape

@@ -35,7 +35,7 @@ from jzero.ir._regions import Region, variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._untiled import TILES
 from jzero.sharding.passes import _origins, _waits
-from jzero.sharding.passes._auto_specs import NO_SPECS, AutoSpecs
+from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
 from jzero.sharding.passes._cuts import Tiles, cut
 from jzero.sharding.passes._in_place import row_major
 from jzero.tracing import _jaxpr
@@ -49,7 +49,7 @@ _PartsOf = Callable[[Region, Eqn], Mapping[int, int]]
 
 def tiles(
     jaxpr: Jaxpr, nbytes: int, rows: Sequence[frozenset[str]], itemsize: int = 0,
-    specs: AutoSpecs = NO_SPECS,
+    specs: AutoLayouts = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
     """One device's program that gathers and reduces matrices of more than so many bytes tile by tile.
 

@@ -19,7 +19,7 @@ from jzero.tracing._types import Eqn
 _SCOPE = re.compile(r"jzero\.parts\[(.*)\]")
 
 
-class Parts(NamedTuple):
+class AutoParts(NamedTuple):
     """The parts of a value.
 
     Attributes:

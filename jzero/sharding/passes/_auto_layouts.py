@@ -17,8 +17,8 @@ from jzero.ir import _dataflow, _rules
 from jzero.ir._factors import FactorDims
 from jzero.ir._layout import AxisCut, Dim, Layout
 from jzero.ir._regions import Edge, EdgeKind, Region, ValueIn
-from jzero.sharding.passes import _parts
-from jzero.sharding.passes._parts import Parts
+from jzero.sharding.passes import _auto_parts
+from jzero.sharding.passes._auto_parts import AutoParts
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -39,7 +39,7 @@ SHARED = {
 }
 
 
-class AutoSpecs(NamedTuple):
+class AutoLayouts(NamedTuple):
     """How XLA shards what a program takes and returns.
 
     Attributes:
@@ -60,7 +60,7 @@ class AutoSpecs(NamedTuple):
         read = _claims(program, self.sizes, program.jaxpr.outvars, self.outs, True)
 
         def spec_of(region: Region, eqn: Eqn) -> AutoSpec:
-            if marked := _parts.axes_of_parts(eqn):
+            if marked := _auto_parts.axes_of_parts(eqn):
                 return marked
             (x,) = eqn.invars
             # What is reduced goes to where its readers are; what is gathered comes from where it is stored.
@@ -70,15 +70,15 @@ class AutoSpecs(NamedTuple):
 
         return spec_of
 
-    def parts_of(self, spec: AutoSpec) -> Parts:
+    def parts_of(self, spec: AutoSpec) -> AutoParts:
         """The parts into which a value is cut."""
         cuts = (
             (d, math.prod(self.sizes[a] for a in names)) for d, names in enumerate(spec) if names
         )
-        return Parts(tuple(cuts), tuple(filter(None, spec)))
+        return AutoParts(tuple(cuts), tuple(filter(None, spec)))
 
 
-NO_SPECS = AutoSpecs()
+NO_SPECS = AutoLayouts()
 
 
 def _spec(eqn: Eqn, claims: _Claims, sizes: Mapping[str, int]) -> AutoSpec:
