@@ -1,4 +1,4 @@
-"""Steps with collectives of their own, by both engines: what they train, and what they move."""
+"""Steps with collectives of their own, what they train, and what they move."""
 
 from collections import Counter
 from typing import Any
@@ -300,3 +300,27 @@ def test_every_device_prints(capfd):
 def test_to_it_microbatches_are_devices_in_time():
     run, _, found = trained(step_of(plain), MESHES["2"], accumulate=2)
     same(found, reference(step_of(plain), 4))
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("num", [1, 2, 4])
+def test_rows_of_all_microbatches_and_their_gradients(num, tiled):
+    """A contrastive loss: each gathers all others' rows, and gets its part of what they make of its own."""
+
+    def loss(params, x):
+        h = jnp.tanh(x @ params["w"])
+        rows = lax.all_gather(h, AXIS, tiled=tiled).reshape(-1, h.shape[1])
+        first = lax.axis_index(AXIS) * len(h)
+        return jnp.mean(jax.nn.logsumexp(h @ rows.T, axis=1) - (h @ rows[first]))
+
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        grads = lax.pmean(grads, AXIS)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), lax.pmean(value, AXIS)
+
+    params, x = {"w": jnp.eye(8) + 0.1}, batches()[0]
+    run = small.shard_train_step(step, mesh=mesh_of({"data": num}), axis_name=AXIS, accumulate=2)
+    found = run(run.shard(jax.tree.map(jnp.copy, params), x), x)
+    each = x.reshape(2 * num, -1, 8)
+    expected = jax.vmap(step, (None, 0), axis_name=AXIS)(params, each)
+    same((run.unshard(found[0]), found[1]), jax.tree.map(lambda y: y[0], expected))

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from jzero.ir import _rules
@@ -29,6 +30,7 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
 _GATHERS = ("all_gather", "all_gather_invariant")
+_SCATTERS = ("reduce_scatter", "psum_scatter")
 _REDUCES = dict.fromkeys(REDUCTIONS, "sum") | {"pmax": "max", "pmin": "min"}
 
 
@@ -76,6 +78,8 @@ def _collective(
         each = zip(ins, eqn.outvars, strict=True)
         return [_reduced(frame, op, axes, v, out) for v, out in each]
     atoms, time = _whole(frame, ins), frame.over_time.intersection(axes)
+    if time and name in _SCATTERS and not grouped:
+        return _values(frame, [_scattered(frame, eqn, axes, atoms[0])], frozenset(axes))
     if time and (grouped or op is None and name not in _GATHERS):
         raise cannot_in_time(
             f"it is a collective over {_jaxpr.axes_of(eqn)} that gives each device something else",
@@ -90,6 +94,21 @@ def _collective(
     if not time or op is None:
         return _values(frame, outs, frozenset(axes))
     return _values(frame, [_reduced_over_time(frame, op, x) for x in outs], frozenset(axes))
+
+
+def _scattered(frame: DeviceFrame, eqn: Eqn, axes: Sequence[str], x: Atom) -> Atom:
+    """A microbatch's part of a sum, which all of them have first."""
+    whole, dim = frame.whole(x.aval.shape), eqn.params["scatter_dimension"]
+    total = frame.convert(x, whole.summed(*map(Partial, axes)), whole)
+    static = dim, math.prod(frame.mesh[axis] for axis in axes), eqn.params["tiled"]
+    return frame.inline(_part, static, total, frame.index(axes))
+
+
+def _part(dim: int, num: int, tiled: bool, x: jax.Array, index: jax.Array) -> jax.Array:
+    shape = x.shape
+    parts = x.reshape(*shape[:dim], num, shape[dim] // num, *shape[dim + 1 :])
+    own: jax.Array = lax.dynamic_index_in_dim(parts, index, dim, keepdims=False)
+    return own if tiled else own.reshape(*shape[:dim], *shape[dim + 1 :])
 
 
 def _reduced_over_time(frame: DeviceFrame, op: str, x: Atom) -> Atom:
