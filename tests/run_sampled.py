@@ -16,7 +16,7 @@ What differs runs again alone, one device and jzero both compiled without fused 
 computes a value anew in each fusion that reads it, and a product that is added at once is rounded in one
 and not in another: `h - max(h) > 0` may then hold, and no element be the largest
 (docs/facts-compilers.md). What is equal without them is noisy. Not so with microbatches: there jzero
-computes values again, too, and must not let it show (jzero/sharding/cut/_bits.py).
+computes values again, too, and must not let it show (jzero/sharding/partition/_loops_in_time.py).
 """
 
 import argparse

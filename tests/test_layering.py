@@ -200,8 +200,12 @@ def test_floors_name_existing_rooms():
         ("tracing/_call", "from .._step import x", "_step, which is above it"),
         ("_step", "import jzero", "__init__, which is above it"),
         ("_step", "from jzero import grad", "__init__, which is above it"),
-        ("sharding/cut/_kept", "from jzero.sharding.passes import _waits", "is on its own floor"),
-        ("sharding/cut/_kept", "from ..passes._waits import x", "is on its own floor"),
+        (
+            "sharding/partition/_kept",
+            "from jzero.sharding.passes import _waits",
+            "is on its own floor",
+        ),
+        ("sharding/partition/_kept", "from ..passes._waits import x", "is on its own floor"),
         (
             "sharding/plan/_plan",
             "from jzero.offload._pinned import x",

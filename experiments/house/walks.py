@@ -15,16 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax._src.lax.parallel import reduce_scatter_p
 
 import jzero
 from experiments.shared.devices import use_virtual_devices
 
 PACKAGE = str(Path(jzero.__file__).parent)
 WEIGHT = (64, 32)
-MARK = (
-    "source_of"  # what jzero's interpreter calls once for each equation that it handles, as `eqn`
-)
+# What the partitioner calls once for each equation, as `eqn`; and for each sum that it scatters, of `x`.
+HANDLES = "partition/_run.py", "_equation"
+SCATTERS = "partition/_writer.py", "_scatter"
 
 
 class Walk:
@@ -79,15 +78,21 @@ class OfGradient(Walk):
 
     The one makes the gradient, the other is the first of the update to read it: it is reduced then. What
     lies between them has nothing to do with the gradient.
+
+    Attributes:
+      found: the numbers up to where the gradient is reduced.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[str, str, str | None]] = []
+        self.found: list[dict[str, int]] = []
         self._makes = False
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call" and _is_named(frame) and frame.f_code.co_name == MARK:
+        if event == "call" and _is(frame, SCATTERS) and _is_weight(frame.f_locals["x"].aval):
+            self.found.append(self.numbers())
+        if event == "call" and _is(frame, HANDLES):
             eqn = frame.f_locals["eqn"]
             if self._makes:
                 self.made = self.events
@@ -102,6 +107,12 @@ class OfGradient(Walk):
 
 def _is_weight(x: Any) -> bool:
     return x.shape == WEIGHT
+
+
+def _is(frame: FrameType, place: tuple[str, str]) -> bool:
+    """Whether it is a function of that file and name."""
+    file, name = place
+    return frame.f_code.co_name == name and frame.f_code.co_filename.endswith(file)
 
 
 def _is_named(frame: FrameType) -> bool:
@@ -160,22 +171,13 @@ def arguments() -> dict[str, int]:
 
 
 def gradient() -> dict[str, int]:
-    """From the equation that makes the weight's gradient to the `psum_scatter` of it, in tracing."""
+    """From the equation that makes the weight's gradient to the `psum_scatter` of it, as it is written."""
     train_step, state, batch = sharded()
-    found: list[dict[str, int]] = []
-    walk, bind = OfGradient(), reduce_scatter_p.bind
-
-    def bound(x: Any, *args: Any, **params: Any) -> Any:
-        if _is_weight(x):
-            found.append(walk.numbers())
-        return bind(x, *args, **params)
-
-    vars(reduce_scatter_p)["bind"] = bound
+    walk = OfGradient()
     fresh = jzero.shard_train_step(step, stage=3, mesh=train_step.mesh, min_shard_bytes=0)
     profiled(walk, lambda: fresh.lower(state, batch))
-    del vars(reduce_scatter_p)["bind"]
-    assert walk.made, f"jzero's interpreter calls no {MARK}(eqn)"
-    return found[0]
+    assert walk.found, f"the partitioner calls no {HANDLES} and {SCATTERS}"
+    return walk.found[0]
 
 
 def hosted() -> dict[str, int]:

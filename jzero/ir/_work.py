@@ -88,7 +88,7 @@ _EACH = {
 # primitive of each line, the work on rows is that of the equations with a dim of the batch; all others (an
 # update, a mask) are the same on every device, and no matter here: stages share out what they can. So the
 # work on rows that all devices do is `num * (device's - others')`, and what it is more than the whole
-# batch's is done in vain. It asks for no reason why, and of the rewriting for nothing.
+# batch's is done in vain. It asks for no reason why.
 
 
 def repeated(

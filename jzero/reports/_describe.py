@@ -29,7 +29,7 @@ from jzero.reports._tables import Memory, Table, crossing_table, memory_table, t
 from jzero.sharding.analysis._residuals import LEAST_BYTES
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.analysis._untiled import Untiled
-from jzero.sharding.cut._kept import Kept, Loops
+from jzero.sharding.partition._kept import Kept, Loops
 from jzero.sharding.partition._movement import TURNS_DEPEND, Movement
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra

@@ -4,7 +4,7 @@
 A reduction over the axis of microbatches ends a loop, and so does what needs of each microbatch what the loop
 made: a gather over the axis, or a loop or branch with such ends inside, which is opened. Whatever differs
 between microbatches is in the loop that makes it for such an end, and in each later one that needs it again,
-or reads what was kept (`sharding/cut/_kept.py`).
+or reads what was kept (`sharding/partition/_kept.py`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from jzero._errors import STEP, message
 from jzero.ir import _dataflow, _rules
 from jzero.ir._errors import CannotPartitionError
 from jzero.ir._products import products
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._rules import Cost
-from jzero.sharding.cut._bits import compared, moved_into
-from jzero.sharding.cut._kept import Keeper, Loops
-from jzero.tracing import _jaxpr
+from jzero.sharding.partition._kept import Keeper, Loops
+from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
 # Its products may run so many times as often as in one loop: 1.3 for CLIP, 2 for a count in every layer's
@@ -290,7 +291,7 @@ def _keeper(levels: _Levels, inside: set[int], num: int, devices: int) -> Keeper
     gathers = [eqns[i] for i in levels.stacked if waited & {*eqns[i].outvars}]
     rows = sum(_rules.size_in_bytes(out.aval) for eqn in gathers for out in eqn.outvars)
     operands = variables(atom for eqn in gathers for atom in eqn.invars)
-    bits = compared(levels, ()) | moved_into(levels, operands)
+    bits = _compared(levels) | _moved_into(levels, operands)
     return Keeper(levels.frame, num, rows * devices, inputs, levels.is_local, bits)
 
 
@@ -300,4 +301,42 @@ def _waited_for(levels: _Levels) -> set[Var]:
     for index, eqn in reversed([*enumerate(levels.frame.jaxpr.eqns)]):
         if index in levels.loop or not found.isdisjoint(eqn.outvars):
             found.update(v for v in variables(eqn.invars) if not levels.is_made_in_loop(v))
+    return found
+
+
+# [Note: bits of earlier loops]
+# What a loop computes again may differ in its last bit. No row would then be the largest
+# (`losses == losses.max()`), and a row would be at some distance from itself. So what is compared with what
+# all rows made is kept whatever its bytes, and so is what is gathered in another shape
+# (test_collected_rows.py::test_what_is_the_largest_of_all_rows_is_so_in_every_loop).
+_MOVES = (Cost.COPY, Cost.VIEW, Cost.REPEAT)
+
+
+def _compared(levels: _Levels) -> set[Var]:
+    """Local values that are compared with what is complete only when the loop that makes them is done."""
+    jaxpr = levels.frame.jaxpr
+    # AD leaves comparisons that nothing reads, of the place of a maximum.
+    read = set(map(id, _rewrite.without_unread(jaxpr.eqns, jaxpr.outvars, _rules.compares)))
+    return {
+        var
+        for index, eqn in enumerate(jaxpr.eqns)
+        if _rules.compares(eqn) and index in levels.loop and id(eqn) in read
+        for var in variables(eqn.invars)
+        if levels.is_made_in_loop(var) and levels.is_local(var)
+        and levels.of[var] < levels.of_eqns[index]
+        and jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    }  # fmt: skip
+
+
+def _moved_into(levels: _Levels, stacks: Iterable[Var]) -> set[Var]:
+    """What is gathered in another shape: a row then has the bits that others see of it."""
+    found: set[Var] = set()
+    for var in stacks:
+        while levels.is_made_in_loop(var):
+            eqn = levels.frame.jaxpr.eqns[levels.maker[var]]
+            if not _rules.costs(eqn, *_MOVES) or _jaxpr.is_literal(eqn.invars[0]):
+                break
+            var = eqn.invars[0]
+            if levels.is_made_in_loop(var) and levels.is_local(var):
+                found.add(var)
     return found

@@ -39,7 +39,7 @@ from jzero.ir._loops import (
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._sent import cast, fenced
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.cut._kept import kept_of
+from jzero.sharding.partition._kept import kept_of
 from jzero.sharding.partition._loops_in_time import (
     REDUCES,
     LoopInTime,

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jzero.ir._layout import Layout, Prices
 from jzero.ir._regions import Region, turns
 from jzero.sharding.analysis._residuals import Residual
-from jzero.sharding.cut._kept import Loops
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning, WrittenStep
 from jzero.sharding.partition._hints import hints_of
+from jzero.sharding.partition._kept import Loops
 from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._time import TimeAxis

@@ -13,7 +13,7 @@ from jzero._errors import counted, message
 from jzero._folded import listed
 from jzero._quantities import readable_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
-from jzero.sharding.cut._kept import Kept
+from jzero.sharding.partition._kept import Kept
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
 

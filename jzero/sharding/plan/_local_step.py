@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step as one device runs it: rewritten from the whole batch's, or traced at one device's shapes."""
+"""The step as it is partitioned: of the whole batch, or of one device if it has collectives of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OF_ROWS = (
 
 @dataclasses.dataclass(frozen=True)
 class LocalStep:
-    """What one device runs.
+    """What is partitioned of a step.
 
     Attributes:
       traced: the step.

@@ -47,8 +47,7 @@ class StepProgram(Protocol):
     Values are whole arrays: those of the state as they rest, padded.
 
     Attributes:
-      found: what the partitioner made of it, of a step with offload the program that computes gradients
-        (`Partitioned`); or why it made nothing. None if it was not asked.
+      found: what the partitioner made of it (`Partitioned`); with offload, the program of the gradients.
     """
 
     @property

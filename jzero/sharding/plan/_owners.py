@@ -2,7 +2,7 @@
 """Owners: updates that need matrices whole, each of them run by one device and not by all.
 
 Of what needs a leaf whole (`sharding/analysis/_regions.py`), some may still be cut. A *stack* has a dim that
-its update only passes on: the update is rewritten for some of the slices, as a step is for some rows of the
+its update only passes on: the update is partitioned for some of the slices, as a step is for some rows of the
 batch. Several updates that compute the same of other matrices are a *group*: any of them updates any of the
 matrices. Either way each device gets some matrices whole, updates them, and sends back
 the results. What is neither is gathered, and run by every device.

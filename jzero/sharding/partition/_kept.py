@@ -4,8 +4,8 @@
 Keeping a local value costs memory for all microbatches, which they are there to spare; computing it again
 may cost a forward pass. So a loop reads what spares it products, the largest product first, as long as what
 is kept in all has no more bytes than the step gathers of its rows anyway; of all values that would do, those
-with the fewest bytes (`_min_cut.py`). The rest it computes again. What it keeps of CLIP's towers are
-the embeddings, which are gathered; a step that gathers nothing keeps nothing.
+with the fewest bytes (`sharding/cut/_min_cut.py`). The rest it computes again. What it keeps of CLIP's
+towers are the embeddings, which are gathered; a step that gathers nothing keeps nothing.
 Some values are kept whatever their bytes ([Note: bits of earlier loops]), and what is handed out is read.
 """
 
