@@ -201,11 +201,11 @@ def test_floors_name_existing_rooms():
         ("_step", "import jzero", "__init__, which is above it"),
         ("_step", "from jzero import grad", "__init__, which is above it"),
         (
-            "sharding/partition/_kept",
+            "sharding/cut/_min_cut",
             "from jzero.sharding.passes import _waits",
             "is on its own floor",
         ),
-        ("sharding/partition/_kept", "from ..passes._waits import x", "is on its own floor"),
+        ("sharding/cut/_min_cut", "from ..passes._waits import x", "is on its own floor"),
         (
             "sharding/plan/_plan",
             "from jzero.offload._pinned import x",
