@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 import zoo
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.sharding.cut import _fused_loops, _growing_loop
 from jzero.tracing import _jaxpr, _rewrite
 
@@ -654,7 +654,7 @@ class GradPart(Rewritten):
         )  # fmt: skip
         programs = train_step._programs
         # The order that CPUs alone need is none of a step in parts.
-        with unittest.mock.patch.object(Runner, "overtakes", False):
+        with unittest.mock.patch.object(PlannedStep, "overtakes", False):
             program = programs.of(programs.bind((state, *batch), {}))
         grad = program.step.grad
         avals = {v: grad.types[v].aval(self.mesh) for v in grad.takes}

@@ -14,7 +14,7 @@ import pytest
 
 import jzero
 import small
-from jzero.segments import _runner
+from jzero.segments import _planned
 from jzero.sharding.analysis import _residuals
 
 LAYERS, WIDTH, ROWS = 4, 16, 16
@@ -120,5 +120,5 @@ def test_loops_with_collectives_run_alone(model, options, monkeypatch):
 
 def test_xla_drops_the_order_that_barriers_make(monkeypatch):
     """Should this fail, jzero needs no order of its own on CPUs."""
-    monkeypatch.setattr(_runner, "_on_cpus", lambda mesh: False)
+    monkeypatch.setattr(_planned, "_on_cpus", lambda mesh: False)
     assert out_of_order(compiled(MODELS["by index"], **OPTIONS["activations"])) != []

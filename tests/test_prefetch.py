@@ -9,7 +9,7 @@ import pytest
 
 import programs
 import small
-from jzero.segments import _runner
+from jzero.segments import _planned
 from jzero.testing import assert_same_training
 from jzero.tracing import _jaxpr
 
@@ -207,7 +207,7 @@ def test_what_is_gathered_before_a_loop_is_not_carried_through_it():
 def test_a_backward_loop_begins_when_its_carry_is_there(monkeypatch):
     """With remat its first turn reads no cotangent, and would be computed beside the logits."""
     monkeypatch.setattr(
-        _runner, "_on_cpus", lambda mesh: False
+        _planned, "_on_cpus", lambda mesh: False
     )  # There a gather waits by what it reads.
     found = []
     for outer, eqn in walk(sharded_jaxpr(programs.Model(depth=5, remat=True), KERNEL)):

@@ -117,7 +117,7 @@ MAY = {
     "test_export_faults": "checkpoint._stream weights._export weights._import weights._publish",
     "test_first_hour": "reports._tables",
     "test_fused_loops":
-        "segments._runner sharding.cut._fused_loops sharding.cut._growing_loop tracing._jaxpr "
+        "segments._planned sharding.cut._fused_loops sharding.cut._growing_loop tracing._jaxpr "
         "tracing._rewrite",
     "test_golden":
         "_step_types ir._rules ir._writer offload._layer_programs offload._layered offload._streamed "
@@ -188,7 +188,7 @@ MAY = {
     "test_offload_schedule":
         "_memory_kinds offload.schedule._folds offload.schedule._ops offload.schedule._schedule "
         "preflight._dispatches sharding.analysis._residuals",
-    "test_one_order": "segments._runner sharding.analysis._residuals",
+    "test_one_order": "segments._planned sharding.analysis._residuals",
     "test_options": "sharding.analysis._residuals",
     "test_partition": "ir._layout tracing._jaxpr",
     "test_partition_choices": "ir._layout",
@@ -208,7 +208,7 @@ MAY = {
         "sharding.passes._order sharding.passes._prefetch sharding.passes._waits "
         "sharding.passes._whole_stacks tracing._jaxpr",
     "test_plan_of_whole": "sharding.plan._trace",
-    "test_prefetch": "segments._runner tracing._jaxpr",
+    "test_prefetch": "segments._planned tracing._jaxpr",
     "test_preflight": "_quantities sharding.passes._waits targets._target",
     "test_processes": "checkpoint._inspect",
     "test_program": "tracing._jaxpr tracing._printed",

@@ -221,9 +221,6 @@ def step(state, x):
 TX, DIM, NUM_LAYERS = jzero.master_weights(optax.adamw(1e-3)), 1024, 4
 
 
-@pytest.mark.usefixtures(
-    "interpreted"
-)  # Of so small a step the partitioner's kernels hide what codes cost.
 def test_of_a_step_that_is_compiled():
     """Less crosses in codes, so they gain more the slower the network is."""
     gpu_compiler.skip_without_it()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jzero._folded import listed
 from jzero.offload._layered import LayeredSegment
 from jzero.offload._slicing import obstacle_of
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Var, shard_of
 from jzero.sharding.cut import _elementwise
 from jzero.sharding.cut._pieces import Piece
@@ -88,29 +88,33 @@ class EarlyPlan:
 
 
 def plan_early(
-    runner: Runner, layered: LayeredSegment, hosted: Collection[int], known: Collection[Var],
+    planned: PlannedStep, layered: LayeredSegment, hosted: Collection[int], known: Collection[Var],
     kept: Collection[Var],
 ) -> EarlyPlan:  # fmt: skip
     """Plans early updates.
 
     Args:
-      runner: the step.
+      planned: the step.
       layered: its grad part.
       hosted: the pieces that the host runs, by index.
       known: values that are there before the grad part runs.
       kept: gradients that somebody else reads, too.
     """
-    return _Early(runner, layered, known, kept).plan(hosted)
+    return _Early(planned, layered, known, kept).plan(hosted)
 
 
 class _Early:
     def __init__(
-        self, runner: Runner, layered: LayeredSegment, known: Collection[Var], kept: Collection[Var]
+        self,
+        planned: PlannedStep,
+        layered: LayeredSegment,
+        known: Collection[Var],
+        kept: Collection[Var],
     ):
-        self._frame, self._plan, self._layered = runner.frame, runner.plan, layered
+        self._frame, self._plan, self._layered = planned.frame, planned.plan, layered
         self._known, self._kept = known, kept
         self._arrivals, self._last_reads = layered.arrivals(), layered.last_reads()
-        self._users = collections.Counter(i for p in runner.plan.update.pieces for i in p.leaves)
+        self._users = collections.Counter(i for p in planned.plan.update.pieces for i in p.leaves)
 
     def plan(self, hosted: Collection[int]) -> EarlyPlan:
         plan, late = self._plan, dict[int, str]()
@@ -204,9 +208,9 @@ class _Early:
         return EarlyTurn(tuple(pieces), part, num, tuple(leaves), tuple(reads))
 
 
-def as_function(runner: Runner, turn: EarlyTurn) -> Any:
+def as_function(planned: PlannedStep, turn: EarlyTurn) -> Any:
     """`(leaves, reads) -> (new leaves, ())`, of one device's shards of a slice, as `HostUpdate` takes it."""
-    frame = runner.frame
+    frame = planned.frame
     invars, outvars = frame.jaxpr.invars, frame.jaxpr.outvars
     variables = [*(invars[i] for i in turn.leaves), *turn.reads]
 
@@ -229,15 +233,15 @@ def as_function(runner: Runner, turn: EarlyTurn) -> Any:
 
 
 def avals_of(
-    runner: Runner, turn: EarlyTurn
+    planned: PlannedStep, turn: EarlyTurn
 ) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
     """One device's shards of a turn's leaves and of what it reads, or of a slice of these."""
-    leaves, boundary = [runner.plan.leaves[i] for i in turn.leaves], runner.plan.boundary
+    leaves, boundary = [planned.plan.leaves[i] for i in turn.leaves], planned.plan.boundary
 
     def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sliced = turn.num_slices and x.ndim
         return jax.ShapeDtypeStruct(x.shape[1:] if sliced else x.shape, x.dtype)
 
     state = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
-    reads = [shard_of(boundary.crossed(var).aval(runner.mesh)) for var in turn.reads]
+    reads = [shard_of(boundary.crossed(var).aval(planned.mesh)) for var in turn.reads]
     return [*map(part, state)], [*map(part, reads)]

@@ -21,7 +21,7 @@ from jzero.offload.kernels._host_update import (
 )
 from jzero.offload.memory._away_array import places
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Var
 from jzero.sharding.plan import _layout
 
@@ -38,11 +38,15 @@ class EarlyUpdates:
     """
 
     def __init__(
-        self, runner: Runner, plan: EarlyPlan, devices: Sequence[jax.Device], threads: int | None
+        self,
+        planned: PlannedStep,
+        plan: EarlyPlan,
+        devices: Sequence[jax.Device],
+        threads: int | None,
     ):
-        self._runner, self.plans, self.devices = runner, runner.plan.leaves, devices
+        self._planned, self.plans, self.devices = planned, planned.plan.leaves, devices
         self.leaves = [i for turn in plan.turns for i in turn.leaves]
-        local = list(places(runner.mesh, runner.plan.stage_axes.shard_axes))
+        local = list(places(planned.mesh, planned.plan.stage_axes.shard_axes))
         self.at = [local.index(device) for device in devices]
         threads = threads or default_threads()
         # Of all turns: as many threads update as may.
@@ -50,7 +54,7 @@ class EarlyUpdates:
         self.turns: dict[tuple[int, bool], list[tuple[EarlyTurn, HostUpdate]]] = {}
         for turn in plan.turns:
             update = HostUpdate(
-                as_function(runner, turn), *avals_of(runner, turn),
+                as_function(planned, turn), *avals_of(planned, turn),
                 names=[self.plans[i].path for i in turn.leaves],
                 threads=threads, helpers=helpers,
             )  # fmt: skip
@@ -58,7 +62,7 @@ class EarlyUpdates:
 
     def padding(self, index: int) -> list[Any]:
         """For each of `devices`, which part of its shard of a leaf is padding."""
-        leaf, mesh = self.plans[index], self._runner.mesh
+        leaf, mesh = self.plans[index], self._planned.mesh
         at_rest = jax.sharding.NamedSharding(mesh, _layout.partition_spec(leaf.layout))
         return padding_of(at_rest, leaf.padded_shape, leaf.shape, self.devices)
 
@@ -68,7 +72,7 @@ class EarlyUpdates:
 
     def var(self, index: int) -> Var:
         """The variable of a leaf."""
-        return self._runner.frame.jaxpr.invars[index]
+        return self._planned.frame.jaxpr.invars[index]
 
 
 class EarlyRun:

@@ -19,7 +19,7 @@ from jzero.offload._policy import NO_OFFLOAD, NoOffload, PinnedHost
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._builder import Builder
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Values
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
@@ -75,27 +75,27 @@ class ReadFromHost(ParameterOffload):
         shared: Shared,
     ) -> StepProgram:  # fmt: skip
         """Part by part, if it reads such parameters."""
-        runner = Runner(plan, analysis, mesh)
+        planned = PlannedStep(plan, analysis, mesh)
         if not any(leaf.is_streamed for i, leaf in enumerate(plan.leaves) if i not in plan.unread):
-            return WholeStep(runner, shardings)
-        return LayeredEvaluation(runner, shardings, self.window)
+            return WholeStep(planned, shardings)
+        return LayeredEvaluation(planned, shardings, self.window)
 
 
 class LayeredEvaluation:
     """An evaluation part by part; nothing is consumed."""
 
-    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding], window: Window):
+    def __init__(self, planned: PlannedStep, shardings: Sequence[NamedSharding], window: Window):
         """Makes the programs.
 
         Args:
-          runner: the evaluation.
+          planned: the evaluation.
           shardings: where the state rests.
           window: how many bytes of parameters that rest away from the devices may be on each at a time.
         """
-        builder = Builder(runner, shardings)
-        self._invars, self._segment = runner.frame.jaxpr.invars, builder.grad_part()
+        builder = Builder(planned, shardings)
+        self._invars, self._segment = planned.frame.jaxpr.invars, builder.grad_part()
         self.found = builder.found
-        self._layered = LayeredSegment(runner, self._segment, (), window)
+        self._layered = LayeredSegment(planned, self._segment, (), window)
 
     def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """See `StepProgram`."""

@@ -25,7 +25,7 @@ from jzero.offload.schedule._ops import Fetch, Op, Run, Send, Update, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
 from jzero.segments._builder import Builder
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Values, Var, shard_of
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.plan._offload import Shared, waits
@@ -79,31 +79,31 @@ class HostStep:
     _begins_early: ClassVar[bool] = True
 
     def __init__(
-        self, runner: Runner, shardings: Sequence[NamedSharding], threads: int | None,
+        self, planned: PlannedStep, shardings: Sequence[NamedSharding], threads: int | None,
         delays: Callable[[int], bool] | None, shared: Shared, window: Window = NO_WINDOW,
     ):  # fmt: skip
         """Builds the programs.
 
         Args:
-          runner: the step.
+          planned: the step.
           shardings: where the state rests, for JAX.
           threads: how many update; None for all processors.
           delays: whether an update is delayed that has so many steps before it; None if none ever is.
           shared: engines in use by steps on batches of other shapes; they share what is the same.
           window: how many bytes of parameters that rest away from the devices may be on each at a time.
         """
-        self.leaves, self.shardings = runner.plan.leaves, shardings
-        self._runner, self._threads, self._delays = runner, threads, delays
+        self.leaves, self.shardings = planned.plan.leaves, shardings
+        self._planned, self._threads, self._delays = planned, threads, delays
         # A delayed update writes while the step before may still send.
         self._num_sets = 1 if delays is None else 2
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == HOST]
         self._streamed = [i for i, leaf in enumerate(self.leaves) if leaf.is_streamed]
-        builder = Builder(runner, shardings)
+        builder = Builder(planned, shardings)
         self._segments = SegmentedStep(builder)
         self.grad, self.turns = self._segments.grad, self._segments.turns
         self.run, self.trace = self._segments.run, self._segments.trace
         self.found = self._segments.found
-        pieces = runner.plan.turns[0].pieces
+        pieces = planned.plan.turns[0].pieces
         self.host = HostTurn(builder, pieces)
         reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
         # What the host renews it reads as it is then; all else, a loss scale, as it was for the gradients.
@@ -118,11 +118,11 @@ class HostStep:
         self._early_plan = EarlyPlan((), {})
         if self._streamed:
             gradients = [v for v in self._sent if v in self.grad.gives]
-            self._layered = LayeredSegment(runner, self.grad, gradients, window)
+            self._layered = LayeredSegment(planned, self.grad, gradients, window)
             self.grad = self._segments.grad = self._layered.as_segment()
             known = [*self._known, *self._layered.literals]
             if self._begins_early:
-                self._early_plan = plan_early(runner, self._layered, pieces, known, self._stays)
+                self._early_plan = plan_early(planned, self._layered, pieces, known, self._stays)
             self._layered.send_slices(self._early_plan.slices)
         self._late: HostTurn | None = self.host  # what the host begins when it has all gradients
         if self._early_plan.turns:
@@ -156,7 +156,7 @@ class HostStep:
         return self._as_shards(self._entered, leaves), None
 
     def _as_shards(self, variables: Sequence[Var], leaves: list[Any]) -> list[Any]:
-        enter = _conversions.entering(self._runner, variables)
+        enter = _conversions.entering(self._planned, variables)
         return leaves if enter is None else enter(leaves)
 
     def _compile_leaving(self, state: Sequence[Any], chunks: Sequence[Sequence[int]]) -> None:
@@ -164,7 +164,7 @@ class HostStep:
         sent = dict(zip(self.host.outs, self.host.out_avals(), strict=True))
         for chunk in chunks:
             outs = tuple(i for i in chunk if i < len(state))
-            if (leave := _conversions.leaving(self._runner, outs)) is not None:
+            if (leave := _conversions.leaving(self._planned, outs)) is not None:
                 arguments = [state[i] for i in outs], [sent[i] for i in outs]
                 self._leaving[outs] = jax.jit(leave, donate_argnums=0).lower(*arguments).compile()
 
@@ -264,7 +264,7 @@ class HostStep:
     def roads(self) -> str:
         """How the host updates each leaf, and sends what it makes."""
         begins = self._streamed and self._begins_early
-        early = self._early_plan.text(self._runner.plan) if begins else []
+        early = self._early_plan.text(self._planned.plan) if begins else []
         return "\n".join([roads_text(self.host.roads()), *early])
 
     def __call__(
@@ -329,7 +329,7 @@ class HostStep:
             return None, self._handed(known, *self._layered(values, on_arrival))
         if self._early is None:
             devices = state[self._hosted[0]].home.devices
-            self._early = EarlyUpdates(self._runner, self._early_plan, devices, self._threads)
+            self._early = EarlyUpdates(self._planned, self._early_plan, devices, self._threads)
         there = self._layered.numbers | dict(zip(self._known, known, strict=True))
         early = EarlyRun(self._early, state, num_steps + 1, there, waits=not self._has_run)
         return early, self._handed(known, *self._layered(values, early.on_arrival))

@@ -45,8 +45,8 @@ class HostTurn:
           OptionError: they need other devices.
         """
         builder = dataclasses.replace(builder, crosses=True)
-        self._plan, self._invars = builder.runner.plan, builder.runner.frame.jaxpr.invars
-        self._outvars, self.mesh = builder.runner.frame.jaxpr.outvars, builder.runner.mesh
+        self._plan, self._invars = builder.planned.plan, builder.planned.frame.jaxpr.invars
+        self._outvars, self.mesh = builder.planned.frame.jaxpr.outvars, builder.planned.mesh
         pieces = [self._plan.update.pieces[i] for i in indices]
         self.segment = builder.turn(pieces, 0, {})
         self._body = _rewrite.body_of_shard_map(self.segment.run, *self.segment.avals())
@@ -147,13 +147,13 @@ class HostTurn:
 
 def _refuse(builder: Builder, pieces: Sequence[Piece]) -> None:
     """Nothing here may need another device."""
-    leaves, bad = builder.runner.plan.leaves, []
+    leaves, bad = builder.planned.plan.leaves, []
     for piece in pieces:
         segment = builder.turn([piece], 0, {})
         body = _rewrite.body_of_shard_map(segment.run, *segment.avals())
         if ops := _moves(body.jaxpr):
             paths = [leaves[i].path for i in _pieces.leaves_of([piece])]
-            where = _elementwise.obstacle(builder.runner.frame, piece)
+            where = _elementwise.obstacle(builder.planned.frame, piece)
             bad.append(
                 f"{first_of(paths)}: {', '.join(ops)} between the devices{where and f' ({where})'}"
             )

@@ -18,7 +18,7 @@ from jzero._memory_kinds import DEVICE, PINNED
 from jzero.ir._memory_spaces import empty_stack
 from jzero.ir._regions import variables
 from jzero.offload._whole_parts import evaluate_parts, read
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays, Segment, SegmentFn, Var
 from jzero.sharding.cut import _layer_parts
 from jzero.sharding.cut._layer_body import LayerBody
@@ -112,18 +112,22 @@ class LayerPrograms:
     """
 
     def __init__(
-        self, runner: Runner, inner: Locals, takes: Mapping[Var, P], parts: Sequence[LayerPart]
+        self,
+        planned: PlannedStep,
+        inner: Locals,
+        takes: Mapping[Var, P],
+        parts: Sequence[LayerPart],
     ):
         """Decides the forms of all values.
 
         Args:
-          runner: the step.
+          planned: the step.
           inner: what one device computes.
           takes: how the inputs are split.
           parts: the cut of it.
         """
-        self._runner, self._inner, self._mesh = runner, inner, runner.mesh
-        self._default = ArrayForm(P(tuple(name for name, _ in runner.plan.axes)), stacked=True)
+        self._planned, self._inner, self._mesh = planned, inner, planned.mesh
+        self._default = ArrayForm(P(tuple(name for name, _ in planned.plan.axes)), stacked=True)
         self._forms = {var: ArrayForm(spec) for var, spec in takes.items()}
         self.known = inner.known() | dict.fromkeys(inner.indices, 0)
         for loop in _layer_parts.nested_loops(parts):
@@ -177,7 +181,7 @@ class LayerPrograms:
             return outs[: len(segment.gives)], outs[len(segment.gives) :]
 
         specs = {var: segment.types[var].spec for var in segment.takes}
-        return self._runner.shard_map(local, segment.taken(specs), segment.out_specs)
+        return self._planned.shard_map(local, segment.taken(specs), segment.out_specs)
 
     # -- stretches -------------------------------------------------------------------------------------
 
@@ -204,7 +208,7 @@ class LayerPrograms:
 
         ins = tuple([self.form(v).spec for v in group] for group in (part.leaves, reads, renewed))
         outs = [self.form(v).spec for v in part.gives], P()
-        own: Jitted = jax.jit(self._runner.shard_map(stretch, ins, outs), donate_argnums=2)
+        own: Jitted = jax.jit(self._planned.shard_map(stretch, ins, outs), donate_argnums=2)
         program = own if text is None else self._equal.setdefault(key, own)
 
         def run(leaves: Arrays, env: Mapping[Var, Any]) -> tuple[Arrays, jax.Array]:
@@ -250,7 +254,7 @@ class LayerPrograms:
 
         specs = [self._inner.out_specs[i] for i in indices]
         ins = [self.form(v).spec for v in reads]
-        return jax.jit(self._runner.shard_map(finish, (ins,), specs))
+        return jax.jit(self._planned.shard_map(finish, (ins,), specs))
 
     # -- loops -----------------------------------------------------------------------------------------
 
@@ -290,7 +294,7 @@ class LayerPrograms:
 
         ins = tuple([self.form(v).spec for v in group] for group in (kept, renewed))
         outs = [self._default.spec] * len(atoms)
-        program = jax.jit(self._runner.shard_map(enter, ins, outs), donate_argnums=1)
+        program = jax.jit(self._planned.shard_map(enter, ins, outs), donate_argnums=1)
         return lambda env: program([env[v] for v in kept], [env[v] for v in renewed])
 
     def goes_on(self, loop: NestedLoop) -> Jitted:
@@ -307,7 +311,7 @@ class LayerPrograms:
             return jnp.asarray(*_jaxpr.evaluate(asked, (), *(env[v] for v in reads)))
 
         program = jax.jit(
-            self._runner.shard_map(goes_on, ([self.form(v).spec for v in reads],), P())
+            self._planned.shard_map(goes_on, ([self.form(v).spec for v in reads],), P())
         )
         return lambda env: program([env[v] for v in reads])
 
@@ -321,7 +325,7 @@ class LayerPrograms:
 
         ins = self._slice_specs(loop), P()
         outs = [self._default.spec] * len(loop.body.gathered), P()
-        return jax.jit(self._runner.shard_map(gather, ins, outs))
+        return jax.jit(self._planned.shard_map(gather, ins, outs))
 
     def _slice_specs(self, loop: LayerLoop) -> list[P]:
         return [self.form(v).of_slice.spec for v in loop.leaves]
@@ -407,7 +411,7 @@ class LayerPrograms:
             P(),
             gathered if gathers else [],
         )
-        return jax.jit(self._runner.shard_map(turn, ins, outs), donate_argnums=(1, 6))
+        return jax.jit(self._planned.shard_map(turn, ins, outs), donate_argnums=(1, 6))
 
     def fetch(self, loop: LayerLoop) -> Jitted:
         """`(stacks on the host, i) -> slices on the devices`."""
@@ -419,7 +423,7 @@ class LayerPrograms:
 
         specs = [self.form(v).spec for v in leaves]
         slices = [self.form(v).of_slice.spec for v in leaves]
-        run = self._runner.shard_map(local, (specs, P()), slices)
+        run = self._planned.shard_map(local, (specs, P()), slices)
         places = [NamedSharding(self._mesh, spec, memory_kind=DEVICE) for spec in slices]
 
         def fetch(stacks: Arrays, i: jax.Array) -> Any:
@@ -446,7 +450,7 @@ class LayerPrograms:
         specs = [self.form(y).spec for y in ys]
         slices = [self.form(y).of_slice.spec for y in ys]
         there = [self.home_of_slice(y) for y in ys]
-        run = self._runner.shard_map(local, (None if begins else specs, slices, P()), specs)
+        run = self._planned.shard_map(local, (None if begins else specs, slices, P()), specs)
 
         def store(stacks: Arrays | None, new: Arrays, i: jax.Array) -> tuple[Arrays, jax.Array]:
             return run(stacks, jax.device_put(new, there), i), i + 1
@@ -464,7 +468,7 @@ class LayerPrograms:
         def empty() -> Arrays:
             return [self.form(y).part(jnp.zeros(y.aval.shape, y.aval.dtype)) for y in ys]
 
-        return jax.jit(self._runner.shard_map(empty, (), [self.form(y).spec for y in ys]))
+        return jax.jit(self._planned.shard_map(empty, (), [self.form(y).spec for y in ys]))
 
 
 _KINDS = (SLICES, STACK, RENEWED)

@@ -27,7 +27,7 @@ from jzero.offload._part_values import CutSegment, PartValues
 from jzero.offload._pinned import stream
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.schedule._ops import Op, Send, Update, Value
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays, Segment, Values, Var, shard_of
 from jzero.sharding.cut import _interchange, _layer_parts, _layers
 from jzero.sharding.cut._layer_parts import (
@@ -93,11 +93,11 @@ class LayeredSegment:
       sent: what it gives that goes to pinned memory.
     """
 
-    def __init__(self, runner: Runner, segment: Segment, sent: Sequence[Var], window: Window):
+    def __init__(self, planned: PlannedStep, segment: Segment, sent: Sequence[Var], window: Window):
         """Cuts the segment.
 
         Args:
-          runner: the step.
+          planned: the step.
           segment: takes parameters that rest on the hosts, as they rest.
           sent: what it gives that goes to pinned memory.
           window: how much of these parameters is on its way, or on the devices.
@@ -108,8 +108,8 @@ class LayeredSegment:
         self._segment, self.sent, self._device_bytes = segment, tuple(sent), window.device_bytes
         self._host_bytes = window.host_bytes
         self._inner = inner = Locals.of(segment)
-        self._mesh = runner.mesh
-        leaf_of = dict(zip(runner.frame.jaxpr.invars, runner.plan.leaves, strict=False))
+        self._mesh = planned.mesh
+        leaf_of = dict(zip(planned.frame.jaxpr.invars, planned.plan.leaves, strict=False))
         self._taken = taken = {var: segment.takes[i] for var, i in inner.taken().items()}
         self._leaf_of = {
             var: leaf_of[of]
@@ -128,21 +128,21 @@ class LayeredSegment:
         # A stack that is sharded along its turns has no slices.
         in_slices = {outvars[i] for i in made if not any(inner.out_specs[i][:1])}
         self._home = {
-            i: NamedSharding(runner.mesh, inner.out_specs[i], memory_kind=PINNED) for i in sends
+            i: NamedSharding(planned.mesh, inner.out_specs[i], memory_kind=PINNED) for i in sends
         }
         nbytes = {var: leaf.nbytes_per_device for var, leaf in self._leaf_of.items()}
         # Devices with collectives of their own may leave a `while` one after the other.
-        together = runner.plan.reductions == "whole batch" or runner.plan.num_devices == 1
+        together = planned.plan.reductions == "whole batch" or planned.plan.num_devices == 1
         nests = ("scan", "while") if together else ("scan",)
         jaxpr, batch = inner.jaxpr, {var for var, of in taken.items() if of not in leaf_of}
         # A stretch reads as much as has room, of files in the host's memory, too.
         room = min(window.device_bytes, window.host_bytes or window.device_bytes)
-        if runner.plan.microbatches.layer_major:
+        if planned.plan.microbatches.layer_major:
             jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, room)
         parts = _layers.cut(jaxpr, nbytes, batch, in_slices, room, nests)
         self._check_room(parts)
         specs = {var: segment.types[of].spec for var, of in taken.items()}
-        self._programs = LayerPrograms(runner, inner, specs, parts)
+        self._programs = LayerPrograms(planned, inner, specs, parts)
         kept = {*variables(outvars)} - self._hosted
         for loop in _layer_parts.nested_loops(parts):
             kept.update(variables(loop.loop.body.outvars))

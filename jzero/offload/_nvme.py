@@ -19,7 +19,7 @@ from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._nvme_step import FilePolicy, NVMeStep
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.offload.nvme._layout import TileLayout
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
@@ -228,17 +228,17 @@ class NVMe(Offload):
         shared: Shared,
     ) -> StepProgram:  # fmt: skip
         """Gradients on the devices, their update on the host, tile by tile."""
-        return self.step(Runner(plan, analysis, mesh), shardings, shared)
+        return self.step(PlannedStep(plan, analysis, mesh), shardings, shared)
 
     def step(
         self,
-        runner: Runner,
+        planned: PlannedStep,
         shardings: Sequence[NamedSharding],
         shared: Shared,
         window: Window = NO_WINDOW,
     ) -> StepProgram:
         """The same; parameters that rest away from the devices, too, come to them in a `window`."""
-        return NVMeStep(runner, shardings, self._files, shared, window)
+        return NVMeStep(planned, shardings, self._files, shared, window)
 
     def files_of(
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],

@@ -33,7 +33,7 @@ from jzero.offload.nvme._layout import TileLayout
 from jzero.offload.schedule._ops import Commit
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Values, Var, shard_of
 from jzero.sharding.plan._offload import Shared
 from jzero.tracing import _call
@@ -87,13 +87,13 @@ class NVMeStep(HostStep):
     _begins_early = False
 
     def __init__(
-        self, runner: Runner, shardings: Sequence[NamedSharding], policy: FilePolicy, shared: Shared,
+        self, planned: PlannedStep, shardings: Sequence[NamedSharding], policy: FilePolicy, shared: Shared,
         window: Window = NO_WINDOW,
     ):  # fmt: skip
         """Builds the programs.
 
         Args:
-          runner: the step.
+          planned: the step.
           shardings: where the state rests, for JAX.
           policy: where the files are.
           shared: engines in use by steps on batches of other shapes.
@@ -102,7 +102,7 @@ class NVMeStep(HostStep):
         Raises:
           OptionError: a leaf cannot be updated a tile at a time.
         """
-        super().__init__(runner, shardings, policy.threads, None, shared, window)
+        super().__init__(planned, shardings, policy.threads, None, shared, window)
         self._policy = policy
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == NVME]
         host = self.host
@@ -379,7 +379,7 @@ class NVMeStep(HostStep):
         sent = dict(zip(self.host.outs, self.host.out_avals(), strict=True))
         for chunk in chunks:
             outs = tuple(i for i in chunk if i < len(state))
-            if (leave := _conversions.leaving(self._runner, outs)) is not None:
+            if (leave := _conversions.leaving(self._planned, outs)) is not None:
                 arguments = [state[i] for i in outs], [sent[i] for i in outs]
                 self._leaving[outs] = jax.jit(leave).lower(*arguments).compile()
 

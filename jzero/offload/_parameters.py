@@ -18,7 +18,7 @@ from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, NoOffload, PinnedHost
 from jzero.offload._slicing import Slicer
 from jzero.offload._streamed import StreamedStep
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _pieces
 from jzero.sharding.cut._pieces import UpdatePart
@@ -177,12 +177,12 @@ class ParameterOffload(Offload):
         shared: Shared,
     ) -> StepProgram:  # fmt: skip
         """Layer by layer, and then the update where optimizer state rests."""
-        runner, window = Runner(plan, analysis, mesh), self.window
+        planned, window = PlannedStep(plan, analysis, mesh), self.window
         if isinstance(self.state, HostCPU):
-            return HostStep(runner, shardings, self.state.threads, None, shared, window)
+            return HostStep(planned, shardings, self.state.threads, None, shared, window)
         if isinstance(self.state, NVMe):
-            return self.state.step(runner, shardings, shared, window)
-        return StreamedStep(runner, shardings, window)
+            return self.state.step(planned, shardings, shared, window)
+        return StreamedStep(planned, shardings, window)
 
     def files_of(
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],

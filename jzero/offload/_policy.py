@@ -17,7 +17,7 @@ from jzero.offload import _tiers
 from jzero.offload._host_step import HostStep
 from jzero.offload._slicing import Slicer
 from jzero.offload._streamed import StreamedStep
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._pieces import UpdatePart
@@ -57,7 +57,7 @@ class NoOffload(Offload):
         shared: Shared,
     ) -> WholeStep:  # fmt: skip
         """The step as one program."""
-        return WholeStep(Runner(plan, analysis, mesh), shardings)
+        return WholeStep(PlannedStep(plan, analysis, mesh), shardings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class PinnedHost(Offload):
         shared: Shared,
     ) -> StepProgram:  # fmt: skip
         """The grad part, and then turn after turn."""
-        return StreamedStep(Runner(plan, analysis, mesh), shardings)
+        return StreamedStep(PlannedStep(plan, analysis, mesh), shardings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,8 +286,8 @@ class HostCPU(Offload):
     ) -> StepProgram:  # fmt: skip
         """Gradients on the devices, their update on the host."""
         delays = self.delays if self.delayed_update else None
-        runner = Runner(plan, analysis, mesh)
-        return HostStep(runner, shardings, self.threads, delays, shared)
+        planned = PlannedStep(plan, analysis, mesh)
+        return HostStep(planned, shardings, self.threads, delays, shared)
 
     def delays(self, num_steps: int) -> bool:
         """Whether the update of a step is delayed that has so many steps before it."""

@@ -19,7 +19,7 @@ from jzero._memory_kinds import DEVICE, PINNED
 from jzero.offload._slicing import layout_of, num_rows
 from jzero.offload.memory._pinned_leaf import renewed
 from jzero.segments import _conversions
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Values, Var
 from jzero.sharding.cut import _elementwise
 from jzero.sharding.plan import _layout
@@ -54,21 +54,21 @@ class SlicedTurn:
     """
 
     def __init__(
-        self, runner: Runner, turn: Turn, homes: Mapping[Var, NamedSharding], frees: set[Var]
+        self, planned: PlannedStep, turn: Turn, homes: Mapping[Var, NamedSharding], frees: set[Var]
     ):
         """Makes the programs.
 
         Args:
-          runner: the step.
+          planned: the step.
           turn: one piece, in slices.
           homes: where offloaded leaves rest.
           frees: what nobody reads after it.
         """
-        piece = runner.plan.update.pieces[turn.pieces[0]]
+        piece = planned.plan.update.pieces[turn.pieces[0]]
         self._piece, self._homes, self._frees = piece, homes, frees
-        self._runner, self._frame = runner, runner.frame
-        leaves, boundary = runner.plan.leaves, runner.plan.boundary
-        layout = layout_of(runner.frame, leaves, boundary, piece)
+        self._planned, self._frame = planned, planned.frame
+        leaves, boundary = planned.plan.leaves, planned.plan.boundary
+        layout = layout_of(planned.frame, leaves, boundary, piece)
         leaf = leaves[piece.leaves[0]]
         assert layout is not None
         self._layout, self._leaf = layout, leaf
@@ -142,9 +142,9 @@ class SlicedTurn:
     @functools.cached_property
     def _starts(self) -> list[Any]:
         """The first row of each slice, on the devices: copied there once, for a guard may forbid steps to."""
-        place = NamedSharding(self._runner.mesh, P())
+        place = NamedSharding(self._planned.mesh, P())
         rows = [np.asarray(start, np.int32) for start, _ in self._slices]
-        if not isinstance(self._runner.mesh, Mesh):
+        if not isinstance(self._planned.mesh, Mesh):
             return rows  # There are no devices, and nothing will run.
         with jax.transfer_guard("allow"):  # JAX counts this as implicit.
             return [jax.make_array_from_callback((), place, x.__getitem__) for x in rows]
@@ -154,20 +154,20 @@ class SlicedTurn:
         olds = {i: values[var] for i, var in zip(self._back, self._vars(self._back), strict=True)}
         if any(isinstance(x, jax.core.Tracer) for x in olds.values()):
             return [*olds.values()]
-        return [*renewed(olds, self._back, self._runner.plan.leaves).values()]
+        return [*renewed(olds, self._back, self._planned.plan.leaves).values()]
 
     # -- programs ------------------------------------------------------------------------------------
 
     def _entering(self, variables: Sequence[Var]) -> Callable[..., Any]:
-        enter = _conversions.entering(self._runner, variables)
+        enter = _conversions.entering(self._planned, variables)
         return list if enter is None else jax.jit(enter)
 
     def _leaving(self) -> Callable[..., Any]:
-        leave = _conversions.leaving(self._runner, self._renewed)
+        leave = _conversions.leaving(self._planned, self._renewed)
         return (lambda olds, shards: shards) if leave is None else jax.jit(leave, donate_argnums=0)
 
     def _place(self, tier: str) -> NamedSharding:
-        return NamedSharding(self._runner.mesh, self._slice_spec, memory_kind=tier)
+        return NamedSharding(self._planned.mesh, self._slice_spec, memory_kind=tier)
 
     def _fetching(self) -> Callable[..., Any]:
         nums, place = (len(self._own), len(self._others)), self._place(DEVICE)
@@ -179,7 +179,7 @@ class SlicedTurn:
             ins = tuple([self._spec] * num for num in nums), P()
             outs = tuple([self._slice_spec] * num for num in nums)
             return jax.device_put(
-                self._runner.shard_map(local, ins, outs)((own, others), start), place
+                self._planned.shard_map(local, ins, outs)((own, others), start), place
             )
 
         return jax.jit(fetch, static_argnames="size", out_shardings=place)
@@ -192,7 +192,7 @@ class SlicedTurn:
                 return [_put(x, part, start) for x, part in zip(olds, new, strict=True)]
 
             specs = [self._spec] * num
-            run = self._runner.shard_map(local, (specs, [self._slice_spec] * num, P()), specs)
+            run = self._planned.shard_map(local, (specs, [self._slice_spec] * num, P()), specs)
             # What the next slice does not consume, to wait for.
             return run(olds, jax.device_put(new, place), start), _done(start)
 
@@ -232,7 +232,7 @@ class SlicedTurn:
         def update(
             own: Any, olds: Any, others: Any, reads: Any, scalars: Any, start: Any, size: int
         ) -> Any:
-            run = self._runner.shard_map(functools.partial(local, size), (specs, P()), outs)
+            run = self._planned.shard_map(functools.partial(local, size), (specs, P()), outs)
             return *run([own, olds, others, reads, scalars], start), _done(start)
 
         return jax.jit(update, static_argnames="size", donate_argnums=(0, 1))

@@ -16,7 +16,7 @@ from jzero.offload._sliced import SlicedTurn
 from jzero.offload.schedule._ops import Fetch, Loop, Op, Run, Send, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._builder import Builder
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Compiled, Segment, Values
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.analysis._traffic import Collective
@@ -51,17 +51,17 @@ class StreamedStep:
     """
 
     def __init__(
-        self, runner: Runner, shardings: Sequence[NamedSharding], window: Window = NO_WINDOW
+        self, planned: PlannedStep, shardings: Sequence[NamedSharding], window: Window = NO_WINDOW
     ):
         """Makes the programs.
 
         Args:
-          runner: the step.
+          planned: the step.
           shardings: where its state rests.
           window: how many bytes of parameters that rest away from the devices may be on each at a time.
         """
-        self._plan, self._invars = runner.plan, runner.frame.jaxpr.invars
-        self._segments = SegmentedStep(Builder(runner, shardings))
+        self._plan, self._invars = planned.plan, planned.frame.jaxpr.invars
+        self._segments = SegmentedStep(Builder(planned, shardings))
         self.grad, self.turns = self._segments.grad, self._segments.turns
         self.run, self.trace = self._segments.run, self._segments.trace
         self.found = self._segments.found
@@ -73,18 +73,18 @@ class StreamedStep:
         self._layered = None
         if any(leaf.is_streamed for leaf in leaves):
             gradients = [var for var in self.grad.gives if not is_scalar(var)]
-            self._layered = LayeredSegment(runner, self.grad, gradients, window)
+            self._layered = LayeredSegment(planned, self.grad, gradients, window)
             self.grad = self._segments.grad = self._layered.as_segment()
             homes |= {
-                var: NamedSharding(runner.mesh, self.grad.types[var].spec, memory_kind=PINNED)
+                var: NamedSharding(planned.mesh, self.grad.types[var].spec, memory_kind=PINNED)
                 for var in gradients
             }
-        new = runner.frame.jaxpr.outvars[: len(leaves)]
+        new = planned.frame.jaxpr.outvars[: len(leaves)]
         kept = {var for var, atom in zip(self._invars, new, strict=False) if atom is var}
         last = {var: i for i, turn in enumerate(self.turns) for var in turn.takes}
         self._homes = _Homes(homes, kept, last)
         self._sliced = {
-            i: SlicedTurn(runner, turn, homes, {v for v in last if last[v] == i})
+            i: SlicedTurn(planned, turn, homes, {v for v in last if last[v] == i})
             for i, turn in enumerate(self._plan.turns)
             if turn.parts > 1
         }

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jzero._memory_kinds import DEVICE
 from jzero.segments._partitioned import Partitioned
 from jzero.segments._parts import PartsOfStep
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays, Segment, SegmentFn, Var
 from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan import _layout
@@ -28,20 +28,20 @@ class Builder:
     """Makes segments.
 
     Attributes:
-      runner: what runs the step's equations.
+      planned: the step.
       shardings: where the leaves of the state rest, for JAX.
       crosses: leaves that rest on the devices are taken and made as they cross, in shards like gradients.
         What pads these is anything.
     """
 
-    runner: Runner
+    planned: PlannedStep
     shardings: Sequence[NamedSharding]
     crosses: bool = False
 
     @functools.cached_property
     def parts(self) -> PartsOfStep:
         """What the partitioner writes."""
-        return PartsOfStep(self.runner)
+        return PartsOfStep(self.planned)
 
     @property
     def found(self) -> Partitioned:
@@ -51,7 +51,7 @@ class Builder:
 
     def grad_part(self) -> Segment:
         """What is left of the step without its update part; a leaf that it hands through is no output."""
-        plan, jaxpr = self.runner.plan, self.runner.frame.jaxpr
+        plan, jaxpr = self.planned.plan, self.planned.frame.jaxpr
         invars, outvars, leaves = jaxpr.invars, jaxpr.outvars, plan.leaves
         num_new = len(plan.new_leaves)
         outs = [i for i in range(len(outvars)) if i not in plan.update.outs]
@@ -72,7 +72,7 @@ class Builder:
 
     def turns(self) -> tuple[Segment, ...]:
         """The turns of the update part, as the plan has them."""
-        plan = self.runner.plan
+        plan = self.planned.plan
         packs = [[plan.update.pieces[i] for i in turn.pieces] for turn in plan.turns]
         last = {v: i for i, pack in enumerate(packs) for piece in pack for v in piece.reads}
         return tuple(self.turn(pack, i, last) for i, pack in enumerate(packs))
@@ -85,7 +85,7 @@ class Builder:
           index: of their turn.
           last: for each variable, the last turn that reads it.
         """
-        frame, leaves = self.runner.frame, self.runner.plan.leaves
+        frame, leaves = self.planned.frame, self.planned.plan.leaves
         invars = frame.jaxpr.invars
         eqns = sorted({i for piece in pack for i in piece.eqns})
         outs = sorted(i for piece in pack for i in piece.outs)
@@ -105,22 +105,22 @@ class Builder:
 
     def _type(self, var: Var) -> ValuePlan:
         """How a value is taken or given."""
-        boundary = self.runner.plan.boundary
+        boundary = self.planned.plan.boundary
         return boundary.crossing[var] if var in self._crossing else boundary.of(var)
 
     @functools.cached_property
     def _crossing(self) -> set[Var]:
         """The leaves that are taken as they cross."""
-        pairs = zip(self.runner.frame.jaxpr.invars, self.runner.plan.leaves, strict=False)
+        pairs = zip(self.planned.frame.jaxpr.invars, self.planned.plan.leaves, strict=False)
         return {var for var, leaf in pairs if self.crosses and leaf.tier == DEVICE}
 
     def _segment(self, ends: _Ends, eqns: Sequence[int]) -> Segment:
-        runner = self.runner
-        num_new = len(runner.plan.new_leaves)
+        planned = self.planned
+        num_new = len(planned.plan.new_leaves)
         types = {var: self._type(var) for var in (*ends.consumes, *ends.reads, *ends.gives)}
-        leaf_vars = runner.frame.jaxpr.invars[:num_new]
+        leaf_vars = planned.frame.jaxpr.invars[:num_new]
         layouts = [
-            self._type(leaf_vars[i]).layout if i < num_new else runner.plan.layouts[i]
+            self._type(leaf_vars[i]).layout if i < num_new else planned.plan.layouts[i]
             for i in ends.outs
         ]
         out_specs = (
@@ -129,7 +129,7 @@ class Builder:
         )
         run = self._partitioned(ends, eqns, types)
         options: dict[str, Any] = {}
-        if runner.plan.automatic:  # Else XLA would choose over these axes.
+        if planned.plan.automatic:  # Else XLA would choose over these axes.
             places = [s.with_memory_kind(DEVICE) for s in self.shardings]
             kept = [places[i] if i < num_new else None for i in ends.outs]
             options["out_shardings"] = ([None] * len(ends.gives), kept)
@@ -140,7 +140,7 @@ class Builder:
             tuple(ends.gives),
             tuple(ends.outs),
             types,
-            runner.mesh,
+            planned.mesh,
             run,
             jitted,
             out_specs,
@@ -150,7 +150,7 @@ class Builder:
         self, ends: _Ends, eqns: Sequence[int], types: Mapping[Var, ValuePlan]
     ) -> SegmentFn:
         """The program of some equations, as the partitioner writes it."""
-        invars, num_new = self.runner.frame.jaxpr.invars, len(self.runner.plan.new_leaves)
+        invars, num_new = self.planned.frame.jaxpr.invars, len(self.planned.plan.new_leaves)
         renewed = (invars[i] for i in ends.outs if i < num_new)
         types = {**types, **{var: self._type(var) for var in renewed}}
         num, takes = len(ends.gives), [*ends.consumes, *ends.reads]

@@ -6,28 +6,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jzero.segments import _parts
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays
 from jzero.tracing import _jaxpr
 
 
-def entering(runner: Runner, variables: Sequence[_jaxpr.Var]) -> Callable[..., Arrays] | None:
+def entering(planned: PlannedStep, variables: Sequence[_jaxpr.Var]) -> Callable[..., Arrays] | None:
     """`leaves -> shards`: leaves that rest on the devices, in shards like gradients; None if they are."""
-    boundary = runner.plan.boundary
+    boundary = planned.plan.boundary
     rest = [boundary.of(var) for var in variables]
     crossing = [boundary.crossed(var) for var in variables]
     if all(old.layout == new.layout for old, new in zip(rest, crossing, strict=True)):
         return None
-    enter = _parts.entered(runner, variables)
+    enter = _parts.entered(planned, variables)
     return lambda xs: enter(*xs)
 
 
-def leaving(runner: Runner, outs: Sequence[int]) -> Callable[..., Arrays] | None:
+def leaving(planned: PlannedStep, outs: Sequence[int]) -> Callable[..., Arrays] | None:
     """`(old leaves, shards) -> leaves`: renewed shards like gradients, as they rest; None if they do."""
-    boundary, jaxpr = runner.plan.boundary, runner.frame.jaxpr
+    boundary, jaxpr = planned.plan.boundary, planned.frame.jaxpr
     rest = [boundary.of(jaxpr.invars[i]) for i in outs]
     crossing = [boundary.crossed(jaxpr.invars[i]) for i in outs]
     if all(old.layout == new.layout for old, new in zip(rest, crossing, strict=True)):
         return None
-    leave = _parts.left(runner, outs)
+    leave = _parts.left(planned, outs)
     return lambda olds, shards: leave(*olds, *shards)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.ir._errors import cannot
 from jzero.ir._layout import Layout, Pad, from_spec, replicated
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.sharding.partition._frame import WrittenStep
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram
 from jzero.sharding.partition._time import TimeAxis
@@ -232,9 +232,9 @@ def reduced_hint(leaf: LeafPlan, mesh: dict[str, int]) -> Hint | None:
     return Hint(layout, leaf=leaf.path)
 
 
-def run_of(program: DeviceProgram, runner: Runner, part: TypedPart) -> Callable[..., Any]:
+def run_of(program: DeviceProgram, planned: PlannedStep, part: TypedPart) -> Callable[..., Any]:
     """A step's program as a function of whole arrays, those of leaves padded."""
-    num_new, run = len(runner.plan.new_leaves), function_of(program, runner)
+    num_new, run = len(planned.plan.new_leaves), function_of(program, planned)
 
     def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         given = [*state, *arrays]
@@ -244,16 +244,16 @@ def run_of(program: DeviceProgram, runner: Runner, part: TypedPart) -> Callable[
     return step
 
 
-def function_of(program: DeviceProgram, runner: Runner) -> Callable[..., list[Any]]:
+def function_of(program: DeviceProgram, planned: PlannedStep) -> Callable[..., list[Any]]:
     """A program as a function of whole arrays, padded."""
     consts = [*map(_jaxpr.constant, program.consts)]
     local = _jaxpr.shard_mapped(
         _jaxpr.without_constants(program.jaxpr),
-        runner.mesh,
+        planned.mesh,
         [*[PartitionSpec()] * len(consts), *map(_spec, program.ins)],
         [*map(_spec, program.outs)],
         [tuple(dim.size for dim in layout.dims) for layout in program.outs],
-        [axis for axis, _ in runner.plan.axes],
+        [axis for axis, _ in planned.plan.axes],
     )
     return functools.partial(local, *consts)
 

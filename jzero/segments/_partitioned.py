@@ -15,7 +15,7 @@ from jzero.ir._errors import NeedsAllMicrobatchesError
 from jzero.ir._layout import Layout, Prices
 from jzero.ir._work import Repeated
 from jzero.segments._given import TypedPart, axes_of, of_all_devices, run_of, stored, whole_step
-from jzero.segments._runner import Runner, devices_of
+from jzero.segments._planned import PlannedStep, devices_of
 from jzero.sharding.partition._matrix_owners import MatrixOwners
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
@@ -130,36 +130,36 @@ class Partitioned:
         return dataclasses.replace(movement, operation="the update", where=of)
 
 
-def partitioned(runner: Runner) -> Partitioned:
+def partitioned(planned: PlannedStep) -> Partitioned:
     """All of a step, written by the partitioner.
 
     Raises:
       CannotPartitionError: it has no exact program for it.
     """
-    plan = runner.plan
-    time = time_of(plan, runner.mesh.axis_names)
-    part = whole_step(plan, runner.analysis, axes_of(plan, time), time)
-    programs = programs_of(part, runner, time)
-    run = run_of(programs[PASSES[-1]], runner, part)
-    return Partitioned(part, programs, work_of(programs, runner), run)
+    plan = planned.plan
+    time = time_of(plan, planned.mesh.axis_names)
+    part = whole_step(plan, planned.analysis, axes_of(plan, time), time)
+    programs = programs_of(part, planned, time)
+    run = run_of(programs[PASSES[-1]], planned, part)
+    return Partitioned(part, programs, work_of(programs, planned), run)
 
 
 def programs_of(
-    part: TypedPart, runner: Runner, time: TimeAxis | None = None
+    part: TypedPart, planned: PlannedStep, time: TimeAxis | None = None
 ) -> dict[str, DeviceProgram]:
     """One device's program of a part of a step, after each of `PASSES`.
 
     Args:
       part: all of a step, or what one of its programs runs.
-      runner: of the step.
+      planned: the step.
       time: the axis of microbatches, if the part runs for each of several.
 
     Raises:
       CannotPartitionError: the partitioner has no exact program for it.
     """
-    plan, analysis = runner.plan, runner.analysis
-    mesh, devices = axes_of(plan, time), devices_of(runner.mesh)
-    links = axis_times(dict(runner.mesh.shape), target_of(devices), topology_of(devices))
+    plan, analysis = planned.plan, planned.analysis
+    mesh, devices = axes_of(plan, time), devices_of(planned.mesh)
+    links = axis_times(dict(planned.mesh.shape), target_of(devices), topology_of(devices))
     links = tuple(each for each in links if each[0] in mesh)
     step = part.step
     given = (
@@ -185,7 +185,7 @@ def programs_of(
         program = made(time=time and time._replace(opens=True))
     if step.written is not None:
         program = of_all_devices(program, plan, part, time)
-    return _passed(program, runner, part, time)
+    return _passed(program, planned, part, time)
 
 
 def time_of(plan: StepPlan, axes: Sequence[str]) -> TimeAxis | None:
@@ -206,40 +206,42 @@ def _with_memory(prices: Prices, time: TimeAxis | None) -> Prices:
     return *prices, (time.name, AxisTimes(0, byte, byte))
 
 
-def work_of(programs: Mapping[str, DeviceProgram], runner: Runner) -> tuple[float, list[Repeated]]:
+def work_of(
+    programs: Mapping[str, DeviceProgram], planned: PlannedStep
+) -> tuple[float, list[Repeated]]:
     """The flops of the step, and what its devices repeat of them."""
-    program, whole = programs[_PARTITION], runner.analysis.whole
+    program, whole = programs[_PARTITION], planned.analysis.whole
     if whole is None:
         return 0, []
-    num = runner.plan.num_devices * runner.plan.accumulate
+    num = planned.plan.num_devices * planned.plan.accumulate
     work, again = whole.repeated(program.jaxpr, num)
     # What runs once for all microbatches is no repetition.
-    if again and runner.plan.accumulate > 1:
-        looped = whole.repeated(programs["microbatches"].jaxpr, runner.plan.num_devices)[1]
+    if again and planned.plan.accumulate > 1:
+        looped = whole.repeated(programs["microbatches"].jaxpr, planned.plan.num_devices)[1]
         again = min(again, looped, key=lambda each: sum(x.extra for x in each))
     return work, again
 
 
 def _passed(
-    program: DeviceProgram, runner: Runner, part: TypedPart, time: TimeAxis | None
+    program: DeviceProgram, planned: PlannedStep, part: TypedPart, time: TimeAxis | None
 ) -> dict[str, DeviceProgram]:
     """The program after each pass.
 
     Args:
       program: as it is partitioned.
-      runner: of the step.
+      planned: the step.
       part: what is partitioned.
       time: the axis of microbatches, if there are several.
     """
-    plan = runner.plan
+    plan = planned.plan
     exchange, mesh = plan.exchange, dict(program.ins[0].mesh) if program.ins else {}
     leaves = part.leaves(plan)
     # Behind the loops over microbatches rows differ over the devices alone.
-    rows = [each.rows & {*runner.mesh.axis_names} for each in part.ins]
+    rows = [each.rows & {*planned.mesh.axis_names} for each in part.ins]
     ins = tuple(
         stored(leaves[k], mesh) if k in leaves else layout for k, layout in enumerate(program.ins)
     )
-    specs = _auto_specs(plan, part, dict(runner.mesh.shape))
+    specs = _auto_specs(plan, part, dict(planned.mesh.shape))
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "late_sums": late_sums,
         # Over time there is one running sum of a gradient, whole; of two parts there would be two.
@@ -265,14 +267,14 @@ def _passed(
         "whole_stacks": lambda jaxpr: whole_stacks(
             jaxpr, min(SMALLEST_GROUP, exchange.tile_bytes or SMALLEST_GROUP)
         ),
-        "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes, runner.balance),
+        "prefetch": lambda jaxpr: prefetch(jaxpr, exchange.prefetch_bytes, planned.balance),
         "order": lambda jaxpr: order(jaxpr, exchange.reduced_together(plan.num_devices)),
         "after_loops": after_loops,
         "in_place": lambda jaxpr: in_place(
-            jaxpr, _sliced(part.olds, leaves), runner.mesh, dict(plan.axes), GATHERED_AT_ONCE
+            jaxpr, _sliced(part.olds, leaves), planned.mesh, dict(plan.axes), GATHERED_AT_ONCE
         ),
-        "one_order": one_order if runner.overtakes else lambda jaxpr: jaxpr,
-        "auto_axes": lambda jaxpr: _beside(jaxpr, runner, specs) if plan.automatic else jaxpr,
+        "one_order": one_order if planned.overtakes else lambda jaxpr: jaxpr,
+        "auto_axes": lambda jaxpr: _beside(jaxpr, planned, specs) if plan.automatic else jaxpr,
     }
 
     def looped(program: DeviceProgram) -> DeviceProgram:
@@ -317,9 +319,9 @@ def _sliced(
     ]
 
 
-def _beside(jaxpr: Jaxpr, runner: Runner, specs: AutoLayouts) -> Jaxpr:
+def _beside(jaxpr: Jaxpr, planned: PlannedStep, specs: AutoLayouts) -> Jaxpr:
     """The program beside axes over which XLA shards."""
-    axes = AutoAxes(runner.mesh, tuple(axis for axis, _ in runner.plan.axes), runner.alone)
+    axes = AutoAxes(planned.mesh, tuple(axis for axis, _ in planned.plan.axes), planned.alone)
     return auto_axes(jaxpr, axes, specs)
 
 

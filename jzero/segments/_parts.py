@@ -20,7 +20,7 @@ from jzero.segments._given import (
 )
 from jzero.segments._given import results as results_of
 from jzero.segments._partitioned import PASSES, Partitioned, programs_of, time_of, work_of
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.sharding.partition._partition import DeviceInput
 from jzero.sharding.partition._values import Hint
 from jzero.sharding.plan._boundary import ValuePlan
@@ -35,12 +35,12 @@ class PartsOfStep:
       found: the gradients' program, once it is written.
     """
 
-    def __init__(self, runner: Runner):
-        self._runner, self._plan = runner, runner.plan
+    def __init__(self, planned: PlannedStep):
+        self._planned, self._plan = planned, planned.plan
         self._step = given_step(
-            runner.plan, runner.analysis, time_of(runner.plan, runner.mesh.axis_names)
+            planned.plan, planned.analysis, time_of(planned.plan, planned.mesh.axis_names)
         )
-        self._eqns = runner.frame.jaxpr.eqns
+        self._eqns = planned.frame.jaxpr.eqns
         self._number = {var: i for i, var in enumerate(self._step.jaxpr.invars)}
         self.found: Partitioned | None = None
 
@@ -64,8 +64,8 @@ class PartsOfStep:
         Raises:
           CannotPartitionError: the partitioner has no exact program for them.
         """
-        runner, plan, jaxpr = self._runner, self._plan, self._step.jaxpr
-        time = time_of(plan, runner.mesh.axis_names) if is_first else None
+        planned, plan, jaxpr = self._planned, self._plan, self._step.jaxpr
+        time = time_of(plan, planned.mesh.axis_names) if is_first else None
         mesh, num_new = axes_of(plan, time), len(plan.new_leaves)
         results = [*gives, *(jaxpr.outvars[i] for i in outs)]
         needed, _ = _rewrite.behind([self._eqns[i] for i in eqns], results)
@@ -92,16 +92,16 @@ class PartsOfStep:
             frozenset(donated),
             frozenset(range(len(gives) if masks else len(results))),
         )
-        programs = programs_of(part, runner, time)
+        programs = programs_of(part, planned, time)
         if self._step.written is not None:
             # Its values are of the mesh in which it was traced, and layers are evaluated in that of programs.
-            inside = _jaxpr.inside_of(runner.mesh, [axis for axis, _ in plan.axes])
+            inside = _jaxpr.inside_of(planned.mesh, [axis for axis, _ in plan.axes])
             last = programs[PASSES[-1]]
             own = _jaxpr.in_mesh(last.jaxpr, inside)
             programs[PASSES[-1]] = dataclasses.replace(last, jaxpr=own)
-        run = function_of(programs[PASSES[-1]], runner)
+        run = function_of(programs[PASSES[-1]], planned)
         if is_first:
-            self.found = Partitioned(part, programs, work_of(programs, runner), run)
+            self.found = Partitioned(part, programs, work_of(programs, planned), run)
         return run
 
     def _input(
@@ -126,35 +126,35 @@ def _gradient(layout: Layout, of: ValuePlan) -> Hint | None:
     return Hint(layout, leaf=of.path) if of.path and layout.dims else None
 
 
-def entered(runner: Runner, variables: Sequence[Var]) -> Callable[..., list[Any]]:
+def entered(planned: PlannedStep, variables: Sequence[Var]) -> Callable[..., list[Any]]:
     """`leaves -> shards`: leaves that rest on the devices, in shards like gradients."""
-    boundary = runner.plan.boundary
-    mesh = axes_of(runner.plan, None)
+    boundary = planned.plan.boundary
+    mesh = axes_of(planned.plan, None)
     ins = [DeviceInput(stored(boundary.of(var), mesh)) for var in variables]
     outs = [stored(boundary.crossed(var), mesh) for var in variables]
     none = [None] * len(variables)
-    return _moved(runner, [*variables], TypedPart(_NOTHING, none, ins, none, outs))
+    return _moved(planned, [*variables], TypedPart(_NOTHING, none, ins, none, outs))
 
 
-def left(runner: Runner, outs: Sequence[int]) -> Callable[..., list[Any]]:
+def left(planned: PlannedStep, outs: Sequence[int]) -> Callable[..., list[Any]]:
     """`[*old leaves, *shards] -> leaves`: renewed shards like gradients, as they rest."""
-    boundary, invars = runner.plan.boundary, runner.frame.jaxpr.invars
-    mesh, olds = axes_of(runner.plan, None), [invars[i] for i in outs]
+    boundary, invars = planned.plan.boundary, planned.frame.jaxpr.invars
+    mesh, olds = axes_of(planned.plan, None), [invars[i] for i in outs]
     rest = [stored(boundary.of(var), mesh) for var in olds]
     ins = [*map(DeviceInput, rest), *(DeviceInput(stored(boundary.crossed(v), mesh)) for v in olds)]
     taken, donated = [*outs, *[None] * len(olds)], frozenset(range(len(olds)))
     new = [_jaxpr.new_var(var) for var in olds]
     part = TypedPart(_NOTHING, taken, ins, outs, rest, donated=donated)
-    return _moved(runner, new, part, olds)
+    return _moved(planned, new, part, olds)
 
 
 _NOTHING = GivenStep(_rewrite.Flat([], [], [], []), [], [], None)
 
 
 def _moved(
-    runner: Runner, values: list[Var], part: TypedPart, olds: Sequence[Var] = ()
+    planned: PlannedStep, values: list[Var], part: TypedPart, olds: Sequence[Var] = ()
 ) -> Callable[..., list[Any]]:
     """Values from one layout to another; `olds` are those in whose places they are."""
     flat = _rewrite.Flat([], [*olds, *values], [*values], [])
-    programs = programs_of(part._replace(step=_NOTHING._replace(jaxpr=flat)), runner)
-    return function_of(programs[PASSES[-1]], runner)
+    programs = programs_of(part._replace(step=_NOTHING._replace(jaxpr=flat)), planned)
+    return function_of(programs[PASSES[-1]], planned)

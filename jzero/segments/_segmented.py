@@ -25,9 +25,9 @@ class SegmentedStep:
 
     def __init__(self, builder: Builder):
         self.grad, self.turns = builder.grad_part(), builder.turns()
-        self.found, plan = builder.found, builder.runner.plan
+        self.found, plan = builder.found, builder.planned.plan
         self.plan = self.found.described(plan)
-        jaxpr, num = builder.runner.frame.jaxpr, len(plan.leaves)
+        jaxpr, num = builder.planned.frame.jaxpr, len(plan.leaves)
         self.invars, self._num_outs = jaxpr.invars, len(jaxpr.outvars)
         self.leaf_of = {var: i for i, var in enumerate(jaxpr.invars[:num])}
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jzero.offload.schedule._ops import Run
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._partitioned import partitioned
-from jzero.segments._runner import Runner
+from jzero.segments._planned import PlannedStep
 from jzero.sharding.plan._offload import waits
 
 
@@ -25,8 +25,8 @@ class WholeStep:
       jitted: the same, compiled.
     """
 
-    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding]):
-        plan, self.found = runner.plan, partitioned(runner)
+    def __init__(self, planned: PlannedStep, shardings: Sequence[NamedSharding]):
+        plan, self.found = planned.plan, partitioned(planned)
         self._plan = self.found.described(plan)
         self._unread = plan.unread
         # Else XLA would choose over the automatic axes, and the next step would move the state back.

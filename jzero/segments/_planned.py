@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Runner`: a planned step on its mesh, of which programs are made."""
+"""`PlannedStep`: a step, its plan and its mesh, of which programs are made."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from jzero.targets._links import members
 
 
 @dataclasses.dataclass(frozen=True)
-class Runner:
-    """A planned step on its mesh.
+class PlannedStep:
+    """A step, its plan and its mesh.
 
     Attributes:
-      plan: of the step.
+      plan: what is decided.
       analysis: of its jaxpr.
       mesh: on which it runs; it may be abstract.
     """
