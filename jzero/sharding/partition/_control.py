@@ -218,7 +218,8 @@ class _ScanWriter(_LoopWriter):
         self, attempt: int, carries: Sequence[_CarryLayout]
     ) -> tuple[list[Var], DeviceFrame, list[DeviceValue]]:
         inner = self.inner(self.body)
-        ends = zip(self.body.jaxpr.outvars, self._may_be_partial(), strict=False)
+        stacks = map(self._is_collected, self.eqn.outvars[len(carries) :])
+        ends = zip(self.body.jaxpr.outvars, [*self._may_be_partial(), *stacks], strict=True)
         inner.collected = frozenset(x for x, waits in ends if waits)
         vars, turns = self.variables(carries, self.init), self.own_turns(inner)
         values = [inner.entered(v) for v in self.consts]
@@ -250,10 +251,12 @@ class _ScanWriter(_LoopWriter):
     ) -> list[DeviceValue]:  # fmt: skip
         num, frame, inner.source = len(carries), self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
-        for var, v in zip(self.eqn.outvars[num:], outs[num:], strict=True):
-            if not self._is_collected(var):
+        collected = [*map(self._is_collected, self.eqn.outvars[num:])]
+        rows, turns = list[DeviceValue](), [inner.turn for _ in self.turns]
+        for v, waits in zip(outs[num:], collected, strict=True):
+            if not waits:
                 inner.settle_here(v, opened=inner.is_opened())
-        rows, turns = [*map(_before_casts, outs[num:])], [inner.turn for _ in self.turns]
+            rows.append(v if waits else _before_casts(v))
         ends += [*turns, *(inner.at(v, v.layout) for v in rows)]
         body = inner.function(self.parts.body, ins, ends)
         frame.source = self.eqn
@@ -288,8 +291,8 @@ class _ScanWriter(_LoopWriter):
         ]
         for value, row in zip(found[num:], rows, strict=True):
             value.displaced = row.displaced & axes_of(value.layout)
-        each = zip(self.eqn.outvars[num:], found[num:], outs[num:], strict=True)
-        return [*found[:num], *(self._cast(var, v, row) for var, v, row in each)]
+        each = zip(self.eqn.outvars[num:], found[num:], outs[num:], collected, strict=True)
+        return [*found[:num], *(v if waits else self._cast(x, v, row) for x, v, row, waits in each)]
 
     def _cast(self, var: Var, value: DeviceValue, row: DeviceValue) -> DeviceValue:
         """A stack, of which iterations hold what was before the casts of a row."""

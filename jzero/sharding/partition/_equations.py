@@ -66,10 +66,15 @@ _PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum"}
 _VIEWS = {"transpose", "convert_element_type", "broadcast_in_dim"}
 
 
-def due(eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
+def widens_for_loop(frame: DeviceFrame, eqn: Eqn) -> bool:
+    """Whether it casts to a wider dtype what a loop only adds up: all turns are summed up in that one."""
+    return eqn.outvars[0] in frame.collected and _widens(eqn)
+
+
+def due(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
     """The partial sums that wait through the equation; none if some operand must be settled first."""
     partial = {k for k, v in enumerate(ins) if v.layout.partial}
-    if not partial or not waits(eqn):
+    if not partial or not (waits(eqn) or widens_for_loop(frame, eqn)):
         return ()
     found = [ins[k].layout.partial for k in sorted(partial)]
     zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
@@ -109,7 +114,11 @@ def due_in_time(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tup
 def widens_in_time(frame: DeviceFrame, eqn: Eqn) -> bool:
     """Whether it casts to a wider dtype what each microbatch reduces, so that it is summed up in that one."""
     time = frame.shared.time
-    if time is None or time.once or not _rules.is_float_cast(eqn):
+    return time is not None and not time.once and _widens(eqn)
+
+
+def _widens(eqn: Eqn) -> bool:
+    if not _rules.is_float_cast(eqn):
         return False
     before, after = (atom.aval.dtype.itemsize for atom in (eqn.invars[0], eqn.outvars[0]))
     return before <= after
@@ -119,7 +128,7 @@ def ordinary(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> list[DeviceValue]:
     """Writes an equation that holds no programs."""
-    kept = due(eqn, ins) or due_in_time(frame, eqn, ins)
+    kept = due(frame, eqn, ins) or due_in_time(frame, eqn, ins)
     if not kept:
         settle(frame, eqn, ins, factors)
     elif (alone := _added_to_zero(eqn, ins)) is not None:

@@ -83,6 +83,7 @@ def _waits(frame: DeviceFrame, region: Region, var: Var, value: DeviceValue) -> 
     found = [
         e for e in each
         if _equations.waits(e) or in_time and _equations.widens_in_time(frame, e)
+        or _equations.widens_for_loop(frame, e)
     ]  # fmt: skip
     alone = len(found) == len(each)
     return ends or any(alone or not _rules.costs(e, _rules.Cost.VIEW) for e in found)
@@ -128,7 +129,7 @@ def _equation(
     if (few := _look_ups.slices(frame, eqn, ins)) is not None:
         return _in_place_of(frame, region, eqn, ins, *few)
     factors = _rules.factors_of(eqn) if name != "reshape" else []
-    if name in _along.NAMES and not _equations.due(eqn, ins):
+    if name in _along.NAMES and not _equations.due(frame, eqn, ins):
         _equations.settle(frame, eqn, ins, factors)
         if (found := _along.along(frame, eqn, ins)) is not None:
             return found
