@@ -340,6 +340,7 @@ def test_no_axis_or_one_twice(names):
 def test_axis_name_is_one_of_several():
     mesh = jax.make_mesh((4, 2), ("node", "local"))
     refuses(ValueError, "is only one of", sharded(mesh=mesh, axis_name="local"), W, X)
+    refuses(ValueError, "It is the one name", sharded(axis_name=("batch",)), W, X)
 
 
 def test_mesh_of_other_devices_than_the_context():

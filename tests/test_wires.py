@@ -241,9 +241,9 @@ def test_of_a_step_that_is_compiled():
     for time in wires.times:
         assert list(time.exposed) == sorted(time.exposed, reverse=True)
     for time in coded:
-        # Codes are read and written at least once for each pass: a byte and more of each element.
-        assert time.kernel_bytes > 3 * params.size
-        assert time.coding > 0.99 * time.kernel_bytes / found.target.memory_bandwidth
+        # Less may be read and written than of exact weights: what is gathered ahead are codes.
+        seconds = time.kernel_bytes / found.target.memory_bandwidth
+        assert time.coding == pytest.approx(seconds, rel=0.01) or time.coding > seconds
         gains = [x - y for x, y in zip(exact.seconds, time.seconds, strict=True)]
         assert gains == sorted(gains, reverse=True)
         assert gains[0] > 0

@@ -79,6 +79,10 @@ def setting_of(
     Raises:
       MeshError: its axes and their names do not fit.
     """
+    if not isinstance(axis_name, str | None):
+        raise MeshError(message(
+            WHO, f"axis_name={axis_name!r}", "It is the one name by which a step calls the data axis.",
+            "Write axis_name='batch', or name axes of the mesh with axis_names=."))  # fmt: skip
     mesh, current, tracing = around(mesh, axis_name)
     if not current.empty and current.shape_tuple != mesh.shape_tuple:
         raise MeshError(message(
