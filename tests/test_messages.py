@@ -340,7 +340,11 @@ def test_no_axis_or_one_twice(names):
 def test_axis_name_is_one_of_several():
     mesh = jax.make_mesh((4, 2), ("node", "local"))
     refuses(ValueError, "is only one of", sharded(mesh=mesh, axis_name="local"), W, X)
-    refuses(ValueError, "It is the one name", sharded(axis_name=("batch",)), W, X)
+    for name in (("batch",), ["node", "local"], 3, ""):
+        with pytest.raises(ValueError, match="It is the one name"):
+            sharded(axis_name=name)
+    with pytest.raises(ValueError, match="A mesh axis is called by a text"):
+        jzero.shard_train_step(lambda w, x: w, axis_names=3)
 
 
 def test_mesh_of_other_devices_than_the_context():

@@ -53,6 +53,7 @@ class Programs:
         trained_by: Programs | None = None,
     ):  # fmt: skip
         _setting.check_mesh(mesh)
+        _setting.check_axis_name(axis_name)
         self._step_fn, self.signature, self.options = step_fn, signature, options
         self.mesh, self._axis_names, self._axis_name = mesh, axis_names, axis_name
         self._evaluates, self._trained_by = evaluates, trained_by

@@ -82,7 +82,8 @@ def _collective(
         return _values(frame, [_scattered(frame, eqn, axes, atoms[0])], frozenset(axes))
     if time and (grouped or op is None and name not in _GATHERS):
         raise cannot_in_time(
-            f"it is a collective over {_jaxpr.axes_of(eqn)} that gives each device something else",
+            f"it is a collective over {'groups of ' * bool(grouped)}{_jaxpr.axes_of(eqn)} that gives each "
+            "device something else",
             eqn, region, "Drop accumulate, or use psum, pmean, all_gather, pmax or pmin.",
         )  # fmt: skip
     own = tuple(axis for axis in axes if axis not in time)

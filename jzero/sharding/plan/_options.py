@@ -333,10 +333,19 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
 
 
 def axis_tuple(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """`("local",)` of `"local"`; None stays None, which means all axes."""
+    """`("local",)` of `"local"`; None stays None, which means all axes.
+
+    Raises:
+      MeshError: it is no name, and no sequence of names.
+    """
     if names is None:
         return None
-    return (names,) if isinstance(names, str) else tuple(names)
+    found = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
+    if not all(isinstance(name, str) for name in found):
+        raise MeshError(message(
+            "shard_train_step", f"axes are named {names!r}", "A mesh axis is called by a text.",
+            "Write axis_names='data', or ('node', 'local')."))  # fmt: skip
+    return found
 
 
 def _check_pattern(who: str, name: str, pattern: Any) -> None:

@@ -79,10 +79,6 @@ def setting_of(
     Raises:
       MeshError: its axes and their names do not fit.
     """
-    if not isinstance(axis_name, str | None):
-        raise MeshError(message(
-            WHO, f"axis_name={axis_name!r}", "It is the one name by which a step calls the data axis.",
-            "Write axis_name='batch', or name axes of the mesh with axis_names=."))  # fmt: skip
     mesh, current, tracing = around(mesh, axis_name)
     if not current.empty and current.shape_tuple != mesh.shape_tuple:
         raise MeshError(message(
@@ -113,6 +109,14 @@ def check_mesh(mesh: Any) -> None:
         raise MeshError(message(
             WHO, f"mesh is {a_type(mesh)}", "It must be a jax.sharding.Mesh.",
             "Make one with jax.make_mesh((8,), ('data',))."))  # fmt: skip
+
+
+def check_axis_name(axis_name: Any) -> None:
+    """Refuses what is no name of an axis."""
+    if axis_name is not None and not (isinstance(axis_name, str) and axis_name):
+        raise MeshError(message(
+            WHO, f"axis_name={axis_name!r}", "It is the one name by which a step calls the data axis.",
+            "Write axis_name='batch', or name axes of the mesh with axis_names=."))  # fmt: skip
 
 
 def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any, tuple[Hashable, ...]]:
