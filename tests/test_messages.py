@@ -344,7 +344,7 @@ def test_axis_name_is_one_of_several():
         with pytest.raises(ValueError, match="It is the one name"):
             sharded(axis_name=name)
     with pytest.raises(ValueError, match="A mesh axis is called by a text"):
-        jzero.shard_train_step(lambda w, x: w, axis_names=3)
+        jzero.shard_train_step(lambda w, x: w, axis_names=3)  # type: ignore[call-overload]
 
 
 def test_mesh_of_other_devices_than_the_context():

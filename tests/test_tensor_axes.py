@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -587,7 +588,7 @@ def test_a_place_moves_codes_of_its_part_alone(stage, monkeypatch):
         4 * INT8.nbytes(state["params"][name].size // 8)
         for name in ("qkv", "project", "up", "down")
     )
-    traffic = Counter()
+    traffic = Counter[Any]()
     for c in train_step.describe(state, x).traffic:
         traffic[c.op, str(c.dtype)] += c.total_elements
     assert traffic["all-to-all", "uint8"] == due
@@ -613,7 +614,7 @@ def test_copies_are_renewed_by_codes_of_parts(monkeypatch):
 
 def over_model(train_step, state, x):
     """How many elements a compiled program moves over more axes than 'data', but for single ones."""
-    text, found = train_step.lower(state, x).compile().as_text(), Counter()
+    text, found = train_step.lower(state, x).compile().as_text(), Counter[Any]()
     for computation, times in programs.compiled_times(text).items():
         for shapes, op, rest in re.findall(
             r"= (.*?) ((?:all|reduce|coll)-[a-z-]+)\((.*)", computation
@@ -633,7 +634,7 @@ def test_matrices_run_in_tiles_of_each_place_s_part(stage):
     state, expected, x = train_step.init(init), init(), batches()[0]
 
     def moved(step):
-        found = Counter()
+        found = Counter[Any]()
         for c in step.describe(state, x).traffic:
             found[c.op] += c.total_elements
         return found
