@@ -53,7 +53,7 @@ class ReadFromHost(ParameterOffload):
         if not (there and self.tier == NVME):
             leaves = tuple(dataclasses.replace(leaf, tier=DEVICE) for leaf in leaves)
             leaves = self.with_params_there(leaves, stage_axes)
-        return leaves, UpdatePart((), {})
+        return leaves, UpdatePart((), ())
 
     def files_of(
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],

@@ -44,7 +44,7 @@ class NoOffload(Offload):
         automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:
         """All leaves on the devices, and no update part."""
-        return leaves, UpdatePart((), {})
+        return leaves, UpdatePart((), ())
 
     def turns(
         self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary

@@ -37,9 +37,8 @@ class PartsOfStep:
 
     def __init__(self, planned: PlannedStep):
         self._planned, self._plan = planned, planned.plan
-        self._step = given_step(
-            planned.plan, planned.analysis, time_of(planned.plan, planned.mesh.axis_names)
-        )
+        self._time = time_of(planned.plan, planned.mesh.axis_names)
+        self._step = given_step(planned.plan, planned.analysis, self._time)
         self._eqns = planned.frame.jaxpr.eqns
         self._number = {var: i for i, var in enumerate(self._step.jaxpr.invars)}
         self.found: Partitioned | None = None
@@ -65,7 +64,7 @@ class PartsOfStep:
           CannotPartitionError: the partitioner has no exact program for them.
         """
         planned, plan, jaxpr = self._planned, self._plan, self._step.jaxpr
-        time = time_of(plan, planned.mesh.axis_names) if is_first else None
+        time = self._time if is_first else None
         mesh, num_new = axes_of(plan, time), len(plan.new_leaves)
         results = [*gives, *(jaxpr.outvars[i] for i in outs)]
         needed, _ = _rewrite.behind([self._eqns[i] for i in eqns], results)

@@ -14,7 +14,7 @@ Where parts of a step are programs of their own, a residual goes and comes betwe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -64,13 +64,12 @@ Residuals = Mapping[ValueIn, Residual]
 
 
 def residuals(
-    program: AnyRegion, varies: Callable[[AnyRegion, Var], object], kept: Collection[Var] = (),
-    times: int = 1,
+    program: AnyRegion, varies: Callable[[AnyRegion, Var], object], times: int = 1
 ) -> dict[ValueIn, Residual]:  # fmt: skip
     """What waits on the host.
 
-    Not what loops over microbatches have `kept` for later ones, and nothing whose slices (values) have less
-    than `LEAST_BYTES`. Only what `varies` between devices is of the batch's rows.
+    Nothing whose slices (values) have less than `LEAST_BYTES`. Only what `varies` between devices is of the
+    batch's rows.
     """
     found, last = dict[ValueIn, Residual](), _last_product(program)
     for index, eqn in enumerate(program.jaxpr.eqns):
@@ -79,18 +78,12 @@ def residuals(
         ):  # What is part of one pass keeps nothing for another inside.
             num = turns(eqn)
             for child in program.inner(eqn):
-                found |= residuals(child, varies, (), times if num is None else times * num)
+                found |= residuals(child, varies, times if num is None else times * num)
         if program.pass_of(eqn) != "forward":
             continue
         for out in eqn.outvars:
             parts = _parts(program, eqn, out)
-            if (
-                parts
-                and (parts > 1 or index < last)
-                and out not in kept
-                and _fits(out, parts)
-                and varies(program, out)
-            ):
+            if parts and (parts > 1 or index < last) and _fits(out, parts) and varies(program, out):
                 aval, where = out.aval, _jaxpr.summary(eqn)
                 nbytes = _rules.size_in_bytes(aval)
                 shape, dtype = tuple(aval.shape), str(aval.dtype)

@@ -22,7 +22,7 @@ from jzero.ir._regions import variables
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._crossing import copies, is_scalar
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._types import Atom, Eqn, Var
+from jzero.tracing._types import Atom, Var
 
 _SCALARS = -1  # the component of equations on scalars of several others
 
@@ -54,15 +54,13 @@ class UpdatePart:
 
     Attributes:
       pieces: in an order in which they can run.
-      boundary: values of the grad part that pieces read, and an equation that does (None: it is returned).
+      boundary: values of the grad part that pieces read.
       apart: equations that depend on offloaded leaves, and those of pieces that the grad part has no use for.
-      copied: values that pieces compute for themselves, whoever else does.
     """
 
     pieces: tuple[Piece, ...]
-    boundary: dict[Var, Eqn | None]
+    boundary: tuple[Var, ...]
     apart: frozenset[int] = frozenset()
-    copied: frozenset[Var] = frozenset()
 
     @functools.cached_property
     def outs(self) -> frozenset[int]:
@@ -91,7 +89,7 @@ def cut_update(
     """
     cutter = _UpdateCutter(frame, offloaded, parameters)
     boundary = cutter.boundary()
-    update = UpdatePart(cutter.pieces(), boundary, cutter.apart(boundary), frozenset(cutter.copies))
+    update = UpdatePart(cutter.pieces(), boundary, cutter.apart(boundary))
     _check(frame, offloaded, update)
     return update
 
@@ -189,14 +187,11 @@ class _UpdateCutter:
                 todo += found[index]
         return dict(sorted(found.items()))
 
-    def boundary(self) -> dict[Var, Eqn | None]:
-        """What is read of the grad part, and an equation that reads it."""
+    def boundary(self) -> tuple[Var, ...]:
+        """What is read of the grad part."""
         elsewhere = {*self._frame.jaxpr.invars, *self._update_vars, *self.copies}
-        found: dict[Var, Eqn | None] = {}
-        for node, atoms in [*self._copied(self.reads).items(), *self.reads.items()]:
-            eqn = self._eqns[node] if node < len(self._eqns) else None
-            found |= {a: eqn for a in atoms if a not in elsewhere}
-        return found
+        read = [*self._copied(self.reads).values(), *self.reads.values()]
+        return tuple(dict.fromkeys(x for atoms in read for x in atoms if x not in elsewhere))
 
     def apart(self, boundary: Collection[Var]) -> frozenset[int]:
         """What is left out of the grad part: it depends on offloaded leaves, or nobody there reads it."""

@@ -90,7 +90,8 @@ def loops_in_time(
     ends = [levels.of[var] + 1 for var in (*lasts, *handed)]
     ends += [levels.of_eqns[i] + 1 for i in acts]
     last = max([*levels.of_eqns, *ends, 0])
-    keeper, loops = _keeper(levels, inside, num, devices), list[LoopInTime]()
+    waited = _waited_for(levels)
+    keeper, loops = _keeper(levels, inside, waited, num, devices), list[LoopInTime]()
     for level in range(last):
         sums = tuple(eqns[i] for i in levels.sums if levels.of_eqns[i] == level + 1)
         mine = tuple(var for var in lasts if levels.of[var] == level)
@@ -100,7 +101,7 @@ def loops_in_time(
         makers += [i for i in acts if levels.of_eqns[i] == level]
         run, again, reads = keeper.loop(level, makers, stacks)
         loops.append(LoopInTime(run, reads, sums, mine, stacks, again))
-    num_loops, waited = sum(bool(loop.eqns) for loop in loops), _waited_for(levels)
+    num_loops = sum(bool(loop.eqns) for loop in loops)
     begun = [i for i in (*levels.sums, *levels.stacked) if waited.intersection(eqns[i].outvars)]
     said = keeper.loops(num_loops, sorted(begun), _at_once(levels))
     if said.repeats > MOST_REPEATS:
@@ -217,8 +218,7 @@ def differing(region: Region, given: Iterable[Var], axis: str) -> Mapping[ValueI
 def _many_loops(said: Loops) -> CannotPartitionError:
     return CannotPartitionError(message(
         STEP,
-        [f"accumulate > 1, and {line} begins a loop over the microbatches" for line in
-         dict.fromkeys(said.begun_by)],
+        [f"accumulate > 1, and {line} begins a loop over the microbatches" for line in said.begun_by],
         f"What needs all rows waits for a loop of its own, which computes again what it reads; in "
         f"{said.num} loops the products would run {said.repeats:.1f} times as often, and "
         f"{MOST_REPEATS} times is the most.",
@@ -280,14 +280,13 @@ def _read_once(levels: _Levels) -> list[Var]:
     return variables([*read, *jaxpr.outvars])
 
 
-def _keeper(levels: _Levels, inside: set[int], num: int, devices: int) -> Keeper:
+def _keeper(levels: _Levels, inside: set[int], waited: set[Var], num: int, devices: int) -> Keeper:
     """Decides what later loops read of earlier ones: in all as many bytes as are gathered for loops."""
     eqns = levels.frame.jaxpr.eqns
 
     def inputs(index: int) -> list[Var]:
         return [var for var in variables(eqns[index].invars) if levels.maker.get(var) in inside]
 
-    waited = _waited_for(levels)
     gathers = [eqns[i] for i in levels.stacked if waited & {*eqns[i].outvars}]
     rows = sum(_rules.size_in_bytes(out.aval) for eqn in gathers for out in eqn.outvars)
     operands = variables(atom for eqn in gathers for atom in eqn.invars)

@@ -62,7 +62,6 @@ class DeviceProgram:
       ins, outs: layouts of its arguments and of its results.
       moves: every conversion that communicates; of a result it is of the operation `OUTPUT`, at its number.
       by_result: these, by what the collective makes.
-      of_rows: for each result, whether it has rows of the batch.
       loops: over microbatches, not those inside other loops.
       residuals: what waits on the host for the backward pass, of one microbatch.
     """
@@ -73,7 +72,6 @@ class DeviceProgram:
     outs: tuple[Layout, ...]
     moves: tuple[DeviceMove, ...]
     by_result: Mapping[Var, DeviceMove]
-    of_rows: tuple[bool, ...] = ()
     loops: Loops | None = None
     residuals: tuple[Residual, ...] = ()
 
@@ -136,8 +134,7 @@ def partition(
     made = frame.function(_template(), own, atoms)
     moves = moves_of(made, frame.moves)
     ins_ = tuple(each.given for each in ins)
-    of_rows = tuple(bool(value.rows) for value in results)
-    return DeviceProgram(made, frame.consts, ins_, tuple(layouts), moves, frame.moves, of_rows)
+    return DeviceProgram(made, frame.consts, ins_, tuple(layouts), moves, frame.moves)
 
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:

@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import lax
 
 from jzero.ir import _rules
@@ -98,18 +97,13 @@ def _collective(
 
 
 def _scattered(frame: DeviceFrame, eqn: Eqn, axes: Sequence[str], x: Atom) -> Atom:
-    """A microbatch's part of a sum, which all of them have first."""
+    """A microbatch's part of a sum that all of them give to."""
     whole, dim = frame.whole(x.aval.shape), eqn.params["scatter_dimension"]
-    total = frame.convert(x, whole.summed(*map(Partial, axes)), whole)
-    static = dim, math.prod(frame.mesh[axis] for axis in axes), eqn.params["tiled"]
-    return frame.inline(_part, static, total, frame.index(axes))
-
-
-def _part(dim: int, num: int, tiled: bool, x: jax.Array, index: jax.Array) -> jax.Array:
-    shape = x.shape
-    parts = x.reshape(*shape[:dim], num, shape[dim] // num, *shape[dim + 1 :])
-    own: jax.Array = lax.dynamic_index_in_dim(parts, index, dim, keepdims=False)
-    return own if tiled else own.reshape(*shape[:dim], *shape[dim + 1 :])
+    part = whole
+    for axis in axes:
+        part = part.cut(dim, axis)
+    own = frame.convert(x, whole.summed(*map(Partial, axes)), part)
+    return own if eqn.params["tiled"] else frame.reshape(own, eqn.outvars[0].aval.shape)
 
 
 def _reduced_over_time(frame: DeviceFrame, op: str, x: Atom) -> Atom:

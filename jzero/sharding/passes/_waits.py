@@ -38,21 +38,14 @@ def token_of(x: jax.Array) -> jax.Array:
     return x[(0,) * x.ndim] if math.prod(x.shape) else jnp.zeros((), x.dtype)
 
 
-def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
-    """`shard`, but not before `tokens` are there."""
-    # Twice: XLA takes out of a barrier what has no other use, before or after it.
-    for _ in range(2 if tokens else 0):
-        shard = lax.optimization_barrier((shard, *tokens))[0]
-    return shard
-
-
 def write_token(writer: JaxprWriter, x: Var) -> Atom:
     """Writes `token_of(x)`; without tracing it, since passes write as many as there are collectives."""
     return writer.first_element(x) if 0 not in x.aval.shape else _jaxpr.scalar(0, x.aval.dtype)
 
 
 def write_behind(writer: JaxprWriter, x: Atom, tokens: Sequence[Atom]) -> Atom:
-    """Writes `not_before(x, tokens)`."""
+    """Writes `x`, but not before `tokens` are there."""
+    # Twice: XLA takes out of a barrier what has no other use, before or after it.
     for _ in range(2 if tokens else 0):
         ins = [x, *tokens]
         x = writer.add(lax.optimization_barrier_p, ins, [*map(_jaxpr.new_var, ins)])[0]

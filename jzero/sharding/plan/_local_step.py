@@ -325,7 +325,6 @@ def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
             varying,
             [False] * num_state + list(keys),
             axes,
-            accumulates=options.accumulate > 1,
             has_masters=options.needs_masters,
             automatic=setting.automatic,
         )

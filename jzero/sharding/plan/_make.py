@@ -69,7 +69,7 @@ def make_plan(
     """Decides where a step's values lie, and what runs when.
 
     Args:
-      local: the step, as one device runs it.
+      local: what is partitioned of the step.
       leaves: of its state.
       setting: what the user gave.
       rests: of an evaluation, how each leaf lies.
@@ -84,7 +84,7 @@ def make_plan(
     _check_sizes(leaves, setting)
     num = stage_axes.num_devices if is_whole else 1
     tables = looked_up(frame, num)
-    links, layouts = _laid_out(frame, tables, local, leaves, setting, rests)
+    links, layouts = _laid_out(frame, tables, leaves, setting, rests)
     shared = SharedOut(frame, {}, ())
     if _has_owners(setting):
         shared = _shared_out(frame, links, layouts, setting)
@@ -96,7 +96,7 @@ def make_plan(
         traced = dataclasses.replace(local.traced, frame=frame, whole=whole)
         local = dataclasses.replace(local, traced=traced)
         tables = looked_up(frame, num)
-        links, layouts = _laid_out(frame, tables, local, leaves, setting, rests)
+        links, layouts = _laid_out(frame, tables, leaves, setting, rests)
     policy, automatic = options.offload, tuple(setting.automatic)
     reduce_codes = options.reduce_codes(setting.axes)
     if options.gather_dtype is not None or any(reduce_codes.values()):
@@ -105,7 +105,7 @@ def make_plan(
     # Of what is one device's, or one microbatch's, arguments have so many times the shape.
     times = dict.fromkeys(setting.axes, 1) if is_whole else setting.batch_axes
     boundary = boundary_of(frame, links, stage_axes, resting, local.specs, times, update)
-    waiting = residuals(frame, Frame.varies, ()) if options.moves_activations else {}
+    waiting = residuals(frame, Frame.varies) if options.moves_activations else {}
     _host_memory.check(options, frame, waiting, setting.mesh)
     plan = StepPlan(
         stage=options.stage,
@@ -127,7 +127,6 @@ def make_plan(
             options.keep_gathered,
             options.prefetch,
             options.freed_first,
-            options.max_gather_bytes,
             _loop_bytes(setting) if setting.evaluates else None,
             options.tile_bytes,
             options.gather_dtype,
@@ -149,7 +148,7 @@ def make_plan(
 
 
 def _laid_out(
-    frame: Frame, tables: Tables, local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting,
+    frame: Frame, tables: Tables, leaves: Sequence[StateLeaf], setting: Setting,
     rests: Sequence[Rest | None],
 ) -> tuple[Links, tuple[LeafPlan, ...]]:  # fmt: skip
     """Which dims are sharded together, and how each leaf rests."""

@@ -54,7 +54,6 @@ class Exchange:
       keep_gathered: one gather serves the forward and the backward pass.
       prefetch_bytes: how many gathered bytes may be ahead of their use.
       freed_first: the most bytes of a matrix that may be there beside its whole gradient.
-      max_gather_bytes: the most bytes of a value with rows that one operation may gather.
       loop_bytes: of an evaluation, the most bytes that one loop gathers before it and keeps through its
         turns; None for a training, where JAX's AD says which loops are part of one pass.
       tile_bytes: larger matrices are gathered, and their gradients reduced, in tiles of so many bytes.
@@ -69,7 +68,6 @@ class Exchange:
     keep_gathered: bool
     prefetch_bytes: int
     freed_first: int
-    max_gather_bytes: int
     loop_bytes: int | None = None
     tile_bytes: int | None = None
     gather_codes: Blocks | None = None

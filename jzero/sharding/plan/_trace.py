@@ -320,7 +320,7 @@ def check_outermost() -> None:
 
 def trace_written(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], varying: Sequence[bool],
-    keys: Sequence[bool], axes: dict[str, int], accumulates: bool, has_masters: bool,
+    keys: Sequence[bool], axes: dict[str, int], has_masters: bool,
     automatic: dict[str, int],
 ) -> TracedStep:  # fmt: skip
     """Traces `flat_step(*leaves)` as one device sees it, with its collectives as they are written.
@@ -331,7 +331,6 @@ def trace_written(
       varying: whether a leaf differs between devices.
       keys: leaves that are PRNG keys to be folded with the device's index.
       axes: names (as the step uses them) and sizes of the data axes.
-      accumulates: it will run in microbatches.
       has_masters: also replace `p + (n - p)` by `n` (`_differences.py`).
       automatic: names and sizes of the mesh's other axes.
 
@@ -347,9 +346,9 @@ def trace_written(
     ]
     jaxpr, consts = _starts.in_bounds(traced.jaxpr), traced.consts
     _check_refs(jaxpr)
-    if accumulates or has_masters:
+    if has_masters:
         jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)
-        jaxpr = without_differences(jaxpr) if has_masters else jaxpr
+        jaxpr = without_differences(jaxpr)
     frame = _frames.build_frames(jaxpr, consts, in_varying)
     _check_axes(frame)
     return TracedStep(frame, traced.out_tree, traced.out_avals, WRITTEN)
