@@ -19,7 +19,8 @@ import samples
 import small
 import zoo
 from jzero.ir._regions import variables
-from jzero.offload._part_values import PartValues
+from jzero.offload.execute._executor import Execution
+from jzero.offload.schedule._ops import value_of
 from jzero.segments import _programs
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.cut import _layer_parts
@@ -408,18 +409,23 @@ def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little,
     """Each residual leaves once and comes back once; none is left behind."""
     moved: collections.Counter[str] = collections.Counter()
 
-    def counted(way, direction):
-        def move(self, variables, env):
-            found = way(self, variables, env)
-            arrays = found.values() if isinstance(found, dict) else found
-            moved[direction] += sum(x.nbytes for x in arrays) // 8
-            return found
+    send, fetched = Execution._send, Execution._fetched
 
-        return move
+    def waits(op):
+        return value_of(op.refs[0]).what == "activation"
 
-    for name, direction in (("away", "to host"), ("brought", "to device")):
-        way = getattr(PartValues, name)
-        monkeypatch.setattr(PartValues, name, counted(way, direction))
+    def counted_send(self, op, turn):
+        found = send(self, op, turn)
+        moved["to host"] += waits(op) * sum(x.nbytes for x in found) // 8
+        return found
+
+    def counted_fetch(self, op, *args):
+        found = fetched(self, op, *args)
+        moved["to device"] += waits(op) * sum(x.nbytes for x in found.values()) // 8
+        return found
+
+    monkeypatch.setattr(Execution, "_send", counted_send)
+    monkeypatch.setattr(Execution, "_fetched", counted_fetch)
     options = BOTH | ({"offload_params": little_room(scan)} if little else {})
     train_step = small.shard_train_step(
         make_step(scan, recompute), in_specs={"key": jax.P()}, **options

@@ -10,7 +10,7 @@ import pytest
 import jzero
 import small
 import test_offload_params as params
-from jzero.offload import _layered, _pinned, _streamed
+from jzero.offload.execute import _stream
 from jzero.preflight import _dispatches, _examined
 from jzero.preflight._dispatches import ProgramMemory
 from jzero.segments import _programs
@@ -99,7 +99,7 @@ def test_one_layer_is_fetched_while_another_runs():
 @functools.cache
 def measured(scan, name):
     """The most bytes of arrays on the devices, and in pinned memory, between any two programs of a step."""
-    most = {"device": 0, "pinned_host": 0}
+    most, stream = {"device": 0, "pinned_host": 0}, _stream.stream
 
     def look():
         for kind in most:
@@ -117,7 +117,7 @@ def measured(scan, name):
 
             return visit._replace(update=update)
 
-        _pinned.stream(map(looked_at, visits), *limits)
+        stream(map(looked_at, visits), *limits)
 
     train_step = small.shard_train_step(
         params.make_step(scan, params.CLIPPED), mesh=mesh_of(1), **OFFLOAD[name]
@@ -132,8 +132,7 @@ def measured(scan, name):
         kind: sum(x.nbytes for x in others if x.sharding.memory_kind == kind) for kind in most
     }
     with pytest.MonkeyPatch.context() as patched:
-        for module in (_layered, _streamed):
-            patched.setattr(module, "stream", watched)
+        patched.setattr(_stream, "stream", watched)
         train_step(state, batch)
     return most
 

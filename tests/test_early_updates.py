@@ -13,9 +13,10 @@ import jzero
 import small
 import test_offload_params
 import zoo
-from jzero.offload import _host_step, _layered_visits
+from jzero.offload import _host_step
 from jzero.offload._early_turns import EarlyPlan
-from jzero.offload._loop_run import LoopRun
+from jzero.offload._layer_schedule import STRETCH, TURN
+from jzero.offload.execute._executor import Execution
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.sharding.cut._layer_parts import LayerLoop
 from test_offload_params import batch, make_step, new_state
@@ -166,23 +167,20 @@ def test_early_and_late_updates_have_the_same_bits(scan, axes, monkeypatch):
 def log(monkeypatch):
     """What is dispatched, and which updates begin: `(part, turn)` and the names of leaves."""
     events: list[Any] = []
-    run, turn = _layered_visits._run, LoopRun._turn
-    start = HostUpdate.start
+    run, start = Execution._run, HostUpdate.start
 
-    def logged_run(values, part, *args):
-        events.append((values.cut.parts.index(part), None))
-        return run(values, part, *args)
-
-    def logged_turn(self, at, *args):
-        events.append((self._values.cut.parts.index(self._loop), at))
-        return turn(self, at, *args)
+    def logged_run(self, op, turn):
+        if op.program == TURN:
+            events.append((op.index, turn.of.order[turn.number]))
+        elif op.program == STRETCH:
+            events.append((op.index, None))
+        return run(self, op, turn)
 
     def logged_start(self, states, inputs):
         events.append(self._names)
         return start(self, states, inputs)
 
-    monkeypatch.setattr(_layered_visits, "_run", logged_run)
-    monkeypatch.setattr(LoopRun, "_turn", logged_turn)
+    monkeypatch.setattr(Execution, "_run", logged_run)
     monkeypatch.setattr(HostUpdate, "start", logged_start)
     return events
 
@@ -251,6 +249,18 @@ def check_lost(train_step, state, before):
     return lost
 
 
+def failing_at(at, error):
+    """Raises where a turn of the backward loop is started."""
+    run = Execution._run
+
+    def failing(self, op, turn):
+        if op.program == TURN and turn.of.reverse and turn.of.order[turn.number] == at:
+            raise error("planted")
+        return run(self, op, turn)
+
+    return failing
+
+
 @pytest.mark.parametrize(
     ("at", "error"),
     [
@@ -265,15 +275,8 @@ def test_a_turn_that_fails(at, error, monkeypatch):
     train_step, state = sharded(True, ADAM, {"data": 4})
     state, _ = train_step(state, batch(0))
     before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]
-    turn = LoopRun._turn
-
-    def failing(self, here, *args):
-        if here == at and self._loop.parts.reverse:
-            raise error("planted")
-        return turn(self, here, *args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(LoopRun, "_turn", failing)
+        patch.setattr(Execution, "_run", failing_at(at, error))
         with pytest.raises(error, match="planted"):
             train_step(state, batch(1))
     # The head with its moments is updated before the layers.
@@ -339,15 +342,8 @@ def test_a_callback_that_raises_in_the_backward_pass():
 def test_the_first_step_that_fails_to_compile_leaves_the_state(monkeypatch):
     train_step, state = sharded(True, ADAM, {"data": 4})
     before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]
-    turn = LoopRun._turn
-
-    def failing(self, here, *args):
-        if here == 0 and self._loop.parts.reverse:
-            raise MemoryError("planted")
-        return turn(self, here, *args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(LoopRun, "_turn", failing)
+        patch.setattr(Execution, "_run", failing_at(0, MemoryError))
         with pytest.raises(MemoryError, match="planted"):
             train_step(state, batch(0))
     assert not check_lost(train_step, state, before)

@@ -17,8 +17,8 @@ from exactness._compare import configured
 from jzero._step_types import EvalStepOptions, TrainStepOptions
 from jzero.ir import _rules, _writer
 from jzero.ir._rules import Cost
-from jzero.offload import _layered, _streamed
 from jzero.offload._layer_programs import LayerPrograms
+from jzero.offload.execute import _stream
 from jzero.segments import _partitioned
 from jzero.sharding.passes import _codes
 
@@ -190,7 +190,7 @@ def test_one_wrong_element_shows():
     assert golden.compared("row", {"values": golden.values({"w": x})}, swapped) is not None
 
 
-_STREAM, _TURN, _ENCODE = _streamed.stream, LayerPrograms._turn, _codes.encode
+_STREAM, _TURN, _ENCODE = _stream.stream, LayerPrograms._turn, _codes.encode
 _JIT = jax.jit
 
 
@@ -245,9 +245,9 @@ GROUPS, FEW_BYTES = "optimizer state in groups", "parameters, few bytes"
 @pytest.mark.parametrize(
     ("theme", "name", "holder", "attribute", "fault"),
     [
-        ("options_pinned", GROUPS, _streamed, "stream", _fetched_late),
-        ("options_pinned", GROUPS, _streamed, "stream", _not_awaited),
-        ("options_pinned", FEW_BYTES, _layered, "stream", _without_room),
+        ("options_pinned", GROUPS, _stream, "stream", _fetched_late),
+        ("options_pinned", GROUPS, _stream, "stream", _not_awaited),
+        ("options_pinned", FEW_BYTES, _stream, "stream", _without_room),
         ("options_pinned", "parameters", LayerPrograms, "_turn", _without_donation),
         ("options_wire", "not finite", _codes, "encode", _finite),
         ("options_wire", "not finite, replicas, int4", _codes, "encode", _as_nan),

@@ -17,7 +17,7 @@ import jzero
 import test_eval_step as gpt
 import zoo
 from jzero._compare import TOLERANCES
-from jzero.offload import _layered, _pinned
+from jzero.offload.execute import _stream
 from jzero.sharding.cut import _layer_parts
 from small import shard_train_step
 from test_eval_step import CONTEXT, DIM, VOCAB, empty_cache, mesh_of, new_params, tokens_of
@@ -453,6 +453,7 @@ def test_what_fits_is_fetched_once():
 
 def watched(monkeypatch, call, look):
     """Calls, and looks after each visit."""
+    original = _stream.stream
 
     def stream(visits, *limits):
         def looked_at(visit):
@@ -464,10 +465,10 @@ def watched(monkeypatch, call, look):
 
             return visit and visit._replace(update=update)
 
-        _pinned.stream(map(looked_at, visits), *limits)
+        original(map(looked_at, visits), *limits)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_layered, "stream", stream)
+        patched.setattr(_stream, "stream", stream)
         return call()
 
 
@@ -531,7 +532,7 @@ def test_the_next_turn_is_fetched_while_this_one_ends(monkeypatch):
         _, placed, window = smallest(fn, params, 1, *args)
         eval_step, _ = asked_of(fn, params, 1, 2 * window)
         eval_step(placed, *args)
-        events = []
+        events, original = [], _stream.stream
 
         def stream(visits, *limits):
             def noted(number, visit):
@@ -547,10 +548,10 @@ def test_the_next_turn_is_fetched_while_this_one_ends(monkeypatch):
                     return visit
                 return visit._replace(fetch=fetch, update=update)
 
-            _pinned.stream((noted(*each) for each in enumerate(visits)), *limits)
+            original((noted(*each) for each in enumerate(visits)), *limits)
 
         with monkeypatch.context() as patched:
-            patched.setattr(_layered, "stream", stream)
+            patched.setattr(_stream, "stream", stream)
             eval_step(placed, *args)
         return events
 

@@ -18,7 +18,7 @@ import small
 import test_optimizers
 import zoo
 from jzero._quantities import readable_bytes
-from jzero.offload import _pinned, _streamed
+from jzero.offload.execute import _stream
 from optimizers import ENTRIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
@@ -489,18 +489,20 @@ def test_turns_that_copy_nothing_back_are_waited_for(device_bytes, monkeypatch):
 
     waited: list[bool] = []
 
-    def watched(visits, room):
+    stream = _stream.stream
+
+    def watched(visits, room, under_way=None):
         def watch(visit):
             def update(arrays):
                 found = visit.update(arrays)
                 waited.append(bool(found))
                 return found
 
-            return visit._replace(update=update)
+            return visit._replace(update=update) if visit.counts else visit
 
-        _pinned.stream(map(watch, visits), room)
+        stream(map(watch, visits), room, under_way)
 
-    monkeypatch.setattr(_streamed, "stream", watched)
+    monkeypatch.setattr(_stream, "stream", watched)
 
     def new():
         return tuple([jnp.ones((64, 64)), jnp.ones((64, 64))] for _ in range(3))
@@ -564,7 +566,7 @@ def test_stream_keeps_within_its_room(sizes, room):
         alive = [x for x in jax.live_arrays() if x.dtype == mine]
         assert sum(x.size for x in alive if x.sharding.memory_kind == "device") <= room
 
-    def visit(i: int) -> _pinned.Visit:
+    def visit(i: int) -> _stream.Visit:
         def fetch():
             events.append(("fetch", i))
             arrays = [jax.device_put(leaves[i], sharding)]
@@ -581,10 +583,10 @@ def test_stream_keeps_within_its_room(sizes, room):
             assert new[i].is_ready()
             ended.append(i)
 
-        return _pinned.Visit(sizes[i], fetch, update, over)
+        return _stream.Visit(sizes[i], fetch, update, over)
 
     ended: list[int] = []
-    _pinned.stream(map(visit, range(len(sizes))), room)
+    _stream.stream(map(visit, range(len(sizes))), room)
     assert ended == [*range(len(sizes))]
     for x, n in zip(new, sizes, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.full(n, n + 1, mine))
@@ -602,16 +604,16 @@ def test_stream_waits_for_what_is_under_way(under_way, monkeypatch):
     waited: list[int] = []
     monkeypatch.setattr(jax, "block_until_ready", lambda tree: over.update(jax.tree.leaves(tree)))
 
-    def visit(i: int) -> _pinned.Visit:
+    def visit(i: int) -> _stream.Visit:
         def fetch():
             waited.append(len(over))
 
         def update(_: Any) -> Any:
             return [i]
 
-        return _pinned.Visit(1, fetch, update)
+        return _stream.Visit(1, fetch, update)
 
-    _pinned.stream(map(visit, range(8)), 2**20, under_way)
+    _stream.stream(map(visit, range(8)), 2**20, under_way)
     late = 8 if under_way is None else under_way + 1
     assert waited == [max(i - late, 0) for i in range(8)]
     assert over == set(range(8))

@@ -15,7 +15,7 @@ import jzero
 import parity
 import small
 import zoo
-from jzero.offload import _layered, _pinned
+from jzero.offload.execute import _stream
 from jzero.segments import _programs
 from jzero.sharding.analysis import _residuals, _traffic
 from jzero.sharding.cut import _layer_parts
@@ -248,7 +248,7 @@ def test_a_while_that_devices_may_leave_one_after_the_other(num, nested):
 
 def peak_bytes(monkeypatch, train_step, state, *batches, of=lambda x: True):
     """The most bytes of arrays on the devices between two programs of a second step, above those before."""
-    found = [0]
+    found, stream = [0], _stream.stream
 
     def live():
         arrays = jax.live_arrays()
@@ -267,12 +267,12 @@ def peak_bytes(monkeypatch, train_step, state, *batches, of=lambda x: True):
 
             return visit._replace(update=update)
 
-        _pinned.stream(map(looked_at, visits), *limits)
+        stream(map(looked_at, visits), *limits)
 
     state, _ = train_step(state, *batches[0])
     before = live()
     with monkeypatch.context() as patched:
-        patched.setattr(_layered, "stream", watched)
+        patched.setattr(_stream, "stream", watched)
         train_step(state, *batches[1])
     return found[0]
 

@@ -15,15 +15,18 @@ import test_offload_params as params
 from jzero._memory_kinds import NVME, PINNED, HostNeed
 from jzero.offload.schedule import _folds
 from jzero.offload.schedule._ops import (
+    HANDED_ON,
     Commit,
     Fetch,
     Loop,
     Run,
     Send,
+    Slice,
     Update,
     Value,
     Wait,
     flat,
+    value_of,
 )  # fmt: skip
 from jzero.offload.schedule._schedule import Schedule
 from jzero.preflight._dispatches import TO_HOST
@@ -33,7 +36,7 @@ LAYERS = test_dispatches.LAYERS
 UP, DOWN = jzero.PinnedHost(device_bytes=10_000), jzero.HostCPU()
 
 
-def floats(num, what="parameter"):
+def floats(num, what=HANDED_ON):
     return Value(what, "float32", num, 4 * num)
 
 
@@ -66,7 +69,7 @@ def test_its_programs_and_copies_are_those_that_a_step_starts(scan, name):
     assert runs["a turn of the loop over layers"] == started["turn"]
     assert runs["a stretch of layers"] == started["stretch"]
     # A program takes the slices of a turn out of stacks.
-    visits = {around[-1]: num for op, num, around in done(schedule, Fetch) if op.sliced}
+    visits = {around[-1]: num for op, num, around in done(schedule, Fetch) if op.by}
     assert started["fetch"] == sum(visits.values())
 
 
@@ -91,10 +94,8 @@ def test_what_is_larger_than_the_room_comes_in_slices():
     loops = [op for op in ops if isinstance(op, Loop)]
     assert {tuple(type(x) for x in loop.body) for loop in loops} == {(Fetch, Run, Send)}
     sliced = [
-        x.value.nbytes / (loop.length or 1)
+        sum(value_of(ref).nbytes for ref in loop.body[0].refs) / (loop.length or 1)
         for loop in loops
-        for x in loop.body
-        if isinstance(x, Fetch)
     ]
     assert len(sliced) == 2
     assert all(2 * nbytes <= 800 for nbytes in sliced)
@@ -125,7 +126,7 @@ def test_a_delayed_update_says_so():
     assert update.delayed
     assert str(schedule).count("with the gradients of the step before") == 1
     # The next step's gradients come while it reads them.
-    assert {op.copies for op, *_ in done(schedule, Send) if op.value.what == "gradient"} == {2}
+    assert {op.copies for op, *_ in done(schedule, Send) if op.refs[0].what == "gradient"} == {2}
 
 
 def test_a_step_on_the_devices_is_one_program():
@@ -154,12 +155,12 @@ def crossed(*ops):
 
 def test_bytes_over_each_link():
     w, g, m = floats(8), floats(8, "gradient"), floats(16, "optimizer state")
-    assert crossed(Fetch(w, PINNED), Send(g, PINNED)) == [
+    assert crossed(Fetch((w,), PINNED), Send((g,), PINNED)) == [
         ("to device", 8, None), ("to host", 8, None),
     ]  # fmt: skip
-    assert crossed(Fetch(w, NVME)) == [("from disk", 8, None), ("to device", 8, None)]
+    assert crossed(Fetch((w,), NVME)) == [("from disk", 8, None), ("to device", 8, None)]
     # What waits in files is read from there; what is updated there is read and written.
-    assert crossed(Send(g, NVME), Update(NVME, (m,), (g,)), Commit(NVME)) == [
+    assert crossed(Send((g,), NVME), Update(NVME, (m,), (g,)), Commit(NVME)) == [
         ("to host", 8, None), ("to disk", 8, None),
         ("from disk", 16, None), ("to disk", 16, None), ("from disk", 8, None),
     ]  # fmt: skip
@@ -177,11 +178,11 @@ def test_bytes_in_loops():
     def tokens(*body, num=5):
         return Loop(body, num, "generate.py:1")
 
-    assert crossed(layers(Fetch(w, PINNED, sliced=True))) == [("to device", 8, None)]
-    assert crossed(tokens(Fetch(w, PINNED))) == [("to device", 40, 5)]
-    assert crossed(tokens(layers(Fetch(w, PINNED, sliced=True)))) == [("to device", 40, 5)]
-    assert crossed(tokens(tokens(Fetch(w, PINNED), num=2))) == [("to device", 80, 10)]
-    ((way, num, turns),) = crossed(tokens(tokens(Fetch(w, PINNED)), num=None))
+    assert crossed(layers(Fetch((Slice(w),), PINNED))) == [("to device", 8, None)]
+    assert crossed(tokens(Fetch((w,), PINNED))) == [("to device", 40, 5)]
+    assert crossed(tokens(layers(Fetch((Slice(w),), PINNED)))) == [("to device", 40, 5)]
+    assert crossed(tokens(tokens(Fetch((w,), PINNED), num=2))) == [("to device", 80, 10)]
+    ((way, num, turns),) = crossed(tokens(tokens(Fetch((w,), PINNED)), num=None))
     assert (way, num, turns) == ("to device", 8, None)
 
 
@@ -189,7 +190,8 @@ def test_memory_of_the_host():
     g, new, a = floats(8, "gradient"), floats(4), floats(2, "activation")
     ring = HostNeed("tiles", "host", 100)
     ops = (
-        Wait(a, times=6, copies=3), Send(g, PINNED, copies=2), Send(g, NVME), Send(new, PINNED, copies=0),
+        Wait(a, times=6, copies=3), Send((g,), PINNED, copies=2), Send((g,), NVME),
+        Send((new,), PINNED, copies=0),
         Update("host", (), (g,), (new,), copies=2),
     )  # fmt: skip
     found = {need.what: need.nbytes for need in _folds.host_needs(Schedule(ops, (ring,)))}
@@ -232,15 +234,15 @@ def test_it_prints_as_a_table():
 
 
 def test_a_line_has_neighbours_of_one_kind_and_a_loop_one_turn():
-    w, g, m = floats(1024), floats(1024, "gradient"), floats(2048, "optimizer state")
+    w, g, m = floats(1024, "parameter"), floats(1024, "gradient"), floats(2048, "optimizer state")
     body = (
-        Fetch(w, PINNED, sliced=True),
-        Fetch(w, PINNED, sliced=True),
+        Fetch((Slice(w),), PINNED),
+        Fetch((Slice(w),), PINNED),
         Run("a layer"),
-        Send(g, NVME, sliced=True),
+        Send((Slice(g),), NVME),
     )
     ops = (
-        Wait(g, 2), Fetch(w, NVME), Fetch(g, PINNED), Fetch(w, NVME), Loop(body, 4, "model.py:7"),
+        Wait(g, 2), Fetch((w,), NVME), Fetch((g,), PINNED), Fetch((w,), NVME), Loop(body, 4, "model.py:7"),
         Loop((Run("a token"),), None, ""), Update(NVME, (m, m, w), (g,)), Commit(NVME),
     )  # fmt: skip
     assert str(Schedule(ops)).splitlines() == [

@@ -48,6 +48,10 @@ class EarlyTurn:
     leaves: tuple[int, ...]
     reads: tuple[Var, ...]
 
+    def arriving(self, known: Collection[Var]) -> list[Var]:
+        """Of what they read, what the grad part sends: all but what is known before."""
+        return [v for v in self.reads if v not in known]
+
 
 @dataclasses.dataclass(frozen=True)
 class EarlyPlan:

@@ -12,7 +12,6 @@ import jax
 from jzero._memory_kinds import HOST
 from jzero.offload._early_turns import EarlyPlan, EarlyTurn, as_function, avals_of
 from jzero.offload._host_engine import padding_of, zero_padding
-from jzero.offload._layered import Arrived
 from jzero.offload.kernels._host_update import (
     HostUpdate,
     UnderWay,
@@ -21,6 +20,7 @@ from jzero.offload.kernels._host_update import (
 )
 from jzero.offload.memory._away_array import places
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.schedule._ops import Update
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Var
 from jzero.sharding.plan import _layout
@@ -30,7 +30,7 @@ class EarlyUpdates:
     """The early turns of a step, compiled.
 
     Attributes:
-      turns: by the part after which they begin, and whether slice by slice.
+      turns: by the turn, what updates its leaves.
       leaves: all that they renew, by index.
       plans: of all leaves.
       devices: whose shards are updated; other local devices are their replicas.
@@ -51,14 +51,14 @@ class EarlyUpdates:
         threads = threads or default_threads()
         # Of all turns: as many threads update as may.
         helpers = helping_threads(threads)
-        self.turns: dict[tuple[int, bool], list[tuple[EarlyTurn, HostUpdate]]] = {}
-        for turn in plan.turns:
-            update = HostUpdate(
+        self.turns = {
+            turn: HostUpdate(
                 as_function(planned, turn), *avals_of(planned, turn),
                 names=[self.plans[i].path for i in turn.leaves],
                 threads=threads, helpers=helpers,
-            )  # fmt: skip
-            self.turns.setdefault((turn.part, turn.num_slices > 0), []).append((turn, update))
+            )
+            for turn in plan.turns
+        }  # fmt: skip
 
     def padding(self, index: int) -> list[Any]:
         """For each of `devices`, which part of its shard of a leaf is padding."""
@@ -98,20 +98,23 @@ class EarlyRun:
           waits: everything begins with `finish` only.
         """
         self._updates, self._state, self._num_steps = updates, state, num_steps
-        self._reads, self._waits = dict(known), waits
+        self._known, self._waits = dict(known), waits
         self._ready: list[tuple[EarlyTurn, HostUpdate, int | None, list[jax.Array]]] = []
         self._under_way: collections.deque[UnderWay] = collections.deque()
         self._memory: dict[int, PinnedLeaf] = {}
         self.made: dict[int, Any] = {}
 
-    def on_arrival(self, arrived: Arrived) -> dict[Var, jax.Array]:
-        """Begins what can begin now; parameters that were taken, which later parts fetch from there."""
-        part, at, values = arrived
-        if at is None:
-            self._reads |= values
-        here = self._reads | values
-        for turn, update in self._updates.turns.get((part, at is not None), ()):
-            self._ready.append((turn, update, at, [here[var] for var in turn.reads]))
+    def begin(
+        self, update: Update, at: int | None, arrays: Sequence[jax.Array]
+    ) -> dict[Var, jax.Array]:
+        """Begins an update, whose gradients have arrived; parameters that were taken by it.
+
+        Later parts fetch these from there.
+        """
+        turn: EarlyTurn = update.begin
+        here = self._known | dict(zip(turn.arriving(self._known), arrays, strict=True))
+        reads = [here[var] for var in turn.reads]
+        self._ready.append((turn, self._updates.turns[turn], at, reads))
         return {} if self._waits else self._begin()
 
     def _begin(self) -> dict[Var, jax.Array]:

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import DEVICE, NVME, PINNED
+from jzero._memory_kinds import DEVICE, NVME
 from jzero.offload._layered import LayeredSegment, Window
 from jzero.offload._nvme import NVMe
 from jzero.offload._parameters import ParameterOffload, check_params
@@ -115,7 +115,7 @@ class LayeredEvaluation:
 
     def schedule(self) -> Schedule:
         """Its parts."""
-        return Schedule(self._layered.ops(lambda var: PINNED), self._layered.buffers())
+        return Schedule(self._layered.ops, self._layered.buffers())
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """See `StepProgram`; of a `while` one turn."""

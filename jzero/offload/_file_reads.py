@@ -11,13 +11,13 @@ import numpy as np
 
 from jzero._errors import OptionError, first_of, message
 from jzero._quantities import readable_bytes
-from jzero.offload._file_run import FileRun, FileSource, Wanted
+from jzero.offload._file_run import FileRun, FileSource
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._pinned_pool import PinnedPool
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._job_threads import JobThreads
 from jzero.offload.nvme._layout import PAGE
-from jzero.segments._segment import Var
+from jzero.offload.schedule._ops import Value, Wanted
 from jzero.tracing import _call
 
 WHO = _call.WHO
@@ -29,7 +29,7 @@ class FileReads:
     """What a segment reads of files; its memory is used over and over, by one run at a time."""
 
     def __init__(
-        self, sources: Mapping[Var, FileSource], host_bytes: int,
+        self, sources: Mapping[Value, FileSource], host_bytes: int,
         visits: Iterable[Sequence[Wanted]], between: Iterable[Sequence[Wanted]],
     ):  # fmt: skip
         """Reads nothing.
@@ -55,7 +55,7 @@ class FileReads:
         self._pool: PinnedPool | None = None
 
     def _refuse(self, needed: int, most: Sequence[Wanted]) -> None:
-        paths = list(dict.fromkeys(self._sources[x.var].leaf.path for x in most))
+        paths = list(dict.fromkeys(self._sources[x.value].leaf.path for x in most))
         raise OptionError(message(
             WHO, f"what one part of the step reads of parameters is {needed} bytes in this process "
             f"({first_of(paths)}), and offload_params.host_bytes={self._host_bytes}",
@@ -64,10 +64,10 @@ class FileReads:
             f"another is copied. {needed} is the least."))  # fmt: skip
 
     def _nbytes(self, wanted: Iterable[Wanted]) -> int:
-        return sum(self._sources[x.var].nbytes(x.at) for x in wanted)
+        return sum(self._sources[x.value].nbytes(x.at) for x in wanted)
 
     @contextlib.contextmanager
-    def run(self, leaves: Mapping[Var, NVMeArray]) -> Iterator[FileRun]:
+    def run(self, leaves: Mapping[Value, NVMeArray]) -> Iterator[FileRun]:
         """One run, of these leaves; others wait for it."""
         with self._lock:
             # A signal's handler that runs a step meanwhile has memory of its own.
@@ -83,10 +83,10 @@ class FileReads:
             # After an error nobody knows what is still copied from its memory.
             self._pool, self._buffers = pool, buffers
 
-    def _made_buffers(self, leaves: Mapping[Var, NVMeArray]) -> list[np.ndarray]:
+    def _made_buffers(self, leaves: Mapping[Value, NVMeArray]) -> list[np.ndarray]:
         each = max(PAGE, *(leaf.buffer_bytes for leaf in leaves.values()))
         if self._needed + each > self._host_bytes:
-            self._refuse(self._needed + each, [Wanted(var, None) for var in leaves])
+            self._refuse(self._needed + each, [Wanted(value, None) for value in leaves])
         # Of what is left, half is for reading ahead.
         num = min(_THREADS, (self._host_bytes - self._needed) // (2 * each))
         return [pages(each) for _ in range(max(num, 1))]

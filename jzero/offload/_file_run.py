@@ -15,21 +15,14 @@ from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE
 from jzero.offload._host_engine import padding_of
-from jzero.offload._pinned import Visit
+from jzero.offload.execute._stream import Visit
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._pinned_pool import PinnedBuffer, PinnedPool, bytes_here
 from jzero.offload.nvme._job_threads import Asked, Job, JobThreads
-from jzero.segments._segment import Var
+from jzero.offload.schedule._ops import Value, Wanted
 from jzero.sharding.plan._leaves import LeafPlan
 
 _PIECE = 2**25  # Bytes that one thread reads at a time, so that several read one leaf.
-
-
-class Wanted(NamedTuple):
-    """What a visit fetches of a leaf: one slice along dim 0, or all of it (None)."""
-
-    var: Var
-    at: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +81,8 @@ class FileRun:
 
     def __init__(
         self,
-        sources: Mapping[Var, FileSource],
-        leaves: Mapping[Var, NVMeArray],
+        sources: Mapping[Value, FileSource],
+        leaves: Mapping[Value, NVMeArray],
         pool: PinnedPool,
         kept: int,
         readers: JobThreads,
@@ -162,7 +155,7 @@ class FileRun:
         return True
 
     def _room(self, wanted: Wanted, kept: int, waits: bool) -> PinnedBuffer | None:
-        source, at = self._sources[wanted.var], wanted.at
+        source, at = self._sources[wanted.value], wanted.at
         shape, place = source.shape(at), source.place(at)
         while (buffer := self._pool.take(shape, source.leaf.dtype, place, kept)) is None and waits:
             assert self._leaving, "what arrives is in the way of what is needed"
@@ -187,7 +180,7 @@ class FileRun:
         return _Arriving(wanted, buffer, self._readers.ask([*self._jobs(wanted, buffer)]))
 
     def _jobs(self, wanted: Wanted, buffer: PinnedBuffer) -> Iterator[Job]:
-        leaf = self._leaves[wanted.var]
+        leaf = self._leaves[wanted.value]
         boxes = leaf.home.at_rest.addressable_devices_indices_map(leaf.padded_shape)
         files = {str(boxes[device]): k for k, device in reversed([*enumerate(leaf.home.devices)])}
         alike: dict[int, list[np.ndarray]] = {}
@@ -213,8 +206,8 @@ class FileRun:
         for each in arriving:
             self._readers.wait(each.asked)
             # Raises if a step has consumed it meanwhile: the files may have another one.
-            assert self._leaves[each.wanted.var].store
-            self._sources[each.wanted.var].zero_padding(each.buffer, each.wanted.at)
+            assert self._leaves[each.wanted.value].store
+            self._sources[each.wanted.value].zero_padding(each.buffer, each.wanted.at)
         buffers = [each.buffer for each in arriving]
         places = [buffer.array.sharding.with_memory_kind(DEVICE) for buffer in buffers]
         arrays = jax.device_put([buffer.array for buffer in buffers], places)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,12 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jzero._memory_kinds import PINNED
-from jzero.offload._layered import Arrived
 from jzero.offload.memory._nvme_store import NVMeStore
-from jzero.offload.memory._pinned_leaf import view
+from jzero.offload.memory._pinned_leaf import is_pinned, view
 from jzero.offload.nvme._files import TileAt
 from jzero.offload.nvme._job_threads import Asked, Job, JobThreads
 from jzero.offload.nvme._layout import Extent, TileLayout, whole_pages
-from jzero.segments._segment import Var
+from jzero.offload.schedule._ops import Value, Wanted
 
 # Gradients of so many parts of a step are in memory at a time: of two that are written, of one that runs, and
 # of two whose copies to the host are under way (`_layered.UNDER_WAY`).
@@ -35,7 +33,7 @@ class GradientWrites:
     """
 
     def __init__(
-        self, store: NVMeStore, names: Mapping[Var, str], devices: Sequence[jax.Device],
+        self, store: NVMeStore, names: Mapping[Value, str], devices: Sequence[jax.Device],
         threads: JobThreads,
     ):  # fmt: skip
         """Writes nothing.
@@ -50,30 +48,34 @@ class GradientWrites:
         self._asked: Asked | None = None
         self._begun = False
 
-    def on_arrival(self, arrived: Arrived) -> dict[Var, jax.Array]:
-        """Has what arrived written, and waits for what arrived before it."""
-        jobs: list[Job] = []
-        for var in self._names.keys() & arrived.values.keys():
-            x = arrived.values[var]
-            for file, part in enumerate(self._parts(x)):
-                first = (arrived.turn or 0) * part.nbytes
-                for at, i, extent in self._extents(file, var, first, part.nbytes):
-                    start = extent.start - first
-                    jobs.append(self._job(at, i, part[start : start + extent.nbytes]))
-        self._ask(jobs)
-        return {}
+    def write(self, wanted: Sequence[Wanted], arrays: Sequence[jax.Array]) -> None:
+        """Has gradients written, and waits for what arrived before them.
 
-    def rest(self, values: Mapping[Var, Any]) -> None:
+        Args:
+          wanted: which ones, or of which their slices.
+          arrays: them, in pinned memory; what is on the devices comes to the host piece by piece.
+        """
+        jobs: list[Job] = []
+        for (value, at), x in zip(wanted, arrays, strict=True):
+            if not is_pinned(x):
+                self._from_devices(value, x)
+                continue
+            for file, part in enumerate(self._parts(x)):
+                first = (at or 0) * part.nbytes
+                for tile, i, extent in self._extents(file, value, first, part.nbytes):
+                    start = extent.start - first
+                    jobs.append(self._job(tile, i, part[start : start + extent.nbytes]))
+        self._ask(jobs)
+
+    def _from_devices(self, value: Value, x: jax.Array) -> None:
         """Writes what is on the devices, of which one extent at a time comes to the host."""
-        for var, x in values.items():
-            shards = self._shards(x)
-            for tile, i, extent in self._extents(0, var, 0, shards[0].nbytes):
-                first, num = (n // x.dtype.itemsize for n in (extent.start, extent.nbytes))
-                places = [SingleDeviceSharding(d, memory_kind=PINNED) for d in self._devices]
-                cut = [_cut(shard, jnp.int32(first), num) for shard in shards]
-                parts = map(_bytes, jax.block_until_ready(jax.device_put(cut, places)))
-                jobs = [self._job(TileAt(k, tile.tile), i, part) for k, part in enumerate(parts)]
-                self._ask(jobs)
+        shards = self._shards(x)
+        for tile, i, extent in self._extents(0, value, 0, shards[0].nbytes):
+            first, num = (n // x.dtype.itemsize for n in (extent.start, extent.nbytes))
+            places = [SingleDeviceSharding(d, memory_kind=PINNED) for d in self._devices]
+            cut = [_cut(shard, jnp.int32(first), num) for shard in shards]
+            parts = map(_bytes, jax.block_until_ready(jax.device_put(cut, places)))
+            self._ask([self._job(TileAt(k, tile.tile), i, part) for k, part in enumerate(parts)])
 
     def end(self) -> None:
         """Waits until all is written."""
@@ -90,11 +92,11 @@ class GradientWrites:
             self._threads.wait(before)
 
     def _extents(
-        self, file: int, var: Var, first: int, nbytes: int
+        self, file: int, value: Value, first: int, nbytes: int
     ) -> Iterator[tuple[TileAt, int, Extent]]:
         """Those of some bytes of a device's gradient, which are whole ones."""
         layout = self._store.spec.gradients
-        for tile, i in layout.of_leaf(self._names[var], first, first + nbytes):
+        for tile, i in layout.of_leaf(self._names[value], first, first + nbytes):
             yield TileAt(file, tile), i, layout.tiles[tile][i]
 
     def _shards(self, x: jax.Array) -> list[jax.Array]:

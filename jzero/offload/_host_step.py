@@ -5,23 +5,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 from jax.sharding import NamedSharding
 
 from jzero._errors import StateError, message
-from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
-from jzero.offload._early_turns import EarlyPlan, plan_early
+from jzero._memory_kinds import HOST, PINNED, HostNeed
+from jzero.offload._early_turns import EarlyPlan, EarlyTurn, plan_early
 from jzero.offload._early_updates import EarlyRun, EarlyUpdates
 from jzero.offload._host_engine import HostEngine
 from jzero.offload._host_turn import HostTurn
-from jzero.offload._layered import NO_WINDOW, Arrived, LayeredSegment, OnArrival, Window
+from jzero.offload._layered import NO_WINDOW, LayeredSegment, Window
+from jzero.offload.execute._executor import NOBODY, Arrivals
 from jzero.offload.kernels._roads import roads_text
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
-from jzero.offload.schedule._ops import Fetch, Op, Run, Send, Update, Value
+from jzero.offload.schedule._ops import Fetch, Op, Ref, Run, Send, Slice, Update, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
 from jzero.segments._builder import Builder
@@ -77,6 +79,7 @@ class HostStep:
 
     # Whether updates begin while layers compute, where parameters rest on the hosts.
     _begins_early: ClassVar[bool] = True
+    _store: ClassVar[str] = HOST  # where the hosts update leaves
 
     def __init__(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], threads: int | None,
@@ -124,6 +127,7 @@ class HostStep:
             if self._begins_early:
                 self._early_plan = plan_early(planned, self._layered, pieces, known, self._stays)
             self._layered.send_slices(self._early_plan.slices)
+            self._tell()
         self._late: HostTurn | None = self.host  # what the host begins when it has all gradients
         if self._early_plan.turns:
             late = list(self._early_plan.late)
@@ -137,6 +141,35 @@ class HostStep:
         self._engine: HostEngine | None = None
         self._engines = shared
         self._leaving: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    def _tell(self) -> None:
+        """Says what becomes of gradients that layers send."""
+        begins: dict[int, list[tuple[Update, bool]]] = {}
+        for turn in self._early_plan.turns:
+            begins.setdefault(turn.part, []).append((self._begins(turn), turn.num_slices > 0))
+        assert self._layered is not None
+        self._layered.tell(self._goes_to, self._num_sets, begins)
+
+    def _begins(self, turn: EarlyTurn) -> Update:
+        """An update that begins while layers compute."""
+        assert self._layered is not None
+        sliced, gradients = turn.num_slices > 0, self._layered.gradients
+        leaves = [self._values[i] for i in turn.leaves]
+        takes: list[Ref] = [
+            Slice(gradients[v]) if sliced and v.aval.shape else gradients[v]
+            for v in turn.arriving({*self._known, *self._layered.literals})
+        ]
+        refs: list[Ref] = [Slice(x) for x in leaves] if sliced else [*leaves]
+        return Update(self._store, tuple(refs), tuple(takes), begin=turn)
+
+    def _goes_to(self, var: Var) -> str:
+        """Where a gradient waits."""
+        return PINNED
+
+    @functools.cached_property
+    def _values(self) -> list[Value]:
+        """By which name each leaf is known."""
+        return [*map(Value.of_leaf, self.leaves)]
 
     def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
         values = dict(zip(self.grad.takes, [*consumed, *read], strict=True))
@@ -176,11 +209,14 @@ class HostStep:
             # Until the first backward pass is over no update begins, and all gradients stay.
             slices: list[jax.Array] = []
 
-            def keep(arrived: Arrived) -> dict[Var, jax.Array]:
-                slices.extend(arrived.values.values())
+            def keep(_: Any, arrays: Sequence[Any]) -> None:
+                slices.extend(arrays)
+
+            def begin(update: Update, at: int | None, arrays: Sequence[Any]) -> dict[Any, Any]:
+                keep(update, arrays)
                 return {}
 
-            _, (sent, (stays, outs)) = self._gradients(None, values, 0, keep)
+            _, (sent, (stays, outs)) = self._gradients(None, values, 0, Arrivals(begin, keep))
             made = dict(zip(self.grad.outs, outs, strict=True))
             made |= self._update_on_devices(values, stays)
             return sent, slices, *self._segments.in_order(made, state)
@@ -197,50 +233,31 @@ class HostStep:
 
     def schedule(self) -> Schedule:
         """Gradients go down, the hosts update, and what they make comes up."""
-        return Schedule(self._ops(HOST, self.host.leaves), self._buffers())
+        return Schedule(self._ops(self.host.leaves), self._buffers())
 
-    def _ops(
-        self, store: str, renewed: Sequence[int], in_files: Collection[Var] = ()
-    ) -> tuple[Op, ...]:
-        """What a step does.
-
-        Args:
-          store: where the hosts update leaves.
-          renewed: those, by index.
-          in_files: gradients that wait there.
-        """
-
-        def goes_to(var: Var) -> str:
-            return NVME if var in in_files else PINNED
+    def _ops(self, renewed: Sequence[int]) -> tuple[Op, ...]:
+        """What a step does; of the leaves, the hosts update those that are `renewed`, by index."""
 
         def sent(value: Value, var: Var) -> Send:
             # What a delayed update reads is there beside the next step's; but not leaves as they are then.
             copies = 1 if var in self._entered else self._num_sets
-            return Send(value, goes_to(var), copies=copies)
+            return Send((value,), self._goes_to(var), copies=copies)
 
-        layered, early = self._layered, self._early_plan.turns
+        layered, values = self._layered, self._values
         gradients = layered.gradients if layered else {}
         reads, gives = {**self._reads(), **gradients}, self._gives()
-        values = [*map(Value.of_leaf, self.leaves)]
-        ops: list[Op] = [*waits(self._segments.plan)]
-        if layered:
-            begin: dict[int, list[Update]] = {}
-            for turn in early:
-                leaves, takes = (values[i] for i in turn.leaves), (reads[v] for v in turn.reads)
-                begun = Update(store, tuple(leaves), tuple(takes), sliced=turn.num_slices > 0)
-                begin.setdefault(turn.part, []).append(begun)
-            ops += layered.ops(goes_to, self._num_sets, begin)
-        else:
-            ops.append(Run("gradients"))
+        ops: list[Op] = (
+            [*layered.ops] if layered else [*waits(self._segments.plan), Run("gradients")]
+        )
         ops += (sent(value, var) for var, value in reads.items() if var not in gradients)
         if len(self.turns) > 1:
             ops.append(Run("the update of what rests on the devices"))
-        gone = {i for turn in early for i in turn.leaves}
+        gone = {i for turn in self._early_plan.turns for i in turn.leaves}
         late = tuple(values[i] for i in renewed if i not in gone)
         if late or gives:
             delayed, read = self._delays is not None, tuple(reads.values())
-            ops.append(Update(store, late, read, gives, self._num_sets, delayed=delayed))
-        return *ops, *(Fetch(value, PINNED) for value in gives)
+            ops.append(Update(self._store, late, read, gives, self._num_sets, delayed))
+        return *ops, *([Fetch(gives, PINNED)] if gives else [])
 
     def _reads(self) -> dict[Var, Value]:
         """What the hosts read besides their leaves, as one device has it."""
@@ -319,20 +336,22 @@ class HostStep:
         state: Sequence[Any] | None,
         values: Values,
         num_steps: int,
-        on_arrival: OnArrival = lambda arrived: {},
+        arrivals: Arrivals = NOBODY,
     ) -> tuple[EarlyRun | None, tuple[list[Any], Any]]:
         """What goes to the host, what stays, outputs; and, if there is a state, updates that have begun."""
         if self._layered is None:
             return None, self._grad(*self.grad.taken(values))
         known, _ = self._send([values[v] for v in self._known]) if self._known else ([], None)
         if state is None or not self._early_plan.turns:
-            return None, self._handed(known, *self._layered(values, on_arrival))
+            return None, self._handed(known, *self._layered(values, arrivals))
         if self._early is None:
             devices = state[self._hosted[0]].home.devices
             self._early = EarlyUpdates(self._planned, self._early_plan, devices, self._threads)
-        there = self._layered.numbers | dict(zip(self._known, known, strict=True))
+        layered = self._layered
+        there = layered.numbers | dict(zip(self._known, known, strict=True))
         early = EarlyRun(self._early, state, num_steps + 1, there, waits=not self._has_run)
-        return early, self._handed(known, *self._layered(values, early.on_arrival))
+        arrivals = Arrivals(lambda *arrived: layered.named(early.begin(*arrived)))
+        return early, self._handed(known, *layered(values, arrivals))
 
     def flush(self, state: Sequence[Any]) -> list[Any]:
         """The state with what is pending, of this step, applied; it is consumed."""

@@ -19,16 +19,14 @@ from jzero._memory_kinds import DEVICE, PINNED, HostNeed
 from jzero.ir._regions import variables
 from jzero.ir._rules import size_in_bytes
 from jzero.offload._file_reads import FileReads
-from jzero.offload._file_run import FileSource, Wanted
+from jzero.offload._file_run import FileRun, FileSource
 from jzero.offload._layer_programs import LayerPrograms, Locals
-from jzero.offload._layered_ops import PartOps
-from jzero.offload._layered_visits import visits
-from jzero.offload._part_values import CutSegment, PartValues
-from jzero.offload._pinned import stream
+from jzero.offload._layer_schedule import CutSegment, LayerSchedule, Told
+from jzero.offload.execute._executor import NOBODY, Arrivals, Execution, Keys, Program
 from jzero.offload.memory._nvme_array import NVMeArray
-from jzero.offload.schedule._ops import Op, Send, Update, Value
+from jzero.offload.schedule._ops import Op, Update, Value, Wanted
 from jzero.segments._planned import PlannedStep
-from jzero.segments._segment import Arrays, Segment, Values, Var, shard_of
+from jzero.segments._segment import Segment, Values, Var, shard_of
 from jzero.sharding.cut import _interchange, _layer_parts, _layers
 from jzero.sharding.cut._layer_parts import (
     SENT,
@@ -60,27 +58,8 @@ NO_WINDOW = Window()
 _NO_FILES = contextlib.nullcontext(None)
 
 
-class Arrived(NamedTuple):
-    """What is on the host when a part, or a turn of it, is over; so is everything before it.
-
-    Attributes:
-      part: the part, by index.
-      turn: of which loop's turn these are slices, by its place in stacks; None when the whole part is over.
-      values: what `sent` has of it, in pinned memory.
-    """
-
-    part: int
-    turn: int | None
-    values: dict[Var, jax.Array]
-
-
-# Called in order; returns leaves on the hosts that from now on are other arrays, of equal slices as far as
-# later parts fetch them.
-OnArrival = Callable[[Arrived], Mapping[Var, jax.Array]]
-
-
 class LayeredSegment:
-    """A segment, part by part.
+    """A segment as a list of operations, part by part (`LayerSchedule`), and its runs.
 
     One part's leaves are fetched while the part before runs::
 
@@ -143,13 +122,12 @@ class LayeredSegment:
         self._check_room(parts)
         specs = {var: segment.types[of].spec for var, of in taken.items()}
         self._programs = LayerPrograms(planned, inner, specs, parts)
-        kept = {*variables(outvars)} - self._hosted
-        for loop in _layer_parts.nested_loops(parts):
-            kept.update(variables(loop.loop.body.outvars))
         self._cut = CutSegment(
             inner, parts, self._programs, self._leaf_of, self._hosted, self._home,
-            _layer_parts.waiting(parts), _layer_parts.last_reads(parts), kept,
+            _layer_parts.waiting(parts), segment.gives, self._given_as,
         )  # fmt: skip
+        self._leaves = {var: Value.of_leaf(leaf) for var, leaf in self._leaf_of.items()}
+        self._told = Told(lambda var: PINNED, 1, {})
         self._under_way = UNDER_WAY if self._cut.waiting else None
         self._files = self._file_reads(parts, window.host_bytes) if window.host_bytes else None
 
@@ -179,13 +157,11 @@ class LayeredSegment:
         visits, between = [], [self._read_at_the_end()]
         for part, _ in _layer_parts.fetched(parts):
             at = 0 if isinstance(part, LayerLoop) else None
-            visits.append([Wanted(var, at) for var in part.leaves])
-            between.append([Wanted(var, None) for var in part.reads if var in self._leaf_of])
-        for loop in _layer_parts.nested_loops(parts):
-            first = variables(loop.init)
-            between.append([Wanted(var, None) for var in first if var in self._leaf_of])
+            visits.append([Wanted(self._leaves[var], at) for var in part.leaves])
+            between.append(self._whole(part.reads))
+        between += [self._whole(variables(x.init)) for x in _layer_parts.nested_loops(parts)]
         sources = {
-            var: FileSource(
+            self._leaves[var]: FileSource(
                 leaf, self._programs.home(var, PINNED), self._programs.home_of_slice(var)
             )
             for var, leaf in self._leaf_of.items()
@@ -194,8 +170,11 @@ class LayeredSegment:
 
     def _read_at_the_end(self) -> list[Wanted]:
         """Leaves that are outputs, or that outputs follow from which no part makes."""
-        outvars = variables(self._inner.jaxpr.outvars)
-        return [Wanted(var, None) for var in dict.fromkeys(outvars) if var in self._leaf_of]
+        return self._whole(variables(self._inner.jaxpr.outvars))
+
+    def _whole(self, reads: Sequence[Var]) -> list[Wanted]:
+        """Leaves among these."""
+        return [Wanted(self._leaves[v], None) for v in dict.fromkeys(reads) if v in self._leaf_of]
 
     def num_slices(self) -> dict[Var, int]:
         """Of each leaf, in how many slices it is fetched; 1 if it is fetched whole."""
@@ -211,27 +190,39 @@ class LayeredSegment:
             self._segment, run=self._programs.whole(self._segment, self.parts)
         )
 
-    def ops(
-        self, store: Callable[[Var], str], copies: int = 1,
-        updates: Mapping[int, Sequence[Update]] = types.MappingProxyType({}),
-    ) -> tuple[Op, ...]:  # fmt: skip
-        """What a run does.
+    def tell(
+        self, store: Callable[[Var], str], copies: int,
+        updates: Mapping[int, Sequence[tuple[Update, bool]]] = types.MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Before the first run: what becomes of `sent`.
 
         Args:
-          store: where each of `sent` goes.
+          store: where each of it goes.
           copies: how many of them are there at a time.
-          updates: those that begin after a part, by its index.
+          updates: those that begin after a part, by its index, and whether each turn begins one.
         """
-        sent = set[Var]()
+        self._told = Told(store, copies, updates)
 
-        def send(var: Var, sliced: bool) -> Send:
-            given = self._given_as[var]
-            sent.add(given)
-            return Send(self.gradients[given], store(given), sliced, copies)
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """What a run does."""
+        return self._program.ops
 
-        found = [*PartOps(self._cut, send, updates).all()]
-        late = [var for var in self.sent if var not in sent]
-        return *found, *(Send(self.gradients[v], store(v), copies=copies) for v in late)
+    def named(self, leaves: Mapping[Var, Any]) -> dict[Value, Any]:
+        """Leaves on the hosts, by the names that they have in the list."""
+        return {self._leaves[v]: leaves[of] for v, of in self._taken.items() if of in leaves}
+
+    @functools.cached_property
+    def _schedule(self) -> LayerSchedule:
+        return LayerSchedule(self._cut, self._leaves, self.gradients, self._told)
+
+    @functools.cached_property
+    def _program(self) -> Program:
+        made = self._schedule
+        ops, outs = tuple(made.all()), made.outputs
+        here = tuple(x.value for x in outs if x and not x.pinned)
+        there = tuple(x.value for x in outs if x and x.pinned)
+        return Program(ops, Keys(here, there))
 
     @functools.cached_property
     def gradients(self) -> dict[Var, Value]:
@@ -298,7 +289,6 @@ class LayeredSegment:
         self._cut.parts = tuple(
             sending(part) if isinstance(part, LayerLoop) else part for part in self.parts
         )
-        self._cut.last = _layer_parts.last_reads(self.parts)
         loops = (part for part in self.parts if isinstance(part, LayerLoop))
         self._cut.handed_over = frozenset(y for loop in loops for y in loop.made(SENT))
 
@@ -349,39 +339,37 @@ class LayeredSegment:
         sent = part.made(SENT) if isinstance(part, LayerLoop) else []
         return [v for v in made if v in self._hosted and v not in sent]
 
-    def _over(
-        self, values: PartValues, on_arrival: OnArrival, part: LayerPart, turn: int | None
-    ) -> None:
-        there = values.there
-        if isinstance(part, LayerLoop) and turn is not None:
-            mine = {self._given_as[y]: there.pop((y, turn)) for y in part.made(SENT)}
-        else:
-            leaving, gone = self._leaving(part), self._cut.handed_over
-            mine = {self._given_as[v]: there.pop(v) if v in gone else there[v] for v in leaving}
-        renewed = on_arrival(Arrived(self.parts.index(part), turn, mine))
-        values.env |= {v: renewed[of] for v, of in self._taken.items() if of in renewed}
-
     # -- a run -----------------------------------------------------------------------------------------
 
-    def __call__(
-        self, values: Values, on_arrival: OnArrival = lambda arrived: {}
-    ) -> tuple[Arrays, Arrays]:
+    def __call__(self, values: Values, arrivals: Arrivals = NOBODY) -> tuple[list[Any], list[Any]]:
         """As `segment.run`: what it gives, of which `sent` is in pinned memory, and outputs."""
         taken = {var: values[of] for var, of in self._taken.items()}
-        in_files = {var: x for var, x in taken.items() if isinstance(x, NVMeArray)}
+        in_files = {self._leaves[v]: x for v, x in taken.items() if isinstance(x, NVMeArray)}
         with self._files.run(in_files) if self._files and in_files else _NO_FILES as files:
-            run = PartValues(self._cut, self._known | taken, files)
-            over = functools.partial(self._over, run, on_arrival)
-            coming = visits(run, self.parts, over)
-            stream(files.ahead(coming) if files else coming, self._device_bytes, self._under_way)
-            outs, num = run.outputs(), len(self._segment.gives)
+            outs, num = self._run(taken, files, arrivals), len(self._segment.gives)
         return outs[:num], outs[num:]
 
+    def _run(
+        self, taken: Mapping[Var, Any], files: FileRun | None, arrivals: Arrivals
+    ) -> list[Any]:
+        program, made = self._program, self._schedule
+        here: dict[Any, Any] = dict(self._known)
+        here |= {made.value(v): x for v, x in taken.items() if v not in self._leaves}
+        there: dict[Any, Any] = {self._leaves[v]: x for v, x in taken.items() if v in self._leaves}
+        run = Execution(program, here, there, files, arrivals)
+        run.run(self._device_bytes, self._under_way)
+        return [
+            None if out is None else (run.there if out.pinned else run.here)[out.value]
+            for out in made.outputs
+        ]
+
     @functools.cached_property
-    def _known(self) -> dict[Var, Any]:
+    def _known(self) -> dict[Value, Any]:
         """Constants, and zeros for indices, which programs know themselves; on the devices."""
         with jax.transfer_guard("allow"):
             return {
-                var: jax.device_put(_jaxpr.constant(x), self._programs.home(var))
+                self._schedule.value(var): jax.device_put(
+                    _jaxpr.constant(x), self._programs.home(var)
+                )
                 for var, x in self._programs.known.items()
             }

@@ -22,6 +22,7 @@ from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
 from jzero.offload._host_step import UPDATING, HostStep, with_new
 from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._tiled_engine import TiledEngine
+from jzero.offload.execute._executor import Arrivals
 from jzero.offload.kernels._tiled_update import TiledUpdate, inputs_in_tiles, untiled
 from jzero.offload.kernels._writer import TYPES
 from jzero.offload.memory._nvme_array import NVMeArray
@@ -30,7 +31,7 @@ from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._job_threads import JobThreads
 from jzero.offload.nvme._layout import TileLayout
-from jzero.offload.schedule._ops import Commit
+from jzero.offload.schedule._ops import Commit, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
 from jzero.segments._planned import PlannedStep
@@ -85,6 +86,7 @@ class NVMeStep(HostStep):
     """
 
     _begins_early = False
+    _store = NVME
 
     def __init__(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], policy: FilePolicy, shared: Shared,
@@ -102,6 +104,8 @@ class NVMeStep(HostStep):
         Raises:
           OptionError: a leaf cannot be updated a tile at a time.
         """
+        # The gradients that wait in files, and in how many slices each is made.
+        self._waiting: dict[Var, int] = {}
         super().__init__(planned, shardings, policy.threads, None, shared, window)
         self._policy = policy
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == NVME]
@@ -121,7 +125,9 @@ class NVMeStep(HostStep):
                 WHO, bad, "State in files is updated in ranges of elements, each by itself.",
                 "Use offload=jzero.HostCPU(), which has whole leaves in memory; if a shard has one element, "
                 "leave min_shard_bytes at its default.", shown=6))  # fmt: skip
-        self._waiting = self._handed_over() if policy.gradients else {}
+        if policy.gradients:
+            self._waiting = self._handed_over()
+            self._tell()
         self._writing: list[np.ndarray] = []
         self._turns_read = [jax.jit(turn.run) for turn in self.turns]  # consumes nothing
 
@@ -157,10 +163,11 @@ class NVMeStep(HostStep):
         return buffer_sizes(self.update.gradients, self._policy.host_bytes)
 
     @functools.cached_property
-    def _gradient_names(self) -> dict[Var, str]:
+    def _gradient_names(self) -> dict[Value, str]:
         """What these are called in the files."""
-        names = self.update.gradient_names
-        return {var: names[i] for i, var in enumerate(self.host.reads) if i in names}
+        assert self._layered is not None
+        names, gradients = self.update.gradient_names, self._layered.gradients
+        return {gradients[var]: names[i] for i, var in enumerate(self.host.reads) if i in names}
 
     @functools.cached_property
     def update(self) -> TiledUpdate:
@@ -207,8 +214,11 @@ class NVMeStep(HostStep):
 
         Parameters also come from it for each part that fetches them.
         """
-        ops = self._ops(NVME, self._moved, self._waiting)
-        return Schedule((*ops, Commit(NVME)), self._buffers())
+        return Schedule((*self._ops(self._moved), Commit(NVME)), self._buffers())
+
+    def _goes_to(self, var: Var) -> str:
+        """Where a gradient waits."""
+        return NVME if var in self._waiting else PINNED
 
     def _waiting_avals(self) -> list[jax.ShapeDtypeStruct]:
         """The gradients that wait in files, whole."""
@@ -298,7 +308,7 @@ class NVMeStep(HostStep):
     def _written(
         self, store: NVMeStore, state: Sequence[Any], values: Values
     ) -> tuple[list[Any], Any]:
-        """Runs the grad part: what it sends, of which None waits in files, and all else."""
+        """Runs the grad part: what it sends, None of what waits in files, and all else."""
         if not self._waiting:
             return self._gradients(None, values, 0)[1]
         devices = state[self._hosted[0]].home.devices
@@ -307,18 +317,10 @@ class NVMeStep(HostStep):
         buffers = buffers or [pages(size) for size in self._buffer_sizes]
         with JobThreads(buffers) as threads:
             writes = GradientWrites(store, self._gradient_names, devices, threads)
-            sent, handed = self._sent_and_written(values, writes)
+            _, (sent, handed) = self._gradients(None, values, 0, Arrivals(write=writes.write))
+            writes.end()
         self._writing = buffers
         return sent, handed
-
-    def _sent_and_written(self, values: Values, writes: GradientWrites) -> tuple[list[Any], Any]:
-        """As `_written`, once there are threads."""
-        _, (sent, handed) = self._gradients(None, values, 0, writes.on_arrival)
-        found = dict(zip(self._sent, sent, strict=True))
-        waiting = self._waiting
-        writes.rest({v: x for v, x in found.items() if v in waiting and x is not None})
-        writes.end()
-        return [None if v in waiting else x for v, x in found.items()], handed
 
     def _pinned_leaves(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
         """Parameters in pinned memory, by their place among the host's leaves."""

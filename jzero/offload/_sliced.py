@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,9 +20,20 @@ from jax.sharding import PartitionSpec as P
 from jzero._memory_kinds import DEVICE, PINNED
 from jzero.offload._slicing import layout_of, num_rows
 from jzero.offload.memory._pinned_leaf import renewed
+from jzero.offload.schedule._ops import (
+    Call,
+    Fetch,
+    Loop,
+    Op,
+    Run,
+    Send,
+    Slice,
+    Value,
+    is_tracer,
+)
 from jzero.segments import _conversions
 from jzero.segments._planned import PlannedStep
-from jzero.segments._segment import Values, Var
+from jzero.segments._segment import Var
 from jzero.sharding.cut import _elementwise
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
@@ -41,6 +54,10 @@ def _put(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(_rows(x), part, start, 0).reshape(x.shape)
 
 
+def _listed(program: Callable[[list[Any]], Any]) -> Call:
+    return lambda arrays, _: (program([*arrays]), ())
+
+
 def _done(start: Any) -> jax.Array:
     """A result of a program that no other one consumes, to wait for; JAX would forward `start` itself."""
     return jnp.asarray(start + 1)
@@ -53,19 +70,16 @@ class SlicedTurn:
     and are updated in place; when the last slice is done they take the form in which they rest.
     """
 
-    def __init__(
-        self, planned: PlannedStep, turn: Turn, homes: Mapping[Var, NamedSharding], frees: set[Var]
-    ):
+    def __init__(self, planned: PlannedStep, turn: Turn, homes: Mapping[Var, NamedSharding]):
         """Makes the programs.
 
         Args:
           planned: the step.
           turn: one piece, in slices.
           homes: where offloaded leaves rest.
-          frees: what nobody reads after it.
         """
         piece = planned.plan.update.pieces[turn.pieces[0]]
-        self._piece, self._homes, self._frees = piece, homes, frees
+        self._piece, self._homes, self._nbytes = piece, homes, turn.nbytes_at_once
         self._planned, self._frame = planned, planned.frame
         leaves, boundary = planned.plan.leaves, planned.plan.boundary
         layout = layout_of(planned.frame, leaves, boundary, piece)
@@ -88,56 +102,40 @@ class SlicedTurn:
         rows = num_rows(leaf)
         size = -(-rows // turn.parts)
         self._slices = [(start, min(size, rows - start)) for start in range(0, rows, size)]
-        self._enter_renewed = self._entering(self._vars(self._renewed))
-        self._enter_large = self._entering(self._large)
-        self._fetch, self._update, self._store = self._fetching(), self._updating(), self._storing()
-        self._leave = self._leaving()
 
     def _vars(self, outs: Sequence[int]) -> list[Var]:
         return [self._frame.jaxpr.invars[i] for i in outs]
 
-    def visits(
-        self, values: Values, outs: dict[int, Any]
-    ) -> Iterator[tuple[Callable[[], Any], Callable[[Any], list[jax.Array]]]]:
-        """Each slice's copy to the devices, and its update and copy back; at the end the piece's `outs`."""
-        held: list[
-            list[jax.Array]
-        ] = []  # of the state on the devices, as shards: renewed, only read
+    def ops(self, names: Callable[[Var], Value], new: Mapping[int, Value]) -> Iterator[Op]:
+        """What it does.
 
-        def fetch(start: jax.Array, size: int) -> Any:
-            groups = [[values[var] for var in group] for group in (self._own, self._others)]
-            return self._fetch(*groups, start, size=size)
-
-        def update(start: jax.Array, size: int, arrays: Any) -> list[jax.Array]:
-            if not held:
-                held.append(self._enter_renewed([values[v] for v in self._vars(self._renewed)]))
-                held.append(self._enter_large([values[v] for v in self._large]))
-            scalars = [values[var] for var in self._scalars]
-            own, others = arrays
-            new, held[0], done = self._update(
-                own, held[0], others, held[1], scalars, start, size=size
-            )
-            if homes := self._vars(self._back):
-                if start is self._starts[0]:
-                    values.update(zip(homes, self._taken(values), strict=True))
-                stored, done = self._store([values[var] for var in homes], new, start)
-                values.update(zip(homes, stored, strict=True))
-            if start is self._starts[-1]:
-                finish()
-            return [done]
-
-        def finish() -> None:
-            outs.update(
-                (i, values[var]) for i, var in zip(self._back, self._vars(self._back), strict=True)
-            )
-            olds = [values[var] for var in self._vars(self._renewed)]
-            outs.update(zip(self._renewed, self._leave(olds, held[0]), strict=True))
-            held.clear()
-            for var in self._frees:
-                del values[var]
-
-        for start, (_, size) in zip(self._starts, self._slices, strict=True):
-            yield functools.partial(fetch, start, size), functools.partial(update, start, size)
+        Args:
+          names: by which name a variable is known.
+          new: the renewed leaves on the devices; those on the hosts keep their name, and their place.
+        """
+        own, others, back = (
+            tuple(Slice(names(v)) for v in group)
+            for group in (self._own, self._others, self._vars(self._back))
+        )
+        renewed, large, scalars = (
+            tuple(map(names, group))
+            for group in (self._vars(self._renewed), self._large, self._scalars)
+        )
+        # Of the state on the devices, as shards: renewed, only read.
+        held, read = (tuple(map(dataclasses.replace, group)) for group in (renewed, large))
+        yield Run("", renewed, held, _listed(self._entering(self._vars(self._renewed))))
+        yield Run("", large, read, _listed(self._entering(self._large)))
+        body: list[Op] = [
+            Fetch((*own, *others), PINNED, (), self._fetching(), self._nbytes),
+            Run(
+                "a turn of the update", (*own, *held, *others, *read, *scalars), (*back, *held),
+                self._updating(),
+            ),
+        ]  # fmt: skip
+        if back:
+            body.append(Send(back, PINNED, (), self._storing(), copies=0))
+        yield Loop(tuple(body), len(self._slices), "")
+        yield Run("", (*renewed, *held), tuple(new[i] for i in self._renewed), self._leaving())
 
     @functools.cached_property
     def _starts(self) -> list[Any]:
@@ -149,11 +147,11 @@ class SlicedTurn:
         with jax.transfer_guard("allow"):  # JAX counts this as implicit.
             return [jax.make_array_from_callback((), place, x.__getitem__) for x in rows]
 
-    def _taken(self, values: Values) -> list[jax.Array]:
+    def _taken(self, stacks: Sequence[Any]) -> list[Any]:
         """The leaves that slices are stored into, for these are donated."""
-        olds = {i: values[var] for i, var in zip(self._back, self._vars(self._back), strict=True)}
-        if any(isinstance(x, jax.core.Tracer) for x in olds.values()):
-            return [*olds.values()]
+        olds = dict(zip(self._back, stacks, strict=True))
+        if any(map(is_tracer, stacks)):
+            return [*stacks]
         return [*renewed(olds, self._back, self._planned.plan.leaves).values()]
 
     # -- programs ------------------------------------------------------------------------------------
@@ -162,14 +160,29 @@ class SlicedTurn:
         enter = _conversions.entering(self._planned, variables)
         return list if enter is None else jax.jit(enter)
 
-    def _leaving(self) -> Callable[..., Any]:
-        leave = _conversions.leaving(self._planned, self._renewed)
-        return (lambda olds, shards: shards) if leave is None else jax.jit(leave, donate_argnums=0)
+    def _leaving(self) -> Call:
+        """`[*old leaves, *shards] -> leaves`."""
+        leave, num = _conversions.leaving(self._planned, self._renewed), len(self._renewed)
+        if leave is None:
+            return lambda arrays, _: (arrays[num:], ())
+        run: Any = jax.jit(leave, donate_argnums=0)
+        return lambda arrays, _: (run([*arrays[:num]], [*arrays[num:]]), ())
 
     def _place(self, tier: str) -> NamedSharding:
         return NamedSharding(self._planned.mesh, self._slice_spec, memory_kind=tier)
 
-    def _fetching(self) -> Callable[..., Any]:
+    def _fetching(self) -> Callable[[Sequence[Any], int], Sequence[Any]]:
+        """`(stacks, which slice) -> its rows`."""
+        num, run = len(self._own), self._fetch()
+
+        def by(stacks: Sequence[Any], place: int) -> Sequence[Any]:
+            start, (_, size) = self._starts[place], self._slices[place]
+            own, others = run([*stacks[:num]], [*stacks[num:]], start, size=size)
+            return [*own, *others]
+
+        return by
+
+    def _fetch(self) -> Callable[..., Any]:
         nums, place = (len(self._own), len(self._others)), self._place(DEVICE)
 
         def fetch(own: list[Any], others: list[Any], start: Any, size: int) -> Any:
@@ -184,7 +197,18 @@ class SlicedTurn:
 
         return jax.jit(fetch, static_argnames="size", out_shardings=place)
 
-    def _storing(self) -> Callable[..., Any]:
+    def _storing(self) -> Callable[[Any, Sequence[Any], int], Any]:
+        """`(stacks, rows, which slice) -> stacks, what to wait for`."""
+        run = self._store()
+
+        def by(stacks: Any, new: Sequence[Any], place: int) -> Any:
+            olds = stacks if place else self._taken(stacks)
+            stored, done = run(olds, [*new], self._starts[place])
+            return stored, [done]
+
+        return by
+
+    def _store(self) -> Callable[..., Any]:
         num, place = len(self._back), self._place(PINNED)
 
         def store(olds: list[Any], new: list[Any], start: Any) -> tuple[list[Any], Any]:
@@ -199,7 +223,23 @@ class SlicedTurn:
         homes = [self._homes[var] for var in self._vars(self._back)]
         return jax.jit(store, donate_argnums=0, out_shardings=(homes, None))
 
-    def _updating(self) -> Callable[..., Any]:
+    def _updating(self) -> Call:
+        """`[*own, *held, *others, *read, *scalars] -> [*new rows, *held]`."""
+        run, starts = self._update(), [0]
+        groups = (self._own, self._renewed, self._others, self._large, self._scalars)
+        for group in groups:
+            starts.append(starts[-1] + len(group))
+
+        def call(arrays: Sequence[Any], number: int | None) -> Any:
+            assert number is not None
+            parts = [[*arrays[i:j]] for i, j in itertools.pairwise(starts)]
+            start, (_, size) = self._starts[number], self._slices[number]
+            new, held, done = run(*parts, start, size=size)
+            return [*new, *held], [done]
+
+        return call
+
+    def _update(self) -> Callable[..., Any]:
         jaxpr, back, renewed, slices = (
             self._frame.jaxpr,
             self._back,

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +13,10 @@ from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE, PINNED
 from jzero.offload._layered import NO_WINDOW, LayeredSegment, Window
-from jzero.offload._pinned import Visit, free, stream
 from jzero.offload._sliced import SlicedTurn
-from jzero.offload.schedule._ops import Fetch, Loop, Op, Run, Send, Value
+from jzero.offload.execute._executor import Execution, Keys, Program
+from jzero.offload.execute._stream import free
+from jzero.offload.schedule._ops import Call, Fetch, Op, Run, Send, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._builder import Builder
 from jzero.segments._planned import PlannedStep
@@ -22,6 +25,7 @@ from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.sharding.plan._offload import waits
+from jzero.sharding.plan._plan import Turn
 from jzero.tracing import _jaxpr
 
 Var = _jaxpr.Var
@@ -60,7 +64,8 @@ class StreamedStep:
           shardings: where its state rests.
           window: how many bytes of parameters that rest away from the devices may be on each at a time.
         """
-        self._plan, self._invars = planned.plan, planned.frame.jaxpr.invars
+        self._planned, self._plan = planned, planned.plan
+        self._invars = planned.frame.jaxpr.invars
         self._segments = SegmentedStep(Builder(planned, shardings))
         self.grad, self.turns = self._segments.grad, self._segments.turns
         self.run, self.trace = self._segments.run, self._segments.trace
@@ -83,11 +88,9 @@ class StreamedStep:
         kept = {var for var, atom in zip(self._invars, new, strict=False) if atom is var}
         last = {var: i for i, turn in enumerate(self.turns) for var in turn.takes}
         self._homes = _Homes(homes, kept, last)
-        self._sliced = {
-            i: SlicedTurn(planned, turn, homes, {v for v in last if last[v] == i})
-            for i, turn in enumerate(self._plan.turns)
-            if turn.parts > 1
-        }
+        self._names = dict(zip(self._invars, map(Value.of_leaf, leaves), strict=False))
+        if self._layered:
+            self._names |= self._layered.gradients
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """See `StepProgram`."""
@@ -103,29 +106,82 @@ class StreamedStep:
 
     def schedule(self) -> Schedule:
         """The grad part, and each turn of the update: its leaves come, and go back."""
-        leaves, homes = self._plan.leaves, self._homes.of
-        leaf_of, values = self._segments.leaf_of, [*map(Value.of_leaf, leaves)]
-        gradients = self._layered.gradients if self._layered else {}
-        ops: list[Op] = [*waits(self._segments.plan)]
         if self._layered:
-            ops += self._layered.ops(lambda var: PINNED)
-        else:
-            ops.append(Run("gradients"))
-        for turn, num in zip(self.turns, (x.parts for x in self._plan.turns), strict=True):
-            taken = [
-                values[leaf_of[var]] if var in leaf_of else gradients[var]
-                for var in turn.takes
-                if var in homes
-            ]
-            given = [i for i in turn.outs if i < len(leaves) and self._invars[i] in homes]
-            sliced = num > 1
-            visit: tuple[Op, ...] = (
-                *(Fetch(value, PINNED, sliced) for value in taken),
-                Run("a turn of the update"),
-                *(Send(values[i], PINNED, sliced, copies=0) for i in given),
-            )
-            ops += [Loop(visit, num, "")] if sliced else visit
-        return Schedule(tuple(ops), self._layered.buffers() if self._layered else ())
+            return Schedule((*self._layered.ops, *self._update.ops), self._layered.buffers())
+        ops = (*waits(self._segments.plan), Run("gradients"), *self._update.ops)
+        return Schedule(ops)
+
+    # -- the update ------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _update(self) -> Program:
+        """What runs behind the grad part."""
+        ops = [op for index, _ in enumerate(self.turns) for op in self._ops(index)]
+        placed = [(self._is_there(i), value) for i, value in self._new.items()]
+        here, there = (
+            tuple(x for where, x in placed if where == pinned) for pinned in (False, True)
+        )
+        return Program(ops, Keys(here, there))
+
+    @functools.cached_property
+    def _new(self) -> dict[int, Value]:
+        """By which name each output of the turns is known: leaves in slices by that of the old one."""
+        found: dict[int, Value] = {}
+        for turn, plan in zip(self.turns, self._plan.turns, strict=True):
+            for i in turn.outs:
+                if i >= len(self._plan.leaves):
+                    found[i] = Value.of("output", self._planned.frame.jaxpr.outvars[i].aval)
+                    continue
+                name = self._names[self._invars[i]]
+                in_place = plan.parts > 1 and self._is_there(i)
+                found[i] = name if in_place else dataclasses.replace(name)
+        return found
+
+    def _is_there(self, out: int) -> bool:
+        """Whether an output is a leaf in pinned memory."""
+        return out < len(self._plan.leaves) and self._invars[out] in self._homes.of
+
+    def _name(self, var: Var) -> Value:
+        if var not in self._names:
+            self._names[var] = Value.of_gradient(var.aval)
+        return self._names[var]
+
+    def _ops(self, index: int) -> Iterator[Op]:
+        turn, plan = self.turns[index], self._plan.turns[index]
+        if plan.parts > 1:
+            sliced = SlicedTurn(self._planned, plan, self._homes.of)
+            return sliced.ops(self._name, self._new)
+        return self._whole(index, turn, plan)
+
+    def _whole(self, index: int, turn: Segment, plan: Turn) -> Iterator[Op]:
+        """The leaves of a turn come, are updated, and go back."""
+        homes, invars, name = self._homes, self._invars, self._name
+        hosted = [var for var in turn.takes if var in homes.of]
+        last = [v for v in hosted if homes.last[v] == index and v not in homes.kept]
+        back = [i for i in turn.outs if self._is_there(i)]
+        overwritten = [invars[i] for i in back if invars[i] not in homes.last]  # nobody reads them
+        yield Fetch(
+            tuple(map(name, hosted)), PINNED,
+            tuple(homes.of[var].with_memory_kind(DEVICE) for var in hosted),
+            nbytes=plan.nbytes_at_once, frees=frozenset(map(name, [*last, *overwritten])),
+        )  # fmt: skip
+        gives = (*map(name, turn.gives), *(self._new[i] for i in turn.outs))
+        yield Run("a turn of the update", tuple(map(name, turn.takes)), gives, self._call(turn))
+        if back:
+            places = tuple(homes.of[invars[i]] for i in back)
+            yield Send(tuple(self._new[i] for i in back), PINNED, places, copies=0)
+
+    def _call(self, turn: Segment) -> Call:
+        def call(arrays: Sequence[Any], _: int | None) -> Any:
+            here = dict(zip(turn.takes, arrays, strict=True))
+            made = turn(here, self.compiled.of(turn, here))
+            found = [*(here[var] for var in turn.gives), *(made[i] for i in turn.outs)]
+            # All results of a program are there when one is; no later turn consumes what this one made.
+            return found, sorted(found, key=lambda x: x.size)[:1]
+
+        return call
+
+    # -- a step ----------------------------------------------------------------------------------------
 
     def __call__(
         self, state: Sequence[jax.Array], arrays: Sequence[jax.Array]
@@ -133,7 +189,14 @@ class StreamedStep:
         """Runs one step; the state is consumed."""
         values = self._segments.values(state, arrays)
         outs = self._grad_part(values)
-        stream(self._visits(values, outs), self._plan.device_bytes)
+        place = {True: dict[Any, Any](), False: dict[Any, Any]()}
+        for var, x in values.items():
+            place[var in self._homes.of][self._name(var)] = x
+        del values
+        run = Execution(self._update, here=place.pop(False), there=place.pop(True))
+        run.run(self._plan.device_bytes)
+        for i, value in self._new.items():
+            outs[i] = (run.there if self._is_there(i) else run.here)[value]
         return self._segments.in_order(outs, state)
 
     def _grad_part(self, values: Values) -> dict[int, jax.Array]:
@@ -145,47 +208,3 @@ class StreamedStep:
             free(values.pop(var))
         values.update(zip(self.grad.gives, given, strict=True))
         return dict(zip(self.grad.outs, outs, strict=True))
-
-    def _visits(self, values: Values, outs: dict[int, Any]) -> Iterator[Visit]:
-        for index, (turn, plan) in enumerate(zip(self.turns, self._plan.turns, strict=True)):
-            if index in self._sliced:
-                for visit in self._sliced[index].visits(values, outs):
-                    yield Visit(plan.nbytes_at_once, *visit)
-            else:
-                yield Visit(plan.nbytes_at_once, *self._visit(index, turn, values, outs))
-
-    def _visit(
-        self, index: int, turn: Segment, values: Values, outs: dict[int, Any]
-    ) -> tuple[Callable[[], Any], Callable[[Any], list[jax.Array]]]:
-        homes, invars, num = self._homes, self._invars, len(self._plan.leaves)
-        hosted = [var for var in turn.takes if var in homes.of]
-        renewed = [invars[i] for i in turn.outs if i < num]
-        overwritten = [var for var in renewed if var in homes.of and var not in homes.last]
-
-        def fetch() -> list[jax.Array]:
-            places = [homes.of[var].with_memory_kind(DEVICE) for var in hosted]
-            arrays = jax.device_put([values[var] for var in hosted], places)
-            for var in hosted:
-                if homes.last[var] == index and var not in homes.kept:
-                    free(values[var])  # Freed when it is copied: the host holds no second state.
-            for var in overwritten:  # and nobody reads it
-                free(values[var])
-            return arrays
-
-        def update(arrays: list[jax.Array]) -> list[jax.Array]:
-            here = {var: values[var] for var in turn.takes}
-            here |= zip(hosted, arrays, strict=True)
-            made = turn(here, self.compiled.of(turn, here))
-            given = [here[var] for var in turn.gives]
-            values.update(zip(turn.gives, given, strict=True))
-            for var in turn.takes:
-                if homes.last[var] == index:
-                    del values[var]  # A gradient's memory is free when its turn is over.
-            back = [i for i in made if i < num and invars[i] in homes.of]
-            copies = jax.device_put([made[i] for i in back], [homes.of[invars[i]] for i in back])
-            outs.update(made)
-            outs.update(zip(back, copies, strict=True))
-            # All results of a program are there when one is; no later turn consumes what this one made.
-            return copies or sorted([*given, *made.values()], key=lambda x: x.size)[:1]
-
-        return fetch, update

@@ -14,8 +14,8 @@ from unittest import mock
 import jax
 from jax.extend import backend
 
-from jzero.offload import _layered, _streamed
-from jzero.offload._pinned import Visit
+from jzero.offload.execute import _stream
+from jzero.offload.execute._stream import Visit
 
 
 @dataclasses.dataclass
@@ -40,8 +40,7 @@ def watched() -> Iterator[Watched]:
     with (
         _logged(_Programs(seen)),
         mock.patch.object(jax, "device_put", _recorded(jax.device_put, seen.started)),
-        mock.patch.object(_layered, "stream", functools.partial(_run, _layered.stream, seen)),
-        mock.patch.object(_streamed, "stream", functools.partial(_run, _streamed.stream, seen)),
+        mock.patch.object(_stream, "stream", functools.partial(_run, _stream.stream, seen)),
     ):
         yield seen
 

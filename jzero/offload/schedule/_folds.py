@@ -4,11 +4,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jzero._memory_kinds import NVME, PINNED, HostNeed
-from jzero.offload.schedule._ops import Fetch, Loop, Run, Send, Update, Value, Wait, flat
+from jzero.offload.schedule._ops import (
+    HANDED_ON,
+    Fetch,
+    Loop,
+    Ref,
+    Run,
+    Send,
+    Slice,
+    Update,
+    Value,
+    Wait,
+    flat,
+    value_of,
+)
 from jzero.offload.schedule._schedule import Schedule
 
 TO_HOST, TO_DEVICE = "to host", "to device"
@@ -58,23 +71,31 @@ def crossings(schedule: Schedule) -> tuple[Crossing, ...]:
     found, waits, in_files = list[Crossing](), list[Wait](), set[Value]()
     for op, around in flat(schedule.ops):
         match op:
-            case Fetch(value, store, sliced):
-                loop = _turns(around[:-1] if sliced else around)
+            case Fetch(refs, store):
                 ways = (FROM_DISK, TO_DEVICE) if store == NVME else (TO_DEVICE,)
-                found += (_crossing(way, value, loop) for way in ways)
-            case Send(value, store, sliced):
-                loop = _turns(around[:-1] if sliced else around)
+                found += _crossings(refs, ways, around)
+            case Send(refs, store):
                 ways = (TO_HOST, TO_DISK) if store == NVME else (TO_HOST,)
-                found += (_crossing(way, value, loop) for way in ways)
-                in_files |= {value} if store == NVME else set()
+                found += _crossings(refs, ways, around)
+                in_files |= {*map(value_of, refs)} if store == NVME else set()
             case Update(store, leaves, takes):
-                moved = [*leaves] if store == NVME else []
+                moved = [*map(value_of, leaves)] if store == NVME else []
                 found += (_crossing(way, x) for way in (FROM_DISK, TO_DISK) for x in moved)
-                found += (_crossing(FROM_DISK, x) for x in takes if x in in_files)
+                waited = [value_of(ref) for ref in takes if value_of(ref) in in_files]
+                found += (_crossing(FROM_DISK, x) for x in waited)
             case Wait():
                 waits.append(op)
     found += (_crossing(way, x.value, times=x.times) for way in (TO_HOST, TO_DEVICE) for x in waits)
     return tuple(found)
+
+
+def _crossings(
+    refs: Sequence[Ref], ways: Sequence[str], around: Sequence[Loop]
+) -> Iterator[Crossing]:
+    """Those of some values: of a slice of each turn, all of the stack."""
+    for ref in refs:
+        loop = _turns(around[:-1] if isinstance(ref, Slice) else around)
+        yield from (_crossing(way, value_of(ref), loop) for way in ways)
 
 
 def _crossing(way: str, value: Value, loop: Turns | None = None, times: int = 1) -> Crossing:
@@ -101,8 +122,9 @@ def host_needs(schedule: Schedule) -> tuple[HostNeed, ...]:
     under_way = waiting = 0
     for op, _ in flat(schedule.ops):
         match op:
-            case Send(value, store=store, copies=copies) if store == PINNED:
-                under_way += copies * value.nbytes
+            case Send(refs, store, copies=copies, waits=waits) if store == PINNED:
+                nbytes = copies * sum(value_of(ref).nbytes for ref in refs)
+                under_way, waiting = under_way + nbytes * (not waits), waiting + nbytes * waits
             case Update(gives=gives, copies=copies):
                 under_way += copies * sum(x.nbytes for x in gives)
             case Wait(value, copies=copies):
@@ -118,9 +140,10 @@ def handed_bytes(schedule: Schedule) -> int:
     """
     parts = [op for op in schedule.ops if isinstance(op, (Run, Loop))]
     last = {value: i for i, part in enumerate(parts) for value in part.takes}
-    most, alive = 0, set[Value]()
+    most, alive = 0, set[Ref]()
     for i, part in enumerate(parts):
-        alive |= {value for value in part.gives if last.get(value, -1) > i}
-        most = max(most, sum(value.nbytes for value in alive))
+        handed = [x for x in part.gives if value_of(x).what == HANDED_ON]
+        alive |= {value for value in handed if last.get(value, -1) > i}
+        most = max(most, sum(value_of(x).nbytes for x in alive))
         alive = {value for value in alive if last[value] > i}
     return most

@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that moves values between memories, as a list of operations: data that is printed and folded."""
+"""A step that moves values between memories, as a list of operations: data that is run, printed and folded.
+
+A value is known by its `Value`, which is a name; two values of one type are two. `Slice(value)` is the slice
+of a stack that belongs to a turn of the loop around. A value may be on the devices and, by the same name, in
+a store: `Fetch` and `Send` copy it between them, and programs take and make what is on the devices.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+HANDED_ON = "value"  # what parts of a step hand to each other, on the devices
+Arrays = Sequence[Any]
+# `(arrays, turn) -> (results, what to wait for)`; the turn is None outside of loops.
+Call = Callable[[Arrays, int | None], tuple[Arrays, Arrays]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,19 +56,55 @@ class Value:
         return cls(leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Fetch:
-    """A value is copied from a store to the devices.
+class Slice(NamedTuple):
+    """A slice of a stack.
 
     Attributes:
-      value: all of it.
-      store: 'pinned_host' or 'nvme'.
-      sliced: each turn of the loop around has its own slice.
+      of: the stack.
+      ahead: whose: of this turn (0), or of the next one (1).
     """
 
+    of: Value
+    ahead: int = 0
+
+
+Ref = Value | Slice
+
+
+class Wanted(NamedTuple):
+    """What is read of a value in a store: one slice along dim 0, or all of it (None)."""
+
     value: Value
+    at: int | None
+
+
+def value_of(ref: Ref) -> Value:
+    """The value of which it is all, or a slice."""
+    return ref.of if isinstance(ref, Slice) else ref
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fetch:
+    """Values are copied from a store to the devices.
+
+    Attributes:
+      refs: them.
+      store: 'pinned_host' or 'nvme'.
+      places: where each goes.
+      by: `(the values in the store, turn) -> copies`, if a program makes these, as of slices of stacks; else
+        they are copied as they are.
+      nbytes: what is on each device for them until the program behind is over: as they come, and gathered.
+      frees: those that nobody fetches after it, and that are given back to the host.
+      ahead: whether it begins while the program before still runs.
+    """
+
+    refs: tuple[Ref, ...]
     store: str
-    sliced: bool = False
+    places: tuple[NamedSharding, ...] = ()
+    by: Callable[[Arrays, int], Arrays] | None = None
+    nbytes: int = 0
+    frees: frozenset[Value] = frozenset()
+    ahead: bool = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,37 +112,46 @@ class Run:
     """A program of the devices.
 
     Attributes:
-      program: what it computes.
-      takes: what others have made for it; leaves and arguments are left out.
-      gives: what it makes for others.
+      program: what it computes; '' if it gives values other names, and computes little or nothing.
+      takes: what it takes.
+      gives: what it makes.
+      call: the program.
+      index: of the part of the step that it is, or in which it is; None if it is in none.
     """
 
     program: str
-    takes: tuple[Value, ...] = ()
-    gives: tuple[Value, ...] = ()
+    takes: tuple[Ref, ...] = ()
+    gives: tuple[Ref, ...] = ()
+    call: Call | None = None
+    index: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Send:
-    """A value is copied from the devices to a store.
+    """Values are copied from the devices to a store.
 
     Attributes:
-      value: all of it.
+      refs: them.
       store: 'pinned_host' or 'nvme'.
-      sliced: each turn of the loop around has its own slice.
-      copies: how many of it are there at a time: 2 where an update is delayed, 0 if its place is that of a
-        leaf at rest.
+      places: where each goes.
+      by: `(the stacks in the store or None, slices, turn) -> (stacks, what to wait for)`, if a program writes
+        slices into stacks; else they are copied as they are, slices one by one.
+      copies: how many of them are there at a time: 2 where an update is delayed, 0 if their place is that of
+        leaves at rest.
+      waits: they wait there until the devices fetch them again.
     """
 
-    value: Value
+    refs: tuple[Ref, ...]
     store: str
-    sliced: bool = False
+    places: tuple[NamedSharding, ...] = ()
+    by: Callable[[Any, Arrays, int], tuple[Arrays, Arrays]] | None = None
     copies: int = 1
+    waits: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wait:
-    """A value waits on the host from the forward to the backward pass: it is sent, and fetched.
+    """A value waits on the host from the forward to the backward pass, within a program or beside it.
 
     Attributes:
       value: on each device.
@@ -116,17 +174,17 @@ class Update:
       takes: what it reads besides.
       gives: what it makes for the devices, in pinned memory.
       copies: how many of these are there at a time.
-      sliced: each turn of the loop around has its own slice.
       delayed: it reads what the step before has sent.
+      begin: starts it, and returns before it is over; of one that begins while layers compute.
     """
 
     store: str
-    leaves: tuple[Value, ...]
-    takes: tuple[Value, ...]
+    leaves: tuple[Ref, ...]
+    takes: tuple[Ref, ...]
     gives: tuple[Value, ...] = ()
     copies: int = 1
-    sliced: bool = False
     delayed: bool = False
+    begin: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,6 +204,9 @@ class Loop:
       where: its line; '' if it is jzero's own, over microbatches or slices.
       takes: what others have made for it.
       gives: what it leaves behind for others.
+      first: operations before the first turn, for which that is the turn ahead.
+      reverse: whether the last slices are those of the first turn.
+      goes_on: of a `while`, a program that says whether it has another turn.
     """
 
     body: tuple[Op, ...]
@@ -153,17 +214,29 @@ class Loop:
     where: str
     takes: tuple[Value, ...] = ()
     gives: tuple[Value, ...] = ()
+    first: tuple[Op, ...] = ()
+    reverse: bool = False
+    goes_on: Run | None = None
+
+    @property
+    def order(self) -> range:
+        """The slice of each turn."""
+        assert self.length is not None, "a while loop has no slices"
+        return range(self.length)[:: -1 if self.reverse else 1]
 
 
 Op = Fetch | Run | Send | Wait | Update | Commit | Loop
 
 
-def flat(
-    ops: tuple[Op, ...], around: tuple[Loop, ...] = ()
-) -> Iterator[tuple[Op, tuple[Loop, ...]]]:
-    """Every operation but loops, with the loops around it, the outermost first."""
+def flat(ops: Sequence[Op], around: tuple[Loop, ...] = ()) -> Iterator[tuple[Op, tuple[Loop, ...]]]:
+    """Every operation of a turn but loops, with the loops around it, the outermost first."""
     for op in ops:
         if isinstance(op, Loop):
             yield from flat(op.body, (*around, op))
         else:
             yield op, around
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether a step is traced, and not run."""
+    return isinstance(x, jax.core.Tracer)

@@ -3,13 +3,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jzero._memory_kinds import DEVICE
 from jzero._quantities import readable_bytes
-from jzero.offload.schedule._ops import Commit, Fetch, Loop, Op, Run, Send, Update, Value, Wait
+from jzero.offload.schedule._ops import (
+    Commit,
+    Fetch,
+    Loop,
+    Op,
+    Ref,
+    Run,
+    Send,
+    Slice,
+    Update,
+    Value,
+    Wait,
+    value_of,
+)
 
 
 class Row(NamedTuple):
@@ -47,17 +61,27 @@ def _cells(row: Row) -> tuple[str, str, str, str]:
 
 def rows(ops: Sequence[Op], depth: int = 0, turns: int = 1) -> Iterator[Row]:
     """The lines of operations, of which loops around them run so many times."""
-    for name, group in itertools.groupby(ops, lambda op: _kind(op)[0]):
+    shown = [op for op in ops if not (isinstance(op, Run) and not op.program)]
+    for name, group in itertools.groupby(shown, lambda op: _kind(op)[0]):
         kinds: dict[tuple[str, str, str], list[Op]] = {}
         for op in group:
-            kinds.setdefault(_kind(op), []).append(op)
+            for each in _each(op):
+                kinds.setdefault(_kind(each), []).append(each)
         for (_, _, link), found in kinds.items():
             yield from _rows(" " * 2 * depth + name, found, link, depth, turns)
 
 
+def _each(op: Op) -> Iterator[Op]:
+    """What moves several values, as so many operations."""
+    if isinstance(op, Fetch | Send):
+        yield from (dataclasses.replace(op, refs=(ref,)) for ref in op.refs)
+    else:
+        yield op
+
+
 def _rows(name: str, ops: Sequence[Op], link: str, depth: int, turns: int) -> Iterator[Row]:
     """The lines of operations of one kind."""
-    moved = list[tuple[Value, bool]]()
+    moved = list[Ref]()
     for op in ops:
         match op:
             case Loop(body, length, where):
@@ -68,31 +92,36 @@ def _rows(name: str, ops: Sequence[Op], link: str, depth: int, turns: int) -> It
                 yield Row(name, program)
             case Commit():
                 yield Row(name, "what was written")
-            case Update(leaves=leaves, sliced=sliced):
-                moved += ((leaf, sliced) for leaf in leaves)
-            case Fetch(value, sliced=sliced) | Send(value, sliced=sliced):
-                moved.append((value, sliced))
+            case Update(leaves=refs) | Fetch(refs=refs) | Send(refs=refs):
+                moved += refs
             case Wait(value):
-                moved.append((value, False))
+                moved.append(value)
     if moved:
-        nbytes = sum(value.nbytes // (turns if sliced else 1) for value, sliced in moved)
-        slices = ", a slice of each" * any(sliced for _, sliced in moved)
-        yield Row(name, _values([value for value, _ in moved]) + slices, nbytes, link)
+        nbytes = sum(
+            value_of(ref).nbytes // (turns if isinstance(ref, Slice) else 1) for ref in moved
+        )
+        slices = ", a slice of each" * any(isinstance(ref, Slice) for ref in moved)
+        yield Row(name, _values([*map(value_of, moved)]) + slices, nbytes, link)
 
 
 def _kind(op: Op) -> tuple[str, str, str]:
     """Its name, what tells neighbours of one name apart, and between which memories it moves something."""
     match op:
-        case Fetch(value, store, sliced):
-            return "fetch", f"{value.what} {sliced}", f"{store} -> {DEVICE}"
-        case Send(value, store, sliced):
-            return "send", f"{value.what} {sliced}", f"{DEVICE} -> {store}"
+        case Fetch(refs, store):
+            return "fetch", _kind_of(refs), f"{store} -> {DEVICE}"
+        case Send(refs, store):
+            return "send", _kind_of(refs), f"{DEVICE} -> {store}"
         case Wait(value):
             return "wait", value.what, "on the host, between the passes"
         case Update(store, delayed=delayed):
             late = ", with the gradients of the step before" * delayed
             return "update", "", f"on the host, in {store}{late}"
     return type(op).__name__.lower(), "", ""
+
+
+def _kind_of(refs: Sequence[Ref]) -> str:
+    kinds = {f"{value_of(ref).what} {isinstance(ref, Slice)}" for ref in refs}
+    return " ".join(sorted(kinds))
 
 
 def _values(values: Sequence[Value]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams what rests in the hosts' pinned memory through the devices, so many bytes at a time."""
+"""Streams what rests on the hosts through the devices, so many bytes at a time."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Visit(NamedTuple):
         there are none, what is there when the update is over.
       over: called when these are there; visits end in their order.
       reads: what `fetch` needs of files.
+      counts: whether it counts among those under way: it runs more than a change of names.
     """
 
     nbytes: int
@@ -33,6 +34,7 @@ class Visit(NamedTuple):
     update: Callable[[Any], list[jax.Array]]
     over: Callable[[], None] = lambda: None
     reads: Sequence[Any] = ()
+    counts: bool = True
 
 
 def stream(visits: Iterable[Visit | None], device_bytes: int, under_way: int | None = None) -> None:
@@ -67,7 +69,7 @@ def stream(visits: Iterable[Visit | None], device_bytes: int, under_way: int | N
         return visit.nbytes
 
     def is_full(nbytes: int) -> bool:
-        waits = under_way is not None and len(leaving) > under_way
+        waits = under_way is not None and sum(v.counts for v, _ in leaving) > under_way
         return waits or (held > 0 and held + nbytes > device_bytes)
 
     for visit in visits:

@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of operations of a segment that runs part by part: what it fetches, runs and sends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import NamedSharding
+
+from jzero._memory_kinds import PINNED
+from jzero.ir._loops import MICROBATCHES
+from jzero.ir._regions import variables
+from jzero.ir._rules import size_in_bytes
+from jzero.offload._layer_programs import LayerPrograms, Locals
+from jzero.offload.schedule._ops import (
+    HANDED_ON,
+    Call,
+    Fetch,
+    Loop,
+    Op,
+    Ref,
+    Run,
+    Send,
+    Slice,
+    Update,
+    Value,
+)
+from jzero.sharding.cut._layer_parts import (
+    HOSTED,
+    SENT,
+    SLICES,
+    STACK,
+    UNREAD,
+    LayerLoop,
+    LayerPart,
+    NestedLoop,
+    Stretch,
+)  # fmt: skip
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn, Var
+
+STRETCH, TURN = "a stretch of layers", "a turn of the loop over layers"
+
+
+@dataclasses.dataclass
+class CutSegment:
+    """A segment in parts.
+
+    Attributes:
+      inner: what one device computes.
+      parts: the cut of it, in the order in which they run.
+      programs: of the parts.
+      leaf_of: what rests on the hosts of what it takes.
+      hosted: outputs that parts make for the host.
+      home: where outputs rest that go to pinned memory, by index.
+      waiting: what parts hand to others that waits on the host meanwhile.
+      gives: what the segment gives, as the first of its outputs.
+      given_as: for each of `hosted`, the first of these that it is.
+      handed_over: outputs that whoever is told of their arrival has from then on; None is given.
+    """
+
+    inner: Locals
+    parts: tuple[LayerPart, ...]
+    programs: LayerPrograms
+    leaf_of: dict[Var, LeafPlan]
+    hosted: set[Var]
+    home: dict[int, NamedSharding]
+    waiting: frozenset[Var]
+    gives: Sequence[Var]
+    given_as: Mapping[Var, Var]
+    handed_over: frozenset[Var] = frozenset()
+
+
+class Told(NamedTuple):
+    """What becomes of what a segment sends to the host.
+
+    Attributes:
+      store: where each of it goes.
+      copies: how many of it are there at a time.
+      updates: those that begin after a part, by its index, and whether each turn begins one.
+    """
+
+    store: Callable[[Var], str]
+    copies: int
+    updates: Mapping[int, Sequence[tuple[Update, bool]]]
+
+
+class Output(NamedTuple):
+    """Where an output is when the list has run: on the devices, or in pinned memory."""
+
+    value: Value
+    pinned: bool
+
+
+class LayerSchedule:
+    """Makes the list.
+
+    Attributes:
+      outputs: of the segment; None of one that whoever is told of its arrival has.
+    """
+
+    def __init__(
+        self, cut: CutSegment, leaves: Mapping[Var, Value], gradients: Mapping[Var, Value], told: Told
+    ):  # fmt: skip
+        """Of a cut segment.
+
+        Args:
+          cut: the segment.
+          leaves: those on the hosts.
+          gradients: what goes there, as the segment gives it.
+          told: what becomes of these.
+        """
+        self._cut, self._programs, self._told = cut, cut.programs, told
+        self._gradients = gradients
+        sent = {v: gradients[x] for v, x in cut.given_as.items()}
+        # A loop's last carry is each device's own, and another array as it is given.
+        self._sent = {v: x for v, x in sent.items() if cut.programs.form(v).stacked}
+        self._values = {**leaves, **{v: x for v, x in sent.items() if v not in self._sent}}
+        self._away: set[Var] = set()  # what waits on the host now
+        self._index: int | None = None
+        self.outputs: list[Output | None] = []
+
+    def all(self) -> Iterator[Op]:
+        """What all parts do, and what makes the outputs."""
+        for index, part in enumerate(self._cut.parts):
+            begins = self._told.updates.get(index, ())
+            self._index = index
+            yield from self._of(part, [op for op, sliced in begins if sliced])
+            yield from (op for op, sliced in begins if not sliced)
+        self._index = None
+        yield from self._finish()
+
+    def value(self, var: Var) -> Value:
+        """By which name a variable is known."""
+        if var not in self._values:
+            self._values[var] = _value(var, "activation" if var in self._cut.waiting else HANDED_ON)
+        return self._values[var]
+
+    def _all(self, found: Sequence[Any]) -> tuple[Value, ...]:
+        return tuple([self.value(var) for var in found])
+
+    # -- parts -----------------------------------------------------------------------------------------
+
+    def _of(self, part: LayerPart, updates: Sequence[Update] = ()) -> Iterator[Op]:
+        if isinstance(part, Stretch):
+            yield from self._stretch(part)
+        elif isinstance(part, LayerLoop):
+            yield from self._loop(part, updates)
+        else:
+            yield from self._nested(part)
+
+    def _stretch(self, part: Stretch) -> Iterator[Op]:
+        programs, takes = self._programs, [*part.leaves, *part.reads]
+        num = len(part.leaves)
+
+        def call(arrays: Sequence[Any], _: int | None) -> Any:
+            made, done = programs.stretch(part)([*arrays[:num]], _known(takes, arrays))
+            return made, [done]
+
+        yield from self._back(part.reads)
+        yield from self._leaves(part.leaves, part.nbytes)
+        yield self._run(STRETCH, self._all(takes), self._all(part.gives), call)
+        yield from self._sends(part.gives)
+        yield from self._waits(part.gives)
+
+    def _nested(self, part: NestedLoop) -> Iterator[Op]:
+        loop, programs = part.loop, self._programs
+        takes = self._all([v for v in part.reads if v not in self._cut.leaf_of])
+        gives = self._handed_on(part.eqn.outvars)
+        carry, last = self._all(loop.carry), variables(loop.body.outvars)
+        index, self._index = self._index, None
+        yield from self._back(part.reads)
+        yield from self._enter(part, carry)
+        body = [op for inner in part.parts for op in self._of(inner)]
+        renew = programs.renew(part)
+        body.append(self._run("", self._all(last), carry, _named(last, renew)))
+        goes_on = None
+        if loop.goes_on is not None:
+            asked = loop.goes_on.invars
+            goes_on = Run("", self._all(asked), (), _asking(asked, programs.goes_on(part)))
+        yield Loop(tuple(body), loop.length, _line_of(part.eqn), takes, gives, goes_on=goes_on)
+        results = [(v, x) for v, x in zip(loop.results, carry, strict=True) if v is not None]
+        yield self._run("", tuple(x for _, x in results), self._all([v for v, _ in results]), _same)
+        self._index = index
+        yield from self._sends(part.eqn.outvars)
+
+    def _enter(self, part: LayerLoop | NestedLoop, carry: tuple[Value, ...]) -> Iterator[Op]:
+        """The first carry, in memory of its own."""
+        reads = variables(part.init)
+        yield from self._held(reads)
+        yield self._run("", self._all(reads), carry, _named(reads, self._programs.enter(part)))
+
+    def _loop(self, loop: LayerLoop, updates: Sequence[Update]) -> Iterator[Op]:
+        programs = self._programs
+        takes = self._all([v for v in loop.reads if v not in self._cut.leaf_of])
+        kept = [y for y, kind in zip(loop.results[1], loop.ys, strict=True)
+                if kind not in (HOSTED, SENT, UNREAD)]  # fmt: skip
+        gives = self._handed_on([*loop.results[0], *kept])
+        carry = tuple([_value(v, "carry") for v in loop.results[0]])
+        gathered = tuple([_value(v, "gathered") for v in loop.body.gathered])
+        leaves = self._all(loop.leaves)
+
+        yield from self._back(loop.reads)
+        yield from self._held(loop.reads)
+        reads = variables(loop.init)
+        yield self._run("", self._all(reads), carry, _named(reads, programs.enter(loop)))
+        yield from self._stacks(loop)
+        slices = variables(loop.taken(SLICES))
+        body: list[Op] = []
+        back = tuple(Slice(self.value(v)) for v in slices if v in self._cut.waiting)
+        if back:
+            places = [programs.home(v) for v in slices if v in self._cut.waiting]
+            body.append(Fetch(back, PINNED, tuple(places)))
+        body.append(self._fetch_slices(loop, leaves))
+        body.append(self._turn(loop, carry, gathered, leaves))
+        body += self._leaving(loop)
+        body += updates
+        first: tuple[Op, ...] = ()
+        if gathered:
+            first = self._fetch_slices(loop, leaves), self._gather(loop, leaves, gathered)
+        parts = loop.parts
+        yield Loop(
+            tuple(body), parts.length, _line_of(loop.eqn), takes, gives, first, parts.reverse
+        )
+        yield self._run("", carry, self._all(loop.results[0]), _same)
+        yield from self._sends([*loop.results[0], *loop.made(STACK)])
+        yield from self._waits(loop.made(STACK))
+
+    def _stacks(self, loop: LayerLoop) -> Iterator[Op]:
+        """The stacks that a loop makes, before it writes slices into them."""
+        programs, ys = self._programs, loop.made(STACK)
+        pairs = [*zip(ys, loop.renewed, strict=True)]
+        new = [y for y, old in pairs if old is None]
+        if new:
+            yield self._run("", (), self._all(new), lambda *_: (programs.empty(loop), ()))
+        if olds := [(y, old) for y, old in pairs if old is not None]:
+            took, gave = self._all([old for _, old in olds]), self._all([y for y, _ in olds])
+            yield self._run("", took, gave, _same)
+
+    def _fetch_slices(self, loop: LayerLoop, leaves: tuple[Value, ...]) -> Fetch:
+        """Leaves of a turn; of the next one, where turns gather for that."""
+        programs = self._programs
+        positions = programs.positions
+
+        def by(stacks: Sequence[Any], place: int) -> Sequence[Any]:
+            found: Sequence[Any] = programs.fetch(loop)(
+                [*stacks], positions(loop.parts.length)[place]
+            )
+            return found
+
+        refs = tuple(Slice(v, int(bool(loop.body.gathered))) for v in leaves)
+        return Fetch(refs, self._tier(loop.leaves), (), by, loop.nbytes)
+
+    def _gather(
+        self, loop: LayerLoop, leaves: tuple[Value, ...], gathered: tuple[Value, ...]
+    ) -> Run:
+        programs = self._programs
+
+        def call(arrays: Sequence[Any], _: int | None) -> Any:
+            found, done = programs.gather(loop)([*arrays], programs.positions(loop.parts.length)[0])
+            return found, [done]
+
+        return self._run("a gather", tuple(Slice(v, 1) for v in leaves), gathered, call)
+
+    def _turn(
+        self, loop: LayerLoop, carry: tuple[Value, ...], gathered: tuple[Value, ...],
+        leaves: tuple[Value, ...],
+    ) -> Run:  # fmt: skip
+        programs, ahead = self._programs, bool(gathered)
+        consts = self._all(variables(loop.operands[0]))
+        kept = [Slice(leaves[j]) for j in loop.body.kept]
+        slices = [Slice(self.value(_jaxpr.variable(a))) for a in loop.taken(SLICES)]
+        stacks = self._all(variables(loop.taken(STACK)))
+        made = self._all(loop.made(STACK))
+        following = [Slice(v, 1) for v in leaves] if ahead else []
+        groups: list[Sequence[Ref]] = [consts, carry, gathered, kept, slices, stacks, made]
+        starts = [0]
+        for group in groups:
+            starts.append(starts[-1] + len(group))
+        order = range(loop.parts.length)[:: -1 if loop.parts.reverse else 1]
+
+        def call(arrays: Sequence[Any], number: int | None) -> Any:
+            assert number is not None
+            parts = [[*arrays[i:j]] for i, j in zip(starts, starts[1:], strict=False)]
+            rest = [*arrays[starts[-1] :]]
+            i = programs.positions(loop.parts.length)[order[number]]
+            turn = programs.turn(loop, gathers=bool(rest))
+            new_carry, new, leaving, stacked, done, following = turn(*parts, i, rest)
+            following = following or [None] * len(gathered)
+            return [*new_carry, *new, *leaving, *stacked, *following], [done]
+
+        gives: list[Ref] = [
+            *carry, *(Slice(self.value(y)) for y in loop.made(SLICES)),
+            *(Slice(self.value(y)) for y in loop.leaving), *made, *gathered,
+        ]  # fmt: skip
+        takes: list[Ref] = [x for group in (*groups, following) for x in group]
+        return self._run(TURN, tuple(takes), tuple(gives), call)
+
+    def _leaving(self, loop: LayerLoop) -> Iterator[Send]:
+        """What a turn sends to the host."""
+        programs, mine = self._programs, loop.made(SLICES)
+        if waits := [y for y in mine if y in self._cut.waiting]:
+            places = tuple([programs.home(y, PINNED) for y in waits])
+            refs = tuple(Slice(self.value(y)) for y in waits)
+            yield Send(refs, PINNED, places, waits=True)
+        for store, sent in self._by_store(loop.made(SENT)):
+            places = tuple([programs.home_of_slice(y) for y in sent])
+            refs = tuple(Slice(self._given(y)) for y in sent)
+            yield Send(refs, store, places, copies=self._told.copies)
+        if hosted := loop.made(HOSTED):
+
+            def by(stacks: Any, new: Sequence[Any], place: int) -> Any:
+                i = programs.positions(loop.parts.length)[place]
+                stacks, done = programs.store(loop, begins=stacks is None)(stacks, [*new], i)
+                return stacks, [done]
+
+            refs = tuple(Slice(self._given(y)) for y in hosted)
+            yield Send(refs, PINNED, (), by, self._told.copies)
+
+    # -- between memories ------------------------------------------------------------------------------
+
+    def _tier(self, leaves: Sequence[Var]) -> str:
+        return self._cut.leaf_of[leaves[0]].tier
+
+    def _leaves(self, leaves: Sequence[Var], nbytes: int, ahead: bool = True) -> Iterator[Fetch]:
+        """Whole leaves; of each store by itself."""
+        tiers = dict.fromkeys(self._cut.leaf_of[v].tier for v in leaves)
+        for i, tier in enumerate(tiers):
+            mine = [v for v in leaves if self._cut.leaf_of[v].tier == tier]
+            places = tuple([self._programs.home(v) for v in mine])
+            room = nbytes if not i else 0
+            yield Fetch(self._all(mine), tier, places, nbytes=room, ahead=ahead)
+
+    def _held(self, reads: Sequence[Var]) -> Iterator[Fetch]:
+        """Leaves among what a loop reads, whole: they are there until it is over."""
+        yield from self._leaves([v for v in reads if v in self._cut.leaf_of], 0, ahead=False)
+
+    def _back(self, reads: Sequence[Var]) -> Iterator[Fetch]:
+        """What waits on the host, and comes to the devices again."""
+        mine = [v for v in dict.fromkeys(reads) if v in self._away]
+        if mine:
+            self._away.difference_update(mine)
+            places = tuple([self._programs.home(v) for v in mine])
+            yield Fetch(self._all(mine), PINNED, places)
+
+    def _waits(self, made: Sequence[Var]) -> Iterator[Send]:
+        """Of what is made, what waits on the host."""
+        mine = [v for v in made if v in self._cut.waiting]
+        if mine:
+            self._away.update(mine)
+            places = tuple([self._programs.home(v, PINNED) for v in mine])
+            yield Send(self._all(mine), PINNED, places, waits=True)
+
+    def _sends(self, made: Sequence[Var]) -> Iterator[Op]:
+        """Of what is made, what goes to the host as an output."""
+        mine = [v for v in made if v in self._cut.hosted]
+        for var in mine:
+            if var in self._sent:
+                run = self._programs.finish((self._output_of(var),), [var])
+                yield self._run("", (self.value(var),), (self._sent[var],), _made_by(run))
+        there = [v for v in mine if self._home(v).memory_kind == PINNED]
+        for store, sent in self._by_store(there):
+            places = tuple(map(self._home, sent))
+            yield Send(tuple(map(self._given, sent)), store, places, copies=self._told.copies)
+
+    def _output_of(self, var: Var) -> int:
+        """The first output that it is."""
+        return self._cut.inner.jaxpr.outvars.index(var)
+
+    def _home(self, var: Var) -> NamedSharding:
+        return self._cut.home[self._output_of(var)]
+
+    def _by_store(self, sent: Sequence[Var]) -> Iterator[tuple[str, list[Var]]]:
+        """What goes to each store."""
+        found: dict[str, list[Var]] = {}
+        for var in sent:
+            found.setdefault(self._told.store(self._cut.given_as[var]), []).append(var)
+        yield from found.items()
+
+    def _given(self, var: Var) -> Value:
+        return self._sent.get(var, self.value(var))
+
+    # -- outputs ---------------------------------------------------------------------------------------
+
+    def _finish(self) -> Iterator[Op]:
+        """Finds the outputs; those that no part makes as they are wanted are made now."""
+        cut, atoms = self._cut, self._cut.inner.jaxpr.outvars
+        found: dict[int, Output | None] = {}
+        for i, atom in enumerate(atoms):
+            if (output := self._output(i)) is not None:
+                found[i] = output
+            elif not cut.handed_over.isdisjoint(variables([atom])):
+                found[i] = None
+        rest = tuple(i for i in range(len(atoms)) if i not in found)
+        if rest:
+            reads = variables([atoms[i] for i in rest])
+            yield from self._back(reads)
+            yield from self._held(reads)
+            made = tuple(
+                self._gradients[cut.gives[i]] if i in cut.home else _value(atoms[i], "output")
+                for i in rest
+            )
+            run = self._programs.finish(rest, tuple(reads))
+            yield self._run("", self._all(reads), made, _made_by(run))
+            for i, value in zip(rest, made, strict=True):
+                found[i] = Output(value, i in cut.home)
+                if i in cut.home and cut.home[i].memory_kind == PINNED:
+                    store = self._told.store(cut.gives[i])
+                    yield Send((value,), store, (cut.home[i],), copies=self._told.copies)
+        for i, home in cut.home.items():
+            if home.memory_kind != PINNED and (output := found[i]) is not None:
+                # No part makes it for the host: it goes into files from the devices.
+                yield Send((output.value,), self._told.store(cut.gives[i]))
+                found[i] = None
+        self.outputs = [found[i] for i in range(len(atoms))]
+
+    def _output(self, index: int) -> Output | None:
+        """An output that a part has made as it is wanted, else None."""
+        cut, jaxpr = self._cut, self._cut.inner.jaxpr
+        atom, home = jaxpr.outvars[index], cut.home
+        if _jaxpr.is_literal(atom) or atom in cut.handed_over:
+            return None
+        first = jaxpr.outvars.index(atom)
+        if atom in cut.hosted and home.get(index) == home[first]:
+            return Output(self._given(atom), home[first].memory_kind == PINNED)
+        if first != index:
+            return None
+        as_wanted = atom not in jaxpr.invars and not self._programs.form(atom).stacked
+        return Output(self.value(atom), False) if as_wanted and index not in home else None
+
+    # -- programs --------------------------------------------------------------------------------------
+
+    def _run(self, name: str, takes: tuple[Ref, ...], gives: tuple[Ref, ...], call: Call) -> Run:
+        return Run(name, takes, gives, call, self._index)
+
+    def _handed_on(self, made: Sequence[Var]) -> tuple[Value, ...]:
+        """Of what is made, what stays on the devices."""
+        away = self._cut.hosted | self._cut.waiting
+        return self._all([v for v in made if v not in away])
+
+
+def _value(atom: Any, what: str) -> Value:
+    aval = atom.aval
+    return Value(what, str(aval.dtype), aval.size, size_in_bytes(aval))
+
+
+def _known(takes: Sequence[Var], arrays: Sequence[Any]) -> dict[Var, Any]:
+    return dict(zip(takes, arrays, strict=True))
+
+
+def _named(takes: Sequence[Var], program: Callable[[Mapping[Var, Any]], Any]) -> Call:
+    """A program of values by their variables."""
+    return lambda arrays, _: (program(_known(takes, arrays)), ())
+
+
+def _made_by(program: Callable[[Any], Any]) -> Call:
+    """A program of a list."""
+    return lambda arrays, _: (program([*arrays]), ())
+
+
+def _asking(takes: Sequence[Var], program: Callable[[Mapping[Var, Any]], Any]) -> Call:
+    return lambda arrays, _: ([program(_known(takes, arrays))], ())
+
+
+def _same(arrays: Sequence[Any], _: int | None) -> Any:
+    return arrays, ()
+
+
+def _line_of(loop: Eqn) -> str:
+    """Where the user wrote it; nothing if it is jzero's own, over microbatches."""
+    return "" if _jaxpr.in_scope(loop, MICROBATCHES) else _jaxpr.summary(loop)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When nobody needs a value any more: computed from the list, and written by nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+
+from jzero._memory_kinds import NVME
+from jzero.offload.schedule._ops import Fetch, Loop, Op, Ref, Run, Send, Slice, Update, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """All slices of a stack, as they are known around the loop whose turns they are of."""
+
+    of: Value
+
+
+Name = Ref | Stack
+
+
+@dataclasses.dataclass
+class Live:
+    """What is still needed, at one point of the list.
+
+    Attributes:
+      here: of what is on the devices.
+      there: of what is in a store.
+    """
+
+    here: set[Name]
+    there: set[Name]
+
+    def copy(self) -> Live:
+        """Another one."""
+        return Live({*self.here}, {*self.there})
+
+
+@dataclasses.dataclass(frozen=True)
+class Dead:
+    """What nobody needs after an operation.
+
+    Attributes:
+      here: on the devices.
+      there: in a store.
+    """
+
+    here: tuple[Ref, ...] = ()
+    there: tuple[Ref, ...] = ()
+
+
+NOTHING = Dead()
+
+
+def dead_after(
+    ops: Sequence[Op], here: Collection[Value], there: Collection[Value]
+) -> dict[int, Dead]:
+    """What dies with each operation, by its identity; those within loops included.
+
+    A value is needed until the last operation that reads it, and again from one that makes it anew: of what
+    is fetched twice, the devices' first copy dies with its last reader.
+
+    Args:
+      ops: of a step; each stands in it once.
+      here: what is read of the devices after them.
+      there: what is read of the stores after them.
+    """
+    found: dict[int, Dead] = {}
+    _walk(ops, Live({*here}, {*there}), found)
+    return found
+
+
+def _walk(ops: Sequence[Op], live: Live, found: dict[int, Dead]) -> None:
+    """Goes back from what is needed behind the operations to what is needed before them."""
+    for op in reversed(ops):
+        if isinstance(op, Loop):
+            _walk_loop(op, live, found)
+            continue
+        reads, makes = _here(op)
+        reads_there, makes_there = _there(op)
+        found[id(op)] = Dead(
+            tuple(_unneeded([*reads, *makes], live.here)),
+            tuple(_unneeded([*reads_there, *makes_there], live.there)),
+        )
+        live.here.difference_update(makes)
+        live.here.update(reads)
+        live.there.difference_update(makes_there)
+        live.there.update(reads_there)
+
+
+def _walk_loop(loop: Loop, live: Live, found: dict[int, Dead]) -> None:
+    asked = {*loop.goes_on.takes} if loop.goes_on else set[Ref]()
+    behind = live.copy()
+    live.here |= asked
+    begins = live.copy()
+    for _ in range(2):  # What a turn reads of the one before is needed at its end.
+        ends = Live(live.here | _before(begins.here), live.there | _before(begins.there))
+        _walk(loop.body, ends, found)
+        ends.here |= asked
+        begins = ends
+    # What turns have handed on, or read over and over.
+    found[id(loop)] = Dead(
+        tuple(x for x in _before(begins.here) - behind.here if isinstance(x, Value)),
+        tuple(x for x in _before(begins.there) - behind.there if isinstance(x, Value)),
+    )
+    first = Live(_before(begins.here), _before(begins.there))
+    _walk(loop.first, first, found)
+    live.here, live.there = _around(first.here), _around(first.there)
+
+
+def _before(names: Iterable[Name]) -> set[Name]:
+    """What a turn needs, as the one before it knows it."""
+    found = set[Name]()
+    for name in names:
+        if not isinstance(name, Slice):
+            found.add(name)
+        elif not name.ahead:
+            found.add(Slice(name.of, 1))
+    return found
+
+
+def _around(names: Iterable[Name]) -> set[Name]:
+    return {Stack(name.of) if isinstance(name, Slice) else name for name in names}
+
+
+def _unneeded(refs: Iterable[Ref], live: set[Name]) -> Iterable[Ref]:
+    for ref in dict.fromkeys(refs):
+        stack = isinstance(ref, Slice) and Stack(ref.of) in live
+        if ref not in live and not stack:
+            yield ref
+
+
+def _here(op: Op) -> tuple[Sequence[Ref], Sequence[Ref]]:
+    """What an operation reads of the devices, and makes there."""
+    match op:
+        case Fetch(refs):
+            return (), refs
+        case Run(takes=takes, gives=gives):
+            return takes, gives
+        case Send(refs):
+            return refs, ()
+    return (), ()
+
+
+def _there(op: Op) -> tuple[Sequence[Ref], Sequence[Ref]]:
+    """What an operation reads of the stores, and makes there."""
+    match op:
+        case Fetch(refs, store, by=by):
+            if store == NVME:
+                return (), ()
+            return ([ref.of if isinstance(ref, Slice) else ref for ref in refs] if by else refs), ()
+        case Send(refs, by=by):
+            # Of a stack that a program writes its slices into, all are there with the last one.
+            return ((), ()) if by else ((), refs)
+        case Update(takes=takes):
+            return takes, ()
+    return (), ()
