@@ -103,16 +103,16 @@ def test_padded_bfloat16_gradients_beside_parameters_in_memory(tmp_path: Path):
 def test_memory_has_gradients_of_few_layers_at_any_depth(tmp_path: Path, monkeypatch: Any):
     """And the disk no byte more; with one slot, those of all layers."""
     slices: list[weakref.ref[Any]] = []
-    most, old = [0], GradientWrites.on_arrival
+    most, old = [0], GradientWrites.write
 
-    def arriving(writes: Any, arrived: Any) -> Any:
-        slices.extend(map(weakref.ref, arrived.values.values()))
-        found = old(writes, arrived)
+    def arriving(writes: Any, wanted: Any, arrays: Any) -> Any:
+        slices.extend(map(weakref.ref, arrays))
+        found = old(writes, wanted, arrays)
         alive = sum(x.nbytes for ref in slices if (x := ref()) is not None)
         most[0] = max(most[0], alive)
         return found
 
-    monkeypatch.setattr(GradientWrites, "on_arrival", arriving)
+    monkeypatch.setattr(GradientWrites, "write", arriving)
     peaks = []
     for depth in (4, 8):
         most[0] = 0
@@ -293,12 +293,12 @@ def test_gradients_are_written_when_all_processes_have_the_step_before(
     before, seen = jax.tree.map(np.array, state), list[Any]()
     store = in_files(state)[0].store
 
-    def arriving(writes: Any, arrived: Any) -> Any:
+    def arriving(*_: Any) -> Any:
         seen.append(store.files.steps)
         raise Stop
 
     with monkeypatch.context() as patched:
-        patched.setattr(GradientWrites, "on_arrival", arriving)
+        patched.setattr(GradientWrites, "write", arriving)
         with pytest.raises(Stop):
             train_step(state, batch(1))
     assert [len(steps) for steps in seen] == [2]

@@ -43,7 +43,7 @@ MAY = {
     "faults/_scenarios": "checkpoint._bucket",
     "faults/_scripts": "checkpoint._bucket checkpoint._lock checkpoint._mirror checkpoint._seal cli._main",
     "golden/_record": "sharding.plan._wire",
-    "golden/_watch": "offload._layered offload._pinned offload._streamed",
+    "golden/_watch": "offload.execute._stream",
     "gpu/test_checks": "sharding.plan._host_memory",
     "gpu/test_host": "offload._bandwidth offload.kernels._host_update",
     "gpu/test_layers": "sharding.analysis._residuals",
@@ -61,8 +61,8 @@ MAY = {
     "sampling/noise": "tracing._jaxpr",
     "sampling/settings": "sharding.passes._codes sharding.plan._wire",
     "test_activations":
-        "ir._regions offload._part_values segments._programs sharding.analysis._residuals "
-        "sharding.cut._layer_parts sharding.plan._host_memory tracing._jaxpr",
+        "ir._regions offload.execute._executor offload.schedule._ops segments._programs "
+        "sharding.analysis._residuals sharding.cut._layer_parts sharding.plan._host_memory tracing._jaxpr",
     "test_activations_on_gpus": "sharding.analysis._residuals",
     "test_bandwidth":
         "cli._main offload._bandwidth offload._links offload.kernels._machine reports._bandwidth",
@@ -96,11 +96,11 @@ MAY = {
     "test_differences": "tracing._differences tracing._jaxpr tracing._rewrite",
     "test_dims": "segments._partitioned sharding.analysis._residuals sharding.partition._movement",
     "test_dispatches":
-        "offload._layered offload._pinned offload._streamed preflight._dispatches preflight._examined "
+        "offload.execute._stream preflight._dispatches preflight._examined "
         "segments._programs",
     "test_donate": "_quantities",
     "test_early_updates":
-        "offload._early_turns offload._host_step offload._layered_visits offload._loop_run "
+        "offload._early_turns offload._host_step offload._layer_schedule offload.execute._executor "
         "offload.kernels._host_update sharding.cut._layer_parts",
     "test_eqx": "_compare",
     "test_estimate": "_quantities reports._presets",
@@ -120,7 +120,7 @@ MAY = {
         "segments._planned sharding.cut._fused_loops sharding.cut._growing_loop tracing._jaxpr "
         "tracing._rewrite",
     "test_golden":
-        "_step_types ir._rules ir._writer offload._layer_programs offload._layered offload._streamed "
+        "_step_types ir._rules ir._writer offload._layer_programs offload.execute._stream "
         "segments._partitioned sharding.passes._codes",
     "test_growth": "preflight._preflight",
     "test_hf_config": "reports._hf_config",
@@ -141,7 +141,7 @@ MAY = {
     "test_hostile_files":
         "_json checkpoint._inspect weights._export weights._import weights._safetensors weights._sources",
     "test_hostile_tiles": "offload.nvme._layout",
-    "test_infer_from_host": "_compare offload._layered offload._pinned sharding.cut._layer_parts",
+    "test_infer_from_host": "_compare offload.execute._stream sharding.cut._layer_parts",
     "test_inputs_first": "_compare segments._partitioned segments._programs tracing._jaxpr",
     "test_interchange":
         "ir._loops sharding.analysis._traffic sharding.cut._interchange sharding.cut._layer_parts "
@@ -181,9 +181,9 @@ MAY = {
         "offload.nvme._header",
     "test_nvme_sweep": "offload.nvme._aligned offload.nvme._sweep",
     "test_objects": "_compare",
-    "test_offload": "_quantities offload._pinned offload._streamed",
+    "test_offload": "_quantities offload.execute._stream",
     "test_offload_params":
-        "offload._layered offload._pinned segments._programs sharding.analysis._residuals "
+        "offload.execute._stream segments._programs sharding.analysis._residuals "
         "sharding.analysis._traffic sharding.cut._layer_parts",
     "test_offload_schedule":
         "_memory_kinds offload.schedule._folds offload.schedule._ops offload.schedule._schedule "

@@ -35,8 +35,8 @@ import optax
 import jzero
 from experiments.shared import devices, records
 from experiments.shared.gpt import GPT, make_step
-from jzero.offload import _layered, _pinned
-from jzero.offload._pinned import Visit
+from jzero.offload.execute import _stream
+from jzero.offload.execute._stream import Visit
 from tiers import ACTIVATIONS, ALL, IN_TURN, LAYER_MAJOR, ONE_DEVICE, PLAIN, STATE, tiers
 
 # ---------------------------------------------------------------------------------------------
@@ -74,16 +74,17 @@ class Watch:
 
     def __init__(self) -> None:
         self._fetched: list[weakref.ref[jax.Array]] = []
+        self._stream = _stream.stream
         self.parameters = self.total = 0
 
     def stream(self, visits: Iterable[Visit | None], *limits: Any) -> None:
-        """As `_pinned.stream`, and looks."""
-        _pinned.stream((visit and self._watched(visit) for visit in visits), *limits)
+        """As `_stream.stream`, and looks."""
+        self._stream((visit and self._watched(visit) for visit in visits), *limits)
 
     def _watched(self, visit: Visit) -> Visit:
         def fetch() -> Any:
             arrays = visit.fetch()
-            self._fetched += map(weakref.ref, arrays)
+            self._fetched += map(weakref.ref, arrays.values())
             return arrays
 
         def update(arrays: Any) -> Any:
@@ -118,7 +119,7 @@ def live(layers: int, options: dict[str, Any]) -> dict[str, int]:
     batch: Any = np.random.default_rng(0).integers(0, model.vocab, shape, np.int32)
     state, _ = train_step(state, batch)
     watch = Watch()
-    with mock.patch.object(_layered, "stream", watch.stream):
+    with mock.patch.object(_stream, "stream", watch.stream):
         state, loss = train_step(state, batch)
     jax.block_until_ready(loss)
     watch.look()

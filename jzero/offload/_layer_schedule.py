@@ -16,7 +16,7 @@ from jzero.ir._rules import size_in_bytes
 from jzero.offload._layer_programs import LayerPrograms, Locals
 from jzero.offload.schedule._ops import (
     HANDED_ON,
-    Call,
+    DeviceCall,
     Fetch,
     Loop,
     Op,
@@ -433,7 +433,9 @@ class LayerSchedule:
 
     # -- programs --------------------------------------------------------------------------------------
 
-    def _run(self, name: str, takes: tuple[Ref, ...], gives: tuple[Ref, ...], call: Call) -> Run:
+    def _run(
+        self, name: str, takes: tuple[Ref, ...], gives: tuple[Ref, ...], call: DeviceCall
+    ) -> Run:
         return Run(name, takes, gives, call, self._index)
 
     def _handed_on(self, made: Sequence[Var]) -> tuple[Value, ...]:
@@ -451,17 +453,17 @@ def _known(takes: Sequence[Var], arrays: Sequence[Any]) -> dict[Var, Any]:
     return dict(zip(takes, arrays, strict=True))
 
 
-def _named(takes: Sequence[Var], program: Callable[[Mapping[Var, Any]], Any]) -> Call:
+def _named(takes: Sequence[Var], program: Callable[[Mapping[Var, Any]], Any]) -> DeviceCall:
     """A program of values by their variables."""
     return lambda arrays, _: (program(_known(takes, arrays)), ())
 
 
-def _made_by(program: Callable[[Any], Any]) -> Call:
+def _made_by(program: Callable[[Any], Any]) -> DeviceCall:
     """A program of a list."""
     return lambda arrays, _: (program([*arrays]), ())
 
 
-def _asking(takes: Sequence[Var], program: Callable[[Mapping[Var, Any]], Any]) -> Call:
+def _asking(takes: Sequence[Var], program: Callable[[Mapping[Var, Any]], Any]) -> DeviceCall:
     return lambda arrays, _: ([program(_known(takes, arrays))], ())
 
 

@@ -22,7 +22,7 @@ from jzero.offload._file_reads import FileReads
 from jzero.offload._file_run import FileRun, FileSource
 from jzero.offload._layer_programs import LayerPrograms, Locals
 from jzero.offload._layer_schedule import CutSegment, LayerSchedule, Told
-from jzero.offload.execute._executor import NOBODY, Arrivals, Execution, Keys, Program
+from jzero.offload.execute._executor import NOBODY, Arrivals, Executable, Execution, Keys
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.schedule._ops import Op, Update, Value, Wanted
 from jzero.segments._planned import PlannedStep
@@ -217,12 +217,12 @@ class LayeredSegment:
         return LayerSchedule(self._cut, self._leaves, self.gradients, self._told)
 
     @functools.cached_property
-    def _program(self) -> Program:
+    def _program(self) -> Executable:
         made = self._schedule
         ops, outs = tuple(made.all()), made.outputs
         here = tuple(x.value for x in outs if x and not x.pinned)
         there = tuple(x.value for x in outs if x and x.pinned)
-        return Program(ops, Keys(here, there))
+        return Executable(ops, Keys(here, there))
 
     @functools.cached_property
     def gradients(self) -> dict[Var, Value]:

@@ -21,7 +21,7 @@ from jzero._memory_kinds import DEVICE, PINNED
 from jzero.offload._slicing import layout_of, num_rows
 from jzero.offload.memory._pinned_leaf import renewed
 from jzero.offload.schedule._ops import (
-    Call,
+    DeviceCall,
     Fetch,
     Loop,
     Op,
@@ -54,7 +54,7 @@ def _put(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(_rows(x), part, start, 0).reshape(x.shape)
 
 
-def _listed(program: Callable[[list[Any]], Any]) -> Call:
+def _listed(program: Callable[[list[Any]], Any]) -> DeviceCall:
     return lambda arrays, _: (program([*arrays]), ())
 
 
@@ -160,7 +160,7 @@ class SlicedTurn:
         enter = _conversions.entering(self._planned, variables)
         return list if enter is None else jax.jit(enter)
 
-    def _leaving(self) -> Call:
+    def _leaving(self) -> DeviceCall:
         """`[*old leaves, *shards] -> leaves`."""
         leave, num = _conversions.leaving(self._planned, self._renewed), len(self._renewed)
         if leave is None:
@@ -223,7 +223,7 @@ class SlicedTurn:
         homes = [self._homes[var] for var in self._vars(self._back)]
         return jax.jit(store, donate_argnums=0, out_shardings=(homes, None))
 
-    def _updating(self) -> Call:
+    def _updating(self) -> DeviceCall:
         """`[*own, *held, *others, *read, *scalars] -> [*new rows, *held]`."""
         run, starts = self._update(), [0]
         groups = (self._own, self._renewed, self._others, self._large, self._scalars)

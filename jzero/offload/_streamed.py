@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jzero._memory_kinds import DEVICE, PINNED
 from jzero.offload._layered import NO_WINDOW, LayeredSegment, Window
 from jzero.offload._sliced import SlicedTurn
-from jzero.offload.execute._executor import Execution, Keys, Program
+from jzero.offload.execute._executor import Executable, Execution, Keys
 from jzero.offload.execute._stream import free
-from jzero.offload.schedule._ops import Call, Fetch, Op, Run, Send, Value
+from jzero.offload.schedule._ops import DeviceCall, Fetch, Op, Run, Send, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._builder import Builder
 from jzero.segments._planned import PlannedStep
@@ -114,14 +114,14 @@ class StreamedStep:
     # -- the update ------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _update(self) -> Program:
+    def _update(self) -> Executable:
         """What runs behind the grad part."""
         ops = [op for index, _ in enumerate(self.turns) for op in self._ops(index)]
         placed = [(self._is_there(i), value) for i, value in self._new.items()]
         here, there = (
             tuple(x for where, x in placed if where == pinned) for pinned in (False, True)
         )
-        return Program(ops, Keys(here, there))
+        return Executable(ops, Keys(here, there))
 
     @functools.cached_property
     def _new(self) -> dict[int, Value]:
@@ -171,7 +171,7 @@ class StreamedStep:
             places = tuple(homes.of[invars[i]] for i in back)
             yield Send(tuple(self._new[i] for i in back), PINNED, places, copies=0)
 
-    def _call(self, turn: Segment) -> Call:
+    def _call(self, turn: Segment) -> DeviceCall:
         def call(arrays: Sequence[Any], _: int | None) -> Any:
             here = dict(zip(turn.takes, arrays, strict=True))
             made = turn(here, self.compiled.of(turn, here))

@@ -144,7 +144,10 @@ def _run(
 
 
 class _Window:
-    """The visits of one stream that are on the devices: fetched, and not waited for since their update."""
+    """The visits of one stream that are on the devices: fetched, and not waited for since their update.
+
+    Those that run no program of the step, and give values other names, are left out.
+    """
 
     def __init__(self, block: Callable[[Any], Any]):
         self._block = block
@@ -156,7 +159,10 @@ class _Window:
 
     def watched(self, visits: Iterable[Visit | None]) -> Iterator[Visit | None]:
         for visit in visits:
-            yield visit and visit._replace(
+            if visit is None or not visit.counts:
+                yield visit
+                continue
+            yield visit._replace(
                 fetch=functools.partial(self._fetch, visit),
                 update=functools.partial(self._update, visit),
             )

@@ -37,10 +37,10 @@ from jzero.offload.schedule._ops import (
 )
 
 # A value, or the slice of it at one place along dim 0.
-Key = Value | tuple[Value, int]
+HeldAs = Value | tuple[Value, int]
 
 
-class Turn(NamedTuple):
+class AtTurn(NamedTuple):
     """A turn of a loop; -1 is before the first."""
 
     of: Loop
@@ -79,7 +79,7 @@ class _Group(NamedTuple):
     after: tuple[Send | Update, ...]
 
 
-class Program:
+class Executable:
     """A list of operations that can run, any number of times.
 
     Attributes:
@@ -132,7 +132,7 @@ class Execution:
     """
 
     def __init__(
-        self, program: Program, here: dict[Key, Any], there: dict[Key, Any], files: Any = None,
+        self, program: Executable, here: dict[HeldAs, Any], there: dict[HeldAs, Any], files: Any = None,
         arrivals: Arrivals = NOBODY,
     ):  # fmt: skip
         """Runs nothing.
@@ -160,7 +160,7 @@ class Execution:
 
     # -- visits ----------------------------------------------------------------------------------------
 
-    def _visits(self, ops: Sequence[Op], turn: Turn | None = None) -> Iterator[Visit | None]:
+    def _visits(self, ops: Sequence[Op], turn: AtTurn | None = None) -> Iterator[Visit | None]:
         for group in self._program.groups(ops):
             if isinstance(group, Loop):
                 yield from self._loop(group)
@@ -175,10 +175,10 @@ class Execution:
             )
 
     def _loop(self, loop: Loop) -> Iterator[Visit | None]:
-        yield from self._visits(loop.first, Turn(loop, -1))
+        yield from self._visits(loop.first, AtTurn(loop, -1))
         if loop.length is not None:
             for number in range(loop.length):
-                yield from self._visits(loop.body, Turn(loop, number))
+                yield from self._visits(loop.body, AtTurn(loop, number))
             yield Visit(0, dict, functools.partial(self._left, loop), counts=False)
             return
         for number in itertools.count():
@@ -186,9 +186,9 @@ class Execution:
             if not self._goes_on(loop, number):
                 self._left(loop, {})
                 return
-            yield from self._visits(loop.body, Turn(loop, number))
+            yield from self._visits(loop.body, AtTurn(loop, number))
 
-    def _left(self, loop: Loop, _: dict[Key, Any]) -> list[Any]:
+    def _left(self, loop: Loop, _: dict[HeldAs, Any]) -> list[Any]:
         dead = self._program.dead(loop)
         self._drop(self.here, dead.here, None)
         self._drop(self.there, dead.there, None)
@@ -202,22 +202,24 @@ class Execution:
         # A trace of what is started has one turn.
         return not number if is_tracer(asked) else bool(jax.device_get(asked))
 
-    def _wanted(self, group: _Group, turn: Turn | None) -> Sequence[Wanted]:
+    def _wanted(self, group: _Group, turn: AtTurn | None) -> Sequence[Wanted]:
         """What is read of files for a visit, ahead of it."""
         fetches = [op for op in group.fetches if op.store == NVME and op.ahead]
         return [x for op in fetches for x in _wanted(op, turn)] if self._files else []
 
     # -- what a visit does -----------------------------------------------------------------------------
 
-    def _fetch(self, group: _Group, turn: Turn | None) -> dict[Key, Any]:
+    def _fetch(self, group: _Group, turn: AtTurn | None) -> dict[HeldAs, Any]:
         """Starts copies to the devices; what is not there yet, or comes late, follows with the program."""
-        found: dict[Key, Any] = {}
+        found: dict[HeldAs, Any] = {}
         for op in group.fetches:
             if op.ahead:
                 found |= self._fetched(op, turn, found)
         return found
 
-    def _fetched(self, op: Fetch, turn: Turn | None, known: Mapping[Key, Any]) -> dict[Key, Any]:
+    def _fetched(
+        self, op: Fetch, turn: AtTurn | None, known: Mapping[HeldAs, Any]
+    ) -> dict[HeldAs, Any]:
         keys = [key for ref in op.refs if (key := _key(ref, turn)) is not None and key not in known]
         if op.store == NVME and self._files:
             return dict(zip(keys, self._files.fetched(_wanted(op, turn)), strict=True))
@@ -238,7 +240,7 @@ class Execution:
             free(self.there.pop(value))
         return found
 
-    def _update(self, group: _Group, turn: Turn | None, arrays: dict[Key, Any]) -> list[Any]:
+    def _update(self, group: _Group, turn: AtTurn | None, arrays: dict[HeldAs, Any]) -> list[Any]:
         """Starts the program, and then copies to the host; what is to be waited for."""
         for op in group.fetches:
             late = not op.ahead or any(_key(ref, turn) not in arrays for ref in op.refs)
@@ -255,7 +257,7 @@ class Execution:
             self._drop(self.there, self._program.dead(op).there, turn)
         return copies or [*done]
 
-    def _run(self, run: Run, turn: Turn | None) -> Sequence[Any]:
+    def _run(self, run: Run, turn: AtTurn | None) -> Sequence[Any]:
         assert run.call is not None
         keys = [_key(ref, turn) for ref in run.takes]
         arrays = [self.here[key] for key in keys if key is not None]
@@ -266,7 +268,7 @@ class Execution:
         )  # fmt: skip
         return done
 
-    def _send(self, op: Send, turn: Turn | None) -> Sequence[Any]:
+    def _send(self, op: Send, turn: AtTurn | None) -> Sequence[Any]:
         keys = [key for ref in op.refs if (key := _key(ref, turn)) is not None]
         arrays = [self.here[key] for key in keys]
         if op.by is not None:
@@ -281,7 +283,7 @@ class Execution:
         self.there.update(zip(keys, copies, strict=True))
         return list(copies)
 
-    def _over(self, group: _Group, turn: Turn | None) -> None:
+    def _over(self, group: _Group, turn: AtTurn | None) -> None:
         """Tells of what is on the host now."""
         begin, write = self._arrivals.begin, self._arrivals.write
         for op in group.after:
@@ -295,7 +297,7 @@ class Execution:
                     self.there.update(begin(op, _place_of(turn), takes))
                 self._drop(self.there, self._program.dead(op).there, turn)
 
-    def _drop(self, values: dict[Key, Any], refs: Sequence[Ref], turn: Turn | None) -> None:
+    def _drop(self, values: dict[HeldAs, Any], refs: Sequence[Ref], turn: AtTurn | None) -> None:
         for ref in refs:
             if (key := _key(ref, turn)) is not None:
                 values.pop(key, None)
@@ -306,7 +308,7 @@ def _whole(ref: Ref) -> Value:
     return ref
 
 
-def _key(ref: Ref, turn: Turn | None) -> Key | None:
+def _key(ref: Ref, turn: AtTurn | None) -> HeldAs | None:
     """How a value is known in a turn; None for a slice of the turn after the last one."""
     if not isinstance(ref, Slice):
         return ref
@@ -314,12 +316,12 @@ def _key(ref: Ref, turn: Turn | None) -> Key | None:
     return None if place is None else (ref.of, place)
 
 
-def _known(key: Key | None) -> Key:
+def _known(key: HeldAs | None) -> HeldAs:
     assert key is not None, "only leaves are fetched for the turn after the last one"
     return key
 
 
-def _place(ref: Ref, turn: Turn | None) -> Any:
+def _place(ref: Ref, turn: AtTurn | None) -> Any:
     """The place of a slice along dim 0."""
     if not isinstance(ref, Slice):
         return None
@@ -328,11 +330,11 @@ def _place(ref: Ref, turn: Turn | None) -> Any:
     return turn.of.order[number] if number < len(turn.of.order) else None
 
 
-def _place_of(turn: Turn | None) -> int | None:
+def _place_of(turn: AtTurn | None) -> int | None:
     return None if turn is None else turn.of.order[turn.number]
 
 
-def _wanted(op: Fetch, turn: Turn | None) -> list[Wanted]:
+def _wanted(op: Fetch, turn: AtTurn | None) -> list[Wanted]:
     """What of values is read from files: them, or one slice of each."""
     refs = [ref for ref in op.refs if _key(ref, turn) is not None]
     return [Wanted(value_of(ref), _place(ref, turn)) for ref in refs]

@@ -17,9 +17,8 @@ import jax
 from jax.sharding import NamedSharding
 
 HANDED_ON = "value"  # what parts of a step hand to each other, on the devices
-Arrays = Sequence[Any]
 # `(arrays, turn) -> (results, what to wait for)`; the turn is None outside of loops.
-Call = Callable[[Arrays, int | None], tuple[Arrays, Arrays]]
+DeviceCall = Callable[[Sequence[Any], int | None], tuple[Sequence[Any], Sequence[Any]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +100,7 @@ class Fetch:
     refs: tuple[Ref, ...]
     store: str
     places: tuple[NamedSharding, ...] = ()
-    by: Callable[[Arrays, int], Arrays] | None = None
+    by: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
     nbytes: int = 0
     frees: frozenset[Value] = frozenset()
     ahead: bool = True
@@ -122,7 +121,7 @@ class Run:
     program: str
     takes: tuple[Ref, ...] = ()
     gives: tuple[Ref, ...] = ()
-    call: Call | None = None
+    call: DeviceCall | None = None
     index: int | None = None
 
 
@@ -144,7 +143,7 @@ class Send:
     refs: tuple[Ref, ...]
     store: str
     places: tuple[NamedSharding, ...] = ()
-    by: Callable[[Any, Arrays, int], tuple[Arrays, Arrays]] | None = None
+    by: Callable[[Any, Sequence[Any], int], tuple[Sequence[Any], Sequence[Any]]] | None = None
     copies: int = 1
     waits: bool = False
 
