@@ -407,21 +407,21 @@ def test_coming_defaults_keep_what_waits():
 @pytest.mark.parametrize("little", [False, True], ids=["room for two", "little room"])
 def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little, monkeypatch):
     """Each residual leaves once and comes back once; none is left behind."""
-    moved: collections.Counter[str] = collections.Counter()
+    moved_bytes: collections.Counter[str] = collections.Counter()
 
     send, fetched = Execution._send, Execution._fetched
 
-    def waits(op):
-        return value_of(op.refs[0]).what == "activation"
+    def waits(moved):
+        return value_of(moved.op.refs[0]).what == "activation"
 
-    def counted_send(self, op, turn):
-        found = send(self, op, turn)
-        moved["to host"] += waits(op) * sum(x.nbytes for x in found) // 8
+    def counted_send(self, moved):
+        found = send(self, moved)
+        moved_bytes["to host"] += waits(moved) * sum(x.nbytes for x in found) // 8
         return found
 
-    def counted_fetch(self, op, *args):
-        found = fetched(self, op, *args)
-        moved["to device"] += waits(op) * sum(x.nbytes for x in found.values()) // 8
+    def counted_fetch(self, moved, known):
+        found = fetched(self, moved, known)
+        moved_bytes["to device"] += waits(moved) * sum(x.nbytes for x in found.values()) // 8
         return found
 
     monkeypatch.setattr(Execution, "_send", counted_send)
@@ -437,7 +437,7 @@ def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little,
     for x in report.crossings:
         if x.what == "activation":
             told[x.direction] += x.nbytes
-    assert moved == told
+    assert moved_bytes == told
     assert told["to host"] == told["to device"] > 0
 
 

@@ -18,6 +18,7 @@ from jzero.offload._early_turns import EarlyPlan
 from jzero.offload._layer_schedule import STRETCH, TURN
 from jzero.offload.execute._executor import Execution
 from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.schedule._ops import Send
 from jzero.sharding.cut._layer_parts import LayerLoop
 from test_offload_params import batch, make_step, new_state
 from zoo._models import SEQ_LEN, token_batches
@@ -169,12 +170,13 @@ def log(monkeypatch):
     events: list[Any] = []
     run, start = Execution._run, HostUpdate.start
 
-    def logged_run(self, op, turn):
+    def logged_run(self, visit):
+        op = visit.run
         if op.program == TURN:
-            events.append((op.index, turn.of.order[turn.number]))
+            events.append((op.index, visit.place))
         elif op.program == STRETCH:
             events.append((op.index, None))
-        return run(self, op, turn)
+        return run(self, visit)
 
     def logged_start(self, states, inputs):
         events.append(self._names)
@@ -253,10 +255,11 @@ def failing_at(at, error):
     """Raises where a turn of the backward loop is started."""
     run = Execution._run
 
-    def failing(self, op, turn):
-        if op.program == TURN and turn.of.reverse and turn.of.order[turn.number] == at:
+    def failing(self, visit):
+        is_backward = any(isinstance(x.op, Send) for x in visit.after)
+        if visit.run.program == TURN and is_backward and visit.place == at:
             raise error("planted")
-        return run(self, op, turn)
+        return run(self, visit)
 
     return failing
 

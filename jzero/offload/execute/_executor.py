@@ -40,13 +40,6 @@ from jzero.offload.schedule._ops import (
 HeldAs = Value | tuple[Value, int]
 
 
-class AtTurn(NamedTuple):
-    """A turn of a loop; -1 is before the first."""
-
-    of: Loop
-    number: int
-
-
 class Keys(NamedTuple):
     """What is read of the devices, and of the stores, when a list has run."""
 
@@ -79,18 +72,76 @@ class _Group(NamedTuple):
     after: tuple[Send | Update, ...]
 
 
+class _Moved(NamedTuple):
+    """What an operation moves, or takes of what is on the host, in one turn.
+
+    Attributes:
+      op: it.
+      keys: how values are known; one of the turn after the last is left out.
+      wanted: the same, as files know them.
+      place: of slices, along dim 0.
+      dead: what nobody needs on the host after it.
+    """
+
+    op: Any
+    keys: tuple[HeldAs, ...]
+    wanted: tuple[Wanted, ...]
+    place: int | None
+    dead: tuple[HeldAs, ...]
+
+
+class _VisitAt(NamedTuple):
+    """A group in one turn.
+
+    Attributes:
+      fetches, after: of the group.
+      run: of it.
+      takes, gives: of the program.
+      number: of the turn; None outside of loops, and -1 before the first.
+      place: of its slices, along dim 0.
+      dead: what nobody needs on the devices after it.
+    """
+
+    fetches: tuple[_Moved, ...]
+    run: Run | None
+    takes: tuple[HeldAs, ...]
+    gives: tuple[HeldAs | None, ...]
+    number: int | None
+    place: int | None
+    after: tuple[_Moved, ...]
+    dead: tuple[HeldAs, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """On each device, of what it fetches."""
+        return sum(x.op.nbytes for x in self.fetches)
+
+    @property
+    def wanted(self) -> list[Wanted]:
+        """What is read of files for it, ahead of it."""
+        ahead = [x for x in self.fetches if x.op.store == NVME and x.op.ahead]
+        return [each for x in ahead for each in x.wanted]
+
+
 class Executable:
     """A list of operations that can run, any number of times.
 
     Attributes:
       ops: the list.
-      keeps: what is read when it has run.
     """
 
     def __init__(self, ops: Sequence[Op], keeps: Keys):
-        self.ops, self.keeps = tuple(ops), keeps
+        """A list.
+
+        Args:
+          ops: it.
+          keeps: what is read when it has run.
+        """
+        self.ops = tuple(ops)
         self._dead = dead_after(ops, keeps.here, keeps.there)
         self._groups: dict[int, list[_Group | Loop]] = {}
+        # By the group, and the turn: names are looked up once, and not in each step.
+        self._visits: dict[tuple[int, int | None], _VisitAt] = {}
 
     def dead(self, op: Op | None) -> Dead:
         """What nobody needs after an operation."""
@@ -101,6 +152,72 @@ class Executable:
         if id(ops) not in self._groups:
             self._groups[id(ops)] = [*_grouped(ops)]
         return self._groups[id(ops)]
+
+    def visit(self, group: _Group, loop: Loop | None, number: int | None) -> _VisitAt:
+        """A group in a turn of the loop around it."""
+        sliced = loop is not None and loop.length is not None
+        key = id(group), number if sliced else None
+        if key not in self._visits:
+            self._visits[key] = self._visit(group, _Names(loop if sliced else None, number))
+        return self._visits[key]
+
+    def _visit(self, group: _Group, names: _Names) -> _VisitAt:
+        run = group.run
+        ops = (*group.fetches, *([run] if run else []), *group.after)
+        return _VisitAt(
+            tuple(self._moved(op, op.refs, names) for op in group.fetches),
+            run,
+            names.known(run.takes if run else ()),
+            tuple([names.key(ref) for ref in run.gives] if run else []),
+            names.number,
+            names.place_of_turn,
+            tuple(
+                self._moved(op, op.refs if isinstance(op, Send) else op.takes, names)
+                for op in group.after
+            ),
+            names.known([ref for op in ops for ref in self.dead(op).here]),
+        )
+
+    def _moved(self, op: Any, refs: Sequence[Ref], names: _Names) -> _Moved:
+        known = [ref for ref in refs if names.key(ref) is not None]
+        wanted = tuple(Wanted(value_of(ref), names.place(ref)) for ref in known)
+        at = names.place_of_turn if isinstance(op, Update) else None
+        place = names.place(known[0]) if known and not isinstance(op, Update) else at
+        return _Moved(op, names.known(refs), wanted, place, names.known(self.dead(op).there))
+
+
+class _Names(NamedTuple):
+    """How values are known in a turn of a loop, or outside of any."""
+
+    loop: Loop | None
+    number: int | None
+
+    def place(self, ref: Ref) -> int | None:
+        """The place of a slice along dim 0; None of a whole value, and in the turn after the last one."""
+        if not isinstance(ref, Slice):
+            return None
+        assert self.loop is not None, "a slice is known in a turn only"
+        assert self.number is not None
+        order, number = self.loop.order, self.number + ref.ahead
+        return order[number] if number < len(order) else None
+
+    @property
+    def place_of_turn(self) -> int | None:
+        """That of this turn's slices."""
+        if self.loop is None or self.number is None or self.number < 0:
+            return None
+        return self.loop.order[self.number]
+
+    def key(self, ref: Ref) -> HeldAs | None:
+        """None for a slice of the turn after the last one."""
+        if not isinstance(ref, Slice):
+            return ref
+        place = self.place(ref)
+        return None if place is None else (ref.of, place)
+
+    def known(self, refs: Sequence[Ref]) -> tuple[HeldAs, ...]:
+        """All that there are."""
+        return tuple([key for ref in refs if (key := self.key(ref)) is not None])
 
 
 def _grouped(ops: Sequence[Op]) -> Iterator[_Group | Loop]:
@@ -160,25 +277,28 @@ class Execution:
 
     # -- visits ----------------------------------------------------------------------------------------
 
-    def _visits(self, ops: Sequence[Op], turn: AtTurn | None = None) -> Iterator[Visit | None]:
+    def _visits(
+        self, ops: Sequence[Op], loop: Loop | None = None, number: int | None = None
+    ) -> Iterator[Visit | None]:
         for group in self._program.groups(ops):
             if isinstance(group, Loop):
                 yield from self._loop(group)
                 continue
+            visit = self._program.visit(group, loop, number)
             yield Visit(
-                sum(op.nbytes for op in group.fetches),
-                functools.partial(self._fetch, group, turn),
-                functools.partial(self._update, group, turn),
-                functools.partial(self._over, group, turn),
-                self._wanted(group, turn),
-                bool(group.run and group.run.program),
+                visit.nbytes,
+                functools.partial(self._fetch, visit),
+                functools.partial(self._update, visit),
+                functools.partial(self._over, visit),
+                visit.wanted if self._files else (),
+                bool(visit.run and visit.run.program),
             )
 
     def _loop(self, loop: Loop) -> Iterator[Visit | None]:
-        yield from self._visits(loop.first, AtTurn(loop, -1))
+        yield from self._visits(loop.first, loop, -1)
         if loop.length is not None:
             for number in range(loop.length):
-                yield from self._visits(loop.body, AtTurn(loop, number))
+                yield from self._visits(loop.body, loop, number)
             yield Visit(0, dict, functools.partial(self._left, loop), counts=False)
             return
         for number in itertools.count():
@@ -186,155 +306,111 @@ class Execution:
             if not self._goes_on(loop, number):
                 self._left(loop, {})
                 return
-            yield from self._visits(loop.body, AtTurn(loop, number))
+            yield from self._visits(loop.body, loop, number)
 
     def _left(self, loop: Loop, _: dict[HeldAs, Any]) -> list[Any]:
         dead = self._program.dead(loop)
-        self._drop(self.here, dead.here, None)
-        self._drop(self.there, dead.there, None)
+        _drop(self.here, dead.here)
+        _drop(self.there, dead.there)
         return []
 
     def _goes_on(self, loop: Loop, number: int) -> bool:
         run = loop.goes_on
         assert run is not None
         assert run.call is not None
-        (asked,), _ = run.call([self.here[_whole(x)] for x in run.takes], None)
+        (asked,), _ = run.call([self.here[value_of(x)] for x in run.takes], None)
         # A trace of what is started has one turn.
         return not number if is_tracer(asked) else bool(jax.device_get(asked))
 
-    def _wanted(self, group: _Group, turn: AtTurn | None) -> Sequence[Wanted]:
-        """What is read of files for a visit, ahead of it."""
-        fetches = [op for op in group.fetches if op.store == NVME and op.ahead]
-        return [x for op in fetches for x in _wanted(op, turn)] if self._files else []
-
     # -- what a visit does -----------------------------------------------------------------------------
 
-    def _fetch(self, group: _Group, turn: AtTurn | None) -> dict[HeldAs, Any]:
+    def _fetch(self, visit: _VisitAt) -> dict[HeldAs, Any]:
         """Starts copies to the devices; what is not there yet, or comes late, follows with the program."""
         found: dict[HeldAs, Any] = {}
-        for op in group.fetches:
-            if op.ahead:
-                found |= self._fetched(op, turn, found)
+        for moved in visit.fetches:
+            if moved.op.ahead:
+                found.update(self._fetched(moved, found))
         return found
 
-    def _fetched(
-        self, op: Fetch, turn: AtTurn | None, known: Mapping[HeldAs, Any]
-    ) -> dict[HeldAs, Any]:
-        keys = [key for ref in op.refs if (key := _key(ref, turn)) is not None and key not in known]
+    def _fetched(self, moved: _Moved, known: Mapping[HeldAs, Any]) -> dict[HeldAs, Any]:
+        op: Fetch = moved.op
         if op.store == NVME and self._files:
-            return dict(zip(keys, self._files.fetched(_wanted(op, turn)), strict=True))
+            return dict(zip(moved.keys, self._files.fetched(moved.wanted), strict=True))
         if op.by is not None:
-            if not keys:
-                return {}
-            sources = [self.there[value_of(ref)] for ref in op.refs]
-            copies = op.by(sources, _place(op.refs[0], turn))
-            found = dict(zip(keys, copies, strict=True))
-        else:
-            pairs = zip(op.refs, op.places, strict=True)
-            there = [(key, place) for ref, place in pairs if (key := _key(ref, turn)) in self.there]
-            there = [(key, place) for key, place in there if key not in known]
+            return self._by_program(op.by, moved)
+        found: dict[HeldAs, Any] = {}
+        there = [
+            (key, place) for key, place in zip(moved.keys, op.places, strict=True)
+            if key in self.there and key not in known
+        ]  # fmt: skip
+        if there:
             arrays = [self.there[key] for key, _ in there]
-            copies = jax.device_put(arrays, [place for _, place in there]) if there else []
+            copies = jax.device_put(arrays, [place for _, place in there])
             found = {key: x for (key, _), x in zip(there, copies, strict=True)}
         for value in op.frees:  # Freed when it is copied: the host holds no second state.
             free(self.there.pop(value))
         return found
 
-    def _update(self, group: _Group, turn: AtTurn | None, arrays: dict[HeldAs, Any]) -> list[Any]:
+    def _by_program(self, by: Any, moved: _Moved) -> dict[HeldAs, Any]:
+        if not moved.keys:
+            return {}
+        stacks = [self.there[x.value] for x in moved.wanted]
+        return dict(zip(moved.keys, by(stacks, moved.place), strict=True))
+
+    def _update(self, visit: _VisitAt, arrays: dict[HeldAs, Any]) -> list[Any]:
         """Starts the program, and then copies to the host; what is to be waited for."""
-        for op in group.fetches:
-            late = not op.ahead or any(_key(ref, turn) not in arrays for ref in op.refs)
-            if late and not (op.by or (op.store == NVME and op.ahead)):
-                arrays |= self._fetched(op, turn, arrays)
-        self.here |= arrays
-        done: Sequence[Any] = ()
-        if (run := group.run) is not None:
-            done = self._run(run, turn)
-        copies = [x for op in group.after if isinstance(op, Send) for x in self._send(op, turn)]
-        for each in (*group.fetches, run, *group.after):
-            self._drop(self.here, self._program.dead(each).here, turn)
-        for op in group.fetches:
-            self._drop(self.there, self._program.dead(op).there, turn)
+        for moved in visit.fetches:
+            op = moved.op
+            if not op.ahead or (op.by is None and any(key not in arrays for key in moved.keys)):
+                arrays.update(self._fetched(moved, arrays))
+        self.here.update(arrays)
+        done: Sequence[Any] = self._run(visit) if visit.run else ()
+        copies = [x for m in visit.after if isinstance(m.op, Send) for x in self._send(m)]
+        _drop(self.here, visit.dead)
+        for moved in visit.fetches:
+            _drop(self.there, moved.dead)
         return copies or [*done]
 
-    def _run(self, run: Run, turn: AtTurn | None) -> Sequence[Any]:
-        assert run.call is not None
-        keys = [_key(ref, turn) for ref in run.takes]
-        arrays = [self.here[key] for key in keys if key is not None]
-        made, done = run.call(arrays, None if turn is None else turn.number)
-        self.here.update(
-            (key, x) for ref, x in zip(run.gives, made, strict=True)
-            if (key := _key(ref, turn)) is not None and x is not None
-        )  # fmt: skip
+    def _run(self, visit: _VisitAt) -> Sequence[Any]:
+        assert visit.run is not None
+        assert visit.run.call is not None
+        here = self.here
+        made, done = visit.run.call([here[key] for key in visit.takes], visit.number)
+        for key, x in zip(visit.gives, made, strict=True):
+            if key is not None and x is not None:
+                here[key] = x
         return done
 
-    def _send(self, op: Send, turn: AtTurn | None) -> Sequence[Any]:
-        keys = [key for ref in op.refs if (key := _key(ref, turn)) is not None]
-        arrays = [self.here[key] for key in keys]
+    def _send(self, moved: _Moved) -> Sequence[Any]:
+        op: Send = moved.op
+        arrays = [self.here[key] for key in moved.keys]
         if op.by is not None:
-            stacks = [value_of(ref) for ref in op.refs]
+            stacks = [x.value for x in moved.wanted]
             olds = [self.there[x] for x in stacks] if stacks[0] in self.there else None
-            new, done = op.by(olds, arrays, _place(op.refs[0], turn))
+            new, done = op.by(olds, arrays, moved.place)  # type: ignore[arg-type]
             self.there.update(zip(stacks, new, strict=True))
             return done
         if not op.places:  # They go into files piece by piece.
             return ()
         copies = jax.device_put(arrays, [*op.places])
-        self.there.update(zip(keys, copies, strict=True))
+        self.there.update(zip(moved.keys, copies, strict=True))
         return list(copies)
 
-    def _over(self, group: _Group, turn: AtTurn | None) -> None:
+    def _over(self, visit: _VisitAt) -> None:
         """Tells of what is on the host now."""
         begin, write = self._arrivals.begin, self._arrivals.write
-        for op in group.after:
-            if isinstance(op, Send) and op.store == NVME and write is not None:
-                from_here = self.there if op.places else self.here
-                arrays = [from_here.pop(_known(_key(ref, turn))) for ref in op.refs]
-                write([Wanted(value_of(ref), _place(ref, turn)) for ref in op.refs], arrays)
-            elif isinstance(op, Update):
-                takes = [self.there[_known(_key(ref, turn))] for ref in op.takes]
+        for moved in visit.after:
+            op = moved.op
+            if isinstance(op, Update):
+                takes = [self.there[key] for key in moved.keys]
                 if begin is not None:
-                    self.there.update(begin(op, _place_of(turn), takes))
-                self._drop(self.there, self._program.dead(op).there, turn)
-
-    def _drop(self, values: dict[HeldAs, Any], refs: Sequence[Ref], turn: AtTurn | None) -> None:
-        for ref in refs:
-            if (key := _key(ref, turn)) is not None:
-                values.pop(key, None)
+                    self.there.update(begin(op, moved.place, takes))
+                _drop(self.there, moved.dead)
+            elif op.store == NVME and write is not None:
+                from_here = self.there if op.places else self.here
+                write(moved.wanted, [from_here.pop(key) for key in moved.keys])
 
 
-def _whole(ref: Ref) -> Value:
-    assert isinstance(ref, Value), "a slice is known in a turn only"
-    return ref
-
-
-def _key(ref: Ref, turn: AtTurn | None) -> HeldAs | None:
-    """How a value is known in a turn; None for a slice of the turn after the last one."""
-    if not isinstance(ref, Slice):
-        return ref
-    place = _place(ref, turn)
-    return None if place is None else (ref.of, place)
-
-
-def _known(key: HeldAs | None) -> HeldAs:
-    assert key is not None, "only leaves are fetched for the turn after the last one"
-    return key
-
-
-def _place(ref: Ref, turn: AtTurn | None) -> Any:
-    """The place of a slice along dim 0."""
-    if not isinstance(ref, Slice):
-        return None
-    assert turn is not None, "a slice is known in a turn only"
-    number = turn.number + ref.ahead
-    return turn.of.order[number] if number < len(turn.of.order) else None
-
-
-def _place_of(turn: AtTurn | None) -> int | None:
-    return None if turn is None else turn.of.order[turn.number]
-
-
-def _wanted(op: Fetch, turn: AtTurn | None) -> list[Wanted]:
-    """What of values is read from files: them, or one slice of each."""
-    refs = [ref for ref in op.refs if _key(ref, turn) is not None]
-    return [Wanted(value_of(ref), _place(ref, turn)) for ref in refs]
+def _drop(values: dict[HeldAs, Any], keys: Sequence[HeldAs]) -> None:
+    for key in keys:
+        values.pop(key, None)

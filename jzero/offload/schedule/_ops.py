@@ -9,6 +9,7 @@ a store: `Fetch` and `Send` copy it between them, and programs take and make wha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -217,7 +218,7 @@ class Loop:
     reverse: bool = False
     goes_on: Run | None = None
 
-    @property
+    @functools.cached_property
     def order(self) -> range:
         """The slice of each turn."""
         assert self.length is not None, "a while loop has no slices"

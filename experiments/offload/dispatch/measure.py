@@ -1,0 +1,124 @@
+"""How long does the thread that calls a step with offload work, and on how many programs and copies?
+
+python experiments/offload/dispatch/measure.py            # every policy, about a minute
+
+Layers of nine leaves, as Llama has them, so small that nothing but the calls takes time. Counted is the time of
+the calling thread's processor, which waiting does not add to: the least of the steps.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from typing import Any
+
+from experiments.shared.devices import use_virtual_devices
+
+use_virtual_devices(8)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+
+import jzero  # noqa: E402
+from experiments.shared import records  # noqa: E402
+from jzero.preflight import _dispatches  # noqa: E402
+from jzero.segments import _programs  # noqa: E402
+
+WIDTH, ROWS = 32, 16
+LEAVES = {"q": (1, 1), "k": (1, 1), "v": (1, 1), "o": (1, 1), "gate": (1, 2), "up": (1, 2), "down": (2, 1)}
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def layer(x: jax.Array, w: Any) -> jax.Array:
+    h = x * w["norm1"]
+    x = x + jnp.tanh(h @ w["q"] + h @ w["k"] + h @ w["v"]) @ w["o"]
+    h = x * w["norm2"]
+    return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+
+
+def step(state: Any, x: jax.Array) -> Any:
+    params, opt_state = state
+
+    def loss(params: Any) -> jax.Array:
+        y, _ = jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, params["layers"])
+        return jnp.mean((y @ params["head"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), value
+
+
+def new_state(num: int) -> Any:
+    shapes = {name: (a * WIDTH, b * WIDTH) for name, (a, b) in LEAVES.items()}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    pairs = zip(shapes.items(), keys, strict=True)
+    layers = {name: 0.1 * jax.random.normal(key, (num, *shape)) for (name, shape), key in pairs}
+    layers |= {"norm1": jnp.ones((num, WIDTH)), "norm2": jnp.ones((num, WIDTH))}
+    params = {"layers": layers, "head": jnp.eye(WIDTH)}
+    return params, TX.init(params)
+
+
+def policies() -> dict[str, dict[str, Any]]:
+    params = jzero.PinnedHost(device_bytes=2**20)
+    files, both = jzero.NVMe(tempfile.mkdtemp()), jzero.NVMe(tempfile.mkdtemp())
+    return {
+        "everything on the devices": {},
+        "PinnedHost": {"offload": jzero.PinnedHost(device_bytes=2**16)},
+        "HostCPU": {"offload": jzero.HostCPU()},
+        "NVMe": {"offload": files},
+        "parameters pinned, HostCPU": {"offload": jzero.HostCPU(), "offload_params": params},
+        "parameters and PinnedHost": {
+            "offload": jzero.PinnedHost(device_bytes=2**16), "offload_params": params,
+        },
+        "parameters and NVMe, files": {"offload": both, "offload_params": both},
+    }  # fmt: skip
+
+
+def started(train_step: Any, state: Any, x: Any) -> tuple[int, int]:
+    """Programs and copies that a step starts, by its trace; what the host sends back is not among them."""
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    train_step = train_step.on_mesh(mesh)
+    call = train_step._programs.bind((jax.eval_shape(lambda: state), x), {})
+    program = train_step._programs.of(call)
+    leaves, arrays = _programs.inputs_at_rest(call, program)
+    found = _dispatches.read_dispatches(program.step.dispatched(leaves, arrays), [*leaves, *arrays])
+    return sum(step.part is not None for step in found.steps), sum(
+        len(step.copies) for step in found.steps
+    )
+
+
+def measured(options: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    train_step = jzero.shard_train_step(step, stage=3, min_shard_bytes=0, **options)
+    x = jnp.ones((ROWS, WIDTH))
+    programs, copies = started(train_step, new_state(args.layers), x)
+    state = train_step.init(lambda: new_state(args.layers))
+    found = []
+    for i in range(args.steps + 2):
+        before = time.thread_time()
+        state, loss = train_step(state, x)
+        if i >= 2:
+            found.append(time.thread_time() - before)
+        jax.block_until_ready(loss)
+    return {"ms": 1e3 * min(found), "programs": programs, "copies": copies}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", help="write a record here")
+    args = parser.parse_args()
+    rows = {}
+    print("| state | thread, ms a step | programs | ms a program |\n| --- | ---: | ---: | ---: |")
+    for name, options in policies().items():
+        row = rows[name] = measured(options, args)
+        each = row["ms"] / row["programs"]
+        print(f"| {name} | {row['ms']:.1f} | {row['programs']} | {each:.2f} |", flush=True)
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump({**records.environment("jax", "optax"), "library": records.library(), "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
