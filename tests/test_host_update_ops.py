@@ -202,6 +202,34 @@ def test_division_in_16_bits_is_rounded_once(dtype: str):
     assert_same(got, want, 0)
 
 
+def long_floats() -> np.ndarray:
+    """float32 between, at and beside all numbers of 16 bits and their ties, NaNs of all kinds among them."""
+    high = np.arange(2**16, dtype=np.uint32) << 16
+    return np.concatenate([high | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(
+        np.float32
+    )
+
+
+def test_rounding_to_bfloat16():
+    """To the nearest, ties to even, as in numbers of so many bits; a NaN keeps its sign."""
+    x = long_floats()
+    got, want = run(lambda x: x.astype(jnp.bfloat16), [x])
+    assert_same(got, want, 0)
+    normal = np.isfinite(x) & (np.abs(x) >= TINY)
+    np.testing.assert_array_equal(got[normal], x[normal].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
+
+
+@pytest.mark.parametrize("fn", [lax.mul, lax.add, lambda x, y: lax.sqrt(x)])
+def test_what_follows_from_nan_is_nan(fn: Callable[..., Any]):
+    """Whatever its payload: rounding adds to the bits of a number, and would carry into the sign."""
+    x = np.arange(2**16).astype(np.uint16).view(jnp.bfloat16)
+    with np.errstate(invalid="ignore"):  # Among the operands, to NumPy.
+        got, want = run(fn, [x, np.ones_like(x)])
+        assert np.isnan(got[np.isnan(x)]).all()
+        assert_same(got, want, 0)
+
+
 @pytest.mark.parametrize("power", [-3, -1, 0, 1, 2, 7])
 def test_integer_powers(power: int):
     assert_same(*run(lambda x: lax.integer_pow(x, power), operands("float32", 1)), 2)

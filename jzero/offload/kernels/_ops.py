@@ -53,7 +53,10 @@ def write(writer: Writer, eqn: _jaxpr.Eqn, args: list[str]) -> str:
     """Adds the lines of an equation that `op_for` knows; returns the register of its result."""
     op = op_for(eqn)
     assert op is not None, eqn
-    return writer.rounded(op(writer, eqn, *args), dtype_of(eqn.outvars[0]))
+    result, name = op(writer, eqn, *args), eqn.primitive.name
+    if name in ROUNDED:
+        return result
+    return writer.rounded(result, dtype_of(eqn.outvars[0]), long=name == "convert_element_type")
 
 
 def _dtype(eqn: _jaxpr.Eqn) -> str:
@@ -104,8 +107,7 @@ def _not(writer: Writer, eqn: _jaxpr.Eqn, x: str) -> str:
 
 
 def _multiply(writer: Writer, eqn: _jaxpr.Eqn, x: str, y: str) -> str:
-    product = OPS["mul", _kind(eqn)](writer, eqn, x, y)
-    return writer.rounded(product, _dtype(eqn))
+    return writer.rounded(OPS["mul", _kind(eqn)](writer, eqn, x, y), _dtype(eqn))
 
 
 def _square(writer: Writer, eqn: _jaxpr.Eqn, x: str) -> str:
@@ -123,7 +125,9 @@ def _integer_pow(writer: Writer, eqn: _jaxpr.Eqn, x: str) -> str:
         y >>= 1
         x = _multiply(writer, eqn, x, x) if y else x
     assert result is not None
-    return _reciprocal(writer, eqn, result) if eqn.params["y"] < 0 else result
+    if eqn.params["y"] > 0:
+        return result
+    return writer.rounded(_reciprocal(writer, eqn, result), _dtype(eqn))
 
 
 def _reciprocal(writer: Writer, eqn: _jaxpr.Eqn, x: str) -> str:
@@ -247,4 +251,11 @@ OPS: dict[tuple[str, str], KernelOp] = {
         (name, "any"): _same
         for name in ("reshape", "squeeze", "broadcast_in_dim", "copy", "stop_gradient")
     },
+}  # fmt: skip
+
+# What needs no rounding to 16 bits: it is one of the operands, perhaps with another sign, or 1, or was
+# rounded where it was made.
+ROUNDED = {
+    "neg", "abs", "sign", "max", "min", "clamp", "select_n", "reshape", "squeeze", "broadcast_in_dim",
+    "copy", "stop_gradient", "square", "integer_pow",
 }  # fmt: skip

@@ -116,9 +116,7 @@ class Writer:
         if dtype == "float16":
             return self.let(f"fpext {memory} {x} to {self.many('float')}")
         if dtype == "bfloat16":
-            wide = self.let(f"zext {memory} {x} to {self.many('i32')}")
-            bits = self.let(f"shl {self.many('i32')} {wide}, {self.constant(16, 'int32')}")
-            return self.let(f"bitcast {self.many('i32')} {bits} to {self.many('float')}")
+            return self._wide_bfloat16(x)
         return x
 
     def prefetch(self, pointer: str, distance: int) -> None:
@@ -141,14 +139,22 @@ class Writer:
             x = self.let(f"trunc {self.many('i32')} {high} to {memory}")
         self.lines.append(f"  store {memory} {x}, ptr {pointer}, align {itemsize(dtype)}")
 
-    def rounded(self, x: str, dtype: str) -> str:
-        """A float32 rounded to the nearest float of 16 bits, ties to even; any other as it is."""
+    def rounded(self, x: str, dtype: str, long: bool = False) -> str:
+        """A float32 rounded to the nearest float of 16 bits, ties to even; any other as it is.
+
+        It may be a NaN, and a `long` one if it is not made of such floats: one with more bits than they have.
+        """
         many = self.many("float")
         if dtype == "float16":
             half = self.let(f"fptrunc {many} {x} to {self.many('half')}")
             return self.let(f"fpext {self.many('half')} {half} to {many}")
         if dtype != "bfloat16":
             return x
+        return self._wide_bfloat16(self._bfloat16(x, long))
+
+    def _bfloat16(self, x: str, long: bool) -> str:
+        """The bits of a float32 rounded to the nearest bfloat16, ties to even, as integers of 16 bits."""
+        many, short = self.many("float"), self.many("i16")
         ints = self.many("i32")
 
         def bit(op: str, a: str, b: int | str) -> str:
@@ -158,13 +164,18 @@ class Writer:
 
         bits = self.let(f"bitcast {many} {x} to {ints}")
         odd = bit("and", bit("lshr", bits, 16), 1)
-        up = bit("and", bit("add", bit("add", bits, 0x7FFF), odd), -0x10000)
-        # The sum would carry a NaN's payload into its sign.
-        quiet = bit("or", bit("and", bits, -0x10000), 0x400000)
-        nan = self.let(f"fcmp uno {many} {x}, {x}")
-        return self.let(
-            f"bitcast {ints} {self.select(nan, quiet, up, 'i32')} to {self.many('float')}"
-        )
+        up = bit("add", bit("add", bits, 0x7FFF), odd)
+        if long:  # The sum would carry its bits into the sign.
+            nan = self.let(f"fcmp uno {many} {x}, {x}")
+            up = self.select(nan, bit("or", bits, 0x400000), up, "i32")
+        return self.let(f"trunc {ints} {bit('lshr', up, 16)} to {short}")
+
+    def _wide_bfloat16(self, x: str) -> str:
+        """bfloat16, as integers of 16 bits, in float32."""
+        ints = self.many("i32")
+        wide = self.let(f"zext {self.many('i16')} {x} to {ints}")
+        bits = self.let(f"shl {ints} {wide}, {self.constant(16, 'int32')}")
+        return self.let(f"bitcast {ints} {bits} to {self.many('float')}")
 
 
 def dtype_of(atom: Any) -> str:
