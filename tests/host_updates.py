@@ -6,11 +6,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optimizers
+from jzero.offload.kernels import _machine
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory._addresses import host_empty
 from optimizers import Entry
+
+
+@pytest.fixture(params=["LLVM", "XLA"])
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What compiles loops: LLVM, or XLA as where llvmlite is not installed."""
+    if request.param == "XLA":
+        monkeypatch.setattr(_machine, "llvm", lambda: None)
+    else:
+        pytest.importorskip("llvmlite")
+    return request.param
 
 
 class Problem(NamedTuple):

@@ -17,19 +17,18 @@ import pytest
 
 import jzero
 import small
+from host_updates import compiler  # noqa: F401
 from interrupting import interruption
 from jzero.offload import _host_step
 from test_offload import BATCH
 
-pytestmark = pytest.mark.alternating
-
-pytest.importorskip("llvmlite")
+pytestmark = [pytest.mark.alternating, pytest.mark.usefixtures("compiler")]
 
 FILES = (
     "_host_step.py",
     "_host_engine.py",
     "_host_update.py",
-    "_loops.py",
+    "_loops.py",  # And _xla_loops.py.
     "_early_updates.py",
     "_pinned.py",
 )

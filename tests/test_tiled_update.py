@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_updates import call, on_host, problem
+from host_updates import call, compiler, on_host, problem  # noqa: F401
 from host_updates import random as random_like
 from jzero.offload.kernels import _tiles
 from jzero.offload.kernels._host_update import HostUpdate
@@ -20,6 +20,9 @@ from test_host_update import SIZES as ALL_SIZES
 from test_host_update import adamw, bfloat16, host
 
 SIZES = [size for size in ALL_SIZES if size != 1]  # A leaf of one element stays on the devices.
+
+
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 @pytest.fixture(autouse=True)

@@ -76,8 +76,8 @@ class Memory:
         return [array[i * size : (i + 1) * size] for i in range(self.config.num_leaves)]
 
 
-def update_of(memory: Memory) -> tuple[Any, list[Any]]:
-    """optax's update as a function of flat arrays, and the state that it starts from."""
+def update_of(memory: Memory, cast: bool = True) -> tuple[Any, list[Any]]:
+    """optax's update as a function of flat arrays, perhaps of gradients cast to float32, and its state."""
     tx, config = optimizer(memory.config.optimizer), memory.config
     params = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in memory.leaves(memory.params)]
     shapes, tree = jax.tree.flatten((params, jax.eval_shape(tx.init, params)))
@@ -89,7 +89,7 @@ def update_of(memory: Memory) -> tuple[Any, list[Any]]:
 
     def update(state: Any, grads: Any) -> tuple[Any, Any]:
         params, opt_state = jax.tree.unflatten(tree, state)
-        grads = [grad.astype(jnp.float32) for grad in grads]
+        grads = [grad.astype(jnp.float32) for grad in grads] if cast else [*grads]
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         copies = [param.astype(jnp.bfloat16) for param in params] if config.copy else []

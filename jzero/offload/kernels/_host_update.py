@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jzero._errors import MeshError, StateError, message
+from jzero._errors import StateError, message
 from jzero._in_turn import groups as in_groups
-from jzero.offload.kernels._kernel import NAME, kernel_text
-from jzero.offload.kernels._loops import DRIVE, Calls, KernelLoop, KernelLoops, share
-from jzero.offload.kernels._machine import X86, callable_at, compiled
+from jzero.offload.kernels._compilers import Compiler, compiler
+from jzero.offload.kernels._kernel import kernel_text
+from jzero.offload.kernels._loops import Calls, Loop, Loops
+from jzero.offload.kernels._machine import X86, processor
 from jzero.offload.kernels._roads import (
     KERNEL,
     XLA,
@@ -35,6 +36,7 @@ from jzero.offload.kernels._roads import (
     roads_text,
     traced_flat,
 )
+from jzero.offload.kernels._writer import dtype_of
 from jzero.offload.memory._addresses import (
     Addresses,
     HostMemory,
@@ -84,6 +86,7 @@ class HostUpdate:
         threads: int | None = None,
         chunk_bytes: int = 2**26,
         helpers: JobThreads | None = None,
+        by: Compiler | None = None,
     ):
         """Traces `update` and compiles its kernels; no memory is known yet.
 
@@ -96,9 +99,9 @@ class HostUpdate:
           chunk_bytes: about how many bytes of each shard are read and written until `run` says which outputs
             are there. Leaves that are updated in one loop are not cut.
           helpers: threads that help; its own by default.
+          by: what compiles its loops; LLVM by default, or XLA where that is not installed.
 
         Raises:
-          ImportError: `jzero[offload]` is not installed.
           StateError: a leaf cannot be updated in place.
         """
         self._state = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)
@@ -112,11 +115,11 @@ class HostUpdate:
         analysis = RoadFinder(flat, len(self._state))
         self.roads = tuple(analysis.road(i, name) for i, name in enumerate(self._names))
         self._consts = on_host(consts)
+        self._compiler = by or compiler()
         self._build(analysis, _jaxpr.replaced(traced.jaxpr, **flat._asdict()), chunk_bytes)
-        self._drive = callable_at(compiled(DRIVE, "drive", WHO))
         self._threads = threads or default_threads()
         self._helpers = helpers or helping_threads(self._threads)
-        self._loops: dict[int, KernelLoops] = {}  # By the number of shards.
+        self._loops: dict[int, Loops] = {}  # By the number of shards.
         self._known_state, self._known_outputs = Addresses(), Addresses()
         self._prepared: _Prepared | None = None
         self._running = False
@@ -141,7 +144,7 @@ class HostUpdate:
             i + num_state for i in range(len(self._inputs)) if i + num_state in read
         ]
         self._num_operands, self._num_made = len(operands), len(made)
-        self._chunks = [_make_loops(chunk, slots, num_state) for chunk in chunks]
+        self._chunks = [self._make_loops(chunk, slots) for chunk in chunks]
         self._done = [
             [i - num_state for group in chunk for i, _ in group.writes if i >= num_state]
             for chunk in chunks
@@ -151,6 +154,31 @@ class HostUpdate:
         results = list(enumerate(by_xla, start=len(made)))
         self._xla_state = [(k, i) for k, i in results if i < num_state]
         self._xla_outputs = [(k, i - num_state) for k, i in results if i >= num_state]
+
+    def _make_loops(self, found: Sequence[Group], slots: dict[_jaxpr.Var, int]) -> list[Loop]:
+        # Groups of one structure, hundreds of leaves of a model, are one loop.
+        alike: dict[tuple[str, tuple[str, ...]], list[Group]] = {}
+        for group in found:
+            values = [*group.reads, *(atom for _, atom in group.writes), *group.scalars]
+            key = kernel_text(group, X86), tuple(map(dtype_of, values))
+            alike.setdefault(key, []).append(group)
+        num_state = len(self._state)
+
+        def operands(group: Group) -> list[int]:
+            # The state has the first slots, other outputs those that follow all values.
+            writes = [i if i < num_state else len(slots) + i - num_state for i, _ in group.writes]
+            return [
+                *(slots[var] for var in group.reads), *writes, *(slots[var] for var in group.scalars),
+            ]  # fmt: skip
+
+        return [
+            Loop(
+                self._compiler.program(*key, members[0]),
+                [group.size for group in members],
+                [operands(group) for group in members],
+            )
+            for key, members in alike.items()
+        ]
 
     def prepare(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> None:
         """Does everything of a call that can fail, before anything is overwritten.
@@ -175,7 +203,7 @@ class HostUpdate:
                 "The host updates one state at a time.",
                 "Set a flag there, and look at it after the step."))  # fmt: skip
         if self._calls is not None:  # Its end was interrupted, too: threads are still at work.
-            self._calls.complete(self._drive)
+            self._calls.complete()
         self._calls = self._prepared = None
 
     def _addresses_of(self, states: Sequence[HostMemory]) -> np.ndarray:
@@ -190,6 +218,7 @@ class HostUpdate:
         self, states: Sequence[HostMemory], at: np.ndarray, inputs: Sequence[HostMemory]
     ) -> _Prepared:
         inputs = self._ready(inputs)
+        self._loops_of(len(states))  # XLA compiles here.
         results = self._xla(
             [[*state, *own, *self._consts] for state, own in zip(states, inputs, strict=True)]
         )
@@ -223,13 +252,14 @@ class HostUpdate:
         assert not self.outputs, "nobody could wait for them"
         prepared = self._known(states, self._addresses_of(states), inputs)
         loops = self._loops_of(len(states))
-        calls = loops.start(prepared.addresses, prepared)
-        asked = share(calls, self._drive, self._helpers, min(self._threads, loops.num_blocks))
+        calls = loops.start(prepared.addresses, prepared, self._helpers)
+        asked = calls.share(self._threads, alone=True)
         return UnderWay(self._helpers, asked, prepared, self._xla_state)
 
-    def _loops_of(self, num_shards: int) -> KernelLoops:
+    def _loops_of(self, num_shards: int) -> Loops:
         if num_shards not in self._loops:
-            self._loops[num_shards] = KernelLoops(self._chunks, num_shards, self._num_slots)
+            loops = self._compiler.loops(self._chunks, num_shards, self._num_slots)
+            self._loops[num_shards] = loops
         return self._loops[num_shards]
 
     @property
@@ -274,20 +304,20 @@ class HostUpdate:
         self, prepared: _Prepared, outputs: Sequence[HostMemory]
     ) -> Generator[list[int], None, None]:
         loops = self._loops_of(len(prepared.states))
-        self._calls = calls = loops.start(prepared.addresses, (prepared, outputs))
+        self._calls = calls = loops.start(prepared.addresses, (prepared, outputs), self._helpers)
         chunks = iter(enumerate(self._done))
         try:
             self._running = True
-            share(calls, self._drive, self._helpers, min(self._threads, loops.num_blocks) - 1)
+            calls.share(self._threads, alone=False)
             if made := self._copy_xla_outputs(prepared, outputs):
                 yield made
             for chunk, done in chunks:
-                calls.finish(self._drive, chunk)
+                calls.finish(chunk)
                 if done:
                     yield done
         finally:
             self._running = False
-            calls.complete(self._drive)
+            calls.complete()
             self._calls = None
             # Last: kernels read the old state.
             _copy(prepared.results, prepared.states, self._xla_state)
@@ -304,7 +334,7 @@ class HostUpdate:
 
     def describe(self) -> str:
         """How many leaves kernels update, and which need XLA and why."""
-        num_kernels = len({loop.kernel for chunk in self._chunks for loop in chunk})
+        num_kernels = len({loop.program for chunk in self._chunks for loop in chunk})
         return f"{num_kernels} kernels\n{roads_text(self.roads)}"
 
 
@@ -341,20 +371,6 @@ class UnderWay(NamedTuple):
         """Waits for the threads, and does not help them: there are as many of them as may update."""
         self.helpers.wait(self.asked)
         _copy(self.prepared.results, self.prepared.states, self.by_xla)
-
-
-def processor(platform: str = "cpu") -> jax.Device:
-    """The host as a device of JAX.
-
-    Raises:
-      MeshError: JAX runs without it.
-    """
-    try:
-        return jax.local_devices(backend=platform)[0]
-    except RuntimeError as error:
-        raise MeshError(message(
-            WHO, f"JAX has no {platform} backend", "XLA computes on the host what kernels do not.",
-            "Set JAX_PLATFORMS=cuda,cpu, or do not set it.")) from error  # fmt: skip
 
 
 class _XlaPart:
@@ -406,31 +422,6 @@ def _copy(
     for made, arrays in zip(results, targets, strict=True):
         for result, target in places:
             np.copyto(arrays[target], made[result])
-
-
-def _make_loops(
-    found: Sequence[Group], slots: dict[_jaxpr.Var, int], num_state: int
-) -> list[KernelLoop]:
-    # Groups of one structure, hundreds of leaves of a model, are one loop.
-    alike: dict[str, list[Group]] = {}
-    for group in found:
-        alike.setdefault(kernel_text(group, X86), []).append(group)
-
-    def operands(group: Group) -> list[int]:
-        # The state has the first slots, other outputs those that follow all values.
-        writes = [i if i < num_state else len(slots) + i - num_state for i, _ in group.writes]
-        return [
-            *(slots[var] for var in group.reads), *writes, *(slots[var] for var in group.scalars),
-        ]  # fmt: skip
-
-    return [
-        KernelLoop(
-            compiled(text, NAME, WHO),
-            [group.size for group in members],
-            [operands(group) for group in members],
-        )
-        for text, members in alike.items()
-    ]
 
 
 def _numbered(name: str, values: HostMemory) -> list[str]:

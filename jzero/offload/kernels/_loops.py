@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels over blocks of leaves: which block is at which address, and the threads that share them."""
+"""Loops over blocks of leaves: which block is at which address, and the threads that share them.
+
+Two compilers make what runs over a block (`_compilers.py`): LLVM's is called here, XLA's in `_xla_loops.py`.
+"""
 
 from __future__ import annotations
 
+import abc
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jzero.offload.kernels._machine import callable_at, compiled
 from jzero.offload.nvme._job_threads import Asked, JobThreads
 
 # Elements of a block. AdamW reads 1 MB of it: enough that taking the next one costs nothing (half of it takes
@@ -19,9 +25,6 @@ BLOCK = 1 << 16
 # how many are done.
 FINISHED = 16
 UPDATE = "jzero: update"  # as traces have it
-
-# Works on some calls, as many threads as like to; returns how many of them are not done.
-Drive = Callable[[int, int], int]
 
 # Calls one kernel after the other. In LLVM, so that a thread is not held up between two of them by one that
 # has the interpreter's lock.
@@ -57,100 +60,142 @@ end:
 """
 
 
-class KernelLoop(NamedTuple):
-    """One kernel and all the leaves that it runs over.
+class Loop(NamedTuple):
+    """What one program does, and all the leaves that it runs over.
 
     Attributes:
-      kernel: address of `(operands, blocks, number of blocks, counter) -> blocks that are done`.
+      program: LLVM's is the address of `(operands, blocks, number of blocks, counter) -> blocks that are
+        done`, XLA's an `XlaProgram`.
       sizes: elements of each leaf, or how many of them it runs over.
       slots: for each leaf, those of its operands.
       firsts: the first element of each leaf that is run over; 0 of each by default.
     """
 
-    kernel: int
+    program: Any
     sizes: Sequence[int]
     slots: Sequence[Sequence[int]]
     firsts: Sequence[int] = ()
 
 
-class KernelLoops:
+class Calls(abc.ABC):
+    """The loops of one call of an update. While one is at work nothing that it reads or writes is freed."""
+
+    @abc.abstractmethod
+    def share(self, threads: int, alone: bool) -> Asked:
+        """Begins in other threads; nobody has to wait for them to begin.
+
+        Args:
+          threads: how many may work at a time.
+          alone: without the caller, who is one of them otherwise. All is done then when what is asked is.
+        """
+
+    @abc.abstractmethod
+    def finish(self, chunk: int) -> None:
+        """Returns when one chunk is done."""
+
+    @abc.abstractmethod
+    def complete(self) -> None:
+        """Returns when all is done, whatever was interrupted before."""
+
+
+class Loops(abc.ABC):
     """Chunks of loops over the leaves of several shards, all of the same shapes.
 
     Made once; what changes from call to call are addresses.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[KernelLoop]], num_shards: int, num_slots: int):
+    @abc.abstractmethod
+    def start(self, addresses: np.ndarray, memory: Any, pool: JobThreads) -> Calls:
+        """What there is to do in a call, with the help of threads of a pool.
+
+        `addresses` are those of all slots, for each shard, in `memory`.
+        """
+
+
+class KernelLoops(Loops):
+    """Loops that LLVM has compiled."""
+
+    def __init__(self, chunks: Sequence[Sequence[Loop]], num_shards: int, num_slots: int):
         loops = [loop for chunk in chunks for loop in chunk]
         self._ends = np.cumsum([0, *map(len, chunks)]).tolist()
-        shards = np.arange(num_shards)[:, None, None] * num_slots
-        slots = [(shards + np.array(loop.slots)[None]).reshape(-1) for loop in loops]
+        slots = [operands_of(loop, num_shards, num_slots).reshape(-1) for loop in loops]
         self._slots = np.concatenate([np.zeros(0, np.int64), *slots])
-        self._blocks = [_blocks(loop, num_shards) for loop in loops]
+        self._blocks = [blocks_of(loop, num_shards, BLOCK) for loop in loops]
         # Kernel, where its operands begin among those of a call, blocks, number of blocks, counter.
         self._calls = np.zeros((len(loops), 5), np.int64)
         start = 0
         for row, loop, blocks, own in zip(self._calls, loops, self._blocks, slots, strict=True):
-            row[:4] = loop.kernel, start, blocks.ctypes.data, len(blocks)
+            row[:4] = loop.program, start, blocks.ctypes.data, len(blocks)
             start += own.nbytes
-        self.num_blocks = int(self._calls[:, 3].sum())
 
-    def start(self, addresses: np.ndarray, memory: Any) -> Calls:
-        """What there is to do in a call; `addresses` are those of all slots, for each shard, in `memory`."""
+    def start(self, addresses: np.ndarray, memory: Any, pool: JobThreads) -> KernelCalls:
+        """As there."""
         # Of its own: the call before may still be under way, on other memory.
         operands = addresses.reshape(-1)[self._slots]
         table = self._calls.copy()
         table[:, 1] += operands.ctypes.data
-        return Calls(table, self._ends, (self, operands, memory))
+        return KernelCalls(table, self._ends, (self, operands, memory), pool)
 
 
-class Calls:
-    """The kernels of one call of an update, that threads may join at any time.
+@functools.cache
+def _drive() -> Callable[[int, int], int]:
+    """Works on some calls, as many threads as like to; returns how many of them are not done."""
+    return callable_at(compiled(DRIVE, "drive"))
 
-    A thread that comes when all is done finds counters that say so, which is why each call has its own. While
-    one is at work nothing that kernels know by its address is freed, whoever was interrupted.
+
+class KernelCalls(Calls):
+    """Kernels that threads may join at any time.
+
+    A thread that comes when all is done finds counters that say so, which is why each call has its own.
     """
 
-    def __init__(self, table: np.ndarray, ends: Sequence[int], memory: Any):
+    def __init__(self, table: np.ndarray, ends: Sequence[int], memory: Any, pool: JobThreads):
         self._counters = np.zeros((len(table), 2 * FINISHED), np.int64)
         table[:, 4] = self._counters.ctypes.data + np.arange(len(table)) * self._counters.strides[0]
         self._table, self._ends, self._memory = table, ends, memory
         self._at, self._row = table.ctypes.data, table.strides[0]
-        self._is_over = False
+        self._drive, self._pool, self._is_over = _drive(), pool, False
 
-    def help(self, drive: Drive) -> None:
-        """Works on all chunks, in order, until no block is left to take."""
+    def share(self, threads: int, alone: bool) -> Asked:
+        """Each works on all chunks, in order, until no block is left to take."""
+        self._pool.start()
+        num = min(threads, int(self._table[:, 3].sum())) - (not alone)
+        return self._pool.ask([lambda _: self._help()] * num)
+
+    def _help(self) -> None:
         if self._is_over:  # One that comes late is no update in a trace (test_annotations.py).
             return
         with jax.profiler.TraceAnnotation(UPDATE):
-            drive(self._at, len(self._table))
+            self._drive(self._at, len(self._table))
 
-    def finish(self, drive: Drive, chunk: int) -> None:
+    def finish(self, chunk: int) -> None:
         """Works on one chunk until all of it is done."""
         first, end = self._ends[chunk : chunk + 2]
         with jax.profiler.TraceAnnotation(UPDATE):
-            while drive(self._at + first * self._row, end - first):
+            while self._drive(self._at + first * self._row, end - first):
                 time.sleep(0)  # Others are at their last blocks.
         self._is_over = end == len(self._table)
 
-    def complete(self, drive: Drive) -> None:
+    def complete(self) -> None:
         """Works on all chunks until all is done."""
         for chunk in range(len(self._ends) - 1):
-            self.finish(drive, chunk)
+            self.finish(chunk)
 
 
-def share(calls: Calls, drive: Drive, threads: JobThreads, helpers: int) -> Asked:
-    """Lets other threads help; nobody has to wait for them to begin. All is done when all of them are."""
-    threads.start()
-    return threads.ask([lambda _: calls.help(drive)] * helpers)
+def operands_of(loop: Loop, num_shards: int, num_slots: int) -> np.ndarray:
+    """The slots of each leaf of each shard, among those of all shards."""
+    shards = np.arange(num_shards)[:, None, None] * num_slots
+    slots = shards + np.array(loop.slots, np.int64)[None]
+    return slots.reshape(-1, slots.shape[-1])
 
 
-def _blocks(loop: KernelLoop, num_shards: int) -> np.ndarray:
+def blocks_of(loop: Loop, num_shards: int, block: int) -> np.ndarray:
     """Rows of: which of the leaves of all shards, its first element, how many elements."""
     sizes = loop.sizes
-    starts = [np.arange(0, size, BLOCK) for size in sizes]
+    starts = [np.arange(0, size, block) for size in sizes]
     which = np.repeat(np.arange(len(sizes)), [len(x) for x in starts])
     first = np.concatenate(starts)
-    count = np.minimum(BLOCK, np.array(sizes)[which] - first)
+    count = np.minimum(block, np.array(sizes)[which] - first)
     first = first + np.array(loop.firsts or [0] * len(sizes))[which]
     shards = np.arange(num_shards)[:, None] * len(sizes)
     return np.stack(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLVM IR to machine code in this process, with llvmlite."""
+"""This machine: its processors as a device of JAX, and LLVM IR as machine code, with llvmlite."""
 
 from __future__ import annotations
 
@@ -9,32 +9,43 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-from jzero._errors import message
+import jax
+
+from jzero._errors import MeshError, message
 
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
-def llvm(who: str) -> Any:
-    """The module `llvmlite.binding`, ready to compile.
+def processor(platform: str = "cpu") -> jax.Device:
+    """The host as a device of JAX.
 
     Raises:
-      ImportError: llvmlite is not installed.
+      MeshError: JAX runs without it.
     """
     try:
-        import llvmlite.binding
-    except ImportError:
-        raise ImportError(message(
-            who, "llvmlite is not installed", "It compiles the update of state that rests on the host.",
-            "Install it with pip install 'jzero[offload]'.")) from None  # fmt: skip
-    return llvmlite.binding
+        return jax.local_devices(backend=platform)[0]
+    except RuntimeError as error:
+        raise MeshError(message(
+            "HostUpdate", f"JAX has no {platform} backend", "XLA computes on the host what kernels do not.",
+            "Set JAX_PLATFORMS=cuda,cpu, or do not set it.")) from error  # fmt: skip
 
 
 @functools.cache
-def compiled(text: str, name: str, who: str) -> int:
-    """The address of the function `name` of LLVM IR; equal texts are compiled once."""
-    binding = llvm(who)
+def llvm() -> Any:
+    """The module `llvmlite.binding`, ready to compile; None where it is not installed."""
+    try:
+        import llvmlite.binding as binding
+    except ImportError:
+        return None
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
+    return binding
+
+
+@functools.cache
+def compiled(text: str, name: str) -> int:
+    """The address of the function `name` of LLVM IR; equal texts are compiled once."""
+    binding = llvm()
     module = binding.parse_assembly(text)
     module.verify()
     machine = binding.Target.from_default_triple().create_target_machine(

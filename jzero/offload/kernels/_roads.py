@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 from jzero._components import grouped
 from jzero._errors import describe_leaf
 from jzero._folded import listed
+from jzero.offload.kernels import _machine
 from jzero.offload.kernels._ops import is_cheap, op_for, size_of
 from jzero.offload.kernels._writer import TYPES, dtype_of, itemsize
 from jzero.tracing import _jaxpr, _rewrite
 
 KERNEL, XLA, KEPT = "kernel", "XLA", "kept"
+# Than XLA, which does the same where llvmlite is not installed: experiments/offload/host_update/compilers.py.
+KERNELS_ARE_FASTER = 5
 
 
 class Road(NamedTuple):
@@ -26,7 +29,8 @@ class Road(NamedTuple):
 
     Attributes:
       name: the output's.
-      by: 'kernel', 'XLA', or 'kept' for a leaf of the state that does not change.
+      by: 'kernel', a loop over elements, which XLA compiles if LLVM is not installed; 'XLA', as a whole; or
+        'kept' for a leaf of the state that does not change.
       reason: why by XLA: the first equation that a loop over elements cannot do. Of a kernel: the first one
         that XLA runs before it, reading whole leaves.
     """
@@ -170,6 +174,11 @@ def roads_text(roads: Sequence[Road]) -> str:
     """How many leaves kernels update, and which need XLA and why."""
     by = [road.by for road in roads]
     lines = [f"{by.count(KERNEL)} of {len(by)} leaves in one pass each"]
+    if KERNEL in by and _machine.llvm() is None:
+        lines.append(
+            "these by XLA, a block at a time, as llvmlite is not installed: pip install 'jzero[offload]' for "
+            f"kernels, about {KERNELS_ARE_FASTER} times as fast"
+        )
     why: dict[str, list[str]] = {}
     for road in roads:
         if road.reason:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jzero.offload.kernels import _tiles
 from jzero.offload.kernels._host_update import WHO, HostUpdate
-from jzero.offload.kernels._loops import KernelLoop, KernelLoops, share
+from jzero.offload.kernels._loops import Loop, Loops
 from jzero.offload.kernels._roads import KERNEL, XLA, RoadFinder, groups, traced_flat
 from jzero.offload.kernels._tiles import Span, Tile, Together
 from jzero.offload.memory._addresses import HostMemory, address, check_given, on_host
@@ -72,7 +72,7 @@ class TiledUpdate(HostUpdate):
             slot for slot in self._read_inputs if slot - num not in self._gradients
         ]
         self._members = [
-            (self._chunk_of(slots, chunk), loop.kernel, size, slots)
+            (self._chunk_of(slots, chunk), loop.program, size, slots)
             for chunk, loops in enumerate(self._chunks)
             for loop in loops
             for size, slots in zip(loop.sizes, loop.slots, strict=True)
@@ -150,13 +150,13 @@ class TiledUpdate(HostUpdate):
                 at[rows[span], leaf] = start - span.first * itemsize
             self._place_gradients(at, tile, address(memory) + self.layout.nbytes(tile))
         loops = self._tile_loops[tile]
-        self._calls = calls = loops.start(at, (prepared, self._to, memory))
+        self._calls = calls = loops.start(at, (prepared, self._to, memory), self._helpers)
         try:
             self._running = True
-            share(calls, self._drive, self._helpers, min(self._threads, loops.num_blocks) - 1)
+            calls.share(self._threads, alone=False)
         finally:
             self._running = False
-            calls.complete(self._drive)
+            calls.complete()
             self._calls = None
 
     def _ready(self, inputs: Sequence[HostMemory]) -> list[list[Any]]:
@@ -205,14 +205,14 @@ class TiledUpdate(HostUpdate):
         makes = any(slot >= self._num_operands + self._num_made for slot in slots)
         return chunk if makes else len(self._chunks)
 
-    def _loops_of_tile(self, tile: Tile, rows: Mapping[Span, int]) -> KernelLoops:
-        by_kernel: dict[int, list[tuple[int, Sequence[int], int]]] = {}
+    def _loops_of_tile(self, tile: Tile, rows: Mapping[Span, int]) -> Loops:
+        by_program: dict[Any, list[tuple[int, Sequence[int], int]]] = {}
         for span in tile.spans:
-            _, kernel, _, slots = self._members[span.together]
+            _, program, _, slots = self._members[span.together]
             there = [rows[span] * self._num_slots + slot for slot in slots]
-            by_kernel.setdefault(kernel, []).append((span.num, there, span.first))
-        loops = [KernelLoop(kernel, *zip(*rows, strict=True)) for kernel, rows in by_kernel.items()]
-        return KernelLoops([loops], 1, self._num_slots)
+            by_program.setdefault(program, []).append((span.num, there, span.first))
+        loops = [Loop(program, *zip(*rows, strict=True)) for program, rows in by_program.items()]
+        return self._compiler.loops([loops], 1, self._num_slots)
 
 
 def untiled(
