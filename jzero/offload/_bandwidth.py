@@ -66,11 +66,7 @@ def arrival_bytes() -> int:
 
 
 def host_update(threads: int | None) -> float:
-    """Bytes of optimizer state that this process's host updates in a second.
-
-    Raises:
-      ImportError: `jzero[offload]` is not installed.
-    """
+    """Bytes of optimizer state that this process's host updates in a second."""
     avals = [jax.ShapeDtypeStruct((_SIZE,), np.float32)] * 2
     gradient = jax.ShapeDtypeStruct((_SIZE,), jnp.bfloat16)
     engine = HostUpdate(_moments, avals, [gradient], threads=threads)

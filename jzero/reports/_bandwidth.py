@@ -12,6 +12,7 @@ import jax
 from jzero._errors import OptionError, message
 from jzero._quantities import BYTES_RULE, parse_bytes, readable_bytes, readable_rate
 from jzero.offload import _bandwidth, _links
+from jzero.offload.kernels._roads import no_kernels
 from jzero.reports._lines import WIDTH, wrapped
 from jzero.reports._tables import Table
 
@@ -80,14 +81,10 @@ def _measured(size: int, threads: int | None) -> BandwidthReport:
         for group, both in groups
     ]
     ops = _links.COLLECTIVES if len(devices) > 1 else ()
-    try:
-        on_host = _bandwidth.host_update(threads) / len(devices)
-    except ImportError:
-        on_host = None
     return BandwidthReport(
         devices[0].device_kind, len(devices), size, tuple(links),
         {op: _links.collective(op, devices, size) for op in ops},
-        on_host, _bandwidth.device_update(devices[0]),
+        _bandwidth.host_update(threads) / len(devices), _bandwidth.device_update(devices[0]),
     )  # fmt: skip
 
 
@@ -101,8 +98,7 @@ class BandwidthReport:
       nbytes: of each copy.
       links: to the host and back; of each device alone, of all at once, and of all at once both ways.
       collectives: by name, bytes of the whole value that all devices gather, or reduce and scatter.
-      host_update: of optimizer state that the host updates, divided by the devices; None without
-        `jzero[offload]`.
+      host_update: of optimizer state that the host updates, divided by the devices.
       device_update: of optimizer state that a device updates.
     """
 
@@ -111,7 +107,7 @@ class BandwidthReport:
     nbytes: int
     links: tuple[LinkRate, ...]
     collectives: dict[str, float]
-    host_update: float | None
+    host_update: float
     device_update: float
 
     @property
@@ -158,7 +154,7 @@ class BandwidthReport:
         }
         yield Table(
             ("what else", "rate"),
-            [(name, readable_rate(rate)) for name, rate in others.items() if rate is not None],
+            [(name, readable_rate(rate)) for name, rate in others.items()],
         )
 
     def remarks(self) -> Iterator[str]:
@@ -170,8 +166,8 @@ class BandwidthReport:
         }
         given = [f"--{name} {readable_rate(n).replace(' ', '')}" for name, n in flags.items() if n]
         yield f"For jzero estimate: {' '.join(given)}"
-        if self.host_update is None:
-            yield "The host's update needs pip install 'jzero[offload]', and was not measured."
+        if reason := no_kernels():
+            yield f"The host's update was XLA's, as {reason}."
         if self.kind == "cpu":
             yield "These devices are the host: all of them share its memory, and copies stay in it."
 

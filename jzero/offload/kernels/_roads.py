@@ -170,15 +170,22 @@ def traced_flat(
     return traced, *_rewrite.select_branches(*calls, is_cheap)
 
 
+def no_kernels() -> str:
+    """Why XLA compiles all loops, and what to do about it; nothing if LLVM does."""
+    if _machine.llvm() is not None:
+        return ""
+    return (
+        "llvmlite is not installed: pip install 'jzero[offload]' for kernels, "
+        f"about {KERNELS_ARE_FASTER} times as fast"
+    )
+
+
 def roads_text(roads: Sequence[Road]) -> str:
     """How many leaves kernels update, and which need XLA and why."""
     by = [road.by for road in roads]
     lines = [f"{by.count(KERNEL)} of {len(by)} leaves in one pass each"]
-    if KERNEL in by and _machine.llvm() is None:
-        lines.append(
-            "these by XLA, a block at a time, as llvmlite is not installed: pip install 'jzero[offload]' for "
-            f"kernels, about {KERNELS_ARE_FASTER} times as fast"
-        )
+    if KERNEL in by and (reason := no_kernels()):
+        lines.append(f"these by XLA, a block at a time, as {reason}")
     why: dict[str, list[str]] = {}
     for road in roads:
         if road.reason:

@@ -58,8 +58,7 @@ class XlaProgram:
         reads, results = leaves[: self.num_reads], tuple(leaves[self.num_reads :])
         run = jax.jit(_function(self._group, size), donate_argnums=0, keep_unused=True)
         with jax.set_mesh(None), jax.transfer_guard("allow"):
-            lowered = run.lower(results, *scalars, *reads)
-            self._compiled[size] = lowered.compile({"xla_allow_excess_precision": False})
+            self._compiled[size] = run.lower(results, *scalars, *reads).compile()
             self._free[size] = [self._memory(size)]
 
     def _aval(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -172,7 +171,7 @@ def _operands(program: XlaProgram, at: Sequence[int], first: int, count: int) ->
     for k, (address, dtype) in enumerate(zip(at, program.operands, strict=True)):
         shape, start = ((count,), first) if k < program.num_leaves else ((), 0)
         nbytes = dtype.itemsize * (count if shape else 1)
-        memory = (ctypes.c_char * nbytes).from_address(address + start * dtype.itemsize)
+        memory: Any = (ctypes.c_char * nbytes).from_address(address + start * dtype.itemsize)
         found.append(np.ndarray(shape, dtype, memory))
     return found
 
@@ -245,7 +244,8 @@ class _Arithmetic:
             return self._quotient(args[0], args[1], scalar)
         if name == "rsqrt":
             wide = args[0].astype(jnp.float32)
-            return self._divided(jnp.ones_like(wide), lax.sqrt(wide)).astype(args[0].dtype)
+            root = self._divided(jnp.ones_like(wide), lax.sqrt(wide))
+            return self._hidden(root.astype(args[0].dtype))
         if name == "integer_pow":
             return self._power(args[0], eqn.params["y"])
         return self._hidden(_jaxpr.bind(eqn, *args)[0])
