@@ -48,7 +48,8 @@ MAY = {
     "gpu/test_host": "offload._bandwidth offload.kernels._host_update",
     "gpu/test_layers": "sharding.analysis._residuals",
     "handing_over": "offload.kernels._host_update",
-    "host_updates": "offload.kernels._host_update offload.memory._addresses",
+    "host_updates":
+        "offload.kernels._host_update offload.kernels._machine offload.memory._addresses",
     "hostile_checkpoints": "checkpoint._inspect checkpoint._seal weights._export",
     "nvme_damage": "offload.memory._filling",
     "nvme_state":
@@ -131,12 +132,14 @@ MAY = {
     "test_host_interrupted": "offload._host_step",
     "test_host_memory": "offload.memory._available",
     "test_host_update":
-        "offload.kernels._host_update offload.kernels._kernel offload.kernels._loops offload.kernels._roads "
-        "offload.memory._addresses",
+        "offload.kernels._host_update offload.kernels._kernel offload.kernels._loops "
+        "offload.kernels._machine offload.kernels._roads offload.memory._addresses",
     "test_host_update_ops":
         "offload.kernels._host_update offload.kernels._kernel offload.kernels._ops offload.kernels._roads "
         "offload.kernels._writer",
     "test_host_update_optimizers": "offload.kernels._host_update offload.kernels._roads",
+    "test_host_update_xla":
+        "offload.kernels._compilers offload.kernels._host_update offload.kernels._xla_loops",
     "test_hostile_checkpoints": "checkpoint._inspect checkpoint._seal cli._main weights._export",
     "test_hostile_files":
         "_json checkpoint._inspect weights._export weights._import weights._safetensors weights._sources",

@@ -48,8 +48,8 @@ class NVMe(Offload):
         commit                                       # now the new state counts, and the old one is consumed
 
     Each process has a file for each of its devices, for that device's shards. The update is that of
-    `jzero.HostCPU`, to the bit, by the same kernels (`pip install jzero[offload]`), for leaves that are
-    updated element by element; what is not (Adafactor's factored moments, Muon's products) is refused by
+    `jzero.HostCPU`, to the bit, by the same kernels (best with `pip install jzero[offload]`), for leaves that
+    are updated element by element; what is not (Adafactor's factored moments, Muon's products) is refused by
     name, as are updates that need other devices' shards.
 
     Traffic per step and device, for Psi parameters in its shard: as with `HostCPU` between device and host,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jzero.offload.kernels import _machine
 from jzero.offload.kernels._kernel import NAME
-from jzero.offload.kernels._loops import KernelLoops, Loops
+from jzero.offload.kernels._loops import BlockLoops, KernelLoops
 from jzero.offload.kernels._roads import Group
 from jzero.offload.kernels._xla_loops import XlaLoops, XlaProgram
 
@@ -20,12 +20,12 @@ class Compiler(NamedTuple):
     """One of the two.
 
     Attributes:
-      program: `(LLVM IR, dtypes of operands, group) -> what a Loop runs`; equal ones are compiled once.
+      program: `(LLVM IR, dtypes of operands, group) -> what a BlockLoop runs`; equal ones are compiled once.
       loops: what runs them.
     """
 
     program: Callable[[str, tuple[str, ...], Group], Any]
-    loops: Callable[..., Loops]
+    loops: Callable[..., BlockLoops]
 
 
 def _xla_program(text: str, dtypes: tuple[str, ...], group: Group) -> XlaProgram:

@@ -25,7 +25,7 @@ from jzero._errors import StateError, message
 from jzero._in_turn import groups as in_groups
 from jzero.offload.kernels._compilers import Compiler, compiler
 from jzero.offload.kernels._kernel import kernel_text
-from jzero.offload.kernels._loops import Calls, Loop, Loops
+from jzero.offload.kernels._loops import BlockLoop, BlockLoops, Calls
 from jzero.offload.kernels._machine import X86, processor
 from jzero.offload.kernels._roads import (
     KERNEL,
@@ -119,7 +119,7 @@ class HostUpdate:
         self._build(analysis, _jaxpr.replaced(traced.jaxpr, **flat._asdict()), chunk_bytes)
         self._threads = threads or default_threads()
         self._helpers = helpers or helping_threads(self._threads)
-        self._loops: dict[int, Loops] = {}  # By the number of shards.
+        self._loops: dict[int, BlockLoops] = {}  # By the number of shards.
         self._known_state, self._known_outputs = Addresses(), Addresses()
         self._prepared: _Prepared | None = None
         self._running = False
@@ -155,7 +155,7 @@ class HostUpdate:
         self._xla_state = [(k, i) for k, i in results if i < num_state]
         self._xla_outputs = [(k, i - num_state) for k, i in results if i >= num_state]
 
-    def _make_loops(self, found: Sequence[Group], slots: dict[_jaxpr.Var, int]) -> list[Loop]:
+    def _make_loops(self, found: Sequence[Group], slots: dict[_jaxpr.Var, int]) -> list[BlockLoop]:
         # Groups of one structure, hundreds of leaves of a model, are one loop.
         alike: dict[tuple[str, tuple[str, ...]], list[Group]] = {}
         for group in found:
@@ -172,7 +172,7 @@ class HostUpdate:
             ]  # fmt: skip
 
         return [
-            Loop(
+            BlockLoop(
                 self._compiler.program(*key, members[0]),
                 [group.size for group in members],
                 [operands(group) for group in members],
@@ -256,7 +256,7 @@ class HostUpdate:
         asked = calls.share(self._threads, alone=True)
         return UnderWay(self._helpers, asked, prepared, self._xla_state)
 
-    def _loops_of(self, num_shards: int) -> Loops:
+    def _loops_of(self, num_shards: int) -> BlockLoops:
         if num_shards not in self._loops:
             loops = self._compiler.loops(self._chunks, num_shards, self._num_slots)
             self._loops[num_shards] = loops

@@ -60,7 +60,7 @@ end:
 """
 
 
-class Loop(NamedTuple):
+class BlockLoop(NamedTuple):
     """What one program does, and all the leaves that it runs over.
 
     Attributes:
@@ -98,7 +98,7 @@ class Calls(abc.ABC):
         """Returns when all is done, whatever was interrupted before."""
 
 
-class Loops(abc.ABC):
+class BlockLoops(abc.ABC):
     """Chunks of loops over the leaves of several shards, all of the same shapes.
 
     Made once; what changes from call to call are addresses.
@@ -112,10 +112,10 @@ class Loops(abc.ABC):
         """
 
 
-class KernelLoops(Loops):
+class KernelLoops(BlockLoops):
     """Loops that LLVM has compiled."""
 
-    def __init__(self, chunks: Sequence[Sequence[Loop]], num_shards: int, num_slots: int):
+    def __init__(self, chunks: Sequence[Sequence[BlockLoop]], num_shards: int, num_slots: int):
         loops = [loop for chunk in chunks for loop in chunk]
         self._ends = np.cumsum([0, *map(len, chunks)]).tolist()
         slots = [operands_of(loop, num_shards, num_slots).reshape(-1) for loop in loops]
@@ -182,14 +182,14 @@ class KernelCalls(Calls):
             self.finish(chunk)
 
 
-def operands_of(loop: Loop, num_shards: int, num_slots: int) -> np.ndarray:
+def operands_of(loop: BlockLoop, num_shards: int, num_slots: int) -> np.ndarray:
     """The slots of each leaf of each shard, among those of all shards."""
     shards = np.arange(num_shards)[:, None, None] * num_slots
     slots = shards + np.array(loop.slots, np.int64)[None]
     return slots.reshape(-1, slots.shape[-1])
 
 
-def blocks_of(loop: Loop, num_shards: int, block: int) -> np.ndarray:
+def blocks_of(loop: BlockLoop, num_shards: int, block: int) -> np.ndarray:
     """Rows of: which of the leaves of all shards, its first element, how many elements."""
     sizes = loop.sizes
     starts = [np.arange(0, size, block) for size in sizes]

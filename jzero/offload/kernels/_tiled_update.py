@@ -12,7 +12,7 @@ import numpy as np
 
 from jzero.offload.kernels import _tiles
 from jzero.offload.kernels._host_update import WHO, HostUpdate
-from jzero.offload.kernels._loops import Loop, Loops
+from jzero.offload.kernels._loops import BlockLoop, BlockLoops
 from jzero.offload.kernels._roads import KERNEL, XLA, RoadFinder, groups, traced_flat
 from jzero.offload.kernels._tiles import Span, Tile, Together
 from jzero.offload.memory._addresses import HostMemory, address, check_given, on_host
@@ -205,13 +205,15 @@ class TiledUpdate(HostUpdate):
         makes = any(slot >= self._num_operands + self._num_made for slot in slots)
         return chunk if makes else len(self._chunks)
 
-    def _loops_of_tile(self, tile: Tile, rows: Mapping[Span, int]) -> Loops:
+    def _loops_of_tile(self, tile: Tile, rows: Mapping[Span, int]) -> BlockLoops:
         by_program: dict[Any, list[tuple[int, Sequence[int], int]]] = {}
         for span in tile.spans:
             _, program, _, slots = self._members[span.together]
             there = [rows[span] * self._num_slots + slot for slot in slots]
             by_program.setdefault(program, []).append((span.num, there, span.first))
-        loops = [Loop(program, *zip(*rows, strict=True)) for program, rows in by_program.items()]
+        loops = [
+            BlockLoop(program, *zip(*rows, strict=True)) for program, rows in by_program.items()
+        ]
         return self._compiler.loops([loops], 1, self._num_slots)
 
 

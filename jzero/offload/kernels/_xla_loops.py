@@ -18,7 +18,14 @@ import numpy as np
 from jax import lax
 
 from jzero.offload.kernels._kernel import USUAL, divisor_of, divisors_of
-from jzero.offload.kernels._loops import UPDATE, Calls, Loop, Loops, blocks_of, operands_of
+from jzero.offload.kernels._loops import (
+    UPDATE,
+    BlockLoop,
+    BlockLoops,
+    Calls,
+    blocks_of,
+    operands_of,
+)
 from jzero.offload.kernels._ops import is_same
 from jzero.offload.kernels._roads import Group
 from jzero.offload.kernels._writer import dtype_of
@@ -95,10 +102,10 @@ def _padded(x: np.ndarray, size: int) -> np.ndarray:
     return padded
 
 
-class XlaLoops(Loops):
+class XlaLoops(BlockLoops):
     """Loops that XLA has compiled."""
 
-    def __init__(self, chunks: Sequence[Sequence[Loop]], num_shards: int, num_slots: int):
+    def __init__(self, chunks: Sequence[Sequence[BlockLoop]], num_shards: int, num_slots: int):
         self._chunks = [
             [
                 (
