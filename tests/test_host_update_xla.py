@@ -171,7 +171,7 @@ PEAK = """if True:
 def test_the_state_is_not_there_twice():
     """256 MiB of it; beside it are a block's results, and what XLA needs to make them."""
     run = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
-    assert int(run.stdout) < 32 << 20
+    assert int(run.stdout) < 8 << 20
 
 
 def test_a_failure_in_the_other_thread_is_raised(monkeypatch: pytest.MonkeyPatch):

@@ -60,8 +60,9 @@ def shortest(sides: list[Callable[[], None]], rounds: int) -> list[float]:
 
 
 def rows(optimizer: str, args: Any, threads: int) -> list[str]:
-    """Times of one optimizer, and how they compare with those of float32 gradients without copies."""
-    kinds = [(*traffic, name) for traffic in TRAFFIC for name in args.compilers]
+    """Times of one optimizer, and how they compare with those of float32 gradients."""
+    names = args.compilers
+    kinds = [(*traffic, name) for traffic in TRAFFIC for name in names]
     sides = [
         side(Config(optimizer, args.millions, 1, grads, copy), cast, COMPILERS[name], threads)
         for grads, cast, copy, name in kinds
@@ -69,16 +70,14 @@ def rows(optimizer: str, args: Any, threads: int) -> list[str]:
     seconds = dict(zip(kinds, shortest(sides, args.rounds), strict=True))
     lines = []
     for grads, cast, copy in TRAFFIC:
-        times = [seconds[grads, cast, copy, name] for name in args.compilers]
+        times = [seconds[grads, cast, copy, name] for name in names]
         given = grads + (", cast" if cast and grads != "float32" else "")
-        first = seconds[*TRAFFIC[0], args.compilers[0]]
-        cells = [f"{1e3 * t:.1f}" for t in times] + [
-            f"{times[0] / first:.2f}",
-            f"{times[-1] / times[0]:.1f}",
-        ]
-        lines.append(
-            f"| {optimizer} | {threads} | {given} | {'bfloat16' if copy else ''} | {' | '.join(cells)} |"
-        )
+        same, plain = (seconds["float32", True, with_copy, names[0]] for with_copy in (copy, False))
+        cells = [f"{1e3 * t:.1f}" for t in times] + [f"{times[0] / t:.2f}" for t in (same, plain)]
+        if len(names) > 1:
+            cells.append(f"{times[-1] / times[0]:.1f}")
+        what = f"| {optimizer} | {threads} | {given} | {'bfloat16' if copy else ''}"
+        lines.append(f"{what} | {' | '.join(cells)} |")
     return lines
 
 
@@ -92,7 +91,9 @@ def main() -> None:
     args = parser.parse_args()
     print(records.versions("jax", "jaxlib", "optax", "llvmlite", "numpy"), "load", os.getloadavg())
     heads = ["optimizer", "threads", "gradients", "copy", *(f"{x}, ms" for x in args.compilers)]
-    heads += ["over float32", f"{args.compilers[-1]} over {args.compilers[0]}"]
+    heads += ["over float32", "over float32 without a copy"]
+    if len(args.compilers) > 1:
+        heads.append(f"{args.compilers[-1]} over {args.compilers[0]}")
     print("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads))
     for optimizer in args.optimizers:
         for threads in args.threads:
