@@ -28,7 +28,7 @@ from jzero.offload.schedule._schedule import Schedule
 from jzero.segments import _conversions
 from jzero.segments._builder import Builder
 from jzero.segments._planned import PlannedStep
-from jzero.segments._segment import Values, Var, shard_of
+from jzero.segments._segment import SegmentFn, Values, Var, shard_of
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.plan._offload import Shared, waits
 from jzero.tracing import _call
@@ -80,6 +80,8 @@ class HostStep:
     # Whether updates begin while layers compute, where parameters rest on the hosts.
     _begins_early: ClassVar[bool] = True
     _store: ClassVar[str] = HOST  # where the hosts update leaves
+    # Whether new leaves on the devices take the memory of old ones.
+    _consumes: ClassVar[bool] = True
 
     def __init__(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], threads: int | None,
@@ -199,7 +201,9 @@ class HostStep:
             outs = tuple(i for i in chunk if i < len(state))
             if (leave := _conversions.leaving(self._planned, outs)) is not None:
                 arguments = [state[i] for i in outs], [sent[i] for i in outs]
-                self._leaving[outs] = jax.jit(leave, donate_argnums=0).lower(*arguments).compile()
+                donated = (0,) * self._consumes
+                run = jax.jit(leave, donate_argnums=donated)
+                self._leaving[outs] = run.lower(*arguments).compile()
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """See `StepProgram`; what the host sends back, a chunk at a time, is not in it."""
@@ -226,10 +230,15 @@ class HostStep:
     def _update_on_devices(self, values: Values, stays: Sequence[Any]) -> dict[int, jax.Array]:
         """Turns of what rests on the devices; outputs by index."""
         made: dict[int, jax.Array] = {}
-        for turn in self.turns[1:]:
+        for turn, run in zip(self.turns[1:], self._on_devices, strict=True):
             values.update(zip(self._stays, stays, strict=True))
-            made |= turn(values, turn.jitted)
+            made |= turn(values, run)
         return made
+
+    @functools.cached_property
+    def _on_devices(self) -> list[SegmentFn]:
+        """The programs of turns of what rests on the devices."""
+        return [turn.jitted if self._consumes else jax.jit(turn.run) for turn in self.turns[1:]]
 
     def schedule(self) -> Schedule:
         """Gradients go down, the hosts update, and what they make comes up."""
@@ -430,13 +439,14 @@ class HostStep:
         return engine
 
     def _at_rest(self, state: Sequence[Any], chunk: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        """What the host made, as it rests on the devices, in the place of the old leaves."""
+        """What the host made, as it rests on the devices, in or beside the place of the old leaves."""
         outs = tuple(i for i in chunk if i < len(state))
         olds = [state[i] for i in outs]
         if (leave := self._leaving.get(outs)) is not None:
             return chunk | dict(zip(outs, leave(olds, [chunk[i] for i in outs]), strict=True))
-        for old in olds:
-            old.delete()
+        if self._consumes:
+            for old in olds:
+                old.delete()
         return chunk
 
     def _taken(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from jzero.offload.nvme._job_threads import JobThreads
 from jzero.offload.nvme._layout import TileLayout
 from jzero.offload.schedule._ops import Commit, Value
 from jzero.offload.schedule._schedule import Schedule
-from jzero.segments import _conversions
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Values, Var, shard_of
 from jzero.sharding.plan._offload import Shared
@@ -87,6 +86,7 @@ class NVMeStep(HostStep):
 
     _begins_early = False
     _store = NVME
+    _consumes = False
 
     def __init__(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], policy: FilePolicy, shared: Shared,
@@ -129,7 +129,6 @@ class NVMeStep(HostStep):
             self._waiting = self._handed_over()
             self._tell()
         self._writing: list[np.ndarray] = []
-        self._turns_read = [jax.jit(turn.run) for turn in self.turns]  # consumes nothing
 
     def _check_dtypes(self) -> None:
         """Refuses dtypes that no kernel computes with, once, and not each equation that has one."""
@@ -347,14 +346,6 @@ class NVMeStep(HostStep):
             raise
         return made
 
-    def _update_on_devices(self, values: Values, stays: Sequence[Any]) -> dict[int, jax.Array]:
-        """Turns of what rests on the devices, whose old values are kept."""
-        made: dict[int, jax.Array] = {}
-        for turn, run in zip(self.turns[1:], self._turns_read[1:], strict=True):
-            values.update(zip(self._stays, stays, strict=True))
-            made |= turn(values, run)
-        return made
-
     def _store_of(self, state: Sequence[Any]) -> NVMeStore:
         leaves: list[NVMeArray] = [state[i] for i in self._hosted]
         stores = {id(leaf.store): leaf.store for leaf in leaves}
@@ -375,23 +366,3 @@ class NVMeStep(HostStep):
             self._engine = engine
         assert isinstance(self._engine, TiledEngine)
         return self._engine
-
-    def _compile_leaving(self, state: Sequence[Any], chunks: Sequence[Sequence[int]]) -> None:
-        """As `HostStep`, but that old leaves are not consumed."""
-        sent = dict(zip(self.host.outs, self.host.out_avals(), strict=True))
-        for chunk in chunks:
-            outs = tuple(i for i in chunk if i < len(state))
-            if (leave := _conversions.leaving(self._planned, outs)) is not None:
-                arguments = [state[i] for i in outs], [sent[i] for i in outs]
-                self._leaving[outs] = jax.jit(leave).lower(*arguments).compile()
-
-    def _at_rest(
-        self, state: Sequence[Any], chunk: Mapping[int, jax.Array]
-    ) -> dict[int, jax.Array]:
-        """What the host made, as it rests on the devices, beside the old leaves."""
-        outs = tuple(i for i in chunk if i < len(state))
-        leave: Callable[..., Any] | None = self._leaving.get(outs)
-        if leave is None:
-            return dict(chunk)
-        olds, new = [state[i] for i in outs], [chunk[i] for i in outs]
-        return dict(chunk) | dict(zip(outs, leave(olds, new), strict=True))
