@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO for JAX: train steps whose parameters, gradients and optimizer state live in shards."""
 
+import typing as _typing
+
 # Gradients need no name of jzero's: these are JAX's own, for scripts that were written when they did.
 from jax import grad as grad
 from jax import value_and_grad as value_and_grad
@@ -27,10 +29,7 @@ from jzero.offload._nvme import NVMe as NVMe
 from jzero.offload._policy import HostCPU as HostCPU
 from jzero.offload._policy import NoOffload as NoOffload
 from jzero.offload._policy import PinnedHost as PinnedHost
-from jzero.offload.memory._coded_array import CodedArray as CodedArray
-from jzero.offload.memory._host_array import HostArray as HostArray
-from jzero.offload.memory._nvme_array import NVMeArray as NVMeArray
-from jzero.offload.memory._padded import PaddedArray as PaddedArray
+from jzero.offload.memory._leaf_array import LeafArray as LeafArray
 from jzero.preflight._preflight import Preflight as Preflight
 from jzero.preflight._preflight import preflight as preflight
 from jzero.preflight._targets import target_mesh as target_mesh
@@ -50,3 +49,14 @@ from jzero.weights._families import LAYOUTS as LAYOUTS
 from jzero.weights._import import import_weights as import_weights
 from jzero.weights._layout import WeightLayout as WeightLayout
 from jzero.weights._layout import WeightRule as WeightRule
+
+if not _typing.TYPE_CHECKING:  # To a type checker any name would be there.
+
+    def __getattr__(name: str) -> _typing.NoReturn:
+        """Says where a name went; for one that never was there, what Python says."""
+        if name in ("PaddedArray", "CodedArray", "HostArray", "NVMeArray"):
+            raise AttributeError(
+                f"jzero.{name} is gone. One class has all leaves that are no plain arrays. Write "
+                "isinstance(x, jzero.LeafArray), and ask x.where ('in host memory', 'in files') and x.codes.",
+                name=name)  # fmt: skip
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

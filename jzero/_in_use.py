@@ -14,8 +14,7 @@ from typing import Any
 import jax
 
 from jzero._errors import CONSUMED, JzeroError, StateError, first_of, message
-from jzero.offload.memory._coded_array import CodedArray
-from jzero.offload.memory._padded import PaddedArray
+from jzero.offload.memory._leaf_array import at_rest, is_deleted
 from jzero.tracing import _call, _jaxpr
 
 _STEPS = (
@@ -107,8 +106,8 @@ class Use:
             return []
         found = []
         for other in [x for x in _claims.values() if x is not self and x.running.locked()]:
-            taken = {id(_plain(x)) for x in other._leaves if x is not None}
-            common = [id(_plain(x)) in taken for x in leaves]
+            taken = {id(at_rest(x)) for x in other._leaves if x is not None}
+            common = [id(at_rest(x)) in taken for x in leaves]
             if any(common) and other._consumes:
                 raise self._refused("is consuming", common, other)
             if any(common) and self._consumes:
@@ -132,7 +131,7 @@ class Use:
             "deleted" in said or "was already donated" in said
         ):
             return None  # The state's own leaves, or something else.
-        dead = list(map(_is_deleted, jax.tree.leaves(arrays)))
+        dead = list(map(is_deleted, jax.tree.leaves(arrays)))
         if any(dead):
             found = _named(_call.argument_paths(arrays), dead)
             return StateError(
@@ -140,7 +139,7 @@ class Use:
             )
         if isinstance(error, JzeroError) or not self._is_contended():
             return None
-        dead = list(map(_is_deleted, leaves))
+        dead = list(map(is_deleted, leaves))
         return self._consumed(dead) if any(dead) else None
 
     def _is_contended(self) -> bool:
@@ -148,7 +147,7 @@ class Use:
         return _num_consumed != self._seen
 
     def _check_alive(self, leaves: Sequence[Any]) -> None:
-        dead = list(map(_is_deleted, leaves))
+        dead = list(map(is_deleted, leaves))
         if any(dead):
             raise self._consumed(dead)
 
@@ -172,14 +171,3 @@ class Use:
 def _named(paths: Sequence[str], found: Sequence[bool]) -> str:
     named = [path for path, is_one in zip(paths, found, strict=True) if is_one]
     return f"{len(named)} of {len(paths)} leaves: {first_of(named)}"
-
-
-def _plain(x: Any) -> Any:
-    """The array of a leaf that a program takes."""
-    if isinstance(x, PaddedArray):
-        return x.padded
-    return x.rows if isinstance(x, CodedArray) else x
-
-
-def _is_deleted(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.is_deleted()

@@ -15,11 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import BatchError, MeshError, OptionError, StateError, message
 from jzero._memory_kinds import HOST, NVME, HostNeed
 from jzero.offload.memory import _available, _placing, _writes
-from jzero.offload.memory._coded_array import CodedArray, rows_of
+from jzero.offload.memory._file_storage import rests_in_files
 from jzero.offload.memory._filling import Filling
-from jzero.offload.memory._nvme_array import rests_in_files
+from jzero.offload.memory._leaf_array import LeafArray, at_rest, is_coded, rows_of
 from jzero.offload.memory._nvme_store import StoreSpec
-from jzero.offload.memory._padded import PaddedArray
 from jzero.offload.memory._placing import Place
 from jzero.processes import _agreement
 from jzero.segments import _identity, _program
@@ -43,7 +42,7 @@ class Placement:
         self._last: Repeat | None = None
         # Of the last plans and shardings: hundreds of leaves on the host take 0.7 ms.
         self._places: tuple[Any, Any, list[Place]] | None = None
-        self._padded: tuple[Any, list[tuple[int, tuple[int, ...]]]] = ((), [])
+        self._wrapped: tuple[Any, list[tuple[int, tuple[int, ...]]]] = ((), [])
         # What steps need on the host while they run, of each kind the most that there was room for.
         self._met = collections.Counter[tuple[str, str]]()
 
@@ -111,18 +110,17 @@ class Placement:
         self, state: Any, leaves: Sequence[Any], plans: tuple[LeafPlan, ...],
         shardings: Sequence[NamedSharding], who: str = "shard", needs: Sequence[HostNeed] = (),
     ) -> list[Any]:  # fmt: skip
-        """The leaves of `state` where the plan has them, padded; those that are None here stay None.
+        """The leaves of `state` where the plan has them, as they rest; those that are None here stay None.
 
         If the host has room for them, and for what a step `needs` there besides. Those that rest in codes
-        come as a `CodedArray`.
+        come as a `LeafArray`.
         """
         _placing.check_alive(state, leaves, who)
         places = self.places(plans, shardings)
         _placing.check_flushed(who, state, leaves, places)
         self._check_codes(who, leaves, plans)
-        coded = {i: x for i, x in enumerate(leaves) if isinstance(x, CodedArray)}
-        leaves = [coded[i].rows if i in coded else x for i, x in enumerate(leaves)]
-        errors = {i: x.coding for i, x in coded.items()}
+        errors = {i: x.lost for i, x in enumerate(leaves) if is_coded(x)}
+        leaves = [*map(rows_of, leaves)]
         held = _placing.held_whole(leaves, shardings)
         needs = [*_placing.host_needs(places, leaves), *needs]
         if held or needs:
@@ -141,24 +139,20 @@ class Placement:
         for i, lost in errors.items():
             form = plans[i].codes
             assert form is not None
-            placed[i] = CodedArray(placed[i], form, lost)
+            placed[i] = LeafArray(placed[i], form.shape, form, lost)
         return placed
 
     def _check_codes(self, who: str, leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> None:
         """Refuses codes where a step trains, and weights that an evaluation was told rest in codes."""
         pairs = list(zip(leaves, plans, strict=True))
-        codes = [plan.path for x, plan in pairs if isinstance(x, CodedArray) and plan.codes is None]
+        codes = [plan.path for x, plan in pairs if is_coded(x) and plan.codes is None]
         if codes:
             raise StateError(message(
                 who, [f"{path} rests in codes" for path in codes],
                 "A training updates the numbers themselves; codes have lost some of each.",
                 "Train the state that was coded, or call train_step.unshard(state) for what its codes say.",
                 shown=4))  # fmt: skip
-        exact = [
-            plan.path
-            for x, plan in pairs
-            if x is not None and plan.codes and not isinstance(x, CodedArray)
-        ]
+        exact = [plan.path for x, plan in pairs if x is not None and plan.codes and not is_coded(x)]
         if exact and who != "shard":
             raise StateError(message(
                 who, [f"{path} is not in codes" for path in exact],
@@ -198,15 +192,15 @@ class Placement:
 
     def wrap(self, leaves: list[Any], plans: Sequence[LeafPlan]) -> list[Any]:
         """What a program returns as a user gets it; `_placing.wrap`, which looks at every leaf."""
-        if self._padded[0] is not plans:
-            padded = [
+        if self._wrapped[0] is not plans:
+            wrapped = [
                 (i, plan.shape)
                 for i, plan in enumerate(plans)
-                if plan.padding and plan.tier not in (HOST, NVME)
+                if plan.padding or plan.tier in (HOST, NVME)
             ]
-            self._padded = plans, padded
-        for i, shape in self._padded[1]:
-            leaves[i] = PaddedArray(leaves[i], shape)
+            self._wrapped = plans, wrapped
+        for i, shape in self._wrapped[1]:
+            leaves[i] = LeafArray(leaves[i], shape)
         return leaves
 
     def agree(
@@ -256,11 +250,10 @@ class Placement:
         shardings = program.state_shardings
         needs = self._new_needs(program)
         placed = self.place(call.call.state, leaves, plan.leaves, shardings, _call.WHO, needs)
-        state = [*map(rows_of, placed)]
+        state = [*map(at_rest, placed)]
         self._met.update({need[:2]: need.nbytes for need in needs})
         for i in unread:
-            x = call.state[i]
-            state[i] = rows_of(x)
+            state[i] = at_rest(call.state[i])
         self._last = Repeat.of(program, call, state)
         return program, state
 

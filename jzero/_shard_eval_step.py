@@ -18,7 +18,7 @@ from jzero._step import ShardedTrainStep
 from jzero._step_types import EvalStepOptions, Result, StepArgs
 from jzero.offload._evaluation import reading_policy
 from jzero.offload.memory import _placing
-from jzero.offload.memory._coded_array import CodedArray, rows_of
+from jzero.offload.memory._leaf_array import LeafArray, rows_of
 from jzero.segments import _nan_checks
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
@@ -118,7 +118,7 @@ def shard_eval_step(
     >>> in_codes = jzero.shard_eval_step(predict, weight_dtype=jnp.int8)
     >>> coded = in_codes.shard(w, jnp.ones((13, 512)))
     >>> coded, in_codes(coded, jnp.ones((13, 512))).shape
-    (CodedArray(shape=(512, 512), dtype=float32, int8 in blocks of 256), (13, 512))
+    (LeafArray(shape=(512, 512), dtype=float32, int8 in blocks of 256), (13, 512))
 
     Args:
       eval_step: the function; None to use `shard_eval_step(like=...)` as a decorator.
@@ -254,7 +254,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
         >>> eval_step.rows(shape, x).shape == saved.shape
         True
         >>> eval_step.from_rows(saved, shape, x)
-        CodedArray(shape=(256, 256), dtype=float32, int4 in blocks of 128)
+        LeafArray(shape=(256, 256), dtype=float32, int4 in blocks of 128)
 
         Raises:
           OptionError: of shapes, without the step's other arguments.
@@ -307,7 +307,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
                     "the shardings of the weights if these lay on devices; or shard the weights themselves.",
                     shown=4))  # fmt: skip
             coded = [
-                CodedArray(x, plan.codes, None) if plan.codes else x
+                LeafArray(x, plan.codes.shape, plan.codes) if plan.codes else x
                 for x, plan in zip(leaves, plans, strict=True)
             ]
             placed = self._placement.place(

@@ -165,7 +165,7 @@ def shard_train_step(
         device (4 MiB at least), and of `tile_bytes`; half of that, or a sixteenth of all, outside of loops.
       min_shard_bytes: leaves smaller than this stay full, because a collective costs more time than
         they cost memory; 0 shards whatever can be. Each costs its bytes on every device. Neither are
-        leaves sharded that would have to be padded (`jzero.PaddedArray`: no dim is divided by the devices)
+        leaves sharded that would have to be padded (`jzero.LeafArray`: no dim is divided by the devices)
         to save less than 1 MiB on each device, as long as these are in all at most 1 % of its model
         states, that is of its share of all leaves of the state, in whatever memory; 0 pads these too.
       full: a regular expression, searched in the paths of parameters at stage 3; those that match rest

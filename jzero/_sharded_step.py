@@ -18,7 +18,7 @@ from jzero._placement import Placement
 from jzero._step_types import Result, StepArgs
 from jzero.ir._loops import MICROBATCHES
 from jzero.offload.memory import _placing
-from jzero.offload.memory._coded_array import CodedArray
+from jzero.offload.memory._leaf_array import is_coded
 from jzero.processes import _agreement
 from jzero.reports import _printed_program
 from jzero.reports._describe import Report, looped
@@ -273,7 +273,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             {
                 leaf.path: x.error
                 for leaf, x in zip(plan.leaves, jax.tree.leaves(call.state), strict=True)
-                if isinstance(x, CodedArray) and x.error is not None
+                if is_coded(x) and x.error is not None
             },
             () if plan.evaluates else looped(jaxpr, call.arrays, plan, movements),
             program.extra_work,

@@ -23,8 +23,8 @@ from jzero.ir import _starts
 from jzero.offload._parameters import ParameterOffload
 from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload.memory import _placing, _writes
-from jzero.offload.memory._host_array import HostArray
-from jzero.offload.memory._like_array import LikeArray
+from jzero.offload.memory._host_storage import pending_of
+from jzero.offload.memory._leaf_array import LeafArray
 from jzero.processes import _agreement
 from jzero.segments import _identity, _nan_checks
 from jzero.segments._programs import Programs
@@ -218,7 +218,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         _agreement.check("flush")
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(self._named(state), leaves, "flush")
-        pending = next((x.pending for x in leaves if isinstance(x, HostArray) and x.pending), None)
+        pending = next(filter(None, map(pending_of, leaves)), None)
         if pending is None:
             return state
         if self._programs.options.offload.tier != HOST:
@@ -254,7 +254,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         _placing.check_flushed("unshard", named, leaves)
         if not all(_placing.lies_right(x, full) for x in leaves):
             _agreement.confirm("unshard", mesh=setting.mesh)  # What it returns may be looked at.
-        plain = [jnp.asarray(x) if isinstance(x, LikeArray) else x for x in leaves]
+        plain = [jnp.asarray(x) if isinstance(x, LeafArray) else x for x in leaves]
         whole = _placing.place(
             plain, [full] * len(leaves), lambda: _call.leaf_paths(named, "state")
         )
@@ -273,7 +273,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         step moves what its plan has full (parameters at stages 1 and 2). With `offload`, every leaf rests
         on the host until then.
 
-        A leaf that is padded at rest (`PaddedArray`) has none for its true shape: it is given as full
+        A leaf that is padded at rest (`LeafArray`) has none for its true shape: it is given as full
         here, and padded when `shard` or the step places it. Of NNX objects, given as a call has them with all
         other arguments, it is the `nnx.state` of them all.
         """

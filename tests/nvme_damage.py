@@ -125,10 +125,10 @@ class Left:
                 if step == 0:
                     self.moments["placed"] = content(self.own)
         self.moments["trained"] = content(self.own)
-        leaf = next(x for x in jax.tree.leaves(state) if isinstance(x, jzero.NVMeArray))
-        leaf.store.begin()
+        leaf = next(x for x in jax.tree.leaves(state) if getattr(x, "where", "") == "in files")
+        leaf.storage.store.begin()
         self.moments["killed in a step"] = content(self.own)
-        leaf.store.files.abort()
+        leaf.storage.store.files.abort()
         del leaf, state
         end_of_process()
 
@@ -205,7 +205,7 @@ def damaged(data: bytes, at: int, bit: int | None) -> bytes:
 def without_files(state: Any) -> Any:
     """What is not in files; zeros stand for the rest."""
     return jax.tree.map(
-        lambda x: np.zeros(x.shape, x.dtype) if isinstance(x, jzero.NVMeArray) else x, state
+        lambda x: np.zeros(x.shape, x.dtype) if getattr(x, "where", "") == "in files" else x, state
     )
 
 

@@ -175,7 +175,7 @@ def go_on(folder, num_steps, mesh=None):
 
 def own_values(x):
     """What this process holds of a leaf."""
-    x = getattr(x, "padded", x)
+    x = getattr(x, "storage", x)
     x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return [np.asarray(shard.data) for shard in x.addressable_shards]
 
@@ -406,11 +406,13 @@ def on_hosts(folder):
             check_parts(restored, whole)
     leaf = given["host"]["uneven"]
     whole_leaf = given["each"]["uneven"]
-    np.testing.assert_allclose(host.shard(given["each"])["uneven"].buffers[0], leaf.buffers[0])
+    np.testing.assert_allclose(
+        host.shard(given["each"])["uneven"].storage.buffers[0], leaf.storage.buffers[0]
+    )
     return {
-        "devices": [device.id for device in leaf.home.devices],
-        "rows": [buffer.shape[0] for buffer in leaf.buffers],
-        "rows_of_each": [buffer.shape[0] for buffer in whole_leaf.buffers],
+        "devices": [device.id for device in leaf.storage.home.devices],
+        "rows": [buffer.shape[0] for buffer in leaf.storage.buffers],
+        "rows_of_each": [buffer.shape[0] for buffer in whole_leaf.storage.buffers],
         "read": told(lambda: np.asarray(leaf)),
         "too_little": told(
             lambda: without_memory(folder, is_odd_one(), lambda: host.init(uneven_state))
@@ -433,15 +435,16 @@ def is_key(x):
 def check_parts(state, whole):
     """What this process has of each leaf, padded, is what the leaf has there."""
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
-        if isinstance(x, jzero.HostArray):
-            found = x.at_rest.addressable_devices_indices_map(x.padded_shape)
+        if getattr(x, "where", "") == "in host memory":
+            x = x.storage
+            found = x.sharding.addressable_devices_indices_map(x.shape)
             parts = [
                 (found[d], buffer) for d, buffer in zip(x.home.devices, x.buffers, strict=True)
             ]
-            shape = x.padded_shape
+            shape = x.shape
         else:
             x, y = ((jax.random.key_data(x) if is_key(x) else x) for x in (x, y))
-            x = getattr(x, "padded", x)
+            x = getattr(x, "storage", x)
             parts, shape = [(s.index, s.data) for s in x.addressable_shards], x.shape
         y = np.asarray(y)
         widths = [(0, new - old) for old, new in zip(y.shape, shape, strict=True)]

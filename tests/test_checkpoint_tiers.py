@@ -52,8 +52,8 @@ def evaluate(state: Any, x: jax.Array) -> jax.Array:
 
 
 def tier_of(leaf: jax.Array) -> str:
-    if isinstance(leaf, jzero.HostArray | jzero.NVMeArray):
-        return "on the host" if isinstance(leaf, jzero.HostArray) else "in files"
+    if isinstance(leaf, jzero.LeafArray):
+        return "on the host" if leaf.where == "in host memory" else "in files"
     return {"device": "on devices", "pinned_host": "pinned"}[str(leaf.sharding.memory_kind)]
 
 

@@ -79,7 +79,7 @@ def plain(params):
 
 
 def coded_leaves(params):
-    return [x for x in jax.tree.leaves(params) if isinstance(x, jzero.CodedArray)]
+    return [x for x in jax.tree.leaves(params) if isinstance(x, jzero.LeafArray)]
 
 
 def assert_as_one_device(eval_step, coded, *args, tolerance=1e-5):
@@ -118,7 +118,7 @@ def test_generates_what_one_device_generates_with_what_codes_say(
     assert {x.dtype for x in report.traffic if x.leaf in found} == ({"uint8"} if num > 1 else set())
     # Once for all who read a leaf: the loop over tokens, casts, slices, a transposed table.
     times = CONTEXT if "offload_params" in options or options.get("gather") == "per_pass" else 1
-    nbytes = sum(x.rows.nbytes for x in coded_leaves(coded))
+    nbytes = sum(x.storage.nbytes for x in coded_leaves(coded))
     assert sum(found.values()) == (times * nbytes if num > 1 else 0)
 
 
@@ -148,11 +148,12 @@ def test_each_part_of_each_matrix_has_blocks_of_its_own(num):
     eval_step = jzero.shard_eval_step(generate, weight_dtype=blocks, mesh=mesh_of(num))
     coded = eval_step.shard(params, tokens)
     for x, w in zip(jax.tree.leaves(coded), jax.tree.leaves(params), strict=True):
-        if not isinstance(x, jzero.CodedArray):
+        if not isinstance(x, jzero.LeafArray):
             np.testing.assert_array_equal(x, w)
             continue
-        assert x.rows.shape == x.form.rows_shape
-        dim = 0 if x.form.dim is None else x.form.dim
+        assert x.codes is not None
+        assert x.storage.shape == x.codes.rows_shape
+        dim = 0 if x.codes.dim is None else x.codes.dim
         # The rows of this table are padded: 130 of them, on four devices.
         wanted = by_hand(w, dim, num, blocks, w.ndim - 2)
         np.testing.assert_allclose(np.asarray(x), wanted, rtol=0, atol=1e-6)
@@ -184,7 +185,7 @@ def test_rows_of_stacks(shape, rows, fn):
     blocks, x = jzero.Blocks("int8", size=64), np.ones((4, shape[-1]), np.float32)
     eval_step = jzero.shard_eval_step(fn, weight_dtype=blocks, mesh=mesh_of(4))
     coded = eval_step.shard(w, x)
-    assert coded.rows.shape == rows
+    assert coded.storage.shape == rows
     assert_as_one_device(eval_step, coded, x, tolerance=1e-4)  # hundreds of layers
     traffic = eval_step.describe(coded, x).traffic
     if fn is by_index:  # Of 512 rows a turn needs one, which its owner decodes.
@@ -235,7 +236,7 @@ def test_a_decoding_loop_keeps_codes_where_weights_have_no_room(monkeypatch):
         temp = eval_step.lower(coded, tokens).compile().memory_analysis().temp_size_in_bytes
         found[room] = gathered, temp
     (once, decoded), (again, in_codes), (each, freed) = found.values()
-    assert once == again == sum(x.rows.nbytes for x in coded_leaves(coded))
+    assert once == again == sum(x.storage.nbytes for x in coded_leaves(coded))
     assert once < each <= CONTEXT * once
     assert decoded > whole > in_codes > freed
 
@@ -264,7 +265,7 @@ def test_other_evaluations_read_what_one_has_coded():
     assert coded["stack"].shape == (2, D, D)
     assert jnp.sum(coded["stack"]).shape == ()
     assert isinstance(copy.deepcopy(coded["stack"]), np.ndarray)
-    assert not isinstance(jax.jit(lambda x: x)(coded["stack"]), jzero.CodedArray)
+    assert not isinstance(jax.jit(lambda x: x)(coded["stack"]), jzero.LeafArray)
 
 
 def test_the_state_of_a_training_is_coded_where_it_lies():
@@ -287,10 +288,10 @@ def test_the_state_of_a_training_is_coded_where_it_lies():
         eval_step = jzero.shard_eval_step(predict, like=train_step, weight_dtype=jnp.int4)
         coded = eval_step.shard(state[0], x)
         assert_as_one_device(eval_step, coded, x)
-        kinds = {x.rows.sharding.memory_kind for x in coded_leaves(coded)}
+        kinds = {x.storage.sharding.memory_kind for x in coded_leaves(coded)}
         assert kinds == {"pinned_host" if "offload_params" in options else "device"}
     (found,) = {type(x) for x in jax.tree.leaves(train_step.unshard(coded))}
-    assert not issubclass(found, jzero.CodedArray)
+    assert not issubclass(found, jzero.LeafArray)
     with pytest.raises(
         jzero.StateError, match=r"(?s)in'\] rests in codes.*A training updates the num"
     ):
@@ -373,7 +374,7 @@ def test_what_cannot_be_obeyed_is_refused():
         ("weight_dtype=.*float32.*It is a format of codes", lambda: make(weight_dtype=jnp.float32)),
         (
             "from_rows: 2 leaves of rows, and a state of 1",
-            lambda: eval_step.from_rows([coded.rows, x], w, x),
+            lambda: eval_step.from_rows([coded.storage, x], w, x),
         ),
         ("the step's other arguments are not known", lambda: make(weight_dtype=jnp.int4).shard(w)),
         (
@@ -395,7 +396,7 @@ def test_what_cannot_be_obeyed_is_refused():
         with pytest.raises((jzero.OptionError, jzero.StateError), match=text):
             call()
     alone: Any = jzero.shard_eval_step(lambda w: w @ w, weight_dtype=jnp.int8, mesh=mesh_of(4))
-    assert isinstance(alone.shard(w), jzero.CodedArray)  # there are no others
+    assert isinstance(alone.shard(w), jzero.LeafArray)  # there are no others
     coded.delete()
-    with pytest.raises(jzero.StateError, match=r"CodedArray\(shape=\(128, 128\).*already donated"):
+    with pytest.raises(jzero.StateError, match=r"LeafArray\(shape=\(128, 128\).*already donated"):
         jnp.asarray(coded)

@@ -140,8 +140,8 @@ def test_what_the_host_holds_beside_the_state(precision, delayed_update):
     kept = [x for outputs in engine._sets for x in outputs.arrays]
     assert {x.sharding.memory_kind for x in kept} == {"pinned_host"}
     assert sum(x.nbytes for x in kept) // 8 == expected["leaving parameter"]
-    leaves = [x for x in jax.tree.leaves(state) if isinstance(x, jzero.HostArray)]
-    (pending,) = {leaf.pending for leaf in leaves}
+    leaves = [x for x in jax.tree.leaves(state) if getattr(x, "where", "") == "in host memory"]
+    (pending,) = {leaf.storage.pending for leaf in leaves}
     waiting = [x for x in pending.reads.values() if x.size > 1] if pending else []
     assert sum(x.nbytes for x in waiting) // 8 == expected.get("pending gradient", 0)
     assert bool(waiting) == delayed_update

@@ -230,7 +230,7 @@ def test_padded_leaves_and_leaves_that_lie_elsewhere():
         mesh=mesh_of({"data": 8}),
     )
     w = train_step(jnp.asarray(np.random.default_rng(0).normal(size=(41, 3))), jnp.ones((8, 41)))
-    assert isinstance(w, jzero.PaddedArray)
+    assert isinstance(w, jzero.LeafArray)
 
     def table(w, rows):
         return w[rows], w.sum(0), w, jnp.sort(w, axis=0)
@@ -389,6 +389,21 @@ def test_what_is_not_read_is_not_taken():
     ]
     assert [row.role for row in report.memory] == ["parameter"]
     assert len(report.to_dict()["unread"]) == 13
+
+
+@pytest.mark.parametrize(
+    "unread", [np.ones(3), 2, 0.5, jnp.ones(3)], ids=lambda x: type(x).__name__
+)
+def test_what_is_not_read_may_be_no_array(unread):
+    eval_step = jzero.shard_eval_step(lambda state, x: x @ state["w"])
+    for state in (
+        {"w": jnp.ones((16, 8))},
+        eval_step.shard({"w": jnp.ones((16, 8))}, jnp.ones((8, 16))),
+    ):
+        for _ in range(3):
+            np.testing.assert_array_equal(
+                eval_step(state | {"unread": unread}, jnp.ones((8, 16))), 16.0
+            )
 
 
 def test_it_is_traced_once_for_each_shape_and_layout():

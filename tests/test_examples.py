@@ -11,7 +11,7 @@ from jzero import _components, _folded, _step, testing
 from jzero.checkpoint import _checkpointer, _restore
 from jzero.deepspeed import _schedules, _transforms, _translate
 from jzero.offload import _policy
-from jzero.offload.memory import _host_array, _padded
+from jzero.offload.memory import _leaf_array
 from jzero.preflight import _preflight, _targets
 from jzero.reports import _bandwidth, _describe, _estimate, _lines
 from jzero.tracing import _eqx, _keys, _local, _nnx, _precision
@@ -24,11 +24,10 @@ MODULES = [
     _eqx,
     _estimate,
     _folded,
-    _host_array,
+    _leaf_array,
     _lines,
     _local,
     _nnx,
-    _padded,
     _policy,
     _precision,
     _preflight,

@@ -77,7 +77,11 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def host_leaves(state: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(state) if isinstance(x, jzero.HostArray)]
+    return [x for x in jax.tree.leaves(state) if getattr(x, "where", "") == "in host memory"]
+
+
+def renewed(leaf: jzero.LeafArray, pending: Any) -> jzero.LeafArray:
+    return jzero.LeafArray(leaf.storage.renewed(pending, 1), leaf.shape)
 
 
 @pytest.fixture(scope="module")
@@ -89,22 +93,22 @@ def expected() -> Any:
 def test_born_on_the_host(name, expected):
     state = on(name).init(new_state)
     assert_same(state, expected)
-    on_devices = [x for x in jax.tree.leaves(state) if not isinstance(x, jzero.HostArray)]
+    on_devices = [x for x in jax.tree.leaves(state) if getattr(x, "where", "") != "in host memory"]
     assert [x.ndim for x in on_devices] == [0, 0]  # the key, and Adam's count
     starts = set()
     for leaf in host_leaves(state):
-        part = leaf.at_rest.shard_shape(leaf.padded_shape)
-        where = leaf.at_rest.addressable_devices_indices_map(leaf.padded_shape)
-        whole = np.zeros(leaf.padded_shape, leaf.dtype)
+        part = leaf.storage.sharding.shard_shape(leaf.storage.shape)
+        where = leaf.storage.sharding.addressable_devices_indices_map(leaf.storage.shape)
+        whole = np.zeros(leaf.storage.shape, leaf.dtype)
         whole[tuple(map(slice, leaf.shape))] = leaf
-        for device, buffer in zip(leaf.home.devices, leaf.buffers, strict=True):
+        for device, buffer in zip(leaf.storage.home.devices, leaf.storage.buffers, strict=True):
             assert (buffer.shape, buffer.dtype) == (part, leaf.dtype)
             assert buffer.flags.c_contiguous
             assert buffer.flags.writeable
             assert buffer.ctypes.data % 64 == 0
             np.testing.assert_array_equal(buffer, whole[where[device]])  # the padding is zero
             starts.add(buffer.ctypes.data)
-    assert len(starts) == sum(len(leaf.buffers) for leaf in host_leaves(state))
+    assert len(starts) == sum(len(leaf.storage.buffers) for leaf in host_leaves(state))
 
 
 @pytest.mark.parametrize(
@@ -114,14 +118,14 @@ def test_born_on_the_host(name, expected):
 def test_replicas_share_a_buffer(name, num):
     train_step = on(name)
     for leaf in host_leaves(train_step.init(new_state)):
-        assert leaf.home.devices == tuple(train_step.mesh.devices.flat)[:num]
-        assert len(leaf.buffers) == num
+        assert leaf.storage.home.devices == tuple(train_step.mesh.devices.flat)[:num]
+        assert len(leaf.storage.buffers) == num
 
 
 def test_a_full_leaf_is_there_for_each_device():
     short = on("8").init(new_state)["params"]["short"]
-    assert short.at_rest.is_fully_replicated
-    for buffer in short.buffers:
+    assert short.storage.sharding.is_fully_replicated
+    for buffer in short.storage.buffers:
         np.testing.assert_array_equal(buffer, [0, 1, 2])
 
 
@@ -155,12 +159,14 @@ def test_placed_from_anywhere(source, name, expected):
     given = SOURCES[source](expected)
     placed = on(name).shard(given)
     born = host_leaves(on(name).init(new_state))
-    assert [leaf.home for leaf in host_leaves(placed)] == [leaf.home for leaf in born]
+    assert [leaf.storage.home for leaf in host_leaves(placed)] == [
+        leaf.storage.home for leaf in born
+    ]
     assert_same(placed, expected)
     if source == f"host on {name}":
         return  # the same leaves
     for leaf in host_leaves(placed):
-        for buffer in leaf.buffers:
+        for buffer in leaf.storage.buffers:
             buffer[...] = 1
     assert_same(given, expected)  # No buffer is the user's.
 
@@ -169,7 +175,8 @@ def test_what_rests_there_is_not_copied():
     train_step = on("8")
     state = train_step.init(new_state)
     again = jax.tree.leaves(train_step.shard(state))
-    assert all(x is y for x, y in zip(jax.tree.leaves(state), again, strict=True))
+    pairs = zip(jax.tree.leaves(state), again, strict=True)
+    assert all(getattr(x, "storage", x) is getattr(y, "storage", y) for x, y in pairs)
 
 
 @pytest.mark.covering
@@ -182,11 +189,11 @@ def test_moved_to_the_devices(source, name, offload, expected):
     as_expected = on(name, offload).shard(expected)
     assert not host_leaves(moved)
     for x, y in zip(jax.tree.leaves(moved), jax.tree.leaves(as_expected), strict=True):
-        x, y = (getattr(leaf, "padded", leaf) for leaf in (x, y))
+        x, y = (getattr(leaf, "storage", leaf) for leaf in (x, y))
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)  # of the same memory, too
         np.testing.assert_array_equal(plain(x), plain(y))
     for leaf in host_leaves(given):
-        for buffer in leaf.buffers:
+        for buffer in leaf.storage.buffers:
             buffer[...] = 1
     assert_same(moved, expected)  # No JAX array is made of the buffers.
 
@@ -199,7 +206,7 @@ def test_unsharded(name, expected):
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(whole))
     assert {x.sharding.memory_kind for x in jax.tree.leaves(whole)} == {"device"}
     for leaf in host_leaves(state):
-        leaf.buffers[0][...] = 1
+        leaf.storage.buffers[0][...] = 1
     assert_same(whole, expected)
 
 
@@ -216,11 +223,15 @@ def test_reads_as_its_true_shape():
     state = on("8").init(new_state)
     leaf = state["params"]["odd"]
     value = np.asarray(leaf)
-    assert repr(leaf) == "HostArray(shape=(53, 14), dtype=float32, padded to (56, 14))"
-    assert repr(state["params"]["even"]) == "HostArray(shape=(16, 64), dtype=float32)"
-    assert (leaf.shape, leaf.padded_shape, leaf.ndim, leaf.size) == ((53, 14), (56, 14), 2, 742)
-    assert (leaf.dtype, leaf.nbytes, leaf.pending) == (np.float32, 2968, None)
-    assert leaf.at_rest.spec == P("node")
+    assert (
+        repr(leaf) == "LeafArray(shape=(53, 14), dtype=float32, in host memory, padded to (56, 14))"
+    )
+    assert (
+        repr(state["params"]["even"]) == "LeafArray(shape=(16, 64), dtype=float32, in host memory)"
+    )
+    assert (leaf.shape, leaf.storage.shape, leaf.ndim, leaf.size) == ((53, 14), (56, 14), 2, 742)
+    assert (leaf.dtype, leaf.nbytes, leaf.storage.pending) == (np.float32, 2968, None)
+    assert leaf.storage.sharding.spec == P("node")
     assert leaf.sharding.spec == P()  # of its true shape
     assert leaf.is_fully_addressable
     assert jnp.zeros_like(leaf).shape == (53, 14)
@@ -235,32 +246,31 @@ def test_reads_as_its_true_shape():
     assert np.array(leaf, np.float64).dtype == np.float64
     for again in (pickle.loads(pickle.dumps(leaf)), copy.copy(leaf), copy.deepcopy(leaf)):
         np.testing.assert_array_equal(again, value)
-    leaf.buffers[0][...] = 0  # as the next step may
+    leaf.storage.buffers[0][...] = 0  # as the next step may
     np.testing.assert_array_equal(value, on("8").init(new_state)["params"]["odd"])
 
 
 READS: list[Callable[[Any], Any]] = [
-    np.asarray, jnp.asarray, list, lambda x: x[0], lambda x: x == 0, lambda x: x.buffers, pickle.dumps,
-    copy.deepcopy, lambda x: x.renewed(None, 1), lambda x: x.parts(),
+    np.asarray, jnp.asarray, list, lambda x: x[0], lambda x: x == 0, lambda x: x.storage.buffers,
+    pickle.dumps, copy.deepcopy, lambda x: x.storage.renewed(None, 1), lambda x: x.storage.parts(),
 ]  # fmt: skip
 
 
 def test_taken_by_a_step():
     train_step = on("8")
     state = train_step.init(new_state)
-    before = {path: leaf.buffers for path, leaf in state["params"].items()}
-    taken = jax.tree.map(
-        lambda x: x.renewed(None, 1) if isinstance(x, jzero.HostArray) else x, state
-    )
+    before = {path: leaf.storage.buffers for path, leaf in state["params"].items()}
+    hosted = [id(x) for x in host_leaves(state)]
+    taken = jax.tree.map(lambda x: renewed(x, None) if id(x) in hosted else x, state)
     for path, leaf in state["params"].items():
         assert leaf.is_deleted()
         assert not taken["params"][path].is_deleted()
-        assert taken["params"][path].buffers is before[path]
+        assert taken["params"][path].storage.buffers is before[path]
     gone = state["params"]["odd"]
     assert (gone.shape, gone.dtype) == ((53, 14), np.float32)  # enough to restore another
     for read in READS:
         with pytest.raises(
-            jzero.StateError, match=r"HostArray\(.* was already donated. A step consumes"
+            jzero.StateError, match=r"LeafArray\(.* was already donated. A step consumes"
         ):
             read(gone)
     for use in (train_step.shard, train_step.unshard, on("8", NONE).shard):
@@ -275,9 +285,9 @@ def test_a_delayed_update_comes_first():
     state = train_step.init(new_state)
     pending = object()
     for name in ("odd", "even"):
-        state["params"][name] = state["params"][name].renewed(pending, 1)
+        state["params"][name] = renewed(state["params"][name], pending)
     taken = state["params"]["odd"]
-    assert taken.pending is pending
+    assert taken.storage.pending is pending
     for read in (np.asarray, jnp.asarray, lambda x: x[0], pickle.dumps):
         with pytest.raises(
             jzero.StateError, match=r"waits for the last step's update.* train_step.flush"
@@ -289,7 +299,8 @@ def test_a_delayed_update_comes_first():
     for other in (on("8", NONE), on("2")):
         with pytest.raises(jzero.StateError, match="shard: " + text):
             other.shard(state)
-    assert train_step.shard(state)["params"]["odd"] is taken  # Nothing reads it.
+    same = train_step.shard(state)["params"]["odd"]  # Nothing reads it.
+    assert same.storage is taken.storage
 
 
 # -- enough memory -------------------------------------------------------------------------------
@@ -361,7 +372,9 @@ def test_too_little_memory(tmp_path, monkeypatch):
     placed = train_step.shard(state)
     with jzero.Checkpointer(tmp_path / "saved", train_step) as checkpointer:
         checkpointer.save(1, placed)
-    num_bytes = sum(buffer.nbytes for leaf in host_leaves(placed) for buffer in leaf.buffers)
+    num_bytes = sum(
+        buffer.nbytes for leaf in host_leaves(placed) for buffer in leaf.storage.buffers
+    )
     elsewhere = [on("8", policy).shard(state) for policy in (NONE, PINNED)]
     monkeypatch.setattr(_available, "ROOT", tmp_path)
     write(tmp_path, {"proc/meminfo": f"MemAvailable: {num_bytes // 1024} kB"})

@@ -50,8 +50,10 @@ def assert_same(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5, atol=1e-6)
 
 
-def hosted(tree: Any) -> list[jzero.HostArray]:
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jzero.HostArray)]
+def hosted(tree: Any) -> list[jzero.LeafArray]:
+    return [
+        leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "where", "") == "in host memory"
+    ]
 
 
 # -- what crosses ----------------------------------------------------------------------------------
@@ -137,14 +139,14 @@ def test_state_is_updated_in_its_place_and_consumed():
     train_step = on(8)
     state = train_step.init(new_state)
     first, _ = train_step(state, BATCH)
-    at = [x.ctypes.data for leaf in hosted(first) for x in leaf.buffers]
+    at = [x.ctypes.data for leaf in hosted(first) for x in leaf.storage.buffers]
     second, _ = train_step(first, BATCH)
-    assert at == [x.ctypes.data for leaf in hosted(second) for x in leaf.buffers]
+    assert at == [x.ctypes.data for leaf in hosted(second) for x in leaf.storage.buffers]
     assert len(hosted(second)) == 8
     with pytest.raises(jzero.StateError, match="were already donated"):
         train_step(first, BATCH)
     assert all(x.is_deleted() for x in jax.tree.leaves(first) if getattr(x, "ndim", 0))
-    assert [leaf.num_steps for leaf in hosted(second)] == [2] * 8
+    assert [leaf.storage.num_steps for leaf in hosted(second)] == [2] * 8
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -171,8 +173,8 @@ def test_a_dropped_state_is_freed_on_the_host(policy):
     for _ in range(3):
         first = state
         state, _ = train_step(state, BATCH)
-    assert {leaf.pending for leaf in hosted(first)} == {None}
-    buffers = [weakref.ref(x.base) for leaf in hosted(state) for x in leaf.buffers]
+    assert {leaf.storage.pending for leaf in hosted(first)} == {None}
+    buffers = [weakref.ref(x.base) for leaf in hosted(state) for x in leaf.storage.buffers]
     assert all(ref() is not None for ref in buffers)
     del state
     # A thread that came late knows of them.
@@ -376,14 +378,14 @@ def test_padding_stays_zero(stage):
         state, expected = train_step(state, BATCH), jax.jit(step_fn)(expected, BATCH)
     assert_same(state, expected)
     w, m = state
-    assert m.padded_shape != m.shape
-    for device, buffer in zip(m.home.devices, m.buffers, strict=True):
-        index = m.at_rest.devices_indices_map(m.padded_shape)[device]
-        beyond = np.zeros(m.padded_shape, bool)
+    assert m.storage.shape != m.shape
+    for device, buffer in zip(m.storage.home.devices, m.storage.buffers, strict=True):
+        index = m.storage.sharding.devices_indices_map(m.storage.shape)[device]
+        beyond = np.zeros(m.storage.shape, bool)
         beyond[tuple(slice(n) for n in m.shape)] = True
         assert not buffer[~beyond[index]].any()
-    if isinstance(w, jzero.PaddedArray):
-        padded = np.array(w.padded)
+    if isinstance(w, jzero.LeafArray):
+        padded = np.array(w.storage)
         padded[tuple(slice(n) for n in w.shape)] = 0
         assert not padded.any()
 
@@ -445,7 +447,7 @@ def test_delayed_by_exactly_one_step(num, after, options):
             state = train_step.flush(state)
             loop.flush()
             assert_same(state, (loop.params, loop.opt_state))
-    assert all(leaf.pending is not None for leaf in hosted(state))
+    assert all(leaf.storage.pending is not None for leaf in hosted(state))
     loop.flush()
     state = train_step.flush(state)
     assert_same(state, (loop.params, loop.opt_state))
@@ -463,7 +465,7 @@ def test_delayed_states_in_turn(monkeypatch):
 
     class Watched(_host_engine.HostEngine):
         def run(self):
-            params = [getattr(x, "padded", x) for x in states[which][0]]
+            params = [getattr(x, "storage", x) for x in states[which][0]]
             assert {id(x) for x in params} <= {id(x) for x in waited}
             return super().run()
 
@@ -690,7 +692,7 @@ def test_what_is_sent_is_there_before_its_memory_is_written(stage):
     params, _ = train_step(new_state(ADAMW), BATCH)[0]
     (program,) = train_step._programs.built.values()
     waits = {id(ref()) for ref in program.step._engine._sets[-1].sent}
-    assert waits == {id(getattr(x, "padded", x)) for x in params}
+    assert waits == {id(getattr(x, "storage", x)) for x in params}
 
 
 def test_leaves_of_different_steps():

@@ -439,7 +439,7 @@ def test_bytes_over_the_link_in_each_token(layers, num, rows):
 
 
 def at_rest(x):
-    return x.padded if isinstance(x, jzero.PaddedArray) else x
+    return x.storage if isinstance(x, jzero.LeafArray) else x
 
 
 def test_what_fits_is_fetched_once():

@@ -291,7 +291,7 @@ def test_gradients_are_written_when_all_processes_have_the_step_before(
     """Not when a step begins: a process that is behind would have no step in common with this one."""
     train_step, state = trained(tmp_path)
     before, seen = jax.tree.map(np.array, state), list[Any]()
-    store = in_files(state)[0].store
+    store = in_files(state)[0].storage.store
 
     def arriving(*_: Any) -> Any:
         seen.append(store.files.steps)
@@ -308,7 +308,7 @@ def test_gradients_are_written_when_all_processes_have_the_step_before(
 def test_a_save_of_the_step_before_is_waited_for(tmp_path: Path, monkeypatch: Any):
     """Its tiles are where the gradients of the step after next go."""
     train_step, state = trained(tmp_path)
-    files, order = in_files(state)[0].store.files, list[str]()
+    files, order = in_files(state)[0].storage.store.files, list[str]()
     pin, old = files.pin(), TileFiles._wait_for_pins
     state, _ = train_step(state, batch(1))  # Over the step before the one that is pinned.
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.nvme._job_threads import NO_BUFFER, JobThreads
 from test_nvme_params import assert_same, on
 from test_offload_params import CLIPPED, batch, make_step, new_state
@@ -73,7 +73,7 @@ class Stop(BaseException):
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_a_read_that_fails_in_a_thread(scan: bool, at: int, tmp_path: Path, monkeypatch: Any):
     train_step, state = trained(tmp_path, scan=scan)
-    before, calls, old = jax.tree.map(np.array, state), [0], NVMeArray.read_range
+    before, calls, old = jax.tree.map(np.array, state), [0], FileStorage.read_range
 
     def reading(*args: Any) -> None:
         calls[0] += 1
@@ -82,7 +82,7 @@ def test_a_read_that_fails_in_a_thread(scan: bool, at: int, tmp_path: Path, monk
         old(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(NVMeArray, "read_range", reading)
+        patched.setattr(FileStorage, "read_range", reading)
         if at < 0:
             again = train_step.shard(before, batch(0))
             train_step(again, batch(1))

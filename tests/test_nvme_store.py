@@ -15,10 +15,11 @@ import jzero
 from jzero.offload.kernels import _tiles
 from jzero.offload.kernels._tiles import Together
 from jzero.offload.memory import _filling
-from jzero.offload.memory._away_array import Home
+from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._filling import Filling
-from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.memory._leaf_array import wrap
 from jzero.offload.memory._nvme_store import StoreSpec
+from jzero.offload.memory._storage import Home
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._files import TileFiles
 from jzero.offload.nvme._header import Write
@@ -77,7 +78,7 @@ def values() -> dict[str, np.ndarray]:
     }
 
 
-def filled(spec: StoreSpec, count: Write | None = None) -> dict[str, NVMeArray]:
+def filled(spec: StoreSpec, count: Write | None = None) -> dict[str, FileStorage]:
     """A state of these leaves, and of a count that is of this commit."""
     with Filling(spec, dict(enumerate(["count", *SHAPES])), range(1, 1 + len(SHAPES))) as filling:
         filling.start([count] * (1 + len(SHAPES)))
@@ -97,7 +98,7 @@ def test_leaves_come_back(tmp_path: Path):
     leaves = filled(spec_in(tmp_path))
     rng = np.random.default_rng(1)
     for name, leaf in leaves.items():
-        np.testing.assert_array_equal(np.asarray(leaf), values()[name])
+        np.testing.assert_array_equal(np.asarray(wrap(leaf, leaf.shape)), values()[name])
         buffer = pages(leaf.buffer_bytes)
         for file in range(NUM):
             whole = shard(name, file)
@@ -151,14 +152,16 @@ def test_files_of_what_is_frozen(tmp_path: Path):
     store.files.commit(step)
     with pytest.raises(jzero.StateError, match="was already donated"):
         leaves["base"].buffer_bytes  # noqa: B018
-    part = dict(NVMeArray(leaves["w"].home, store, "w").parts_by(pin))
+    part = dict(FileStorage(leaves["w"].home, store, "w").parts(pin))
     np.testing.assert_array_equal(
         np.concatenate([np.asarray(x) for x in part.values()], -1), values()["w"]
     )
     new = {name: leaf.renewed() for name, leaf in leaves.items()}
     for name, leaf in new.items():
         wanted = values()[name]
-        np.testing.assert_array_equal(np.asarray(leaf), wanted if name in FROZEN else 0 * wanted)
+        np.testing.assert_array_equal(
+            np.asarray(wrap(leaf, leaf.shape)), wanted if name in FROZEN else 0 * wanted
+        )
 
 
 def test_frozen_leaves_alone(tmp_path: Path):
@@ -171,7 +174,7 @@ def test_frozen_leaves_alone(tmp_path: Path):
         }
     assert [path.name for path in leaves["base"].store.files.paths] == list(spec.files)
     for name, leaf in leaves.items():
-        np.testing.assert_array_equal(np.asarray(leaf), values()[name])
+        np.testing.assert_array_equal(np.asarray(wrap(leaf, leaf.shape)), values()[name])
 
 
 def end_of_process(leaves: Any, monkeypatch: Any) -> None:
@@ -191,7 +194,7 @@ def test_resumed(tmp_path: Path, monkeypatch: Any):
     monkeypatch.delattr(TileFiles, "write_part")
     again = filled(spec_in(tmp_path, resume=True), there)
     for name, leaf in again.items():
-        np.testing.assert_array_equal(np.asarray(leaf), values()[name])
+        np.testing.assert_array_equal(np.asarray(wrap(leaf, leaf.shape)), values()[name])
     end_of_process(again, monkeypatch)
     for other in (there._replace(step=1), there._replace(run="0" * 32)):
         text = f"state-0 has {there}. The rest of the state is of {other}. With resume=True"

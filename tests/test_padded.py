@@ -113,15 +113,15 @@ def test_every_number_of_devices(num_devices):
     train_step, state = assert_same_training(tx, {"stage": 3}, mesh_of(num_devices))
     share = -(-VOCABULARY // num_devices)
     table = state[0]["table"]
-    assert isinstance(table, jzero.PaddedArray)
-    shards = table.padded.addressable_shards
+    assert isinstance(table, jzero.LeafArray)
+    shards = table.storage.addressable_shards
     assert [s.data.shape for s in shards] == [(share, WIDTH)] * num_devices
     plan = train_step.plan(state, tokens())
     on_a_device = sum(
         shard.data.nbytes
         for leaf in jax.tree.leaves(state)
         for shard in (
-            leaf.padded if isinstance(leaf, jzero.PaddedArray) else leaf
+            leaf.storage if isinstance(leaf, jzero.LeafArray) else leaf
         ).addressable_shards
         if shard.device == jax.devices()[0]
     )
@@ -153,8 +153,8 @@ def test_parameters_within_a_node_are_unions_of_their_moments():
     train_step = small.shard_train_step(make_step(optax.adam(1e-2)), param_axes="local", mesh=mesh)
     state = train_step.shard(init(optax.adam(1e-2)), tokens())
     params, opt_state = state
-    assert params["table"].padded.addressable_shards[0].data.shape == (14, WIDTH)
-    assert opt_state[0].mu["table"].padded.addressable_shards[0].data.shape == (7, WIDTH)
+    assert params["table"].storage.addressable_shards[0].data.shape == (14, WIDTH)
+    assert opt_state[0].mu["table"].storage.addressable_shards[0].data.shape == (7, WIDTH)
 
 
 def test_explicit_axes():
@@ -168,7 +168,7 @@ def test_born_in_its_layout_and_carried_through_jit(axis_type):
     tx = optax.adam(1e-2)
     train_step = small.shard_train_step(make_step(tx), mesh=mesh_of(8, axis_types=(axis_type,)))
     state = train_step.init(lambda: init(tx))
-    assert isinstance(state[0]["table"], jzero.PaddedArray)
+    assert isinstance(state[0]["table"], jzero.LeafArray)
     zoo.assert_trees_close(
         jax.device_get(state), jax.device_get(init(tx)), zoo.FP32, "initial state"
     )
@@ -194,7 +194,7 @@ def test_a_state_padded_for_another_mesh_is_padded_anew():
     state, _ = small.shard_train_step(make_step(tx), mesh=mesh_of(8))(init(tx), tokens())
     expected = jax.device_get(state)
     moved = small.shard_train_step(make_step(tx), mesh=mesh_of(3)).shard(state)
-    assert moved[0]["table"].padded.shape == (54, WIDTH)
+    assert moved[0]["table"].storage.shape == (54, WIDTH)
     zoo.assert_trees_close(jax.device_get(moved), expected, zoo.FP32, "state")
 
 
@@ -211,10 +211,10 @@ def test_a_padded_array_reads_as_its_true_shape():
     train_step = small.shard_train_step(make_step(optax.sgd(0.1)), mesh=mesh_of(8))
     state, _ = train_step(init(optax.sgd(0.1)), tokens())
     table = state[0]["table"]
-    assert repr(table) == "PaddedArray(shape=(53, 11), dtype=float32, padded to (56, 11))"
+    assert repr(table) == "LeafArray(shape=(53, 11), dtype=float32, padded to (56, 11))"
     assert (table.shape, table.ndim, table.size) == ((53, 11), 2, 583)
     assert (table.dtype, table.nbytes) == (jnp.float32, 2332)
-    assert table.padded.sharding.spec == P("data")
+    assert table.storage.sharding.spec == P("data")
     assert table.sharding.spec == P()  # of its true shape
     assert jnp.zeros_like(table).shape == (53, 11)
     assert (len(table), len(list(table))) == (53, 53)
@@ -229,7 +229,7 @@ def test_a_padded_array_reads_as_its_true_shape():
     assert np.array(table, np.float64).dtype == np.float64
     copy = pickle.loads(pickle.dumps(table))
     np.testing.assert_array_equal(jnp.asarray(copy), whole)
-    assert not np.asarray(table.padded)[53:].any()
+    assert not np.asarray(table.storage)[53:].any()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.int8, jnp.uint8, jnp.bool_])
@@ -300,7 +300,7 @@ def test_a_consumed_padded_leaf_is_named():
     )
     for use in (*uses, jax.block_until_ready):
         with pytest.raises(
-            jzero.StateError, match=r"PaddedArray\(shape=.* was already donated. A step"
+            jzero.StateError, match=r"LeafArray\(shape=.* was already donated. A step"
         ):
             use(state[0]["bias"])
 
@@ -317,7 +317,7 @@ def test_describe_tells_what_padding_costs():
     report = str(jzero.shard_train_step(step, mesh=mesh).describe(table, indices))
     # 50 rows each; 1600 columns would be 2 each, of 2048.
     assert report.endswith("""
-1 of 1 leaves is padded at rest (jzero.PaddedArray), which costs 2.9 KiB on each
+1 of 1 leaves is padded at rest (jzero.LeafArray), which costs 2.9 KiB on each
 device.
   padded to [51200, 1600]:
     2.9 KiB  state bfloat16[50257,1600]""")
@@ -339,7 +339,7 @@ def test_nnx_modules_read_padded_parameters():
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     after = jnp.mean(model(batch) ** 2)
     nnx.update((model, optimizer), state)
-    assert isinstance(model.kernel.get_value(), jzero.PaddedArray)
+    assert isinstance(model.kernel.get_value(), jzero.LeafArray)
     np.testing.assert_allclose(jnp.mean(model(batch) ** 2), after, rtol=1e-5)
 
 
@@ -447,7 +447,7 @@ def test_spared_leaves_train_as_on_one_device(stage):
     zoo.assert_trees_close(
         jax.device_get(state), jax.device_get(expected), zoo.Tolerance(1e-9, 1e-9), "state"
     )
-    assert not any(isinstance(leaf, jzero.PaddedArray) for leaf in jax.tree.leaves(state))
+    assert not any(isinstance(leaf, jzero.LeafArray) for leaf in jax.tree.leaves(state))
     leaves = train_step.plan(state, x).leaves
     spared = {leaf.path.split("'")[1] for leaf in leaves if leaf.why_full == SPARED}
     assert spared == {"b", "layers"}

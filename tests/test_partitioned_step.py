@@ -117,10 +117,10 @@ def test_leaves_that_the_devices_do_not_divide():
         expected, _ = jax.jit(step_fn)(expected, batch)
         state, _ = train_step(state, batch)
     assert_close(train_step.unshard(state), expected)
-    padded = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jzero.PaddedArray)]
+    padded = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jzero.LeafArray)]
     assert padded
     for leaf in padded:
-        whole = np.asarray(leaf.padded)
+        whole = np.asarray(leaf.storage)
         (dim,) = (d for d, n in enumerate(whole.shape) if n != leaf.shape[d])
         assert not np.take(whole, range(leaf.shape[dim], whole.shape[dim]), dim).any()
 

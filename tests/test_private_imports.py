@@ -110,10 +110,9 @@ MAY = {
     "test_eval_step": "_compare",
     "test_examples":
         "_components _folded _step checkpoint._checkpointer checkpoint._restore deepspeed._schedules "
-        "deepspeed._transforms deepspeed._translate offload._policy offload.memory._host_array "
-        "offload.memory._padded preflight._preflight preflight._targets reports._bandwidth "
-        "reports._describe reports._estimate reports._lines tracing._eqx tracing._keys tracing._local "
-        "tracing._nnx tracing._precision",
+        "deepspeed._transforms deepspeed._translate offload._policy offload.memory._leaf_array "
+        "preflight._preflight preflight._targets reports._bandwidth reports._describe reports._estimate "
+        "reports._lines tracing._eqx tracing._keys tracing._local tracing._nnx tracing._precision",
     "test_export": "cli._main weights._export weights._safetensors weights._sources",
     "test_export_faults": "checkpoint._stream weights._export weights._import weights._publish",
     "test_first_hour": "reports._tables",
@@ -158,7 +157,7 @@ MAY = {
     "test_jaxpr_types": "tracing._jaxpr tracing._rewrite tracing._types",
     "test_layer_major": "sharding.analysis._residuals sharding.cut._layer_parts sharding.passes._order",
     "test_layers_on_gpus": "ir._regions preflight._schedule sharding.cut._layer_parts targets._target",
-    "test_like_arrays": "sharding.plan._wire",
+    "test_leaf_array": "sharding.plan._wire",
     "test_memory": "segments._partitioned",
     "test_messages": "segments._program sharding.plan._options targets._target",
     "test_microbatches_in_time":
@@ -176,12 +175,12 @@ MAY = {
         "offload.nvme._header offload.nvme._making",
     "test_nvme_gradients": "offload._gradient_writes offload.nvme._files offload.nvme._gradients",
     "test_nvme_params": "offload._file_reads offload._file_run offload.memory._pinned_pool",
-    "test_nvme_params_faults": "offload.memory._nvme_array offload.nvme._job_threads",
+    "test_nvme_params_faults": "offload.memory._file_storage offload.nvme._job_threads",
     "test_nvme_starts": "offload.nvme._folders",
     "test_nvme_store":
-        "offload.kernels._tiles offload.memory._away_array offload.memory._filling "
-        "offload.memory._nvme_array offload.memory._nvme_store offload.nvme._aligned offload.nvme._files "
-        "offload.nvme._header",
+        "offload.kernels._tiles offload.memory._file_storage offload.memory._filling "
+        "offload.memory._leaf_array offload.memory._nvme_store offload.memory._storage offload.nvme._aligned "
+        "offload.nvme._files offload.nvme._header",
     "test_nvme_sweep": "offload.nvme._aligned offload.nvme._sweep",
     "test_objects": "_compare",
     "test_offload": "_quantities offload.execute._stream",

@@ -160,7 +160,8 @@ def test_each_process_has_its_part_of_state_on_the_hosts(on_hosts):
         error, told = each["read"]
         assert error == "StateError"
         assert (
-            "other processes have parts of HostArray(shape=(37, 7), dtype=float32, padded" in told
+            "other processes have parts of LeafArray(shape=(37, 7), dtype=float32, in host memory, padded"
+            in told
         )
         assert "Call train_step.unshard(state) on all processes" in told
 

@@ -66,7 +66,7 @@ def evaluate(state: Any, x: jax.Array) -> jax.Array:
 
 
 def shards_of(state: Any) -> list[jax.Array]:
-    leaves = [x.padded if isinstance(x, jzero.PaddedArray) else x for x in jax.tree.leaves(state)]
+    leaves = [x.storage if isinstance(x, jzero.LeafArray) else x for x in jax.tree.leaves(state)]
     return [shard.data for x in leaves if is_pinned(x) for shard in x.addressable_shards]
 
 

@@ -158,7 +158,7 @@ def measure(
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     # A padded leaf is jzero's own: to Orbax goes what is at rest.
     tree = jax.tree.structure(state)
-    plain = jax.tree.unflatten(tree, [getattr(leaf, "padded", leaf) for leaf in leaves])
+    plain = jax.tree.unflatten(tree, [getattr(leaf, "storage", leaf) for leaf in leaves])
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain
     )

@@ -81,7 +81,7 @@ class Checkpointer:
     ...             saved = checkpointer.save(step, w)
     ...     with jzero.Checkpointer(folder, train_step) as checkpointer:
     ...         print(checkpointer.latest_step(), checkpointer.restore(w))
-    2 PaddedArray(shape=(257, 3), dtype=float32, padded to (264, 3))
+    2 LeafArray(shape=(257, 3), dtype=float32, padded to (264, 3))
 
     A training that can be interrupted at any time, by SIGTERM too (preemption)::
 

@@ -13,7 +13,7 @@ import tensorstore
 
 from jzero._errors import StateError, a_type, describe_leaf, message
 from jzero.checkpoint._match import leaf_names, name_at
-from jzero.offload.memory._coded_array import CodedArray
+from jzero.offload.memory._leaf_array import is_coded
 
 TreePath: TypeAlias = tuple[Any, ...]
 
@@ -48,7 +48,7 @@ def described(state: Any) -> list[str]:
 def _problem(name: str, leaf: Any) -> str | None:
     if not isinstance(leaf, (*_ARRAYS, *_NUMBERS)):
         return f"{name} is {a_type(leaf)}"
-    if isinstance(leaf, CodedArray):
+    if is_coded(leaf):
         return f"{name} rests in codes, whose rows are an array (eval_step.rows)"
     dtype = _dtype(leaf)
     if not isinstance(leaf, jax.Array) and np.issubdtype(dtype, np.integer):

@@ -17,7 +17,7 @@ import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,13 +27,11 @@ from jzero._in_turn import groups
 from jzero.checkpoint import _ocdbt, _orbax, _reading
 from jzero.checkpoint._chunks import Box, chunk_shape, cut, parts_of_chunks
 from jzero.checkpoint._orbax import LeafSource
-from jzero.offload.memory._away_array import AwayArray
-from jzero.offload.memory._nvme_array import NVMeArray, NVMePart
-from jzero.offload.memory._padded import PaddedArray
+from jzero.offload.memory._file_storage import FileStorage, NVMePart
+from jzero.offload.memory._leaf_array import at_rest
 from jzero.offload.memory._pinned_leaf import is_pinned, view
+from jzero.offload.memory._storage import Storage
 from jzero.offload.nvme._files import Pin, TileFiles
-
-Array: TypeAlias = jax.Array | PaddedArray | AwayArray
 
 SAVE_BYTES = 2**31
 # In one transaction, at most: each makes a new root of the tree that is on disk, and waits for the disk.
@@ -98,7 +96,7 @@ class Writing:
         for name, x in _orbax.write_tree(self._directory, tree):
             if isinstance(x, jax.Array) and _reading.is_key(x.dtype):
                 x = jax.random.key_data(x)
-            self._take(name, x if isinstance(x, Array | LeafSource) else np.asarray(x))
+            self._take(name, x if isinstance(x, jax.Array | LeafSource) else np.asarray(x))
 
     def write(self, copied: Callable[[], Any] = lambda: None) -> None:
         """Writes them; calls `copied` when the tree may be consumed."""
@@ -140,14 +138,14 @@ class Writing:
 
     def _own_parts(self, x: Any) -> list[tuple[Box, Any]]:
         """The parts that this process writes, and where they are: the first copy of each."""
-        if isinstance(x, AwayArray):
-            parts = None
-            if isinstance(x, NVMeArray):
-                if (files := x.store.files) not in self._pins:
-                    self._pins[files] = files.pin()
-                parts = x.parts_by(self._pins[files])
-            return [(_slices(box), data) for box, data in x.own_parts(parts)]
-        x = x.padded if isinstance(x, PaddedArray) else x
+        x = at_rest(x)
+        if isinstance(x, FileStorage):
+            if (files := x.store.files) not in self._pins:
+                self._pins[files] = files.pin()
+            parts = x.own_parts(x.parts(self._pins[files]))
+            return [(_slices(box), data) for box, data in parts]
+        if isinstance(x, Storage):
+            return [(_slices(box), data) for box, data in x.own_parts(x.parts())]
         if isinstance(x, jax.Array):
             shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
             return [(_slices(_ends(shard.index, x.shape)), shard.data) for shard in shards]
@@ -223,10 +221,8 @@ def _copy(parts: Sequence[_Part]) -> None:
 
 def _layout(x: Any) -> tuple[tuple[int, ...], Any] | None:
     """The padded shape of a leaf and its sharding; None for what each process has whole."""
-    if isinstance(x, AwayArray):
-        return x.padded_shape, x.at_rest
-    x = x.padded if isinstance(x, PaddedArray) else x
-    return (x.shape, x.sharding) if isinstance(x, jax.Array) else None
+    x = at_rest(x)
+    return (x.shape, x.sharding) if isinstance(x, jax.Array | Storage) else None
 
 
 def _pieces_of_processes(

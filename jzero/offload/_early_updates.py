@@ -18,8 +18,8 @@ from jzero.offload.kernels._host_update import (
     default_threads,
     helping_threads,
 )
-from jzero.offload.memory._away_array import places
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.memory._storage import places
 from jzero.offload.schedule._ops import Update
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Var
@@ -67,7 +67,7 @@ class EarlyUpdates:
         return padding_of(at_rest, leaf.padded_shape, leaf.shape, self.devices)
 
     def is_hosted(self, index: int) -> bool:
-        """Whether a leaf is a `HostArray`."""
+        """Whether a leaf is in ordinary memory of the host."""
         return self.plans[index].tier == HOST
 
     def var(self, index: int) -> Var:

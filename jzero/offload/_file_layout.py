@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jzero._errors import describe_leaf
 from jzero.offload.kernels import _tiles
-from jzero.offload.memory import _away_array
+from jzero.offload.memory import _storage
 from jzero.offload.nvme._layout import TileLayout
 from jzero.sharding.plan._leaves import LeafPlan
 
@@ -34,7 +34,7 @@ def identity_of(
     leaves: Sequence[LeafPlan], mesh: Any, shard_axes: tuple[str, ...]
 ) -> dict[str, Any]:
     """Of each file of this process, by its name: whose state it has."""
-    place_of = _away_array.places(mesh, shard_axes)
+    place_of = _storage.places(mesh, shard_axes)
     state = {
         "leaves": [describe_leaf(x.path, x.padded_shape, x.dtype) for x in leaves],
         "mesh": dict(mesh.shape),
@@ -42,5 +42,5 @@ def identity_of(
     }
     return {
         f"shard-{i}.tiles": {**state, "place": list(place_of[device])}
-        for i, device in enumerate(_away_array.keepers(mesh, shard_axes))
+        for i, device in enumerate(_storage.keepers(mesh, shard_axes))
     }

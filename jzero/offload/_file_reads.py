@@ -12,7 +12,7 @@ import numpy as np
 from jzero._errors import OptionError, first_of, message
 from jzero._quantities import readable_bytes
 from jzero.offload._file_run import FileRun, FileSource
-from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._pinned_pool import PinnedPool
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._job_threads import JobThreads
@@ -67,7 +67,7 @@ class FileReads:
         return sum(self._sources[x.value].nbytes(x.at) for x in wanted)
 
     @contextlib.contextmanager
-    def run(self, leaves: Mapping[Value, NVMeArray]) -> Iterator[FileRun]:
+    def run(self, leaves: Mapping[Value, FileStorage]) -> Iterator[FileRun]:
         """One run, of these leaves; others wait for it."""
         with self._lock:
             # A signal's handler that runs a step meanwhile has memory of its own.
@@ -83,7 +83,7 @@ class FileReads:
             # After an error nobody knows what is still copied from its memory.
             self._pool, self._buffers = pool, buffers
 
-    def _made_buffers(self, leaves: Mapping[Value, NVMeArray]) -> list[np.ndarray]:
+    def _made_buffers(self, leaves: Mapping[Value, FileStorage]) -> list[np.ndarray]:
         each = max(PAGE, *(leaf.buffer_bytes for leaf in leaves.values()))
         if self._needed + each > self._host_bytes:
             self._refuse(self._needed + each, [Wanted(value, None) for value in leaves])

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jzero._memory_kinds import DEVICE
 from jzero.offload._host_engine import padding_of
 from jzero.offload.execute._stream import Visit
-from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._pinned_pool import PinnedBuffer, PinnedPool, bytes_here
 from jzero.offload.nvme._job_threads import Asked, Job, JobThreads
 from jzero.offload.schedule._ops import Value, Wanted
@@ -82,7 +82,7 @@ class FileRun:
     def __init__(
         self,
         sources: Mapping[Value, FileSource],
-        leaves: Mapping[Value, NVMeArray],
+        leaves: Mapping[Value, FileStorage],
         pool: PinnedPool,
         kept: int,
         readers: JobThreads,
@@ -181,7 +181,7 @@ class FileRun:
 
     def _jobs(self, wanted: Wanted, buffer: PinnedBuffer) -> Iterator[Job]:
         leaf = self._leaves[wanted.value]
-        boxes = leaf.home.at_rest.addressable_devices_indices_map(leaf.padded_shape)
+        boxes = leaf.home.at_rest.addressable_devices_indices_map(leaf.shape)
         files = {str(boxes[device]): k for k, device in reversed([*enumerate(leaf.home.devices)])}
         alike: dict[int, list[np.ndarray]] = {}
         for device, view in buffer.views.items():
@@ -226,7 +226,7 @@ _END: Any = object()
 
 
 def _read(
-    leaf: NVMeArray, file: int, start: int, outs: Sequence[np.ndarray], buffer: np.ndarray
+    leaf: FileStorage, file: int, start: int, outs: Sequence[np.ndarray], buffer: np.ndarray
 ) -> None:
     """Reads a piece of one device's part, and copies it to those that hold the same."""
     leaf.read_range(outs[0], file, start, buffer)

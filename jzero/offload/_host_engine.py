@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 
 from jzero.offload._host_turn import HostTurn
 from jzero.offload.kernels._host_update import HostUpdate
-from jzero.offload.memory._away_array import places
-from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._host_storage import HostStorage
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, pinned_zeros, view
+from jzero.offload.memory._storage import places
 from jzero.sharding.plan._leaves import LeafPlan
 
 Slices = tuple[slice, ...]
@@ -70,7 +70,7 @@ class HostEngine:
         self._places = [aval.sharding for aval in outs]
         self._sets = [self._outputs(outs) for _ in range(num_sets)]
         self._buffers: list[Sequence[np.ndarray]] = []  # Of each leaf, as prepared.
-        self._leaves: Sequence[HostArray | PinnedLeaf] = ()
+        self._leaves: Sequence[HostStorage | PinnedLeaf] = ()
         self._padding_of_outs = [
             padding_of(aval.sharding, aval.shape, shape, self._local)
             for aval, shape in zip(outs, shapes, strict=True)
@@ -97,7 +97,9 @@ class HostEngine:
         views = [[view(shard.data) for shard in x.addressable_shards] for x in arrays]
         return _Outputs(arrays, views, [])
 
-    def prepare(self, state: Sequence[HostArray | PinnedLeaf], reads: Sequence[jax.Array]) -> None:
+    def prepare(
+        self, state: Sequence[HostStorage | PinnedLeaf], reads: Sequence[jax.Array]
+    ) -> None:
         """Does what can fail, and overwrites nothing. `reads` are there, in pinned memory."""
         self._buffers = [leaf.buffers for leaf in state]
         self._leaves = state

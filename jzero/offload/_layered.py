@@ -23,7 +23,7 @@ from jzero.offload._file_run import FileRun, FileSource
 from jzero.offload._layer_programs import LayerPrograms, Locals
 from jzero.offload._layer_schedule import CutSegment, LayerSchedule, Told
 from jzero.offload.execute._executor import NOBODY, Arrivals, Executable, Execution, Keys
-from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.schedule._ops import Op, Update, Value, Wanted
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Segment, Values, Var, shard_of
@@ -344,7 +344,7 @@ class LayeredSegment:
     def __call__(self, values: Values, arrivals: Arrivals = NOBODY) -> tuple[list[Any], list[Any]]:
         """As `segment.run`: what it gives, of which `sent` is in pinned memory, and outputs."""
         taken = {var: values[of] for var, of in self._taken.items()}
-        in_files = {self._leaves[v]: x for v, x in taken.items() if isinstance(x, NVMeArray)}
+        in_files = {self._leaves[v]: x for v, x in taken.items() if isinstance(x, FileStorage)}
         with self._files.run(in_files) if self._files and in_files else _NO_FILES as files:
             outs, num = self._run(taken, files, arrivals), len(self._segment.gives)
         return outs[:num], outs[num:]

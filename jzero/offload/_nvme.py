@@ -112,7 +112,7 @@ class NVMe(Offload):
     >>> w, batch = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((8, 64), jnp.bfloat16)
     >>> w, opt_state = train_step((w, tx.init(w)), batch)
     >>> opt_state.masters
-    NVMeArray(shape=(64, 64), dtype=float32)
+    LeafArray(shape=(64, 64), dtype=float32, in files)
     >>> [(x.what, x.elements) for x in train_step.describe((w, opt_state), batch).crossings
     ...  if x.direction == "to disk"]  # of one of 8 devices: a master and two moments
     [('optimizer state', 512), ('optimizer state', 512), ('optimizer state', 512)]

@@ -25,7 +25,7 @@ from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.execute._executor import Arrivals
 from jzero.offload.kernels._tiled_update import TiledUpdate, inputs_in_tiles, untiled
 from jzero.offload.kernels._writer import TYPES
-from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.offload.nvme._aligned import pages
@@ -347,7 +347,7 @@ class NVMeStep(HostStep):
         return made
 
     def _store_of(self, state: Sequence[Any]) -> NVMeStore:
-        leaves: list[NVMeArray] = [state[i] for i in self._hosted]
+        leaves: list[FileStorage] = [state[i] for i in self._hosted]
         stores = {id(leaf.store): leaf.store for leaf in leaves}
         if len(stores) > 1:
             raise StateError(message(

@@ -182,7 +182,7 @@ class HostCPU(Offload):
     >>> w, batch = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((8, 64), jnp.bfloat16)
     >>> w, opt_state = train_step((w, tx.init(w)), batch)
     >>> opt_state.masters
-    HostArray(shape=(64, 64), dtype=float32)
+    LeafArray(shape=(64, 64), dtype=float32, in host memory)
     >>> [(x.direction, x.dtype, x.elements) for x in train_step.describe((w, opt_state), batch).crossings
     ...  if x.elements > 1]  # of one of 8 devices
     [('to host', 'bfloat16', 512), ('to device', 'bfloat16', 512)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jzero._folded import folded, listed
 from jzero._quantities import readable_bytes
-from jzero.offload.memory._coded_array import CodingError
+from jzero.offload.memory._leaf_array import CodingError
 from jzero.reports._lines import wrapped
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._leaves import LeafPlan

@@ -19,7 +19,7 @@ from jzero._errors import counted
 from jzero._folded import folded, listed
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._quantities import readable_bytes
-from jzero.offload.memory._coded_array import CodingError
+from jzero.offload.memory._leaf_array import CodingError
 from jzero.offload.schedule import _folds
 from jzero.offload.schedule._folds import Crossing, Turns
 from jzero.offload.schedule._schedule import Schedule

@@ -49,7 +49,7 @@ def padded(leaves: Sequence[LeafPlan]) -> list[str]:
         return []
     verb = "is" if len(found) == 1 else "are"
     return [
-        *wrapped(f"{len(found)} of {len(leaves)} leaves {verb} padded at rest (jzero.PaddedArray), "
+        *wrapped(f"{len(found)} of {len(leaves)} leaves {verb} padded at rest (jzero.LeafArray), "
                  f"which costs {_bytes_of(found, _padding)}."),
         *_listed(found, lambda leaf: f"padded to {list(leaf.padded_shape)}", _padding),
     ]  # fmt: skip

@@ -10,10 +10,8 @@ from jax.sharding import NamedSharding
 
 from jzero._errors import StateError, message
 from jzero._memory_kinds import DEVICE, NVME
-from jzero.offload.memory._away_array import AwayArray
-from jzero.offload.memory._coded_array import CodedArray
-from jzero.offload.memory._nvme_array import NVMeArray
-from jzero.offload.memory._padded import PaddedArray
+from jzero.offload.memory._file_storage import FileStorage
+from jzero.offload.memory._leaf_array import at_rest, is_coded
 from jzero.sharding.plan._leaves import Rest
 from jzero.tracing import _call
 
@@ -31,26 +29,23 @@ def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> Rest | None:
     """
     if isinstance(leaf, jax.core.Tracer):  # Under an outer jax.jit XLA decides.
         return None
-    if isinstance(leaf, CodedArray):
-        rows = rest_of(leaf.rows, mesh, in_files)
+    if is_coded(leaf):
+        rows = rest_of(leaf.storage, mesh, in_files)
         if rows is None:
             raise StateError(message(
-                WHO, f"{leaf!r} was coded on the mesh {_sizes(leaf.at_rest.mesh)}, and is read on "
+                WHO, f"{leaf!r} was coded on the mesh {_sizes(leaf.storage.sharding.mesh)}, and is read on "
                 f"{_sizes(mesh)}", "Each device has codes of its own part, over the data axes.",
                 "Shard what it was made of on this mesh; jnp.asarray(leaf) is what its codes say."
             ))  # fmt: skip
-        return rows._replace(codes=leaf.form)
-    if isinstance(leaf, PaddedArray):
-        leaf = leaf.padded
-    hosted = isinstance(leaf, AwayArray)
-    sharding = leaf.at_rest if hosted else getattr(leaf, "sharding", None)
-    shape = leaf.padded_shape if hosted else getattr(leaf, "shape", ())
+        return rows._replace(codes=leaf.codes)
+    leaf = at_rest(leaf)
+    sharding, shape = getattr(leaf, "sharding", None), getattr(leaf, "shape", ())
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
         return None
     spec = list(sharding.spec)
     while spec and not spec[-1]:
         spec.pop()
-    tier = NVME if in_files and isinstance(leaf, NVMeArray) else DEVICE
+    tier = NVME if in_files and isinstance(leaf, FileStorage) else DEVICE
     return Rest(tuple(spec), tuple(shape), tier)
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from jzero._errors import message
 from jzero._memory_kinds import DEVICE
-from jzero.offload.memory._away_array import AwayArray
 from jzero.segments._whole import WholeStep
 from jzero.sharding.plan._offload import Leaves, StepProgram
 from jzero.tracing import _jaxpr
@@ -89,8 +88,6 @@ def _not_finite(
 
 
 def _is_looked_at(x: Any) -> bool:
-    """Whether it is of floats, on the devices."""
-    if isinstance(x, AwayArray):  # It may still wait for an update.
-        return False
+    """Whether it is of floats, on the devices; what is elsewhere may still wait for an update."""
     here = isinstance(x, jax.Array) and x.sharding.memory_kind in (None, DEVICE)
     return here and jnp.issubdtype(x.dtype, jnp.inexact)

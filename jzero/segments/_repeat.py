@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jzero.offload.memory._away_array import AwayArray
-from jzero.offload.memory._coded_array import CodedArray
-from jzero.offload.memory._padded import PaddedArray
+from jzero.offload.memory._leaf_array import LeafArray
 from jzero.segments._program import Program
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
 from jzero.tracing._signature import Call
 
 _AVAL, _SHARDING = operator.attrgetter("aval"), operator.attrgetter("sharding")
+_STORAGE, _FORM = operator.attrgetter("storage"), operator.attrgetter("shape", "codes")
 _IS_DELETED = operator.methodcaller("is_deleted")
 
 
@@ -77,60 +76,39 @@ class Repeat:
     _types: list[type]
     _avals: list[Any]
     _shardings: list[Any]
-    _inner: list[tuple[int, Any]]
-    _places: list[tuple[int, Any]]
+    _stored: list[int]
+    _forms: list[Any]
 
     @classmethod
     def of(cls, program: Program, call: FlatCall, placed: Sequence[Any]) -> Repeat | None:
-        """A call of a program with its state as `placed`; None if a leaf had to move."""
-        inner = [(i, _form(x)) for i, x in enumerate(call.state) if isinstance(x, _INNER)]
-        plain, types = _plain(call.state, inner), list(map(type, call.state))
-        places = [(i, x.place) for i, x in enumerate(plain) if isinstance(x, AwayArray)]
-        if any(map(operator.is_not, plain, placed)):
-            return None
-        arrays = _on_devices(plain, places)
-        avals, shardings = list(map(_AVAL, arrays)), list(map(_SHARDING, arrays))
-        return cls(program, call.others, types, avals, shardings, inner, places)
+        """A call of a program with its state as `placed`; None if a leaf had to move, or is no array."""
+        types = list(map(type, call.state))
+        stored = [i for i, x in enumerate(call.state) if isinstance(x, LeafArray)]
+        plain, forms = _plain(call.state, stored)
+        if any(map(operator.is_not, plain, placed)) or not all(hasattr(x, "aval") for x in plain):
+            return None  # An evaluation may be given anything where it reads nothing.
+        avals, shardings = list(map(_AVAL, plain)), list(map(_SHARDING, plain))
+        return cls(program, call.others, types, avals, shardings, stored, forms)
 
     def state(self, call: FlatCall) -> list[Any] | None:
         """The state of another call as the program takes it; None if it is not like this one's."""
         if call.others != self._others or list(map(type, call.state)) != self._types:
             return None
-        plain = _plain(call.state, self._inner)
-        if not all(isinstance(plain[i], AwayArray) for i, _ in self._places):
-            return None
-        arrays = _on_devices(plain, self._places)
+        plain, forms = _plain(call.state, self._stored)
         like = (
-            all(_form(call.state[i]) == form for i, form in self._inner)
-            and all(plain[i].place == place for i, place in self._places)
-            and list(map(_AVAL, arrays)) == self._avals
-            and list(map(_SHARDING, arrays)) == self._shardings
+            forms == self._forms
+            and list(map(_AVAL, plain)) == self._avals
+            and list(map(_SHARDING, plain)) == self._shardings
             and not any(map(_IS_DELETED, plain))
         )
         return plain if like else None
 
 
-# Leaves that have another array, which is what a program takes.
-_INNER = PaddedArray | CodedArray
-
-
-def _form(leaf: PaddedArray | CodedArray) -> Any:
-    """What such a leaf is, beside that array."""
-    return leaf.form if isinstance(leaf, CodedArray) else leaf.shape
-
-
-def _plain(leaves: Sequence[Any], inner: Sequence[tuple[int, Any]]) -> list[Any]:
-    """The leaves as arrays of the shape in which they rest."""
+def _plain(leaves: Sequence[Any], stored: Sequence[int]) -> tuple[list[Any], list[Any]]:
+    """The leaves as a program takes them, and what those that are `stored` are beside it."""
     plain = list(leaves)
-    for i, _ in inner:
-        leaf = plain[i]
-        plain[i] = leaf.rows if isinstance(leaf, CodedArray) else leaf.padded
-    return plain
-
-
-def _on_devices(plain: list[Any], places: Sequence[tuple[int, Any]]) -> list[Any]:
-    """Those leaves that are JAX's own arrays."""
-    if not places:
-        return plain
-    elsewhere = {i for i, _ in places}
-    return [x for i, x in enumerate(plain) if i not in elsewhere]
+    chosen = [leaves[i] for i in stored]
+    storages = list(map(_STORAGE, chosen))
+    for i, storage in zip(stored, storages, strict=True):
+        plain[i] = storage
+    return plain, [*map(type, storages), *map(_FORM, chosen)]

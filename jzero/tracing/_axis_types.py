@@ -82,7 +82,7 @@ def takes_explicit_axes(fn: F) -> F:
 @contextlib.contextmanager
 def _context(mesh: AbstractMesh) -> Iterator[None]:
     # JAX lets no mesh context change into one of other types, but into none at all. A function that is traced
-    # may close over a `LikeArray`, whose array is made here and now, so that there is something to view.
+    # may close over a `LeafArray`, whose array is made here and now, so that there is something to view.
     nothing = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     now = jax.ensure_compile_time_eval() if _jaxpr.is_tracing() else contextlib.nullcontext()
     with now, nothing, jax.sharding.use_abstract_mesh(mesh):

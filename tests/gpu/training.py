@@ -106,7 +106,9 @@ def tiers(state: Any) -> dict[str, set[str]]:
     """In which memories the leaves of parameters and of the optimizer rest, scalars aside."""
 
     def of(leaf: Any) -> str:
-        return "host" if isinstance(leaf, jzero.HostArray) else leaf.sharding.memory_kind
+        return (
+            "host" if getattr(leaf, "where", "") == "in host memory" else leaf.sharding.memory_kind
+        )
 
     def kinds(tree: Any) -> set[str]:
         return {of(leaf) for leaf in jax.tree.leaves(tree) if np.ndim(leaf)}

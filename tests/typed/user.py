@@ -126,7 +126,7 @@ def frameworks(model: Any, optimizer: Any) -> None:
 
 
 def leaves(
-    leaf: jzero.PaddedArray | jzero.HostArray | jzero.NVMeArray | jzero.CodedArray,
+    leaf: jzero.LeafArray,
 ) -> None:
     reveal_type(leaf.shape)  # tuple[int, ...]
 

@@ -116,10 +116,10 @@ def held(tree: Any) -> tuple[int, int]:
     """Bytes of a tree in the memory of all devices, and in that of their host."""
     on_devices = on_host = 0
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jzero.HostArray):
-            on_host += sum(buffer.nbytes for buffer in leaf.buffers)
+        if getattr(leaf, "where", "") == "in host memory":
+            on_host += sum(buffer.nbytes for buffer in leaf.storage.buffers)
             continue
-        array = leaf.padded if isinstance(leaf, jzero.PaddedArray) else leaf
+        array = leaf.storage if isinstance(leaf, jzero.LeafArray) else leaf
         nbytes = sum(shard.data.nbytes for shard in array.addressable_shards)
         if array.sharding.memory_kind == "device":
             on_devices += nbytes

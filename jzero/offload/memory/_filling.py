@@ -15,9 +15,10 @@ import numpy as np
 
 from jzero._errors import OptionError, StateError, message
 from jzero.offload.memory._addresses import host_empty
-from jzero.offload.memory._away_array import Home, copy_parts, parts_for, sizes_of
-from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.memory._file_storage import FileStorage
+from jzero.offload.memory._leaf_array import parts_for
 from jzero.offload.memory._nvme_store import BUFFERS, WHO, NVMeStore, StoreSpec
+from jzero.offload.memory._storage import Home, copy_parts, sizes_of
 from jzero.offload.nvme import _making
 from jzero.offload.nvme._files import TileAt, TileFiles, new_run
 from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, GivenWrites, decide
@@ -115,7 +116,7 @@ class Filling:
     def _all_have_made(self) -> None:
         _agreement.agree(WHO, self._spec.mesh, lambda: {"files": ["made"]})
 
-    def put(self, leaf: Any, name: str, home: Home) -> NVMeArray:
+    def put(self, leaf: Any, name: str, home: Home) -> FileStorage:
         """A leaf in its place: an array of any kind; of files that were resumed, whatever it is."""
         assert self._store is not None, "start comes first"
         if not self.resumed:
@@ -125,7 +126,7 @@ class Filling:
                 values[...] = 0
                 copy_parts([(box, values)], parts, home.shape)
                 self._write(values.reshape(-1).view(np.uint8), file, name)
-        return NVMeArray(home, self._store, name)
+        return FileStorage(home, self._store, name)
 
     def _write(self, values: np.ndarray, file: int, name: str) -> None:
         assert self._store is not None

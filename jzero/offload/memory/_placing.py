@@ -17,11 +17,10 @@ from jax.sharding import NamedSharding, Sharding
 from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, first_of, message
 from jzero._in_turn import groups
 from jzero._memory_kinds import DEVICE, HOST, NVME, HostNeed
-from jzero.offload.memory import _away_array, _coding, _host_array, _padded
-from jzero.offload.memory._away_array import AwayArray, Home
+from jzero.offload.memory import _coding, _host_storage, _leaf_array, _storage
 from jzero.offload.memory._filling import Filling
-from jzero.offload.memory._host_array import HostArray
-from jzero.offload.memory._like_array import LikeArray
+from jzero.offload.memory._leaf_array import LeafArray, at_rest, spans_processes
+from jzero.offload.memory._storage import Home, Storage
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 from jzero.tracing import _call, _jaxpr, _rewrite
@@ -39,7 +38,7 @@ def as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
 
 def pad(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     """Each leaf of a state as a plain array of the shape in which it rests."""
-    return [_padded.pad(x, leaf.padded_shape) for x, leaf in zip(leaves, plans, strict=True)]
+    return [_leaf_array.pad(x, leaf.padded_shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 
 class Place(NamedTuple):
@@ -69,7 +68,7 @@ def places(
 @functools.cache
 def _home(plan: LeafPlan, sharding: NamedSharding, axes: tuple[str, ...]) -> Home:
     at_rest = NamedSharding(sharding.mesh, sharding.spec)
-    devices = _away_array.keepers(sharding.mesh, axes)
+    devices = _storage.keepers(sharding.mesh, axes)
     return Home(plan.shape, plan.padded_shape, jnp.dtype(plan.dtype), at_rest, devices)
 
 
@@ -85,8 +84,8 @@ def host_needs(places: Sequence[Place], leaves: Sequence[Any] | None = None) -> 
 
 def _is_there(x: Any, target: Place) -> bool:
     if target.home is not None:
-        return _host_array.rests_in(x, target.home)
-    whole = x.padded if isinstance(x, _padded.PaddedArray) else x
+        return _host_storage.rests_in(x, target.home)
+    whole = at_rest(x)
     return np.shape(whole) == target.plan.padded_shape and lies_right(whole, target.sharding)
 
 
@@ -124,11 +123,11 @@ def place_state(
             held.discard(i)
         if home is not None:
             if plan.tier == HOST:
-                out[i] = _host_array.on_host(leaf, home)
-            elif filling:
-                out[i] = filling.put(leaf, plan.path, home)
+                out[i] = _host_storage.on_host(leaf, home)
+            else:
+                out[i] = filling.put(leaf, plan.path, home) if filling else at_rest(leaf)
             continue
-        out[i] = _padded.pad(_from_host(leaf, plan, sharding), plan.padded_shape)
+        out[i] = _leaf_array.pad(_from_host(leaf, plan, sharding), plan.padded_shape)
         if i in held:
             out[i] = take_shards(out[i], sharding)
         elif plan.codes is not None and not lies_right(out[i], sharding):
@@ -148,26 +147,28 @@ def _in_codes(
     assert form is not None
     rest = NamedSharding(sharding.mesh, sharding.spec)
     there = _coding.plain_sharding(form, rest)
-    x = _padded.pad(_from_host(leaf, exact, there), exact.padded_shape)
+    x = _leaf_array.pad(_from_host(leaf, exact, there), exact.padded_shape)
     x = take_shards(x, there) if held else x
     (x,) = place([x], [there], lambda: [plan.path])
     return jax.block_until_ready(_coding.encoded(x, form, rest))
 
 
 def _from_host(leaf: Any, plan: LeafPlan, sharding: NamedSharding) -> Any:
-    """A leaf as JAX or NumPy has it; an `AwayArray` in its new place, if this process has all of it."""
-    if not isinstance(leaf, AwayArray):
+    """A leaf as JAX or NumPy has it; one away in its new place, if this process has all of it."""
+    storage = at_rest(leaf)
+    if not isinstance(storage, Storage):
         return leaf
     if leaf.is_fully_addressable:
-        return _away_array.on_devices(leaf, plan.padded_shape, sharding)
-    way = NamedSharding(leaf.at_rest.mesh, leaf.at_rest.spec, memory_kind=sharding.memory_kind)
-    return _padded.wrap(_away_array.on_devices(leaf, sharding=way), leaf.shape)
+        return _storage.on_devices(storage, plan.padded_shape, sharding)
+    rest = storage.sharding
+    way = NamedSharding(rest.mesh, rest.spec, memory_kind=sharding.memory_kind)
+    return _leaf_array.wrap(_storage.on_devices(storage, sharding=way), leaf.shape)
 
 
 def wrap(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
-    """Each leaf of a state as a user gets it: a `PaddedArray` if it has padding."""
+    """Each leaf of a state as a user gets it: a `LeafArray` if it is no array of its shape."""
     return [
-        x if leaf.codes else _padded.wrap(x, leaf.shape)
+        x if leaf.codes else _leaf_array.wrap(x, leaf.shape)
         for x, leaf in zip(leaves, plans, strict=True)
     ]
 
@@ -214,7 +215,7 @@ def _groups(plans: Sequence[LeafPlan], device_bytes: int) -> list[list[int]]:
 
 def unpad(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     """Under an outer `jax.jit`: each leaf of a state in its true shape."""
-    return [_padded.unpad(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
+    return [_leaf_array.unpad(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 
 def place(
@@ -264,7 +265,7 @@ def apart(
     if len(ids) < len(state):
         first = {id(x): i for i, x in reversed(list(enumerate(state)))}
         if away := [(i, first[id(x)]) for i, x in enumerate(state)
-                    if first[id(x)] != i and isinstance(x, AwayArray)]:  # fmt: skip
+                    if first[id(x)] != i and isinstance(x, Storage)]:  # fmt: skip
             raise StateError(message(
                 WHO, [f"{plans[i].path} is the array of {plans[k].path}" for i, k in away],
                 "A leaf on the host or in files has memory of its own, which a step writes over.",
@@ -275,8 +276,7 @@ def apart(
 
 def _copy(leaf: Any) -> Any:
     """Memory of its own; a leaf away from them, which says itself that it was consumed, as it is."""
-    on_devices = isinstance(leaf, jax.Array) and not isinstance(leaf, AwayArray)
-    return copied([leaf], leaf.sharding)[0] if on_devices else leaf
+    return copied([leaf], leaf.sharding)[0] if isinstance(leaf, jax.Array) else leaf
 
 
 def copied(leaves: list[jax.Array], sharding: Sharding) -> list[jax.Array]:
@@ -320,7 +320,7 @@ def held_whole(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> lis
     if not leaves or shardings[0].is_fully_addressable:
         return []
     given = [(i, leaf) for i, leaf in enumerate(leaves) if leaf is not None]
-    return [i for i, leaf in given if not _away_array.spans_processes(leaf)]
+    return [i for i, leaf in given if not spans_processes(leaf)]
 
 
 def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
@@ -330,7 +330,7 @@ def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
     """
     if _call.abstract_leaf(leaf).weak_type:  # A Python number, mostly: device_put keeps its type.
         return leaf
-    if _away_array.spans_processes(leaf):
+    if spans_processes(leaf):
         return leaf
     if _is_key(leaf):
         data = take_shards(jax.random.key_data(leaf), sharding)
@@ -358,7 +358,7 @@ def _own(leaf: Any, sharding: NamedSharding) -> Any:
 
 def lies_right(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether a leaf is one of JAX's own arrays, in this sharding."""
-    if isinstance(leaf, LikeArray) or not isinstance(leaf, jax.Array):
+    if isinstance(leaf, LeafArray) or not isinstance(leaf, jax.Array):
         return False
     if not isinstance(leaf.sharding, NamedSharding):
         return False
@@ -390,8 +390,8 @@ def check_flushed(
     late = [
         i
         for i, leaf in enumerate(leaves)
-        if isinstance(leaf, HostArray) and leaf.pending is not None
-        and not (places and _host_array.rests_in(leaf, places[i].home))
+        if _host_storage.pending_of(leaf) is not None
+        and not (places and _host_storage.rests_in(leaf, places[i].home))
     ]  # fmt: skip
     if late:
         paths = _call.leaf_paths(state, "state")

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jzero.offload.memory._nvme_array import NVMeArray
-from jzero.offload.memory._padded import PaddedArray
+from jzero.offload.memory._file_storage import FileStorage
+from jzero.offload.memory._leaf_array import at_rest
 from jzero.offload.nvme._header import Write
 
 # By the id of a leaf that is alive: a reference tells it from a later one with the same id.
@@ -23,9 +23,9 @@ _TEXT = re.compile(r"([0-9a-f]{32})-(\d{1,18})")
 
 def of(leaf: Any) -> Write | None:
     """The commit that a leaf is of; None if it is of none that is known."""
-    if isinstance(leaf, NVMeArray):
+    leaf = at_rest(leaf)  # A step takes this, and no leaf keeps it.
+    if isinstance(leaf, FileStorage):
         return None if leaf.is_deleted() else leaf.store.files.committed
-    leaf = _inner(leaf)
     there, write = _known.get(id(leaf), (None, None))
     return write if there is not None and there() is leaf else None
 
@@ -36,15 +36,15 @@ def of_saved(leaves: Sequence[Any]) -> list[Write | None]:
     Beside leaves in files it is theirs, also of what a user has made since the last step: what is saved
     together comes back together.
     """
-    in_files = next((of(leaf) for leaf in leaves if isinstance(leaf, NVMeArray)), None)
+    in_files = _of_files(leaves)
     return [in_files or of(leaf) for leaf in leaves]
 
 
 def note(leaf: Any, write: Write | None) -> None:
     """From here on a leaf is of this commit, or of none."""
-    if isinstance(leaf, NVMeArray):
+    leaf = at_rest(leaf)
+    if isinstance(leaf, FileStorage):
         return
-    leaf = _inner(leaf)
     key = id(leaf)
     if write is None:
         _known.pop(key, None)
@@ -76,7 +76,7 @@ def carry(old: Sequence[Any], new: Sequence[Any]) -> None:
 def settle(leaves: Iterable[Any]) -> None:
     """All leaves of a state that was placed, or that a step returned, are of its files' commit, if any."""
     leaves = list(leaves)
-    write = next((of(leaf) for leaf in leaves if isinstance(leaf, NVMeArray)), None)
+    write = _of_files(leaves)
     if write is not None or _known:
         for leaf in leaves:
             note(leaf, write)
@@ -93,6 +93,6 @@ def of_text(text: Any) -> Write | None:
     return Write(int(found[2]), found[1]) if found else None
 
 
-def _inner(leaf: Any) -> Any:
-    """What a step takes apart and makes anew is the array in it."""
-    return leaf.padded if isinstance(leaf, PaddedArray) else leaf
+def _of_files(leaves: Iterable[Any]) -> Write | None:
+    """The commit of the first leaf in files, if there is one."""
+    return next((of(leaf) for leaf in leaves if isinstance(at_rest(leaf), FileStorage)), None)

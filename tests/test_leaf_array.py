@@ -52,9 +52,9 @@ def new_leaf(kind: str) -> Any:
             blocks = jzero.Blocks("int8", size=16)
             step: Any = jzero.shard_eval_step(lambda w, x: x @ w, weight_dtype=blocks, mesh=mesh)
             leaf = step.shard(leaf, jnp.ones((8, shape[0])))
-        assert leaf.form.padding
+        assert leaf.codes.padding
         return leaf
-    assert isinstance(leaf, jzero.PaddedArray | jzero.HostArray | jzero.NVMeArray)
+    assert isinstance(leaf, jzero.LeafArray)
     return leaf
 
 
@@ -207,3 +207,22 @@ def test_orbax_saves_and_restores_it(leaf, new, tmp_path):
             found += [checkpointer.restore(tmp_path / "saved", tree)]
     for restored in found:
         assert_same(restored["leaf"], np.asarray(leaf))
+
+
+@pytest.mark.parametrize("name", ["PaddedArray", "CodedArray", "HostArray", "NVMeArray"])
+def test_classes_of_old_say_where_they_went(name):
+    assert name not in dir(jzero)
+    assert not hasattr(jzero, name)
+    text = rf"jzero.{name} is gone. One class has all .* isinstance\(x, jzero.LeafArray\), and ask x.where"
+    with pytest.raises(AttributeError, match=text):
+        getattr(jzero, name)
+    with pytest.raises(AttributeError, match=rf"^module 'jzero' has no attribute '{name[:-2]}'$"):
+        getattr(jzero, name[:-2])
+
+
+def test_what_it_says_of_itself(leaf):
+    places = {"in host memory", "in files"}
+    where = next((place for place in places if place in repr(leaf)), "on devices")
+    assert leaf.where == where
+    assert (leaf.codes is None) == (leaf.error is None)
+    assert ("padded to" in repr(leaf)) == (leaf.storage.shape != leaf.shape and leaf.codes is None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NVMeArray`: a leaf at rest in files, one for each device of this process."""
+"""`FileStorage`: a leaf at rest in files, one for each device of this process."""
 
 from __future__ import annotations
 
@@ -8,36 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from jzero._errors import CONSUMED, StateError, message
-from jzero.offload.memory._away_array import AwayArray, Home, Parts, sizes_of
+from jzero.offload.memory._leaf_array import at_rest
 from jzero.offload.memory._nvme_store import NVMeStore, StoreSpec, TileReader
+from jzero.offload.memory._storage import Home, Parts, Storage, sizes_of
 
 
-class NVMeArray(AwayArray):
-    """A leaf of a state that rests in files of the devices' host: with `offload=jzero.NVMe(path)`.
+class FileStorage(Storage):
+    """Files of the devices' host: each use reads them, device by device, and nothing keeps what was read.
 
-    Whoever reads it or computes with it sees a `jax.Array` of its true shape, as of a `jzero.HostArray`: each
-    use reads it from the files, device by device, and nothing keeps what was read. A pickled or deep copy of
-    it is a NumPy array. It is there until the step after it, and its files are closed when no leaf is left
-    that rests in them.
-
-    >>> import tempfile, jax, jax.numpy as jnp, jzero
-    >>> def step_fn(state, batch):
-    ...     grad = jax.grad(lambda w: jnp.mean(batch @ w))(state["w"])
-    ...     m = 0.9 * state["m"] + grad
-    ...     return {"w": state["w"] - 0.1 * m, "m": m}
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> train_step = jzero.shard_train_step(step_fn, offload=jzero.NVMe(folder.name))
-    >>> state = {"w": jnp.ones((257, 3)), "m": jnp.zeros((257, 3))}
-    >>> state = train_step(state, jnp.ones((8, 257)))
-    >>> state["m"]
-    NVMeArray(shape=(257, 3), dtype=float32, padded to (264, 3))
-    >>> state["m"][0]
-    Array([0.33333334, 0.33333334, 0.33333334], dtype=float32)
+    It is there until the step after it.
 
     Attributes:
-      home: which parts of it this process has, and in which shape.
+      home: which parts of the leaf this process has, and in which shape.
     """
+
+    where = "in files"
 
     def __init__(self, home: Home, store: NVMeStore, name: str):
         """A leaf of the step that the files are about to have, or have.
@@ -58,20 +43,19 @@ class NVMeArray(AwayArray):
         Raises:
           StateError: a step has consumed it.
         """
-        if self._store is None or self._store.newest != self._step:
-            raise StateError(message(
-                "NVMeArray", f"{self!r} was already donated", *CONSUMED))  # fmt: skip
+        if self._store is None or self.is_deleted():
+            raise self.consumed()
         return self._store
 
     @property
-    def place(self) -> Any:
+    def aval(self) -> Any:
         """Which parts of it are there, and where in the files."""
         return self.home, None if self._store is None else self._store.spec.layouts
 
-    def renewed(self) -> NVMeArray:
+    def renewed(self) -> FileStorage:
         """The same leaf after a step; this one is then deleted."""
         assert self._store is not None
-        renewed = NVMeArray(self.home, self._store, self._name)
+        renewed = FileStorage(self.home, self._store, self._name)
         self.delete()
         return renewed
 
@@ -83,13 +67,22 @@ class NVMeArray(AwayArray):
         """Whether a step has consumed it."""
         return self._store is None or self._store.newest != self._step
 
-    def parts(self) -> Parts:
+    def parts(self, reader: TileReader | None = None) -> Parts:
         """The parts that this process has, each once; each use of one reads it.
+
+        Args:
+          reader: has pinned this step; by default they must be read before the next one.
 
         Raises:
           StateError: a step has consumed it.
         """
-        return self.parts_by(self.store.files)
+        store, boxes = self.store, self.home.boxes()
+        reader = reader or store.files
+        found = {
+            box: NVMePart(store, file, self._name, tuple(sizes_of(box)), self.dtype, reader)
+            for file, box in reversed([*enumerate(boxes)])
+        }
+        return [(box, found[box]) for box in dict.fromkeys(boxes)]
 
     @property
     def buffer_bytes(self) -> int:
@@ -130,15 +123,6 @@ class NVMeArray(AwayArray):
         store = self.store
         store.read_range(out, file, self._name, start, store.files, buffer)
 
-    def parts_by(self, reader: TileReader) -> Parts:
-        """The same, read by whoever has pinned this step."""
-        store, boxes = self.store, self.home.boxes()
-        found = {
-            box: NVMePart(store, file, self._name, tuple(sizes_of(box)), self.dtype, reader)
-            for file, box in reversed([*enumerate(boxes)])
-        }
-        return [(box, found[box]) for box in dict.fromkeys(boxes)]
-
 
 class NVMePart:
     """One device's part of a leaf: an array, as NumPy reads it.
@@ -178,6 +162,7 @@ class NVMePart:
 
 def rests_in_files(x: Any, home: Home | None, spec: StoreSpec | None) -> bool:
     """Whether a leaf is in files of this kind already; of any kind, if it is None."""
-    if not isinstance(x, NVMeArray):
+    storage = at_rest(x)
+    if not isinstance(storage, FileStorage):
         return False
-    return x.home == home if spec is None else x.place == (home, spec.layouts)
+    return storage.home == home if spec is None else storage.aval == (home, spec.layouts)

@@ -1,28 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AwayArray`: a leaf at rest away from the devices, and copies between the places where its parts are."""
+"""`Storage`: what holds a leaf away from the devices, and copies between the places where its parts are."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Self, TypeAlias
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from jzero._errors import StateError, message
-from jzero.offload.memory import _padded
-from jzero.offload.memory._like_array import LikeArray
-from jzero.offload.memory._padded import PaddedArray
+from jzero._errors import CONSUMED, StateError, message
 from jzero.offload.memory._pinned_leaf import is_pinned, view
 
 HostBox: TypeAlias = tuple[
     tuple[int, int], ...
 ]  # of each dim, where a part starts and where it stops
 Parts: TypeAlias = list[tuple[HostBox, Any]]  # and what is there: on the host, or a device's
+ON_DEVICES = "on devices"
 
 
 class Home(NamedTuple):
@@ -54,16 +51,19 @@ class Home(NamedTuple):
         return [_box(found[device], self.padded_shape) for device in self.devices]
 
 
-class AwayArray(LikeArray):
-    """A leaf of a state that rests away from the devices, part by part: in memory of their host, or in files.
+class Storage:
+    """What holds a leaf away from the devices, part by part: in memory of their host, or in files.
 
-    A subclass says where the parts are that this process has (`parts`), and whether a step has consumed it.
+    It says how it lies by the names of a `jax.Array` that lies so on the devices: whoever asks a leaf at rest
+    for its shape, its sharding or whether it was consumed need not know which of these it is.
 
     Attributes:
-      home: which parts it has, and in which shape.
+      home: which parts of the leaf it has, and in which shape.
+      where: what it is, in words.
     """
 
     home: Home
+    where: ClassVar[str]
 
     def parts(self) -> Parts:
         """The parts that this process has, each once; to be read before the next step.
@@ -73,14 +73,17 @@ class AwayArray(LikeArray):
         """
         raise NotImplementedError
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The true shape."""
-        return self.home.shape
+    def delete(self) -> None:
+        """Lets go of what it holds."""
+        raise NotImplementedError
+
+    def is_deleted(self) -> bool:
+        """Whether a step has consumed it."""
+        raise NotImplementedError
 
     @property
-    def padded_shape(self) -> tuple[int, ...]:
-        """The shape at rest: beyond `shape` there are zeros."""
+    def shape(self) -> tuple[int, ...]:
+        """The shape at rest: beyond the leaf's own there are zeros."""
         return self.home.padded_shape
 
     @property
@@ -89,19 +92,13 @@ class AwayArray(LikeArray):
         return self.home.dtype
 
     @property
-    def at_rest(self) -> NamedSharding:
-        """Which part of the padded shape belongs to which device."""
+    def sharding(self) -> NamedSharding:
+        """Which part of that shape belongs to which device."""
         return self.home.at_rest
 
     @property
-    def sharding(self) -> NamedSharding:
-        """That of a plain array made of it: `at_rest`, but whole on every device if it is padded."""
-        padded = self.padded_shape != self.shape
-        return NamedSharding(self.at_rest.mesh, PartitionSpec()) if padded else self.at_rest
-
-    @property
-    def place(self) -> Any:
-        """Where it is: equal for leaves that one program takes."""
+    def aval(self) -> Any:
+        """Where it is: equal for storages that one program takes, as are avals of arrays."""
         return self.home
 
     def block_until_ready(self) -> Self:
@@ -111,49 +108,38 @@ class AwayArray(LikeArray):
     def copy_to_host_async(self) -> None:
         """Nothing: it is there."""
 
-    def own_parts(self, parts: Parts | None = None) -> Parts:
-        """Of `parts`, those that no process before this one has."""
+    def own_parts(self, parts: Parts) -> Parts:
+        """Of its `parts`, those that no process before this one has."""
         first: dict[HostBox, int] = {}
-        found = self.at_rest.devices_indices_map(self.padded_shape)
-        for device in self.at_rest.mesh.devices.flat:
-            first.setdefault(_box(found[device], self.padded_shape), device.process_index)
-        parts = self.parts() if parts is None else parts
+        found = self.sharding.devices_indices_map(self.shape)
+        for device in self.sharding.mesh.devices.flat:
+            first.setdefault(_box(found[device], self.shape), device.process_index)
         return [(box, x) for box, x in parts if first[box] == jax.process_index()]
 
-    def __array__(
-        self, dtype: Any = None, context: None = None, copy: bool | None = None
-    ) -> np.ndarray:
-        """Always a copy."""
-        if not (self.is_fully_addressable or self.at_rest.is_fully_replicated):
-            raise StateError(message(
-                type(self).__name__, f"other processes have parts of {self!r}",
-                "A process reads its own memory.",
-                "Call train_step.unshard(state) on all processes, and read what that returns."))  # fmt: skip
-        whole = np.empty(self.shape, self.dtype if dtype is None else dtype)
-        copy_parts([(tuple((0, size) for size in self.shape), whole)], self.parts(), self.shape)
-        return whole
-
-    def __jax_array__(self) -> jax.Array:
-        """The leaf as a plain array, with this `sharding`."""
-        return _padded.unpad(jax.device_put(on_devices(self), self.sharding), self.shape)
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(index)):
-            return self.__jax_array__()[index]
-        return jnp.asarray(np.asarray(self)[index])
-
-    def __bool__(self) -> bool:
-        return bool(np.asarray(self))
-
-    def __iter__(self) -> Iterator[jax.Array]:
-        return map(jnp.asarray, np.asarray(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return np.asarray, (np.asarray(self),)
+    def consumed(self) -> StateError:
+        """What is to be raised where it is needed, and a step has consumed it."""
+        return StateError(message("LeafArray", f"{self!r} was already donated", *CONSUMED))
 
     def __repr__(self) -> str:
-        padded = f", padded to {self.padded_shape}" if self.padded_shape != self.shape else ""
-        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}{padded})"
+        return described(self, self.home.shape, self.dtype)
+
+
+def place_of(x: jax.Array | Storage) -> str:
+    """In words, where a leaf is that rests as `x`."""
+    if isinstance(x, Storage):
+        return x.where
+    return "in pinned memory" if is_pinned(x) else ON_DEVICES
+
+
+def described(x: jax.Array | Storage, shape: tuple[int, ...], dtype: Any, codes: Any = None) -> str:
+    """What a leaf of this shape and dtype says of itself that rests as `x`, in `codes` or not."""
+    place = place_of(x)
+    said = [f"shape={shape}", f"dtype={dtype}", *([] if place == ON_DEVICES else [place])]
+    if codes:
+        said.append(f"{codes.blocks}")
+    elif x.shape != shape:
+        said.append(f"padded to {x.shape}")
+    return f"LeafArray({', '.join(said)})"
 
 
 @functools.cache
@@ -176,55 +162,38 @@ def places(mesh: Mesh, axes: Sequence[str]) -> dict[jax.Device, tuple[int, ...]]
 
 
 def on_devices(
-    x: AwayArray, padded_shape: tuple[int, ...] | None = None, sharding: NamedSharding | None = None
-) -> jax.Array:
-    """A leaf as a JAX array, each device's part copied from the host; replicas get one each.
+    x: jax.Array | Storage, shape: tuple[int, ...] | None = None, sharding: NamedSharding | None = None
+) -> jax.Array:  # fmt: skip
+    """A leaf at rest as a JAX array, each device's part copied from the host; replicas get one each.
 
     Args:
-      x: the leaf.
-      padded_shape: of the array; as it rests by default. Another one needs all of `x` in this process.
+      x: the leaf; one of JAX's arrays is returned as it is.
+      shape: of the array; as it rests by default. Another one needs all of `x` in this process.
       sharding: the same.
     """
-    shape, parts = padded_shape or x.padded_shape, x.parts()
+    if not isinstance(x, Storage):
+        return x
+    wanted, parts, home = shape or x.shape, x.parts(), x.home
 
     # Always a copy: on CPUs JAX reads NumPy's memory where it is, and elsewhere copies it later.
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        box = _box(index, shape)
-        out = np.zeros(sizes_of(box), x.dtype)
-        copy_parts([(box, out)], parts, x.shape)
+        box = _box(index, wanted)
+        out = np.zeros(sizes_of(box), home.dtype)
+        copy_parts([(box, out)], parts, home.shape)
         return out
 
     with jax.transfer_guard("allow"):  # JAX counts this as implicit.
-        return jax.make_array_from_callback(shape, sharding or x.at_rest, part)
+        return jax.make_array_from_callback(wanted, sharding or home.at_rest, part)
 
 
-def spans_processes(x: Any) -> bool:
-    """Whether other processes have parts of a leaf."""
-    x = x.padded if isinstance(x, PaddedArray) else x
-    return isinstance(x, jax.Array | AwayArray) and not x.is_fully_addressable
-
-
-def parts_for(x: Any, home: Home) -> Parts:
-    """The parts of a leaf that this process has, each once; those that `home` needs of others are brought."""
-    if spans_processes(x) and not _lies_like(x, home):
-        x = _padded.wrap(on_devices(x), x.shape) if isinstance(x, AwayArray) else x
-        x = jax.device_put(_padded.pad(x, home.padded_shape), home.at_rest)
-    if isinstance(x, AwayArray):
+def parts_of(x: Any) -> Parts:
+    """The parts that this process has of a leaf as it rests, each once."""
+    if isinstance(x, Storage):
         return x.parts()
-    x = x.padded if isinstance(x, PaddedArray) else x
     if isinstance(x, jax.Array):
         found = {_box(shard.index, x.shape): shard.data for shard in x.addressable_shards}
         return list(found.items())
     return [(tuple((0, size) for size in x.shape), x)]
-
-
-def _lies_like(x: Any, home: Home) -> bool:
-    """Whether each device has the part of a leaf that belongs to it, in whatever memory."""
-    if isinstance(x, AwayArray):
-        return (x.padded_shape, x.at_rest) == (home.padded_shape, home.at_rest)
-    x = x.padded if isinstance(x, PaddedArray) else x
-    sharding = x.sharding.with_memory_kind(home.at_rest.memory_kind)
-    return x.shape == home.padded_shape and sharding.is_equivalent_to(home.at_rest, x.ndim)
 
 
 def copy_parts(
