@@ -10,7 +10,7 @@ import numpy as np
 
 from jzero.offload.memory._leaf_array import at_rest
 from jzero.offload.memory._nvme_store import NVMeStore, StoreSpec, TileReader
-from jzero.offload.memory._storage import Home, Parts, Storage, sizes_of
+from jzero.offload.memory._storage import Home, Parts, Storage, consumed, sizes_of
 
 
 class FileStorage(Storage):
@@ -44,7 +44,7 @@ class FileStorage(Storage):
           StateError: a step has consumed it.
         """
         if self._store is None or self.is_deleted():
-            raise self.consumed()
+            raise consumed(self)
         return self._store
 
     @property

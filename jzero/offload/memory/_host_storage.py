@@ -11,7 +11,7 @@ import numpy as np
 from jzero._errors import StateError, message
 from jzero.offload.memory._addresses import host_empty
 from jzero.offload.memory._leaf_array import at_rest, parts_for
-from jzero.offload.memory._storage import Home, Parts, Storage, copy_parts, sizes_of
+from jzero.offload.memory._storage import Home, Parts, Storage, consumed, copy_parts, sizes_of
 
 
 class HostStorage(Storage):
@@ -37,7 +37,7 @@ class HostStorage(Storage):
     def buffers(self) -> tuple[np.ndarray, ...]:
         """The part of each of `home.devices`, in C order; the next step overwrites them."""
         if self._buffers is None:
-            raise self.consumed()
+            raise consumed(self)
         return self._buffers
 
     def renewed(self, pending: Any, num_steps: int) -> HostStorage:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._errors import CONSUMED, StateError, message
+from jzero._errors import StateError, message
 from jzero.offload.memory import _coding, _storage
 from jzero.offload.memory._storage import Home, Parts, Storage
 from jzero.sharding.plan._coded_form import CodedForm
@@ -81,10 +81,10 @@ class LeafArray(jax.Array):
         own, which are those at rest.
       codes: how codes are the leaf; None for one that is in none.
 
-    Raises (by any use):
-      StateError: a step has consumed it; with `HostCPU(delayed_update=True)`, it still waits for an update,
-        which `train_step.flush(state)` does; files cannot be read; `np.asarray`, where other processes have
-        parts of it.
+    Raises:
+      StateError: by any use: a step has consumed it; with `HostCPU(delayed_update=True)` it still waits for
+        an update, which `train_step.flush(state)` does; files cannot be read, or have not what was written.
+        By `np.asarray`: other processes have parts of it.
     """
 
     # What is asked at every call of a step costs no call of Python's.
@@ -167,7 +167,7 @@ class LeafArray(jax.Array):
 
     def _alive(self) -> Any:
         if self.is_deleted():
-            raise StateError(message("LeafArray", f"{self!r} was already donated", *CONSUMED))
+            raise _storage.consumed(self)
         return self.storage
 
     def _near(self) -> Any:

@@ -116,12 +116,13 @@ class Storage:
             first.setdefault(_box(found[device], self.shape), device.process_index)
         return [(box, x) for box, x in parts if first[box] == jax.process_index()]
 
-    def consumed(self) -> StateError:
-        """What is to be raised where it is needed, and a step has consumed it."""
-        return StateError(message("LeafArray", f"{self!r} was already donated", *CONSUMED))
-
     def __repr__(self) -> str:
         return described(self, self.home.shape, self.dtype)
+
+
+def consumed(x: Any) -> StateError:
+    """What is to be raised where a leaf or its storage is needed, and a step has consumed it."""
+    return StateError(message("LeafArray", f"{x!r} was already donated", *CONSUMED))
 
 
 def place_of(x: jax.Array | Storage) -> str:
