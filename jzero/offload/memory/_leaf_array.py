@@ -77,8 +77,8 @@ class LeafArray(jax.Array):
     Attributes:
       shape: the true shape, without padding.
       storage: what a sharded step takes: a `jax.Array` in its shards, padded or of codes; or what has the
-        parts of each device in host memory or in files. It has a `shape`, a `dtype` and a `sharding` of its
-        own, which are those at rest.
+        parts of each device in host memory or in files. It has a `shape`, a `dtype`, a `sharding` and
+        `nbytes` of its own, which are those at rest.
       codes: how codes are the leaf; None for one that is in none.
 
     Raises:

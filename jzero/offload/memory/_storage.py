@@ -92,6 +92,11 @@ class Storage:
         return self.home.dtype
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the whole leaf at rest, each part once."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def sharding(self) -> NamedSharding:
         """Which part of that shape belongs to which device."""
         return self.home.at_rest
