@@ -93,7 +93,7 @@ class Placement:
             axes: tuple[str, ...] = ()
             if self.programs.options.offload.tier in (HOST, NVME):
                 setting = self.programs.setting
-                axes = (*setting.stage_axes.shard_axes, *setting.automatic)
+                axes = _leaves.axes_away(plans, setting.stage_axes.shard_axes)
             known = self._places = plans, shardings, _placing.places(plans, shardings, axes)
         return known[2]
 

@@ -254,8 +254,6 @@ def test_model_parallelism_divides_what_a_device_has_and_moves(stage):
         ({"devices": 0}, ["devices=0 is not an int from 1"]),
         ({"devices": None}, ["devices=None is not an int from 1"]),
         ({"model_parallel": 0}, ["model_parallel=0 is not an int from 1"]),
-        ({"model_parallel": 2, "offload": jzero.HostCPU()},
-         ["estimate: offload=HostCPU(", "and XLA shards over the mesh axes ['model']"]),
         ({"model_parallel": 2, "offload_params": jzero.PinnedHost(2**30)},
          ["estimate: offload_params=PinnedHost(", "Shards over data axes are fetched."]),
         ({"mesh": {"data": 8}}, ["devices=8 and mesh={'data': 8}, of which one is enough"]),

@@ -844,18 +844,6 @@ def test_a_metric_that_needs_other_devices_is_found():
     assert "Drop what asks for it (a norm of the updates, as a metric)" in str(error.value)
 
 
-def test_other_mesh_axes_are_refused():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    train_step = small.shard_train_step(
-        make_step(), mesh=mesh, axis_names="data", auto_specs={r"\[0\]$": P(None, "model")},
-        offload=jzero.HostCPU(),
-    )  # fmt: skip
-    with pytest.raises(
-        jzero.OptionError, match=r"mesh axes \['model'\].*Use offload=jzero\.PinnedHost\(\)"
-    ):
-        train_step.plan(new_state(), BATCH)
-
-
 @pytest.mark.usefixtures("optax_promotions")
 def test_delays_that_cannot_be():
     policy = jzero.HostCPU(delayed_update=True)

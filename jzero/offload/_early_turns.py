@@ -23,7 +23,6 @@ from jzero.segments._segment import Var, shard_of
 from jzero.sharding.cut import _elementwise
 from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan._plan import StepPlan
-from jzero.tracing import _jaxpr
 
 _GRADIENTS = "its last part makes their gradients, or fetches them"
 _SCALARS = "they read a number that comes at its end, as a clip's norm does"
@@ -215,7 +214,7 @@ class _Early:
 def as_function(planned: PlannedStep, turn: EarlyTurn) -> Any:
     """`(leaves, reads) -> (new leaves, ())`, of one device's shards of a slice, as `HostUpdate` takes it."""
     frame = planned.frame
-    invars, outvars = frame.jaxpr.invars, frame.jaxpr.outvars
+    invars = frame.jaxpr.invars
     variables = [*(invars[i] for i in turn.leaves), *turn.reads]
 
     def update(
@@ -225,12 +224,7 @@ def as_function(planned: PlannedStep, turn: EarlyTurn) -> Any:
         for piece in turn.pieces:
             mine = {invars[i]: given[invars[i]] for i in piece.leaves}
             mine |= {var: given[var] for var in piece.reads}
-            shape = next(x.shape for var, x in mine.items() if var.aval.shape)
-            values = _elementwise.evaluate(frame, piece.eqns, mine, shape)
-            for i in piece.outs:
-                atom = outvars[i]
-                value = _jaxpr.literal(atom) if _jaxpr.is_literal(atom) else values[atom]
-                new[i] = _jaxpr.with_type_of(jnp.broadcast_to(value, shape), atom)
+            new |= _elementwise.outputs(frame, piece, mine)
         return [new.get(i, old) for i, old in zip(turn.leaves, state, strict=True)], ()
 
     return update

@@ -117,7 +117,9 @@ class HostStep:
         self._sent = [var for var in reads if leaf_of.get(var) not in renewed]
         self._stays = [v for turn in self.turns[1:] for v in turn.takes if v in self.grad.gives]
         self._known = [v for v in self._sent if v not in self.grad.gives]
-        self._grad = _to_host(self._grad_part, [reads[var].sharding for var in self._sent])
+        kept = builder.kept(self.grad.outs)
+        places = [reads[var].sharding for var in self._sent]
+        self._grad = _to_host(self._grad_part, places, kept and (None, kept))
         self._send = _to_host(self._known_part, [reads[var].sharding for var in self._known])
         self._layered: LayeredSegment | None = None
         self._early_plan = EarlyPlan((), {})
@@ -201,8 +203,8 @@ class HostStep:
             outs = tuple(i for i in chunk if i < len(state))
             if (leave := _conversions.leaving(self._planned, outs)) is not None:
                 arguments = [state[i] for i in outs], [sent[i] for i in outs]
-                donated = (0,) * self._consumes
-                run = jax.jit(leave, donate_argnums=donated)
+                homes = [self.shardings[i] for i in outs]
+                run = jax.jit(leave, donate_argnums=(0,) * self._consumes, out_shardings=homes)
                 self._leaving[outs] = run.lower(*arguments).compile()
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
@@ -467,7 +469,9 @@ def with_new(state: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
     return [new.get(i, x) for i, x in enumerate(state)]
 
 
-def _to_host(run: Callable[..., Any], places: Sequence[NamedSharding]) -> Callable[..., Any]:
+def _to_host(
+    run: Callable[..., Any], places: Sequence[NamedSharding], rest: Any = None
+) -> Callable[..., Any]:
     """A program whose first results go to pinned memory, each as soon as it is there."""
     homes = [place.with_memory_kind(PINNED) for place in places]
-    return jax.jit(run, out_shardings=(homes, None))
+    return jax.jit(run, out_shardings=(homes, rest))

@@ -13,13 +13,14 @@ from jax.sharding import NamedSharding
 
 from jzero._errors import OptionError, first_of, message
 from jzero._memory_kinds import DEVICE
+from jzero.offload._slicing import part_obstacle
 from jzero.offload.kernels._roads import Road, RoadFinder, traced_flat
 from jzero.segments._builder import Builder
 from jzero.segments._segment import shard_of
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.cut import _elementwise, _pieces
 from jzero.sharding.cut._pieces import Piece
-from jzero.sharding.plan import _layout
+from jzero.sharding.plan import _layout, _leaves
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call, _jaxpr, _rewrite
 
@@ -47,17 +48,23 @@ class HostTurn:
         builder = dataclasses.replace(builder, crosses=True)
         self._plan, self._invars = builder.planned.plan, builder.planned.frame.jaxpr.invars
         self._outvars, self.mesh = builder.planned.frame.jaxpr.outvars, builder.planned.mesh
+        self._frame = builder.planned.frame
         pieces = [self._plan.update.pieces[i] for i in indices]
+        self._cut = [piece for piece in pieces if _is_cut(self._plan.leaves, piece)]
+        _check_cut(builder, self._cut)
         self.segment = builder.turn(pieces, 0, {})
-        self._body = _rewrite.body_of_shard_map(self.segment.run, *self.segment.avals())
+        uncut = [piece for piece in pieces if piece not in self._cut]
+        self._uncut = builder.turn(uncut, 0, {}) if self._cut else self.segment
+        self._body = _rewrite.body_of_shard_map(self._uncut.run, *self._uncut.avals())
         if _moves(self._body.jaxpr):
-            _refuse(builder, pieces)
-        takes, outs, leaves = self.segment.takes, self.segment.outs, self._plan.leaves
+            _refuse(builder, uncut)
+        outs, leaves = self.segment.outs, self._plan.leaves
         hosted = {self._invars[i]: i for i, leaf in enumerate(leaves) if leaf.tier != DEVICE}
-        mine = {hosted[var] for var in takes if var in hosted}
+        mine = {hosted[var] for var in self.segment.takes if var in hosted}
         self.leaves = sorted({*mine, *(i for i in outs if i in hosted.values())})
-        used = [takes[i] for i in sorted(self._body.used)]
-        self.reads = [var for var in used if var not in hosted]
+        used = {self._uncut.takes[i] for i in self._body.used}
+        used.update(var for piece in self._cut for var in piece.reads)
+        self.reads = [var for var in self.segment.takes if var in used and var not in hosted]
         self.axes = self._body.axes
         self.outs = [i for i in outs if i not in self.leaves]
 
@@ -67,9 +74,12 @@ class HostTurn:
         """`(leaves, reads and indices) -> (new leaves, outs)`, all of one device's shards."""
         known = dict(zip(self._known(), [*state, *inputs], strict=False))
         results = self._body.run(
-            [known.get(v) for v in self.segment.takes], inputs[len(self.reads) :]
+            [known.get(v) for v in self._uncut.takes], inputs[len(self.reads) :]
         )
-        made = dict(zip(self.segment.outs, results[len(self.segment.gives) :], strict=True))
+        made = dict(zip(self._uncut.outs, results[len(self._uncut.gives) :], strict=True))
+        for piece in self._cut:
+            mine = [*piece.reads, *(self._invars[i] for i in piece.leaves)]
+            made |= _elementwise.outputs(self._frame, piece, {var: known[var] for var in mine})
         new = [made.get(i, old) for i, old in zip(self.leaves, state, strict=True)]
         return new, [made[i] for i in self.outs]
 
@@ -102,7 +112,7 @@ class HostTurn:
 
     def at_rest(self, leaf: LeafPlan) -> NamedSharding:
         """How one of its leaves is sharded."""
-        return NamedSharding(self.mesh, _layout.partition_spec(leaf.layout))
+        return NamedSharding(self.mesh, _layout.partition_spec(leaf.layout, leaf.automatic))
 
     def names(self) -> list[str]:
         """Of its leaves, then of what it makes."""
@@ -126,8 +136,12 @@ class HostTurn:
 
     def identity(self) -> tuple[Any, ...] | None:
         """Equal for parts that do the same, as for two shapes of a batch; None if nobody can tell."""
-        text = _rewrite.whole_text(self._body.jaxpr)
-        if self._body.constants or text is None:
+        jaxpr, constants = self._body.jaxpr, self._body.constants
+        if self._cut:
+            jaxpr = jax.make_jaxpr(self.update)(self.state_avals(), self.input_avals())
+            constants = [*constants, *jaxpr.consts]
+        text = _rewrite.whole_text(jaxpr)
+        if constants or text is None:
             return None
         crossing = [(x.shape, x.dtype, x.sharding) for x in (*self.read_avals(), *self.out_avals())]
         # The text does not say which argument is which leaf.
@@ -142,7 +156,27 @@ class HostTurn:
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """The mesh axes over which shards differ."""
-        return self._plan.stage_axes.shard_axes
+        return _leaves.axes_away(self._plan.leaves, self._plan.stage_axes.shard_axes)
+
+
+def _is_cut(leaves: Sequence[LeafPlan], piece: Piece) -> bool:
+    """Whether XLA shards leaves of a piece over further mesh axes."""
+    return any(any(leaves[i].automatic) for i in piece.leaves)
+
+
+def _check_cut(builder: Builder, pieces: Sequence[Piece]) -> None:
+    """What the host has of such leaves is a part of what a program of the data axes has."""
+    plan, bad = builder.planned.plan, []
+    for piece in pieces:
+        if why := part_obstacle(builder.planned.frame, plan.leaves, plan.boundary, piece):
+            paths = [plan.leaves[i].path for i in _pieces.leaves_of([piece])]
+            bad.append(f"{first_of(paths)}: {why}")
+    if bad:
+        raise OptionError(message(
+            WHO, bad, f"XLA shards them over the mesh axes {list(plan.automatic)}, too, and the host updates "
+            "each device's part of them by itself.", "Use jzero.PinnedHost(), which updates on the devices, "
+            "or auto_specs that do not cut them.",
+            things="groups of leaves", shown=6))  # fmt: skip
 
 
 def _refuse(builder: Builder, pieces: Sequence[Piece]) -> None:

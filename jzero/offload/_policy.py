@@ -264,7 +264,6 @@ class HostCPU(Offload):
     ) -> tuple[Leaves, UpdatePart]:
         """Optimizer state on the hosts, but for what `ratio` leaves on the devices."""
         resting, update = _tiers.offloaded(self, leaves, frame, stage_axes)
-        _tiers.check_axes(self, automatic)
         if self.delayed_update:
             _tiers.check_delayed(leaves, frame, update)
         measured = self.ratio == "auto"

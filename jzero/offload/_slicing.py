@@ -73,7 +73,10 @@ class Slicer:
 
     def _obstacle(self, piece: Piece) -> str:
         """Why a piece's leaves cannot be cut into slices; '' if they can."""
-        return obstacle_of(self.frame, self.leaves, self.update, self.boundary, piece)
+        found = obstacle_of(self.frame, self.leaves, self.update, self.boundary, piece)
+        if not found and any(any(self.leaves[i].automatic) for i in piece.leaves):
+            return "XLA shards them over mesh axes beside the data axes"
+        return found
 
     def _check_room(self, packs: Sequence[Sequence[Piece]], turns: Sequence[Turn]) -> None:
         bad = [
@@ -95,13 +98,10 @@ def obstacle_of(
     frame: Frame, leaves: Sequence[LeafPlan], update: UpdatePart, boundary: Boundary, piece: Piece
 ) -> str:
     """Why no part of a piece's leaves can be updated by itself, at any time; '' if each can."""
-    if any(i >= len(leaves) for i in piece.outs):
-        return "the step returns something else of their update"
-    found = _elementwise.obstacle(frame, piece)
-    if found:
+    if found := _not_alone(frame, leaves, piece):
         return found
     if layout_of(frame, leaves, boundary, piece) is None:
-        return "they do not all rest alike, or over mesh axes beside the data axes"
+        return "they do not all rest alike"
     invars = frame.jaxpr.invars
     own = {*piece.reads, *(invars[i] for i in piece.outs)} & set(invars[: len(leaves)])
     own = {var for var in own if var.aval.shape}  # All may read a scalar: a loss scale.
@@ -111,15 +111,36 @@ def obstacle_of(
     return ""
 
 
+def part_obstacle(
+    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, piece: Piece
+) -> str:
+    """Why a device's part of leaves, over all mesh axes, cannot be updated by itself; '' if it can."""
+    if found := _not_alone(frame, leaves, piece):
+        return found
+    invars = frame.jaxpr.invars
+    hosted = {invars[i] for i in piece.leaves}
+    met = {*piece.reads, *(invars[i] for i in piece.outs)} - hosted
+    places = {(leaves[i].layout, leaves[i].automatic) for i in piece.leaves}
+    crossing = [boundary.crossed(var) for var in met if var.aval.shape]
+    places |= {(value.layout, value.automatic) for value in crossing}
+    return "their moments, gradients and masters are not all cut alike" if len(places) > 1 else ""
+
+
+def _not_alone(frame: Frame, leaves: Sequence[LeafPlan], piece: Piece) -> str:
+    if any(i >= len(leaves) for i in piece.outs):
+        return "the step returns something else of their update"
+    return _elementwise.obstacle(frame, piece)
+
+
 def layout_of(
     frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, piece: Piece
 ) -> RestLayout | None:
-    """The layout of a piece's offloaded leaves and gradients, if it is one."""
+    """The layout of a piece's offloaded leaves and gradients, if XLA, too, shards all of them alike."""
     own = [leaves[i] for i in piece.leaves]
     state = set(frame.jaxpr.invars[: len(leaves)])
-    gradients = [v for v in piece.reads if v.aval.shape and v not in state]
-    layouts = {leaf.layout for leaf in own} | {boundary.of(v).layout for v in gradients}
-    return layouts.pop() if len(layouts) == 1 and not any(x.automatic for x in own) else None
+    gradients = [boundary.of(v) for v in piece.reads if v.aval.shape and v not in state]
+    found = {(x.layout, x.automatic) for x in own} | {(x.layout, x.automatic) for x in gradients}
+    return found.pop()[0] if len(found) == 1 else None
 
 
 def num_rows(leaf: LeafPlan) -> int:

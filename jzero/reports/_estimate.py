@@ -294,7 +294,7 @@ def estimate(
     automatic = ("model",) if model_parallel > 1 else ()
     with called_as(WHO):
         policy.check(stage_axes, automatic)
-        if policy.updates_on_host:
+        if policy.slots:
             check_axes(policy, automatic)
     if model is not None and offload_activations.offloads:
         layers = model.num_layers if layers is None else layers

@@ -103,6 +103,14 @@ class Builder:
         rest = [v for v in reads if v not in consumes]
         return self._segment(_Ends("update", consumes, rest, gives, outs), eqns)
 
+    def kept(self, outs: Sequence[int]) -> list[NamedSharding | None] | None:
+        """Where a program leaves these outputs, beside axes over which XLA would choose."""
+        if not self.planned.plan.automatic:
+            return None
+        num_new = len(self.planned.plan.new_leaves)
+        places = [s.with_memory_kind(DEVICE) for s in self.shardings]
+        return [places[i] if i < num_new else None for i in outs]
+
     def _type(self, var: Var) -> ValuePlan:
         """How a value is taken or given."""
         boundary = self.planned.plan.boundary
@@ -129,9 +137,7 @@ class Builder:
         )
         run = self._partitioned(ends, eqns, types)
         options: dict[str, Any] = {}
-        if planned.plan.automatic:  # Else XLA would choose over these axes.
-            places = [s.with_memory_kind(DEVICE) for s in self.shardings]
-            kept = [places[i] if i < num_new else None for i in ends.outs]
+        if kept := self.kept(ends.outs):
             options["out_shardings"] = ([None] * len(ends.gives), kept)
         jitted = jax.jit(run, donate_argnums=0, **options)
         return Segment(

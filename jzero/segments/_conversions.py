@@ -27,7 +27,8 @@ def leaving(planned: PlannedStep, outs: Sequence[int]) -> Callable[..., Arrays] 
     boundary, jaxpr = planned.plan.boundary, planned.frame.jaxpr
     rest = [boundary.of(jaxpr.invars[i]) for i in outs]
     crossing = [boundary.crossed(jaxpr.invars[i]) for i in outs]
-    if all(old.layout == new.layout for old, new in zip(rest, crossing, strict=True)):
+    pairs = [(x.layout, x.automatic) for x in rest], [(x.layout, x.automatic) for x in crossing]
+    if pairs[0] == pairs[1]:
         return None
     leave = _parts.left(planned, outs)
     return lambda olds, shards: leave(*olds, *shards)

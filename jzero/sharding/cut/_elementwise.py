@@ -38,6 +38,18 @@ def obstacle(frame: Frame, piece: Piece) -> str:
     return ""
 
 
+def outputs(frame: Frame, piece: Piece, given: Mapping[Var, jax.Array]) -> dict[int, jax.Array]:
+    """What an elementwise piece makes of parts, all of one shape, of what it reads and renews; by output."""
+    shape = next(x.shape for var, x in given.items() if var.aval.shape)
+    values = evaluate(frame, piece.eqns, given, shape)
+    made = {}
+    for i in piece.outs:
+        atom = frame.jaxpr.outvars[i]
+        value = _jaxpr.literal(atom) if _jaxpr.is_literal(atom) else values[atom]
+        made[i] = _jaxpr.with_type_of(jax.numpy.broadcast_to(value, shape), atom)
+    return made
+
+
 def evaluate(
     frame: Frame, indices: Iterable[int], given: Mapping[Var, jax.Array], shape: tuple[int, ...]
 ) -> dict[Var, jax.Array]:

@@ -17,7 +17,7 @@ from jzero.sharding.analysis._links import Links
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._coded_form import CodedForm
-from jzero.sharding.plan._layout import FULL, RestLayout, Shard
+from jzero.sharding.plan._layout import FULL, Automatic, RestLayout, Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _call, _jaxpr
@@ -35,6 +35,7 @@ class ValuePlan:
       padded_shape: the whole shape with what is added to the sharded dim.
       spec: the layout as JAX spells it, of data axes.
       codes: of a leaf that rests in codes, how; the rest is said of its rows.
+      automatic: for each dim, the other mesh axes over which XLA shards it.
     """
 
     path: str
@@ -44,6 +45,7 @@ class ValuePlan:
     padded_shape: tuple[int, ...]
     spec: P
     codes: CodedForm | None = None
+    automatic: Automatic = ()
 
     @property
     def dim(self) -> int | None:
@@ -52,7 +54,7 @@ class ValuePlan:
 
     def aval(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
         """Its shape as programs take it."""
-        sharding = NamedSharding(mesh, self.spec)
+        sharding = NamedSharding(mesh, _layout.beside(self.spec, self.automatic))
         return jax.ShapeDtypeStruct(self.padded_shape, self.dtype, sharding=sharding)
 
 
@@ -87,6 +89,7 @@ class Boundary:
         for what, values in (("at rest", self.at_rest), ("crossing", self.crossing)):
             for var, plan in values.items():
                 value = f"{plan.path} {plan.dtype}{list(plan.shape)}"
+                value += f" {plan.automatic}" * any(plan.automatic)
                 yield f"{what} {names[var]} {value}: {plan.layout} {plan.spec}"
 
 
@@ -124,7 +127,26 @@ def boundary_of(
         crossing[var] = _like_gradient(
             frame, links, stage_axes, var, var, links.leaf_of(frame, var)
         )
+    automatic = _automatic(frame, leaves, update)
+    crossing = {
+        var: dataclasses.replace(value, automatic=automatic.get(var, ()))
+        for var, value in crossing.items()
+    }
     return Boundary(at_rest, crossing)
+
+
+def _automatic(
+    frame: Frame, leaves: Sequence[LeafPlan], update: UpdatePart
+) -> dict[_jaxpr.Var, Automatic]:
+    """How XLA shards what crosses: like the optimizer state that it meets, if that is all alike."""
+    found: dict[_jaxpr.Var, set[Automatic]] = {}
+    for piece in update.pieces:
+        mine = {leaves[i].automatic for i in piece.leaves}
+        shapes = {leaves[i].shape for i in piece.leaves}
+        renewed = (frame.jaxpr.invars[i] for i in piece.outs if i < len(leaves))
+        for var in {*piece.reads, *renewed}:
+            found.setdefault(var, set()).update(mine if var.aval.shape in shapes else {()})
+    return {var: each.pop() for var, each in found.items() if len(each) == 1}
 
 
 def _whole_shape(local: Sequence[int], spec: P, batch_axes: Mapping[str, int]) -> tuple[int, ...]:
@@ -136,7 +158,16 @@ def _whole_shape(local: Sequence[int], spec: P, batch_axes: Mapping[str, int]) -
 def _leaf(leaf: LeafPlan, var: _jaxpr.Var) -> ValuePlan:
     spec = _layout.partition_spec(leaf.layout)
     dtype = leaf.dtype if leaf.codes else var.aval.dtype
-    return ValuePlan(leaf.path, leaf.shape, dtype, leaf.layout, leaf.padded_shape, spec, leaf.codes)
+    return ValuePlan(
+        leaf.path,
+        leaf.shape,
+        dtype,
+        leaf.layout,
+        leaf.padded_shape,
+        spec,
+        leaf.codes,
+        leaf.automatic,
+    )
 
 
 def _like_gradient(

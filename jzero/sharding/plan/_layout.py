@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
@@ -37,6 +38,11 @@ class Shard:
 Automatic = tuple[tuple[str, ...], ...]
 
 
+def cuts_of(automatic: Automatic, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """For each dim, into how many parts it is cut."""
+    return tuple(math.prod(sizes[axis] for axis in axes) for axes in automatic)
+
+
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """Each device holds a block: a dim for each of several entries of `axes` that name some is split."""
@@ -58,6 +64,11 @@ def partition_spec(layout: RestLayout, automatic: Automatic = ()) -> P:
         entries += [()] * (layout.dim + 1 - len(entries))
         entries[layout.dim] = layout.axes + entries[layout.dim]
     return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries))
+
+
+def beside(spec: P, automatic: Automatic) -> P:
+    """A spec of data axes with other axes, for each dim, behind these."""
+    return partition_spec(of_spec(spec), automatic) if any(automatic) else spec
 
 
 def of_spec(spec: P) -> RestLayout:

@@ -36,6 +36,7 @@ class LeafPlan:
       layout: full, or the dim and axes it is sharded over.
       num_shards: how many devices hold different parts of it.
       automatic: for each dim, the other mesh axes over which XLA shards it (`auto_specs`).
+      cuts: for each of these dims, into how many parts.
       uncut: why XLA does not shard it as its spec says, for one that has no such dims.
       padding: what is added at rest to the sharded dim, if the devices do not divide it.
       why_full: the reason, for a leaf that the stage would shard and that stays full.
@@ -65,6 +66,7 @@ class LeafPlan:
     codes: CodedForm | None = None
     uncut: str = ""
     gradient: RestLayout = FULL
+    cuts: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -84,11 +86,11 @@ class LeafPlan:
 
     @property
     def shape_per_device(self) -> tuple[int, ...]:
-        """The shape of each device's part, padding included; of leaves that only data axes cut."""
-        if not isinstance(self.layout, Shard):
-            return self.shape
-        num, dim = self.num_shards, self.layout.dim
-        return tuple(n // num if d == dim else n for d, n in enumerate(self.padded_shape))
+        """The shape of each device's part, padding included."""
+        cuts = [*self.cuts, *[1] * (len(self.shape) - len(self.cuts))]
+        if isinstance(self.layout, Shard):
+            cuts[self.layout.dim] *= self.num_shards // math.prod(self.cuts)
+        return tuple(n // num for n, num in zip(self.padded_shape, cuts, strict=True))
 
     @property
     def nbytes_per_device(self) -> int:
@@ -149,6 +151,12 @@ def offload(
         dataclasses.replace(leaf, tier=tier) if moves(i, leaf) else leaf
         for i, leaf in enumerate(leaves)
     )
+
+
+def axes_away(leaves: Sequence[LeafPlan], shard_axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh axes along which devices have other parts of what rests away from them."""
+    others = (axes for leaf in leaves if leaf.tier != DEVICE for axes in leaf.automatic)
+    return (*shard_axes, *dict.fromkeys(axis for axes in others for axis in axes))
 
 
 def plan_from_shapes(
@@ -246,7 +254,8 @@ def _as_found(
     layout = Shard(dims[0], ours[dims[0]]) if dims else FULL
     padding = sum(rest.padded_shape) - sum(leaf.shape)
     parts = math.prod(sizes[axis] for axes in entries for axis in axes)
-    plan = LeafPlan(*leaf[:4], OTHER, layout, parts, "", automatic, padding)
+    cuts = _layout.cuts_of(automatic, sizes)
+    plan = LeafPlan(*leaf[:4], OTHER, layout, parts, "", automatic, padding, cuts=cuts)
     spec = _layout.partition_spec(layout, automatic)
     alike = [*map(_call.spec_axes, spec)] == entries and plan.padded_shape == rest.padded_shape
     return dataclasses.replace(plan, tier=rest.tier) if alike else None
@@ -309,7 +318,7 @@ def _leaf_plan(
         why = kept if wanted else ""
         return LeafPlan(
             *leaf[:4], role, FULL, leaf.parts, why, leaf.automatic, uncut=leaf.uncut,
-            gradient=gradient,
+            gradient=gradient, cuts=leaf.cuts,
         )  # fmt: skip
     num_shards = stage_axes.count(axes) * leaf.parts
     size = leaf.shape[dim]
@@ -317,7 +326,7 @@ def _leaf_plan(
     padding = _layout.padded_size(size, stage_axes.count(stage_axes.shard_axes)) - size
     return LeafPlan(
         *leaf[:4], role, Shard(dim, axes), num_shards, "", leaf.automatic, padding, uncut=leaf.uncut,
-        gradient=gradient,
+        gradient=gradient, cuts=leaf.cuts,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._regions import Names
 from jzero.sharding.analysis._residuals import residuals
 from jzero.sharding.analysis._tables import Tables, looked_up
-from jzero.sharding.plan import _host_memory, _leaves, _trace, _weights, _wire
+from jzero.sharding.plan import _host_memory, _layout, _leaves, _trace, _weights, _wire
 from jzero.sharding.plan._boundary import boundary_of
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import LocalStep
@@ -56,7 +55,7 @@ def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
             splittable=not _call.is_key(leaf.dtype, leaf.shape),
             floating=_trace.is_float(leaf),
             automatic=automatic,
-            parts=math.prod(setting.automatic[axis] for axes in automatic for axis in axes),
+            cuts=_layout.cuts_of(automatic, setting.automatic),
             uncut=uncut,
         )
         for path, leaf, (automatic, uncut) in zip(paths, leaves, places, strict=True)

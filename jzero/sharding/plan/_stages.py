@@ -38,8 +38,8 @@ STAGES = {
 class StateLeaf(NamedTuple):
     """What the plan must know of a state leaf; PRNG keys are not splittable.
 
-    It is cut into `parts` over mesh axes that are not data axes, along the dims that `automatic` says;
-    `uncut` is why not along all that its spec says.
+    Over mesh axes that are not data axes it is cut along the dims that `automatic` says, each into as many
+    parts as `cuts` says; `uncut` is why not along all that its spec says.
     """
 
     path: str
@@ -49,8 +49,13 @@ class StateLeaf(NamedTuple):
     splittable: bool
     floating: bool
     automatic: Automatic = ()
-    parts: int = 1
+    cuts: tuple[int, ...] = ()
     uncut: str = ""
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts it is cut over axes that are not data axes."""
+        return math.prod(self.cuts)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,266 @@
+"""State on the hosts beside mesh axes over which XLA shards: each device's part over all axes rests there."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jzero
+import small
+import zoo
+from jzero.offload import _host_engine, _host_step
+
+pytestmark = pytest.mark.alternating
+
+pytest.importorskip("llvmlite")
+
+WIDTH, HIDDEN, TOKENS, BATCH = 16, 32, 21, 16
+AUTO_SPECS = {r"table|up": P(None, "model"), r"down": P("model", None)}
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+MESHES = [(4, 2), (2, 4), (1, 8)]
+NUM_CUT = TOKENS * WIDTH + 2 * WIDTH * HIDDEN
+
+
+def mesh_of(data: int, model: int, other: str = "model") -> jax.sharding.Mesh:
+    devices = jax.devices()[: data * model]
+    return jax.make_mesh((data, model), ("data", other), (AxisType.Auto,) * 2, devices=devices)
+
+
+def new_state(tx: Any, dtype: Any = jnp.float32) -> Any:
+    rng = np.random.default_rng(0)
+
+    def weights(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / 4, dtype)
+
+    # 21 rows are padded for 2 and for 4 devices; nothing cuts the scale but data axes.
+    params = {"table": weights(TOKENS, WIDTH), "up": weights(WIDTH, HIDDEN),
+              "down": weights(HIDDEN, WIDTH), "scale": jnp.ones(WIDTH, dtype)}  # fmt: skip
+    return params, tx.init(params)
+
+
+def make_step(tx: Any, axis: str | None = "model") -> Any:
+    def constrain(x: jax.Array, spec: P) -> jax.Array:
+        return x if axis is None else jax.lax.with_sharding_constraint(x, spec)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        tokens, wanted = batch
+        x = jax.nn.one_hot(tokens, TOKENS, dtype=params["table"].dtype) @ params["table"]
+        hidden = constrain(jnp.tanh(x @ params["up"]), P(None, axis))
+        x = constrain(hidden @ params["down"], P(None, None)) * params["scale"][None]
+        return jnp.mean(jnp.square(x.astype(jnp.float32) - wanted))
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    return step
+
+
+def batches(num: int = 4) -> list[Any]:
+    rng = np.random.default_rng(1)
+    return [(rng.integers(0, TOKENS, BATCH), rng.normal(size=(BATCH, WIDTH)).astype(np.float32))
+            for _ in range(num)]  # fmt: skip
+
+
+def sharded(tx: Any, data: int, model: int, **options: Any) -> Any:
+    options = {"offload": jzero.HostCPU(), "auto_specs": AUTO_SPECS, **options}
+    return small.shard_train_step(
+        make_step(tx), mesh=mesh_of(data, model), axis_names="data", **options
+    )
+
+
+def assert_trains(train_step: Any, tx: Any, dtype: Any = jnp.float32, close: Any = zoo.FP32) -> Any:
+    """As one device does with the whole batch, every leaf; returns the last state."""
+    state, expected = train_step.shard(new_state(tx, dtype), batches()[0]), new_state(tx, dtype)
+    plain = jax.jit(make_step(tx, None))
+    for batch in batches():
+        state, metrics = train_step(state, batch)
+        expected, wanted = plain(expected, batch)
+        zoo.assert_trees_close(zoo.to_host(metrics), zoo.to_host(wanted), close, "metrics")
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), close, "state")
+    return state
+
+
+OPTIMIZERS = {
+    "adamw, clipped": CLIPPED,
+    "lion": optax.lion(1e-3),
+    "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_the_host_updates_as_one_device_does(data, model, stage, name):
+    tx = OPTIMIZERS[name]
+    assert_trains(sharded(tx, data, model, stage=stage), tx)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Bytes that came to the memory of the host, and that it sent, of all devices, by dtype."""
+    down: dict[str, int] = {}
+    up: dict[str, int] = {}
+
+    def count(into: dict[str, int], arrays: Any) -> None:
+        for x in arrays:
+            nbytes = sum(shard.data.nbytes for shard in x.addressable_shards)
+            into[str(x.dtype)] = into.get(str(x.dtype), 0) + nbytes
+
+    class Watched(_host_engine.HostEngine):
+        def prepare(self, state, reads):
+            assert {x.sharding.memory_kind for x in reads} == {"pinned_host"}
+            count(down, reads)
+            super().prepare(state, reads)
+
+        def run(self):
+            for chunk in super().run():
+                assert {x.sharding.memory_kind for x in chunk.values()} == {"device"}
+                count(up, chunk.values())
+                yield chunk
+
+    monkeypatch.setattr(_host_step, "HostEngine", Watched)
+    return down, up
+
+
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_two_bytes_of_each_parameter_cross_in_each_direction(data, model, watched):
+    """Each device's own part; what no axis of the model cuts, at each place along it."""
+    down, up = watched
+    tx = jzero.master_weights(optax.sgd(0.1, momentum=0.9))
+    train_step = sharded(tx, data, model)
+    state, expected = new_state(tx, jnp.bfloat16), new_state(tx, jnp.bfloat16)
+    state = train_step.shard(state, batches()[0])
+    plain = jax.jit(make_step(tx, None))
+    rows = -TOKENS % data  # The table's rows are padded.
+    due = 2 * (NUM_CUT + rows * WIDTH + WIDTH * model)
+    for batch in batches():
+        down.clear()
+        up.clear()
+        state, metrics = train_step(state, batch)
+        expected, wanted = plain(expected, batch)
+        assert (down.pop("bfloat16"), up.pop("bfloat16")) == (due, due)
+        assert (down, up) == ({}, {})
+        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=5e-3)
+    masters = zip(*map(jax.tree.leaves, (state[1].masters, expected[1].masters)), strict=True)
+    for leaf, master in masters:
+        np.testing.assert_allclose(leaf, master, rtol=0.02, atol=2e-3)
+    rounded = jax.tree.map(lambda master: np.asarray(master.astype(jnp.bfloat16)), state[1].masters)
+    jax.tree.map(np.testing.assert_array_equal, zoo.to_host(state[0]), rounded)
+    report = train_step.describe(state, batches()[0])
+    for direction in ("to host", "to device"):
+        crossed = [x for x in report.crossings if x.direction == direction and x.elements > 1]
+        assert data * model * sum(x.nbytes for x in crossed) == due
+
+
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_each_device_keeps_its_own_part(data, model):
+    train_step = sharded(CLIPPED, data, model)
+    state, batch = train_step.shard(new_state(CLIPPED), batches()[0]), batches()[0]
+    (params, opt_state), _ = train_step(state, batch)
+    mu = opt_state[1][0].mu
+    assert {type(leaf) for leaf in mu.values()} == {jzero.HostArray}
+    cut = {"table": P("data", "model"), "up": P("data", "model"), "down": P("model", "data")}
+    for name, spec in cut.items():
+        spec = spec if data > 1 else P(*("model" if x == "model" else None for x in spec))
+        assert mu[name].at_rest.spec == spec
+        shard = mu[name].at_rest.shard_shape(mu[name].padded_shape)
+        assert [x.shape for x in mu[name].buffers] == [shard] * (data * model)
+        assert params[name].sharding.memory_kind == "device"
+    plan = train_step.plan((params, opt_state), batch)
+    for leaf, x in zip(plan.leaves, jax.tree.leaves((params, opt_state)), strict=True):
+        own = x.buffers[0].nbytes if isinstance(x, jzero.HostArray) else None
+        held = getattr(x, "padded", x).addressable_shards[0].data.nbytes if own is None else own
+        assert leaf.nbytes_per_device == held, leaf.path
+    for name, leaf in mu.items():  # What pads it is zero, and reading puts the parts together.
+        assert np.asarray(leaf).shape == params[name].shape
+
+
+POLICIES = {
+    "delayed, after two": jzero.HostCPU(delayed_update=True, delay_after=9),
+    "a ratio": jzero.HostCPU(ratio=0.6),
+    "one thread": jzero.HostCPU(threads=1),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies(name):
+    assert_trains(sharded(CLIPPED, 2, 2, offload=POLICIES[name]), CLIPPED)
+
+
+def test_a_delayed_update_is_that_of_data_axes_alone():
+    policy = jzero.HostCPU(delayed_update=True, delay_after=1)
+    found = []
+    for data, model in [(4, 2), (8, 1)]:
+        train_step = sharded(CLIPPED, data, model, offload=policy)
+        state = train_step.shard(new_state(CLIPPED), batches()[0])
+        for batch in batches():
+            state, _ = train_step(state, batch)
+        found.append(zoo.to_host(train_step.flush(state)))
+    zoo.assert_trees_close(*found, zoo.FP32, "state")
+
+
+def test_microbatches():
+    assert_trains(sharded(CLIPPED, 4, 2, accumulate=2), CLIPPED)
+
+
+def test_moments_that_no_axis_of_the_model_cuts():
+    """A pattern for parameters alone: moments rest over the data axes, and the host sends whole rows."""
+    only_params = {rf"^state\[0\].*'({names})'": spec for names, spec in
+                   {"table|up": P(None, "model"), "down": P("model", None)}.items()}  # fmt: skip
+    state = assert_trains(sharded(CLIPPED, 4, 2, auto_specs=only_params), CLIPPED)
+    assert state[0]["up"].sharding.spec == P("data", "model")
+    assert state[1][1][0].mu["up"].at_rest.spec == P("data")
+    assert len(state[1][1][0].mu["up"].buffers) == 4  # Devices that differ along 'model' share one.
+
+
+def test_beside_an_axis_over_which_nothing_rests():
+    """As a context axis: activations are cut over it, and leaves are not."""
+    train_step = small.shard_train_step(
+        make_step(CLIPPED, "context"), mesh=mesh_of(4, 2, "context"), axis_names="data",
+        offload=jzero.HostCPU(),
+    )  # fmt: skip
+    state = assert_trains(train_step, CLIPPED)
+    assert len(state[1][1][0].mu["up"].buffers) == 4
+
+
+def test_leaves_come_from_devices_and_go_there():
+    train_step = sharded(CLIPPED, 4, 2)
+    state, batch = train_step.init(new_state, CLIPPED), batches()[0]
+    state, _ = train_step(state, batch)
+    back = train_step.unshard(state)
+    other = sharded(CLIPPED, 2, 4)
+    moved = other.shard(back, batch)
+    jax.tree.map(np.testing.assert_array_equal, zoo.to_host(moved), zoo.to_host(back))
+    zoo.assert_trees_close(
+        zoo.to_host(other(moved, batch)[0]),
+        zoo.to_host(train_step(state, batch)[0]),
+        zoo.FP32,
+        "state",
+    )
+
+
+def test_updates_that_are_not_elementwise_are_refused():
+    tx = optax.lamb(1e-2)
+    with pytest.raises(jzero.OptionError) as error:
+        sharded(tx, 1, 8).plan(new_state(tx), batches()[0])
+    text = str(error.value)
+    assert "3 groups of leaves" in text  # Not that of the scale, which no axis cuts.
+    assert "mu['up']" in text
+    assert "does not treat every element alike" in text
+    assert "XLA shards them over the mesh axes ['model'], too" in text
+    assert "Use jzero.PinnedHost()" in text
+
+
+def test_leaves_that_are_cut_otherwise_are_refused():
+    specs = {r"\.mu.*up": P("model", None), **AUTO_SPECS}
+    with pytest.raises(jzero.OptionError, match=r"mu\['up'\].*are not all cut alike"):
+        sharded(CLIPPED, 1, 8, auto_specs=specs).plan(new_state(CLIPPED), batches()[0])
