@@ -34,6 +34,10 @@ from jzero.sharding.cut._layer_parts import (
     NestedLoop,
     Stretch,
 )
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._boundary import ValuePlan
+from jzero.sharding.plan._layout import Automatic
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom
 
@@ -46,10 +50,17 @@ class ArrayForm(NamedTuple):
     Attributes:
       spec: how the array is split.
       stacked: it is `[devices, n, d]`, a value each, that nobody looks at as a whole.
+      automatic: for each dim, the axes beside the data axes over which XLA shards it; None if it may choose.
     """
 
     spec: P
     stacked: bool = False
+    automatic: Automatic | None = ()
+
+    @classmethod
+    def of(cls, value: ValuePlan) -> ArrayForm:
+        """That of a value at the boundary of a segment."""
+        return cls(value.spec, automatic=value.automatic)
 
     def local(self, x: jax.Array) -> jax.Array:
         """A device's value, of its part of the array."""
@@ -62,7 +73,16 @@ class ArrayForm(NamedTuple):
     @property
     def of_slice(self) -> ArrayForm:
         """That of `[n, d]`, where this is one of `[turns, n, d]`."""
-        return self if self.stacked else ArrayForm(P(*self.spec[1:]))
+        if self.stacked:
+            return self
+        automatic = self.automatic if self.automatic is None else self.automatic[1:]
+        return ArrayForm(P(*self.spec[1:]), automatic=automatic)
+
+    def place(self, mesh: Any, tier: str = DEVICE) -> NamedSharding:
+        """Where the array is."""
+        return NamedSharding(
+            mesh, _layout.beside(self.spec, self.automatic or ()), memory_kind=tier
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,23 +94,33 @@ class Locals:
       consts: of its own `constvars`.
       inputs: for each other input, what of the segment it takes, by index, or its value in a tuple.
       indices: the mesh axis of each device index.
-      out_specs: of its outputs.
+      outs: of its outputs, each as one array.
     """
 
     jaxpr: Any
     consts: list[Any]
     inputs: list[int | tuple[Any]]
     indices: dict[Var, str]
-    out_specs: list[P]
+    outs: list[ArrayForm]
+
+    @property
+    def out_specs(self) -> list[P]:
+        """How its outputs are split."""
+        return [form.spec for form in self.outs]
 
     @classmethod
-    def of(cls, segment: Segment) -> Locals:
-        """Traces the segment."""
+    def of(cls, segment: Segment, leaves: Sequence[LeafPlan]) -> Locals:
+        """Traces the segment of a step whose state has these leaves."""
         body = _rewrite.body_of_shard_map(segment.run, *segment.avals())
         asked = body.jaxpr.invars[len(body.inputs) :]
         specs = jax.tree.leaves(segment.out_specs, is_leaf=lambda x: isinstance(x, P))
         indices = dict(zip(asked, body.axes, strict=True))
-        return cls(body.jaxpr, body.consts, body.inputs, indices, specs)
+        automatic: list[Automatic | None] = [segment.types[v].automatic for v in segment.gives]
+        automatic += [leaves[i].automatic if i < len(leaves) else None for i in segment.outs]
+        outs = [
+            ArrayForm(spec, automatic=axes) for spec, axes in zip(specs, automatic, strict=True)
+        ]
+        return cls(body.jaxpr, body.consts, body.inputs, indices, outs)
 
     def known(self) -> dict[Var, Any]:
         """Constants."""
@@ -115,7 +145,7 @@ class LayerPrograms:
         self,
         planned: PlannedStep,
         inner: Locals,
-        takes: Mapping[Var, P],
+        takes: Mapping[Var, ArrayForm],
         parts: Sequence[LayerPart],
     ):
         """Decides the forms of all values.
@@ -123,20 +153,21 @@ class LayerPrograms:
         Args:
           planned: the step.
           inner: what one device computes.
-          takes: how the inputs are split.
+          takes: how each input is one array.
           parts: the cut of it.
         """
         self._planned, self._inner, self._mesh = planned, inner, planned.mesh
-        self._default = ArrayForm(P(tuple(name for name, _ in planned.plan.axes)), stacked=True)
-        self._forms = {var: ArrayForm(spec) for var, spec in takes.items()}
+        axes = tuple(name for name, _ in planned.plan.axes)
+        self._default = ArrayForm(P(axes), stacked=True, automatic=None)
+        self._forms = dict(takes)
         self.known = inner.known() | dict.fromkeys(inner.indices, 0)
         for loop in _layer_parts.nested_loops(parts):
             self.known |= loop.loop.known
         self._forms |= dict.fromkeys(self.known, ArrayForm(P()))
         made = {var for part in parts for var in _made(part)}
-        for var, spec in zip(inner.jaxpr.outvars, inner.out_specs, strict=True):
+        for var, form in zip(inner.jaxpr.outvars, inner.outs, strict=True):
             if not _jaxpr.is_literal(var) and var in made:
-                self._forms.setdefault(var, ArrayForm(spec))
+                self._forms.setdefault(var, form)
         self._equal: dict[Any, Jitted] = {}
         self._of: dict[Any, Jitted] = {}
 
@@ -146,11 +177,26 @@ class LayerPrograms:
 
     def home(self, var: Var, tier: str = DEVICE) -> NamedSharding:
         """Where a variable's array rests."""
-        return NamedSharding(self._mesh, self.form(var).spec, memory_kind=tier)
+        return self.form(var).place(self._mesh, tier)
 
     def home_of_slice(self, var: Var) -> NamedSharding:
         """Where a slice of a stack rests on the host."""
-        return NamedSharding(self._mesh, self.form(var).of_slice.spec, memory_kind=PINNED)
+        return self.form(var).of_slice.place(self._mesh, PINNED)
+
+    def _jit(self, run: Any, ins: Any, outs: Sequence[Any], donate: Any = ()) -> Jitted:
+        """A program of one device's values; `outs` are forms, in lists and alone.
+
+        Beside axes over which XLA would choose, what is no part's alone leaves it as it rests.
+        """
+        specs = jax.tree.map(lambda form: form.spec, outs, is_leaf=_is_form)
+        program = self._planned.shard_map(run, ins, specs)
+        if not self._planned.plan.automatic:
+            return jax.jit(program, donate_argnums=donate)
+        kept = jax.tree.map(self._kept, outs, is_leaf=_is_form)
+        return jax.jit(program, donate_argnums=donate, out_shardings=kept)
+
+    def _kept(self, form: ArrayForm) -> NamedSharding | None:
+        return None if form.automatic is None else form.place(self._mesh)
 
     def positions(self, num: int) -> Arrays:
         """0, 1, ... as int32 on the devices; copied there once, for a guard may forbid steps to."""
@@ -207,8 +253,8 @@ class LayerPrograms:
             return self._parts(part.gives, made), jnp.zeros((), np.int32)
 
         ins = tuple([self.form(v).spec for v in group] for group in (part.leaves, reads, renewed))
-        outs = [self.form(v).spec for v in part.gives], P()
-        own: Jitted = jax.jit(self._planned.shard_map(stretch, ins, outs), donate_argnums=2)
+        outs = [*map(self.form, part.gives)], ArrayForm(P())
+        own = self._jit(stretch, ins, outs, donate=2)
         program = own if text is None else self._equal.setdefault(key, own)
 
         def run(leaves: Arrays, env: Mapping[Var, Any]) -> tuple[Arrays, jax.Array]:
@@ -252,9 +298,8 @@ class LayerPrograms:
             env = self._env(reads, arrays)
             return [jnp.asarray(_value(a, env)) for a in atoms]
 
-        specs = [self._inner.out_specs[i] for i in indices]
         ins = [self.form(v).spec for v in reads]
-        return jax.jit(self._planned.shard_map(finish, (ins,), specs))
+        return self._jit(finish, (ins,), [self._inner.outs[i] for i in indices])
 
     # -- loops -----------------------------------------------------------------------------------------
 
@@ -404,14 +449,14 @@ class LayerPrograms:
             leaves if gathers else [],
         )
         outs = (
-            ins[1],
-            [self._default.spec] * len(loop.made(SLICES)),
-            [self.form(y).of_slice.spec for y in loop.leaving],
-            ins[6],
-            P(),
-            gathered if gathers else [],
+            [self._default] * len(init),
+            [self._default] * len(loop.made(SLICES)),
+            [self.form(y).of_slice for y in loop.leaving],
+            [self.form(y) for y in loop.made(STACK)],
+            ArrayForm(P()),
+            [self._default] * (len(gathered) if gathers else 0),
         )
-        return jax.jit(self._planned.shard_map(turn, ins, outs), donate_argnums=(1, 6))
+        return self._jit(turn, ins, outs, donate=(1, 6))
 
     def fetch(self, loop: LayerLoop) -> Jitted:
         """`(stacks on the host, i) -> slices on the devices`."""
@@ -424,7 +469,7 @@ class LayerPrograms:
         specs = [self.form(v).spec for v in leaves]
         slices = [self.form(v).of_slice.spec for v in leaves]
         run = self._planned.shard_map(local, (specs, P()), slices)
-        places = [NamedSharding(self._mesh, spec, memory_kind=DEVICE) for spec in slices]
+        places = [self.form(v).of_slice.place(self._mesh) for v in leaves]
 
         def fetch(stacks: Arrays, i: jax.Array) -> Any:
             return jax.device_put(run(stacks, i), places)
@@ -468,10 +513,14 @@ class LayerPrograms:
         def empty() -> Arrays:
             return [self.form(y).part(jnp.zeros(y.aval.shape, y.aval.dtype)) for y in ys]
 
-        return jax.jit(self._planned.shard_map(empty, (), [self.form(y).spec for y in ys]))
+        return self._jit(empty, (), [*map(self.form, ys)])
 
 
 _KINDS = (SLICES, STACK, RENEWED)
+
+
+def _is_form(x: Any) -> bool:
+    return isinstance(x, ArrayForm)
 
 
 def _made(part: LayerPart) -> Sequence[Var]:

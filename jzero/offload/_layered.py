@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jzero._errors import OptionError, message
 from jzero._folded import folded
@@ -20,7 +20,7 @@ from jzero.ir._regions import variables
 from jzero.ir._rules import size_in_bytes
 from jzero.offload._file_reads import FileReads
 from jzero.offload._file_run import FileRun, FileSource
-from jzero.offload._layer_programs import LayerPrograms, Locals
+from jzero.offload._layer_programs import ArrayForm, LayerPrograms, Locals
 from jzero.offload._layer_schedule import CutSegment, LayerSchedule, Told
 from jzero.offload.execute._executor import NOBODY, Arrivals, Executable, Execution, Keys
 from jzero.offload.memory._file_storage import FileStorage
@@ -86,7 +86,7 @@ class LayeredSegment:
         """
         self._segment, self.sent, self._device_bytes = segment, tuple(sent), window.device_bytes
         self._host_bytes = window.host_bytes
-        self._inner = inner = Locals.of(segment)
+        self._inner = inner = Locals.of(segment, planned.plan.leaves)
         self._mesh = planned.mesh
         leaf_of = dict(zip(planned.frame.jaxpr.invars, planned.plan.leaves, strict=False))
         self._taken = taken = {var: segment.takes[i] for var, i in inner.taken().items()}
@@ -107,7 +107,8 @@ class LayeredSegment:
         # A stack that is sharded along its turns has no slices.
         in_slices = {outvars[i] for i in made if not any(inner.out_specs[i][:1])}
         self._home = {
-            i: NamedSharding(planned.mesh, inner.out_specs[i], memory_kind=PINNED) for i in sends
+            i: segment.types[segment.gives[i]].aval(planned.mesh).sharding.with_memory_kind(PINNED)
+            for i in sends
         }
         nbytes = {var: leaf.nbytes_per_device for var, leaf in self._leaf_of.items()}
         # Devices with collectives of their own may leave a `while` one after the other.
@@ -120,8 +121,8 @@ class LayeredSegment:
             jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, room)
         parts = _layers.cut(jaxpr, nbytes, batch, in_slices, room, nests)
         self._check_room(parts)
-        specs = {var: segment.types[of].spec for var, of in taken.items()}
-        self._programs = LayerPrograms(planned, inner, specs, parts)
+        forms = {var: ArrayForm.of(segment.types[of]) for var, of in taken.items()}
+        self._programs = LayerPrograms(planned, inner, forms, parts)
         self._cut = CutSegment(
             inner, parts, self._programs, self._leaf_of, self._hosted, self._home,
             _layer_parts.waiting(parts), segment.gives, self._given_as,

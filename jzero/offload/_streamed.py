@@ -81,7 +81,7 @@ class StreamedStep:
             self._layered = LayeredSegment(planned, self.grad, gradients, window)
             self.grad = self._segments.grad = self._layered.as_segment()
             homes |= {
-                var: NamedSharding(planned.mesh, self.grad.types[var].spec, memory_kind=PINNED)
+                var: self.grad.types[var].aval(planned.mesh).sharding.with_memory_kind(PINNED)
                 for var in gradients
             }
         new = planned.frame.jaxpr.outvars[: len(leaves)]

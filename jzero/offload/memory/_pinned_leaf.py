@@ -26,7 +26,7 @@ class PinnedLeaf(NamedTuple):
     """A leaf that rests in pinned memory, as the host updates it.
 
     Attributes:
-      buffers: the memory of one device's shard for each different one.
+      buffers: the memory of the shards that the host updates.
       replicas: for each of these, the memory of other devices that hold the same.
     """
 
@@ -35,18 +35,18 @@ class PinnedLeaf(NamedTuple):
 
     @classmethod
     def of(cls, leaf: jax.Array, devices: Sequence[jax.Device]) -> PinnedLeaf:
-        """The memory of an array, of which these devices have all different shards."""
+        """The memory of an array, of which these devices have all different shards, some perhaps twice."""
         jax.block_until_ready(
             leaf
         )  # What is still on its way would overwrite what the host writes.
         shards = {shard.device: shard for shard in leaf.addressable_shards}
-        alike: dict[Any, list[np.ndarray]] = {
-            str(shards[device].index): [view(shards[device].data)] for device in devices
-        }
+        buffers = [view(shards[device].data) for device in devices]
+        replicas: list[list[np.ndarray]] = [[] for _ in devices]
+        first = {str(shards[device].index): i for i, device in reversed([*enumerate(devices)])}
         for device, shard in shards.items():
             if device not in devices:
-                alike[str(shard.index)].append(view(shard.data))
-        return cls([group[0] for group in alike.values()], [group[1:] for group in alike.values()])
+                replicas[first[str(shard.index)]].append(view(shard.data))
+        return cls(buffers, replicas)
 
     def copy_to_replicas(self) -> None:
         """Gives replicas what the first shard of each kind has."""

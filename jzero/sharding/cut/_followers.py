@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from jzero.ir import _rules
+from jzero.ir import _by_parts, _rules
 from jzero.ir._regions import Edge, EdgeKind, Region, edges, region_of, variables
 from jzero.sharding.cut._crossing import is_scalar
 from jzero.tracing import _jaxpr
@@ -28,7 +28,8 @@ class Followers:
             self.batch.update(eqn.outvars)
             return False
         large = [v for v in read if not is_scalar(v)]
-        opens = _jaxpr.has_side_effects(eqn) or _jaxpr.inner_jaxprs(eqn)
+        inner = _by_parts.inside(eqn)
+        opens = _jaxpr.has_side_effects(inner) or _jaxpr.inner_jaxprs(inner)
         if opens or not large or not self.found.issuperset(large):
             return False
         self.found.update(eqn.outvars)
@@ -91,8 +92,12 @@ def _gathered(region: Region, leaves: Iterable[Var]) -> int:
             follows.found.update(
                 v for v, a in pairs if not _jaxpr.is_literal(a) and a in follows.found
             )
-        elif follows.takes(eqn) and eqn.primitive.name == "all_gather":
-            total += _rules.size_in_bytes(eqn.outvars[0].aval)
+        elif follows.takes(eqn):
+            moves = _by_parts.inside(eqn)  # Of what is gathered by parts a device has its own.
+            if moves.primitive.name == "all_gather":
+                total += _rules.size_in_bytes(moves.outvars[0].aval)
+            if moves is not eqn:
+                continue
         given = [edge.target for edge in edges(region, eqn) if is_given(edge)]
         for inner in region.inner(eqn):
             total += _gathered(inner, [_jaxpr.variable(v) for at, v in given if at is inner])

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jzero.ir import _rules
+from jzero.ir import _by_parts, _rules
 from jzero.ir._regions import variables
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._rewrite import Excerpt
@@ -64,11 +64,12 @@ def gathered_of(jaxpr: Jaxpr, slices: Sequence[Var]) -> list[Var]:
     """
     known, found = set(slices), list[Var]()
     for eqn in jaxpr.eqns:
-        opens = _jaxpr.has_side_effects(eqn) or _jaxpr.inner_jaxprs(eqn)
+        inner = _by_parts.inside(eqn)
+        opens = _jaxpr.has_side_effects(inner) or _jaxpr.inner_jaxprs(inner)
         if opens or not known.issuperset(variables(eqn.invars)):
             continue
         known.update(eqn.outvars)
-        if eqn.primitive.name == "all_gather":
+        if inner.primitive.name == "all_gather":
             found += eqn.outvars
     reads = _rewrite.excerpt(jaxpr, jaxpr.outvars, found).reads
     return [var for var in found if var in reads]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jzero.ir import _rules
+from jzero.ir import _by_parts, _rules
 from jzero.ir._rules import Cost
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval, Eqn, Primitive
@@ -20,7 +20,10 @@ def stacked(eqn: Eqn, turns: int) -> list[bool] | None:
 
     Others are read whole in each turn.
     """
-    factor = _rules.factor_to(eqn, 0) if _is_of_turns(eqn) else None
+    inner = _by_parts.inside(eqn)
+    if _by_parts.cuts(eqn, 0):
+        return None
+    factor = _rules.factor_to(inner, 0) if _is_of_turns(inner) else None
     outs = [out.aval.shape for out in eqn.outvars]
     if (
         factor is None
@@ -75,9 +78,11 @@ def _reduces(eqn: Eqn) -> str | None:
 
 def of_turn(eqn: Eqn, size: int) -> dict[str, Any]:
     """The equation's parameters where dim 0 of its results is cut to `size`."""
-    factor = _rules.factor_to(eqn, 0)
+    inner = _by_parts.inside(eqn)
+    factor = _rules.factor_to(inner, 0)
     whole = eqn.outvars[0].aval.shape[0]
-    return eqn.params | ({} if factor is None else factor.local(size, whole // size))
+    params = inner.params | ({} if factor is None else factor.local(size, whole // size))
+    return _by_parts.with_rows(eqn, size, params)
 
 
 def rows_of(aval: Aval, turns: int) -> tuple[int, ...]:
