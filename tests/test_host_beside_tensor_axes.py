@@ -1,5 +1,6 @@
 """State on the hosts beside mesh axes over which XLA shards: each device's part over all axes rests there."""
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import small
 import zoo
-from jzero.offload import _host_engine, _host_step
+from jzero.offload import _file_layout, _host_engine, _host_step
 
 pytestmark = pytest.mark.alternating
 
@@ -264,3 +265,172 @@ def test_leaves_that_are_cut_otherwise_are_refused():
     specs = {r"\.mu.*up": P("model", None), **AUTO_SPECS}
     with pytest.raises(jzero.OptionError, match=r"mu\['up'\].*are not all cut alike"):
         sharded(CLIPPED, 1, 8, auto_specs=specs).plan(new_state(CLIPPED), batches()[0])
+
+
+# -- parameters on the hosts -------------------------------------------------------------------------
+
+LAYERS = 3
+STACK_SPECS = {
+    r"table": P(None, "model"), r"up": P(None, None, "model"), r"down": P(None, "model", None)
+}  # fmt: skip
+ADAMW = optax.adamw(1e-2)
+WINDOW = jzero.PinnedHost(2**20)
+
+
+def new_layers(tx: Any, dtype: Any = jnp.float32) -> Any:
+    (params, _), rng = new_state(tx, dtype), np.random.default_rng(2)
+    for name in ("up", "down"):
+        shape = (LAYERS, *params[name].shape)
+        params[name] = jnp.asarray(rng.normal(size=shape) / 4, dtype)
+    params["scale"] = jnp.ones((LAYERS, WIDTH), dtype)
+    return params, tx.init(params)
+
+
+def layered_step(tx: Any, axis: str | None = "model", unroll: bool = False) -> Any:
+    def constrain(x: jax.Array, spec: P) -> jax.Array:
+        return x if axis is None else jax.lax.with_sharding_constraint(x, spec)
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        hidden = constrain(jnp.tanh((x * w["scale"][None]) @ w["up"]), P(None, axis))
+        return x + constrain(hidden @ w["down"], P(None, None)), None
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        tokens, wanted = batch
+        x = jax.nn.one_hot(tokens, TOKENS, dtype=params["table"].dtype) @ params["table"]
+        stacks = {name: params[name] for name in ("up", "down", "scale")}
+        if unroll:
+            for i in range(LAYERS):
+                x, _ = layer(x, jax.tree.map(lambda w, i=i: w[i], stacks))
+        else:
+            x, _ = jax.lax.scan(layer, x, stacks)
+        return jnp.mean(jnp.square(x.astype(jnp.float32) - wanted))
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    return step
+
+
+def layered(tx: Any, data: int, model: int, unroll: bool = False, **options: Any) -> Any:
+    options = {"offload_params": WINDOW, "auto_specs": STACK_SPECS, **options}
+    return small.shard_train_step(
+        layered_step(tx, unroll=unroll), mesh=mesh_of(data, model), axis_names="data", **options
+    )
+
+
+def assert_layers_train(train_step: Any, tx: Any) -> Any:
+    state, expected = train_step.shard(new_layers(tx), batches()[0]), new_layers(tx)
+    plain = jax.jit(layered_step(tx, None))
+    for batch in batches(3):
+        state, metrics = train_step(state, batch)
+        expected, wanted = plain(expected, batch)
+        zoo.assert_trees_close(zoo.to_host(metrics), zoo.to_host(wanted), zoo.FP32, "metrics")
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+    return state
+
+
+STATES = {
+    "on the devices": jzero.NoOffload(),
+    "PinnedHost": jzero.PinnedHost(),
+    "HostCPU": jzero.HostCPU(),
+}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("tx", [ADAMW, CLIPPED], ids=["adamw", "clipped"])
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_parameters_on_the_hosts(data, model, tx, name):
+    train_step = layered(tx, data, model, offload=STATES[name])
+    params, _ = assert_layers_train(train_step, tx)
+    for leaf in (params["up"], params["down"]):
+        assert leaf.sharding.memory_kind == "pinned_host"
+        assert {x.data.nbytes for x in leaf.addressable_shards} == {leaf.nbytes // (data * model)}
+
+
+def test_what_crosses_for_a_device_is_its_part():
+    """Once for each pass down to the devices, and once back as gradients: of all axes, an eighth."""
+    train_step = layered(ADAMW, 4, 2, offload=jzero.HostCPU())
+    report = train_step.describe(new_layers(ADAMW), batches()[0])
+    table, stacks = 24 * WIDTH // 8, LAYERS * (2 * WIDTH * HIDDEN // 8 + WIDTH // 4)
+    found = Counter[tuple[str, str]]()
+    for x in report.crossings:
+        if x.what != "scalar":
+            found[x.direction, x.what] += x.nbytes
+    assert found == {
+        ("to device", "parameter"): 4 * (2 * stacks + table),
+        ("to host", "gradient"): 4 * (stacks + table),
+    }
+
+
+def test_layers_are_updated_while_earlier_ones_compute():
+    """Gradients are reduced, each place its part, in the turn that makes them, and leave with it."""
+    text = str(
+        layered(ADAMW, 4, 2, offload=jzero.HostCPU()).describe(new_layers(ADAMW), batches()[0])
+    )
+    assert f"in {LAYERS} slices: state[0]['{{down,scale,up}}']" in " ".join(text.split())
+
+
+OPTIONS = {
+    "unrolled": {"unroll": True},
+    "a small window": {"offload_params": jzero.PinnedHost(6000)},
+    "microbatches": {"accumulate": 2},
+    "layer by layer": {"accumulate": 2, "layer_major": True},
+    "activations": {"offload_activations": jzero.PinnedHost()},
+}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("state", ["HostCPU", "PinnedHost"])
+def test_parameters_on_the_hosts_with_other_options(state, name):
+    assert_layers_train(layered(ADAMW, 2, 4, offload=STATES[state], **OPTIONS[name]), ADAMW)
+
+
+def test_moments_and_parameters_that_are_cut_otherwise_are_refused():
+    only_params = {rf"^state\[0\].*{name}": spec for name, spec in STACK_SPECS.items()}
+    train_step = layered(ADAMW, 4, 2, offload=jzero.HostCPU(), auto_specs=only_params)
+    with pytest.raises(jzero.OptionError, match=r"mu\['up'\].*are not all cut alike"):
+        train_step.plan(new_layers(ADAMW), batches()[0])
+    train_step = layered(ADAMW, 4, 2, offload=jzero.PinnedHost(), auto_specs=only_params)
+    assert_layers_train(train_step, ADAMW)
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_optimizer_state_in_files(data, model, tmp_path):
+    train_step = sharded(CLIPPED, data, model, offload=jzero.NVMe(tmp_path, host_bytes=2**20))
+    state = assert_trains(train_step, CLIPPED)
+    assert isinstance(state[1][1][0].mu["up"], jzero.NVMeArray)
+    files = sorted(tmp_path.glob("process-0/state-0/*.tiles"))
+    assert len(files) == data * model
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_parameters_in_files(data, model, gradients, tmp_path):
+    files = jzero.NVMe(tmp_path, host_bytes=2**20, gradients=gradients)
+    window = jzero.NVMe(tmp_path, host_bytes=2**20, device_bytes=2**20, gradients=gradients)
+    train_step = layered(ADAMW, data, model, offload=files, offload_params=window)
+    state = assert_layers_train(train_step, ADAMW)
+    assert {type(leaf) for leaf in jax.tree.leaves(state[0])} == {jzero.NVMeArray}
+
+
+def test_files_say_which_parts_they_have(tmp_path):
+    """Parts of two specs may have one shape: a run that goes on with files takes none for the other."""
+
+    def identity(spec: P) -> Any:
+        policy = jzero.NVMe(tmp_path, host_bytes=2**20)
+        train_step = sharded(ADAMW, 1, 2, offload=policy, auto_specs={r"up|down": spec})
+        leaves = train_step.plan(new_state(ADAMW), batches()[0]).leaves
+        return _file_layout.identity_of(leaves, mesh_of(1, 2), ("data", "model"))
+
+    columns, rows = identity(P(None, "model")), identity(P("model", None))
+    assert len(columns) == 2
+    assert all(columns[name] != rows[name] for name in columns)

@@ -19,7 +19,7 @@ from jzero.offload.memory import _filling
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._files import TileFiles
 from test_nvme import HOST_BYTES, batches, in_files, on, on_disk
-from test_offload import BATCH, make_step, new_state
+from test_offload import BATCH, new_state
 
 pytest.importorskip("llvmlite")
 
@@ -540,15 +540,6 @@ def test_options(what: str):
     options, text = OPTIONS[what]
     with pytest.raises(jzero.OptionError, match=re.escape(f"NVMe: {text}")):
         jzero.NVMe(**options)
-
-
-def test_automatic_axes_are_refused(tmp_path: Path):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    train_step = small.shard_train_step(
-        make_step(), mesh=mesh, axis_names="data", offload=on_disk(tmp_path)
-    )
-    with pytest.raises(jzero.OptionError, match=r"XLA shards over the mesh axes \['model'\]"):
-        train_step.plan(new_state(), BATCH)
 
 
 def test_a_dtype_that_no_kernel_has_is_refused_once(tmp_path: Path):

@@ -509,18 +509,10 @@ def test_refused_by_name(options, text):
         train()
 
 
-@pytest.mark.parametrize(
-    ("axes", "options", "text"),
-    [
-        ({"node": 2, "local": 4}, {"param_axes": "local"}, "Use the same axes for"),
-        ({"data": 4, "model": 2}, {"axis_names": "data"}, "Shards over data axes are fetched"),
-    ],
-)  # fmt: skip
-def test_meshes_that_are_refused(axes, options, text):
-    types = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
+def test_other_axes_for_parameters_are_refused():
+    mesh = jax.make_mesh((2, 4), ("node", "local"), (jax.sharding.AxisType.Auto,) * 2)
     train_step = small.shard_train_step(
-        make_step(True, CLIPPED), mesh=mesh, offload_params=jzero.PinnedHost(), **options
+        make_step(True, CLIPPED), mesh=mesh, offload_params=jzero.PinnedHost(), param_axes="local"
     )
-    with pytest.raises(jzero.OptionError, match=text):
+    with pytest.raises(jzero.OptionError, match="Use the same axes for"):
         train_step(new_state(True, 4, CLIPPED), batch(0))

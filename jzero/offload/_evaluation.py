@@ -44,11 +44,10 @@ class ReadFromHost(ParameterOffload):
         return self.tier
 
     def rest(
-        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes,
-        automatic: Sequence[str],
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
         """Parameters in their tier, and no update part; if some are in files already, those and no others."""
-        self.check(stage_axes, automatic)
+        self.check(stage_axes)
         there = any(leaf.tier == NVME for leaf in leaves)
         if not (there and self.tier == NVME):
             leaves = tuple(dataclasses.replace(leaf, tier=DEVICE) for leaf in leaves)

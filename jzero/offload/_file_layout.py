@@ -13,6 +13,8 @@ from jzero._errors import describe_leaf
 from jzero.offload.kernels import _tiles
 from jzero.offload.memory import _storage
 from jzero.offload.nvme._layout import TileLayout
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._layout import FULL
 from jzero.sharding.plan._leaves import LeafPlan
 
 
@@ -30,13 +32,19 @@ def layout_to_read(
     return _tiles.of_whole_leaves(avals, num_slices, [x.path for x in leaves], tile_bytes)
 
 
+def _described(leaf: LeafPlan) -> str:
+    """Its type, and over which axes beside the data axes parts of it are in several files."""
+    spec = f" {_layout.partition_spec(FULL, leaf.automatic)}" * any(leaf.automatic)
+    return f"{describe_leaf(leaf.path, leaf.padded_shape, leaf.dtype)}{spec}"
+
+
 def identity_of(
     leaves: Sequence[LeafPlan], mesh: Any, shard_axes: tuple[str, ...]
 ) -> dict[str, Any]:
     """Of each file of this process, by its name: whose state it has."""
     place_of = _storage.places(mesh, shard_axes)
     state = {
-        "leaves": [describe_leaf(x.path, x.padded_shape, x.dtype) for x in leaves],
+        "leaves": [*map(_described, leaves)],
         "mesh": dict(mesh.shape),
         "processes": jax.process_count(),
     }

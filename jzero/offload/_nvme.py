@@ -209,13 +209,10 @@ class NVMe(Offload):
         return HOST
 
     def rest(
-        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes,
-        automatic: Sequence[str],
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
         """Optimizer state in files."""
-        resting, update = _tiers.offloaded(self, leaves, frame, stage_axes)
-        _tiers.check_axes(self, automatic)
-        return resting, update
+        return _tiers.offloaded(self, leaves, frame, stage_axes)
 
     def turns(
         self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary

@@ -116,14 +116,13 @@ class ParameterOffload(Offload):
         return self.state.waits
 
     def rest(
-        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes,
-        automatic: Sequence[str],
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
         """Parameters in shards, in pinned memory or in files; optimizer state as the other policy has it."""
-        self.check(stage_axes, automatic)
+        self.check(stage_axes)
         resting, moments = leaves, _tiers.optimizer_leaves(leaves, frame, stage_axes)
         if moments or not self.fetched_bytes:  # Files may have parameters alone.
-            resting, _ = self.state.rest(leaves, frame, mesh, stage_axes, automatic)
+            resting, _ = self.state.rest(leaves, frame, mesh, stage_axes)
         both = self.with_params_there(resting, stage_axes)
         params = [i for i, leaf in enumerate(both) if leaf.is_streamed]
         if not params:
@@ -140,7 +139,7 @@ class ParameterOffload(Offload):
                  if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
         return _leaves.offload(leaves, self.params.tier, stage_axes.min_bytes, whole, PARAMETER)
 
-    def check(self, stage_axes: StageAxes, automatic: Sequence[str]) -> None:
+    def check(self, stage_axes: StageAxes) -> None:
         """Raises an `OptionError` if it cannot be obeyed on these axes."""
         if stage_axes.num_devices > 1 and not stage_axes.param_axes:
             raise OptionError(message(
@@ -153,11 +152,6 @@ class ParameterOffload(Offload):
                 f"state over {stage_axes.shard_axes}",
                 "Parameters on the hosts are updated where they rest, shard by shard of optimizer state.",
                 "Use the same axes for param_axes and optimizer_axes."))  # fmt: skip
-        if automatic:
-            raise OptionError(message(
-                WHO, f"offload_params={self.params}, and XLA shards over the mesh axes {list(automatic)}",
-                "Shards over data axes are fetched.", "Drop offload_params, or the other axes."
-            ))  # fmt: skip
         if isinstance(self.state, HostCPU) and (self.state.delayed_update or self.state.ratio != 1):
             raise OptionError(message(
                 WHO, f"offload={self.state}, and offload_params={self.params}",

@@ -41,7 +41,6 @@ class NoOffload(Offload):
         frame: Frame,
         mesh: Mesh,
         stage_axes: StageAxes,
-        automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:
         """All leaves on the devices, and no update part."""
         return leaves, UpdatePart((), ())
@@ -121,7 +120,6 @@ class PinnedHost(Offload):
         frame: Frame,
         mesh: Mesh,
         stage_axes: StageAxes,
-        automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:
         """Optimizer state in pinned memory."""
         return _tiers.offloaded(self, leaves, frame, stage_axes)
@@ -260,7 +258,6 @@ class HostCPU(Offload):
         frame: Frame,
         mesh: Mesh,
         stage_axes: StageAxes,
-        automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:
         """Optimizer state on the hosts, but for what `ratio` leaves on the devices."""
         resting, update = _tiers.offloaded(self, leaves, frame, stage_axes)

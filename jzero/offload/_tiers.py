@@ -61,15 +61,6 @@ def _staying(leaves: Leaves, frame: Frame) -> list[int]:
     return [i for i, var in enumerate(invars) if var in feeding]
 
 
-def check_axes(policy: Offload, automatic: Sequence[str]) -> None:
-    """The host updates shards over data axes."""
-    if automatic:
-        raise OptionError(message(
-            WHO, f"offload={policy}, and XLA shards over the mesh axes {list(automatic)}",
-            "The host updates shards over data axes.",
-            "Use offload=jzero.PinnedHost(), or drop the other axes."))  # fmt: skip
-
-
 def check_delayed(leaves: Leaves, frame: Frame, update: UpdatePart) -> None:
     """A delayed update happens after the next gradients, and after its own step has returned.
 

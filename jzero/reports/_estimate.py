@@ -20,7 +20,6 @@ from jzero._quantities import (
 )
 from jzero.offload._parameters import policy_of
 from jzero.offload._policy import NO_OFFLOAD
-from jzero.offload._tiers import check_axes
 from jzero.offload.schedule._folds import Crossing
 from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
 from jzero.reports._checks import WHO, check, check_offload, check_tile, data_axes
@@ -291,11 +290,8 @@ def estimate(
     sizes = _bytes_per_param(optimizer, precision, **given)
     stage_axes = options.stage_axes(axes)
     check_offload(policy, sizes, optimizer, math.prod(axes.values()))
-    automatic = ("model",) if model_parallel > 1 else ()
     with called_as(WHO):
-        policy.check(stage_axes, automatic)
-        if policy.slots:
-            check_axes(policy, automatic)
+        policy.check(stage_axes)
     if model is not None and offload_activations.offloads:
         layers = model.num_layers if layers is None else layers
         width = model.width if width is None else width

@@ -96,11 +96,11 @@ def make_plan(
         local = dataclasses.replace(local, traced=traced)
         tables = looked_up(frame, num)
         links, layouts = _laid_out(frame, tables, leaves, setting, rests)
-    policy, automatic = options.offload, tuple(setting.automatic)
+    policy = options.offload
     reduce_codes = options.reduce_codes(setting.axes)
     if options.gather_dtype is not None or any(reduce_codes.values()):
         layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.gather_dtype)
-    resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes, automatic)
+    resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes)
     # Of what is one device's, or one microbatch's, arguments have so many times the shape.
     times = dict.fromkeys(setting.axes, 1) if is_whole else setting.batch_axes
     boundary = boundary_of(frame, links, stage_axes, resting, local.specs, times, update)
@@ -109,7 +109,7 @@ def make_plan(
     plan = StepPlan(
         stage=options.stage,
         stage_axes=stage_axes,
-        automatic=automatic,
+        automatic=tuple(setting.automatic),
         step_axes=tuple(setting.step_axes.items()),
         reductions=local.traced.reductions,
         leaves=resting,

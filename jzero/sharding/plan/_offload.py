@@ -146,12 +146,11 @@ class Offload(abc.ABC):
         """The most bytes of a process's memory for parameters on their way from files; 0 if none are."""
         return 0
 
-    def check(self, stage_axes: StageAxes, automatic: Sequence[str]) -> None:
+    def check(self, stage_axes: StageAxes) -> None:
         """Whether it can be obeyed on these axes; on all of them, unless a policy says otherwise.
 
         Args:
           stage_axes: over which data axes leaves are sharded.
-          automatic: names of the mesh's other axes.
 
         Raises:
           OptionError: it cannot.
@@ -190,7 +189,6 @@ class Offload(abc.ABC):
         frame: Frame,
         mesh: Mesh,
         stage_axes: StageAxes,
-        automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:
         """The leaves with their tiers, and the update part: what follows from those that are offloaded.
 
@@ -199,7 +197,6 @@ class Offload(abc.ABC):
           frame: the root frame of the step.
           mesh: on which it runs; it may be abstract.
           stage_axes: over which data axes.
-          automatic: names of the mesh's other axes.
 
         Raises:
           OptionError: the policy cannot be obeyed.
