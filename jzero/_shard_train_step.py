@@ -207,8 +207,8 @@ def shard_train_step(
         of the optimizer state, from where they are read ahead of their layers, and where they are updated.
         Microbatches (`accumulate`), and other loops around layers, hold what they read of parameters if
         `device_bytes` has room for it; else each turn fetches it again, but see `layer_major`. Refused with
-        `prefetch_bytes`, another `gather`, different `param_axes` and `optimizer_axes`, mesh axes beside the
-        data axes, and `HostCPU`'s `ratio` and `delayed_update`.
+        `prefetch_bytes`, another `gather`, different `param_axes` and `optimizer_axes`, and `HostCPU`'s
+        `ratio` and `delayed_update`.
       offload_activations: where activations wait for the backward pass. By default, `jzero.NoOffload()`, on
         the devices. `jzero.PinnedHost()`: in pinned memory of the devices' host. What a layer loop of the
         forward pass keeps for the backward pass leaves turn by turn, and comes back one turn before it is

@@ -110,7 +110,7 @@ class Locals:
 
     @classmethod
     def of(cls, segment: Segment, leaves: Sequence[LeafPlan]) -> Locals:
-        """Traces the segment of a step whose state has these leaves."""
+        """Traces the segment of a step that returns these leaves of its state."""
         body = _rewrite.body_of_shard_map(segment.run, *segment.avals())
         asked = body.jaxpr.invars[len(body.inputs) :]
         specs = jax.tree.leaves(segment.out_specs, is_leaf=lambda x: isinstance(x, P))

@@ -86,7 +86,7 @@ class LayeredSegment:
         """
         self._segment, self.sent, self._device_bytes = segment, tuple(sent), window.device_bytes
         self._host_bytes = window.host_bytes
-        self._inner = inner = Locals.of(segment, planned.plan.leaves)
+        self._inner = inner = Locals.of(segment, planned.plan.new_leaves)
         self._mesh = planned.mesh
         leaf_of = dict(zip(planned.frame.jaxpr.invars, planned.plan.leaves, strict=False))
         self._taken = taken = {var: segment.takes[i] for var, i in inner.taken().items()}
