@@ -267,6 +267,17 @@ def test_leaves_that_are_cut_otherwise_are_refused():
         sharded(CLIPPED, 1, 8, auto_specs=specs).plan(new_state(CLIPPED), batches()[0])
 
 
+@pytest.mark.parametrize(("data", "model"), MESHES)
+def test_leaves_in_pinned_memory_visit_in_slices(data, model):
+    """Of rows of each device's part over all axes."""
+    train_step = sharded(CLIPPED, data, model, offload=jzero.PinnedHost(600))
+    turns = train_step.plan(new_state(CLIPPED), batches()[0]).turns
+    assert sum(turn.parts > 1 for turn in turns) == 3
+    assert max(turn.nbytes_at_once for turn in turns) <= 200
+    state = assert_trains(train_step, CLIPPED)
+    assert state[1][1][0].mu["up"].sharding.memory_kind == "pinned_host"
+
+
 # -- parameters on the hosts -------------------------------------------------------------------------
 
 LAYERS = 3
@@ -397,6 +408,25 @@ def test_moments_and_parameters_that_are_cut_otherwise_are_refused():
         train_step.plan(new_layers(ADAMW), batches()[0])
     train_step = layered(ADAMW, 4, 2, offload=jzero.PinnedHost(), auto_specs=only_params)
     assert_layers_train(train_step, ADAMW)
+
+
+def test_evaluations_and_checkpoints_of_parameters_on_the_hosts(tmp_path):
+    train_step, batch = layered(ADAMW, 4, 2, offload=jzero.HostCPU()), batches()[0]
+    state, _ = train_step(train_step.shard(new_layers(ADAMW), batch), batch)
+
+    def loss(state: Any, batch: Any, axis: str | None = "model") -> jax.Array:
+        return layered_step(ADAMW, axis)(state, batch)[1]["loss"]
+
+    found = jzero.shard_eval_step(lambda state, batch: loss(state, batch), like=train_step)
+    expected = jax.jit(lambda state, batch: loss(state, batch, None))(zoo.to_host(state), batch)
+    np.testing.assert_allclose(found(state, batch), expected, rtol=2e-5)
+
+    with jzero.Checkpointer(tmp_path, train_step, asynchronous=False) as checkpointer:
+        checkpointer.save(1, state)
+    other = layered(ADAMW, 2, 4, offload=jzero.HostCPU())
+    shapes = jax.eval_shape(lambda: new_layers(ADAMW))
+    restored = jzero.restore(tmp_path / "1", other, shapes, batch)
+    jax.tree.map(np.testing.assert_array_equal, zoo.to_host(restored), zoo.to_host(state))
 
 
 # -- files --------------------------------------------------------------------------------------------

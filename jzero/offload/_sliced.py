@@ -86,8 +86,10 @@ class SlicedTurn:
         leaf = leaves[piece.leaves[0]]
         assert layout is not None
         self._layout, self._leaf = layout, leaf
-        self._spec = _layout.partition_spec(layout)
-        self._slice_spec = P(layout.axes) if isinstance(layout, Shard) else P()
+        self._spec = _layout.partition_spec(layout, leaf.automatic)
+        self._also = tuple(axis for names in leaf.automatic for axis in names)
+        axes = (*(layout.axes if isinstance(layout, Shard) else ()), *self._also)
+        self._slice_spec = P(axes) if axes else P()
         invars = self._frame.jaxpr.invars
         self._back = [i for i in piece.outs if invars[i] in homes]
         self._renewed = [i for i in piece.outs if invars[i] not in homes]
@@ -157,19 +159,26 @@ class SlicedTurn:
     # -- programs ------------------------------------------------------------------------------------
 
     def _entering(self, variables: Sequence[Var]) -> Callable[..., Any]:
-        enter = _conversions.entering(self._planned, variables)
-        return list if enter is None else jax.jit(enter)
+        enter, planned = _conversions.entering(self._planned, variables), self._planned
+        crossed = map(planned.plan.boundary.crossed, variables)
+        places = [value.aval(planned.mesh).sharding for value in crossed]
+        return list if enter is None else jax.jit(enter, out_shardings=places)
 
     def _leaving(self) -> DeviceCall:
         """`[*old leaves, *shards] -> leaves`."""
         leave, num = _conversions.leaving(self._planned, self._renewed), len(self._renewed)
         if leave is None:
             return lambda arrays, _: (arrays[num:], ())
-        run: Any = jax.jit(leave, donate_argnums=0)
+        rest = map(self._planned.plan.boundary.of, self._vars(self._renewed))
+        places = [value.aval(self._planned.mesh).sharding for value in rest]
+        run: Any = jax.jit(leave, donate_argnums=0, out_shardings=places)
         return lambda arrays, _: (run([*arrays[:num]], [*arrays[num:]]), ())
 
     def _place(self, tier: str) -> NamedSharding:
         return NamedSharding(self._planned.mesh, self._slice_spec, memory_kind=tier)
+
+    def _shard_map(self, local: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+        return self._planned.shard_map(local, ins, outs, self._also)
 
     def _fetching(self) -> Callable[[Sequence[Any], int], Sequence[Any]]:
         """`(stacks, which slice) -> its rows`."""
@@ -191,9 +200,7 @@ class SlicedTurn:
 
             ins = tuple([self._spec] * num for num in nums), P()
             outs = tuple([self._slice_spec] * num for num in nums)
-            return jax.device_put(
-                self._planned.shard_map(local, ins, outs)((own, others), start), place
-            )
+            return jax.device_put(self._shard_map(local, ins, outs)((own, others), start), place)
 
         return jax.jit(fetch, static_argnames="size", out_shardings=place)
 
@@ -216,7 +223,7 @@ class SlicedTurn:
                 return [_put(x, part, start) for x, part in zip(olds, new, strict=True)]
 
             specs = [self._spec] * num
-            run = self._planned.shard_map(local, (specs, [self._slice_spec] * num, P()), specs)
+            run = self._shard_map(local, (specs, [self._slice_spec] * num, P()), specs)
             # What the next slice does not consume, to wait for.
             return run(olds, jax.device_put(new, place), start), _done(start)
 
@@ -272,7 +279,7 @@ class SlicedTurn:
         def update(
             own: Any, olds: Any, others: Any, reads: Any, scalars: Any, start: Any, size: int
         ) -> Any:
-            run = self._planned.shard_map(functools.partial(local, size), (specs, P()), outs)
+            run = self._shard_map(functools.partial(local, size), (specs, P()), outs)
             return *run([own, olds, others, reads, scalars], start), _done(start)
 
         return jax.jit(update, static_argnames="size", donate_argnums=(0, 1))

@@ -73,10 +73,7 @@ class Slicer:
 
     def _obstacle(self, piece: Piece) -> str:
         """Why a piece's leaves cannot be cut into slices; '' if they can."""
-        found = obstacle_of(self.frame, self.leaves, self.update, self.boundary, piece)
-        if not found and any(any(self.leaves[i].automatic) for i in piece.leaves):
-            return "XLA shards them over mesh axes beside the data axes"
-        return found
+        return obstacle_of(self.frame, self.leaves, self.update, self.boundary, piece)
 
     def _check_room(self, packs: Sequence[Sequence[Piece]], turns: Sequence[Turn]) -> None:
         bad = [

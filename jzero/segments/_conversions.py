@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jzero.segments import _parts
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays
+from jzero.sharding.plan._boundary import ValuePlan
 from jzero.tracing import _jaxpr
 
 
@@ -16,7 +18,7 @@ def entering(planned: PlannedStep, variables: Sequence[_jaxpr.Var]) -> Callable[
     boundary = planned.plan.boundary
     rest = [boundary.of(var) for var in variables]
     crossing = [boundary.crossed(var) for var in variables]
-    if all(old.layout == new.layout for old, new in zip(rest, crossing, strict=True)):
+    if _places(rest) == _places(crossing):
         return None
     enter = _parts.entered(planned, variables)
     return lambda xs: enter(*xs)
@@ -27,8 +29,11 @@ def leaving(planned: PlannedStep, outs: Sequence[int]) -> Callable[..., Arrays] 
     boundary, jaxpr = planned.plan.boundary, planned.frame.jaxpr
     rest = [boundary.of(jaxpr.invars[i]) for i in outs]
     crossing = [boundary.crossed(jaxpr.invars[i]) for i in outs]
-    pairs = [(x.layout, x.automatic) for x in rest], [(x.layout, x.automatic) for x in crossing]
-    if pairs[0] == pairs[1]:
+    if _places(rest) == _places(crossing):
         return None
     leave = _parts.left(planned, outs)
     return lambda olds, shards: leave(*olds, *shards)
+
+
+def _places(values: Sequence[ValuePlan]) -> list[Any]:
+    return [(value.layout, value.automatic) for value in values]

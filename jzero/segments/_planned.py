@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,16 +43,16 @@ class PlannedStep:
         return self.analysis.frame
 
     def shard_map(
-        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
+        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, also: Sequence[str] = ()
     ) -> Callable[..., Any]:
-        """`fn` of one device's values as a function of whole arrays."""
+        """`fn` of one device's values as a function of whole arrays; of its parts `also` over other axes."""
         return jax.shard_map(
             in_one_order(fn) if self.overtakes and self.plan.activations else fn,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,
-            axis_names={name for name, _ in self.plan.axes},
+            axis_names={*(name for name, _ in self.plan.axes), *also},
         )
 
     @property
