@@ -125,6 +125,7 @@ MAY = {
     "test_growth": "preflight._preflight",
     "test_hf_config": "reports._hf_config",
     "test_host_array": "offload.memory._available offload.memory._placing",
+    "test_host_beside_tensor_axes": "offload._file_layout offload._host_engine offload._host_step",
     "test_host_cpu_step":
         "_quantities offload._bandwidth offload._host_engine offload._host_step offload.memory._available "
         "offload.memory._pinned_leaf sharding.plan._layout",
