@@ -118,7 +118,9 @@ def no_lock_is_left() -> bool:
 
 def interrupted_everywhere(train_step: Any, new: Iterator[Any], stride: int = 1) -> None:
     """Asserts that the state is as it was, or consumed, whichever line is interrupted, or each `stride`th."""
-    waits = any(getattr(x, "storage", None) and x.storage.pending for x in jax.tree.leaves(next(new)))
+    waits = any(
+        getattr(x, "storage", None) and x.storage.pending for x in jax.tree.leaves(next(new))
+    )
     expected = [np.asarray(x) for x in jax.tree.leaves(train_step.flush(next(new)))]
     held, at, consumed = None, 0, 0
     while True:

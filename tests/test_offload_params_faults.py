@@ -103,7 +103,7 @@ def test_ctrl_c_in_any_call(scan, update, tx, stride):
             break
         outcomes.append(survives(train_step, state, [batch(0)], before, expected))
         assert outcomes == sorted(outcomes, reverse=True), interrupted.where  # once lost, lost
-    assert 100 < stride * sum(outcomes) < stride * len(outcomes)
+    assert 50 < stride * sum(outcomes) < stride * len(outcomes)
 
 
 class Alarm:

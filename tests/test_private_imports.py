@@ -102,7 +102,7 @@ MAY = {
     "test_donate": "_quantities",
     "test_early_updates":
         "offload._early_turns offload._host_step offload._layer_schedule offload.execute._executor "
-        "offload.kernels._host_update sharding.cut._layer_parts",
+        "offload.kernels._host_update offload.schedule._ops sharding.cut._layer_parts",
     "test_eqx": "_compare",
     "test_estimate": "_quantities reports._presets",
     "test_estimate_infinity": "_quantities reports._formulas reports._step_time",
@@ -177,7 +177,7 @@ MAY = {
     "test_nvme_gradients": "offload._gradient_writes offload.nvme._files offload.nvme._gradients",
     "test_nvme_params": "offload._file_reads offload._file_run offload.memory._pinned_pool",
     "test_nvme_params_faults": "offload.memory._file_storage offload.nvme._job_threads",
-    "test_nvme_starts": "offload.nvme._folders",
+    "test_nvme_starts": "offload.memory._leaf_array offload.nvme._folders",
     "test_nvme_store":
         "offload.kernels._tiles offload.memory._file_storage offload.memory._filling "
         "offload.memory._leaf_array offload.memory._nvme_store offload.memory._storage offload.nvme._aligned "

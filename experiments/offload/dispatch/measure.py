@@ -26,7 +26,15 @@ from jzero.preflight import _dispatches  # noqa: E402
 from jzero.segments import _programs  # noqa: E402
 
 WIDTH, ROWS = 32, 16
-LEAVES = {"q": (1, 1), "k": (1, 1), "v": (1, 1), "o": (1, 1), "gate": (1, 2), "up": (1, 2), "down": (2, 1)}
+LEAVES = {
+    "q": (1, 1),
+    "k": (1, 1),
+    "v": (1, 1),
+    "o": (1, 1),
+    "gate": (1, 2),
+    "up": (1, 2),
+    "down": (2, 1),
+}
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
@@ -117,7 +125,11 @@ def main() -> None:
         print(f"| {name} | {row['ms']:.1f} | {row['programs']} | {each:.2f} |", flush=True)
     if args.out:
         with open(args.out, "w") as file:
-            json.dump({**records.environment("jax", "optax"), "library": records.library(), "rows": rows}, file, indent=1)
+            json.dump(
+                {**records.environment("jax", "optax"), "library": records.library(), "rows": rows},
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

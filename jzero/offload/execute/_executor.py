@@ -72,7 +72,7 @@ class _Group(NamedTuple):
     after: tuple[Send | Update, ...]
 
 
-class _Moved(NamedTuple):
+class _OpAt(NamedTuple):
     """What an operation moves, or takes of what is on the host, in one turn.
 
     Attributes:
@@ -102,13 +102,13 @@ class _VisitAt(NamedTuple):
       dead: what nobody needs on the devices after it.
     """
 
-    fetches: tuple[_Moved, ...]
+    fetches: tuple[_OpAt, ...]
     run: Run | None
     takes: tuple[HeldAs, ...]
     gives: tuple[HeldAs | None, ...]
     number: int | None
     place: int | None
-    after: tuple[_Moved, ...]
+    after: tuple[_OpAt, ...]
     dead: tuple[HeldAs, ...]
 
     @property
@@ -178,12 +178,12 @@ class Executable:
             names.known([ref for op in ops for ref in self.dead(op).here]),
         )
 
-    def _moved(self, op: Any, refs: Sequence[Ref], names: _Names) -> _Moved:
+    def _moved(self, op: Any, refs: Sequence[Ref], names: _Names) -> _OpAt:
         known = [ref for ref in refs if names.key(ref) is not None]
         wanted = tuple(Wanted(value_of(ref), names.place(ref)) for ref in known)
         at = names.place_of_turn if isinstance(op, Update) else None
         place = names.place(known[0]) if known and not isinstance(op, Update) else at
-        return _Moved(op, names.known(refs), wanted, place, names.known(self.dead(op).there))
+        return _OpAt(op, names.known(refs), wanted, place, names.known(self.dead(op).there))
 
 
 class _Names(NamedTuple):
@@ -332,7 +332,7 @@ class Execution:
                 found.update(self._fetched(moved, found))
         return found
 
-    def _fetched(self, moved: _Moved, known: Mapping[HeldAs, Any]) -> dict[HeldAs, Any]:
+    def _fetched(self, moved: _OpAt, known: Mapping[HeldAs, Any]) -> dict[HeldAs, Any]:
         op: Fetch = moved.op
         if op.store == NVME and self._files:
             return dict(zip(moved.keys, self._files.fetched(moved.wanted), strict=True))
@@ -351,7 +351,7 @@ class Execution:
             free(self.there.pop(value))
         return found
 
-    def _by_program(self, by: Any, moved: _Moved) -> dict[HeldAs, Any]:
+    def _by_program(self, by: Any, moved: _OpAt) -> dict[HeldAs, Any]:
         if not moved.keys:
             return {}
         stacks = [self.there[x.value] for x in moved.wanted]
@@ -381,7 +381,7 @@ class Execution:
                 here[key] = x
         return done
 
-    def _send(self, moved: _Moved) -> Sequence[Any]:
+    def _send(self, moved: _OpAt) -> Sequence[Any]:
         op: Send = moved.op
         arrays = [self.here[key] for key in moved.keys]
         if op.by is not None:
