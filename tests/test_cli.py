@@ -403,9 +403,6 @@ def test_a_configuration_that_is_no_file(tmp_path):
          "own shard of the parameters, and gathers. Use --stage 3, or drop --offload-params."),
         ((*SMALL, *INFINITY, "--delayed"), "--offload host --delayed, and --offload-params 2147483648B. The "
          "host updates all"),
-        ((*SMALL, "--model-parallel", "4", "--stage", "3", "--offload", "nvme", "--host-bytes", "2GiB"),
-         "--offload nvme --host-bytes 2147483648B, and XLA shards over the mesh axes ['model']. The host "
-         "updates shards over data axes. Use --offload pinned, or drop --model-parallel."),
         ((*SMALL, "--layer-major", "--accumulate", "2"),
          "--layer-major without --offload-params. It is for layers that come from the host one after the "
          "other. Drop it, or use --offload-params 2GiB."),

@@ -233,6 +233,11 @@ def test_it_prints_as_a_table():
         "send       1 x optimizer state       2.0 KiB  device -> pinned_host",
     ]
     assert repr(schedule) == "<Schedule: 4 operations; print it>"
+    rows = train_step.describe(matrix, matrix, x).to_dict()["schedule"]
+    assert rows[1] == {
+        "operation": "fetch", "what": "1 x optimizer state", "nbytes": 2048, "link": "pinned_host -> device",
+        "depth": 0,
+    }  # fmt: skip
 
 
 def test_a_line_has_neighbours_of_one_kind_and_a_loop_one_turn():

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jzero.offload.schedule._folds import Crossing
+from jzero.offload.schedule._schedule import Schedule
+from jzero.offload.schedule._text import rows
 from jzero.reports._tables import Memory
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.analysis._traffic import Collective
@@ -47,6 +49,15 @@ def crossings(found: Sequence[Crossing]) -> list[dict[str, Any]]:
          "elements": sum(x.elements for x in group), "nbytes": sum(x.nbytes for x in group),
          "each_turn": each_turn}
         for (direction, what, dtype, each_turn), group in groups.items()
+    ]  # fmt: skip
+
+
+def schedule(found: Schedule) -> list[dict[str, Any]]:
+    """What a step does, in order."""
+    return [
+        {"operation": row.op, "what": row.what, "nbytes": row.nbytes, "link": row.link,
+         "depth": row.depth}
+        for row in rows(found.ops)
     ]  # fmt: skip
 
 

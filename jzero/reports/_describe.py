@@ -160,6 +160,9 @@ class Report:
                                  that these are of one turn of a `while`
             crossings            each device and its host: direction, what, dtype, elements, nbytes; each_turn
                                  says that these are of one turn of a `while`
+            schedule             what a step does, in order: operation, what; nbytes on each device (None if
+                                 nothing moves), in a loop in each turn; link, from where to where; depth, how
+                                 many loops are around it. Neighbours of one kind are one row
             activations          that wait on the host for the backward pass: shape, dtype, nbytes, where,
                                  turns (of a loop's stack; 1), times; None without offload_activations
             movements            of rows of the batch: operation, where, reason, value (type and shape; ''),
@@ -215,6 +218,7 @@ class Report:
             "untiled": [each._asdict() for each in self.untiled],
             "traffic": _as_dict.traffic(self.traffic),
             "crossings": _as_dict.crossings(self.crossings),
+            "schedule": _as_dict.schedule(self.schedule),
             "activations": _as_dict.activations(plan.activations),
             "movements": [_as_dict.movement(m) for m in self.movements],
             "turns": sum(turn.parts for turn in plan.turns) if plan.device_bytes else 0,

@@ -30,16 +30,18 @@ class Row(NamedTuple):
     """A line.
 
     Attributes:
-      op: what is done, indented by the loops around it.
+      op: what is done.
       what: with what.
       nbytes: that move, on each device; in a loop, in each turn. None if nothing does.
       link: from where to where.
+      depth: how many loops are around it.
     """
 
     op: str
     what: str
     nbytes: int | None = None
     link: str = ""
+    depth: int = 0
 
 
 HEADER = ("operation", "what", "each device", "link")
@@ -56,7 +58,12 @@ def text(ops: Sequence[Op]) -> str:
 
 
 def _cells(row: Row) -> tuple[str, str, str, str]:
-    return row.op, row.what, "" if row.nbytes is None else readable_bytes(row.nbytes), row.link
+    return (
+        "  " * row.depth + row.op,
+        row.what,
+        "" if row.nbytes is None else readable_bytes(row.nbytes),
+        row.link,
+    )
 
 
 def rows(ops: Sequence[Op], depth: int = 0, turns: int = 1) -> Iterator[Row]:
@@ -68,7 +75,8 @@ def rows(ops: Sequence[Op], depth: int = 0, turns: int = 1) -> Iterator[Row]:
             for each in _each(op):
                 kinds.setdefault(_kind(each), []).append(each)
         for (_, _, link), found in kinds.items():
-            yield from _rows(" " * 2 * depth + name, found, link, depth, turns)
+            for row in _rows(name, found, link, depth, turns):
+                yield row if row.depth else row._replace(depth=depth)
 
 
 def _each(op: Op) -> Iterator[Op]:
