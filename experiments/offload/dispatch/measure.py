@@ -1,15 +1,20 @@
 """How long does the thread that calls a step with offload work, and on how many programs and copies?
 
-python experiments/offload/dispatch/measure.py            # every policy, about a minute
+python experiments/offload/dispatch/measure.py                      # every policy, about a minute
+python experiments/offload/dispatch/measure.py --beside ../before   # and those of another checkout, in turns
 
-Layers of nine leaves, as Llama has them, so small that nothing but the calls takes time. Counted is the time of
-the calling thread's processor, which waiting does not add to: the least of the steps.
+Layers of nine leaves, as Llama has them, so small that nothing but the calls takes time. Counted is the time
+of the calling thread's processor, which waiting does not add to: the least of the steps.
 """
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from experiments.shared.devices import use_virtual_devices
@@ -111,25 +116,50 @@ def measured(options: dict[str, Any], args: argparse.Namespace) -> dict[str, Any
     return {"ms": 1e3 * min(found), "programs": programs, "copies": copies}
 
 
+def all_rows(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: measured(options, args) for name, options in policies().items()}
+
+
+def in_turns(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The least times of this library, and of the one in another checkout, each in processes of its own."""
+    found: list[dict[str, Any]] = [{}, {}]
+    for _ in range(args.rounds):
+        for root, best in zip((records.ROOT, args.beside.resolve()), found, strict=True):
+            path = os.pathsep.join([str(root), str(records.ROOT)])
+            command = [sys.executable, __file__, "--json", f"--layers={args.layers}"]
+            env = os.environ | {"PYTHONPATH": path}
+            done = subprocess.run(
+                command, env=env, cwd=root, capture_output=True, text=True, check=True
+            )
+            for name, row in json.loads(done.stdout.splitlines()[-1]).items():
+                best[name] = min(best.get(name, row), row, key=lambda row: row["ms"])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", help="write a record here")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--beside", type=Path, help="another checkout")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--out", type=Path, help="write a record here")
     args = parser.parse_args()
-    rows = {}
-    print("| state | thread, ms a step | programs | ms a program |\n| --- | ---: | ---: | ---: |")
-    for name, options in policies().items():
-        row = rows[name] = measured(options, args)
+    if args.json:
+        print(json.dumps(all_rows(args)))
+        return
+    rows, *others = in_turns(args) if args.beside else [all_rows(args)]
+    print("| state | thread, ms a step | programs | ms a program | before, ms a step |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for name, row in rows.items():
+        before = f"{others[0][name]['ms']:.1f}" if others else ""
         each = row["ms"] / row["programs"]
-        print(f"| {name} | {row['ms']:.1f} | {row['programs']} | {each:.2f} |", flush=True)
+        print(f"| {name} | {row['ms']:.1f} | {row['programs']} | {each:.2f} | {before} |")
     if args.out:
-        with open(args.out, "w") as file:
-            json.dump(
-                {**records.environment("jax", "optax"), "library": records.library(), "rows": rows},
-                file,
-                indent=1,
-            )
+        found = {"library": records.library(), "rows": rows}
+        if args.beside:
+            found |= {"before": {"library": records.library(args.beside), "rows": others[0]}}
+        records.write(args.out, {**records.environment("jax", "optax"), **found})
 
 
 if __name__ == "__main__":
