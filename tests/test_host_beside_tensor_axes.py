@@ -190,7 +190,7 @@ def test_each_device_keeps_its_own_part(data, model):
 
 
 POLICIES = {
-    "delayed, after two": jzero.HostCPU(delayed_update=True, delay_after=9),
+    "delayed, but not yet": jzero.HostCPU(delayed_update=True, delay_after=9),
     "a ratio": jzero.HostCPU(ratio=0.6),
     "one thread": jzero.HostCPU(threads=1),
 }
