@@ -79,8 +79,10 @@ def _walk(ops: Sequence[Op], live: Live, found: dict[int, Dead]) -> None:
             continue
         reads, makes = _here(op)
         reads_there, makes_there = _there(op)
+        # What goes into files from the devices is there until it has been written.
+        stays = isinstance(op, Send) and not op.places and not op.by
         found[id(op)] = Dead(
-            tuple(_unneeded([*reads, *makes], live.here)),
+            () if stays else tuple(_unneeded([*reads, *makes], live.here)),
             tuple(_unneeded([*reads_there, *makes_there], live.there)),
         )
         live.here.difference_update(makes)
