@@ -111,7 +111,8 @@ def named(name: str, most: int = 200) -> str:
 CONSUMED = (
     "A step consumes its state, and so may one that was interrupted or failed.",
     "Use the state that the last step returned, or restore the last checkpoint. To keep an old state, copy "
-    "it before the step, jax.tree.map(jnp.copy, state), or make the step with donate=False.",
+    "it before the step, jax.tree.map(jnp.copy, state), or, if none of it is in host memory or files, make "
+    "the step with donate=False.",
 )
 
 

@@ -224,8 +224,9 @@ def test_moments_that_no_axis_of_the_model_cuts():
                    {"table|up": P(None, "model"), "down": P("model", None)}.items()}  # fmt: skip
     state = assert_trains(sharded(CLIPPED, 4, 2, auto_specs=only_params), CLIPPED)
     assert state[0]["up"].sharding.spec == P("data", "model")
-    assert state[1][1][0].mu["up"].at_rest.spec == P("data")
-    assert len(state[1][1][0].mu["up"].buffers) == 4  # Devices that differ along 'model' share one.
+    storage = state[1][1][0].mu["up"].storage
+    assert storage.sharding.spec == P("data")
+    assert len(storage.buffers) == 4  # Devices that differ along 'model' share one.
 
 
 def test_beside_an_axis_over_which_nothing_rests():
@@ -235,7 +236,7 @@ def test_beside_an_axis_over_which_nothing_rests():
         offload=jzero.HostCPU(),
     )  # fmt: skip
     state = assert_trains(train_step, CLIPPED)
-    assert len(state[1][1][0].mu["up"].buffers) == 4
+    assert len(state[1][1][0].mu["up"].storage.buffers) == 4
 
 
 def test_leaves_come_from_devices_and_go_there():

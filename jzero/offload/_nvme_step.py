@@ -121,10 +121,15 @@ class NVMeStep(HostStep):
         )
         if bad:
             self._check_dtypes()
+            params = any(self.leaves[i].is_streamed for i in self._hosted)
+            whole = "offload=jzero.HostCPU()" + ", offload_params=jzero.PinnedHost()" * params
+            # A part of one element is updated as a number.
+            single = any(x.size == 1 for x in host.state_avals())
+            small = "; or leave min_shard_bytes at its default: a shard has one element" * single
             raise OptionError(message(
-                WHO, bad, "State in files is updated in ranges of elements, each by itself.",
-                "Use offload=jzero.HostCPU(), which has whole leaves in memory; if a shard has one element, "
-                "leave min_shard_bytes at its default.", shown=6))  # fmt: skip
+                WHO, bad, "State in files is updated in ranges of elements, each by itself, of gradients "
+                "that have as many.", f"Use {whole}, which has whole leaves in memory{small}.", shown=6
+            ))  # fmt: skip
         if policy.gradients:
             self._waiting = self._handed_over()
             self._tell()

@@ -187,9 +187,11 @@ class HostCPU(Offload):
 
     Attributes:
       delayed_update: whether the host applies the gradients of one step while the devices compute those of
-        the next, so that neither waits for the other: each gradient is of parameters that lack exactly the
-        update before (the one-step delayed parameter update of ZeRO-Offload, section 5.2). What rests on
-        the devices (scalars, leaves below `min_shard_bytes`, a `ratio`'s share) is never stale. It costs
+        the next, so that neither waits for the other: what the batch makes of a gradient is of parameters
+        that lack exactly the update before (the one-step delayed parameter update of ZeRO-Offload, section
+        5.2). Terms of parameters alone, weight decay or an L2 term of the loss, are of them as they are when
+        the host updates. What rests on the devices (scalars, leaves below `min_shard_bytes`, a `ratio`'s
+        share) is never stale. It costs
         loss at large learning rates (experiments/offload/delayed): compare before you rely on it. A state
         waits for its last gradients until `train_step.flush(state)`: before a checkpoint, and at the end.
       delay_after: how many steps are not delayed, so that a training has left its first steps, in which
