@@ -22,7 +22,8 @@ from jax.sharding import AbstractMesh
 import jzero
 from experiments.shared import pictures, records, training
 from experiments.shared.devices import use_virtual_devices
-from jzero.offload import _host_step, _streamed
+from jzero.offload import _host_step
+from jzero.offload.execute import _stream
 
 HERE = Path(__file__).parent
 common, train_linen = training.modules()
@@ -76,7 +77,7 @@ class Counter:
 
 def watch(counter: Counter) -> None:
     """Counts what HostCPU and PinnedHost copy from now on, where they copy it."""
-    engine, stream = _host_step.HostEngine, _streamed.stream
+    engine, stream = _host_step.HostEngine, _stream.stream
 
     class Watched(engine):  # type: ignore[misc, valid-type]
         def prepare(self, state: Any, reads: Any) -> None:
@@ -92,12 +93,13 @@ def watch(counter: Counter) -> None:
     def counted(direction: str, memory_kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*args: Any) -> Any:
             arrays = run(*args)
-            counter.add(direction, arrays, memory_kind)
+            moved = [*arrays.values()] if isinstance(arrays, dict) else arrays
+            counter.add(direction, moved, memory_kind)
             return arrays
 
         return counting
 
-    def watched_stream(visits: Any, device_bytes: int) -> None:
+    def watched_stream(visits: Any, device_bytes: int, under_way: int | None = None) -> None:
         stream(
             (
                 visit._replace(
@@ -107,9 +109,10 @@ def watch(counter: Counter) -> None:
                 for visit in visits
             ),
             device_bytes,
+            under_way,
         )
 
-    vars(_host_step)["HostEngine"], vars(_streamed)["stream"] = Watched, watched_stream
+    vars(_host_step)["HostEngine"], vars(_stream)["stream"] = Watched, watched_stream
 
 
 def held(tree: Any) -> tuple[int, int]:
