@@ -26,7 +26,9 @@ from jzero.offload.schedule._ops import (
     Slice,
     Update,
     Value,
+    of_list,
 )
+from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut._layer_parts import (
     HOSTED,
     SENT,
@@ -173,6 +175,7 @@ class LayerSchedule:
         carry, last = self._all(loop.carry), variables(loop.body.outvars)
         index, self._index = self._index, None
         yield from self._back(part.reads)
+        yield from self._held(variables(part.init))
         yield from self._enter(part, carry)
         body = [op for inner in part.parts for op in self._of(inner)]
         renew = programs.renew(part)
@@ -188,9 +191,8 @@ class LayerSchedule:
         yield from self._sends(part.eqn.outvars)
 
     def _enter(self, part: LayerLoop | NestedLoop, carry: tuple[Value, ...]) -> Iterator[Op]:
-        """The first carry, in memory of its own."""
+        """The first carry, in memory of its own; leaves that it begins with are there."""
         reads = variables(part.init)
-        yield from self._held(reads)
         yield self._run("", self._all(reads), carry, _named(reads, self._programs.enter(part)))
 
     def _loop(self, loop: LayerLoop, updates: Sequence[Update]) -> Iterator[Op]:
@@ -205,8 +207,7 @@ class LayerSchedule:
 
         yield from self._back(loop.reads)
         yield from self._held(loop.reads)
-        reads = variables(loop.init)
-        yield self._run("", self._all(reads), carry, _named(reads, programs.enter(loop)))
+        yield from self._enter(loop, carry)
         yield from self._stacks(loop)
         slices = variables(loop.taken(SLICES))
         body: list[Op] = []
@@ -277,16 +278,12 @@ class LayerSchedule:
         made = self._all(loop.made(STACK))
         following = [Slice(v, 1) for v in leaves] if ahead else []
         groups: list[Sequence[Ref]] = [consts, carry, gathered, kept, slices, stacks, made]
-        starts = [0]
-        for group in groups:
-            starts.append(starts[-1] + len(group))
-        order = range(loop.parts.length)[:: -1 if loop.parts.reverse else 1]
+        sizes = [*map(len, groups)]
 
-        def call(arrays: Sequence[Any], number: int | None) -> Any:
-            assert number is not None
-            parts = [[*arrays[i:j]] for i, j in zip(starts, starts[1:], strict=False)]
-            rest = [*arrays[starts[-1] :]]
-            i = programs.positions(loop.parts.length)[order[number]]
+        def call(arrays: Sequence[Any], place: int | None) -> Any:
+            assert place is not None
+            *parts, rest = split(arrays, *sizes)
+            i = programs.positions(loop.parts.length)[place]
             turn = programs.turn(loop, gathers=bool(rest))
             new_carry, new, leaving, stacked, done, following = turn(*parts, i, rest)
             following = following or [None] * len(gathered)
@@ -360,7 +357,7 @@ class LayerSchedule:
         for var in mine:
             if var in self._sent:
                 run = self._programs.finish((self._output_of(var),), [var])
-                yield self._run("", (self.value(var),), (self._sent[var],), _made_by(run))
+                yield self._run("", (self.value(var),), (self._sent[var],), of_list(run))
         there = [v for v in mine if self._home(v).memory_kind == PINNED]
         for store, sent in self._by_store(there):
             places = tuple(map(self._home, sent))
@@ -404,7 +401,7 @@ class LayerSchedule:
                 for i in rest
             )
             run = self._programs.finish(rest, tuple(reads))
-            yield self._run("", self._all(reads), made, _made_by(run))
+            yield self._run("", self._all(reads), made, of_list(run))
             for i, value in zip(rest, made, strict=True):
                 found[i] = Output(value, i in cut.home)
                 if i in cut.home and cut.home[i].memory_kind == PINNED:
@@ -456,11 +453,6 @@ def _known(takes: Sequence[Var], arrays: Sequence[Any]) -> dict[Var, Any]:
 def _named(takes: Sequence[Var], program: Callable[[Mapping[Var, Any]], Any]) -> DeviceCall:
     """A program of values by their variables."""
     return lambda arrays, _: (program(_known(takes, arrays)), ())
-
-
-def _made_by(program: Callable[[Any], Any]) -> DeviceCall:
-    """A program of a list."""
-    return lambda arrays, _: (program([*arrays]), ())
 
 
 def _asking(takes: Sequence[Var], program: Callable[[Mapping[Var, Any]], Any]) -> DeviceCall:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,11 +28,12 @@ from jzero.offload.schedule._ops import (
     Send,
     Slice,
     Value,
-    is_tracer,
+    of_list,
 )
 from jzero.segments import _conversions
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Var
+from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut import _elementwise
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
@@ -52,10 +52,6 @@ def _cut(x: jax.Array, start: Any, size: int) -> jax.Array:
 
 def _put(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(_rows(x), part, start, 0).reshape(x.shape)
-
-
-def _listed(program: Callable[[list[Any]], Any]) -> DeviceCall:
-    return lambda arrays, _: (program([*arrays]), ())
 
 
 def _done(start: Any) -> jax.Array:
@@ -125,8 +121,8 @@ class SlicedTurn:
         )
         # Of the state on the devices, as shards: renewed, only read.
         held, read = (tuple(map(dataclasses.replace, group)) for group in (renewed, large))
-        yield Run("", renewed, held, _listed(self._entering(self._vars(self._renewed))))
-        yield Run("", large, read, _listed(self._entering(self._large)))
+        yield Run("", renewed, held, of_list(self._entering(self._vars(self._renewed))))
+        yield Run("", large, read, of_list(self._entering(self._large)))
         body: list[Op] = [
             Fetch((*own, *others), PINNED, (), self._fetching(), self._nbytes),
             Run(
@@ -152,7 +148,7 @@ class SlicedTurn:
     def _taken(self, stacks: Sequence[Any]) -> list[Any]:
         """The leaves that slices are stored into, for these are donated."""
         olds = dict(zip(self._back, stacks, strict=True))
-        if any(map(is_tracer, stacks)):
+        if any(isinstance(x, jax.core.Tracer) for x in stacks):
             return [*stacks]
         return [*renewed(olds, self._back, self._planned.plan.leaves).values()]
 
@@ -232,16 +228,14 @@ class SlicedTurn:
 
     def _updating(self) -> DeviceCall:
         """`[*own, *held, *others, *read, *scalars] -> [*new rows, *held]`."""
-        run, starts = self._update(), [0]
+        run = self._update()
         groups = (self._own, self._renewed, self._others, self._large, self._scalars)
-        for group in groups:
-            starts.append(starts[-1] + len(group))
+        sizes = [len(group) for group in groups[:-1]]
 
-        def call(arrays: Sequence[Any], number: int | None) -> Any:
-            assert number is not None
-            parts = [[*arrays[i:j]] for i, j in itertools.pairwise(starts)]
-            start, (_, size) = self._starts[number], self._slices[number]
-            new, held, done = run(*parts, start, size=size)
+        def call(arrays: Sequence[Any], place: int | None) -> Any:
+            assert place is not None
+            start, (_, size) = self._starts[place], self._slices[place]
+            new, held, done = run(*split(arrays, *sizes), start, size=size)
             return [*new, *held], [done]
 
         return call

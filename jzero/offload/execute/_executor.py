@@ -32,7 +32,6 @@ from jzero.offload.schedule._ops import (
     Update,
     Value,
     Wanted,
-    is_tracer,
     value_of,
 )
 
@@ -97,8 +96,7 @@ class _VisitAt(NamedTuple):
       fetches, after: of the group.
       run: of it.
       takes, gives: of the program.
-      number: of the turn; None outside of loops, and -1 before the first.
-      place: of its slices, along dim 0.
+      place: of the turn's slices, along dim 0; None outside of loops, and before the first turn.
       dead: what nobody needs on the devices after it.
     """
 
@@ -106,7 +104,6 @@ class _VisitAt(NamedTuple):
     run: Run | None
     takes: tuple[HeldAs, ...]
     gives: tuple[HeldAs | None, ...]
-    number: int | None
     place: int | None
     after: tuple[_OpAt, ...]
     dead: tuple[HeldAs, ...]
@@ -169,7 +166,6 @@ class Executable:
             run,
             names.known(run.takes if run else ()),
             tuple([names.key(ref) for ref in run.gives] if run else []),
-            names.number,
             names.place_of_turn,
             tuple(
                 self._moved(op, op.refs if isinstance(op, Send) else op.takes, names)
@@ -320,7 +316,7 @@ class Execution:
         assert run.call is not None
         (asked,), _ = run.call([self.here[value_of(x)] for x in run.takes], None)
         # A trace of what is started has one turn.
-        return not number if is_tracer(asked) else bool(jax.device_get(asked))
+        return not number if isinstance(asked, jax.core.Tracer) else bool(jax.device_get(asked))
 
     # -- what a visit does -----------------------------------------------------------------------------
 
@@ -375,7 +371,7 @@ class Execution:
         assert visit.run is not None
         assert visit.run.call is not None
         here = self.here
-        made, done = visit.run.call([here[key] for key in visit.takes], visit.number)
+        made, done = visit.run.call([here[key] for key in visit.takes], visit.place)
         for key, x in zip(visit.gives, made, strict=True):
             if key is not None and x is not None:
                 here[key] = x

@@ -14,11 +14,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax.sharding import NamedSharding
 
 HANDED_ON = "value"  # what parts of a step hand to each other, on the devices
-# `(arrays, turn) -> (results, what to wait for)`; the turn is None outside of loops.
+# `(arrays, place) -> (results, what to wait for)`; the place of a turn in stacks, None outside of loops.
 DeviceCall = Callable[[Sequence[Any], int | None], tuple[Sequence[Any], Sequence[Any]]]
 
 
@@ -237,6 +236,6 @@ def flat(ops: Sequence[Op], around: tuple[Loop, ...] = ()) -> Iterator[tuple[Op,
             yield op, around
 
 
-def is_tracer(x: Any) -> bool:
-    """Whether a step is traced, and not run."""
-    return isinstance(x, jax.core.Tracer)
+def of_list(program: Callable[[list[Any]], Sequence[Any]]) -> DeviceCall:
+    """A program of a list, the same in every turn, for which nobody waits."""
+    return lambda arrays, _: (program([*arrays]), ())

@@ -176,16 +176,6 @@ def nested_loops(parts: Iterable[LayerPart]) -> Iterator[NestedLoop]:
             yield from nested_loops(part.parts)
 
 
-def last_reads(parts: Iterable[LayerPart]) -> dict[Var, LayerPart]:
-    """The part after which nobody reads a value; of a value of a loop's turn, in that turn."""
-    found: dict[Var, LayerPart] = {}
-    for part in parts:
-        if isinstance(part, NestedLoop):
-            found |= last_reads(part.parts)
-        found |= dict.fromkeys((*part.reads, *part.leaves), part)
-    return found
-
-
 def waiting(parts: Iterable[LayerPart]) -> frozenset[Var]:
     """What parts hand to others that waits on the host meanwhile: values, and stacks slice by slice."""
     found = set[Var]()
