@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import optimizers
+from jzero.offload import _host_engine, _host_step
 from jzero.offload.kernels import _machine
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory._addresses import host_empty
@@ -23,6 +24,33 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     else:
         pytest.importorskip("llvmlite")
     return request.param
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of all devices that came to the host, and that it sent, by dtype."""
+    down: dict[str, int] = {}
+    up: dict[str, int] = {}
+
+    def count(into: dict[str, int], arrays: Any) -> None:
+        for x in arrays:
+            nbytes = sum(shard.data.nbytes for shard in x.addressable_shards)
+            into[str(x.dtype)] = into.get(str(x.dtype), 0) + nbytes
+
+    class Watched(_host_engine.HostEngine):
+        def prepare(self, state: Any, reads: Any) -> None:
+            assert {x.sharding.memory_kind for x in reads} == {"pinned_host"}
+            count(down, reads)
+            super().prepare(state, reads)
+
+        def run(self) -> Any:
+            for chunk in super().run():
+                assert {x.sharding.memory_kind for x in chunk.values()} == {"device"}
+                count(up, chunk.values())
+                yield chunk
+
+    monkeypatch.setattr(_host_step, "HostEngine", Watched)
+    return down, up
 
 
 class Problem(NamedTuple):

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import small
 import zoo
-from jzero.offload import _file_layout, _host_engine, _host_step
+from host_updates import watched  # noqa: F401
+from jzero.offload import _file_layout
 
 pytestmark = pytest.mark.alternating
 
@@ -105,35 +106,8 @@ def test_the_host_updates_as_one_device_does(data, model, stage, name):
     assert_trains(sharded(tx, data, model, stage=stage), tx)
 
 
-@pytest.fixture
-def watched(monkeypatch):
-    """Bytes that came to the memory of the host, and that it sent, of all devices, by dtype."""
-    down: dict[str, int] = {}
-    up: dict[str, int] = {}
-
-    def count(into: dict[str, int], arrays: Any) -> None:
-        for x in arrays:
-            nbytes = sum(shard.data.nbytes for shard in x.addressable_shards)
-            into[str(x.dtype)] = into.get(str(x.dtype), 0) + nbytes
-
-    class Watched(_host_engine.HostEngine):
-        def prepare(self, state, reads):
-            assert {x.sharding.memory_kind for x in reads} == {"pinned_host"}
-            count(down, reads)
-            super().prepare(state, reads)
-
-        def run(self):
-            for chunk in super().run():
-                assert {x.sharding.memory_kind for x in chunk.values()} == {"device"}
-                count(up, chunk.values())
-                yield chunk
-
-    monkeypatch.setattr(_host_step, "HostEngine", Watched)
-    return down, up
-
-
 @pytest.mark.parametrize(("data", "model"), MESHES)
-def test_two_bytes_of_each_parameter_cross_in_each_direction(data, model, watched):
+def test_two_bytes_of_each_parameter_cross_in_each_direction(data, model, watched):  # noqa: F811
     """Each device's own part; what no axis of the model cuts, at each place along it."""
     down, up = watched
     tx = jzero.master_weights(optax.sgd(0.1, momentum=0.9))

@@ -18,6 +18,7 @@ import optimizers
 import small
 import test_optimizers
 import zoo
+from host_updates import watched  # noqa: F401
 from jzero._quantities import readable_bytes
 from jzero.offload import _bandwidth, _host_engine, _host_step
 from jzero.offload.memory import _available, _pinned_leaf
@@ -59,35 +60,8 @@ def hosted(tree: Any) -> list[jzero.LeafArray]:
 # -- what crosses ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def watched(monkeypatch):
-    """Bytes of all devices that came to the host, and that it sent, by dtype."""
-    down: dict[str, int] = {}
-    up: dict[str, int] = {}
-
-    def count(into: dict[str, int], arrays: Any) -> None:
-        for x in arrays:
-            nbytes = sum(shard.data.nbytes for shard in x.addressable_shards)
-            into[str(x.dtype)] = into.get(str(x.dtype), 0) + nbytes
-
-    class Watched(_host_engine.HostEngine):
-        def prepare(self, state, reads):
-            assert {x.sharding.memory_kind for x in reads} == {"pinned_host"}
-            count(down, reads)
-            super().prepare(state, reads)
-
-        def run(self):
-            for chunk in super().run():
-                assert {x.sharding.memory_kind for x in chunk.values()} == {"device"}
-                count(up, chunk.values())
-                yield chunk
-
-    monkeypatch.setattr(_host_step, "HostEngine", Watched)
-    return down, up
-
-
 @pytest.mark.parametrize(("num", "stage"), [(1, 3), (8, 3), (8, 1), (2, 2)])
-def test_two_bytes_of_each_parameter_cross_in_each_direction(num, stage, watched):
+def test_two_bytes_of_each_parameter_cross_in_each_direction(num, stage, watched):  # noqa: F811
     """Clipped, with masters: bfloat16 gradients down, bfloat16 parameters up, and a few scalars."""
     down, up = watched
     tx = jzero.master_weights(ADAMW)
@@ -112,7 +86,7 @@ def test_two_bytes_of_each_parameter_cross_in_each_direction(num, stage, watched
         assert 2 * NUM_PARAMS <= nbytes * num <= 2 * most
 
 
-def test_what_crosses_of_float32_parameters(watched):
+def test_what_crosses_of_float32_parameters(watched):  # noqa: F811
     """They are read by the update, and have no copy on the host."""
     down, up = watched
     train_step = on(4)

@@ -49,7 +49,8 @@ MAY = {
     "gpu/test_layers": "sharding.analysis._residuals",
     "handing_over": "offload.kernels._host_update",
     "host_updates":
-        "offload.kernels._host_update offload.kernels._machine offload.memory._addresses",
+        "offload._host_engine offload._host_step offload.kernels._host_update offload.kernels._machine "
+        "offload.memory._addresses",
     "hostile_checkpoints": "checkpoint._inspect checkpoint._seal weights._export",
     "nvme_damage": "offload.memory._filling",
     "nvme_state":
@@ -125,7 +126,7 @@ MAY = {
     "test_growth": "preflight._preflight",
     "test_hf_config": "reports._hf_config",
     "test_host_array": "offload.memory._available offload.memory._placing",
-    "test_host_beside_tensor_axes": "offload._file_layout offload._host_engine offload._host_step",
+    "test_host_beside_tensor_axes": "offload._file_layout",
     "test_host_cpu_step":
         "_quantities offload._bandwidth offload._host_engine offload._host_step offload.memory._available "
         "offload.memory._pinned_leaf sharding.plan._layout",
