@@ -78,10 +78,6 @@ How it works <docs/design>
 ```
 """
 
-# Lists with a few words of everything: whoever searches would find them before the page that says more.
-NOT_SEARCHED = ("docs/files", "docs/claims")
-
-
 def setup(app: Any) -> None:
     app.connect("source-read", _add_contents)
     app.connect("html-page-context", _check_page)
@@ -90,8 +86,6 @@ def setup(app: Any) -> None:
 def _add_contents(app: Any, page: str, source: list[str]) -> None:
     if page == root_doc:
         source[0] = _with_tabs(source[0]) + CONTENTS
-    if page in NOT_SEARCHED:
-        source[0] = "---\nnosearch: true\n---\n" + source[0]
 
 
 def _with_tabs(page: str) -> str:

@@ -91,6 +91,7 @@ def test_two_threads_that_step_one_state(tier, tmp_path):
         expected = alone(expected, X)
         found = together([functools.partial(train_step, state, X)] * 2)
         errors = [x for x in found if isinstance(x, Exception)]
+        assert len(errors) == 1, errors
         (state,) = [x for x in found if not isinstance(x, Exception)]
         (error,) = errors
         assert isinstance(error, jzero.StateError), error
