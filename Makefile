@@ -17,7 +17,8 @@
 #   make golden-h200  20 of them compiled for H200s by the newest JAX; four minutes, less where few changed
 #   make house        rooms, walks and words of the code, beside those of before
 #   make test         the tests, on 8 virtual CPU devices
-#   make test-all     these and the slow ones, about an hour on two cores
+#   make test-all     these and the slow ones, hours on two cores
+#   make test-share   of the slow ones one in twenty, others with each commit
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (python3: a JAX that sees it; test dependencies)
 #   make test-like-a-gpu  offload and checkpoints on CPUs that refuse to donate what has a view, as a GPU does
 #   make one-gpu      checks, speed, memory and these tests on one GPU, in nine minutes; goes on where it stopped
@@ -57,7 +58,7 @@ LIKE_A_GPU := $(if $(NEWEST_PYTHON),.venv-jax11,.venv)
 SOURCES := jzero tests experiments examples docs .ci
 
 .PHONY: train bench compare exactness sampled golden golden-h200 house tables compile-tables fsdp2 host-update swapper offload-traffic offload-delayed \
-    offload-timeline one-gpu test test-all test-gpu test-like-a-gpu test-newest test-jax11 test-flags test-oldest lint site wheel clean
+    offload-timeline one-gpu test test-all test-share test-gpu test-like-a-gpu test-newest test-jax11 test-flags test-oldest lint site wheel clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -118,6 +119,9 @@ test: .venv/installed
 
 test-all: .venv/installed
 	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS)
+
+test-share: .venv/installed
+	JZERO_TEST_SHARE=$$((0x$$(git rev-parse --short=4 HEAD 2>/dev/null || echo 0)))/20 $(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
 
 # Four processes share the GPU: tracing and compiling is most of their time.
 test-gpu:

@@ -82,7 +82,7 @@ import pytest  # noqa: E402
 from _pytest.faulthandler import fault_handler_stderr_fd_key  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
-import covering  # noqa: E402
+import slow  # noqa: E402
 import versions  # noqa: E402
 from gs_server import gs, gs_endpoint  # noqa: E402, F401
 from s3_server import s3, s3_endpoint  # noqa: E402, F401
@@ -110,8 +110,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    covering.mark(items)  # before pytest leaves out what is slow
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow.unmark(items)  # before pytest leaves out what is slow
+    if share := os.environ.get("JZERO_TEST_SHARE"):
+        slow.keep_share(config, items, share)
 
 
 @pytest.fixture(autouse=True, scope="module")

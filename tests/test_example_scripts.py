@@ -17,7 +17,6 @@ import orbax.checkpoint as ocp
 import pytest
 from tensorboardX.proto import event_pb2
 
-import covering
 
 pytestmark = pytest.mark.alternating
 
@@ -38,10 +37,6 @@ OPTIONS = {
     "clip_accumulate": [*TINY, "--length=16", "--accumulate=1", "--text=" + str(ROOT / "jzero/*.py")],
 }  # fmt: skip
 STAGES = {"pipeline_gpt": 2}  # devices that each part of the batch has
-# Other tests of this file run these with either release of JAX; they stop and go on with one of the two.
-ALSO_RUN = ["clip_accumulate", "linen_gpt", "lora_offload"]
-OURS = {name for name in OPTIONS if name not in ALSO_RUN}
-OURS |= {ALSO_RUN[i] for i in covering.of_this_release(ALSO_RUN)}
 
 
 def load(name: str) -> types.ModuleType:
@@ -95,10 +90,7 @@ def told_to_end(at: int, text: np.ndarray, step: int, args: Any) -> tuple[Any, .
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, id=path.stem, marks=() if path.stem in OURS else pytest.mark.slow)
-        for path in SCRIPTS
-    ],
+    [pytest.param(path, id=path.stem) for path in SCRIPTS],
 )
 def test_trains_stops_and_goes_on(path, tmp_path, capsys, monkeypatch):
     script, options = load(path.stem), OPTIONS[path.stem]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import covering
 import jzero
 import nvme_state
 from interrupting import interruption
@@ -280,13 +279,10 @@ class InterruptedSweep:
 
 @pytest.mark.parametrize("every", [34, pytest.param(1, marks=pytest.mark.slow)])
 def test_interrupted_at_every_line(every, tmp_path):
-    """No thread and no buffer is lost, the next step works, and the state is of one step or the next.
-
-    By default with each of JAX's two releases at other lines: together they are every seventeenth.
-    """
+    """No thread and no buffer is lost, the next step works, and the state is of one step or the next."""
     threads, ring, where, committed = _thread._count(), new_ring(), set(), 0
     with made(tmp_path) as files:
-        for number, at in enumerate(range(every // 2 * covering.NEWER, 10_000, every)):
+        for number, at in enumerate(range(0, 10_000, every)):
             before = nvme_state.step_of(files)
             interrupted = InterruptedSweep(at)
             if not interrupted(lambda: nvme_state.train(files, ring)):

@@ -16,7 +16,6 @@ import jzero
 import parity
 import small
 import zoo
-from covering import chosen
 from jzero.sharding.analysis import _residuals
 
 MESHES = {
@@ -87,7 +86,6 @@ def name_of(setting):
 
 
 SETTINGS = covering_settings()
-BY_DEFAULT = chosen(SETTINGS, pairs=["stage", "accumulate"])  # And every value of each option.
 ENTRIES = [name for name in zoo.NAMES if name not in ("inner_steps", "while_on_batch")]
 
 
@@ -104,10 +102,7 @@ def check(name, axes, **options):
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        pytest.param(
-            ENTRIES[7 * i % len(ENTRIES)], setting, id=name_of(setting),
-            marks=() if i in BY_DEFAULT else pytest.mark.slow,
-        )
+        pytest.param(ENTRIES[7 * i % len(ENTRIES)], setting, id=name_of(setting))
         for i, setting in enumerate(SETTINGS)
     ],
 )  # fmt: skip

@@ -1,0 +1,70 @@
+"""tests/slow.py: of a small file, which tests run by default and in each share."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import samples
+
+HERE = pathlib.Path(__file__).parent
+MAKEFILE, CI_RUN = ((HERE.parent / name).read_text() for name in ("Makefile", ".ci/run"))
+CONFTEST = """
+import os, slow
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow(but): x")
+def pytest_collection_modifyitems(config, items):
+    slow.unmark(items)
+    if share := os.environ.get("JZERO_TEST_SHARE"):
+        slow.keep_share(config, items, share)
+"""
+TESTS = """
+import pytest
+def test_fast(): pass
+@pytest.mark.slow
+def test_slow(): pass
+@pytest.mark.slow(but=["1-a", "2-b"])
+@pytest.mark.parametrize("y", "ab")
+@pytest.mark.parametrize("x", [1, 2])
+def test_some(x, y): pass
+"""
+
+
+def collected(folder, *args, **environment):
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", *args]
+    environment = os.environ | {"PYTHONPATH": str(HERE)} | environment
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return re.findall(r"::test_(\S+)", done.stdout), done.stdout + done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(TESTS)
+    return tmp_path
+
+
+def test_slow_tests_but_for_the_cases_that_are_named(folder):
+    everything = ["fast", "slow", "some[1-a]", "some[1-b]", "some[2-a]", "some[2-b]"]
+    assert collected(folder, "-m", "not slow")[0] == ["fast", "some[1-a]", "some[2-b]"]
+    assert collected(folder, "-m", "slow")[0] == ["slow", "some[1-b]", "some[2-a]"]
+    assert collected(folder)[0] == everything
+    shares = [collected(folder, JZERO_TEST_SHARE=f"{k}/3")[0] for k in (3, 4, 5)]
+    assert sorted(sum(shares, [])) == sorted(everything)
+
+
+def test_a_marker_that_names_no_case_is_an_error(folder):
+    (folder / "test_it.py").write_text(TESTS.replace('["1-a", "2-b"]', '["1-c"]'))
+    assert "names none of the cases" in collected(folder)[1]
+
+
+@pytest.mark.parametrize("name", samples.FILES)
+def test_samples_are_of_files_that_are_there(name):
+    assert all(map(os.path.exists, samples.paths(name)))
+    before = MAKEFILE.partition(f"samples.py {name} ")[0]
+    target = re.findall(r"^([\w-]+):", before, re.MULTILINE)[-1]
+    assert f"\nmake {target}\n" in CI_RUN
