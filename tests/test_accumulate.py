@@ -14,8 +14,6 @@ from jax.sharding import AbstractMesh
 import programs
 import small
 
-pytestmark = pytest.mark.alternating
-
 MODEL = programs.Model(remat=True)
 STATE = programs.abstract_state(MODEL, optax.sgd(1e-3))
 PSI = programs.num_params(STATE)
@@ -53,7 +51,6 @@ def test_traffic_of_every_policy(stage, options, expected):
     assert elements(stage, accumulate=K, **options) == expected
 
 
-@pytest.mark.covering(pairs=["scan", "remat"])
 @pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize(
@@ -102,7 +99,6 @@ def test_traffic_per_axis_with_microbatches():
     }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("stage", [2, 3])
@@ -276,7 +272,6 @@ def trained(step):
     return jax.tree.map(np.asarray, state), history
 
 
-@pytest.mark.covering(pairs=["stage", "written_for"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_devices", "k"), [(1, 1), (1, 8), (2, 4), (4, 1), (4, 2), (8, 8)])
 @pytest.mark.parametrize("written_for", ["the whole batch", "a device"])

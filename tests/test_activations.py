@@ -27,8 +27,6 @@ from jzero.sharding.cut import _layer_parts
 from jzero.sharding.plan import _host_memory
 from jzero.tracing import _jaxpr
 
-pytestmark = pytest.mark.alternating
-
 LAYERS, WIDTH, ROWS, STEPS = 4, 16, 16, 4
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 BY_NAME = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -138,15 +136,12 @@ written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN, ids=NAMES)
 two_written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN[1:3], ids=NAMES[1:3])
 
 
-@pytest.mark.covering
 @written
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trains_as_one_device_does(scan, recompute, stage):
     moves(scan, recompute, stage=stage)
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @two_written
 @pytest.mark.parametrize(
     ("num", "stage"), [(1, 3), (2, 1), (4, 3)], ids=["1 device", "2 devices", "4 devices"]
@@ -155,8 +150,6 @@ def test_on_fewer_devices(scan, recompute, num, stage):
     moves(scan, recompute, {"data": num}, stage=stage)
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @two_written
 @pytest.mark.parametrize(
     "options",
@@ -175,7 +168,6 @@ def test_with_other_options(scan, recompute, options):
     moves(scan, recompute, **options)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.slow)
                for name in ("transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "maml")),
@@ -328,22 +320,18 @@ UPDATES: dict[str, Any] = {
 }
 
 
-@pytest.mark.covering
 @written
 @pytest.mark.parametrize("update", UPDATES)
 def test_beside_parameters_on_the_host(scan, recompute, update):
     check(scan, recompute, **BOTH, **UPDATES[update])
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @two_written
 @pytest.mark.parametrize("num", [1, 2, 4])
 def test_beside_parameters_on_fewer_devices(scan, recompute, num):
     check(scan, recompute, {"data": num}, **BOTH)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [
@@ -357,7 +345,6 @@ def test_beside_parameters_with_other_options(scan, recompute, options):
     check(scan, recompute, **BOTH | options)
 
 
-@pytest.mark.covering
 @written
 def test_beside_parameters_with_little_room(scan, recompute):
     """For one layer's parameters: no turn gathers ahead."""
@@ -369,7 +356,6 @@ def little_room(scan):
     return jzero.PinnedHost(device_bytes=9000 if scan else 10_000)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("recompute", ["by name", "apart, by name"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_policies_of_the_step_beside_parameters(scan, recompute):
@@ -378,7 +364,6 @@ def test_policies_of_the_step_beside_parameters(scan, recompute):
         assert layered(train_step)._cut.waiting
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name", ["mixed_bf16", "sam", "microbatch_scan",
              *(pytest.param(name, marks=pytest.mark.slow)
@@ -402,7 +387,6 @@ def test_coming_defaults_keep_what_waits():
         assert layered(train_step)._cut.waiting
 
 
-@pytest.mark.covering(pairs=["scan", "little"])
 @written
 @pytest.mark.parametrize("little", [False, True], ids=["room for two", "little room"])
 def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little, monkeypatch):
@@ -495,7 +479,6 @@ def test_what_is_on_the_host_makes_another_plan():
 # -- a step's own policies -------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("recompute", ["by name", "apart, by name"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -507,8 +490,6 @@ def test_policies_of_the_step(scan, recompute, stage):
     ).movements  # No rows are gathered for it.
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize(
     "options",

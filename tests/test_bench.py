@@ -15,7 +15,6 @@ from jzero.targets._target import TARGETS, find_target
 
 pytest.importorskip("matplotlib")
 
-pytestmark = pytest.mark.one_release
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "experiments" / "bench" / "run.py"
 ENVIRONMENT = os.environ | {"JAX_NUMPY_RANK_PROMOTION": "allow"}  # The script is a user's.

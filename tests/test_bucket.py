@@ -15,8 +15,6 @@ from jzero import CheckpointError
 from jzero.checkpoint import _bucket
 from jzero.checkpoint._bucket import Bucket, Lost
 
-pytestmark = pytest.mark.one_release
-
 SOON = {"max_retries": 3, "initial_delay": "10ms", "max_delay": "20ms"}
 
 
@@ -87,7 +85,6 @@ def test_a_write_depends_on_the_version(url):
         bucket.write_if("a", b"four", second)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("there", [False, True], ids=["absent", "by version"])
 @pytest.mark.parametrize("count", [2, 16])
 def test_of_threads_one_wins(count, there, url):
@@ -175,7 +172,6 @@ CALLS = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "fault", [("answer", 403), ("answer", 503), ("drop", 0), ("lose", 0)], ids=str

@@ -16,8 +16,6 @@ from faults import RequestFault
 from faults._scripts import new_train_step, values
 from jzero.checkpoint._bucket import Bucket
 
-pytestmark = pytest.mark.alternating
-
 # How many faults of each script are tried: 7 in all.
 SAMPLE = {"save, in the background": 2, "restore": 1, "export files over files": 2, "import": 2}
 
@@ -58,7 +56,6 @@ STOPS = ["GET steps/3/_JZERO_SEAL", "PUT steps/3/_JZERO_SEAL"]
 MORE_STOPS = ["PUT steps/3/state/", "GET steps/1/_JZERO_SEAL", "PUT steps/1/", "DELETE steps/1/"]
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("action", ["stop", "stop_after"])
 @pytest.mark.parametrize(
     "only", [*STOPS, *(pytest.param(x, marks=pytest.mark.slow) for x in MORE_STOPS)]

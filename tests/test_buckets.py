@@ -26,8 +26,6 @@ from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
 from test_checkpoint_faults import Place, assert_restored, new_state, restore, step_fn
 
-pytestmark = pytest.mark.one_release
-
 WRITER = """
 import sys, time, jzero
 from test_checkpoint_faults import new_state, step_fn
@@ -233,7 +231,6 @@ def test_a_dead_process_is_followed(s3, train_step, tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("where", ["text", "files_in"])
 @pytest.mark.parametrize("saved_again", [True, False])
 def test_a_writer_that_comes_back_to_life(where, saved_again, s3, train_step, monkeypatch):

@@ -46,7 +46,6 @@ def same_training(train_step: Any, reference: Any, *args: Any, num_steps: int = 
         )
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", CASES)
 def test_calls_like_jit(name):
     case = CASES[name]

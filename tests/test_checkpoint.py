@@ -131,7 +131,6 @@ def saved(trained, tmp_path_factory) -> dict[str, Any]:
     return paths
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize(("source", "target"), [*itertools.product(SETTINGS, SETTINGS)])
 def test_restored_in_any_layout(source, target, saved, trained):
     train_step = sharded(**SETTINGS[target])

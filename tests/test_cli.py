@@ -705,7 +705,6 @@ def test_unlock_of_a_step(steps):
     )
 
 
-@pytest.mark.one_release
 def test_verify_fails_where_the_latest_step_is_not_whole(tmp_path):
     """What it reads then is an older one; and a warning is said in the command's name."""
     train_step = jzero.shard_train_step(lambda w, x: w - (x @ w).sum(), stage=3)
@@ -724,7 +723,6 @@ def test_verify_fails_where_the_latest_step_is_not_whole(tmp_path):
     assert run("inspect", str(tmp_path / "1"), "--verify").returncode == 0
 
 
-@pytest.mark.one_release
 def test_no_flag_is_taken_for_help():
     assert "there is no --step." in (said := run("inspect", "x", "--step", "3").stderr)
     assert "Did you mean" not in said

@@ -89,7 +89,6 @@ def assert_as_one_device(eval_step, coded, *args, tolerance=1e-5):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max())
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("num", "codes", "dtype", "compute", "options"),
     [

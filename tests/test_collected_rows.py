@@ -156,15 +156,12 @@ def check(name, num_devices, k, rows=ROWS, **options):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(("num_devices", "k", "stage"), [(8, 2, 3), (2, 3, 1)])
 def test_equal_to_one_big_batch(name, num_devices, k, stage):
     check(name, num_devices, k, stage=stage)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("num_devices", "k", "options"),
     [

@@ -6,8 +6,6 @@ import pytest
 
 from jzero._components import Components, grouped
 
-pytestmark = pytest.mark.one_release
-
 
 @pytest.mark.parametrize("seed", range(20))
 def test_groups_are_those_that_merging_finds(seed: int):

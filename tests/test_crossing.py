@@ -71,7 +71,6 @@ def like_parameters(dtype) -> list[str]:
     return sorted(f"{jnp.dtype(dtype)}{list(shape)}" for shape in SHAPES)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize(
     "options", [dict(stage=1), dict(stage=3), dict(stage=2, accumulate=2)], ids=str
 )
@@ -84,7 +83,6 @@ def test_two_bytes_a_parameter_cross_with_masters(name, options):
     )  # fmt: skip
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     "tx",
@@ -195,7 +193,6 @@ def test_pieces_that_read_one_gradient_stay_apart():
         np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=1e-5)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("options", [
     dict(stage=1), dict(stage=3, accumulate=2, reduce="once"),
     *(pytest.param(options, marks=pytest.mark.slow) for options in (

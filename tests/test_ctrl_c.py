@@ -19,8 +19,6 @@ import small
 from test_host_interrupted import Interrupted as InterruptedInFiles
 from test_host_interrupted import no_lock_is_left
 
-pytestmark = pytest.mark.alternating
-
 FOLDER = str(pathlib.Path(jzero.__file__).parent)
 X = np.linspace(0, 1, 16 * 64, dtype=np.float32).reshape(16, 64)
 POLICIES = [

@@ -14,8 +14,6 @@ from absl import flags
 import jzero
 from jzero.checkpoint import _grain, _iterators
 
-pytestmark = pytest.mark.one_release
-
 NUM_EXAMPLES = 240
 SMALL = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
 # The iterator of a process of several, whose batches have so many examples.

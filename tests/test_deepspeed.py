@@ -17,8 +17,6 @@ import jzero
 from jzero.deepspeed import _table
 from test_cli import run
 
-pytestmark = pytest.mark.one_release
-
 CONFIGS = pathlib.Path(__file__).parent / "deepspeed_configs"
 DOCS = CONFIGS.parents[1] / "docs"
 PINNED, HOST = jzero.PinnedHost(), jzero.HostCPU()

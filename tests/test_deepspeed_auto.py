@@ -12,8 +12,6 @@ import jzero
 from test_cli import run
 from test_deepspeed import CONFIGS, HOST, PINNED, assigned, executed, filled_in
 
-pytestmark = pytest.mark.one_release
-
 FILES = json.loads((CONFIGS.parent / "deepspeed_public.json").read_text())
 CLIP = "optax.clip_by_global_norm(1.0)"
 ADAM = "b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0"

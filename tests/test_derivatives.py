@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 
-pytestmark = pytest.mark.alternating
-
 ROWS, FEATURES, CLASSES = 16, 10, 9  # No devices divide what a parameter has: it is padded.
 
 
@@ -155,7 +153,6 @@ def sharded(step: Step, trains: bool, mesh: Any, **options: Any) -> Any:
     return jzero.shard_eval_step(step, like=like, **options)
 
 
-@pytest.mark.covering(pairs=["loss", "trains"])
 @pytest.mark.parametrize("num", [1, 2, 8])
 @pytest.mark.parametrize("trains", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("loss", LOSSES)

@@ -23,8 +23,6 @@ from partitioned import worst
 from test_partition_costs import flops
 from token_steps import STEPS, TRANSFORMERS
 
-pytestmark = pytest.mark.alternating
-
 # The data axes of a mesh; all but "context" split rows.
 MESHES = {
     "8x1": {"data": 8, "context": 1},

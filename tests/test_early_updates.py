@@ -73,7 +73,6 @@ def one_device(scan, name):
     return found
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(("name", "num"), RUNS)
 @SCANNED
 def test_it_trains_what_one_device_trains(scan, name, num):
@@ -116,7 +115,6 @@ GPTS = [
 ]
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("options", "num"), GPTS, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
 )

@@ -11,8 +11,6 @@ from jax.experimental import io_callback
 
 import small
 
-pytestmark = pytest.mark.alternating
-
 ROWS, DIM = 16, 4
 CALLS: list[tuple[str, list[np.ndarray]]] = []
 

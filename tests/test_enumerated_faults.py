@@ -12,10 +12,7 @@ import pytest
 import faults
 from faults import Fault
 
-pytestmark = [
-    pytest.mark.alternating,
-    pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not())),
-]
+pytestmark = pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not()))
 
 # How many faults of each script are tried: 24 in all.
 SAMPLE = {

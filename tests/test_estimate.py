@@ -30,7 +30,6 @@ def by_op(traffic):
     return totals
 
 
-@pytest.mark.covering(pairs=["stage", "options"])
 @pytest.mark.parametrize(
     ("stage", "axes", "options"),
     [

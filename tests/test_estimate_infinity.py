@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 import jzero
@@ -288,6 +289,13 @@ def test_an_all_reduce_is_two_passes():
     parts = {part.name: part.ways for part in found.parts}
     assert parts == {"forward pass": {}, "backward pass": {"between devices": 4.0}}
     assert found.compute == 6e9 / 1e12
+
+
+def test_sums_over_replicas_that_travel_as_codes_are_part_of_the_backward_pass():
+    axes = {"mesh": {"node": 2, "local": 4}, "param_axes": "local", "optimizer_axes": "local"}
+    rates: Any = {"tokens": 1, "peak": 10**12, "interconnect": 10**9}
+    found = time_of(jzero.estimate(PSI, **axes, reduce_dtype={"node": jnp.int8}, **rates))
+    assert [part.name for part in found.parts if part.ways] == ["forward pass", "backward pass"]
 
 
 def test_parts_of_a_step():

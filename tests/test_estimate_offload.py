@@ -74,7 +74,6 @@ def check(found, expected):
         assert row.on_host == wanted[role].on_host
 
 
-@pytest.mark.covering(pairs=["stage", "precision"])
 @pytest.mark.parametrize("delayed_update", [False, True])
 @pytest.mark.parametrize("ratio", [1, 0.5])
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -87,7 +86,6 @@ def test_a_hosted_step_is_as_estimated(stage, precision, ratio, delayed_update):
     assert {c.elements for c in expected.crossings} == {PSI * ratio / 8}
 
 
-@pytest.mark.covering(pairs=["stage", "precision"])
 @pytest.mark.parametrize("device_bytes", [2**30, 6000])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -102,7 +100,6 @@ def test_a_streamed_step_is_as_estimated(stage, precision, device_bytes):
     assert expected.nbytes("visiting optimizer state") == min(device_bytes, moved)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("policy", [jzero.HostCPU(), jzero.PinnedHost()], ids=["host", "pinned"])
 @pytest.mark.parametrize(
     "options",

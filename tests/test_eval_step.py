@@ -169,8 +169,6 @@ one_device = functools.cache(jax.jit)
 
 
 # Thirteen and three are no multiples of the devices.
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize("rows", [16, 13, 3])
 @pytest.mark.parametrize(
     ("axes", "options"),
@@ -193,8 +191,6 @@ def test_evaluates_as_one_device(axes, options, rows):
     train_step(state, tokens_of(16))  # Nothing was consumed.
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize("gather", [None, "per_pass", "once_per_step"])
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU(), jzero.PinnedHost(2**20)])
 def test_generates_the_tokens_of_one_device(gather, offload):

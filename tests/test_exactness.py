@@ -56,7 +56,6 @@ def marked(name):
     return pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", list(map(marked, exactness.NAMES)))
 def test_trains_as_on_one_device(name):
     axes = (8 // exactness.get(name).automatic,)
@@ -77,7 +76,6 @@ def sample(num):
     return found
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(("name", "setting"), sample(5), ids=str)
 def test_trains_so_in_other_settings(name, setting):
     assert verdict(name, setting) is None

@@ -111,7 +111,6 @@ CASES = [
 ]
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(("name", "given", "options"), CASES, ids=str)
 def test_trains_as_on_one_device(name, given, options):
     mesh = explicit(name)
@@ -124,7 +123,6 @@ def test_trains_as_on_one_device(name, given, options):
     close(outs, expected_after(3)[1])
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", [slow("data"), "data and model"])
 def test_plain_functions_take_what_comes_back(name):
     mesh = explicit(name)
@@ -174,7 +172,6 @@ def test_an_array_that_is_there_twice():
         close(train_step(w, w), (jnp.full((16, 8), 3.0), jnp.full((16, 8), 4.0)))
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", [slow("data"), "data and model"])
 def test_under_an_outer_jit(name):
     mesh = explicit(name)
@@ -190,7 +187,6 @@ def test_under_an_outer_jit(name):
         close(jax.jit(eval_step)(state, X), jnp.tanh(X @ host(state)["params"]["up"]))
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("given", [slow("argument"), "set_mesh"])
 def test_evaluates_and_restores(given, tmp_path):
     mesh = explicit("data and model")
@@ -231,7 +227,6 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("given", ["argument", "set_mesh"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_a_step_s_own(layout, given):

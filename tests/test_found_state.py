@@ -217,7 +217,6 @@ def parameters(step_fn):
     return list(jzero.shard_train_step(step_fn)._programs.signature.parameters.parameters)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", FOUND)
 def test_trains_as_one_device(name):
     step_fn, args, state = FOUND[name]

@@ -128,8 +128,6 @@ SINKING = {
 }  # fmt: skip
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", SINKING)
 def test_what_follows_from_slices_is_made_in_the_loop(name, reverse):
@@ -259,8 +257,6 @@ def gradients(w, x, reverse=True):
     return lax.scan(lambda x, w: (jnp.sin(x) + w, jnp.cos(x) * w), x, w, reverse=reverse)
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", ABSORBED)
 def test_what_reads_stacks_that_a_loop_makes_is_done_in_the_loop(name, reverse):
@@ -508,7 +504,6 @@ def test_loops_over_something_else_stay_as_they_are():
     assert "debug_print" in str(found.new) or "debug_callback" in str(found.new)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "seed", [pytest.param(i, marks=pytest.mark.slow if i >= 12 else ()) for i in range(30)]
 )

@@ -22,7 +22,6 @@ from jzero.offload.execute import _stream
 from jzero.segments import _partitioned
 from jzero.sharding.passes import _codes
 
-pytestmark = pytest.mark.one_release
 as_stored = pytest.mark.skipif(
     importlib.metadata.version("jax") >= "0.11",
     reason="what is stored is what JAX 0.10 makes: others order some equations in another way",

@@ -155,7 +155,6 @@ def excess(counts):
     return c - 2 * b + a
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in STEPS]
 )

@@ -9,8 +9,6 @@ import pytest
 import jzero
 from jzero.reports._hf_config import read_model
 
-pytestmark = pytest.mark.one_release
-
 
 def decoder(kind, width, inner, layers, heads, kv_heads, vocab, **others):
     return {

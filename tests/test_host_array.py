@@ -152,7 +152,6 @@ SOURCES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("name", ["1", "8", "hybrid", "tensor axis"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_placed_from_anywhere(source, name, expected):
@@ -179,7 +178,6 @@ def test_what_rests_there_is_not_copied():
     assert all(getattr(x, "storage", x) is getattr(y, "storage", y) for x, y in pairs)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("offload", [NONE, PINNED], ids=str)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("source", ["1", "8", "hybrid"])

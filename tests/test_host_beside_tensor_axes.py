@@ -17,8 +17,6 @@ import zoo
 from host_updates import watched  # noqa: F401
 from jzero.offload import _file_layout
 
-pytestmark = pytest.mark.alternating
-
 pytest.importorskip("llvmlite")
 
 WIDTH, HIDDEN, TOKENS, BATCH = 16, 32, 21, 16
@@ -97,7 +95,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("data", "model"), MESHES)
@@ -330,7 +327,6 @@ STATES = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("tx", [ADAMW, CLIPPED], ids=["adamw", "clipped"])
 @pytest.mark.parametrize(("data", "model"), MESHES)
@@ -374,7 +370,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("state", ["HostCPU", "PinnedHost"])
 def test_parameters_on_the_hosts_with_other_options(state, name):
@@ -421,7 +416,6 @@ def test_optimizer_state_in_files(data, model, tmp_path):
     assert len(files) == data * model
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("data", "model"), MESHES)
 def test_parameters_in_files(data, model, gradients, tmp_path):

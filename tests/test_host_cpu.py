@@ -55,7 +55,6 @@ def train(name: str, num: int) -> None:
     )
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", list(optimizer_names()))
 @pytest.mark.usefixtures("optax_promotions")
 def test_optimizers_train_as_on_one_device(name: str):
@@ -72,8 +71,6 @@ def check(name: str, axes: dict[str, int], policy: jzero.HostCPU, **options: Any
     parity.check(name, axes, sharded, options)
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize(
     ("axes", "options"), SETTINGS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items())
 )
@@ -82,7 +79,6 @@ def test_settings_train_as_on_one_device(axes, options):
     check("mlp", axes, jzero.HostCPU(ratio=0.5, threads=1), **options)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", list(step_names()))
 def test_steps_train_as_on_one_device(name):
     check(name, {"data": 4}, jzero.HostCPU())

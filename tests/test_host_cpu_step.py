@@ -26,8 +26,6 @@ from jzero.sharding.plan._layout import FULL
 from test_offload import BATCH, SHAPES, make_step, new_state
 from waiting import wait_until
 
-pytestmark = pytest.mark.alternating
-
 pytest.importorskip("llvmlite")
 
 optax_promotions = test_optimizers.optax_promotions

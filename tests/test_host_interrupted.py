@@ -22,7 +22,7 @@ from interrupting import interruption
 from jzero.offload import _host_step
 from test_offload import BATCH
 
-pytestmark = [pytest.mark.alternating, pytest.mark.usefixtures("compiler")]
+pytestmark = pytest.mark.usefixtures("compiler")
 
 FILES = (
     "_host_step.py",

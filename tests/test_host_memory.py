@@ -17,8 +17,6 @@ import jzero
 import small
 from jzero.offload.memory import _available
 
-pytestmark = pytest.mark.alternating
-
 ADAM = optax.adam(1e-2)
 SIZE, ROWS = 512, 2**13
 PARAMS: dict[str, Any] = {"offload_params": jzero.PinnedHost()}

@@ -17,8 +17,6 @@ from jzero.offload.kernels._ops import OPS
 from jzero.offload.kernels._roads import KERNEL
 from jzero.offload.kernels._writer import TYPES
 
-pytestmark = pytest.mark.alternating
-
 FLOATS = ("float32", "bfloat16", "float16")
 INTS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 DTYPES = {"float": FLOATS, "signed": INTS[:3], "unsigned": INTS[3:], "bool": ("bool",)}

@@ -60,7 +60,6 @@ def optax_promotions():
         yield
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", ENTRIES)
 def test_updates_as_xla_does(name: str):
     given = problem(ENTRIES[name], jnp.float32)
@@ -77,7 +76,6 @@ IN_BFLOAT16 = {
 }  # fmt: skip
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in IN_BFLOAT16 else pytest.mark.slow) for name in ENTRIES],

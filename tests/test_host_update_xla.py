@@ -44,7 +44,6 @@ def usual(name: str, bits: int) -> bool:
     )
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("name", "bits"),
     [

@@ -24,7 +24,6 @@ from jzero.cli._main import main
 from jzero.weights import _export
 from test_hostile_files import within
 
-pytestmark = pytest.mark.alternating
 NUM = 330
 # Each change once, each kind of checkpoint three or four times.
 SAMPLE = [len(KINDS) * i + (3 * i + 2) % len(KINDS) for i in range(15)]

@@ -15,7 +15,6 @@ from jzero.offload.nvme._layout import PAGE
 from nvme_state import SPECS, check, made, reopen
 from test_hostile_files import Timed, mutated
 
-pytestmark = pytest.mark.one_release
 FILES = sorted(SPECS)
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.one_release
-
 FOLDER = pathlib.Path(__file__).parents[1] / "experiments" / "house"
 
 

@@ -188,8 +188,6 @@ def nested_in(eval_step, *args):
 # -- equal to one device ---------------------------------------------------------------------------
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("asked", "layers"),
@@ -381,7 +379,6 @@ def trained(num=4, **options):
     return train_step, state
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU(), jzero.PinnedHost(2**20)])
 def test_the_state_of_a_train_step_is_read_where_it_rests(offload):
     train_step, state = trained(offload=offload)
@@ -413,7 +410,6 @@ def nbytes_of(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("layers", ["scanned", "unrolled"])
 @pytest.mark.parametrize(("num", "rows"), [(1, 16), (1, 1), (8, 16), (8, 8)])
 def test_bytes_over_the_link_in_each_token(layers, num, rows):
@@ -511,7 +507,9 @@ def test_the_cache_stays_where_it_is(layers, fn, monkeypatch):
     eval_step, placed, _ = smallest(fn, params, 1, *args)
     eval_step(placed, *args)
     least = 3 * 16 * CONTEXT * DIM * ITEM
-    others = {id(x): x for x in on_devices(least)}  # of tests that failed before, in their tracebacks
+    others = {
+        id(x): x for x in on_devices(least)
+    }  # of tests that failed before, in their tracebacks
     found: set[int] = set()
     num = []
 

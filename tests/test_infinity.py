@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("llvmlite")
 
-pytestmark = pytest.mark.one_release
 
 FOLDER = pathlib.Path(__file__).parents[1] / "experiments" / "infinity"
 ENVIRONMENT = os.environ | {"JAX_NUMPY_RANK_PROMOTION": "allow"}  # The scripts are a user's.

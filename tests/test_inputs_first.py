@@ -20,8 +20,6 @@ from jzero._compare import differences
 from jzero.segments import _partitioned, _programs
 from jzero.tracing import _jaxpr
 
-pytestmark = pytest.mark.alternating
-
 VOCAB, WIDTH, TX = 48, 16, optax.adam(1e-2)
 
 
@@ -189,7 +187,6 @@ def test_no_collective_more_or_less():
     assert num[0] == num[1]
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("options", "how"),

@@ -183,8 +183,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize("most", [1, 2**20], ids=("each apart", "together"))
 @pytest.mark.parametrize("name", CASES)
 def test_values_stay(name, most):

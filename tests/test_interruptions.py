@@ -8,8 +8,6 @@ import pytest
 import faults
 import killing
 
-pytestmark = pytest.mark.alternating
-
 
 @pytest.fixture(scope="module")
 def children() -> Iterator[faults.Children]:

@@ -257,7 +257,6 @@ def seen() -> set[str]:
     return set()
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", CASES)
 def test_each_equation(name):
     for eqn, ins, outs in equations(CASES[name]):

@@ -11,8 +11,6 @@ import sys
 import pytest
 import yaml
 
-pytestmark = pytest.mark.alternating
-
 ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = ROOT / "examples" / "launch"
 STAND_INS = ROOT / "tests" / "stand_ins"

@@ -22,7 +22,6 @@ from jzero.sharding.passes import _order
 SCAN = pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("num", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
 @pytest.mark.parametrize("update", model.UPDATES)
 @SCAN
@@ -34,8 +33,6 @@ def test_it_trains_what_one_device_trains(scan, update, num):
     )
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,8 +56,6 @@ ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
 LAYER_MAJOR = {"accumulate": 2, "layer_major": True}
 
 
-@pytest.mark.alternating
-@pytest.mark.covering(pairs=["scan", "tx"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -111,7 +106,6 @@ BY_DEFAULT = {
 }  # fmt: skip
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name",
     [
@@ -184,8 +178,6 @@ def expected(loss_fn, scan):
     return found
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize(
     ("loss_fn", "loops"), [(divided_by_a_count, 2), (contrastive, 3), (tied, 1)]
 )

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-pytestmark = pytest.mark.one_release
-
 PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 
 # From the bottom up. A room is a package's own files, or a file of jzero itself, and imports from rooms on

@@ -9,8 +9,6 @@ import tomllib
 
 import pytest
 
-pytestmark = pytest.mark.one_release
-
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / ".ci" / "licence"
 LICENCE = runpy.run_path(str(SCRIPT))

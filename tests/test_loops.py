@@ -19,8 +19,6 @@ from jax.experimental import io_callback
 import small
 from sampling import check, loops
 
-pytestmark = pytest.mark.alternating
-
 DIM, NUM = 3, 4
 DEPENDS = "a loop along the batch whose turns depend on each other"
 
@@ -390,7 +388,6 @@ NO_TURNS = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [{}, {"stage": 1}, {"accumulate": 2}, {"tile_bytes": 256}, {"prefetch_bytes": 0}],

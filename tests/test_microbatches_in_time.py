@@ -19,8 +19,6 @@ from jzero.segments._partitioned import Partitioned
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.tracing import _jaxpr
 
-pytestmark = pytest.mark.alternating
-
 TX = optax.adam(1e-2)
 
 

@@ -8,8 +8,6 @@ import pytest
 
 from jzero.sharding.cut._min_cut import MinCut, min_cut
 
-pytestmark = pytest.mark.one_release
-
 
 def reachable(starts, edges, removed=()):
     found = {v for v in starts if v not in removed}

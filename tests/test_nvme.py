@@ -76,14 +76,12 @@ def settings() -> Iterator[Any]:
         yield pytest.param(axes, options, marks=marks, id=named)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(("axes", "options"), list(settings()))
 def test_settings_train_as_on_one_device(axes: Any, options: Any, tmp_path: Path):
     sharded = functools.partial(small.shard_train_step, offload=on_disk(tmp_path), **options)
     parity.check("mlp", axes, sharded, options)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", list(some(step_names(), STEPS_BY_DEFAULT)))
 def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
     parity.check(
@@ -112,7 +110,6 @@ def test_optimizers_train_as_on_one_device(name: str, tmp_path: Path):
     assert in_files(state["opt"])
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize(("num", "stage"), [(1, 3), (2, 1), (4, 2), (8, 3)])
 def test_it_is_the_update_of_the_host_to_the_bit(

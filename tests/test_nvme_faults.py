@@ -23,8 +23,6 @@ from test_offload import BATCH, new_state
 
 pytest.importorskip("llvmlite")
 
-pytestmark = pytest.mark.alternating
-
 
 def to_host(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.array(x), tree)

@@ -38,7 +38,6 @@ BESIDE = {
 # -- the same training -----------------------------------------------------------------------------
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("axes", "scan", "options"),
     [

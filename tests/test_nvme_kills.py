@@ -16,10 +16,7 @@ from faults import Fault
 from faults._disk import copy, make_disk, mounted, why_no_disk
 from faults._synced import Disk
 
-pytestmark = [
-    pytest.mark.alternating,
-    pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not())),
-]
+pytestmark = pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not()))
 BOTH = faults.CHANGES | faults.READS
 STEP = 1  # The step that is there before.
 
@@ -248,7 +245,6 @@ def disk_with_state(tmp_path_factory) -> pathlib.Path:
     return folder / "disk"
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("part", range(8))
 def test_a_power_cut(part, disk_with_state, children, tmp_path):
     """The step that is there is whole; an ended one is there."""

@@ -60,7 +60,6 @@ def assert_same(found: Any, expected: Any) -> None:
 ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("axes", "scan", "options"),
     [
@@ -372,7 +371,6 @@ def test_nested_loops_read_their_layers_in_each_turn(kind: str, device_bytes: in
 ZOO = {"transformer_scan_remat", "mixed_bf16", "cond_on_gradients"}
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name",
     [

@@ -25,7 +25,6 @@ from test_offload_params_faults import Interrupted, prepared, survives
 
 pytest.importorskip("llvmlite")
 
-pytestmark = pytest.mark.alternating
 LAYERS = 3
 
 

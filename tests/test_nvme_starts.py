@@ -20,7 +20,6 @@ from jzero.offload.nvme import _folders
 from test_nvme_store import filled, spec_in, values
 
 pytestmark = [
-    pytest.mark.alternating,
     pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not())),
     pytest.mark.filterwarnings("ignore:.*is there, without a complete step:UserWarning"),
 ]

@@ -20,8 +20,6 @@ from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._sweep import sweep
 from nvme_state import check, made, new_ring
 
-pytestmark = pytest.mark.alternating
-
 PAGE = 4096
 FOLDER = str(pathlib.Path(_sweep.__file__).parent)
 

@@ -66,7 +66,6 @@ def optimizer_names():
             yield pytest.param(name, marks=marks)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", list(optimizer_names()))
 @pytest.mark.usefixtures("optax_promotions")
 def test_optimizers_train_as_on_one_device(name: str):
@@ -141,8 +140,6 @@ def check(name, axes, **options):
     parity.check(name, axes, sharded, options)
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize(
     ("axes", "options"), SETTINGS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items())
 )
@@ -150,7 +147,6 @@ def test_settings_train_as_on_one_device(axes, options):
     check("mlp", axes, **options)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", list(step_names()))
 def test_steps_train_as_on_one_device(name):
     check(name, {"data": 4}, stage=3)

@@ -108,7 +108,6 @@ def check(scan, clipped=True, **options):
     return train_step, state
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
@@ -123,7 +122,6 @@ BY_DEFAULT = {
 }  # fmt: skip
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name",
     [
@@ -161,8 +159,6 @@ def test_an_optimizer_without_state(scan):
     check(scan, clipped=False)
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [
@@ -181,7 +177,6 @@ def test_with_other_options(options, update):
     check(True, **{"offload": UPDATES[update]} | options)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("num", [1, 4])
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 def test_microbatches_run_in_parts_where_they_have_no_room(scan, num):
@@ -282,7 +277,6 @@ SHARDS = 4 * (2 * 2 * WIDTH * WIDTH + WIDTH)
 WHOLE = 8 * SHARDS
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
 @pytest.mark.parametrize(
     ("scan", "device_bytes"),
@@ -304,7 +298,6 @@ def test_depth_costs_activations_only(scan, device_bytes, more, monkeypatch):
     assert 1.5 * inputs < weights, "the bound says nothing of a layer's parameters"
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
 @pytest.mark.parametrize("device_bytes", [9000, 2**14], ids=["gathers in turns", "gathers ahead"])
 def test_depth_costs_nothing_with_activations_on_the_host(device_bytes, more, monkeypatch):

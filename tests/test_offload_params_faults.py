@@ -17,8 +17,6 @@ import zoo
 from interrupting import interruption
 from test_offload_params import CLIPPED, UPDATES, batch, new_state, sharded
 
-pytestmark = pytest.mark.alternating
-
 # Two parts of parameters on a device at a time, of 4 (scanned) or 7 that a step has.
 LAYERS, DEVICE_BYTES = 3, 13000
 # What updates leaf by leaf may begin in the backward pass; a clipped update waits for the norm of all.
@@ -80,7 +78,6 @@ class Interrupted:
                 raise KeyboardInterrupt
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("scan", "update", "tx"),
@@ -159,7 +156,6 @@ def watched_step(alarm, scan, tx):
     return step
 
 
-@pytest.mark.covering(pairs=["scan", "update"])
 @pytest.mark.parametrize("tx", [CLIPPED, MOMENTUM], ids=["clipped", "momentum"])
 @pytest.mark.parametrize(("scan", "update"), SHAPES)
 def test_callbacks_that_fail(scan, update, tx):

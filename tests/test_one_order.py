@@ -110,7 +110,6 @@ def compiled(model, **options):
     return text
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_loops_with_collectives_run_alone(model, options, monkeypatch):

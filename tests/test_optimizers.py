@@ -60,7 +60,6 @@ def optax_promotions():
         yield
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(("name", "stage"), CASES, ids=lambda value: str(value))
 def test_trains_as_on_one_device(name: str, stage: int):
     entry = ENTRIES[name]

@@ -98,7 +98,6 @@ def check(name, axes, **options):
     parity.check(name, axes, functools.partial(small.shard_train_step, **options), options)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -121,7 +120,6 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in ENTRIES],
@@ -130,7 +128,6 @@ def test_accumulation(name):
     check(name, {"data": 4}, stage=3, accumulate=2)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("stage", "reduce"),

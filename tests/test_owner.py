@@ -183,8 +183,6 @@ def short(path: str) -> str:
 # -- the same training -----------------------------------------------------------------------------
 
 
-@pytest.mark.alternating
-@pytest.mark.covering(pairs=["optimizer", "make"])
 @pytest.mark.parametrize("make", [separate, stacked], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("optimizer", [muon, shampoo, soap], ids=lambda make: make.__name__)
 @pytest.mark.parametrize(("num", "matrices"), [(2, 5), (4, 4), (8, 6)])
@@ -371,8 +369,6 @@ def model_step(optimizer: Optimizer, loss_of: Callable[..., jax.Array]) -> Calla
     return step
 
 
-@pytest.mark.alternating
-@pytest.mark.covering(pairs=["optimizer", "options"])
 @pytest.mark.parametrize("num", [2, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", [muon, shampoo, soap], ids=lambda make: make.__name__)

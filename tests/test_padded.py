@@ -99,14 +99,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_padding_reaches_no_norm_and_no_maximum(tx, stage):
     assert_same_training(tx, {"stage": stage}, mesh_of(8))
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("num_devices", [2, 3, 4, 5, 6, 7, 8])
 def test_every_number_of_devices(num_devices):
     tx = OPTIMIZERS["clipped adamw"]
@@ -128,7 +126,6 @@ def test_every_number_of_devices(num_devices):
     assert plan.nbytes_at_rest() == on_a_device
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "options",
     [

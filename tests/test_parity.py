@@ -41,7 +41,6 @@ def settings():
                 yield pytest.param(name, stage, num_devices, marks=marks, id=setting)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(("name", "stage", "num_devices"), list(settings()))
 def test_trains_as_on_one_device(name, stage, num_devices):
     parity.check(
@@ -49,7 +48,6 @@ def test_trains_as_on_one_device(name, stage, num_devices):
     )
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name",
     [

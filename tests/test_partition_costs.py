@@ -208,7 +208,6 @@ CONTRASTIVE = {
 }  # fmt: skip
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("num", DEVICES)
 @pytest.mark.parametrize("loss", CONTRASTIVE, ids=lambda loss: loss.__name__)
 def test_contrastive_losses_gather_embeddings_and_no_matrix(loss, num):
@@ -302,7 +301,6 @@ def masked_tokens(params, x, y):
     return -jnp.where(is_token, own, 0).sum() / is_token.sum()
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("num", DEVICES)
 @pytest.mark.parametrize("rows", [SMALL, SMALL - 3])
 @pytest.mark.parametrize(
@@ -356,7 +354,6 @@ def of_times(chunks, by):
     )  # fmt: skip
 
 
-@pytest.mark.covering(pairs=["cut", "by"])
 @pytest.mark.parametrize("num", DEVICES)
 @pytest.mark.parametrize("by", ["scan", "map"])
 @pytest.mark.parametrize("cut", [of_tokens, of_times])
@@ -493,7 +490,6 @@ def of_layers(layer, num_layers, remat):
     return loss, stacked
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("num", DEVICES)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("layer", [by_products, by_scatter])
@@ -640,7 +636,6 @@ STEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", STEPS)
 def test_they_train_as_on_one_device(name, monkeypatch):
     for size, value in SMALL_SIZES.items():

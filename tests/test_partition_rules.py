@@ -817,7 +817,6 @@ def pairs_of(case: Case) -> list[tuple[Place, Place]]:
 TWO = [name for name, case in CASES.items() if pairs_of(case)]
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", list(by_default(TWO)))
 def test_rows_of_two_arguments(name):
     """Every third pair of places, in one layout."""

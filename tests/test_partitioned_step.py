@@ -22,8 +22,6 @@ from jzero.sharding.passes import _waits
 from jzero.sharding.passes._inputs_first import COTANGENT
 from jzero.tracing import _jaxpr
 
-pytestmark = pytest.mark.alternating
-
 TX = optax.adam(1e-2)
 
 

@@ -126,7 +126,6 @@ def on_one_device():
     return losses, zoo.to_host(state)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(("stage", "model"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2)])
 def test_trains_as_on_one_device(stage, model):
     train_step = sharded(stage, model=model)

@@ -10,8 +10,6 @@ from exactness import _check
 from exactness._compare import configured
 from jzero.sharding.plan._trace import WholeBatch
 
-pytestmark = pytest.mark.alternating
-
 
 @pytest.mark.parametrize("name", ["transformer_scanned", "sorted_rows", "debug_print"])
 def test_nobody_keeps_the_whole_batchs_jaxpr(name):

@@ -11,10 +11,7 @@ from faults import Fault, Operation
 from faults._disk import copy, disk_with_steps, mounted, steps_after_cut, why_no_disk
 from faults._synced import Disk, unsynced_when_renamed
 
-pytestmark = [
-    pytest.mark.alternating,
-    pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not())),
-]
+pytestmark = pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not()))
 SAVE = faults.SCENARIOS["save, in the background"]
 NUM_CUTS = 20
 

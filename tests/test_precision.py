@@ -95,7 +95,6 @@ def test_float32_parameters_have_no_masters():
     assert state.masters["scale"] == optax.MaskedNode()
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("stage", STAGES)
 def test_masters_in_shards(stage, num_devices):
@@ -164,7 +163,6 @@ def test_rounding_goes_to_the_two_neighbours_and_keeps_what_bfloat16_holds():
     assert set(results[:, 5]) == {-1.0, -1 - 1 / 128}
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("num_devices", [2, 8])
 @pytest.mark.parametrize("stage", STAGES)
 def test_shards_round_as_the_whole_would(stage, num_devices):
@@ -207,7 +205,6 @@ def test_random_bits_are_made_for_the_shard_alone():
 # -- dtypes of reductions --------------------------------------------------------------------------
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize(
     ("compute", "reduce_dtype"),
@@ -283,7 +280,6 @@ def scaled_by_flax():
     return step, (DynamicScale(), params, tx.init(params))
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("make", [guarded_by_optax, scaled_by_flax])
 @pytest.mark.parametrize(
     ("stage", "num_devices", "k"), [(0, 4, 1), (1, 8, 1), (2, 2, 4), (3, 8, 2), (3, 4, 1)]

@@ -57,8 +57,6 @@ def assert_close(actual, expected):
         assert jnp.allclose(jnp.asarray(a), jnp.asarray(b), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize(("sizes", "num_layers"), [((8,), 1), ((8,), 2), ((8,), 5), ((2, 2), 3)])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("remat", [False, True])
@@ -164,7 +162,6 @@ def carried_bytes(scan):
     return sum(v.aval.size * v.aval.dtype.itemsize for v in body.outvars if v in outs)
 
 
-@pytest.mark.covering(pairs=["remat", "prefetch_bytes"])
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("prefetch_bytes", [NOTHING, KERNEL, EVERYTHING])
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -21,8 +21,6 @@ import process_worker
 import waiting
 from jzero.checkpoint import _inspect
 
-pytestmark = pytest.mark.alternating
-
 HERE = pathlib.Path(__file__).parent
 WORKER = HERE / "process_worker.py"
 DEADLINE = 240  # seconds; a run takes about ten, on an idle machine

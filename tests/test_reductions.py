@@ -15,8 +15,6 @@ from jzero.sharding.passes import _before_loops, _order
 from jzero.sharding.plan import _layout
 from jzero.tracing import _jaxpr
 
-pytestmark = pytest.mark.alternating
-
 TIED = programs.VOCAB * programs.WIDTH  # elements of the table that looks up and makes logits
 
 

@@ -9,8 +9,6 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import zoo
 
-pytestmark = pytest.mark.alternating
-
 ROWS, WIDTH = 16, 32
 
 

@@ -31,8 +31,6 @@ from sampling import (
     state,
 )
 
-pytestmark = pytest.mark.alternating
-
 NUM_CASES = 500
 BY_DEFAULT = range(200, 300) if importlib.metadata.version("jax") >= "0.11" else range(100)
 

@@ -9,8 +9,6 @@ import parity
 import small
 import zoo
 
-pytestmark = pytest.mark.alternating
-
 # By default, of each library some that differ in what they do, and what compiles soon.
 BY_DEFAULT = {
     "mnist": (3, 1), "ppo": (3,), "run_clm_flax": (3,), "nlp_seq": (3,), "eqx_mnist": (3,),

@@ -43,7 +43,6 @@ SETTINGS = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_slice_of_a_clamped_slice(name, setting):
@@ -141,7 +140,6 @@ def test_an_evaluation_reads_the_window_that_jax_reads():
 STARTS = [-200, -128, -7, -1, 0, 1, 5, 6, 7, 90, 120, 127, 128, 200, 255, 990, 2**31, 2**63]
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("size", [10, 200, 1000])
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
 def test_clamps_as_xla_does_in_every_dtype(dtype, size):

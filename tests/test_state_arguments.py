@@ -77,7 +77,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BETWEEN = {"stage 1", "stage 2, accumulate", "stage 3, 1 device"}
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in BETWEEN else ()) for name in SETTINGS],

@@ -21,8 +21,6 @@ from jzero.sharding.passes import _order
 from jzero.sharding.plan import _wire
 from jzero.tracing import _jaxpr
 
-pytestmark = pytest.mark.alternating
-
 WIDTH, HIDDEN, HEADS, SEQ, BATCH = 32, 64, 4, 8, 16
 COLUMNS, ROWS = P(None, "model"), P("model", None)
 AUTO_SPECS = {r"qkv|up": COLUMNS, r"project|down": ROWS}
@@ -89,8 +87,6 @@ def sharded(stage, data=4, model=2, **options):
     )
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("data", "model"), [(4, 2), (2, 4), (1, 2)])
@@ -175,7 +171,6 @@ SQUARE_USES = {
 }
 
 
-@pytest.mark.covering(pairs=["use", "spec"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("spec", [("model", None), (None, "model")], ids=str)
 @pytest.mark.parametrize("use", SQUARE_USES)
@@ -439,7 +434,6 @@ def test_views_and_what_stays_full_move_one_place_s_part():
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
 
 
-@pytest.mark.covering(pairs=["stage", "dtype"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("auto_specs", [None, EXPERTS], ids=["no specs", "specs"])
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -68,7 +68,6 @@ def test_a_jax_that_lacks_something_is_named():
     assert last.endswith(f"Install jax=={TESTED['jax'][1]}, or a newer jzero.")
 
 
-@pytest.mark.one_release
 def test_make_test_newest_says_what_runs_and_installs_the_newest_each_week():
     rule = (ROOT / "Makefile").read_text().partition("\ntest-newest:")[2].partition("\n\n")[0]
     assert "find .venv-newest/installed -mtime +6 -delete" in rule

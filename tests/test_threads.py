@@ -17,7 +17,6 @@ import small
 from test_host_interrupted import layers
 
 pytest.importorskip("llvmlite")
-pytestmark = pytest.mark.alternating
 
 X = np.linspace(0, 1, 16 * 64, dtype=np.float32).reshape(16, 64)
 PARAMS = dict(offload_params=jzero.PinnedHost(device_bytes=50_000))

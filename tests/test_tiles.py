@@ -181,23 +181,18 @@ def check(name, mesh, tile_bytes=TILE, **options):
     )  # fmt: skip
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("mesh", ["2", "8"])
 def test_steps_train_as_on_one_device(name, mesh):
     check(name, mesh)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("name", ["scanned remat", "einsums", "tied"])
 @pytest.mark.parametrize("tile_bytes", [1, 500, 4000, 2**28])
 def test_tiles_of_any_size(name, tile_bytes):
     check(name, "4", tile_bytes)
 
 
-@pytest.mark.alternating
-@pytest.mark.covering
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -230,7 +225,6 @@ def test_an_update_on_the_host():
         check(name, "4", offload=jzero.HostCPU(), accumulate=2)
 
 
-@pytest.mark.alternating
 @pytest.mark.parametrize("name", LOSSES)
 def test_one_device_gathers_nothing(name):
     """And trains the same."""

@@ -33,7 +33,6 @@ MODELS = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_devices", [2, 8])
 def test_elements_of_every_stage(name, num_devices):

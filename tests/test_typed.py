@@ -14,8 +14,6 @@ import pytest
 import jzero
 from jzero._step_types import EvalStepOptions, TrainStepOptions
 
-pytestmark = pytest.mark.one_release
-
 ROOT = pathlib.Path(__file__).parents[1]
 USER = ROOT / "tests" / "typed" / "user.py"
 

@@ -25,8 +25,6 @@ from jzero.checkpoint import _stored, _stream
 from jzero.cli._main import main
 from jzero.weights import _axes, _sources
 
-pytestmark = pytest.mark.alternating
-
 ROOT = pathlib.Path(__file__).parents[1]
 NUM, DIM, HEADS, KV_HEADS, HEAD, INNER, VOCAB = 3, 8, 4, 2, 2, 12, 11
 Tensors = dict[str, np.ndarray]

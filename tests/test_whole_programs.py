@@ -30,8 +30,6 @@ import small
 import zoo
 from whole_programs import PROGRAMS
 
-pytestmark = pytest.mark.alternating
-
 # One of each way to take and return a state, and what compiles soon.
 BY_DEFAULT = {
     "clip_towers", "cleanrl_dqn", "equinox_vit", "gpt_class", "haiku_classifier", "jmp_loss_scale",

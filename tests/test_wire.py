@@ -12,8 +12,6 @@ from jax.sharding import AbstractMesh, AxisType
 import jzero
 from jzero.sharding.passes import _codes
 
-pytestmark = pytest.mark.alternating
-
 INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", size=32)
 D = 128
 
@@ -95,7 +93,6 @@ def dims_of(train_step, params, tokens):
     ],
     ids=["plain", "padded", "microbatches", "parameters on the host"],
 )
-@pytest.mark.covering
 def test_products_see_what_codes_say_and_nothing_else_changes(num, codes, width, options):
     with jax.enable_x64(True):
         params, tokens = init(jnp.float64, width), jnp.arange(48) % 256
@@ -157,7 +154,6 @@ def in_hops(grads, dim, node, local, hops):
     [{}, {"accumulate": 2, "reduce": "each"}, {"accumulate": 2, "reduce": "once"}],
     ids=["whole", "each", "once"],
 )
-@pytest.mark.covering
 def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes, microbatches):
     """Once in a step, or in each microbatch."""
     local, num = 2, microbatches.get("accumulate", 1)
@@ -268,7 +264,6 @@ def state_with_masters(width=D):
     [{"stage": 1}, {"stage": 2, "accumulate": 2}, {"stage": 1, "offload": jzero.HostCPU()}],
     ids=["stage 1", "stage 2, microbatches", "HostCPU"],
 )
-@pytest.mark.covering
 def test_a_copy_that_rests_takes_up_the_difference(options, width):
     with jax.enable_x64(True):
         state, tokens = state_with_masters(width), jnp.arange(48) % 256

@@ -25,8 +25,6 @@ from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.tracing import _jaxpr
 
-pytestmark = pytest.mark.alternating
-
 
 @dataclasses.dataclass(frozen=True)
 class Wire:

@@ -13,8 +13,6 @@ from jax import lax
 import small
 import zoo
 
-pytestmark = pytest.mark.alternating
-
 AXIS = "batch"
 TX = optax.adamw(1e-2)
 MESHES: dict[str, dict[str, int]] = {

@@ -287,7 +287,8 @@ def _between(
 ) -> Iterator[tuple[str, int]]:
     """Bytes that devices move between them, by part; an all-reduce is a reduce-scatter and an all-gather."""
     for c in traffic:
-        if c.op != "all-gather":
+        over_replicas = not set(c.axes) <= set(stage_axes.shard_axes)
+        if c.op != "all-gather" or over_replicas:  # Sums that travel as codes are gathered, too.
             yield BACKWARD, c.nbytes * (2 if c.op == "all-reduce" else 1)
         elif c.axes != stage_axes.param_axes:
             yield UPDATE, c.nbytes

@@ -61,7 +61,7 @@ def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> De
     after = dataclasses.replace(layout, dims=(*layout.dims[:d], *layout.dims[d + 1 :]))
     x = frame.masked(frame.at(value, layout), layout, d, kind)
     (place,) = frame.again(eqn, [x], [_jaxpr.var_like(out, after.local_shape)])
-    static = kind, d, layout.dims[d].true
+    static = kind, d
     best, number = frame.trace(_best, x, place, frame.positions(layout.dims[d]), static=static)
     size = layout.dims[d].true
     most: Atom = _jaxpr.scalar(int(kind == "max"), np.int32)
@@ -79,15 +79,15 @@ def _reduced(frame: DeviceFrame, x: Atom, layout: Layout, axes: Sequence[str], o
 
 
 def _best(
-    kind: str, dim: int, size: int, x: jax.Array, place: jax.Array, positions: jax.Array
+    kind: str, dim: int, x: jax.Array, place: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The extreme of a device's shard, as an integer, and its place among all; `size` of padding."""
+    """The extreme of a device's shard, as an integer, and its place among all."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         x = ordered_integers(kind, jnp.where(x == 0, jnp.zeros_like(x), x))  # -0.0 is no smaller
     elif x.dtype == jnp.bool_:
         x = x.astype(jnp.int32)
     best = jnp.max(x, dim) if kind == "max" else jnp.min(x, dim)
-    return best, jnp.minimum(positions[place], size)
+    return best, positions[place]
 
 
 def _unless(size: int, best: jax.Array, most: jax.Array, number: jax.Array) -> jax.Array:

@@ -98,7 +98,7 @@ def _counts(region: Region, atom: Atom, dim: int) -> bool:
     if not np.issubdtype(dtype, np.integer) or np.iinfo(dtype).max < atom.aval.shape[dim]:
         return False
     if (eqn := _maker(region, atom)) is None:
-        return _is_count(region, atom, dim)
+        return _is_count(_constant(region, atom), dim)
     name, ins = eqn.primitive.name, eqn.invars
     if name == "iota":
         return bool(eqn.params["dimension"] == dim)
@@ -107,18 +107,26 @@ def _counts(region: Region, atom: Atom, dim: int) -> bool:
         return ins[0].aval.shape[d] == atom.aval.shape[dim] and _counts(region, ins[0], d)
     if name == "convert_element_type":
         return _counts(region, ins[0], dim)
-    if name == "select_n" and (test := _maker(region, ins[0])) is not None:
-        # A negative index counts from the end: none is.
+    if name == "select_n":
+        # A negative index counts from the end: none is. JAX has compared NumPy's indices itself.
+        if (test := _maker(region, ins[0])) is None:
+            chosen = _constant(region, ins[0])
+            return chosen is not None and not np.any(chosen) and _counts(region, ins[1], dim)
         below = test.primitive.name == "lt" and _is_zero(test.invars[1])
         return below and all(_counts(region, x, dim) for x in (test.invars[0], ins[1]))
     return False
 
 
-def _is_count(region: Region, atom: Atom, dim: int) -> bool:
-    """The same of a constant."""
+def _constant(region: Region, atom: Atom) -> Any:
+    """The value of a literal or of a constant of the jaxpr; None if it is computed."""
     consts = dict(zip(region.jaxpr.constvars, region.consts, strict=True))
-    value: Any = None if _jaxpr.is_literal(atom) else consts.get(atom)
-    if value is None or isinstance(value, jax.core.Tracer):
+    value: Any = atom.val if _jaxpr.is_literal(atom) else consts.get(atom)
+    return None if isinstance(value, jax.core.Tracer) else value
+
+
+def _is_count(value: Any, dim: int) -> bool:
+    """Whether a constant is 0, 1, 2, ... along a dim."""
+    if value is None:
         return False
     line = np.arange(value.shape[dim]).reshape([-1 if d == dim else 1 for d in range(value.ndim)])
     return bool(np.array_equal(np.asarray(value), np.broadcast_to(line, value.shape)))
