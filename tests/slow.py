@@ -1,8 +1,9 @@
 """Which tests run by default: all but the slow ones, of which CI runs a share.
 
-`@pytest.mark.slow` above a test leaves it to `make test-all`; `@pytest.mark.slow(but=["a-1", "b-2"])` leaves
-all but these of its cases. `JZERO_TEST_SHARE=3/20` keeps the tests of one share in twenty, by a checksum of
-their names: `make test-share` runs slow ones so, others with each commit.
+`@pytest.mark.slow` above a test leaves it to `make test-all`. `@pytest.mark.slow(but=["a-1", "b-2"])`
+leaves all but these of its cases, and `@pytest.mark.slow(but=5)` all but five, evenly spread. Whoever names
+one case gets it. `JZERO_TEST_SHARE=3/20` keeps one share in twenty, by a checksum of names: `make test-share`
+runs slow tests so, others with each commit.
 """
 
 import zlib
@@ -12,25 +13,32 @@ import pytest
 
 
 def unmark(items: Sequence[pytest.Item]) -> None:
-    """Takes the marker from the cases that it names.
+    """Takes the marker from the cases that run by default.
 
     Raises:
-      pytest.UsageError: it names none of a test's cases, of which all are there.
+      pytest.UsageError: it names none of a test's cases.
     """
-    found: dict[int, tuple[pytest.Mark, list[str]]] = {}
+    found: dict[int, tuple[pytest.Mark, list[pytest.Item]]] = {}
     for item in items:
-        for mark in [m for m in item.own_markers if m.name == "slow" and m.kwargs]:
-            cases = found.setdefault(id(mark), (mark, []))[1]
-            case = item.name.partition("[")[2].removesuffix("]")
-            cases.append(case)
-            if case in mark.kwargs["but"]:
-                item.own_markers.remove(mark)
+        for mark in (m for m in item.own_markers if m.name == "slow" and m.kwargs):
+            found.setdefault(id(mark), (mark, []))[1].append(item)
     for mark, cases in found.values():
-        # One case alone is what somebody asked for by its name.
-        if len(cases) > 1 and set(cases).isdisjoint(mark.kwargs["but"]):
-            raise pytest.UsageError(
-                f"slow(but={mark.kwargs['but']}) names none of the cases {cases[:5]}..."
-            )
+        for item in _by_default(mark.kwargs["but"], mark, cases):
+            item.own_markers.remove(mark)
+
+
+def _by_default(
+    but: int | Sequence[str], mark: pytest.Mark, cases: list[pytest.Item]
+) -> list[pytest.Item]:
+    if len(cases) == 1:
+        return cases
+    if isinstance(but, int):
+        others = [x for x in cases if sum(m.name == "slow" for m in x.own_markers) == 1]
+        return [others[i * len(others) // but] for i in range(min(but, len(others)))]
+    chosen = [x for x in cases if x.name.partition("[")[2].removesuffix("]") in but]
+    if not chosen:
+        raise pytest.UsageError(f"slow(but={but}) names none of the cases of {cases[0].nodeid}")
+    return chosen
 
 
 def keep_share(config: pytest.Config, items: list[pytest.Item], share: str) -> None:

@@ -51,6 +51,7 @@ def test_traffic_of_every_policy(stage, options, expected):
     assert elements(stage, accumulate=K, **options) == expected
 
 
+@pytest.mark.slow(but=["once_per_step-1-True-False"])
 @pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize(
@@ -71,6 +72,7 @@ def test_every_policy_gathers_bf16_for_bf16_compute(gather, expected, scan, rema
     assert found.elements("all-gather", "float32") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -89,6 +91,7 @@ def test_traffic_per_axis(options, expected):
     assert elements(3, AbstractMesh((2, 4), ("node", "local")), state, **options) == expected
 
 
+@pytest.mark.slow
 def test_traffic_per_axis_with_microbatches():
     mesh = AbstractMesh((2, 4), ("node", "local"))
     assert elements(3, mesh, accumulate=K, param_axes="local") == {
@@ -99,6 +102,7 @@ def test_traffic_per_axis_with_microbatches():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("stage", [2, 3])
@@ -133,6 +137,7 @@ def test_microbatches_add_up_in_the_dtype_of_the_gradient(axes, scan):
     assert set(sums) == {"f32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_replicas_are_reduced_once_for_what_a_time_loop_closes_over(accumulate):
     def step(w, x):
@@ -166,6 +171,7 @@ def collectives_by_loop(text):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_compiled_program_reduces_where_the_stage_says(stage):
     train_step = small.shard_train_step(programs.train_step, stage=stage, accumulate=K)
@@ -177,6 +183,7 @@ def test_the_compiled_program_reduces_where_the_stage_says(stage):
     assert gathers == [stage == 3, stage < 3]
 
 
+@pytest.mark.slow
 def test_temporary_memory_is_that_of_one_microbatch():
     """And the batch is sliced where it lies: were it copied, its bytes would come on top."""
 
@@ -272,6 +279,7 @@ def trained(step):
     return jax.tree.map(np.asarray, state), history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_devices", "k"), [(1, 1), (1, 8), (2, 4), (4, 1), (4, 2), (8, 8)])
 @pytest.mark.parametrize("written_for", ["the whole batch", "a device"])
@@ -292,6 +300,7 @@ def test_ragged_microbatches_equal_one_big_batch(written_for, stage, num_devices
         np.testing.assert_allclose(state[name], expected_state[name], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_mean_of_local_means_is_another_loss():
     """The tests above could fail: it is what a step for a device means that divides by its own count."""
     step = masked_step_of_a_device(plain_mean)
@@ -327,6 +336,7 @@ def test_a_count_needs_a_loop_of_its_own_and_little_else():
 # -- what comes from the rows ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 4])
 def test_random_numbers_are_those_of_one_device(k):
     """To the bit, in the order of the batch; and what is trained with them."""
@@ -342,6 +352,7 @@ def test_random_numbers_are_those_of_one_device(k):
     np.testing.assert_allclose(new, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_per_example_outputs_keep_their_order():
     def step(w, x):
         return w - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(w), {"rows": x[:, 0], "dims": x.T[:1]}
@@ -365,6 +376,7 @@ ALIKE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [64, 61])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_outputs_that_no_example_changes(stage, rows):
@@ -380,6 +392,7 @@ def test_outputs_that_no_example_changes(stage, rows):
     )
 
 
+@pytest.mark.slow
 def test_an_ensemble_of_weighted_means():
     """`vmap(value_and_grad)` over members is no gradient of single examples, and totals reduce none."""
 
@@ -398,6 +411,7 @@ def test_an_ensemble_of_weighted_means():
         np.testing.assert_allclose(metrics["losses"], expected_metrics["losses"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 4])
 def test_what_is_summed_is_printed_once(k, capfd):
     def step(w, x):
@@ -413,6 +427,7 @@ def test_what_is_summed_is_printed_once(k, capfd):
     assert sorted(lines) == [f"loss {float(jnp.mean(x @ w))}", f"sum {float(x.sum())}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 4])
 def test_rows_are_printed_whole(k, capfd):
     def step(w, x):
@@ -446,6 +461,7 @@ def test_what_a_second_loop_computes_again_is_printed_once(k, capfd):
     assert capfd.readouterr().out.splitlines() == ["w 8.0"] * 2
 
 
+@pytest.mark.slow
 def test_under_set_mesh():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
     state = programs.abstract_state(MODEL, optax.sgd(1e-3))

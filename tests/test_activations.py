@@ -136,12 +136,14 @@ written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN, ids=NAMES)
 two_written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN[1:3], ids=NAMES[1:3])
 
 
+@pytest.mark.slow
 @written
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trains_as_one_device_does(scan, recompute, stage):
     moves(scan, recompute, stage=stage)
 
 
+@pytest.mark.slow
 @two_written
 @pytest.mark.parametrize(
     ("num", "stage"), [(1, 3), (2, 1), (4, 3)], ids=["1 device", "2 devices", "4 devices"]
@@ -150,6 +152,7 @@ def test_on_fewer_devices(scan, recompute, num, stage):
     moves(scan, recompute, {"data": num}, stage=stage)
 
 
+@pytest.mark.slow(but=1)
 @two_written
 @pytest.mark.parametrize(
     "options",
@@ -168,6 +171,7 @@ def test_with_other_options(scan, recompute, options):
     moves(scan, recompute, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.slow)
                for name in ("transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "maml")),
@@ -236,6 +240,7 @@ def test_a_turn_fetches_for_the_next_one():
     assert fetched[0] in body.outvars
 
 
+@pytest.mark.slow
 def test_values_of_unrolled_layers_leave_and_come_back():
     train_step = small.shard_train_step(
         make_step(False, "blocks"), in_specs={"key": jax.P()},
@@ -249,6 +254,7 @@ def test_values_of_unrolled_layers_leave_and_come_back():
     assert len(moved) == 2 * len(away)
 
 
+@pytest.mark.slow
 def test_the_pass_is_printed():
     train_step = small.shard_train_step(
         make_step(True, "blocks"), in_specs={"key": jax.P()}, offload_activations=jzero.PinnedHost()
@@ -273,6 +279,7 @@ def test_values_wait_for_those_before(monkeypatch, limit):
     assert bool(waits) == (not limit)
 
 
+@pytest.mark.slow
 def test_small_ones_stay(monkeypatch):
     monkeypatch.setattr(_residuals, "LEAST_BYTES", 4 * 2 * WIDTH + 1)  # A block input and a byte.
     train_step = moves(True, "blocks")
@@ -281,6 +288,7 @@ def test_small_ones_stay(monkeypatch):
     assert "No activation waits on the host" in text
 
 
+@pytest.mark.slow
 def test_a_stack_that_is_read_whole():
     """Both passes read it otherwise than slice by slice: it leaves as a value, when its loop is over."""
 
@@ -320,18 +328,21 @@ UPDATES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @written
 @pytest.mark.parametrize("update", UPDATES)
 def test_beside_parameters_on_the_host(scan, recompute, update):
     check(scan, recompute, **BOTH, **UPDATES[update])
 
 
+@pytest.mark.slow
 @two_written
 @pytest.mark.parametrize("num", [1, 2, 4])
 def test_beside_parameters_on_fewer_devices(scan, recompute, num):
     check(scan, recompute, {"data": num}, **BOTH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -345,6 +356,7 @@ def test_beside_parameters_with_other_options(scan, recompute, options):
     check(scan, recompute, **BOTH | options)
 
 
+@pytest.mark.slow
 @written
 def test_beside_parameters_with_little_room(scan, recompute):
     """For one layer's parameters: no turn gathers ahead."""
@@ -356,6 +368,7 @@ def little_room(scan):
     return jzero.PinnedHost(device_bytes=9000 if scan else 10_000)
 
 
+@pytest.mark.slow(but=["unrolled-apart, by name"])
 @pytest.mark.parametrize("recompute", ["by name", "apart, by name"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_policies_of_the_step_beside_parameters(scan, recompute):
@@ -364,6 +377,7 @@ def test_policies_of_the_step_beside_parameters(scan, recompute):
         assert layered(train_step)._cut.waiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mixed_bf16", "sam", "microbatch_scan",
              *(pytest.param(name, marks=pytest.mark.slow)
@@ -378,6 +392,7 @@ def layered(train_step):
     return train_step._programs.of(call).step._layered
 
 
+@pytest.mark.slow
 def test_coming_defaults_keep_what_waits():
     """JAX's own names of values become other equations."""
     with samples.switched_on("jax_remat3"):
@@ -387,6 +402,7 @@ def test_coming_defaults_keep_what_waits():
         assert layered(train_step)._cut.waiting
 
 
+@pytest.mark.slow
 @written
 @pytest.mark.parametrize("little", [False, True], ids=["room for two", "little room"])
 def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little, monkeypatch):
@@ -425,6 +441,7 @@ def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little,
     assert told["to host"] == told["to device"] > 0
 
 
+@pytest.mark.slow
 def test_no_program_makes_and_reads_what_waits():
     """However much room there is, an unrolled model's two passes are not in one program."""
     options = BOTH | {"offload_params": jzero.PinnedHost(device_bytes=2**30)}
@@ -441,6 +458,7 @@ def test_no_program_makes_and_reads_what_waits():
 # -- reports ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_describe_lists_them():
     train_step = small.shard_train_step(
         make_step(True, "blocks"), accumulate=2, in_specs={"key": jax.P()},
@@ -464,6 +482,7 @@ def test_describe_lists_them():
     assert without.describe(new_state(), *batches()[0]).to_dict()["activations"] is None
 
 
+@pytest.mark.slow
 def test_what_is_on_the_host_makes_another_plan():
     steps = [
         small.shard_train_step(
@@ -479,6 +498,7 @@ def test_what_is_on_the_host_makes_another_plan():
 # -- a step's own policies -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["by name", "apart, by name"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -490,6 +510,7 @@ def test_policies_of_the_step(scan, recompute, stage):
     ).movements  # No rows are gathered for it.
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize(
     "options",
@@ -501,6 +522,7 @@ def test_policies_of_the_step_with_other_options(scan, options):
     check(scan, "by name", **options)
 
 
+@pytest.mark.slow
 def test_padded_rows_with_policies_of_the_step():
     step = make_step(True, "by name")
     train_step = small.shard_train_step(step, in_specs={"key": jax.P()})
@@ -513,6 +535,7 @@ def test_padded_rows_with_policies_of_the_step():
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "text"),
     [

@@ -72,6 +72,7 @@ def places(text):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_backward_loops_read_each_slice_where_the_forward_loop_wrote_it(stage, accumulate):
@@ -86,6 +87,7 @@ def test_backward_loops_read_each_slice_where_the_forward_loop_wrote_it(stage, a
     assert all(begin in ((LAYERS - 2) * SLICE, (LAYERS - 3) * SLICE) for begin, _ in backwards)
 
 
+@pytest.mark.slow
 def test_device_memory_does_not_grow_with_the_layers():
     """But by what is not kept for the backward pass: gradients, in shards."""
     grown = {}
@@ -100,6 +102,7 @@ def test_device_memory_does_not_grow_with_the_layers():
     assert grown["host"] <= SLICE, grown
 
 
+@pytest.mark.slow
 def test_values_of_unrolled_layers_leave_at_once_and_come_back_when_due(monkeypatch):
     """XLA would start a copy when the backward pass asks for it, and fetch all of them at once."""
     monkeypatch.setattr(_residuals, "ON_THEIR_WAY", 2 * SLICE)
@@ -125,6 +128,7 @@ def test_values_of_unrolled_layers_leave_at_once_and_come_back_when_due(monkeypa
     assert all(abs(place - latest_first.index(x)) <= 2 for place, x in enumerate(fetched))
 
 
+@pytest.mark.slow
 def test_stacks_are_allocated_on_the_host():
     memory = compiled(True, "host").memory_analysis()
     assert memory.host_temp_size_in_bytes == LAYERS * SLICE

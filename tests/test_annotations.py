@@ -22,6 +22,7 @@ def spans_of(folder) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_trace_says_when_the_host_waits_updates_and_sends(tmp_path):
     tx = optax.adam(1e-2)
     train_step = small.shard_train_step(make_step(tx), offload=jzero.HostCPU())

@@ -90,6 +90,7 @@ def test_rates_of_collectives_are_of_the_whole_value(op, num, clock):
     assert found.nbytes == SIZE * (num if op == "all-gather" else 1)
 
 
+@pytest.mark.slow
 def test_collectives_are_what_they_are_called():
     mesh = Mesh(np.array(jax.devices()[:4]), (_links._AXIS,))
     x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P(_links._AXIS)))
@@ -103,6 +104,7 @@ def test_collectives_are_what_they_are_called():
     assert found["reduce-scatter"].tolist() == np.arange(16.0).reshape(4, 4).sum(0).tolist()
 
 
+@pytest.mark.slow
 def test_updates_count_bytes_of_optimizer_state(clock):
     """Two float32 moments; the devices of a host share its processors."""
     state = 2 * 4 * _bandwidth._SIZE
@@ -146,6 +148,7 @@ def test_without_the_host_s_kernels(monkeypatch, clock):
     assert "update on the host" in text
 
 
+@pytest.mark.slow
 def test_under_a_mesh_of_the_context(clock):
     with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[-2:])):
         assert jzero.bandwidth(nbytes=SIZE).num_devices == len(jax.local_devices())

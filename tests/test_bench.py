@@ -29,6 +29,7 @@ def run_module():
     return module
 
 
+@pytest.mark.slow
 def test_it_runs_on_virtual_devices(tmp_path):
     command = [sys.executable, SCRIPT, "--ways", "stage 3", "--seconds", "0.1", "--out", tmp_path]
     done = subprocess.run(list(map(str, command)), env=ENVIRONMENT, capture_output=True, text=True)

@@ -41,6 +41,7 @@ def steps(x, codes):
     return np.repeat(blocks.max(-1) / codes.largest, codes.size, axis=1)[:, :n]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codes", FORMATS, ids=str)
 @pytest.mark.parametrize("n", [1, 15, 255, 256, 257, 1000])
 def test_what_comes_back_is_within_half_a_step(codes, n):
@@ -49,6 +50,7 @@ def test_what_comes_back_is_within_half_a_step(codes, n):
     assert np.all(np.abs(y - x) <= 0.5001 * steps(x, codes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
 def test_every_float_keeps_its_dtype_and_its_range(dtype):
     with jax.enable_x64(True):
@@ -62,6 +64,7 @@ def test_every_float_keeps_its_dtype_and_its_range(dtype):
         assert np.all(y[0, 3:] == 0)
 
 
+@pytest.mark.slow
 def test_zeros_and_the_smallest_numbers_come_back_as_zeros():
     x = np.zeros((2, 300), np.float32)
     x[1] = 1e-45
@@ -83,6 +86,7 @@ def test_what_is_not_finite_comes_back_as_it_was_and_its_neighbours_stay_near(co
     assert np.all(np.abs(y - known)[:, :64][~bad[:, :64]] <= 0.5001 * near[:, :64][~bad[:, :64]])
 
 
+@pytest.mark.slow
 def test_a_rotated_block_comes_back_and_large_elements_cost_their_neighbours_less():
     x = np.random.default_rng(1).normal(size=(1, 128)).astype(np.float32)
     x[0, 5] = 40

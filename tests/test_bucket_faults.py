@@ -39,6 +39,7 @@ def assert_kept(outcomes: list[faults.Outcome]) -> None:
     assert any(outcome.operation for outcome in outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", faults.BUCKET_SCENARIOS)
 def test_promises_are_kept(name, place):
     assert_kept(met(name, place, SAMPLE[name]))
@@ -56,6 +57,7 @@ STOPS = ["GET steps/3/_JZERO_SEAL", "PUT steps/3/_JZERO_SEAL"]
 MORE_STOPS = ["PUT steps/3/state/", "GET steps/1/_JZERO_SEAL", "PUT steps/1/", "DELETE steps/1/"]
 
 
+@pytest.mark.slow(but=["GET steps/3/_JZERO_SEAL-stop", "PUT steps/3/_JZERO_SEAL-stop_after"])
 @pytest.mark.parametrize("action", ["stop", "stop_after"])
 @pytest.mark.parametrize(
     "only", [*STOPS, *(pytest.param(x, marks=pytest.mark.slow) for x in MORE_STOPS)]
@@ -77,6 +79,7 @@ def test_a_writer_that_stood_still_in_a_step_that_was_begun(only, action, place)
     assert faults.stopped_beyond_its_lease(place, fault, begun=True) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_removed_that_another_writer_may_write(place):
     """S3 removes under no condition: who stood still would remove the new object of such a name."""
     url = faults.begun_step(place)
@@ -109,6 +112,7 @@ def test_an_object_that_is_cut_short_is_named(name, place):
         jzero.restore(f"{url}/steps/2", new_train_step(), values(2))
 
 
+@pytest.mark.slow(but=["ahead"])
 @pytest.mark.parametrize("seconds", [-1e8, 1e8], ids=["behind", "ahead"])
 def test_a_clock_that_differs_takes_nobody_for_dead(seconds, place):
     """Of a writer that lives: whoever comes says that it writes."""

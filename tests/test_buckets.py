@@ -167,6 +167,7 @@ def test_a_second_writer_is_refused(s3, train_step):
     second.close()
 
 
+@pytest.mark.slow
 def test_a_writer_elsewhere_is_watched(s3, train_step, monkeypatch, capsys):
     """One that shows that it lives is an error at once; one that does not is followed after the lease."""
     monkeypatch.setattr(_lock, "EXPIRES", 1.0)
@@ -203,6 +204,7 @@ def test_a_lock_that_nobody_understands(s3, train_step, monkeypatch):
         assert checkpointer.save(1, new_state())
 
 
+@pytest.mark.slow
 def test_a_dead_process_is_followed(s3, train_step, tmp_path):
     """At once, on this machine; what it left half written goes, and what others have put there stays."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -231,6 +233,7 @@ def test_a_dead_process_is_followed(s3, train_step, tmp_path):
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow(but=["True-files_in", "False-text"])
 @pytest.mark.parametrize("where", ["text", "files_in"])
 @pytest.mark.parametrize("saved_again", [True, False])
 def test_a_writer_that_comes_back_to_life(where, saved_again, s3, train_step, monkeypatch):
@@ -339,6 +342,7 @@ def test_training_waits_for_no_request(s3, proxy, train_step, monkeypatch):
     assert checkpointer.steps() == [1, 2]
 
 
+@pytest.mark.slow
 def test_steps_are_found_without_a_list_of_all_objects(s3, proxy, train_step):
     """By the lock's object and a seal for each; where that is gone, by a list, and then by a new one."""
     with jzero.Checkpointer(s3, train_step, max_to_keep=3) as checkpointer:
@@ -379,6 +383,7 @@ def test_a_first_look_that_fails_loses_no_step(s3, proxy, train_step):
         assert checkpointer.steps() == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_neighbouring_chunks_are_read_in_one_request(s3, proxy, monkeypatch):
     """8 MiB of 40 leaves, each in a chunk for each device."""
     # However busy this machine is, all are asked for in one interval.

@@ -46,6 +46,7 @@ def make_step(alarm, how):
     return step
 
 
+@pytest.mark.slow(but=["{}-ordered"])
 @pytest.mark.parametrize("how", ["unordered", "ordered", "io_callback"])
 @pytest.mark.parametrize(
     "options",

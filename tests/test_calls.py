@@ -46,6 +46,7 @@ def same_training(train_step: Any, reference: Any, *args: Any, num_steps: int = 
         )
 
 
+@pytest.mark.slow(but=["table_by_leaf"])
 @pytest.mark.parametrize("name", CASES)
 def test_calls_like_jit(name):
     case = CASES[name]
@@ -62,6 +63,7 @@ def test_state_by_keyword():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "old"])
 @pytest.mark.parametrize("container", ["bare", "dict"])
 def test_keys_are_those_of_one_device(make_key, container):
@@ -83,6 +85,7 @@ def test_keys_are_those_of_one_device(make_key, container):
     same_training(small.shard_train_step(step), jax.jit(step), X, Y, rngs=rngs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "old"])
 def test_keys_of_a_written_step_are_folded_with_the_device(make_key):
     """Else all devices would drop the same."""
@@ -109,6 +112,7 @@ def pmapped(axis_name: str) -> Callable[..., Any]:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"data": 8}, {"node": 2, "local": 4}], ids=str)
 def test_own_axis_name(shape):
     step = pmapped("batch")
@@ -116,6 +120,7 @@ def test_own_axis_name(shape):
     same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="batch")), X, Y)
 
 
+@pytest.mark.slow
 def test_own_axis_name_is_the_mesh_axis():
     """A step that was written for `jax.shard_map` over the mesh's axis needs no option."""
     step = pmapped("data")
@@ -123,6 +128,7 @@ def test_own_axis_name_is_the_mesh_axis():
     same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="data")), X, Y)
 
 
+@pytest.mark.slow
 def test_decorator():
     @small.shard_train_step(stage=1)
     def with_options(state, x, y):
@@ -144,6 +150,7 @@ def test_decorator():
     assert with_options.__wrapped__(make_state(), X, Y)[1]["loss"].shape == ()
 
 
+@pytest.mark.slow
 def test_inside_jit():
     train_step = small.shard_train_step(train)
 
@@ -159,6 +166,7 @@ def test_inside_jit():
     same_training(jax.jit(train_step), jax.jit(train), X, Y)
 
 
+@pytest.mark.slow
 def test_compiler_options_of_jit():
     """Several collectives under way are an option of XLA's, which a sharded step takes as any function."""
     limit = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
@@ -172,6 +180,7 @@ def test_compiler_options_of_jit():
         jax.jit(train_step, compiler_options={"overlap_limit": 4})(make_state(), X, Y)
 
 
+@pytest.mark.slow
 def test_inside_scan_inside_jit():
     def many(step):
         def run(state, xs, ys):
@@ -191,6 +200,7 @@ def test_eval_shape():
     assert len(jax.tree.leaves(same)) == len(jax.tree.leaves(expected))
 
 
+@pytest.mark.slow
 def test_debug_print(capfd):
     def chatty(state, x, y):
         state, metrics = train(state, x, y)
@@ -203,6 +213,7 @@ def test_debug_print(capfd):
     assert float(printed) == pytest.approx(float(metrics["loss"]), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mlp", pytest.param("lstm", marks=pytest.mark.slow), "pmap_style"]
 )
@@ -223,6 +234,7 @@ def make_mesh(shape: Mapping[str, int], axis_type: AxisType = AxisType.Auto, fir
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types, devices=devices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("given", ["set_mesh", "argument", "both"])
 def test_axis_types(given, axis_type):
@@ -248,6 +260,7 @@ def test_a_state_that_was_never_placed_under_an_outer_jit(axis_type):
     zoo.assert_trees_close(zoo.to_host(actual), zoo.to_host(expected), zoo.FP32, str(axis_type))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "first"),
     [
@@ -267,6 +280,7 @@ def test_meshes(shape, first):
     assert weights.addressable_shards[0].data.size * mesh.size == weights.size
 
 
+@pytest.mark.slow
 def test_default_mesh_is_all_devices():
     state, _ = small.shard_train_step(train)(make_state(), X, Y)
     assert state["params"]["w"].sharding.device_set == set(jax.devices())
@@ -327,6 +341,7 @@ def test_state_that_numpy_has_a_view_of_is_donated(stage, name):
     jax.tree.map(np.testing.assert_array_equal, views, before)
 
 
+@pytest.mark.slow
 def test_a_thread_may_read_the_state_of_a_step_that_runs():
     """[Note: what JAX 0.10 leaves alive] Deleting what a thread reads ends the process there."""
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
@@ -367,6 +382,7 @@ def test_unplaced_state_survives():
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(make_state()), zoo.FP32, "unplaced")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 8])
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.PinnedHost()], ids=str)
 def test_what_was_unsharded_is_kept(offload, num_devices):
@@ -380,6 +396,7 @@ def test_what_was_unsharded_is_kept(offload, num_devices):
     zoo.assert_trees_close(zoo.to_host(best), expected, zoo.FP32, "kept")
 
 
+@pytest.mark.slow
 def test_init_places():
     train_step = small.shard_train_step(train)
     state = train_step.init(make_state, 7)
@@ -405,6 +422,7 @@ def counting(step: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
     return counted, runs
 
 
+@pytest.mark.slow
 def test_step_is_traced_once():
     step, runs = counting(with_scale)
     train_step = small.shard_train_step(step)
@@ -422,6 +440,7 @@ def test_step_is_traced_once():
     assert len(runs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "lstm", "pmap_style"])
 def test_later_calls_trace_nothing(name):
     """Also with the `step=0` of a fresh TrainState."""
@@ -437,6 +456,7 @@ def test_later_calls_trace_nothing(name):
     assert len(runs) == first
 
 
+@pytest.mark.slow
 def test_new_shapes_and_static_values_are_traced_again():
     step, runs = counting(with_repeats)
     train_step = small.shard_train_step(step, static_argnames="num_repeats")
@@ -471,6 +491,7 @@ def test_later_calls_compile_nothing(caplog):
         assert not later
 
 
+@pytest.mark.slow
 def test_batch_that_is_already_split():
     mesh = make_mesh({"data": 8})
     x, y = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (X, Y))
@@ -479,6 +500,7 @@ def test_batch_that_is_already_split():
     assert not x.is_deleted()
 
 
+@pytest.mark.slow
 def test_two_steps_share_a_state():
     """As GANs do, and scripts that fine-tune in phases; each step places the state as it needs."""
 
@@ -494,6 +516,7 @@ def test_two_steps_share_a_state():
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "shared")
 
 
+@pytest.mark.slow
 def test_plain_jit_evaluates_a_sharded_state():
     @jax.jit
     def evaluate(state, x):
@@ -515,6 +538,7 @@ def test_lowered_and_planned_without_arrays():
     assert train_step.plan(abstract, x, y) != other
 
 
+@pytest.mark.slow
 def test_a_keyword_may_have_the_name_of_all_keywords():
     def step(state, **batch):
         return state, batch["batch"].sum()

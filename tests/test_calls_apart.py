@@ -28,6 +28,7 @@ def check(found, expected):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(static_argnums=2), dict(static_argnames="n")], ids=str)
 def test_static_arguments_of_other_types(how):
     def scaled(w, x, n):
@@ -41,6 +42,7 @@ def test_static_arguments_of_other_types(how):
     check(w, expected)
 
 
+@pytest.mark.slow
 def test_a_precision_that_changes_between_calls():
     """As with `jax.jit`, it is another program."""
     train_step = small.shard_train_step(step_fn)
@@ -52,6 +54,7 @@ def test_a_precision_that_changes_between_calls():
     assert traced[0] == traced[2] != traced[1]
 
 
+@pytest.mark.slow
 def test_64_bit_types_that_are_switched_on():
     train_step = small.shard_train_step(lambda s, x: (s, jnp.mean(x)))
     state = jnp.ones((24, 16), jnp.float32)
@@ -61,6 +64,7 @@ def test_64_bit_types_that_are_switched_on():
             assert mean.dtype == (jnp.float64 if on else jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_argument_that_is_a_leaf_of_the_state(stage):
     train_step = small.shard_train_step(step_fn, stage=stage, in_specs={"y": jax.P()})

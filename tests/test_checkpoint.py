@@ -131,6 +131,7 @@ def saved(trained, tmp_path_factory) -> dict[str, Any]:
     return paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), [*itertools.product(SETTINGS, SETTINGS)])
 def test_restored_in_any_layout(source, target, saved, trained):
     train_step = sharded(**SETTINGS[target])
@@ -164,6 +165,7 @@ def test_restored_to_the_host_in_groups(saved, trained, monkeypatch):
     assert_same(state, trained)
 
 
+@pytest.mark.slow
 def test_host_buffers_may_change_while_they_are_written(tmp_path, trained):
     train_step = on_host()
     state = train_step.shard(trained)
@@ -192,6 +194,7 @@ def test_a_delayed_update_is_saved_when_it_is_done(tmp_path):
         assert_same(checkpointer.restore(jax.eval_shape(new_state), batch(0)), state)
 
 
+@pytest.mark.slow(but=["stage 1 on 2, offloaded"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -280,6 +283,7 @@ def linen_state() -> TrainState:
     return TrainState.create(apply_fn=jnp.tanh, params=params, tx=TX)
 
 
+@pytest.mark.slow
 def test_reads_what_orbax_wrote(tmp_path):
     """An unsharded Flax `TrainState`, in the three forms in which Orbax writes it."""
     state = linen_state().replace(step=jnp.int32(0))
@@ -346,6 +350,7 @@ READERS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stage 3 on 8", "stage 3 on 2x4", "stage 1 on 2x4, on the host"])
 def test_orbax_alone_reads_it(name, saved, trained, tmp_path):
     """By each of its documented ways, as NumPy arrays or in the layout that is asked for."""
@@ -366,6 +371,7 @@ def test_orbax_alone_reads_it(name, saved, trained, tmp_path):
         assert len(found.files) == len(jax.tree.leaves(trained)), way
 
 
+@pytest.mark.slow
 def test_nnx_and_a_lone_array(tmp_path):
     model = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -389,6 +395,7 @@ def test_nnx_and_a_lone_array(tmp_path):
     assert_same(lone.unshard(restored), jnp.arange(800.0).reshape(100, 8))
 
 
+@pytest.mark.slow
 def test_numbers_that_are_no_arrays(tmp_path):
     """A state as the user made it, not yet placed: Python numbers and NumPy arrays are leaves, too."""
     train_step = jzero.shard_train_step(lambda s, x: {**s, "w": s["w"] - x.mean()})
@@ -426,6 +433,7 @@ def test_data_iterator_comes_back(place, tmp_path):
     assert other.state == place
 
 
+@pytest.mark.slow
 def test_a_data_iterator_may_go_on_while_it_is_saved(tmp_path, monkeypatch):
     """`get_state()` may return the dict that the iterator counts in: saved is where it stood at `save`."""
     train_step = sharded(3, (8,))
@@ -487,6 +495,7 @@ MEASURE = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory of a process in /proc")
 @pytest.mark.parametrize(("offload", "more"), [("NoOffload", 0), ("HostCPU", 2**26)])
 def test_restore_needs_little_more_memory_than_the_state(offload, more, tmp_path):
@@ -499,6 +508,7 @@ def test_restore_needs_little_more_memory_than_the_state(offload, more, tmp_path
     assert peak - at_rest < 2**27 + 2 * largest + more
 
 
+@pytest.mark.slow
 def test_only_the_latest_are_kept(tmp_path):
     train_step = sharded(3, (8,))
     state = train_step.init(new_state)

@@ -331,6 +331,7 @@ def test_unwritable_directory(train_step, tmp_path):
             jzero.Checkpointer(path, train_step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_full_disk(asynchronous, saved, train_step):
     """No file may grow beyond 4 KiB: what the kernel then says is EFBIG, where a full disk has ENOSPC."""
@@ -351,6 +352,7 @@ def test_full_disk(asynchronous, saved, train_step):
     assert_restored(restore(saved, train_step, step=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [jzero.NoOffload(), jzero.HostCPU()], ids=str)
 def test_restored_under_a_guard_that_forbids_implicit_transfers(policy, tmp_path):
     """And made, placed and gathered: what jzero moves is asked for."""

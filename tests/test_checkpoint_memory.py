@@ -42,6 +42,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow(but=["pinned-copies", "files-copies"])
 @pytest.mark.parametrize("are_copied", [False, True], ids=["views", "copies"])
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_written_in_parts_is_the_state(place, are_copied, tmp_path, monkeypatch):
@@ -208,6 +209,7 @@ SAVES = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process in /proc")
 def test_30_saves_need_the_memory_of_one(tmp_path):
     """8 MiB, for one of 64 MiB and 30 of 8 MiB."""

@@ -73,6 +73,7 @@ NEXT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", NEXT)
 def test_a_failure_in_the_background_is_raised_by_the_next_call(call, train_step, tmp_path):
     """Once; and saving the same step again saves it."""
@@ -285,6 +286,7 @@ def test_ctrl_c_while_it_waits(train_step, tmp_path, monkeypatch):
         assert not checkpointer.save(1, new_state())
 
 
+@pytest.mark.slow
 def test_who_forgets_a_checkpointer_lets_others_write(train_step, tmp_path):
     checkpointer = jzero.Checkpointer(tmp_path, train_step, asynchronous=False)
     checkpointer.save(1, new_state())
@@ -581,6 +583,7 @@ def new_host_state():
     return w, optax.adamw(1e-2).init(w)
 
 
+@pytest.mark.slow
 def test_nodes_that_orbax_cannot_read_are_refused(train_step, tmp_path):
     """Numbers beside names, also those of empty nodes: such a step was saved, and never read again."""
 

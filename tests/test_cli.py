@@ -255,6 +255,7 @@ def test_plot(tmp_path, flags):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_plot_without_matplotlib():
     code = "import sys; sys.modules['matplotlib'] = None; from jzero.cli._main import main; main()"
     done = command(*SMALL, "--plot", "out.png", start=("-c", code))
@@ -315,6 +316,7 @@ def test_a_value_that_looks_like_a_flag_is_none():
     assert "there is no directory" in run("inspect", "--", "--verifi").stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -447,6 +449,7 @@ def test_versions():
     ]
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_installed(tmp_path):
     """On the path, and nothing else says that there is a jzero."""
     for path in pathlib.Path(jax.__file__).parents[1].iterdir():
@@ -652,6 +655,7 @@ def test_verify_finds_what_is_cut(damaged):
     assert "Its files are damaged, incomplete" in done.stderr
 
 
+@pytest.mark.slow
 def test_damaged_notes(steps, tmp_path):
     path = shutil.copytree(steps / "3", tmp_path / "3")
     (path / "_CHECKPOINT_METADATA").write_text("{")
@@ -705,6 +709,7 @@ def test_unlock_of_a_step(steps):
     )
 
 
+@pytest.mark.slow
 def test_verify_fails_where_the_latest_step_is_not_whole(tmp_path):
     """What it reads then is an older one; and a warning is said in the command's name."""
     train_step = jzero.shard_train_step(lambda w, x: w - (x @ w).sum(), stage=3)
@@ -723,6 +728,7 @@ def test_verify_fails_where_the_latest_step_is_not_whole(tmp_path):
     assert run("inspect", str(tmp_path / "1"), "--verify").returncode == 0
 
 
+@pytest.mark.slow
 def test_no_flag_is_taken_for_help():
     assert "there is no --step." in (said := run("inspect", "x", "--step", "3").stderr)
     assert "Did you mean" not in said

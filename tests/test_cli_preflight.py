@@ -64,6 +64,7 @@ def refused(*arguments):
     return " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "text"),
     [
@@ -94,6 +95,7 @@ def test_a_function_that_is_none(function, text):
     assert text in refused(function)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -116,12 +118,14 @@ def test_wrong_flags(flags, text):
     assert text in refused(*(["train:setup"] if flags else []), *flags)
 
 
+@pytest.mark.slow
 def test_advice_is_said_in_flags():
     """A dict is a flag's pairs."""
     said = refused("train:nodes", "--topology", "2x8")
     assert said.endswith("Pass --axes node=8,local=8, hosts first.")
 
 
+@pytest.mark.slow
 def test_what_to_install_where_nothing_compiles():
     """The tests' first environment has no compiler for GPUs; the library's error is the command's."""
     try:

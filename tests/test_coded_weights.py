@@ -89,6 +89,7 @@ def assert_as_one_device(eval_step, coded, *args, tolerance=1e-5):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max())
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("num", "codes", "dtype", "compute", "options"),
     [
@@ -141,6 +142,7 @@ def by_hand(w, dim, num, blocks, first):
     return whole[tuple(map(slice, w.shape))]
 
 
+@pytest.mark.slow(but=["4"])
 @pytest.mark.parametrize("num", [1, 4])
 def test_each_part_of_each_matrix_has_blocks_of_its_own(num):
     blocks, tokens, params = jzero.Blocks("int8", size=64), np.arange(4), new_params()
@@ -170,6 +172,7 @@ def by_index(w, x):
     return lax.fori_loop(0, 3, lambda i, h: h @ w[i], x)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("shape", "rows", "fn"),
     [
@@ -206,6 +209,7 @@ def test_an_index_far_below_zero_is_clamped_and_counted_from_the_end_once():
         assert_as_one_device(eval_step, coded, x, jnp.int32(i))
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_comes_back_and_is_no_error():
     w = np.ones((256, 128), np.float32)
     w[0, 0], w[5, 5] = np.inf, np.nan

@@ -49,6 +49,7 @@ def compiled(fn, codes, num_layers, gather=None):
 DECODE = decoded(scanned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "codes", "layers"),
     [(scanned, "int8", (4, 12)), (unrolled, "int4", (12, 20)), (DECODE, "int4", (4, 12))],

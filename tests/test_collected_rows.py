@@ -156,12 +156,14 @@ def check(name, num_devices, k, rows=ROWS, **options):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(("num_devices", "k", "stage"), [(8, 2, 3), (2, 3, 1)])
 def test_equal_to_one_big_batch(name, num_devices, k, stage):
     check(name, num_devices, k, stage=stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "k", "options"),
     [
@@ -178,11 +180,13 @@ def test_clip_with_every_option(num_devices, k, options):
     check("clip", num_devices, k, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip", pytest.param("simclr", marks=pytest.mark.slow)])
 def test_rows_that_microbatches_do_not_divide(name):
     check(name, 4, 2, rows=27)
 
 
+@pytest.mark.slow
 def test_a_roll_by_nothing_gathers_an_empty_value():
     """`jnp.roll(x, 0, 0)` is `x[n:]` before `x[:n]`; the first has no elements (sampled seed 329)."""
 
@@ -203,6 +207,7 @@ def test_a_roll_by_nothing_gathers_an_empty_value():
     np.testing.assert_allclose(loss, wanted[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_over_two_axes():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
     make = functools.partial(small.shard_train_step, mesh=mesh, accumulate=2)
@@ -211,6 +216,7 @@ def test_over_two_axes():
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_extremes_keep_nan_and_the_sign_of_zero():
     def step(w, x):
         return w - jax.grad(lambda w: (x @ w).mean())(w), {"most": x.max(0), "least": x.min(0)}
@@ -227,6 +233,7 @@ def test_extremes_keep_nan_and_the_sign_of_zero():
         np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
 
 
+@pytest.mark.slow(but=["4"])
 @pytest.mark.parametrize("k", [2, 4])
 def test_what_is_the_largest_of_all_rows_is_so_in_every_loop(k):
     """Its loss is computed in one loop and compared in the next one: with the same bits."""
@@ -252,6 +259,7 @@ def test_what_is_the_largest_of_all_rows_is_so_in_every_loop(k):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow(but=["1-False"])
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_step_of_its_own_collectives_gathers_in_the_order_of_devices(dim, tiled):
@@ -314,6 +322,7 @@ def count_products(jaxpr, shape) -> int:
     return own + sum(count_products(j, shape) for j in jaxprs)
 
 
+@pytest.mark.slow
 def test_towers_run_forward_twice():
     """Once for the embeddings, once for the gradients, which stand in another loop."""
     state, step = wide_step(4096)
@@ -346,6 +355,7 @@ def test_it_is_said_what_is_kept():
     assert re.search(r"2\.0 KiB float32\[8, ?16\] of .*test_collected_rows\.py", text)
 
 
+@pytest.mark.slow
 def test_traffic_does_not_grow_with_the_microbatches():
     state, step = wide_step(512)
 
@@ -356,6 +366,7 @@ def test_traffic_does_not_grow_with_the_microbatches():
     assert traffic(2) == traffic(4)
 
 
+@pytest.mark.slow
 def test_temporaries_grow_by_what_is_kept_and_gathered():
     """At so many rows a microbatch: the towers' activations are those of one."""
     state, step = wide_step(512)
@@ -422,6 +433,7 @@ def test_statistics_of_the_batch_in_every_layer_are_refused():
     assert "jzero.groups" in text
 
 
+@pytest.mark.slow
 def test_a_norm_of_each_row_is_not():
     step, params, x = deep_step(lambda h: h / jnp.linalg.norm(h, axis=1, keepdims=True))
     assert small.shard_train_step(step, accumulate=2).describe(params, x).loops.num == 1

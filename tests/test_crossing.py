@@ -71,6 +71,7 @@ def like_parameters(dtype) -> list[str]:
     return sorted(f"{jnp.dtype(dtype)}{list(shape)}" for shape in SHAPES)
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize(
     "options", [dict(stage=1), dict(stage=3), dict(stage=2, accumulate=2)], ids=str
 )
@@ -121,6 +122,7 @@ def test_gradients_cross_in_the_dtype_of_the_compute(accumulate):
     assert found == (["bfloat16[64, 48]"], ["float32[64, 48]"])
 
 
+@pytest.mark.slow
 def test_what_moves_elements_is_not_computed_twice():
     """The update must go on treating every element alike, or no leaf could be cut into slices."""
     tx, w = jzero.master_weights(optax.chain(CLIP, optax.adam(1e-2))), jnp.ones((64, 64), BF16)
@@ -131,6 +133,7 @@ def test_what_moves_elements_is_not_computed_twice():
     assert max(turn.parts for turn in train_step.plan((w, tx.init(w)), BATCH).turns) > 1
 
 
+@pytest.mark.slow
 def test_a_small_value_crosses_before_it_is_repeated():
     """Adaptive clipping of each row: its norm crosses, not the norm for every element."""
     tx = masters(optax.adaptive_grad_clip(0.1), optax.adam(1e-2))
@@ -141,6 +144,7 @@ def test_a_small_value_crosses_before_it_is_repeated():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_masters_follow_parameters_that_their_update_does_not_read():
     """The parameter's first dim is another axis's, so that its second one is sharded, and the master's."""
     auto = (jax.sharding.AxisType.Auto,) * 2
@@ -170,6 +174,7 @@ def test_sums_cross_as_sums():
     assert crossing(train_step, (w, w, w, w), BATCH) == (["float32[64, 48]"] * 2, [])
 
 
+@pytest.mark.slow
 def test_pieces_that_read_one_gradient_stay_apart():
     """Each casts it for itself; together they would have to be on the devices together."""
 
@@ -193,6 +198,7 @@ def test_pieces_that_read_one_gradient_stay_apart():
         np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     dict(stage=1), dict(stage=3, accumulate=2, reduce="once"),
     *(pytest.param(options, marks=pytest.mark.slow) for options in (

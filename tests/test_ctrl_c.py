@@ -76,6 +76,7 @@ def check_what_is_left(train_step, state, expected, where):
     return "consumed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_interrupted_step(policy):
     every = 7  # With 1, every line.
@@ -98,6 +99,7 @@ def test_interrupted_step(policy):
     assert no_lock_is_left()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[2]], ids=str)
 @pytest.mark.parametrize("act", ["first step", "init", "shard"])
 def test_interrupted_before_the_first_step(policy, act):
@@ -121,6 +123,7 @@ def test_interrupted_before_the_first_step(policy, act):
             np.testing.assert_array_equal(x, y, err_msg=interrupted.where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "stride"),
     [("update", 9), ("save", 41)]
@@ -141,6 +144,7 @@ def test_interrupted_where_threads_are_given_work(act, stride):
 
 
 # A file that was just opened, and reads whose loop has ended.
+@pytest.mark.slow(but=["restore-20"])
 @pytest.mark.filterwarnings("ignore:.*(unclosed file|Exception ignored)")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("num", [20, pytest.param(60, marks=pytest.mark.slow)])

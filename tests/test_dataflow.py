@@ -63,6 +63,7 @@ def sampled_step(seed):
     return found
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_facts_of_the_zoo(name):
     found = zoo_step(name)
@@ -71,6 +72,7 @@ def test_facts_of_the_zoo(name):
         assert_same(*each)
 
 
+@pytest.mark.slow(but=18)
 @pytest.mark.parametrize("seed", SAMPLED)
 def test_facts_of_sampled_steps(seed):
     for each in sampled_step(seed):
@@ -168,6 +170,7 @@ def test_a_fact_goes_round_a_loop():
     assert all(found[region, out] == {"a"} for out in region.jaxpr.outvars)
 
 
+@pytest.mark.slow
 def test_a_loop_may_have_no_turn():
     """What it is given is what it returns, then."""
 

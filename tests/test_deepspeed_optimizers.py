@@ -370,6 +370,7 @@ def test_lamb_needs_parameters():
         tx.update(w, tx.init(w))
 
 
+@pytest.mark.slow
 def test_lamb_of_a_parameter_that_is_zero():
     tx = jzero.deepspeed.lamb(0.5, bias_correction=False)
     w = jnp.zeros(2)

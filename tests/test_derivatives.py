@@ -153,6 +153,7 @@ def sharded(step: Step, trains: bool, mesh: Any, **options: Any) -> Any:
     return jzero.shard_eval_step(step, like=like, **options)
 
 
+@pytest.mark.slow(but=["solve-eval-8", "checkpointed_scan-eval-1"])
 @pytest.mark.parametrize("num", [1, 2, 8])
 @pytest.mark.parametrize("trains", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("loss", LOSSES)
@@ -165,6 +166,7 @@ def test_equal_those_of_the_plain_step(loss, trains, num):
     assert_close(found, plain(loss, trains))
 
 
+@pytest.mark.slow
 def test_without_jit():
     for loss in (straight_through, max_over_rows):
         step = sharded(loss, False, mesh_of(8))
@@ -176,6 +178,7 @@ def test_without_jit():
     assert_close(found, plain(relu_at_zero, True))
 
 
+@pytest.mark.slow
 def test_hessians_and_batches_of_gradients():
     w, x = params_of(), batch_of()[:8]
     step = sharded(max_over_rows, False, mesh_of(8))
@@ -186,6 +189,7 @@ def test_hessians_and_batches_of_gradients():
         assert_close(jax.jit(take(lambda x: step(state, x)))(given), expected)
 
 
+@pytest.mark.slow
 def test_one_of_many_is_traced_once():
     times: list[None] = []
 
@@ -222,6 +226,7 @@ def test_gradients_lie_as_what_they_are_of():
 
 
 # What a step closes over is differentiated, too.
+@pytest.mark.slow
 def test_what_a_step_closes_over():
     mesh, w, x = mesh_of(8), params_of(), batch_of()
 
@@ -249,6 +254,7 @@ def test_what_a_step_closes_over():
             assert_close(take(2.0), expected)
 
 
+@pytest.mark.slow
 def test_beside_automatic_axes():
     mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
 
@@ -267,6 +273,7 @@ def test_beside_automatic_axes():
         assert_close(take(step, (0, 1))(state, x), jax.grad(free, (0, 1))(w, x))
 
 
+@pytest.mark.slow
 def test_under_explicit_axes():
     mesh = mesh_of(8, AxisType.Explicit)
     w, x = params_of(), batch_of()
@@ -292,6 +299,7 @@ def test_effects_and_callbacks():
     assert seen
 
 
+@pytest.mark.slow
 def test_optimizer_state_on_the_host_or_in_files(tmp_path):
     tx = optax.adam(0.1)
 
@@ -321,6 +329,7 @@ def test_optimizer_state_on_the_host_or_in_files(tmp_path):
         assert_close(state[0], w)  # Nothing has run.
 
 
+@pytest.mark.slow
 def test_refused():
     w, x = params_of(), batch_of()
     written = jzero.shard_eval_step(lambda w, x: jax.lax.pmean(x @ w["a"], "data"), mesh=mesh_of(2))

@@ -128,6 +128,7 @@ def byte_counts(found):
     yield from (found["device_bytes"], micro["accumulator_bytes"], sum(kept), *kept)
 
 
+@pytest.mark.slow(but=["hybrid", "pinned", "written"])
 @pytest.mark.parametrize(
     "case", ["300 leaves", "accumulate", "hybrid", "pinned", "host", "written"]
 )
@@ -192,6 +193,7 @@ def expand(text):
     return [head + item + rest for item in items for rest in expand(tail)]
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(*[st.sampled_from(words) for words in (("h", "g"), "0123", "wbc")]), max_size=40
@@ -205,6 +207,7 @@ def test_a_fold_stands_for_exactly_its_names(parts):
     assert [each.num for each in found] == [len(expand(each.text)) for each in found]
 
 
+@pytest.mark.slow
 @given(NAMES)
 @settings(max_examples=60, deadline=None)
 def test_no_name_is_lost_in_a_fold(names):
@@ -217,6 +220,7 @@ def test_folded_names_in_one_line():
     assert folded(["07", "08", "09", "10", "1"])[0].text == "{1,07..10}"
 
 
+@pytest.mark.slow
 @given(st.text("ab1.,['] /", max_size=120), st.integers(12, 40))
 @settings(max_examples=100, deadline=None)
 def test_lines_are_wrapped_between_numbers(text, width):

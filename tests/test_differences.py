@@ -99,6 +99,7 @@ def test_a_difference_that_is_read_stays():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_parameters_far_away_or_not_finite_become_what_the_optimizer_made():
     p = jnp.asarray([jnp.inf, jnp.nan, 2.0**30, 1.0], jnp.bfloat16)
     n = jnp.asarray([1.0, 2.0, 1.0078125, 0.5], jnp.bfloat16)
@@ -140,6 +141,7 @@ def test_steps_of_flax(make):
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_offload_alone_rewrites():
     """Without it a step is what the user wrote, to the bit."""
     tx = jzero.master_weights(optax.sgd(0.0, momentum=0.9))

@@ -116,11 +116,13 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow(but=["recurrent-2x2"])
 @pytest.mark.parametrize(("name", "mesh"), PAIRS)
 def test_trains_as_on_one_device(name, mesh):
     check(name, mesh)
 
 
+@pytest.mark.slow(but=["gpt_that_shifts-4x2"])
 @pytest.mark.parametrize("mesh", ["8x1", "4x2", "2x4"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_every_device_does_its_share(name, mesh):
@@ -130,6 +132,7 @@ def test_every_device_does_its_share(name, mesh):
     assert flops(found.program.jaxpr) * 8 / whole < 1.2
 
 
+@pytest.mark.slow(but=["gpt_that_shifts-2x2-options2", "gpt_without_the_last-2x2-options6"])
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
@@ -146,6 +149,7 @@ def test_options(name, mesh, options):
     check(name, mesh, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [2, 4])
 @pytest.mark.parametrize("mesh", ["2x2", "2x4", "4x2"])
 def test_sums_over_tokens_are_of_microbatches(mesh, accumulate):
@@ -169,6 +173,7 @@ def test_sums_over_tokens_are_of_microbatches(mesh, accumulate):
         np.testing.assert_allclose(have, want, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_leaf_without_elements():
     step = lambda w, batch: (w + batch["x"].sum(), batch["e"].sum())  # noqa: E731
     on = jax.make_mesh((4, 2), ("data", "context"))
@@ -179,6 +184,7 @@ def test_a_leaf_without_elements():
     assert found[1] == 0
 
 
+@pytest.mark.slow
 def test_microbatches_cut_rows_only():
     init, _, batch, _ = STEPS["gpt"]()
     plan = sharded("gpt", "2x4", is_abstract=True, accumulate=4).plan(jax.eval_shape(init), batch)
@@ -186,6 +192,7 @@ def test_microbatches_cut_rows_only():
     assert plan.arguments == (P("data", "context"),) * 2
 
 
+@pytest.mark.slow
 def test_keys_and_values_are_gathered_or_heads_exchanged():
     """Whichever moves less: of two devices along the tokens, and of four."""
     each = (token_steps.B, token_steps.S, token_steps.HEADS, token_steps.EACH)
@@ -203,6 +210,7 @@ def test_nothing_moves_of_tokens_that_stand_alone():
     assert moved_rows(program_of(sharded("mlp", "2x4", is_abstract=True), "mlp")) == {}
 
 
+@pytest.mark.slow
 def test_tokens_that_the_step_shifts_are_not_moved():
     """The devices do not divide S + 1 tokens, so each has all of them, and cuts S."""
     step = sharded("gpt_that_shifts", "4x2", is_abstract=True)
@@ -210,6 +218,7 @@ def test_tokens_that_the_step_shifts_are_not_moved():
     assert not [m for m in moves if m.value.startswith("int")]
 
 
+@pytest.mark.slow
 def test_the_state_is_sharded_over_all_axes():
     train_step = sharded("mlp", "2x4")
     init, _, batch, _ = STEPS["mlp"]()
@@ -230,6 +239,7 @@ def test_describe_says_what_is_split_and_moved():
     assert report.arguments[0][1] == (0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(16, 13), (13, 16), (5, 3)])
 def test_what_the_devices_do_not_divide(shape):
     x = jnp.asarray(np.random.RandomState(0).randn(*shape, 8))
@@ -254,6 +264,7 @@ def test_what_the_devices_do_not_divide(shape):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_results_of_tokens_stay_in_parts():
     """Logits of an evaluation come back as the tokens went in; of each row, a number in rows."""
     mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
@@ -270,6 +281,7 @@ def test_results_of_tokens_stay_in_parts():
         np.testing.assert_allclose(y, expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_arguments_without_a_spec_have_rows_as_the_others():
     """What `in_specs` does not name is split along dim 0, over the axes that split rows."""
 
@@ -293,6 +305,7 @@ def test_arguments_without_a_spec_have_rows_as_the_others():
         np.testing.assert_allclose(a, b, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_beside_an_axis_of_xla():
     init, step, batch, _ = STEPS["mlp"]()
     kinds = (AxisType.Auto,) * 3
@@ -319,6 +332,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(but=["gpt-2x4-parameters", "mlp-4x2-all, activations too"])
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize(("name", "mesh"), [("gpt", "2x4"), ("mlp", "4x2")])
 def test_where_state_rests_on_hosts(name, mesh, offload, monkeypatch):
@@ -332,6 +346,7 @@ def test_where_state_rests_on_hosts(name, mesh, offload, monkeypatch):
     assert there <= {x.what for x in report.crossings}
 
 
+@pytest.mark.slow
 def test_where_state_rests_in_files(tmp_path):
     tx, files = optax.adam(1e-2, eps=1e-3), jzero.NVMe(tmp_path)
 

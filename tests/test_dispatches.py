@@ -60,6 +60,7 @@ def without_temporaries(found):
     return dict.fromkeys(found.parts, (nothing, nothing))
 
 
+@pytest.mark.slow(but=["parameters, updated in slices-scanned"])
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 @pytest.mark.parametrize("name", OFFLOAD)
 def test_every_program_that_a_step_starts_compiles(scan, name):
@@ -89,6 +90,7 @@ def test_the_programs_of_a_scanned_step():
     assert kinds["fetch"] == {"pinned_host"}
 
 
+@pytest.mark.slow
 def test_one_layer_is_fetched_while_another_runs():
     """A turn's fetch starts before the turn that gathers for it, and no earlier than there is room."""
     found = dispatches(True, "parameters, updated on the host")
@@ -137,6 +139,7 @@ def measured(scan, name):
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 def test_what_is_alive_is_what_a_run_has_alive(scan):
     """To a layer's input or two: a run is looked at between turns, and not at each copy."""

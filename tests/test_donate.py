@@ -81,6 +81,7 @@ def another_thread(is_there: bool) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
 @pytest.mark.parametrize("viewed", [False, True], ids=["", "viewed"])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a thread"])
@@ -118,6 +119,7 @@ def refused(call: Callable[[], Any], who: str, names: str) -> None:
     assert "donate=False" in str(found.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"offload": jzero.PinnedHost()}, {"offload": jzero.HostCPU()}], ids=str
 )
@@ -172,6 +174,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(but=["pinned"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_old_state_stays_and_trains_alike(name):
     keeps, donates = sharded(donate=False, **CASES[name]), sharded(**CASES[name])
@@ -189,6 +192,7 @@ def test_the_old_state_stays_and_trains_alike(name):
     assert ("pinned_host" in kinds) == ("pinned" in name)
 
 
+@pytest.mark.slow
 def test_a_leaf_that_is_an_argument_too():
     keeps = jzero.shard_train_step(lambda w, x: (w + x, x.sum()), mesh=mesh_of(2), donate=False)
     w = keeps.shard(jnp.ones((8, 8)), X[:, :8])
@@ -196,6 +200,7 @@ def test_a_leaf_that_is_an_argument_too():
     assert (float(new[0, 0]), float(total), float(w[0, 0])) == (2, 64, 1)
 
 
+@pytest.mark.slow
 def test_under_an_outer_jit():
     keeps = sharded(donate=False)
     state, expected = keeps.init(new_state), sharded()(new_state(), X)
@@ -214,6 +219,7 @@ def test_two_threads_may_step_one_state(options):
             assert_equal(numbers(found), expected)
 
 
+@pytest.mark.slow
 def test_a_program_has_no_alias_for_what_stays():
     state = sharded().init(new_state)
     aliased = [

@@ -73,6 +73,7 @@ def one_device(scan, name):
     return found
 
 
+@pytest.mark.slow(but=["scanned-factored-1"])
 @pytest.mark.parametrize(("name", "num"), RUNS)
 @SCANNED
 def test_it_trains_what_one_device_trains(scan, name, num):
@@ -115,6 +116,7 @@ GPTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "num"), GPTS, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
 )
@@ -134,6 +136,7 @@ def test_gpts_train_as_on_one_device(options, num):
         zoo.assert_trees_close(found, wanted, zoo.FP32, f"step {i}")
 
 
+@pytest.mark.slow(but=["scanned-replicas"])
 @pytest.mark.parametrize(
     "axes",
     [{"data": 4}, {"node": 2, "local": 4}],
@@ -194,6 +197,7 @@ def updates_of(log, name):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 4])
 def test_a_slice_is_updated_before_earlier_layers_run(num, log):
     """With room for two turns, a turn is over before the next but one is fetched."""
@@ -211,6 +215,7 @@ def test_a_slice_is_updated_before_earlier_layers_run(num, log):
     assert updates_of(log, "'head'")[0] < log.index((backward, LAYERS - 2))
 
 
+@pytest.mark.slow
 def test_a_layer_is_updated_before_earlier_ones_run(log):
     train_step, state = sharded(False, ADAM, {"data": 4})
     state, _ = train_step(state, batch(0))
@@ -223,6 +228,7 @@ def test_a_layer_is_updated_before_earlier_ones_run(log):
     assert not updates_of(log, "['layers'][0]['up']")
 
 
+@pytest.mark.slow
 def test_slices_of_gradients_are_no_stack():
     """Each is freed when its slice is updated."""
     train_step, state = sharded(True, ADAM, {"data": 4})
@@ -262,6 +268,7 @@ def failing_at(at, error):
     return failing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "error"),
     [
@@ -290,6 +297,7 @@ def test_a_turn_that_fails(at, error, monkeypatch):
     zoo.assert_trees_close(zoo.to_host((again, metrics)), expected, zoo.FP32, "again")
 
 
+@pytest.mark.slow
 def test_a_callback_that_raises_in_the_backward_pass():
     """At the first layer, when the others have been updated."""
     fails = False
@@ -340,6 +348,7 @@ def test_a_callback_that_raises_in_the_backward_pass():
     assert check_lost(train_step, state, before) == 12
 
 
+@pytest.mark.slow
 def test_the_first_step_that_fails_to_compile_leaves_the_state(monkeypatch):
     train_step, state = sharded(True, ADAM, {"data": 4})
     before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]

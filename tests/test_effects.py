@@ -221,6 +221,7 @@ def drawn():
     return rng.normal(size=(DIM, DIM)), rng.normal(size=(ROWS, DIM))
 
 
+@pytest.mark.slow(but=["in_order-1-2"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("num", [1, 2, 8])
 @pytest.mark.parametrize("name", STEPS)
@@ -252,6 +253,7 @@ def in_stacked_layers(ws, x):
     return ws, loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

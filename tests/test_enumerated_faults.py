@@ -44,6 +44,7 @@ def test_promises_are_kept(name, children, tmp_path):
     assert any(outcome.operation for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_operations_are_logged(children, tmp_path):
     """In order, and by their paths; the library has done nothing else."""
     assert write_file(children, tmp_path) == (0, [])
@@ -57,6 +58,7 @@ def test_operations_are_logged(children, tmp_path):
     assert (tmp_path / "root" / "file").read_bytes() == b"0123456789"
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("fault", "ended", "name", "content"),
     [
@@ -84,6 +86,7 @@ def write_file(children, folder, fault=Fault()) -> tuple[int | None, list]:  # n
     return ended.status, ended.said
 
 
+@pytest.mark.slow
 def test_what_hangs_is_killed(children, monkeypatch):
     monkeypatch.setattr(faults._children, "PATIENCE_SECONDS", 0.5)
     assert children.run("faults._scripts:hang").status is None

@@ -84,6 +84,7 @@ def assert_close(actual, expected):
     zoo.assert_trees_close(actual, expected, TOLERANCES["float64"], "values")
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_two_that_are_alike_keep_their_order(num_devices):
     values = make()

@@ -30,6 +30,7 @@ def by_op(traffic):
     return totals
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("stage", "axes", "options"),
     [
@@ -67,6 +68,7 @@ def test_a_real_step_is_as_estimated(stage, axes, options):
     assert (found.accumulator_bytes > 0) == (options.get("accumulate", 1) > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_16_bit_compute_is_as_estimated(stage):
     model = programs.Model(dtype=jnp.bfloat16)
@@ -168,6 +170,7 @@ def test_what_gradients_mean_is_said():
     assert "A step moves nothing between devices." in str(jzero.estimate(1000, devices=1))
 
 
+@pytest.mark.slow
 def test_stage_1_without_microbatches_is_stage_2():
     """So the paper's number, a whole gradient, is more than jzero needs: the note says so."""
     texts = {
@@ -179,6 +182,7 @@ def test_stage_1_without_microbatches_is_stage_2():
     assert texts[1] == texts[2] != texts[3]
 
 
+@pytest.mark.slow
 def test_describe_prints_the_same_tables():
     train_step = small.shard_train_step(
         programs.train_step, stage=3, mesh=AbstractMesh((8,), ("data",))

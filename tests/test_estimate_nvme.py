@@ -85,6 +85,7 @@ def test_flags():
     }
 
 
+@pytest.mark.slow
 def test_with_parameters_on_the_hosts(tmp_path: Path):
     """The same crosses as with `HostCPU`, the disk aside; no new parameters are beside the old ones."""
     params = jzero.PinnedHost(2**16)

@@ -169,6 +169,7 @@ one_device = functools.cache(jax.jit)
 
 
 # Thirteen and three are no multiples of the devices.
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [16, 13, 3])
 @pytest.mark.parametrize(
     ("axes", "options"),
@@ -191,6 +192,7 @@ def test_evaluates_as_one_device(axes, options, rows):
     train_step(state, tokens_of(16))  # Nothing was consumed.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gather", [None, "per_pass", "once_per_step"])
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU(), jzero.PinnedHost(2**20)])
 def test_generates_the_tokens_of_one_device(gather, offload):
@@ -206,6 +208,7 @@ def test_generates_the_tokens_of_one_device(gather, offload):
         assert last == its_last
 
 
+@pytest.mark.slow
 def test_reads_what_rests_on_the_host():
     def norms(state, factor):
         params, opt_state = state
@@ -220,6 +223,7 @@ def test_reads_what_rests_on_the_host():
         assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_padded_leaves_and_leaves_that_lie_elsewhere():
     train_step = shard_train_step(
         lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).mean())(w),
@@ -252,6 +256,7 @@ def test_without_a_train_step():
         same(eval_step(given, *inputs), one_device(generate)(zoo.to_host(params), *inputs))
 
 
+@pytest.mark.slow
 def test_state_in_several_arguments():
     train_step, state = trained()
     eval_step = jzero.shard_eval_step(
@@ -269,6 +274,7 @@ def test_state_in_several_arguments():
     same(eval_step(placed[0], tokens, placed[1]), expected)
 
 
+@pytest.mark.slow
 def test_as_a_decorator_with_static_arguments_and_an_axis_of_its_own():
     mesh = mesh_of({"data": 8})
     train_step = jzero.shard_train_step(
@@ -287,6 +293,7 @@ def test_as_a_decorator_with_static_arguments_and_an_axis_of_its_own():
         same(moment(w, x, power=power), ((rows**power).mean(), rows))
 
 
+@pytest.mark.slow
 def test_under_an_outer_jit():
     train_step, state = trained()
     eval_step, key = jzero.shard_eval_step(evaluate, like=train_step), jax.random.key(0)
@@ -302,6 +309,7 @@ def temporaries(eval_step, *args):
     return eval_step.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_layer_by_layer_and_freed():
     sizes = {}
     for layers in (4, 12):
@@ -313,6 +321,7 @@ def test_parameters_are_gathered_layer_by_layer_and_freed():
     assert sizes[12] - sizes[4] < 8 * 3 * cache + of_one_layer
 
 
+@pytest.mark.slow
 def test_decoding_gathers_once_where_it_fits():
     train_step, (params, _) = trained(params=new_params(layers=12))
     prompt, key = tokens_of(8, 3), jax.random.key(0)
@@ -349,6 +358,7 @@ def unrolled(params, prompt, key):
     return lax.scan(turn, prompt, jax.random.split(key, 3))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_gathered_in_each_turn():
     """Layers that are unrolled inside a decoding loop: as many gathered at a time, however many there are."""
     sizes = {}
@@ -402,6 +412,7 @@ def test_what_is_not_read_may_be_no_array(unread):
             )
 
 
+@pytest.mark.slow
 def test_it_is_traced_once_for_each_shape_and_layout():
     train_step, (params, opt_state) = trained()
     traces = []
@@ -447,6 +458,7 @@ def test_options_that_cannot_be_obeyed(options, told):
     assert told in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_state_that_cannot_be_read():
     train_step, state = trained()
     eval_step: Any = jzero.shard_eval_step(
@@ -512,6 +524,7 @@ def test_mutable_arrays_are_refused():
         eval_step(params, kept)
 
 
+@pytest.mark.slow
 def test_errors_of_jax_name_the_function():
     train_step, (params, _) = trained()
     eval_step = jzero.shard_eval_step(lambda params, x: "text", like=train_step)
@@ -519,6 +532,7 @@ def test_errors_of_jax_name_the_function():
         eval_step(params, tokens_of(16))
 
 
+@pytest.mark.slow
 def test_a_train_step_that_evaluates_is_told():
     train_step = shard_train_step(lambda state, tokens: loss_fn(state[0], tokens))
     params = new_params()

@@ -56,6 +56,7 @@ def marked(name):
     return pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow)
 
 
+@pytest.mark.slow(but=["own_shard_map", "convolutions_of_every_kind", "td3_in_microbatches"])
 @pytest.mark.parametrize("name", list(map(marked, exactness.NAMES)))
 def test_trains_as_on_one_device(name):
     axes = (8 // exactness.get(name).automatic,)
@@ -76,6 +77,7 @@ def sample(num):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), sample(5), ids=str)
 def test_trains_so_in_other_settings(name, setting):
     assert verdict(name, setting) is None
@@ -90,6 +92,7 @@ OPTIMIZED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_trains_so_when_compiled_as_users_compile(tmp_path):
     """In a process of its own, since XLA reads its flags once; all families are in experiments/exactness."""
     script = ROOT / "experiments" / "exactness" / "run.py"

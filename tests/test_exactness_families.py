@@ -35,6 +35,7 @@ def _parts(training: _compare.Training) -> Any:
     return training.outputs, training.state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MARKED)
 def test_each_family_is_deterministic_finite_and_sensitive_to_its_last_rows(name):
     family = exactness.get(name)
@@ -53,6 +54,7 @@ def test_each_family_is_deterministic_finite_and_sensitive_to_its_last_rows(name
     assert _compare.differences(kept, changed, "float32"), "the last rows do not reach the state"
 
 
+@pytest.mark.slow(but=7)
 @pytest.mark.parametrize("name", MARKED)
 def test_state_and_inputs_keep_their_types_in_both_dtypes(name):
     family = exactness.get(name)

@@ -85,6 +85,7 @@ def told_to_end(at: int, text: np.ndarray, step: int, args: Any) -> tuple[Any, .
     return text, step, args
 
 
+@pytest.mark.slow(but=["finetune_llama"])
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, id=path.stem) for path in SCRIPTS],
@@ -128,6 +129,7 @@ def test_trains_stops_and_goes_on(path, tmp_path, capsys, monkeypatch):
         np.testing.assert_array_equal(leaves[name], leaf, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_told_to_end_saves(tmp_path):
     """As a cluster does it."""
     environment = os.environ | {
@@ -155,6 +157,7 @@ def test_a_process_that_is_told_to_end_saves(tmp_path):
     assert last in {path.name for path in (tmp_path / "saved").iterdir()}
 
 
+@pytest.mark.slow
 def test_lora_trains_on_what_linen_gpt_has_saved(tmp_path, capsys):
     """The base comes from there, stays as it is, and is on the hosts."""
     base, tuned = tmp_path / "base", tmp_path / "tuned"
@@ -173,6 +176,7 @@ def test_lora_trains_on_what_linen_gpt_has_saved(tmp_path, capsys):
     assert all(np.any(up != 0) for up in ups)
 
 
+@pytest.mark.slow
 def test_clip_in_microbatches_is_clip(tmp_path, capsys):
     """The script's own check, and the same losses with four microbatches as with one."""
     script, found = load("clip_accumulate"), []

@@ -42,6 +42,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.slow(but=13)
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
 def test_docstrings(module):
     if module in (_preflight, _targets):
@@ -51,6 +52,7 @@ def test_docstrings(module):
     assert results.failed == 0
 
 
+@pytest.mark.slow
 def test_every_public_function_has_an_example():
     functions = [getattr(jzero, name) for name in dir(jzero) if name[0].islower()]
     functions = [f for f in functions if inspect.isfunction(f) and f.__module__.startswith("jzero")]

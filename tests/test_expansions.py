@@ -89,11 +89,13 @@ def test_operations_on_rows_move_no_rows(batch):
     assert not jzero.shard_train_step(step, stage=0).describe(weights(), batch).movements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_operations_on_rows_train_equal(batch, accumulate):
     assert_same_training(step, weights, [batch, batch + 0.1], stage=0, accumulate=accumulate)
 
 
+@pytest.mark.slow
 def test_expansions_of_one_operation_have_shapes_of_their_own(batch):
     def two_shapes(w, x):
         first, second = jnp.digitize(x * w, TABLE), jnp.digitize(x[:, :2] * w, TABLE[:5])
@@ -135,6 +137,7 @@ def traffic(accumulate):
     return sorted(map(str, report.traffic))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("flag", FLAGS)
 def test_coming_defaults_move_and_train_the_same(flag, accumulate):
@@ -146,6 +149,7 @@ def test_coming_defaults_move_and_train_the_same(flag, accumulate):
         assert_same_training(layered, layers, [batch] * 2, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", FLAGS)
 def test_coming_defaults_in_a_step_with_collectives_of_its_own(flag):
     """Its equations carry the mesh in which it was traced, and their expansions do."""
@@ -185,6 +189,7 @@ def test_coming_defaults_cast_parameters_before_they_are_gathered(flag):
     assert found.elements("all-gather") == 4 * 64 * 64
 
 
+@pytest.mark.slow
 def test_parameters_pass_a_barrier_in_shards():
     """One of the step's own, around a parameter and rows."""
 

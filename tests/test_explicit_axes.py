@@ -111,6 +111,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "given", "options"), CASES, ids=str)
 def test_trains_as_on_one_device(name, given, options):
     mesh = explicit(name)
@@ -123,6 +124,7 @@ def test_trains_as_on_one_device(name, given, options):
     close(outs, expected_after(3)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("data"), "data and model"])
 def test_plain_functions_take_what_comes_back(name):
     mesh = explicit(name)
@@ -187,6 +189,7 @@ def test_under_an_outer_jit(name):
         close(jax.jit(eval_step)(state, X), jnp.tanh(X @ host(state)["params"]["up"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [slow("argument"), "set_mesh"])
 def test_evaluates_and_restores(given, tmp_path):
     mesh = explicit("data and model")
@@ -203,6 +206,7 @@ def test_evaluates_and_restores(given, tmp_path):
         close(outs, expected_after(2)[1])
 
 
+@pytest.mark.slow
 def test_some_axes_explicit_and_no_devices():
     for types in ((AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)):
         mesh = jax.make_mesh(*MESHES["data and model"], axis_types=types)
@@ -249,6 +253,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [slow("constraint"), slow("auto_axes"), "explicit_axes"])
 def test_layouts_that_are_constraints(layout):
     mesh = explicit("data and model")
@@ -274,6 +279,7 @@ def test_arrays_of_explicit_axes_under_an_outer_jit(put):
     zoo.assert_trees_close(zoo.to_host(found), zoo.to_host(expected), zoo.FP32, put)
 
 
+@pytest.mark.slow
 def test_a_consumed_state_under_set_mesh():
     with jax.set_mesh(explicit("data")):
         train_step = small.shard_train_step(plain_step, stage=3)

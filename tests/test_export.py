@@ -91,6 +91,7 @@ def assert_same(actual, expected) -> None:
         assert x.tobytes() == expected[name].tobytes()
 
 
+@pytest.mark.slow
 def test_parameters_to_the_bit(saved, tmp_path):
     """Only those, in true shapes, and aligned."""
     path, state = saved
@@ -103,6 +104,7 @@ def test_parameters_to_the_bit(saved, tmp_path):
     assert all(tensor.start % tensor.dtype.itemsize == 0 for tensor in read)
 
 
+@pytest.mark.slow
 def test_bf16_rounds_to_nearest(saved, tmp_path):
     path, state = saved
     run("export", path / "1", tmp_path / "out.safetensors", "--dtype", "bf16")
@@ -139,6 +141,7 @@ def test_several_files_and_an_index(saved, tmp_path, capsys):
     assert sum(len(load_file(tmp_path / name)) for name in names) == len(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--max-file-size", "400B"]])
 def test_back_into_a_state(flags, saved, tmp_path):
     """What `import` writes has checksums, and `restore` and plain Orbax read it."""
@@ -181,6 +184,7 @@ def test_every_dtype_both_ways(tmp_path):
     assert_same(found, made)
 
 
+@pytest.mark.slow
 def test_plain_orbax(tmp_path):
     """Without roles: what is under params, or what is asked for; whatever Orbax's format is."""
     state: dict[str, Any] = {
@@ -426,6 +430,7 @@ def unread_state(nested: bool) -> tuple[Any, Any]:
     return step_fn, {"train": state} if nested else state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 def test_parameters_that_no_loss_reads_are_exported(nested, tmp_path, capsys):
     """Their role is that of optimizer state; where they are says what they are."""

@@ -352,6 +352,7 @@ def read(directory: pathlib.Path) -> dict[str, np.ndarray]:
     return ocp.StandardCheckpointer().restore(directory)["params"]
 
 
+@pytest.mark.slow
 def test_import_killed_at_every_moment(source, tmp_path):
     """All of a checkpoint or none; and the next import finds nothing in its way and leaves no rest."""
     target, results = tmp_path / "ck", []
@@ -443,6 +444,7 @@ CHILD = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_kill_9(rounds, checkpoints, tmp_path):
     rng = random.Random(0)

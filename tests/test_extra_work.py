@@ -78,6 +78,7 @@ def test_rows_that_the_devices_do_not_divide(num, options, share, why, fix):
     assert warning.startswith(f"shard_train_step: train_step does {found['share']:.0%} of its work")
 
 
+@pytest.mark.slow
 def test_the_share_is_that_of_the_compiled_program():
     """XLA counts the same: of 12 rows on 8 devices, a third more work than of 12 on one."""
     state = {"w": jax.ShapeDtypeStruct((DIM, 8 * DIM), jnp.float32)}
@@ -170,6 +171,7 @@ def test_what_every_device_computes_whole(step_fn, x, operation):
     assert all(f"of {m['value']} {m['operation']}" in words for m in moves)
 
 
+@pytest.mark.slow
 def test_once_for_a_step_and_cause():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -194,6 +196,7 @@ def test_the_rest_of_an_epoch_is_no_matter():
         train_step.plan(PARAMS, rows(20))
 
 
+@pytest.mark.slow
 def test_a_call_warns_and_trains():
     key = jax.random.key(0)
     state = {n: jax.random.normal(key, x.shape) * 0.1 for n, x in PARAMS.items()}
@@ -294,6 +297,7 @@ CLEAN = {
 }
 
 
+@pytest.mark.slow(but=21)
 @pytest.mark.parametrize(("step_fn", "state", "batch", "options"), CLEAN.values(), ids=CLEAN)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_no_warning_where_each_device_does_its_part(step_fn, state, batch, options, stage):

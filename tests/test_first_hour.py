@@ -123,6 +123,7 @@ def test_a_list_of_numbers_is_named_where_the_step_fails():
     assert "batch['x'] (1024 numbers) came as a Python list" in "".join(caught.value.__notes__)
 
 
+@pytest.mark.slow
 def test_a_list_of_numbers_trains_where_the_step_makes_an_array():
     def of_list(state, batch):
         return step(state, jnp.asarray(batch["x"]).reshape(16, 4) @ jnp.ones((4, 64)))
@@ -225,6 +226,7 @@ def with_count(state, batch, num: int):
     return state, loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [
     jax.jit(with_count, static_argnums=2),
     jax.jit(with_count, static_argnums=(-1,), donate_argnums=0),

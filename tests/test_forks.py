@@ -85,6 +85,7 @@ def check_refused(lines: list[str]) -> None:
         assert "multiprocessing.get_context('spawn')" in line
 
 
+@pytest.mark.slow
 def test_every_call_in_a_forked_child_is_refused():
     steps.save(1, W)
     steps.wait()

@@ -217,6 +217,7 @@ def parameters(step_fn):
     return list(jzero.shard_train_step(step_fn)._programs.signature.parameters.parameters)
 
 
+@pytest.mark.slow(but=["moments"])
 @pytest.mark.parametrize("name", FOUND)
 def test_trains_as_one_device(name):
     step_fn, args, state = FOUND[name]
@@ -234,6 +235,7 @@ def test_trains_as_one_device(name):
         assert all(x.is_deleted() == (argument in state) for x in arrays), argument
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"stage": 1, "accumulate": 2}, {"offload": jzero.HostCPU()}], ids=str
 )
@@ -299,6 +301,7 @@ def scaled_by_default(scale=2.0, *, params, x):
     return scaled(scale, params, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [
     functools.partial(scaled, scale=2.0), jax.jit(functools.partial(scaled, scale=2.0)), scaled_by_default,
 ])  # fmt: skip
@@ -338,6 +341,7 @@ def counted(step_fn):
     return counting, calls
 
 
+@pytest.mark.slow
 def test_the_state_first_is_traced_once_and_another_twice():
     step_fn, calls = counted(lambda state, x, y: loss_first(state, x, y)[::-1])
     train_step = sharded(step_fn)
@@ -360,6 +364,7 @@ def test_the_state_first_is_traced_once_and_another_twice():
     assert len(calls) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["loss first", "batch first", "two", "a number first"])
 def test_what_is_asked_before_the_first_call(name):
     """Nothing is known of the step then; its state is a tree, and what it rests in is as it stays."""
@@ -402,6 +407,7 @@ def test_collectives_of_a_step_whose_state_is_found():
         assert_collectives(sharded(step_fn, stage=1), w, batch, expected)
 
 
+@pytest.mark.slow
 def test_checkpoints(tmp_path):
     train_step = sharded(update)
     params, opt_state, _ = train_step(*init(), X, Y)
@@ -422,6 +428,7 @@ def autoencoder(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), reconstruction
 
 
+@pytest.mark.slow
 def test_the_batch_of_an_autoencoder_stays_a_batch():
     w = {"w": P["w"]}
     train_step, x = sharded(autoencoder), X.copy()
@@ -473,6 +480,7 @@ BESIDE_BATCH: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow(but=["autoencoder"])
 @pytest.mark.parametrize("name", BESIDE_BATCH)
 def test_rows_beside_a_clear_state_are_batch(name):
     step_fn, args = BESIDE_BATCH[name]
@@ -569,6 +577,7 @@ MISLEADING: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow(but=["teacher", "reconstruction"])
 @pytest.mark.parametrize("name", MISLEADING)
 def test_what_comes_back_and_is_not_trained_is_no_state(name):
     step_fn, args, names = MISLEADING[name]
@@ -747,6 +756,7 @@ def test_a_changed_leaf_is_named():
         sharded(halved)(P["w"], TX.init(P["w"]), X)
 
 
+@pytest.mark.slow
 def test_a_batch_whose_structure_metrics_have_is_no_state():
     def pair_first(batch, state):
         loss, state = loss_first(state, *batch)
@@ -756,6 +766,7 @@ def test_a_batch_whose_structure_metrics_have_is_no_state():
     close(train_step((X, Y), init()), jax.jit(pair_first)((X, Y), init()))
 
 
+@pytest.mark.slow
 def test_in_specs_say_that_an_argument_is_no_state():
     def stated(params, opt_state, table, x, y):
         *state, loss = update(params, opt_state, x + table["t"][None], y)

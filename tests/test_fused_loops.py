@@ -128,6 +128,7 @@ SINKING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", SINKING)
 def test_what_follows_from_slices_is_made_in_the_loop(name, reverse):
@@ -168,6 +169,7 @@ def test_who_reads_a_whole_stack_is_named(name):
     assert "test_fused_loops.py:" in told
 
 
+@pytest.mark.slow
 def test_one_stack_for_several_readers():
     """Forward and backward loops each make it again; what else reads it keeps it outside, and is named."""
 
@@ -192,6 +194,7 @@ def test_one_stack_for_several_readers():
     assert all(_fused_loops.takes_slices(loop, found.streamed[0]) for loop in found.loops)
 
 
+@pytest.mark.slow
 def test_a_loop_that_reads_a_stack_whole_is_named():
     def closed_over(w):
         return lax.scan(lambda x, each: (x + each * jnp.sum(w), None), jnp.zeros(TURNS), w)
@@ -204,6 +207,7 @@ def test_a_loop_that_reads_a_stack_whole_is_named():
         assert [e.primitive.name for e in found.whole_readers()] == ["scan"]
 
 
+@pytest.mark.slow
 def test_parameters_do_not_hide_in_what_a_forward_loop_keeps():
     """A cast in the body is a residual: the cast parameters of all layers."""
 
@@ -257,6 +261,7 @@ def gradients(w, x, reverse=True):
     return lax.scan(lambda x, w: (jnp.sin(x) + w, jnp.cos(x) * w), x, w, reverse=reverse)
 
 
+@pytest.mark.slow(but=["with zeros-False"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", ABSORBED)
 def test_what_reads_stacks_that_a_loop_makes_is_done_in_the_loop(name, reverse):
@@ -274,6 +279,7 @@ def test_what_reads_stacks_that_a_loop_makes_is_done_in_the_loop(name, reverse):
     assert len(found.outside()) < len(old) - 1 or "reduce" not in "".join(found.outside())
 
 
+@pytest.mark.slow
 def test_a_stack_that_is_an_output_stays_one():
     def fn(w, x):
         _, made = gradients(w, x)
@@ -310,6 +316,7 @@ def test_dims_merged_into_turns_are_handed_out_whole():
     assert found.outside() == ["broadcast_in_dim", "reshape"]
 
 
+@pytest.mark.slow
 def test_what_needs_the_whole_loop_first_stays_outside():
     """A clip by the norm of all: the norm is summed up in the loop, the gradient is scaled after it."""
 
@@ -355,6 +362,7 @@ def test_gradients_with_a_function_of_the_parameters():
     assert all(_fused_loops.takes_slices(backward, v) for v in found.streamed)
 
 
+@pytest.mark.slow
 def test_gradients_of_two_loops():
     """Layers that are used twice: what both loops made meets in the later one."""
 
@@ -408,6 +416,7 @@ def test_sums_of_two_parameters_of_which_the_loop_takes_one():
     assert [e.primitive.name for e in found.whole_readers()] == ["reduce_sum"]  # Of `v` alone.
 
 
+@pytest.mark.slow
 def test_sums_keep_their_dtype_and_maxima_their_nans():
     def fn(w, x):
         _, made = gradients(w, x)
@@ -445,6 +454,7 @@ def test_other_slices_of_what_a_loop_makes():
     assert shapes == [(TURNS, 5, 6), (TURNS, 2, 6)]
 
 
+@pytest.mark.slow
 def test_a_stack_of_blocks_is_no_stack_of_turns():
     """A loop over halves of layers reads the stack, but not in slices of a layer each."""
 
@@ -458,6 +468,7 @@ def test_a_stack_of_blocks_is_no_stack_of_turns():
     assert [e.primitive.name for e in found.whole_readers()] == ["scan", "reshape"]
 
 
+@pytest.mark.slow
 def test_collectives_over_stacks():
     """Each turn has its own, where the loop's body does what is sent."""
     mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
@@ -488,6 +499,7 @@ def test_collectives_over_stacks():
         np.testing.assert_allclose(as_float64(x), as_float64(y), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_loops_over_something_else_stay_as_they_are():
     """A loop over time, a loop of one turn, and what prints."""
 
@@ -504,6 +516,7 @@ def test_loops_over_something_else_stay_as_they_are():
     assert "debug_print" in str(found.new) or "debug_callback" in str(found.new)
 
 
+@pytest.mark.slow(but=["7", "9"])
 @pytest.mark.parametrize(
     "seed", [pytest.param(i, marks=pytest.mark.slow if i >= 12 else ()) for i in range(30)]
 )
@@ -690,6 +703,7 @@ def _float32():
     jax.config.update("jax_enable_x64", False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_float32")
 @pytest.mark.parametrize(
     "name",
@@ -713,6 +727,7 @@ def test_grad_parts(name):
     assert found.readers_of_made() == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_float32")
 @pytest.mark.parametrize(
     "name", [pytest.param("transformer_scan", marks=pytest.mark.slow), "transformer_scan_remat"]

@@ -41,6 +41,7 @@ def test_results_come_back_in_the_order_of_the_rows(n):
     np.testing.assert_allclose(means, np.stack(by_hand(lambda x: x.mean(0), n, x)), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_along_other_dims_and_shared_arguments():
     x, w, b = normal(3, ROWS), normal(3, 5), normal(ROWS, 1)
 
@@ -61,6 +62,7 @@ def test_numbers_that_are_integers(n):
     assert found.tolist() == [0, 1, 2, 3] * 2
 
 
+@pytest.mark.slow
 def test_what_is_no_array_is_the_same_for_all_groups():
     fn = jzero.groups(
         lambda x, name, scale: x * scale if name == "times" else x, 2, (0, None, None)
@@ -68,6 +70,7 @@ def test_what_is_no_array_is_the_same_for_all_groups():
     assert fn(jnp.arange(4.0), "times", 2).tolist() == [0, 2, 4, 6]
 
 
+@pytest.mark.slow
 def test_a_key_for_each_row():
     keys = jax.random.split(jax.random.key(0), 8)
     bits = jzero.groups(lambda keys, x: x + jax.random.normal(keys[0], x.shape), 2)(
@@ -191,6 +194,7 @@ def forward_and_backward(n, state, x):
     return state, {"loss": loss(x), "grad": jax.grad(lambda x: loss(x).sum())(x)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "accumulate", "n"), [(8, 1, 8), (8, 1, 16), (4, 2, 8), (8, 2, 16)]
 )
@@ -269,6 +273,7 @@ def step_in_groups(n, state, x):
     return updated(state, grads, stats), loss
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_step_for_pmap_keeps_its_statistics_local(k):
     state, x = start(), normal(ROWS, 3)
@@ -283,6 +288,7 @@ def test_a_step_for_pmap_keeps_its_statistics_local(k):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 
+@pytest.mark.slow
 def test_a_synchronised_norm_of_a_device_is_the_whole_batchs():
     synchronised = nn.BatchNorm(use_running_average=False, axis_name="batch")
     whole = nn.BatchNorm(use_running_average=False)

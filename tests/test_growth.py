@@ -155,6 +155,7 @@ def excess(counts):
     return c - 2 * b + a
 
 
+@pytest.mark.slow(but=["microbatches"])
 @pytest.mark.parametrize(
     "name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in STEPS]
 )

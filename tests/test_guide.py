@@ -28,6 +28,7 @@ def programs(page: str) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE))
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize(
     "path", [p for p in PROGRAMS if p.parent.name == "guide"], ids=lambda p: p.stem
 )
@@ -42,6 +43,7 @@ def test_programs_run(path, tmp_path, monkeypatch):
         exec(compile(program.read_text(), str(program), "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 def test_keys_are_those_that_pmap_would_give():
     """The last programs of the page run; `jax.pmap` has `key` for `key[0]`, and folds a key of all itself."""
     page = (DOCS / "migrate/pmap.md").read_text()
@@ -112,6 +114,7 @@ def test_the_page_of_commands_is_what_its_script_writes():
 
 
 # The checks above can fail.
+@pytest.mark.slow
 def test_programs_leaves_out_what_is_marked():
     page = "```python\nx = 1\n```\n```python no-test\ny = 2\n```\n```text\nz\n```\n```python\nw = 3\n```\n"
     assert programs(page) == "x = 1\n\nw = 3\n"

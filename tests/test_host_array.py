@@ -89,6 +89,7 @@ def expected() -> Any:
     return jax.jit(new_state)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_born_on_the_host(name, expected):
     state = on(name).init(new_state)
@@ -111,6 +112,7 @@ def test_born_on_the_host(name, expected):
     assert len(starts) == sum(len(leaf.storage.buffers) for leaf in host_leaves(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num"),
     [("1", 1), ("8", 8), ("stage 0", 1), ("hybrid", 4), ("params within nodes", 8), ("tensor axis", 8)],
@@ -122,6 +124,7 @@ def test_replicas_share_a_buffer(name, num):
         assert len(leaf.storage.buffers) == num
 
 
+@pytest.mark.slow
 def test_a_full_leaf_is_there_for_each_device():
     short = on("8").init(new_state)["params"]["short"]
     assert short.storage.sharding.is_fully_replicated
@@ -129,6 +132,7 @@ def test_a_full_leaf_is_there_for_each_device():
         np.testing.assert_array_equal(buffer, [0, 1, 2])
 
 
+@pytest.mark.slow
 def test_born_in_groups(expected, monkeypatch):
     monkeypatch.setattr(_placing, "_BORN_TOGETHER", 1000)
     assert_same(on("8").init(new_state), expected)
@@ -152,6 +156,7 @@ SOURCES: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1", "8", "hybrid", "tensor axis"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_placed_from_anywhere(source, name, expected):
@@ -170,6 +175,7 @@ def test_placed_from_anywhere(source, name, expected):
     assert_same(given, expected)  # No buffer is the user's.
 
 
+@pytest.mark.slow
 def test_what_rests_there_is_not_copied():
     train_step = on("8")
     state = train_step.init(new_state)
@@ -178,6 +184,7 @@ def test_what_rests_there_is_not_copied():
     assert all(getattr(x, "storage", x) is getattr(y, "storage", y) for x, y in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [NONE, PINNED], ids=str)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("source", ["1", "8", "hybrid"])
@@ -196,6 +203,7 @@ def test_moved_to_the_devices(source, name, offload, expected):
     assert_same(moved, expected)  # No JAX array is made of the buffers.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_unsharded(name, expected):
     train_step = on(name)
@@ -208,6 +216,7 @@ def test_unsharded(name, expected):
     assert_same(whole, expected)
 
 
+@pytest.mark.slow
 def test_shardings_are_those_on_the_way():
     train_step = on("8")
     shardings = train_step.state_shardings(new_state())
@@ -365,6 +374,7 @@ def write(root, files):
         path.write_text(text)
 
 
+@pytest.mark.slow
 def test_too_little_memory(tmp_path, monkeypatch):
     train_step, state = on("8"), new_state()
     placed = train_step.shard(state)

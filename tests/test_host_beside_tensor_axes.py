@@ -95,6 +95,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("data", "model"), MESHES)
@@ -103,6 +104,7 @@ def test_the_host_updates_as_one_device_does(data, model, stage, name):
     assert_trains(sharded(tx, data, model, stage=stage), tx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "model"), MESHES)
 def test_two_bytes_of_each_parameter_cross_in_each_direction(data, model, watched):  # noqa: F811
     """Each device's own part; what no axis of the model cuts, at each place along it."""
@@ -133,6 +135,7 @@ def test_two_bytes_of_each_parameter_cross_in_each_direction(data, model, watche
         assert data * model * sum(x.nbytes for x in crossed) == due
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "model"), MESHES)
 def test_each_device_keeps_its_own_part(data, model):
     train_step = sharded(CLIPPED, data, model)
@@ -172,6 +175,7 @@ def test_policies(name):
     assert_trains(sharded(CLIPPED, 2, 2, offload=POLICIES[name]), CLIPPED)
 
 
+@pytest.mark.slow
 def test_a_delayed_update_is_that_of_data_axes_alone():
     policy = jzero.HostCPU(delayed_update=True, delay_after=1)
     found: list[Any] = []
@@ -185,10 +189,12 @@ def test_a_delayed_update_is_that_of_data_axes_alone():
     zoo.assert_trees_close(first, second, zoo.FP32, "state")
 
 
+@pytest.mark.slow
 def test_microbatches():
     assert_trains(sharded(CLIPPED, 4, 2, accumulate=2), CLIPPED)
 
 
+@pytest.mark.slow
 def test_moments_that_no_axis_of_the_model_cuts():
     """A pattern for parameters alone: moments rest over the data axes, and the host sends whole rows."""
     only_params = {rf"^state\[0\].*'({names})'": spec for names, spec in
@@ -200,6 +206,7 @@ def test_moments_that_no_axis_of_the_model_cuts():
     assert len(storage.buffers) == 4  # Devices that differ along 'model' share one.
 
 
+@pytest.mark.slow
 def test_beside_an_axis_over_which_nothing_rests():
     """As a context axis: activations are cut over it, and leaves are not."""
     train_step = small.shard_train_step(
@@ -210,6 +217,7 @@ def test_beside_an_axis_over_which_nothing_rests():
     assert len(state[1][1][0].mu["up"].storage.buffers) == 4
 
 
+@pytest.mark.slow
 def test_leaves_come_from_devices_and_go_there():
     train_step = sharded(CLIPPED, 4, 2)
     state, batch = train_step.init(new_state, CLIPPED), batches()[0]
@@ -238,12 +246,14 @@ def test_updates_that_are_not_elementwise_are_refused():
     assert "Use jzero.PinnedHost()" in text
 
 
+@pytest.mark.slow
 def test_leaves_that_are_cut_otherwise_are_refused():
     specs = {r"\.mu.*up": P("model", None), **AUTO_SPECS}
     with pytest.raises(jzero.OptionError, match=r"mu\['up'\].*are not all cut alike"):
         sharded(CLIPPED, 1, 8, auto_specs=specs).plan(new_state(CLIPPED), batches()[0])
 
 
+@pytest.mark.slow(but=["2-4"])
 @pytest.mark.parametrize(("data", "model"), MESHES)
 def test_leaves_in_pinned_memory_visit_in_slices(data, model):
     """Of rows of each device's part over all axes."""
@@ -327,6 +337,7 @@ STATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("tx", [ADAMW, CLIPPED], ids=["adamw", "clipped"])
 @pytest.mark.parametrize(("data", "model"), MESHES)
@@ -338,6 +349,7 @@ def test_parameters_on_the_hosts(data, model, tx, name):
         assert {x.data.nbytes for x in leaf.addressable_shards} == {leaf.nbytes // (data * model)}
 
 
+@pytest.mark.slow
 def test_what_crosses_for_a_device_is_its_part():
     """Once for each pass down to the devices, and once back as gradients: of all axes, an eighth."""
     train_step = layered(ADAMW, 4, 2, offload=jzero.HostCPU())
@@ -370,12 +382,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(but=["HostCPU-activations"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("state", ["HostCPU", "PinnedHost"])
 def test_parameters_on_the_hosts_with_other_options(state, name):
     assert_layers_train(layered(ADAMW, 2, 4, offload=STATES[state], **OPTIONS[name]), ADAMW)
 
 
+@pytest.mark.slow
 def test_moments_and_parameters_that_are_cut_otherwise_are_refused():
     only_params = {rf"^state\[0\].*{name}": spec for name, spec in STACK_SPECS.items()}
     train_step = layered(ADAMW, 4, 2, offload=jzero.HostCPU(), auto_specs=only_params)
@@ -385,6 +399,7 @@ def test_moments_and_parameters_that_are_cut_otherwise_are_refused():
     assert_layers_train(train_step, ADAMW)
 
 
+@pytest.mark.slow
 def test_evaluations_and_checkpoints_of_parameters_on_the_hosts(tmp_path):
     train_step, batch = layered(ADAMW, 4, 2, offload=jzero.HostCPU()), batches()[0]
     state, _ = train_step(train_step.shard(new_layers(ADAMW), batch), batch)
@@ -407,6 +422,7 @@ def test_evaluations_and_checkpoints_of_parameters_on_the_hosts(tmp_path):
 # -- files --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "model"), MESHES)
 def test_optimizer_state_in_files(data, model, tmp_path):
     train_step = sharded(CLIPPED, data, model, offload=jzero.NVMe(tmp_path, host_bytes=2**20))
@@ -416,6 +432,7 @@ def test_optimizer_state_in_files(data, model, tmp_path):
     assert len(files) == data * model
 
 
+@pytest.mark.slow(but=["2-4-True"])
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(("data", "model"), MESHES)
 def test_parameters_in_files(data, model, gradients, tmp_path):
@@ -426,6 +443,7 @@ def test_parameters_in_files(data, model, gradients, tmp_path):
     assert {leaf.where for leaf in jax.tree.leaves(state[0])} == {"in files"}
 
 
+@pytest.mark.slow
 def test_files_say_which_parts_they_have(tmp_path):
     """Parts of two specs may have one shape: a run that goes on with files takes none for the other."""
 

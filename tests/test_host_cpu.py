@@ -55,6 +55,7 @@ def train(name: str, num: int) -> None:
     )
 
 
+@pytest.mark.slow(but=["flatten"])
 @pytest.mark.parametrize("name", list(optimizer_names()))
 @pytest.mark.usefixtures("optax_promotions")
 def test_optimizers_train_as_on_one_device(name: str):
@@ -71,6 +72,7 @@ def check(name: str, axes: dict[str, int], policy: jzero.HostCPU, **options: Any
     parity.check(name, axes, sharded, options)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("axes", "options"), SETTINGS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items())
 )
@@ -79,6 +81,7 @@ def test_settings_train_as_on_one_device(axes, options):
     check("mlp", axes, jzero.HostCPU(ratio=0.5, threads=1), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(step_names()))
 def test_steps_train_as_on_one_device(name):
     check(name, {"data": 4}, jzero.HostCPU())

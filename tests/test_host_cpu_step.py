@@ -58,6 +58,7 @@ def hosted(tree: Any) -> list[jzero.LeafArray]:
 # -- what crosses ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num", "stage"), [(1, 3), (8, 3), (8, 1), (2, 2)])
 def test_two_bytes_of_each_parameter_cross_in_each_direction(num, stage, watched):  # noqa: F811
     """Clipped, with masters: bfloat16 gradients down, bfloat16 parameters up, and a few scalars."""
@@ -84,6 +85,7 @@ def test_two_bytes_of_each_parameter_cross_in_each_direction(num, stage, watched
         assert 2 * NUM_PARAMS <= nbytes * num <= 2 * most
 
 
+@pytest.mark.slow
 def test_what_crosses_of_float32_parameters(watched):  # noqa: F811
     """They are read by the update, and have no copy on the host."""
     down, up = watched
@@ -95,6 +97,7 @@ def test_what_crosses_of_float32_parameters(watched):  # noqa: F811
     assert sorted(whats) == ["gradient"] * 4 + ["parameter"] * 8
 
 
+@pytest.mark.slow
 def test_what_a_streamed_step_copies():
     train_step = small.shard_train_step(make_step(), offload=jzero.PinnedHost(10_000))
     report = train_step.describe(new_state(), BATCH)
@@ -107,6 +110,7 @@ def test_what_a_streamed_step_copies():
 # -- state on the host -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_state_is_updated_in_its_place_and_consumed():
     train_step = on(8)
     state = train_step.init(new_state)
@@ -121,6 +125,7 @@ def test_state_is_updated_in_its_place_and_consumed():
     assert [leaf.storage.num_steps for leaf in hosted(second)] == [2] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_dropped_state_is_freed(stage):
     """The step keeps nothing of a state on the devices."""
@@ -135,6 +140,7 @@ def test_a_dropped_state_is_freed(stage):
     assert {x.sharding.memory_kind for x in held} <= {"pinned_host"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [jzero.HostCPU(), jzero.HostCPU(delayed_update=True, delay_after=0)], ids=str
 )
@@ -153,6 +159,7 @@ def test_a_dropped_state_is_freed_on_the_host(policy):
     wait_until(lambda: all(ref() is None for ref in buffers), "they are freed", 60)
 
 
+@pytest.mark.slow
 def test_memory_of_outputs_lives_as_long_as_a_thread_may_write_it():
     x = jax.device_put(np.ones((3, 5), np.float32), jax.devices()[0])
     view, alive = _pinned_leaf.view(x), weakref.ref(x)
@@ -163,6 +170,7 @@ def test_memory_of_outputs_lives_as_long_as_a_thread_may_write_it():
     assert alive() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [jzero.HostCPU(), jzero.PinnedHost(10_000)], ids=str)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_frozen_leaves_are_not_copied(policy, stage):
@@ -184,6 +192,7 @@ def test_frozen_leaves_are_not_copied(policy, stage):
     assert_same(state, expected)
 
 
+@pytest.mark.slow
 def test_states_in_turn():
     """Two trainings with one step, as those of a generator and its critic."""
     train_step, plain = on(4), jax.jit(make_step(ADAMW))
@@ -197,6 +206,7 @@ def test_states_in_turn():
     assert_same(states, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delayed", [False, True])
 def test_trainings_in_threads(delayed):
     """One step, a state for each thread: a search for hyperparameters."""
@@ -216,6 +226,7 @@ def test_trainings_in_threads(delayed):
             assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_a_training_that_waits_for_its_devices_holds_nobody_up(monkeypatch):
     """Its gradients take seconds, on a device of its own; another's steps end meanwhile."""
     waits, original = threading.Event(), _host_step.HostStep.wait
@@ -267,6 +278,7 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
     train_step(second, BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [jzero.PinnedHost(2_000), jzero.PinnedHost(), jzero.HostCPU()])
 def test_a_step_copies_nothing_that_a_guard_forbids(policy):
     """Between host and devices: under `jax.transfer_guard`, in slices, in one turn and on the host."""
@@ -283,6 +295,7 @@ def test_a_step_copies_nothing_that_a_guard_forbids(policy):
     assert_same(state, expected)
 
 
+@pytest.mark.slow
 def test_a_guard_lets_pass_what_the_hosts_xla_reads():
     """A scalar beside a function that kernels do not know."""
 
@@ -332,6 +345,7 @@ def test_masters_of_the_steps_own(policy, stage):
         state = train_step(state, BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_padding_stays_zero(stage):
     """Of an update that would make it one."""
@@ -400,6 +414,7 @@ class PlainLoop:
             self.pending = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "after", "options"),
     [
@@ -426,6 +441,7 @@ def test_delayed_by_exactly_one_step(num, after, options):
     assert train_step.flush(state) is state
 
 
+@pytest.mark.slow
 def test_delayed_states_in_turn(monkeypatch):
     """And no memory is written from which the devices may still copy: what an array is made of that was
     deleted since, too."""
@@ -452,6 +468,7 @@ def test_delayed_states_in_turn(monkeypatch):
         assert_same(states[which][0], loops[which].params)
 
 
+@pytest.mark.slow
 def test_delayed_with_masters():
     tx = jzero.master_weights(optax.adam(1e-1))
     policy = jzero.HostCPU(delayed_update=True, delay_after=1)
@@ -466,6 +483,7 @@ def test_delayed_with_masters():
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 4])
 def test_a_loss_scale_waits_with_its_gradients(num):
     """A leaf that rests on the devices, and has another value when they are divided by it."""
@@ -495,6 +513,7 @@ def test_a_loss_scale_waits_with_its_gradients(num):
     assert_same(train_step.flush(state)[:2], renewed(w, m, *pending))
 
 
+@pytest.mark.slow
 def test_an_argument_that_the_update_reads():
     """Not through the batch: a learning rate, which waits with its gradients, too."""
 
@@ -546,6 +565,7 @@ def test_a_step_that_is_not_delayed_takes_a_state_that_waits():
     assert_same(state, expected)
 
 
+@pytest.mark.slow
 def test_a_delayed_step_takes_a_state_that_waits_for_another_one():
     """One that renews on the devices what the other does on the host: neither update is lost."""
 
@@ -569,6 +589,7 @@ def test_a_delayed_step_takes_a_state_that_waits_for_another_one():
     assert_same(state, average(momentum((w, w / 2), BATCH), BATCH))
 
 
+@pytest.mark.slow
 def test_a_last_batch_of_another_shape():
     """Gradients of one program are applied while another one computes."""
     policy = jzero.HostCPU(delayed_update=True, delay_after=0)
@@ -607,6 +628,7 @@ def test_memory_for_what_is_on_its_way(monkeypatch, tmp_path):
     train_step(state, BATCH)
 
 
+@pytest.mark.slow
 def test_batches_of_two_shapes_share_an_engine():
     train_step, expected = on(4), new_state(ADAMW)
     state: Any = new_state(ADAMW)
@@ -681,6 +703,7 @@ def test_leaves_of_different_steps():
 # -- failures --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_leaves_the_state():
     """The update asks Python, which raises in the third step; the training goes on after it."""
     fails = False
@@ -712,6 +735,7 @@ def test_a_host_that_fails_leaves_the_state():
     step(state, BATCH)
 
 
+@pytest.mark.slow
 def test_what_brings_parameters_to_rest_is_compiled_before(monkeypatch):
     """At stage 1 they come as shards; who has no memory to compile that keeps the state."""
     train_step = on(4, stage=1)
@@ -731,6 +755,7 @@ def test_what_brings_parameters_to_rest_is_compiled_before(monkeypatch):
     assert_same(found, expected[0])
 
 
+@pytest.mark.slow
 def test_an_interrupted_update_consumes_the_state(monkeypatch):
     train_step = on(2)
     state, _ = train_step(new_state(ADAMW), BATCH)
@@ -747,6 +772,7 @@ def test_an_interrupted_update_consumes_the_state(monkeypatch):
     train_step(new_state(ADAMW), BATCH)
 
 
+@pytest.mark.slow
 def test_a_refused_batch_leaves_the_state():
     train_step = on(4)
     state, _ = train_step(new_state(ADAMW), BATCH)
@@ -790,6 +816,7 @@ def test_numbers_of_numpy():
     assert jzero.HostCPU(delayed_update=True).delays(40)
 
 
+@pytest.mark.slow
 def test_what_needs_other_devices_is_named():
     with pytest.raises(jzero.OptionError) as error:
         on(2, optax.lamb(1e-2)).plan(new_state(optax.lamb(1e-2)), BATCH)
@@ -841,6 +868,7 @@ def test_delays_that_cannot_be():
     np.testing.assert_array_equal(np.asarray(m), np.asarray(metrics["m"]))
 
 
+@pytest.mark.slow
 def test_it_is_no_one_program():
     train_step = on(2)
     with pytest.raises(jzero.OptionError, match="and the step is lowered"):
@@ -857,6 +885,7 @@ def share(plan) -> float:
     return sum(x.nbytes for x in leaves if x.tier == "host") / sum(x.nbytes for x in leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.9, 0.5, 0.2])
 def test_a_share_rests_on_the_host(ratio):
     train_step = on(4, policy=jzero.HostCPU(ratio=ratio))
@@ -883,6 +912,7 @@ def test_a_share_that_is_too_small():
     assert 0 < share(plan) < 0.01
 
 
+@pytest.mark.slow
 def test_what_meets_in_scalars_rests_together():
     """The norm of all updates scales each of them."""
     tx = optax.chain(optax.adam(1e-2), optax.clip_by_global_norm(1.0))
@@ -904,6 +934,7 @@ def test_the_share_that_ends_together():
     assert _bandwidth.share(slow, 12e9, 2e9) == pytest.approx(on_device / (on_host + on_device))
 
 
+@pytest.mark.slow
 def test_the_share_is_measured(monkeypatch):
     found = _bandwidth.measure(jax.devices()[0], 2, 1)
     assert min(found) > 0
@@ -919,6 +950,7 @@ def test_the_share_is_measured(monkeypatch):
     assert asked == [(jax.devices()[0], 2, 3)]
 
 
+@pytest.mark.slow
 def test_a_share_goes_by_what_crosses(monkeypatch):
     """A shard of each parameter, at stages where they rest whole, too."""
     found = _bandwidth.Bandwidths(host=1e12, device=1e9, link=1e9)
@@ -944,6 +976,7 @@ def test_a_measured_share_is_at_least_the_smallest(monkeypatch):
     assert 0 < share(plan) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "tx", "ratio"), [(8, ADAMW, "auto"), (8, ADAMW, 1.0), (1, optax.lamb(1e-2), 1.0)]
 )
@@ -975,6 +1008,7 @@ def test_no_share_is_measured_without_devices():
 # -- reports ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_report_without_devices():
     mesh = jax.sharding.AbstractMesh((512,), ("data",))
     train_step = small.shard_train_step(make_step(ADAMW), mesh=mesh, offload=jzero.HostCPU())
@@ -984,6 +1018,7 @@ def test_report_without_devices():
     assert "8 of 13 leaves rest in host memory" in str(report)
 
 
+@pytest.mark.slow
 def test_report_names_what_is_left_to_xla():
     tx = optax.lamb(1e-2)
     report = on(1, tx).describe(new_state(tx), BATCH)
@@ -991,6 +1026,7 @@ def test_report_names_what_is_left_to_xla():
     assert re.search(r"by a kernel, after XLA \(.*float32\[64,48\]\): state\[0\]\[0\]", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 4])
 def test_numbers_of_several_updates_that_rest_on_the_devices(num):
     """Pieces of one turn hand a number to each other: the norm of updates that the host has no part in."""

@@ -144,6 +144,7 @@ def interrupted_everywhere(train_step: Any, new: Iterator[Any], stride: int = 1)
         np.testing.assert_array_equal(np.asarray(x), y)
 
 
+@pytest.mark.slow(but=["XLA-False-average"])
 @pytest.mark.parametrize("step_fn", [momentum, average])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_step_that_is_interrupted_leaves_its_state_or_none_of_it(step_fn, delayed):
@@ -153,6 +154,7 @@ def test_a_step_that_is_interrupted_leaves_its_state_or_none_of_it(step_fn, dela
     interrupted_everywhere(train_step, states(train_step))
 
 
+@pytest.mark.slow(but=["XLA-7"])
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_layers_that_are_interrupted_are_as_they_were_or_lost(stride):
     """A leaf that is there has not been touched, though others may be lost."""
@@ -178,6 +180,7 @@ def written_in(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
             todo += ast.iter_child_nodes(node)
 
 
+@pytest.mark.slow
 def test_no_comprehension_where_a_lock_is_held():
     """See [Note: locks and comprehensions]."""
     package = pathlib.Path(jzero.__file__).parent

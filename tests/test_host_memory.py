@@ -130,6 +130,7 @@ STEPS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_the_host_has_no_room_for(name, left):
     """Said before it runs: the state is as it was, and trains on when there is room."""
@@ -149,6 +150,7 @@ def test_a_step_that_the_host_has_no_room_for(name, left):
         state, _ = train_step(state, batch(ROWS // 2))
 
 
+@pytest.mark.slow
 def test_a_larger_batch_needs_what_it_has_more(left):
     train_step = small.shard_train_step(step_fn, **ACTIVATIONS)
     state, _ = train_step(new_state(), batch(ROWS))
@@ -156,6 +158,7 @@ def test_a_larger_batch_needs_what_it_has_more(left):
         train_step(state, batch(2 * ROWS))
 
 
+@pytest.mark.slow(but=["None-None-64"])
 @pytest.mark.parametrize(
     ("limit", "preallocated", "gib"), [(None, None, 64), (None, "true", 16), ("0", None, 0)]
 )
@@ -211,6 +214,7 @@ TAKEN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(but=["parameters"])
 @pytest.mark.parametrize("name", TAKEN)
 def test_steps_take_what_they_ask_for(name):
     train_step = small.shard_train_step(step_fn, **TAKEN[name])

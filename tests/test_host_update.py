@@ -61,6 +61,7 @@ def bfloat16(shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
 SIZES = [0, 1, 2, LANES - 1, LANES, LANES + 1, BLOCK, 2 * BLOCK + LANES + 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_size_in_one_update(threads: int):
     update, state = adamw([host(size) for size in SIZES])
@@ -79,6 +80,7 @@ def test_hundreds_of_leaves_are_one_kernel():
     assert engine.describe().startswith("1 kernels\n1200 of 1201 leaves in one pass each")
 
 
+@pytest.mark.slow(but=50)
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf, -0.0, 1e-40, 1e18])
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd(momentum)", "rmsprop", "adagrad", "yogi"])
 def test_special_gradients(name: str, special: float):
@@ -192,6 +194,7 @@ def test_describe_says_why(compiler: str):  # noqa: F811
     ]
 
 
+@pytest.mark.slow
 def test_nothing_of_the_state_is_copied():
     """NumPy's allocations in a step, for a state of 12 MB and outputs of 2 MB."""
     update, state = adamw([host(1 << 20)])
@@ -219,6 +222,7 @@ def test_other_outputs_in_each_call():
         np.testing.assert_array_equal(outputs[0], state[0].astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_updates_in_several_threads():
     update, first = adamw([host(3 * BLOCK)])
     states = [[on_host(leaf) for leaf in first] for _ in range(4)]
@@ -250,6 +254,7 @@ def test_inputs_of_any_kind():
         np.testing.assert_array_equal(result, results[0])
 
 
+@pytest.mark.slow
 def test_keys_among_the_inputs():
     """No kernel reads them, and NumPy has none: XLA does, on the CPU."""
 
@@ -285,6 +290,7 @@ def three_leaves() -> tuple[Any, list[np.ndarray], list[jax.Array]]:
     return update, [host(64, 32), host(64, 32, seed=1), host(32), host()], inputs
 
 
+@pytest.mark.slow
 def test_shards_are_updated_together():
     """Each from its own state and inputs, as it would be alone, and again with other arrays."""
     update, state, inputs = three_leaves()
@@ -317,6 +323,7 @@ def many_leaves(chunk_leaves: int = 3) -> tuple[HostUpdate, list[np.ndarray], li
     return engine, state, grads
 
 
+@pytest.mark.slow
 def test_chunks_say_which_outputs_are_there():
     engine, state, grads = many_leaves()
     whole, expected, _ = many_leaves(chunk_leaves=12)
@@ -402,6 +409,7 @@ def test_what_fails_has_changed_nothing():
     assert not np.array_equal(states[1][0], before[1][0])
 
 
+@pytest.mark.slow
 def test_no_state_is_kept_alive():
     update, state = adamw([host(100)])
     engine, grads = HostUpdate(update, state, bfloat16([(100,)])), bfloat16([(100,)])

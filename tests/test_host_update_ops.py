@@ -127,6 +127,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow(but=126)
 @pytest.mark.parametrize(("name", "dtype"), ROWS)
 def test_primitive(name: str, dtype: str):
     case = CASES[name]
@@ -138,6 +139,7 @@ def test_primitive(name: str, dtype: str):
     assert_same(*run(case.fn, args), case.ulps, signs=name not in ("max", "min", "clamp"))
 
 
+@pytest.mark.slow(but=34)
 @pytest.mark.parametrize("new", [*FLOATS, *INTS, "bool"])
 @pytest.mark.parametrize("old", [*FLOATS, *INTS, "bool"])
 def test_conversion(old: str, new: str):
@@ -148,6 +150,7 @@ def test_every_dtype_has_cases():
     assert set(TYPES) == {*FLOATS, *INTS, "bool"}
 
 
+@pytest.mark.slow
 def test_every_primitive_has_a_case():
     assert {name for name, _ in OPS} == {*CASES, "convert_element_type"}
 
@@ -208,6 +211,7 @@ def long_floats() -> np.ndarray:
     )
 
 
+@pytest.mark.slow
 def test_rounding_to_bfloat16():
     """To the nearest, ties to even, as in numbers of so many bits; a NaN keeps its sign."""
     x = long_floats()

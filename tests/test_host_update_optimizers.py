@@ -60,6 +60,7 @@ def optax_promotions():
         yield
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_updates_as_xla_does(name: str):
     given = problem(ENTRIES[name], jnp.float32)
@@ -76,6 +77,7 @@ IN_BFLOAT16 = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in IN_BFLOAT16 else pytest.mark.slow) for name in ENTRIES],
@@ -84,6 +86,7 @@ def test_bfloat16_comes_in_and_goes_out(name: str):
     assert_same(problem(ENTRIES[name], jnp.bfloat16, jnp.bfloat16), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, None)])
 @pytest.mark.parametrize("name", ["adamw", "adam(bfloat16 moment)", "lion", "lamb", "rmsprop"])
 def test_either_alone(name: str, dtypes: tuple[Any, Any]):

@@ -44,6 +44,7 @@ def usual(name: str, bits: int) -> bool:
     )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
@@ -119,6 +120,7 @@ STEPS = """if True:
 """
 
 
+@pytest.mark.slow
 def test_without_llvmlite():
     """Nothing is refused: the same numbers, and `describe` says by which road, and what would be faster."""
     pytest.importorskip("llvmlite")
@@ -166,6 +168,7 @@ PEAK = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak")
 def test_the_state_is_not_there_twice():
     """256 MiB of it; beside it are a block's results, and what XLA needs to make them."""

@@ -56,6 +56,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "numbers", [SAMPLE, pytest.param([*range(NUM)], marks=pytest.mark.slow)], ids=["some", "all"]
 )
@@ -71,6 +72,7 @@ def test_mutated_checkpoints(numbers, tmp_path):
     assert counts["named"] > len(numbers)
 
 
+@pytest.mark.slow
 def test_the_sample_has_every_change_of_every_kind():
     assert {number % len(KINDS) for number in SAMPLE} == {*range(len(KINDS))}
     assert {number // len(KINDS) % len(CHANGES) for number in SAMPLE} == {*range(len(CHANGES))}
@@ -231,6 +233,7 @@ def test_leaves_are_in_the_checkpoint(name, train_step, tmp_path):
     refused(tmp_path / "steps" / "1", train_step, "key_metadata is missing")
 
 
+@pytest.mark.slow
 def test_names_are_shown_escaped_and_in_part(train_step, tmp_path, capsys):
     """A terminal obeys none of them."""
     name = "\u202ew\u001b[31m\n" + "x" * 500

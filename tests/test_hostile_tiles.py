@@ -106,6 +106,7 @@ def run(disk: Disk, num: int, seed: int) -> collections.Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("num", [100, pytest.param(1500, marks=pytest.mark.slow)])
 def test_mutated_headers_with_right_checksums(num, in_place, tmp_path):
@@ -138,11 +139,13 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", BOTH)
 def test_what_is_said_of_a_header(field, tmp_path):
     refused(tmp_path, lambda fields: {**fields, field: BOTH[field]}, SAID[field])
 
 
+@pytest.mark.slow
 def test_headers_that_do_not_go_together(tmp_path):
     def same_step(fields):
         return {**fields, "step": 1}
@@ -158,6 +161,7 @@ def test_headers_that_do_not_go_together(tmp_path):
     refused(tmp_path / "c", other_file, "has headers of two files: they differ in more than")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("about", "text"),
     [

@@ -59,6 +59,7 @@ def make_step(model):
     return step
 
 
+@pytest.mark.slow(but=["in_pairs-HostCPU", "by_number-None"])
 @pytest.mark.parametrize("offload", [jzero.HostCPU(), None], ids=["HostCPU", "None"])
 @pytest.mark.parametrize("model", [by_scan, in_pairs, by_number])
 def test_they_train_and_are_described(model, offload):

@@ -188,6 +188,7 @@ def nested_in(eval_step, *args):
 # -- equal to one device ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("asked", "layers"),
@@ -237,6 +238,7 @@ def test_a_loop_that_takes_slices_of_a_leaf_and_closes_over_others():
         assert len(nested_in(eval_step, placed, prompt)) == 1
 
 
+@pytest.mark.slow
 def test_a_loop_that_begins_with_a_parameter():
     """What it carries is none: it is a value of its own."""
 
@@ -289,6 +291,7 @@ def test_a_loop_that_hands_on_a_parameter():
         assert len(nested_in(eval_step, placed, x)) == 3
 
 
+@pytest.mark.slow
 def test_padded_and_quantized_leaves():
     params = new_params(vocab=VOCAB + 1)
     scales = jax.tree.map(lambda x: jnp.abs(x).max() / 127, params["blocks"])
@@ -379,6 +382,7 @@ def trained(num=4, **options):
     return train_step, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU(), jzero.PinnedHost(2**20)])
 def test_the_state_of_a_train_step_is_read_where_it_rests(offload):
     train_step, state = trained(offload=offload)
@@ -410,6 +414,7 @@ def nbytes_of(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow(but=["1-16-scanned", "8-8-unrolled"])
 @pytest.mark.parametrize("layers", ["scanned", "unrolled"])
 @pytest.mark.parametrize(("num", "rows"), [(1, 16), (1, 1), (8, 16), (8, 8)])
 def test_bytes_over_the_link_in_each_token(layers, num, rows):
@@ -438,6 +443,7 @@ def at_rest(x):
     return x.storage if isinstance(x, jzero.LeafArray) else x
 
 
+@pytest.mark.slow
 def test_what_fits_is_fetched_once():
     """A loop whose parameters have room on the device holds them."""
     params, args = new_params(), (tokens_of(16, GIVEN), jax.random.key(0))
@@ -473,6 +479,7 @@ def on_devices(least=0):
     return [x for x in arrays if x.nbytes >= least]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["scanned", "unrolled"])
 def test_depth_costs_its_cache_only(layers, monkeypatch):
     """Between any two programs the devices hold a part's parameters, and the cache, once."""
@@ -498,6 +505,7 @@ def test_depth_costs_its_cache_only(layers, monkeypatch):
     assert 8 * cache <= many - few <= 8 * cache + weights // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [greedy, stopped])
 @pytest.mark.parametrize("layers", ["scanned", "unrolled"])
 def test_the_cache_stays_where_it_is(layers, fn, monkeypatch):
@@ -523,6 +531,7 @@ def test_the_cache_stays_where_it_is(layers, fn, monkeypatch):
     assert len(found) == 2
 
 
+@pytest.mark.slow
 def test_the_next_turn_is_fetched_while_this_one_ends(monkeypatch):
     """In a `scan`; in a `while` when the host has read that there is one."""
     params, args = new_params(), (tokens_of(16, GIVEN), jax.random.key(0))
@@ -621,6 +630,7 @@ def test_beside_an_axis_over_which_xla_shards():
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", [False, True], ids=["whole", "3 prompts"])
 def test_a_batch_that_comes_whole_to_each_device(mapped):
     """Nothing of it is split over the devices; the window is obeyed as ever."""

@@ -46,6 +46,7 @@ def test_a_process_grows_by_gradients_alone(tmp_path):
     assert in_memory - state_in_files > 8
 
 
+@pytest.mark.slow
 def test_a_disk_against_itself(tmp_path):
     sizes = {"params": 2**20, "tile-mib": 1, "host-mib": 4, "transfers-mib": 16, "rounds": 1}
     options = [x for name, size in sizes.items() for x in (f"--{name}", size)]
@@ -58,6 +59,7 @@ def test_a_disk_against_itself(tmp_path):
     assert shown in text
 
 
+@pytest.mark.slow(but=["against_deepspeed", "host_memory"])
 @pytest.mark.parametrize("script", ["disk", "against_deepspeed", "kills", "host_memory"])
 def test_the_page_has_the_last_result(script):
     command = [sys.executable, str(FOLDER / f"{script}.py"), "--show"]
@@ -83,6 +85,7 @@ def test_losses_are_those_of_one_device(tmp_path):
     assert result["rows"]["and parameters on the host"]["largest_difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_the_largest_models_are_those_of_the_page(tmp_path):
     """And the paper's terabytes are 20 bytes of each parameter, digit by digit."""
     result, text = run("largest", out=tmp_path)
@@ -95,6 +98,7 @@ def test_the_largest_models_are_those_of_the_page(tmp_path):
     assert fits == ["2B", "15.1B", "32B", "93.8B", "93.8B", "371B", "733B", "1T", "1.75T"]
 
 
+@pytest.mark.slow
 def test_a_step_with_files_in_time(tmp_path):
     options = ("--files", "--devices", "2", "--layers", "2", "--dim", "64", "--rows", "1")
     result, _ = run("timeline", *options, "--path", tmp_path, out=tmp_path / "out")
@@ -103,6 +107,7 @@ def test_a_step_with_files_in_time(tmp_path):
     assert files | {"turns of the loops", "host updates"} <= shown
 
 
+@pytest.mark.slow
 def test_a_step_in_time(tmp_path):
     options = ("--devices", "2", "--layers", "2", "--dim", "64", "--rows", "1")
     result, _ = run("timeline", *options, out=tmp_path)

@@ -147,6 +147,7 @@ def test_a_gathered_matrix_is_read_before_its_gradient_is_made(limit, first, tie
     assert all(not set(e.outvars).isdisjoint(eqns[made].invars) for e in barriers)
 
 
+@pytest.mark.slow
 def test_a_gradient_does_not_wait_for_another_pass():
     """The product that follows it reads what it reads, and the matrix, and is one of an evaluation."""
 
@@ -169,6 +170,7 @@ def test_a_gradient_does_not_wait_for_another_pass():
     assert made == [2 * VOCAB, WIDTH * VOCAB, 2 * VOCAB]
 
 
+@pytest.mark.slow
 def test_no_collective_more_or_less():
     state, num = jax.eval_shape(make_state), []
     for limit in (1, HEAD):
@@ -187,6 +189,7 @@ def test_no_collective_more_or_less():
     assert num[0] == num[1]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("options", "how"),
@@ -242,6 +245,7 @@ def two_steps(train_step, state):
     return found, [*SEEN]
 
 
+@pytest.mark.slow
 def test_the_head_and_its_gradient_are_not_there_together(monkeypatch):
     gpu_compiler.skip_without_it()
     model = Llama(layers=2, dim=1024, heads=8, kv_heads=2, hidden=2048, context=256)

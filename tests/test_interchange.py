@@ -91,6 +91,7 @@ def train(stack, head, x, reverse=False):
 SHAPES = (LAYERS, WIDTH, WIDTH), (WIDTH, WIDTH), (K, ROWS, WIDTH)
 
 
+@pytest.mark.slow(but=["together-False"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("most", [1, 2**20], ids=("each apart", "together"))
 def test_a_step_with_a_forward_and_a_backward_loop(most, reverse):
@@ -183,6 +184,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=["bits-each apart", "stacks of a microbatch-each apart"])
 @pytest.mark.parametrize("most", [1, 2**20], ids=("each apart", "together"))
 @pytest.mark.parametrize("name", CASES)
 def test_values_stay(name, most):
@@ -271,6 +273,7 @@ def test_casts_before_the_loop_are_done_where_layers_are_read():
     assert [loop.xs for loop in found.loops] == [("leaf",)]
 
 
+@pytest.mark.slow
 def test_other_loops_stay():
     """Loops that are not over microbatches, and such that read no leaves."""
 

@@ -15,6 +15,7 @@ def children() -> Iterator[faults.Children]:
         yield children
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not()))
 @pytest.mark.parametrize("on_host", [False, True], ids=["on devices", "on the host"])
 def test_killed_again_and_again(on_host, children, tmp_path):
@@ -24,6 +25,7 @@ def test_killed_again_and_again(on_host, children, tmp_path):
     assert steps[-1] > 0
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends(children, tmp_path):
     child = children.start("killing:train", directory=str(tmp_path), on_host=False)
     complete = child.hear()

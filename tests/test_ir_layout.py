@@ -161,6 +161,7 @@ def cases(draw, sums=True, num=1):
     return mesh, *found
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(max_examples=300)
 def test_blocks_of_all_devices_are_the_value(case):
@@ -172,6 +173,7 @@ def test_blocks_of_all_devices_are_the_value(case):
     np.testing.assert_array_equal(assembled(layout, terms_of(layout, value, mesh), mesh), value)
 
 
+@pytest.mark.slow
 @given(cases(sums=False))
 @settings(max_examples=200)
 def test_blocks_are_those_of_a_reshape(case):
@@ -199,6 +201,7 @@ def test_blocks_are_those_of_a_reshape(case):
         np.testing.assert_array_equal(layout.block(value, device, GARBAGE), block)
 
 
+@pytest.mark.slow
 @given(cases(), st.data())
 @settings(max_examples=400)
 def test_reshape_is_a_reshape_of_each_block(case, data):
@@ -530,6 +533,7 @@ for a, b in itertools.product(layouts, layouts):
 """
 
 
+@pytest.mark.slow
 def test_every_process_breaks_ties_alike():
     text = partitioned.printed_by_processes(TIES)
     assert "exchange" in text

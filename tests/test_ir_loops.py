@@ -123,6 +123,7 @@ def test_taken_apart_and_put_together(form, length, reverse):
     check(fn, args, lambda jaxpr, scan: ScanBuilder(scan).build().equations())
 
 
+@pytest.mark.slow(but=14)
 @forms
 @lengths
 @directions
@@ -137,6 +138,7 @@ def test_opened_it_has_no_stacks(form, length, reverse):
     check(fn, args, change)
 
 
+@pytest.mark.slow(but=16)
 @forms
 @lengths
 @directions
@@ -246,6 +248,7 @@ def test_sink_and_absorb(length, reverse):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-15), was, now)
 
 
+@pytest.mark.slow(but=["False-False-1", "True-True-1"])
 @lengths
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("reverse", [False, True])

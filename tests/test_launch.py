@@ -66,6 +66,7 @@ def check(printed, processes, loss, steps="0 to 3"):
     assert float(found[3]) == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_one_node(loss, tmp_path):
     """From any directory."""
     check(ends([LAUNCH / "one_node.sh", *ARGS], [{}], cwd=tmp_path), 1, loss)
@@ -76,6 +77,7 @@ def directives():
     return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_slurm(loss, tmp_path):
     """JAX itself finds the processes by Slurm's variables; what they saved, one process goes on with."""
     assert directives()["ntasks-per-node"] == directives()["gpus-per-node"]
@@ -87,6 +89,7 @@ def test_slurm(loss, tmp_path):
     check(ends([LAUNCH / "one_node.sh", *saving, "3"], [{}]), 1, loss, "2 to 3")
 
 
+@pytest.mark.slow
 def test_jobset(loss):
     """The container's command and environment, as in each pod; DNS and volumes are left out."""
     jobset = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
@@ -112,6 +115,7 @@ def test_jobset(loss):
     check(ends([sys.executable, *container["command"][1:], *ARGS], pods), 2, loss)
 
 
+@pytest.mark.slow
 def test_ray(loss):
     """Through a stand-in of Ray, which starts a process for each actor."""
     printed = ends([sys.executable, LAUNCH / "ray_launch.py", "--gpus", "2", "--", *ARGS], [{}])

@@ -22,6 +22,7 @@ from jzero.sharding.passes import _order
 SCAN = pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 
 
+@pytest.mark.slow(but=["scanned-on the host-1"])
 @pytest.mark.parametrize("num", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
 @pytest.mark.parametrize("update", model.UPDATES)
 @SCAN
@@ -33,6 +34,7 @@ def test_it_trains_what_one_device_trains(scan, update, num):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -56,6 +58,7 @@ ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
 LAYER_MAJOR = {"accumulate": 2, "layer_major": True}
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -106,6 +109,7 @@ BY_DEFAULT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=["mixed_bf16"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -178,6 +182,7 @@ def expected(loss_fn, scan):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "loops"), [(divided_by_a_count, 2), (contrastive, 3), (tied, 1)]
 )
@@ -241,6 +246,7 @@ def test_large_gradients_leave_as_layers_end():
     ]  # fmt: skip
 
 
+@pytest.mark.slow(but=["scanned-tied-2"])
 @pytest.mark.parametrize(("loss_fn", "passes"), [(tied, 2), (divided_by_a_count, 3)])
 @SCAN
 def test_traffic_does_not_grow_with_microbatches(scan, loss_fn, passes):
@@ -274,6 +280,7 @@ def compiled_in(train_step, state):
     return found
 
 
+@pytest.mark.slow
 @SCAN
 def test_the_compiled_parts_gather_and_reduce_no_more(scan):
     state = jax.eval_shape(lambda: model.new_state(scan, 4, ADAM))
@@ -283,6 +290,7 @@ def test_the_compiled_parts_gather_and_reduce_no_more(scan):
         assert compiled_in(shard(tied, accumulate=k, layer_major=True), state) == whole
 
 
+@pytest.mark.slow
 def test_one_layer_s_gradient_is_whole_at_a_time():
     """Sums over microbatches begin in the loop over layers, and are reduced there."""
     train_step, state = model.sharded(True, model.CLIPPED, accumulate=2, layer_major=True)
@@ -306,6 +314,7 @@ def test_describe_says_what_layers_hand_on():
     assert f"what layers hand on takes up to {report.handed_bytes} B on each device" in text
 
 
+@pytest.mark.slow
 def test_it_is_layered_for_evaluations_too():
     train_step, state = model.check(True, accumulate=2, layer_major=True)
     eval_step = jzero.shard_eval_step(

@@ -177,6 +177,7 @@ def test_file_keeps_the_rules(file: str):
     assert broken_rules(file, FILES) == []
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle():
     assert circle(FILES) == []
 
@@ -227,6 +228,7 @@ def test_planted_import_is_found(file: str, source: str, expected: str):
     assert any(expected in broken for broken in broken_rules(file, files))
 
 
+@pytest.mark.slow
 def test_planted_circle_is_found():
     files = FILES | {
         "tracing/_call": "from ._rewrite import x",

@@ -84,6 +84,7 @@ def compiled(loop):
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1], ids=["forward", "backward"])
 def test_gathers_run_beside_products(which):
     _, segment = layered()
@@ -96,6 +97,7 @@ def test_gathers_run_beside_products(which):
     assert all((c.hidden or 0.0) >= (1.0, 0.7)[which] for c in gathers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
 def test_activations_that_wait_on_the_host_are_compiled(options):
     """For parts that hand them on: inputs of layers, on each device's host beside its shards."""

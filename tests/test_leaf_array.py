@@ -149,6 +149,7 @@ def assert_same(actual: Any, expected: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow(but=85)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_used_as_an_array(leaf, use):
     before = np.array(leaf)

@@ -199,6 +199,7 @@ def assert_equal(found, expected):
     )
 
 
+@pytest.mark.slow(but=50)
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize(
     "setting",
@@ -307,6 +308,7 @@ def bundles():
         yield pytest.param(bundle, marks=marks, id=str(bundle[0]))
 
 
+@pytest.mark.slow(but=["20", "40"])
 @pytest.mark.parametrize("bundle", list(bundles()))
 def test_drawn_loops_train_as_on_one_device(bundle):
     results = loops.check(bundle)
@@ -317,12 +319,14 @@ def test_drawn_loops_train_as_on_one_device(bundle):
     assert sum(r.verdict == "refused" for r in results) <= few
 
 
+@pytest.mark.slow
 def test_what_nobody_reads_is_no_update():
     """A checkpoint that makes a start of a carry for nothing, of a parameter that it gathers."""
     (found,) = loops.check([1059])
     assert found.verdict == "equal", found.why
 
 
+@pytest.mark.slow
 def test_every_part_of_loops_is_drawn():
     tables = (
         loops.NEXT, loops.ADDITIVE, loops.TERMS, loops.HANDED, loops.APART, loops.STARTS, loops.ROWS_OF,
@@ -336,6 +340,7 @@ def test_every_part_of_loops_is_drawn():
     assert not never, f"drawn never: {never}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_only_decides_whether_a_turn_follows(stage):
     """A line search: of `limit`, and of what a turn makes of a parameter, nothing but its end depends."""
@@ -388,6 +393,7 @@ NO_TURNS = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"stage": 1}, {"accumulate": 2}, {"tile_bytes": 256}, {"prefetch_bytes": 0}],

@@ -20,6 +20,7 @@ def real_state(model):
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_at_rest_are_the_formula(stage, num_devices):
@@ -43,6 +44,7 @@ def test_bytes_at_rest_are_the_formula(stage, num_devices):
         assert on_device == parameters + moments + counters == plan.nbytes_at_rest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_peak_memory_grows_with_one_layer_not_with_all(remat, monkeypatch):
     """At stage 3, the temporary bytes of a scanned model do not hold the gathered stack."""
@@ -66,6 +68,7 @@ def test_peak_memory_grows_with_one_layer_not_with_all(remat, monkeypatch):
     assert growth < 2 * layer / 8 + activations < layer
 
 
+@pytest.mark.slow
 def test_one_device_runs_the_users_own_program():
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     state, tokens = programs.abstract_state(programs.Model()), programs.tokens()
@@ -82,6 +85,7 @@ def test_one_device_runs_the_users_own_program():
     assert flops[0] == flops[1]
 
 
+@pytest.mark.slow
 def test_init_is_never_whole_on_one_device():
     train_step = small.shard_train_step(programs.train_step, stage=3)
     model = programs.Model()
@@ -92,6 +96,7 @@ def test_init_is_never_whole_on_one_device():
     assert kernel.addressable_shards[0].data.size == kernel.size // 8
 
 
+@pytest.mark.slow
 def test_the_state_is_updated_in_place():
     train_step = small.shard_train_step(programs.train_step, stage=3)
     tokens = jnp.zeros((programs.BATCH, programs.SEQ), jnp.int32)
@@ -104,6 +109,7 @@ def test_the_state_is_updated_in_place():
     assert kernel.is_deleted()
 
 
+@pytest.mark.slow(but=["2-7-600", "2-7-1048576"])
 @pytest.mark.parametrize("at_once", [1, 600, 2**20])
 @pytest.mark.parametrize("rows", [7, 12])
 @pytest.mark.parametrize("stage", [1, 2])

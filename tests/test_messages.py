@@ -382,6 +382,7 @@ def test_state_leaf_is_not_an_array():
     refuses(ValueError, texts, train_step, state, X)
 
 
+@pytest.mark.slow
 def test_donated_state_used_again():
     train_step = sharded()
     old = train_step.shard(W)
@@ -583,6 +584,7 @@ def test_rows_of_one_device_are_named_where_a_step_fails():
     sharded(with_model, axis_name="data", in_specs={"model": P()})(jnp.copy(W), X, W)
 
 
+@pytest.mark.slow
 def test_a_step_that_has_the_rows_of_one_device_in_its_text():
     """Which it says before its first collective, and the whole batch does not fit."""
 
@@ -671,6 +673,7 @@ def update_for_every_row(w, x):
     return jax.lax.scan(lambda w, row: step(w, row[None]), w, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fn",
     [
@@ -692,6 +695,7 @@ def test_what_is_refused_of_a_device_is_exact_for_the_whole_batch(fn, num_rows):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_numpy_and_python_leaves_are_fine():
     """The opposite of an error: what jit takes, a sharded step takes."""
     train_step = sharded(lambda s, x: ({"w": step(s["w"], x)[0], "n": s["n"] + 1}, None))

@@ -89,12 +89,14 @@ MADE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("options", [{}, {"reduce": "once"}, {"stage": 1}], ids=str)
 def test_it_trains_as_one_device(name, options):
     train(MADE[name](), accumulate=2, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 2, 4])
 @pytest.mark.parametrize("accumulate", [2, 4])
 def test_on_fewer_devices(num, accumulate):
@@ -102,6 +104,7 @@ def test_on_fewer_devices(num, accumulate):
     train(steps.clip(), mesh=mesh(num), accumulate=accumulate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [16, 13, 5])
 def test_rows_that_the_microbatches_do_not_divide(rows):
     init, step, _ = steps.mlp(16)
@@ -109,6 +112,7 @@ def test_rows_that_the_microbatches_do_not_divide(rows):
     train((init, step, batch), mesh=mesh(4), accumulate=3)
 
 
+@pytest.mark.slow
 def test_two_axes_and_parameters_sharded_over_one_of_them():
     axes = jax.make_mesh((2, 4), ("node", "local"))
     for options in ({}, {"param_axes": "local"}, {"param_axes": "local", "reduce": "once"}):
@@ -195,6 +199,7 @@ LOSSES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("rows", [32, 27])
 def test_statistics_of_the_whole_batch(loss, rows):
@@ -214,6 +219,7 @@ def test_keys_of_rows():
     train((*mean_of_rows(loss), {"x": steps.rows(16, 32), "key": keys}), accumulate=2)
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_gradient():
     """SAM: the second pass needs the first one's gradient, of all microbatches."""
     init, step = mean_of_rows(divided_by_a_count)
@@ -233,6 +239,7 @@ def test_a_gradient_of_a_gradient():
 
 
 # -- what the loops do ---------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_gradients_are_reduced_for_each_microbatch_or_once():
     _, each = train(steps.gpt(), accumulate=2)
     (loop,) = loops(each)
@@ -245,6 +252,7 @@ def test_gradients_are_reduced_for_each_microbatch_or_once():
     assert set(times) == {1}
 
 
+@pytest.mark.slow
 def test_gradients_of_slices_are_summed_behind_the_loop():
     def loss(p, x):
         layer = lambda h, w: (jnp.tanh(w["scale"][0] * h @ w["up"]) * w["scale"][1], None)  # noqa: E731
@@ -259,6 +267,7 @@ def test_gradients_of_slices_are_summed_behind_the_loop():
     assert len(loops(found)) == 1
 
 
+@pytest.mark.slow
 def test_what_microbatches_share_is_made_once():
     def step(w, x):
         large = lax.sort(jnp.tanh(w * w.sum(0)))  # no microbatch's own
@@ -273,6 +282,7 @@ def test_what_microbatches_share_is_made_once():
     assert "dot_general" in inside
 
 
+@pytest.mark.slow
 def test_a_microbatch_is_alive_at_a_time():
     def temporaries(accumulate):
         init, step = mean_of_rows(lambda p, x: (jnp.mean(layer(p, x) ** 2), {}))
@@ -284,6 +294,7 @@ def test_a_microbatch_is_alive_at_a_time():
     assert temporaries(8) < temporaries(1) / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_loops_of_single_rows_stop_by_themselves(accumulate):
     """Also those that begin with the same for all rows; the interpreter refuses both in microbatches."""
@@ -343,12 +354,14 @@ def carried_rows(p, x):
     return jnp.mean(layer(p, x) ** 2), {"rows": rows, "most": most}
 
 
+@pytest.mark.slow
 def test_a_branch_need_not_be_opened_for_sums_that_it_returns():
     _, found = train((*mean_of_rows(branches), steps.rows(32, 32)), accumulate=2)
     assert loops(found)
     assert [e for loop in loops(found) for e in _jaxpr.inside(loop) if e.primitive.name == "cond"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [several_updates, carried_rows])
 def test_loops_that_need_all_rows_are_opened(loss):
     _, found = train((*mean_of_rows(loss), steps.rows(32, 32)), accumulate=2)
@@ -361,6 +374,7 @@ def test_a_while_over_the_whole_batch_is_opened():
     train(steps.searched(), accumulate=2)
 
 
+@pytest.mark.slow
 def test_activations_of_all_microbatches_are_kept_and_said():
     """Of layers in a loop, each of which needs statistics of the whole batch."""
 
@@ -380,6 +394,7 @@ def test_activations_of_all_microbatches_are_kept_and_said():
         train_step.plan(init(), many)
 
 
+@pytest.mark.slow
 def test_loops_that_would_repeat_products_many_times_are_refused():
     def loss(p, x):
         for _ in range(9):
@@ -392,6 +407,7 @@ def test_loops_that_would_repeat_products_many_times_are_refused():
         train_step(init(), steps.rows(16, 32))
 
 
+@pytest.mark.slow
 def test_its_program_is_printed_with_and_without_the_axis():
     init, step, batch = steps.mlp()
     train_step = small.shard_train_step(step, mesh=mesh(), accumulate=2)
@@ -417,6 +433,7 @@ def set_where_largest(h):
     return h.at[i].set(h[i - 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [16, 20])  # Of both some microbatches are padded.
 @pytest.mark.parametrize("act", [doubled_in_turn, set_to_others, set_where_largest])
 def test_updates_of_single_rows(act, num_rows):

@@ -32,6 +32,7 @@ def mesh_of(num_devices):
     return jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "stage", "options"),
     [(1, 3, {}), (2, 1, {}), (8, 3, {}), (8, 3, {"offload": jzero.HostCPU()})],
@@ -102,6 +103,7 @@ def test_statistics_and_a_model_that_has_an_average():
     assert_close(tuple(values), tuple(own))
 
 
+@pytest.mark.slow
 def test_what_is_no_array_is_a_part_of_the_program():
     traces = []
 
@@ -153,6 +155,7 @@ def test_a_step_of_filter_pmap():
         jzero.shard_train_step(eqx.filter_pmap(step))
 
 
+@pytest.mark.slow
 def test_a_state_with_functions_names_what_keeps_its_arrays(tmp_path):
     train_step = small.shard_train_step(step)
     with pytest.raises(jzero.StateError, match=r"eqx\.filter\(state, eqx\.is_array\)"):

@@ -39,6 +39,7 @@ def step(state, x):
     return (optax.apply_updates(params, updates), opt_state), {"loss": loss, "most": x.max()}
 
 
+@pytest.mark.slow(but=["both"])
 @TIERS
 def test_a_step_in_parts(options):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
@@ -55,6 +56,7 @@ def test_a_step_in_parts(options):
             train_step(state, np.full((8, 32), np.nan, np.float32))
 
 
+@pytest.mark.slow
 def test_a_delayed_update():
     """A leaf that waits for it is not looked at: that would be an error by itself."""
     delayed = jzero.HostCPU(delayed_update=True, delay_after=0)

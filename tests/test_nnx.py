@@ -97,6 +97,7 @@ def mutating_step(model, optimizer, metrics, batch, rngs):
 train_step = nnx.jit(mutating_step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_keys_after_the_batch_draw_what_one_device_draws(num_devices):
     def args():
@@ -108,6 +109,7 @@ def test_keys_after_the_batch_draw_what_one_device_draws(num_devices):
     assert objects[3].dropout.count.get_value() == 3  # Another mask in each step.
 
 
+@pytest.mark.slow
 def test_several_models_in_containers_which_share_a_module():
     def gan_step(models, optimizers, batch, *, rngs):
         generator, critic = models["generator"], models["critic"]
@@ -145,6 +147,7 @@ def test_several_models_in_containers_which_share_a_module():
     assert len([path for path in kernels if path[0] == 0]) == 4  # Two of each model.
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_has_its_model():
     def own_step(optimizer, batch):
         grads = nnx.grad(lambda model: jnp.mean((model(batch) - batch) ** 2))(optimizer.model)
@@ -180,6 +183,7 @@ def test_parameters_keep_their_names_defaults_and_kinds():
     np.testing.assert_allclose(result, 3 * model(X).sum() + 1.0)
 
 
+@pytest.mark.slow
 def test_objects_and_the_given_state_stay_what_they_were():
     model = Net(0)
     optimizer = adam_of(model)

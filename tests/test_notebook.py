@@ -15,6 +15,7 @@ SCRIPT = runpy.run_path(str(DOCS / "notebook.py"))
 NOTEBOOK = json.loads((DOCS / "quickstart.ipynb").read_text())
 
 
+@pytest.mark.slow
 def test_it_prints_what_is_stored_in_it(tmp_path):
     environment = os.environ | {"JAX_NUMPY_RANK_PROMOTION": "allow"}  # as for whoever opens it
     command = [sys.executable, DOCS / "notebook.py", "--out", tmp_path]

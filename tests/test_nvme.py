@@ -76,12 +76,14 @@ def settings() -> Iterator[Any]:
         yield pytest.param(axes, options, marks=marks, id=named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "options"), list(settings()))
 def test_settings_train_as_on_one_device(axes: Any, options: Any, tmp_path: Path):
     sharded = functools.partial(small.shard_train_step, offload=on_disk(tmp_path), **options)
     parity.check("mlp", axes, sharded, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(some(step_names(), STEPS_BY_DEFAULT)))
 def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
     parity.check(
@@ -89,6 +91,7 @@ def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(some(optimizer_names(), {"adamw", "adafactor", "lookahead"})))
 @pytest.mark.usefixtures("optax_promotions")
 def test_optimizers_train_as_on_one_device(name: str, tmp_path: Path):
@@ -110,6 +113,7 @@ def test_optimizers_train_as_on_one_device(name: str, tmp_path: Path):
     assert in_files(state["opt"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize(("num", "stage"), [(1, 3), (2, 1), (4, 2), (8, 3)])
 def test_it_is_the_update_of_the_host_to_the_bit(
@@ -143,6 +147,7 @@ def test_activations_wait_on_the_host_too(tmp_path: Path):
 PARAMS = jzero.PinnedHost(device_bytes=2**14)
 
 
+@pytest.mark.slow(but=["1-True-options0"])
 @pytest.mark.parametrize(
     ("num", "scan", "options"),
     [
@@ -177,6 +182,7 @@ def test_parameters_on_the_hosts(num: int, scan: bool, options: Any, tmp_path: P
 # -- where leaves are ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_leaves_wait_in_memory_until_a_step_says_which_are_in_files(tmp_path: Path):
     """And go straight into files if it has."""
     train_step = on(4, tmp_path)
@@ -217,6 +223,7 @@ def test_a_state_is_read_and_moved(tmp_path: Path):
     train_step(state, BATCH)
 
 
+@pytest.mark.slow
 def test_some_bytes_of_a_part_are_read(tmp_path: Path):
     """Any of them, by any thread, through one buffer or none; not after the step that consumes them."""
     train_step = on(4, tmp_path)
@@ -261,6 +268,7 @@ def deep(num: int) -> tuple[Any, Any]:
     return step_fn, init
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of NumPy, in which `HostCPU` has the state: what placing, a step and a save take at most."""
     monkeypatch.setattr(_writing, "_TOGETHER", 2**18)

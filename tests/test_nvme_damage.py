@@ -12,6 +12,7 @@ pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("way", nvme_damage.WAYS)
 def test_damaged_headers(way: str, num_devices: int, tmp_path: pathlib.Path):
@@ -22,6 +23,7 @@ def test_damaged_headers(way: str, num_devices: int, tmp_path: pathlib.Path):
     assert any(what.startswith("resumed") for what in found) or "moments in place" in way
 
 
+@pytest.mark.slow
 def test_damaged_headers_of_two_processes(tmp_path: pathlib.Path):
     command = [sys.executable, nvme_damage.__file__, "--cases", "17", "--devices", "2"]
     root = {"NVME_DAMAGE_ROOT": str(tmp_path)}

@@ -59,6 +59,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_failed_step_leaves_the_state_as_it_was(
@@ -113,6 +114,7 @@ def test_in_place_a_failed_step_costs_the_state(what: str, tmp_path: Path, monke
         np.asarray(in_files(state)[0])
 
 
+@pytest.mark.slow
 def test_with_parameters_on_the_hosts_a_failed_step_costs_the_state(tmp_path: Path, monkeypatch):
     """They are updated in their place, and would be half new."""
     train_step = on(2, tmp_path, offload_params=jzero.PinnedHost(device_bytes=2**16))
@@ -137,6 +139,7 @@ def test_with_parameters_on_the_hosts_a_failed_step_costs_the_state(tmp_path: Pa
     state, _ = train_step(train_step.shard(expected, BATCH), BATCH)
 
 
+@pytest.mark.slow
 def test_in_place_takes_half_the_space_and_trains_the_same(tmp_path: Path):
     expected, sizes = None, []
     for in_place in (False, True):
@@ -154,6 +157,7 @@ def test_in_place_takes_half_the_space_and_trains_the_same(tmp_path: Path):
 # -- what a step consumes --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_step_consumes_its_state(tmp_path: Path):
     train_step = on(2, tmp_path)
     state = train_step.shard(new_state(), BATCH)
@@ -176,6 +180,7 @@ def test_leaves_of_two_states_are_not_one_state(tmp_path: Path):
         train_step((params, (clip, (mixed, *rest))), BATCH)
 
 
+@pytest.mark.slow
 def test_each_state_has_files_of_its_own_and_new_ones_take_those_of_the_dead(tmp_path: Path):
     train_step = on(2, tmp_path)
     states = [train_step.shard(new_state(), BATCH) for _ in range(2)]
@@ -190,6 +195,7 @@ def test_each_state_has_files_of_its_own_and_new_ones_take_those_of_the_dead(tmp
     assert os.path.samefile(folder, tmp_path / "process-0" / "state-0")
 
 
+@pytest.mark.slow
 def test_files_with_which_another_run_goes_on_are_not_taken(tmp_path: Path):
     """Neither while it has them, nor when it has trained them."""
     train_step = on(2, tmp_path)
@@ -295,6 +301,7 @@ def test_a_second_try_in_the_same_process_resumes_again(
         train_step(new_state(), BATCH)
 
 
+@pytest.mark.slow
 def test_one_state_goes_on_with_files_at_a_time(tmp_path: Path):
     before, _ = trained(tmp_path)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
@@ -307,6 +314,7 @@ def test_one_state_goes_on_with_files_at_a_time(tmp_path: Path):
     assert_same(state, before)
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_while_it_placed_its_state_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -329,6 +337,7 @@ def test_a_run_that_ended_while_it_placed_its_state_begins_anew(
     assert (left.parents[1] / "state-0.aside-0" / left.name).read_bytes() == old
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", ["before the first step", "before the plan", "with it", "when it is restored"]
 )
@@ -348,6 +357,7 @@ def test_resume_goes_on_with_the_files_of_the_same_step(given: str, tmp_path: Pa
     assert_same(state, after)
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_is_of_a_step_of_files_too(tmp_path: Path):
     """Its moments are not read where the files have them, and go to new files where there are none."""
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
@@ -373,6 +383,7 @@ def test_a_whole_checkpoint_is_of_a_step_of_files_too(tmp_path: Path):
         break
 
 
+@pytest.mark.slow
 def test_both_slots_can_be_resumed(tmp_path: Path):
     """A checkpoint may be of the step before the last."""
     before, _ = trained(tmp_path, steps=2)
@@ -401,6 +412,7 @@ def test_resume_refuses_another_step(tmp_path: Path):
         train_step.init(new_state)
 
 
+@pytest.mark.slow
 def test_resume_refuses_leaves_of_two_steps(tmp_path: Path):
     trained(tmp_path)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
@@ -424,6 +436,7 @@ def test_resume_refuses_leaves_of_two_steps(tmp_path: Path):
         train_step.shard(state, BATCH)
 
 
+@pytest.mark.slow
 def test_what_is_saved_beside_files_is_of_their_step(tmp_path: Path):
     """Parameters that a user has made anew since the last step come back with the moments of that step."""
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
@@ -462,6 +475,7 @@ def test_zeros_that_stand_for_files_are_warned_of(tmp_path: Path):
         assert {each.filename for each in said} == {__file__}
 
 
+@pytest.mark.slow
 def test_resume_refuses_a_part_of_a_state_without_its_files(tmp_path: Path):
     """Zeros would be trained on in place of moments."""
     trained(tmp_path)
@@ -511,6 +525,7 @@ def test_no_leaf_says_which_step_it_is(tmp_path: Path):
         assert_same(jzero.restore(tmp_path / "steps" / str(i), train_step, shapes, BATCH), found[i])
 
 
+@pytest.mark.slow
 def test_without_resume_nothing_is_overwritten(tmp_path: Path):
     before, _ = trained(tmp_path)
     train_step = on(2, tmp_path)

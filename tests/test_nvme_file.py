@@ -615,6 +615,7 @@ def small_files(root: pathlib.Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_files_that_may_not_be_so_long(tmp_path):
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         said = pool.apply(small_files, (tmp_path,))
@@ -694,6 +695,7 @@ def test_without_direct_transfers(asked, text, tmp_path, monkeypatch):
         check(files, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not()))
 def test_a_file_system_that_refuses_direct_transfers(tmp_path):
     """Opening with O_DIRECT fails there."""

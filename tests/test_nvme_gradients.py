@@ -38,6 +38,7 @@ BESIDE = {
 # -- the same training -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=["one after the other"])
 @pytest.mark.parametrize(
     ("axes", "scan", "options"),
     [
@@ -63,6 +64,7 @@ def test_it_trains_as_on_one_device(axes: Any, scan: bool, options: Any, tmp_pat
     assert_same(found[0], found[-1])
 
 
+@pytest.mark.slow
 def test_padded_bfloat16_gradients_beside_parameters_in_memory(tmp_path: Path):
     """Leaves that the devices do not divide, masters; parameters are updated in their place."""
     tx = jzero.master_weights(optax.adamw(1e-2))
@@ -140,6 +142,7 @@ def disk_bytes(folder: Path, **options: Any) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.tiles"))
 
 
+@pytest.mark.slow
 def test_two_slots_have_room_for_them(tmp_path: Path):
     state = sum(x.nbytes for x in jax.tree.leaves(new_state(True, 12, CLIPPED)))
     with_them, without = (
@@ -254,6 +257,7 @@ def test_a_flipped_bit_of_a_gradient_is_found(tmp_path: Path, monkeypatch: Any):
     goes_on(train_step, state, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 6, -1])
 def test_a_write_that_is_interrupted_in_a_thread(at: int, tmp_path: Path, monkeypatch: Any):
     train_step, state = trained(tmp_path)
@@ -284,6 +288,7 @@ def test_writes_that_stop_short_go_on(tmp_path: Path, monkeypatch: Any):
     assert_same(train_step(state, batch(1))[0], expected)
 
 
+@pytest.mark.slow
 def test_gradients_are_written_when_all_processes_have_the_step_before(
     tmp_path: Path, monkeypatch: Any
 ):
@@ -304,6 +309,7 @@ def test_gradients_are_written_when_all_processes_have_the_step_before(
     goes_on(train_step, state, before)
 
 
+@pytest.mark.slow
 def test_a_save_of_the_step_before_is_waited_for(tmp_path: Path, monkeypatch: Any):
     """Its tiles are where the gradients of the step after next go."""
     train_step, state = trained(tmp_path)

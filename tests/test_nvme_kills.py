@@ -48,6 +48,7 @@ def num_of_one_step(log: list[faults.Operation], in_place: bool = False) -> int:
     return [x.number for x in log if x.name == "fdatasync"][6 if in_place else 8]
 
 
+@pytest.mark.slow
 def test_a_step_does_what_it_should(children, tmp_path):
     """Of each file: marked, gradients written, marked, gradients and tiles read, tiles written, checksums,
     synced, complete; a frozen one: complete."""
@@ -61,6 +62,7 @@ def test_a_step_does_what_it_should(children, tmp_path):
     assert counts["fdatasync"] == 2 * 4 + 1
 
 
+@pytest.mark.slow(but=["tear-True"])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("action", ["kill", "tear"])
 def test_killed_at_every_operation(action, in_place, children, tmp_path):
@@ -142,6 +144,7 @@ def test_made_again_after_a_kill(in_place, children, tmp_path):
         assert {path.name for path in root.iterdir()} <= {"run", "run.aside-0"}
 
 
+@pytest.mark.slow
 def test_killed_at_any_time(children, tmp_path):
     rng = random.Random(0)
     with nvme_state.made(tmp_path):
@@ -161,6 +164,7 @@ def test_killed_at_any_time(children, tmp_path):
             nvme_state.check(files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
 def test_a_failure_at_every_operation(error, in_place, children, tmp_path):
@@ -188,6 +192,7 @@ def test_a_failure_at_every_operation(error, in_place, children, tmp_path):
             assert then == {"step": STEP + 1}
 
 
+@pytest.mark.slow
 def test_writes_that_stop_short_go_on(children, tmp_path):
     log = operations(children, tmp_path)
     for at in range(1, num_of_one_step(log) + 1):
@@ -245,6 +250,7 @@ def disk_with_state(tmp_path_factory) -> pathlib.Path:
     return folder / "disk"
 
 
+@pytest.mark.slow(but=["0", "2", "4"])
 @pytest.mark.parametrize("part", range(8))
 def test_a_power_cut(part, disk_with_state, children, tmp_path):
     """The step that is there is whole; an ended one is there."""

@@ -60,6 +60,7 @@ def assert_same(found: Any, expected: Any) -> None:
 ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("axes", "scan", "options"),
     [
@@ -147,6 +148,7 @@ def test_masters_in_half_precision_on_eight_devices(tmp_path: Path):
     assert not [x for x in crossings if x.direction == "to device" and x.what != "parameter"]
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_state(tmp_path: Path):
     """Then there are parameters alone in the files."""
     step = make_step(True, optax.sgd(0.1))
@@ -193,6 +195,7 @@ def adapted() -> Any:
     }  # fmt: skip
 
 
+@pytest.mark.slow(but=["4"])
 @pytest.mark.parametrize("num", [1, 4])
 def test_frozen_weights_are_read_and_never_written(num: int, tmp_path: Path):
     train_step = on({"data": num}, adapters, tmp_path, gradients=num > 1)
@@ -244,6 +247,7 @@ class Watched:
         monkeypatch.setattr(FileReads, "_made_buffers", making)
 
 
+@pytest.mark.slow(but=["scanned"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_parameters_in_memory_stay_within_host_bytes(scan: bool, tmp_path: Path, monkeypatch: Any):
     """Of devices of one process together; how many there are changes nothing else."""
@@ -258,6 +262,7 @@ def test_parameters_in_memory_stay_within_host_bytes(scan: bool, tmp_path: Path,
     assert_same(*found)
 
 
+@pytest.mark.slow
 def test_parameters_on_the_devices_stay_within_device_bytes(tmp_path: Path, monkeypatch: Any):
     """Shards, and what the devices have of them whole: of two turns, and no more."""
     room = infinity.two_turns()
@@ -277,6 +282,7 @@ def train(scan: bool, folder: Any, **options: Any) -> Any:
     return jax.tree.map(np.array, state)
 
 
+@pytest.mark.slow
 def test_reads_begin_before_earlier_layers_have_run(tmp_path: Path, monkeypatch: Any):
     """As far ahead as there is room: of 12 layers, several are asked for when the first is fetched."""
     asked: list[Any] = []
@@ -371,6 +377,7 @@ def test_nested_loops_read_their_layers_in_each_turn(kind: str, device_bytes: in
 ZOO = {"transformer_scan_remat", "mixed_bf16", "cond_on_gradients"}
 
 
+@pytest.mark.slow(but=["mixed_bf16"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -386,6 +393,7 @@ def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
     parity.check(name, {"data": 4}, shard)
 
 
+@pytest.mark.slow
 def test_checkpoints_go_to_every_tier_and_come_back(tmp_path: Path):
     step = make_step(True, CLIPPED)
     one = on({"data": 4}, step, tmp_path / "one")
@@ -403,6 +411,7 @@ def test_checkpoints_go_to_every_tier_and_come_back(tmp_path: Path):
     assert_same(one(again, batch(1))[0], one(state, batch(1))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guarded", [False, True])
 def test_resume_brings_parameters_back(guarded: bool, tmp_path: Path):
     """Whatever the state has of them, if the rest is of a step of the files.

@@ -68,6 +68,7 @@ class Stop(BaseException):
 
 
 # Of a step: the first read, one in the forward pass, one in the backward pass, the last.
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 5, 11, -1])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_a_read_that_fails_in_a_thread(scan: bool, at: int, tmp_path: Path, monkeypatch: Any):
@@ -94,6 +95,7 @@ def test_a_read_that_fails_in_a_thread(scan: bool, at: int, tmp_path: Path, monk
     assert_same(train_step(state, batch(1))[0], expected)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: Any):
     """And what the state had is there again when the disk is."""
     train_step, state = trained(tmp_path)
@@ -115,6 +117,7 @@ def test_an_error_of_the_disk_is_told_with_the_file(tmp_path: Path, monkeypatch:
     train_step(state, batch(1))
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_before_anything_is_computed_with_it(tmp_path: Path):
     train_step, state = trained(tmp_path)
     path = sorted(tmp_path.rglob("*-0.tiles"))[0]
@@ -127,6 +130,7 @@ def test_a_flipped_bit_is_found_before_anything_is_computed_with_it(tmp_path: Pa
     assert not threads_at_work()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [37, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_ctrl_c_in_any_call(scan: bool, stride: int, tmp_path: Path):
@@ -144,6 +148,7 @@ def test_ctrl_c_in_any_call(scan: bool, stride: int, tmp_path: Path):
     assert 100 < stride * sum(outcomes)
 
 
+@pytest.mark.slow
 def test_threads_end_where_their_caller_is_interrupted():
     """A job that is under way is awaited; others do not begin."""
     seen: list[int] = []

@@ -106,6 +106,7 @@ def test_killed_at_every_operation_of_a_start(children, tmp_path, monkeypatch):
     assert found.index(True) == 1 + 2 * test_nvme_store.NUM  # it is synced, and files are closed
 
 
+@pytest.mark.slow
 def test_start_after_start_is_killed(children, tmp_path, monkeypatch):
     """Each goes as far as it can, over what the one before has left."""
     num = num_of_operations(children, tmp_path / "whole")

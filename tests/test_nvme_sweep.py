@@ -65,6 +65,7 @@ def ring_of(num: int) -> TileRing:
     return TileRing(nvme_state.WHO, num * PAGE, PAGE)
 
 
+@pytest.mark.slow(but=["3-5"])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("num_buffers", [3, 4, 20])
 def test_tiles_come_in_order(num_buffers, threads):
@@ -82,6 +83,7 @@ def test_tiles_come_in_order(num_buffers, threads):
     assert visits.seconds["reading"] > 0
 
 
+@pytest.mark.slow
 def test_write_only_and_read_only():
     tiles, ring = Tiles(9), ring_of(3)
     with sweep(range(9), ring, write=tiles.write) as visits:
@@ -93,12 +95,14 @@ def test_write_only_and_read_only():
     assert tiles.values == {k: 10 * k for k in range(9)}
 
 
+@pytest.mark.slow
 def test_nothing_to_do():
     for _ in range(3):
         with sweep(range(0), ring_of(3), Tiles(1).read, Tiles(1).write) as visits:
             assert list(visits) == []
 
 
+@pytest.mark.slow
 def test_all_three_at_once():
     """Tile 2 is read, tile 1 updated and tile 0 written, each when the others have begun."""
     tiles, ring, begun = Tiles(20), ring_of(6), threading.Barrier(3, timeout=60)
@@ -120,6 +124,7 @@ def test_all_three_at_once():
     assert not begun.broken
 
 
+@pytest.mark.slow
 def test_several_are_held_at_a_time():
     """Up to all buffers, and given back in any order."""
     tiles, ring = Tiles(12), ring_of(4)
@@ -137,6 +142,7 @@ def test_several_are_held_at_a_time():
     assert tiles.values == {k: k + 100 for k in range(12)}
 
 
+@pytest.mark.slow
 def test_left_early():
     """What was done is written, what was not is as it was."""
     tiles, ring = Tiles(30, 0.001), ring_of(4)
@@ -159,6 +165,7 @@ def test_memory_of_the_caller():
 # --------------------------------------------------------------------------------- errors of threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("where", ["read", "write"])
 @pytest.mark.parametrize("at", [0, 7, 19])
@@ -191,6 +198,7 @@ def test_the_first_error_stops_all(at, where, threads):
         assert len(list(visits)) == 20
 
 
+@pytest.mark.slow
 def test_an_error_of_the_update():
     """It is what is raised, and what threads are doing is waited for."""
     tiles, ring = Tiles(20, 0.001), ring_of(4)
@@ -205,6 +213,7 @@ def test_an_error_of_the_update():
     assert ring.owner is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_state_survives_a_failed_sweep(in_place, tmp_path):
     """In two slots; in one it is lost by name."""
@@ -230,6 +239,7 @@ def test_the_state_survives_a_failed_sweep(in_place, tmp_path):
         check(files, 2)
 
 
+@pytest.mark.slow
 def test_threads_that_cannot_be_started(monkeypatch):
     """Those that were started end."""
     real, left = _thread.start_new_thread, [3]
@@ -275,6 +285,7 @@ class InterruptedSweep:
         return self._line
 
 
+@pytest.mark.slow(but=["34"])
 @pytest.mark.parametrize("every", [34, pytest.param(1, marks=pytest.mark.slow)])
 def test_interrupted_at_every_line(every, tmp_path):
     """No thread and no buffer is lost, the next step works, and the state is of one step or the next."""

@@ -41,6 +41,7 @@ def train_step(model, optimizer, metrics, batch, rngs):
     return {"rows": batch.sum(1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "stage", "options"),
     [
@@ -72,6 +73,7 @@ def test_objects_are_mutated_as_by_nnx_jit(num_devices, stage, options):
     np.testing.assert_allclose(objects[0](x), own[0](x))  # Whoever has the model computes with it.
 
 
+@pytest.mark.slow
 def test_what_is_changed_between_two_steps_is_what_the_next_one_takes():
     own, objects = make(), make()
     steps = nnx_jit(train_step), small.shard_train_step(train_step)
@@ -192,6 +194,7 @@ def test_objects_are_born_in_shards_placed_and_made_whole():
     assert "output['rows'] in rows" in report
 
 
+@pytest.mark.slow
 def test_a_state_of_all_objects_is_what_a_checkpoint_takes(tmp_path):
     def step(model, optimizer, batch):
         grads = nnx.grad(lambda model: jnp.mean(model(batch) ** 2))(model)
@@ -214,6 +217,7 @@ def test_a_state_of_all_objects_is_what_a_checkpoint_takes(tmp_path):
     assert_same(again, objects)
 
 
+@pytest.mark.slow
 def test_objects_that_a_step_returns_are_those_it_was_given():
     def step(models, batch):
         models["a"].eval()

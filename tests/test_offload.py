@@ -66,6 +66,7 @@ def optimizer_names():
             yield pytest.param(name, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(optimizer_names()))
 @pytest.mark.usefixtures("optax_promotions")
 def test_optimizers_train_as_on_one_device(name: str):
@@ -140,6 +141,7 @@ def check(name, axes, **options):
     parity.check(name, axes, sharded, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "options"), SETTINGS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items())
 )
@@ -147,6 +149,7 @@ def test_settings_train_as_on_one_device(axes, options):
     check("mlp", axes, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(step_names()))
 def test_steps_train_as_on_one_device(name):
     check(name, {"data": 4}, stage=3)
@@ -203,6 +206,7 @@ def types(variables) -> list[str]:
     return sorted(f"{v.aval.dtype}{list(v.aval.shape)}" for v in variables)
 
 
+@pytest.mark.slow
 def test_the_cut_of_adam():
     """Gradients once each, not yet clipped, and scalars cross; nothing else that follows from gradients."""
     state = new_state()
@@ -215,6 +219,7 @@ def test_the_cut_of_adam():
     assert set(types(last.reads)) == {"float32[]"}
 
 
+@pytest.mark.slow
 def test_low_precision_gradients_cross_as_they_are():
     tx = jzero.master_weights(optax.adam(1e-2))
     grad, turns = parts_of(on(4, 2**20, tx), new_state(tx, jnp.bfloat16), BATCH)
@@ -265,6 +270,7 @@ def test_plan_report_and_fingerprint():
         assert report.elements(op) == without.elements(op)
 
 
+@pytest.mark.slow
 def test_plan_without_devices():
     mesh = jax.sharding.AbstractMesh((512,), ("data",))
     train_step = small.shard_train_step(make_step(), mesh=mesh, offload=jzero.PinnedHost(450))
@@ -294,6 +300,7 @@ def test_what_reads_the_batch_stays():
     assert tiers == ["device", "device", "pinned_host"]
 
 
+@pytest.mark.slow
 def test_state_is_placed_and_consumed():
     train_step = on(8, 1230)
     state = train_step.init(new_state)
@@ -317,6 +324,7 @@ def test_state_is_placed_and_consumed():
         train_step(state, BATCH)
 
 
+@pytest.mark.slow
 def test_a_refused_batch_leaves_the_state():
     train_step = on(8, 1230)
     state, _ = train_step(new_state(), BATCH)
@@ -327,6 +335,7 @@ def test_a_refused_batch_leaves_the_state():
     train_step(state, BATCH)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_while_it_runs():
     """In the second of four turns: its state is consumed, which is said, and the next training runs."""
     fails = False
@@ -358,6 +367,7 @@ def test_a_step_that_fails_while_it_runs():
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_tensor_axes():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     options: dict[str, Any] = dict(
@@ -393,6 +403,7 @@ def test_collectives_of_turns_are_known(stage, tx, ops):
     assert {c.op for i in range(len(step.turns)) for c in step.collectives(i)} == ops
 
 
+@pytest.mark.slow
 def test_turns_that_only_give_scalars():
     """The first level reads history and renews nothing; what it finds scales every update."""
 
@@ -438,6 +449,7 @@ def test_equal_turns_share_a_program(rate, num):
     assert step.compiled.num == num
 
 
+@pytest.mark.slow
 def test_equal_turns_that_consume_other_leaves_share_no_program():
     """The second layer's old parameters are read again, by the last level: its turn may not consume them."""
 
@@ -472,6 +484,7 @@ def test_an_output_beside_the_state_is_not_made_in_slices():
     assert not batch.is_deleted()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_bytes", [3 * 64 * 64 * 4 // 8, 64 * 64 * 4 // 8])
 def test_turns_that_copy_nothing_back_are_waited_for(device_bytes, monkeypatch):
     """Whole ones and slices, where leaves are only read."""

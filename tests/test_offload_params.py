@@ -108,6 +108,7 @@ def check(scan, clipped=True, **options):
     return train_step, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
@@ -122,6 +123,7 @@ BY_DEFAULT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -154,11 +156,13 @@ def check_with_the_smallest_window(name, **options):
     assert device_bytes > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 def test_an_optimizer_without_state(scan):
     check(scan, clipped=False)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -177,6 +181,7 @@ def test_with_other_options(options, update):
     check(True, **{"offload": UPDATES[update]} | options)
 
 
+@pytest.mark.slow(but=["scanned-1"])
 @pytest.mark.parametrize("num", [1, 4])
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 def test_microbatches_run_in_parts_where_they_have_no_room(scan, num):
@@ -277,6 +282,7 @@ SHARDS = 4 * (2 * 2 * WIDTH * WIDTH + WIDTH)
 WHOLE = 8 * SHARDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
 @pytest.mark.parametrize(
     ("scan", "device_bytes"),
@@ -298,6 +304,7 @@ def test_depth_costs_activations_only(scan, device_bytes, more, monkeypatch):
     assert 1.5 * inputs < weights, "the bound says nothing of a layer's parameters"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
 @pytest.mark.parametrize("device_bytes", [9000, 2**14], ids=["gathers in turns", "gathers ahead"])
 def test_depth_costs_nothing_with_activations_on_the_host(device_bytes, more, monkeypatch):
@@ -351,6 +358,7 @@ def two_turns():
     return 2 * loop.nbytes
 
 
+@pytest.mark.slow
 def test_turns_gather_ahead_where_two_have_room():
     """Else a turn gathers its own: the smallest window is what one turn needs."""
     room = two_turns()
@@ -360,11 +368,13 @@ def test_turns_gather_ahead_where_two_have_room():
         assert found == [num, num]
 
 
+@pytest.mark.slow
 def test_one_device_gathers_nothing_ahead():
     train_step, state = sharded(True, CLIPPED, axes={"data": 1})
     assert [loop.body.gathered for loop in loops_of(train_step, state, batch(0))] == [(), ()]
 
 
+@pytest.mark.slow
 def test_parameters_on_the_devices_stay_within_device_bytes(monkeypatch):
     """Shards, and what the devices have of them whole: of two turns, and no more."""
     room = two_turns()
@@ -377,6 +387,7 @@ def test_parameters_on_the_devices_stay_within_device_bytes(monkeypatch):
     assert WHOLE < found <= 8 * room
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile_bytes", [None, 1024])
 def test_leaves_that_are_read_as_shards_stay_for_their_turn(tile_bytes):
     """A turn reads them when those of the next one are there: they count in its bytes."""
@@ -426,6 +437,7 @@ def gathers_started(train_step, state, *batches):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in their turns"])
 def test_each_pass_gathers_each_leaf_once(ahead):
     room = two_turns()
@@ -434,6 +446,7 @@ def test_each_pass_gathers_each_leaf_once(ahead):
     assert gathers_started(train_step, state, batch(0)) == expected
 
 
+@pytest.mark.slow
 def test_casts_in_the_layers_hand_no_parameters_to_the_backward_pass():
     """A cast of a layer's slice is a residual of the forward loop, all layers' parameters in it."""
     train_step, state = sharded(True, CLIPPED, dtype=jnp.bfloat16)
@@ -446,6 +459,7 @@ def test_casts_in_the_layers_hand_no_parameters_to_the_backward_pass():
     assert kept == [(ROWS // 8, WIDTH)]
 
 
+@pytest.mark.slow
 def test_describe_counts_what_crosses():
     train_step, state = sharded(True, CLIPPED, offload=jzero.HostCPU())
     report = train_step.describe(state, batch(0))
@@ -464,6 +478,7 @@ def test_describe_counts_what_crosses():
     assert "of parameters" in text
 
 
+@pytest.mark.slow
 def test_evaluation_reads_parameters_where_they_rest():
     train_step, state = check(True)
     eval_step = jzero.shard_eval_step(

@@ -78,6 +78,7 @@ class Interrupted:
                 raise KeyboardInterrupt
 
 
+@pytest.mark.slow(but=["True-on the host-momentum-11"])
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("scan", "update", "tx"),
@@ -156,6 +157,7 @@ def watched_step(alarm, scan, tx):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", [CLIPPED, MOMENTUM], ids=["clipped", "momentum"])
 @pytest.mark.parametrize(("scan", "update"), SHAPES)
 def test_callbacks_that_fail(scan, update, tx):
@@ -178,6 +180,7 @@ def test_callbacks_that_fail(scan, update, tx):
             assert as_before or tx is MOMENTUM, (name, layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_batch_that_is_refused(update):
     train_step, state = sharded(True, CLIPPED, {"data": 2}, LAYERS, offload=UPDATES[update])

@@ -56,6 +56,7 @@ def done(schedule, kind):
     ]
 
 
+@pytest.mark.slow(but=["optimizer state, updated in turns-scanned"])
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 @pytest.mark.parametrize("name", test_dispatches.OFFLOAD)
 def test_its_programs_and_copies_are_those_that_a_step_starts(scan, name):
@@ -73,6 +74,7 @@ def test_its_programs_and_copies_are_those_that_a_step_starts(scan, name):
     assert started["fetch"] == sum(visits.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["to host", "to device"])
 def test_bytes_of_turns_are_those_of_their_copies(way):
     """Of optimizer state that visits the devices whole, where each copy is one of JAX's."""
@@ -88,6 +90,7 @@ def test_bytes_of_turns_are_those_of_their_copies(way):
     assert sum(x.nbytes for x in found if x.direction == way) == copied > 0
 
 
+@pytest.mark.slow
 def test_what_is_larger_than_the_room_comes_in_slices():
     """The two large leaves, two slices of which have room; the two small ones come whole."""
     ops = schedule_of(offload=jzero.PinnedHost(device_bytes=800)).ops
@@ -103,6 +106,7 @@ def test_what_is_larger_than_the_room_comes_in_slices():
     assert all(2 * nbytes <= 800 for nbytes in sliced)
 
 
+@pytest.mark.slow
 def test_updates_stand_where_their_gradients_are():
     """In the backward loop; behind it, if a norm of all gradients scales them."""
 
@@ -122,6 +126,7 @@ def test_updates_stand_where_their_gradients_are():
     assert whole.count(Loop) == late.count(Loop) == 2
 
 
+@pytest.mark.slow
 def test_a_delayed_update_says_so():
     schedule = schedule_of(offload=jzero.HostCPU(delayed_update=True))
     ((update, *_),) = done(schedule, Update)
@@ -131,6 +136,7 @@ def test_a_delayed_update_says_so():
     assert {op.copies for op, *_ in done(schedule, Send) if op.refs[0].what == "gradient"} == {2}
 
 
+@pytest.mark.slow
 def test_a_step_on_the_devices_is_one_program():
     schedule = schedule_of()
     assert [type(op) for op in schedule.ops] == [Run]

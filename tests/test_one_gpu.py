@@ -192,6 +192,7 @@ def test_of_which_memory_there_was_too_little(text: str, where: str):
     assert module("worker").short_of(text) == where
 
 
+@pytest.mark.slow
 def test_a_second_call_goes_on_where_the_first_was_cut(tmp_path: pathlib.Path):
     path, good = tmp_path / "figures.jsonl", FIRST
     first = [job("done", good), job("bad", "raise SystemExit(1)"), job("late", HANGS, 1.6)]
@@ -213,6 +214,7 @@ def test_a_second_call_goes_on_where_the_first_was_cut(tmp_path: pathlib.Path):
     assert len(driver.Results(path, "other", "1.2.3").groups()) == 1
 
 
+@pytest.mark.slow
 def test_what_has_begun_runs_on_when_its_part_is_over(tmp_path: pathlib.Path):
     slow = job("slow", "import time; time.sleep(0.7)", 1.5)
     found, told = drive(tmp_path / "a.jsonl", [slow, job("next", FIRST)], budget=0.7)
@@ -225,6 +227,7 @@ def test_what_has_begun_runs_on_when_its_part_is_over(tmp_path: pathlib.Path):
     assert "next" not in found
 
 
+@pytest.mark.slow
 def test_some_run_together(tmp_path: pathlib.Path):
     text = (
         "import pathlib, sys, time; here = pathlib.Path(sys.argv[1]); (here / sys.argv[2]).touch()\n"
@@ -254,6 +257,7 @@ def test_what_a_process_started_ends_with_it(tmp_path: pathlib.Path):
     waiting.wait_until(lambda: not running(found["it"]["pid"]), "it ends", 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: pathlib.Path, how: signal.Signals):
     path = tmp_path / "figures.jsonl"
@@ -413,6 +417,7 @@ def run(out: pathlib.Path, *options: str, **env: str) -> subprocess.CompletedPro
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.slow
 def test_where_there_is_no_gpu(tmp_path: pathlib.Path):
     (tmp_path / "sitecustomize.py").write_text("import sys; print('no cuDNN', file=sys.stderr)")
     ended = run(tmp_path, PYTHONPATH=str(tmp_path))

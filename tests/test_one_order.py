@@ -110,6 +110,7 @@ def compiled(model, **options):
     return text
 
 
+@pytest.mark.slow(but=["branch-microbatches"])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_loops_with_collectives_run_alone(model, options, monkeypatch):
@@ -117,6 +118,7 @@ def test_loops_with_collectives_run_alone(model, options, monkeypatch):
     assert out_of_order(compiled(MODELS[model], **OPTIONS[options])) == []
 
 
+@pytest.mark.slow
 def test_xla_drops_the_order_that_barriers_make(monkeypatch):
     """Should this fail, jzero needs no order of its own on CPUs."""
     monkeypatch.setattr(_planned, "_on_cpus", lambda mesh: False)

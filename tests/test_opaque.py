@@ -134,16 +134,19 @@ COVERED = {
 }
 
 
+@pytest.mark.slow(but=["vmap over rows"])
 @pytest.mark.parametrize("name", COVERED)
 def test_promised_calls_run_on_the_rows_of_each_device(name):
     assert gathered(COVERED[name]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [27, 2])
 def test_rows_that_devices_do_not_divide(rows):
     assert gathered(COVERED["once"], x=normal(rows, DIM)) == []
 
 
+@pytest.mark.slow
 def test_microbatches():
     assert gathered(COVERED["once"], accumulate=2) == []
 
@@ -170,6 +173,7 @@ def test_without_a_promise_rows_are_gathered_and_the_edit_is_named():
         step(W, X)
 
 
+@pytest.mark.slow
 def test_other_operations_inside_are_what_they_are():
     """A promise that is broken by what JAX knows changes nothing: the mean is that of the batch."""
     assert gathered(lambda w, x: jzero.per_example(lambda x: x - x.mean(0)[None])(x @ w)) == []
@@ -177,6 +181,7 @@ def test_other_operations_inside_are_what_they_are():
     assert sort[0] == "sort"
 
 
+@pytest.mark.slow
 def test_nothing_in_plain_jax():
     jaxpr = str(jax.make_jaxpr(promised)(X))
     assert promised(X).tolist() == softsign(X).tolist()
@@ -410,6 +415,7 @@ def cholesky(x):
     return jnp.tril(factor) + failed[:, None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [16, 13])
 def test_a_foreign_function(rows):
     jax.block_until_ready(jnp.linalg.cholesky(jnp.eye(2)))  # JAX loads LAPACK.
@@ -531,15 +537,18 @@ def of_rows(fn):
     return lambda w, x: fn(jax.lax.stop_gradient(x @ w)).sum() * (x @ w)
 
 
+@pytest.mark.slow(but=["another number of rows"])
 @pytest.mark.parametrize("name", PROVED)
 def test_a_grid_proves_that_rows_are_apart(name):
     assert gathered(of_rows(PROVED[name])) == []
 
 
+@pytest.mark.slow
 def test_gradients_of_kernels():
     assert gathered(lambda w, x: tanh_with_gradient(x @ w)) == []
 
 
+@pytest.mark.slow
 def test_flash_attention_of_jax():
     """JAX's own kernels, forward and backward, as they are."""
     with warnings.catch_warnings():
@@ -555,10 +564,12 @@ def test_flash_attention_of_jax():
         assert gathered(fn, w.astype(np.float32), x.astype(np.float32), tolerance=1e-5) == []
 
 
+@pytest.mark.slow
 def test_microbatches_of_kernels():
     assert gathered(lambda w, x: tanh_with_gradient(x @ w), accumulate=2) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "rows"), [(2, 24), (2, 26), (ROWS, ROWS)])
 def test_blocks_that_devices_do_not_divide(block, rows):
     """One block has all rows, and may do with them what it likes."""
@@ -599,6 +610,7 @@ NOT_PROVED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("name", NOT_PROVED)
 def test_near_misses_are_gathered(name):
     assert gathered(of_rows(NOT_PROVED[name])) == [("pallas_call", GATHERED)]
@@ -610,6 +622,7 @@ def test_a_promise_covers_what_a_grid_alone_does_not_prove():
     assert movement[1].startswith(NOT_COVERED)
 
 
+@pytest.mark.slow
 def test_but_not_a_kernel_that_reads_its_row_by_its_number():
     """The promise is kept, and on each device programs are numbered anew."""
 

@@ -60,6 +60,7 @@ def optax_promotions():
         yield
 
 
+@pytest.mark.slow(but=["scale_by_zoom_linesearch-3"])
 @pytest.mark.parametrize(("name", "stage"), CASES, ids=lambda value: str(value))
 def test_trains_as_on_one_device(name: str, stage: int):
     entry = ENTRIES[name]
@@ -97,6 +98,7 @@ def test_new_export_is_noticed():
     assert unknown_names(optimizers.exported_factories((module,))) == {"new_optimizer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "lion", "adam"])
 def test_comparison_notices_a_gradient_of_other_rows(name: str):
     """Training on half of the batch is the mistake of a missing reduction."""

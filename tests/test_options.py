@@ -98,6 +98,7 @@ def check(name, axes, **options):
     parity.check(name, axes, functools.partial(small.shard_train_step, **options), options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -120,6 +121,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in ENTRIES],
@@ -128,6 +130,7 @@ def test_accumulation(name):
     check(name, {"data": 4}, stage=3, accumulate=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("stage", "reduce"),
@@ -142,6 +145,7 @@ def test_steps_that_need_all_rows_in_a_loop(name):
     check(name, {"data": 4}, stage=3, accumulate=2)
 
 
+@pytest.mark.slow
 def test_every_pair_is_covered():
     covered = set().union(*map(pairs_of, SETTINGS))
     assert {

@@ -183,6 +183,7 @@ def short(path: str) -> str:
 # -- the same training -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [separate, stacked], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("optimizer", [muon, shampoo, soap], ids=lambda make: make.__name__)
 @pytest.mark.parametrize(("num", "matrices"), [(2, 5), (4, 4), (8, 6)])
@@ -194,10 +195,12 @@ def test_trains_as_on_one_device(optimizer: Optimizer, make: Any, num: int, matr
     trains(optimizer, params, num)
 
 
+@pytest.mark.slow
 def test_one_device_owns_all():
     assert planned(muon, separate(4, 8, 8), num=1) == {}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -215,6 +218,7 @@ def test_at_each_stage(options: dict[str, Any]):
     trains(muon, params, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer_axes", [("outer", "inner"), "inner"], ids=str)
 def test_among_the_devices_of_a_shard(optimizer_axes: Any):
     """Hybrid sharding: over both axes, or in each of the replicas."""
@@ -225,6 +229,7 @@ def test_among_the_devices_of_a_shard(optimizer_axes: Any):
     )
 
 
+@pytest.mark.slow
 def test_what_is_tall_wide_frozen_or_a_vector():
     """Tall and wide ones are turned the same way, but lie along another dim then."""
     params = {
@@ -237,11 +242,13 @@ def test_what_is_tall_wide_frozen_or_a_vector():
     trains(mixed, params)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     params = {**separate(4, 8, 16, dtype=jnp.bfloat16), **stacked(4, 8, 16, dtype=jnp.bfloat16)}
     trains(muon, params, tolerance=COARSE)
 
 
+@pytest.mark.slow
 def test_padded_matrices():
     """Neither 6 nor 10 is a multiple of 4, so that shards are padded, too."""
     trains(soap, {**separate(3, 6, 10), **stacked(3, 6, 10)}, min_shard_bytes=0)
@@ -254,6 +261,7 @@ def flops(lowered: Any) -> float:
     return float(lowered.compile().cost_analysis()["flops"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [separate, stacked], ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
     ("num", "matrices", "sent"), [(4, 6, 2), pytest.param(8, 12, 2, marks=pytest.mark.slow)]
@@ -287,6 +295,7 @@ def test_a_stack_along_which_it_rests_stays_where_it_is():
     assert planned(soap, stacked(8, 8, 8)) == {("w",): (2, 8, "")}
 
 
+@pytest.mark.slow
 def test_statistics_go_with_their_matrix():
     """Shampoo's: gradient and both factors go; both factors and the step come back."""
     train_step = small.shard_train_step(make_step(shampoo), mesh=mesh_of(4))
@@ -295,6 +304,7 @@ def test_statistics_go_with_their_matrix():
     assert sorted(sent) == sorted(2 * [8 * 16, 8 * 8, 16 * 16])
 
 
+@pytest.mark.slow
 def test_a_group_of_stacks():
     """Stacks of 2 on 4 devices leave two idle; four stacks are a group of four."""
     params = {f"s{i}": stacked(2, 8, 8)["w"] for i in range(4)}
@@ -302,6 +312,7 @@ def test_a_group_of_stacks():
     trains(muon, params)
 
 
+@pytest.mark.slow
 def test_moments_in_16_bits_are_sent_and_not_gathered_before_they_grow():
     def optimizer(params: Params) -> optax.GradientTransformation:
         return optax.contrib.muon(1e-2, mu_dtype=jnp.bfloat16)
@@ -313,6 +324,7 @@ def test_moments_in_16_bits_are_sent_and_not_gathered_before_they_grow():
     trains(optimizer, params, tolerance=COARSE)
 
 
+@pytest.mark.slow
 def test_what_rests_whole_is_cut_and_not_stacked_whole():
     """At stage 1 parameters are whole: each device sends its part of them, as of gradients."""
 
@@ -330,6 +342,7 @@ def test_what_rests_whole_is_cut_and_not_stacked_whole():
     trains(optimizer, params, stage=1)
 
 
+@pytest.mark.slow
 def test_codes_on_the_wire_leave_owners_alone():
     options = {"gather_dtype": jnp.int8, "reduce_dtype": jnp.int8, "stage": 3}
     params = separate(4, 16, 16)
@@ -369,6 +382,7 @@ def model_step(optimizer: Optimizer, loss_of: Callable[..., jax.Array]) -> Calla
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [2, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", [muon, shampoo, soap], ids=lambda make: make.__name__)
@@ -528,6 +542,7 @@ def unmapped(g: jax.Array, state: Any, count: jax.Array) -> Any:
     return without_vmap.bind(g @ g.T) @ g, state
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("update", "params", "why"),
     [
@@ -585,6 +600,7 @@ def test_an_update_in_a_branch():
     trains(optimizer, separate(2, 8, 8), num=2)
 
 
+@pytest.mark.slow
 def test_state_on_the_hosts_and_tensor_axes_have_no_owners():
     params = separate(4, 8, 8)
     assert planned(muon, params, offload=jzero.PinnedHost(device_bytes=2**20)) == {}
@@ -599,6 +615,7 @@ def test_matrices_that_rest_whole():
     assert planned(muon, separate(4, 8, 8), min_shard_bytes=2**20) == {}
 
 
+@pytest.mark.slow
 def test_two_updates_in_one_step():
     """The second update of a leaf follows from the first, through the loss: one group, then another."""
     once = make_step(muon)

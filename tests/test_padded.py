@@ -99,12 +99,14 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_padding_reaches_no_norm_and_no_maximum(tx, stage):
     assert_same_training(tx, {"stage": stage}, mesh_of(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 3, 4, 5, 6, 7, 8])
 def test_every_number_of_devices(num_devices):
     tx = OPTIMIZERS["clipped adamw"]
@@ -126,6 +128,7 @@ def test_every_number_of_devices(num_devices):
     assert plan.nbytes_at_rest() == on_a_device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -144,6 +147,7 @@ def test_options_on_two_axes(options):
     assert_same_training(OPTIMIZERS["clipped adamw"], options, mesh)
 
 
+@pytest.mark.slow
 def test_parameters_within_a_node_are_unions_of_their_moments():
     """53 rows on 8 devices are 7 each, so a quarter of the node holds 14: cutting one moves nothing."""
     mesh = jax.make_mesh((2, 4), ("node", "local"))
@@ -154,12 +158,14 @@ def test_parameters_within_a_node_are_unions_of_their_moments():
     assert opt_state[0].mu["table"].storage.addressable_shards[0].data.shape == (7, WIDTH)
 
 
+@pytest.mark.slow
 def test_explicit_axes():
     mesh = mesh_of(8, axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         assert_same_training(optax.adam(1e-2), {"stage": 3}, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_born_in_its_layout_and_carried_through_jit(axis_type):
     tx = optax.adam(1e-2)
@@ -177,6 +183,7 @@ def test_born_in_its_layout_and_carried_through_jit(axis_type):
     zoo.assert_trees_close(jax.device_get(traced), jax.device_get(outs), zoo.FP32, "step")
 
 
+@pytest.mark.slow
 def test_one_program_for_a_leaf_padded_or_plain():
     tx = optax.adam(1e-2)
     train_step = small.shard_train_step(make_step(tx), mesh=mesh_of(8))
@@ -186,6 +193,7 @@ def test_one_program_for_a_leaf_padded_or_plain():
     assert len(train_step._programs.built) == 1
 
 
+@pytest.mark.slow
 def test_a_state_padded_for_another_mesh_is_padded_anew():
     tx = optax.adam(1e-2)
     state, _ = small.shard_train_step(make_step(tx), mesh=mesh_of(8))(init(tx), tokens())
@@ -195,6 +203,7 @@ def test_a_state_padded_for_another_mesh_is_padded_anew():
     zoo.assert_trees_close(jax.device_get(moved), expected, zoo.FP32, "state")
 
 
+@pytest.mark.slow
 def test_state_shardings_place_true_shapes():
     tx = optax.adam(1e-2)
     train_step = small.shard_train_step(make_step(tx), mesh=mesh_of(8))
@@ -229,6 +238,7 @@ def test_a_padded_array_reads_as_its_true_shape():
     assert not np.asarray(table.storage)[53:].any()
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.int8, jnp.uint8, jnp.bool_])
 @pytest.mark.parametrize("row", [0, 10])
 def test_extremes_of_every_dtype(row, dtype):
@@ -260,6 +270,7 @@ def test_padding_that_would_cost_more_than_the_leaf_is_refused():
     assert plan.leaves[0].why_full == "every dim is too small for so many devices"
 
 
+@pytest.mark.slow
 def test_an_array_without_elements_stays_full():
     """JAX takes no value of its shards."""
 
@@ -320,6 +331,7 @@ device.
     2.9 KiB  state bfloat16[50257,1600]""")
 
 
+@pytest.mark.slow
 def test_nnx_modules_read_padded_parameters():
     model = nnx.Linear(7, 5, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
@@ -406,6 +418,7 @@ def float64():
         yield
 
 
+@pytest.mark.slow(but=["3"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.usefixtures("float64")
 def test_spared_leaves_train_as_on_one_device(stage):

@@ -45,6 +45,7 @@ def test_every_digit_of_table_1():
     assert [prints(cell.found) for cell in cells] == [cell.printed for cell in cells]
 
 
+@pytest.mark.slow
 def test_every_digit_of_table_2():
     cells, paper = module("theory").table_2(), module("paper")
     assert len(cells) == 20
@@ -152,6 +153,7 @@ def test_one_program_of_each_table(tmp_path):
     assert len(asked) < 8
 
 
+@pytest.mark.slow
 def test_attention_in_parts_is_attention():
     model = module("model")
     keys = jax.random.split(jax.random.key(0), 3)
@@ -168,6 +170,7 @@ def test_the_page_shows_what_the_scripts_compute():
         assert table in page.partition(f"### {heading}\n")[2], heading
 
 
+@pytest.mark.slow
 def test_the_command_for_zero_infinity(tmp_path):
     command = [sys.executable, str(FOLDER / "infinity.py"), "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True)
@@ -180,6 +183,7 @@ def test_the_command_for_zero_infinity(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     command = [sys.executable, str(FOLDER / "tables.py"), "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True)

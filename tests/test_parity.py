@@ -41,6 +41,7 @@ def settings():
                 yield pytest.param(name, stage, num_devices, marks=marks, id=setting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stage", "num_devices"), list(settings()))
 def test_trains_as_on_one_device(name, stage, num_devices):
     parity.check(
@@ -48,6 +49,7 @@ def test_trains_as_on_one_device(name, stage, num_devices):
     )
 
 
+@pytest.mark.slow(but=["cond_on_gradients", "per_example_outputs"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -74,6 +76,7 @@ def test_a_device_left_out_is_noticed(name):
         zoo.assert_trees_close(state, parity.one_device(name, 1)[-1][0], loose, "state")
 
 
+@pytest.mark.slow
 def test_a_mutating_step_trains_as_the_functional_one():
     """A step by `from_nnx` is its own reference: here it is held against one that does without."""
     actual = parity.one_device("nnx_mutating", 1)

@@ -74,11 +74,13 @@ def check(case: Case) -> partitioned.Ready:
     return ready
 
 
+@pytest.mark.slow(but=["convolutions-3-13", "newton-3-16"])
 @pytest.mark.parametrize(("kind", "stage", "num"), list(cases()))
 def test_trains_as_on_one_device(kind, stage, num):
     check(Case(*KINDS[kind](num), DATA, stage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
 @pytest.mark.parametrize("kind", ["mlp", "tied_gpt", "scanned_gpt"])
 def test_trains_with_specs_of_a_further_axis(kind, stage):
@@ -88,6 +90,7 @@ def test_trains_with_specs_of_a_further_axis(kind, stage):
     assert not [m for m in gathered if m.of is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -128,6 +131,7 @@ def test_what_moves(kind, stage, expected):
     assert partitioned.moved(partitioned.prepare(case).program) == expected
 
 
+@pytest.mark.slow
 def test_moves_are_the_collectives_of_the_program():
     ready = partitioned.prepare(Case(*steps.gpt(), DATA, 3))
     assert partitioned.collectives(ready.program.jaxpr, DATA) == partitioned.moved(ready.program)
@@ -137,12 +141,14 @@ def test_moves_are_the_collectives_of_the_program():
     assert all("partition_steps.py" in m.line or "optax" in m.line for m in ready.program.moves)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_program_every_time():
     case = Case(*steps.mlp(), DATA, 3)
     texts = {str(partitioned.prepare(case).program.jaxpr) for _ in range(2)}
     assert len(texts) == 1
 
 
+@pytest.mark.slow
 def test_it_is_the_same_program_in_every_process():
     """Whatever order its sets have: processes that made other programs would wait for each other."""
     script = (
@@ -162,6 +168,7 @@ def test_state_moves_to_rows():
     assert str(found.outs[0]) == "[16@data, 16]"
 
 
+@pytest.mark.slow
 def test_a_batch_that_all_devices_have_gathers_the_state_once():
     def fn(w):
         return w - jax.grad(lambda w: jnp.tanh(jnp.ones((4, 16)) @ w + w[0]).sum())(w)
@@ -196,6 +203,7 @@ def test_a_sum_in_a_carry_is_settled_behind_the_loop():
     assert [(m.kind, m.times) for m in found.moves] == [("scatter", 1)]
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_another_carry_too_goes_on_with_what_it_was():
     """The other carry settles it; it began as zeros, which are taken for what is added to them."""
 
@@ -210,6 +218,7 @@ def test_a_sum_that_is_another_carry_too_goes_on_with_what_it_was():
     run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS))
 
 
+@pytest.mark.slow
 def test_a_carry_that_is_no_zero_is_added_once():
     def fn(w, x):
         return lax.scan(lambda c, k: (0.5 * c + x.T @ (k * x), None), w, jnp.arange(3.0))[0]
@@ -229,6 +238,7 @@ def by_rows(carry, x, w):
     return lax.scan(body, (carry, jnp.float64(2), jnp.int32(3)), x, reverse=True)
 
 
+@pytest.mark.slow
 def test_each_device_scans_its_own_rows():
     found = program(
         lambda w, x: by_rows(w[1], x, w), (SQUARE, ROWS), (SQUARE, ROWS),
@@ -275,6 +285,7 @@ def test_rows_are_looked_up_in_themselves(look_up):
     assert not program(fn, (SQUARE, P()), (SQUARE, ROWS)).moves
 
 
+@pytest.mark.slow
 def test_rows_are_looked_up_in_others():
     """The column does not count the rows, or the operand has more of them."""
 
@@ -300,6 +311,7 @@ def looked_up(w, ids):
 COLUMNS = P(None, "data")
 
 
+@pytest.mark.slow
 def test_rows_look_up_in_columns_of_a_table():
     """The ids of all rows, and what is found, move; the table does not, which is larger."""
     outs = [None, from_spec(TABLE, DATA, COLUMNS)]
@@ -312,6 +324,7 @@ def test_rows_look_up_in_columns_of_a_table():
     run_and_compare(looked_up, (TABLE, COLUMNS), ((13, 16), ROWS), outs=outs)
 
 
+@pytest.mark.slow
 def test_a_table_that_is_read_whole_too_is_gathered_once():
     def fn(w, x):
         loss, new = looked_up(w, x)
@@ -325,6 +338,7 @@ def test_a_table_that_is_read_whole_too_is_gathered_once():
     run_and_compare(fn, *specs, outs=outs)
 
 
+@pytest.mark.slow
 def test_masks_and_positions_are_made_where_they_are_read():
     def fn(w, x):
         at = jnp.arange(16)
@@ -334,6 +348,7 @@ def test_masks_and_positions_are_made_where_they_are_read():
     assert not program(fn, (SQUARE, P()), (SQUARE, ROWS)).moves
 
 
+@pytest.mark.slow
 def test_padding_is_masked_even_if_it_is_nan():
     def fn(w, x):
         return x.sum(0), x.max(0), x.T @ x, jnp.sort(x, 0), x.mean(), jnp.cumsum(x, 0), x.prod(0)
@@ -341,6 +356,7 @@ def test_padding_is_masked_even_if_it_is_nan():
     run_and_compare(fn, (SQUARE, P()), ((13, 5), ROWS))
 
 
+@pytest.mark.slow
 def test_what_runs_on_no_shards_is_replicated_first_and_listed():
     found = program(lambda w, x: jnp.sort(x[:, 0]) + w[0], (SQUARE, P()), (SQUARE, ROWS))
     assert [(m.kind, m.operation, m.value, m.why) for m in found.moves] == [
@@ -349,6 +365,7 @@ def test_what_runs_on_no_shards_is_replicated_first_and_listed():
     run_and_compare(lambda w, x: jnp.sort(x[:, 0]) + w[0, 0], (SQUARE, P()), ((13, 3), ROWS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fn",
     [

@@ -22,6 +22,7 @@ def moved(found):
     return [(m.kind, m.axes, m.nbytes) for m in found.moves]
 
 
+@pytest.mark.slow
 def test_a_sum_over_two_axes_is_one():
     """Over each of two axes it costs as much as to gather what is summed; together it costs less."""
     found = run_and_compare(
@@ -32,6 +33,7 @@ def test_a_sum_over_two_axes_is_one():
     assert (only.kind, {*only.axes}) == ("reduce", {"node", "local"})
 
 
+@pytest.mark.slow
 def test_what_comes_whole_is_not_gathered():
     """As what the devices do not divide: cut for its rows, and there for whatever needs all of it."""
 
@@ -43,6 +45,7 @@ def test_what_comes_whole_is_not_gathered():
     assert kinds(found) == ["reduce"]
 
 
+@pytest.mark.slow
 def test_an_activation_is_not_scattered_as_a_bias_is():
     """A sum of activations whose gradient is summed over rows for a bias, which is sharded otherwise."""
 
@@ -57,6 +60,7 @@ def test_an_activation_is_not_scattered_as_a_bias_is():
     assert "exchange" not in kinds(found)
 
 
+@pytest.mark.slow
 def test_what_is_added_to_state_is_scattered_as_it_is():
     """The gradient of an inner step, whose result is gathered for the next one."""
 
@@ -73,6 +77,7 @@ UNEVEN = ((13, 5), ROWS)
 LONG = ((64, 16), ROWS)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("rows", [((16, 5), ROWS), UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize(
     "fn",
@@ -90,6 +95,7 @@ def test_each_device_finds_its_own_largest(fn, rows):
     assert len(found.moves) <= 2  # Of Booleans the largest is known.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [LONG, ((61, 16), ROWS)], ids=["even", "uneven"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin"])
@@ -102,6 +108,7 @@ def test_running_sums_exchange_totals(name, reverse, rows):
     assert str(found.outs[0]).startswith("[61+3@data" if rows[0][0] == 61 else "[64@data")
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("mesh", [DATA, TWO])
 @pytest.mark.parametrize("num", [64, 61])
 @pytest.mark.parametrize(
@@ -125,6 +132,7 @@ def test_few_elements_are_looked_up_where_they_are(fn, num, mesh):
     assert all(m.kind != "exchange" and m.nbytes < 4 * 5 * 8 * 2 for m in found.moves)
 
 
+@pytest.mark.slow
 def test_a_not_a_number_of_other_rows_is_not_found():
     def fn(w, x):
         return jnp.where(jnp.arange(64)[:, None] == 7, x, jnp.nan)[7]
@@ -132,6 +140,7 @@ def test_a_not_a_number_of_other_rows_is_not_found():
     run_and_compare(fn, (SQUARE, P()), LONG)
 
 
+@pytest.mark.slow
 def test_rows_that_are_looked_up_in_columns_end_in_rows():
     """The rows are exchanged for columns, and what is found for rows: less than all rows of everything."""
 
@@ -143,6 +152,7 @@ def test_rows_that_are_looked_up_in_columns_end_in_rows():
     assert str(found.outs[0]) == "[64@data, 16]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [16, 13])
 def test_halves_of_two_batches(num):
     """A device has its rows of both, one behind the other."""
@@ -167,6 +177,7 @@ def test_most_rows_are_padded_ones():
     assert not found.moves
 
 
+@pytest.mark.slow
 def test_a_sum_goes_to_the_rows_that_it_is_joined_with():
     def fn(w, x, y):
         sums = jnp.zeros((16, 16)).at[(jnp.abs(y[:, 0]) * 6).astype(jnp.int32)].add(y)
@@ -176,6 +187,7 @@ def test_a_sum_goes_to_the_rows_that_it_is_joined_with():
     assert kinds(found) == ["scatter"]
 
 
+@pytest.mark.slow
 def test_rows_that_were_exchanged_come_back():
     """A window of rows is cut from all of them, in columns; a product takes it in rows of its own."""
 
@@ -188,6 +200,7 @@ def test_rows_that_were_exchanged_come_back():
     assert str(found.outs[0]) == "[16@data, 16]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [16, 13])
 def test_a_statistic_is_summed_and_not_scattered(num):
     """All rows read it: to scatter it as the bias is, whose gradient sums rows, takes two collectives."""
@@ -205,6 +218,7 @@ def test_a_statistic_is_summed_and_not_scattered(num):
     assert "gather" not in kinds(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [16, 13])
 def test_each_device_draws_its_own_random_bits(num):
     """Those that one device would draw for these rows."""
@@ -225,6 +239,7 @@ def test_each_device_draws_its_own_random_bits(num):
     assert (16, 16) not in shapes
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_table_that_is_whole_is_exchanged():
     """Of rows that were not looked up in columns the ids are gathered, which are fewer than columns."""
 
@@ -238,6 +253,7 @@ def test_the_gradient_of_a_table_that_is_whole_is_exchanged():
     assert kinds(found) == ["gather", "exchange"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_is_added_by_number_is_made_where_it_is_read(turned):
     """Each device adds what falls into its shard; what is out of bounds none does."""

@@ -636,6 +636,7 @@ STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=["2 chunks"])
 @pytest.mark.parametrize("name", STEPS)
 def test_they_train_as_on_one_device(name, monkeypatch):
     for size, value in SMALL_SIZES.items():

@@ -787,6 +787,7 @@ def by_default(names):
         yield pytest.param(name, marks=pytest.mark.slow if alike[stem] > 2 else ())
 
 
+@pytest.mark.slow(but=11)
 @pytest.mark.parametrize("name", list(by_default(CASES)))
 def test_rows_of_one_argument(name):
     """By turns in a layout that divides the place and in one that does not."""
@@ -817,6 +818,7 @@ def pairs_of(case: Case) -> list[tuple[Place, Place]]:
 TWO = [name for name, case in CASES.items() if pairs_of(case)]
 
 
+@pytest.mark.slow(but=7)
 @pytest.mark.parametrize("name", list(by_default(TWO)))
 def test_rows_of_two_arguments(name):
     """Every third pair of places, in one layout."""
@@ -843,6 +845,7 @@ def test_function_without_equations():
     check_all([Configuration(Case(lambda x: x, "ab"), (Place(0, 0, "a"),), "padded")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [4, 8])
 def test_one_update_of_rows_that_were_moved(num):
     """As XLA optimizes it, which makes one slice of two, and forgets where the first one ends."""

@@ -66,6 +66,7 @@ def mesh(**sizes):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [16, 13, 3])
 @pytest.mark.parametrize(
     ("axes", "options"),
@@ -108,6 +109,7 @@ def test_its_program_is_one_equation_that_is_not_traced_again():
     assert all(a is b for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_leaves_that_the_devices_do_not_divide():
     train_step = small.shard_train_step(step_fn)
     expected = state = state_of(13, 10)
@@ -123,6 +125,7 @@ def test_leaves_that_the_devices_do_not_divide():
         assert not np.take(whole, range(leaf.shape[dim], whole.shape[dim]), dim).any()
 
 
+@pytest.mark.slow
 def test_values_without_elements_are_not_gathered():
     """XLA has no all-gather along a dim of size 0."""
 
@@ -146,6 +149,7 @@ def test_values_without_elements_are_not_gathered():
     assert [x.shape for x in evaluate(jnp.ones((8, 16)), jnp.ones((0, 8)))] == [(0, 8), (4, 0)]
 
 
+@pytest.mark.slow
 def test_under_an_outer_jit_and_its_gradient():
     train_step = small.shard_train_step(step_fn)
     state, batch = state_of(16), batches()[0]
@@ -168,6 +172,7 @@ def test_it_is_lowered_traced_and_described():
     assert {"all-gather"} <= {each.op for each in report.traffic}
 
 
+@pytest.mark.slow
 def test_an_evaluation_reads_what_it_reads():
     train_step = small.shard_train_step(step_fn)
     state, _ = train_step(state_of(10), batches()[0])
@@ -205,6 +210,7 @@ def model_step(name, **options):
     return step, small.shard_train_step(step, **options), init(), batch
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
@@ -225,6 +231,7 @@ def test_it_trains_as_one_device_behind_its_passes(name, options):
         assert_close(train_step.unshard(state), expected)
 
 
+@pytest.mark.slow
 def test_a_matrix_that_every_device_updates():
     """What needs it whole has no owner, since no other update is like it."""
 
@@ -238,6 +245,7 @@ def test_a_matrix_that_every_device_updates():
     assert_close(train_step.unshard(found), jax.jit(step)(w, batch))
 
 
+@pytest.mark.slow
 def test_layers_behind_barriers_of_the_step():
     """`jax.checkpoint` as it is by default puts one around a layer's parameters and what it reads."""
 
@@ -252,6 +260,7 @@ def test_layers_behind_barriers_of_the_step():
     assert_close(train_step.unshard(found), jax.jit(step)(ws, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
 def test_passes_show_in_the_program():
     with jax.numpy_rank_promotion("allow"):
@@ -315,6 +324,7 @@ def leaves_of(jaxpr):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", MODELS)
@@ -357,6 +367,7 @@ def test_large_gradients_come_behind_those_of_their_inputs():
     assert COTANGENT in names
 
 
+@pytest.mark.slow
 def test_reductions_run_in_groups():
     train_step = small.shard_train_step(step_fn, prefetch_bytes=0)
     program = train_step._programs.of(train_step._programs.bind((state_of(16), batches()[0]), {}))
@@ -376,6 +387,7 @@ def pmapped(state, batch):
     return jax.tree.map(lambda w, g: w - jax.lax.pmean(g, "data"), state, grads)
 
 
+@pytest.mark.slow
 def test_of_a_step_with_offload_the_gradients_are_printed():
     train_step = small.shard_train_step(step_fn, mesh=mesh(data=8), offload=jzero.PinnedHost())
     program = train_step.program(state_of(16), batches()[0], after="order")
@@ -385,6 +397,7 @@ def test_of_a_step_with_offload_the_gradients_are_printed():
     assert any(re.search(r"state\S+ +\[.*@data.*\]  for the update", line) for line in lines)
 
 
+@pytest.mark.slow
 def test_its_program_is_printed():
     train_step = small.shard_train_step(step_fn, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
     program = train_step.program(state_of(10), batches(13)[0], after="partition")
@@ -404,6 +417,7 @@ print(len(text), hashlib.sha256(text.encode()).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_processes_write_the_same_program():
     found = partitioned.printed_by_processes(PRINTS)
     assert int(found.split()[0]) > 1000

@@ -119,6 +119,7 @@ ALL = [PASSES[n] for n in ("inputs_first", "prefetch 3 matrices", "order 0", "af
 PASSES["all"] = lambda jaxpr: functools.reduce(lambda x, each: each(x), ALL, jaxpr)
 
 
+@pytest.mark.slow(but=["order 0-True-1"])
 @forms
 @pytest.mark.parametrize("name", PASSES)
 def test_a_pass_changes_no_bit(name: str, remat: bool, loops: int):
@@ -504,6 +505,7 @@ def stacking_step(reads_twice: bool, ws: jax.Array, x: jax.Array) -> Any:
     return [x, *stacks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 2**22])
 @pytest.mark.parametrize("reads_twice", [False, True])
 def test_what_is_done_to_whole_stacks(reads_twice: bool, limit: int):
@@ -596,6 +598,7 @@ def test_on_cpus_collectives_wait_for_loops_with_collectives(remat: bool, loops:
             before |= {i} if nests else set()
 
 
+@pytest.mark.slow
 def test_barriers_of_the_program_give_way():
     """A gather waits for a product in their place."""
 
@@ -618,6 +621,7 @@ def test_barriers_of_the_program_give_way():
         np.testing.assert_array_equal(made.run()(*args)[0], plain.run()(*args)[0])
 
 
+@pytest.mark.slow
 def test_loops_with_keys_and_effects_stay_right():
     """A loop that stacks keys is left alone; one that calls back is pipelined, and calls as often."""
 
@@ -675,6 +679,7 @@ def _double() -> Any:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_double")
 @pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
 @pytest.mark.parametrize("name", ["scanned", "unrolled, tied", "over time"])

@@ -126,6 +126,7 @@ def on_one_device():
     return losses, zoo.to_host(state)
 
 
+@pytest.mark.slow(but=["3-2"])
 @pytest.mark.parametrize(("stage", "model"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2)])
 def test_trains_as_on_one_device(stage, model):
     train_step = sharded(stage, model=model)
@@ -154,6 +155,7 @@ def runs(text, kind, groups):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_are_reduced_once_and_not_in_each_tick(stage):
     """And a tick of each pass hands on one microbatch's rows, by one permutation; XLA inserts no other."""
@@ -181,6 +183,7 @@ def test_gradients_are_reduced_once_and_not_in_each_tick(stage):
     assert "all-to-all" not in programs.compiled_collectives(text)
 
 
+@pytest.mark.slow
 def test_stacks_of_all_layers_are_reshaped_into_stages_by_the_step():
     """A stage moves its own part of them, and of their gradients, as if they rested in stages."""
 
@@ -221,6 +224,7 @@ def test_stacks_of_all_layers_are_reshaped_into_stages_by_the_step():
     zoo.assert_trees_close(zoo.to_host(state), merged(expected), zoo.FP32, "state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_layers_in_a_loop_over_time_are_gathered_and_reduced_once(stage, compute):

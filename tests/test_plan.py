@@ -23,6 +23,7 @@ def plan_of(num: int = 4, **options):
     return sharded(num, **options).plan(new_state(), BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_each_piece_runs_in_one_turn_and_all_that_crosses_has_a_place(policy):
     plan = plan_of(offload=policy)
@@ -53,6 +54,7 @@ def test_what_is_decided_is_printed_and_hashed():
     assert len({hash(p) for p in [plan, *others]}) == 1 + len(others)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("policy", [*POLICIES[:3], jzero.HostCPU(delayed_update=True)], ids=str)
 @pytest.mark.parametrize("num", [1, 4])

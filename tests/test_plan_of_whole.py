@@ -11,6 +11,7 @@ from exactness._compare import configured
 from jzero.sharding.plan._trace import WholeBatch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformer_scanned", "sorted_rows", "debug_print"])
 def test_nobody_keeps_the_whole_batchs_jaxpr(name):
     others = whole_batches()  # Of a test that failed, pytest keeps the frames.

@@ -39,6 +39,7 @@ def saved_disk(children, tmp_path_factory) -> pathlib.Path:
     return disk_with_steps(children, SAVE, tmp_path_factory.mktemp("disk"))
 
 
+@pytest.mark.slow
 def test_a_cut_loses_what_was_not_synced(saved_disk, tmp_path):
     """So the test below sees it."""
     disk = copy(saved_disk, tmp_path / "disk")
@@ -57,6 +58,7 @@ def test_a_cut_loses_what_was_not_synced(saved_disk, tmp_path):
     assert sizes == {"synced": 10}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cut",
     [*(pytest.param(i, marks=pytest.mark.slow if i % 2 else ()) for i in range(NUM_CUTS)), None],
@@ -97,6 +99,7 @@ def _removes(operation: Operation, path: str) -> bool:
     return inside and operation.name in ("unlink", "rmdir", "rename")
 
 
+@pytest.mark.slow(but=["export files over a file-exports/model.safetensors.index.json"])
 @pytest.mark.parametrize(
     ("name", "target"),
     [
@@ -112,6 +115,7 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(name, target, chi
     assert not Disk.after(operations).unsynced(target, with_name=True)
 
 
+@pytest.mark.slow
 def test_what_a_log_says():
     """A file that is synced, in a directory that is not; and a change after the sync."""
     log = [

@@ -72,6 +72,7 @@ def init(tx, dtype=jnp.bfloat16):
 # -- masters ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_masters_train_as_float32_parameters_that_the_model_casts():
     """To the bit, on one device: float16 or bfloat16 parameters are their masters, rounded."""
     for dtype in (jnp.bfloat16, jnp.float16):
@@ -95,6 +96,7 @@ def test_float32_parameters_have_no_masters():
     assert state.masters["scale"] == optax.MaskedNode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("stage", STAGES)
 def test_masters_in_shards(stage, num_devices):
@@ -111,6 +113,7 @@ def test_masters_in_shards(stage, num_devices):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "num_bytes"), [(0, 14), (1, 2 + 12 / 8), (2, 2 + 12 / 8), (3, 14 / 8)]
 )
@@ -147,6 +150,7 @@ def test_updates_too_small_for_bfloat16_count_in_the_mean():
     assert params.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_rounding_goes_to_the_two_neighbours_and_keeps_what_bfloat16_holds():
     values = jnp.array([1.0, -3.5, 0.0, jnp.inf, 1 + 1 / 256, -1 - 1 / 256], jnp.float32)
 
@@ -224,6 +228,7 @@ def test_gradients_travel_in_reduce_dtype(stage, compute, reduce_dtype):
     assert {c.dtype for c in found.traffic if c.elements == 1} == {"float32"}
 
 
+@pytest.mark.slow
 def test_reduce_dtype_changes_the_sum_and_not_the_dtype_of_gradients():
     def step(w, x):
         g = jax.grad(lambda w: jnp.mean(x @ w))(w)
@@ -237,6 +242,7 @@ def test_reduce_dtype_changes_the_sum_and_not_the_dtype_of_gradients():
     assert 0 < difference < 0.02 * np.abs(np.asarray(exact)).max()
 
 
+@pytest.mark.slow
 def test_float16_sums_do_not_overflow_where_their_mean_does_not():
     def step(w, x):
         return w, {"g": jax.grad(lambda w: jnp.mean((x @ w).astype(jnp.float32)))(w)}
@@ -280,6 +286,7 @@ def scaled_by_flax():
     return step, (DynamicScale(), params, tx.init(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [guarded_by_optax, scaled_by_flax])
 @pytest.mark.parametrize(
     ("stage", "num_devices", "k"), [(0, 4, 1), (1, 8, 1), (2, 2, 4), (3, 8, 2), (3, 4, 1)]

@@ -57,6 +57,7 @@ def assert_close(actual, expected):
         assert jnp.allclose(jnp.asarray(a), jnp.asarray(b), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "num_layers"), [((8,), 1), ((8,), 2), ((8,), 5), ((2, 2), 3)])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("remat", [False, True])
@@ -72,6 +73,7 @@ def test_loops_of_any_length_train_as_on_one_device(num_layers, reverse, remat, 
         assert_close(train_step(train_step.shard(state, x), x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -110,6 +112,7 @@ def dropout_step(params, x, key):
 CALLS: list[int] = []
 
 
+@pytest.mark.slow
 def test_keys_and_side_effects_inside_a_loop():
     state, x = stacked_state(3), jax.random.normal(jax.random.key(1), (16, 16))
     results = []
@@ -162,6 +165,7 @@ def carried_bytes(scan):
     return sum(v.aval.size * v.aval.dtype.itemsize for v in body.outvars if v in outs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("prefetch_bytes", [NOTHING, KERNEL, EVERYTHING])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -177,6 +181,7 @@ def test_elements_moved_stay_the_same(remat, prefetch_bytes, accumulate):
     assert all(c.times % accumulate == 0 for c in report.traffic if c.op == "all-gather")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize(
     ("prefetch_bytes", "carried"),
@@ -188,6 +193,7 @@ def test_a_loop_carries_what_fits(remat, prefetch_bytes, carried):
     assert carried_gathers(sharded_jaxpr(model, prefetch_bytes)) == carried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_loop_carries_what_its_first_product_needs(remat):
     """Of any size; without remat the first of the backward loop needs no parameter: it is a gradient's."""
@@ -195,12 +201,14 @@ def test_a_loop_carries_what_its_first_product_needs(remat):
     assert carried_gathers(sharded_jaxpr(model, 1)) == [KERNEL] * (2 if remat else 1)
 
 
+@pytest.mark.slow
 def test_what_is_gathered_before_a_loop_is_not_carried_through_it():
     for gather in ("keep", "once_per_step"):
         jaxpr = sharded_jaxpr(programs.Model(depth=5), EVERYTHING, gather=gather)
         assert carried_gathers(jaxpr) == []
 
 
+@pytest.mark.slow
 def test_a_backward_loop_begins_when_its_carry_is_there(monkeypatch):
     """With remat its first turn reads no cotangent, and would be computed beside the logits."""
     monkeypatch.setattr(
@@ -226,6 +234,7 @@ def is_held(makers, x):
     return eqn.primitive.name == "optimization_barrier"
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_unrolled_is_left_alone():
     def step(params, x):
         def loss_fn(params):
@@ -256,6 +265,7 @@ def products_waited_for(jaxpr):
     return waits
 
 
+@pytest.mark.slow
 def test_gathers_of_an_unrolled_model_wait_for_compute():
     """Three layers of two kernels: a gather waits for the products before those that are ahead."""
     model = programs.Model(scan=False)
@@ -276,6 +286,7 @@ def test_gathers_of_an_unrolled_model_wait_for_compute():
         assert (len(set(found[6:])) == 1) == (prefetch_bytes == EVERYTHING)
 
 
+@pytest.mark.slow
 def test_what_a_gather_waits_for_has_two_uses():
     """The barrier of a gather keeps what it waits for: XLA drops what has no other use."""
     jaxpr = sharded_jaxpr(programs.Model(scan=False), NOTHING)
@@ -285,6 +296,7 @@ def test_what_a_gather_waits_for_has_two_uses():
     assert all(tokens.count(token) >= 2 for token in tokens)
 
 
+@pytest.mark.slow
 def test_a_policy_around_a_loop_hides_no_parameter():
     """JAX wraps what such a policy computes again in a call of its own; gathers belong inside it."""
 

@@ -39,6 +39,7 @@ def moved(traffic):
     return totals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "axes", "options"),
     [
@@ -62,12 +63,14 @@ def test_at_rest_and_on_the_wire_as_described(stage, axes, options):
     assert found.peak_bytes >= found.argument_bytes
 
 
+@pytest.mark.slow
 def test_stages_order_peak_memory():
     state = programs.abstract_state(programs.Model(depth=64))
     peaks = [preflight(stage, state).peak_bytes for stage in (0, 1, 3)]
     assert peaks == sorted(set(peaks), reverse=True)
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_update_is_made_in_the_place_of_the_old_state(stage):
     """No second copy of the masters and moments, nor of all gathered parameters, is ever alive."""
@@ -93,6 +96,7 @@ def test_an_update_is_made_in_the_place_of_the_old_state(stage):
     assert found.peak_bytes - found.argument_bytes < 2 * gradients + 4 * 2**27
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_matrix_larger_than_the_bound_hides(scan):
     """All but those of a pass's first product, which has none before it."""
@@ -121,6 +125,7 @@ def test_a_matrix_larger_than_the_bound_hides(scan):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.parametrize("scan", [True, False])
 def test_tiles_replace_matrices_and_their_gradients(scan, remat):
@@ -164,6 +169,7 @@ def test_tiles_replace_matrices_and_their_gradients(scan, remat):
     assert hidden_seconds > 0.8 * schedule.product_seconds
 
 
+@pytest.mark.slow
 def test_gradients_of_an_unrolled_model_do_not_pile_up():
     num_layers, dim = 16, 4096
 
@@ -184,6 +190,7 @@ def test_gradients_of_an_unrolled_model_do_not_pile_up():
     assert found.peak_bytes - found.argument_bytes - activations < 6 * 2 * dim**2
 
 
+@pytest.mark.slow
 def test_a_gradient_that_waits_for_its_reduction_is_not_copied(monkeypatch):
     """Experts' matrices are sharded along their second dim; their gradients are made in that layout."""
     layers, experts, dim, rows = 4, 4, 1024, 8 * 512
@@ -252,6 +259,7 @@ def offloaded(scan, num_layers, state_offload, device_bytes=16 * MIB, params=Non
     return jzero.preflight(train_step, state, x)
 
 
+@pytest.mark.slow(but=["scanned"])
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 def test_parameters_on_the_hosts_cost_a_window(scan):
     """On a device: a layer or two, a few gradients, and the layers' inputs. On its host: all else."""
@@ -269,6 +277,7 @@ def test_parameters_on_the_hosts_cost_a_window(scan):
     assert "per step, each device" in str(many)
 
 
+@pytest.mark.slow(but=["scanned"])
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 def test_parameters_in_files_cost_what_is_on_its_way(scan):
     """A device holds what it does with parameters in pinned memory, its host `host_bytes` of them."""
@@ -301,6 +310,7 @@ def test_equal_layers_share_their_programs():
     assert sum(part.times for part in many.parts) - sum(part.times for part in few.parts) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [jzero.NoOffload(), jzero.PinnedHost(device_bytes=2 * MIB)], ids=str
 )
@@ -347,6 +357,7 @@ def test_the_time_of_copies_of_parts(scan):
     assert "for copies, which take" in " ".join(str(found).split())
 
 
+@pytest.mark.slow
 def test_optimizer_state_on_the_hosts():
     """One grad part, and its update; without parameters on the hosts."""
     state = programs.abstract_state(programs.Model())
@@ -360,6 +371,7 @@ def test_optimizer_state_on_the_hosts():
         assert found.fits
 
 
+@pytest.mark.slow
 def test_the_most_rows_of_a_step_in_parts():
     matrix = jax.ShapeDtypeStruct((2, 64, 64), jnp.float32)
     state = {"params": matrix, "opt_state": jax.eval_shape(TX.init, matrix)}
@@ -371,6 +383,7 @@ def test_the_most_rows_of_a_step_in_parts():
     assert (found.largest_rows or 0) > 0
 
 
+@pytest.mark.slow
 def test_verdict_and_limits():
     state = programs.abstract_state(programs.Model())
     train_step = small.shard_train_step(programs.train_step)
@@ -422,6 +435,7 @@ def test_options_that_xla_does_not_have(options, said, offload):
     assert str(caught.value).endswith("Correct it, or drop it.")
 
 
+@pytest.mark.slow
 def test_the_most_rows_that_fit():
     def step(w, x):
         loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
@@ -462,6 +476,7 @@ def test_there_must_be_rows_to_search():
         jzero.preflight(train_step, w, w, search_batch=True)
 
 
+@pytest.mark.slow
 def test_rows_of_all_arguments_change_together():
     def step(w, x, momentum, y):
         momentum += jax.grad(lambda w: jnp.mean(x @ w) + jnp.mean(y @ w))(w)
@@ -516,6 +531,7 @@ def test_a_step_on_another_mesh_is_planned_the_same():
     assert found.report.plan.axes == (("x", 16),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
     ["a100-80gb", "h100", "b200",

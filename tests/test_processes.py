@@ -114,6 +114,7 @@ def found_by(scenario, num_processes, num_devices, folder):
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(num_processes)]
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_trains_as_one_process(num_processes, tmp_path):
     found = found_by("train", num_processes, 2, tmp_path)
@@ -149,6 +150,7 @@ def on_hosts(tmp_path_factory):
     return folder, found_by("on_hosts", 2, 2, folder)
 
 
+@pytest.mark.slow
 def test_each_process_has_its_part_of_state_on_the_hosts(on_hosts):
     _, found = on_hosts
     assert [each["rows"] for each in found] == [[10, 10], [10, 10]]  # of 37, padded
@@ -200,6 +202,7 @@ def one_start(tmp_path_factory):
     return {name: (folder / name, [each[name] for each in found]) for name in found[0]}
 
 
+@pytest.mark.slow
 def test_data_iterators_of_several_processes(one_start):
     folder, found = one_start["uneven_places"]
     assert found == [{"step": 7, "process": 0}, {"step": 7, "process": 1}]
@@ -207,6 +210,7 @@ def test_data_iterators_of_several_processes(one_start):
     assert "data iterators cannot go on from 2 to 1 processes: process 0 saved {'step': 7" in told
 
 
+@pytest.mark.slow
 def test_data_go_on_in_another_number_of_processes(one_start):
     """One, two and one: the order of one that is never interrupted, over the end of an epoch of 50."""
     folder, found = one_start["data_goes_on"]
@@ -220,6 +224,7 @@ def test_data_go_on_in_another_number_of_processes(one_start):
     assert [*first, *of_two, *last] == [next(alone).tolist() for _ in range(9)]
 
 
+@pytest.mark.slow
 def test_no_iterator_is_moved_if_one_process_cannot(one_start):
     _, found = one_start["data_goes_on"]
     for _, (one_has_none, _, state) in found:
@@ -232,6 +237,7 @@ def test_no_iterator_is_moved_if_one_process_cannot(one_start):
     assert "cannot go on from 1 to 2 processes: its pipeline has Filter" in told[1][1]
 
 
+@pytest.mark.slow
 def test_chunks_that_processes_share(one_start):
     folder, found = one_start["prime_shards"]
     assert found == [[[2502, 3], [5003]]] * 2
@@ -255,6 +261,7 @@ def test_a_process_that_cannot_write_fails_all(one_start):
         assert then == [True, [1, 2]]
 
 
+@pytest.mark.slow
 def test_all_processes_are_told_that_another_job_writes(one_start):
     _, told = one_start["locked_out"]
     assert all("process 12 on node7 writes in" in text for text in told)
@@ -275,6 +282,7 @@ UNLIKE = {
 }
 
 
+@pytest.mark.slow
 def test_processes_that_save_or_restore_unlike_things(one_start):
     """All are told, soon, and can go on with what is alike."""
     _, found = one_start["unlike_checkpoints"]
@@ -287,6 +295,7 @@ def test_processes_that_save_or_restore_unlike_things(one_start):
     assert [each[1] for each in found] == [[1, 2, 3]] * 2
 
 
+@pytest.mark.slow
 def test_one_process_is_told_to_end_and_all_save(tmp_path):
     command = [sys.executable, WORKER, "until_preempted", tmp_path]
     with started(command, by_hand(2, 1), tmp_path) as processes:
@@ -305,6 +314,7 @@ def disagreements(tmp_path_factory):
     return found_by("disagree", 3, 1, tmp_path_factory.mktemp("disagree"))
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -333,6 +343,7 @@ def test_processes_that_differed_still_agree(disagreements):
     assert len({found["agreement"] for found in disagreements}) == 1
 
 
+@pytest.mark.slow
 def test_mesh_of_one_process_waits_for_nobody(disagreements):
     assert [found["own_mesh"] for found in disagreements] == [[], [], []]
 
@@ -352,6 +363,7 @@ def test_batch_on_one_process(disagreements):
         assert f"x float32[12,12] lies on devices of process {process} alone" in told
 
 
+@pytest.mark.slow
 def test_process_that_does_not_come(disagreements):
     for process in (0, 2):
         error, told = disagreements[process]["absence"]
@@ -373,6 +385,7 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.slow
 def test_process_that_calls_something_else_ends_all_with_its_name(tmp_path):
     """All cases at once: mostly they wait."""
     with contextlib.ExitStack() as stack:
@@ -399,6 +412,7 @@ def test_process_that_calls_something_else_ends_all_with_its_name(tmp_path):
                 ) in told
 
 
+@pytest.mark.slow
 def test_difference_that_nothing_else_notices_keeps_a_checkpoint_from_being_made(tmp_path):
     for found in found_by("differ_unseen", 2, 1, tmp_path):
         for error, told in (found["saved"], found["again"]):
@@ -408,6 +422,7 @@ def test_difference_that_nothing_else_notices_keeps_a_checkpoint_from_being_made
         assert found["seconds"] < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "call"),
     [
@@ -432,6 +447,7 @@ def test_cost_of_comparing(one_start):
         assert found["confirm"] < 50_000, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_process_ends_the_others(victim, tmp_path):
     command = [sys.executable, WORKER, "step_forever", tmp_path]
@@ -474,12 +490,14 @@ def started_by_hand(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_script_started_by_hand(started_by_hand):
     assert len(losses_of(started_by_hand)) == 3
     assert "held-out loss" in output(started_by_hand, 0)
     assert "loss" not in output(started_by_hand, 1)  # One process reports for all.
 
 
+@pytest.mark.slow
 def test_script_started_by_mpirun(started_by_hand, tmp_path):
     if not shutil.which("mpirun"):
         pytest.skip("there is no mpirun on this machine (Debian: openmpi-bin)")

@@ -54,6 +54,7 @@ def line_of(text, part):
     return line
 
 
+@pytest.mark.slow
 def test_arguments_and_results_have_names_and_layouts():
     text = text_of()
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -116,6 +117,7 @@ def test_regions_are_indented_and_say_which_pass_they_are_of():
     assert len(depths) > 1
 
 
+@pytest.mark.slow
 def test_layouts_of_padded_leaves_and_other_axes():
     def step_of(w, batch):
         grads = jax.grad(lambda w: jnp.sum(batch @ w["a"]) + jnp.sum(w["b"] ** 2))(w)
@@ -155,6 +157,7 @@ def test_a_step_with_collectives_is_one_devices():
     assert re.search(r"# output\[1\] +\[16@data, 8\]", text)
 
 
+@pytest.mark.slow
 def test_evaluations_and_objects():
     train_step = small.shard_train_step(step_fn, mesh=mesh(data=8))
     eval_step = jzero.shard_eval_step(

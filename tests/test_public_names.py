@@ -416,6 +416,7 @@ def calls_of(module):
     return {n: called(module, n) for n in CALLS[module] if hasattr(MODULES[module], n)}
 
 
+@pytest.mark.slow(but=["jnp"])
 @pytest.mark.parametrize("module", MODULES)
 def test_calls_move_no_rows(module):
     mesh = jax.make_mesh((NUM_DEVICES,), ("data",))

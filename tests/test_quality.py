@@ -13,6 +13,7 @@ def trainings(rng, effect, sd):
     return other - exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sd", [0.1, 1, 10])
 def test_the_interval_holds_the_truth_nineteen_times_of_twenty(sd):
     rng = np.random.default_rng(0)
@@ -20,6 +21,7 @@ def test_the_interval_holds_the_truth_nineteen_times_of_twenty(sd):
     assert np.mean([abs(x.mean - 3) < x.half for x in found]) == pytest.approx(0.95, abs=0.015)
 
 
+@pytest.mark.slow
 def test_verdicts_err_once_in_twenty_and_see_what_is_large():
     rng = np.random.default_rng(1)
     alike = [difference(trainings(rng, 0.0, 1.0)).verdict for _ in range(2000)]

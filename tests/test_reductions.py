@@ -46,6 +46,7 @@ def reductions_in_loops(jaxpr, inside=False):
     return found + ([made] if inside and made else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("limit", [0, 2**26])
 def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkeypatch):
@@ -60,6 +61,7 @@ def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkey
     assert found.elements("all-gather") == accumulate * 2 * psi
 
 
+@pytest.mark.slow
 def test_trains_the_same_reduced_early(monkeypatch):
     monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", 0)
     monkeypatch.setattr(_order, "SMALLEST_GROUP", 0)
@@ -104,6 +106,7 @@ def test_the_dim_that_is_sharded(shape, num, dim):
     assert _layout.choose_dim(shape, num) == dim
 
 
+@pytest.mark.slow
 def test_a_maximum_knows_of_a_row_that_is_no_number():
     """Of the batch, and of a state's shards: an all-reduce would leave it out."""
 
@@ -120,6 +123,7 @@ def test_a_maximum_knows_of_a_row_that_is_no_number():
     assert all(np.isnan(np.asarray(value)).any() for value in found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "num_devices"),
     [("float8_e4m3fn", 3), ("float8_e5m2fnuz", 3), ("uint2", 4), ("int2", 3)],

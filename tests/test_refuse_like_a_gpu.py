@@ -68,6 +68,7 @@ def test_of_what_nobody_has_a_view_all_is_donated(spec, refused):
     np.testing.assert_array_equal(new.addressable_shards[0].data, held)
 
 
+@pytest.mark.slow
 def test_what_is_on_the_devices_is_donated_whoever_has_a_view(refused):
     x = array(SHARDED, kind="device")
     held = np.asarray(x.addressable_shards[0].data)

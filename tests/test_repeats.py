@@ -69,6 +69,7 @@ def long_ways(monkeypatch) -> list[Any]:
     return calls
 
 
+@pytest.mark.slow
 def test_from_the_third_call_on_nothing_is_looked_up(long_ways):
     train_step = make_step()
     state = trained(train_step, 2)
@@ -107,6 +108,7 @@ def train_step():
     return make_step()
 
 
+@pytest.mark.slow(but=["whole", "along another dim", "without padding"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_unlike_the_call_before(change, train_step):
     state = CHANGES[change](trained(train_step))
@@ -133,6 +135,7 @@ def on_one_device(state: Any) -> Any:
     return {name: moved(x) for name, x in state.items()}
 
 
+@pytest.mark.slow
 def test_a_consumed_state_is_refused_by_name():
     train_step = make_step()
     state = trained(train_step)
@@ -143,6 +146,7 @@ def test_a_consumed_state_is_refused_by_name():
         train_step(state, X)
 
 
+@pytest.mark.slow
 def test_a_batch_under_an_outer_jit():
     train_step = make_step()
     state = trained(train_step)
@@ -151,6 +155,7 @@ def test_a_batch_under_an_outer_jit():
     zoo.assert_trees_close(values(loss), values(expected[1]), zoo.FP32, "loss")
 
 
+@pytest.mark.slow
 def test_arguments_by_name_and_position_are_one_call(long_ways):
     train_step = make_step()
     state = trained(train_step)

@@ -67,6 +67,7 @@ def flops(step, spec):
     return train_step.lower(new_state(), 1.0).compile().cost_analysis()["flops"]
 
 
+@pytest.mark.slow
 def test_rows_that_the_step_makes_are_shared_out():
     mesh = auto_mesh((8,), ("data",))
     batches = [np.float32(1.0), np.float32(2.0)]
@@ -113,6 +114,7 @@ SPECS = {
 }
 
 
+@pytest.mark.slow(but=["columns-1", "one dim-1"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", SPECS)
 def test_trains_the_same(name, accumulate):
@@ -121,6 +123,7 @@ def test_trains_the_same(name, accumulate):
     trains_as_on_one_device(constraining(*SPECS[name]), new_state, batches(), **options)
 
 
+@pytest.mark.slow(but=["one dim", "unconstrained"])
 @pytest.mark.parametrize("name", SPECS)
 def test_trains_the_same_beside_an_axis_of_xla(name):
     mesh = auto_mesh((4, 2), ("a", "b"))
@@ -129,6 +132,7 @@ def test_trains_the_same_beside_an_axis_of_xla(name):
     )
 
 
+@pytest.mark.slow
 def test_the_mesh_of_the_caller_is_that_of_the_step():
     """Its axes are Auto outside of the step and Manual inside: equations say where they were traced."""
     mesh = auto_mesh((2, 2, 2), ("data", "context", "model"))
@@ -146,6 +150,7 @@ def test_what_devices_do_not_divide_is_not_asked_for():
     trains_as_on_one_device(step, new_state, batches(), mesh=mesh)
 
 
+@pytest.mark.slow
 def test_what_a_request_moves_is_listed():
     mesh = auto_mesh((8,), ("a",))
     step = constraining(P(None, "a"), P(None, "a"))
@@ -155,6 +160,7 @@ def test_what_a_request_moves_is_listed():
     assert "test_requests.py" in text
 
 
+@pytest.mark.slow
 def test_gradients_lie_as_the_stage_says():
     mesh = auto_mesh((8,), ("a",))
 
@@ -197,6 +203,7 @@ def test_one_device_is_no_place_in_a_sharded_step(name, accumulate):
     assert not train_step.describe(jnp.eye(8), x).movements
 
 
+@pytest.mark.slow
 def test_a_program_first_written_under_the_mesh_of_the_caller():
     """What passes write is traced once for all meshes: the first one had left its mesh in it."""
     mesh = auto_mesh((8,), ("data",))

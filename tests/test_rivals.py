@@ -61,6 +61,7 @@ def new_batch(shapes: Any, seed: int) -> Any:
     return jax.tree.map(leaf, shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in TINY]
 )

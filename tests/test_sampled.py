@@ -1,11 +1,6 @@
-"""Sampled train steps against one device: 100, others with another JAX, or all 500.
-
-By default JAX 0.10 trains the seeds 0 to 99 and newer releases train 200 to 299; `-m ""` trains 500 with
-either, and `run_sampled.py` as many as you like.
-"""
+"""Sampled train steps against one device: some, `-m ""` 500, and `run_sampled.py` as many as you like."""
 
 import dataclasses
-import importlib.metadata
 import json
 import platform
 from typing import Any
@@ -32,15 +27,14 @@ from sampling import (
 )
 
 NUM_CASES = 500
-BY_DEFAULT = range(200, 300) if importlib.metadata.version("jax") >= "0.11" else range(100)
 
 
 def bundles():
     for bundle in check.bundles(range(NUM_CASES)):
-        marks = () if bundle[0] in BY_DEFAULT else pytest.mark.slow
-        yield pytest.param(bundle, marks=marks, id=str(bundle[0]))
+        yield pytest.param(bundle, id=str(bundle[0]))
 
 
+@pytest.mark.slow(but=["280"])
 @pytest.mark.parametrize("bundle", list(bundles()))
 def test_trains_as_on_one_device(bundle):
     results = check.check(bundle)
@@ -49,6 +43,7 @@ def test_trains_as_on_one_device(bundle):
     assert sum(r.verdict == "noisy" for r in results) <= 1
 
 
+@pytest.mark.slow
 def test_few_programs_are_refused():
     """A sampler whose programs are refused would prove little: in ordinary settings none is."""
     for bundle in check.bundles(range(NUM_CASES)):
@@ -78,6 +73,7 @@ def overshoot(old, new):
     return new + 1e-6 * (new - old) if jnp.issubdtype(new.dtype, jnp.floating) else new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [None, "rows of one device", "an update too large"])
 def test_check_notices_a_mistake(mistake):
     setting = settings.Setting((1,), 8, {})
@@ -110,6 +106,7 @@ def wrong_gradients(step):
     return jax.jit(mistaken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "feature"),
     [(59, "weight: bfloat16"), (123, "layer: float32"), (57, "optimizer: lion")],
@@ -123,6 +120,7 @@ def test_noise_hides_no_wrong_gradient(seed, feature):
     assert found.verdict == "differs", found.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "decoded"), [(_gather_codes, "_whole"), (_reduce_codes, "_total")]
 )
@@ -143,6 +141,7 @@ def untraced(program):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [pytest.param(1208, marks=SLOW), 10177, pytest.param(7331, marks=SLOW)]
 )
@@ -152,6 +151,7 @@ def test_rounding_is_noise(seed):
     assert found.verdict == "noisy", found.why
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag names instruction sets of x86")
 @pytest.mark.parametrize(
     "seed", [pytest.param(14678, marks=SLOW), 9457, pytest.param(8270, marks=SLOW)]
@@ -164,6 +164,7 @@ def test_what_xla_computes_twice_is_noise(seed):
     assert (found["verdict"], found["why"][: len(why)]) in [("noisy", why), ("equal", "")]
 
 
+@pytest.mark.slow(but=["1-equal-noisy", "1-differs-differs"])
 @pytest.mark.parametrize(
     ("accumulate", "again", "verdict"),
     [
@@ -186,6 +187,7 @@ def test_other_differences_stay(accumulate, again, verdict, monkeypatch):
     assert [r["verdict"] for r in run_sampled.run_in_processes(range(3))] == [verdict] * 3
 
 
+@pytest.mark.slow
 def test_programs_run_on_one_device_with_few_rows():
     """Parts of two rows have no third."""
     for seed in (516, 1792, 2555, 10890, 10990, 13458):
@@ -194,6 +196,7 @@ def test_programs_run_on_one_device_with_few_rows():
             jax.eval_shape(program.step, program.make_state(), *program.batches[0])
 
 
+@pytest.mark.slow
 def test_a_sign_of_zero_but_for_rounding_is_noise():
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         program = programs.draw(1, 8)
@@ -213,6 +216,7 @@ def test_a_sign_of_zero_but_for_rounding_is_noise():
             assert (max(moved.values()) > 1) is verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [1, pytest.param(14, marks=SLOW), 29, pytest.param(58, marks=SLOW)]
 )
@@ -227,6 +231,7 @@ def test_sums_in_parts_are_the_same_sums(seed):
             assert check.difference(found, expected, program.narrow) is None
 
 
+@pytest.mark.slow
 def test_one_device_has_the_same_nan_in_another_order_of_sums():
     """The deviation of equal rows: their variance is 0, or what rounding leaves of it."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
@@ -247,6 +252,7 @@ def test_same_seed_draws_the_same_step():
         assert str(first.make_state()) == str(second.make_state())
 
 
+@pytest.mark.slow
 def test_every_feature_is_drawn():
     """A feature that the sampler never chooses would look tested."""
     tables: dict[str, Any] = {
@@ -264,6 +270,7 @@ def test_every_feature_is_drawn():
     assert not never, f"drawn never: {never}"
 
 
+@pytest.mark.slow
 def test_chunks_count_whichever_library_they_ran_with(tmp_path):
     results = [check.Result(seed, "equal") for seed in range(99)] + [
         check.Result(99, "noisy", "why")
@@ -282,6 +289,7 @@ def test_chunks_count_whichever_library_they_ran_with(tmp_path):
     assert again["noisy seeds"] == ["99"]
 
 
+@pytest.mark.slow
 def test_a_sum_over_no_dim_stays_itself():
     """`jnp.sum(x, ())`, and what jnp makes of the sum of a number."""
     x = jnp.arange(6.0).reshape(2, 3)

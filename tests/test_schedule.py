@@ -67,6 +67,7 @@ def spread(shape, *spec, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_products_are_counted_loops_multiplied_out(dtype):
     def fn(x, w):
@@ -113,6 +114,7 @@ def test_one_branch_of_a_conditional_and_one_iteration_of_an_unknown_number():
         assert ("One loop of unknown length counts once." in said) == bool(loops)
 
 
+@pytest.mark.slow
 def test_a_collective_hides_behind_a_product_that_does_not_need_it():
     x, w = spread((4096, 4096), "data"), spread((4096, 4096))
     shard = spread((4096, 4096), "data")
@@ -139,6 +141,7 @@ def test_a_collective_hides_behind_a_product_that_does_not_need_it():
     assert gather.hidden >= 1 - (left + 1e-9) / gather.seconds
 
 
+@pytest.mark.slow
 def test_a_fetch_hides_only_within_the_program_of_the_products():
     """As XLA compiles it: the slice that comes next, fetched beside products; and by a program of its own."""
     mesh = jzero.target_mesh("h100", "1x1").abstract_mesh

@@ -25,6 +25,7 @@ def settings():
             )
 
 
+@pytest.mark.slow(but=["nlp_seq-stage3-8devices"])
 @pytest.mark.parametrize(("name", "stage", "num_devices"), list(settings()))
 def test_trains_as_the_script_does(name, stage, num_devices):
     parity.check(
@@ -32,6 +33,7 @@ def test_trains_as_the_script_does(name, stage, num_devices):
     )
 
 
+@pytest.mark.slow
 def test_metrics_that_pmap_stacks_are_refused():
     """nlp_seq's step as it is: each device's sums, one beside the other in what pmap returns."""
     entry = zoo.get("nlp_seq")

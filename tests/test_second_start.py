@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 
 def start(folder, seed):
     """What each of several trainings found there; Python's sets have another order for every seed."""
@@ -18,6 +20,7 @@ def start(folder, seed):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path):
     first, second = (start(tmp_path, seed) for seed in (1, 2))
     assert all(counts["misses"] > 0 for counts in first.values()), first

@@ -43,6 +43,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_slice_of_a_clamped_slice(name, setting):
@@ -65,6 +66,7 @@ SHIFTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "devices", "accumulate"), [(8, 8, 1), (16, 8, 1), (16, 4, 2)])
 def test_rows_that_are_shifted_in_their_place(rows, devices, accumulate):
     """[Note: reshapes before updates] Both of JAX's releases write over rows that they still have to read."""
@@ -140,6 +142,7 @@ def test_an_evaluation_reads_the_window_that_jax_reads():
 STARTS = [-200, -128, -7, -1, 0, 1, 5, 6, 7, 90, 120, 127, 128, 200, 255, 990, 2**31, 2**63]
 
 
+@pytest.mark.slow(but=["uint64-10"])
 @pytest.mark.parametrize("size", [10, 200, 1000])
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
 def test_clamps_as_xla_does_in_every_dtype(dtype, size):
@@ -202,6 +205,7 @@ def _slice(x, i):
     return lax.dynamic_slice(x, (i, i - 20), (2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fn", [_in_a_loop, _in_a_while, _in_branches, _in_a_solve, _under_checkpoint, _called_twice]
 )
@@ -237,6 +241,7 @@ def test_constants_in_bounds_and_what_has_no_slices_stay_as_they_are():
     assert _starts.in_bounds(traced.jaxpr) is traced.jaxpr
 
 
+@pytest.mark.slow
 def test_a_constant_out_of_bounds_is_another_constant():
     x = jnp.arange(10.0)
     traced = _jaxpr.trace_here(lambda x: lax.dynamic_slice(x, (np.int32(8),), (4,)), x)

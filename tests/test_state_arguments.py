@@ -77,6 +77,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BETWEEN = {"stage 1", "stage 2, accumulate", "stage 3, 1 device"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in BETWEEN else ()) for name in SETTINGS],
@@ -117,6 +118,7 @@ def test_what_takes_a_state_takes_the_tuple():
         train_step.unshard(state)
 
 
+@pytest.mark.slow
 def test_delayed_updates_are_flushed_and_traced():
     policy = jzero.HostCPU(delayed_update=True, delay_after=0)
     train_step = sharded(offload=policy)
@@ -130,6 +132,7 @@ def test_delayed_updates_are_flushed_and_traced():
     close(outer(init()), expected()[0], "under jit")
 
 
+@pytest.mark.slow
 def test_checkpoint_of_the_tuple(tmp_path):
     train_step = sharded()
     *state, _ = train_step(*train_step.init(init), X, Y)
@@ -177,6 +180,7 @@ def forms():
 FORMS: dict[str, Any] = {name: others for name, *others in forms()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_it_is_found_where_it_is(name):
     step_fn, options, call = FORMS[name]
@@ -191,6 +195,7 @@ def test_it_is_found_where_it_is(name):
     assert sum(leaf.role == "optimizer state" for leaf in leaves) >= 6
 
 
+@pytest.mark.slow
 def test_state_without_leaves_and_one_that_is_not_first():
     tx = optax.sgd(0.1)
 
@@ -207,6 +212,7 @@ def test_state_without_leaves_and_one_that_is_not_first():
         )
 
 
+@pytest.mark.slow
 def test_parameters_and_their_average_are_alike():
     def averaging(params, average, opt_state, x, y):
         params, opt_state, metrics = step(params, opt_state, x, y)
@@ -274,6 +280,7 @@ def test_refused(name):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_optimizer_state_of_a_step_with_collectives_is_not_split():
     def written(params, opt_state, x, y):
         loss, grads = jax.lax.pmean(jax.value_and_grad(loss_fn)(params, x, y), "data")
@@ -326,6 +333,7 @@ LEGAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEGAL)
 def test_arguments_that_come_back_and_are_no_state(name):
     """Their shapes are those of the state, by chance; the default is to take them as they are."""
@@ -341,6 +349,7 @@ def bits(x):
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
+@pytest.mark.slow
 def test_a_target_of_fewer_rows_than_devices_is_whole():
     """Errors of few rows look like an updated target; but it is no batch, and nothing of it is split."""
 

@@ -94,6 +94,7 @@ def moved(look_up, vocabulary=VOCABULARY, width=WIDTH, **options):
     return {op: sum(c.total_elements for c in found if c.op == op) for op in {c.op for c in found}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", LOOK_UPS)
 def test_trains_the_same(name, stage):
@@ -120,6 +121,7 @@ def test_rows_travel_and_are_added_up_in_other_dtypes(reduce_dtype):
     assert moved(in_two_dtypes, stage=3) == {"all-to-all": 4 * ROWS}
 
 
+@pytest.mark.slow
 def test_a_token_that_all_rows_have_is_added_up_in_32_bits():
     """In bfloat16, 1 more than 256 is 256."""
 
@@ -155,10 +157,12 @@ def test_a_small_table_is_gathered():
     assert moved(once, vocabulary=4, stage=3).keys() == {"all-gather", "reduce-scatter"}
 
 
+@pytest.mark.slow
 def test_columns_that_devices_do_not_divide_are_gathered():
     assert moved(once, width=36, stage=3).keys() == {"all-gather", "reduce-scatter"}
 
 
+@pytest.mark.slow
 def test_the_table_rests_in_columns():
     step = small.shard_train_step(functools.partial(train_step, once, optax.sgd(0.1)), stage=3)
     params = params_of()

@@ -87,6 +87,7 @@ def sharded(stage, data=4, model=2, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("data", "model"), [(4, 2), (2, 4), (1, 2)])
@@ -102,6 +103,7 @@ def test_trains_as_on_one_device(stage, data, model, options):
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_leaves_rest_over_both_axes(stage):
     train_step = sharded(stage)
@@ -121,6 +123,7 @@ def test_leaves_rest_over_both_axes(stage):
         assert leaf.nbytes_per_device == array.addressable_shards[0].data.nbytes
 
 
+@pytest.mark.slow
 def test_a_step_returns_the_layout_that_it_takes():
     train_step = sharded(3)
     state = train_step.init(init)
@@ -132,6 +135,7 @@ def test_a_step_returns_the_layout_that_it_takes():
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_collectives_are_those_of_both_axes_and_no_more():
     """Of the compiled program: ZeRO's as without a model axis, XLA's as without ZeRO."""
     x = jax.ShapeDtypeStruct((BATCH, SEQ, WIDTH), jnp.float32)
@@ -171,6 +175,7 @@ SQUARE_USES = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("spec", [("model", None), (None, "model")], ids=str)
 @pytest.mark.parametrize("use", SQUARE_USES)
@@ -202,6 +207,7 @@ def test_square_leaves_are_not_mistaken_for_their_transposes(use, spec, stage):
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), loose, "state")
 
 
+@pytest.mark.slow
 def test_placeholders_of_optimizer_state_rest_as_they_can():
     """One pattern is for a parameter and its state: Adafactor has leaves of shape [1] and of fewer dims."""
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
@@ -304,6 +310,7 @@ def sentences():
     return [rng.integers(0, VOCAB, (BATCH, SEQ + 1)).astype(np.int32) for _ in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_lookups_and_cross_entropy_in_microbatches(stage):
     tx = optax.sgd(0.1, momentum=0.9)
@@ -316,6 +323,7 @@ def test_lookups_and_cross_entropy_in_microbatches(stage):
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept_over", [None, "model"])
 def test_what_a_forward_loop_keeps_can_be_cut(kept_over):
     """ZeRO-R's P_a is one constraint of the step's own, on what the loop carries from layer to layer."""
@@ -339,6 +347,7 @@ def test_what_a_forward_loop_keeps_can_be_cut(kept_over):
     zoo.assert_trees_close(zoo.to_host(found), zoo.to_host(expected), zoo.FP32, "state, loss")
 
 
+@pytest.mark.slow(but=["3-True"])
 @pytest.mark.parametrize("in_slices", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_16_bit_parameters_with_masters_gather_what_is_due(stage, in_slices, monkeypatch):
@@ -405,6 +414,7 @@ def experts_init(dtype=jnp.float32):
 EXPERTS = {"up|bias": P("model"), "scales": P(None, "model"), "few": P("model")}
 
 
+@pytest.mark.slow
 def test_views_and_what_stays_full_move_one_place_s_part():
     x = jnp.ones((BATCH, WIDTH))
     train_step = jzero.shard_train_step(
@@ -434,6 +444,7 @@ def test_views_and_what_stays_full_move_one_place_s_part():
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("auto_specs", [None, EXPERTS], ids=["no specs", "specs"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -480,6 +491,7 @@ def test_unknown_patterns_axes_and_dims():
             assert text in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P(), P(None, "model"), P(None, None, None, "model")], ids=str)
 def test_gradients_of_experts_wait_for_each_other(spec, monkeypatch):
     """They are sharded along a later dim, and laid out for that before they wait."""
@@ -544,6 +556,7 @@ def coded(codes, stage, monkeypatch):
     return {"stage": stage, "auto_specs": AUTO_SPECS, "reduce_dtype": codes, **gathers}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("stage", "axes", "shards"),
     [
@@ -572,6 +585,7 @@ def test_codes_of_parts_come_back_in_their_places(stage, axes, shards, monkeypat
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
 
 
+@pytest.mark.slow(but=["3"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_place_moves_codes_of_its_part_alone(stage, monkeypatch):
     """And XLA moves nothing over its axes that it does not move without codes."""
@@ -591,6 +605,7 @@ def test_a_place_moves_codes_of_its_part_alone(stage, monkeypatch):
     assert found == wanted
 
 
+@pytest.mark.slow
 def test_copies_are_renewed_by_codes_of_parts(monkeypatch):
     monkeypatch.setattr(_wire, "LEAST", 0)
     tx = jzero.master_weights(optax.sgd(0.1, momentum=0.9))
@@ -621,6 +636,7 @@ def over_model(train_step, state, x):
     return +found
 
 
+@pytest.mark.slow(but=["3"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_matrices_run_in_tiles_of_each_place_s_part(stage):
     """In as many bytes as without tiles, and no product sums up tiles over XLA's axes one by one."""

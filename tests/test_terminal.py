@@ -16,6 +16,7 @@ def names():
         return SCRIPT["run_readme"]()
 
 
+@pytest.mark.slow
 def test_the_readme_begins_with_examples_that_run(names):
     """A training, an evaluation and a checkpoint, with nothing but what they import."""
     first, *more = SCRIPT["readme_programs"]()[0]

@@ -56,6 +56,7 @@ def test_the_page_says_which_python_belongs_to_which_jax():
     assert found[importlib.metadata.version("jax")][0] == needs
 
 
+@pytest.mark.slow
 def test_a_jax_that_lacks_something_is_named():
     """As a newer one may: a name that jzero imports from it is gone."""
     program = "import jax._src.lax.lax as x; del x.empty2; import jzero"
@@ -68,6 +69,7 @@ def test_a_jax_that_lacks_something_is_named():
     assert last.endswith(f"Install jax=={TESTED['jax'][1]}, or a newer jzero.")
 
 
+@pytest.mark.slow
 def test_make_test_newest_says_what_runs_and_installs_the_newest_each_week():
     rule = (ROOT / "Makefile").read_text().partition("\ntest-newest:")[2].partition("\n\n")[0]
     assert "find .venv-newest/installed -mtime +6 -delete" in rule

@@ -67,11 +67,13 @@ def fails(text, fn, *args, error: Any = jzero.MismatchError, **kwargs):
 # -- the same training -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_right_step_passes(stage):
     assert_same_training(make_step(mean_loss), init, BATCHES, stage=stage)
 
 
+@pytest.mark.slow
 def test_options_reach_the_step():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
     step = make_step(mean_loss)
@@ -86,6 +88,7 @@ def test_the_state_is_really_sharded():
         assert_same_training(make_step(mean_loss), init, BATCHES, min_shard_bytes=-1)
 
 
+@pytest.mark.slow
 def test_arguments_and_outputs_of_any_form():
     def step(w, x, y, scale, flag):
         grad = jax.grad(lambda w: jnp.mean(jnp.square(x @ w - y)))(w)
@@ -95,6 +98,7 @@ def test_arguments_and_outputs_of_any_form():
     assert_same_training(step, lambda: jnp.ones((8, 4)), batches, static_argnames="flag")
 
 
+@pytest.mark.slow
 def test_keys_numpy_and_python_numbers_in_the_state():
     def step(state, x):
         key, _ = jax.random.split(state["key"])
@@ -105,6 +109,7 @@ def test_keys_numpy_and_python_numbers_in_the_state():
     assert state["w"].sum() == 32
 
 
+@pytest.mark.slow
 def test_a_wrong_step_is_found_with_index_values_and_ulps():
     text = fails(
         ["assert_same_training, batches[0]: ", " leaves fail:",
@@ -129,6 +134,7 @@ def test_the_first_leaves_of_many_are_shown():
     assert "\n  - and 3 more\nAt stage 3" in text
 
 
+@pytest.mark.slow
 def test_the_first_step_that_differs_is_named():
     def step(w, batch, reduced=lambda x: x):
         x, bad = batch
@@ -146,6 +152,7 @@ def test_the_first_step_that_differs_is_named():
     assert "output" not in message
 
 
+@pytest.mark.slow
 def test_a_reference_for_steps_that_devices_do_differently():
     """Each device folds its index into the key of a step that is written for one."""
 
@@ -192,6 +199,7 @@ def test_written_steps_need_a_reference():
     assert_same_training(step, *state, axis_name="batch", reference=whole)
 
 
+@pytest.mark.slow
 def test_the_tolerance_can_be_set():
     step = make_step(mean_loss)
     fails("ULPs apart", assert_same_training, step, init, BATCHES, tolerance=Tolerance(0.0, 0.0))
@@ -199,6 +207,7 @@ def test_the_tolerance_can_be_set():
     assert_same_training(WRONG, init, BATCHES, tolerance=loose, **IN_DEVICES)
 
 
+@pytest.mark.slow
 def test_16_bit_leaves_have_their_own_tolerance():
     def step(w, x):
         loss, grad = jax.value_and_grad(lambda w: jnp.mean((x.astype(w.dtype) @ w) ** 2))(w)
@@ -247,6 +256,7 @@ def test_nothing_to_compare():
           BATCHES, mesh=mesh, error=jzero.MeshError)  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mlp", "lstm", "batch_norm", "pmap_style", "returns_only_state", "dropout_typed_key"]
 )
@@ -259,6 +269,7 @@ def test_entries_of_the_zoo(name):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_plain_script_can_do_it():
     """With the environment that the module's docstring asks for, and nothing else of ours."""
     code = """
@@ -359,6 +370,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 def test_right_traffic_passes():
     assert_collectives(sharded(param_axes="local"), W, X, RIGHT)
     assert_collectives(sharded(param_axes="local"), W, (X,), RIGHT)

@@ -80,6 +80,7 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow(but=["devices"])
 @pytest.mark.parametrize("tier", CASES)
 def test_two_threads_that_step_one_state(tier, tmp_path):
     rounds = 12
@@ -100,6 +101,7 @@ def test_two_threads_that_step_one_state(tier, tmp_path):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+@pytest.mark.slow(but=["host"])
 @pytest.mark.parametrize("tier", CASES)
 def test_a_state_that_another_thread_trains_is_evaluated_or_refused(tier, tmp_path):
     """Training goes on, whoever evaluates."""
@@ -134,6 +136,7 @@ def test_a_state_that_another_thread_trains_is_evaluated_or_refused(tier, tmp_pa
     np.testing.assert_array_equal(np.asarray(now[0][0][1]), np.asarray(state[0][1]))
 
 
+@pytest.mark.slow
 def test_a_step_is_in_the_way_of_an_evaluation_and_waits_for_one(monkeypatch):
     """In an order of which nothing is left to chance."""
     train_step = sharded("devices", pathlib.Path())
@@ -206,6 +209,7 @@ def test_a_step_that_ended_while_a_call_placed_its_state(monkeypatch):
         train_step(state, X)
 
 
+@pytest.mark.slow
 def test_leaves_that_no_step_consumes_are_everybodys():
     """Two threads begin with one state that is not in its place, and train two."""
     train_step = sharded("devices", pathlib.Path())

@@ -181,18 +181,21 @@ def check(name, mesh, tile_bytes=TILE, **options):
     )  # fmt: skip
 
 
+@pytest.mark.slow(but=["2-padded both", "2-unrolled remat"])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("mesh", ["2", "8"])
 def test_steps_train_as_on_one_device(name, mesh):
     check(name, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scanned remat", "einsums", "tied"])
 @pytest.mark.parametrize("tile_bytes", [1, 500, 4000, 2**28])
 def test_tiles_of_any_size(name, tile_bytes):
     check(name, "4", tile_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -219,12 +222,14 @@ def test_options_train_as_on_one_device(name, mesh, options):
     check(name, mesh, **options)
 
 
+@pytest.mark.slow
 def test_an_update_on_the_host():
     pytest.importorskip("llvmlite")
     for name in ("half", "scanned remat"):
         check(name, "4", offload=jzero.HostCPU(), accumulate=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_one_device_gathers_nothing(name):
     """And trains the same."""
@@ -259,6 +264,7 @@ def test_what_a_step_has_updated_is_gathered_in_tiles_and_rows_are_not():
     assert {tuple(sorted(aval.shape)) for aval in found} == {(16, 24)}
 
 
+@pytest.mark.slow
 def test_a_steps_own_microbatches():
     """A loop over microbatches that the step itself has, and adds gradients up in."""
 
@@ -277,6 +283,7 @@ def test_a_steps_own_microbatches():
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_step_written_for_pmap():
     def step(params, x):
         loss, grads = jax.value_and_grad(unrolled)(params, x)
@@ -294,6 +301,7 @@ def test_a_step_written_for_pmap():
     )  # fmt: skip
 
 
+@pytest.mark.slow(but=["tied"])
 @pytest.mark.parametrize("name", ["scanned", "einsums", "tied", "recurrent"])
 def test_evaluation(name):
     loss_fn: Any = LOSSES[name][0]
@@ -375,6 +383,7 @@ def test_no_product_has_a_large_operand_or_result():
     assert sum(aval.size * 4 > TILE for aval in found if 2 not in aval.shape) == 0
 
 
+@pytest.mark.slow
 def test_recomputation_gathers_a_matrix_once_more():
     """The backward pass computes `x @ up` again, and a tile of it is freed by then."""
     plain, tiled = described("scanned remat", None), described("scanned remat", TILE)
@@ -383,6 +392,7 @@ def test_recomputation_gathers_a_matrix_once_more():
     assert tiled.elements("reduce-scatter") == plain.elements("reduce-scatter")
 
 
+@pytest.mark.slow
 def test_a_matrix_of_several_products_is_gathered_for_each_and_reduced_once():
     plain, tiled = described("transposed", None), described("transposed", TILE)
     size = 40 * 24 + 24 * 24
@@ -391,12 +401,14 @@ def test_a_matrix_of_several_products_is_gathered_for_each_and_reduced_once():
     assert tiled.elements("reduce-scatter") == plain.elements("reduce-scatter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "times"), [("2", 2), ("8", 1)])
 def test_products_of_a_gradient_wait_for_each_other_if_they_are_small(mesh, times):
     plain, tiled = described("shared", None, mesh), described("shared", TILE, mesh)
     assert tiled.elements("reduce-scatter") == times * plain.elements("reduce-scatter")
 
 
+@pytest.mark.slow
 def test_gradients_of_microbatches_are_summed_in_shards():
     plain, tiled = (
         described("unrolled", tile_bytes, "4", accumulate=2) for tile_bytes in (None, TILE)
@@ -414,6 +426,7 @@ def tile_loops(jaxpr):
         yield from inner if inner or eqn.primitive.name != "scan" else subs
 
 
+@pytest.mark.slow
 def test_the_next_tile_is_made_beside_the_use_of_this_one():
     """In a turn, what the turn gathers enters no product of it; what it multiplies is not reduced in it."""
     step = small.shard_train_step(step_of(unrolled), mesh=mesh_of("8"), tile_bytes=TILE)
@@ -493,6 +506,7 @@ def test_the_line_of_what_is_not_cut():
     assert "(tied)" in gathered.where
 
 
+@pytest.mark.slow
 def test_without_the_option_nothing_is_said():
     report = described("tied", None)
     assert report.untiled == ()

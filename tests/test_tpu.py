@@ -121,6 +121,7 @@ def totals(traffic: Any) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow(but=["tpu-v5e-1", "tpu-v5e-2", "tpu-v5e-3"])
 @pytest.mark.parametrize(
     ("target", "stage"),
     [("tpu-v5e", 1), ("tpu-v5e", 2), ("tpu-v5e", 3),

@@ -33,6 +33,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_devices", [2, 8])
 def test_elements_of_every_stage(name, num_devices):
@@ -50,11 +51,13 @@ def test_elements_of_every_stage(name, num_devices):
         assert traffic(report(model, stage, num_devices=num_devices)) == elements, stage
 
 
+@pytest.mark.slow
 def test_one_device_moves_nothing():
     for stage in range(4):
         assert traffic(report(MODELS["scanned"], stage, num_devices=1)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scanned", "unrolled, remat"])
 def test_bf16_compute_moves_bf16(name):
     model = MODELS[name].copy(dtype=jnp.bfloat16)
@@ -66,6 +69,7 @@ def test_bf16_compute_moves_bf16(name):
     assert found.elements("reduce-scatter", "float32") == 0
 
 
+@pytest.mark.slow
 def test_clipping_costs_scalars_only():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     model = MODELS["scanned"]
@@ -77,6 +81,7 @@ def test_clipping_costs_scalars_only():
     }
 
 
+@pytest.mark.slow
 def test_finiteness_costs_scalars_only():
     """Whether all elements of a gradient are finite is asked of shards: nothing is gathered for it."""
     model = MODELS["unrolled"]
@@ -86,6 +91,7 @@ def test_finiteness_costs_scalars_only():
     assert {c.elements for c in found.traffic if c.op == "all-reduce"} == {1}
 
 
+@pytest.mark.slow
 def test_every_gather_and_reduction_names_its_leaf():
     state = programs.abstract_state(MODELS["scanned"])
     paths = {
@@ -199,6 +205,7 @@ def test_below_stage_3_what_a_step_has_updated_is_gathered_once():
     assert traffic(found) == {"all-gather": 2 * 256, "reduce-scatter": 2 * 256}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_compiled_program_has_the_same_collectives(stage):
     """Of a scanned model; XLA:CPU merges the two gathers of an unrolled one (docs/facts-compilers.md).
@@ -229,6 +236,7 @@ def test_the_compiled_program_has_the_same_collectives(stage):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layer"), [
     (programs.Model(depth=2), "ScanBlock_0"), (programs.Model(depth=1, scan=False), "Block_0"),
 ])  # fmt: skip
@@ -249,6 +257,7 @@ def test_collectives_of_a_leaf_have_its_path_in_a_profile(model, layer):
         assert any(scope in line.partition("op_name=")[2] for line in lines), (op, lines)
 
 
+@pytest.mark.slow
 def test_moments_that_are_stacked_stay_shards():
     """`jnp.stack` in an update runs on shards, as its concatenation would."""
 

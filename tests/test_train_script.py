@@ -46,6 +46,7 @@ def test_delayed_updates_are_flushed_when_saved(tmp_path):
     assert "going on after step 4" in train(*command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -96,6 +96,7 @@ def readers(checkpointer: jzero.Checkpointer, eval_step: Any) -> dict[str, Any]:
 BY_DEFAULT = "PinnedHost in slices", "parameters and HostCPU", "parameters and NVMe"
 
 
+@pytest.mark.slow(but=["parameters and NVMe"])
 @pytest.mark.parametrize(
     "tier", [pytest.param(t, marks=() if t in BY_DEFAULT else pytest.mark.slow) for t in TIERS]
 )

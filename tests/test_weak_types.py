@@ -84,6 +84,7 @@ def same_training(train_step, step, state, num_steps=3):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_one_program_trains_what_jit_trains(name):
     leaf, change = CASES[name]
@@ -95,6 +96,7 @@ def test_one_program_trains_what_jit_trains(name):
         assert state[2].dtype == TWO_DTYPES[name]
 
 
+@pytest.mark.slow
 def test_what_promotion_would_change_is_compiled_twice():
     """A weak 0.1 leaves a product in bfloat16; as float32 it would not."""
     step = step_with(lambda c, loss, p: (jnp.bfloat16(3.3) * c).astype(jnp.float32))
@@ -143,6 +145,7 @@ def test_a_dtype_of_an_argument_that_promotion_would_change_is_refused():
         train_step(jnp.ones((64, 8)), 1, X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"offload": jzero.HostCPU()}, {"accumulate": 2}, {"stage": 1}])
 def test_options(options):
     step = step_with(lambda c, loss, p: c + loss)
@@ -151,6 +154,7 @@ def test_options(options):
     assert num_programs(train_step) == 1
 
 
+@pytest.mark.slow
 def test_under_an_outer_jit():
     step = step_with(lambda c, loss, p: c + loss)
     train_step = jzero.shard_train_step(step)
@@ -217,6 +221,7 @@ def test_a_step_with_collectives_of_its_own():
     assert state[1] > loss
 
 
+@pytest.mark.slow
 def test_what_is_weak_in_an_initialiser():
     train_step = jzero.shard_train_step(step_with(lambda c, loss, p: c + loss))
     state = train_step.init(lambda: state_with(0))
@@ -226,6 +231,7 @@ def test_what_is_weak_in_an_initialiser():
     assert num_programs(train_step) == 1
 
 
+@pytest.mark.slow
 def test_a_weak_leaf_in_its_place_is_donated():
     step = step_with(lambda c, loss, p: c + loss)
     train_step = jzero.shard_train_step(step)

@@ -150,6 +150,7 @@ def as_linen(leaves: dict[str, np.ndarray], scanned: bool, heads: bool) -> dict[
 FIRST = ("llama", "qwen2", "gemma3", "gpt2")
 
 
+@pytest.mark.slow(but=["llama"])
 @pytest.mark.parametrize(
     "family",
     [pytest.param(x, marks=() if x in FIRST else pytest.mark.slow) for x in FAMILIES],
@@ -180,6 +181,7 @@ def test_round_trip_to_the_bit(family, tmp_path, monkeypatch):
         assert_same(load_file(out), tensors)
 
 
+@pytest.mark.slow
 def test_kernels_are_what_they_are_called(tmp_path):
     """Independently of any round trip."""
     tensors = values(decoder())
@@ -328,6 +330,7 @@ def imported(model: nn.Module, tensors: Tensors, layout: str, folder: pathlib.Pa
     return ocp.PyTreeCheckpointer().restore(folder / "ck", {"params": like})["params"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama_computes_what_hugging_face_defines(tied, tmp_path):
     """Grouped heads, layers in one leaf, heads in dims of their own."""
@@ -412,6 +415,7 @@ def shapes_of(leaves: dict[str, tuple[int, ...]]) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_own_rules_for_another_tree(tmp_path, monkeypatch):
     """Keys and values in one leaf, gates, heads between the dims of a matrix."""
     monkeypatch.setattr(_stream, "AT_ONCE", 100)
@@ -473,6 +477,7 @@ def as_default(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
     return found
 
 
+@pytest.mark.slow
 def test_tables_in_files(tmp_path, monkeypatch):
     """Python and JSON, by the command; with a user's function that has the shapes."""
     monkeypatch.chdir(tmp_path)
@@ -644,6 +649,7 @@ def test_what_is_refused(name, tmp_path):
     assert all(text in said for text in texts), said
 
 
+@pytest.mark.slow
 def test_a_tied_head(tmp_path):
     """A file may have it all the same, with the same values; and a tree may have it where a file has not."""
     tensors, shapes = values(decoder(tied=True)), as_default(decoder())
@@ -661,6 +667,7 @@ def test_a_tied_head(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_exports_that_cannot_be(tmp_path):
     shapes = as_default(decoder()) | {"more/kernel": (3, 3)}
     del shapes["norm/scale"]
@@ -713,6 +720,7 @@ def test_a_tuple_is_no_rule(tmp_path):
     assert "it is no WeightRule of texts" in refused(tmp_path, values(decoder()), layout=layout)
 
 
+@pytest.mark.slow
 def test_layouts_that_are_none(tmp_path, capsys):
     (tmp_path / "t.json").write_text(json.dumps({"extends": "lama", "rules": []}))
     with pytest.raises(
@@ -790,6 +798,7 @@ def test_a_text_model_within_another(base, tmp_path):
     assert_same(load_file(tmp_path / "out.safetensors"), expected)
 
 
+@pytest.mark.slow
 def test_ignored_tensors_of_files_without_the_base(tmp_path):
     tensors = {name.removeprefix("transformer."): x for name, x in values(gpt2()).items()}
     layout = jzero.LAYOUTS["gpt2"].extended(ignored=("score.*",))
@@ -804,6 +813,7 @@ def test_leaves_of_layers_are_numbered_from_0(tmp_path):
         jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
 
 
+@pytest.mark.slow
 def test_layers_of_their_own_dtypes(tmp_path):
     """Each is a leaf; only what shares one has one dtype."""
     tensors = values(decoder())
@@ -815,6 +825,7 @@ def test_layers_of_their_own_dtypes(tmp_path):
     assert_same(load_file(tmp_path / "out.safetensors"), tensors)
 
 
+@pytest.mark.slow
 def test_the_axis_of_layers_with_a_leaf_for_each(tmp_path):
     rule = jzero.WeightRule("l.{i}.weight", "l/{i}/kernel", "a b -> b i a")
     tensors = {f"l.{i}.weight": np.full((2, 3), i, np.float32) for i in range(4)}
@@ -824,6 +835,7 @@ def test_the_axis_of_layers_with_a_leaf_for_each(tmp_path):
     assert leaves_of(tmp_path / "ck")["params/l/3/kernel"].shape == (3, 2)
 
 
+@pytest.mark.slow
 def test_exports_say_whose_tensors_they_are(tmp_path):
     """Of a layout Hugging Face's, as their loaders want it; without one Flax's."""
     save_file(values(decoder()), tmp_path / "in.safetensors")
@@ -835,6 +847,7 @@ def test_exports_say_whose_tensors_they_are(tmp_path):
             assert file.metadata() == {"format": text}
 
 
+@pytest.mark.slow
 def test_a_tied_model_whose_file_has_the_head_too(tmp_path):
     config = {"model_type": "llama", **SIZES, "tie_word_embeddings": True}
     tensors = values(decoder(tied=True))
@@ -861,6 +874,7 @@ def test_the_example_refuses_what_it_does_not_compute(other):
         example().checked({**LLAMA, **other})
 
 
+@pytest.mark.slow
 def test_the_example_reads_config_json_as_it_is():
     found = example().checked({
         **LLAMA, "head_dim": None, "num_key_value_heads": None, "rope_scaling": None,
@@ -871,6 +885,7 @@ def test_the_example_reads_config_json_as_it_is():
     assert example().checked({**LLAMA, "head_dim": 6})["head_dim"] == 6
 
 
+@pytest.mark.slow
 def test_the_example_imports_another_file_anew(tmp_path):
     """Into the same folder; and a file that was replaced."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": None}))
@@ -896,6 +911,7 @@ def num_read() -> int:
     return int(re.findall(r"rchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[0])
 
 
+@pytest.mark.slow
 def test_parts_of_a_file_against_numpy(tmp_path):
     rng = np.random.default_rng(0)
     (x := rng.normal(size=(2, 3, 67, 5)).astype(np.float32)).tofile(tmp_path / "data")
@@ -969,6 +985,7 @@ def test_a_directory_as_source(tmp_path):
     assert jzero.import_weights(folder, tmp_path / "ck", layout="llama")
 
 
+@pytest.mark.slow
 def test_a_user_s_files_that_cannot_be_used(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "exits_at_once.py").write_text("import sys; sys.exit(3)")

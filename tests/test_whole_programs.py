@@ -46,6 +46,7 @@ def settings():
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stage", "num_devices"), list(settings()))
 def test_trains_as_its_author_does(name, stage, num_devices):
     actual = run(name, sharding(stage, num_devices, **PROGRAMS[name].options))
@@ -54,6 +55,7 @@ def test_trains_as_its_author_does(name, stage, num_devices):
     zoo.assert_trees_close(zoo.to_host(actual), expected(name), PROGRAMS[name].tolerance, name)
 
 
+@pytest.mark.slow
 def test_a_wrong_batch_is_noticed():
     def forgetful(step):
         calls = []

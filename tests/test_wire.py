@@ -81,6 +81,7 @@ def dims_of(train_step, params, tokens):
     return dims | {"w": dims["w"] - 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [2, 3, 8])
 @pytest.mark.parametrize("codes", [INT8, INT4], ids=str)
 @pytest.mark.parametrize(
@@ -147,6 +148,7 @@ def in_hops(grads, dim, node, local, hops):
     return jnp.moveaxis(x, (0, 1), (dim, dim + 1)).reshape(shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", [1, 2, 3])
 @pytest.mark.parametrize("codes", [INT8, jzero.Blocks("int4", size=32, rotate=True)], ids=str)
 @pytest.mark.parametrize(
@@ -187,6 +189,7 @@ def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes, microbatches)
         assert off.mean() < (1e-3 if once else 1e-9)
 
 
+@pytest.mark.slow
 def test_replicas_sum_shards_as_codes_and_agree():
     mesh = mesh_of(node=2, local=4)
     params, tokens = init(), jnp.arange(48) % 256
@@ -228,6 +231,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("options", OTHERS, ids=str)
 def test_codes_meet_every_other_option(options):
     """As without codes, to what 8 bits can say, and with fewer bytes."""
@@ -258,6 +262,7 @@ def state_with_masters(width=D):
     return {"params": jax.tree.map(lambda w: w.astype(jnp.float32), masters), "masters": masters}
 
 
+@pytest.mark.slow(but=["stage 2, microbatches-130"])
 @pytest.mark.parametrize("width", [D, 130])
 @pytest.mark.parametrize(
     "options",
@@ -339,6 +344,7 @@ def test_bytes_on_the_wire_are_codes_and_scales_to_the_byte(num):
     assert found["all-to-all", "float32", ("data",)] == 4 * 2 * 48 // num * D
 
 
+@pytest.mark.slow
 def test_zero_plus_plus_by_the_names_of_its_parts():
     """Bytes between nodes, as a multiple M of the parameters in 16 bits: ZeRO-3 3, ZeRO++ 0.75."""
     mesh = AbstractMesh((4, 8), ("node", "local"))
@@ -371,6 +377,7 @@ def test_zero_plus_plus_by_the_names_of_its_parts():
     assert between_nodes(**hpz, **int4) == pytest.approx(0.5, rel=0.07)
 
 
+@pytest.mark.slow
 def test_a_step_that_casts_to_float8_gathers_float8():
     def in_float8(w, x):
         def loss_of(w):
@@ -389,6 +396,7 @@ def test_a_step_that_casts_to_float8_gathers_float8():
         assert gathered == {"float8_e4m3fn": 256 * 256}
 
 
+@pytest.mark.slow
 def test_bytes_of_each_hop():
     mesh = AbstractMesh((3, 8), ("node", "local"))
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
@@ -410,6 +418,7 @@ def test_one_axis_may_stay_exact():
     assert ("all-to-all", "uint8", ("local",)) not in found
 
 
+@pytest.mark.slow
 def test_the_compiled_program_moves_bytes():
     params, tokens = init(jnp.bfloat16), jnp.arange(48) % 256
     train_step: Any = jzero.shard_train_step(step, gather_dtype=INT8, reduce_dtype=INT8)
@@ -422,6 +431,7 @@ def test_the_compiled_program_moves_bytes():
     assert not whole
 
 
+@pytest.mark.slow
 def test_an_overflow_reaches_every_device():
     tx = optax.apply_if_finite(optax.sgd(0.1), 3)
 
@@ -463,6 +473,7 @@ COMPUTED = {
 }
 
 
+@pytest.mark.slow(but=["1-a scale of columns"])
 @pytest.mark.parametrize("name", COMPUTED)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_that_are_computed_after_the_sum_are_exact(name, stage):
@@ -478,6 +489,7 @@ def test_gradients_that_are_computed_after_the_sum_are_exact(name, stage):
     assert listed >= {"state['w']", "state['v']"}
 
 
+@pytest.mark.slow
 def test_complex_gradients_keep_both_parts():
     def loss_of(params, x):
         w = jax.lax.complex(params["w"], params["v"])
@@ -491,6 +503,7 @@ def test_complex_gradients_keep_both_parts():
         assert_same(found, wanted, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_cast_to_integers_is_gathered_so():
     def loss_of(params, x):
         whole = x.astype(jnp.int32) @ params["w"].astype(jnp.int32)
@@ -502,6 +515,7 @@ def test_a_weight_that_is_cast_to_integers_is_gathered_so():
     assert_same(found, wanted, 0.05)
 
 
+@pytest.mark.slow
 def test_a_weight_of_every_turn_is_reduced_once_in_codes():
     def loss_of(params, x):
         h = jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ params["w"]), x)
@@ -524,6 +538,7 @@ def of_slices(params, x, seen=lambda name, w: w):
     return jnp.mean(h**2)
 
 
+@pytest.mark.slow
 def test_slices_of_stacked_and_fused_weights_are_gathered_and_reduced_as_codes():
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(0), 3)

@@ -120,6 +120,7 @@ FORMS = [(remat, loops) for remat in (False, True) for loops in (0, 1, 2)]
 forms = pytest.mark.parametrize(("remat", "loops"), FORMS)
 
 
+@pytest.mark.slow
 @forms
 def test_gradients_are_reduced_in_another_dtype(remat, loops):
     plain, wanted = program(Wire(), remat, loops), program(Wire(jnp.bfloat16), remat, loops)
@@ -143,6 +144,7 @@ def test_gradients_are_reduced_in_another_dtype(remat, loops):
 MATRICES = [i for i, spec in enumerate(by_hand.LEAVES) if spec != P()]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("codes", "form"), [(INT8, (True, 1)), *((INT4, form) for form in FORMS)], ids=str
 )
@@ -160,6 +162,7 @@ def test_weights_are_gathered_as_codes_and_other_passes_find_them(codes, form):
         assert "uint8" in {str(x.aval.dtype) for x in scan.invars}
 
 
+@pytest.mark.slow
 def test_what_passes_do_not_read_is_gathered_exact():
     """What follows from weights alone, and what an update reads."""
 
@@ -188,6 +191,7 @@ def in_codes(codes: jzero.Blocks) -> Any:
     return lambda jaxpr: reduce_codes(jaxpr, axes, ["w"], ROWS, lambda eqn: "w")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("codes", "form"), [(INT8, (True, 1)), *((INT4, form) for form in FORMS)], ids=str
 )
@@ -209,6 +213,7 @@ def test_gradients_are_reduced_as_codes_and_other_passes_find_them(codes, form):
     assert barriers[True] > barriers[False]  # Exchanges have an order.
 
 
+@pytest.mark.slow
 def test_a_sum_of_which_a_pass_computes_something_is_exact():
     def run(w, x):
         def loss(w):
@@ -261,6 +266,7 @@ def reads(kind: str, ws: jax.Array, x: jax.Array) -> Any:
     return x * lax.psum(jnp.sum(ws**2), explicit.AXIS)
 
 
+@pytest.mark.slow(but=["slices-int8 in blocks of 256", "while-int8 in blocks of 256"])
 @pytest.mark.parametrize("codes", [INT8, jzero.Blocks("int4", 16)], ids=str)
 @pytest.mark.parametrize("kind", ["scan", "slices", "while", "cond", "before", "own part"])
 def test_a_program_takes_rows_gathers_rows_and_decodes_where_it_reads(kind, codes):
@@ -301,6 +307,7 @@ L, W, V = by_hand.LAYERS, by_hand.WIDTH, by_hand.VOCAB
 EMBED, HEAD = (V, W), (W, V)
 
 
+@pytest.mark.slow
 @forms
 def test_each_leaf_is_gathered_once(remat, loops):
     plain = program(Wire(), remat, loops)
@@ -318,6 +325,7 @@ def test_each_leaf_is_gathered_once(remat, loops):
     assert kept.through(keep_gathered).jaxpr is kept.jaxpr
 
 
+@pytest.mark.slow
 def test_a_loop_of_train_steps_gathers_in_each():
     """What a turn gathers of a stack belongs to no pass of `jax.grad`."""
 
@@ -394,6 +402,7 @@ MESHES = [{"data": 8}, {"node": 2, "local": 4}]
 meshes = pytest.mark.parametrize("axes", MESHES, ids=str)
 
 
+@pytest.mark.slow
 @meshes
 @pytest.mark.parametrize("options", [{}, {"scan": False}, {"remat": False}], ids=str)
 @pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")

@@ -196,6 +196,7 @@ def moved(run, state) -> tuple[Counter[str], Counter[str]]:
     return nbytes, nums
 
 
+@pytest.mark.slow(but=["4-loops", "4-alike", "4-looks_up"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("mesh", ["4", "2x4"])
 def test_it_trains_what_its_devices_do(loss, mesh):
@@ -204,6 +205,7 @@ def test_it_trains_what_its_devices_do(loss, mesh):
     same(found, reference(step_of(loss), int(np.prod([*axes.values()]))))
 
 
+@pytest.mark.slow(but=["1-3"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_in_each_stage(mesh, stage):
@@ -229,6 +231,7 @@ def over(names):
     return step
 
 
+@pytest.mark.slow
 def test_sums_over_one_axis_of_two():
     names = ("node", "local")
     step = over(names)
@@ -249,6 +252,7 @@ def test_sums_over_one_axis_of_two():
     same(run.unshard(state), expected)
 
 
+@pytest.mark.slow
 def test_rows_and_keys():
     """What has an entry for each row is concatenated; a key is folded with the device's index."""
 
@@ -266,6 +270,7 @@ def test_rows_and_keys():
     same(found, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), wanted))
 
 
+@pytest.mark.slow
 def test_groups_of_devices():
     def step(w, x):
         mean = lax.pmean(x.mean(0, keepdims=True), AXIS, axis_index_groups=[[0, 1], [2, 3]])
@@ -282,6 +287,7 @@ def test_groups_of_devices():
     same((run.unshard(found[0]), found[1]), (w - 0.1 * grads, (means**2).sum(1).mean()))
 
 
+@pytest.mark.slow
 def test_every_device_prints(capfd):
     def step(w, x):
         jax.debug.print("of {}", lax.axis_index(AXIS))
@@ -295,11 +301,13 @@ def test_every_device_prints(capfd):
     assert sorted(capfd.readouterr().out.split("\n")) == ["", *(f"of {i}" for i in range(4))]
 
 
+@pytest.mark.slow
 def test_to_it_microbatches_are_devices_in_time():
     run, _, found = trained(step_of(plain), MESHES["2"], accumulate=2)
     same(found, reference(step_of(plain), 4))
 
 
+@pytest.mark.slow(but=["1-False", "4-True"])
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("num", [1, 2, 4])
 def test_rows_of_all_microbatches_and_their_gradients(num, tiled):
