@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import jzero
-from jzero.deepspeed._keys import Key
+from jzero.deepspeed._config import Row
 from jzero.deepspeed._table import KEYS
 
 PAGE = pathlib.Path(__file__).parent / "from-deepspeed.md"
@@ -66,17 +66,19 @@ def table(section: str, rows: dict[str, list[str]]) -> str:
     return f"\n### {title}\n\n| key | what it becomes |\n| --- | --- |\n{lines}"
 
 
-def outcome(entry: Key) -> str:
+def outcome(entry: Row) -> str:
     """In a cell of a table; nothing for an object whose keys have rows of their own."""
     becomes = f"{entry.becomes[:1].upper()}{entry.becomes[1:]}." if entry.becomes else entry.note
     refused = f"{condition(entry)} is refused. {entry.refused}" if entry.refused else ""
     return " ".join(filter(None, [becomes, refused])).replace("|", "\\|")
 
 
-def condition(entry: Key) -> str:
+def condition(entry: Row) -> str:
     """What is refused."""
     if entry.inside == "enabled":
         return "`enabled: true`"
+    if len(entry.accepts or ()) > 3:
+        return "Another one"
     allowed = " and ".join(f"`{str(value).lower()}`" for value in entry.accepts or ())
     return f"All but {allowed}" if allowed else "It"
 

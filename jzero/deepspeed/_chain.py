@@ -1,192 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optax chain of a DeepSpeed configuration: clipping, the optimizer, and masters around them."""
+"""The optax chain: clipping, the optimizer and its schedule, and masters around them."""
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
 import optax
 
-from jzero.deepspeed import _optimizers, _schedulers
-from jzero.deepspeed._auto import LINEAR
-from jzero.deepspeed._expressions import Expression, called
-from jzero.deepspeed._schedulers import Scheduled
-from jzero.deepspeed._settings import AUTO, Settings, refuse
-from jzero.deepspeed._transforms import lamb
+from jzero.deepspeed import _schedules
+from jzero.deepspeed._config import Config, Form
+from jzero.deepspeed._python import SCHEDULE, Expression, called
+from jzero.deepspeed._rules import CLIP, COSINE, CYCLES, LR, OVERFLOW, Made
 from jzero.tracing._precision import master_weights
 
-SCHEDULE = "schedule"  # the name of the learning rate's schedule in what is printed
-_OVERFLOW = "bf16.check_grad_overflow"
-_HALVES = {"bf16.enabled": "bf16", "fp16.enabled": "fp16"}
-_MASTERS = (
-    "jzero.master_weights(...) keeps float32 masters in the optimizer's state: make the parameters bfloat16, "
-    "`jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)`."
-)
-_INSTEAD = "bfloat16 in place of float16: it has the range of float32, and needs no loss scale. "
+_MOMENTA = "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"
 _NEVER = 2**31 - 1  # so many steps in a row that are not finite before one is applied all the same
 
 
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """What updates parameters.
+def chain(c: Config) -> tuple[Expression, Expression | None]:
+    """What updates parameters, and the schedule of its learning rate, None without a scheduler.
 
-    Attributes:
-      optimizer: an optax transformation; without a value if the configuration names none, around the
-        program's own `make_optimizer()`.
-      schedule: of the learning rate; None if there is no scheduler.
+    The chain has no value without an optimizer: the program's own `make_optimizer()` is in it.
     """
-
-    optimizer: Expression
-    schedule: Expression | None
-
-
-def chain(settings: Settings, on_hosts: bool) -> Chain:
-    """The chain, and what became of the keys that it is made of.
-
-    Args:
-      settings: the configuration; it is told what became of its keys.
-      on_hosts: whether the hosts' processors run it, which take part in no collective.
-
-    Raises:
-      OptionError: optimizers, schedulers or precisions that jzero does not translate, or that contradict.
-    """
-    chosen = _optimizers.chosen(settings)
-    scheduled = _schedulers.scheduled(settings, None if chosen is None else chosen.lr)
-    parts = _clip(settings, chosen is None)
-    schedule = None if scheduled is None else scheduled.rate
-    masters = _precision(settings, on_hosts and bool(parts))
-    if on_hosts:
-        _check_on_hosts(settings, bool(parts), chosen)
-    if chosen is None:
-        _note_none(settings, scheduled)
+    parts, schedule = [], _schedule(c)
+    if c.get(CLIP):
+        norm = float(c.get(CLIP))
+        parts = [called("optax.clip_by_global_norm", optax.clip_by_global_norm, norm)]
+    if c.optimizer is None:
         parts += [Expression(None, "make_optimizer", ())]
     else:
-        rate = None if schedule is None else Expression(schedule.value, SCHEDULE)
-        if schedule is None:
-            settings.note(
-                "scheduler", f"Missing: the learning rate is constant, {chosen.lr}. {LINEAR}"
-            )
-        if scheduled is not None:
-            _overrule(settings, scheduled, "b1" in chosen.arguments)
-        parts += _optimizers.parts(chosen, rate, scheduled)
-        written = settings.get("optimizer.type")
-        settings.note("optimizer.type", " ".join(_optimizers.sentences(chosen, written, scheduled)))
+        parts += _optimizer(c, c.optimizer, schedule)
     tx = parts[0] if len(parts) == 1 else called("optax.chain", optax.chain, *parts)
-    if masters and settings.get(_OVERFLOW):
+    if c.is_half and c.get(OVERFLOW):
         tx = called("optax.apply_if_finite", optax.apply_if_finite, tx, _NEVER)
-    return Chain(called("jzero.master_weights", master_weights, tx) if masters else tx, schedule)
+    return called("jzero.master_weights", master_weights, tx) if c.is_half else tx, schedule
 
 
-def _check_on_hosts(settings: Settings, clips: bool, chosen: _optimizers.Chosen | None) -> None:
-    """What asks in the midst of the update for a sum over the devices' shards."""
-    found = []
-    if chosen is not None and chosen.function is lamb:
-        found = ["the optimizer is Lamb"]
-    elif clips and settings.is_half and settings.get(_OVERFLOW):
-        found = ["gradient_clipping is on", f"{_OVERFLOW} is true"]
-    if found:
-        raise refuse(
-            [*found, "zero_optimization.offload_optimizer is on"],
-            "The hosts update each shard by itself; norms of whole parameters, and whether clipped updates "
-            "of all are finite, are sums over the devices.",
-            f"Drop {'one of them' if len(found) > 1 else 'offload_optimizer, or use AdamW'}.")  # fmt: skip
+def _schedule(c: Config) -> Expression | None:
+    if c.scheduler is None:
+        return None
+    given = c.arguments("scheduler", c.scheduler)
+    given = {name: x for name, x in given.items() if name not in (*_MOMENTA, "cycle_momentum")}
+    if c.scheduler.name == COSINE:
+        given = {"lr": c.get(LR), **given}
+    return called(c.scheduler.name, c.scheduler.function, **given)
 
 
-def _overrule(settings: Settings, scheduled: Scheduled, has_betas: bool) -> None:
-    """What the scheduler sets, the optimizer does not, and the other way round."""
-    if not scheduled.of_lr:
-        settings.overrule(["optimizer.params.lr"], "the scheduler sets the learning rate.")
-    if scheduled.first_beta is not None and has_betas:
-        settings.overrule(["optimizer.params.betas"], "OneCycle sets them.")
-    if scheduled.first_beta is not None and not has_betas:
-        settings.overrule(_schedulers.MOMENTA, "the optimizer has no betas.")
+def _sets_betas(c: Config) -> bool:
+    return bool(c.get(CYCLES)) and c.optimizer is not None and "betas" in c.optimizer.takes
 
 
-def _clip(settings: Settings, alone: bool) -> list[Expression]:
-    key = "gradient_clipping"
-    if key not in settings.given:
-        settings.note(
-            key, "Missing: nothing is clipped. New versions of DeepSpeed clip at 1.0 by default, old ones "
-            "did not: write it to say which.")  # fmt: skip
-        return []
-    norm = settings.get(key)
-    if norm < 0:
-        raise refuse(
-            f"{key} is {norm}", "It is the largest norm of the gradient, or 0.", "Correct it."
-        )
-    if norm == 0:
-        settings.note(key, "Off.")
-        return []
-    place = "The chain of the program begins with it. " if alone else ""
-    settings.note(
-        key, f"optax.clip_by_global_norm({float(norm)}). {place}DeepSpeed divides a gradient of a larger "
-        "norm by norm + 1e-6, optax by norm.")  # fmt: skip
-    return [called("optax.clip_by_global_norm", optax.clip_by_global_norm, float(norm))]
+def _first_beta(c: Config, scheduler: Form) -> Expression:
+    given = c.arguments("scheduler", scheduler)
+    for name in ("cycle_momentum", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate"):
+        given.pop(name, None)
+    return called("jzero.deepspeed.one_cycle_momentum", _schedules.one_cycle_momentum, **given)
 
 
-def _precision(settings: Settings, refuses_check: bool) -> bool:
-    """Whether parameters rest in bfloat16 and need masters."""
-    _autocast(settings)
-    on = settings.is_half
-    _enabled(settings)
-    key = _OVERFLOW
-    checks = settings.get(key, False)
-    if key in settings.given:
-        settings.note(
-            key, "optax.apply_if_finite: a step whose gradients are not finite changes nothing."
-            if checks and on else "Off.")  # fmt: skip
-    elif on:
-        settings.note(
-            key, "Missing: gradients that are not finite are applied, too. New versions of DeepSpeed skip "
-            "such a step by default, old ones did not: " + (
-                "jzero cannot with gradient_clipping and offload_optimizer." if refuses_check
-                else "write it to say which."))  # fmt: skip
-    return on
+def _optimizer(c: Config, form: Form, schedule: Expression | None) -> list[Expression]:
+    """The optimizer; before it decay, if that is added to the gradients."""
+    name, function, given, decay = _function(c, form)
+    lr = given.pop("lr")
+    if "betas" in given:
+        b1, b2 = given.pop("betas")
+        given = {"b1": b1, "b2": b2, **given}
+    if c.scheduler is not None and _sets_betas(c):
+        # DeepSpeed's OneCycle sets the second beta, too.
+        given |= {"b1": _first_beta(c, c.scheduler), "b2": 0.99}
+        name, function = f"optax.inject_hyperparams({name})", optax.inject_hyperparams(function)
+    rate = lr if schedule is None else Expression(schedule.value, SCHEDULE)
+    before = [called("optax.add_decayed_weights", optax.add_decayed_weights, decay)]
+    return [*(before if decay else []), called(name, function, rate, **given)]
 
 
-def _enabled(settings: Settings) -> None:
-    """Of the sections that say which 16 bits."""
-    on = [key for key in _HALVES if settings.get(key)]
-    if len(on) > 1:
-        raise refuse(
-            [f"{key} is true" for key in on], "Parameters have one dtype.", "Drop one of them."
-        )
-    for key, dtype in _HALVES.items():
-        if key not in settings.given:
-            continue
-        off = "Off."
-        if not on and settings.given[key] == AUTO:
-            off = (
-                f"Off, as nothing says it: parameters have the dtype that your model makes. {dtype}=True "
-                "among auto makes them bfloat16, with float32 masters."
-            )
-        settings.note(key, _INSTEAD * (dtype == "fp16") + _MASTERS if key in on else off)
+def _function(c: Config, form: Form) -> tuple[str, Any, dict[str, Any], float]:
+    """Its name, itself, its arguments, and the decay that is added to gradients."""
+    name, function, is_l2 = form.name, form.function, form.is_l2
+    given = c.arguments("optimizer", form)
+    if name == "optax.adamw":
+        # In DeepSpeed Adam is AdamW unless it says otherwise; only torch's AdamW decays by default.
+        torch, decoupled = given.pop("torch_adam"), given.pop("adam_w_mode", True)
+        given.setdefault("weight_decay", 0.01 if torch and decoupled else 0.0)
+        if not decoupled:
+            name, function, is_l2 = "optax.adam", optax.adam, True
+    if not given.get("momentum", True):
+        given = {key: x for key, x in given.items() if key not in ("momentum", "nesterov")}
+    return name, function, given, given.pop("weight_decay") if is_l2 else 0.0
 
 
-def _autocast(settings: Settings) -> None:
-    on, dtype = (settings.get(f"torch_autocast.{name}") for name in ("enabled", "dtype"))
-    dtype = (dtype or "bfloat16").removeprefix("torch.")
-    if on and dtype not in ("bfloat16", "bf16"):
-        raise refuse(
-            f"torch_autocast.dtype is {dtype!r}", "float16 needs a loss scale, which is part of your step.",
-            "Write 'bfloat16'.")  # fmt: skip
-    said = "In your model: parameters are float32, and its layers cast them and their inputs to bfloat16."
-    for name in ("enabled", "dtype"):
-        if f"torch_autocast.{name}" in settings.given:
-            settings.note(f"torch_autocast.{name}", said if on else "Off.")
-    if on and settings.is_half:
-        raise refuse(
-            ["torch_autocast.enabled is true",
-             *(f"{key} is true" for key in _HALVES if settings.get(key))],
-            "The first has float32 parameters, and the second bfloat16 ones with float32 masters.",
-            "Drop one of them.")  # fmt: skip
+def optimizer_type(c: Config, key: str) -> Made:
+    assert c.optimizer is not None
+    name, _, _, decay = _function(c, c.optimizer)
+    return " ".join(filter(None, [
+        f"{name}, with DeepSpeed's defaults for what is not given.",
+        "In DeepSpeed Adam is AdamW, unless adam_w_mode is false."
+        * (c.get(key).lower() == "adam" and name == "optax.adamw"),
+        "Decay is added to the gradients, before the moments." * bool(decay),
+        "The scheduler sets the learning rate." * (c.scheduler is not None),
+        "OneCycle sets both betas, the second to 0.99, unless cycle_momentum is false." * _sets_betas(c),
+        "It has no betas for OneCycle to set." * bool(c.get(CYCLES) and not _sets_betas(c)),
+    ])), {}  # fmt: skip
 
 
-def _note_none(settings: Settings, scheduled: Scheduled | None) -> None:
-    wrap = ", which the program wraps in jzero.master_weights" * settings.is_half
-    settings.note("optimizer", f"Missing: write your own in optax{wrap}.")
-    if scheduled is not None and scheduled.first_beta is not None:
-        raise refuse(
-            "scheduler is OneCycle with cycle_momentum, and there is no optimizer",
-            "It sets the optimizer's betas.",
-            "Write cycle_momentum: false, or the section optimizer.")  # fmt: skip
+def scheduler_type(c: Config, key: str) -> Made:
+    assert c.scheduler is not None
+    return f"{c.scheduler.name}, by the number of updates made before.", {}
+
+
+def argument(c: Config, key: str) -> Made:
+    """A parameter of the optimizer or the scheduler; each may overrule those of the other."""
+    section, _, name = key.partition(".params.")
+    why = ""
+    if key == LR and c.scheduler is not None and c.scheduler.name != COSINE:
+        why = "the scheduler sets the learning rate."
+    elif name == "betas" and _sets_betas(c):
+        why = "OneCycle sets them."
+    elif name in _MOMENTA and not _sets_betas(c):
+        why = "the optimizer has no betas." if c.get(CYCLES) else "cycle_momentum is false."
+    said = f"{c.get(key)!r}, of {c.get(f'{section}.type')}."
+    return f"Without effect: {why}" if why else said, {}

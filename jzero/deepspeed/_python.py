@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A translated configuration as a Python program that trains, but for the model and the data."""
+"""Values together with the Python that makes them, and the program that is printed of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jzero.deepspeed._chain import SCHEDULE, Chain
-from jzero.deepspeed._expressions import Expression
-
+SCHEDULE = "schedule"  # the name of the learning rate's schedule in the program
 _COLUMNS = 72  # of a code block in a page
 _HEAD = """\
-A training: fill in {holes}.
+# A training: fill in {holes}.
+#
+# What became of each key of the DeepSpeed configuration:
+#
+{comments}
+import jax
+import jax.numpy as jnp
+import optax
 
-What became of each key of the DeepSpeed configuration:
+import jzero
+
 """
-_MAKE_OPTIMIZER = """\
+_MAKE_OPTIMIZER = """
 def make_optimizer():
     raise NotImplementedError("the optimizer of your script, in optax")
 
@@ -34,7 +42,7 @@ def loss_fn(params, batch):
 
 
 def batches():
-    raise NotImplementedError("{batches}")
+    raise NotImplementedError("batches of {rows} rows")
 
 
 def init_fn(key):
@@ -68,53 +76,79 @@ if __name__ == "__main__":
     main()"""
 
 
-def program(
-    options: Mapping[str, Any], chain: Chain, rows: int | None, mesh_axes: Mapping[str, int],
-    notes: Mapping[str, str], half: bool, every: int,
-) -> str:  # fmt: skip
-    """The notes as comments, then the optimizer, the step, and a loop.
+@dataclasses.dataclass(frozen=True)
+class Expression:
+    """A name in Python, or a call of one, and its value.
 
-    Args:
-      options: of `shard_train_step`.
-      chain: the optimizer and its schedule.
-      rows: of a batch; None if nothing tells.
-      mesh_axes: the sizes of the axes that the options name.
-      notes: what became of each key.
-      half: whether parameters are made bfloat16.
-      every: how many steps after another print their loss.
+    `arguments` are those of a call, each with its keyword ("" for positional ones); None for a name.
     """
-    given = chain.optimizer.value is not None
-    assigned = {SCHEDULE: chain.schedule, "tx": chain.optimizer, "batch_size": rows}
+
+    value: Any
+    name: str
+    arguments: tuple[tuple[str, Any], ...] | None = None
+
+
+def called(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Expression:
+    """The call of a function whose name in Python is `name`; it has no value if an argument has none."""
+    known = not any(
+        isinstance(x, Expression) and x.value is None for x in (*args, *kwargs.values())
+    )
+    values = [value_of(x) for x in args], {key: value_of(x) for key, x in kwargs.items()}
+    value = function(*values[0], **values[1]) if known else None
+    return Expression(value, name, (*(("", x) for x in args), *kwargs.items()))
+
+
+def value_of(x: Any) -> Any:
+    """The value of an expression; any other value is itself."""
+    return x.value if isinstance(x, Expression) else x
+
+
+def program(
+    options: Mapping[str, Any], tx: Expression, schedule: Expression | None, rows: int | None,
+    mesh_axes: Mapping[str, int], notes: Mapping[str, str], is_half: bool, every: int,
+) -> str:  # fmt: skip
+    """The notes as comments, the optimizer, the step, and a loop that prints a loss `every` so many steps."""
+    own = tx.value is None
+    assigned = {SCHEDULE: schedule, "tx": tx, "batch_size": rows}
     if mesh_axes:
         shape = tuple(mesh_axes.values()), tuple(mesh_axes)
         assigned["mesh"] = Expression(None, "jax.make_mesh", tuple(("", x) for x in shape))
         options = {**options, "mesh": Expression(None, "mesh")}
     arguments = (("", Expression(None, "step_fn")), *options.items())
-    body = [
-        "" if given else f"\n{_MAKE_OPTIMIZER}",
+    holes = "make_optimizer, " * own + "init_params, loss_fn and batches"
+    return "".join([
+        _HEAD.format(holes=holes, comments=_comments(notes)),
+        _MAKE_OPTIMIZER * own,
         *(_line(name, value) for name, value in assigned.items() if value is not None),
-        _MODEL.format(batches=f"batches of {rows or 'so many'} rows", cast=_CAST * half),
+        _MODEL.format(rows=rows or "so many", cast=_CAST * is_half),
         _line("train_step", Expression(None, "jzero.shard_train_step", arguments)),
         _MAIN.format(every=every),
-    ]
-    text = "".join(body)
-    holes = "make_optimizer, " * (not given) + "init_params, loss_fn and batches"
-    head = "".join(f"# {line}".rstrip() + "\n" for line in _HEAD.format(holes=holes).splitlines())
-    imports = "import jax\nimport jax.numpy as jnp\nimport optax\n\nimport jzero"
-    return f"{head}{_comments(notes)}\n{imports}\n\n{text}"
+    ])  # fmt: skip
 
 
 def _line(name: str, value: Any) -> str:
-    said = value.python(before=f"{name} = ") if isinstance(value, Expression) else repr(value)
-    return f"{name} = {said}\n"
+    return f"{name} = {_python(value, before=f'{name} = ')}\n"
+
+
+def _python(x: Any, indent: str = "", before: str = "") -> str:
+    """Its source, in one line if that has room behind `before`, else with an argument a line."""
+    if not isinstance(x, Expression):
+        return json.dumps(x) if isinstance(x, str) else repr(x)
+    if x.arguments is None:
+        return x.name
+    pairs = [(f"{key}=" if key else "", value) for key, value in x.arguments]
+    line = f"{x.name}({', '.join(key + _python(value) for key, value in pairs)})"
+    if len(indent) + len(before) + len(line) <= _COLUMNS and "\n" not in line:
+        return line
+    more = f"{indent}    "
+    lines = [f"{more}{key}{_python(value, more, key)}," for key, value in pairs]
+    return "\n".join([f"{x.name}(", *lines, f"{indent})"])
 
 
 def _comments(notes: Mapping[str, str]) -> str:
     """One for each note; keys of one note that follow one another share it."""
-    lines: list[str] = []
-    for note, keys in itertools.groupby(notes, key=lambda key: notes[key]):
-        lines += textwrap.wrap(
+    return "".join(
+        textwrap.fill(
             f"{', '.join(keys)}: {note}", _COLUMNS, initial_indent="# ", subsequent_indent="#     ",
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
-    return "".join(f"{line}\n" for line in lines)
+            break_long_words=False, break_on_hyphens=False) + "\n"
+        for note, keys in itertools.groupby(notes, key=lambda key: notes[key]))  # fmt: skip

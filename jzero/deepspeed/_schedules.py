@@ -3,6 +3,9 @@
 
 DeepSpeed steps its scheduler after each update, so that the update with n before it has the learning rate of
 the scheduler's iteration n - 1, and the first one what the scheduler's constructor sets.
+
+Arguments have DeepSpeed's names and defaults. A `cycle_second_...` of None is as the first one, and a
+`warmup_type` is 'log' or 'linear'. Schedules return float32[].
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ def lr_range_test(
 ) -> optax.Schedule:  # fmt: skip
     """DeepSpeed's LRRangeTest: the learning rate grows without bound, to find the largest that trains.
 
-    Of the update with n before it::
+    For the update with n before it::
 
         interval = n / step_size              # its floor, with staircase
         lr = min_lr * (1 + step_rate * interval)
@@ -30,15 +33,6 @@ def lr_range_test(
     >>> schedule = jzero.deepspeed.lr_range_test(0.5, lr_range_test_step_size=4)
     >>> schedule(0).item(), schedule(4).item()
     (0.5, 1.0)
-
-    Args:
-      lr_range_test_min_lr: of the first update.
-      lr_range_test_step_size: updates until the learning rate has grown by `step_rate` times `min_lr`.
-      lr_range_test_step_rate: see there.
-      lr_range_test_staircase: whether it grows in steps of so many updates.
-
-    Returns:
-      An optax schedule, float32[].
     """
 
     def schedule(count: Any) -> jax.Array:
@@ -53,26 +47,17 @@ def warmup_lr(
     warmup_min_lr: float = 0.0, warmup_max_lr: float = 1e-3, warmup_num_steps: int = 1000,
     warmup_type: str = "log",
 ) -> optax.Schedule:  # fmt: skip
-    """DeepSpeed's WarmupLR: from `warmup_min_lr` to `warmup_max_lr`, and there it stays.
+    """DeepSpeed's WarmupLR: from `warmup_min_lr` to `warmup_max_lr`, where it stays.
 
-    With i = n - 1 (the first two updates have the least)::
+    With i = n - 1 (the first two updates have the least), and a num_steps of at least 2::
 
         gamma = log(i + 1) / log(num_steps)   # or i / num_steps, if warmup_type is 'linear'
-        lr = min_lr + (max_lr - min_lr) * gamma, of i < num_steps; then max_lr
+        lr = min_lr + (max_lr - min_lr) * gamma, for i < num_steps; then max_lr
 
     >>> import jzero
     >>> schedule = jzero.deepspeed.warmup_lr(0.0, 1.0, warmup_num_steps=4, warmup_type="linear")
     >>> [schedule(n).item() for n in range(6)]
     [0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
-
-    Args:
-      warmup_min_lr: where it begins.
-      warmup_max_lr: where it ends.
-      warmup_num_steps: how many updates that takes; below 2 counts as 2.
-      warmup_type: 'log' or 'linear'.
-
-    Returns:
-      An optax schedule, float32[].
     """
     return warmup_decay_lr(None, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
 
@@ -83,7 +68,7 @@ def warmup_decay_lr(
 ) -> optax.Schedule:  # fmt: skip
     """DeepSpeed's WarmupDecayLR: `warmup_lr`, and from its end on linearly back to `warmup_min_lr`.
 
-    With i = n - 1, from i = num_steps on::
+    With i = n - 1, from i = num_steps on; a `total_num_steps` of None is no decay::
 
         gamma = max(0, (total_num_steps - i) / max(1, total_num_steps - num_steps))
 
@@ -91,26 +76,13 @@ def warmup_decay_lr(
     >>> schedule = jzero.deepspeed.warmup_decay_lr(8, 0.0, 1.0, 4, "linear")
     >>> [schedule(n).item() for n in (5, 7, 9, 10)]
     [1.0, 0.5, 0.0, 0.0]
-
-    Args:
-      total_num_steps: updates of the whole training; None for no decay.
-      warmup_min_lr: where it begins and ends.
-      warmup_max_lr: where the warmup ends.
-      warmup_num_steps: how many updates that takes; below 2 counts as 2.
-      warmup_type: 'log' or 'linear'.
-
-    Returns:
-      An optax schedule, float32[].
     """
     num = max(2, warmup_num_steps)
 
     def schedule(count: Any) -> jax.Array:
-        i = _float(count) - 1
-        left = (
-            1.0
-            if total_num_steps is None
-            else (total_num_steps - i) / max(1, total_num_steps - num)
-        )
+        i, left = _float(count) - 1, jnp.float32(1)
+        if total_num_steps is not None:
+            left = (total_num_steps - i) / max(1, total_num_steps - num)
         gamma = jnp.where(i < num, _warmup(i, num, warmup_type), jnp.maximum(0.0, left))
         return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma
 
@@ -121,11 +93,11 @@ def warmup_cosine_lr(
     lr: float, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
     cos_min_ratio: float = 1e-4, warmup_type: str = "log",
 ) -> optax.Schedule:  # fmt: skip
-    """DeepSpeed's WarmupCosineLR: up to `lr`, and along half a cosine down to `cos_min_ratio * lr`.
+    """DeepSpeed's WarmupCosineLR: up to the optimizer's `lr`, and along half a cosine down.
 
     With i = n - 1, and gamma of `warmup_lr`; the first update has a learning rate of 0::
 
-        ratio = warmup_min_ratio + (1 - warmup_min_ratio) * gamma                      # of i < num_steps
+        ratio = warmup_min_ratio + (1 - warmup_min_ratio) * gamma                      # for i < num_steps
         progress = min(1, (i - num_steps + 1) / max(1, total_num_steps - num_steps))   # then
         ratio = cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * progress)) / 2
 
@@ -133,17 +105,6 @@ def warmup_cosine_lr(
     >>> schedule = jzero.deepspeed.warmup_cosine_lr(1.0, 8, 0.5, 4, 0.0, "linear")
     >>> [round(schedule(n).item(), 3) for n in (0, 1, 4, 6, 8)]
     [0.0, 0.5, 0.875, 0.5, 0.0]
-
-    Args:
-      lr: what the ratios are of: the optimizer's `lr` in DeepSpeed.
-      total_num_steps: updates of the whole training.
-      warmup_min_ratio: where the warmup begins.
-      warmup_num_steps: how many updates it takes; below 2 counts as 2.
-      cos_min_ratio: where the cosine ends.
-      warmup_type: 'log' or 'linear'.
-
-    Returns:
-      An optax schedule, float32[].
     """
     num = max(2, warmup_num_steps)
 
@@ -165,30 +126,18 @@ def one_cycle(
 ) -> optax.Schedule:  # fmt: skip
     """DeepSpeed's OneCycle: up and down once, and then a decay.
 
-    Of n up to `first + second`::
+    For n up to `first + second`::
 
         height = n / first, and then (first + second - n) / second      # the floor of stairs, if there are
         lr = min_lr + (max_lr - min_lr) * height
 
-    and from then on `min_lr / (1 + decay_lr_rate * (n - first - second) / decay_step_size)`.
+    and from then on `min_lr / (1 + decay_lr_rate * (n - first - second) / decay_step_size)`; with a
+    `decay_step_size` of 0 there is no decay.
 
     >>> import jzero
     >>> schedule = jzero.deepspeed.one_cycle(1.0, 3.0, 1.0, 4, 2, decay_step_size=1)
     >>> [schedule(n).item() for n in (0, 2, 4, 5, 6, 7)]
     [1.0, 2.0, 3.0, 2.0, 1.0, 0.5]
-
-    Args:
-      cycle_min_lr: where it begins.
-      cycle_max_lr: its peak.
-      decay_lr_rate: of the decay; 0 for none.
-      cycle_first_step_size: updates on the way up.
-      cycle_second_step_size: updates on the way down; as many by default.
-      cycle_first_stair_count: stairs on the way up; 0 for a line.
-      cycle_second_stair_count: stairs on the way down; as many by default.
-      decay_step_size: updates in which the decay counts once; 0 for none.
-
-    Returns:
-      An optax schedule, float32[].
     """
     sizes = _pair(cycle_first_step_size, cycle_second_step_size)
     stairs = _pair(cycle_first_stair_count, cycle_second_stair_count)
@@ -216,19 +165,6 @@ def one_cycle_momentum(
     >>> schedule = jzero.deepspeed.one_cycle_momentum(0.5, 1.0, 0.0, 4, 2)
     >>> [schedule(n).item() for n in (0, 1, 2, 4, 5, 6, 7)]
     [0.5, 0.875, 0.75, 0.5, 0.75, 1.0, 1.0]
-
-    Args:
-      cycle_min_mom: at the learning rate's peak.
-      cycle_max_mom: at its ends.
-      decay_mom_rate: by which it grows after the cycle; 0 for none.
-      cycle_first_step_size: as of `one_cycle`.
-      cycle_second_step_size: as of `one_cycle`.
-      cycle_first_stair_count: as of `one_cycle`.
-      cycle_second_stair_count: as of `one_cycle`.
-      decay_step_size: as of `one_cycle`.
-
-    Returns:
-      An optax schedule, float32[].
     """
     sizes = _pair(cycle_first_step_size, cycle_second_step_size)
     stairs = _pair(cycle_first_stair_count, cycle_second_stair_count)
@@ -244,7 +180,7 @@ def one_cycle_momentum(
 
 
 def _warmup(i: jax.Array, num: int, kind: str) -> jax.Array:
-    """How much of the warmup is done at iteration i, from 0; also of i = -1, before the first."""
+    """How much of the warmup is done at iteration i, from 0; also at i = -1, before the first."""
     i = jnp.maximum(i, 0.0)
     return jnp.log(i + 1) / math.log(num) if kind == "log" else i / num
 
@@ -255,9 +191,8 @@ def _height(
     """How high the cycle is, from 0 to 1, and how many updates came after it."""
     n, (first, second) = _float(count), sizes
     up = _stairs(n, first, stairs[0])
-    down = _stairs(first + second - n, max(second, 1), stairs[1])
-    height = jnp.where(n <= first, up, jnp.maximum(down, 0.0))
-    height = jnp.where(n >= first + second, 0.0, height)
+    down = jnp.maximum(_stairs(first + second - n, max(second, 1), stairs[1]), 0.0)
+    height = jnp.where(n >= first + second, 0.0, jnp.where(n <= first, up, down))
     return height, jnp.maximum(n - first - second, 0.0)
 
 
@@ -266,7 +201,6 @@ def _stairs(n: jax.Array, size: float, num: int) -> jax.Array:
 
 
 def _pair(first: Any, second: Any) -> tuple[Any, Any]:
-    """Of both halves; the second is as the first by default."""
     return first, first if second is None else second
 
 

@@ -7,320 +7,397 @@ They are those of DeepSpeed 0.19.6: of the documentation of its configuration, a
 
 from __future__ import annotations
 
-from jzero.deepspeed._keys import Key, noted, off, only, read, section
+import dataclasses
+from typing import Any
 
-_XLA = "Nothing to set: XLA {} by itself."
+import optax
+
+from jzero.deepspeed import _chain, _rules, _schedules, _transforms
+from jzero.deepspeed._config import Form, Row
+from jzero.deepspeed._python import called
+from jzero.offload._policy import PinnedHost
+
+
+def _read(kind: str, made: Any, becomes: str, **more: Any) -> Row:
+    """A key that several keys decide."""
+    return Row(kind, made=made, becomes=becomes, **more)
+
+
+def _noted(note: str, **names: str) -> dict[str, Row]:
+    """Keys that change nothing here, by the kinds of their values."""
+    return {name: Row(kind, note, tuning=True, inside="anything")
+            for kind, those in names.items() for name in those.split()}  # fmt: skip
+
+
+def _unset(why: str, **names: str) -> dict[str, Row]:
+    return _noted(f"Nothing to set: {why}", **names)
+
+
+def _only(kind: str, accepts: tuple[Any, ...], note: str, refused: str) -> Row:
+    """A key with values that change nothing here; others are refused."""
+    return Row(kind, note, accepts=accepts, refused=refused)
+
+
+def _false(note: str, refused: str) -> Row:
+    return _only("bool", (False,), note, refused)
+
+
+def _off(refused: str) -> Row:
+    """A section that must be off."""
+    return Row("object", "Off.", refused=refused, inside="enabled")
+
+
+def _never(refused: str) -> Row:
+    """A section that must be empty."""
+    return Row("object", accepts=(), refused=refused, inside="anything")
+
+
+_SECTION = Row("object")
+_COMPILED, _MEMORY = "XLA compiles the whole step by itself.", "XLA plans all memory by itself."
 _BUCKETS = (
-    "Nothing to set: there are no buckets. XLA combines small collectives, and a gradient is reduced where "
-    "the backward pass makes it."
-)
+    "there are no buckets. XLA combines small collectives, and a gradient is reduced where "
+    "the backward pass makes it.")  # fmt: skip
 _GATHERS = (
-    "Nothing to set: what stage 3 gathers is planned before the step is compiled; prefetch_bytes, gather "
-    "and full are jzero's settings for it."
+    "what stage 3 gathers is planned before the step is compiled; prefetch_bytes, gather "
+    "and full are jzero's settings for it.")  # fmt: skip
+_MODULES = "a JAX model has no modules at run time that could be hooked or patched."
+_LOGGING = (
+    "Belongs to your training loop; describe says what is stored and moved, jax.profiler when."
 )
-_MODULES = "Nothing to set: a JAX model has no modules at run time that could be hooked or patched."
-_LOGGING = "Belongs to your training loop; describe says what rests and moves, jax.profiler when."
-_CHECKPOINTS = ("Belongs to checkpoints: jzero.Checkpointer writes one that any stage, mesh and number of "
-                "processes can restore.")  # fmt: skip
-_NVME_ONLY = "Without effect: it is of offload to NVMe, which this configuration does not use."
-_BUFFERS = "Nothing to set: NVMe(host_bytes=...) says how much memory buffers may take."
-_ALWAYS = "Nothing to set: tiles are read ahead and written behind, always."
-_CHECKED = "Nothing to set: it is checked before a step runs."
+_CHECKPOINTS = (
+    "Belongs to checkpoints: jzero.Checkpointer writes one that any stage, mesh and number of processes can "
+    "restore.")  # fmt: skip
+_MEAN = "the mean of the loss divides before anything is summed over devices."
+_PINNED = "what is transferred goes through pinned memory."
+_QUANTISED = "Quantisation changes the model: drop the section, and write it in the step."
 _TP = "Tensor parallelism is a mesh axis of your own: drop the section, and use auto_specs."
 
-
 _TOP = {
-    "train_batch_size": read("int", "`batch_size`, the rows of a call", tuning=True),
-    "train_micro_batch_size_per_gpu": read(
-        "int", "with the batch and the devices, `accumulate`", tuning=True),
-    "gradient_accumulation_steps": read("int", "`accumulate`", tuning=True),
-    "managed_gradient_accumulation": only(
-        "bool", (True,), "As in jzero: one call of the step is one update.",
-        "A call of jzero's step is one update, with all its microbatches: drop the key."),
-    "gradient_clipping": read("number", "`optax.clip_by_global_norm`"),
-    "optimizer": section(),
-    "scheduler": section(),
-    "zero_optimization": section(),
-    "fp16": section(),
-    "bf16": section(),
-    "data_types": section(),
-    "activation_checkpointing": section(),
-    "compile": section(),
-    "communication_data_type": read("text", "`reduce_dtype`"),
-    "seq_parallel_communication_data_type": Key(
-        "text", accepts=(),
-        refused="It is of a training whose sequences are divided over devices: drop it, and constrain "
-        "activations over a mesh axis of your own."),
-    "gradient_allreduce_op": only(
-        "text", ("mean",), "The mean over the batch is the one that your loss takes.",
-        "The gradients are those of your loss over the whole batch: drop the key, and let it be a sum."),
-    "prescale_gradients": noted(
-        "bool", "Nothing to set: the mean of the loss divides before anything is summed over devices."),
-    "gradient_predivide_factor": noted(
-        "number", "Nothing to set: the mean of the loss divides before anything is summed over devices."),
-    "sparse_gradients": noted(
-        "bool", "Nothing to set: gradients of embeddings are dense in JAX, and reduced as such."),
-    "disable_allgather": only(
-        "bool", (False,), "Off, as in jzero.",
-        "Updated parameters are always gathered where they are read: drop the key."),
-    "zero_allow_untested_optimizer": noted("bool", "Nothing to set: any optax optimizer is taken."),
-    "zero_force_ds_cpu_optimizer": noted(
-        "bool", "Nothing to set: with offload the host updates by kernels made from the optimizer itself."),
-    "amp": off("Apex chooses dtypes operation by operation: drop the section, and cast in the model."),
-    "torch_autocast": section(),
-    "sparse_attention": Key(
-        "object", accepts=(), inside="anything",
-        refused="Attention is the model's: drop the section, and write the sparse attention in the model."),
-    "tensor_parallel": section(),
-    "expert_parallel": off(
-        "Experts are the model's: drop the section; see jzero.groups for routers by group."),
-    "sequence_parallel_size": only(
-        "int", (0, 1), "Off.",
-        "Sequence parallelism is a mesh axis of your own: drop it, and constrain activations over the axis."),
-    "pipeline": Key(
-        "object", accepts=(), inside="anything",
-        refused="jzero has no pipeline scheduler: drop the section."),
-    "elasticity": off(
-        "It chooses batch sizes by the number of devices: drop the section, and write the sizes."),
-    "autotuning": off("It searches for a configuration: drop the section, and translate what it found."),
-    "compression_training": Key(
-        "object", "Off.", accepts=(), inside="parts",
-        refused="Compression changes the model: drop the section, and write it in the step."),
-    "quantize_training": off("Quantisation changes the model: drop the section, and write it in the step."),
-    "weight_quantization": Key(
-        "object", accepts=(), inside="anything",
-        refused="Quantisation changes the model: drop the section, and write it in the step."),
-    "data_efficiency": off("It is a data loader's and a model's: drop the section, and do it there."),
-    "curriculum_learning": off("It is a data loader's: drop the section, and do it there."),
-    "progressive_layer_drop": off("It changes the model: drop the section, and write it in the step."),
-    "eigenvalue": off("It is of quantised training: drop the section."),
-    "hybrid_engine": off("It changes between training and generation: drop the section, and use "
-                          "jzero.shard_eval_step for the second."),
-    "nebula": noted("object", _CHECKPOINTS),
-    "datastates_ckpt": noted("any", _CHECKPOINTS),
-    "checkpoint": noted("object", _CHECKPOINTS),
-    "aio": noted("object", "Nothing to set: files are read and written past the page cache, tile by tile."),
-    "graph_harvesting": noted("bool", _XLA.format("compiles the whole step")),
-    "use_data_before_expert_parallelism": noted("bool", "Without effect: no experts are placed."),
-    "vocabulary_size": noted(
-        "int", "Nothing to set: it only warns. Rows that devices do not divide are padded."),
-    "dataloader_drop_last": noted(
-        "bool", "Belongs to your data loader; the last batch may have any number of rows."),
-    "data_parallel_group": noted("any", "Nothing to set: the mesh says it."),
-    "allgather_size": noted("int", _BUCKETS),
-    "steps_per_print": noted(  # Accelerate writes infinity.
-        "any", "The program prints its loss as often, and every 10 steps if it is no number of steps."),
-    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state"), noted("bool", _LOGGING)),
-    **dict.fromkeys(
-        ("tensorboard", "wandb", "comet", "csv_monitor", "monitor_config", "flops_profiler", "comms_logger",
-         "comms_config", "timers"), noted("object", _LOGGING)),
-    "cuda_visible_devices": noted("any", "Belongs to what launches: the variable CUDA_VISIBLE_DEVICES."),
-    "log_level": noted("any", _LOGGING),
+    "train_batch_size": _read("count", _rules.rows, "`batch_size`, the rows of a call", tuning=True),
+    "train_micro_batch_size_per_gpu": Row("count", "Follows from the batch, the devices and accumulate: "
+        "jzero cuts the batch itself.", becomes="with the batch and the devices, `accumulate`", tuning=True),
+    "gradient_accumulation_steps": _read("count", _rules.accumulate, "`accumulate`", tuning=True,
+        missing=True),
+    "managed_gradient_accumulation": _only("bool", (True,), "As in jzero: one call of the step is one "
+        "update.", "A call of jzero's step is one update, with all its microbatches: drop the key."),
+    "gradient_clipping": _read("size", _rules.clip, "`optax.clip_by_global_norm`", missing=True),
+    "optimizer": Row("object", made=_rules.no_optimizer, missing=True),
+    "scheduler": Row("object", made=_rules.no_scheduler, missing=True),
+    **dict.fromkeys(("zero_optimization", "fp16", "bf16", "data_types", "activation_checkpointing", "compile",
+        "torch_autocast", "tensor_parallel"), _SECTION),
+    "communication_data_type": _read("dtype", _rules.wire, "`reduce_dtype`"),
+    "seq_parallel_communication_data_type": Row("text", accepts=(), refused="It is of a training whose "
+        "sequences are divided over devices: drop it, and constrain activations over a mesh axis of your "
+        "own."),
+    "gradient_allreduce_op": _only("text", ("mean",), "The mean over the batch is the one that your loss "
+        "takes.", "The gradients are those of your loss over the whole batch: drop the key, and let it be a "
+        "sum."),
+    **_unset(_MEAN, bool="prescale_gradients", number="gradient_predivide_factor"),
+    **_unset("gradients of embeddings are dense in JAX, and reduced as such.", bool="sparse_gradients"),
+    "disable_allgather": _false("Off, as in jzero.", "Updated parameters are always gathered where they are "
+        "read: drop the key."),
+    **_unset("any optax optimizer is taken.", bool="zero_allow_untested_optimizer"),
+    **_unset("with offload the host updates by kernels made from the optimizer itself.",
+        bool="zero_force_ds_cpu_optimizer"),
+    "amp": _off("Apex chooses dtypes operation by operation: drop the section, and cast in the model."),
+    "sparse_attention": _never("Attention is the model's: drop the section, and write the sparse attention "
+        "in the model."),
+    "expert_parallel": _off("Experts are the model's: drop the section; see jzero.groups for routers by "
+        "group."),
+    "sequence_parallel_size": _only("int", (0, 1), "Off.", "Sequence parallelism is a mesh axis of your own: "
+        "drop it, and constrain activations over the axis."),
+    "pipeline": _never("jzero has no pipeline scheduler: drop the section."),
+    "elasticity": _off("It chooses batch sizes by the number of devices: drop the section, and write the "
+        "sizes."),
+    "autotuning": _off("It searches for a configuration: drop the section, and translate what it found."),
+    "compression_training": Row("object", "Off.", accepts=(), inside="parts", refused="Compression changes "
+        "the model: drop the section, and write it in the step."),
+    "quantize_training": _off(_QUANTISED),
+    "weight_quantization": _never(_QUANTISED),
+    "data_efficiency": _off("It is a data loader's and a model's: drop the section, and do it there."),
+    "curriculum_learning": _off("It is a data loader's: drop the section, and do it there."),
+    "progressive_layer_drop": _off("It changes the model: drop the section, and write it in the step."),
+    "eigenvalue": _off("It is of quantised training: drop the section."),
+    "hybrid_engine": _off("It changes between training and generation: drop the section, and use "
+        "jzero.shard_eval_step for the second."),
+    **_noted(_CHECKPOINTS, object="nebula checkpoint", any="datastates_ckpt"),
+    **_unset("files are read and written past the page cache, tile by tile.", object="aio"),
+    **_unset(_COMPILED, bool="graph_harvesting"),
+    **_noted("Without effect: no experts are placed.", bool="use_data_before_expert_parallelism"),
+    **_unset("it only warns. Rows that devices do not divide are padded.", int="vocabulary_size"),
+    **_noted("Belongs to your data loader; the last batch may have any number of rows.",
+        bool="dataloader_drop_last"),
+    **_unset("the mesh says it.", any="data_parallel_group"),
+    **_unset(_BUCKETS, int="allgather_size"),
+    **_noted("The program prints its loss as often, and every 10 steps if it is no number of steps.",
+        any="steps_per_print"),
+    **_noted("Belongs to what launches: the variable CUDA_VISIBLE_DEVICES.", any="cuda_visible_devices"),
+    **_noted(_LOGGING, bool="wall_clock_breakdown memory_breakdown dump_state", object="tensorboard wandb "
+        "comet csv_monitor monitor_config flops_profiler comms_logger comms_config timers", any="log_level"),
 }  # fmt: skip
 
 _ZERO = {
-    "stage": read("int", "`stage`"),
-    "offload_optimizer": section(),
-    "offload_param": section(),
-    "cpu_offload": read("bool", "`offload=jzero.HostCPU()`"),
-    "cpu_offload_param": read("bool", "`offload_params=jzero.PinnedHost()`"),
-    "cpu_offload_use_pin_memory": noted("bool", "Nothing to set: what crosses goes through pinned memory."),
-    "zero_hpz_partition_size": read("int", "`param_axes='local'` and `mesh_axes`"),
-    "mics_shard_size": read("whole", "`param_axes='local'`, `optimizer_axes='local'` and `mesh_axes`"),
-    "mics_hierarchical_params_gather": noted(
-        "bool", "Nothing to set: gathers stay within the axis 'local'."),
-    "stage3_prefetch_bucket_size": read(
-        "int", "`prefetch_bytes`, of 2 bytes with bf16 and else of 4 each", tuning=True),
-    "zero_quantized_weights": read("bool", "`gather_dtype=jnp.int8`"),
-    "zero_quantized_gradients": read("bool", "`reduce_dtype=jnp.int4`"),
-    "zero_quantized_nontrainable_weights": only(
-        "bool", (False,), "Off, as in jzero.",
-        "Gathers of all weights that products read travel in one format: drop the key, or use "
-        "zero_quantized_weights."),
-    "zeropp_loco_param": Key(
-        "object", accepts=(), inside="anything",
-        refused="What gradients lose on their way is not kept for the next step: drop the key."),
-    "zenflow": Key(
-        "object", accepts=(), inside="anything",
-        refused="It updates most of the parameters late: drop the section; "
+    "stage": _read("stage", _rules.stage, "`stage`", default=0, missing=True),
+    **dict.fromkeys(("offload_optimizer", "offload_param"), _SECTION),
+    "cpu_offload": _read("bool", _rules.offload, "`offload=jzero.HostCPU()`"),
+    "cpu_offload_param": _read("bool", _rules.offload, "`offload_params=jzero.PinnedHost()`"),
+    **_unset(_PINNED, bool="cpu_offload_use_pin_memory"),
+    "zero_hpz_partition_size": _read("int", _rules.groups, "`param_axes='local'` and `mesh_axes`", default=1),
+    "mics_shard_size": Row("whole", made=_rules.groups, default=-1, becomes="`param_axes='local'`, "
+        "`optimizer_axes='local'` and `mesh_axes`"),
+    **_unset("gathers stay within the axis 'local'.", bool="mics_hierarchical_params_gather"),
+    "stage3_prefetch_bucket_size": _read("int", _rules.prefetch, "`prefetch_bytes`, of 2 bytes with bf16 and "
+        "else of 4 each", tuning=True),
+    "zero_quantized_weights": Row(
+        "bool", "gather_dtype=jnp.int8: quantized with a scale for each block, of weights that passes "
+        "gather.", off="Off, as in jzero.", options={"gather_dtype": _rules.expression("int8")}),
+    "zero_quantized_gradients": Row(
+        "bool", "reduce_dtype=jnp.int4: quantized with a scale for each block, of gradients, one mesh axis "
+        "after the other.", off="Off, as in jzero.", options={"reduce_dtype": _rules.expression("int4")}),
+    "zero_quantized_nontrainable_weights": _false("Off, as in jzero.", "All weights that products read are "
+        "gathered in one format: drop the key, or use zero_quantized_weights."),
+    "zeropp_loco_param": _never("What gradients lose by quantization is not kept for the next step: drop the "
+        "key."),
+    "zenflow": _never("It updates most of the parameters late: drop the section; "
         "jzero.HostCPU(delayed_update=True) delays all by one step."),
-    "overlap_comm": noted("bool", _XLA.format("runs collectives beside compute")),
-    "contiguous_gradients": noted("bool", _XLA.format("plans all memory")),
-    "reduce_scatter": noted("bool", "Nothing to set: from stage 1 on gradients are reduce-scattered."),
-    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), noted("int", _BUCKETS)),
-    "use_multi_rank_bucket_allreduce": noted("bool", _BUCKETS),
-    "allgather_partitions": noted(
-        "bool", "Nothing to set: new parameters are all-gathered, never broadcast."),
-    "round_robin_gradients": noted("bool", "Nothing to set: each host has the gradients of its own shards."),
-    "grad_hooks": noted(
-        "bool", "Nothing to set: a gradient is reduced where the backward pass makes it."),
-    "ignore_unused_parameters": noted(
-        "bool", "Nothing to set: parameters that a loss does not read are allowed."),
-    "legacy_stage1": noted("bool", "Nothing to set: there is one stage 1."),
-    "sub_group_size": noted(
-        "int", "Nothing to set: PinnedHost(device_bytes=...) and HostCPU cut the update by bytes."),
-    "stage3_max_live_parameters": noted(
-        "int", "Nothing to set: gathered parameters are freed after their use. With offload_params, "
-        "PinnedHost(device_bytes=...) bounds all that is on a device."),
-    "stage3_max_reuse_distance": noted(
-        "int", "Nothing to set: gather='keep' keeps what the forward pass gathered for the backward pass."),
-    "stage3_param_persistence_threshold": noted(
-        "int", "Nothing to set: leaves below min_shard_bytes (1 KiB) rest whole, as do those that "
-        "full='...' names; small gathers go beside the compute of others."),
-    "stage3_model_persistence_threshold": noted("int", _GATHERS),
-    "stage3_module_granularity_threshold": noted("int", _GATHERS),
-    "stage3_use_all_reduce_for_fetch_params": noted("bool", _GATHERS),
-    "stage3_allgather_sequential": noted("bool", _GATHERS),
-    **dict.fromkeys(
-        ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
-        noted("bool", "Belongs to checkpoints: `jzero export checkpoints model.safetensors --dtype bf16`.")),
-    "elastic_checkpoint": noted("bool", _CHECKPOINTS),
-    "load_from_fp32_weights": noted("bool", _CHECKPOINTS),
-    "pipeline_loading_checkpoint": noted("bool", _CHECKPOINTS),
-    "memory_efficient_linear": noted("bool", _MODULES),
-    "override_module_apply": noted("bool", _MODULES),
-    "leaf_module": noted("object", _MODULES),
-    "log_trace_cache_warnings": noted("bool", "Nothing to set: there is no trace that could become wrong."),
-    "enable_sanity_checks": noted("bool", _CHECKED),
-    "save_muon_momentum_buffer_in_memory": noted("bool", _NVME_ONLY),
+    **_unset("XLA runs collectives beside compute by itself.", bool="overlap_comm"),
+    **_unset(_MEMORY, bool="contiguous_gradients"),
+    **_unset("from stage 1 on gradients are reduce-scattered.", bool="reduce_scatter"),
+    **_unset(
+        _BUCKETS, int="reduce_bucket_size allgather_bucket_size", bool="use_multi_rank_bucket_allreduce"),
+    **_unset("new parameters are all-gathered, never broadcast.", bool="allgather_partitions"),
+    **_unset("each host has the gradients of its own shards.", bool="round_robin_gradients"),
+    **_unset("a gradient is reduced where the backward pass makes it.", bool="grad_hooks"),
+    **_unset("parameters that a loss does not read are allowed.", bool="ignore_unused_parameters"),
+    **_unset("there is one stage 1.", bool="legacy_stage1"),
+    **_unset("PinnedHost(device_bytes=...) and HostCPU cut the update by bytes.", int="sub_group_size"),
+    **_unset("gathered parameters are freed after their use. With offload_params, "
+        "PinnedHost(device_bytes=...) bounds all that is on a device.", int="stage3_max_live_parameters"),
+    **_unset("gather='keep' keeps what the forward pass gathered for the backward pass.",
+        int="stage3_max_reuse_distance"),
+    **_unset("leaves below min_shard_bytes (1 KiB) are replicated, as are those that full='...' names; small "
+        "gathers go beside the compute of others.", int="stage3_param_persistence_threshold"),
+    **_unset(_GATHERS, int="stage3_model_persistence_threshold stage3_module_granularity_threshold",
+        bool="stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential"),
+    **_noted("Belongs to checkpoints: `jzero export checkpoints model.safetensors --dtype bf16`.",
+        bool="stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save"),
+    **_noted(_CHECKPOINTS, bool="elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint"),
+    **_unset(_MODULES, bool="memory_efficient_linear override_module_apply", object="leaf_module"),
+    **_unset("there is no trace that could become wrong.", bool="log_trace_cache_warnings"),
+    **_unset("it is checked before a step runs.", bool="enable_sanity_checks"),
+    **_noted(_rules.UNUSED, bool="save_muon_momentum_buffer_in_memory"),
 }  # fmt: skip
 
-_PIN = noted("bool", "Nothing to set: what crosses goes through pinned memory.")
+_DEVICES: dict[str, Any] = dict(
+    accepts=("none", "cpu", "nvme"), refused="Use 'cpu', 'nvme' or 'none'.", default="none")  # fmt: skip
+_PATH = _read("any", _rules.nvme, "`jzero.NVMe(nvme_path)`, with the device `nvme`")
+_BUFFER = "`NVMe(host_bytes=...)`, as many elements of 2 bytes, with the device `nvme`"
 _OFFLOAD_OPTIMIZER = {
-    "device": Key(
-        "text", accepts=("none", "cpu", "nvme"), refused="Use 'cpu', 'nvme' or 'none'.",
-        becomes="`offload=jzero.HostCPU()`; with `nvme`, `offload=jzero.NVMe(nvme_path)`"),
-    "ratio": read("number", "`jzero.HostCPU(ratio=...)`"),
-    "pin_memory": _PIN,
-    "super_offload": only(
-        "bool", (False,), "Off, as in jzero.",
-        "It is DeepSpeed's own schedule of CPU updates: drop it; see HostCPU(delayed_update=True)."),
-    "cpuadam_cores_perc": noted(
-        "number", "Nothing to set: HostCPU(threads=...) says how many threads update."),
-    "buffer_count": noted("int", _BUFFERS),
-    "nvme_path": read("any", "`jzero.NVMe(nvme_path)`, with the device `nvme`"),
-    **dict.fromkeys(("pipeline_read", "pipeline_write"), noted("bool", _ALWAYS)),
-    "fast_init": noted("bool", "Nothing to set: files are filled once, when a state is placed."),
+    "device": Row("text", made=_rules.offload, **_DEVICES, becomes="`offload=jzero.HostCPU()`; with `nvme`, "
+        "`offload=jzero.NVMe(nvme_path)`"),
+    "ratio": _read("share", _rules.offload, "`jzero.HostCPU(ratio=...)`", default=1),
+    **_unset(_PINNED, bool="pin_memory"),
+    "super_offload": _false("Off, as in jzero.", "It is DeepSpeed's own schedule of CPU updates: drop it; "
+        "see HostCPU(delayed_update=True)."),
+    **_unset("HostCPU(threads=...) says how many threads update.", number="cpuadam_cores_perc"),
+    **_unset("NVMe(host_bytes=...) says how much memory buffers may take.", int="buffer_count"),
+    "nvme_path": _PATH,
+    **_unset("tiles are read ahead and written behind, always.", bool="pipeline_read pipeline_write"),
+    **_unset("files are filled once, when a state is placed.", bool="fast_init"),
 }  # fmt: skip
-
 _OFFLOAD_PARAM = {
-    "device": Key(
-        "text", accepts=("none", "cpu", "nvme"), refused="Use 'cpu', 'nvme' or 'none'.",
-        becomes="`offload_params=jzero.PinnedHost()`; with `nvme`, `offload_params=jzero.NVMe(nvme_path)`"),
-    "pin_memory": _PIN,
-    **dict.fromkeys(
-        ("buffer_count", "buffer_size"),
-        read("int", "`NVMe(host_bytes=...)`, as many elements of 2 bytes, with the device `nvme`")),
-    "max_in_cpu": noted("int", "Nothing to set: what NVMe(host_bytes=...) holds is on its way; none stays."),
-    "nvme_path": read("any", "`jzero.NVMe(nvme_path)`, with the device `nvme`"),
+    "device": Row("text", made=_rules.offload, **_DEVICES, becomes="`offload_params=jzero.PinnedHost()`; "
+        "with `nvme`, `offload_params=jzero.NVMe(nvme_path)`"),
+    **_unset(_PINNED, bool="pin_memory"),
+    "buffer_count": _read("int", _rules.nvme, _BUFFER, default=5),
+    "buffer_size": _read("int", _rules.nvme, _BUFFER, default=10**8),
+    **_unset("NVMe(host_bytes=...) bounds what is in transfer; nothing stays.", int="max_in_cpu"),
+    "nvme_path": _PATH,
 }  # fmt: skip
 
 _LOW = "Masters are float32 in jzero: drop it, or write jzero.stochastic_rounding(tx), which needs none."
-_SCALING = "Nothing to set: bfloat16 has the range of float32, and needs no loss scale."
+_SCALING = "bfloat16 has the range of float32, and needs no loss scale."
 _FP16 = {
-    "enabled": read("bool", "as `bf16.enabled`: bfloat16 needs no loss scale", tuning=True),
-    "auto_cast": noted("bool", "Belongs to the model: it casts its inputs."),
-    "fp16_master_weights_and_grads": only("bool", (False,), "Off: masters are float32.", _LOW),
-    "consecutive_hysteresis": noted("bool", _SCALING),
-    **dict.fromkeys(
-        ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
-        noted("number", _SCALING)),
-    "opt_level": noted("any", _SCALING),
+    "enabled": _read("bool", _rules.half, "as `bf16.enabled`: bfloat16 needs no loss scale", tuning=True),
+    **_noted("Belongs to the model: it casts its inputs.", bool="auto_cast"),
+    "fp16_master_weights_and_grads": _false("Off: masters are float32.", _LOW),
+    **_unset(_SCALING, bool="consecutive_hysteresis", number="loss_scale initial_scale_power "
+        "loss_scale_window hysteresis min_loss_scale", any="opt_level"),
 }  # fmt: skip
-
 _BF16 = {
-    "enabled": read("bool", "`jzero.master_weights` around the optimizer", tuning=True),
-    "check_grad_overflow": read("bool", "`optax.apply_if_finite`"),
-    "immediate_grad_update": noted(
-        "bool", "Nothing to set: a gradient is added up when it is made."
-    ),
-    "bf16_master_weights_and_grads": only("bool", (False,), "Off: masters are float32.", _LOW),
-    "bf16_optimizer_states": only("bool", (False,), "Off: moments are float32.", _LOW),
-}
-
-_AUTOCAST = {
-    "enabled": read("bool", "a note: your model casts"),
-    "dtype": read("text", "a note: your model casts; float16 is refused"),
-    "lower_precision_safe_modules": noted(
-        "list", "Belongs to the model: it says where its layers cast."
-    ),
-}
-_DATA_TYPES = {
-    "grad_accum_dtype": read("text", "`accumulate_dtype`, if there are microbatches"),
-    "param_dtype": noted(
-        "text", "Belongs to the model: parameters rest in the dtype in which it makes them."
-    ),
-    "buffer_dtype": noted("text", "Belongs to the model: buffers are leaves of your state."),
-}
-_RECOMPUTED = "Belongs to the model: jax.checkpoint around each layer says what is computed again."
-_CHECKPOINTED = {
-    "cpu_checkpointing": read("bool", "`offload_activations=jzero.PinnedHost()`"),
-    "partition_activations": only(
-        "bool", (False,), "Off.",
-        "It divides activations over the devices of a model-parallel group: set it to false, and constrain "
-        "them over a mesh axis of your own with jax.lax.with_sharding_constraint."),
-    "contiguous_memory_optimization": noted("bool", _XLA.format("plans all memory")),
-    "number_checkpoints": noted("int", _RECOMPUTED),
-    "synchronize_checkpoint_boundary": noted("bool", _RECOMPUTED),
-    "profile": noted("bool", _LOGGING),
+    "enabled": _read("bool", _rules.half, "`jzero.master_weights` around the optimizer", tuning=True),
+    "check_grad_overflow": _read("bool", _rules.overflow, "`optax.apply_if_finite`", missing=True),
+    **_unset("a gradient is added up when it is made.", bool="immediate_grad_update"),
+    "bf16_master_weights_and_grads": _false("Off: masters are float32.", _LOW),
+    "bf16_optimizer_states": _false("Off: moments are float32.", _LOW),
 }  # fmt: skip
-_COMPILED = _XLA.format("compiles the whole step")
+_AUTOCAST = {
+    "enabled": _read("bool", _rules.autocast, "a note: your model casts"),
+    "dtype": _read(
+        "text", _rules.autocast, "a note: your model casts; float16 is refused", default="bfloat16"),
+    **_noted("Belongs to the model: it says where its layers cast.", list="lower_precision_safe_modules"),
+}  # fmt: skip
+_DATA_TYPES = {
+    "grad_accum_dtype": _read("dtype", _rules.sums, "`accumulate_dtype`, if there are microbatches"),
+    **_noted("Belongs to the model: parameters have the dtype in which it makes them.", text="param_dtype"),
+    **_noted("Belongs to the model: buffers are leaves of your state.", text="buffer_dtype"),
+}  # fmt: skip
+
+_ACTIVATIONS = Row(
+    "bool", "offload_activations=jzero.PinnedHost(), with jax.checkpoint around each layer.",
+    off="Off: activations stay on the devices.",
+    options={"offload_activations": called("jzero.PinnedHost", PinnedHost)})  # fmt: skip
+_RECOMPUTED = "Belongs to the model: jax.checkpoint around each layer says what is recomputed."
+_CHECKPOINTED = {
+    "cpu_checkpointing": _ACTIVATIONS,
+    "partition_activations": _false("Off.", "It divides activations over the devices of a model-parallel "
+        "group: set it to false, and constrain them over a mesh axis of your own with "
+        "jax.lax.with_sharding_constraint."),
+    **_unset(_MEMORY, bool="contiguous_memory_optimization"),
+    **_noted(_RECOMPUTED, int="number_checkpoints", bool="synchronize_checkpoint_boundary"),
+    **_noted(_LOGGING, bool="profile"),
+}  # fmt: skip
 _COMPILE = {
-    "offload_activation": read("bool", "`offload_activations=jzero.PinnedHost()`"),
-    "offload_activation_pin_memory": _PIN,
-    "passes": Key("list", _COMPILED, accepts=([],),
-                  refused="They split sequences or layers: drop them, and use a mesh axis of your own."),
-    **dict.fromkeys(
-        ("offload_opt_states", "offload_parameters"),
-        only("bool", (False,), "Off.",
-              "Drop it, and use zero_optimization.offload_optimizer or offload_param.")),
-    "free_activation_threshold": noted("int", _COMPILED),
-    **dict.fromkeys(("backend", "kwargs", "mode", "options"), noted("any", _COMPILED)),  # torch.compile's
-    **dict.fromkeys(
-        ("enabled", "disable", "dynamic", "fullgraph", "deepcompile", "free_activation", "double_buffer",
-         "symmetric_memory", "debug_log", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather",
-         "sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors"),
-        noted("bool", _COMPILED)),
+    "offload_activation": _ACTIVATIONS,
+    **_unset(_PINNED, bool="offload_activation_pin_memory"),
+    "passes": Row("list", f"Nothing to set: {_COMPILED}", accepts=([],), refused="They split sequences or "
+        "layers: drop them, and use a mesh axis of your own."),
+    **dict.fromkeys(("offload_opt_states", "offload_parameters"), _false("Off.", "Drop it, and use "
+        "zero_optimization.offload_optimizer or offload_param.")),
+    **_unset(_COMPILED, int="free_activation_threshold", any="backend kwargs mode options",
+        bool="enabled disable dynamic fullgraph deepcompile free_activation double_buffer symmetric_memory "
+        "debug_log sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+        "keep_int_input_tensors keep_all_input_tensors"),
 }  # fmt: skip
 _TENSOR_PARALLEL = {
-    "autotp_size": only("int", (0, 1), "Off.", _TP),
-    "tp_overlap_comm": noted("bool", "Off: nothing is tensor parallel."),
-    **dict.fromkeys(("tp", "tensor_parallel"),
-                    Key("object", accepts=(), inside="anything", refused=_TP)),
-    **dict.fromkeys(
-        ("preset_model", "partition_config", "dtype", "injection_policy_tuple", "keep_module_on_host",
-         "replace_with_kernel_inject"), noted("any", "Off: nothing is tensor parallel.")),
+    "autotp_size": _only("int", (0, 1), "Off.", _TP),
+    **_noted("Off: nothing is tensor parallel.", bool="tp_overlap_comm"),
+    **dict.fromkeys(("tp", "tensor_parallel"), _never(_TP)),
+    **_noted("Off: nothing is tensor parallel.", any="preset_model partition_config dtype "
+        "injection_policy_tuple keep_module_on_host replace_with_kernel_inject"),
 }  # fmt: skip
-_PARAMS = Key("object", inside="anything", becomes="its arguments: see above")
+
+_FUSED, _AS_JZERO = "XLA fuses the update.", "As in jzero."
+
+
+def _takes(**names: str) -> dict[str, Row]:
+    """Parameters of an optimizer or a scheduler, by the kinds of their values."""
+    return {name: _argument(kind) for kind, those in names.items() for name in those.split()}
+
+
+def _argument(kind: str, default: Any = None, **more: Any) -> Row:
+    return Row(kind, made=_chain.argument, default=default, **more)
+
+
+_COMMON = {
+    "amsgrad": _false(_AS_JZERO, "jzero translates no AMSGrad: use optax.amsgrad."),
+    "maximize": _false(_AS_JZERO, "Negate the loss."),
+    "fp32_optimizer_states": _only(
+        "bool", (True,), _AS_JZERO, "Moments have the dtype of the masters, float32."),
+    "max_grad_norm": Row("any", accepts=(), refused="DeepSpeed clips by gradient_clipping, and so does "
+        "jzero: drop it, and write gradient_clipping if it is not there."),
+    **_unset(_FUSED, any="set_grad_none fused foreach capturable differentiable"),
+}  # fmt: skip
+_LR, _DECAY = {"lr": _argument("size", 1e-3)}, {"weight_decay": _argument("size", 0.0)}
+_MOMENTS = {**_LR, "betas": _argument("betas", (0.9, 0.999))}
+_EPS = {"eps": _argument("size", 1e-8)}
+_ADAM = {
+    **_MOMENTS, **_EPS, **_takes(size="weight_decay"), "torch_adam": _argument("bool", False),
+    "adam_w_mode": _argument("bool", True), "bias_correction": _only(
+        "bool", (True,), _AS_JZERO, "optax always corrects Adam's moments for their start at 0."), **_COMMON,
+}  # fmt: skip
+OPTIMIZERS = {
+    "adam": Form("optax.adamw", optax.adamw, _ADAM),
+    "adamw": Form("optax.adamw", optax.adamw, {**_ADAM, "adam_w_mode": _only(
+        "bool", (True,), _AS_JZERO, "DeepSpeed's AdamW is AdamW all the same: write Adam, or drop it.")}),
+    "lamb": Form("jzero.deepspeed.lamb", _transforms.lamb, {
+        **_MOMENTS, **_EPS, **_DECAY, **_takes(size="max_coeff min_coeff", bool="bias_correction"),
+        "eps_inside_sqrt": _false(_AS_JZERO, "jzero.deepspeed.lamb adds eps to the root."), **_COMMON}),
+    "lion": Form("optax.lion", optax.lion, {**_MOMENTS, **_DECAY, **_COMMON}),
+    "adagrad": Form("jzero.deepspeed.adagrad", _transforms.adagrad, {
+        "lr": _argument("size", 1e-2), **_DECAY, **_takes(size="eps initial_accumulator_value"),
+        "lr_decay": _only("size", (0,), _AS_JZERO, "Say it with a schedule."), **_COMMON}, is_l2=True),
+    "sgd": Form("optax.sgd", optax.sgd, {
+        **_LR, **_DECAY, **_takes(size="momentum", bool="nesterov"),
+        "dampening": _only("size", (0,), _AS_JZERO, "optax.sgd has none."), **_COMMON}, is_l2=True),
+}  # fmt: skip
+_ONE_BIT = "Its compressed communication has no counterpart: use Adam or Lamb, which train alike without it."
+_MUP = "It scales the learning rate by the width of each layer, which the model knows: use optax."
+_OURS = (
+    "jzero translates Adam, AdamW, Lamb, Lion, Adagrad and SGD: write one of them, or drop the section, and "
+    "use your own.")  # fmt: skip
+_PARAMS = Row("object", inside="anything", becomes="its arguments: see above")
 _OPTIMIZER = {
-    "type": read("text", "`optimizer`, an optax transformation: see above"),
+    "type": _read(
+        "text", _chain.optimizer_type, "`optimizer`, an optax transformation: see above",
+        accepts=tuple(OPTIMIZERS), required=_OURS, refused=_OURS, refusals={
+            **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _ONE_BIT),
+            **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
+            "muon": "Which parameters are Muon's is marked in the model and not here, and optax.contrib.muon "
+            "differs (it corrects the momentum for its start, and its Adam has Nesterov's momentum, too): "
+            "drop the section, and write optax.contrib.muon."}),
     "params": _PARAMS,
-    "legacy_fusion": noted("bool", "Nothing to set: XLA fuses the update."),
-}
-_SCHEDULER = {
-    "type": read("text", "`schedule`, an optax schedule: see above"),
-    "params": _PARAMS,
-}
-
-_SECTIONS = {
-    "": _TOP, "zero_optimization": _ZERO, "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
-    "zero_optimization.offload_param": _OFFLOAD_PARAM, "fp16": _FP16, "bf16": _BF16,
-    "torch_autocast": _AUTOCAST, "data_types": _DATA_TYPES, "activation_checkpointing": _CHECKPOINTED,
-    "compile": _COMPILE, "tensor_parallel": _TENSOR_PARALLEL, "optimizer": _OPTIMIZER,
-    "scheduler": _SCHEDULER,
+    **_unset(_FUSED, bool="legacy_fusion"),
 }  # fmt: skip
-KEYS = {
-    f"{section}.{name}".lstrip("."): key
-    for section, keys in _SECTIONS.items()
-    for name, key in keys.items()
-}
 
-# Other names that DeepSpeed takes for a key, for what it is called above.
-_SHORT = ("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold",
-          "max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save",
-          "module_granularity_threshold", "use_all_reduce_for_fetch_params",
-          "allgather_sequential")  # fmt: skip
+_NO_DEFAULT = _argument("size", required="It has no default: write it.")
+_RESUMED = {"last_batch_iteration": _only(
+    "number", (-1,), _AS_JZERO, "A schedule counts the updates of the optimizer's state.")}  # fmt: skip
+_WARMUP = {
+    **_takes(int="warmup_num_steps"), **_RESUMED,  # Below 2 steps count as 2.
+    "warmup_type": _argument("text", accepts=("log", "linear"), refused="It is 'log' or 'linear'."),
+}  # fmt: skip
+_RATES = _takes(size="warmup_min_lr warmup_max_lr")
+_TOTAL = {"total_num_steps": dataclasses.replace(_NO_DEFAULT, kind="count")}
+
+
+def _form(function: Any, *takes: dict[str, Row]) -> Form:
+    rows = {name: row for some in takes for name, row in some.items()}
+    return Form(f"jzero.deepspeed.{function.__name__}", function, rows)
+
+
+SCHEDULERS = {
+    "LRRangeTest": _form(_schedules.lr_range_test, _RESUMED, _takes(
+        size="lr_range_test_min_lr lr_range_test_step_rate", count="lr_range_test_step_size",
+        bool="lr_range_test_staircase")),
+    "OneCycle": _form(
+        _schedules.one_cycle, dict.fromkeys(("cycle_min_lr", "cycle_max_lr"), _NO_DEFAULT), _RESUMED, _takes(
+            length="cycle_first_step_size", int="cycle_first_stair_count cycle_second_stair_count",
+            size="cycle_second_step_size decay_step_size decay_lr_rate cycle_min_mom cycle_max_mom "
+            "decay_mom_rate"), {"cycle_momentum": _argument("bool", True)}),
+    "WarmupLR": _form(_schedules.warmup_lr, _RATES, _WARMUP, {"warmup_max_lr": _argument(
+        "size", required="It is the optimizer's lr in new versions of DeepSpeed, and 0.001 in old ones: "
+        "write the one you mean.")}),
+    "WarmupDecayLR": _form(_schedules.warmup_decay_lr, _TOTAL, _RATES, _WARMUP),
+    "WarmupCosineLR": _form(
+        _schedules.warmup_cosine_lr, _TOTAL, _takes(size="warmup_min_ratio cos_min_ratio"), _WARMUP),
+}  # fmt: skip
+_SCHEDULES = (
+    f"jzero has {', '.join(SCHEDULERS)}: write one of them, or drop the section and give your optimizer an "
+    "optax schedule.")  # fmt: skip
+_SCHEDULER = {
+    "type": _read("text", _chain.scheduler_type, "`schedule`, an optax schedule: see above",
+        accepts=tuple(SCHEDULERS), required=_SCHEDULES, refused=_SCHEDULES),
+    "params": _PARAMS,
+}  # fmt: skip
+
+KEYS = {
+    f"{section}.{name}".lstrip("."): row
+    for section, rows in {
+        "": _TOP, "zero_optimization": _ZERO, "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
+        "zero_optimization.offload_param": _OFFLOAD_PARAM, "fp16": _FP16, "bf16": _BF16,
+        "torch_autocast": _AUTOCAST, "data_types": _DATA_TYPES, "activation_checkpointing": _CHECKPOINTED,
+        "compile": _COMPILE, "tensor_parallel": _TENSOR_PARALLEL, "optimizer": _OPTIMIZER,
+        "scheduler": _SCHEDULER,
+    }.items()
+    for name, row in rows.items()
+}  # fmt: skip
+
+# Other names that DeepSpeed takes for a key.
 ALIASES = {
     "bfloat16": "bf16",
-    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in _SHORT},
-}
+    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in (
+        "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold",
+        "max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save",
+        "module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential")},
+}  # fmt: skip

@@ -48,21 +48,8 @@ def lamb(
     >>> [round(x, 4) for x in updates.tolist()]
     [-0.2, -0.2, -0.2, -0.2]
 
-    Args:
-      learning_rate: a number or an optax schedule.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
-      weight_decay: of the parameters, inside the norm.
-      max_coeff: the most that the coefficient can be.
-      min_coeff: the least.
-      bias_correction: whether moments are corrected for having begun at 0.
-
-    Returns:
-      An optax transformation.
-
-    Raises:
-      StateError: `update` is called without the parameters.
+    Arguments are those of `optax.lamb`, and the bounds of the coefficient. Without params `update` raises
+    StateError.
 
     Reference:
       You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020.
@@ -116,14 +103,6 @@ def adagrad(
     >>> updates, state = tx.update(jnp.full(2, 3.0), tx.init(jnp.ones(2)))
     >>> updates.tolist()
     [-0.5, -0.5]
-
-    Args:
-      learning_rate: a number or an optax schedule.
-      initial_accumulator_value: of the sums.
-      eps: added to the root.
-
-    Returns:
-      An optax transformation.
 
     Reference:
       Duchi, Hazan, Singer, "Adaptive Subgradient Methods for Online Learning", 2011.

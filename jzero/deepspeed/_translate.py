@@ -14,9 +14,9 @@ import optax
 
 from jzero._errors import OptionError, called_as, message
 from jzero._shard_train_step import shard_train_step
-from jzero.deepspeed import _auto, _axes, _batch, _chain, _options, _python, _settings
-from jzero.deepspeed._expressions import value_of
-from jzero.deepspeed._settings import WHO
+from jzero.deepspeed import _auto, _chain, _check, _python, _rules
+from jzero.deepspeed._config import KINDS, WHO, Config
+from jzero.deepspeed._python import value_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,30 +103,42 @@ def from_deepspeed(
       DeepSpeed's documentation, "DeepSpeed Configuration JSON"; docs/from-deepspeed.md has all keys.
     """
     devices = _checked(devices)
-    plain = _settings.plain(_settings.read(config))
-    _auto.fill(plain, auto)
-    settings = _settings.Settings(plain)
-    _auto.check(settings, auto)
-    batch = _batch.batch(settings, devices)
-    options = _options.options(settings, batch.accumulate)
-    more, mesh_axes = _axes.axes(settings, options["stage"], devices)
-    options |= more
-    chain = _chain.chain(settings, "offload" in options)
+    c = _check.checked(_auto.filled(_check.read(config), auto), devices)
+    _auto.check(c, auto)
+    _rules.check(c)
+    options, notes = _made(c)
+    tx, schedule = _chain.chain(c)
     values = {name: value_of(x) for name, x in options.items()}
     with called_as(WHO):
         shard_train_step(**values)  # Checks them together; it makes no step without a function.
-    notes = settings.ordered()
+    rows, mesh_axes = _rules.batch(c)[0], _rules.mesh_axes(c)
+    every = c.get("steps_per_print")
+    every = int(every) if KINDS["int"][1](every) and every else 10
     return Translation(
-        MappingProxyType(values), value_of(chain.optimizer), value_of(chain.schedule), batch.rows,
+        MappingProxyType(values), value_of(tx), value_of(schedule), rows,
         MappingProxyType(mesh_axes), MappingProxyType(notes),
-        _python.program(options, chain, batch.rows, mesh_axes, notes, settings.is_half, _every(settings)),
+        _python.program(options, tx, schedule, rows, mesh_axes, notes, c.is_half, every),
     )  # fmt: skip
 
 
-def _every(settings: _settings.Settings) -> int:
-    """How many steps after another print their loss; Accelerate writes infinity."""
-    steps = settings.get("steps_per_print")
-    return int(steps) if _settings.is_kind(steps, "int") and steps else 10
+def _made(c: Config) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options, and notes in the order of the configuration; those of missing keys come last."""
+    options: dict[str, Any] = {"stage": c.stage}
+    notes: dict[str, str] = {}
+    missing = [key for key, row in c.rows.items() if row.missing and key not in c.given]
+    for key in [*(key for key in c.given if key in c.rows), *missing]:
+        row, value = c.rows[key], c.get(key)
+        note, more = row.note, row.options
+        if row.made is not None:
+            note, more = row.made(c, key)
+        elif row.off and not value:
+            note, more = row.off, {}
+        elif value in ({}, []):
+            note = row.note or "Empty."
+        options |= more
+        if note:
+            notes[key] = note
+    return options, notes
 
 
 def _checked(devices: Any) -> int | None:

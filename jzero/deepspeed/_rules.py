@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of keys that several keys decide together, and which of them contradict each other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from jzero.deepspeed._config import AUTO, DTYPES, Config, refuse
+from jzero.deepspeed._python import Expression, called
+from jzero.offload._nvme import NVMe
+from jzero.offload._policy import HostCPU, PinnedHost
+
+Made = tuple[str, dict[str, Any]]  # the note of a key, and options by name
+
+ROWS, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+ACCUMULATE, CLIP, WIRE = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "communication_data_type",
+)
+_ZERO = "zero_optimization"
+_STAGE, _HPZ, _MICS, _OPTIMIZER, _PARAM, _WEIGHTS, _GRADIENTS = (f"{_ZERO}.{name}" for name in (
+    "stage", "zero_hpz_partition_size", "mics_shard_size", "offload_optimizer", "offload_param",
+    "zero_quantized_weights", "zero_quantized_gradients"))  # fmt: skip
+_RATIO, _PATH, _PARAM_PATH = f"{_OPTIMIZER}.ratio", f"{_OPTIMIZER}.nvme_path", f"{_PARAM}.nvme_path"
+_OLD = {_OPTIMIZER: f"{_ZERO}.cpu_offload", _PARAM: f"{_ZERO}.cpu_offload_param"}
+_OPTIONS = {_OPTIMIZER: "offload", _PARAM: "offload_params"}
+_BUFFERS = f"{_PARAM}.buffer_count", f"{_PARAM}.buffer_size"
+_ACTIVATIONS = "activation_checkpointing.cpu_checkpointing", "compile.offload_activation"
+_HALVES = "bf16.enabled", "fp16.enabled"
+OVERFLOW = "bf16.check_grad_overflow"
+_AUTOCAST, _AUTOCAST_DTYPE = "torch_autocast.enabled", "torch_autocast.dtype"
+LR, COSINE = "optimizer.params.lr", "jzero.deepspeed.warmup_cosine_lr"
+CYCLES = "scheduler.params.cycle_momentum"
+
+_BATCH = f"In DeepSpeed, {ROWS} = {MICRO} * {ACCUMULATE} * devices."
+_ASK = "Say how many devices there are with devices=8."
+_DROP, _STAGE_3 = "Drop one of them.", "Write stage 3, or drop it."
+_INSTEAD, _WHICH = "bfloat16 in place of float16", "write it to say which."
+UNUSED = "Without effect: it is of offload to NVMe, which this configuration does not use."
+LINEAR = (
+    "The Hugging Face Trainer would decay it linearly, after warmup_steps: for that write "
+    '"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", '
+    '"warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"}}.'
+)
+_OFFLOADED = {
+    (_OPTIMIZER, "cpu"): "offload=jzero.HostCPU(...). Masters and moments are in the hosts' memory, and are "
+    "updated there (pip install 'jzero[offload]').",
+    (_OPTIMIZER, "nvme"): "offload=jzero.NVMe(nvme_path). Masters and moments are in files, and the hosts "
+    "update them tile by tile (pip install 'jzero[offload]').",
+    (_PARAM, "cpu"): "offload_params=jzero.PinnedHost(): parameters are in pinned memory of the hosts, and "
+    "one layer at a time is on a device.",
+    (_PARAM, "nvme"): "offload_params=jzero.NVMe(nvme_path). Parameters are in files, too, and one layer at "
+    "a time is on a device.",
+}  # fmt: skip
+
+
+def check(c: Config) -> None:
+    """Keys do not contradict each other.
+
+    Raises:
+      OptionError: they do.
+    """
+    for found, rule, edit in _conflicts(c):
+        if all(found):
+            refuse(found, rule, edit)
+
+
+def batch(c: Config) -> tuple[int | None, int]:
+    """The rows of the whole batch, None if nothing tells, and the number of microbatches of a device."""
+    rows, micro, accumulate = (c.get(key) for key in (ROWS, MICRO, ACCUMULATE))
+    if rows and micro and c.devices and not accumulate:
+        accumulate = max(1, rows // (micro * c.devices))
+    accumulate = int(accumulate or 1)
+    if micro and c.devices and not rows:
+        rows = micro * accumulate * c.devices
+    return rows and int(rows), accumulate
+
+
+def mesh_axes(c: Config) -> dict[str, int]:
+    """The mesh of hpZ and MiCS, `{"node": 2, "local": 8}`; empty without them."""
+    size = _group(c)
+    on = c.get(_HPZ) > 1 or c.get(_MICS) > 0
+    return {"node": c.devices // size, "local": size} if on and c.devices else {}
+
+
+def _group(c: Config) -> int:
+    return int(max(c.get(_HPZ), c.get(_MICS), 1))
+
+
+def _device(c: Config, section: str) -> str:
+    """The device of a section, or of the key that DeepSpeed had before it: 'none', 'cpu' or 'nvme'."""
+    if c.get(_OLD[section]):
+        return "cpu"
+    off = section == _OPTIMIZER and c.get(_RATIO) == 0
+    return "none" if off else str(c.get(f"{section}.device")).lower()
+
+
+def _conflicts(c: Config) -> list[tuple[list[str], str, str]]:
+    """Rows of findings, rule and edit: an error if all of the findings are there, none of them ""."""
+    get, says = c.get, c.says
+    rows, micro, devices = get(ROWS), get(MICRO), c.devices
+    low, zero = says(_STAGE, c.stage < 3), says(_STAGE, c.stage == 0)
+    hpz, mics = says(_HPZ, get(_HPZ) > 1), says(_MICS, get(_MICS) > 0)
+    at = {section: _device(c, section) for section in _OLD}
+    state, params = (f"{section} is on" * (device != "none") for section, device in at.items())
+    nvme = {s: f"{s}.device is 'nvme'" * (at[s] == "nvme") for s in at}
+    no_path = {s: not isinstance(path := get(f"{s}.nvme_path"), str) or not path for s in at}
+    apart = at[_OPTIMIZER] != "nvme" or get(_PATH) != get(_PARAM_PATH)
+    ratio = says(_RATIO, get(_RATIO) not in (0, 1))
+    autocast, halves = says(_AUTOCAST, get(_AUTOCAST)), [says(key, get(key)) for key in _HALVES]
+    float16 = get(_AUTOCAST_DTYPE).removeprefix("torch.") not in ("bfloat16", "bf16")
+    form, scheduler = (x.name if x else None for x in (c.optimizer, c.scheduler))
+    alone = "there is no optimizer" * (form is None)
+    return [
+        ([f"neither {ROWS} nor {MICRO} is given" * (rows is None and micro is None)], _BATCH,
+         'Write one of them, or auto={"train_batch_size": 64}.'),
+        ([f"{ROWS} and {MICRO} are given, and not {ACCUMULATE}"
+          * bool(rows and micro and not get(ACCUMULATE) and not devices)], _BATCH, _ASK),
+        ([_wrong_product(c)], _BATCH, "Correct one of them."),
+        ([hpz, mics], "hpZ keeps a copy of the parameters in each node, and MiCS a copy of everything.",
+         _DROP),
+        *(([group, low], "It says over how many devices parameters are sharded, at stage 3.", _STAGE_3)
+          for group in (hpz, mics)),
+        ([hpz or mics, "devices is not given" * (devices is None)], "It divides the devices into groups.",
+         _ASK),
+        ([hpz or mics, f"there are {devices} devices" * bool((devices or 0) % _group(c))],
+         "It divides the devices into groups of one size.", "Correct it."),
+        *(([says(old, get(old)), f"{section} is there" * (section in c.given)], "They say the same.",
+           f"Drop {old}.") for section, old in _OLD.items()),
+        ([state, zero], "It offloads a device's shards of optimizer state, from stage 1 on.",
+         "Write stage 1, 2 or 3, or drop it."),
+        ([params, low], "It offloads the shards of parameters, at stage 3.", _STAGE_3),
+        *(([nvme[s], says(f"{s}.nvme_path", no_path[s])], "What is offloaded is in files there.",
+           "Write nvme_path, a folder of an NVMe disk.") for s in at),
+        ([nvme[_OPTIMIZER], ratio], "All optimizer state is in files.", "Drop ratio, or use 'cpu'."),
+        ([f"{s}.device is {at[s]!r}, in {get(f'{s}.nvme_path')}" * bool(nvme[_PARAM] and apart) for s in at],
+         "Parameters in files are updated with their optimizer state, in the same files.",
+         "Write 'nvme' and the same nvme_path for both."),
+        *(([params, other], "With parameters on the hosts, the hosts update all of them, and they are "
+           "sharded over all devices.", _DROP) for other in (ratio, hpz)),
+        *(([says(key, get(key)), params], "Layers whose parameters are on the hosts are programs of their "
+           "own; activations are offloaded within one.", _DROP) for key in _ACTIVATIONS),
+        *(([says(key, get(key)), low], "It is a part of stage 3 in DeepSpeed.",
+           "Use stage 3, or set it to false.") for key in (_WEIGHTS, _GRADIENTS)),
+        ([says(_GRADIENTS, get(_GRADIENTS)), says(WIRE, WIRE in c.given)],
+         "Gradients are communicated in one of the two.", _DROP),
+        (halves, "Parameters have one dtype.", _DROP),
+        ([autocast, says(_AUTOCAST_DTYPE, float16)],
+         "float16 needs a loss scale, which is part of your step.", "Write 'bfloat16'."),
+        *(([autocast, half], "The first has float32 parameters, and the second bfloat16 ones with float32 "
+           "masters.", _DROP) for half in halves),
+        *(([state, says(CLIP, get(CLIP)), half, says(OVERFLOW, get(OVERFLOW))],
+           "The hosts update each shard by itself; whether clipped updates of all are finite is a sum over "
+           "the devices.", _DROP) for half in halves),
+        ([state, says("optimizer.type", form == "jzero.deepspeed.lamb")],
+         "The hosts update each shard by itself; norms of whole parameters are sums over the devices.",
+         "Drop offload_optimizer, or use AdamW."),
+        ([says("optimizer.params.nesterov", get("optimizer.params.nesterov")),
+          says("optimizer.params.momentum", not get("optimizer.params.momentum"))],
+         "Nesterov's is a kind of momentum.", "Write the momentum, or drop nesterov."),
+        ([says("scheduler.type", scheduler == COSINE), alone], "It scales the optimizer's lr.",
+         "Write the section optimizer, or drop scheduler."),
+        ([says(CYCLES, get(CYCLES)), alone], "It sets the optimizer's betas.",
+         "Write cycle_momentum: false, or the section optimizer."),
+    ]  # fmt: skip
+
+
+def _wrong_product(c: Config) -> str:
+    rows, known = c.get(ROWS), {MICRO: c.get(MICRO), ACCUMULATE: batch(c)[1], "devices": c.devices}
+    sizes = {name: int(size) for name, size in known.items() if size}
+    product = math.prod(sizes.values())
+    if not rows or (rows == product if len(sizes) == len(known) else rows % product == 0):
+        return ""
+    return (
+        f"{ROWS} is {int(rows)}, with {', '.join(f'{name} {size}' for name, size in sizes.items())}"
+    )
+
+
+def rows(c: Config, key: str) -> Made:
+    return f"Give each call of the step the whole batch, {batch(c)[0]} rows.", {}
+
+
+def accumulate(c: Config, key: str) -> Made:
+    num = batch(c)[1]
+    if num == 1:
+        return "accumulate=1." if key in c.given else "", {}
+    return "Follows from the sizes: " * (key not in c.given) + (
+        f"accumulate={num}. DeepSpeed takes the mean of the microbatches' means; jzero trains the loss of "
+        "the whole batch."), {"accumulate": num}  # fmt: skip
+
+
+def stage(c: Config, key: str) -> Made:
+    missing = "Missing, as if 0 in DeepSpeed: " * (key not in c.given)
+    cheap = " Stage 1 communicates the same, and divides optimizer state by the devices."
+    return f"{missing}stage={c.stage}.{cheap * (c.stage == 0)}", {"stage": c.stage}
+
+
+def groups(c: Config, key: str) -> Made:
+    size, mesh = c.get(key), mesh_axes(c)
+    if size != mesh.get("local"):
+        return "Off: parameters are sharded over all devices.", {}
+    options = dict.fromkeys(
+        ("param_axes", "optimizer_axes") if key == _MICS else ("param_axes",), "local"
+    )
+    named = ", ".join(f"{name}={axis!r}" for name, axis in options.items())
+    return (
+        f"{named}, on a mesh {mesh}: make {int(size)} devices with fast links between them neighbours, best "
+        "those of a node."), options  # fmt: skip
+
+
+def offload(c: Config, key: str) -> Made:
+    section = _PARAM if key.startswith((_PARAM, _OLD[_PARAM])) else _OPTIMIZER
+    device, more = _device(c, section), {}
+    if device == "none":
+        if (
+            section == _OPTIMIZER
+            and c.get(_RATIO) == 0
+            and c.get(f"{section}.device").lower() != "none"
+        ):
+            return "Without effect: a ratio of 0 offloads nothing.", {}
+        return "Off: it stays on the devices.", {}
+    if device == "nvme":
+        if section == _PARAM and any(buffer in c.given for buffer in _BUFFERS):
+            # DeepSpeed's buffers have 16-bit parameters.
+            more["host_bytes"] = max(int(c.get(_BUFFERS[0]) * c.get(_BUFFERS[1]) * 2), 2**16)
+        policy = called("jzero.NVMe", NVMe, c.get(f"{section}.nvme_path"), **more)
+    elif section == _PARAM:
+        policy = called("jzero.PinnedHost", PinnedHost)
+    else:
+        ratio = {} if c.get(_RATIO) == 1 else {"ratio": float(c.get(_RATIO))}
+        policy = called("jzero.HostCPU", HostCPU, **ratio)
+    return _OFFLOADED[section, device], {_OPTIONS[section]: policy}
+
+
+def nvme(c: Config, key: str) -> Made:
+    section, _, name = key.rpartition(".")
+    if _device(c, section) != "nvme":
+        return UNUSED, {}
+    argument = name if name == "nvme_path" else "host_bytes=..."
+    return f"{_OPTIONS[section]}=jzero.NVMe({argument}).", {}
+
+
+def prefetch(c: Config, key: str) -> Made:
+    elements, size = c.get(key), 2 if c.is_half else 4
+    if elements is None:
+        return "Not set: prefetch_bytes is 256 MiB by default.", {}
+    if c.stage < 3:
+        return f"Without effect at stage {c.stage}: nothing is gathered ahead.", {}
+    if _device(c, _PARAM) != "none":
+        return "Not set: PinnedHost(device_bytes=...) bounds what is fetched ahead.", {}
+    num = int(elements) * size
+    return f"prefetch_bytes={num}: so many elements of {size} bytes.", {"prefetch_bytes": num}
+
+
+def wire(c: Config, key: str) -> Made:
+    dtype, instead = _dtype(c, key)
+    return f"reduce_dtype={dtype.name}, of gradients on the way.{instead}", {"reduce_dtype": dtype}
+
+
+def sums(c: Config, key: str) -> Made:
+    dtype, instead = _dtype(c, key)
+    if batch(c)[1] == 1:
+        return "Without effect: there is one microbatch.", {}
+    loss = " The loss that the step returns is added up in it, too, and has its few digits."
+    loss *= dtype.name != "jnp.float32"
+    return f"accumulate_dtype={dtype.name}.{instead}{loss}", {"accumulate_dtype": dtype}
+
+
+def _dtype(c: Config, key: str) -> tuple[Expression, str]:
+    written = c.get(key).lower()
+    small = f" {_INSTEAD}: without a loss scale, small gradients would be 0 in float16."
+    return expression(DTYPES[written]), small if written in ("fp16", "float16") else ""
+
+
+def expression(dtype: str) -> Expression:
+    return Expression(getattr(jnp, dtype), f"jnp.{dtype}")
+
+
+def half(c: Config, key: str) -> Made:
+    name = key.partition(".")[0]
+    if c.get(key):
+        scale = f"{_INSTEAD}: it has the range of float32, and needs no loss scale. " * (
+            name == "fp16"
+        )
+        return (
+            f"{scale}jzero.master_weights(...) keeps float32 masters in the optimizer's state: make the "
+            "parameters bfloat16, `jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)`."), {}  # fmt: skip
+    if c.is_half or c.given.get(key) != AUTO:
+        return "Off.", {}
+    return (
+        f"Off, as nothing says it: parameters have the dtype that your model makes. {name}=True among auto "
+        "makes them bfloat16, with float32 masters."), {}  # fmt: skip
+
+
+def overflow(c: Config, key: str) -> Made:
+    if key in c.given:
+        skips = "optax.apply_if_finite: a step whose gradients are not finite changes nothing."
+        return skips if c.is_half and c.get(key) else "Off.", {}
+    refused = _device(c, _OPTIMIZER) != "none" and c.get(CLIP)
+    edit = "jzero cannot with gradient_clipping and offload_optimizer." if refused else _WHICH
+    return (
+        "Missing: gradients that are not finite are applied, too. New versions of DeepSpeed skip such a step "
+        f"by default, old ones did not: {edit}") * c.is_half, {}  # fmt: skip
+
+
+def autocast(c: Config, key: str) -> Made:
+    said = "In your model: parameters are float32, and its layers cast them and their inputs to bfloat16."
+    return said if c.get(_AUTOCAST) else "Off.", {}
+
+
+def clip(c: Config, key: str) -> Made:
+    norm = c.get(key)
+    if key not in c.given:
+        return (
+            "Missing: nothing is clipped. New versions of DeepSpeed clip at 1.0 by default, old ones did "
+            f"not: {_WHICH}"), {}  # fmt: skip
+    place = "The chain of the program begins with it. " * (c.optimizer is None)
+    return (
+        f"optax.clip_by_global_norm({float(norm)}). {place}DeepSpeed divides a gradient of a larger norm by "
+        "norm + 1e-6, optax by norm.") if norm else "Off.", {}  # fmt: skip
+
+
+def no_optimizer(c: Config, key: str) -> Made:
+    wrap = ", which the program wraps in jzero.master_weights" * c.is_half
+    return "" if c.optimizer else f"Missing: write your own in optax{wrap}.", {}
+
+
+def no_scheduler(c: Config, key: str) -> Made:
+    constant = f"Missing: the learning rate is constant, {c.get(LR)}. {LINEAR}"
+    return constant if c.optimizer and not c.scheduler else "", {}
