@@ -48,11 +48,8 @@ def lamb(p: Array, g: Array, s: Memory, t: int, lr: float, o: dict[str, Any]) ->
     s["m"], s["v"] = b1 * s["m"] + (1 - b1) * g, b2 * s["v"] + (1 - b2) * g * g
     u = s["m"] / (np.sqrt(s["v"]) + o.get("eps", 1e-8)) + o.get("weight_decay", 0.0) * p
     norms = np.linalg.norm(p), np.linalg.norm(u)
-    coefficient = 1.0
-    if all(norms):
-        coefficient = float(
-            np.clip(norms[0] / norms[1], o.get("min_coeff", 0.01), o.get("max_coeff", 10.0))
-        )
+    bounds = o.get("min_coeff", 0.01), o.get("max_coeff", 10.0)
+    coefficient = float(np.clip(norms[0] / norms[1], *bounds)) if all(norms) else 1.0
     corrected = math.sqrt(1 - b2**t) / (1 - b1**t) if o.get("bias_correction", True) else 1.0
     return p - lr * corrected * coefficient * u
 
@@ -102,12 +99,10 @@ def translated(**sections: Any) -> jzero.deepspeed.Translation:
 
 def trained(tx: optax.GradientTransformation) -> Iterator[dict[str, Any]]:
     """The parameters after each of a few updates; op by op, which costs no compilation of all."""
-    params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), PARAMS)
+    params, *of_steps = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), [PARAMS, *GRADS])
     state = tx.init(params)
-    for grads in GRADS:
-        updates, state = tx.update(
-            jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), grads), state, params
-        )
+    for grads in of_steps:
+        updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         yield params
 
@@ -192,28 +187,19 @@ def cycle(o: dict[str, Any], i: int) -> tuple[float, float, float]:
     """The size of the cycle, and how high it is and how far the decay is at step i."""
     first = o["cycle_first_step_size"]
     second = o.get("cycle_second_step_size", first)
-    stairs = (
-        o.get("cycle_first_stair_count", 0),
-        o.get("cycle_second_stair_count", o.get("cycle_first_stair_count", 0)),
-    )
+    stairs = o.get("cycle_first_stair_count", 0)
+    stairs = stairs, o.get("cycle_second_stair_count", stairs)
     total, n = first + second, i + 1
     if i >= total:
-        return (
-            total,
-            0.0,
-            (i - total + 1) / o["decay_step_size"] if o.get("decay_step_size") else 0.0,
-        )
+        decay = (i - total + 1) / o["decay_step_size"] if o.get("decay_step_size") else 0.0
+        return total, 0.0, decay
     x = n / total - math.floor(n / total)
     up = x <= first / total
     height = x / (first / total) if up else (x - 1) / (first / total - 1)
     if count := stairs[0 if up else 1]:
         place = n % total
-        height = (
-            math.floor(
-                place * count / first if place <= first else (total - place) * count / second
-            )
-            / count
-        )
+        stair = place * count / first if place <= first else (total - place) * count / second
+        height = math.floor(stair) / count
     return total, height, 0.0
 
 
@@ -243,7 +229,8 @@ CYCLE = {
     "decay_lr_rate": 0.5,
 }
 RANGE = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 5, "lr_range_test_step_rate": 2.0}
-SCHEDULERS: list[tuple[str, dict[str, Any], Callable[[dict[str, Any], int], float]]] = [
+Formula = Callable[[dict[str, Any], int], float]
+SCHEDULERS: list[tuple[str, dict[str, Any], Formula]] = [
     ("LRRangeTest", RANGE, lr_range_test),
     ("LRRangeTest", {**RANGE, "lr_range_test_staircase": True}, lr_range_test),
     ("WarmupLR", {"warmup_min_lr": 0.01, "warmup_max_lr": 0.2, "warmup_num_steps": 7}, warmup_lr),
@@ -267,24 +254,16 @@ SCHEDULERS: list[tuple[str, dict[str, Any], Callable[[dict[str, Any], int], floa
 @pytest.mark.parametrize(
     ("name", "params", "formula"), SCHEDULERS, ids=[f"{i} {s[0]}" for i, s in enumerate(SCHEDULERS)]
 )
-def test_schedule(
-    name: str, params: dict[str, Any], formula: Callable[[dict[str, Any], int], float]
-):
-    found = translated(
-        scheduler={"type": name, "params": params},
-        optimizer={"type": "Adam", "params": {"lr": 0.1}},
-    )
+def test_schedule(name: str, params: dict[str, Any], formula: Formula):
+    optimizer = {"type": "Adam", "params": {"lr": 0.1}}
+    found = translated(scheduler={"type": name, "params": params}, optimizer=optimizer)
     assert found.schedule is not None
     rates = [float(found.schedule(n)) for n in range(30)]
-    np.testing.assert_allclose(
-        rates, [formula(params, n - 1) for n in range(30)], rtol=2e-6, atol=1e-8
-    )
-    lr = found.notes["optimizer.params.lr"]
-    assert lr == (
-        "0.1, of Adam."
-        if name == "WarmupCosineLR"
-        else "Without effect: the scheduler sets the learning rate."
-    )
+    wanted = [formula(params, n - 1) for n in range(30)]
+    np.testing.assert_allclose(rates, wanted, rtol=2e-6, atol=1e-8)
+    overruled = "Without effect: the scheduler sets the learning rate."
+    note = "0.1, of Adam." if name == "WarmupCosineLR" else overruled
+    assert found.notes["optimizer.params.lr"] == note
 
 
 MOMENTUM = {
@@ -301,11 +280,8 @@ def test_one_cycle_sets_betas(name: str, update: Update):
         scheduler={"type": "OneCycle", "params": MOMENTUM},
     )
     assert found.optimizer is not None
-    wanted = expected(
-        update,
-        lambda n: {"betas": (first_beta(MOMENTUM, n - 1), 0.99)},
-        lambda n: one_cycle(MOMENTUM, n - 1),
-    )
+    betas = lambda n: {"betas": (first_beta(MOMENTUM, n - 1), 0.99)}  # noqa: E731
+    wanted = expected(update, betas, lambda n: one_cycle(MOMENTUM, n - 1))
     assert_equal(trained(found.optimizer), wanted)
     assert "the second to 0.99" in found.notes["optimizer.type"]
     assert found.notes["optimizer.params.betas"] == "Without effect: OneCycle sets them."
@@ -328,10 +304,8 @@ def test_betas_stay_without_cycle_momentum():
         scheduler={"type": "OneCycle", "params": {**MOMENTUM, "cycle_momentum": False}},
     )
     assert found.optimizer is not None
-    assert_equal(
-        trained(found.optimizer),
-        expected(adam, lambda n: {}, lambda n: one_cycle(MOMENTUM, n - 1)),
-    )
+    wanted = expected(adam, lambda n: {}, lambda n: one_cycle(MOMENTUM, n - 1))
+    assert_equal(trained(found.optimizer), wanted)
     note = found.notes["scheduler.params.cycle_min_mom"]
     assert note == "Without effect: cycle_momentum is false."
 
@@ -364,9 +338,8 @@ def test_masters_check_gradients():
 def test_lamb_needs_parameters():
     tx = jzero.deepspeed.lamb(0.1)
     w = jnp.ones(3)
-    with pytest.raises(
-        jzero.StateError, match="lamb: update was called without params. Its coefficient is"
-    ):
+    said = "lamb: update was called without params. Its coefficient is"
+    with pytest.raises(jzero.StateError, match=said):
         tx.update(w, tx.init(w))
 
 

@@ -58,9 +58,8 @@ def checked(given: Mapping[str, Any], devices: int | None) -> Config:
 
 def _parsed(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     if not isinstance(path, str | os.PathLike):
-        raise OptionError(message(
-            WHO, f"config is {_json.shown(path)}", "It is a dict, or the path of a JSON file.",
-            "Write from_deepspeed('ds_config.json')."))  # fmt: skip
+        refuse([f"config is {_json.shown(path)}"], "It is a dict, or the path of a JSON file.",
+               "Write from_deepspeed('ds_config.json').")  # fmt: skip
     try:
         with _json.open_regular(Path(path).expanduser()) as file:
             data = file.read(_MAX_BYTES + 1)
@@ -77,9 +76,8 @@ def _parsed(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             f"{WHO} {os.fspath(path)}", list(error.args), "A configuration is a JSON file.",
             "Correct it, or fill it in if it is a template.", "entries")) from None  # fmt: skip
     if not isinstance(value, dict):
-        raise OptionError(message(
-            WHO, f"{os.fspath(path)} has {_json.shown(value)}", "A configuration is one JSON object.",
-            'Write {"zero_optimization": {"stage": 3}, ...}.'))  # fmt: skip
+        refuse([f"{os.fspath(path)} has {_json.shown(value)}"], "A configuration is one JSON object.",
+               'Write {"zero_optimization": {"stage": 3}, ...}.')  # fmt: skip
     return value
 
 

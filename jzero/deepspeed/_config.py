@@ -129,10 +129,9 @@ class Config:
 
     def arguments(self, section: str, form: Form) -> dict[str, Any]:
         """The parameters of an optimizer or a scheduler that its function takes."""
-        values = {name: self.get(f"{section}.params.{name}") for name in form.takes}
-        return {
-            name: x for name, x in values.items() if x is not None and not form.takes[name].note
-        }
+        names = [name for name, row in form.takes.items() if not row.note]
+        values = {name: self.get(f"{section}.params.{name}") for name in names}
+        return {name: x for name, x in values.items() if x is not None}
 
     @property
     def stage(self) -> int:

@@ -16,11 +16,8 @@ from jzero.offload._policy import HostCPU, PinnedHost
 Made = tuple[str, dict[str, Any]]  # the note of a key, and options by name
 
 ROWS, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
-ACCUMULATE, CLIP, WIRE = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "communication_data_type",
-)
+ACCUMULATE, CLIP = "gradient_accumulation_steps", "gradient_clipping"
+WIRE, OVERFLOW = "communication_data_type", "bf16.check_grad_overflow"
 _ZERO = "zero_optimization"
 _STAGE, _HPZ, _MICS, _OPTIMIZER, _PARAM, _WEIGHTS, _GRADIENTS = (f"{_ZERO}.{name}" for name in (
     "stage", "zero_hpz_partition_size", "mics_shard_size", "offload_optimizer", "offload_param",
@@ -31,7 +28,6 @@ _OPTIONS = {_OPTIMIZER: "offload", _PARAM: "offload_params"}
 _BUFFERS = f"{_PARAM}.buffer_count", f"{_PARAM}.buffer_size"
 _ACTIVATIONS = "activation_checkpointing.cpu_checkpointing", "compile.offload_activation"
 _HALVES = "bf16.enabled", "fp16.enabled"
-OVERFLOW = "bf16.check_grad_overflow"
 _AUTOCAST, _AUTOCAST_DTYPE = "torch_autocast.enabled", "torch_autocast.dtype"
 LR, COSINE = "optimizer.params.lr", "jzero.deepspeed.warmup_cosine_lr"
 CYCLES = "scheduler.params.cycle_momentum"
@@ -201,7 +197,7 @@ def stage(c: Config, key: str) -> Made:
 
 def groups(c: Config, key: str) -> Made:
     size, mesh = c.get(key), mesh_axes(c)
-    if size != mesh.get("local"):
+    if size <= (1 if key == _HPZ else 0):
         return "Off: parameters are sharded over all devices.", {}
     options = dict.fromkeys(
         ("param_axes", "optimizer_axes") if key == _MICS else ("param_axes",), "local"

@@ -12,10 +12,10 @@ from typing import Any
 
 import optax
 
-from jzero._errors import OptionError, called_as, message
+from jzero._errors import called_as
 from jzero._shard_train_step import shard_train_step
 from jzero.deepspeed import _auto, _chain, _check, _python, _rules
-from jzero.deepspeed._config import KINDS, WHO, Config
+from jzero.deepspeed._config import KINDS, WHO, Config, refuse
 from jzero.deepspeed._python import value_of
 
 
@@ -26,7 +26,7 @@ class Translation:
     Attributes:
       options: of `shard_train_step`, by name.
       optimizer: gradient clipping, the optimizer and its schedule, and `jzero.master_weights` around them if
-        parameters rest in bfloat16; None if the configuration has no optimizer.
+        parameters are bfloat16; None if the configuration has no optimizer.
       schedule: of the learning rate, a function of how many updates were made before; None if there is no
         scheduler. `optimizer` has it already.
       batch_size: rows of the whole batch, of all devices and microbatches; None if nothing tells.
@@ -148,8 +148,6 @@ def _checked(devices: Any) -> int | None:
         num = 0 if isinstance(devices, bool) else operator.index(devices)
     except TypeError:
         num = 0
-    if num < 1:
-        raise OptionError(message(
-            WHO, f"devices={devices!r}", "It is how many devices share the batch, an int from 1.",
-            "Write devices=8."))  # fmt: skip
+    refuse([f"devices={devices!r}"] * (num < 1), "It is how many devices share the batch, an int from 1.",
+           "Write devices=8.")  # fmt: skip
     return num
