@@ -33,7 +33,9 @@ from jzero.offload.schedule._ops import (
     Value,
     Wanted,
     value_of,
+    with_riders,
 )
+from jzero.sharding.analysis._frames import split
 
 # A value, or the slice of it at one place along dim 0.
 HeldAs = Value | tuple[Value, int]
@@ -95,6 +97,7 @@ class _VisitAt(NamedTuple):
     Attributes:
       fetches, after: of the group.
       run: of it.
+      rides: what its program fetches and sends itself.
       takes, gives: of the program.
       place: of the turn's slices, along dim 0; None outside of loops, and before the first turn.
       dead: what nobody needs on the devices after it.
@@ -102,6 +105,7 @@ class _VisitAt(NamedTuple):
 
     fetches: tuple[_OpAt, ...]
     run: Run | None
+    rides: tuple[_OpAt, ...]
     takes: tuple[HeldAs, ...]
     gives: tuple[HeldAs | None, ...]
     place: int | None
@@ -110,8 +114,13 @@ class _VisitAt(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """On each device, of what it fetches."""
-        return sum(x.op.nbytes for x in self.fetches)
+        """On each device, of what it fetches.
+
+        With what its program fetches for a later turn: as visits ask for room before the program of the
+        visit before begins, there is room for that one's copies when it makes them.
+        """
+        moved = (*self.fetches, *self.rides)
+        return sum(x.op.nbytes for x in moved if isinstance(x.op, Fetch))
 
     @property
     def wanted(self) -> list[Wanted]:
@@ -160,10 +169,12 @@ class Executable:
 
     def _visit(self, group: _Group, names: _Names) -> _VisitAt:
         run = group.run
-        ops = (*group.fetches, *([run] if run else []), *group.after)
+        ops = [*with_riders([*group.fetches, *([run] if run else []), *group.after])]
+        rides = run.rides if run else ()
         return _VisitAt(
             tuple(self._moved(op, op.refs, names) for op in group.fetches),
             run,
+            tuple(self._moved(op, op.refs, names) for op in rides),
             names.known(run.takes if run else ()),
             tuple([names.key(ref) for ref in run.gives] if run else []),
             names.place_of_turn,
@@ -189,23 +200,24 @@ class _Names(NamedTuple):
     number: int | None
 
     def place(self, ref: Ref) -> int | None:
-        """The place of a slice along dim 0; None of a whole value, and in the turn after the last one."""
+        """The place of a slice along dim 0; None of a whole value, and of turns that are not there."""
         if not isinstance(ref, Slice):
             return None
         assert self.loop is not None, "a slice is known in a turn only"
         assert self.number is not None
-        order, number = self.loop.order, self.number + ref.ahead
-        return order[number] if number < len(order) else None
+        return self._at(self.number + ref.ahead)
 
     @property
     def place_of_turn(self) -> int | None:
         """That of this turn's slices."""
-        if self.loop is None or self.number is None or self.number < 0:
-            return None
-        return self.loop.order[self.number]
+        return None if self.loop is None or self.number is None else self._at(self.number)
+
+    def _at(self, number: int) -> int | None:
+        order = self.loop.order if self.loop else range(0)
+        return order[number] if 0 <= number < len(order) else None
 
     def key(self, ref: Ref) -> HeldAs | None:
-        """None for a slice of the turn after the last one."""
+        """None for a slice of a turn that is not there."""
         if not isinstance(ref, Slice):
             return ref
         place = self.place(ref)
@@ -295,6 +307,7 @@ class Execution:
         if loop.length is not None:
             for number in range(loop.length):
                 yield from self._visits(loop.body, loop, number)
+            yield from self._visits(loop.last, loop, loop.length)
             yield Visit(0, dict, functools.partial(self._left, loop), counts=False)
             return
         for number in itertools.count():
@@ -363,7 +376,7 @@ class Execution:
         done: Sequence[Any] = self._run(visit) if visit.run else ()
         copies = [x for m in visit.after if isinstance(m.op, Send) for x in self._send(m)]
         _drop(self.here, visit.dead)
-        for moved in visit.fetches:
+        for moved in (*visit.fetches, *visit.rides):
             _drop(self.there, moved.dead)
         return copies or [*done]
 
@@ -371,11 +384,28 @@ class Execution:
         assert visit.run is not None
         assert visit.run.call is not None
         here = self.here
-        made, done = visit.run.call([here[key] for key in visit.takes], visit.place)
-        for key, x in zip(visit.gives, made, strict=True):
+        arrays: list[Any] = [here[key] for key in visit.takes]
+        for moved in visit.rides:
+            arrays += self._taken(moved)
+        made, done = visit.run.call(arrays, visit.place)
+        sizes = [len(moved.keys) for moved in visit.rides]
+        found, *riding = split([*made], len(visit.gives), *sizes[:-1])
+        for key, x in zip(visit.gives, found, strict=True):
             if key is not None and x is not None:
                 here[key] = x
+        for moved, new in zip(visit.rides, riding if sizes else (), strict=True):
+            if isinstance(moved.op, Fetch):
+                here.update(zip(moved.keys, new, strict=True))
+            else:
+                self.there.update(zip([x.value for x in moved.wanted], new, strict=True))
         return done
+
+    def _taken(self, moved: _OpAt) -> list[Any]:
+        """What a program takes for what rides in it."""
+        stacks = [self.there[x.value] for x in moved.wanted if x.value in self.there]
+        if isinstance(moved.op, Fetch):
+            return [stacks]
+        return [[self.here[key] for key in moved.keys], stacks]
 
     def _send(self, moved: _OpAt) -> Sequence[Any]:
         op: Send = moved.op

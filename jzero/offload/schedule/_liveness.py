@@ -7,7 +7,18 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
 from jzero._memory_kinds import NVME
-from jzero.offload.schedule._ops import Fetch, Loop, Op, Ref, Run, Send, Slice, Update, Value
+from jzero.offload.schedule._ops import (
+    Fetch,
+    Loop,
+    Op,
+    Ref,
+    Run,
+    Send,
+    Slice,
+    Update,
+    Value,
+    with_riders,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +84,7 @@ def dead_after(
 
 def _walk(ops: Sequence[Op], live: Live, found: dict[int, Dead]) -> None:
     """Goes back from what is needed behind the operations to what is needed before them."""
-    for op in reversed(ops):
+    for op in reversed([*with_riders(ops)]):
         if isinstance(op, Loop):
             _walk_loop(op, live, found)
             continue
@@ -94,6 +105,8 @@ def _walk(ops: Sequence[Op], live: Live, found: dict[int, Dead]) -> None:
 def _walk_loop(loop: Loop, live: Live, found: dict[int, Dead]) -> None:
     asked = {*loop.goes_on.takes} if loop.goes_on else set[Ref]()
     behind = live.copy()
+    _walk(loop.last, live, found)
+    live.here, live.there = _before(live.here), _before(live.there)
     live.here |= asked
     begins = live.copy()
     for _ in range(2):  # What a turn reads of the one before is needed at its end.
@@ -115,10 +128,7 @@ def _before(names: Iterable[Name]) -> set[Name]:
     """What a turn needs, as the one before it knows it."""
     found = set[Name]()
     for name in names:
-        if not isinstance(name, Slice):
-            found.add(name)
-        elif not name.ahead:
-            found.add(Slice(name.of, 1))
+        found.add(Slice(name.of, name.ahead + 1) if isinstance(name, Slice) else name)
     return found
 
 

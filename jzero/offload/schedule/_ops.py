@@ -60,7 +60,7 @@ class Slice(NamedTuple):
 
     Attributes:
       of: the stack.
-      ahead: whose: of this turn (0), or of the next one (1).
+      ahead: whose: of this turn (0), of one after it (1, 2), or of the one before it (-1).
     """
 
     of: Value
@@ -116,6 +116,10 @@ class Run:
       gives: what it makes.
       call: the program.
       index: of the part of the step that it is, or in which it is; None if it is in none.
+      rides: slices that the program itself copies from pinned memory, and to it, beside what it computes.
+        Behind what it takes it is given for each of these a list of stacks there, and for a `Send` a list of
+        slices before that; empty for a turn that is not there, and for stacks that are not there yet. Behind
+        what it makes it makes the slices, or the stacks, of turns that are there.
     """
 
     program: str
@@ -123,6 +127,7 @@ class Run:
     gives: tuple[Ref, ...] = ()
     call: DeviceCall | None = None
     index: int | None = None
+    rides: tuple[Fetch | Send, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -204,6 +209,7 @@ class Loop:
       takes: what others have made for it.
       gives: what it leaves behind for others.
       first: operations before the first turn, for which that is the turn ahead.
+      last: operations after the last turn, for which that is the turn before.
       reverse: whether the last slices are those of the first turn.
       goes_on: of a `while`, a program that says whether it has another turn.
     """
@@ -214,6 +220,7 @@ class Loop:
     takes: tuple[Value, ...] = ()
     gives: tuple[Value, ...] = ()
     first: tuple[Op, ...] = ()
+    last: tuple[Op, ...] = ()
     reverse: bool = False
     goes_on: Run | None = None
 
@@ -227,9 +234,17 @@ class Loop:
 Op = Fetch | Run | Send | Wait | Update | Commit | Loop
 
 
+def with_riders(ops: Sequence[Op]) -> Iterator[Op]:
+    """The operations, and behind each program those that ride in it: their copies are there then."""
+    for op in ops:
+        yield op
+        if isinstance(op, Run):
+            yield from op.rides
+
+
 def flat(ops: Sequence[Op], around: tuple[Loop, ...] = ()) -> Iterator[tuple[Op, tuple[Loop, ...]]]:
     """Every operation of a turn but loops, with the loops around it, the outermost first."""
-    for op in ops:
+    for op in with_riders(ops):
         if isinstance(op, Loop):
             yield from flat(op.body, (*around, op))
         else:

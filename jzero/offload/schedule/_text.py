@@ -96,8 +96,10 @@ def _rows(name: str, ops: Sequence[Op], link: str, depth: int, turns: int) -> It
                 what = "a while loop" if length is None else f"{length} turns"
                 yield Row(name, f"{what} at {where}" if where else what)
                 yield from rows(body, depth + 1, length or 1)
-            case Run(program):
+            case Run(program, rides=rides):
                 yield Row(name, program)
+                # Below the program whose part it is.
+                yield from rows(rides, depth + 1, turns)
             case Commit():
                 yield Row(name, "what was written")
             case Update(leaves=refs) | Fetch(refs=refs) | Send(refs=refs):
