@@ -79,23 +79,28 @@ def test_the_programs_of_a_scanned_step():
     for part, times in found.parts.items():
         counts[part.name] = counts.get(part.name, 0) + times
     # A forward and a backward loop: the head and its derivative stand between them, the norm behind.
+    # Turns fetch for the turn after the next one, of which the last two have none; those of the backward loop
+    # store what the turn before has made. Its first store makes the stacks, and one follows the last turn.
     assert counts == {
-        "fetch": 2 * LAYERS, "enter": 2, "gather": 2, "turn": 2 * LAYERS, "stretch": 2, "store": LAYERS
+        "fetch": 4, "enter": 2, "gather": 2, "turn_beside_copies": LAYERS - 2 + LAYERS, "turn": 2,
+        "stretch": 2, "store": 2,
     }  # fmt: skip
     kinds = {
         part.name: {x.sharding.memory_kind for x in part.args if len(x.shape) > 1}
         for part in found.parts
     }
     assert kinds["turn"] == {"device"}
+    assert kinds["turn_beside_copies"] == {"device", "pinned_host"}
     assert kinds["fetch"] == {"pinned_host"}
 
 
 @pytest.mark.slow
 def test_one_layer_is_fetched_while_another_runs():
-    """A turn's fetch starts before the turn that gathers for it, and no earlier than there is room."""
+    """Those of the first two turns come before the first one, and all others in the programs of turns."""
     found = dispatches(True, "parameters, updated on the host")
     names = [step.part.name for step in found.steps if step.part and step.part.name != "enter"]
-    assert names[:7] == ["fetch", "fetch", "gather", "fetch", "turn", "fetch", "turn"]
+    beside = ["turn_beside_copies"] * (LAYERS - 2)
+    assert names[: 5 + LAYERS - 2] == ["fetch", "fetch", "gather", *beside, "turn", "turn"]
 
 
 @functools.cache

@@ -67,11 +67,14 @@ def test_its_programs_and_copies_are_those_that_a_step_starts(scan, name):
     runs = collections.Counter[str]()
     for op, num, _ in done(schedule, Run):
         runs[op.program] += num
-    assert runs["a turn of the loop over layers"] == started["turn"]
+    assert runs["a turn of the loop over layers"] == started["turn"] + started["turn_beside_copies"]
     assert runs["a stretch of layers"] == started["stretch"]
-    # A program takes the slices of a turn out of stacks.
+    # A program takes the slices of a turn out of stacks: one by itself, or that of a turn before it.
     visits = {around[-1]: num for op, num, around in done(schedule, Fetch) if op.by}
-    assert started["fetch"] == sum(visits.values())
+    riding = {ride for op, *_ in done(schedule, Run) for ride in op.rides}
+    apart = sum(num for op, num, _ in done(schedule, Fetch) if op.by and op not in riding)
+    first = [op for loop in visits for op in loop.first if isinstance(op, Fetch)]
+    assert started["fetch"] == apart + len(first)
 
 
 @pytest.mark.slow

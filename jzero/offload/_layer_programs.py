@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jzero._memory_kinds import DEVICE, PINNED
 from jzero.ir._memory_spaces import empty_stack
 from jzero.ir._regions import variables
+from jzero.offload import _copies
 from jzero.offload._whole_parts import evaluate_parts, read
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays, Segment, SegmentFn, Var
@@ -457,6 +458,28 @@ class LayerPrograms:
             [self._default] * (len(gathered) if gathers else 0),
         )
         return self._jit(turn, ins, outs, donate=(1, 6))
+
+    def turn_beside_copies(self, loop: LayerLoop, gathers: bool) -> Jitted:
+        """A turn, and beside it the fetch of another one's leaves, and the store of what another one made.
+
+        `(stacks on the host, slices, renewed stacks on the host, j, k, *what a turn takes) ->
+        (what a turn makes, [*slices at j on the devices, *stacks with slices at k])`. Without stacks it
+        fetches nothing, and without renewed ones it stores nothing.
+        """
+        key = "turn beside copies", loop, gathers
+        return self._once(key, lambda: self._turn_beside_copies(loop, gathers))
+
+    def _turn_beside_copies(self, loop: LayerLoop, gathers: bool) -> Jitted:
+        turn, fetch, store = self.turn(loop, gathers), self.fetch(loop), self.store(loop)
+
+        def run(
+            stacks: Arrays, slices: Arrays, renewed: Arrays, j: jax.Array, k: jax.Array, *args: Any
+        ) -> Any:  # fmt: skip
+            fetched = fetch(stacks, j) if stacks else []
+            stored, _ = store(renewed, slices, k) if renewed else ([], None)
+            return turn(*args), [*fetched, *stored]
+
+        return _copies.jitted(run, _copies.TURN, self._mesh, donate=(2, 6, 11))
 
     def fetch(self, loop: LayerLoop) -> Jitted:
         """`(stacks on the host, i) -> slices on the devices`."""

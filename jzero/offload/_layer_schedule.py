@@ -61,6 +61,7 @@ class CutSegment:
       waiting: what parts hand to others that waits on the host meanwhile.
       gives: what the segment gives, as the first of its outputs.
       given_as: for each of `hosted`, the first of these that it is.
+      device_bytes: of what it fetches, on each device at a time.
       handed_over: outputs that whoever is told of their arrival has from then on; None is given.
     """
 
@@ -73,6 +74,7 @@ class CutSegment:
     waiting: frozenset[Var]
     gives: Sequence[Var]
     given_as: Mapping[Var, Var]
+    device_bytes: int
     handed_over: frozenset[Var] = frozenset()
 
 
@@ -215,17 +217,26 @@ class LayerSchedule:
         if back:
             places = [programs.home(v) for v in slices if v in self._cut.waiting]
             body.append(Fetch(back, PINNED, tuple(places)))
-        body.append(self._fetch_slices(loop, leaves))
-        body.append(self._turn(loop, carry, gathered, leaves))
-        body += self._leaving(loop)
-        body += updates
-        first: tuple[Op, ...] = ()
+        ahead, first, last = int(bool(gathered)), list[Op](), list[Op]()
+        rides = list[Fetch | Send]()
         if gathered:
-            first = self._fetch_slices(loop, leaves), self._gather(loop, leaves, gathered)
+            first += self._fetch_slices(loop, leaves, 1), self._gather(loop, leaves, gathered)
+        if self._has_room_for_riders(loop):
+            first.append(self._fetch_slices(loop, leaves, ahead + 1))
+            rides.append(self._fetch_slices(loop, leaves, ahead + 1))
+            rides += self._stores(loop, -1)
+            last += self._stores(loop, -1)
+        else:
+            body.append(self._fetch_slices(loop, leaves, ahead))
+        body.append(self._turn(loop, carry, gathered, leaves, tuple(rides)))
+        body += self._leaving(loop)
+        body += () if rides else self._stores(loop)
+        body += updates
         parts = loop.parts
         yield Loop(
-            tuple(body), parts.length, _line_of(loop.eqn), takes, gives, first, parts.reverse
-        )
+            tuple(body), parts.length, _line_of(loop.eqn), takes, gives, tuple(first), tuple(last),
+            parts.reverse,
+        )  # fmt: skip
         yield self._run("", carry, self._all(loop.results[0]), _same)
         yield from self._sends([*loop.results[0], *loop.made(STACK)])
         yield from self._waits(loop.made(STACK))
@@ -241,8 +252,17 @@ class LayerSchedule:
             took, gave = self._all([old for _, old in olds]), self._all([y for y, _ in olds])
             yield self._run("", took, gave, _same)
 
-    def _fetch_slices(self, loop: LayerLoop, leaves: tuple[Value, ...]) -> Fetch:
-        """Leaves of a turn; of the next one, where turns gather for that."""
+    def _has_room_for_riders(self, loop: LayerLoop) -> bool:
+        """Whether each turn fetches within its program, where the copies hide behind its products.
+
+        A turn's leaves are then there when the program before it is over, and so beside that one's. Of files
+        a program reads nothing.
+        """
+        pinned = all(self._cut.leaf_of[v].tier == PINNED for v in loop.leaves)
+        return pinned and 2 * loop.nbytes <= self._cut.device_bytes
+
+    def _fetch_slices(self, loop: LayerLoop, leaves: tuple[Value, ...], ahead: int) -> Fetch:
+        """Leaves of the turn that is so many ahead."""
         programs = self._programs
         positions = programs.positions
 
@@ -252,7 +272,7 @@ class LayerSchedule:
             )
             return found
 
-        refs = tuple(Slice(v, int(bool(loop.body.gathered))) for v in leaves)
+        refs = tuple(Slice(v, ahead) for v in leaves)
         return Fetch(refs, self._tier(loop.leaves), (), by, loop.nbytes)
 
     def _gather(
@@ -268,33 +288,51 @@ class LayerSchedule:
 
     def _turn(
         self, loop: LayerLoop, carry: tuple[Value, ...], gathered: tuple[Value, ...],
-        leaves: tuple[Value, ...],
+        leaves: tuple[Value, ...], rides: tuple[Fetch | Send, ...],
     ) -> Run:  # fmt: skip
-        programs, ahead = self._programs, bool(gathered)
+        programs = self._programs
         consts = self._all(variables(loop.operands[0]))
         kept = [Slice(leaves[j]) for j in loop.body.kept]
         slices = [Slice(self.value(_jaxpr.variable(a))) for a in loop.taken(SLICES)]
         stacks = self._all(variables(loop.taken(STACK)))
         made = self._all(loop.made(STACK))
-        following = [Slice(v, 1) for v in leaves] if ahead else []
+        following = [Slice(v, 1) for v in leaves] if gathered else []
+        onward = -1 if loop.parts.reverse else 1
         groups: list[Sequence[Ref]] = [consts, carry, gathered, kept, slices, stacks, made]
         sizes = [*map(len, groups)]
 
         def call(arrays: Sequence[Any], place: int | None) -> Any:
             assert place is not None
             *parts, rest = split(arrays, *sizes)
-            i = programs.positions(loop.parts.length)[place]
-            turn = programs.turn(loop, gathers=bool(rest))
-            new_carry, new, leaving, stacked, done, following = turn(*parts, i, rest)
-            following = following or [None] * len(gathered)
-            return [*new_carry, *new, *leaving, *stacked, *following], [done]
+            positions = programs.positions(loop.parts.length)
+            num = len(rest) - sum(1 + isinstance(op, Send) for op in rides)
+            coming = rest[:num]  # The last turn gathers for none.
+            stacks, slices, renewed = [*rest[num:], [], [], []][:3]
+            # Of a turn that is not there any place: nothing is copied.
+            after, before = (
+                positions[(place + onward * far) % len(positions)]
+                for far in (1 + bool(gathered), -1)
+            )
+            made, args = list[Any](), (*parts, positions[place], coming)
+            if slices and not renewed:
+                made, _ = programs.store(loop, begins=True)(None, slices, before)
+                slices = []
+            if stacks or renewed:
+                turn = programs.turn_beside_copies(loop, gathers=bool(coming))
+                found, copied = turn(stacks, slices, renewed, after, before, *args)
+                made = [*copied, *made]
+            else:
+                found = programs.turn(loop, gathers=bool(coming))(*args)
+            new_carry, new, leaving, stacked, done, gave = found
+            gave = gave or [None] * len(gathered)
+            return [*new_carry, *new, *leaving, *stacked, *gave, *made], [done]
 
         gives: list[Ref] = [
             *carry, *(Slice(self.value(y)) for y in loop.made(SLICES)),
             *(Slice(self.value(y)) for y in loop.leaving), *made, *gathered,
         ]  # fmt: skip
         takes: list[Ref] = [x for group in (*groups, following) for x in group]
-        return self._run(TURN, tuple(takes), tuple(gives), call)
+        return Run(TURN, tuple(takes), tuple(gives), call, self._index, rides)
 
     def _leaving(self, loop: LayerLoop) -> Iterator[Send]:
         """What a turn sends to the host."""
@@ -307,6 +345,10 @@ class LayerSchedule:
             places = tuple([programs.home_of_slice(y) for y in sent])
             refs = tuple(Slice(self._given(y)) for y in sent)
             yield Send(refs, store, places, copies=self._told.copies)
+
+    def _stores(self, loop: LayerLoop, ahead: int = 0) -> Iterator[Send]:
+        """What a turn, or the one that is so many ahead, has made for stacks on the host."""
+        programs = self._programs
         if hosted := loop.made(HOSTED):
 
             def by(stacks: Any, new: Sequence[Any], place: int) -> Any:
@@ -314,7 +356,7 @@ class LayerSchedule:
                 stacks, done = programs.store(loop, begins=stacks is None)(stacks, [*new], i)
                 return stacks, [done]
 
-            refs = tuple(Slice(self._given(y)) for y in hosted)
+            refs = tuple(Slice(self._given(y), ahead) for y in hosted)
             yield Send(refs, PINNED, (), by, self._told.copies)
 
     # -- between memories ------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class LayeredSegment:
         self._programs = LayerPrograms(planned, inner, forms, parts)
         self._cut = CutSegment(
             inner, parts, self._programs, self._leaf_of, self._hosted, self._home,
-            _layer_parts.waiting(parts), segment.gives, self._given_as,
+            _layer_parts.waiting(parts), segment.gives, self._given_as, window.device_bytes,
         )  # fmt: skip
         self._leaves = {var: Value.of_leaf(leaf) for var, leaf in self._leaf_of.items()}
         self._told = Told(lambda var: PINNED, 1, {})

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE
+from jzero.offload import _copies
 from jzero.preflight._dispatches import (
     DispatchedProgram,
     Dispatches,
@@ -96,7 +97,10 @@ def examine_parts(
         key = program.as_text()
         equal.setdefault(key, []).append(part)
         programs.setdefault(key, program)
-    compiled = {key: _compiled(program, options) for key, program in programs.items()}
+    compiled = {
+        key: _compiled(program, {**_copies.options_of(equal[key][0].name, mesh), **options})
+        for key, program in programs.items()
+    }
     seconds = time.perf_counter() - start
     memory = {part: ProgramMemory.of(compiled[key]) for key, same in equal.items() for part in same}
     held = moments(found, memory)
