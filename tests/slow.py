@@ -1,9 +1,11 @@
 """Which tests run by default: all but the slow ones, of which CI runs a share.
 
 `@pytest.mark.slow` above a test leaves it to `make test-all`. `@pytest.mark.slow(but=["a-1", "b-2"])`
-leaves all but these of its cases, and `@pytest.mark.slow(but=5)` all but five, evenly spread. Whoever names
-one case gets it. `JZERO_TEST_SHARE=3/20` keeps one share in twenty, by a checksum of names: `make test-share`
-runs slow tests so, others with each commit.
+leaves all but these of its cases, `@pytest.mark.slow(but=[0, 7])` all but the first and the eighth, and
+`@pytest.mark.slow(but=5)` all but five, evenly spread. Whoever names one case gets it.
+
+`JZERO_TEST_SHARE=3/20` keeps one share in twenty, by a checksum of names: `make test-share` runs slow tests
+so, others with each commit.
 """
 
 import zlib
@@ -28,14 +30,15 @@ def unmark(items: Sequence[pytest.Item]) -> None:
 
 
 def _by_default(
-    but: int | Sequence[str], mark: pytest.Mark, cases: list[pytest.Item]
+    but: int | Sequence[str | int], mark: pytest.Mark, cases: list[pytest.Item]
 ) -> list[pytest.Item]:
     if len(cases) == 1:
         return cases
     if isinstance(but, int):
         others = [x for x in cases if sum(m.name == "slow" for m in x.own_markers) == 1]
         return [others[i * len(others) // but] for i in range(min(but, len(others)))]
-    chosen = [x for x in cases if x.name.partition("[")[2].removesuffix("]") in but]
+    names = [x.name.partition("[")[2].removesuffix("]") for x in cases]
+    chosen = [x for i, x in enumerate(cases) if i in but or names[i] in but]
     if not chosen:
         raise pytest.UsageError(f"slow(but={but}) names none of the cases of {cases[0].nodeid}")
     return chosen

@@ -152,7 +152,7 @@ def test_on_fewer_devices(scan, recompute, num, stage):
     moves(scan, recompute, {"data": num}, stage=stage)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[3])
 @two_written
 @pytest.mark.parametrize(
     "options",
@@ -510,7 +510,7 @@ def test_policies_of_the_step(scan, recompute, stage):
     ).movements  # No rows are gathered for it.
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=[3, 4])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize(
     "options",

@@ -89,7 +89,7 @@ def assert_as_one_device(eval_step, coded, *args, tolerance=1e-5):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max())
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=[4, 5])
 @pytest.mark.parametrize(
     ("num", "codes", "dtype", "compute", "options"),
     [
@@ -172,7 +172,7 @@ def by_index(w, x):
     return lax.fori_loop(0, 3, lambda i, h: h @ w[i], x)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=[2, 3])
 @pytest.mark.parametrize(
     ("shape", "rows", "fn"),
     [

@@ -99,7 +99,7 @@ def test_interrupted_step(policy):
     assert no_lock_is_left()
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[1])
 @pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[2]], ids=str)
 @pytest.mark.parametrize("act", ["first step", "init", "shard"])
 def test_interrupted_before_the_first_step(policy, act):

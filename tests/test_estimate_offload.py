@@ -74,7 +74,7 @@ def check(found, expected):
         assert row.on_host == wanted[role].on_host
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=[8, 12, 19, 28])
 @pytest.mark.parametrize("delayed_update", [False, True])
 @pytest.mark.parametrize("ratio", [1, 0.5])
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -54,7 +54,7 @@ def test_each_family_is_deterministic_finite_and_sensitive_to_its_last_rows(name
     assert _compare.differences(kept, changed, "float32"), "the last rows do not reach the state"
 
 
-@pytest.mark.slow(but=7)
+@pytest.mark.slow(but=[0, 20, 40, 100, 120, 140, 220])
 @pytest.mark.parametrize("name", MARKED)
 def test_state_and_inputs_keep_their_types_in_both_dtypes(name):
     family = exactness.get(name)

@@ -72,7 +72,7 @@ def check(name: str, axes: dict[str, int], policy: jzero.HostCPU, **options: Any
     parity.check(name, axes, sharded, options)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[20])
 @pytest.mark.parametrize(
     ("axes", "options"), SETTINGS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items())
 )

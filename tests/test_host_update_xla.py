@@ -44,7 +44,7 @@ def usual(name: str, bits: int) -> bool:
     )
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[185])
 @pytest.mark.parametrize(
     ("name", "bits"),
     [

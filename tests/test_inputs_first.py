@@ -189,7 +189,7 @@ def test_no_collective_more_or_less():
     assert num[0] == num[1]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[46])
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("options", "how"),

@@ -58,7 +58,7 @@ ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
 LAYER_MAJOR = {"accumulate": 2, "layer_major": True}
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=[4, 13])
 @pytest.mark.parametrize(
     "options",
     [

@@ -82,7 +82,7 @@ def of_numpy(x: Any) -> Any:
     return jnp.linalg.solve(gram(x), x.sum(0))
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=[4, 13])
 @pytest.mark.parametrize(
     "options", [{"stage": 0}, {"stage": 3}, {"stage": 3, "accumulate": 2}], ids=str
 )

@@ -393,7 +393,7 @@ NO_TURNS = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[6])
 @pytest.mark.parametrize(
     "options",
     [{}, {"stage": 1}, {"accumulate": 2}, {"tile_bytes": 256}, {"prefetch_bytes": 0}],

@@ -60,7 +60,7 @@ def assert_same(found: Any, expected: Any) -> None:
 ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=[6, 9])
 @pytest.mark.parametrize(
     ("axes", "scan", "options"),
     [

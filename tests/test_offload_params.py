@@ -162,7 +162,7 @@ def test_an_optimizer_without_state(scan):
     check(scan, clipped=False)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[5])
 @pytest.mark.parametrize(
     "options",
     [
@@ -304,7 +304,7 @@ def test_depth_costs_activations_only(scan, device_bytes, more, monkeypatch):
     assert 1.5 * inputs < weights, "the bound says nothing of a layer's parameters"
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[3])
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
 @pytest.mark.parametrize("device_bytes", [9000, 2**14], ids=["gathers in turns", "gathers ahead"])
 def test_depth_costs_nothing_with_activations_on_the_host(device_bytes, more, monkeypatch):

@@ -200,7 +200,7 @@ def test_one_device_owns_all():
     assert planned(muon, separate(4, 8, 8), num=1) == {}
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[1])
 @pytest.mark.parametrize(
     "options",
     [
@@ -542,7 +542,7 @@ def unmapped(g: jax.Array, state: Any, count: jax.Array) -> Any:
     return without_vmap.bind(g @ g.T) @ g, state
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=[0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("update", "params", "why"),
     [

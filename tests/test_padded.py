@@ -238,7 +238,7 @@ def test_a_padded_array_reads_as_its_true_shape():
     assert not np.asarray(table.storage)[53:].any()
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=[5, 6, 7, 8, 9])
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.int8, jnp.uint8, jnp.bool_])
 @pytest.mark.parametrize("row", [0, 10])
 def test_extremes_of_every_dtype(row, dtype):

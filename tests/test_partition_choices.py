@@ -77,7 +77,7 @@ UNEVEN = ((13, 5), ROWS)
 LONG = ((64, 16), ROWS)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[14])
 @pytest.mark.parametrize("rows", [((16, 5), ROWS), UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize(
     "fn",

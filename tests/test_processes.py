@@ -314,7 +314,7 @@ def disagreements(tmp_path_factory):
     return found_by("disagree", 3, 1, tmp_path_factory.mktemp("disagree"))
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=[2, 7, 10])
 @pytest.mark.parametrize(
     ("case", "text"),
     [

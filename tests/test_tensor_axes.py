@@ -175,7 +175,7 @@ SQUARE_USES = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[7])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("spec", [("model", None), (None, "model")], ids=str)
 @pytest.mark.parametrize("use", SQUARE_USES)
@@ -556,7 +556,7 @@ def coded(codes, stage, monkeypatch):
     return {"stage": stage, "auto_specs": AUTO_SPECS, "reduce_dtype": codes, **gathers}
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[4])
 @pytest.mark.parametrize(
     ("stage", "axes", "shards"),
     [

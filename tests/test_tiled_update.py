@@ -69,7 +69,7 @@ def update_of_vectors() -> tuple[Any, list[np.ndarray], Any]:
     return on_vectors, state, [*bfloat16([(size,) for size in SIZES]), count]
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=[1, 2, 4, 5])
 @pytest.mark.parametrize("tile_bytes", [4096, 2**20, 2**26])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_tiles_make_what_the_whole_update_makes(tile_bytes: int, threads: int):

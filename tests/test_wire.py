@@ -231,7 +231,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[7])
 @pytest.mark.parametrize("options", OTHERS, ids=str)
 def test_codes_meet_every_other_option(options):
     """As without codes, to what 8 bits can say, and with fewer bytes."""

@@ -144,7 +144,7 @@ def test_gradients_are_reduced_in_another_dtype(remat, loops):
 MATRICES = [i for i, spec in enumerate(by_hand.LEAVES) if spec != P()]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[6])
 @pytest.mark.parametrize(
     ("codes", "form"), [(INT8, (True, 1)), *((INT4, form) for form in FORMS)], ids=str
 )
@@ -191,7 +191,7 @@ def in_codes(codes: jzero.Blocks) -> Any:
     return lambda jaxpr: reduce_codes(jaxpr, axes, ["w"], ROWS, lambda eqn: "w")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=[0])
 @pytest.mark.parametrize(
     ("codes", "form"), [(INT8, (True, 1)), *((INT4, form) for form in FORMS)], ids=str
 )
