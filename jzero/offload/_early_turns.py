@@ -2,7 +2,8 @@
 """Which updates the host begins while earlier layers still compute their backward pass, and which it cannot.
 
 An update whose gradients are there begins, if nothing that it reads or overwrites is still to come: no value
-of all gradients, such as their norm, and no later part of the step that fetches its parameters.
+of all gradients, such as their norm, and no later part of the step that fetches its parameters. Where such a
+value only decides, as a clip does, the update begins as if it decided what it did in the last step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero._folded import listed
+from jzero.offload._assumptions import Assumption, assumption_of
 from jzero.offload._layered import LayeredSegment
 from jzero.offload._slicing import obstacle_of
 from jzero.segments._planned import PlannedStep
@@ -26,6 +28,7 @@ from jzero.sharding.plan._plan import StepPlan
 
 _GRADIENTS = "its last part makes their gradients, or fetches them"
 _SCALARS = "they read a number that comes at its end, as a clip's norm does"
+_ASSUMED = ", if the last step did not clip (or whatever else its end decides), and undone if this one does"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,6 +42,7 @@ class EarlyTurn:
         they are updated whole.
       leaves: the leaves that they read and renew, by index.
       reads: gradients, and what else they read.
+      assumption: of what they read, numbers that they begin without; None if they begin with all of it.
     """
 
     pieces: tuple[Piece, ...]
@@ -46,10 +50,12 @@ class EarlyTurn:
     num_slices: int
     leaves: tuple[int, ...]
     reads: tuple[Var, ...]
+    assumption: Assumption | None = None
 
     def arriving(self, known: Collection[Var]) -> list[Var]:
-        """Of what they read, what the grad part sends: all but what is known before."""
-        return [v for v in self.reads if v not in known]
+        """Of what they read, what the grad part sends before they begin: all but what is known or assumed."""
+        assumed = self.assumption.numbers if self.assumption else ()
+        return [v for v in self.reads if v not in known and v not in assumed]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +75,18 @@ class EarlyPlan:
         """The gradients that are read slice by slice."""
         return {v for turn in self.turns if turn.num_slices for v in turn.reads if v.aval.shape}
 
+    def assumed_bytes(self, plan: StepPlan) -> int:
+        """Of one device's shards of leaves whose update begins on an assumption."""
+        mine = {i for turn in self.turns if turn.assumption for i in turn.leaves}
+        return sum(plan.leaves[i].nbytes_per_device for i in mine)
+
     def text(self, plan: StepPlan) -> list[str]:
         """Which updates begin early, and why others do not: lines."""
         paths = [leaf.path for leaf in plan.leaves]
         lines = [
-            f"while earlier layers compute{f', in {num} slices' if num else ''}: {listed(names)}"
-            for num, names in self._early(paths).items()
+            f"while earlier layers compute{f', in {num} slices' if num else ''}"
+            f"{_ASSUMED if assumes else ''}: {listed(names)}"
+            for (num, assumes), names in self._early(paths).items()
         ]
         why: dict[str, list[str]] = {}
         for index, reason in self.late.items():
@@ -83,16 +95,17 @@ class EarlyPlan:
             f"after the backward pass ({reason}): {listed(names)}" for reason, names in why.items()
         ]
 
-    def _early(self, paths: Sequence[str]) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
+    def _early(self, paths: Sequence[str]) -> dict[tuple[int, bool], list[str]]:
+        found: dict[tuple[int, bool], list[str]] = {}
         for turn in self.turns:
-            found.setdefault(turn.num_slices, []).extend(paths[i] for i in turn.leaves)
+            key = turn.num_slices, turn.assumption is not None
+            found.setdefault(key, []).extend(paths[i] for i in turn.leaves)
         return found
 
 
 def plan_early(
     planned: PlannedStep, layered: LayeredSegment, hosted: Collection[int], known: Collection[Var],
-    kept: Collection[Var],
+    kept: Collection[Var], assumes: bool = False,
 ) -> EarlyPlan:  # fmt: skip
     """Plans early updates.
 
@@ -102,8 +115,9 @@ def plan_early(
       hosted: the pieces that the host runs, by index.
       known: values that are there before the grad part runs.
       kept: gradients that somebody else reads, too.
+      assumes: whether updates may begin on an assumption.
     """
-    return _Early(planned, layered, known, kept).plan(hosted)
+    return _Early(planned, layered, known, kept).plan(hosted, assumes)
 
 
 class _Early:
@@ -118,29 +132,34 @@ class _Early:
         self._known, self._kept = known, kept
         self._arrivals, self._last_reads = layered.arrivals(), layered.last_reads()
         self._users = collections.Counter(i for p in planned.plan.update.pieces for i in p.leaves)
+        self._assumptions: dict[int, Assumption] = {}  # by the piece
 
-    def plan(self, hosted: Collection[int]) -> EarlyPlan:
+    def plan(self, hosted: Collection[int], assumes: bool) -> EarlyPlan:
         plan, late = self._plan, dict[int, str]()
         begins: dict[int, int] = {}
         for index in hosted:
             piece = plan.update.pieces[index]
             if why := self._obstacle(piece):
                 late[index] = why
-            else:
-                begins[index] = self._begins(piece)
+                continue
+            numbers = self._numbers_at_the_end(piece)
+            found = assumption_of(self._frame, piece, numbers) if assumes and numbers else None
+            if found:
+                self._assumptions[index] = found
+            begins[index] = self._begins(index)
         sliced = self._sliced(begins)
         last = len(self._layered.parts) - 1
         late |= {
-            i: self._reason(plan.update.pieces[i])
-            for i, part in begins.items()
-            if part >= last and i not in sliced
+            i: self._reason(i) for i, part in begins.items() if part >= last and i not in sliced
         }
-        together: dict[tuple[int, bool], list[Piece]] = {}
+        together: dict[tuple[int, bool, Assumption | None], list[Piece]] = {}
         for index, part in begins.items():
             if index not in late:
-                together.setdefault((part, index in sliced), []).append(plan.update.pieces[index])
+                key = part, index in sliced, self._assumptions.get(index)
+                together.setdefault(key, []).append(plan.update.pieces[index])
+        turns = sorted(together.items(), key=lambda item: item[0][:2])
         return EarlyPlan(
-            tuple(self._turn(pieces, *key) for key, pieces in sorted(together.items())),
+            tuple(self._turn(pieces, *key) for key, pieces in turns),
             {i: late[i] for i in hosted if i in late},
         )
 
@@ -159,25 +178,35 @@ class _Early:
         own = {self._frame.jaxpr.invars[i] for i in piece.leaves}
         return [v for v in piece.reads if v not in own]
 
-    def _begins(self, piece: Piece) -> int:
+    def _numbers_at_the_end(self, piece: Piece) -> list[Var]:
+        """Of what a piece reads, numbers that no part but the last brings."""
+        last = len(self._layered.parts) - 1
+        numbers = [v for v in self._others(piece) if v not in self._known and not v.aval.shape]
+        return [v for v in numbers if self._arrivals.get(v, last) >= last]
+
+    def _awaited(self, index: int) -> list[Var]:
+        """What a piece begins with besides its leaves."""
+        assumed = self._assumptions[index].numbers if index in self._assumptions else ()
+        return [v for v in self._others(self._plan.update.pieces[index]) if v not in assumed]
+
+    def _begins(self, index: int) -> int:
         """After which part all that a piece reads is there, and nobody else reads what it overwrites."""
-        end = len(self._layered.parts)
+        end, piece = len(self._layered.parts), self._plan.update.pieces[index]
         arrive = [
-            -1 if v in self._known else self._arrivals.get(v, end) for v in self._others(piece)
+            -1 if v in self._known else self._arrivals.get(v, end) for v in self._awaited(index)
         ]
         params = [self._frame.jaxpr.invars[i] for i in piece.leaves]
         return max([*arrive, *(self._last_reads.get(v, -1) for v in params), 0])
 
-    def _reason(self, piece: Piece) -> str:
-        last = len(self._layered.parts) - 1
-        scalars = [v for v in self._others(piece) if v not in self._known and not v.aval.shape]
-        waits = last and any(self._arrivals.get(v, last) >= last for v in scalars)
-        return _SCALARS if waits else _GRADIENTS
+    def _reason(self, index: int) -> str:
+        waits = self._numbers_at_the_end(self._plan.update.pieces[index])
+        several = len(self._layered.parts) > 1
+        return _SCALARS if several and waits and index not in self._assumptions else _GRADIENTS
 
     def _sliced(self, begins: Mapping[int, int]) -> set[int]:
         """The pieces that are updated slice by slice: all readers of a gradient that is there in slices."""
         pieces = self._plan.update.pieces
-        found = {i for i, part in begins.items() if self._fits_slices(pieces[i], part)}
+        found = {i for i, part in begins.items() if self._fits_slices(i, part)}
         while True:
             read = {v for i, piece in enumerate(pieces) if i not in found for v in piece.reads}
             whole = {i for i in found if read & {v for v in pieces[i].reads if v in self._arrivals
@@ -186,15 +215,16 @@ class _Early:
                 return found
             found -= whole
 
-    def _fits_slices(self, piece: Piece, part: int) -> bool:
+    def _fits_slices(self, index: int, part: int) -> bool:
         """Whether each turn of a part brings all that a piece needs of a slice."""
         if part >= len(self._layered.parts):
             return False
+        piece = self._plan.update.pieces[index]
         num, slices = self._layered.sliced(part)
         mine = [self._plan.leaves[i] for i in piece.leaves]
         if num < 2 or any(x.shape_per_device[:1] != (num,) or len(x.shape) < 2 for x in mine):
             return False
-        for var in self._others(piece):
+        for var in self._awaited(index):
             if var.aval.shape:
                 if var not in slices or var in self._kept:
                     return False
@@ -204,28 +234,34 @@ class _Early:
         reads = {v: self._last_reads[v] for v in params if v in self._last_reads}
         return all(at < part or v in slices for v, at in reads.items())
 
-    def _turn(self, pieces: Sequence[Piece], part: int, sliced: bool) -> EarlyTurn:
+    def _turn(
+        self, pieces: Sequence[Piece], part: int, sliced: bool, assumption: Assumption | None
+    ) -> EarlyTurn:
         leaves = dict.fromkeys(i for piece in pieces for i in piece.leaves)
         reads = dict.fromkeys(v for piece in pieces for v in self._others(piece))
         num = self._layered.sliced(part)[0] if sliced else 0
-        return EarlyTurn(tuple(pieces), part, num, tuple(leaves), tuple(reads))
+        return EarlyTurn(tuple(pieces), part, num, tuple(leaves), tuple(reads), assumption)
 
 
-def as_function(planned: PlannedStep, turn: EarlyTurn) -> Any:
-    """`(leaves, reads) -> (new leaves, ())`, of one device's shards of a slice, as `HostUpdate` takes it."""
+def as_function(planned: PlannedStep, turn: EarlyTurn, keeps: bool = False) -> Any:
+    """`(leaves, reads) -> (new leaves, ())`, of one device's shards of a slice, as `HostUpdate` takes it.
+
+    If it `keeps` old leaves, these are outputs.
+    """
     frame = planned.frame
     invars = frame.jaxpr.invars
     variables = [*(invars[i] for i in turn.leaves), *turn.reads]
 
     def update(
         state: Sequence[jax.Array], inputs: Sequence[jax.Array]
-    ) -> tuple[list[Any], tuple[()]]:
+    ) -> tuple[list[Any], tuple[Any, ...]]:
         given, new = dict(zip(variables, [*state, *inputs], strict=True)), dict[int, jax.Array]()
         for piece in turn.pieces:
             mine = {invars[i]: given[invars[i]] for i in piece.leaves}
             mine |= {var: given[var] for var in piece.reads}
             new |= _elementwise.outputs(frame, piece, mine)
-        return [new.get(i, old) for i, old in zip(turn.leaves, state, strict=True)], ()
+        made = [new.get(i, old) for i, old in zip(turn.leaves, state, strict=True)]
+        return made, tuple(state) if keeps else ()
 
     return update
 

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EarlyUpdates`: the host updates what it can while earlier layers still compute their backward pass."""
+"""`EarlyUpdates`: the host updates what it can while earlier layers still compute their backward pass.
+
+Some begin on an `Assumption`, and are undone if it does not hold: kernels write old values beside new ones.
+"""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jzero._memory_kinds import HOST
+from jzero.offload._assumptions import Numbers
 from jzero.offload._early_turns import EarlyPlan, EarlyTurn, as_function, avals_of
 from jzero.offload._host_engine import padding_of, zero_padding
 from jzero.offload.kernels._host_update import (
@@ -18,6 +23,7 @@ from jzero.offload.kernels._host_update import (
     default_threads,
     helping_threads,
 )
+from jzero.offload.memory._addresses import host_empty
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.offload.memory._storage import places
 from jzero.offload.schedule._ops import Update
@@ -26,15 +32,37 @@ from jzero.segments._segment import Var
 from jzero.sharding.plan import _layout
 
 
+class Arrived(NamedTuple):
+    """Gradients of a turn, or of a slice of it.
+
+    Attributes:
+      turn: whose they are.
+      at: which slice; None for whole leaves.
+      here: what is there of what the turn reads.
+    """
+
+    turn: EarlyTurn
+    at: int | None
+    here: Mapping[Var, jax.Array]
+
+
+# Of one turn, or of a slice of it, what it overwrites: of each device all leaves.
+Old = list[list[np.ndarray]]
+
+
 class EarlyUpdates:
     """The early turns of a step, compiled.
 
     Attributes:
       turns: by the turn, what updates its leaves.
+      keeping: the same of those that begin on an assumption: it hands out their old values.
       leaves: all that they renew, by index.
       plans: of all leaves.
       devices: whose shards are updated; other local devices are their replicas.
       at: the places of these among the process's devices.
+      last: what numbers of an assumption were in the last step; nothing before the first.
+      old: memory for old values, by the turn and its slice, unless a run has it. A run that fails keeps it:
+        its threads may still write there.
     """
 
     def __init__(
@@ -43,22 +71,39 @@ class EarlyUpdates:
         plan: EarlyPlan,
         devices: Sequence[jax.Device],
         threads: int | None,
+        old_bytes: int = 0,
     ):
+        """Compiles.
+
+        Args:
+          planned: the step.
+          plan: its turns.
+          devices: whose shards are updated.
+          threads: how many update; None for all processors.
+          old_bytes: of old values of each device, at most.
+        """
         self._planned, self.plans, self.devices = planned, planned.plan.leaves, devices
         self.leaves = [i for turn in plan.turns for i in turn.leaves]
         local = list(places(planned.mesh, planned.plan.stage_axes.shard_axes))
         self.at = [local.index(device) for device in devices]
-        threads = threads or default_threads()
+        self._threads = threads or default_threads()
         # Of all turns: as many threads update as may.
-        helpers = helping_threads(threads)
-        self.turns = {
-            turn: HostUpdate(
-                as_function(planned, turn), *avals_of(planned, turn),
-                names=[self.plans[i].path for i in turn.leaves],
-                threads=threads, helpers=helpers,
-            )
-            for turn in plan.turns
-        }  # fmt: skip
+        self._helpers = helping_threads(self._threads)
+        self.turns = {turn: self._compiled(turn, keeps=False) for turn in plan.turns}
+        assuming = [turn for turn in plan.turns if turn.assumption]
+        self.keeping = {turn: self._compiled(turn, keeps=True) for turn in assuming}
+        self._numbers = {v for turn in assuming if turn.assumption for v in turn.assumption.numbers}
+        self._old_bytes = old_bytes
+        self.last: Numbers = {}
+        self.old: dict[tuple[EarlyTurn, int | None], Old] = {}
+
+    def _compiled(self, turn: EarlyTurn, keeps: bool) -> HostUpdate:
+        names = [self.plans[i].path for i in turn.leaves]
+        return HostUpdate(
+            as_function(self._planned, turn, keeps), *avals_of(self._planned, turn),
+            names=names + [f"the old {name}" for name in names] * keeps,
+            threads=self._threads, helpers=self._helpers,
+        )  # fmt: skip
 
     def padding(self, index: int) -> list[Any]:
         """For each of `devices`, which part of its shard of a leaf is padding."""
@@ -75,6 +120,23 @@ class EarlyUpdates:
     def var(self, index: int) -> Var:
         """The variable of a leaf."""
         return self._planned.frame.jaxpr.invars[index]
+
+    def numbers(self, reads: Mapping[Var, jax.Array]) -> Numbers:
+        """Those of assumptions, of each of `devices`."""
+        return {
+            var: [np.array(reads[var].addressable_data(k)) for k in self.at]
+            for var in self._numbers
+        }
+
+    def room(self, turn: EarlyTurn, at: int | None, old: dict[Any, Old]) -> Old | None:
+        """Memory for old values of a turn, among what a run has of it; None if that would be too much."""
+        if (turn, at) not in old:
+            outputs = self.keeping[turn].outputs
+            held = sum(x.nbytes for found in old.values() for x in found[0])
+            if held + sum(x.size * x.dtype.itemsize for x in outputs) > self._old_bytes:
+                return None
+            old[turn, at] = [[host_empty(x.shape, x.dtype) for x in outputs] for _ in self.at]
+        return old[turn, at]
 
 
 class EarlyRun:
@@ -101,9 +163,13 @@ class EarlyRun:
         """
         self._updates, self._state, self._num_steps = updates, state, num_steps
         self._known, self._waits = dict(known), waits
-        self._ready: list[tuple[EarlyTurn, HostUpdate, int | None, list[jax.Array]]] = []
+        self._ready: list[Arrived] = []
+        self._late: list[Arrived] = []  # what begins when all numbers are there
+        self._assumed: list[tuple[Arrived, Old]] = []  # what has begun on an assumption
         self._under_way: collections.deque[UnderWay] = collections.deque()
         self._memory: dict[int, PinnedLeaf] = {}
+        self._last, self._old = updates.last, updates.old
+        updates.old = {}
         self.made: dict[int, Any] = {}
 
     def begin(
@@ -115,25 +181,54 @@ class EarlyRun:
         """
         turn: EarlyTurn = update.begin
         here = self._known | dict(zip(turn.arriving(self._known), arrays, strict=True))
-        reads = [here[var] for var in turn.reads]
-        self._ready.append((turn, self._updates.turns[turn], at, reads))
+        self._ready.append(Arrived(turn, at, here))
         return {} if self._waits else self._begin()
 
     def _begin(self) -> dict[Var, jax.Array]:
         taken: dict[Var, jax.Array] = {}
         while self._under_way and self._under_way[0].is_over:
             self._under_way.popleft().finish()  # Its gradients are freed.
-        for turn, update, at, reads in self._ready:
-            taken |= self._take([i for i in turn.leaves if i not in self.made])
-            memory = [self._memory[i].buffers for i in turn.leaves]
-            states = [
-                [of_leaf[k] if at is None else of_leaf[k][at] for of_leaf in memory]
-                for k in range(len(self._updates.at))
-            ]
-            inputs = [[x.addressable_data(k) for x in reads] for k in self._updates.at]
-            self._under_way.append(update.start(states, inputs))
+        for arrived in self._ready:
+            if arrived.turn.assumption is None:
+                taken |= self._start(arrived, {})
+            elif (old := self._room(arrived)) is None:
+                self._late.append(arrived)
+            else:
+                self._assumed.append((arrived, old))
+                taken |= self._start(arrived, self._last, old)
         self._ready.clear()
         return taken
+
+    def _room(self, arrived: Arrived) -> Old | None:
+        """Memory for old values of an update that may begin on an assumption; None if it waits."""
+        assumption, last = arrived.turn.assumption, self._last
+        assert assumption is not None
+        if not last or not assumption.is_possible(last):
+            return None
+        return self._updates.room(arrived.turn, arrived.at, self._old)
+
+    def _start(
+        self, arrived: Arrived, numbers: Numbers, old: Old | None = None
+    ) -> dict[Var, jax.Array]:
+        """Starts an update with these numbers; parameters that were taken by it."""
+        (turn, _, here), updates = arrived, self._updates
+        taken = self._take([i for i in turn.leaves if i not in self.made])
+        inputs = [
+            [here[v].addressable_data(k) if v in here else numbers[v][i] for v in turn.reads]
+            for i, k in enumerate(updates.at)
+        ]
+        update = updates.turns[turn] if old is None else updates.keeping[turn]
+        self._under_way.append(update.start(self._places(arrived), inputs, old or ()))
+        return taken
+
+    def _places(self, arrived: Arrived) -> Old:
+        """The memory that an update renews, of each device."""
+        turn, at, _ = arrived
+        memory = [self._memory[i].buffers for i in turn.leaves]
+        return [
+            [of_leaf[k] if at is None else of_leaf[k][at] for of_leaf in memory]
+            for k in range(len(self._updates.at))
+        ]
 
     def _take(self, indices: Sequence[int]) -> dict[Var, jax.Array]:
         """Leaves that are updated from here on; parameters among them, by variable."""
@@ -149,11 +244,41 @@ class EarlyRun:
                 self._memory[i] = PinnedLeaf([*new.buffers], [[] for _ in new.buffers])
         return {updates.var(i): x for i, x in pinned.items()}
 
-    def finish(self) -> None:
-        """Waits for what is under way."""
+    def finish(self, reads: Mapping[Var, jax.Array]) -> None:
+        """Begins what has waited, waits for all, and does again what has begun on a wrong assumption.
+
+        Args:
+          reads: all that the host reads besides its leaves; numbers are there.
+        """
+        numbers = self._updates.numbers(reads)
         self._begin()
-        while self._under_way:
-            self._under_way.popleft().finish()
+        for arrived in self._late:
+            self._start(arrived, numbers)
+        self._end()
+        for arrived in self._undone(numbers):
+            self._start(arrived, numbers)
+        self._end()
         for index, memory in self._memory.items():
             zero_padding(memory.buffers, self._updates.padding(index))
             memory.copy_to_replicas()
+        self._updates.last, self._updates.old = numbers, self._old
+
+    def _end(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().finish()
+
+    def _undone(self, numbers: Numbers) -> list[Arrived]:
+        """Updates that have begun on a wrong assumption; the memory is again as they found it."""
+        wrong = [
+            (arrived, old) for arrived, old in self._assumed
+            if arrived.turn.assumption and not arrived.turn.assumption.holds(self._last, numbers)
+        ]  # fmt: skip
+        for arrived, old in wrong:
+            self._restore(arrived, old)
+        return [arrived for arrived, _ in wrong]
+
+    def _restore(self, arrived: Arrived, old: Old) -> None:
+        """Old values in the place of those that an update has made."""
+        for memory, values in zip(self._places(arrived), old, strict=True):
+            for place, value in zip(memory, values, strict=True):
+                np.copyto(place, value)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from jzero._errors import StateError, message
 from jzero._memory_kinds import HOST, PINNED, HostNeed
+from jzero._quantities import readable_bytes
 from jzero.offload._early_turns import EarlyPlan, EarlyTurn, plan_early
 from jzero.offload._early_updates import EarlyRun, EarlyUpdates
 from jzero.offload._host_engine import HostEngine
@@ -79,6 +80,8 @@ class HostStep:
 
     # Whether updates begin while layers compute, where parameters rest on the hosts.
     _begins_early: ClassVar[bool] = True
+    # How much of what the host renews may be there twice, for updates on an assumption; 0: there are none.
+    _old_share: ClassVar[float] = 0.25
     _store: ClassVar[str] = HOST  # where the hosts update leaves
     # Whether new leaves on the devices take the memory of old ones.
     _consumes: ClassVar[bool] = True
@@ -129,7 +132,10 @@ class HostStep:
             self.grad = self._segments.grad = self._layered.as_segment()
             known = [*self._known, *self._layered.literals]
             if self._begins_early:
-                self._early_plan = plan_early(planned, self._layered, pieces, known, self._stays)
+                assumes = self._old_share > 0
+                self._early_plan = plan_early(
+                    planned, self._layered, pieces, known, self._stays, assumes
+                )
             self._layered.send_slices(self._early_plan.slices)
             self._tell()
         self._late: HostTurn | None = self.host  # what the host begins when it has all gradients
@@ -287,12 +293,24 @@ class HostStep:
         return tuple(map(Value.of, whats, map(shard_of, host.out_avals())))
 
     def _buffers(self) -> tuple[HostNeed, ...]:
-        return self._layered.buffers() if self._layered else ()
+        old = HostNeed("old values of updates that may be undone", HOST, self._old_bytes)
+        return (*(self._layered.buffers() if self._layered else ()), *[old] * (old.nbytes > 0))
+
+    @property
+    def _old_bytes(self) -> int:
+        """Of one device's old values, the most that are kept in a step."""
+        renewed = sum(self.leaves[i].nbytes_per_device for i in self.host.leaves)
+        assumed = self._early_plan.assumed_bytes(self._planned.plan)
+        return min(int(self._old_share * renewed), assumed)
 
     def roads(self) -> str:
         """How the host updates each leaf, and sends what it makes."""
         begins = self._streamed and self._begins_early
         early = self._early_plan.text(self._planned.plan) if begins else []
+        if self._old_bytes:
+            early.append(
+                f"of what is undone, old values: {readable_bytes(self._old_bytes)} for each device at most"
+            )
         return "\n".join([roads_text(self.host.roads()), *early])
 
     def __call__(
@@ -334,7 +352,7 @@ class HostStep:
             ):  # JAX copies what is not its own, as NumPy's memory; all is there.
                 job.step.prepare(with_new(state, hosted), reads)
             if early:
-                early.finish()
+                early.finish(reads)
                 hosted |= early.made
             for chunk in job.step.updating(state) if job else ():
                 made |= chunk
@@ -357,7 +375,9 @@ class HostStep:
             return None, self._handed(known, *self._layered(values, arrivals))
         if self._early is None:
             devices = state[self._hosted[0]].home.devices
-            self._early = EarlyUpdates(self._planned, self._early_plan, devices, self._threads)
+            self._early = EarlyUpdates(
+                self._planned, self._early_plan, devices, self._threads, self._old_bytes
+            )
         layered = self._layered
         there = layered.numbers | dict(zip(self._known, known, strict=True))
         early = EarlyRun(self._early, state, num_steps + 1, there, waits=not self._has_run)

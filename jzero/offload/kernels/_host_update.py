@@ -237,24 +237,32 @@ class HostUpdate:
         check_given(WHO, self._input_names, inputs, self._inputs, write=False)
         return [on_host(shard) for shard in inputs]
 
-    def start(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> UnderWay:
-        """Begins an update without outputs, which other threads make while the caller goes on.
+    def start(
+        self,
+        states: Sequence[HostMemory],
+        inputs: Sequence[HostMemory],
+        outputs: Sequence[HostMemory] = (),
+    ) -> UnderWay:
+        """Begins an update, which other threads make while the caller goes on.
 
         Any number of them, of different memory, may be under way at a time, also beside `run`.
 
         Args:
           states: as of `prepare`.
           inputs: the same.
+          outputs: as of `run`, if there are any; all of them are there when the update is finished.
 
         Raises:
-          StateError: as of `prepare`. Nothing was updated.
+          StateError: as of `prepare` and `run`. Nothing was updated.
         """
-        assert not self.outputs, "nobody could wait for them"
         prepared = self._known(states, self._addresses_of(states), inputs)
+        if self.outputs:
+            self._place(outputs, prepared)
         loops = self._loops_of(len(states))
-        calls = loops.start(prepared.addresses, prepared, self._helpers)
+        calls = loops.start(prepared.addresses, (prepared, outputs), self._helpers)
         asked = calls.share(self._threads, alone=True)
-        return UnderWay(self._helpers, asked, prepared, self._xla_state)
+        by_xla = [(states, self._xla_state), (outputs, self._xla_outputs)]
+        return UnderWay(self._helpers, asked, prepared, by_xla)
 
     def _loops_of(self, num_shards: int) -> BlockLoops:
         if num_shards not in self._loops:
@@ -287,6 +295,11 @@ class HostUpdate:
     def _with_outputs(self, outputs: Sequence[HostMemory]) -> _Prepared:
         prepared = self._prepared
         assert prepared is not None, "prepare() comes first"
+        self._place(outputs, prepared)
+        return prepared
+
+    def _place(self, outputs: Sequence[HostMemory], prepared: _Prepared) -> None:
+        """Says where outputs go."""
         names = self._names[len(self._state) :]
         at = self._known_outputs(
             [x for shard in outputs for x in shard],
@@ -294,7 +307,6 @@ class HostUpdate:
         )
         first = self._num_operands + self._num_made
         prepared.addresses[:, first:] = at.reshape(len(outputs), -1)
-        return prepared
 
     def _copy_xla_outputs(self, prepared: _Prepared, outputs: Sequence[HostMemory]) -> list[int]:
         _copy(prepared.results, outputs, self._xla_outputs)
@@ -354,13 +366,13 @@ class UnderWay(NamedTuple):
       helpers: these threads.
       asked: what they do.
       prepared: what it reads and writes; freed with it.
-      by_xla: for each result of XLA's, which leaf of the state it becomes when kernels are done.
+      by_xla: arrays of each shard, and which of them each result of XLA's becomes when kernels are done.
     """
 
     helpers: JobThreads
     asked: Asked
     prepared: _Prepared
-    by_xla: list[tuple[int, int]]
+    by_xla: list[tuple[Sequence[HostMemory], list[tuple[int, int]]]]
 
     @property
     def is_over(self) -> bool:
@@ -370,7 +382,8 @@ class UnderWay(NamedTuple):
     def finish(self) -> None:
         """Waits for the threads, and does not help them: there are as many of them as may update."""
         self.helpers.wait(self.asked)
-        _copy(self.prepared.results, self.prepared.states, self.by_xla)
+        for arrays, places in self.by_xla:
+            _copy(self.prepared.results, arrays, places)
 
 
 class _XlaPart:
@@ -419,8 +432,8 @@ class _XlaPart:
 def _copy(
     results: Sequence[HostMemory], targets: Sequence[HostMemory], places: Sequence[tuple[int, int]]
 ) -> None:
-    for made, arrays in zip(results, targets, strict=True):
-        for result, target in places:
+    for result, target in places:
+        for made, arrays in zip(results, targets, strict=True):
             np.copyto(arrays[target], made[result])
 
 

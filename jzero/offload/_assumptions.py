@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates that begin before all that they read is there, as if the rest decided what it did in the last step.
+
+A clip is `select(norm < most, g, g / norm * most)`: where it does not clip, nothing depends on the norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.ir._regions import variables
+from jzero.offload.kernels._kernel import USUAL
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.cut._crossing import is_scalar
+from jzero.sharding.cut._pieces import Piece
+from jzero.tracing._types import Eqn, Var
+
+# Of which all combinations are looked at.
+_MOST_DECISIONS = 4
+
+# A number on each device.
+Numbers = Mapping[Var, Sequence[np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumption:
+    """Numbers decide what they decided in the last step.
+
+    The update begins with the last step's numbers. It is the same machine code, so that where the assumption
+    holds, it makes the same bits as with the numbers of this step.
+
+    Attributes:
+      numbers: those that come at the end of the backward pass.
+      decisions: booleans among them, by which the update chooses between two values.
+      needs: for all that they may decide, in the order of `itertools.product`: on which numbers the update
+        depends then.
+    """
+
+    numbers: tuple[Var, ...]
+    decisions: tuple[Var, ...]
+    needs: tuple[frozenset[Var], ...]
+
+    def is_possible(self, last: Numbers) -> bool:
+        """Whether an update may begin with the last step's numbers: on nothing but decisions it depends."""
+        return self._needs(last).issubset(self.decisions) and self.holds(last, last)
+
+    def holds(self, last: Numbers, now: Numbers) -> bool:
+        """Whether an update with the last step's numbers has made what it makes with those of this step."""
+        needs = self._needs(last)
+        return all(
+            np.array_equal(last[var], now[var]) if var in needs else all(map(_is_usual, now[var]))
+            for var in self.numbers
+        )
+
+    def _needs(self, numbers: Numbers) -> frozenset[Var]:
+        index = 0
+        for var in self.decisions:
+            index = 2 * index + bool(numbers[var][0])
+        return self.needs[index]
+
+
+def _is_usual(x: np.ndarray) -> bool:
+    """Whether a kernel may divide by it as ever.
+
+    By an unusual number, also one that nobody chooses, it divides in another way, and then so it does by all
+    others (`_kernel._reciprocals`).
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return True
+    return bool(USUAL[0] <= abs(float(x)) <= USUAL[1])
+
+
+def assumption_of(frame: Frame, piece: Piece, numbers: Sequence[Var]) -> Assumption | None:
+    """What lets an elementwise piece begin without the numbers that come last; None if nothing does."""
+    eqns = [frame.jaxpr.eqns[i] for i in piece.eqns]
+    chosen_by = _choices(eqns, numbers)
+    decisions = tuple(dict.fromkeys(chosen_by.values()))
+    if not 0 < len(decisions) <= _MOST_DECISIONS or _computes_numbers(eqns, numbers):
+        return None
+    outs = variables([frame.jaxpr.outvars[i] for i in piece.outs])
+    needs = tuple(
+        _read(eqns, outs, chosen_by, dict(zip(decisions, decided, strict=True))) & {*numbers}
+        for decided in itertools.product((False, True), repeat=len(decisions))
+    )
+    found = Assumption(tuple(numbers), decisions, needs)
+    return found if any(need.issubset(decisions) for need in needs) else None
+
+
+def _choices(eqns: Sequence[Eqn], numbers: Sequence[Var]) -> dict[int, Var]:
+    """Equations that choose by one of these numbers, by index, and by which."""
+    spread = {var: var for var in numbers if var.aval.dtype == jnp.bool_}
+    found: dict[int, Var] = {}
+    for i, eqn in enumerate(eqns):
+        by = next(iter(variables(eqn.invars[:1])), None)
+        if by not in spread:
+            continue
+        if eqn.primitive.name == "broadcast_in_dim":  # as `jnp.where` does
+            spread[eqn.outvars[0]] = spread[by]
+        elif eqn.primitive.name == "select_n":
+            found[i] = spread[by]
+    return found
+
+
+def _computes_numbers(eqns: Sequence[Eqn], numbers: Sequence[Var]) -> bool:
+    """Whether other numbers follow from these, of which nobody would know whether they are usual."""
+    read = {*numbers}
+    return any(
+        all(map(is_scalar, eqn.outvars)) and not read.isdisjoint(variables(eqn.invars))
+        for eqn in eqns
+    )
+
+
+def _read(
+    eqns: Sequence[Eqn], outs: Sequence[Var], chosen_by: Mapping[int, Var], decided: Mapping[Var, bool]
+) -> frozenset[Var]:  # fmt: skip
+    """All that outputs depend on, if these decisions are made."""
+    read = {*outs}
+    for i, eqn in reversed([*enumerate(eqns)]):
+        if read.isdisjoint(eqn.outvars):
+            continue
+        if i in chosen_by:
+            read.add(chosen_by[i])
+            read.update(variables([eqn.invars[1 + decided[chosen_by[i]]]]))
+        else:
+            read.update(variables(eqn.invars))
+    return frozenset(read)

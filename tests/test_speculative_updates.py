@@ -1,0 +1,339 @@
+"""Updates that begin before the norm is known: the same bits as if they had waited, whatever a clip does."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+import zoo
+from host_updates import compiler  # noqa: F401
+from jzero.offload._early_updates import EarlyRun
+from jzero.offload._host_step import HostStep
+from jzero.offload.execute._executor import Execution
+from jzero.offload.kernels._host_update import HostUpdate
+from test_early_updates import check_lost, early, failing_at, log, sharded, updates_of  # noqa: F401
+from test_offload_params import batch, new_state
+
+LAYERS = 4
+LIMIT = 1.0
+ADAM = optax.adamw(1e-3, weight_decay=0.1)
+SCHEDULE = optax.cosine_decay_schedule(1e-2, 10)
+
+
+def clipped(tx):
+    return optax.chain(optax.clip_by_global_norm(LIMIT), tx)
+
+
+def skips_bad_steps(tx):
+    """A step whose gradients are not finite leaves the state as it is."""
+
+    def update(grads, state, params):
+        updates, new = tx.update(grads, state, params)
+        norm = optax.tree.norm(grads)
+        good = jnp.isfinite(norm)
+
+        def keep(new, old):
+            return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+
+        return keep(updates, jax.tree.map(jnp.zeros_like, updates)), keep(new, state)
+
+    return optax.GradientTransformationExtraArgs(tx.init, lambda g, s, p=None, **_: update(g, s, p))
+
+
+OPTIMIZERS = {
+    "adam": clipped(optax.adam(SCHEDULE)),
+    "adamw": clipped(ADAM),
+    "lion": clipped(optax.lion(SCHEDULE)),
+    "momentum": clipped(optax.sgd(0.01, momentum=0.9)),
+    "masters": jzero.master_weights(clipped(ADAM)),
+    "skips": skips_bad_steps(ADAM),
+    "clips and skips": skips_bad_steps(clipped(ADAM)),
+}
+# Of each step: small gradients, ones that are clipped, none at all, ones that are not finite.
+SMALL, LARGE, ZERO, BAD = 0.02, 50.0, 0.0, math.inf
+PATTERNS = {
+    "never": [SMALL] * 4,
+    "always": [LARGE] * 4,
+    "alternates": [SMALL, LARGE] * 3,
+    "random": [SMALL, SMALL, LARGE, LARGE, SMALL, SMALL, SMALL, LARGE, SMALL],
+    "not finite": [SMALL, SMALL, BAD, SMALL, SMALL],
+    # By a norm of zero, which nobody chooses, no kernel divides as by others.
+    "no gradients": [SMALL, SMALL, ZERO, ZERO, SMALL, SMALL],
+}
+
+
+class Seen:
+    """Of each step: how many updates have begun when the backward pass ends, and how many are undone."""
+
+    def __init__(self, monkeypatch):
+        self.steps: list[list[int]] = []
+        start, finish, restore = HostUpdate.start, EarlyRun.finish, EarlyRun._restore
+        begun = 0
+
+        def counted(*args):
+            nonlocal begun
+            begun += 1
+            return start(*args)
+
+        def finished(run, reads):
+            nonlocal begun
+            self.steps.append([begun, 0])
+            finish(run, reads)
+            begun = 0
+
+        def restored(*args):
+            self.steps[-1][1] += 1
+            restore(*args)
+
+        monkeypatch.setattr(HostUpdate, "start", counted)
+        monkeypatch.setattr(EarlyRun, "finish", finished)
+        monkeypatch.setattr(EarlyRun, "_restore", restored)
+
+    @property
+    def begun(self):
+        return [begun for begun, _ in self.steps]
+
+    @property
+    def undone(self):
+        return [undone for _, undone in self.steps]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    return Seen(monkeypatch)
+
+
+def trained(scan, tx, pattern, num, in_bfloat16=False, **options):
+    """The state and the metrics of every step, and the plan of its updates."""
+    train_step, state = sharded(scan, tx, {"data": num}, **options)
+    if in_bfloat16:
+        state = train_step.init(lambda: bfloat16_state(scan, tx))
+    found = []
+    for i, scale in enumerate(pattern):
+        state, metrics = train_step(state, batch(i) * scale)
+        found.append(zoo.to_host((state, metrics)))
+    return found, early(train_step, state)
+
+
+def bfloat16_state(scan, tx):
+    params = new_state(scan, LAYERS, tx)["params"]
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    return {"params": params, "opt_state": tx.init(params)}
+
+
+def check_same_bits(monkeypatch, seen, scan, name, scales, num=2, **options):
+    """As with updates that wait for all that they read; and some do not wait, and are undone."""
+    tx = OPTIMIZERS[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(HostStep, "_old_share", 0)
+        expected, plan = trained(scan, tx, scales, num, **options)
+        assert not plan.turns
+        assert not seen.steps
+    with monkeypatch.context() as patch:
+        patch.setattr(HostStep, "_old_share", 1.0)
+        found, plan = trained(scan, tx, scales, num, **options)
+        assert all(turn.assumption for turn in plan.turns)
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+            assert a.tobytes() == b.tobytes(), f"step {i}"
+    begin, undone = expected_to_begin(name, scales)
+    assert [num > 0 for num in seen.begun] == begin
+    assert seen.undone == [num * bad for num, bad in zip(seen.begun, undone, strict=True)]
+
+
+def expected_to_begin(name, scales):
+    """In which steps updates begin early, and in which they are undone."""
+    if name == "skips":  # Of a norm they read nothing but whether it is finite: it decides all.
+        decided = [math.isfinite(scale) for scale in scales]
+        begin = [False] + [True] * (len(scales) - 1)
+    else:
+        decided = [scale == SMALL for scale in scales]
+        if BAD in scales and "skips" not in name:  # Parameters are not finite from then on.
+            decided[scales.index(BAD) :] = [False] * (len(scales) - scales.index(BAD))
+        begin = [False, *decided[:-1]]
+    changes = [a != b for a, b in itertools.pairwise(decided)]
+    return begin, [False, *(a and b for a, b in zip(begin[1:], changes, strict=True))]
+
+
+RUNS = [
+    pytest.param(name, pattern, marks=() if name == "clips and skips" or pattern == "random"
+                 else pytest.mark.slow)
+    for name, pattern in itertools.product(OPTIMIZERS, PATTERNS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "pattern"), RUNS)
+def test_the_same_bits(name, pattern, seen, monkeypatch):
+    check_same_bits(monkeypatch, seen, True, name, PATTERNS[pattern])
+
+
+@pytest.mark.parametrize(
+    ("scan", "name", "num", "options"),
+    [
+        (False, "adamw", 2, {}),
+        (False, "clips and skips", 4, {}),
+        (True, "adamw", 1, {}),
+        (True, "masters", 4, {"in_bfloat16": True}),
+        (True, "adamw", 2, {"accumulate": 2}),
+        (True, "adamw", 2, {"accumulate": 2, "layer_major": True}),
+        (False, "masters", 2, {"accumulate": 2, "layer_major": True, "in_bfloat16": True}),
+    ],
+    ids=str,
+)
+def test_other_models_have_the_same_bits(scan, name, num, options, seen, monkeypatch):
+    check_same_bits(monkeypatch, seen, scan, name, PATTERNS["random"], num, **options)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", ["adamw", "masters"])
+def test_both_compilers_have_the_same_bits(name, seen, monkeypatch):
+    scales = [SMALL, SMALL, LARGE, SMALL, SMALL, ZERO, SMALL]
+    check_same_bits(monkeypatch, seen, True, name, scales)
+
+
+def test_they_begin_while_earlier_layers_run(log, monkeypatch):  # noqa: F811
+    """As they do without a clip: the last layers' slices before the first layers run backward."""
+    monkeypatch.setattr(HostStep, "_old_share", 1.0)
+    train_step, state = sharded(True, OPTIMIZERS["adamw"], {"data": 4})
+    for i in range(2):
+        log.clear()
+        state, _ = train_step(state, batch(i) * SMALL)
+    parts = [event for event in log if isinstance(event, tuple)]
+    backward = parts[-2][0]
+    head, *_ = updates_of(log, "'head'")
+    slices = updates_of(log, "'up'")
+    assert head < log.index((backward, LAYERS - 2))
+    assert slices[0] < log.index((backward, 0))
+
+
+def test_old_values_have_a_bound(seen, monkeypatch):
+    """What has no room waits; a report says how much there is."""
+    tx, scales = OPTIMIZERS["adamw"], PATTERNS["random"]
+    expected, _ = trained(True, tx, scales, 2)
+    some = seen.begun
+    assert HostStep._old_share == 0.25
+    monkeypatch.setattr(HostStep, "_old_share", 1.0)
+    seen.steps.clear()
+    found, _ = trained(True, tx, scales, 2)
+    assert [x < y for x, y in zip(some, seen.begun, strict=True)] == [y > 0 for y in seen.begun]
+    assert max(some) > 0
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
+def test_a_report_says_so(monkeypatch):
+    tx = OPTIMIZERS["adamw"]
+    train_step, state = sharded(True, tx, {"data": 2})
+    step = early_step(train_step, state)
+    (need,) = [need for need in step.schedule().buffers if "undone" in need.what]
+    renewed = sum(step.leaves[i].nbytes_per_device for i in step.host.leaves)
+    assert need.nbytes == renewed // 4
+    text = " ".join(str(train_step.describe(state, batch(0))).split())
+    assert "in 4 slices, if the last step did not clip" in text
+    assert f"old values: {need.nbytes / 1024:.1f} KiB for each device at most" in text
+    monkeypatch.setattr(HostStep, "_old_share", 0)
+    train_step, state = sharded(True, tx, {"data": 2})
+    assert not early_step(train_step, state).schedule().buffers
+    text = " ".join(str(train_step.describe(state, batch(0))).split())
+    assert "undone" not in text
+    assert "after the backward pass (they read a number that comes at its end" in text
+
+
+def early_step(train_step, state):
+    call = train_step._programs.bind((state, batch(0)), {})
+    return train_step._programs.of(call).step
+
+
+def test_numbers_that_are_more_than_a_decision_wait(seen):
+    """Where a gradient is multiplied by what follows from the norm, whatever it is."""
+
+    def update(grads, state, params=None):
+        scale = jnp.minimum(1.0, LIMIT / optax.tree.norm(grads))
+        return ADAM.update(jax.tree.map(lambda g: g * scale, grads), state, params)
+
+    tx = optax.GradientTransformation(ADAM.init, update)
+    _, plan = trained(True, tx, [SMALL] * 2, 2)
+    assert not plan.turns
+    assert not seen.steps
+
+
+# -- what a failure leaves -------------------------------------------------------------------------
+
+
+def failing_call(number, call, error):
+    """Raises in the call of this number, from 0, and does nothing of it."""
+    calls = itertools.count()
+
+    def failing(*args):
+        if next(calls) == number:
+            raise error("planted")
+        return call(*args)
+
+    return failing
+
+
+FAULTS = {
+    "an update that begins": ("start", 2, 3),
+    "the first of what is put back": ("restore", 0, 12),
+    "in the middle of what is put back": ("restore", 2, 12),
+    "an update that begins again": ("start", 5, 12),
+    "the last that begins again": ("start", 9, 12),
+}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_leaves_no_half_new_state(fault, error, monkeypatch):
+    """By name; and the next state that is trained has the bits of one that nothing has happened to."""
+    where, number, lost = FAULTS[fault]
+    monkeypatch.setattr(HostStep, "_old_share", 1.0)
+    tx, scales = OPTIMIZERS["adamw"], [SMALL, SMALL, LARGE]
+    expected, _ = trained(True, tx, scales, 2)
+    train_step, state = sharded(True, tx, {"data": 2})
+    for i, scale in enumerate(scales[:2]):
+        state, _ = train_step(state, batch(i) * scale)
+    before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]
+    with monkeypatch.context() as patch:
+        of, name = (EarlyRun, "_restore") if where == "restore" else (HostUpdate, "start")
+        patch.setattr(of, name, failing_call(number, getattr(of, name), error))
+        with pytest.raises(error, match="planted"):
+            train_step(state, batch(2) * LARGE)
+    assert check_lost(train_step, state, before) >= lost
+    state = train_step.init(lambda: new_state(True, LAYERS, tx))
+    for i, scale in enumerate(scales):
+        state, metrics = train_step(state, batch(i) * scale)
+    found = zoo.to_host((state, metrics))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected[-1]), strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
+def test_a_layer_that_fails_after_updates_have_begun(monkeypatch):
+    train_step, state = sharded(True, OPTIMIZERS["adamw"], {"data": 4})
+    for i in range(2):
+        state, _ = train_step(state, batch(i) * SMALL)
+    before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Execution, "_run", failing_at(0, RuntimeError))
+        with pytest.raises(RuntimeError, match="planted"):
+            train_step(state, batch(2) * SMALL)
+    assert check_lost(train_step, state, before) >= 3
+
+
+def test_states_take_turns(monkeypatch):
+    """What the last step decided may be another state's: then it is undone, and nothing else."""
+    monkeypatch.setattr(HostStep, "_old_share", 1.0)
+    tx = OPTIMIZERS["adamw"]
+    alone = [trained(True, tx, [scale] * 4, 2)[0][-1][0] for scale in (SMALL, LARGE)]
+    train_step, first = sharded(True, tx, {"data": 2})
+    states = [first, train_step.init(lambda: new_state(True, LAYERS, tx))]
+    for i in range(4):
+        for k, scale in enumerate((SMALL, LARGE)):
+            states[k], _ = train_step(states[k], batch(i) * scale)
+    for found, expected in zip(zoo.to_host(states), alone, strict=True):
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert x.tobytes() == y.tobytes()
