@@ -199,9 +199,9 @@ def shard_train_step(
         `device_bytes` of parameters, gathered ones included, on a device. Loops over layers run turn by
         turn, unrolled models in parts that fit. Where two turns have room, each gathers for the next one
         beside its compute. With `offload=jzero.HostCPU()` the host updates parameters in their place, layer
-        by layer while earlier layers compute their backward pass (but for what a clip by the norm of all
-        gradients scales), and nothing else crosses; else parameters and gradients visit the devices for the
-        update, in shards: within `device_bytes`, or with their optimizer state within that of
+        by layer while earlier layers compute their backward pass (behind it in steps that are clipped by the
+        norm of all gradients), and nothing else crosses; else parameters and gradients visit the devices for
+        the update, in shards: within `device_bytes`, or with their optimizer state within that of
         `offload=jzero.PinnedHost(device_bytes=...)`. Traffic to each device: its shards once in each pass.
         `jzero.NVMe(path, device_bytes=..., host_bytes=...)`, with `offload=jzero.NVMe(path)`: in the files
         of the optimizer state, from where they are read ahead of their layers, and where they are updated.
