@@ -78,6 +78,7 @@ How it works <docs/design>
 ```
 """
 
+
 def setup(app: Any) -> None:
     app.connect("source-read", _add_contents)
     app.connect("html-page-context", _check_page)
