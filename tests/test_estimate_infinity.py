@@ -293,7 +293,7 @@ def test_an_all_reduce_is_two_passes():
 
 @pytest.mark.slow
 def test_sums_over_replicas_that_travel_as_codes_are_part_of_the_backward_pass():
-    axes = {"mesh": {"node": 2, "local": 4}, "param_axes": "local", "optimizer_axes": "local"}
+    axes: Any = {"mesh": {"node": 2, "local": 4}, "param_axes": "local", "optimizer_axes": "local"}
     rates: Any = {"tokens": 1, "peak": 10**12, "interconnect": 10**9}
     found = time_of(jzero.estimate(PSI, **axes, reduce_dtype={"node": jnp.int8}, **rates))
     assert [part.name for part in found.parts if part.ways] == ["forward pass", "backward pass"]
