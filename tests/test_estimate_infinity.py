@@ -291,7 +291,6 @@ def test_an_all_reduce_is_two_passes():
     assert found.compute == 6e9 / 1e12
 
 
-@pytest.mark.slow
 def test_sums_over_replicas_that_travel_as_codes_are_part_of_the_backward_pass():
     axes: Any = {"mesh": {"node": 2, "local": 4}, "param_axes": "local", "optimizer_axes": "local"}
     rates: Any = {"tokens": 1, "peak": 10**12, "interconnect": 10**9}
