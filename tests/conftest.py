@@ -111,7 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow.unmark(items)  # before pytest leaves out what is slow
+    slow.unmark(config, items)  # before pytest leaves out what is slow
     if share := os.environ.get("JZERO_TEST_SHARE"):
         slow.keep_share(config, items, share)
 

@@ -2,7 +2,7 @@
 
 `@pytest.mark.slow` above a test leaves it to `make test-all`. `@pytest.mark.slow(but=["a-1", "b-2"])`
 leaves all but these of its cases, `@pytest.mark.slow(but=[0, 7])` all but the first and the eighth, and
-`@pytest.mark.slow(but=5)` all but five, evenly spread. Whoever names one case gets it.
+`@pytest.mark.slow(but=5)` all but five, evenly spread. What is named with `::` runs, slow or not.
 
 `JZERO_TEST_SHARE=3/20` keeps one share in twenty, by a checksum of names: `make test-share` runs slow tests
 so, others with each commit.
@@ -14,12 +14,16 @@ from collections.abc import Sequence
 import pytest
 
 
-def unmark(items: Sequence[pytest.Item]) -> None:
-    """Takes the marker from the cases that run by default.
+def unmark(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Takes the marker from the cases that run by default, and from all tests that are named.
 
     Raises:
       pytest.UsageError: it names none of a test's cases.
     """
+    if all("::" in argument for argument in config.args):
+        for item in items:
+            item.own_markers[:] = [m for m in item.own_markers if m.name != "slow"]
+        return
     found: dict[int, tuple[pytest.Mark, list[pytest.Item]]] = {}
     for item in items:
         for mark in (m for m in item.own_markers if m.name == "slow" and m.kwargs):
@@ -32,8 +36,6 @@ def unmark(items: Sequence[pytest.Item]) -> None:
 def _by_default(
     but: int | Sequence[str | int], mark: pytest.Mark, cases: list[pytest.Item]
 ) -> list[pytest.Item]:
-    if len(cases) == 1:
-        return cases
     if isinstance(but, int):
         others = [x for x in cases if sum(m.name == "slow" for m in x.own_markers) == 1]
         return [others[i * len(others) // but] for i in range(min(but, len(others)))]

@@ -17,7 +17,7 @@ import os, slow
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow(but): x")
 def pytest_collection_modifyitems(config, items):
-    slow.unmark(items)
+    slow.unmark(config, items)
     if share := os.environ.get("JZERO_TEST_SHARE"):
         slow.keep_share(config, items, share)
 """
@@ -55,6 +55,8 @@ def test_slow_tests_but_for_the_cases_that_are_named(folder):
     assert collected(folder)[0] == everything
     (folder / "test_it.py").write_text(TESTS.replace('["1-a", "2-b"]', "2"))
     assert collected(folder, "-m", "not slow")[0] == ["fast", "some[1-a]", "some[2-a]"]
+    named = "test_it.py::test_slow", "test_it.py::test_some[2-a]"
+    assert collected(folder, "-m", "not slow", *named)[0] == ["slow", "some[2-a]"]
     (folder / "test_it.py").write_text(TESTS.replace('["1-a", "2-b"]', "[3]"))
     assert collected(folder, "-m", "not slow")[0] == ["fast", "some[2-b]"]
     shares = [collected(folder, JZERO_TEST_SHARE=f"{k}/3")[0] for k in (3, 4, 5)]
