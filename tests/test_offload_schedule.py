@@ -111,7 +111,11 @@ def test_what_is_larger_than_the_room_comes_in_slices():
 
 @pytest.mark.slow
 def test_updates_stand_where_their_gradients_are():
-    """In the backward loop; behind it, if a norm of all gradients scales them."""
+    """In the backward loop, also under a clip; behind it, if a norm of all gradients always scales them."""
+
+    def scaled(grads, state, params=None):
+        scale = jnp.minimum(1.0, 1.0 / optax.tree.norm(grads))
+        return jax.tree.map(lambda g: scale * g, grads), state
 
     def places(tx):
         ops = schedule_of(tx=tx, offload_params=UP, offload=DOWN).ops
@@ -122,7 +126,10 @@ def test_updates_stand_where_their_gradients_are():
     assert Update not in forward
     assert Send not in forward
     assert backward.index(Run) < backward.index(Send) < backward.index(Update)
-    (_, backward), late = places(params.CLIPPED)
+    (_, backward), _ = places(params.CLIPPED)
+    assert Update in backward
+    always = optax.GradientTransformation(lambda params: optax.EmptyState(), scaled)
+    (_, backward), late = places(optax.chain(always, optax.sgd(0.1, momentum=0.9)))
     assert Update not in backward
     assert late.count(Update) == 1
     assert late[-1] is Update
