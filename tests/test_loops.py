@@ -199,7 +199,6 @@ def assert_equal(found, expected):
     )
 
 
-@pytest.mark.slow(but=50)
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize(
     "setting",

@@ -285,7 +285,6 @@ def test_rows_are_looked_up_in_themselves(look_up):
     assert not program(fn, (SQUARE, P()), (SQUARE, ROWS)).moves
 
 
-@pytest.mark.slow
 def test_rows_are_looked_up_in_others():
     """The column does not count the rows, or the operand has more of them."""
 
@@ -296,6 +295,16 @@ def test_rows_are_looked_up_in_others():
         return *found, x[ends_alike, y]
 
     run_and_compare(fn, (SQUARE, P()), (SQUARE, ROWS))
+
+
+def test_gradients_of_grouped_convolutions_gather_no_rows():
+    def fn(w, x):
+        conv = functools.partial(lax.conv_general_dilated, window_strides=(1,), padding="SAME")
+        return jax.grad(lambda w: (conv(x, w, feature_group_count=4) ** 2).sum())(w)
+
+    sides = ((8, 2, 3), P()), ((16, 8, 5), ROWS)
+    run_and_compare(fn, *sides)
+    assert {move.kind for move in program(fn, *sides).moves} == {"reduce"}
 
 
 TABLE = (400, 16)
