@@ -18,7 +18,7 @@
 #   make house        rooms, walks and words of the code, beside those of before
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-all     these and the slow ones, hours on two cores
-#   make test-share   of the slow ones one in twenty, others with each commit
+#   make test-share   of the slow ones one in thirty; SHARE=1/30 and so on are the others
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (python3: a JAX that sees it; test dependencies)
 #   make test-like-a-gpu  offload and checkpoints on CPUs that refuse to donate what has a view, as a GPU does
 #   make one-gpu      checks, speed, memory and these tests on one GPU, in nine minutes; goes on where it stopped
@@ -47,6 +47,7 @@ HOUSE_ARGS ?=
 GOLDEN_ARGS ?=
 SAMPLED_ARGS ?= 20000 0 --processes 2
 GPU_PYTHON ?= python3
+SHARE ?= 0/30
 OFFLOAD_ARGS ?=
 # Tracing and compiling small programs is what takes the time, most of it in one thread; a second
 # worker costs a fifth more processor time (references are computed once per worker).
@@ -121,7 +122,7 @@ test-all: .venv/installed
 	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS)
 
 test-share: .venv/installed
-	JZERO_TEST_SHARE=$$((0x$$(git rev-parse --short=4 HEAD 2>/dev/null || echo 0)))/20 $(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+	JZERO_TEST_SHARE=$(SHARE) $(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
 
 # Four processes share the GPU: tracing and compiling is most of their time.
 test-gpu:

@@ -59,7 +59,7 @@ def test_slow_tests_but_for_the_cases_that_are_named(folder):
     assert collected(folder, "-m", "not slow", *named)[0] == ["slow", "some[2-a]"]
     (folder / "test_it.py").write_text(TESTS.replace('["1-a", "2-b"]', "[3]"))
     assert collected(folder, "-m", "not slow")[0] == ["fast", "some[2-b]"]
-    shares = [collected(folder, JZERO_TEST_SHARE=f"{k}/3")[0] for k in (3, 4, 5)]
+    shares = [collected(folder, JZERO_TEST_SHARE=f"{k}/3")[0] for k in range(3)]
     assert sorted(sum(shares, [])) == sorted(everything)
 
 
