@@ -4,7 +4,7 @@
 leaves all but these of its cases, `@pytest.mark.slow(but=[0, 7])` all but the first and the eighth, and
 `@pytest.mark.slow(but=5)` all but five, evenly spread. What is named with `::` runs, slow or not.
 
-`JZERO_TEST_SHARE=3/30` keeps one share in thirty, by a checksum of names: `make test-share` runs slow tests so.
+`JZERO_TEST_SHARE=3/30` keeps one share in thirty, by a checksum of names (`make test-share`).
 """
 
 import zlib

@@ -307,6 +307,16 @@ def test_gradients_of_grouped_convolutions_gather_no_rows():
     assert {move.kind for move in program(fn, *sides).moves} == {"reduce"}
 
 
+def test_random_bits_are_those_of_the_whole_along_any_dim():
+    def fn(w, x):
+        draw = functools.partial(jax.random.uniform, jax.random.key(0))
+        y = jnp.stack([x, -x]).transpose(2, 1, 0)
+        return x.T * draw(x.T.shape), y * draw(y.shape)
+
+    for shape in (SQUARE, (13, 16)):
+        run_and_compare(fn, (SQUARE, P()), (shape, ROWS))
+
+
 TABLE = (400, 16)
 
 
