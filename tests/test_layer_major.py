@@ -241,7 +241,7 @@ def test_large_gradients_leave_as_layers_end():
         part for part in train_step._programs.of(call).step._layered.parts
         if isinstance(part, _layer_parts.LayerLoop)
     )  # fmt: skip
-    assert sorted(v.aval.shape for v in backward.made(_layer_parts.HOSTED)) == [
+    assert sorted(v.aval.shape for v in backward.made(_layer_parts.SENT)) == [
         (LAYERS, width, rows // 2), (LAYERS, rows // 2, width)
     ]  # fmt: skip
 
