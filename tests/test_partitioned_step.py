@@ -421,3 +421,34 @@ print(len(text), hashlib.sha256(text.encode()).hexdigest())
 def test_processes_write_the_same_program():
     found = partitioned.printed_by_processes(PRINTS)
     assert int(found.split()[0]) > 1000
+
+
+def test_places_along_two_axes_are_those_of_the_mesh():
+    """Of rows that are counted, sliced and looked up over both."""
+
+    def step(w, batch):
+        place = jnp.arange(len(batch), dtype=batch.dtype)
+        loss, grad = jax.value_and_grad(lambda w: ((batch @ w).sum(1) * place).mean())(w)
+        return w - 0.01 * grad, (
+            loss,
+            jnp.argmax(batch[:, 0]),
+            batch[3:7],
+            batch[::-1] * place[:, None],
+        )
+
+    w, batch = jnp.ones((16, 4)), batches()[0]
+    new, found = small.shard_train_step(step, mesh=mesh(node=2, local=4))(w, batch)
+    expected, wanted = jax.jit(step)(w, batch)
+    assert_close(found, wanted)
+    assert_close(new, expected)
+
+
+def test_keys_differ_between_the_devices_of_all_axes():
+    def step(w, batch, key):
+        noise = jax.random.uniform(jzero.fold_device_index(key), batch.shape[:1])
+        grad = jax.lax.pmean(jax.grad(lambda w: jnp.mean(batch @ w))(w), ("node", "local"))
+        return w - 0.1 * grad, noise
+
+    train_step = jzero.shard_train_step(step, mesh=mesh(node=2, local=4))
+    _, noise = train_step(jnp.ones((16, 4)), batches()[0], jax.random.key(0))
+    assert len(np.unique(noise)) == 16

@@ -318,3 +318,12 @@ def test_one_bad_row_on_one_device_skips_the_step_on_all(make, stage, num_device
 
 def parameters(state):
     return next(part for part in state if isinstance(part, dict))
+
+
+def test_leaves_that_are_alike_round_apart():
+    tx = jzero.stochastic_rounding(optax.sgd(1e-3))
+    params = {"a": jnp.ones((64, 8), jnp.bfloat16), "b": jnp.ones((64, 8), jnp.bfloat16)}
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    a, b = (np.asarray(x, np.float32) for x in optax.apply_updates(params, updates).values())
+    assert len(np.unique(a)) > 1
+    assert (a != b).any()

@@ -628,3 +628,15 @@ def test_formats_that_cannot_be_obeyed_are_refused(options, error, text):
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
     with pytest.raises(error, match=f"(?s)shard_train_step: {text}"):
         jzero.shard_train_step(step, **options).plan(params, tokens)
+
+
+def test_replicas_along_one_axis_travel_as_codes_and_along_another_exactly():
+    """Over each axis they are summed up once."""
+    mesh = mesh_of(pod=2, node=2, local=2)
+    tokens, options = jnp.arange(48) % 256, dict(param_axes="local", optimizer_axes="local")
+    train_step = jzero.shard_train_step(step, mesh=mesh, reduce_dtype={"node": INT8}, **options)
+    found, _ = trained(train_step, init(), tokens, num=1)
+    expected, _ = trained(jax.jit(step), init(), tokens, num=1)
+    for x, y, before in zip(*map(jax.tree.leaves, (found, expected, init())), strict=True):
+        moved = np.abs(y - before).max()
+        np.testing.assert_allclose(x, y, rtol=0, atol=0.05 * moved)
