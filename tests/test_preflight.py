@@ -280,11 +280,14 @@ def test_parameters_on_the_hosts_cost_a_window(scan):
 @pytest.mark.slow(but=["scanned"])
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 def test_parameters_in_files_cost_what_is_on_its_way(scan):
-    """A device holds what it does with parameters in pinned memory, its host `host_bytes` of them."""
+    """A device holds what it does with parameters in pinned memory, its host `host_bytes` of them.
+
+    But for a few bytes: of files no slice is copied in the program of a turn.
+    """
     window = jzero.NVMe("unused", device_bytes=16 * MIB, host_bytes=16 * MIB)
     found = offloaded(scan, 4, jzero.NVMe("unused"), params=window)
     other = offloaded(scan, 4, jzero.HostCPU())
-    assert found.peak_bytes == other.peak_bytes
+    assert found.peak_bytes == pytest.approx(other.peak_bytes, rel=1e-3)
     params = 4 * 4 * WIDTH**2 // 8
     assert found.host_bytes == other.host_bytes - params + 2 * MIB
     assert not found.report.plan.nbytes_at_rest(tier="pinned_host")
@@ -338,7 +341,7 @@ def test_the_schedule_of_parts_is_that_of_all_their_runs():
 
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 def test_the_time_of_copies_of_parts(scan):
-    """Slices are fetched by programs, which hide behind nothing; whole leaves are copied beside programs."""
+    """Slices are copied in the programs of turns, but for the first ones; whole leaves beside programs."""
     found = offloaded(scan, 4, jzero.HostCPU())
     schedule, host = found.schedule, found.target.host.bandwidth
     assert schedule.step_seconds == pytest.approx(
@@ -350,10 +353,7 @@ def test_the_time_of_copies_of_parts(scan):
     }
     assert schedule.from_host_seconds == pytest.approx(seconds["to device"], rel=1e-3)
     assert schedule.to_host_seconds == pytest.approx(seconds["to host"], rel=1e-3)
-    if scan:
-        assert schedule.exposed_copy_seconds >= schedule.from_host_seconds - 1e-9
-    else:
-        assert 0 < schedule.exposed_copy_seconds < schedule.from_host_seconds
+    assert 0 < schedule.exposed_copy_seconds < schedule.from_host_seconds
     assert "for copies, which take" in " ".join(str(found).split())
 
 
