@@ -127,7 +127,7 @@ def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
         found["programs and copies"] = seen.started
         found["aliased"] = seen.aliased
         found["streamed"] = seen.streamed
-    found["values"] = values(trained)
+    found["values"] = values(trained, family.rounded_to)
     return found
 
 
@@ -395,10 +395,11 @@ def _inner(eqn: Any) -> Iterator[Any]:
                 yield each
 
 
-def values(tree: Any) -> list[str]:
+def values(tree: Any, rounded_to: str | None = None) -> list[str]:
     """Of each leaf its norm, and a sum with weights that no two elements share: one wrong element shows.
 
-    Elements that are not finite are 0 in both, and counted.
+    Elements that are not finite are 0 in both, and counted. Of a step that itself sums in a narrow float all
+    floats are as exact as that: processors differ in the order of its sums.
     """
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -406,7 +407,8 @@ def values(tree: Any) -> list[str]:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         x = np.asarray(leaf)
-        kind = f"{x.dtype}[{','.join(map(str, x.shape))}]"
+        is_rounded = rounded_to is not None and jnp.issubdtype(x.dtype, jnp.floating)
+        kind = f"{rounded_to if is_rounded else x.dtype}[{','.join(map(str, x.shape))}]"
         flat = x.reshape(-1)
         flat = np.concatenate([flat.real, flat.imag]) if np.iscomplexobj(flat) else flat
         flat = flat.astype(np.float64)
