@@ -633,8 +633,10 @@ def test_formats_that_cannot_be_obeyed_are_refused(options, error, text):
 def test_replicas_along_one_axis_travel_as_codes_and_along_another_exactly():
     """Over each axis they are summed up once."""
     mesh = mesh_of(pod=2, node=2, local=2)
-    tokens, options = jnp.arange(48) % 256, dict(param_axes="local", optimizer_axes="local")
-    train_step = jzero.shard_train_step(step, mesh=mesh, reduce_dtype={"node": INT8}, **options)
+    tokens = jnp.arange(48) % 256
+    options: Any = dict(param_axes="local", optimizer_axes="local")
+    reduce_dtype = {"node": INT8}
+    train_step: Any = jzero.shard_train_step(step, mesh=mesh, reduce_dtype=reduce_dtype, **options)
     found, _ = trained(train_step, init(), tokens, num=1)
     expected, _ = trained(jax.jit(step), init(), tokens, num=1)
     for x, y, before in zip(*map(jax.tree.leaves, (found, expected, init())), strict=True):
