@@ -370,3 +370,11 @@ def test_sharded_training_is_that_of_one_device(name: str):
 
     batches = [np.float32(RNG.normal(size=(16, 64))) for _ in range(2)]
     assert_same_training(step, make, batches, stage=3, min_shard_bytes=0)
+
+
+def test_lamb_moves_parameters_that_are_zero_by_the_whole_learning_rate():
+    """Where a norm is 0 the coefficient is 1, and not the least one: biases begin so."""
+    tx = jzero.deepspeed.lamb(0.1, min_coeff=0.01, max_coeff=10.0)
+    zeros = jnp.zeros(4)
+    updates, _ = tx.update(jnp.ones(4), tx.init(zeros), zeros)
+    assert [round(x, 4) for x in updates.tolist()] == [-0.1] * 4
