@@ -173,8 +173,7 @@ def test_with_other_options(scan, recompute, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow)
-               for name in ("transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "maml")),
+    "name", ["transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "maml",
              "mixed_bf16", "batch_norm", "moe_top_k", "microbatch_scan", "pmap_style"])  # fmt: skip
 def test_steps_of_many_kinds(name):
     step = functools.partial(small.shard_train_step, offload_activations=jzero.PinnedHost())
@@ -380,8 +379,7 @@ def test_policies_of_the_step_beside_parameters(scan, recompute):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mixed_bf16", "sam", "microbatch_scan",
-             *(pytest.param(name, marks=pytest.mark.slow)
-               for name in ("transformer_scan_remat", "tied_embeddings", "lstm"))]
+             "transformer_scan_remat", "tied_embeddings", "lstm"]
 )  # fmt: skip
 def test_steps_of_many_kinds_beside_parameters(name):
     parity.check(name, {"data": 4}, functools.partial(small.shard_train_step, **BOTH))

@@ -214,9 +214,7 @@ def test_debug_print(capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["mlp", pytest.param("lstm", marks=pytest.mark.slow), "pmap_style"]
-)
+@pytest.mark.parametrize("name", ["mlp", "lstm", "pmap_style"])
 def test_no_leaks(name):
     """For both ways in which a step is traced: whole, and as written for one device."""
     entry = zoo.get(name)

@@ -168,9 +168,9 @@ def test_equal_to_one_big_batch(name, num_devices, k, stage):
     ("num_devices", "k", "options"),
     [
         (1, 4, dict(stage=0)),
-        pytest.param(4, 4, dict(stage=2), marks=pytest.mark.slow),
+        (4, 4, dict(stage=2)),
         (4, 2, dict(stage=3, gather="once_per_step", reduce="once")),
-        pytest.param(4, 2, dict(stage=3, gather="keep"), marks=pytest.mark.slow),
+        (4, 2, dict(stage=3, gather="keep")),
         (2, 2, dict(stage=3, offload=jzero.PinnedHost(device_bytes=2**20))),
         (2, 2, dict(stage=1, offload=jzero.HostCPU())),
     ],
@@ -181,7 +181,7 @@ def test_clip_with_every_option(num_devices, k, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["clip", pytest.param("simclr", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["clip", "simclr"])
 def test_rows_that_microbatches_do_not_divide(name):
     check(name, 4, 2, rows=27)
 

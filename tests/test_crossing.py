@@ -201,9 +201,8 @@ def test_pieces_that_read_one_gradient_stay_apart():
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [
     dict(stage=1), dict(stage=3, accumulate=2, reduce="once"),
-    *(pytest.param(options, marks=pytest.mark.slow) for options in (
-        dict(stage=3), dict(stage=2, accumulate=2), dict(stage=3, reduce_dtype=F32),
-        dict(stage=3, accumulate=2, accumulate_dtype=BF16))),
+    dict(stage=3), dict(stage=2, accumulate=2), dict(stage=3, reduce_dtype=F32),
+    dict(stage=3, accumulate=2, accumulate_dtype=BF16),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(("tx", "dtype"), [
     (WITH_MASTERS["adamw, clipped"], BF16), (WITH_MASTERS["not finite"], BF16),

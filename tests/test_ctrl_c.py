@@ -126,8 +126,7 @@ def test_interrupted_before_the_first_step(policy, act):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "stride"),
-    [("update", 9), ("save", 41)]
-    + [pytest.param(act, 1, marks=pytest.mark.slow) for act in ("update", "save")],
+    [("update", 9), ("save", 41)] + [(act, 1) for act in ("update", "save")],
 )
 def test_interrupted_where_threads_are_given_work(act, stride):
     """No lock is left that the next update, save or the end of the process would wait for."""

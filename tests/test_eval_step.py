@@ -175,7 +175,7 @@ one_device = functools.cache(jax.jit)
     ("axes", "options"),
     [
         ({"data": 1}, {}),
-        pytest.param({"data": 2}, {}, marks=pytest.mark.slow),
+        ({"data": 2}, {}),
         ({"data": 4}, {"stage": 1}),
         ({"data": 8}, {}),
         ({"data": 8}, {"stage": 0}),

@@ -445,7 +445,7 @@ CHILD = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, 30])
 def test_kill_9(rounds, checkpoints, tmp_path):
     rng = random.Random(0)
     out = tmp_path / "out"

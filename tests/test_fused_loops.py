@@ -644,14 +644,6 @@ STEPS = {
 }  # fmt: skip
 
 
-LONG = (
-    "bfloat16",
-    "bfloat16, remat",
-    "whole",
-    "norms and decay",
-)  # each beside one that differs little
-
-
 class GradPart(Rewritten):
     """The grad part of a step at stage 3, on one device; all floating stacks are streamed."""
 
@@ -707,7 +699,7 @@ def _float32():
 @pytest.mark.usefixtures("_float32")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in STEPS],
+    STEPS,
 )
 def test_grad_parts(name):
     how, dim = STEPS[name]
@@ -729,9 +721,7 @@ def test_grad_parts(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_float32")
-@pytest.mark.parametrize(
-    "name", [pytest.param("transformer_scan", marks=pytest.mark.slow), "transformer_scan_remat"]
-)
+@pytest.mark.parametrize("name", ["transformer_scan", "transformer_scan_remat"])
 def test_grad_parts_of_flax(name):
     entry = zoo.get(name)
     found = GradPart(entry.step, entry.init(), entry.batches(1)[0]).check()

@@ -80,7 +80,7 @@ IN_BFLOAT16 = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in IN_BFLOAT16 else pytest.mark.slow) for name in ENTRIES],
+    ENTRIES,
 )
 def test_bfloat16_comes_in_and_goes_out(name: str):
     assert_same(problem(ENTRIES[name], jnp.bfloat16, jnp.bfloat16), name)

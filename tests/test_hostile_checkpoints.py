@@ -57,9 +57,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "numbers", [SAMPLE, pytest.param([*range(NUM)], marks=pytest.mark.slow)], ids=["some", "all"]
-)
+@pytest.mark.parametrize("numbers", [SAMPLE, [*range(NUM)]], ids=["some", "all"])
 def test_mutated_checkpoints(numbers, tmp_path):
     found = outcomes(tmp_path, numbers)
     counts = collections.Counter(outcome for each in found.values() for outcome in each)

@@ -131,7 +131,7 @@ def test_a_flipped_bit_is_found_before_anything_is_computed_with_it(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stride", [37, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [37, 1])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_ctrl_c_in_any_call(scan: bool, stride: int, tmp_path: Path):
     """Until files are committed the state is as it was, parameters included."""

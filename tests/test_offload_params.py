@@ -118,19 +118,8 @@ def test_it_trains_what_one_device_trains(scan, update, num):
     assert kinds == {"pinned_host"}
 
 
-BY_DEFAULT = {
-    "transformer_scan_remat", "pmap_style", "sam", "per_example_outputs",
-}  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow)
-        for name in zoo.NAMES
-    ],
-)
+@pytest.mark.parametrize("name", zoo.NAMES)
 def test_the_zoo_with_the_smallest_window(name):
     check_with_the_smallest_window(name)
 

@@ -113,18 +113,10 @@ def test_pairs_of_options(name, setting, request):
     check(name, MESHES[setting["mesh"]], **options)
 
 
-# Others are near relatives of these to microbatches.
-KINDS = {
-    "mlp", "transformer_scan_remat", "mixed_bf16", "moe_top_k", "microbatch_scan", "cond_on_gradients",
-    "cond_on_batch", "while_in_update", "pmap_style", "pmap_style_local", "gan", "sam", "maml", "batch_norm",
-    "dropout_typed_key", "per_example_outputs", "nnx_mutating",
-}  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in ENTRIES],
+    ENTRIES,
 )
 def test_accumulation(name):
     check(name, {"data": 4}, stage=3, accumulate=2)

@@ -263,9 +263,7 @@ def flops(lowered: Any) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [separate, stacked], ids=lambda make: make.__name__)
-@pytest.mark.parametrize(
-    ("num", "matrices", "sent"), [(4, 6, 2), pytest.param(8, 12, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("num", "matrices", "sent"), [(4, 6, 2), (8, 12, 2)])
 def test_work_and_traffic(make: Any, num: int, matrices: int, sent: int):
     """One all-to-all there and one back; ceil(M/N) of M matrices' operations, in the compiled program."""
     params, step = make(matrices, 64, 64), make_step(muon)

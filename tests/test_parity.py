@@ -17,28 +17,14 @@ import zoo
 
 STAGES = (0, 1, 2, 3)
 NUM_DEVICES = (1, 2, 4, 8)
-BY_DEFAULT = {(3, 8)}
-# A loss that is a mean of rows.
-IN_ALL_SETTINGS = {"mlp"}
-# A step with collectives of its own.
-IN_SOME_SETTINGS = {("pmap_style", *setting) for setting in zip(STAGES, NUM_DEVICES, strict=True)}
-RELATIVES = {
-    "transformer_scan", "transformer_remat", "lora", "ema", "custom_vjp_attention",
-    "cond_with_constant_branch",
-}  # fmt: skip
 
 
 def settings():
     for name in zoo.NAMES:
         for stage in STAGES:
             for num_devices in NUM_DEVICES:
-                by_default = (
-                    name in IN_ALL_SETTINGS or (name, stage, num_devices) in IN_SOME_SETTINGS
-                )
-                by_default |= name not in RELATIVES and (stage, num_devices) in BY_DEFAULT
-                marks = () if by_default else pytest.mark.slow
                 setting = f"{name}-stage{stage}-{num_devices}devices"
-                yield pytest.param(name, stage, num_devices, marks=marks, id=setting)
+                yield pytest.param(name, stage, num_devices, id=setting)
 
 
 @pytest.mark.slow

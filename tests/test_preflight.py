@@ -534,8 +534,7 @@ def test_a_step_on_another_mesh_is_planned_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
-    ["a100-80gb", "h100", "b200",
-     *(pytest.param(name, marks=pytest.mark.slow) for name in ("b300", "rtx4090", "rtx5090"))],
+    ["a100-80gb", "h100", "b200", "b300", "rtx4090", "rtx5090"],
 )  # fmt: skip
 def test_every_architecture_compiles(target):
     """experiments/targets compiles for every target."""

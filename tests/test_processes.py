@@ -427,7 +427,7 @@ def test_difference_that_nothing_else_notices_keeps_a_checkpoint_from_being_made
     ("scenario", "call"),
     [
         ("differ_and_unshard", 203),
-        pytest.param("differ_slowly_and_unshard", 26, marks=pytest.mark.slow),
+        ("differ_slowly_and_unshard", 26),
     ],
 )
 def test_what_is_looked_at_is_compared(scenario, call, tmp_path):

@@ -27,7 +27,6 @@ from experiments.rivals.zoo import (
 from jzero._compare import to_host
 
 STEPS, DEVICES = 2, 4
-FAST = "Flax GPT", "Llama", "T5", "MoE"
 TINY: dict[str, Row] = {
     "Flax GPT": Row(FlaxGPT(2, 16, 2, 32, 8)),
     "Llama": Row(Llama(2, 16, 4, 2, 32, 32, 8)),
@@ -62,9 +61,7 @@ def new_batch(shapes: Any, seed: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in TINY]
-)
+@pytest.mark.parametrize("name", TINY)
 def test_every_rival_trains_as_one_device(name: str):
     row = TINY[name]
     model = dataclasses.replace(row.model, dtype=jnp.float32)

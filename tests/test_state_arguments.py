@@ -73,14 +73,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-# Of the stages, those that differ most.
-BETWEEN = {"stage 1", "stage 2, accumulate", "stage 3, 1 device"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in BETWEEN else ()) for name in SETTINGS],
+    SETTINGS,
 )
 def test_trains_as_one_device(name):
     train_step = sharded(**SETTINGS[name])

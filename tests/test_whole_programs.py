@@ -30,20 +30,11 @@ import small
 import zoo
 from whole_programs import PROGRAMS
 
-# One of each way to take and return a state, and what compiles soon.
-BY_DEFAULT = {
-    "clip_towers", "cleanrl_dqn", "equinox_vit", "gpt_class", "haiku_classifier", "jmp_loss_scale",
-    "keras_stateless", "maml_stax", "nanodo_trainer", "nnx_loop", "sgld", "svi_class", "wgan_two_steps",
-}  # fmt: skip
-
 
 def settings():
     for name in PROGRAMS:
         for stage, num in ((3, 8), (1, 4)):
-            marks = () if stage == 3 and name in BY_DEFAULT else pytest.mark.slow
-            yield pytest.param(
-                name, stage, num, marks=marks, id=f"{name}-stage{stage}-{num}devices"
-            )
+            yield pytest.param(name, stage, num, id=f"{name}-stage{stage}-{num}devices")
 
 
 @pytest.mark.slow
