@@ -27,7 +27,9 @@ def settings():
                 yield pytest.param(name, stage, num_devices, id=setting)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    but=["mlp-stage1-4devices", "pmap_style-stage2-4devices", "tied_embeddings-stage3-8devices"]
+)
 @pytest.mark.parametrize(("name", "stage", "num_devices"), list(settings()))
 def test_trains_as_on_one_device(name, stage, num_devices):
     parity.check(
