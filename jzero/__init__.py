@@ -17,6 +17,9 @@ from jzero._errors import OptionError as OptionError
 from jzero._errors import ProcessError as ProcessError
 from jzero._errors import StateError as StateError
 from jzero._errors import StepError as StepError
+from jzero._option_groups import Axes as Axes
+from jzero._option_groups import Comm as Comm
+from jzero._option_groups import Microbatches as Microbatches
 from jzero._shard_eval_step import ShardedEvalStep as ShardedEvalStep
 from jzero._shard_eval_step import shard_eval_step as shard_eval_step
 from jzero._shard_train_step import shard_train_step as shard_train_step
@@ -27,6 +30,7 @@ from jzero.checkpoint._restore import restore as restore
 from jzero.deepspeed._translate import from_deepspeed as from_deepspeed
 from jzero.offload._nvme import NVMe as NVMe
 from jzero.offload._policy import HostCPU as HostCPU
+from jzero.offload._policy import Memory as Memory
 from jzero.offload._policy import NoOffload as NoOffload
 from jzero.offload._policy import PinnedHost as PinnedHost
 from jzero.offload.memory._leaf_array import LeafArray as LeafArray
@@ -37,6 +41,9 @@ from jzero.reports._bandwidth import BandwidthReport as BandwidthReport
 from jzero.reports._bandwidth import bandwidth as bandwidth
 from jzero.reports._estimate import Estimate as Estimate
 from jzero.reports._estimate import estimate as estimate
+from jzero.reports._numbers import BytesPerParam as BytesPerParam
+from jzero.reports._numbers import Rates as Rates
+from jzero.reports._numbers import Workload as Workload
 from jzero.tracing._eqx import from_eqx as from_eqx
 from jzero.tracing._keys import fold_device_index as fold_device_index
 from jzero.tracing._local import groups as groups
