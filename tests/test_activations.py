@@ -26,6 +26,7 @@ from jzero.sharding.analysis import _residuals
 from jzero.sharding.cut import _layer_parts
 from jzero.sharding.plan import _host_memory
 from jzero.tracing import _jaxpr
+from small import grouped
 
 LAYERS, WIDTH, ROWS, STEPS = 4, 16, 16, 4
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
@@ -113,7 +114,9 @@ def check(scan, recompute, axes=None, **options):
     num = parity.num_devices(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:num])
     step = make_step(scan, recompute)
-    train_step = small.shard_train_step(step, mesh=mesh, in_specs={"key": jax.P()}, **options)
+    train_step = small.shard_train_step(
+        step, mesh=mesh, in_specs={"key": jax.P()}, **grouped(**options)
+    )
     state, losses = train_step.shard(new_state(), *batches()[0]), []
     for batch in batches():
         state, loss = train_step(state, *batch)
@@ -176,7 +179,9 @@ def test_with_other_options(scan, recompute, options):
     "name", ["transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "maml",
              "mixed_bf16", "batch_norm", "moe_top_k", "microbatch_scan", "pmap_style"])  # fmt: skip
 def test_steps_of_many_kinds(name):
-    step = functools.partial(small.shard_train_step, offload_activations=jzero.PinnedHost())
+    step = functools.partial(
+        small.shard_train_step, memory=jzero.Memory(activations=jzero.PinnedHost())
+    )
     parity.check(name, {"data": 4}, step)
 
 
@@ -211,9 +216,11 @@ def shapes_on_host(atoms):
 def test_stacks_are_on_the_host_between_the_loops(stage):
     """One stack, of block inputs; the forward loop makes it there, the backward loop reads it there."""
     train_step = small.shard_train_step(
-        make_step(True, "blocks"), stage=stage, in_specs={"key": jax.P()},
-        offload_activations=jzero.PinnedHost(),
-    )  # fmt: skip
+        make_step(True, "blocks"),
+        stage=stage,
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
+    )
     stack = (LAYERS, ROWS // 8, WIDTH)
     forward, backward = loops_on_host(traced(train_step))
     assert forward[1] == [stack]
@@ -226,9 +233,11 @@ def test_stacks_are_on_the_host_between_the_loops(stage):
 def test_a_turn_fetches_for_the_next_one():
     """What a backward turn computes with comes out of its carry, not out of the host's stack."""
     train_step = small.shard_train_step(
-        make_step(True, "blocks"), stage=2, in_specs={"key": jax.P()},
-        offload_activations=jzero.PinnedHost(),
-    )  # fmt: skip
+        make_step(True, "blocks"),
+        stage=2,
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
+    )
     loops = [e for e in equations(traced(train_step).jaxpr) if e.primitive.name == "scan"]
     body = _jaxpr.scan_parts(loops[1]).body
     fetched = [e.outvars[0] for e in body.eqns
@@ -242,9 +251,10 @@ def test_a_turn_fetches_for_the_next_one():
 @pytest.mark.slow
 def test_values_of_unrolled_layers_leave_and_come_back():
     train_step = small.shard_train_step(
-        make_step(False, "blocks"), in_specs={"key": jax.P()},
-        offload_activations=jzero.PinnedHost(),
-    )  # fmt: skip
+        make_step(False, "blocks"),
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
+    )
     moved = [e for e in equations(traced(train_step).jaxpr) if _jaxpr.changes_memory(e)]
     away = [e for e in moved if _jaxpr.is_on_host(e.outvars[0].aval)]
     shape = (ROWS // 8, WIDTH)
@@ -256,7 +266,9 @@ def test_values_of_unrolled_layers_leave_and_come_back():
 @pytest.mark.slow
 def test_the_pass_is_printed():
     train_step = small.shard_train_step(
-        make_step(True, "blocks"), in_specs={"key": jax.P()}, offload_activations=jzero.PinnedHost()
+        make_step(True, "blocks"),
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
     )
     program = functools.partial(train_step.program, new_state(), *batches()[0])
     assert "<host>" not in str(program(after="tiles"))
@@ -268,9 +280,10 @@ def test_values_wait_for_those_before(monkeypatch, limit):
     """What an unrolled forward pass goes on with waits for copies to the host, if they are many bytes."""
     monkeypatch.setattr(_residuals, "ON_THEIR_WAY", limit)
     train_step = small.shard_train_step(
-        make_step(False, "blocks"), in_specs={"key": jax.P()},
-        offload_activations=jzero.PinnedHost(),
-    )  # fmt: skip
+        make_step(False, "blocks"),
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
+    )
     jaxpr = train_step.program(new_state(), *batches()[0], after="activations").jaxpr
     barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
     waits = [e for e in barriers if not _jaxpr.is_on_host(e.invars[0].aval)
@@ -309,7 +322,7 @@ def test_a_stack_that_is_read_whole():
     x, _ = batches()[0]
     expected = jax.device_get(jax.jit(step)(params, x))
     for options in (BOTH, {"offload_activations": jzero.PinnedHost()}):
-        train_step = small.shard_train_step(step, **options)
+        train_step = small.shard_train_step(step, **grouped(**options))
         stack, *_ = train_step.plan(params, x).activations
         assert (stack.shape, stack.turns) == ((LAYERS, ROWS // 8, WIDTH), 1)
         params_there, loss = train_step(train_step.shard(params), x)
@@ -382,7 +395,7 @@ def test_policies_of_the_step_beside_parameters(scan, recompute):
              "transformer_scan_remat", "tied_embeddings", "lstm"]
 )  # fmt: skip
 def test_steps_of_many_kinds_beside_parameters(name):
-    parity.check(name, {"data": 4}, functools.partial(small.shard_train_step, **BOTH))
+    parity.check(name, {"data": 4}, functools.partial(small.shard_train_step, **grouped(**BOTH)))
 
 
 def layered(train_step):
@@ -395,7 +408,7 @@ def test_coming_defaults_keep_what_waits():
     """JAX's own names of values become other equations."""
     with samples.switched_on("jax_remat3"):
         train_step = small.shard_train_step(
-            make_step(True, "blocks"), in_specs={"key": jax.P()}, **BOTH
+            make_step(True, "blocks"), in_specs={"key": jax.P()}, **grouped(**BOTH)
         )
         assert layered(train_step)._cut.waiting
 
@@ -426,7 +439,7 @@ def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little,
     monkeypatch.setattr(Execution, "_fetched", counted_fetch)
     options = BOTH | ({"offload_params": little_room(scan)} if little else {})
     train_step = small.shard_train_step(
-        make_step(scan, recompute), in_specs={"key": jax.P()}, **options
+        make_step(scan, recompute), in_specs={"key": jax.P()}, **grouped(**options)
     )
     state = train_step.shard(new_state(), *batches()[0])
     report = train_step.describe(state, *batches()[0])
@@ -459,9 +472,11 @@ def test_no_program_makes_and_reads_what_waits():
 @pytest.mark.slow
 def test_describe_lists_them():
     train_step = small.shard_train_step(
-        make_step(True, "blocks"), accumulate=2, in_specs={"key": jax.P()},
-        offload_activations=jzero.PinnedHost(),
-    )  # fmt: skip
+        make_step(True, "blocks"),
+        microbatches=2,
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
+    )
     found = train_step.describe(new_state(), *batches()[0])
     text = " ".join(str(found).split())
     assert (
@@ -484,7 +499,9 @@ def test_describe_lists_them():
 def test_what_is_on_the_host_makes_another_plan():
     steps = [
         small.shard_train_step(
-            make_step(True, "blocks"), in_specs={"key": jax.P()}, offload_activations=policy
+            make_step(True, "blocks"),
+            in_specs={"key": jax.P()},
+            memory=jzero.Memory(activations=policy),
         )
         for policy in (jzero.NoOffload(), jzero.PinnedHost())
     ]
@@ -546,7 +563,9 @@ def test_padded_rows_with_policies_of_the_step():
     ids=str,
 )
 def test_the_policy(policy, text):
-    make = functools.partial(jzero.shard_train_step, make_step(True), offload_activations=policy)
+    make = functools.partial(
+        jzero.shard_train_step, make_step(True), memory=jzero.Memory(activations=policy)
+    )
     if text is None:
         assert "<host>" not in str(traced(make(in_specs={"key": jax.P()})))
         return
@@ -570,7 +589,7 @@ def test_gpus_of_which_xla_is_wrong(monkeypatch, recompute, options, error, text
     monkeypatch.setattr(_host_memory, "RIGHT_SINCE", (99, 0))
     monkeypatch.setattr(_host_memory, "platform_of", lambda mesh: "gpu")
     step = make_step(True, recompute)
-    train_step = small.shard_train_step(step, in_specs={"key": jax.P()}, **options)
+    train_step = small.shard_train_step(step, in_specs={"key": jax.P()}, **grouped(**options))
     with pytest.raises(error, match=re.escape(text)) as caught:
         train_step.plan(new_state(), *batches()[0])
     assert "Use JAX 0.11.1 or newer" in str(caught.value)
@@ -589,7 +608,7 @@ def test_gpus_of_which_xla_is_wrong_move_whole_arrays(monkeypatch, options, refu
     monkeypatch.setattr(_host_memory, "RIGHT_SINCE", (99, 0))
     monkeypatch.setattr(_host_memory, "platform_of", lambda mesh: "gpu")
     train_step = small.shard_train_step(
-        make_step(True, "blocks"), in_specs={"key": jax.P()}, **BOTH, **options
+        make_step(True, "blocks"), in_specs={"key": jax.P()}, **grouped(**BOTH, **options)
     )
     if not refused:
         assert train_step.plan(new_state(), *batches()[0]).activations

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import small
 import zoo
+from small import grouped
 from zoo.calls import (
     CASES,
     TX,
@@ -50,7 +51,9 @@ def same_training(train_step: Any, reference: Any, *args: Any, num_steps: int = 
 @pytest.mark.parametrize("name", CASES)
 def test_calls_like_jit(name):
     case = CASES[name]
-    train_step = small.shard_train_step(case.step, in_specs=case.in_specs, **case.options)
+    train_step = small.shard_train_step(
+        case.step, in_specs=case.in_specs, **grouped(**case.options)
+    )
     same_training(train_step, jax.jit(case.step, **case.options), *case.args, **case.kwargs)
 
 
@@ -93,7 +96,7 @@ def test_keys_of_a_written_step_are_folded_with_the_device(make_key):
     def step(state, x, y, key):
         return pmapped("batch")(state, x * jax.random.bernoulli(key, 0.5, x.shape), y)
 
-    train_step = small.shard_train_step(step, axis_name="batch")
+    train_step = small.shard_train_step(step, axes=jzero.Axes(axis_name="batch"))
     same_training(train_step, jax.jit(zoo.on_shards(step, 8, "batch")), X, Y, make_key(5))
 
 
@@ -116,7 +119,9 @@ def pmapped(axis_name: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("shape", [{"data": 8}, {"node": 2, "local": 4}], ids=str)
 def test_own_axis_name(shape):
     step = pmapped("batch")
-    train_step = small.shard_train_step(step, axis_name="batch", mesh=make_mesh(shape))
+    train_step = small.shard_train_step(
+        step, axes=jzero.Axes(axis_name="batch"), mesh=make_mesh(shape)
+    )
     same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="batch")), X, Y)
 
 
@@ -221,7 +226,7 @@ def test_no_leaks(name):
     (batch,) = entry.batches(1)
     state = entry.init()
     with jax.checking_leaks():
-        _, metrics = small.shard_train_step(entry.step, **entry.options)(state, *batch)
+        _, metrics = small.shard_train_step(entry.step, **grouped(**entry.options))(state, *batch)
     assert np.isfinite(metrics["loss"])
 
 
@@ -386,7 +391,7 @@ def test_unplaced_state_survives():
 def test_what_was_unsharded_is_kept(offload, num_devices):
     """The best parameters so far, of which some rest whole: the next step does not consume them."""
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    train_step = small.shard_train_step(train, mesh=mesh, stage=1, offload=offload)
+    train_step = small.shard_train_step(train, mesh=mesh, stage=1, memory=offload)
     state, _ = train_step(make_state(), X, Y)
     best = train_step.unshard(state)
     expected = zoo.to_host(best)
@@ -444,7 +449,7 @@ def test_later_calls_trace_nothing(name):
     """Also with the `step=0` of a fresh TrainState."""
     entry = zoo.get(name)
     step, runs = counting(entry.step)
-    train_step = small.shard_train_step(step, **entry.options)
+    train_step = small.shard_train_step(step, **grouped(**entry.options))
     (batch,) = entry.batches(1)
     state, _ = train_step(entry.init(), *batch)
     first = len(runs)

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import jzero
 import small
+from small import grouped
 
 X = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
 
@@ -34,7 +35,7 @@ def test_static_arguments_of_other_types(how):
     def scaled(w, x, n):
         return w + {bool: 3.0, int: 1.0, float: 7.0}[type(n)] * jnp.mean(x)
 
-    train_step = small.shard_train_step(scaled, **how)
+    train_step = small.shard_train_step(scaled, **grouped(**how))
     w = expected = jnp.ones((16, 8))
     for n in (1, True, 1.0, 1, True):
         w = train_step(w, X, n=n) if "static_argnames" in how else train_step(w, X, n)
@@ -94,7 +95,7 @@ def test_a_leaf_on_the_host_or_in_files_twice(tier, tmp_path):
         return {**step_fn(state, x), "best": state["best"]}
 
     offload = jzero.HostCPU() if tier == "host" else jzero.NVMe(tmp_path)
-    train_step = small.shard_train_step(with_best, offload=offload)
+    train_step = small.shard_train_step(with_best, memory=offload)
     state = expected = {**new_state(), "best": new_state()["m"]}
     state = train_step(train_step.shard(state, X), X)
     with pytest.raises(jzero.StateError, match=r"state\['m'\] is the array of state\['best'\]"):

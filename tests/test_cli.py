@@ -89,7 +89,11 @@ def test_json_has_the_numbers_of_estimate():
         output("estimate", "--params", "1T", *arguments, *dtypes, "--memory", "80GB", "--json")
     )
     expected = jzero.estimate(
-        "1T", mesh={"node": 8, "local": 8}, param_axes="local", accumulate=2, reduce_dtype="float32"
+        "1T",
+        devices={"node": 8, "local": 8},
+        axes=jzero.Axes(params="local"),
+        microbatches=2,
+        comm=jzero.Comm(reduce_dtype="float32"),
     )
     (stage,) = found["stages"]
     assert found["num_params"] == 10**12
@@ -120,7 +124,7 @@ def test_json_of_all_stages():
 )
 def test_offload_as_json(flags, policy):
     found = json.loads(output(*SMALL, "--stage", "2", "--offload", *flags, "--json"))
-    expected = jzero.estimate("7.5B", devices=64, stage=2, offload=policy)
+    expected = jzero.estimate("7.5B", devices=64, stage=2, memory=policy)
     (stage,) = found["stages"]
     assert [tuple(row.values()) for row in stage["memory"]] == list(expected.memory)
     crossings = [(*x[:-1], x.each_turn) for x in expected.crossings]
@@ -195,11 +199,20 @@ def test_tiers_of_one_stage_as_json():
     rates = ("--interconnect", "350GB/s", "--host-update", "4GB/s")
     (stage,) = json.loads(output(*SMALL, *INFINITY, *kept, *TIMED, *rates, "--json"))["stages"]
     expected = jzero.estimate(
-        "7.5B", devices=64, offload=jzero.HostCPU(), offload_params=jzero.PinnedHost(2**31),
-        offload_activations=jzero.PinnedHost(), layers=65, width=3072, accumulate=4, layer_major=True,
-        tokens="8K", peak="989TFLOP/s", pcie="55GB/s", interconnect="350GB/s", host_update="4GB/s",
-        tile_bytes=2**26,
-    )  # fmt: skip
+        "7.5B",
+        devices=64,
+        memory=jzero.Memory(
+            optimizer=jzero.HostCPU(),
+            params=jzero.PinnedHost(2**31),
+            activations=jzero.PinnedHost(),
+        ),
+        workload=jzero.Workload(layers=65, width=3072, tokens="8K"),
+        microbatches=jzero.Microbatches(4, order="layer"),
+        rates=jzero.Rates(
+            peak="989TFLOP/s", pcie="55GB/s", interconnect="350GB/s", host_update="4GB/s"
+        ),
+        comm=jzero.Comm(tile_bytes=2**26),
+    )
     for name, value in expected.to_dict().items():
         if name in stage:
             assert stage[name] == json.loads(json.dumps(value)), name
@@ -218,8 +231,7 @@ def test_the_time_of_all_stages():
     header, *rows = [row for row in cells(output(*SMALL, *rates)) if len(row) in (8, 9)]
     assert header[-2:] == ["step", "compute"]
     times = [
-        jzero.estimate("7.5B", devices=64, stage=stage, tokens=8000, peak="989TFLOP/s",
-                       interconnect="350GB/s").time for stage in range(4)
+        jzero.estimate("7.5B", devices=64, stage=stage, workload=jzero.Workload(tokens=8000), rates=jzero.Rates(peak="989TFLOP/s", interconnect="350GB/s")).time for stage in range(4)
     ]  # fmt: skip
     assert [row[-1] for row in rows] == [f"{time.efficiency:.0%}" for time in times if time]
 
@@ -340,7 +352,10 @@ def test_the_model_of_a_configuration(tmp_path):
     flags = ("estimate", "--config", str(file), "--devices", "8")
     found = json.loads(output(*flags, "--offload-activations", "--tokens", "8K", "--json"))
     expected = jzero.estimate(
-        config=LLAMA_7B, devices=8, offload_activations=jzero.PinnedHost(), tokens=8000
+        LLAMA_7B,
+        devices=8,
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
+        workload=jzero.Workload(tokens=8000),
     )
     assert found["num_params"] == expected.num_params == 6_738_415_616
     assert found["stages"][3]["total"] == expected.total
@@ -529,7 +544,7 @@ def step_fn(state, batch):
 def steps(tmp_path_factory):
     """Steps 1 and 3 of a padded state, with a data iterator."""
     path = tmp_path_factory.mktemp("steps")
-    train_step = jzero.shard_train_step(step_fn, min_shard_bytes=0)
+    train_step = jzero.shard_train_step(step_fn, axes=jzero.Axes(min_shard_bytes=0))
     w = jax.random.normal(jax.random.key(0), (101, 67))
     state = {"w": w, "mu": w, "count": jnp.int32(0)}
     state = train_step(state, jnp.ones((8, 101)))

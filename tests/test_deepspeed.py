@@ -15,6 +15,7 @@ import pytest
 
 import jzero
 from jzero.deepspeed import _table
+from small import grouped
 from test_cli import run
 
 CONFIGS = pathlib.Path(__file__).parent / "deepspeed_configs"
@@ -541,7 +542,7 @@ def test_a_translated_step_trains():
 
     w, x = jnp.ones((64, 32), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
     whole, _ = jax.jit(step)((w, tx.init(w)), x)
-    train_step = jzero.shard_train_step(step, mesh=mesh, **found.options)
+    train_step = jzero.shard_train_step(step, mesh=mesh, **grouped(**found.options))
     state, _ = train_step((w, tx.init(w)), x)
     assert state[0].sharding.spec in (jax.P("local"), jax.P("local", None))
     ours = train_step.unshard(state)[0]

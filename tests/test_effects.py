@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import small
+from small import grouped
 
 ROWS, DIM = 16, 4
 CALLS: list[tuple[str, list[np.ndarray]]] = []
@@ -228,7 +229,7 @@ def drawn():
 def test_as_under_jit(name, num, accumulate):
     w, x = drawn()
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
-    step = small.shard_train_step(STEPS[name], mesh=mesh, accumulate=accumulate)
+    step = small.shard_train_step(STEPS[name], mesh=mesh, microbatches=accumulate)
     found, told = trained(step, w, x)
     expected, calls = trained(jax.jit(STEPS[name]), w, x)
     assert_alike(found, expected)
@@ -266,7 +267,7 @@ def test_passes_keep_the_order(options):
     """Layers are pipelined: the last one stands behind the loop."""
     ws, x = np.random.default_rng(0).normal(size=(3, DIM, DIM)), drawn()[1]
     mesh = jax.make_mesh((8,), ("data",))
-    step = small.shard_train_step(in_stacked_layers, mesh=mesh, **options)
+    step = small.shard_train_step(in_stacked_layers, mesh=mesh, **grouped(**options))
     found, told = trained(step, ws, x)
     expected, calls = trained(jax.jit(in_stacked_layers), ws, x)
     tolerance = 1e-5 if "reduce_dtype" in options else 1e-9

@@ -11,6 +11,7 @@ import programs
 import small
 from jzero._quantities import parse_bytes, parse_count, readable_count
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
+from small import grouped
 
 MODEL = programs.Model(remat=True)
 STATE = programs.abstract_state(MODEL)
@@ -55,9 +56,13 @@ def by_op(traffic):
 def test_a_real_step_is_as_estimated(stage, axes, options):
     """Adam on float32 parameters: bytes at rest, traffic to the element, and the accumulator."""
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    train_step = small.shard_train_step(programs.train_step, stage=stage, mesh=mesh, **options)
+    train_step = small.shard_train_step(
+        programs.train_step, stage=stage, mesh=mesh, **grouped(**options)
+    )
     found = train_step.describe(STATE, TOKENS)
-    expected = jzero.estimate(PSI, mesh=mesh, stage=stage, precision="float32", **options)
+    expected = jzero.estimate(
+        PSI, stage=stage, precision="float32", **grouped(mesh=mesh, **options)
+    )
     assert by_op(found.traffic) == by_op(expected.traffic)
     resting = {row.role: row.per_device for row in found.memory}
     counters = 2 * 4  # step and count, int32 scalars
@@ -148,10 +153,13 @@ def test_bytes_of_one_gpt2():
 )
 @pytest.mark.parametrize("memory", [1, 12_345, "1GB", "80GiB"])
 def test_the_largest_model_fits_and_no_larger_one(options, memory):
-    num, num_bytes = jzero.estimate(1, **options).largest_model(memory), parse_bytes(memory)
+    num, num_bytes = (
+        jzero.estimate(1, **grouped(**options)).largest_model(memory),
+        parse_bytes(memory),
+    )
     assert num_bytes is not None
-    assert jzero.estimate(num + 1, **options).total > num_bytes
-    assert num == 0 or jzero.estimate(num, **options).total <= num_bytes
+    assert jzero.estimate(num + 1, **grouped(**options)).total > num_bytes
+    assert num == 0 or jzero.estimate(num, **grouped(**options)).total <= num_bytes
 
 
 # -- what is printed -------------------------------------------------------------------------------
@@ -159,7 +167,7 @@ def test_the_largest_model_fits_and_no_larger_one(options, memory):
 
 def test_what_gradients_mean_is_said():
     def text(**options):
-        return " ".join(str(jzero.estimate("1B", devices=8, **options)).split())
+        return " ".join(str(jzero.estimate("1B", devices=8, **grouped(**options))).split())
 
     assert "in shards: reduced as they are produced" in text(stage=2)
     assert "whole, as the paper counts; jzero reduces them as they are" in text(stage=1)
@@ -231,7 +239,12 @@ def test_readable_counts():
 def test_model_parallelism_divides_what_a_device_has_and_moves(stage):
     one, eight = (
         jzero.estimate(
-            "8B", devices=64, stage=stage, model_parallel=k, tokens="8K", peak="1TFLOP/s"
+            "8B",
+            devices=64,
+            stage=stage,
+            model_parallel=k,
+            workload=jzero.Workload(tokens="8K"),
+            rates=jzero.Rates(peak="1TFLOP/s"),
         )
         for k in (1, 8)
     )
@@ -257,7 +270,9 @@ def test_model_parallelism_divides_what_a_device_has_and_moves(stage):
     ids=str,
 )
 def test_model_parallelism_divides_what_hosts_have(options):
-    one, eight = (jzero.estimate("8B", devices=64, model_parallel=k, **options) for k in (1, 8))
+    one, eight = (
+        jzero.estimate("8B", devices=64, model_parallel=k, **grouped(**options)) for k in (1, 8)
+    )
     assert eight.hosted_bytes * 8 == one.hosted_bytes
     for of_one, of_eight in zip(one.crossings, eight.crossings, strict=True):
         assert of_eight.nbytes * 8 == of_one.nbytes
@@ -293,7 +308,7 @@ def test_model_parallelism_divides_what_hosts_have(options):
 )  # fmt: skip
 def test_numbers_that_cannot_be(args, text):
     with pytest.raises(ValueError, match="estimate: ") as caught:
-        jzero.estimate(**{"num_params": "7.5B", "devices": 8, **args})
+        jzero.estimate(**grouped(**{"num_params": "7.5B", "devices": 8, **args}))
     assert isinstance(caught.value, jzero.JzeroError)
     for part in text:
         assert part in str(caught.value)

@@ -17,6 +17,7 @@ from jzero._quantities import (
 )
 from jzero.reports import _formulas
 from jzero.reports._step_time import StepTime
+from small import grouped
 
 PSI = 10**9
 PARAMS = jzero.PinnedHost(2**30)
@@ -34,7 +35,7 @@ def estimate(**options: Any) -> jzero.Estimate:
     defaults: dict[str, Any] = {"offload": jzero.HostCPU(), "offload_params": PARAMS}
     if "mesh" not in options:
         defaults["devices"] = 8
-    return jzero.estimate(PSI, **defaults | options)
+    return jzero.estimate(PSI, **grouped(**defaults | options))
 
 
 def time_of(found: jzero.Estimate) -> StepTime:
@@ -87,7 +88,7 @@ UP, DOWN = "to device", "to host"
 )  # fmt: skip
 def test_what_crosses(options, expected):
     """Bytes for each parameter of an eighth."""
-    found = by_way(estimate(**options).crossings)
+    found = by_way(estimate(**grouped(**options)).crossings)
     assert found == {key: size * PSI // 8 for key, size in expected.items()}
 
 
@@ -95,22 +96,24 @@ def test_what_crosses(options, expected):
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_activations_cross_twice(offload, accumulate):
     """ZeRO-Infinity, section 3: 2 bytes for each token, layer and element of its input."""
-    found = jzero.estimate(PSI, devices=8, offload=offload, accumulate=accumulate, **KEPT)
+    found = jzero.estimate(
+        PSI, devices=8, **grouped(offload=offload, accumulate=accumulate, **KEPT)
+    )
     nbytes = 2 * 4096 * 24 * 2048
     assert by_way(found.crossings)[DOWN, "activation"] == nbytes
     assert by_way(found.crossings)[UP, "activation"] == nbytes
     assert rows(found)["activation"] == (0, nbytes // accumulate, False)
-    in_float32 = jzero.estimate(PSI, devices=8, precision="float32", **KEPT)
+    in_float32 = jzero.estimate(PSI, devices=8, precision="float32", **grouped(**KEPT))
     assert by_way(in_float32.crossings)[UP, "activation"] == 2 * nbytes
 
 
 def test_layer_major_keeps_the_activations_of_all_microbatches():
-    found = estimate(accumulate=4, layer_major=True, **KEPT)
+    found = estimate(**grouped(accumulate=4, layer_major=True, **KEPT))
     assert rows(found)["activation"] == (0, 2 * 4096 * 24 * 2048, False)
 
 
 def test_layer_major_gathers_and_reduces_once():
-    plain, each, once = (estimate(**options) for options in (
+    plain, each, once = (estimate(**grouped(**options)) for options in (
         {}, {"accumulate": 4}, {"accumulate": 4, "layer_major": True}))  # fmt: skip
     assert once.traffic == plain.traffic
     assert each.elements("all-gather") == 4 * once.elements("all-gather") == 8 * PSI
@@ -122,7 +125,7 @@ def test_layer_major_gathers_and_reduces_once():
 
 def test_no_model_state_is_on_the_device_but_the_window():
     small, large = (
-        jzero.estimate(n, devices=8, offload=jzero.HostCPU(), offload_params=PARAMS)
+        jzero.estimate(n, devices=8, memory=jzero.Memory(optimizer=jzero.HostCPU(), params=PARAMS))
         for n in (PSI, 100 * PSI)
     )
     assert rows(small) == {
@@ -139,18 +142,21 @@ def test_no_model_state_is_on_the_device_but_the_window():
 def test_a_window_is_no_larger_than_what_visits():
     """A shard, and all of it gathered; on one device nothing is gathered."""
     wide = jzero.PinnedHost(2**40)
-    assert estimate(offload_params=wide).total == 2 * PSI // 8 + 2 * PSI
-    assert estimate(offload_params=wide, devices=1).total == 2 * PSI
+    assert estimate(memory=jzero.Memory(params=wide)).total == 2 * PSI // 8 + 2 * PSI
+    assert estimate(memory=jzero.Memory(params=wide), devices=1).total == 2 * PSI
 
 
 def test_accumulators_stay_on_the_device_unless_layers_come_once():
-    each, once = (estimate(accumulate=4, layer_major=flag) for flag in (False, True))
+    each, once = (
+        estimate(microbatches=jzero.Microbatches(4, order="layer" if flag else "microbatch"))
+        for flag in (False, True)
+    )
     assert rows(each)["accumulator"] == (4 * PSI // 8, 0, False)
     assert "accumulator" not in rows(once)
 
 
 def test_state_that_visits_has_a_window_of_its_own():
-    found = estimate(offload=jzero.PinnedHost(2**20))
+    found = estimate(memory=jzero.PinnedHost(2**20))
     assert rows(found)["visiting optimizer state"] == (2**20, 0, False)
     assert found.total == 2**20 + 2**30
 
@@ -160,7 +166,7 @@ def test_the_host_bounds_the_largest_model():
     found = estimate()
     num = found.largest_model("80GB", host_memory="160GB")
     assert num == 8 * 160 * 10**9 // 16
-    with_state = estimate(offload=jzero.NoOffload())
+    with_state = estimate(memory=jzero.NoOffload())
     assert with_state.largest_model("80GB", "160GB") == with_state.largest_model("80GB")
 
 
@@ -170,7 +176,7 @@ def test_the_host_bounds_the_largest_model():
 def test_the_arithmetic_of_pinned_parameters():
     """Over 55 GB/s and at 989 TFLOP/s: 2 bytes hide behind 2 operations, in the backward pass behind 6."""
     for num in (1, 8, 64):
-        found = time_of(estimate(devices=num, **RATES))
+        found = time_of(estimate(devices=num, **grouped(**RATES)))
         whole = 989e12 / 55e9
         assert found.hides_from == {
             "forward pass": math.ceil(whole / num),
@@ -178,7 +184,7 @@ def test_the_arithmetic_of_pinned_parameters():
         }
         # Of a whole step 4 bytes come, and 8 operations run: about 9000 tokens over the devices.
         assert 4 / 8 * whole == pytest.approx(8991, abs=1)
-    plain = time_of(estimate(recompute=False, **RATES))
+    plain = time_of(estimate(**grouped(recompute=False, **RATES)))
     assert plain.hides_from["backward pass"] == math.ceil(989e12 / 55e9 / 2 / 8)
 
 
@@ -190,10 +196,10 @@ def test_the_arithmetic_of_pinned_parameters():
 )  # fmt: skip
 def test_what_hides_from_so_many_tokens_does_and_from_fewer_does_not(options):
     def exposed(name, tokens):
-        parts = time_of(estimate(**{**RATES, **options, "tokens": tokens})).parts
+        parts = time_of(estimate(**grouped(**{**RATES, **options, "tokens": tokens}))).parts
         return next(part.exposed for part in parts if part.name == name)
 
-    for name, least in time_of(estimate(**RATES | options)).hides_from.items():
+    for name, least in time_of(estimate(**grouped(**RATES | options))).hides_from.items():
         assert least is not None
         assert least > 1
         assert exposed(name, least) == 0
@@ -203,14 +209,14 @@ def test_what_hides_from_so_many_tokens_does_and_from_fewer_does_not(options):
 def test_what_grows_with_the_tokens_never_hides_behind_a_thin_layer():
     """Per token 2 * 24 * 2048 bytes of activations, and 2 * 10**6 operations."""
     kept = {**KEPT, "offload": jzero.NoOffload(), "offload_params": jzero.NoOffload()}
-    found = time_of(jzero.estimate("1M", devices=8, **RATES | kept))
+    found = time_of(jzero.estimate("1M", devices=8, **grouped(**RATES | kept)))
     assert found.hides_from == {"forward pass": None, "backward pass": None}
     assert "forward pass moves more for each token than hides" in " ".join(str(found).split())
 
 
 def test_what_grows_with_the_tokens_hides_behind_a_wide_layer():
     kept = {**KEPT, "offload": jzero.NoOffload(), "offload_params": jzero.NoOffload()}
-    found = time_of(estimate(**RATES | kept))
+    found = time_of(estimate(**grouped(**RATES | kept)))
     assert found.hides_from == {"forward pass": 0, "backward pass": 0}
     assert "forward pass hides all that it moves, with any number of tokens." in " ".join(
         str(found).split()
@@ -229,7 +235,7 @@ def test_what_grows_with_the_tokens_hides_behind_a_wide_layer():
 def test_every_byte_has_its_time(options):
     """Over all parts, what crosses and what devices exchange."""
     rates = {**RATES, "interconnect": "350GB/s"}
-    found = estimate(**rates | options)
+    found = estimate(**grouped(**rates | options))
     seconds: dict[str, float] = {}
     for part in time_of(found).parts:
         for way, time in part.ways.items():
@@ -260,7 +266,7 @@ def test_every_byte_has_its_time(options):
     ids=lambda given: str({k: sorted(v) if isinstance(v, set) else v for k, v in given.items()}),
 )  # fmt: skip
 def test_what_crosses_in_which_part(options, expected):
-    found = time_of(estimate(**RATES | options))
+    found = time_of(estimate(**grouped(**RATES | options)))
     assert {part.name: set(part.ways) for part in found.parts} == expected
 
 
@@ -279,13 +285,13 @@ def test_what_crosses_in_which_part(options, expected):
 def test_what_devices_exchange_in_which_part(options, expected):
     """Seconds for a whole value in 16 bits."""
     rates: Any = {"tokens": 1, "peak": 1, "interconnect": 2 * PSI}
-    found = time_of(jzero.estimate(PSI, devices=8, **rates | options))
+    found = time_of(jzero.estimate(PSI, devices=8, **grouped(**rates | options)))
     assert {p.name: p.ways["between devices"] for p in found.parts if p.ways} == expected
 
 
 def test_an_all_reduce_is_two_passes():
     rates: Any = {"tokens": 1, "peak": 10**12, "interconnect": 10**9}
-    found = time_of(jzero.estimate(PSI, devices=8, stage=0, recompute=False, **rates))
+    found = time_of(jzero.estimate(PSI, devices=8, stage=0, **grouped(recompute=False, **rates)))
     parts = {part.name: part.ways for part in found.parts}
     assert parts == {"forward pass": {}, "backward pass": {"between devices": 4.0}}
     assert found.compute == 6e9 / 1e12
@@ -294,14 +300,16 @@ def test_an_all_reduce_is_two_passes():
 def test_sums_over_replicas_that_travel_as_codes_are_part_of_the_backward_pass():
     axes: Any = {"mesh": {"node": 2, "local": 4}, "param_axes": "local", "optimizer_axes": "local"}
     rates: Any = {"tokens": 1, "peak": 10**12, "interconnect": 10**9}
-    found = time_of(jzero.estimate(PSI, **axes, reduce_dtype={"node": jnp.int8}, **rates))
+    found = time_of(
+        jzero.estimate(PSI, **grouped(reduce_dtype={"node": jnp.int8}, **axes, **rates))
+    )
     assert [part.name for part in found.parts if part.ways] == ["forward pass", "backward pass"]
 
 
 def test_parts_of_a_step():
     """All ways at the same time: the slowest of them counts, and what compute hides does not."""
     rates = {"peak": "100TFLOP/s", "pcie": "10GB/s", "host_update": "50GB/s"}
-    found = time_of(estimate(tokens=1000, **rates))
+    found = time_of(estimate(**grouped(tokens=1000, **rates)))
     forward, backward, update = found.parts
     assert (forward.compute, backward.compute, update.compute) == (0.02, 0.06, 0)
     assert forward.ways == {UP: 0.025}
@@ -321,7 +329,8 @@ def test_a_delayed_update_hides_behind_the_passes():
         "offload_params": jzero.NoOffload(),
     }
     slow, fast = (
-        time_of(estimate(host_update=r, **policies, **rates)) for r in ("10GB/s", "50GB/s")
+        time_of(estimate(**grouped(host_update=r, **policies, **rates)))
+        for r in ("10GB/s", "50GB/s")
     )
     assert (fast.exposed, fast.seconds) == (0, pytest.approx(0.08))
     assert slow.exposed == pytest.approx(0.15 - 0.08)
@@ -330,7 +339,7 @@ def test_a_delayed_update_hides_behind_the_passes():
 def test_with_nothing_hidden_it_is_the_formula_of_the_paper():
     """Section 4, for the bytes that jzero moves: two fetches and a gradient, 6 bytes and 8 operations."""
     tokens, bandwidth, peak = 4096, 55e9, 989e12
-    found = time_of(estimate(devices=1, **RATES | {"tokens": tokens}))
+    found = time_of(estimate(devices=1, **grouped(**RATES | {"tokens": tokens})))
     expected = _formulas.efficiency(8 * tokens / 6, bandwidth, peak)
     assert found.efficiency_in_turn == pytest.approx(expected)
     # As the paper counts, a third fetch for the computation that runs again: 8 bytes.
@@ -347,7 +356,9 @@ def test_the_formula_solved_for_the_bandwidth():
 
 
 def test_what_is_printed_fits_and_is_in_the_dict():
-    found = estimate(accumulate=2, **RATES | KEPT, interconnect="350GB/s", host_update="4GB/s")
+    found = estimate(
+        **grouped(accumulate=2, interconnect="350GB/s", host_update="4GB/s", **RATES | KEPT)
+    )
     for width in (80, 60):
         assert max(map(len, found.lines(width))) <= width
     text = " ".join(str(found).split())
@@ -365,7 +376,11 @@ def test_what_is_printed_fits_and_is_in_the_dict():
 
 
 def test_a_rate_that_is_not_given_is_said():
-    text = " ".join(str(estimate(tokens="8K", peak="989TFLOP/s")).split())
+    text = " ".join(
+        str(
+            estimate(workload=jzero.Workload(tokens="8K"), rates=jzero.Rates(peak="989TFLOP/s"))
+        ).split()
+    )
     assert "No time is counted for: to host, to device, between devices, host update." in text
     assert "time" not in estimate().to_dict()
 
@@ -451,7 +466,7 @@ PINNED = jzero.PinnedHost()
 )  # fmt: skip
 def test_what_cannot_be_estimated(args, text):
     with pytest.raises(jzero.OptionError) as caught:
-        estimate(**args)
+        estimate(**grouped(**args))
     assert text in str(caught.value)
 
 

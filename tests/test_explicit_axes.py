@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import small
 import zoo
+from small import grouped
 
 TX = optax.adam(1e-2)
 MESHES = {"data": ((8,), ("data",)), "data and model": ((4, 2), ("data", "model"))}
@@ -65,7 +66,7 @@ def sharded(mesh, given, **options):
     if has_model:
         options |= dict(auto_specs=AUTO_SPECS, axis_names="data")
     options |= dict(mesh=None if given == "set_mesh" else mesh)
-    return small.shard_train_step(step_of(constrain), **options)
+    return small.shard_train_step(step_of(constrain), **grouped(**options))
 
 
 def around(mesh, given):
@@ -237,7 +238,7 @@ def test_layouts_of_a_step_s_own(layout, given):
     mesh = explicit("data and model")
     step = step_of(lambda h: LAYOUTS[layout](h, mesh))
     with around(mesh, given), pytest.raises(jzero.StepError) as raised:
-        small.shard_train_step(step, mesh=mesh, axis_names="data").plan(init(), X)
+        small.shard_train_step(step, mesh=mesh, axes="data").plan(init(), X)
     text = f"{raised.value}"
     assert "a layout over Explicit mesh axes at " in text
     assert "test_explicit_axes.py:" in text
@@ -257,9 +258,7 @@ TAKEN = {
 @pytest.mark.parametrize("layout", [slow("constraint"), slow("auto_axes"), "explicit_axes"])
 def test_layouts_that_are_constraints(layout):
     mesh = explicit("data and model")
-    train_step = small.shard_train_step(
-        step_of(TAKEN[layout]), mesh=mesh, axis_names="data", stage=3
-    )
+    train_step = small.shard_train_step(step_of(TAKEN[layout]), mesh=mesh, axes="data", stage=3)
     state, outs = train_step(init(), X)
     plain = step_of(jnp.sin if "axes" in layout else lambda h: h)
     close([state, outs], jax.jit(plain)(init(), X))

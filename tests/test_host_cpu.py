@@ -12,6 +12,7 @@ import parity
 import small
 import test_optimizers
 from optimizers import ENTRIES
+from small import grouped
 from test_offload import SETTINGS, optimizer_names, step_names
 
 pytest.importorskip("llvmlite")
@@ -44,7 +45,7 @@ def rounded(name: str) -> list[Any]:
 def train(name: str, num: int) -> None:
     entry, mesh = ENTRIES[name], jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     step_fn, batches = optimizers.make_step(entry), optimizers.make_batches(entry.poisoned)
-    train_step = small.shard_train_step(step_fn, mesh=mesh, offload=jzero.HostCPU())
+    train_step = small.shard_train_step(step_fn, mesh=mesh, memory=jzero.HostCPU())
     state: Any = train_step.shard(optimizers.make_state(entry), batches[0])
     expected = rounded(name) if name in ROUNDED else test_optimizers.one_device(name)
     for i, (batch, wanted) in enumerate(zip(batches, expected, strict=True)):
@@ -68,7 +69,7 @@ def test_optimizers_train_as_on_one_device(name: str):
 
 
 def check(name: str, axes: dict[str, int], policy: jzero.HostCPU, **options: Any) -> None:
-    sharded = functools.partial(small.shard_train_step, offload=policy, **options)
+    sharded = functools.partial(small.shard_train_step, **grouped(offload=policy, **options))
     parity.check(name, axes, sharded, options)
 
 

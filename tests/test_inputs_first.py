@@ -19,6 +19,7 @@ from experiments.rivals.models.llama import Llama
 from jzero._compare import differences
 from jzero.segments import _partitioned, _programs
 from jzero.tracing import _jaxpr
+from small import grouped
 
 VOCAB, WIDTH, TX = 48, 16, optax.adam(1e-2)
 
@@ -127,7 +128,9 @@ HEAD = 4 * VOCAB * WIDTH
 @pytest.mark.parametrize(("limit", "first"), [(HEAD - 1, True), (HEAD, False)])
 def test_a_gathered_matrix_is_read_before_its_gradient_is_made(limit, first, tied):
     train_step = small.shard_train_step(
-        functools.partial(step, tied=tied), mesh=AbstractMesh((8,), ("data",)), prefetch_bytes=limit
+        functools.partial(step, tied=tied),
+        mesh=AbstractMesh((8,), ("data",)),
+        comm=jzero.Comm(prefetch_bytes=limit),
     )
     state = jax.eval_shape(make_state)
     eqns = [*equations(program(train_step, state, tokens_of(16)).jaxpr)]
@@ -159,7 +162,7 @@ def test_a_gradient_does_not_wait_for_another_pass():
         return w - grad, (loss, jnp.mean((x @ w) ** 4))
 
     train_step = small.shard_train_step(
-        step_fn, mesh=AbstractMesh((8,), ("data",)), prefetch_bytes=1
+        step_fn, mesh=AbstractMesh((8,), ("data",)), comm=jzero.Comm(prefetch_bytes=1)
     )
     shapes = (
         jax.ShapeDtypeStruct((WIDTH, VOCAB), "float32"),
@@ -175,7 +178,7 @@ def test_no_collective_more_or_less():
     state, num = jax.eval_shape(make_state), []
     for limit in (1, HEAD):
         train_step = small.shard_train_step(
-            step, mesh=AbstractMesh((8,), ("data",)), prefetch_bytes=limit
+            step, mesh=AbstractMesh((8,), ("data",)), comm=jzero.Comm(prefetch_bytes=limit)
         )
         found = train_step.describe(state, tokens_of(16))
         # The table, as large as the head, is only looked up in: of it rows and places are exchanged.
@@ -222,7 +225,7 @@ def test_trains_the_same(options, how, num, tmp_path):
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     step_fn = functools.partial(step, **options)
     with jax.enable_x64(not in_files):
-        train_step = small.shard_train_step(step_fn, mesh=mesh, **how)
+        train_step = small.shard_train_step(step_fn, mesh=mesh, **grouped(**how))
         mine, effects = two_steps(train_step, train_step.init(make_state))
         theirs, expected = two_steps(jax.jit(step_fn), make_state())
     assert [*differences(mine, theirs, "step")] == []
@@ -252,7 +255,7 @@ def test_the_head_and_its_gradient_are_not_there_together(monkeypatch):
     state = jax.eval_shape(model.init, jax.random.key(0))
 
     def peak():
-        train_step = jzero.shard_train_step(model.step, prefetch_bytes=2**26)
+        train_step = jzero.shard_train_step(model.step, comm=jzero.Comm(prefetch_bytes=2**26))
         return jzero.preflight(train_step, state, model.batch(64), topology="8x8").peak_bytes
 
     ordered = peak()

@@ -18,6 +18,7 @@ import zoo
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.cut import _layer_parts
 from jzero.sharding.passes import _order
+from small import grouped
 
 SCAN = pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 
@@ -78,9 +79,14 @@ def test_everything_at_once(scan, tx, options, monkeypatch):
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     policy = jzero.PinnedHost(device_bytes=options.get("device_bytes", 2**14))
     train_step = small.shard_train_step(
-        model.make_step(scan, tx), mesh=mesh, offload=jzero.HostCPU(), offload_params=policy,
-        **{name: x for name, x in options.items() if name != "device_bytes"},
-    )  # fmt: skip
+        model.make_step(scan, tx),
+        mesh=mesh,
+        **grouped(
+            offload=jzero.HostCPU(),
+            offload_params=policy,
+            **{name: x for name, x in options.items() if name != "device_bytes"},
+        ),
+    )
     state = train_step.init(lambda: model.new_state(scan, 4, tx))
     expected, step = model.new_state(scan, 4, tx), jax.jit(model.make_step(scan, tx))
     for i in range(3):
@@ -168,9 +174,10 @@ def step_of(loss_fn):
 def shard(loss_fn, num=4, device_bytes=2**14, **options):
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     return small.shard_train_step(
-        step_of(loss_fn), mesh=mesh, offload_params=jzero.PinnedHost(device_bytes=device_bytes),
-        **options,
-    )  # fmt: skip
+        step_of(loss_fn),
+        mesh=mesh,
+        **grouped(offload_params=jzero.PinnedHost(device_bytes=device_bytes), **options),
+    )
 
 
 @functools.cache
@@ -229,9 +236,11 @@ def test_large_gradients_leave_as_layers_end():
 
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     train_step = small.shard_train_step(
-        step_of(loss_fn), mesh=mesh, offload=jzero.HostCPU(), accumulate=2, layer_major=True,
-        offload_params=jzero.PinnedHost(device_bytes=2**30),
-    )  # fmt: skip
+        step_of(loss_fn),
+        mesh=mesh,
+        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost(device_bytes=2**30)),
+        microbatches=jzero.Microbatches(2, order="layer"),
+    )
     rows = 2 * _order.SMALLEST_GROUP // (LAYERS * width * 4)
     layers = {"up": (LAYERS, width, rows), "down": (LAYERS, rows, width)}
     params = {"layers": {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in layers.items()}}
@@ -341,7 +350,7 @@ def test_it_is_layered_for_evaluations_too():
 def test_refused_by_name(options, text):
     given = {"accumulate": 2, "layer_major": True, "offload_params": jzero.PinnedHost()} | options
     with pytest.raises(jzero.OptionError, match=re.escape(text)):
-        small.shard_train_step(step_of(tied), **given)
+        small.shard_train_step(step_of(tied), **grouped(**given))
 
 
 def test_gradients_of_a_tied_weight_do_not_wait_for_each_other():
@@ -370,7 +379,11 @@ def test_prints_of_microbatches_are_refused():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     policy = jzero.PinnedHost(device_bytes=2**14)
     train_step = small.shard_train_step(
-        step, mesh=mesh, axis_name="batch", offload_params=policy, accumulate=2, layer_major=True
+        step,
+        mesh=mesh,
+        axes=jzero.Axes(axis_name="batch"),
+        memory=jzero.Memory(params=policy),
+        microbatches=jzero.Microbatches(2, order="layer"),
     )
     with pytest.raises(
         jzero.OptionError, match="layer_major, and a debug_(print|callback).*Drop layer_major, or"

@@ -19,6 +19,7 @@ import jzero
 from jzero.segments import _program
 from jzero.sharding.plan import _options
 from jzero.targets._target import TARGETS
+from small import grouped
 
 W = jnp.ones((8, 8))
 X = jnp.ones((16, 8))
@@ -52,7 +53,7 @@ def refuses(error, text, fn, *args, **kwargs):
 
 
 def sharded(fn=step, **options):
-    return jzero.shard_train_step(fn, **options)
+    return jzero.shard_train_step(fn, **grouped(**options))
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ def test_axis_name_is_one_of_several():
         with pytest.raises(ValueError, match="It is the one name"):
             sharded(axis_name=name)
     with pytest.raises(ValueError, match="A mesh axis is called by a text"):
-        jzero.shard_train_step(lambda w, x: w, axis_names=3)  # type: ignore[call-overload]
+        jzero.shard_train_step(lambda w, x: w, axes=3)  # type: ignore[call-overload]
 
 
 def test_mesh_of_other_devices_than_the_context():

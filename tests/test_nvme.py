@@ -24,6 +24,7 @@ import zoo
 from jzero.checkpoint import _writing
 from jzero.offload.nvme._aligned import pages
 from optimizers import ENTRIES
+from small import grouped
 from test_host_cpu import NEEDS_OTHER_DEVICES, ROUNDED, rounded
 from test_offload import BATCH, SETTINGS, TX, make_step, new_state, optimizer_names, step_names
 
@@ -47,7 +48,7 @@ def in_files(tree: Any) -> list[jzero.LeafArray]:
 def on(num: int, folder: Any, tx: Any = TX, policy: Any = None, **options: Any) -> Any:
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     return small.shard_train_step(
-        make_step(tx), mesh=mesh, offload=policy or on_disk(folder), **options
+        make_step(tx), mesh=mesh, **grouped(offload=policy or on_disk(folder), **options)
     )
 
 
@@ -79,7 +80,9 @@ def settings() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("axes", "options"), list(settings()))
 def test_settings_train_as_on_one_device(axes: Any, options: Any, tmp_path: Path):
-    sharded = functools.partial(small.shard_train_step, offload=on_disk(tmp_path), **options)
+    sharded = functools.partial(
+        small.shard_train_step, **grouped(offload=on_disk(tmp_path), **options)
+    )
     parity.check("mlp", axes, sharded, options)
 
 
@@ -87,7 +90,7 @@ def test_settings_train_as_on_one_device(axes: Any, options: Any, tmp_path: Path
 @pytest.mark.parametrize("name", list(some(step_names(), STEPS_BY_DEFAULT)))
 def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
     parity.check(
-        name, {"data": 4}, functools.partial(small.shard_train_step, offload=on_disk(tmp_path))
+        name, {"data": 4}, functools.partial(small.shard_train_step, memory=on_disk(tmp_path))
     )
 
 
@@ -98,7 +101,7 @@ def test_optimizers_train_as_on_one_device(name: str, tmp_path: Path):
     """Or are refused: what is not elementwise is never half in files."""
     entry, mesh = ENTRIES[name], jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     step_fn, batches = optimizers.make_step(entry), optimizers.make_batches(entry.poisoned)
-    train_step = small.shard_train_step(step_fn, mesh=mesh, offload=on_disk(tmp_path))
+    train_step = small.shard_train_step(step_fn, mesh=mesh, memory=on_disk(tmp_path))
     state: Any = optimizers.make_state(entry)
     if name in NOT_ELEMENTWISE:
         with pytest.raises(
@@ -139,7 +142,8 @@ def test_it_is_the_update_of_the_host_to_the_bit(
 @pytest.mark.slow
 def test_activations_wait_on_the_host_too(tmp_path: Path):
     sharded = functools.partial(
-        small.shard_train_step, offload=on_disk(tmp_path), offload_activations=jzero.PinnedHost()
+        small.shard_train_step,
+        memory=jzero.Memory(optimizer=on_disk(tmp_path), activations=jzero.PinnedHost()),
     )
     parity.check("transformer_scan_remat", {"data": 4}, sharded)
 
@@ -163,7 +167,9 @@ def test_parameters_on_the_hosts(num: int, scan: bool, options: Any, tmp_path: P
     params, mesh = infinity, jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     step = params.make_step(scan, params.CLIPPED)
     one, other = (
-        small.shard_train_step(step, mesh=mesh, offload=policy, offload_params=PARAMS, **options)
+        small.shard_train_step(
+            step, mesh=mesh, **grouped(offload=policy, offload_params=PARAMS, **options)
+        )
         for policy in (on_disk(tmp_path), jzero.HostCPU())
     )
     start = params.new_state(scan, 4, params.CLIPPED)
@@ -276,7 +282,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest
     for i, num in enumerate((2, 2, 8)):  # The first also has what is made once.
         step_fn, init = deep(num)
         policy = on_disk(tmp_path, host_bytes=host_bytes)
-        train_step = small.shard_train_step(step_fn, offload=policy)
+        train_step = small.shard_train_step(step_fn, memory=policy)
         train_step(train_step.shard(init(), x), x)  # All is compiled.
         tracemalloc.start()
         state = train_step(train_step.init(init), x)

@@ -563,7 +563,7 @@ def test_a_dtype_that_no_kernel_has_is_refused_once(tmp_path: Path):
 
     with jax.enable_x64(True):
         w = jnp.ones((64, 64))
-        train_step = small.shard_train_step(step_fn, offload=on_disk(tmp_path))
+        train_step = small.shard_train_step(step_fn, memory=on_disk(tmp_path))
         with pytest.raises(jzero.OptionError) as error:
             train_step.plan((w, w), jnp.ones((8, 64)))
     assert re.search(
@@ -592,9 +592,7 @@ def test_buffers_must_hold_tiles(tmp_path: Path):
         return {"w": state["w"] - sum(many), "m": many}
 
     state = {"w": jnp.ones((64, 16)), "m": [jnp.ones((64, 16))] * 100}
-    train_step = small.shard_train_step(
-        step_fn, offload=jzero.NVMe(tmp_path, host_bytes=HOST_BYTES)
-    )
+    train_step = small.shard_train_step(step_fn, memory=jzero.NVMe(tmp_path, host_bytes=HOST_BYTES))
     with pytest.raises(jzero.OptionError, match=rf"host_bytes={HOST_BYTES} hold 2 tiles"):
         train_step(state, BATCH)
     assert not list(tmp_path.rglob("*.tiles"))

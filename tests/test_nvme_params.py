@@ -19,6 +19,7 @@ import zoo
 from jzero.offload._file_reads import FileReads
 from jzero.offload._file_run import FileRun
 from jzero.offload.memory._pinned_pool import PinnedPool
+from small import grouped
 from test_nvme import in_files
 from test_nvme_faults import end_of_process
 from test_offload import step_names
@@ -47,7 +48,9 @@ def mesh_of(axes: dict[str, int]) -> Any:
 def on(axes: dict[str, int], step: Any, folder: Any, **options: Any) -> Any:
     names = ("device_bytes", "host_bytes", "in_place", "gradients")
     own = {name: options.pop(name) for name in names if name in options}
-    return small.shard_train_step(step, mesh=mesh_of(axes), **policies(folder, **own), **options)
+    return small.shard_train_step(
+        step, mesh=mesh_of(axes), **grouped(**policies(folder, **own), **options)
+    )
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -89,7 +92,9 @@ def test_it_trains_what_one_device_trains(
     window = jzero.PinnedHost(device_bytes=options.pop("device_bytes", DEVICE_BYTES))
     options.pop("in_place", None)
     other = small.shard_train_step(
-        step, mesh=mesh_of(axes), offload=jzero.HostCPU(), offload_params=window, **options
+        step,
+        mesh=mesh_of(axes),
+        **grouped(offload=jzero.HostCPU(), offload_params=window, **options),
     )
     start = new_state(scan, 4, CLIPPED)
     state, same = one.shard(start, batch(0)), other.shard(start, batch(0))
@@ -129,7 +134,9 @@ def test_masters_in_half_precision_on_eight_devices(tmp_path: Path):
     window = jzero.PinnedHost(device_bytes=DEVICE_BYTES * 4)
     one = on({"data": 8}, step, tmp_path, device_bytes=DEVICE_BYTES * 4)
     other = small.shard_train_step(
-        step, mesh=mesh_of({"data": 8}), offload=jzero.HostCPU(), offload_params=window
+        step,
+        mesh=mesh_of({"data": 8}),
+        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=window),
     )
     start = params, tx.init(params)
     state, same, alone = one.shard(start, x), other.shard(start, x), start
@@ -388,7 +395,9 @@ ZOO = {"transformer_scan_remat", "mixed_bf16", "cond_on_gradients"}
 def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
     def shard(step: Any, mesh: Any, **options: Any) -> Any:
         bounds = {"device_bytes": 2**24, "host_bytes": 2**24}
-        return small.shard_train_step(step, mesh=mesh, **policies(tmp_path, **bounds), **options)
+        return small.shard_train_step(
+            step, mesh=mesh, **grouped(**policies(tmp_path, **bounds), **options)
+        )
 
     parity.check(name, {"data": 4}, shard)
 
@@ -424,7 +433,7 @@ def test_resume_brings_parameters_back(guarded: bool, tmp_path: Path):
 
     def train_step() -> Any:
         options = policies(tmp_path, resume=True)
-        return small.shard_train_step(step, mesh=mesh_of({"data": 2}), **options)
+        return small.shard_train_step(step, mesh=mesh_of({"data": 2}), **grouped(**options))
 
     one = train_step()
     state: Any = one.shard(new_state(True, 4, tx), batch(0))
@@ -482,7 +491,9 @@ def test_evaluations_read_the_files_of_a_training(num: int, tmp_path: Path):
 @pytest.mark.parametrize("num", [1, 8])
 def test_evaluations_of_what_is_not_trained_have_files_of_their_own(num: int, tmp_path: Path):
     policy = policies(tmp_path)["offload_params"]
-    eval_step = jzero.shard_eval_step(forward, mesh=mesh_of({"data": num}), offload_params=policy)
+    eval_step = jzero.shard_eval_step(
+        forward, mesh=mesh_of({"data": num}), memory=jzero.Memory(params=policy)
+    )
     start = {"params": new_state(True, 4, CLIPPED)["params"]}
     placed = eval_step.shard(start)
     assert in_files(placed)
@@ -515,7 +526,7 @@ def test_refused_by_name(what: str):
     given, text = REFUSED[what]
     options = {"offload": jzero.NVMe("/run"), "offload_params": jzero.NVMe("/run")} | given
     with pytest.raises(jzero.OptionError, match=re.escape(text)):
-        jzero.shard_train_step(make_step(True, CLIPPED), **options)
+        jzero.shard_train_step(make_step(True, CLIPPED), **grouped(**options))
 
 
 def test_too_little_room_on_the_devices_names_the_policy(tmp_path: Path):
@@ -533,9 +544,10 @@ def test_device_bytes_are_a_number():
 
 def test_evaluations_that_are_refused():
     pinned = small.shard_train_step(
-        make_step(True, CLIPPED), offload=jzero.HostCPU(), offload_params=jzero.PinnedHost()
+        make_step(True, CLIPPED),
+        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost()),
     )
     with pytest.raises(jzero.OptionError, match="those of the train step are PinnedHost"):
-        jzero.shard_eval_step(forward, like=pinned, offload_params=jzero.NVMe("/run"))
+        jzero.shard_eval_step(forward, like=pinned, memory=jzero.Memory(params=jzero.NVMe("/run")))
     with pytest.raises(jzero.OptionError, match="Drop resume, in_place and gradients"):
-        jzero.shard_eval_step(forward, offload_params=jzero.NVMe("/run", resume=True))
+        jzero.shard_eval_step(forward, memory=jzero.Memory(params=jzero.NVMe("/run", resume=True)))

@@ -15,6 +15,7 @@ import jzero
 import small
 import zoo
 from jzero._compare import TOLERANCES
+from small import grouped
 from test_nnx import FLOAT64, Net, X, _double, adam_of, doubled, mesh_of, mutating_step  # noqa: F401
 
 nnx_jit: Any = nnx.jit
@@ -56,7 +57,7 @@ def test_objects_are_mutated_as_by_nnx_jit(num_devices, stage, options):
     own, objects = make(), make()
     expected = run(nnx_jit(train_step), own, [X, X + 0.1, X])
     sharded = small.shard_train_step(
-        nnx_jit(train_step), stage=stage, mesh=mesh_of(num_devices), **options
+        nnx_jit(train_step), stage=stage, mesh=mesh_of(num_devices), **grouped(**options)
     )
     results = run(sharded, objects, [X, X + 0.1, X])
     zoo.assert_trees_close(
@@ -161,7 +162,7 @@ def test_a_scan_hands_variables_through_an_evaluation():
         return nnx.remat(nnx.Linear.__call__)(layer, x)
 
     model = layers(nnx.Rngs(0))
-    eval_step: Any = jzero.shard_eval_step(forward, axis_names="data", mesh=mesh_of(8))
+    eval_step: Any = jzero.shard_eval_step(forward, axes="data", mesh=mesh_of(8))
     eval_step.shard(model)
     kernel = model.kernel.get_value()
     np.testing.assert_allclose(eval_step(model, X), forward(layers(nnx.Rngs(0)), jnp.asarray(X)))
@@ -244,7 +245,7 @@ def test_a_step_that_returns_another_object_takes_them_as_pytrees(options):
     model: Any = nnx.Linear(8, 8, rngs=nnx.Rngs(0), **FLOAT64)
     kernel = model.kernel.get_value()
     expected, _ = jax.jit(step)(model, X)
-    new, _ = small.shard_train_step(step, **options)(model, X)
+    new, _ = small.shard_train_step(step, **grouped(**options))(model, X)
     assert new is not model
     assert model.kernel.get_value() is kernel
     assert_same(new, expected)
@@ -281,7 +282,7 @@ def test_gradients_that_wait_are_applied_in_the_objects():
 
     own, given = objects(), objects()
     policy = jzero.HostCPU(delayed_update=True, delay_after=0)
-    sharded = small.shard_train_step(step, offload=policy)
+    sharded = small.shard_train_step(step, memory=policy)
     sharded(*given, X)
     assert sharded.flush(given) is given
     nnx_jit(step)(*own, X)
@@ -303,12 +304,14 @@ def test_what_preflight_asks_of_other_batches():
 def test_objects_under_a_mesh_of_explicit_axes(options):
     """They themselves are trained, evaluated, placed, flushed and made whole, and not copies of them."""
     own, objects = make(), make()
-    alone = small.shard_train_step(train_step, **options) if options else nnx_jit(train_step)
+    alone = (
+        small.shard_train_step(train_step, **grouped(**options)) if options else nnx_jit(train_step)
+    )
     run(alone, own, [X, X])
     if options:
         alone.flush(own)
     mesh = jax.make_mesh((8,), ("data",))  # Explicit, as JAX makes them.
-    sharded = small.shard_train_step(train_step, **options)
+    sharded = small.shard_train_step(train_step, **grouped(**options))
     with jax.set_mesh(mesh):
         model, optimizer, *rest = objects
         sharded.shard(objects)
@@ -367,7 +370,7 @@ def test_objects_that_a_step_replaces(how):
 
 def refuses(pattern, step, *args, error=jzero.StepError, **options):
     with pytest.raises(error, match=pattern):
-        small.shard_train_step(step, **options)(*args)
+        small.shard_train_step(step, **grouped(**options))(*args)
 
 
 def linear() -> Any:
@@ -417,7 +420,7 @@ def test_state_beside_objects_which_from_nnx_can_take():
         step, model, opt_state, X,
     )  # fmt: skip
     step_fn, state = jzero.from_nnx(step, model)
-    sharded = small.shard_train_step(step_fn, state_argnames=("state", "opt_state"))
+    sharded = small.shard_train_step(step_fn, state=("state", "opt_state"))
     new, (new_opt_state, _) = sharded(state, opt_state, X)
     expected, _ = nnx_jit(step)(model, opt_state, X)
     zoo.assert_trees_close(

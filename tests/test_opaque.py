@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 import gpu_compiler
 import jzero
 import small
+from small import grouped
 
 ROWS, DIM = 32, 4
 GATHERED = "nothing says that its rows are apart; jzero.per_example promises it"
@@ -49,7 +50,7 @@ def gathered(fn, w=W, x=X, tolerance=1e-9, **options):
         (loss, y), grads = jax.value_and_grad(loss_fn, has_aux=True)(w)
         return w - grads, {"loss": loss, "y": y}
 
-    train_step = small.shard_train_step(step, stage=3, **options)
+    train_step = small.shard_train_step(step, stage=3, **grouped(**options))
     report = train_step.describe(w, x)
     expected = jax.jit(step)(w, x)
     found = train_step(train_step.shard(w), x)
@@ -168,7 +169,9 @@ def test_each_device_gives_the_host_its_own_rows():
 def test_without_a_promise_rows_are_gathered_and_the_edit_is_named():
     assert gathered(lambda w, x: softsign(x @ w)) == [("pure_callback", GATHERED)] * 2
     text = rf"pure_callback at .*test_opaque\.py.*{re.escape(GATHERED)}"
-    step = small.shard_train_step(lambda w, x: (w, softsign(x)), max_gather_bytes=100)
+    step = small.shard_train_step(
+        lambda w, x: (w, softsign(x)), comm=jzero.Comm(max_gather_bytes=100)
+    )
     with pytest.raises(jzero.StepError, match=text):
         step(W, X)
 
@@ -382,7 +385,7 @@ def calls_of_whole_rows(w, x):
 
 
 def test_a_call_of_the_rows_of_all_microbatches_in_a_loop():
-    found = small.shard_train_step(calls_of_whole_rows, accumulate=2)(W, X)
+    found = small.shard_train_step(calls_of_whole_rows, microbatches=2)(W, X)
     expected = jax.jit(calls_of_whole_rows)(W, X)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-12)
 

@@ -17,6 +17,7 @@ import parity
 import small
 import zoo
 from jzero.sharding.analysis import _residuals
+from small import grouped
 
 MESHES = {
     "1": {"data": 1}, "2": {"data": 2}, "4": {"data": 4}, "8": {"data": 8},
@@ -95,7 +96,9 @@ def _small_activations_move(monkeypatch):
 
 
 def check(name, axes, **options):
-    parity.check(name, axes, functools.partial(small.shard_train_step, **options), options)
+    parity.check(
+        name, axes, functools.partial(small.shard_train_step, **grouped(**options)), options
+    )
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
+import jzero
 import small
 from jzero.testing import Tolerance, assert_same_training
+from small import grouped
 
 VOCABULARY, WIDTH, BATCH, TOKENS = 512, 32, 16, 4
 
@@ -87,7 +89,9 @@ def moved(look_up, vocabulary=VOCABULARY, width=WIDTH, **options):
     """Elements of the table that are gathered and reduced, and of rows that are exchanged."""
     tx = optax.adamw(1e-2)
     mesh = AbstractMesh((8,), ("data",))
-    step = small.shard_train_step(functools.partial(train_step, look_up, tx), mesh=mesh, **options)
+    step = small.shard_train_step(
+        functools.partial(train_step, look_up, tx), mesh=mesh, **grouped(**options)
+    )
     params = jax.eval_shape(functools.partial(params_of, vocabulary, width))
     report = step.describe((params, jax.eval_shape(tx.init, params)), batches()[0])
     found = [c for c in report.traffic if "table" in c.leaf and not c.dtype.startswith("int")]
@@ -115,9 +119,12 @@ def test_rows_travel_and_are_added_up_in_other_dtypes(reduce_dtype):
     step = functools.partial(train_step, once, tx)
     with jax.enable_x64(True):
         assert_same_training(
-            step, lambda: (params_of(), tx.init(params_of())), batches(),
-            reduce_dtype=jnp.dtype(reduce_dtype), tolerance=Tolerance(1e-2, 1e-2),
-        )  # fmt: skip
+            step,
+            lambda: (params_of(), tx.init(params_of())),
+            batches(),
+            comm=jzero.Comm(reduce_dtype=jnp.dtype(reduce_dtype)),
+            tolerance=Tolerance(1e-2, 1e-2),
+        )
     assert moved(in_two_dtypes, stage=3) == {"all-to-all": 4 * ROWS}
 
 
