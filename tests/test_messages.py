@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -147,20 +148,20 @@ def test_numbers_are_ints(name, value):
 @pytest.mark.parametrize("make", [np.int64, np.uint8, np.asarray], ids=str)
 def test_numbers_may_be_numpys(make):
     two = make(2)
-    groups = [
+    groups: list[Any] = [
         jzero.Microbatches(two),
         jzero.Comm(prefetch_bytes=two, max_gather_bytes=two, tile_bytes=two),
         jzero.Axes(min_shard_bytes=two),
     ]
     options = _options.Options(make(3), *groups, offload=jzero.NoOffload())
-    expected = [
+    expected: list[Any] = [
         jzero.Microbatches(2),
         jzero.Comm(prefetch_bytes=2, max_gather_bytes=2, tile_bytes=2),
         jzero.Axes(min_shard_bytes=2),
     ]
     assert options == _options.Options(3, *expected, offload=jzero.NoOffload())
     comm = options.comm
-    numbers = [options.stage, options.microbatches.num, options.axes.min_shard_bytes]
+    numbers: list[Any] = [options.stage, options.microbatches.num, options.axes.min_shard_bytes]
     numbers += [comm.prefetch_bytes, comm.max_gather_bytes, comm.tile_bytes]
     assert {type(x) for x in numbers} == {int}
 
