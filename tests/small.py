@@ -20,7 +20,7 @@ def grouped(**options: Any) -> dict[str, Any]:
         if moved is None or name == "mesh":
             found[name] = value
         elif not moved.group:
-            if value not in (None, ()):
+            if value is not None and (value != () or name != "state_argnames"):
                 found[moved.option] = value
         elif name == "layer_major":
             groups.setdefault("microbatches", {})["order"] = "layer" if value else "microbatch"
