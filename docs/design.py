@@ -46,7 +46,12 @@ def run(text: str) -> Names:
 
 
 def program(
-    after: str, keep: str, step: str = "train_step", begin: str = "", end: str = "^}", **options: Any
+    after: str,
+    keep: str,
+    step: str = "train_step",
+    begin: str = "",
+    end: str = "^}",
+    **options: Any,
 ) -> Block:
     """Of a step after a pass, from a line to another, those in which `keep` is found."""
 
@@ -107,7 +112,9 @@ def placed(line: str) -> str:
     found = COMMENT.search(line)
     if found is None:
         return line.rstrip()
-    scopes = re.sub(", rematted_computation|, jzero.gather.*(?=, jzero.prefetch)", "", line[found.end() :])
+    scopes = re.sub(
+        ", rematted_computation|, jzero.gather.*(?=, jzero.prefetch)", "", line[found.end() :]
+    )
     return f"{line[: found.start()]:<{COMMENTS_AT}}  # {found[1]}{scopes}".rstrip()
 
 
@@ -131,15 +138,22 @@ BLOCKS: dict[str, Block] = {
     "trace": program("trace", f"{TITLE}|{TAKES}|dot_general|reduce_sum"),
     "describe": described,
     "partition": program(
-        "partition", f"{TITLE}|{TAKES}|{COLLECTIVES}|dot_general|reduce_sum|bf16.*convert.* [ab] |= add (a|b) "
+        "partition",
+        f"{TITLE}|{TAKES}|{COLLECTIVES}|dot_general|reduce_sum|bf16.*convert.* [ab] |= add (a|b) ",
     ),
     "order": program("order", f"{COLLECTIVES}|dot_general", begin="psum"),
     "prefetch": program(
-        "prefetch", r"all_gather|scan|jaxpr=|\. let$|dynamic_slice|dot_general|length", "deep_step",
-        begin="^{", end="last_turn",
+        "prefetch",
+        r"all_gather|scan|jaxpr=|\. let$|dynamic_slice|dot_general|length",
+        "deep_step",
+        begin="^{",
+        end="last_turn",
     ),
     "microbatches": program(
-        "microbatches", "all_gather|reduce_scatter|psum|f32.* add .*jzero|scan .*jzero", "deep_step", accumulate=4
+        "microbatches",
+        "all_gather|reduce_scatter|psum|f32.* add .*jzero|scan .*jzero",
+        "deep_step",
+        accumulate=4,
     ),
     "host": schedule(offload=jzero.HostCPU()),
     "all on hosts": schedule(
