@@ -144,7 +144,7 @@ BLOCKS: dict[str, Block] = {
     "order": program("order", f"{COLLECTIVES}|dot_general", begin="psum"),
     "prefetch": program(
         "prefetch",
-        r"all_gather|scan|jaxpr=|\. let$|dynamic_slice|dot_general|length",
+        r"all_gather|scan|jaxpr=|\]\. let$|dynamic_slice|dot_general|length",
         "deep_step",
         begin="^{",
         end="last_turn",
