@@ -22,6 +22,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.testing import assert_same_training
+from small import grouped
 
 # Each is a flag: --stage 1 --batch-size 64
 SETTINGS: dict[str, Any] = dict(
@@ -108,9 +109,9 @@ def main(argv: list[str] | None = None) -> None:
     options = {"stage": args.stage, "accumulate": args.accumulate}
     if args.check:  # by SGD, since Adam makes whole steps of the rounding of gradients near zero
         some, sgd = [rows(pairs, i, args) for i in range(2)], optax.sgd(0.1)
-        assert_same_training(step_fn, lambda: init(sgd), some, **options)
+        assert_same_training(step_fn, lambda: init(sgd), some, **grouped(**options))
         print("checked: two steps train what one device trains with the whole batch")
-    train_step = jzero.shard_train_step(step_fn, **options)
+    train_step = jzero.shard_train_step(step_fn, **grouped(**options))
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
     writer = SummaryWriter(args.logs) if args.logs else None

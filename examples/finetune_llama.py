@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     def init(params: Any) -> TrainState:
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    train_step = jzero.shard_train_step(step_fn, stage=args.stage, accumulate=args.accumulate)
+    train_step = jzero.shard_train_step(step_fn, stage=args.stage, microbatches=args.accumulate)
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
     writer = SummaryWriter(args.logs) if args.logs else None

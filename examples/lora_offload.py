@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         made = model.init(jax.random.key(args.seed), rows(text, 0, args)[:, :-1])
         return {"base": made["params"], "lora": made["lora"], "opt_state": tx.init(made["lora"])}
 
-    @jzero.shard_train_step(offload_params=jzero.PinnedHost(args.device_bytes))
+    @jzero.shard_train_step(memory=jzero.Memory(params=jzero.PinnedHost(args.device_bytes)))
     def train_step(state: dict[str, Any], batch: jax.Array) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(state["lora"], state["base"], batch)
         updates, opt_state = tx.update(grads, state["opt_state"])

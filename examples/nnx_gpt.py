@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
         model = GPT(args, nnx.Rngs(args.seed))
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    train_step = jzero.shard_train_step(step_fn, stage=args.stage, accumulate=args.accumulate)
+    train_step = jzero.shard_train_step(step_fn, stage=args.stage, microbatches=args.accumulate)
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
     writer = SummaryWriter(args.logs) if args.logs else None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO for JAX: train steps whose parameters, gradients and optimizer state live in shards."""
 
+import types as _types
 import typing as _typing
 
 # Gradients need no name of jzero's: these are JAX's own, for scripts that were written when they did.
@@ -17,6 +18,9 @@ from jzero._errors import OptionError as OptionError
 from jzero._errors import ProcessError as ProcessError
 from jzero._errors import StateError as StateError
 from jzero._errors import StepError as StepError
+from jzero._option_groups import Axes as Axes
+from jzero._option_groups import Comm as Comm
+from jzero._option_groups import Microbatches as Microbatches
 from jzero._shard_eval_step import ShardedEvalStep as ShardedEvalStep
 from jzero._shard_eval_step import shard_eval_step as shard_eval_step
 from jzero._shard_train_step import shard_train_step as shard_train_step
@@ -27,6 +31,7 @@ from jzero.checkpoint._restore import restore as restore
 from jzero.deepspeed._translate import from_deepspeed as from_deepspeed
 from jzero.offload._nvme import NVMe as NVMe
 from jzero.offload._policy import HostCPU as HostCPU
+from jzero.offload._policy import Memory as Memory
 from jzero.offload._policy import NoOffload as NoOffload
 from jzero.offload._policy import PinnedHost as PinnedHost
 from jzero.offload.memory._leaf_array import LeafArray as LeafArray
@@ -37,6 +42,9 @@ from jzero.reports._bandwidth import BandwidthReport as BandwidthReport
 from jzero.reports._bandwidth import bandwidth as bandwidth
 from jzero.reports._estimate import Estimate as Estimate
 from jzero.reports._estimate import estimate as estimate
+from jzero.reports._numbers import BytesPerParam as BytesPerParam
+from jzero.reports._numbers import Rates as Rates
+from jzero.reports._numbers import Workload as Workload
 from jzero.tracing._eqx import from_eqx as from_eqx
 from jzero.tracing._keys import fold_device_index as fold_device_index
 from jzero.tracing._local import groups as groups
@@ -49,6 +57,17 @@ from jzero.weights._families import LAYOUTS as LAYOUTS
 from jzero.weights._import import import_weights as import_weights
 from jzero.weights._layout import WeightLayout as WeightLayout
 from jzero.weights._layout import WeightRule as WeightRule
+
+
+def __dir__() -> list[str]:
+    """The public names; packages are where they are implemented, but for two that are imported by name."""
+    own = {"testing", "deepspeed", "__version__", "__doc__"}
+    return sorted(
+        name
+        for name, value in globals().items()
+        if name in own or not (name.startswith("_") or isinstance(value, _types.ModuleType))
+    )
+
 
 if not _typing.TYPE_CHECKING:  # To a type checker any name would be there.
 

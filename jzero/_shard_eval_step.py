@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack, overload
@@ -12,23 +13,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import OptionError, StateError, a_type, called_as, message
 from jzero._in_use import Use
+from jzero._option_groups import Axes, Comm, axes_of, comm_of
 from jzero._own_options import refuses_unknown_options
 from jzero._sharded_step import ShardedStep
 from jzero._step import ShardedTrainStep
 from jzero._step_types import EvalStepOptions, Result, StepArgs
 from jzero.offload._evaluation import reading_policy
+from jzero.offload._policy import Memory, memory_of
 from jzero.offload.memory import _placing
 from jzero.offload.memory._leaf_array import LeafArray, rows_of
 from jzero.segments import _nan_checks
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
-from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
+from jzero.sharding.plan._options import Options
 from jzero.tracing._axis_types import takes_explicit_axes
 from jzero.tracing._signature import Signature
 
 WHO = "shard_eval_step"
-_GATHER = (None, "per_pass", "once_per_step")
 
 
 # Two forms, for those who check types: an evaluation, and a decorator of one.
@@ -51,18 +53,15 @@ def shard_eval_step(
     eval_step: Callable[..., Any] | None = None,
     *,
     like: ShardedTrainStep | None = None,
-    gather: str | None = None,
-    max_gather_bytes: int = MAX_GATHER_BYTES,
-    tile_bytes: int | None = None,
-    offload_params: Offload | None = None,
-    weight_dtype: Any = None,
+    memory: Memory | Offload | str | None = None,
+    comm: Comm | None = None,
+    axes: Axes | str | Sequence[str] | None = None,
     mesh: Any = None,
-    axis_names: str | Sequence[str] | None = None,
+    in_specs: Mapping[str | int, Any] | None = None,
+    state: str | int | Sequence[str | int] | None = None,
+    weight_dtype: Any = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-    in_specs: Mapping[str | int, Any] | None = None,
-    state_argnums: int | Sequence[int] | None = None,
-    state_argnames: str | Sequence[str] = (),
 ) -> Any:
     """Evaluates, predicts or generates with a state as it rests in shards.
 
@@ -97,14 +96,14 @@ def shard_eval_step(
     Leaves that the step does not read, like the optimizer's state, stay where they are; one in host memory
     that it reads is copied to the devices for the call.
 
-    With `offload_params` parameters rest in pinned memory of the hosts and come to the devices layer by
+    With `memory` parameters are stored in pinned memory of the hosts and come to the devices layer by
     layer (ZeRO-Inference), so that a model may be larger than the devices' memory. A decoding loop that
     has no room for all that it reads runs turn by turn, each turn part by part: each position of all rows
     then moves all weights over the link between host and device once, and there are at most `rows * bytes
     per second / bytes of weights` tokens a second, which a larger batch raises. `describe` says how many
     bytes these are.
 
-    >>> from_host = jzero.shard_eval_step(predict, offload_params=jzero.PinnedHost(device_bytes=2**20))
+    >>> from_host = jzero.shard_eval_step(predict, memory=jzero.PinnedHost(device_bytes=2**20))
     >>> params = from_host.shard(jnp.ones((64, 8)))
     >>> params.sharding.memory_kind, from_host(params, jnp.ones((13, 64))).shape
     ('pinned_host', (13, 8))
@@ -123,39 +122,37 @@ def shard_eval_step(
     Args:
       eval_step: the function; None to use `shard_eval_step(like=...)` as a decorator.
       like: the train step whose state it reads, for its mesh and data axes. Without one, for a model that
-        is not trained, `mesh` and `axis_names` are as for `shard_train_step`, and `ShardedEvalStep.shard`
-        places the parameters.
-      gather: how long gathered parameters live. By default they are gathered where they are used, and a loop
-        that would gather the same ones again in each turn, as decoding does, gathers them before it, if
-        they take at most half of a device's memory. 'per_pass': such a loop gathers them again in each turn:
-        the memory of one layer. 'once_per_step': each is gathered once in a call, and kept until it is done.
-      max_gather_bytes: the most bytes of a value with the batch's rows that one operation may gather on every
-        device; see `shard_train_step`.
-      tile_bytes: a matrix of more bytes is gathered tile by tile by the products that read it; see
-        `shard_train_step`. One that a loop reads in every turn is gathered before the loop, whole, unless
-        `gather` is 'per_pass'.
-      offload_params: where parameters rest. With `like` by default where they rest in the training, of
-        `PinnedHost` and `NVMe` with their `device_bytes`: the most bytes of them on each device at a time,
-        gathered ones included. `jzero.NoOffload()` copies those that are read to the devices for the call.
-        With a train step whose parameters rest on the devices no other policy is taken: nothing would be
-        saved. Without `like` by default on the devices. With `PinnedHost` an evaluation is a loop of
-        programs, and no part of an outer `jax.jit`; leaves in shards of at least 1 KiB come from the host,
-        others rest on the devices. With `NVMe(path)` they come from files: those of the training, or, without
-        `like`, such as `eval_step.shard` writes once; a state that is not placed is written in every call.
-      weight_dtype: in which weights rest: `jnp.int8`, `jnp.int4` or a `jzero.Blocks`; by default as they are
-        given. It is for leaves of floats with 16,384 elements or more that products or convolutions read, as
-        they are, cast, rearranged or sliced; `describe` lists the others, and what was rounded off. A state
-        is coded by `eval_step.shard(state, *args)`, once: a call takes no other. Any evaluation reads leaves
-        in codes, on the mesh on which they were coded.
+        is not trained, `mesh` and `axes` are as for `shard_train_step`, and `ShardedEvalStep.shard` places
+        the parameters.
+      memory: where parameters are stored: a policy, its short name, or `jzero.Memory(params=...)`. With
+        `like` by default where they are stored in the training, of `PinnedHost` and `NVMe` with their
+        `device_bytes`: the most bytes of them on each device at a time, gathered ones included. 'device'
+        copies those that are read to the devices for the call. With a train step whose parameters are on
+        the devices no other policy is taken: nothing would be saved. Without `like` by default on the
+        devices. With `PinnedHost` an evaluation is a loop of programs, and no part of an outer `jax.jit`;
+        shards of at least 1 KiB come from the host, other leaves are on the devices. With `NVMe(path)` they
+        come from files: those of the training, or, without `like`, such as `eval_step.shard` writes once; a
+        state that is not placed is written in every call.
+      comm: a `jzero.Comm`, of which `gather`, `prefetch_bytes`, `tile_bytes` and `max_gather_bytes` count.
+        By default parameters are gathered where they are used, and a loop that would gather the same ones
+        again in each iteration, as decoding does, gathers them before it, if they take at most half of a
+        device's memory. `gather='per_pass'`: such a loop gathers them again in each iteration: the memory of
+        one layer. `gather='once_per_step'`: each is gathered once in a call, and kept until it is done.
+        Beyond `tile_bytes` a matrix is gathered tile by tile; one that a loop reads in every iteration is
+        gathered before the loop, whole, unless `gather` is 'per_pass'.
+      axes: the data axes of `mesh`; all by default.
       mesh: a `jax.sharding.Mesh`, where there is no `like`.
-      axis_names: the data axes of that mesh; all by default.
+      in_specs: how arguments lie whose batch dim is not dim 0, or that are split along several; see
+        `shard_train_step`.
+      state: names or positions of the arguments that are read where they are stored, by default the first,
+        or those that are the state that `like` has placed or trained, or parts of it.
+      weight_dtype: in which weights are stored: `jnp.int8`, `jnp.int4` or a `jzero.Blocks`; by default as
+        they are given. It is for leaves of floats with 16,384 elements or more that products or convolutions
+        read, as they are, cast, rearranged or sliced; `describe` lists the others, and what was rounded off.
+        A state is quantized by `eval_step.shard(state, *args)`, once: a call takes no other. Any evaluation
+        reads quantized leaves, on the mesh on which they were quantized.
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
       static_argnames: their names.
-      in_specs: how arguments lie whose rows are not along dim 0, or split along several; see
-        `shard_train_step`.
-      state_argnums: positions of the arguments that are read where they rest, by default the first, or those
-        that are the state that `like` has placed or trained, or parts of it.
-      state_argnames: their names.
 
     Returns:
       A `ShardedEvalStep`.
@@ -170,24 +167,18 @@ def shard_eval_step(
       Aminabadi et al.: "DeepSpeed Inference: Enabling Efficient Inference of Transformer Models at
       Unprecedented Scale", 2022, section VI: ZeRO-Inference, with weights in host memory.
     """
-    if gather not in _GATHER:
-        raise OptionError(message(
-            WHO, f"gather={gather!r}", "Parameters are gathered 'per_pass' or 'once_per_step'.",
-            "Drop it to gather them where they are used."))  # fmt: skip
     if not isinstance(like, ShardedTrainStep | None):
         raise OptionError(message(
             WHO, f"like is {a_type(like)}", "It is the train step whose state is read.",
             "Pass what shard_train_step returned."))  # fmt: skip
-    if like is not None and (mesh is not None or axis_names is not None):
+    if like is not None and (mesh is not None or axes is not None):
         raise OptionError(message(
-            WHO, "both like and a mesh of its own", "A state is read on the mesh on which it rests.",
-            "Drop mesh and axis_names, or use like=train_step.on_mesh(mesh)."))  # fmt: skip
+            WHO, "both like and a mesh of its own", "A state is read on the mesh on which it is stored.",
+            "Drop mesh and axes, or use like=train_step.on_mesh(mesh)."))  # fmt: skip
     make = functools.partial(
-        ShardedEvalStep, like=like, gather=gather, max_gather_bytes=max_gather_bytes,
-        tile_bytes=tile_bytes, offload_params=offload_params, weight_dtype=weight_dtype, mesh=mesh,
-        axis_names=axis_names,
-        static_argnums=static_argnums, static_argnames=static_argnames, in_specs=in_specs,
-        state_argnums=state_argnums, state_argnames=state_argnames,
+        ShardedEvalStep, like=like, memory=memory, comm=comm, axes=axes, mesh=mesh, in_specs=in_specs,
+        state=state, weight_dtype=weight_dtype, static_argnums=static_argnums,
+        static_argnames=static_argnames,
     )  # fmt: skip
     return make if eval_step is None else make(eval_step)
 
@@ -202,35 +193,30 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
     _who: ClassVar[str] = WHO
 
     def __init__(
-        self, eval_step: Callable[StepArgs, Result], *, like: ShardedTrainStep | None, gather: str | None,
-        max_gather_bytes: int, tile_bytes: int | None, offload_params: Offload | None, weight_dtype: Any,
-        mesh: Any,
-        axis_names: str | Sequence[str] | None,
+        self, eval_step: Callable[StepArgs, Result], *, like: ShardedTrainStep | None, memory: Any, comm: Any,
+        axes: Any, mesh: Any, in_specs: Mapping[str | int, Any] | None,
+        state: str | int | Sequence[str | int] | None, weight_dtype: Any,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
-        in_specs: Mapping[str | int, Any] | None, state_argnums: int | Sequence[int] | None,
-        state_argnames: str | Sequence[str],
     ):  # fmt: skip
         if not callable(eval_step):
             raise OptionError(message(
                 WHO, f"eval_step is {a_type(eval_step)}", "It must be a function.",
                 "Write shard_eval_step(eval_step, like=train_step)."))  # fmt: skip
         with called_as(WHO):
-            signature = Signature.of(
-                eval_step, static_argnums, static_argnames, in_specs, state_argnums, state_argnames
-            )
+            signature = Signature.of(eval_step, static_argnums, static_argnames, in_specs, state)
             own: dict[str, Any] = dict(
-                gather=gather,
-                max_gather_bytes=max_gather_bytes,
-                tile_bytes=tile_bytes,
+                comm=_comm(comm, like),
                 weight_dtype=weight_dtype,
                 offload=reading_policy(
-                    WHO, offload_params, None if like is None else like.offload_params
+                    WHO, _params(memory), None if like is None else like.offload_params
                 ),
+                activations=None,
                 who=WHO,
             )
             if like is None:
-                names = axis_tuple(axis_names)
-                programs = Programs(eval_step, signature, Options(**own), mesh, names, None, True)
+                programs = Programs(
+                    eval_step, signature, Options(axes=_batch_axes(axes), **own), mesh, True
+                )
             else:
                 programs = like.programs_to_evaluate(eval_step, signature, own)
         super().__init__(eval_step, programs)
@@ -345,3 +331,45 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
                     raise explained from error
                 raise
         return call.call.given(jax.tree.unflatten(program.out_tree, outs))
+
+
+def _comm(given: Any, like: ShardedTrainStep | None) -> Comm:
+    """What an evaluation takes of `comm=`; prefetching by default as in the training."""
+    comm = comm_of(WHO, given)
+    _refuse_fields(
+        comm, ("gather_dtype", "reduce_dtype"), "weight_dtype= quantizes stored weights."
+    )
+    if comm.gather == "keep":
+        raise OptionError(message(
+            WHO, "Comm(gather='keep')", "An evaluation has no backward pass: parameters are gathered "
+            "'per_pass' or 'once_per_step'.", "Drop it to gather them where they are used."))  # fmt: skip
+    if like is None or comm.prefetch_bytes is not None:
+        return comm
+    return dataclasses.replace(comm, prefetch_bytes=like._programs.options.comm.prefetch_bytes)
+
+
+def _params(memory: Any) -> Any:
+    """The policy of parameters; None if nothing was given."""
+    if memory is None:
+        return None
+    where = memory_of(WHO, memory, short="params")
+    _refuse_fields(where, ("optimizer", "activations"), "An evaluation has parameters alone.")
+    return where.params
+
+
+def _batch_axes(given: Any) -> Axes:
+    """The axes of a step that reads a state as it is stored."""
+    axes = axes_of(given)
+    names = [x.name for x in dataclasses.fields(axes) if x.name != "batch"]
+    _refuse_fields(axes, names, "An evaluation takes the data axes.")
+    return axes
+
+
+def _refuse_fields(group: Any, names: Sequence[str], rule: str) -> None:
+    """Refuses fields of a group that are not as by default."""
+    defaults = type(group)()
+    if given := [x for x in names if getattr(group, x) != getattr(defaults, x)]:
+        fields = ", ".join(f"{x}={getattr(group, x)!r}" for x in given)
+        raise OptionError(message(
+            WHO, f"{type(group).__name__}({fields})", f"It is for training. {rule}", "Drop it."
+        ))  # fmt: skip

@@ -160,7 +160,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
     def _check_one_program(self, how: str) -> None:
         if self._programs.options.offloads:
             raise OptionError(message(
-                _call.WHO, f"offload={self._programs.options.offload}, and the step is {how}",
+                _call.WHO, f"{self._programs.options.offload}, and the step is {how}",
                 "An offloaded step is a loop of programs: one alone would hold all of the state on devices.",
                 "Call the step outside of jax.jit and of jax.grad, or drop offload."))  # fmt: skip
 

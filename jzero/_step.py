@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero._errors import OptionError, StateError, a_type, message
 from jzero._in_use import Use
 from jzero._memory_kinds import HOST, NVME
+from jzero._option_groups import Comm, comm_of
 from jzero._placement import Placement
 from jzero._sharded_step import ShardedStep
 from jzero._step_types import AnyState, InitArgs, Result, StepArgs
@@ -30,7 +31,7 @@ from jzero.segments import _identity, _nan_checks
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
-from jzero.sharding.plan._options import Options, axis_tuple
+from jzero.sharding.plan._options import Options
 from jzero.tracing import _call, _jaxpr, _modules, _objects
 from jzero.tracing._axis_types import takes_explicit_axes
 from jzero.tracing._reading import Elsewhere
@@ -48,10 +49,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
 
     def __init__(
         self, step_fn: Callable[StepArgs, Result], *, options: Options, mesh: Any,
-        axis_names: str | Sequence[str] | None, axis_name: str | None,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
-        in_specs: Mapping[str | int, Any] | None,
-        state_argnums: int | Sequence[int] | None, state_argnames: str | Sequence[str],
+        in_specs: Mapping[str | int, Any] | None, state: str | int | Sequence[str | int] | None,
     ):  # fmt: skip
         if not callable(step_fn):
             raise OptionError(message(
@@ -67,11 +66,9 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         ):
             raise OptionError(message(
                 WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
-                "Pass the function inside, with the axis_name= that pmap had."))  # fmt: skip
-        signature = Signature.of(
-            step_fn, static_argnums, static_argnames, in_specs, state_argnums, state_argnames
-        )
-        programs = Programs(step_fn, signature, options, mesh, axis_tuple(axis_names), axis_name)
+                "Pass the function inside, with pmap's axis_name= in axes=jzero.Axes(...)."))  # fmt: skip
+        signature = Signature.of(step_fn, static_argnums, static_argnames, in_specs, state)
+        programs = Programs(step_fn, signature, options, mesh)
         super().__init__(step_fn, programs)
 
     @takes_explicit_axes
@@ -199,7 +196,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         ...     updates, opt_state = tx.update(grads, opt_state, w)
         ...     return optax.apply_updates(w, updates), opt_state
         >>> policy = jzero.HostCPU(delayed_update=True, delay_after=0)
-        >>> train_step = jzero.shard_train_step(step_fn, offload=policy)
+        >>> train_step = jzero.shard_train_step(step_fn, memory=policy)
         >>> w, batch = jnp.ones((64, 8)), jnp.ones((8, 64))
         >>> state = train_step((w, tx.init(w)), batch)
         >>> state[0][0, 0].item(), round(train_step.flush(state)[0][0, 0].item(), 4)
@@ -304,11 +301,9 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         """The same step, with the same options, on another mesh."""
         return self._with(self._programs.on_mesh(mesh))
 
-    def with_wire(
-        self, gather_dtype: Any = None, reduce_dtype: Any = None
-    ) -> ShardedTrainStep[StepArgs, Result]:
-        """The same step, with these dtypes of gathers and reductions, as `shard_train_step` takes them."""
-        return self._with(self._programs.with_wire(gather_dtype, reduce_dtype))
+    def with_comm(self, comm: Comm) -> ShardedTrainStep[StepArgs, Result]:
+        """The same step, with other gathers and reductions, as `shard_train_step(comm=)` takes them."""
+        return self._with(self._programs.with_comm(comm_of(WHO, comm)))
 
     def _with(self, programs: Programs) -> ShardedTrainStep[StepArgs, Result]:
         other = copy.copy(self)

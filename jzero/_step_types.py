@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from jax.sharding import PartitionSpec
-
+from jzero._option_groups import Axes, Comm, Microbatches
+from jzero.offload._policy import Memory
 from jzero.sharding.plan._offload import Offload
 
 if TYPE_CHECKING:
@@ -28,43 +28,25 @@ AnyState = TypeVar("AnyState")
 class StepOptions(TypedDict, total=False):
     """What may be said of any step, beside the function: as the options have it that are called so."""
 
-    max_gather_bytes: int
-    tile_bytes: int | None
+    memory: Memory | Offload | str | None
+    comm: Comm | None
+    axes: Axes | str | Sequence[str] | None
     mesh: Any
-    axis_names: str | Sequence[str] | None
+    in_specs: Mapping[str | int, Any] | None
+    state: str | int | Sequence[str | int] | None
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
-    in_specs: Mapping[str | int, Any] | None
-    state_argnums: int | Sequence[int] | None
-    state_argnames: str | Sequence[str]
-    gather: str | None
 
 
 class TrainStepOptions(StepOptions, total=False):
     """The options of `shard_train_step`, for its two forms (tests/test_typed.py compares them)."""
 
     stage: int
-    accumulate: int
-    reduce: str | None
-    accumulate_dtype: Any
-    reduce_dtype: Any
-    gather_dtype: Any
-    prefetch_bytes: int | None
-    min_shard_bytes: int
-    full: str | None
-    param_axes: str | Sequence[str] | None
-    optimizer_axes: str | Sequence[str] | None
-    auto_specs: Mapping[str, PartitionSpec] | None
-    offload: Offload
-    offload_params: Offload
-    offload_activations: Offload
-    layer_major: bool
+    microbatches: int | Microbatches
     donate: bool
-    axis_name: str | None
 
 
 class EvalStepOptions(StepOptions, total=False):
     """The options of `shard_eval_step` but `like`, for its two forms."""
 
-    offload_params: Offload | None
     weight_dtype: Any

@@ -15,6 +15,7 @@ independent collectives in different orders, and each device that waits holds a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jzero import _compare
 from jzero._compare import Tolerance as Tolerance
 from jzero._errors import MeshError, MismatchError, OptionError, a_type, message
+from jzero._option_groups import Axes, axes_of
 from jzero._shard_train_step import shard_train_step
 from jzero._step import ShardedTrainStep
 from jzero.sharding.analysis._traffic import Collective
@@ -42,7 +44,6 @@ def assert_same_training(
     stage: int = 3,
     reference: Callable[..., Any] | None = None,
     tolerance: Tolerance | None = None,
-    min_shard_bytes: int = 0,
     **options: Any,
 ) -> None:
     """Asserts that a step trains in shards as it does on one device.
@@ -62,8 +63,8 @@ def assert_same_training(
     >>> batches = [jax.random.normal(jax.random.key(i), (16, 8)) for i in range(3)]
     >>> assert_same_training(step_fn, lambda: jnp.ones((8, 8)), batches, stage=3)
 
-    A step with collectives of its own (`axis_name`) does not run on one device, and means what its devices
-    do, with keys and statistics of their own: it needs a `reference`. No other step does.
+    A step with collectives of its own (`Axes(axis_name=)`) does not run on one device, and means what its
+    devices do, with keys and statistics of their own: it needs a `reference`. No other step does.
 
     Codes on the wire (`gather_dtype`, `reduce_dtype`) train near to one device, and no tolerance follows from
     their format: an error is a share of what a device sends, of which a sum may cancel most, and an optimizer
@@ -74,7 +75,7 @@ def assert_same_training(
 
     Args:
       step_fn: `step_fn(state, *args) -> (state, metrics)`, or the state alone.
-      init_fn: `init_fn() -> state`; called once. With several `state_argnums`, the tuple of them.
+      init_fn: `init_fn() -> state`; called once. With a state of several arguments, the tuple of them.
       batches: for each step, a tuple of the arguments that follow the state, or the one argument if it
         is not a tuple.
       stage: as for `shard_train_step`.
@@ -82,22 +83,25 @@ def assert_same_training(
       tolerance: for all floating leaves. By default by dtype, for sums taken in another order: float64
         1e-11 of the element plus 1e-12 of the leaf's largest, float32 2e-5 and 1e-5, float16 4e-3 and
         2e-3, bfloat16 2e-2 and 1e-2; there is no default for codes. Everything else must be equal.
-      min_shard_bytes: 0, unlike in `shard_train_step`, so that a small model is sharded too.
-      **options: the other options of `shard_train_step`.
+      **options: the other options of `shard_train_step`. Leaves are sharded however small they are:
+        `Axes(min_shard_bytes=)` that is as by default counts as 0.
 
     Raises:
       MismatchError: leaves differ; it names those of the first step in which any does, with index, both
         values, and their distance in units in the last place.
       MeshError: there is one device, and nothing to compare.
-      OptionError: there are no batches, `axis_name` is given without `reference`, or something travels as
-        codes without `tolerance` and `reference`.
+      OptionError: there are no batches, `Axes(axis_name=)` is given without `reference`, or something travels
+        as codes without `tolerance` and `reference`.
     """
-    if options.get("axis_name") is not None and reference is None:
+    axes = axes_of(options.pop("axes", None))
+    if axes.axis_name is not None and reference is None:
         raise OptionError(message(
-            SAME, f"axis_name={options['axis_name']!r} without reference",
+            SAME, f"Axes(axis_name={axes.axis_name!r}) without reference",
             "A step with collectives of its own does not run on one device.",
             "Pass reference=, the step without them."))  # fmt: skip
-    train_step = shard_train_step(step_fn, stage=stage, min_shard_bytes=min_shard_bytes, **options)
+    if axes.min_shard_bytes == Axes.min_shard_bytes:
+        axes = dataclasses.replace(axes, min_shard_bytes=0)
+    train_step = shard_train_step(step_fn, stage=stage, axes=axes, **options)
     static = {name: options[name] for name in _STATIC if name in options}
     plain_step = jax.jit(reference or step_fn, **static)
     plain: Any = jax.tree.map(jnp.array, init_fn())
@@ -143,7 +147,7 @@ def assert_collectives(
     >>> def step_fn(w, x):
     ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
     ...     return w - 0.1 * grad, {"loss": loss}
-    >>> train_step = jzero.shard_train_step(step_fn, stage=1, min_shard_bytes=0)
+    >>> train_step = jzero.shard_train_step(step_fn, stage=1, axes=jzero.Axes(min_shard_bytes=0))
     >>> w, x = jnp.ones((8, 8)), jnp.ones((16, 8))
     >>> assert_collectives(train_step, w, x, {
     ...     ("reduce-scatter", "float32", "data"): 64,      # the gradient

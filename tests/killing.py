@@ -46,7 +46,7 @@ def batch(step: int) -> np.ndarray:
 
 def new_train_step(on_host: bool) -> jzero.ShardedTrainStep:
     offload = jzero.HostCPU() if on_host else jzero.NoOffload()
-    return jzero.shard_train_step(step_fn, offload=offload)
+    return jzero.shard_train_step(step_fn, memory=offload)
 
 
 def train(

@@ -6,6 +6,7 @@ import math
 import jax
 
 import zoo
+from small import grouped
 
 NUM_STEPS = 5
 
@@ -18,7 +19,7 @@ def check(name, axes, shard_train_step, options=None):
     """Trains entry `name` on a mesh with `axes`; `options` tell how many microbatches there are."""
     entry, num = zoo.get(name), num_devices(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:num])
-    train_step = shard_train_step(entry.step, mesh=mesh, **entry.options)
+    train_step = shard_train_step(entry.step, mesh=mesh, **grouped(**entry.options))
     batches = entry.batches(NUM_STEPS)
     state = train_step.shard(new_state(name), *batches[0])
     # Only a step with collectives of its own sees into how many parts the batch is split.

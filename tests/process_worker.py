@@ -26,6 +26,7 @@ import jzero
 from jzero.checkpoint import _chunks
 from jzero.offload.memory import _available
 from jzero.processes import _agreement
+from small import grouped
 
 # -- the same trajectory -------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ def training(devices, name, folder):
     mesh = jax.sharding.Mesh(np.reshape(devices, (-1, 2)), ("node", "local"))
     if "param_axes" not in options:
         mesh = jax.sharding.Mesh(devices, ("data",))
-    sharded = jzero.shard_train_step(train_step, mesh=mesh, min_shard_bytes=0, **options)
+    sharded = jzero.shard_train_step(train_step, mesh=mesh, **grouped(min_shard_bytes=0, **options))
     losses, keys = [], jax.random.split(jax.random.key(1), NUM_STEPS)
     ways = [
         (sharded.init(new_state), own_rows),
@@ -155,7 +156,7 @@ class Place:
 def go_on(folder, num_steps, mesh=None):
     """Trains from the latest checkpoint, and saves the state after `num_steps` steps."""
     mesh = mesh or jax.make_mesh((jax.device_count(),), ("data",))
-    sharded = jzero.shard_train_step(train_step, mesh=mesh, min_shard_bytes=0)
+    sharded = jzero.shard_train_step(train_step, mesh=mesh, axes=jzero.Axes(min_shard_bytes=0))
     losses, keys, place = [], jax.random.split(jax.random.key(1), 2 * NUM_STEPS), Place()
     with jzero.Checkpointer(folder / "steps", sharded) as checkpointer:
         if checkpointer.latest_step() is None:
@@ -248,7 +249,7 @@ def prime_shards(folder):
     """Saves and restores leaves of which processes have parts of the same chunks."""
     before = _chunks.MAX_BYTES, _chunks.MIN_BYTES
     _chunks.MAX_BYTES, _chunks.MIN_BYTES = 1000, 400
-    sharded = jzero.shard_train_step(decay, min_shard_bytes=0)
+    sharded = jzero.shard_train_step(decay, axes=jzero.Axes(min_shard_bytes=0))
     state = sharded.init(prime_state)
     with jzero.Checkpointer(folder / "prime", sharded) as checkpointer:
         checkpointer.save(1, state)
@@ -347,7 +348,7 @@ def until_preempted(folder):
 
 def in_a_bucket(folder):
     """The steps that two processes have saved in a bucket, and whether they restore them."""
-    sharded = jzero.shard_train_step(decay, min_shard_bytes=0)
+    sharded = jzero.shard_train_step(decay, axes=jzero.Axes(min_shard_bytes=0))
     state = sharded.init(prime_state)
     url, environment = json.loads((folder / "bucket.json").read_text())
     os.environ.update(environment)
@@ -474,7 +475,7 @@ def sgd(w, x, rate=0.1, noise=0.0):
 
 
 def sharded(step_fn=sgd, **options):
-    return jzero.shard_train_step(step_fn, **{"min_shard_bytes": 0} | options)
+    return jzero.shard_train_step(step_fn, **grouped(**{"min_shard_bytes": 0} | options))
 
 
 def is_odd_one():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import jzero
+from small import grouped
 
 asked: collections.Counter[str] = collections.Counter()
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -45,7 +46,7 @@ found = {}
 for name, options in TRAININGS.items():
     asked.clear()
     train_step: Any = jzero.shard_train_step(
-        step, state_argnums=(0, 1), min_shard_bytes=0, **options
+        step, **grouped(state_argnums=(0, 1), min_shard_bytes=0, **options)
     )
     *state, loss = train_step(*train_step.init(init), jnp.ones((16, 30)))
     train_step(*state, jnp.ones((16, 30)))

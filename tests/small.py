@@ -1,9 +1,45 @@
-"""`shard_train_step` for models so small that every leaf of theirs is below the default byte floor."""
+"""Steps of models so small that every leaf is below the default byte floor; options by single names.
 
-import functools
+Tables and samplers of options draw each option by itself; `grouped` puts them into jzero's groups, by the
+names that they had in jzero 0.x.
+"""
+
+import dataclasses
 from typing import Any
 
 import jzero
+from jzero._own_options import _MOVED
+
+
+def grouped(**options: Any) -> dict[str, Any]:
+    """`accumulate=2, reduce="once"` as `microbatches=jzero.Microbatches(2, reduce="once")`."""
+    found = dict[str, Any]()
+    groups = dict[str, dict[str, Any]]()
+    for name, value in options.items():
+        moved = _MOVED.get(name)
+        if moved is None or name == "mesh":
+            found[name] = value
+        elif not moved.group:
+            if value not in (None, ()):
+                found[moved.option] = value
+        elif name == "layer_major":
+            groups.setdefault("microbatches", {})["order"] = "layer" if value else "microbatch"
+        elif moved.group != "Memory" or value is not None:
+            groups.setdefault(moved.option, {})[moved.field] = value
+    classes = {x.option: getattr(jzero, x.group) for x in _MOVED.values() if x.group}
+    return found | {option: classes[option](**fields) for option, fields in groups.items()}
+
+
+def _shard_train_step(step_fn: Any = None, **options: Any) -> Any:
+    """`jzero.shard_train_step` with the options by single names, and leaves of any size in shards."""
+    options = grouped(**options)
+    axes = options.get("axes")
+    if not isinstance(axes, jzero.Axes):
+        axes = jzero.Axes(axes, min_shard_bytes=0)
+    elif axes.min_shard_bytes == jzero.Axes.min_shard_bytes:
+        axes = dataclasses.replace(axes, min_shard_bytes=0)
+    return jzero.shard_train_step(step_fn, **options | {"axes": axes})
+
 
 # Any: tests look into a step, where not everything has a type.
-shard_train_step: Any = functools.partial(jzero.shard_train_step, min_shard_bytes=0)
+shard_train_step: Any = _shard_train_step

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
+import jzero
 import programs
 import small
 
@@ -63,8 +64,8 @@ def test_every_policy_gathers_bf16_for_bf16_compute(gather, expected, scan, rema
     train_step = small.shard_train_step(
         programs.train_step,
         stage=3,
-        gather=gather,
-        accumulate=K,
+        comm=jzero.Comm(gather=gather),
+        microbatches=K,
         mesh=AbstractMesh((8,), ("data",)),
     )
     found = train_step.describe(state, TOKENS)
@@ -129,7 +130,7 @@ def test_microbatches_add_up_in_the_dtype_of_the_gradient(axes, scan):
     mesh = AbstractMesh((2, 4), ("node", "local"))
     state = programs.abstract_state(programs.Model(scan=scan, dtype=jnp.bfloat16))
     train_step = small.shard_train_step(
-        programs.train_step, stage=2, accumulate=K, mesh=mesh, **axes
+        programs.train_step, stage=2, mesh=mesh, accumulate=K, **axes
     )
     text = str(train_step.program(state, TOKENS, after="partition"))
     sums = re.findall(r":(\w+)\[\d[\d,]*\] = psum\[axes=\('microbatch',\)", text)
@@ -150,7 +151,7 @@ def test_replicas_are_reduced_once_for_what_a_time_loop_closes_over(accumulate):
 
     mesh = jax.make_mesh((2, 4), ("node", "local"))
     train_step = small.shard_train_step(
-        step, mesh=mesh, accumulate=accumulate, param_axes="local", optimizer_axes="local"
+        step, mesh=mesh, microbatches=accumulate, axes=jzero.Axes(params="local", optimizer="local")
     )
     w, x = jnp.eye(64), jax.random.normal(jax.random.key(0), (64, 64))
     found = train_step.describe(w, x)
@@ -174,7 +175,7 @@ def collectives_by_loop(text):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_compiled_program_reduces_where_the_stage_says(stage):
-    train_step = small.shard_train_step(programs.train_step, stage=stage, accumulate=K)
+    train_step = small.shard_train_step(programs.train_step, stage=stage, microbatches=K)
     text = train_step.lower(STATE, TOKENS).compile().as_text()
     found = collectives_by_loop(text)
     reduces = [found[where].get("reduce-scatter", 0) > 0 for where in ("inside", "outside")]
@@ -197,7 +198,7 @@ def test_temporary_memory_is_that_of_one_microbatch():
         return w - 0.1 * jax.grad(loss_fn)(w)
 
     def temporary_bytes(k):
-        train_step = small.shard_train_step(step, stage=3, accumulate=k)
+        train_step = small.shard_train_step(step, stage=3, microbatches=k)
         w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (8 * 4096, 64)))
         return train_step.lower(w, x).compile().memory_analysis().temp_size_in_bytes
 
@@ -304,7 +305,7 @@ def test_ragged_microbatches_equal_one_big_batch(written_for, stage, num_devices
 def test_a_mean_of_local_means_is_another_loss():
     """The tests above could fail: it is what a step for a device means that divides by its own count."""
     step = masked_step_of_a_device(plain_mean)
-    _, history = trained(small.shard_train_step(step, stage=3, axis_name="batch"))
+    _, history = trained(small.shard_train_step(step, stage=3, axes=jzero.Axes(axis_name="batch")))
     _, expected = trained(jax.jit(masked_step(plain_mean)))
     assert abs(history[0]["loss"] - expected[0]["loss"]) > 1e-3
 
@@ -315,7 +316,9 @@ def test_to_a_step_of_a_device_each_microbatch_is_one():
     found = []
     for num_devices, k in ((4, 1), (2, 2), (1, 4)):
         mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-        sharded = small.shard_train_step(step, axis_name="batch", mesh=mesh, accumulate=k)
+        sharded = small.shard_train_step(
+            step, axes=jzero.Axes(axis_name="batch"), mesh=mesh, microbatches=k
+        )
         found.append(trained(sharded)[1][-1]["loss"])
         told = "each microbatch is a device" in str(
             sharded.describe(weights(), next(ragged_batches()))
@@ -325,7 +328,7 @@ def test_to_a_step_of_a_device_each_microbatch_is_one():
 
 
 def test_a_count_needs_a_loop_of_its_own_and_little_else():
-    sharded = small.shard_train_step(masked_step(plain_mean), stage=3, accumulate=4)
+    sharded = small.shard_train_step(masked_step(plain_mean), stage=3, microbatches=4)
     found = sharded.describe(weights(), next(ragged_batches()))
     assert found.plan.reductions == "whole batch"
     psi = 16 * 32 + 32
@@ -346,7 +349,7 @@ def test_random_numbers_are_those_of_one_device(k):
         return w - 0.1 * jax.grad(lambda w: jnp.mean((x + noise) @ w))(w), {"noise": noise}
 
     w, x, key = jnp.ones((8, 8)), jnp.ones((64, 8)), jax.random.key(0)
-    new, metrics = small.shard_train_step(step, stage=3, accumulate=k)(w, key, x)
+    new, metrics = small.shard_train_step(step, stage=3, microbatches=k)(w, key, x)
     expected, expected_metrics = jax.jit(step)(w, key, x)
     np.testing.assert_array_equal(metrics["noise"], expected_metrics["noise"])
     np.testing.assert_allclose(new, expected, rtol=1e-5)
@@ -358,7 +361,7 @@ def test_per_example_outputs_keep_their_order():
         return w - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(w), {"rows": x[:, 0], "dims": x.T[:1]}
 
     x = jnp.arange(64 * 8.0).reshape(64, 8)
-    _, metrics = small.shard_train_step(step, stage=3, accumulate=4)(jnp.ones((8, 8)), x)
+    _, metrics = small.shard_train_step(step, stage=3, microbatches=4)(jnp.ones((8, 8)), x)
     np.testing.assert_array_equal(metrics["rows"], x[:, 0])
     np.testing.assert_array_equal(metrics["dims"], x.T[:1])
 
@@ -385,7 +388,7 @@ def test_outputs_that_no_example_changes(stage, rows):
         return w - 0.1 * grad, (loss, {name: fn(w, x) for name, fn in ALIKE.items()})
 
     w, x = jnp.ones((8, 8)), jax.random.normal(jax.random.key(0), (rows, 8))
-    found = small.shard_train_step(step, stage=stage, accumulate=2)(w, x)
+    found = small.shard_train_step(step, stage=stage, microbatches=2)(w, x)
     expected = jax.jit(step)(w, x)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected
@@ -406,7 +409,7 @@ def test_an_ensemble_of_weighted_means():
     ws, batch = jax.random.normal(jax.random.key(0), (8, 16)), next(ragged_batches())
     expected, expected_metrics = jax.jit(step)(ws, batch)
     for k in (1, 4):
-        actual, metrics = small.shard_train_step(step, stage=3, accumulate=k)(ws, batch)
+        actual, metrics = small.shard_train_step(step, stage=3, microbatches=k)(ws, batch)
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
         np.testing.assert_allclose(metrics["losses"], expected_metrics["losses"], rtol=1e-5)
 
@@ -421,7 +424,7 @@ def test_what_is_summed_is_printed_once(k, capfd):
         return w - 0.1 * grads
 
     w, x = jnp.ones((8, 8)), jnp.arange(64 * 8.0).reshape(64, 8)
-    jax.block_until_ready(small.shard_train_step(step, stage=3, accumulate=k)(w, x))
+    jax.block_until_ready(small.shard_train_step(step, stage=3, microbatches=k)(w, x))
     jax.effects_barrier()
     lines = capfd.readouterr().out.splitlines()
     assert sorted(lines) == [f"loss {float(jnp.mean(x @ w))}", f"sum {float(x.sum())}"]
@@ -435,7 +438,7 @@ def test_rows_are_printed_whole(k, capfd):
         return w - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(w)
 
     w, x = jnp.ones((8, 8)), jnp.arange(64 * 8.0).reshape(64, 8)
-    jax.block_until_ready(small.shard_train_step(step, stage=3, accumulate=k)(w, x))
+    jax.block_until_ready(small.shard_train_step(step, stage=3, microbatches=k)(w, x))
     jax.effects_barrier()
     assert capfd.readouterr().out.split() == f"rows {np.asarray(x[:, 0])}".split()
 
@@ -452,7 +455,7 @@ def test_what_a_second_loop_computes_again_is_printed_once(k, capfd):
 
         return ws - 0.1 * jax.grad(loss_fn)(ws)
 
-    train_step = small.shard_train_step(step, stage=3, accumulate=k)
+    train_step = small.shard_train_step(step, stage=3, microbatches=k)
     ws, x = jnp.stack([jnp.eye(8)] * 2), jnp.ones((64, 8))
     if k > 1:
         assert train_step.describe(ws, x).loops.num == 2
@@ -466,7 +469,7 @@ def test_under_set_mesh():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
     state = programs.abstract_state(MODEL, optax.sgd(1e-3))
     with jax.set_mesh(mesh):
-        found = small.shard_train_step(programs.train_step, accumulate=K).describe(state, TOKENS)
+        found = small.shard_train_step(programs.train_step, microbatches=K).describe(state, TOKENS)
     assert found.elements("reduce-scatter") == K * PSI
 
 
@@ -490,6 +493,6 @@ def test_what_is_no_sum_of_its_terms(read):
         return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), found
 
     w, x = np.ones((4, 3), np.float32), np.linspace(-1, 1, 128, dtype=np.float32).reshape(32, 4)
-    found = small.shard_train_step(step, accumulate=2)(w, x)
+    found = small.shard_train_step(step, microbatches=2)(w, x)
     for a, b in zip(found, jax.jit(step)(w, x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -176,7 +176,9 @@ def test_with_other_options(scan, recompute, options):
     "name", ["transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "maml",
              "mixed_bf16", "batch_norm", "moe_top_k", "microbatch_scan", "pmap_style"])  # fmt: skip
 def test_steps_of_many_kinds(name):
-    step = functools.partial(small.shard_train_step, offload_activations=jzero.PinnedHost())
+    step = functools.partial(
+        small.shard_train_step, memory=jzero.Memory(activations=jzero.PinnedHost())
+    )
     parity.check(name, {"data": 4}, step)
 
 
@@ -211,9 +213,11 @@ def shapes_on_host(atoms):
 def test_stacks_are_on_the_host_between_the_loops(stage):
     """One stack, of block inputs; the forward loop makes it there, the backward loop reads it there."""
     train_step = small.shard_train_step(
-        make_step(True, "blocks"), stage=stage, in_specs={"key": jax.P()},
-        offload_activations=jzero.PinnedHost(),
-    )  # fmt: skip
+        make_step(True, "blocks"),
+        stage=stage,
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
+    )
     stack = (LAYERS, ROWS // 8, WIDTH)
     forward, backward = loops_on_host(traced(train_step))
     assert forward[1] == [stack]
@@ -226,9 +230,11 @@ def test_stacks_are_on_the_host_between_the_loops(stage):
 def test_a_turn_fetches_for_the_next_one():
     """What a backward turn computes with comes out of its carry, not out of the host's stack."""
     train_step = small.shard_train_step(
-        make_step(True, "blocks"), stage=2, in_specs={"key": jax.P()},
-        offload_activations=jzero.PinnedHost(),
-    )  # fmt: skip
+        make_step(True, "blocks"),
+        stage=2,
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
+    )
     loops = [e for e in equations(traced(train_step).jaxpr) if e.primitive.name == "scan"]
     body = _jaxpr.scan_parts(loops[1]).body
     fetched = [e.outvars[0] for e in body.eqns
@@ -242,9 +248,10 @@ def test_a_turn_fetches_for_the_next_one():
 @pytest.mark.slow
 def test_values_of_unrolled_layers_leave_and_come_back():
     train_step = small.shard_train_step(
-        make_step(False, "blocks"), in_specs={"key": jax.P()},
-        offload_activations=jzero.PinnedHost(),
-    )  # fmt: skip
+        make_step(False, "blocks"),
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
+    )
     moved = [e for e in equations(traced(train_step).jaxpr) if _jaxpr.changes_memory(e)]
     away = [e for e in moved if _jaxpr.is_on_host(e.outvars[0].aval)]
     shape = (ROWS // 8, WIDTH)
@@ -256,7 +263,9 @@ def test_values_of_unrolled_layers_leave_and_come_back():
 @pytest.mark.slow
 def test_the_pass_is_printed():
     train_step = small.shard_train_step(
-        make_step(True, "blocks"), in_specs={"key": jax.P()}, offload_activations=jzero.PinnedHost()
+        make_step(True, "blocks"),
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
     )
     program = functools.partial(train_step.program, new_state(), *batches()[0])
     assert "<host>" not in str(program(after="tiles"))
@@ -268,9 +277,10 @@ def test_values_wait_for_those_before(monkeypatch, limit):
     """What an unrolled forward pass goes on with waits for copies to the host, if they are many bytes."""
     monkeypatch.setattr(_residuals, "ON_THEIR_WAY", limit)
     train_step = small.shard_train_step(
-        make_step(False, "blocks"), in_specs={"key": jax.P()},
-        offload_activations=jzero.PinnedHost(),
-    )  # fmt: skip
+        make_step(False, "blocks"),
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
+    )
     jaxpr = train_step.program(new_state(), *batches()[0], after="activations").jaxpr
     barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
     waits = [e for e in barriers if not _jaxpr.is_on_host(e.invars[0].aval)
@@ -459,9 +469,11 @@ def test_no_program_makes_and_reads_what_waits():
 @pytest.mark.slow
 def test_describe_lists_them():
     train_step = small.shard_train_step(
-        make_step(True, "blocks"), accumulate=2, in_specs={"key": jax.P()},
-        offload_activations=jzero.PinnedHost(),
-    )  # fmt: skip
+        make_step(True, "blocks"),
+        microbatches=2,
+        in_specs={"key": jax.P()},
+        memory=jzero.Memory(activations=jzero.PinnedHost()),
+    )
     found = train_step.describe(new_state(), *batches()[0])
     text = " ".join(str(found).split())
     assert (
@@ -484,7 +496,9 @@ def test_describe_lists_them():
 def test_what_is_on_the_host_makes_another_plan():
     steps = [
         small.shard_train_step(
-            make_step(True, "blocks"), in_specs={"key": jax.P()}, offload_activations=policy
+            make_step(True, "blocks"),
+            in_specs={"key": jax.P()},
+            memory=jzero.Memory(activations=policy),
         )
         for policy in (jzero.NoOffload(), jzero.PinnedHost())
     ]
@@ -546,7 +560,9 @@ def test_padded_rows_with_policies_of_the_step():
     ids=str,
 )
 def test_the_policy(policy, text):
-    make = functools.partial(jzero.shard_train_step, make_step(True), offload_activations=policy)
+    make = functools.partial(
+        jzero.shard_train_step, make_step(True), memory=jzero.Memory(activations=policy)
+    )
     if text is None:
         assert "<host>" not in str(traced(make(in_specs={"key": jax.P()})))
         return
@@ -560,7 +576,7 @@ def test_the_policy(policy, text):
     ("recompute", "options", "error", "text"),
     [
         ("blocks", {"offload_activations": jzero.PinnedHost()}, jzero.OptionError,
-         "offload_activations=PinnedHost(device_bytes=1073741824) on GPUs with JAX "),
+         "Memory(activations=PinnedHost(device_bytes=1073741824)) on GPUs with JAX "),
         ("by name", {}, jzero.StepError, "a loop makes float32[4, 16, 16] at "),
     ],
     ids=["the option", "a policy of the step"],

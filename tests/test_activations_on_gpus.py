@@ -52,7 +52,11 @@ def compiled(scan, where, stage=3, num_layers=LAYERS, accumulate=1):
     policy = {"host": jzero.PinnedHost(), "device": jzero.NoOffload()}[where]
     mesh = jzero.target_mesh("h200", "1x8")
     train_step = small.shard_train_step(
-        step, stage=stage, accumulate=accumulate, mesh=mesh, offload_activations=policy
+        step,
+        stage=stage,
+        microbatches=accumulate,
+        mesh=mesh,
+        memory=jzero.Memory(activations=policy),
     )
     lowered = train_step.lower(params, x)
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
@@ -139,7 +143,8 @@ def test_the_peak_is_the_devices():
     """XLA reports that of the memory that has the larger one; preflight does not."""
     step, *arguments = make_step(True, 4 * LAYERS)
     found = jzero.preflight(
-        small.shard_train_step(step, offload_activations=jzero.PinnedHost()), *arguments
+        small.shard_train_step(step, memory=jzero.Memory(activations=jzero.PinnedHost())),
+        *arguments,
     )
     assert found.peak_bytes < 4 * LAYERS * SLICE  # all on the host
     assert (

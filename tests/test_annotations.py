@@ -25,7 +25,7 @@ def spans_of(folder) -> dict[str, list[tuple[float, float]]]:
 @pytest.mark.slow
 def test_a_trace_says_when_the_host_waits_updates_and_sends(tmp_path):
     tx = optax.adam(1e-2)
-    train_step = small.shard_train_step(make_step(tx), offload=jzero.HostCPU())
+    train_step = small.shard_train_step(make_step(tx), memory=jzero.HostCPU())
     state, _ = train_step(new_state(tx), BATCH)
     with jax.profiler.trace(str(tmp_path)):
         jax.block_until_ready(train_step(state, BATCH))

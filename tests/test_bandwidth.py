@@ -60,9 +60,17 @@ def test_all_of_it_is_measured(measured):
 
 def test_an_estimate_takes_what_was_measured(measured):
     found = jzero.estimate(
-        "1B", devices=8, offload=jzero.HostCPU(), tokens=8192, peak="1TFLOP/s", pcie=measured.pcie,
-        interconnect=measured.interconnect, host_update=int(measured.host_update),
-    )  # fmt: skip
+        "1B",
+        devices=8,
+        memory=jzero.HostCPU(),
+        workload=jzero.Workload(tokens=8192),
+        rates=jzero.Rates(
+            peak="1TFLOP/s",
+            pcie=measured.pcie,
+            interconnect=measured.interconnect,
+            host_update=int(measured.host_update),
+        ),
+    )
     assert found.time is not None
     assert found.time.untimed == ()
     assert found.time.exposed > 0

@@ -388,7 +388,7 @@ def test_neighbouring_chunks_are_read_in_one_request(s3, proxy, monkeypatch):
     """8 MiB of 40 leaves, each in a chunk for each device."""
     # However busy this machine is, all are asked for in one interval.
     monkeypatch.setitem(_reading._COALESCED, "experimental_read_coalescing_interval", "1s")
-    train_step = jzero.shard_train_step(step_fn, min_shard_bytes=0)
+    train_step = jzero.shard_train_step(step_fn, axes=jzero.Axes(min_shard_bytes=0))
     keys = jax.random.split(jax.random.key(0), 40)
     state = {f"w{i}": jax.random.normal(key, (256, 208)) for i, key in enumerate(keys)}
     with jzero.Checkpointer(s3, train_step) as checkpointer:

@@ -93,7 +93,7 @@ def test_keys_of_a_written_step_are_folded_with_the_device(make_key):
     def step(state, x, y, key):
         return pmapped("batch")(state, x * jax.random.bernoulli(key, 0.5, x.shape), y)
 
-    train_step = small.shard_train_step(step, axis_name="batch")
+    train_step = small.shard_train_step(step, axes=jzero.Axes(axis_name="batch"))
     same_training(train_step, jax.jit(zoo.on_shards(step, 8, "batch")), X, Y, make_key(5))
 
 
@@ -116,7 +116,9 @@ def pmapped(axis_name: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("shape", [{"data": 8}, {"node": 2, "local": 4}], ids=str)
 def test_own_axis_name(shape):
     step = pmapped("batch")
-    train_step = small.shard_train_step(step, axis_name="batch", mesh=make_mesh(shape))
+    train_step = small.shard_train_step(
+        step, axes=jzero.Axes(axis_name="batch"), mesh=make_mesh(shape)
+    )
     same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="batch")), X, Y)
 
 
@@ -386,7 +388,7 @@ def test_unplaced_state_survives():
 def test_what_was_unsharded_is_kept(offload, num_devices):
     """The best parameters so far, of which some rest whole: the next step does not consume them."""
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    train_step = small.shard_train_step(train, mesh=mesh, stage=1, offload=offload)
+    train_step = small.shard_train_step(train, mesh=mesh, stage=1, memory=offload)
     state, _ = train_step(make_state(), X, Y)
     best = train_step.unshard(state)
     expected = zoo.to_host(best)

@@ -94,7 +94,7 @@ def test_a_leaf_on_the_host_or_in_files_twice(tier, tmp_path):
         return {**step_fn(state, x), "best": state["best"]}
 
     offload = jzero.HostCPU() if tier == "host" else jzero.NVMe(tmp_path)
-    train_step = small.shard_train_step(with_best, offload=offload)
+    train_step = small.shard_train_step(with_best, memory=offload)
     state = expected = {**new_state(), "best": new_state()["m"]}
     state = train_step(train_step.shard(state, X), X)
     with pytest.raises(jzero.StateError, match=r"state\['m'\] is the array of state\['best'\]"):

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.checkpoint import _restore, _saver
+from small import grouped
 
 ROWS, WIDTH = 40, 52  # of 8 devices, the first is divided evenly, and the second not
 
@@ -72,7 +73,7 @@ def sharded(
     num = int(np.prod(shape))
     mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:num], shape), names)
     return jzero.shard_train_step(
-        make_step(tx), stage=stage, mesh=mesh, min_shard_bytes=0, **options
+        make_step(tx), stage=stage, mesh=mesh, **grouped(min_shard_bytes=0, **options)
     )
 
 

@@ -356,7 +356,7 @@ def test_full_disk(asynchronous, saved, train_step):
 @pytest.mark.parametrize("policy", [jzero.NoOffload(), jzero.HostCPU()], ids=str)
 def test_restored_under_a_guard_that_forbids_implicit_transfers(policy, tmp_path):
     """And made, placed and gathered: what jzero moves is asked for."""
-    train_step = jzero.shard_train_step(step_fn, stage=3, offload=policy)
+    train_step = jzero.shard_train_step(step_fn, stage=3, memory=policy)
     key, host = jax.random.key(0), jax.tree.map(np.asarray, new_state())
     with jax.transfer_guard("disallow"):
         state = train_step.init(lambda key: {"w": jax.random.normal(key, (8, 8))}, key)

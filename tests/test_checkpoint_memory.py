@@ -66,7 +66,7 @@ def test_what_is_written_in_parts_is_the_state(place, are_copied, tmp_path, monk
         release(part)
 
     monkeypatch.setattr(_writing._Part, "release", released)
-    train_step = jzero.shard_train_step(step_fn, stage=3, offload=PLACES[place](tmp_path))
+    train_step = jzero.shard_train_step(step_fn, stage=3, memory=PLACES[place](tmp_path))
     state = train_step.init(new_state)
     state = train_step(state, BATCH)
     expected = jax.tree.map(np.asarray, train_step.unshard(state))
@@ -108,7 +108,7 @@ def test_chunks_in_several_transactions(tmp_path, monkeypatch):
     """A shard of a prime size has parts of chunks, and the parts come in transactions of their own."""
     monkeypatch.setattr(_chunks, "MAX_BYTES", 1000)
     monkeypatch.setattr(_chunks, "MIN_BYTES", 400)
-    train_step = jzero.shard_train_step(step_fn, stage=3, min_shard_bytes=0)
+    train_step = jzero.shard_train_step(step_fn, stage=3, axes=jzero.Axes(min_shard_bytes=0))
     shapes = {"w": (8 * 1009,), "odd": (8 * 101, 3)}
     values = {name: np.random.default_rng(0).normal(size=shape).astype(np.float32)
               for name, shape in shapes.items()}  # fmt: skip

@@ -38,7 +38,9 @@ def steps(tiers: tuple[str, str], num: int) -> tuple[Any, Any]:
     state, params = tiers
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     train_step = small.shard_train_step(
-        make_step(True, CLIPPED), mesh=mesh, offload=STATE[state], offload_params=PARAMS[params]
+        make_step(True, CLIPPED),
+        mesh=mesh,
+        memory=jzero.Memory(optimizer=STATE[state], params=PARAMS[params]),
     )
     return train_step, jzero.shard_eval_step(evaluate, like=train_step)
 

@@ -550,7 +550,7 @@ def test_steps_of_earlier_versions(version):
 
 def test_a_save_that_is_interrupted_writes_no_later_state(tmp_path):
     """While the state is still copied: the caller goes on, and `HostCPU` overwrites what is read."""
-    step = jzero.shard_train_step(host_step, offload=jzero.HostCPU())
+    step = jzero.shard_train_step(host_step, memory=jzero.HostCPU())
     state, batch = step.shard(new_host_state()), jnp.ones((8, 256))
     with jzero.Checkpointer(tmp_path / "steps", step, save_bytes=2**16) as checkpointer:
         checkpointer.save(1, state)

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 
 import jzero
 from jzero.sharding.plan import _make
+from small import grouped
 
 INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", size=32, rotate=True)
 D, LAYERS, VOCAB, CONTEXT = 128, 3, 130, 6
@@ -108,7 +109,9 @@ def test_generates_what_one_device_generates_with_what_codes_say(
         options = {"offload_params": jzero.NVMe(str(tmp_path), device_bytes=2**18)}
     tokens = np.arange(4, dtype=np.int32)
     fn = functools.partial(generate, compute=compute)
-    eval_step: Any = jzero.shard_eval_step(fn, weight_dtype=codes, mesh=mesh_of(num), **options)
+    eval_step: Any = jzero.shard_eval_step(
+        fn, weight_dtype=codes, mesh=mesh_of(num), **grouped(**options)
+    )
     coded = eval_step.shard(new_params(dtype), tokens)
     assert len(coded_leaves(coded)) == 5
     tolerance = 1e-5 if compute == jnp.float32 else 2e-2
@@ -286,7 +289,7 @@ def test_the_state_of_a_training_is_coded_where_it_lies():
     x, key = np.ones((8, 130), np.float32), jax.random.key(0)
     params = {"in": jax.random.normal(key, (130, 256)), "out": jax.random.normal(key, (256, 66))}
     for options in ({"stage": 1}, {"offload_params": jzero.PinnedHost(device_bytes=2**20)}, {}):
-        train_step = jzero.shard_train_step(step_fn, mesh=mesh_of(4), **options)
+        train_step = jzero.shard_train_step(step_fn, mesh=mesh_of(4), **grouped(**options))
         state, _ = train_step((params, tx.init(params)), x)
         eval_step = jzero.shard_eval_step(predict, like=train_step, weight_dtype=jnp.int4)
         coded = eval_step.shard(state[0], x)
@@ -374,7 +377,10 @@ def test_what_cannot_be_obeyed_is_refused():
     eval_step = make(weight_dtype=jnp.int8)
     coded = eval_step.shard(w, x)
     calls = [
-        ("weight_dtype=.*float32.*It is a format of codes", lambda: make(weight_dtype=jnp.float32)),
+        (
+            "weight_dtype=.*float32.*It is a quantized format",
+            lambda: make(weight_dtype=jnp.float32),
+        ),
         (
             "from_rows: 2 leaves of rows, and a state of 1",
             lambda: eval_step.from_rows([coded.storage, x], w, x),

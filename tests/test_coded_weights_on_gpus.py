@@ -39,7 +39,7 @@ def decoded(fn):
 def compiled(fn, codes, num_layers, gather=None):
     mesh = jzero.target_mesh("h200", "1x8")
     eval_step: Any = jzero.shard_eval_step(
-        fn, mesh=mesh, weight_dtype=BLOCKS.get(codes), gather=gather
+        fn, mesh=mesh, weight_dtype=BLOCKS.get(codes), comm=jzero.Comm(gather=gather)
     )
     shapes = {"up": (num_layers, WIDTH, 2 * WIDTH), "down": (num_layers, 2 * WIDTH, WIDTH)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}

@@ -201,7 +201,7 @@ def test_a_roll_by_nothing_gathers_an_empty_value():
     w = jax.random.normal(jax.random.key(0), (3, 3))
     x = jax.random.normal(jax.random.key(1), (16, 3))
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    new, loss = small.shard_train_step(step, accumulate=2, mesh=mesh)(w, x)
+    new, loss = small.shard_train_step(step, microbatches=2, mesh=mesh)(w, x)
     wanted = jax.jit(step)(w, x)
     np.testing.assert_allclose(new, wanted[0], rtol=1e-5)
     np.testing.assert_allclose(loss, wanted[1], rtol=1e-5)
@@ -210,7 +210,7 @@ def test_a_roll_by_nothing_gathers_an_empty_value():
 @pytest.mark.slow
 def test_over_two_axes():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
-    make = functools.partial(small.shard_train_step, mesh=mesh, accumulate=2)
+    make = functools.partial(small.shard_train_step, mesh=mesh, microbatches=2)
     expected, actual = trained("clip", jax.jit), trained("clip", make)
     for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
@@ -226,7 +226,7 @@ def test_extremes_keep_nan_and_the_sign_of_zero():
     x[:, 4] = -0.0
     w = jnp.eye(8)
     expected = jax.jit(step)(w, x)[1]
-    actual = small.shard_train_step(step, accumulate=2)(w, x)[1]
+    actual = small.shard_train_step(step, microbatches=2)(w, x)[1]
     for name in expected:
         np.testing.assert_array_equal(actual[name], expected[name])
         got, want = (np.where(np.isnan(x), 0, x) for x in (actual[name], expected[name]))
@@ -253,7 +253,7 @@ def test_what_is_the_largest_of_all_rows_is_so_in_every_loop(k):
     w = jnp.asarray(np.random.default_rng(9).normal(size=(8, 5)), jnp.float32)
     expected = jax.jit(step)(w, x)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    actual = small.shard_train_step(step, mesh=mesh, accumulate=k)(w, x)
+    actual = small.shard_train_step(step, mesh=mesh, microbatches=k)(w, x)
     assert np.abs(expected[1]["g"]).max() > 0.01
     for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
@@ -273,7 +273,9 @@ def test_a_step_of_its_own_collectives_gathers_in_the_order_of_devices(dim, tile
 
     x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    run = small.shard_train_step(step, axis_name="batch", mesh=mesh, accumulate=2)
+    run = small.shard_train_step(
+        step, axes=jzero.Axes(axis_name="batch"), mesh=mesh, microbatches=2
+    )
     new, out = run(jnp.eye(4), x)
     of_parts = jax.vmap(step, in_axes=(None, 0), axis_name="batch")
     expected, expected_out = of_parts(jnp.eye(4), x.reshape(8, 2, 4))
@@ -327,7 +329,7 @@ def test_towers_run_forward_twice():
     """Once for the embeddings, once for the gradients, which stand in another loop."""
     state, step = wide_step(4096)
     one = small.shard_train_step(step, stage=0)
-    many = small.shard_train_step(step, stage=0, accumulate=4)
+    many = small.shard_train_step(step, stage=0, microbatches=4)
     args = [jax.ShapeDtypeStruct((256, FEATURES), jnp.float32)] * 2
 
     def forward(sharded):
@@ -421,7 +423,7 @@ def batch_norm(h):
 def test_statistics_of_the_batch_in_every_layer_are_refused():
     step, params, x = deep_step(batch_norm)
     with pytest.raises(jzero.StepError) as caught:
-        small.shard_train_step(step, accumulate=2).plan(params, x)
+        small.shard_train_step(step, microbatches=2).plan(params, x)
     text = str(caught.value)
     assert re.search(r"reductions fail:\n  - accumulate > 1, and .*test_collected_rows\.py:\d+:\d+ "
                      r"\(batch_norm\) begins a loop over the microbatches", text)  # fmt: skip
@@ -436,7 +438,7 @@ def test_statistics_of_the_batch_in_every_layer_are_refused():
 @pytest.mark.slow
 def test_a_norm_of_each_row_is_not():
     step, params, x = deep_step(lambda h: h / jnp.linalg.norm(h, axis=1, keepdims=True))
-    assert small.shard_train_step(step, accumulate=2).describe(params, x).loops.num == 1
+    assert small.shard_train_step(step, microbatches=2).describe(params, x).loops.num == 1
 
 
 def test_a_gather_inside_a_loop():
@@ -453,7 +455,7 @@ def test_a_gather_inside_a_loop():
         return w - jax.grad(loss_fn)(w)
 
     x = np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)
-    train_step = small.shard_train_step(step, accumulate=2)
+    train_step = small.shard_train_step(step, microbatches=2)
     np.testing.assert_allclose(train_step(jnp.eye(8), x), step(jnp.eye(8), x), rtol=2e-5)
     report = train_step.describe(jnp.eye(8), x)
     assert report.loops.at_once
@@ -469,7 +471,7 @@ def test_other_collectives_of_a_written_step_are_refused():
     text = (r"accumulate > 1, and ppermute at .* a collective over \('batch',\) that gives each device "
             r"something else.*Drop accumulate, or use psum")  # fmt: skip
     with pytest.raises(jzero.StepError, match=text):
-        small.shard_train_step(step, axis_name="batch", accumulate=2).plan(
+        small.shard_train_step(step, axes=jzero.Axes(axis_name="batch"), microbatches=2).plan(
             jnp.eye(8), jnp.ones((32, 8))
         )
 
@@ -538,7 +540,9 @@ def test_what_needs_all_rows_inside_a_loop(name):
 
     x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
     try:
-        found = small.shard_train_step(step, stage=0, accumulate=2)(np.eye(8, dtype=np.float32), x)
+        found = small.shard_train_step(step, stage=0, microbatches=2)(
+            np.eye(8, dtype=np.float32), x
+        )
     except jzero.StepError:
         return
     expected = jax.jit(step)(np.eye(8, dtype=np.float32), x)

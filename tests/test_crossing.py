@@ -116,7 +116,7 @@ def mixed_step(tx, cast=lambda w: w.astype(BF16)):
 def test_gradients_cross_in_the_dtype_of_the_compute(accumulate):
     tx, w = optax.chain(CLIP, optax.adamw(1e-2)), jnp.ones((64, 48))
     train_step = small.shard_train_step(
-        mixed_step(tx), offload=jzero.PinnedHost(ROOM), accumulate=accumulate
+        mixed_step(tx), memory=jzero.PinnedHost(ROOM), microbatches=accumulate
     )
     found = crossing(train_step, (w, tx.init(w)), BATCH.astype(BF16))
     assert found == (["bfloat16[64, 48]"], ["float32[64, 48]"])
@@ -127,7 +127,7 @@ def test_what_moves_elements_is_not_computed_twice():
     """The update must go on treating every element alike, or no leaf could be cut into slices."""
     tx, w = jzero.master_weights(optax.chain(CLIP, optax.adam(1e-2))), jnp.ones((64, 64), BF16)
     train_step = small.shard_train_step(
-        mixed_step(tx, lambda w: w.T), offload=jzero.PinnedHost(1536)
+        mixed_step(tx, lambda w: w.T), memory=jzero.PinnedHost(1536)
     )
     assert crossing(train_step, (w, tx.init(w)), BATCH.astype(BF16)) == (["bfloat16[64, 64]"], [])
     assert max(turn.parts for turn in train_step.plan((w, tx.init(w)), BATCH).turns) > 1
@@ -151,9 +151,11 @@ def test_masters_follow_parameters_that_their_update_does_not_read():
     mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=auto)
     tx, policy = WITH_MASTERS["adamw, clipped"], jzero.PinnedHost(ROOM)
     train_step = small.shard_train_step(
-        make_step(tx), mesh=mesh, axis_names="data", offload=policy,
-        auto_specs={r"^state\[0\]\[0\]$": PartitionSpec("model")},
-    )  # fmt: skip
+        make_step(tx),
+        mesh=mesh,
+        axes=jzero.Axes("data", auto_specs={r"^state\[0\]\[0\]$": PartitionSpec("model")}),
+        memory=policy,
+    )
     leaves = train_step.plan(jax.eval_shape(lambda: new_state(tx, BF16)), BATCH).leaves
     alike = [leaf.layout for leaf in leaves if leaf.shape == SHAPES[0]]
     assert len(alike) == 4
@@ -170,7 +172,7 @@ def test_sums_cross_as_sums():
         return (a - 0.1 * ga, b - 0.1 * gb, mean, 0.9 * decayed + (0.1 * a + ga)), None
 
     w = jnp.ones((64, 48))
-    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(ROOM))
+    train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(ROOM))
     assert crossing(train_step, (w, w, w, w), BATCH) == (["float32[64, 48]"] * 2, [])
 
 
@@ -189,7 +191,7 @@ def test_pieces_that_read_one_gradient_stay_apart():
     def new():
         return jnp.full((64, 48), 0.1, BF16), *(jnp.ones((64, 48)) for _ in range(3))
 
-    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(3 * 64 * 48 * 4 // 8))
+    train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(3 * 64 * 48 * 4 // 8))
     assert crossing(train_step, new(), BATCH) == (["bfloat16[64, 48]"], [])
     _, turns = parts_of(train_step, new(), BATCH)
     assert [len(turn.outs) for turn in turns] == [1, 1, 1]

@@ -50,7 +50,7 @@ def new_state():
 
 def sharded(policy):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    return small.shard_train_step(step_fn, mesh=mesh, offload=policy)
+    return small.shard_train_step(step_fn, mesh=mesh, memory=policy)
 
 
 def whole(train_step, state):

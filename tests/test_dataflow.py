@@ -22,6 +22,7 @@ from jzero.sharding.analysis import (
 from jzero.sharding.plan import _make
 from jzero.tracing import _jaxpr
 from sampling import check
+from small import grouped
 
 # One of each bundle's setting; all of them are slow. A device that is alone has nothing that differs.
 SAMPLED = [
@@ -48,7 +49,7 @@ def analysed():
 def zoo_step(name):
     entry, mesh = zoo.get(name), jax.make_mesh((8,), ("data",))
     with analysed() as found:
-        train_step = jzero.shard_train_step(entry.step, mesh=mesh, **entry.options)
+        train_step = jzero.shard_train_step(entry.step, mesh=mesh, **grouped(**entry.options))
         train_step.plan(jax.eval_shape(entry.init), *entry.batches(1)[0])
     return found
 

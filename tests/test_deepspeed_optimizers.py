@@ -369,7 +369,7 @@ def test_sharded_training_is_that_of_one_device(name: str):
         return w, tx.init(w)
 
     batches = [np.float32(RNG.normal(size=(16, 64))) for _ in range(2)]
-    assert_same_training(step, make, batches, stage=3, min_shard_bytes=0)
+    assert_same_training(step, make, batches, stage=3, axes=jzero.Axes(min_shard_bytes=0))
 
 
 def test_lamb_moves_parameters_that_are_zero_by_the_whole_learning_rate():

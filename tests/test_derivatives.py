@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from small import grouped
 
 ROWS, FEATURES, CLASSES = 16, 10, 9  # No devices divide what a parameter has: it is padded.
 
@@ -148,9 +149,11 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
 
 def sharded(step: Step, trains: bool, mesh: Any, **options: Any) -> Any:
     if trains:
-        return jzero.shard_train_step(step, mesh=mesh, min_shard_bytes=0, **options)
-    like = jzero.shard_train_step(train_step_of(step), mesh=mesh, min_shard_bytes=0)
-    return jzero.shard_eval_step(step, like=like, **options)
+        return jzero.shard_train_step(step, mesh=mesh, **grouped(min_shard_bytes=0, **options))
+    like = jzero.shard_train_step(
+        train_step_of(step), mesh=mesh, axes=jzero.Axes(min_shard_bytes=0)
+    )
+    return jzero.shard_eval_step(step, like=like, **grouped(**options))
 
 
 @pytest.mark.slow(but=["solve-eval-8", "checkpointed_scan-eval-1"])
@@ -267,7 +270,7 @@ def test_beside_automatic_axes():
 
     w, x = params_of(), batch_of()[:, :CLASSES]
     w["c"] = w["c"][:, :8]
-    step = jzero.shard_eval_step(constrained, mesh=mesh, axis_names="data")
+    step = jzero.shard_eval_step(constrained, mesh=mesh, axes="data")
     state = step.shard(w)
     for take in (jax.grad, lambda fn, argnums: jax.jit(jax.grad(fn, argnums))):
         assert_close(take(step, (0, 1))(state, x), jax.grad(free, (0, 1))(w, x))
@@ -318,7 +321,7 @@ def test_optimizer_state_on_the_host_or_in_files(tmp_path):
         jzero.NVMe(str(tmp_path), host_bytes=2**24),
     ):
         train_step = jzero.shard_train_step(
-            step, mesh=mesh_of(2), min_shard_bytes=0, offload=offload
+            step, mesh=mesh_of(2), axes=jzero.Axes(min_shard_bytes=0), memory=offload
         )
         eval_step = jzero.shard_eval_step(lambda s, x: max_over_rows(s[0], x), like=train_step)
         state = train_step.shard((w, tx.init(w)), x)
@@ -337,7 +340,7 @@ def test_refused():
         with pytest.raises(jzero.StepError, match="shard_eval_step: .* collectives of its own"):
             take(lambda x: total(written(w, x)))(x)
     coded_step = jzero.shard_eval_step(
-        lambda w, x: x @ w, mesh=mesh_of(2), weight_dtype=jnp.int8, axis_names="data"
+        lambda w, x: x @ w, mesh=mesh_of(2), weight_dtype=jnp.int8, axes="data"
     )
     x = jnp.ones((8, 256), jnp.float32)
     coded = coded_step.shard(jnp.ones((256, 256), jnp.float32), x)

@@ -20,6 +20,7 @@ from jzero._folded import folded, listed
 from jzero._quantities import readable_bytes, readable_count
 from jzero.reports._lines import WIDTH, wrapped
 from jzero.reports._tables import Table
+from small import grouped
 
 WORDS = st.sampled_from(
     ["w", "bias", "h_0", "h_1", "h_2", "h_07", "h_10", "x9y", "²", "{a}", "...", "1.5"]
@@ -64,7 +65,7 @@ def described(case):
         params, loss = many_leaves()
         tx, options = optax.sgd(0.1), {"mesh": mesh(data=8)}
         state = params, jax.eval_shape(tx.init, params)
-        return jzero.shard_train_step(step_of(loss, tx), **options).describe(
+        return jzero.shard_train_step(step_of(loss, tx), **grouped(**options)).describe(
             state, jnp.ones((8, 4))
         )
     options = {
@@ -94,7 +95,7 @@ def described(case):
 
     rows = math.prod(options["mesh"].shape.values())
     args = programs.abstract_state(model), programs.tokens(2 * rows), jax.random.key(0)
-    return jzero.shard_train_step(step, **options).describe(*args)
+    return jzero.shard_train_step(step, **grouped(**options)).describe(*args)
 
 
 def byte_counts(found):
@@ -259,7 +260,10 @@ def test_estimates_as_dict_and_text():
         {},
     ):
         found = jzero.estimate(
-            "1T", mesh={"a_node_with_a_long_name": 64, "local": 8}, param_axes="local", **options
+            "1T",
+            **grouped(
+                devices={"a_node_with_a_long_name": 64, "local": 8}, param_axes="local", **options
+            ),
         )
         rows, text = found.to_dict(), str(found)
         assert json.loads(json.dumps(rows)) == rows
@@ -307,7 +311,7 @@ def test_a_loop_over_minibatches_is_told_how_to_split_their_rows(num, axes):
     epoch, state = epoch_of(optax.adam(1e-2))
     batch = jnp.ones((num, 32, 16)), jnp.ones((num, 32, 8))
     options = {"mesh": mesh(**axes), "min_shard_bytes": 0, "axis_names": tuple(axes)}
-    found = jzero.shard_train_step(epoch, **options).describe(state, *batch)
+    found = jzero.shard_train_step(epoch, **grouped(**options)).describe(state, *batch)
     text = " ".join(str(found).split())
     spec = "P(None, 'data')" if len(axes) == 1 else "P(None, ('node', 'data'))"
     specs = f"in_specs={{'images': {spec}, 'labels': {spec}}}"
@@ -315,11 +319,13 @@ def test_a_loop_over_minibatches_is_told_how_to_split_their_rows(num, axes):
     assert specs in text
     assert found.to_dict()["looped"] == ["images", "labels"]
     given = eval(specs.partition("=")[2], {"P": jax.P})
-    split = jzero.shard_train_step(epoch, in_specs=given, **options).describe(state, *batch)
+    split = jzero.shard_train_step(epoch, in_specs=given, **grouped(**options)).describe(
+        state, *batch
+    )
     assert (split.looped, split.movements) == ((), ())
     assert "minibatches" not in str(split)
     # Other loops, and other batches that come whole.
-    plain = jzero.shard_train_step(lambda w, x: w - x.mean() * w, **options)
+    plain = jzero.shard_train_step(lambda w, x: w - x.mean() * w, **grouped(**options))
     assert plain.describe(jnp.ones(8), jnp.ones((13, 16))).looped == ()
 
 
@@ -329,7 +335,7 @@ def test_a_stage_without_optimizer_state_lists_what_it_does_not_shard():
     batch = jnp.ones((4, 32, 16)), jnp.ones((4, 32, 8))
     for stage in (1, 2, 3):
         options = {"stage": stage, "mesh": mesh(data=8), "min_shard_bytes": 0}
-        text = str(jzero.shard_train_step(epoch, **options).describe(state, *batch))
+        text = str(jzero.shard_train_step(epoch, **grouped(**options)).describe(state, *batch))
         says = f"Stage {stage} shards optimizer state, and no leaf is that alone" in text
         assert says == (stage < 3)
         assert (
@@ -337,7 +343,7 @@ def test_a_stage_without_optimizer_state_lists_what_it_does_not_shard():
         ) == says
         assert ("No leaf that the stage shards was left full." in text) == (not says)
         step = step_of(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(1e-2))
-        once = jzero.shard_train_step(step, **options)
+        once = jzero.shard_train_step(step, **grouped(**options))
         assert "optimizer state, and" not in str(once.describe(state, batch[0][0]))
 
 
@@ -350,12 +356,10 @@ def test_whole_arguments_are_counted():
 
     w, x = jnp.ones((512, 512)), jnp.ones((16, 512))
     specs: dict[str | int, jax.P] = {"teacher": jax.P()}
-    report = jzero.shard_train_step(distill, state_argnums=0, in_specs=specs).describe(
-        w, {"w": w}, x
-    )
+    report = jzero.shard_train_step(distill, state=0, in_specs=specs).describe(w, {"w": w}, x)
     assert "whole arguments take 1.0 MiB of each device" in " ".join(str(report).split())
     assert report.to_dict()["whole_argument_bytes"] == w.nbytes
-    split = jzero.shard_train_step(distill, state_argnums=0).describe(w, {"w": w}, x)
+    split = jzero.shard_train_step(distill, state=0).describe(w, {"w": w}, x)
     assert "whole arguments" not in str(split)
 
 
@@ -363,6 +367,6 @@ def test_a_refusal_says_where_a_model_goes_that_is_only_read():
     def distill(w, teacher, x):
         return w - x.sum() * jnp.linalg.inv(teacher), x.sum()
 
-    step = jzero.shard_train_step(distill, state_argnums=0, max_gather_bytes=1000)
+    step = jzero.shard_train_step(distill, state=0, comm=jzero.Comm(max_gather_bytes=1000))
     with pytest.raises(jzero.StepError, match="carry a model that is only read in the state"):
         step.describe(jnp.ones((64, 64)), jnp.eye(64), jnp.ones((16, 64)))

@@ -156,7 +156,9 @@ def test_offload_alone_rewrites():
     broken = functools.partial(jnp.full, (16, 8), jnp.inf, jnp.bfloat16)
     state = tx.init(w)
     batch = np.ones((8, 4), np.float32)
-    plain = jzero.shard_train_step(step_fn, min_shard_bytes=0)
-    hosted = jzero.shard_train_step(step_fn, min_shard_bytes=0, offload=jzero.PinnedHost(2**20))
+    plain = jzero.shard_train_step(step_fn, axes=jzero.Axes(min_shard_bytes=0))
+    hosted = jzero.shard_train_step(
+        step_fn, axes=jzero.Axes(min_shard_bytes=0), memory=jzero.PinnedHost(2**20)
+    )
     assert not np.isfinite(plain((broken(), state), batch)[0]).any()
     np.testing.assert_array_equal(hosted((broken(), tx.init(w)), batch)[0], w)

@@ -166,7 +166,7 @@ def test_sums_over_tokens_are_of_microbatches(mesh, accumulate):
     sizes = tuple(MESHES[mesh].values())
     on = jax.make_mesh(sizes, ("data", "context"), devices=jax.devices()[: math.prod(sizes)])
     specs = {"batch": P("data", "context")}
-    train_step = small.shard_train_step(step, mesh=on, in_specs=specs, accumulate=accumulate)
+    train_step = small.shard_train_step(step, mesh=on, in_specs=specs, microbatches=accumulate)
     batch = np.random.default_rng(0).normal(size=(16, 16, 8))
     found, expected = train_step(jnp.eye(8), batch), jax.jit(step)(jnp.eye(8), batch)
     for have, want in zip(found, expected, strict=True):
@@ -310,10 +310,11 @@ def test_beside_an_axis_of_xla():
     init, step, batch, _ = STEPS["mlp"]()
     kinds = (AxisType.Auto,) * 3
     train_step = small.shard_train_step(
-        step, mesh=jax.make_mesh((2, 2, 2), ("data", "context", "model"), axis_types=kinds),
-        axis_names=("data", "context"), in_specs={1: P("data", "context")},
-        auto_specs={"a": P(None, "model")},
-    )  # fmt: skip
+        step,
+        mesh=jax.make_mesh((2, 2, 2), ("data", "context", "model"), axis_types=kinds),
+        axes=jzero.Axes(("data", "context"), auto_specs={"a": P(None, "model")}),
+        in_specs={1: P("data", "context")},
+    )
     state, metrics = trained(train_step, train_step.init(init), batch)
     got = [np.asarray(x) for x in [*jax.tree.leaves(train_step.unshard(state)), *metrics]]
     assert worst(got, on_one_device("mlp")) < 1e-9
@@ -371,9 +372,11 @@ def test_where_state_rests_in_files(tmp_path):
     with jax.enable_x64(False):  # No kernel computes with float64.
         kinds = (AxisType.Auto,) * 2
         train_step = small.shard_train_step(
-            step, mesh=jax.make_mesh((2, 4), ("data", "context"), axis_types=kinds),
-            in_specs={1: P("data", "context")}, offload=files, offload_params=files,
-        )  # fmt: skip
+            step,
+            mesh=jax.make_mesh((2, 4), ("data", "context"), axis_types=kinds),
+            in_specs={1: P("data", "context")},
+            memory=jzero.Memory(optimizer=files, params=files),
+        )
         state, losses = trained(train_step, train_step.init(new_state), x)
         got = [np.asarray(leaf) for leaf in [*jax.tree.leaves(train_step.unshard(state)), *losses]]
         expected, told = trained(jax.jit(step), new_state(), x)

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jzero
+from small import grouped
 
 TX = optax.adam(1e-2)
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
@@ -40,7 +41,7 @@ def mesh_of(num: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
 
 
 def sharded(num: int = 2, **options: Any) -> Any:
-    return jzero.shard_train_step(step, mesh=mesh_of(num), min_shard_bytes=0, **options)
+    return jzero.shard_train_step(step, mesh=mesh_of(num), **grouped(min_shard_bytes=0, **options))
 
 
 def numbers(tree: Any) -> list[np.ndarray]:
@@ -88,7 +89,7 @@ def another_thread(is_there: bool) -> Iterator[None]:
 def test_whoever_uses_a_consumed_leaf_is_told(beside, viewed, kind):
     """JAX 0.10 ends the process; [Note: what JAX 0.10 leaves alive]. All uses were compiled before."""
     mesh = mesh_of(4, kind)
-    train_step: Any = jzero.shard_train_step(step, mesh=mesh, min_shard_bytes=0)
+    train_step: Any = jzero.shard_train_step(step, mesh=mesh, axes=jzero.Axes(min_shard_bytes=0))
     around = jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext()
     with around, another_thread(beside):
         state, _ = train_step(train_step.init(new_state), X)
@@ -151,7 +152,11 @@ def test_an_argument_that_a_step_has_consumed_is_named(rows):
         return w + 0.1 * (ref["old"] - w), jnp.sum(w)
 
     train = jzero.shard_train_step(
-        pulled, mesh=mesh_of(2), min_shard_bytes=0, state_argnums=0, in_specs={"ref": jax.P()}
+        pulled,
+        mesh=mesh_of(2),
+        axes=jzero.Axes(min_shard_bytes=0),
+        state=0,
+        in_specs={"ref": jax.P()},
     )
     old = train.init(lambda: jnp.ones((rows, 8)))
     state, _ = train(old, {"old": np.ones((rows, 8), np.float32)})
@@ -243,7 +248,7 @@ FILES = functools.partial(jzero.NVMe, "unused")
     ids=["HostCPU", "NVMe", "HostCPU, parameters pinned", "NVMe, parameters too"],
 )
 def test_what_hosts_write_over_cannot_stay(options):
-    with pytest.raises(jzero.OptionError, match=r"donate=False and offload=.*they write over"):
+    with pytest.raises(jzero.OptionError, match=r"donate=False and .*they write over"):
         sharded(donate=False, **options)
 
 
@@ -262,7 +267,9 @@ def test_describe_and_estimate_count_it(options):
     assert ("of its host beside the new one" in text) == bool(options)
     assert "donate=False" not in str(sharded(**options).describe(jax.eval_shape(new_state), X))
 
-    twice, once = (jzero.estimate("1B", devices=4, donate=d, **options) for d in (False, True))
+    twice, once = (
+        jzero.estimate("1B", devices=4, donate=d, **grouped(**options)) for d in (False, True)
+    )
     assert twice.total - once.total == once.at_rest == twice.at_rest
     assert twice.on_host - once.on_host == sum(m.on_host for m in once.memory if m.at_rest)
 

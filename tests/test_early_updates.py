@@ -123,9 +123,12 @@ def test_gpts_train_as_on_one_device(options, num):
     """Tied embeddings, and widths that the devices do not divide, among them."""
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     train_step = small.shard_train_step(
-        predict_next_step, mesh=mesh, offload=jzero.HostCPU(threads=2),
-        offload_params=jzero.PinnedHost(device_bytes=20000),
-    )  # fmt: skip
+        predict_next_step,
+        mesh=mesh,
+        memory=jzero.Memory(
+            optimizer=jzero.HostCPU(threads=2), params=jzero.PinnedHost(device_bytes=20000)
+        ),
+    )
     state, batches = train_step.init(functools.partial(gpt, options)), token_batches(STEPS)
     assert early(train_step, state, *batches[0]).turns
     expected = gpt_on_one_device(tuple(options.items()))
@@ -334,9 +337,10 @@ def test_a_callback_that_raises_in_the_backward_pass():
 
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     train_step = small.shard_train_step(
-        step, mesh=mesh, offload=jzero.HostCPU(),
-        offload_params=jzero.PinnedHost(device_bytes=9000),
-    )  # fmt: skip
+        step,
+        mesh=mesh,
+        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost(device_bytes=9000)),
+    )
     state = train_step.init(lambda: new_state(True, LAYERS, ADAM))
     state, _ = train_step(state, batch(0))
     before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]

@@ -228,7 +228,7 @@ def drawn():
 def test_as_under_jit(name, num, accumulate):
     w, x = drawn()
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
-    step = small.shard_train_step(STEPS[name], mesh=mesh, accumulate=accumulate)
+    step = small.shard_train_step(STEPS[name], mesh=mesh, microbatches=accumulate)
     found, told = trained(step, w, x)
     expected, calls = trained(jax.jit(STEPS[name]), w, x)
     assert_alike(found, expected)

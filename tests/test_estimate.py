@@ -11,6 +11,7 @@ import programs
 import small
 from jzero._quantities import parse_bytes, parse_count, readable_count
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
+from small import grouped
 
 MODEL = programs.Model(remat=True)
 STATE = programs.abstract_state(MODEL)
@@ -57,7 +58,9 @@ def test_a_real_step_is_as_estimated(stage, axes, options):
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     train_step = small.shard_train_step(programs.train_step, stage=stage, mesh=mesh, **options)
     found = train_step.describe(STATE, TOKENS)
-    expected = jzero.estimate(PSI, mesh=mesh, stage=stage, precision="float32", **options)
+    expected = jzero.estimate(
+        PSI, stage=stage, precision="float32", devices=mesh, **grouped(**options)
+    )
     assert by_op(found.traffic) == by_op(expected.traffic)
     resting = {row.role: row.per_device for row in found.memory}
     counters = 2 * 4  # step and count, int32 scalars
@@ -142,16 +145,19 @@ def test_bytes_of_one_gpt2():
         {"stage": 1, "devices": 7},
         {"stage": 2, "devices": 64, "optimizer": "adafactor"},
         {"stage": 3, "devices": 3, "accumulate": 2, "gather": "keep"},
-        {"stage": 3, "mesh": NODES, "param_axes": "local", "optimizer_bytes": 0.3},
+        {"stage": 3, "devices": NODES, "param_axes": "local", "optimizer_bytes": 0.3},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("memory", [1, 12_345, "1GB", "80GiB"])
 def test_the_largest_model_fits_and_no_larger_one(options, memory):
-    num, num_bytes = jzero.estimate(1, **options).largest_model(memory), parse_bytes(memory)
+    num, num_bytes = (
+        jzero.estimate(1, **grouped(**options)).largest_model(memory),
+        parse_bytes(memory),
+    )
     assert num_bytes is not None
-    assert jzero.estimate(num + 1, **options).total > num_bytes
-    assert num == 0 or jzero.estimate(num, **options).total <= num_bytes
+    assert jzero.estimate(num + 1, **grouped(**options)).total > num_bytes
+    assert num == 0 or jzero.estimate(num, **grouped(**options)).total <= num_bytes
 
 
 # -- what is printed -------------------------------------------------------------------------------
@@ -159,7 +165,7 @@ def test_the_largest_model_fits_and_no_larger_one(options, memory):
 
 def test_what_gradients_mean_is_said():
     def text(**options):
-        return " ".join(str(jzero.estimate("1B", devices=8, **options)).split())
+        return " ".join(str(jzero.estimate("1B", devices=8, **grouped(**options))).split())
 
     assert "in shards: reduced as they are produced" in text(stage=2)
     assert "whole, as the paper counts; jzero reduces them as they are" in text(stage=1)
@@ -231,7 +237,12 @@ def test_readable_counts():
 def test_model_parallelism_divides_what_a_device_has_and_moves(stage):
     one, eight = (
         jzero.estimate(
-            "8B", devices=64, stage=stage, model_parallel=k, tokens="8K", peak="1TFLOP/s"
+            "8B",
+            devices=64,
+            stage=stage,
+            model_parallel=k,
+            workload=jzero.Workload(tokens="8K"),
+            rates=jzero.Rates(peak="1TFLOP/s"),
         )
         for k in (1, 8)
     )
@@ -257,7 +268,9 @@ def test_model_parallelism_divides_what_a_device_has_and_moves(stage):
     ids=str,
 )
 def test_model_parallelism_divides_what_hosts_have(options):
-    one, eight = (jzero.estimate("8B", devices=64, model_parallel=k, **options) for k in (1, 8))
+    one, eight = (
+        jzero.estimate("8B", devices=64, model_parallel=k, **grouped(**options)) for k in (1, 8)
+    )
     assert eight.hosted_bytes * 8 == one.hosted_bytes
     for of_one, of_eight in zip(one.crossings, eight.crossings, strict=True):
         assert of_eight.nbytes * 8 == of_one.nbytes
@@ -269,31 +282,29 @@ def test_model_parallelism_divides_what_hosts_have(options):
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ({"num_params": "7.5X"}, ["estimate: num_params='7.5X' is not a whole number from 1", "'7.5B'"]),
-        ({"devices": 0}, ["devices=0 is not an int from 1"]),
-        ({"devices": None}, ["devices=None is not an int from 1"]),
+        ({"model": "7.5X"}, ["estimate: model='7.5X' is not a whole number from 1", "'7.5B'"]),
+        ({"devices": 0}, ["devices=0 is no int from 1"]),
+        ({"devices": None}, ["devices=None is no int from 1"]),
         ({"model_parallel": 0}, ["model_parallel=0 is not an int from 1"]),
-        ({"mesh": {"data": 8}}, ["devices=8 and mesh={'data': 8}, of which one is enough"]),
-        ({"devices": None, "mesh": {"data": 0}}, ["mesh={'data': 0} does not map names of axes"]),
-        ({"devices": None, "mesh": 8}, ["mesh=8 does not map names of axes"]),
+        ({"devices": {"data": 0}}, ["devices={'data': 0} is no int from 1, and does not map names of axes"]),
         ({"optimizer": "adamm"}, ["optimizer='adamm' is not one of 'sgd', 'momentum', 'adam'"]),
         ({"optimizer": ["adam"]}, ["optimizer=['adam'] is not one of"]),
         ({"precision": 16}, ["precision=16 is not one of 'mixed', 'float32'"]),
-        ({"param_bytes": 0}, ["param_bytes=0 is not a number of bytes"]),
-        ({"optimizer_bytes": -1}, ["optimizer_bytes=-1 is not a number"]),
-        ({"gradient_bytes": float("nan")}, ["gradient_bytes=nan is not a number"]),
-        ({"num_params": 0, "devices": 1.5, "optimizer": "x"},
-         ["estimate: 3 arguments fail:\n  - num_params=0", "- devices=1.5", "- optimizer='x'"]),
+        ({"param_bytes": 0}, ["BytesPerParam: params=0 is not a number of bytes"]),
+        ({"optimizer_bytes": -1}, ["BytesPerParam: optimizer=-1 is not a number"]),
+        ({"gradient_bytes": float("nan")}, ["BytesPerParam: gradients=nan is not a number"]),
+        ({"model": 0, "devices": 1.5, "optimizer": "x"},
+         ["estimate: 3 arguments fail:\n  - model=0", "- devices=1.5", "- optimizer='x'"]),
         ({"stage": 4}, ["estimate: stage=4. Stages are 0, 1, 2 and 3."]),
-        ({"stage": 2, "gather": "keep"}, ["estimate: stage=2 and gather='keep'. Below stage 3"]),
-        ({"stage": 1, "accumulate": 2, "reduce": "each"}, ["estimate: stage=1 and reduce='each'."]),
-        ({"param_axes": "local"}, ["estimate: param_axes has ['local'], and the data axes are ('data',)"]),
+        ({"stage": 2, "gather": "keep"}, ["estimate: stage=2 and Comm(gather='keep'). Below stage 3"]),
+        ({"stage": 1, "accumulate": 2, "reduce": "each"}, ["stage=1 and Microbatches(reduce='each')."]),
+        ({"param_axes": "local"}, ["estimate: Axes(params=) has ['local'], and the data axes are ('data',)"]),
     ],
     ids=str,
 )  # fmt: skip
 def test_numbers_that_cannot_be(args, text):
-    with pytest.raises(ValueError, match="estimate: ") as caught:
-        jzero.estimate(**{"num_params": "7.5B", "devices": 8, **args})
+    with pytest.raises(ValueError, match=": ") as caught:
+        jzero.estimate(**grouped(**{"model": "7.5B", "devices": 8, **args}))
     assert isinstance(caught.value, jzero.JzeroError)
     for part in text:
         assert part in str(caught.value)

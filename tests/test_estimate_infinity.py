@@ -17,6 +17,7 @@ from jzero._quantities import (
 )
 from jzero.reports import _formulas
 from jzero.reports._step_time import StepTime
+from small import grouped
 
 PSI = 10**9
 PARAMS = jzero.PinnedHost(2**30)
@@ -31,10 +32,8 @@ KEPT: dict[str, Any] = {
 
 
 def estimate(**options: Any) -> jzero.Estimate:
-    defaults: dict[str, Any] = {"offload": jzero.HostCPU(), "offload_params": PARAMS}
-    if "mesh" not in options:
-        defaults["devices"] = 8
-    return jzero.estimate(PSI, **defaults | options)
+    defaults = {"offload": jzero.HostCPU(), "offload_params": PARAMS, "devices": 8}
+    return jzero.estimate(PSI, **grouped(**defaults | options))
 
 
 def time_of(found: jzero.Estimate) -> StepTime:
@@ -78,7 +77,7 @@ UP, DOWN = "to device", "to host"
          {(UP, "parameter"): 2 * 2, (UP, "gradient"): 2, (DOWN, "gradient"): 2, (DOWN, "parameter"): 2}),
         ({"devices": 1}, {(UP, "parameter"): 8 * 2 * 2, (DOWN, "gradient"): 8 * 2}),
         # Replicas: each node's devices have all of it.
-        ({"mesh": NODES, "param_axes": "local", "optimizer_axes": "local"},
+        ({"devices": NODES, "param_axes": "local", "optimizer_axes": "local"},
          {(UP, "parameter"): 2 * 2 * 2, (DOWN, "gradient"): 2 * 2}),
         # On one device nothing is sharded.
         ({"devices": 1, "stage": 0}, {(UP, "parameter"): 8 * 2 * 2, (DOWN, "gradient"): 8 * 2}),
@@ -95,12 +94,14 @@ def test_what_crosses(options, expected):
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_activations_cross_twice(offload, accumulate):
     """ZeRO-Infinity, section 3: 2 bytes for each token, layer and element of its input."""
-    found = jzero.estimate(PSI, devices=8, offload=offload, accumulate=accumulate, **KEPT)
+    found = jzero.estimate(
+        PSI, devices=8, **grouped(offload=offload, accumulate=accumulate, **KEPT)
+    )
     nbytes = 2 * 4096 * 24 * 2048
     assert by_way(found.crossings)[DOWN, "activation"] == nbytes
     assert by_way(found.crossings)[UP, "activation"] == nbytes
     assert rows(found)["activation"] == (0, nbytes // accumulate, False)
-    in_float32 = jzero.estimate(PSI, devices=8, precision="float32", **KEPT)
+    in_float32 = jzero.estimate(PSI, devices=8, precision="float32", **grouped(**KEPT))
     assert by_way(in_float32.crossings)[UP, "activation"] == 2 * nbytes
 
 
@@ -122,7 +123,7 @@ def test_layer_major_gathers_and_reduces_once():
 
 def test_no_model_state_is_on_the_device_but_the_window():
     small, large = (
-        jzero.estimate(n, devices=8, offload=jzero.HostCPU(), offload_params=PARAMS)
+        jzero.estimate(n, devices=8, memory=jzero.Memory(optimizer=jzero.HostCPU(), params=PARAMS))
         for n in (PSI, 100 * PSI)
     )
     assert rows(small) == {
@@ -139,18 +140,21 @@ def test_no_model_state_is_on_the_device_but_the_window():
 def test_a_window_is_no_larger_than_what_visits():
     """A shard, and all of it gathered; on one device nothing is gathered."""
     wide = jzero.PinnedHost(2**40)
-    assert estimate(offload_params=wide).total == 2 * PSI // 8 + 2 * PSI
-    assert estimate(offload_params=wide, devices=1).total == 2 * PSI
+    assert estimate(memory=jzero.Memory(params=wide)).total == 2 * PSI // 8 + 2 * PSI
+    assert estimate(memory=jzero.Memory(params=wide), devices=1).total == 2 * PSI
 
 
 def test_accumulators_stay_on_the_device_unless_layers_come_once():
-    each, once = (estimate(accumulate=4, layer_major=flag) for flag in (False, True))
+    each, once = (
+        estimate(microbatches=jzero.Microbatches(4, order="layer" if flag else "microbatch"))
+        for flag in (False, True)
+    )
     assert rows(each)["accumulator"] == (4 * PSI // 8, 0, False)
     assert "accumulator" not in rows(once)
 
 
 def test_state_that_visits_has_a_window_of_its_own():
-    found = estimate(offload=jzero.PinnedHost(2**20))
+    found = estimate(memory=jzero.PinnedHost(2**20))
     assert rows(found)["visiting optimizer state"] == (2**20, 0, False)
     assert found.total == 2**20 + 2**30
 
@@ -160,7 +164,7 @@ def test_the_host_bounds_the_largest_model():
     found = estimate()
     num = found.largest_model("80GB", host_memory="160GB")
     assert num == 8 * 160 * 10**9 // 16
-    with_state = estimate(offload=jzero.NoOffload())
+    with_state = estimate(memory=jzero.NoOffload())
     assert with_state.largest_model("80GB", "160GB") == with_state.largest_model("80GB")
 
 
@@ -203,7 +207,7 @@ def test_what_hides_from_so_many_tokens_does_and_from_fewer_does_not(options):
 def test_what_grows_with_the_tokens_never_hides_behind_a_thin_layer():
     """Per token 2 * 24 * 2048 bytes of activations, and 2 * 10**6 operations."""
     kept = {**KEPT, "offload": jzero.NoOffload(), "offload_params": jzero.NoOffload()}
-    found = time_of(jzero.estimate("1M", devices=8, **RATES | kept))
+    found = time_of(jzero.estimate("1M", devices=8, **grouped(**RATES | kept)))
     assert found.hides_from == {"forward pass": None, "backward pass": None}
     assert "forward pass moves more for each token than hides" in " ".join(str(found).split())
 
@@ -221,8 +225,8 @@ def test_what_grows_with_the_tokens_hides_behind_a_wide_layer():
     "options",
     [{}, {"offload_params": jzero.NoOffload()}, {"offload": jzero.PinnedHost(), "accumulate": 2}, KEPT,
      {"offload": jzero.PinnedHost(), "offload_params": jzero.NoOffload(), "stage": 1},
-     {"mesh": NODES, "param_axes": "local", "optimizer_axes": "local"},
-     {"mesh": NODES, "param_axes": "local", "offload_params": jzero.NoOffload()},
+     {"devices": NODES, "param_axes": "local", "optimizer_axes": "local"},
+     {"devices": NODES, "param_axes": "local", "offload_params": jzero.NoOffload()},
      {"offload_params": jzero.NoOffload(), "gather": "keep", "accumulate": 2}],
     ids=str,
 )  # fmt: skip
@@ -239,7 +243,7 @@ def test_every_byte_has_its_time(options):
         assert seconds.get(way, 0) == pytest.approx(nbytes / 55e9)
     moved = sum(c.nbytes * (1 + (c.op == "all-reduce")) for c in found.traffic)
     assert seconds["between devices"] == pytest.approx(moved / 350e9)
-    assert time_of(found).compute == pytest.approx(8 * PSI * (found.tiers.tokens or 0) / 989e12)
+    assert time_of(found).compute == pytest.approx(8 * PSI * (found.workload.tokens or 0) / 989e12)
 
 
 @pytest.mark.parametrize(
@@ -279,22 +283,28 @@ def test_what_crosses_in_which_part(options, expected):
 def test_what_devices_exchange_in_which_part(options, expected):
     """Seconds for a whole value in 16 bits."""
     rates: Any = {"tokens": 1, "peak": 1, "interconnect": 2 * PSI}
-    found = time_of(jzero.estimate(PSI, devices=8, **rates | options))
+    found = time_of(jzero.estimate(PSI, devices=8, **grouped(**rates | options)))
     assert {p.name: p.ways["between devices"] for p in found.parts if p.ways} == expected
 
 
 def test_an_all_reduce_is_two_passes():
     rates: Any = {"tokens": 1, "peak": 10**12, "interconnect": 10**9}
-    found = time_of(jzero.estimate(PSI, devices=8, stage=0, recompute=False, **rates))
+    found = time_of(jzero.estimate(PSI, devices=8, stage=0, **grouped(recompute=False, **rates)))
     parts = {part.name: part.ways for part in found.parts}
     assert parts == {"forward pass": {}, "backward pass": {"between devices": 4.0}}
     assert found.compute == 6e9 / 1e12
 
 
 def test_sums_over_replicas_that_travel_as_codes_are_part_of_the_backward_pass():
-    axes: Any = {"mesh": {"node": 2, "local": 4}, "param_axes": "local", "optimizer_axes": "local"}
+    axes: Any = {
+        "devices": {"node": 2, "local": 4},
+        "param_axes": "local",
+        "optimizer_axes": "local",
+    }
     rates: Any = {"tokens": 1, "peak": 10**12, "interconnect": 10**9}
-    found = time_of(jzero.estimate(PSI, **axes, reduce_dtype={"node": jnp.int8}, **rates))
+    found = time_of(
+        jzero.estimate(PSI, **grouped(reduce_dtype={"node": jnp.int8}, **axes, **rates))
+    )
     assert [part.name for part in found.parts if part.ways] == ["forward pass", "backward pass"]
 
 
@@ -347,7 +357,7 @@ def test_the_formula_solved_for_the_bandwidth():
 
 
 def test_what_is_printed_fits_and_is_in_the_dict():
-    found = estimate(accumulate=2, **RATES | KEPT, interconnect="350GB/s", host_update="4GB/s")
+    found = estimate(accumulate=2, interconnect="350GB/s", host_update="4GB/s", **RATES | KEPT)
     for width in (80, 60):
         assert max(map(len, found.lines(width))) <= width
     text = " ".join(str(found).split())
@@ -365,7 +375,11 @@ def test_what_is_printed_fits_and_is_in_the_dict():
 
 
 def test_a_rate_that_is_not_given_is_said():
-    text = " ".join(str(estimate(tokens="8K", peak="989TFLOP/s")).split())
+    text = " ".join(
+        str(
+            estimate(workload=jzero.Workload(tokens="8K"), rates=jzero.Rates(peak="989TFLOP/s"))
+        ).split()
+    )
     assert "No time is counted for: to host, to device, between devices, host update." in text
     assert "time" not in estimate().to_dict()
 
@@ -412,40 +426,39 @@ PINNED = jzero.PinnedHost()
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ({"offload_params": "host"}, "estimate: offload_params='host'. Parameters rest on the devices, in"),
-        ({"offload_params": jzero.HostCPU()}, "or in files. Use offload_params=jzero.PinnedHost(dev"),
-        ({"offload_activations": True}, "estimate: offload_activations=True. It is jzero.PinnedHost("),
-        ({"layer_major": 1}, "estimate: layer_major=1. It is True or False. Drop it."),
-        ({"recompute": None}, "estimate: recompute=None. It is True or False. Drop it."),
-        ({"stage": 2}, "estimate: offload_params=PinnedHost(device_bytes=1073741824), and parameters"),
-        ({"gather": "keep"}, "estimate: gather='keep' and offload=HostCPU("),
-        ({"mesh": NODES, "param_axes": "local"}, "estimate: offload_params=PinnedHost(device_bytes="),
+        ({"offload_params": "host"}, "estimate: Memory(params=HostCPU(delayed_update=False,"),
+        ({"offload_params": jzero.HostCPU()}, "or in files. Use Memory(params=jzero.PinnedHost(dev"),
+        ({"offload_activations": True}, "Memory: activations=True. It is a policy, or one of"),
+        ({"recompute": None}, "Workload: recompute=None. It is True or False. Drop it."),
+        ({"stage": 2}, "estimate: Memory(params=PinnedHost(device_bytes=1073741824)), and parameters"),
+        ({"gather": "keep"}, "estimate: Comm(gather='keep') and Memory(params="),
+        ({"devices": NODES, "param_axes": "local"}, "estimate: Memory(params=PinnedHost(device_bytes="),
         ({"offload": jzero.HostCPU(ratio=0.5)}, "The host updates all parameters in their place, when the"),
-        ({"offload": jzero.HostCPU(delayed_update=True)}, "Drop delayed_update and ratio, or offload_"),
-        ({"accumulate": 2, "reduce": "once"}, "reduce='once' and offload_params. Gradients leave for the"),
+        ({"offload": jzero.HostCPU(delayed_update=True)}, "Drop delayed_update and ratio, or Memory("),
+        ({"accumulate": 2, "reduce": "once"}, "Microbatches(reduce='once') and Memory(params=). Gradients"),
         ({"offload_params": jzero.NoOffload(), "accumulate": 2, "layer_major": True},
-         "estimate: layer_major without offload_params. It is for layers that come from the host"),
-        ({"layer_major": True}, "estimate: layer_major without accumulate. A layer then works through"),
+         "estimate: Microbatches(order='layer') without Memory(params=). It is for layers that"),
+        ({"layer_major": True}, "Microbatches: order='layer' and num=1. It is about several"),
         ({"offload_activations": PINNED, "recompute": False},
-         "estimate: offload_activations and recompute=False. What layers keep that do not compute"),
+         "estimate: Memory(activations=) and Workload(recompute=False). What layers save that do"),
         ({"offload_activations": PINNED, "tokens": 8},
-         "estimate: offload_activations without layers and without width. What a loop keeps is the"),
-        ({"layers": 8, "width": "2K"}, "estimate: layers=8 and width=2000 without offload_activations."),
-        ({"tokens": "8Q"}, "estimate: tokens='8Q'. It is a whole number from 1"),
-        ({"tokens": 1.5, "layers": 0}, "estimate: 2 arguments fail:\n  - tokens=1.5\n  - layers=0"),
-        ({"peak": "989T"}, "estimate: peak='989T'. It is operations per second, a whole number"),
+         "estimate: Memory(activations=) without layers and without width. What a loop saves is the"),
+        ({"layers": 8, "width": "2K"}, "Workload(layers=8, width=2000) without Memory(activations=)."),
+        ({"tokens": "8Q"}, "Workload: tokens='8Q'. It is a whole number from 1"),
+        ({"tokens": 1.5, "layers": 0}, "Workload: 2 fields fail:\n  - tokens=1.5\n  - layers=0"),
+        ({"peak": "989T"}, "Rates: peak='989T'. It is operations per second, a whole number"),
         ({"pcie": "400Gb/s"}, "pcie='400Gb/s'. It is bytes per second, a whole number from 1 or a string"),
         ({"interconnect": 0}, "interconnect=0. It is bytes per second, a whole number from 1 or a string "
-         "such as '55GB/s'; a capital B is a byte. Write interconnect='350GB/s'."),
-        ({"layers": 0, "width": -1}, "Write layers=32, width=4096."),
-        ({"pcie": "55GB/s"}, "estimate: pcie='55GB/s' without peak and without tokens. The time of a step"),
-        ({"peak": "1TFLOP/s"}, "estimate: peak='1TFLOP/s' without tokens. The time of a step is"),
-        ({"tokens": 8192}, "estimate: tokens=8192 without peak. Bytes do not go by them; the time"),
+         "such as '55GB/s'; a capital B is a byte. Write Rates(interconnect='350GB/s')."),
+        ({"layers": 0, "width": -1}, "Write Workload(layers=32, width=4096)."),
+        ({"pcie": "55GB/s"}, "estimate: Rates(pcie='55GB/s') without peak and without tokens. The"),
+        ({"peak": "1TFLOP/s"}, "estimate: Rates(peak='1TFLOP/s') without tokens. The time of a step is"),
+        ({"tokens": 8192}, "estimate: Workload(tokens=8192) without peak. Bytes do not go by them; the time"),
         ({"offload": jzero.PinnedHost(), **RATES, "host_update": "4GB/s"},
-         "estimate: host_update='4GB/s', and nothing moves at such a rate. pcie is for offload,"),
-        ({"devices": 1, **RATES, "interconnect": "4GB/s"}, "interconnect='4GB/s', and nothing moves at such"),
+         "estimate: Rates(host_update='4GB/s'), and nothing moves at such a rate. pcie is for state"),
+        ({"devices": 1, **RATES, "interconnect": "4GB/s"}, "interconnect='4GB/s'), and nothing moves"),
         ({"offload": jzero.NoOffload(), "offload_params": jzero.NoOffload(), **RATES},
-         "estimate: pcie='55GB/s', and nothing moves at such a rate. pcie is for offload"),
+         "estimate: Rates(pcie='55GB/s'), and nothing moves at such a rate. pcie is for state"),
     ],
     ids=str,
 )  # fmt: skip

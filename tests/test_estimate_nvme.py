@@ -8,6 +8,7 @@ import pytest
 
 import jzero
 import test_cli
+from small import grouped
 from test_estimate_offload import COUNTER, PRECISIONS, PSI, by_way, found_by
 
 RATES: dict[str, Any] = dict(tokens="32K", peak="989TFLOP/s", pcie="55GB/s", host_update="40GB/s")
@@ -19,7 +20,7 @@ RATES: dict[str, Any] = dict(tokens="32K", peak="989TFLOP/s", pcie="55GB/s", hos
 def test_a_step_is_as_estimated(stage: int, precision: str, in_place: bool, tmp_path: Path):
     policy = jzero.NVMe(tmp_path, host_bytes=2**16, in_place=in_place)
     found = found_by(precision, stage=stage, offload=policy)
-    expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, offload=policy)
+    expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, memory=policy)
     assert by_way(found.crossings) == by_way(expected.crossings) != {}
     rows = {row.role: row for row in found.memory}
     wanted = {row.role: row for row in expected.memory}
@@ -36,13 +37,15 @@ def test_a_step_is_as_estimated(stage: int, precision: str, in_place: bool, tmp_
 def test_the_host_has_tiles_and_what_is_on_its_way():
     """Whatever the model's size: gradients and parameters in 16 bits, and the buffers."""
     for num in ("1B", "100B"):
-        found = jzero.estimate(num, devices=8, offload=jzero.NVMe("x", host_bytes=2**28))
+        found = jzero.estimate(num, devices=8, memory=jzero.NVMe("x", host_bytes=2**28))
         assert found.on_host == 2**28 + 2 * (2 * found.num_params // 8)
         assert found.on_disk == 2 * 12 * found.num_params // 8
 
 
 def test_time_and_wear():
-    found = jzero.estimate("70B", devices=8, offload=jzero.NVMe("x"), disk="6GB/s", **RATES)
+    found = jzero.estimate(
+        "70B", devices=8, **grouped(offload=jzero.NVMe("x"), disk="6GB/s", **RATES)
+    )
     time = found.time
     assert time is not None
     written = 12 * found.num_params // 8
@@ -50,12 +53,12 @@ def test_time_and_wear():
     assert time.written == written
     assert time.written_a_day == pytest.approx(written * 86400 / time.seconds)
     assert "Each step writes 105 GB to the disks for each device, 171 TB a day" in str(found)
-    without = jzero.estimate("70B", devices=8, offload=jzero.NVMe("x"), **RATES)
+    without = jzero.estimate("70B", devices=8, **grouped(offload=jzero.NVMe("x"), **RATES))
     assert "No time is counted for: between devices, disk." in str(without)
 
 
 def test_the_largest_model_of_a_disk():
-    found = jzero.estimate(1, devices=8, offload=jzero.NVMe("x"))
+    found = jzero.estimate(1, devices=8, memory=jzero.NVMe("x"))
     assert found.largest_model("80GB", disk_memory="240GB") == 80 * 10**9
     assert found.largest_model("80GB", "20GB", "240GB") < 80 * 10**9
     with pytest.raises(jzero.OptionError, match="disk_memory='2T'"):
@@ -63,8 +66,10 @@ def test_the_largest_model_of_a_disk():
 
 
 def test_a_disk_without_files_is_refused():
-    with pytest.raises(jzero.OptionError, match=r"disk='6GB/s', and nothing moves at such a rate"):
-        jzero.estimate("70B", devices=8, offload=jzero.HostCPU(), disk="6GB/s", **RATES)
+    with pytest.raises(
+        jzero.OptionError, match=r"disk='6GB/s'\), and nothing moves at such a rate"
+    ):
+        jzero.estimate("70B", devices=8, **grouped(offload=jzero.HostCPU(), disk="6GB/s", **RATES))
 
 
 def test_flags():
@@ -75,7 +80,7 @@ def test_flags():
     )
     done = test_cli.output(*flags.split(), *more.split())
     policy = jzero.NVMe("x", host_bytes=2**31, in_place=True)
-    expected = jzero.estimate("70B", devices=8, offload=policy, disk="6GB/s", **RATES)
+    expected = jzero.estimate("70B", devices=8, **grouped(offload=policy, disk="6GB/s", **RATES))
     (stage,) = json.loads(done)["stages"]
     wanted = expected.to_dict() | {
         "largest_model": expected.largest_model("80GB", disk_memory="1TB")
@@ -91,7 +96,7 @@ def test_with_parameters_on_the_hosts(tmp_path: Path):
     params = jzero.PinnedHost(2**16)
     found, other = (
         [found_by("mixed", stage=3, offload=policy, offload_params=params),
-         jzero.estimate(PSI, devices=8, stage=3, offload=policy, offload_params=params)]
+         jzero.estimate(PSI, devices=8, stage=3, memory=jzero.Memory(optimizer=policy, params=params))]
         for policy in (jzero.NVMe(tmp_path, host_bytes=2**16), jzero.HostCPU())
     )  # fmt: skip
     for one, two in zip(found, other, strict=True):
@@ -116,7 +121,7 @@ def in_files(in_place: bool = False) -> dict[str, Any]:
 def test_parameters_in_files(in_place: bool, slots: int):
     """The device has a window of them, the host what is on its way, and each slot of a disk 14 Psi bytes."""
     for num in ("10B", "1T"):
-        found = jzero.estimate(num, devices=8, **in_files(in_place))
+        found = jzero.estimate(num, devices=8, **grouped(**in_files(in_place)))
         each = found.num_params // 8
         assert found.at_rest == 0
         assert found.total == 2**26
@@ -133,7 +138,7 @@ def test_parameters_in_files(in_place: bool, slots: int):
 def test_what_parameters_in_files_move(accumulate: int, layer_major: bool, times: int):
     """Read in each pass of each round, and read and written in the update; none crosses to be updated."""
     options: dict[str, Any] = {"accumulate": accumulate, "layer_major": layer_major}
-    found = jzero.estimate(PSI, devices=8, **options, **in_files())
+    found = jzero.estimate(PSI, devices=8, **grouped(**options, **in_files()))
     each = PSI // 8
     assert by_way(found.crossings) == {
         ("to device", "parameter"): 2 * times * 2 * each,
@@ -146,7 +151,7 @@ def test_what_parameters_in_files_move(accumulate: int, layer_major: bool, times
 
 
 def test_time_and_wear_of_parameters_in_files():
-    found = jzero.estimate("70B", devices=8, disk="6GB/s", **RATES, **in_files())
+    found = jzero.estimate("70B", devices=8, **grouped(disk="6GB/s", **RATES, **in_files()))
     time, each = found.time, found.num_params // 8
     assert time is not None
     ways = {part.name: part.ways["disk"] for part in time.parts}
@@ -160,7 +165,7 @@ def test_time_and_wear_of_parameters_in_files():
 
 def test_the_largest_model_with_parameters_in_files():
     """The device bounds nothing; gradients in pinned memory or the disk do."""
-    found = jzero.estimate(1, devices=16, **in_files())
+    found = jzero.estimate(1, devices=16, **grouped(**in_files()))
     assert found.largest_model("32GB", disk_memory="28TB") == 28 * 10**12 // 28 * 16
     bytes_of_host = 2**28 + 2**27 + 2 * 10**9
     assert found.largest_model("32GB", bytes_of_host, "28TB") == 16 * 10**9
@@ -173,7 +178,7 @@ def test_flags_of_parameters_in_files():
     )
     (stage,) = json.loads(test_cli.output(*flags.split()))["stages"]
     policies = in_files() | {"offload_params": jzero.NVMe("x", device_bytes=2**26)}
-    expected = jzero.estimate("1T", devices=16, **policies)
+    expected = jzero.estimate("1T", devices=16, **grouped(**policies))
     assert stage["memory"] == expected.to_dict()["memory"]
     assert stage["largest_model"] == expected.largest_model("32GB", disk_memory="28TB")
 

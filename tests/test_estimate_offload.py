@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 import jzero
 import small
 from jzero._quantities import parse_bytes
+from small import grouped
 
 WIDTH = 64
 PSI = 2 * WIDTH * WIDTH
@@ -82,7 +83,7 @@ def check(found, expected):
 def test_a_hosted_step_is_as_estimated(stage, precision, ratio, delayed_update):
     policy = jzero.HostCPU(ratio=ratio, delayed_update=delayed_update)
     found = found_by(precision, stage=stage, offload=policy)
-    expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, offload=policy)
+    expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, memory=policy)
     check(found, expected)
     assert {c.elements for c in expected.crossings} == {PSI * ratio / 8}
 
@@ -93,7 +94,7 @@ def test_a_hosted_step_is_as_estimated(stage, precision, ratio, delayed_update):
 def test_a_streamed_step_is_as_estimated(stage, precision, device_bytes):
     policy = jzero.PinnedHost(device_bytes)
     found = found_by(precision, stage=stage, offload=policy)
-    expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, offload=policy)
+    expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, memory=policy)
     check(found, expected)
     moved = sum(turn.nbytes for turn in found.plan.turns)
     most = max(turn.nbytes_at_once for turn in found.plan.turns)
@@ -114,7 +115,7 @@ def test_a_streamed_step_is_as_estimated(stage, precision, device_bytes):
 def test_other_options(options, policy):
     axes = {"node": 2, "local": 4}
     found = found_by("mixed", tuple(axes.items()), offload=policy, **options)
-    check(found, jzero.estimate(PSI, mesh=axes, offload=policy, **options))
+    check(found, jzero.estimate(PSI, **grouped(devices=axes, offload=policy, **options)))
 
 
 @pytest.mark.parametrize("delayed_update", [False, True])
@@ -125,13 +126,13 @@ def test_what_the_host_holds_beside_the_state(precision, delayed_update):
     after = 0 if delayed_update else None
     policy = jzero.HostCPU(delayed_update=delayed_update, delay_after=after)
     step_fn, state = make_step(precision)
-    train_step = small.shard_train_step(step_fn, stage=3, offload=policy)
+    train_step = small.shard_train_step(step_fn, stage=3, memory=policy)
     state = train_step.shard(state)
     for _ in range(2):
         state = train_step(state, BATCH)
     expected = {
         row.role: row.on_host
-        for row in jzero.estimate(PSI, devices=8, precision=precision, offload=policy).memory
+        for row in jzero.estimate(PSI, devices=8, precision=precision, memory=policy).memory
     }
     (program,) = train_step._programs.built.values()
     engine = program.step._engine
@@ -155,7 +156,7 @@ def test_parameters_on_the_hosts_rest_as_estimated(precision, policy):
     """And what a real step says that it moves is in the estimate."""
     options: Any = {"stage": 3, "offload": policy, "offload_params": jzero.PinnedHost(2**20)}
     found = found_by(precision, **options)
-    expected = jzero.estimate(PSI, devices=8, precision=precision, **options)
+    expected = jzero.estimate(PSI, devices=8, precision=precision, **grouped(**options))
     wanted = {row.role: row for row in expected.memory}
     for row in found.memory:
         counter = COUNTER * (row.role == "optimizer state")
@@ -172,7 +173,7 @@ def test_parameters_on_the_hosts_rest_as_estimated(precision, policy):
 def test_bytes_per_parameter_of_zero_offload():
     """Ren et al., 2021, section 3: from 16 bytes per parameter to 2 at rest; 2 cross each way."""
     whole, found = (
-        jzero.estimate("10B", devices=1, offload=policy)
+        jzero.estimate("10B", devices=1, memory=policy)
         for policy in (jzero.NoOffload(), jzero.HostCPU())
     )
     assert whole.total == 16 * 10**10
@@ -183,14 +184,14 @@ def test_bytes_per_parameter_of_zero_offload():
         ("to host", "gradient"): 2 * 10**10,
         ("to device", "parameter"): 2 * 10**10,
     }
-    delayed = jzero.estimate("10B", devices=1, offload=jzero.HostCPU(delayed_update=True))
+    delayed = jzero.estimate("10B", devices=1, memory=jzero.HostCPU(delayed_update=True))
     assert delayed.on_host == found.on_host + (2 + 2) * 10**10
     assert delayed.total == found.total + 2 * 10**10
 
 
 def test_shards_share_what_crosses():
     """ZeRO-Offload, section 4.2: with stage 2 it is divided by the devices."""
-    one, many = (jzero.estimate("10B", devices=n, stage=2, offload=jzero.HostCPU()) for n in (1, 8))
+    one, many = (jzero.estimate("10B", devices=n, stage=2, memory=jzero.HostCPU()) for n in (1, 8))
     assert [c.nbytes / 8 for c in one.crossings] == [c.nbytes for c in many.crossings]
     assert one.on_host == 8 * many.on_host
 
@@ -212,17 +213,20 @@ def test_no_offload_crosses_nothing():
 @pytest.mark.parametrize("memory", [1, 12_345, "80GiB"])
 def test_the_largest_model_fits_and_no_larger_one(policy, memory):
     options = {"devices": 3, "stage": 2, "offload": policy}
-    num, num_bytes = jzero.estimate(1, **options).largest_model(memory), parse_bytes(memory)
+    num, num_bytes = (
+        jzero.estimate(1, **grouped(**options)).largest_model(memory),
+        parse_bytes(memory),
+    )
     assert num_bytes is not None
-    assert jzero.estimate(num + 1, **options).total > num_bytes
-    assert num == 0 or jzero.estimate(num, **options).total <= num_bytes
+    assert jzero.estimate(num + 1, **grouped(**options)).total > num_bytes
+    assert num == 0 or jzero.estimate(num, **grouped(**options)).total <= num_bytes
 
 
 # -- what is printed, and messages -----------------------------------------------------------------
 
 
 def test_what_crosses_is_printed():
-    lines = str(jzero.estimate("1B", devices=8, offload=jzero.PinnedHost(2**20))).splitlines()
+    lines = str(jzero.estimate("1B", devices=8, memory=jzero.PinnedHost(2**20))).splitlines()
     rows = [" ".join(line.split()) for line in lines]
     assert rows[3:5] == ["on each on its", "memory whole device host"]
     assert "optimizer state 11.2 GiB 0 B 1.4 GiB" in rows
@@ -234,12 +238,12 @@ def test_what_crosses_is_printed():
     ("args", "text"),
     [
         ({"offload": jzero.HostCPU(ratio="auto")},
-         "estimate: offload=HostCPU(ratio='auto'). It is measured on the devices, and there are none"),
+         "estimate: HostCPU(ratio='auto'). It is measured on the devices, and there are none"),
         ({"offload": jzero.HostCPU(), "optimizer": "sgd", "precision": "float32"},
          "ratio=1.0, threads=None), and the optimizer has no state. Moments, averages and masters"),
         ({"offload": jzero.PinnedHost(), "optimizer_bytes": 0},
-         "estimate: offload=PinnedHost(device_bytes=1073741824), and the optimizer has no state."),
-        ({"offload": "host"}, "estimate: offload='host'. It is a policy"),
+         "estimate: memory=PinnedHost(device_bytes=1073741824), and the optimizer has no state."),
+        ({"offload": "cpu"}, "Memory: optimizer='cpu'. It is a policy"),
         ({"offload": jzero.HostCPU(), "optimizer": "muon"},
          "optimizer='muon' and 8 devices. Its update needs the shards of other devices"),
     ],
@@ -247,5 +251,5 @@ def test_what_crosses_is_printed():
 )  # fmt: skip
 def test_offload_that_cannot_be_estimated(args, text):
     with pytest.raises(jzero.OptionError) as caught:
-        jzero.estimate("1B", devices=8, **args)
+        jzero.estimate("1B", devices=8, **grouped(**args))
     assert text in str(caught.value)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import jzero
+from small import grouped
 
 RESULTS = pathlib.Path(__file__).parents[1] / "experiments" / "tiling" / "results"
 GB = 10**9
@@ -31,7 +32,7 @@ def compiled(name):
 @pytest.mark.parametrize("tile_bytes", [2**26, 2**24])
 def test_memory_of_compiled_programs(name, devices, activations, most, tile_bytes):
     num_params, programs = compiled(name)
-    found = jzero.estimate(num_params, devices=devices, tile_bytes=tile_bytes)
+    found = jzero.estimate(num_params, devices=devices, comm=jzero.Comm(tile_bytes=tile_bytes))
     program = programs[tile_bytes]
     assert found.at_rest == pytest.approx(program["at_rest"], rel=1e-3)
     told = found.total - found.at_rest + activations
@@ -48,7 +49,10 @@ def test_traffic_of_compiled_programs(name):
     recompute = "blocks" in name
     for tile_bytes in (None, 2**26):
         found = jzero.estimate(
-            num_params, devices=devices, tile_bytes=tile_bytes, recompute=recompute
+            num_params,
+            devices=devices,
+            comm=jzero.Comm(tile_bytes=tile_bytes),
+            workload=jzero.Workload(recompute=recompute),
         )
         gathered = 2 * found.elements("all-gather") / programs[tile_bytes]["all-gather"]["bytes"]
         again = tile_bytes is not None and recompute
@@ -61,7 +65,7 @@ def test_traffic_of_compiled_programs(name):
 
 
 def rows(**options):
-    found = jzero.estimate("1B", devices=8, tile_bytes="64MiB", **options)
+    found = jzero.estimate("1B", devices=8, **grouped(tile_bytes=2**26, **options))
     return {row.role: row.per_device for row in found.memory if "tile" in row.role}
 
 
@@ -73,13 +77,13 @@ def test_rows_of_tiles():
     assert rows(accumulate=4, reduce="once") == {"gathered tile": 2**27}
     window = {"offload_params": jzero.PinnedHost(2**30), "offload": jzero.HostCPU()}
     assert rows(**window) == {"tile of a gradient": 2**27}
-    small = jzero.estimate(1000, devices=8, tile_bytes="64MiB")
+    small = jzero.estimate(1000, devices=8, comm=jzero.Comm(tile_bytes=2**26))
     assert small.nbytes("gathered tile") == 2000
 
 
 def test_a_pass_gathers_for_itself():
     rates: dict[str, Any] = {"tokens": 1024, "peak": "989TFLOP/s", "interconnect": "400GB/s"}
-    found = jzero.estimate("1B", devices=8, tile_bytes=2**26, **rates)
+    found = jzero.estimate("1B", devices=8, **grouped(tile_bytes=2**26, **rates))
     assert found.time is not None
     ways = {part.name: part.ways for part in found.time.parts}
     forward, backward = (
@@ -90,19 +94,17 @@ def test_a_pass_gathers_for_itself():
 
 @pytest.mark.parametrize("tile_bytes", [0, -1, 1.5, "a lot", True])
 def test_what_is_no_size_is_refused(tile_bytes):
-    with pytest.raises(
-        jzero.OptionError, match="estimate: tile_bytes=.*It is a whole number from 1"
-    ):
-        jzero.estimate("1B", devices=8, tile_bytes=tile_bytes)
+    with pytest.raises(jzero.OptionError, match="Comm: tile_bytes=.*an int from 1"):
+        jzero.estimate("1B", devices=8, comm=jzero.Comm(tile_bytes=tile_bytes))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"stage": 0}, "estimate: stage=0 and tile_bytes=67108864"),
-        ({"gather": "keep"}, "estimate: gather='keep' and tile_bytes=67108864"),
+        ({"stage": 0}, r"estimate: stage=0 and Comm\(tile_bytes=67108864\)"),
+        ({"gather": "keep"}, "Comm: gather='keep' and tile_bytes=67108864"),
     ],
 )
 def test_refused_as_a_step_refuses_it(options, text):
     with pytest.raises(jzero.OptionError, match=text):
-        jzero.estimate("1B", devices=8, tile_bytes="64MiB", **options)
+        jzero.estimate("1B", devices=8, **grouped(tile_bytes=2**26, **options))

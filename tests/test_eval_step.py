@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 import jzero
 import zoo
 from jzero._compare import TOLERANCES
-from small import shard_train_step
+from small import grouped, shard_train_step
 
 LAYERS, DIM, HEADS, VOCAB, CONTEXT = 3, 16, 2, 40, 10
 TX = optax.adam(1e-2)
@@ -197,7 +197,7 @@ def test_evaluates_as_one_device(axes, options, rows):
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU(), jzero.PinnedHost(2**20)])
 def test_generates_the_tokens_of_one_device(gather, offload):
     train_step, (params, _) = trained(offload=offload)
-    eval_step = jzero.shard_eval_step(generate, like=train_step, gather=gather)
+    eval_step = jzero.shard_eval_step(generate, like=train_step, comm=jzero.Comm(gather=gather))
     for rows in (16, 5):
         inputs = tokens_of(rows, 3), jax.random.key(rows)
         (tokens, last), (others, its_last) = (
@@ -260,9 +260,13 @@ def test_without_a_train_step():
 def test_state_in_several_arguments():
     train_step, state = trained()
     eval_step = jzero.shard_eval_step(
-        lambda opt_state, tokens, params: (optax.tree.norm(opt_state[0].mu), loss_fn(params, tokens)),
-        like=train_step, state_argnames=("params", "opt_state"),
-    )  # fmt: skip
+        lambda opt_state, tokens, params: (
+            optax.tree.norm(opt_state[0].mu),
+            loss_fn(params, tokens),
+        ),
+        like=train_step,
+        state=("params", "opt_state"),
+    )
     tokens, (params, opt_state) = tokens_of(12), state
     expected = jax.jit(eval_step.__wrapped__)(*zoo.to_host((opt_state, tokens, params)))
     same(eval_step(opt_state, tokens, params=params), expected)
@@ -279,8 +283,9 @@ def test_as_a_decorator_with_static_arguments_and_an_axis_of_its_own():
     mesh = mesh_of({"data": 8})
     train_step = jzero.shard_train_step(
         lambda w, x: w - 0.1 * lax.pmean(jax.grad(lambda w: (x @ w).sum())(w), "batch"),
-        mesh=mesh, axis_name="batch", min_shard_bytes=0,
-    )  # fmt: skip
+        mesh=mesh,
+        axes=jzero.Axes(axis_name="batch", min_shard_bytes=0),
+    )
     w = train_step(jnp.ones((16, 4)), jnp.ones((8, 16)))
 
     @jzero.shard_eval_step(like=train_step, static_argnames="power")
@@ -314,7 +319,9 @@ def test_parameters_are_gathered_layer_by_layer_and_freed():
     sizes = {}
     for layers in (4, 12):
         train_step, (params, _) = trained(params=new_params(layers=layers))
-        eval_step = jzero.shard_eval_step(loss_fn, like=train_step, gather="per_pass")
+        eval_step = jzero.shard_eval_step(
+            loss_fn, like=train_step, comm=jzero.Comm(gather="per_pass")
+        )
         sizes[layers] = temporaries(eval_step, params, tokens_of(16))
     of_one_layer = 12 * DIM * DIM * 8
     cache = 2 * 2 * CONTEXT * DIM * 8  # of a device's two rows in one layer
@@ -327,7 +334,7 @@ def test_decoding_gathers_once_where_it_fits():
     prompt, key = tokens_of(8, 3), jax.random.key(0)
     num_params = sum(x.size for x in jax.tree.leaves(params))
     by_default, each_turn = (
-        jzero.shard_eval_step(generate, like=train_step, gather=gather)
+        jzero.shard_eval_step(generate, like=train_step, comm=jzero.Comm(gather=gather))
         for gather in (None, "per_pass")
     )
     found = by_default.describe(params, prompt, key)
@@ -368,7 +375,9 @@ def test_what_does_not_fit_is_gathered_in_each_turn():
         params = {"blocks": {"square": list(map(jnp.asarray, squares))}}
         inputs = np.ones((16, 64)), jax.random.key(0)
         for gather in (None, "per_pass"):
-            eval_step = jzero.shard_eval_step(unrolled, like=train_step, gather=gather)
+            eval_step = jzero.shard_eval_step(
+                unrolled, like=train_step, comm=jzero.Comm(gather=gather)
+            )
             placed = eval_step.shard(params)
             sizes[layers, gather] = temporaries(eval_step, placed, *inputs)
             same(eval_step(placed, *inputs), one_device(unrolled)(params, *inputs))
@@ -438,10 +447,10 @@ def test_it_is_traced_once_for_each_shape_and_layout():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"gather": "keep"}, "shard_eval_step: gather='keep'. Parameters are gathered 'per_pass' or"),
+        ({"gather": "keep"}, "shard_eval_step: Comm(gather='keep'). An evaluation has no backward pass"),
         ({"like": loss_fn}, "shard_eval_step: like is a function. It is the train step whose state is read"),
         ({"like": "a step", "mesh": "a mesh"}, "both like and a mesh of its own"),
-        ({"like": "a stage 1 step", "gather": "per_pass"}, "shard_eval_step: stage=1 and gather='per_pass'"),
+        ({"like": "a stage 1 step", "gather": "per_pass"}, "stage=1 and Comm(gather='per_pass')"),
         ({"eval_step": 3}, "shard_eval_step: eval_step is an int. It must be a function"),
         ({"static_argnums": 0, "state_argnums": 0}, "shard_eval_step: the state 'params' is declared static"),
     ],
@@ -454,7 +463,7 @@ def test_options_that_cannot_be_obeyed(options, told):
     options = {"eval_step": loss_fn, **options}
     options |= {"like": steps[options["like"]]} if options.get("like") in steps else {}
     with pytest.raises(jzero.OptionError) as raised:
-        jzero.shard_eval_step(**options)
+        jzero.shard_eval_step(**grouped(**options))
     assert told in str(raised.value)
 
 

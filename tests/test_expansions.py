@@ -15,6 +15,7 @@ import jzero
 import samples
 import zoo
 from jzero.testing import assert_same_training
+from small import grouped
 
 TABLE = jnp.linspace(0.0, 3.0, 16)
 
@@ -92,7 +93,7 @@ def test_operations_on_rows_move_no_rows(batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_operations_on_rows_train_equal(batch, accumulate):
-    assert_same_training(step, weights, [batch, batch + 0.1], stage=0, accumulate=accumulate)
+    assert_same_training(step, weights, [batch, batch + 0.1], stage=0, microbatches=accumulate)
 
 
 @pytest.mark.slow
@@ -131,7 +132,9 @@ def layers():
 
 
 def traffic(accumulate):
-    sharded = jzero.shard_train_step(layered, stage=3, min_shard_bytes=0, accumulate=accumulate)
+    sharded = jzero.shard_train_step(
+        layered, stage=3, axes=jzero.Axes(min_shard_bytes=0), microbatches=accumulate
+    )
     report = sharded.describe(layers(), jnp.ones((16, 64)))
     assert not report.movements
     return sorted(map(str, report.traffic))
@@ -146,7 +149,7 @@ def test_coming_defaults_move_and_train_the_same(flag, accumulate):
     with samples.switched_on(flag):
         assert traffic(accumulate) == before
         options = dict(stage=3, min_shard_bytes=0, accumulate=accumulate)
-        assert_same_training(layered, layers, [batch] * 2, **options)
+        assert_same_training(layered, layers, [batch] * 2, **grouped(**options))
 
 
 @pytest.mark.slow
@@ -161,7 +164,9 @@ def test_coming_defaults_in_a_step_with_collectives_of_its_own(flag):
     x = jax.random.normal(jax.random.key(2), (16, 64))
     expected = jax.jit(layered)(layers(), x)
     with samples.switched_on(flag):
-        train_step = jzero.shard_train_step(local, axis_name="batch", min_shard_bytes=0)
+        train_step = jzero.shard_train_step(
+            local, axes=jzero.Axes(axis_name="batch", min_shard_bytes=0)
+        )
         actual = train_step(layers(), x)
     zoo.assert_trees_close(zoo.to_host(actual), zoo.to_host(expected), zoo.FP32, flag)
 
@@ -183,7 +188,7 @@ def unrolled(params, x):
 @pytest.mark.parametrize("flag", FLAGS)
 def test_coming_defaults_cast_parameters_before_they_are_gathered(flag):
     with samples.switched_on(flag):
-        train_step = jzero.shard_train_step(unrolled, min_shard_bytes=0)
+        train_step = jzero.shard_train_step(unrolled, axes=jzero.Axes(min_shard_bytes=0))
         found = train_step.describe([jnp.ones((64, 64))] * 2, jnp.ones((16, 64)))
     assert found.elements("all-gather", "bfloat16") == 4 * 64 * 64
     assert found.elements("all-gather") == 4 * 64 * 64
@@ -199,5 +204,7 @@ def test_parameters_pass_a_barrier_in_shards():
         return w - grad(held), jnp.mean(rows)
 
     x = jnp.ones((16, 64), "bfloat16")
-    found = jzero.shard_train_step(step, min_shard_bytes=0).describe(jnp.ones((64, 64)), x)
+    found = jzero.shard_train_step(step, axes=jzero.Axes(min_shard_bytes=0)).describe(
+        jnp.ones((64, 64)), x
+    )
     assert {c.dtype for c in found.traffic if c.op == "all-gather"} == {"bfloat16"}

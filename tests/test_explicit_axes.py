@@ -237,7 +237,7 @@ def test_layouts_of_a_step_s_own(layout, given):
     mesh = explicit("data and model")
     step = step_of(lambda h: LAYOUTS[layout](h, mesh))
     with around(mesh, given), pytest.raises(jzero.StepError) as raised:
-        small.shard_train_step(step, mesh=mesh, axis_names="data").plan(init(), X)
+        small.shard_train_step(step, mesh=mesh, axes="data").plan(init(), X)
     text = f"{raised.value}"
     assert "a layout over Explicit mesh axes at " in text
     assert "test_explicit_axes.py:" in text
@@ -257,9 +257,7 @@ TAKEN = {
 @pytest.mark.parametrize("layout", [slow("constraint"), slow("auto_axes"), "explicit_axes"])
 def test_layouts_that_are_constraints(layout):
     mesh = explicit("data and model")
-    train_step = small.shard_train_step(
-        step_of(TAKEN[layout]), mesh=mesh, axis_names="data", stage=3
-    )
+    train_step = small.shard_train_step(step_of(TAKEN[layout]), mesh=mesh, axes="data", stage=3)
     state, outs = train_step(init(), X)
     plain = step_of(jnp.sin if "axes" in layout else lambda h: h)
     close([state, outs], jax.jit(plain)(init(), X))

@@ -54,7 +54,7 @@ def make_step(tx):
 
 def save(directory: pathlib.Path, tx, dtype=jnp.float32) -> dict[str, Any]:
     """A step at stage 3 on 8 devices, saved; the state on the host."""
-    train_step = jzero.shard_train_step(make_step(tx), stage=3, min_shard_bytes=0)
+    train_step = jzero.shard_train_step(make_step(tx), stage=3, axes=jzero.Axes(min_shard_bytes=0))
     params = new_params(dtype)
     state = train_step.shard({"params": params, "opt_state": tx.init(params), "step": jnp.int32(0)})
     state = train_step(state, jnp.ones((8, ROWS)))
@@ -156,7 +156,7 @@ def test_back_into_a_state(flags, saved, tmp_path):
         loss = lambda p: jnp.mean((batch @ p["embed"]) ** 2)  # noqa: E731
         return jax.tree.map(lambda x, g: x - g, state, {"params": jax.grad(loss)(state["params"])})
 
-    train_step = jzero.shard_train_step(step_fn, min_shard_bytes=0)
+    train_step = jzero.shard_train_step(step_fn, axes=jzero.Axes(min_shard_bytes=0))
     restored = jzero.restore(tmp_path / "back", train_step, {"params": new_params()})
     assert isinstance(restored["params"]["embed"], jzero.LeafArray)
     assert_same(tensors(train_step.unshard(restored)["params"]), tensors(state["params"]))
@@ -435,7 +435,7 @@ def unread_state(nested: bool) -> tuple[Any, Any]:
 def test_parameters_that_no_loss_reads_are_exported(nested, tmp_path, capsys):
     """Their role is that of optimizer state; where they are says what they are."""
     step_fn, state = unread_state(nested)
-    train_step = jzero.shard_train_step(step_fn, stage=3, min_shard_bytes=0)
+    train_step = jzero.shard_train_step(step_fn, stage=3, axes=jzero.Axes(min_shard_bytes=0))
     state = train_step(train_step.shard(state), jnp.ones((8, 8)))
     with jzero.Checkpointer(tmp_path / "ck", train_step) as checkpointer:
         checkpointer.save(1, state)
@@ -457,7 +457,7 @@ def test_averages_beside_parameters_are_left_out_and_named(tmp_path, capsys):
         w = w - jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
         return {"net": {"w": w, "ema": {"w": 0.9 * ema + 0.1 * w}}}
 
-    train_step = jzero.shard_train_step(step_fn, stage=3, min_shard_bytes=0)
+    train_step = jzero.shard_train_step(step_fn, stage=3, axes=jzero.Axes(min_shard_bytes=0))
     state = train_step.shard({"net": {"w": jnp.ones((8, 4)), "ema": {"w": jnp.ones((8, 4))}}})
     with jzero.Checkpointer(tmp_path / "ck", train_step) as checkpointer:
         checkpointer.save(1, train_step(state, jnp.ones((8, 8))))

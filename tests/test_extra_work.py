@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from experiments.shared.gpt import GPT, make_step
+from small import grouped
 
 DIM = 256
 MESH = AbstractMesh((8,), ("data",))
@@ -43,7 +44,7 @@ def described(step_fn, *batch, state=PARAMS, mesh=MESH, **options):
     """What `describe` says is done more than once, and what was warned of on the way."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train_step = jzero.shard_train_step(step_fn, mesh=mesh, **options)
+        train_step = jzero.shard_train_step(step_fn, mesh=mesh, **grouped(**options))
         report = train_step.describe(state, *batch)
     for each in caught:
         assert each.filename == __file__
@@ -92,7 +93,9 @@ def test_the_share_is_that_of_the_compiled_program():
         return (cost[0] if isinstance(cost, list) else cost)["flops"]
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    train_step = jzero.shard_train_step(step, mesh=mesh, stage=3, min_shard_bytes=0)
+    train_step = jzero.shard_train_step(
+        step, mesh=mesh, stage=3, axes=jzero.Axes(min_shard_bytes=0)
+    )
     with pytest.warns(UserWarning, match="rows are padded from 12 to 16"):
         report = train_step.describe(state, rows(12))
     (found,) = report.to_dict()["extra_work"]

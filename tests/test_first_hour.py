@@ -17,6 +17,7 @@ from flax import nnx
 
 import jzero
 from jzero.reports._tables import Table
+from small import grouped
 
 W = jnp.ones((64, 8))
 X = np.ones((16, 64), np.float32)
@@ -236,7 +237,7 @@ def with_count(state, batch, num: int):
 def test_what_is_static_is_taken_over(jitted):
     expected, _ = with_count(W, X, 2)
     for options in ({}, {"static_argnames": "num"}):
-        train_step = shard_train_step(jitted, **options)
+        train_step = shard_train_step(jitted, **grouped(**options))
         np.testing.assert_allclose(train_step(W, X, 2)[0], expected, rtol=1e-5)
         np.testing.assert_allclose(train_step(W, batch=X, num=2)[0], expected, rtol=1e-5)
 
@@ -351,7 +352,7 @@ def two_states(actor, critic, batch):
 ])  # fmt: skip
 def test_a_state_in_two_arguments_is_placed_as_their_tuple(options, text):
     with pytest.raises(jzero.StateError, match=text):
-        shard_train_step(two_states, **options).shard({"w": W}, {"w": W})
+        shard_train_step(two_states, **grouped(**options)).shard({"w": W}, {"w": W})
 
 
 class Variable:

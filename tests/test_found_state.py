@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 import jzero
 import zoo
 from jzero.testing import assert_collectives, assert_same_training
+from small import grouped
 
 TX: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 X = jax.random.normal(jax.random.key(1), (32, 16))
@@ -160,7 +161,7 @@ FOUND: dict[str, Any] = {
 def sharded(step_fn, devices=8, **options):
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
     chosen: dict[str, Any] = {"min_shard_bytes": 0, "mesh": mesh}
-    return jzero.shard_train_step(step_fn, **(chosen | options))
+    return jzero.shard_train_step(step_fn, **grouped(**chosen | options))
 
 
 def copies(tree):
@@ -796,34 +797,34 @@ def test_a_step_with_collectives_of_its_own():
 class Trainer:
     scale = 1.0
 
-    @jzero.shard_train_step(static_argnums=0, min_shard_bytes=0)
+    @jzero.shard_train_step(static_argnums=0, axes=jzero.Axes(min_shard_bytes=0))
     def step(self, state, x, y):
         loss, state = loss_first(state, x * self.scale, y)
         return state, loss
 
-    @jzero.shard_train_step(static_argnums=0, min_shard_bytes=0, state_argnums=(1, 2))
+    @jzero.shard_train_step(static_argnums=0, axes=jzero.Axes(min_shard_bytes=0), state=(1, 2))
     def told(self, params, opt_state, x, y):
         return update(params, opt_state, x * self.scale, y)
 
-    @jzero.shard_train_step(static_argnums=0, min_shard_bytes=0)
+    @jzero.shard_train_step(static_argnums=0, axes=jzero.Axes(min_shard_bytes=0))
     def found(self, x, y, *, state):
         return loss_first(state, x * self.scale, y)
 
-    @jzero.shard_train_step(min_shard_bytes=0)
+    @jzero.shard_train_step(axes=jzero.Axes(min_shard_bytes=0))
     def opaque(self, state, x, y):
         return state
 
     @classmethod
-    @jzero.shard_train_step(static_argnums=0, min_shard_bytes=0)
+    @jzero.shard_train_step(static_argnums=0, axes=jzero.Axes(min_shard_bytes=0))
     def of_class(cls, state, x, y):
         return loss_first(state, x * cls.scale, y)
 
     @staticmethod
-    @jzero.shard_train_step(min_shard_bytes=0)
+    @jzero.shard_train_step(axes=jzero.Axes(min_shard_bytes=0))
     def free(state, x, y):
         return loss_first(state, x, y)
 
-    @jzero.shard_train_step(min_shard_bytes=0)
+    @jzero.shard_train_step(axes=jzero.Axes(min_shard_bytes=0))
     @staticmethod
     def inner(state, x, y):
         return loss_first(state, x, y)
@@ -840,7 +841,7 @@ class Scaled:
 
     scale: Any
 
-    @jzero.shard_train_step(min_shard_bytes=0)
+    @jzero.shard_train_step(axes=jzero.Axes(min_shard_bytes=0))
     def step(self, state, x, y):
         return loss_first(state, x * self.scale, y)
 
@@ -855,7 +856,7 @@ class Model:
     params: Any
     opt_state: Any
 
-    @jzero.shard_train_step(min_shard_bytes=0)
+    @jzero.shard_train_step(axes=jzero.Axes(min_shard_bytes=0))
     def step(self, x, y):
         params, opt_state, loss = update(self.params, self.opt_state, x, y)
         return Model(params, opt_state), loss

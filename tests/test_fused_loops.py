@@ -650,8 +650,12 @@ class GradPart(Rewritten):
     def __init__(self, step, state, batch):
         self.mesh = jax.make_mesh((NUM,), ("data",), (AxisType.Auto,), devices=jax.devices()[:NUM])
         train_step = jzero.shard_train_step(
-            step, mesh=self.mesh, offload=jzero.PinnedHost(2**20), prefetch_bytes=0, min_shard_bytes=0
-        )  # fmt: skip
+            step,
+            mesh=self.mesh,
+            memory=jzero.PinnedHost(2**20),
+            comm=jzero.Comm(prefetch_bytes=0),
+            axes=jzero.Axes(min_shard_bytes=0),
+        )
         programs = train_step._programs
         # The order that CPUs alone need is none of a step in parts.
         with unittest.mock.patch.object(PlannedStep, "overtakes", False):

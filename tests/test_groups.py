@@ -202,7 +202,7 @@ def test_nothing_moves(devices, accumulate, n):
     mesh = jax.make_mesh((devices,), ("data",), (jax.sharding.AxisType.Auto,),
                          devices=jax.devices()[:devices])  # fmt: skip
     fn = functools.partial(forward_and_backward, n)
-    step = small.shard_train_step(fn, mesh=mesh, accumulate=accumulate)
+    step = small.shard_train_step(fn, mesh=mesh, microbatches=accumulate)
     state, x = jnp.ones(8), normal(ROWS, 3)
     assert_collectives(step, state, x, {})
     assert not re.search(COLLECTIVES, step.lower(state, x).compile().as_text())
@@ -281,7 +281,9 @@ def test_a_step_for_pmap_keeps_its_statistics_local(k):
     num_sums = 1 + sum(leaf.size for leaf in jax.tree.leaves(state))
     expected, loss = jax.jit(whole_step)(state, x)
     for fn, axis_name in ((step_of_a_device, "batch"), (whole_step, None)):
-        step = small.shard_train_step(fn, stage=0, accumulate=k, axis_name=axis_name)
+        step = small.shard_train_step(
+            fn, stage=0, microbatches=k, axes=jzero.Axes(axis_name=axis_name)
+        )
         assert_collectives(step, state, x, {"all-reduce": num_sums})
         found, metric = step(step.shard(state), x)
         np.testing.assert_allclose(metric, loss, rtol=1e-5)
@@ -299,7 +301,7 @@ def test_a_synchronised_norm_of_a_device_is_the_whole_batchs():
         return {**state, **new}, y
 
     state = whole.init(jax.random.key(0), x)
-    found, y = small.shard_train_step(step, axis_name="batch")(state, x)
+    found, y = small.shard_train_step(step, axes=jzero.Axes(axis_name="batch"))(state, x)
     expected, z = jax.jit(functools.partial(step, norm=whole))(state, x)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), (found, y), (expected, z)

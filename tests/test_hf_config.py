@@ -8,6 +8,7 @@ import pytest
 
 import jzero
 from jzero.reports._hf_config import read_model
+from small import grouped
 
 
 def decoder(kind, width, inner, layers, heads, kv_heads, vocab, **others):
@@ -155,14 +156,16 @@ def test_the_class_says_the_family():
 def test_the_shape_of_the_loop():
     """Layers and width are the model's, unless given."""
     tiers: dict[str, Any] = {"offload_activations": jzero.PinnedHost(), "tokens": 100}
-    found = jzero.estimate(config=LLAMA, devices=8, **tiers)
-    assert found == jzero.estimate(config=LLAMA, devices=8, **tiers, layers=32, width=4096)
+    found = jzero.estimate(devices=8, **grouped(config=LLAMA, **tiers))
+    assert found == jzero.estimate(
+        devices=8, **grouped(config=LLAMA, layers=32, width=4096, **tiers)
+    )
     with pytest.raises(jzero.OptionError, match="layers=0"):
-        jzero.estimate(config=LLAMA, devices=8, **tiers, layers=0)
+        jzero.estimate(devices=8, **grouped(config=LLAMA, layers=0, **tiers))
 
 
 def test_gathered_parts_are_divided_by_the_model_axis():
-    found = jzero.estimate(config=LLAMA, devices=8, model_parallel=2)
+    found = jzero.estimate(LLAMA, devices=8, model_parallel=2)
     assert "takes 193.0 MiB" in " ".join(str(found).split())
 
 
@@ -207,7 +210,7 @@ KNOWN = "There are llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, mix
 )  # fmt: skip
 def test_what_is_not_counted_is_named(config, text):
     with pytest.raises(jzero.OptionError) as error:
-        jzero.estimate(config=config, devices=8)
+        jzero.estimate(config, devices=8)
     assert text in str(error.value)
 
 
@@ -228,7 +231,7 @@ def test_a_file_that_is_none(data, text, tmp_path):
     file = tmp_path / "x.json"
     file.write_bytes(data)
     with pytest.raises(jzero.OptionError) as error:
-        jzero.estimate(config=file, devices=8)
+        jzero.estimate(file, devices=8)
     assert f"config={str(file)!r}" in str(error.value)
     assert text in str(error.value)
 
@@ -251,18 +254,16 @@ def test_a_path_that_is_none(tmp_path, monkeypatch):
         ("config.json", "has 1. A configuration is one JSON object. Get it again."),
     ):
         with pytest.raises(jzero.OptionError) as error:
-            jzero.estimate(config=path, devices=8)
+            jzero.estimate(path, devices=8)
         assert text in str(error.value)
 
 
 def test_a_file(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA))
-    assert jzero.estimate(config=file, devices=8) == jzero.estimate(config=LLAMA, devices=8)
+    assert jzero.estimate(file, devices=8) == jzero.estimate(LLAMA, devices=8)
 
 
-def test_a_number_or_a_configuration():
-    with pytest.raises(jzero.OptionError, match="num_params=7 and config. The model's parameters"):
-        jzero.estimate(7, config=LLAMA, devices=8)
-    with pytest.raises(jzero.OptionError, match="neither num_params nor config"):
-        jzero.estimate(devices=8)
+def test_what_is_no_number_and_no_configuration():
+    with pytest.raises(jzero.OptionError, match="model='seven' is not .*, and no configuration"):
+        jzero.estimate("seven", devices=8)

@@ -210,9 +210,11 @@ def test_moments_that_no_axis_of_the_model_cuts():
 def test_beside_an_axis_over_which_nothing_rests():
     """As a context axis: activations are cut over it, and leaves are not."""
     train_step = small.shard_train_step(
-        make_step(CLIPPED, "context"), mesh=mesh_of(4, 2, "context"), axis_names="data",
-        offload=jzero.HostCPU(),
-    )  # fmt: skip
+        make_step(CLIPPED, "context"),
+        mesh=mesh_of(4, 2, "context"),
+        axes="data",
+        memory=jzero.HostCPU(),
+    )
     state = assert_trains(train_step, CLIPPED)
     assert len(state[1][1][0].mu["up"].storage.buffers) == 4
 
@@ -315,7 +317,10 @@ def layered_step(tx: Any, axis: str | None = "model", unroll: bool = False) -> A
 def layered(tx: Any, data: int, model: int, unroll: bool = False, **options: Any) -> Any:
     options = {"offload_params": WINDOW, "auto_specs": STACK_SPECS, **options}
     return small.shard_train_step(
-        layered_step(tx, unroll=unroll), mesh=mesh_of(data, model), axis_names="data", **options
+        layered_step(tx, unroll=unroll),
+        mesh=mesh_of(data, model),
+        axis_names="data",
+        **options,
     )
 
 

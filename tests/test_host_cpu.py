@@ -44,7 +44,7 @@ def rounded(name: str) -> list[Any]:
 def train(name: str, num: int) -> None:
     entry, mesh = ENTRIES[name], jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     step_fn, batches = optimizers.make_step(entry), optimizers.make_batches(entry.poisoned)
-    train_step = small.shard_train_step(step_fn, mesh=mesh, offload=jzero.HostCPU())
+    train_step = small.shard_train_step(step_fn, mesh=mesh, memory=jzero.HostCPU())
     state: Any = train_step.shard(optimizers.make_state(entry), batches[0])
     expected = rounded(name) if name in ROUNDED else test_optimizers.one_device(name)
     for i, (batch, wanted) in enumerate(zip(batches, expected, strict=True)):

@@ -99,7 +99,7 @@ def test_what_crosses_of_float32_parameters(watched):  # noqa: F811
 
 @pytest.mark.slow
 def test_what_a_streamed_step_copies():
-    train_step = small.shard_train_step(make_step(), offload=jzero.PinnedHost(10_000))
+    train_step = small.shard_train_step(make_step(), memory=jzero.PinnedHost(10_000))
     report = train_step.describe(new_state(), BATCH)
     state_bytes = report.plan.nbytes_at_rest(tier="pinned_host")
     for direction in ("to host", "to device"):
@@ -244,7 +244,7 @@ def test_a_training_that_waits_for_its_devices_holds_nobody_up(monkeypatch):
 
     def on_device(i: int, step_fn: Any) -> Any:
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[i : i + 1])
-        return small.shard_train_step(step_fn, mesh=mesh, offload=jzero.HostCPU())
+        return small.shard_train_step(step_fn, mesh=mesh, memory=jzero.HostCPU())
 
     monkeypatch.setattr(_host_step.HostStep, "wait", wait)
     train_step = on_device(2, make_step(ADAMW))
@@ -987,7 +987,7 @@ def test_under_a_mesh_of_the_context(num, tx, ratio):
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[-num:])
     with jax.set_mesh(mesh):
         policy = jzero.HostCPU(ratio=ratio)
-        train_step = small.shard_train_step(make_step(tx), offload=policy)
+        train_step = small.shard_train_step(make_step(tx), memory=policy)
         state = train_step.init(new_state, tx)
         for _ in range(2):
             state, _ = train_step(state, BATCH)
@@ -999,7 +999,7 @@ def test_under_a_mesh_of_the_context(num, tx, ratio):
 def test_no_share_is_measured_without_devices():
     mesh = jax.sharding.AbstractMesh((512,), ("data",))
     policy = jzero.HostCPU(ratio="auto")
-    train_step = small.shard_train_step(make_step(), mesh=mesh, offload=policy)
+    train_step = small.shard_train_step(make_step(), mesh=mesh, memory=policy)
     batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
     with pytest.raises(jzero.OptionError, match=r"ratio='auto'.*the mesh has no devices"):
         train_step.plan(jax.eval_shape(new_state), batch)
@@ -1011,7 +1011,7 @@ def test_no_share_is_measured_without_devices():
 @pytest.mark.slow
 def test_report_without_devices():
     mesh = jax.sharding.AbstractMesh((512,), ("data",))
-    train_step = small.shard_train_step(make_step(ADAMW), mesh=mesh, offload=jzero.HostCPU())
+    train_step = small.shard_train_step(make_step(ADAMW), mesh=mesh, memory=jzero.HostCPU())
     batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
     report = train_step.describe(jax.eval_shape(lambda: new_state(ADAMW)), batch)
     assert "The host updates them in their place:\n12 of 12 leaves in one pass each" in str(report)
@@ -1048,7 +1048,7 @@ def test_numbers_of_several_updates_that_rest_on_the_devices(num):
         return params, tx.init(params)
 
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
-    train_step = small.shard_train_step(step, mesh=mesh, offload=jzero.HostCPU(ratio=0.2))
+    train_step = small.shard_train_step(step, mesh=mesh, memory=jzero.HostCPU(ratio=0.2))
     state, expected = train_step.init(new_state), new_state()
     for i in range(3):
         x = jax.random.normal(jax.random.key(i), (8, 8))

@@ -172,7 +172,7 @@ def test_the_pool_of_pinned_memory(limit, preallocated, gib, monkeypatch):
     before = _available.left_in_pool("cpu")
     assert before is not None
     assert gib * 2**30 - 2**30 <= before <= gib * 2**30
-    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost())
+    train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost())
     if gib:
         placed = train_step.shard(new_state(), batch())
         assert _available.left_in_pool("cpu") == before - 2 * PARAM_BYTES
@@ -185,7 +185,7 @@ def test_the_pool_of_pinned_memory(limit, preallocated, gib, monkeypatch):
     ):  # fmt: skip
         train_step.shard(new_state(), batch())
     # The host's ordinary memory is no part of it.
-    small.shard_train_step(step_fn, offload=jzero.HostCPU()).shard(new_state(), batch())
+    small.shard_train_step(step_fn, memory=jzero.HostCPU()).shard(new_state(), batch())
 
 
 def most_pinned(run):

@@ -67,9 +67,12 @@ def test_they_train_and_are_described(model, offload):
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     options = {} if offload is None else {"offload": offload}
     train_step = small.shard_train_step(
-        make_step(model), mesh=mesh, min_shard_bytes=0, **options,
+        make_step(model),
+        mesh=mesh,
+        min_shard_bytes=0,
         offload_params=jzero.PinnedHost(device_bytes=36864),
-    )  # fmt: skip
+        **options,
+    )
     state, expected, one = train_step.init(new_state), new_state(), jax.jit(make_step(model))
     x = jax.random.normal(jax.random.key(1), (8, WIDTH))
     report = train_step.describe(state, x)

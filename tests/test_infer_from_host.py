@@ -19,7 +19,7 @@ import zoo
 from jzero._compare import TOLERANCES
 from jzero.offload.execute import _stream
 from jzero.sharding.cut import _layer_parts
-from small import shard_train_step
+from small import grouped, shard_train_step
 from test_eval_step import CONTEXT, DIM, VOCAB, empty_cache, mesh_of, new_params, tokens_of
 
 BEAMS, GIVEN = 2, 3
@@ -156,7 +156,7 @@ def asked_of(fn, params, num, device_bytes, **options):
     """The evaluation on so many devices, and the parameters where it reads them."""
     policy = jzero.PinnedHost(device_bytes=device_bytes)
     mesh = mesh_of({"data": num})
-    eval_step = jzero.shard_eval_step(fn, mesh=mesh, offload_params=policy, **options)
+    eval_step = jzero.shard_eval_step(fn, mesh=mesh, **grouped(offload_params=policy, **options))
     placed = eval_step.shard(params)
     assert "pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(placed)}
     return eval_step, placed
@@ -393,9 +393,11 @@ def test_the_state_of_a_train_step_is_read_where_it_rests(offload):
     by_default = jzero.shard_eval_step(greedy, like=train_step)
     assert by_default.plan(state[0], *args).device_bytes == 2**15
     wider = jzero.shard_eval_step(
-        greedy, like=train_step, offload_params=jzero.PinnedHost(device_bytes=2**20)
+        greedy, like=train_step, memory=jzero.Memory(params=jzero.PinnedHost(device_bytes=2**20))
     )
-    copied = jzero.shard_eval_step(greedy, like=train_step, offload_params=jzero.NoOffload())
+    copied = jzero.shard_eval_step(
+        greedy, like=train_step, memory=jzero.Memory(params=jzero.NoOffload())
+    )
     for eval_step, nested in ((by_default, 1), (wider, 0)):
         same(eval_step(state[0], *args), expected)
         assert len(nested_in(eval_step, state[0], *args)) == nested
@@ -587,17 +589,17 @@ def test_the_next_turn_is_fetched_while_this_one_ends(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"offload_params": jzero.HostCPU()}, "shard_eval_step: offload_params=HostCPU.*Parameters rest on"),
-        ({"offload_params": 2**20}, "shard_eval_step: offload_params=1048576. Parameters rest on the"),
-        ({"gather": "once_per_step"}, "shard_eval_step: gather='once_per_step' and offload=.*offload_params"),
-        ({"like": shard_train_step(gpt.step_fn)}, "and the parameters of the train step rest on the devices"),
+        ({"offload_params": jzero.HostCPU()}, r"shard_eval_step: Memory\(params=HostCPU.*Parameters are on"),
+        ({"offload_params": 2**20}, "Memory: params=1048576. It is a policy"),
+        ({"gather": "once_per_step"}, r"shard_eval_step: Comm\(gather='once_per_step'\) and Memory\("),
+        ({"like": shard_train_step(gpt.step_fn)}, "and the parameters of the train step are on the devices"),
     ],
     ids=["HostCPU", "int", "gather", "like"],
 )  # fmt: skip
 def test_options_that_cannot_be_obeyed(options, told):
     given = {"offload_params": jzero.PinnedHost(device_bytes=2**20)} | options
     with pytest.raises(jzero.OptionError, match=told):
-        jzero.shard_eval_step(greedy, **given)
+        jzero.shard_eval_step(greedy, **grouped(**given))
 
 
 @pytest.mark.parametrize("use", ["lowered", "called under an outer jax.jit"])
@@ -623,7 +625,9 @@ def test_beside_an_axis_over_which_xla_shards():
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
     policy = jzero.PinnedHost(device_bytes=2**20)
-    eval_step = jzero.shard_eval_step(forward, mesh=mesh, axis_names="data", offload_params=policy)
+    eval_step = jzero.shard_eval_step(
+        forward, mesh=mesh, axes="data", memory=jzero.Memory(params=policy)
+    )
     params, args = new_params(), (tokens_of(16, GIVEN), jax.random.key(0))
     found = eval_step(eval_step.shard(params, *args), *args)
     for x, y in zip(*map(jax.tree.leaves, (found, jax.jit(forward)(params, *args))), strict=True):
@@ -647,7 +651,7 @@ def test_a_batch_that_comes_whole_to_each_device(mapped):
 
     def asked(device_bytes):
         policy = jzero.PinnedHost(device_bytes=device_bytes)
-        eval_step = jzero.shard_eval_step(evaluate, offload_params=policy, **options)
+        eval_step = jzero.shard_eval_step(evaluate, **grouped(offload_params=policy, **options))
         return eval_step, eval_step.shard(params)
 
     eval_step, placed = asked(64)

@@ -127,7 +127,9 @@ HEAD = 4 * VOCAB * WIDTH
 @pytest.mark.parametrize(("limit", "first"), [(HEAD - 1, True), (HEAD, False)])
 def test_a_gathered_matrix_is_read_before_its_gradient_is_made(limit, first, tied):
     train_step = small.shard_train_step(
-        functools.partial(step, tied=tied), mesh=AbstractMesh((8,), ("data",)), prefetch_bytes=limit
+        functools.partial(step, tied=tied),
+        mesh=AbstractMesh((8,), ("data",)),
+        comm=jzero.Comm(prefetch_bytes=limit),
     )
     state = jax.eval_shape(make_state)
     eqns = [*equations(program(train_step, state, tokens_of(16)).jaxpr)]
@@ -159,7 +161,7 @@ def test_a_gradient_does_not_wait_for_another_pass():
         return w - grad, (loss, jnp.mean((x @ w) ** 4))
 
     train_step = small.shard_train_step(
-        step_fn, mesh=AbstractMesh((8,), ("data",)), prefetch_bytes=1
+        step_fn, mesh=AbstractMesh((8,), ("data",)), comm=jzero.Comm(prefetch_bytes=1)
     )
     shapes = (
         jax.ShapeDtypeStruct((WIDTH, VOCAB), "float32"),
@@ -175,7 +177,7 @@ def test_no_collective_more_or_less():
     state, num = jax.eval_shape(make_state), []
     for limit in (1, HEAD):
         train_step = small.shard_train_step(
-            step, mesh=AbstractMesh((8,), ("data",)), prefetch_bytes=limit
+            step, mesh=AbstractMesh((8,), ("data",)), comm=jzero.Comm(prefetch_bytes=limit)
         )
         found = train_step.describe(state, tokens_of(16))
         # The table, as large as the head, is only looked up in: of it rows and places are exchanged.
@@ -252,7 +254,7 @@ def test_the_head_and_its_gradient_are_not_there_together(monkeypatch):
     state = jax.eval_shape(model.init, jax.random.key(0))
 
     def peak():
-        train_step = jzero.shard_train_step(model.step, prefetch_bytes=2**26)
+        train_step = jzero.shard_train_step(model.step, comm=jzero.Comm(prefetch_bytes=2**26))
         return jzero.preflight(train_step, state, model.batch(64), topology="8x8").peak_bytes
 
     ordered = peak()

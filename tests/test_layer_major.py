@@ -78,9 +78,12 @@ def test_everything_at_once(scan, tx, options, monkeypatch):
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     policy = jzero.PinnedHost(device_bytes=options.get("device_bytes", 2**14))
     train_step = small.shard_train_step(
-        model.make_step(scan, tx), mesh=mesh, offload=jzero.HostCPU(), offload_params=policy,
+        model.make_step(scan, tx),
+        mesh=mesh,
+        offload=jzero.HostCPU(),
+        offload_params=policy,
         **{name: x for name, x in options.items() if name != "device_bytes"},
-    )  # fmt: skip
+    )
     state = train_step.init(lambda: model.new_state(scan, 4, tx))
     expected, step = model.new_state(scan, 4, tx), jax.jit(model.make_step(scan, tx))
     for i in range(3):
@@ -168,9 +171,11 @@ def step_of(loss_fn):
 def shard(loss_fn, num=4, device_bytes=2**14, **options):
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     return small.shard_train_step(
-        step_of(loss_fn), mesh=mesh, offload_params=jzero.PinnedHost(device_bytes=device_bytes),
+        step_of(loss_fn),
+        mesh=mesh,
+        offload_params=jzero.PinnedHost(device_bytes=device_bytes),
         **options,
-    )  # fmt: skip
+    )
 
 
 @functools.cache
@@ -229,9 +234,11 @@ def test_large_gradients_leave_as_layers_end():
 
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     train_step = small.shard_train_step(
-        step_of(loss_fn), mesh=mesh, offload=jzero.HostCPU(), accumulate=2, layer_major=True,
-        offload_params=jzero.PinnedHost(device_bytes=2**30),
-    )  # fmt: skip
+        step_of(loss_fn),
+        mesh=mesh,
+        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost(device_bytes=2**30)),
+        microbatches=jzero.Microbatches(2, order="layer"),
+    )
     rows = 2 * _order.SMALLEST_GROUP // (LAYERS * width * 4)
     layers = {"up": (LAYERS, width, rows), "down": (LAYERS, rows, width)}
     params = {"layers": {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in layers.items()}}
@@ -328,13 +335,15 @@ def test_it_is_layered_for_evaluations_too():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"layer_major": 1}, "layer_major=1. It is True or False. Drop it."),
-        ({"accumulate": 1}, "layer_major without accumulate. A layer then works through"),
+        ({"accumulate": 1}, "Microbatches: order='layer' and num=1. It is about several"),
         (
             {"offload_params": jzero.NoOffload()},
-            "layer_major without offload_params. It is for layers",
+            "Microbatches(order='layer') without Memory(params=). It is for layers",
         ),
-        ({"reduce": "each"}, "layer_major and reduce='each'. A layer's gradient is reduced when"),
+        (
+            {"reduce": "each"},
+            "Microbatches: order='layer' and reduce='each'. A layer's gradient is reduced when",
+        ),
     ],
     ids=str,
 )
@@ -370,9 +379,13 @@ def test_prints_of_microbatches_are_refused():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     policy = jzero.PinnedHost(device_bytes=2**14)
     train_step = small.shard_train_step(
-        step, mesh=mesh, axis_name="batch", offload_params=policy, accumulate=2, layer_major=True
+        step,
+        mesh=mesh,
+        axes=jzero.Axes(axis_name="batch"),
+        memory=jzero.Memory(params=policy),
+        microbatches=jzero.Microbatches(2, order="layer"),
     )
     with pytest.raises(
-        jzero.OptionError, match="layer_major, and a debug_(print|callback).*Drop layer_major, or"
+        jzero.OptionError, match="order='layer'.*, and a debug_(print|callback).*Drop order, or"
     ):
         train_step({"params": model.new_state(True, 4, ADAM)["params"]}, model.batch(0))

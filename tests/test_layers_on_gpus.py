@@ -47,7 +47,7 @@ def new_state():
 def layered():
     mesh = jzero.target_mesh("h200", "1x8")
     train_step = small.shard_train_step(
-        step, mesh=mesh, offload_params=jzero.PinnedHost(device_bytes=2**30)
+        step, mesh=mesh, memory=jzero.Memory(params=jzero.PinnedHost(device_bytes=2**30))
     )
     state = new_state()
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
@@ -166,9 +166,11 @@ def test_with_xla_s_defaults_copies_wait_for_each_other():
 def test_activations_that_wait_on_the_host_are_compiled(options):
     """For parts that hand them on: inputs of layers, on each device's host beside its shards."""
     train_step = small.shard_train_step(
-        step, offload_params=jzero.PinnedHost(device_bytes=2**30),
-        offload_activations=jzero.PinnedHost(), **options,
-    )  # fmt: skip
+        step,
+        offload_params=jzero.PinnedHost(device_bytes=2**30),
+        offload_activations=jzero.PinnedHost(),
+        **options,
+    )
     state = new_state()
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
     found = jzero.preflight(train_step, state, x, target="h200", topology="1x8")

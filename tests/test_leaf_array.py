@@ -44,7 +44,7 @@ def new_leaf(kind: str) -> Any:
     offload, shape = KINDS[kind]
     in_codes = kind.startswith("codes")
     mesh = jax.make_mesh((8,), ("data",))
-    train_step = small.shard_train_step(step_fn, mesh=mesh, offload=offload)
+    train_step = small.shard_train_step(step_fn, mesh=mesh, memory=offload)
     state = {"w": jnp.ones(shape), "m": jax.random.normal(jax.random.key(0), shape)}
     leaf = train_step.shard(state, jnp.ones((8, shape[0])))["m"]
     if in_codes:

@@ -96,6 +96,9 @@ def test_a_solve_of_the_whole_batch(solve, options):
         return w - 0.1 * grad, loss
 
     w = jnp.ones((4, 4))
-    found, expected = small.shard_train_step(step_fn, **options)(w, X), jax.jit(step_fn)(w, X)
+    found, expected = (
+        small.shard_train_step(step_fn, **options)(w, X),
+        jax.jit(step_fn)(w, X),
+    )
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-6)

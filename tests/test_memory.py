@@ -135,10 +135,10 @@ def test_new_parameters_go_into_the_old_ones_in_slices(stage, rows, at_once, mon
         return w, jax.tree.map(jnp.zeros_like, w)
 
     batches = [jax.random.normal(jax.random.key(i), (16, rows)) for i in range(3)]
-    assert_same_training(step_fn, init_fn, batches, stage=stage, min_shard_bytes=0)
-    report = jzero.shard_train_step(step_fn, stage=stage, min_shard_bytes=0).describe(
-        jax.eval_shape(init_fn), batches[0]
-    )
+    assert_same_training(step_fn, init_fn, batches, stage=stage, axes=jzero.Axes(min_shard_bytes=0))
+    report = jzero.shard_train_step(
+        step_fn, stage=stage, axes=jzero.Axes(min_shard_bytes=0)
+    ).describe(jax.eval_shape(init_fn), batches[0])
     gathers = [c for c in report.traffic if c.op == "all-gather"]
     assert sum(c.total_elements for c in gathers) == rows * 24 + 5 * 32
     assert (sum(c.times for c in gathers) > 2) == (at_once < 2**20)

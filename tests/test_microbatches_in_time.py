@@ -287,7 +287,7 @@ def test_a_microbatch_is_alive_at_a_time():
     def temporaries(accumulate):
         init, step = mean_of_rows(lambda p, x: (jnp.mean(layer(p, x) ** 2), {}))
         batch = steps.rows(8 * 256, 32)
-        train_step = small.shard_train_step(step, mesh=mesh(), accumulate=accumulate)
+        train_step = small.shard_train_step(step, mesh=mesh(), microbatches=accumulate)
         compiled = train_step.lower(init(), batch).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -386,7 +386,7 @@ def test_activations_of_all_microbatches_are_kept_and_said():
 
     init, step = mean_of_rows(loss)
     train((init, step, steps.rows(16, 32)), accumulate=2)
-    train_step = small.shard_train_step(step, mesh=mesh(), accumulate=2)
+    train_step = small.shard_train_step(step, mesh=mesh(), microbatches=2)
     many = jax.ShapeDtypeStruct((2**14, 32), np.float64)
     with pytest.warns(
         UserWarning, match="MiB on each device of all 2 microbatches at once, at .*loss"
@@ -402,7 +402,7 @@ def test_loops_that_would_repeat_products_many_times_are_refused():
         return jnp.mean(x**2), {}
 
     init, step = mean_of_rows(loss)
-    train_step = small.shard_train_step(step, mesh=mesh(), accumulate=2)
+    train_step = small.shard_train_step(step, mesh=mesh(), microbatches=2)
     with pytest.raises(StepError, match="times as often, and 4 times is the most"):
         train_step(init(), steps.rows(16, 32))
 
@@ -410,7 +410,7 @@ def test_loops_that_would_repeat_products_many_times_are_refused():
 @pytest.mark.slow
 def test_its_program_is_printed_with_and_without_the_axis():
     init, step, batch = steps.mlp()
-    train_step = small.shard_train_step(step, mesh=mesh(), accumulate=2)
+    train_step = small.shard_train_step(step, mesh=mesh(), microbatches=2)
     before = str(train_step.program(init(), batch, after="partition"))
     after = str(train_step.program(init(), batch, after="microbatches"))
     assert "[16@data,microbatch, 32]" in before
@@ -441,7 +441,7 @@ def test_updates_of_single_rows(act, num_rows):
         return w, act(x @ w).mean()
 
     w, x = jnp.eye(8), np.random.default_rng(0).normal(size=(num_rows, 8))
-    _, found = small.shard_train_step(step, mesh=mesh(), accumulate=4)(w, x)
+    _, found = small.shard_train_step(step, mesh=mesh(), microbatches=4)(w, x)
     np.testing.assert_allclose(found, jax.jit(step)(w, x)[1], rtol=1e-9)
 
 

@@ -60,7 +60,7 @@ def test_a_step_in_parts(options):
 def test_a_delayed_update():
     """A leaf that waits for it is not looked at: that would be an error by itself."""
     delayed = jzero.HostCPU(delayed_update=True, delay_after=0)
-    train_step = small.shard_train_step(step, offload=delayed, min_shard_bytes=0)
+    train_step = small.shard_train_step(step, memory=delayed, axes=jzero.Axes(min_shard_bytes=0))
     with jax.debug_nans(True):
         state, metrics = train_step(train_step.init(new_state), jnp.ones((8, 32)))
         assert jnp.isfinite(metrics["loss"])
@@ -68,7 +68,9 @@ def test_a_delayed_update():
 
 
 def test_infinities():
-    train_step = small.shard_train_step(step, offload=jzero.HostCPU(), min_shard_bytes=0)
+    train_step = small.shard_train_step(
+        step, memory=jzero.HostCPU(), axes=jzero.Axes(min_shard_bytes=0)
+    )
     state = train_step.init(new_state)
     with jax.debug_infs(True):
         state, _ = train_step(state, jnp.ones((8, 32)))
@@ -82,7 +84,7 @@ def test_an_evaluation_in_parts():
 
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     eval_step = jzero.shard_eval_step(
-        evaluate, offload_params=jzero.PinnedHost(device_bytes=22000), mesh=mesh
+        evaluate, memory=jzero.Memory(params=jzero.PinnedHost(device_bytes=22000)), mesh=mesh
     )
     params = eval_step.shard(new_state()[0])
     with jax.debug_nans(True):
@@ -106,7 +108,7 @@ def test_every_nan_of_one_program(value):
 
     def train():
         for _ in range(2):
-            train_step = small.shard_train_step(whole_step, min_shard_bytes=0)
+            train_step = small.shard_train_step(whole_step, axes=jzero.Axes(min_shard_bytes=0))
             w, _ = train_step(jnp.ones((8, 16)), good)
             own(jnp.asarray(good))
             for _ in range(2):

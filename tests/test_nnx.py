@@ -203,7 +203,7 @@ def test_keys_in_a_step_with_collectives_are_those_of_each_device(folded):
         return jax.lax.all_gather(jax.random.normal(key), "batch")
 
     step_fn, state = jzero.from_nnx(step, nnx.Rngs(noise=0))
-    sharded = jzero.shard_train_step(step_fn, axis_name="batch")
+    sharded = jzero.shard_train_step(step_fn, axes=jzero.Axes(axis_name="batch"))
     _, drawn = sharded(state, X)
     assert len(set(np.asarray(drawn).tolist())) == (8 if folded else 1)
 

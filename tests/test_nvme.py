@@ -87,7 +87,7 @@ def test_settings_train_as_on_one_device(axes: Any, options: Any, tmp_path: Path
 @pytest.mark.parametrize("name", list(some(step_names(), STEPS_BY_DEFAULT)))
 def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
     parity.check(
-        name, {"data": 4}, functools.partial(small.shard_train_step, offload=on_disk(tmp_path))
+        name, {"data": 4}, functools.partial(small.shard_train_step, memory=on_disk(tmp_path))
     )
 
 
@@ -98,7 +98,7 @@ def test_optimizers_train_as_on_one_device(name: str, tmp_path: Path):
     """Or are refused: what is not elementwise is never half in files."""
     entry, mesh = ENTRIES[name], jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     step_fn, batches = optimizers.make_step(entry), optimizers.make_batches(entry.poisoned)
-    train_step = small.shard_train_step(step_fn, mesh=mesh, offload=on_disk(tmp_path))
+    train_step = small.shard_train_step(step_fn, mesh=mesh, memory=on_disk(tmp_path))
     state: Any = optimizers.make_state(entry)
     if name in NOT_ELEMENTWISE:
         with pytest.raises(
@@ -139,7 +139,8 @@ def test_it_is_the_update_of_the_host_to_the_bit(
 @pytest.mark.slow
 def test_activations_wait_on_the_host_too(tmp_path: Path):
     sharded = functools.partial(
-        small.shard_train_step, offload=on_disk(tmp_path), offload_activations=jzero.PinnedHost()
+        small.shard_train_step,
+        memory=jzero.Memory(optimizer=on_disk(tmp_path), activations=jzero.PinnedHost()),
     )
     parity.check("transformer_scan_remat", {"data": 4}, sharded)
 
@@ -276,7 +277,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest
     for i, num in enumerate((2, 2, 8)):  # The first also has what is made once.
         step_fn, init = deep(num)
         policy = on_disk(tmp_path, host_bytes=host_bytes)
-        train_step = small.shard_train_step(step_fn, offload=policy)
+        train_step = small.shard_train_step(step_fn, memory=policy)
         train_step(train_step.shard(init(), x), x)  # All is compiled.
         tracemalloc.start()
         state = train_step(train_step.init(init), x)

@@ -21,6 +21,7 @@ import zoo
 from jzero.offload._gradient_writes import PARTS, GradientWrites
 from jzero.offload.nvme._files import TileFiles
 from jzero.offload.nvme._gradients import WaitingGradients
+from small import grouped
 from test_nvme import in_files
 from test_nvme_params import assert_same, mesh_of, on
 from test_nvme_params_faults import Stop, threads_at_work
@@ -87,10 +88,15 @@ def test_padded_bfloat16_gradients_beside_parameters_in_memory(tmp_path: Path):
     found = []
     for gradients in (True, False):
         train_step = small.shard_train_step(
-            step, mesh=mesh_of({"data": 4}),
-            offload=jzero.NVMe(tmp_path / str(gradients), host_bytes=2**17, gradients=gradients),
-            offload_params=jzero.PinnedHost(2**14),
-        )  # fmt: skip
+            step,
+            mesh=mesh_of({"data": 4}),
+            memory=jzero.Memory(
+                optimizer=jzero.NVMe(
+                    tmp_path / str(gradients), host_bytes=2**17, gradients=gradients
+                ),
+                params=jzero.PinnedHost(2**14),
+            ),
+        )
         state = train_step.shard(start, x)
         for _ in range(3):
             state, _ = train_step(state, x)
@@ -159,8 +165,9 @@ def test_the_estimate_counts_them():
         jzero.estimate(
             "1T",
             devices=16,
-            offload=jzero.NVMe("x", **options),
-            offload_params=jzero.NVMe("x", **options),
+            memory=jzero.Memory(
+                optimizer=jzero.NVMe("x", **options), params=jzero.NVMe("x", **options)
+            ),
         )  # fmt: skip
         for options in ({}, {"gradients": True}, {"gradients": True, "in_place": True})
     ]
@@ -175,13 +182,10 @@ def test_the_estimate_counts_them():
         ]
         assert ways == [each]
     # Of gradients that are larger than the state, the rest has room of its own.
-    sgd = [
-        jzero.estimate(
-            1000, devices=1, optimizer="sgd", param_bytes=2, gradient_bytes=2, optimizer_bytes=1,
-            offload=jzero.NVMe("x", gradients=True), offload_params=jzero.PinnedHost(2**20),
-        ).on_disk
-    ]  # fmt: skip
-    assert sgd == [2 * 1000 + 2 * 1000]
+    memory = jzero.Memory(optimizer=jzero.NVMe("x", gradients=True), params=jzero.PinnedHost(2**20))
+    sizes = jzero.BytesPerParam(params=2, gradients=2, optimizer=1)
+    sgd = jzero.estimate(1000, devices=1, optimizer="sgd", bytes_per_param=sizes, memory=memory)
+    assert sgd.on_disk == 2 * 1000 + 2 * 1000
 
 
 def test_the_command_counts_them():
@@ -331,7 +335,7 @@ def test_a_save_of_the_step_before_is_waited_for(tmp_path: Path, monkeypatch: An
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "parameters on the devices": (
-        {"offload_params": jzero.NoOffload()}, "Add offload_params=jzero.NVMe('/run', gradients=True)"),
+        {"offload_params": jzero.NoOffload()}, "both jzero.NVMe('/run', gradients=True)"),
     "one of both": ({"offload": jzero.NVMe("/run")}, "have gradients=False and True"),
 }  # fmt: skip
 
@@ -340,7 +344,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refused_by_name(what: str):
     given, text = REFUSED[what]
     with pytest.raises(jzero.OptionError, match=re.escape(text)):
-        jzero.shard_train_step(make_step(True, CLIPPED), **(BESIDE | given))
+        jzero.shard_train_step(make_step(True, CLIPPED), **grouped(**BESIDE | given))
 
 
 def test_it_is_true_or_false():

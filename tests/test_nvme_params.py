@@ -19,6 +19,7 @@ import zoo
 from jzero.offload._file_reads import FileReads
 from jzero.offload._file_run import FileRun
 from jzero.offload.memory._pinned_pool import PinnedPool
+from small import grouped
 from test_nvme import in_files
 from test_nvme_faults import end_of_process
 from test_offload import step_names
@@ -89,7 +90,11 @@ def test_it_trains_what_one_device_trains(
     window = jzero.PinnedHost(device_bytes=options.pop("device_bytes", DEVICE_BYTES))
     options.pop("in_place", None)
     other = small.shard_train_step(
-        step, mesh=mesh_of(axes), offload=jzero.HostCPU(), offload_params=window, **options
+        step,
+        mesh=mesh_of(axes),
+        offload=jzero.HostCPU(),
+        offload_params=window,
+        **options,
     )
     start = new_state(scan, 4, CLIPPED)
     state, same = one.shard(start, batch(0)), other.shard(start, batch(0))
@@ -129,7 +134,9 @@ def test_masters_in_half_precision_on_eight_devices(tmp_path: Path):
     window = jzero.PinnedHost(device_bytes=DEVICE_BYTES * 4)
     one = on({"data": 8}, step, tmp_path, device_bytes=DEVICE_BYTES * 4)
     other = small.shard_train_step(
-        step, mesh=mesh_of({"data": 8}), offload=jzero.HostCPU(), offload_params=window
+        step,
+        mesh=mesh_of({"data": 8}),
+        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=window),
     )
     start = params, tx.init(params)
     state, same, alone = one.shard(start, x), other.shard(start, x), start
@@ -482,7 +489,9 @@ def test_evaluations_read_the_files_of_a_training(num: int, tmp_path: Path):
 @pytest.mark.parametrize("num", [1, 8])
 def test_evaluations_of_what_is_not_trained_have_files_of_their_own(num: int, tmp_path: Path):
     policy = policies(tmp_path)["offload_params"]
-    eval_step = jzero.shard_eval_step(forward, mesh=mesh_of({"data": num}), offload_params=policy)
+    eval_step = jzero.shard_eval_step(
+        forward, mesh=mesh_of({"data": num}), memory=jzero.Memory(params=policy)
+    )
     start = {"params": new_state(True, 4, CLIPPED)["params"]}
     placed = eval_step.shard(start)
     assert in_files(placed)
@@ -500,13 +509,13 @@ def test_evaluations_of_what_is_not_trained_have_files_of_their_own(num: int, tm
 # -- refusals --------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "in memory": ({"offload": jzero.HostCPU()}, "Use offload=jzero.NVMe("),
-    "on the devices": ({"offload": jzero.NoOffload()}, "Use offload=jzero.NVMe("),
+    "in memory": ({"offload": jzero.HostCPU()}, "Use Memory(optimizer=jzero.NVMe("),
+    "on the devices": ({"offload": jzero.NoOffload()}, "Use Memory(optimizer=jzero.NVMe("),
     "in turns": ({"offload": jzero.PinnedHost()}, "read, updated and written with their optimizer state"),
     "another path": ({"offload": jzero.NVMe("/elsewhere")}, "have path='/elsewhere' and "),
     "in place": ({"offload": jzero.NVMe("/run", in_place=True)}, "have in_place=True and False"),
     "device_bytes": ({"offload": jzero.NVMe("/run", device_bytes=1)}, "Drop device_bytes, or move it to"),
-    "no bytes": ({"offload_params": 0}, "in pinned memory, or in files"),
+    "no bytes": ({"offload_params": 0}, "Memory: params=0. It is a policy"),
 }  # fmt: skip
 
 
@@ -515,7 +524,7 @@ def test_refused_by_name(what: str):
     given, text = REFUSED[what]
     options = {"offload": jzero.NVMe("/run"), "offload_params": jzero.NVMe("/run")} | given
     with pytest.raises(jzero.OptionError, match=re.escape(text)):
-        jzero.shard_train_step(make_step(True, CLIPPED), **options)
+        jzero.shard_train_step(make_step(True, CLIPPED), **grouped(**options))
 
 
 def test_too_little_room_on_the_devices_names_the_policy(tmp_path: Path):
@@ -533,9 +542,10 @@ def test_device_bytes_are_a_number():
 
 def test_evaluations_that_are_refused():
     pinned = small.shard_train_step(
-        make_step(True, CLIPPED), offload=jzero.HostCPU(), offload_params=jzero.PinnedHost()
+        make_step(True, CLIPPED),
+        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost()),
     )
-    with pytest.raises(jzero.OptionError, match="those of the train step are PinnedHost"):
-        jzero.shard_eval_step(forward, like=pinned, offload_params=jzero.NVMe("/run"))
+    with pytest.raises(jzero.OptionError, match="those of the train step are in PinnedHost"):
+        jzero.shard_eval_step(forward, like=pinned, memory=jzero.Memory(params=jzero.NVMe("/run")))
     with pytest.raises(jzero.OptionError, match="Drop resume, in_place and gradients"):
-        jzero.shard_eval_step(forward, offload_params=jzero.NVMe("/run", resume=True))
+        jzero.shard_eval_step(forward, memory=jzero.Memory(params=jzero.NVMe("/run", resume=True)))

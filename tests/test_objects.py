@@ -161,7 +161,7 @@ def test_a_scan_hands_variables_through_an_evaluation():
         return nnx.remat(nnx.Linear.__call__)(layer, x)
 
     model = layers(nnx.Rngs(0))
-    eval_step: Any = jzero.shard_eval_step(forward, axis_names="data", mesh=mesh_of(8))
+    eval_step: Any = jzero.shard_eval_step(forward, axes="data", mesh=mesh_of(8))
     eval_step.shard(model)
     kernel = model.kernel.get_value()
     np.testing.assert_allclose(eval_step(model, X), forward(layers(nnx.Rngs(0)), jnp.asarray(X)))
@@ -281,7 +281,7 @@ def test_gradients_that_wait_are_applied_in_the_objects():
 
     own, given = objects(), objects()
     policy = jzero.HostCPU(delayed_update=True, delay_after=0)
-    sharded = small.shard_train_step(step, offload=policy)
+    sharded = small.shard_train_step(step, memory=policy)
     sharded(*given, X)
     assert sharded.flush(given) is given
     nnx_jit(step)(*own, X)
@@ -413,11 +413,11 @@ def test_state_beside_objects_which_from_nnx_can_take():
     opt_state = tx.init(nnx.state(model))
     refuses(
         r"opt_state comes back, beside NNX objects \(model\)\. .* jzero\.from_nnx\(step, model\), and "
-        r"shard_train_step\(step_fn, state_argnames=\('state', 'opt_state'\)\)\.",
+        r"shard_train_step\(step_fn, state=\('state', 'opt_state'\)\)\.",
         step, model, opt_state, X,
     )  # fmt: skip
     step_fn, state = jzero.from_nnx(step, model)
-    sharded = small.shard_train_step(step_fn, state_argnames=("state", "opt_state"))
+    sharded = small.shard_train_step(step_fn, state=("state", "opt_state"))
     new, (new_opt_state, _) = sharded(state, opt_state, X)
     expected, _ = nnx_jit(step)(model, opt_state, X)
     zoo.assert_trees_close(
@@ -452,7 +452,7 @@ def test_changes_of_objects_that_are_said_to_be_no_state():
         return state
 
     refuses(
-        r"model is changed by the step\. .* Drop state_argnums", step,
+        r"model is changed by the step\. .* Drop state=", step,
         jnp.ones(8), linear(), X, state_argnums=0,
     )  # fmt: skip
 

@@ -74,7 +74,7 @@ def test_optimizers_train_as_on_one_device(name: str):
     step_fn, batches = optimizers.make_step(entry), optimizers.make_batches(entry.poisoned)
     state: Any = optimizers.make_state(entry)
     policy = least_room(step_fn, (state, batches[0]), 600, mesh=mesh)
-    train_step = small.shard_train_step(step_fn, mesh=mesh, offload=policy)
+    train_step = small.shard_train_step(step_fn, mesh=mesh, memory=policy)
     state = train_step.shard(state, batches[0])
     expected = test_optimizers.one_device(name)
     for i, (batch, wanted) in enumerate(zip(batches, expected, strict=True)):
@@ -89,7 +89,7 @@ def test_optimizers_train_as_on_one_device(name: str):
 @pytest.mark.usefixtures("optax_promotions")
 def test_nothing_to_offload_is_said(name: str):
     entry = ENTRIES[name]
-    train_step = small.shard_train_step(optimizers.make_step(entry), offload=jzero.PinnedHost())
+    train_step = small.shard_train_step(optimizers.make_step(entry), memory=jzero.PinnedHost())
     with pytest.raises(jzero.OptionError, match="has no optimizer state that is worth it"):
         train_step.plan(optimizers.make_state(entry), optimizers.make_batches()[0])
 
@@ -102,7 +102,7 @@ def test_nothing_to_update_is_said(policy: Any):
             "m": state["m"],
         }
 
-    train_step = small.shard_train_step(step_fn, offload=policy)
+    train_step = small.shard_train_step(step_fn, memory=policy)
     state = {"w": jnp.ones((64, 64)), "m": jnp.ones((64, 64))}
     with pytest.raises(jzero.OptionError, match="has no optimizer state that is worth it"):
         train_step.plan(state, BATCH)
@@ -193,7 +193,10 @@ def make_step(tx=TX, norm=False):
 def on(num: int, device_bytes: int, tx=TX, norm=False, **options):
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     return small.shard_train_step(
-        make_step(tx, norm=norm), mesh=mesh, offload=jzero.PinnedHost(device_bytes), **options
+        make_step(tx, norm=norm),
+        mesh=mesh,
+        offload=jzero.PinnedHost(device_bytes),
+        **options,
     )
 
 
@@ -273,7 +276,7 @@ def test_plan_report_and_fingerprint():
 @pytest.mark.slow
 def test_plan_without_devices():
     mesh = jax.sharding.AbstractMesh((512,), ("data",))
-    train_step = small.shard_train_step(make_step(), mesh=mesh, offload=jzero.PinnedHost(450))
+    train_step = small.shard_train_step(make_step(), mesh=mesh, memory=jzero.PinnedHost(450))
     state = jax.eval_shape(new_state)
     report = train_step.describe(state, jax.ShapeDtypeStruct((512, 64), jnp.float32))
     assert max(turn.nbytes_at_once for turn in report.plan.turns) <= 450
@@ -295,7 +298,7 @@ def test_what_reads_the_batch_stays():
         return (w - 0.1 * seen, seen, 0.9 * mean + grads), near
 
     w = jnp.ones((64, 8))
-    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost())
+    train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost())
     tiers = [leaf.tier for leaf in train_step.plan((w, w, w), BATCH).leaves]
     assert tiers == ["device", "device", "pinned_host"]
 
@@ -353,7 +356,7 @@ def test_a_step_that_fails_while_it_runs():
         return [w - 0.1 * m for w, m in zip(params, means, strict=True)], means
 
     w = [jnp.ones((64, 64))] * 4
-    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(3 * 64 * 64 * 4 // 8))
+    train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(3 * 64 * 64 * 4 // 8))
     first = train_step((w, w), BATCH)
     fails = True
     with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
@@ -417,7 +420,7 @@ def test_turns_that_only_give_scalars():
     def new():
         return [jnp.ones((64, 8)), jnp.ones((64, 12))], [jnp.ones((64, 8)), jnp.ones((64, 12))]
 
-    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(3 * 64 * 12 * 4 // 8))
+    train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(3 * 64 * 12 * 4 // 8))
     state, expected = new(), new()
     turns = parts_of(train_step, state, BATCH)[1]
     assert [(bool(turn.gives), bool(turn.outs)) for turn in turns] == [
@@ -442,7 +445,7 @@ def test_equal_turns_share_a_program(rate, num):
 
     w = [jnp.ones(shape) for shape in shapes]
     rows = 64 * 64 * 4 // 8
-    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(3 * (rows + 64)))
+    train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(3 * (rows + 64)))
     state = train_step((w, w), BATCH)
     step = train_step._programs.of(train_step._programs.bind((state, BATCH), {})).step
     assert len(step.turns) == 6
@@ -464,7 +467,7 @@ def test_equal_turns_that_consume_other_leaves_share_no_program():
     def w():
         return [jnp.ones((64, 64)), jnp.ones((64, 64))]
 
-    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(3 * 64 * 64 * 4 // 8))
+    train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(3 * 64 * 64 * 4 // 8))
     assert_same(train_step((w(), w()), BATCH), jax.jit(step_fn)((w(), w()), BATCH))
 
 
@@ -475,11 +478,11 @@ def test_an_output_beside_the_state_is_not_made_in_slices():
         return (w - 0.1 * mean, mean), {"mean": mean}
 
     w, batch = jnp.ones((64, 64)), jnp.asarray(BATCH)
-    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(1536))
+    train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(1536))
     with pytest.raises(jzero.OptionError, match="the step returns something else of their update"):
         train_step((w, w), batch)
     policy = least_room(step_fn, ((w, w), batch), 1536)
-    train_step = small.shard_train_step(step_fn, offload=policy)
+    train_step = small.shard_train_step(step_fn, memory=policy)
     assert_same(train_step((w, w), batch), jax.jit(step_fn)((w, w), batch))
     assert not batch.is_deleted()
 
@@ -517,7 +520,7 @@ def test_turns_that_copy_nothing_back_are_waited_for(device_bytes, monkeypatch):
         return tuple([jnp.ones((64, 64)), jnp.ones((64, 64))] for _ in range(3))
 
     policy = least_room(step_fn, (new(), BATCH), device_bytes)
-    train_step = small.shard_train_step(step_fn, offload=policy)
+    train_step = small.shard_train_step(step_fn, memory=policy)
     assert_same(train_step(new(), BATCH), jax.jit(step_fn)(new(), BATCH))
     assert all(waited)
     turns = train_step.plan(new(), BATCH).turns
@@ -535,7 +538,7 @@ def test_old_leaves_are_freed_when_moved_or_overwritten(device_bytes):
         return tuple(jnp.full((64, 64), 1.0 + i) for i in range(5))
 
     policy = least_room(step_fn, (new(), BATCH), device_bytes)
-    train_step = small.shard_train_step(step_fn, offload=policy)
+    train_step = small.shard_train_step(step_fn, memory=policy)
     state, expected = train_step.shard(new(), BATCH), new()
     for _ in range(3):
         old, state = state, train_step(state, BATCH)

@@ -94,9 +94,11 @@ def sharded(scan, tx, axes=None, layers=4, device_bytes=2**14, dtype=None, **opt
     num = parity.num_devices(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:num])
     train_step = small.shard_train_step(
-        make_step(scan, tx, dtype), mesh=mesh,
-        offload_params=jzero.PinnedHost(device_bytes=device_bytes), **options,
-    )  # fmt: skip
+        make_step(scan, tx, dtype),
+        mesh=mesh,
+        offload_params=jzero.PinnedHost(device_bytes=device_bytes),
+        **options,
+    )
     return train_step, train_step.init(lambda: new_state(scan, layers, tx))
 
 
@@ -213,9 +215,11 @@ def test_a_while_that_devices_may_leave_one_after_the_other(num, nested):
     def train(device_bytes):
         mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
         train_step = small.shard_train_step(
-            step, mesh=mesh, axis_name="batch",
-            offload_params=jzero.PinnedHost(device_bytes=device_bytes),
-        )  # fmt: skip
+            step,
+            mesh=mesh,
+            axes=jzero.Axes(axis_name="batch"),
+            memory=jzero.Memory(params=jzero.PinnedHost(device_bytes=device_bytes)),
+        )
         state = {"w": jnp.copy(weights[0]), "frozen": [*map(jnp.copy, weights[1:])]}
         call = train_step._programs.bind((state, batch(0)), {})
         parts = train_step._programs.of(call).step._layered.parts
@@ -397,7 +401,9 @@ def test_leaves_that_are_read_as_shards_stay_for_their_turn(tile_bytes):
 
     params = expected = new_state(True, 4, PLAIN)["params"]
     window = jzero.PinnedHost(device_bytes=2**14)
-    train_step = small.shard_train_step(step, offload_params=window, tile_bytes=tile_bytes)
+    train_step = small.shard_train_step(
+        step, memory=jzero.Memory(params=window), comm=jzero.Comm(tile_bytes=tile_bytes)
+    )
     params = train_step.shard(params)
     for loop in loops_of(train_step, params, batch(0)):
         kept = [loop.body.slices[i].aval.size * 4 for i in loop.body.kept]
@@ -484,7 +490,7 @@ def test_evaluation_reads_parameters_where_they_rest():
     ("options", "text"),
     [
         ({"offload_params": jzero.HostCPU()}, "in pinned memory, or in files"),
-        ({"offload_params": 2**20}, "in pinned memory, or in files"),
+        ({"offload_params": 2**20}, "Memory: params=1048576. It is a policy"),
         ({"stage": 2}, "parameters rest whole on every device"),
         ({"prefetch_bytes": 0}, "at most device_bytes are on a device, fetched and gathered"),
         ({"gather": "keep"}, "fetched and gathered for each pass"),
@@ -509,7 +515,10 @@ def test_refused_by_name(options, text):
 def test_other_axes_for_parameters_are_refused():
     mesh = jax.make_mesh((2, 4), ("node", "local"), (jax.sharding.AxisType.Auto,) * 2)
     train_step = small.shard_train_step(
-        make_step(True, CLIPPED), mesh=mesh, offload_params=jzero.PinnedHost(), param_axes="local"
+        make_step(True, CLIPPED),
+        mesh=mesh,
+        memory=jzero.Memory(params=jzero.PinnedHost()),
+        axes=jzero.Axes(params="local"),
     )
     with pytest.raises(jzero.OptionError, match="Use the same axes for"):
         train_step(new_state(True, 4, CLIPPED), batch(0))

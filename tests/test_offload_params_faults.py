@@ -165,9 +165,14 @@ def test_callbacks_that_fail(scan, update, tx):
     alarm = Alarm()
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     train_step = jzero.shard_train_step(
-        watched_step(alarm, scan, tx), stage=3, mesh=mesh, min_shard_bytes=1024, offload=UPDATES[update],
-        offload_params=jzero.PinnedHost(device_bytes=DEVICE_BYTES),
-    )  # fmt: skip
+        watched_step(alarm, scan, tx),
+        stage=3,
+        mesh=mesh,
+        axes=jzero.Axes(min_shard_bytes=1024),
+        memory=jzero.Memory(
+            optimizer=UPDATES[update], params=jzero.PinnedHost(device_bytes=DEVICE_BYTES)
+        ),
+    )
     state = train_step.init(lambda: new_state(scan, LAYERS, tx))
     again, before, expected = prepared(train_step, state, batch(0))
     for name in ("forward", "backward"):

@@ -82,7 +82,7 @@ def test_its_programs_and_copies_are_those_that_a_step_starts(scan, name):
 def test_bytes_of_turns_are_those_of_their_copies(way):
     """Of optimizer state that visits the devices whole, where each copy is one of JAX's."""
     train_step = small.shard_train_step(
-        params.make_step(True, params.CLIPPED), offload=jzero.PinnedHost()
+        params.make_step(True, params.CLIPPED), memory=jzero.PinnedHost()
     )
     state = jax.eval_shape(lambda: params.new_state(True, LAYERS, params.CLIPPED))
     copies = [
@@ -235,9 +235,12 @@ def test_it_prints_as_a_table():
         return w - 0.1 * m, m
 
     train_step = jzero.shard_train_step(
-        step, state_argnums=(0, 1), mesh=jax.sharding.AbstractMesh((8,), ("data",)),
-        offload=jzero.PinnedHost(), min_shard_bytes=0,
-    )  # fmt: skip
+        step,
+        state=(0, 1),
+        mesh=jax.sharding.AbstractMesh((8,), ("data",)),
+        memory=jzero.PinnedHost(),
+        axes=jzero.Axes(min_shard_bytes=0),
+    )
     matrix, x = jnp.ones((64, 64)), jnp.ones((16, 64))
     schedule = train_step.describe(matrix, matrix, x).schedule
     print(schedule)

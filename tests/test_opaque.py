@@ -168,7 +168,9 @@ def test_each_device_gives_the_host_its_own_rows():
 def test_without_a_promise_rows_are_gathered_and_the_edit_is_named():
     assert gathered(lambda w, x: softsign(x @ w)) == [("pure_callback", GATHERED)] * 2
     text = rf"pure_callback at .*test_opaque\.py.*{re.escape(GATHERED)}"
-    step = small.shard_train_step(lambda w, x: (w, softsign(x)), max_gather_bytes=100)
+    step = small.shard_train_step(
+        lambda w, x: (w, softsign(x)), comm=jzero.Comm(max_gather_bytes=100)
+    )
     with pytest.raises(jzero.StepError, match=text):
         step(W, X)
 
@@ -382,7 +384,7 @@ def calls_of_whole_rows(w, x):
 
 
 def test_a_call_of_the_rows_of_all_microbatches_in_a_loop():
-    found = small.shard_train_step(calls_of_whole_rows, accumulate=2)(W, X)
+    found = small.shard_train_step(calls_of_whole_rows, microbatches=2)(W, X)
     expected = jax.jit(calls_of_whole_rows)(W, X)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-12)
 

@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 import jzero
 import small
 from jzero.testing import Tolerance, assert_same_training
+from small import grouped
 
 Params = dict[str, Any]
 Optimizer = Callable[[Params], optax.GradientTransformation]
@@ -166,7 +167,7 @@ def trains(optimizer: Optimizer, params: Params, num: int = 4, **options: Any) -
     """Every leaf, three steps, against one device."""
     options = {"mesh": mesh_of(num), "tolerance": ROUNDED, **options}
     step = make_step(optimizer)
-    assert_same_training(step, lambda: state_of(params, optimizer), BATCHES, **options)
+    assert_same_training(step, lambda: state_of(params, optimizer), BATCHES, **grouped(**options))
 
 
 def planned(optimizer: Optimizer, params: Params, num: int = 4, **options: Any) -> Any:
@@ -393,9 +394,13 @@ def test_the_partitioner_runs_it(
     loss_of, make = MODELS[model]
     params, step = jax.tree.map(lambda w: 0.3 * w, make(5, 8, 8)), model_step(optimizer, loss_of)
     assert_same_training(
-        step, lambda: state_of(params, optimizer), BATCHES, mesh=mesh_of(num), tolerance=ROUNDED,
-        **options,
-    )  # fmt: skip
+        step,
+        lambda: state_of(params, optimizer),
+        BATCHES,
+        mesh=mesh_of(num),
+        tolerance=ROUNDED,
+        **grouped(**options),
+    )
     train_step = small.shard_train_step(step, mesh=mesh_of(num), **options)
     report = train_step.describe(state_of(params, optimizer), BATCHES[0])
     assert report.elements("all-to-all") > 0
@@ -604,7 +609,7 @@ def test_state_on_the_hosts_and_tensor_axes_have_no_owners():
     assert planned(muon, params, offload=jzero.PinnedHost(device_bytes=2**20)) == {}
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("data", "model"), auto, devices=jax.devices()[:4])
-    step = small.shard_train_step(make_step(muon), mesh=mesh, axis_names="data")
+    step = small.shard_train_step(make_step(muon), mesh=mesh, axes="data")
     assert step.plan(state_of(params, muon), BATCHES[0]).owned == ()
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import small
 import zoo
+from small import grouped
 
 VOCABULARY, WIDTH = 53, 11  # both prime
 
@@ -151,7 +152,9 @@ def test_options_on_two_axes(options):
 def test_parameters_within_a_node_are_unions_of_their_moments():
     """53 rows on 8 devices are 7 each, so a quarter of the node holds 14: cutting one moves nothing."""
     mesh = jax.make_mesh((2, 4), ("node", "local"))
-    train_step = small.shard_train_step(make_step(optax.adam(1e-2)), param_axes="local", mesh=mesh)
+    train_step = small.shard_train_step(
+        make_step(optax.adam(1e-2)), axes=jzero.Axes(params="local"), mesh=mesh
+    )
     state = train_step.shard(init(optax.adam(1e-2)), tokens())
     params, opt_state = state
     assert params["table"].storage.addressable_shards[0].data.shape == (14, WIDTH)
@@ -371,7 +374,7 @@ def abstract_plans(shapes, options):
         return optax.apply_updates(params, updates), opt_state
 
     mesh = AbstractMesh((8,), ("data",))
-    train_step = jzero.shard_train_step(step, mesh=mesh, **options)
+    train_step = jzero.shard_train_step(step, mesh=mesh, **grouped(**options))
     before, _ = train_step._placement.leaf_plans(state)
     after = train_step.plan(state, jax.ShapeDtypeStruct((16,), jnp.float32)).leaves
     return before, after

@@ -16,6 +16,7 @@ import optax
 import pytest
 from jax import lax
 
+import jzero
 import small
 from jzero.ir._layout import replicated
 from jzero.sharding.analysis import _traffic
@@ -562,7 +563,7 @@ def test_a_parameter_keeps_its_gradient_whole():
 def test_the_report_says_what_an_exchange_moves():
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
     train_step = small.shard_train_step(
-        learned(symmetric), stage=0, mesh=mesh, max_gather_bytes=MATRIX
+        learned(symmetric), stage=0, mesh=mesh, comm=jzero.Comm(max_gather_bytes=MATRIX)
     )
     found = train_step.describe(TOWERS, shape(B, F), shape(B, F))
     assert [m.nbytes for m in found.movements].count(MATRIX // 8) == 2

@@ -265,7 +265,7 @@ def test_layers_behind_barriers_of_the_step():
 def test_passes_show_in_the_program():
     with jax.numpy_rank_promotion("allow"):
         init, step, batch = partition_steps.gpt(width=512, depth=4)
-        train_step = small.shard_train_step(step, prefetch_bytes=2**25)
+        train_step = small.shard_train_step(step, comm=jzero.Comm(prefetch_bytes=2**25))
         state = jax.eval_shape(init)
         after = {name: train_step.program(state, batch, after=name) for name in _partitioned.PASSES}
     for name, program in after.items():
@@ -345,7 +345,7 @@ def test_collectives_name_the_leaves_that_they_serve_behind_every_pass(name, sta
 
 def test_prefetch_obeys_the_step_s_own_bytes():
     def starts(nbytes):
-        train_step = small.shard_train_step(step_fn, prefetch_bytes=nbytes)
+        train_step = small.shard_train_step(step_fn, comm=jzero.Comm(prefetch_bytes=nbytes))
         return primitives(train_step.program(state_of(16), batches()[0], after="prefetch").jaxpr)
 
     none, all_ahead = starts(0), starts(2**28)
@@ -356,7 +356,7 @@ def test_prefetch_obeys_the_step_s_own_bytes():
 
 def test_large_gradients_come_behind_those_of_their_inputs():
     """Of matrices that are larger than what may be gathered ahead."""
-    train_step = small.shard_train_step(step_fn, prefetch_bytes=2**10)
+    train_step = small.shard_train_step(step_fn, comm=jzero.Comm(prefetch_bytes=2**10))
     ask = functools.partial(train_step.program, state_of(16), batches()[0])
     assert ask(after="inputs_first").jaxpr is not ask(after="partition").jaxpr
     names = [
@@ -369,7 +369,7 @@ def test_large_gradients_come_behind_those_of_their_inputs():
 
 @pytest.mark.slow
 def test_reductions_run_in_groups():
-    train_step = small.shard_train_step(step_fn, prefetch_bytes=0)
+    train_step = small.shard_train_step(step_fn, comm=jzero.Comm(prefetch_bytes=0))
     program = train_step._programs.of(train_step._programs.bind((state_of(16), batches()[0]), {}))
     exchange = program.plan.exchange
     assert (exchange.prefetch_bytes, exchange.reduced_together(8)) == (0, 2**22)
@@ -389,7 +389,7 @@ def pmapped(state, batch):
 
 @pytest.mark.slow
 def test_of_a_step_with_offload_the_gradients_are_printed():
-    train_step = small.shard_train_step(step_fn, mesh=mesh(data=8), offload=jzero.PinnedHost())
+    train_step = small.shard_train_step(step_fn, mesh=mesh(data=8), memory=jzero.PinnedHost())
     program = train_step.program(state_of(16), batches()[0], after="order")
     lines = str(program).splitlines()
     assert lines[0].startswith("# step_fn, gradients, after order, of one device")

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import jzero
 import programs
 import small
 import zoo
@@ -111,9 +112,12 @@ def sharded(stage, model=1, data=2, **options):
     specs = {"up": COLUMNS, "down": ROWS} if model > 1 else {}
     return small.shard_train_step(
         make_step(functools.partial(pipelined, constrain)),
-        stage=stage, mesh=mesh, axis_names="data", auto_specs={**specs, "blocks": P("stage")},
+        stage=stage,
+        mesh=mesh,
+        axis_names="data",
+        auto_specs={**specs, "blocks": P("stage")},
         **options,
-    )  # fmt: skip
+    )
 
 
 @functools.cache
@@ -200,9 +204,10 @@ def test_stacks_of_all_layers_are_reshaped_into_stages_by_the_step():
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     train_step = small.shard_train_step(
-        make_step(through), mesh=mesh_of(data=2, stage=STAGES), axis_names="data",
-        auto_specs={"blocks": P("stage")},
-    )  # fmt: skip
+        make_step(through),
+        mesh=mesh_of(data=2, stage=STAGES),
+        axes=jzero.Axes("data", auto_specs={"blocks": P("stage")}),
+    )
     state = train_step.init(lambda: merged(init()))
 
     def moved(step, state):
@@ -246,7 +251,7 @@ def test_layers_in_a_loop_over_time_are_gathered_and_reduced_once(stage, compute
 
     w = np.asarray(jax.random.normal(jax.random.key(0), (3, WIDTH, WIDTH))) / 4
     x = np.random.default_rng(0).normal(size=(BATCH, 5, WIDTH)).astype(np.float32)
-    train_step = small.shard_train_step(step, stage=stage, mesh=mesh_of(data=4), axis_names="data")
+    train_step = small.shard_train_step(step, stage=stage, mesh=mesh_of(data=4), axes="data")
     state = train_step.shard(jnp.array(w), x)
     moved = [(c.op, c.total_elements) for c in train_step.describe(state, x).traffic]
     passes = 2 if stage == 3 else 1

@@ -102,7 +102,9 @@ def test_float32_parameters_have_no_masters():
 def test_masters_in_shards(stage, num_devices):
     tx = jzero.master_weights(optax.sgd(0.1, momentum=0.9))
     step = make_step(tx)
-    train_step = small.shard_train_step(step, stage=stage, mesh=mesh_of(num_devices), accumulate=2)
+    train_step = small.shard_train_step(
+        step, stage=stage, mesh=mesh_of(num_devices), microbatches=2
+    )
     (_, opt_state), metrics = run(train_step, init(tx), batches())
     (_, expected), expected_metrics = run(jax.jit(step), init(tx), batches())
     # A gradient summed in another order may round to another bfloat16.
@@ -217,7 +219,7 @@ def test_random_bits_are_made_for_the_shard_alone():
 def test_gradients_travel_in_reduce_dtype(stage, compute, reduce_dtype):
     state = programs.abstract_state(programs.Model(dtype=compute))
     train_step = small.shard_train_step(
-        programs.train_step, stage=stage, reduce_dtype=reduce_dtype, accumulate=2
+        programs.train_step, stage=stage, comm=jzero.Comm(reduce_dtype=reduce_dtype), microbatches=2
     )
     found = train_step.describe(state, programs.tokens())
     wire = jnp.dtype(reduce_dtype or compute)
@@ -236,7 +238,9 @@ def test_reduce_dtype_changes_the_sum_and_not_the_dtype_of_gradients():
 
     w, x = jnp.zeros((16, 8)), jnp.asarray(batches(1)[0])
     exact, _ = small.shard_train_step(step, stage=3)(w, x)
-    rounded, _ = small.shard_train_step(step, stage=3, reduce_dtype=jnp.bfloat16)(w, x)
+    rounded, _ = small.shard_train_step(step, stage=3, comm=jzero.Comm(reduce_dtype=jnp.bfloat16))(
+        w, x
+    )
     assert rounded.dtype == jnp.float32
     difference = np.abs(np.asarray(exact) - np.asarray(rounded)).max()
     assert 0 < difference < 0.02 * np.abs(np.asarray(exact)).max()
@@ -294,7 +298,9 @@ def scaled_by_flax():
 def test_one_bad_row_on_one_device_skips_the_step_on_all(make, stage, num_devices, k):
     step, start = make()
     xs = poisoned(batches(), 2, row=63)  # of the last device, in its last microbatch
-    train_step = small.shard_train_step(step, stage=stage, mesh=mesh_of(num_devices), accumulate=k)
+    train_step = small.shard_train_step(
+        step, stage=stage, mesh=mesh_of(num_devices), microbatches=k
+    )
     state, expected = jax.tree.map(jnp.copy, start), jax.tree.map(jnp.copy, start)
     plain = jax.jit(step)
     for i, x in enumerate(xs):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import jzero
 import programs
 import small
 from jzero.segments import _planned
@@ -68,7 +69,7 @@ def test_loops_of_any_length_train_as_on_one_device(num_layers, reverse, remat, 
     # The second prefetches `scale` and `up`, not `down`.
     for prefetch_bytes in (NOTHING, 4 * (16 + 512), EVERYTHING):
         train_step = small.shard_train_step(
-            step, mesh=mesh_of(*sizes), prefetch_bytes=prefetch_bytes
+            step, mesh=mesh_of(*sizes), comm=jzero.Comm(prefetch_bytes=prefetch_bytes)
         )
         assert_close(train_step(train_step.shard(state, x), x), expected)
 
@@ -119,7 +120,7 @@ def test_keys_and_side_effects_inside_a_loop():
     for prefetch_bytes in (NOTHING, EVERYTHING):
         CALLS.clear()
         train_step = small.shard_train_step(
-            dropout_step, mesh=mesh_of(4), prefetch_bytes=prefetch_bytes
+            dropout_step, mesh=mesh_of(4), comm=jzero.Comm(prefetch_bytes=prefetch_bytes)
         )
         results.append(
             train_step(train_step.shard(state, x, jax.random.key(2)), x, jax.random.key(2))
@@ -172,7 +173,7 @@ def carried_bytes(scan):
 def test_elements_moved_stay_the_same(remat, prefetch_bytes, accumulate):
     model = programs.Model(depth=5, remat=remat)
     train_step = small.shard_train_step(
-        programs.train_step, accumulate=accumulate, prefetch_bytes=prefetch_bytes
+        programs.train_step, microbatches=accumulate, comm=jzero.Comm(prefetch_bytes=prefetch_bytes)
     )
     state = programs.abstract_state(model)
     report, psi = train_step.describe(state, programs.tokens()), programs.num_params(state)
@@ -319,7 +320,7 @@ def test_a_policy_around_a_loop_hides_no_parameter():
         return jax.random.normal(jax.random.key(0), (3, 2, 16, 16)) / 4
 
     batches = [jax.random.normal(jax.random.key(i), (16, 16)) for i in range(3)]
-    assert_same_training(step_fn, init_fn, batches, stage=3, min_shard_bytes=0)
+    assert_same_training(step_fn, init_fn, batches, stage=3, axes=jzero.Axes(min_shard_bytes=0))
     train_step = small.shard_train_step(step_fn)
     calls = str(jax.make_jaxpr(train_step)(jax.eval_shape(init_fn), batches[0]))
     assert "eval_jaxpr" not in calls

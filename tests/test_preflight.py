@@ -116,7 +116,9 @@ def test_a_matrix_larger_than_the_bound_hides(scan):
     stack = jax.ShapeDtypeStruct((num_layers, dim, dim), jnp.bfloat16)
     weights = stack if scan else [jax.ShapeDtypeStruct((dim, dim), jnp.bfloat16)] * num_layers
     x = jax.ShapeDtypeStruct((8 * 4096, dim), jnp.bfloat16)
-    found = jzero.preflight(jzero.shard_train_step(step, prefetch_bytes=2**20), weights, x)
+    found = jzero.preflight(
+        jzero.shard_train_step(step, comm=jzero.Comm(prefetch_bytes=2**20)), weights, x
+    )
     gathers = [c for c in found.schedule.collectives if c.op == "all-gather"]
     exposed = sum(c.exposed_seconds or 0.0 for c in gathers)
     assert 0 < exposed <= 2 * gathers[0].seconds < sum(c.seconds * c.times for c in gathers)
@@ -150,7 +152,7 @@ def test_tiles_replace_matrices_and_their_gradients(scan, remat):
     weights = stack if scan else [jax.ShapeDtypeStruct((dim, dim), jnp.bfloat16)] * num_layers
     x = jax.ShapeDtypeStruct((8 * rows, dim), jnp.bfloat16)
     whole, tiled = (
-        jzero.preflight(jzero.shard_train_step(step, tile_bytes=n), weights, x)
+        jzero.preflight(jzero.shard_train_step(step, comm=jzero.Comm(tile_bytes=n)), weights, x)
         for n in (None, tile_bytes)
     )
     # Beside the gradients' shards and the activations: a few tiles, and not a matrix and its gradient.
@@ -253,9 +255,11 @@ def offloaded(scan, num_layers, state_offload, device_bytes=16 * MIB, params=Non
     state = {"params": weights, "opt_state": jax.eval_shape(TX.init, weights)}
     x = jax.ShapeDtypeStruct((8 * 128, WIDTH), jnp.float32)
     train_step = jzero.shard_train_step(
-        layered_step(scan), offload=state_offload,
-        offload_params=params or jzero.PinnedHost(device_bytes),
-    )  # fmt: skip
+        layered_step(scan),
+        memory=jzero.Memory(
+            optimizer=state_offload, params=params or jzero.PinnedHost(device_bytes)
+        ),
+    )
     return jzero.preflight(train_step, state, x)
 
 
@@ -365,7 +369,7 @@ def test_optimizer_state_on_the_hosts():
         (jzero.HostCPU(), {"grad_part"}),
         (jzero.PinnedHost(), {"grad_part", "update"}),
     ):
-        train_step = small.shard_train_step(programs.train_step, offload=policy)
+        train_step = small.shard_train_step(programs.train_step, memory=policy)
         found = jzero.preflight(train_step, state, BATCH)
         assert {part.name for part in found.parts} == names
         assert found.fits
@@ -376,7 +380,8 @@ def test_the_most_rows_of_a_step_in_parts():
     matrix = jax.ShapeDtypeStruct((2, 64, 64), jnp.float32)
     state = {"params": matrix, "opt_state": jax.eval_shape(TX.init, matrix)}
     train_step = small.shard_train_step(
-        layered_step(True), offload=jzero.HostCPU(), offload_params=jzero.PinnedHost(2**16)
+        layered_step(True),
+        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost(2**16)),
     )
     x = jax.ShapeDtypeStruct((8 * 64, 64), jnp.float32)
     found = jzero.preflight(train_step, state, x, memory_fraction=1e-6, search_batch=True)
@@ -426,7 +431,7 @@ def test_verdict_and_limits():
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.PinnedHost()])
 def test_options_that_xla_does_not_have(options, said, offload):
     state = programs.abstract_state(programs.Model())
-    train_step = small.shard_train_step(programs.train_step, offload=offload)
+    train_step = small.shard_train_step(programs.train_step, memory=offload)
     with pytest.raises(
         jzero.OptionError, match="preflight: compiler_options has 'xla_gpu_"
     ) as caught:
@@ -445,7 +450,7 @@ def test_the_most_rows_that_fit():
 
     def check(rows, accumulate, **options):
         x = jax.ShapeDtypeStruct((rows * 8 * accumulate, 256), jnp.float32)
-        train_step = jzero.shard_train_step(step, accumulate=accumulate)
+        train_step = jzero.shard_train_step(step, microbatches=accumulate)
         return jzero.preflight(train_step, w, x, memory_fraction=1e-4, **options)
 
     for start, accumulate in ((1000, 1), (100_000, 2)):  # below and above what fits
@@ -483,7 +488,7 @@ def test_rows_of_all_arguments_change_together():
         return w - momentum, momentum
 
     shapes = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (8, 16, 24)]
-    train_step = small.shard_train_step(step, state_argnums=(0, 2))
+    train_step = small.shard_train_step(step, state=(0, 2))
     w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     found = jzero.preflight(
         train_step, w, shapes[0], w, y=shapes[1], memory_fraction=1e-5, search_batch=True
@@ -518,7 +523,9 @@ def test_a_program_that_is_not_ours():
 
 def test_a_step_on_another_mesh_is_planned_the_same():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
-    train_step = small.shard_train_step(programs.train_step, mesh=mesh, param_axes="local")
+    train_step = small.shard_train_step(
+        programs.train_step, mesh=mesh, axes=jzero.Axes(params="local")
+    )
     state = programs.abstract_state(programs.Model())
     found = jzero.preflight(train_step, state, BATCH, topology="2x4")  # as many devices
     assert found.report

@@ -170,7 +170,7 @@ def test_each_process_has_its_part_of_state_on_the_hosts(on_hosts):
 @pytest.mark.parametrize("saved", ["steps", "each"])
 def test_state_of_several_hosts_is_restored_by_one_process(on_hosts, saved, offload):
     folder, _ = on_hosts
-    train_step = jzero.shard_train_step(process_worker.train_step, offload=offload)
+    train_step = jzero.shard_train_step(process_worker.train_step, memory=offload)
     new_state = process_worker.uneven_state
     state = jzero.restore(folder / saved / "1", train_step, jax.eval_shape(new_state))
     process_worker.check_parts(state, new_state())
@@ -241,7 +241,7 @@ def test_no_iterator_is_moved_if_one_process_cannot(one_start):
 def test_chunks_that_processes_share(one_start):
     folder, found = one_start["prime_shards"]
     assert found == [[[2502, 3], [5003]]] * 2
-    train_step = jzero.shard_train_step(process_worker.decay, min_shard_bytes=0)
+    train_step = jzero.shard_train_step(process_worker.decay, axes=jzero.Axes(min_shard_bytes=0))
     wanted = process_worker.prime_state()
     restored = jzero.restore(folder / "prime" / "1", train_step, wanted)
     for name, leaf in wanted.items():

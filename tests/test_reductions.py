@@ -53,7 +53,7 @@ def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkey
     """The logits' part of a tied table's gradient is reduced before the layers, the look-up's after."""
     monkeypatch.setattr(_before_loops, "WAITS_THROUGH_LOOPS", limit)
     state = programs.abstract_state(programs.Model(), optax.sgd(0.1))
-    train_step = small.shard_train_step(programs.train_step, accumulate=accumulate)
+    train_step = small.shard_train_step(programs.train_step, microbatches=accumulate)
     found = train_step.describe(state, programs.tokens())
     twice = TIED if limit == 0 and accumulate == 1 else 0  # Over time there is one running sum.
     psi = programs.num_params(state)

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 import zoo
+from small import grouped
 
 ROWS, WIDTH = 16, 32
 
@@ -44,7 +45,7 @@ def own_rows(spec):
 
 
 def trains_as_on_one_device(step, new_state, batches, **options):
-    train_step = jzero.shard_train_step(step, min_shard_bytes=0, **options)
+    train_step = jzero.shard_train_step(step, **grouped(min_shard_bytes=0, **options))
     mesh = options["mesh"]
     plain, state, expected = jax.jit(step), new_state(), new_state()
     for batch in batches:
@@ -63,7 +64,7 @@ def auto_mesh(shape, names):
 
 def flops(step, spec):
     mesh = auto_mesh((8,), ("data",))
-    train_step = jzero.shard_train_step(step(spec), mesh=mesh, min_shard_bytes=0)
+    train_step = jzero.shard_train_step(step(spec), mesh=mesh, axes=jzero.Axes(min_shard_bytes=0))
     return train_step.lower(new_state(), 1.0).compile().cost_analysis()["flops"]
 
 
@@ -154,7 +155,7 @@ def test_what_devices_do_not_divide_is_not_asked_for():
 def test_what_a_request_moves_is_listed():
     mesh = auto_mesh((8,), ("a",))
     step = constraining(P(None, "a"), P(None, "a"))
-    train_step = jzero.shard_train_step(step, mesh=mesh, min_shard_bytes=0)
+    train_step = jzero.shard_train_step(step, mesh=mesh, axes=jzero.Axes(min_shard_bytes=0))
     text = str(train_step.describe(new_state(), batches()[0]))
     assert "the step asks for it" in text
     assert "test_requests.py" in text
@@ -171,7 +172,9 @@ def test_gradients_lie_as_the_stage_says():
             grads = jax.tree.map(lambda g: jax.lax.with_sharding_constraint(g, spec), grads)
         return (jax.tree.map(lambda p, g: p - g, w, grads), key), loss
 
-    plain = jzero.shard_train_step(lambda s, x: step(s, x, None), mesh=mesh, min_shard_bytes=0)
+    plain = jzero.shard_train_step(
+        lambda s, x: step(s, x, None), mesh=mesh, axes=jzero.Axes(min_shard_bytes=0)
+    )
     asking = trains_as_on_one_device(
         lambda s, x: step(s, x, P(None, "a")), new_state, batches(), mesh=mesh
     )
@@ -196,7 +199,9 @@ def test_one_device_is_no_place_in_a_sharded_step(name, accumulate):
         loss, grad = jax.value_and_grad(lambda w: (PLACES[name](x @ w, place) ** 2).mean())(w)
         return w - grad, loss
 
-    train_step = jzero.shard_train_step(step, min_shard_bytes=0, accumulate=accumulate)
+    train_step = jzero.shard_train_step(
+        step, axes=jzero.Axes(min_shard_bytes=0), microbatches=accumulate
+    )
     w, x = jnp.eye(8), np.sin(np.arange(128, dtype=np.float32)).reshape(16, 8)
     found, expected = train_step(w, x), jax.jit(step)(jnp.eye(8), x)
     zoo.assert_trees_close(zoo.to_host(found), zoo.to_host(expected), zoo.FP32, "step")
@@ -218,7 +223,9 @@ def test_a_program_first_written_under_the_mesh_of_the_caller():
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
 
     def trained():
-        train_step = jzero.shard_train_step(step, accumulate=2, mesh=mesh, min_shard_bytes=0)
+        train_step = jzero.shard_train_step(
+            step, microbatches=2, mesh=mesh, axes=jzero.Axes(min_shard_bytes=0)
+        )
         new, loss = train_step(train_step.shard(state), x)
         return zoo.to_host(train_step.unshard(new)), zoo.to_host(loss)
 

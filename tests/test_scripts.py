@@ -37,6 +37,6 @@ def test_trains_as_the_script_does(name, stage, num_devices):
 def test_metrics_that_pmap_stacks_are_refused():
     """nlp_seq's step as it is: each device's sums, one beside the other in what pmap returns."""
     entry = zoo.get("nlp_seq")
-    step = small.shard_train_step(zoo.scripts_pmap.nlp_seq_step, axis_name="batch")
+    step = small.shard_train_step(zoo.scripts_pmap.nlp_seq_step, axes=jzero.Axes(axis_name="batch"))
     with pytest.raises(jzero.StepError, match=r"output\[1\]\['accuracy'\].* differ"):
         step(entry.init(), *entry.batches(1)[0])

@@ -82,7 +82,7 @@ def test_rows_that_are_shifted_in_their_place(rows, devices, accumulate):
     x = jax.random.normal(jax.random.key(0), (rows, 4))
     expected = jax.jit(step)(jnp.ones(4), x)
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-    train_step = jzero.shard_train_step(step, stage=0, mesh=mesh, accumulate=accumulate)
+    train_step = jzero.shard_train_step(step, stage=0, mesh=mesh, microbatches=accumulate)
     found = jax.device_get(train_step(jnp.ones(4), x))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, expected
@@ -109,7 +109,7 @@ def test_what_a_step_takes_of_a_microbatch_is_of_that_microbatch(start):
     alone = jax.vmap(step, (None, 0, None), axis_name="data")
     expected, metrics = jax.jit(alone)(jnp.ones(4), parts, jnp.array(start))
     sharded_step = jzero.shard_train_step(
-        step, mesh=mesh, accumulate=num, in_specs={"x": P("data")}
+        step, mesh=mesh, microbatches=num, in_specs={"x": P("data")}
     )
     w, outputs = sharded_step(jnp.ones(4), x, jnp.array(start))
     np.testing.assert_allclose(outputs["loss"], metrics["loss"][0], rtol=1e-12)
@@ -123,7 +123,9 @@ def test_a_state_is_born_as_init_makes_it():
     def init(at):
         return {"w": lax.dynamic_slice(jnp.sin(table), (at, 0 * at), (16, 3))}
 
-    step = jzero.shard_train_step(lambda s, x: (s, (s["w"] * x.mean()).sum()), min_shard_bytes=0)
+    step = jzero.shard_train_step(
+        lambda s, x: (s, (s["w"] * x.mean()).sum()), axes=jzero.Axes(min_shard_bytes=0)
+    )
     state = step.unshard(step.init(init, jnp.array(29)))
     np.testing.assert_allclose(state["w"], np.sin(table)[16:], rtol=1e-12)
 

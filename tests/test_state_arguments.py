@@ -13,6 +13,7 @@ import pytest
 import jzero
 import zoo
 from jzero.testing import assert_collectives, assert_same_training
+from small import grouped
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 X = jax.random.normal(jax.random.key(1), (32, 16))
@@ -43,7 +44,7 @@ def init():
 def sharded(step_fn=step, devices=8, **options):
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
     chosen: dict[str, Any] = {"state_argnums": (0, 1), "min_shard_bytes": 0, "mesh": mesh}
-    return jzero.shard_train_step(step_fn, **(chosen | options))
+    return jzero.shard_train_step(step_fn, **grouped(**chosen | options))
 
 
 def close(actual, expected, where):
@@ -235,7 +236,7 @@ def test_the_assertions_take_it():
         return step(params, opt_state, x, y)[::-1]
 
     batches = [(X, Y), (X[::-1], Y[::-1])]
-    assert_same_training(steps, init, batches, state_argnums=(0, 1))
+    assert_same_training(steps, init, batches, state=(0, 1))
 
     def sgd(w, momentum, x):
         momentum = 0.9 * momentum + jax.grad(lambda w: jnp.mean(x @ w))(w)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
+import jzero
 import small
 from jzero.testing import Tolerance, assert_same_training
 
@@ -115,9 +116,12 @@ def test_rows_travel_and_are_added_up_in_other_dtypes(reduce_dtype):
     step = functools.partial(train_step, once, tx)
     with jax.enable_x64(True):
         assert_same_training(
-            step, lambda: (params_of(), tx.init(params_of())), batches(),
-            reduce_dtype=jnp.dtype(reduce_dtype), tolerance=Tolerance(1e-2, 1e-2),
-        )  # fmt: skip
+            step,
+            lambda: (params_of(), tx.init(params_of())),
+            batches(),
+            comm=jzero.Comm(reduce_dtype=jnp.dtype(reduce_dtype)),
+            tolerance=Tolerance(1e-2, 1e-2),
+        )
     assert moved(in_two_dtypes, stage=3) == {"all-to-all": 4 * ROWS}
 
 

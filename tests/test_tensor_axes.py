@@ -20,6 +20,7 @@ from jzero.segments import _partitioned
 from jzero.sharding.passes import _order
 from jzero.sharding.plan import _wire
 from jzero.tracing import _jaxpr
+from small import grouped
 
 WIDTH, HIDDEN, HEADS, SEQ, BATCH = 32, 64, 4, 8, 16
 COLUMNS, ROWS = P(None, "model"), P("model", None)
@@ -140,7 +141,7 @@ def test_collectives_are_those_of_both_axes_and_no_more():
     """Of the compiled program: ZeRO's as without a model axis, XLA's as without ZeRO."""
     x = jax.ShapeDtypeStruct((BATCH, SEQ, WIDTH), jnp.float32)
     state = jax.eval_shape(init)
-    only_data = small.shard_train_step(plain_step, stage=3, mesh=mesh_of(4, 1), axis_names="data")
+    only_data = small.shard_train_step(plain_step, stage=3, mesh=mesh_of(4, 1), axes="data")
     both = sharded(3)
     zero = programs.compiled_collectives(only_data.lower(state, x).compile().as_text())
 
@@ -196,7 +197,7 @@ def test_square_leaves_are_not_mistaken_for_their_transposes(use, spec, stage):
 
     auto_specs = {r"state\[0\]": P(*(None,) * (len(shape) - 2), *spec)}
     train_step = small.shard_train_step(
-        square_step, stage=stage, mesh=mesh_of(), axis_names="data", auto_specs=auto_specs
+        square_step, stage=stage, mesh=mesh_of(), axes=jzero.Axes("data", auto_specs=auto_specs)
     )
     state, expected = train_step.init(start), start()
     for x in batches()[:3]:
@@ -227,9 +228,10 @@ def test_placeholders_of_optimizer_state_rest_as_they_can():
         return params, tx.init(params)
 
     train_step = small.shard_train_step(
-        factored_step, mesh=mesh_of(), axis_names="data",
-        auto_specs={"'w'": COLUMNS, "'b'": P("model")},
-    )  # fmt: skip
+        factored_step,
+        mesh=mesh_of(),
+        axes=jzero.Axes("data", auto_specs={"'w'": COLUMNS, "'b'": P("model")}),
+    )
     state, expected = train_step.init(start), start()
     said = " ".join(str(train_step.describe(state, batches()[0])).split())
     for x in batches()[:2]:
@@ -336,9 +338,11 @@ def test_what_a_forward_loop_keeps_can_be_cut(kept_over):
         return jax.lax.with_sharding_constraint(x, spec)
 
     train_step = small.shard_train_step(
-        make_words_step(tx, constrain, jax.checkpoint), stage=3, mesh=mesh_of(),
-        axis_names="data", auto_specs=WORDS,
-    )  # fmt: skip
+        make_words_step(tx, constrain, jax.checkpoint),
+        stage=3,
+        mesh=mesh_of(),
+        axes=jzero.Axes("data", auto_specs=WORDS),
+    )
     plain, state = jax.jit(make_words_step(tx, lambda x, spec: x)), words_init(tx, jnp.float32)
     tokens = sentences()[0]
     text = train_step.lower(state, tokens).compile().as_text()
@@ -419,9 +423,10 @@ EXPERTS = {"up|bias": P("model"), "scales": P(None, "model"), "few": P("model")}
 def test_views_and_what_stays_full_move_one_place_s_part():
     x = jnp.ones((BATCH, WIDTH))
     train_step = jzero.shard_train_step(
-        make_experts_step(jax.lax.with_sharding_constraint), mesh=mesh_of(), axis_names="data",
-        auto_specs=EXPERTS, min_shard_bytes=129,
-    )  # fmt: skip
+        make_experts_step(jax.lax.with_sharding_constraint),
+        mesh=mesh_of(),
+        axes=jzero.Axes("data", auto_specs=EXPERTS, min_shard_bytes=129),
+    )
     state = train_step.init(experts_init)
     of_a_place = {name: leaf.size // 2 for name, leaf in experts_init().items()}
     traffic = train_step.describe(state, x).traffic
@@ -458,9 +463,11 @@ def test_16_bit_sums_beside_an_automatic_axis(stage, auto_specs, dtype):
     for mesh, specs in ((two, None), (mesh_of(2, 2), auto_specs)):
         constrain = jax.lax.with_sharding_constraint if specs else lambda x, _: x
         train_step = jzero.shard_train_step(
-            make_experts_step(constrain), stage=stage, mesh=mesh, axis_names="data", auto_specs=specs,
-            min_shard_bytes=129, **options,
-        )  # fmt: skip
+            make_experts_step(constrain),
+            stage=stage,
+            mesh=mesh,
+            **grouped(axis_names="data", auto_specs=specs, min_shard_bytes=129, **options),
+        )
         state, loss = train_step(train_step.init(lambda: experts_init(dtype)), x)
         results.append((zoo.to_host(state), zoo.to_host(loss)))
     alone, beside = results
@@ -485,9 +492,10 @@ def test_unknown_patterns_axes_and_dims():
         leaves = {**state, "odd": jnp.ones(3), "one": jnp.ones((1, 8))}
         with pytest.raises(jzero.OptionError) as raised:
             small.shard_train_step(
-                lambda s, x: ({**s, **step(s, x)[0]}, {}), mesh=mesh_of(), axis_names="data",
-                auto_specs=auto_specs,
-            ).plan(leaves, x)  # fmt: skip
+                lambda s, x: ({**s, **step(s, x)[0]}, {}),
+                mesh=mesh_of(),
+                axes=jzero.Axes("data", auto_specs=auto_specs),
+            ).plan(leaves, x)
         for text in texts:
             assert text in str(raised.value)
 
@@ -514,7 +522,7 @@ def test_gradients_of_experts_wait_for_each_other(spec, monkeypatch):
     weights = {"up": up, "down": up.swapaxes(-1, -2) / 2}
     x = jax.random.normal(keys[1], (BATCH, 2, 16))
     train_step = small.shard_train_step(
-        experts_step, mesh=mesh_of(), axis_names="data", auto_specs={".*": spec}
+        experts_step, mesh=mesh_of(), axes=jzero.Axes("data", auto_specs={".*": spec})
     )
     actual = train_step(train_step.shard(weights, x), x)
     expected = zoo.to_host(jax.jit(experts_step)(weights, x))

@@ -16,6 +16,7 @@ import jzero.testing
 import zoo
 from jzero._compare import differences, to_host, ulps_apart
 from jzero.testing import Tolerance, assert_collectives, assert_same_training
+from small import grouped
 
 TX = optax.adamw(1e-2)
 BATCHES = [jax.random.normal(jax.random.key(i), (16, 8)) for i in range(3)]
@@ -77,7 +78,9 @@ def test_a_right_step_passes(stage):
 def test_options_reach_the_step():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
     step = make_step(mean_loss)
-    assert_same_training(step, init, BATCHES, mesh=mesh, param_axes="local", accumulate=2)
+    assert_same_training(
+        step, init, BATCHES, mesh=mesh, axes=jzero.Axes(params="local"), microbatches=2
+    )
     fails("stage=2 and gather='keep'", assert_same_training, step, init, BATCHES, stage=2,
           gather="keep", error=jzero.OptionError)  # fmt: skip
 
@@ -85,7 +88,9 @@ def test_options_reach_the_step():
 def test_the_state_is_really_sharded():
     """And not left full because a test's model is small."""
     with pytest.raises(jzero.OptionError, match="min_shard_bytes=-1"):
-        assert_same_training(make_step(mean_loss), init, BATCHES, min_shard_bytes=-1)
+        assert_same_training(
+            make_step(mean_loss), init, BATCHES, axes=jzero.Axes(min_shard_bytes=-1)
+        )
 
 
 @pytest.mark.slow
@@ -167,7 +172,7 @@ def test_a_reference_for_steps_that_devices_do_differently():
     batches = list(zip(BATCHES, keys, strict=True))
     start = (lambda: jnp.ones((8, 4)), batches)
     of_devices = zoo.on_shards(noisy, 8, "data")
-    assert_same_training(noisy, *start, axis_name="data", reference=of_devices)
+    assert_same_training(noisy, *start, axes=jzero.Axes(axis_name="data"), reference=of_devices)
     fails("reference=", assert_same_training, noisy, *start, axis_name="data", reference=of_one_key)
     # Written for the whole batch, it needs none.
     assert_same_training(of_one_key, *start)
@@ -196,7 +201,7 @@ def test_written_steps_need_a_reference():
     state = (lambda: jnp.ones((8, 4)), BATCHES)
     fails("axis_name='batch' without reference", assert_same_training, step, *state,
           axis_name="batch", error=jzero.OptionError)  # fmt: skip
-    assert_same_training(step, *state, axis_name="batch", reference=whole)
+    assert_same_training(step, *state, axes=jzero.Axes(axis_name="batch"), reference=whole)
 
 
 @pytest.mark.slow
@@ -204,7 +209,7 @@ def test_the_tolerance_can_be_set():
     step = make_step(mean_loss)
     fails("ULPs apart", assert_same_training, step, init, BATCHES, tolerance=Tolerance(0.0, 0.0))
     loose = Tolerance(1e3, 1e3)
-    assert_same_training(WRONG, init, BATCHES, tolerance=loose, **IN_DEVICES)
+    assert_same_training(WRONG, init, BATCHES, tolerance=loose, **grouped(**IN_DEVICES))
 
 
 @pytest.mark.slow
@@ -239,12 +244,12 @@ def test_codes_on_the_wire_need_a_tolerance():
         assert_same_training, *large, **codes, error=jzero.OptionError,
     )  # fmt: skip
     assert "other" not in text
-    assert_same_training(*large, **codes, tolerance=Tolerance(0, 1e-4))
+    assert_same_training(*large, tolerance=Tolerance(0, 1e-4), **grouped(**codes))
     fails("state['large']", assert_same_training, *large, **codes, tolerance=Tolerance(0, 1e-4),
           reference=faster)  # fmt: skip
     # Small leaves travel as they are, and are compared so.
     small = [x[:, :8] for x in batches]
-    assert_same_training(step, lambda: start(8), small, **codes)
+    assert_same_training(step, lambda: start(8), small, **grouped(**codes))
 
 
 def test_nothing_to_compare():
@@ -264,9 +269,13 @@ def test_entries_of_the_zoo(name):
     """States and steps of other forms, with the zoo's own references."""
     entry = zoo.get(name)
     assert_same_training(
-        entry.step, entry.init, entry.batches(2), reference=entry.reference(8),
-        tolerance=entry.tolerance, **entry.options,
-    )  # fmt: skip
+        entry.step,
+        entry.init,
+        entry.batches(2),
+        reference=entry.reference(8),
+        tolerance=entry.tolerance,
+        **grouped(**entry.options),
+    )
 
 
 @pytest.mark.slow
@@ -359,7 +368,9 @@ def linear_step(w, x):
 
 
 def sharded(**options):
-    return jzero.shard_train_step(linear_step, **{"min_shard_bytes": 0, "mesh": NODES, **options})
+    return jzero.shard_train_step(
+        linear_step, **grouped(**{"min_shard_bytes": 0, "mesh": NODES, **options})
+    )
 
 
 RIGHT = {

@@ -14,6 +14,7 @@ import small
 from jzero.sharding.passes._cuts import cut
 from jzero.testing import Tolerance, assert_same_training
 from jzero.tracing import _jaxpr
+from small import grouped
 
 pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 TILE = 256  # bytes; the matrices below have 1 to 16 KiB
@@ -176,9 +177,13 @@ def rows_of(name, num=16):
 def check(name, mesh, tile_bytes=TILE, **options):
     tolerance = Tolerance(3e-2, 2e-2) if name == "half" else None
     assert_same_training(
-        step_of(LOSSES[name][0]), lambda: new_state(name), [*rows_of(name)], mesh=mesh_of(mesh),
-        tile_bytes=tile_bytes, tolerance=tolerance, **options,
-    )  # fmt: skip
+        step_of(LOSSES[name][0]),
+        lambda: new_state(name),
+        [*rows_of(name)],
+        mesh=mesh_of(mesh),
+        tolerance=tolerance,
+        **grouped(tile_bytes=tile_bytes, **options),
+    )
 
 
 @pytest.mark.slow(but=["2-padded both", "2-unrolled remat"])
@@ -234,7 +239,7 @@ def test_an_update_on_the_host():
 def test_one_device_gathers_nothing(name):
     """And trains the same."""
     step, (state, rows) = step_of(LOSSES[name][0]), (new_state(name), rows_of(name)[0])
-    train_step = small.shard_train_step(step, mesh=mesh_of("1"), tile_bytes=TILE)
+    train_step = small.shard_train_step(step, mesh=mesh_of("1"), comm=jzero.Comm(tile_bytes=TILE))
     assert train_step.describe(state, rows).traffic == ()
     placed = train_step.shard(jax.tree.map(jnp.array, state), rows)
     actual, expected = train_step(placed, rows), jax.jit(step)(state, rows)
@@ -258,8 +263,8 @@ def test_what_a_step_has_updated_is_gathered_in_tiles_and_rows_are_not():
         return weights(LOSSES["unrolled"][1])
 
     rows = rows_of("unrolled")
-    assert_same_training(step, init, [*rows], mesh=mesh_of("8"), tile_bytes=TILE)
-    train_step = small.shard_train_step(step, mesh=mesh_of("8"), tile_bytes=TILE)
+    assert_same_training(step, init, [*rows], mesh=mesh_of("8"), comm=jzero.Comm(tile_bytes=TILE))
+    train_step = small.shard_train_step(step, mesh=mesh_of("8"), comm=jzero.Comm(tile_bytes=TILE))
     found = large(train_step.program(init(), rows[0], after="tiles").jaxpr)
     assert {tuple(sorted(aval.shape)) for aval in found} == {(16, 24)}
 
@@ -278,9 +283,13 @@ def test_a_steps_own_microbatches():
 
     for reduce in ("each", "once"):
         assert_same_training(
-            step, lambda: weights(LOSSES["unrolled"][1]), [*rows_of("unrolled")],
-            mesh=mesh_of("4"), tile_bytes=TILE, reduce=reduce,
-        )  # fmt: skip
+            step,
+            lambda: weights(LOSSES["unrolled"][1]),
+            [*rows_of("unrolled")],
+            mesh=mesh_of("4"),
+            comm=jzero.Comm(tile_bytes=TILE),
+            microbatches=jzero.Microbatches(reduce=reduce),
+        )
 
 
 @pytest.mark.slow
@@ -296,9 +305,14 @@ def test_a_step_written_for_pmap():
 
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     assert_same_training(
-        step, lambda: weights(LOSSES["unrolled"][1]), [*rows_of("unrolled")],
-        mesh=mesh, axis_name="data", reference=plain, tile_bytes=TILE,
-    )  # fmt: skip
+        step,
+        lambda: weights(LOSSES["unrolled"][1]),
+        [*rows_of("unrolled")],
+        mesh=mesh,
+        axes=jzero.Axes(axis_name="data"),
+        reference=plain,
+        comm=jzero.Comm(tile_bytes=TILE),
+    )
 
 
 @pytest.mark.slow(but=["tied"])
@@ -309,7 +323,9 @@ def test_evaluation(name):
     train_step = small.shard_train_step(step_of(loss_fn), mesh=mesh_of("8"))
     placed = train_step.shard(state, rows)
     for gather in (None, "per_pass"):
-        eval_step = jzero.shard_eval_step(loss_fn, like=train_step, tile_bytes=TILE, gather=gather)
+        eval_step = jzero.shard_eval_step(
+            loss_fn, like=train_step, comm=jzero.Comm(tile_bytes=TILE, gather=gather)
+        )
         assert jnp.allclose(eval_step(placed[0], rows), jax.jit(loss_fn)(state[0], rows), 2e-5)
 
 
@@ -330,7 +346,9 @@ def large(jaxpr):
 def test_one_pass_makes_tiles(name):
     def program(after, tile_bytes=TILE):
         step = step_of(LOSSES[name][0])
-        train_step = small.shard_train_step(step, mesh=mesh_of("8"), tile_bytes=tile_bytes)
+        train_step = small.shard_train_step(
+            step, mesh=mesh_of("8"), comm=jzero.Comm(tile_bytes=tile_bytes)
+        )
         return train_step.program(new_state(name), rows_of(name)[0], after=after)
 
     assert large(program("microbatches").jaxpr)
@@ -376,7 +394,9 @@ def products(jaxpr):
 
 def test_no_product_has_a_large_operand_or_result():
     """In the step's jaxpr, on 8 devices with two rows each."""
-    step = small.shard_train_step(step_of(scanned), mesh=mesh_of("8"), tile_bytes=TILE)
+    step = small.shard_train_step(
+        step_of(scanned), mesh=mesh_of("8"), comm=jzero.Comm(tile_bytes=TILE)
+    )
     found = [*products(jax.make_jaxpr(step)(new_state("scanned"), rows_of("scanned")[0]))]
     activations = 2 * 40 * 4
     assert max(aval.size * aval.dtype.itemsize for aval in found) == activations
@@ -429,7 +449,9 @@ def tile_loops(jaxpr):
 @pytest.mark.slow
 def test_the_next_tile_is_made_beside_the_use_of_this_one():
     """In a turn, what the turn gathers enters no product of it; what it multiplies is not reduced in it."""
-    step = small.shard_train_step(step_of(unrolled), mesh=mesh_of("8"), tile_bytes=TILE)
+    step = small.shard_train_step(
+        step_of(unrolled), mesh=mesh_of("8"), comm=jzero.Comm(tile_bytes=TILE)
+    )
     jaxpr = jax.make_jaxpr(step)(new_state("unrolled"), rows_of("unrolled")[0])
     found = []
     for body in tile_loops(jaxpr):
@@ -530,7 +552,7 @@ def test_a_tensor_axis():
     step = small.shard_train_step(step_of(loss_fn), **options)
     assert "state[0]['up']" in {each.leaf for each in step.describe(state, rows).untiled}
     init = functools.partial(jax.tree.map, jnp.array, state)
-    assert_same_training(step_of(loss_fn), init, [*rows_of("unrolled")], **options)
+    assert_same_training(step_of(loss_fn), init, [*rows_of("unrolled")], **grouped(**options))
 
 
 # How a matrix is cut.

@@ -157,9 +157,11 @@ def test_a_step_compiles_for_sixteen_chips(target, stage):
 def test_a_step_with_state_on_the_hosts_compiles():
     gpu_compiler.skip_without_that_for_tpus()
     train_step = small.shard_train_step(
-        programs.train_step, offload=jzero.PinnedHost(),
-        offload_params=jzero.PinnedHost(device_bytes=2**20),
-    )  # fmt: skip
+        programs.train_step,
+        memory=jzero.Memory(
+            optimizer=jzero.PinnedHost(), params=jzero.PinnedHost(device_bytes=2**20)
+        ),
+    )
     state, batch = programs.abstract_state(programs.Model()), programs.tokens(64)
     found: Any = jzero.preflight(train_step, state, batch, target="tpu-v5e", topology="4x4")
     assert found.host_bytes >= found.report.plan.nbytes_at_rest(tier="pinned_host") > 0

@@ -115,7 +115,9 @@ def test_a_leaf_left_full_is_accounted_for_by_name():
         "odd": jax.ShapeDtypeStruct((10,), jnp.float32),
     }
     mesh = AbstractMesh((8,), ("data",))
-    train_step = jzero.shard_train_step(step, stage=3, mesh=mesh, min_shard_bytes=41)
+    train_step = jzero.shard_train_step(
+        step, stage=3, mesh=mesh, axes=jzero.Axes(min_shard_bytes=41)
+    )
     found = train_step.describe(state, jax.ShapeDtypeStruct((16, 16), jnp.float32))
     assert traffic(found) == {"all-gather": 160, "all-reduce": 10, "reduce-scatter": 160}
     assert str(found).endswith("""
@@ -244,7 +246,7 @@ def test_the_compiled_program_has_the_same_collectives(stage):
 def test_collectives_of_a_leaf_have_its_path_in_a_profile(model, layer):
     """In the compiled program's `op_name`s, which profiles show; a loop over layers has the stack's path."""
     train_step: Any = jzero.shard_train_step(
-        programs.train_step, min_shard_bytes=4096
+        programs.train_step, axes=jzero.Axes(min_shard_bytes=4096)
     )  # the embedding has half
     state = programs.abstract_state(model, optax.sgd(0.1))
     text = train_step.lower(state, programs.tokens()).compile().as_text().replace("\\'", "'")

@@ -12,6 +12,7 @@ import pytest
 
 import jzero
 import zoo
+from small import grouped
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
 TX = optax.adam(1e-2)
@@ -126,7 +127,7 @@ def test_state_arguments(leaf, change):
         (params, opt_state, total), metrics = step_with(change)((params, opt_state, total), x)
         return params, opt_state, total, metrics
 
-    train_step: Any = jzero.shard_train_step(step, state_argnums=(0, 1, 2))
+    train_step: Any = jzero.shard_train_step(step, state=(0, 1, 2))
     state, expected = state_with(leaf), state_with(leaf)
     for _ in range(3):
         *state, metrics = train_step(*state, X)
@@ -140,7 +141,7 @@ def test_a_dtype_of_an_argument_that_promotion_would_change_is_refused():
         loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
         return w - 0.1 * grad, num // 2 + loss
 
-    train_step: Any = jzero.shard_train_step(step, state_argnums=(0, 1))
+    train_step: Any = jzero.shard_train_step(step, state=(0, 1))
     with pytest.raises(jzero.StateError, match=r"num int32\[\] became float32\[\]"):
         train_step(jnp.ones((64, 8)), 1, X)
 
@@ -149,7 +150,7 @@ def test_a_dtype_of_an_argument_that_promotion_would_change_is_refused():
 @pytest.mark.parametrize("options", [{"offload": jzero.HostCPU()}, {"accumulate": 2}, {"stage": 1}])
 def test_options(options):
     step = step_with(lambda c, loss, p: c + loss)
-    train_step = jzero.shard_train_step(step, min_shard_bytes=0, **options)
+    train_step = jzero.shard_train_step(step, **grouped(min_shard_bytes=0, **options))
     same_training(train_step, step, state_with(0))
     assert num_programs(train_step) == 1
 
@@ -213,7 +214,7 @@ def test_a_step_with_collectives_of_its_own():
         loss, grad = jax.lax.pmean(jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w), "batch")
         return (w - 0.1 * grad, total + loss), loss
 
-    train_step = jzero.shard_train_step(step, axis_name="batch")
+    train_step = jzero.shard_train_step(step, axes=jzero.Axes(axis_name="batch"))
     state: Any = jnp.ones((64, 8)), 0.0
     for _ in range(2):
         state, loss = train_step(state, X)

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import jzero
 from jzero.sharding.passes import _codes
+from small import grouped
 
 INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", size=32)
 D = 128
@@ -98,7 +99,9 @@ def test_products_see_what_codes_say_and_nothing_else_changes(num, codes, width,
     with jax.enable_x64(True):
         params, tokens = init(jnp.float64, width), jnp.arange(48) % 256
         train_step = jzero.shard_train_step(
-            step, gather_dtype=codes, mesh=mesh_of(data=num), min_shard_bytes=0, **options
+            step,
+            mesh=mesh_of(data=num),
+            **grouped(gather_dtype=codes, min_shard_bytes=0, **options),
         )
         dims = dims_of(train_step, params, tokens)
 
@@ -173,9 +176,8 @@ def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes, microbatches)
         train_step: Any = jzero.shard_train_step(
             plain,
             stage=3,
-            reduce_dtype=hops,
             mesh=mesh_of(node=node, local=local),
-            **microbatches,
+            **grouped(reduce_dtype=hops, **microbatches),
         )
         parts = jnp.split(rows, node * local * num)
         grads = jnp.stack([jax.grad(loss_of)(w, part) for part in parts])
@@ -194,8 +196,8 @@ def test_replicas_sum_shards_as_codes_and_agree():
     mesh = mesh_of(node=2, local=4)
     params, tokens = init(), jnp.arange(48) % 256
     options = dict(mesh=mesh, param_axes="local", optimizer_axes="local")
-    exact = jzero.shard_train_step(step, **options)
-    coded = jzero.shard_train_step(step, reduce_dtype={"node": jnp.int8}, **options)
+    exact = jzero.shard_train_step(step, **grouped(**options))
+    coded = jzero.shard_train_step(step, **grouped(reduce_dtype={"node": jnp.int8}, **options))
     found, _ = trained(coded, params, tokens)
     wanted, _ = trained(exact, params, tokens)
     assert_same(found, wanted, 1e-3)
@@ -241,9 +243,9 @@ def test_codes_meet_every_other_option(options):
     mesh = mesh_of(**sizes)
     axes = ("node", "local")
     params, tokens = init(), jnp.arange(64) % 256
-    exact = jzero.shard_train_step(step, mesh=mesh, axis_names=axes, **options)
+    exact = jzero.shard_train_step(step, mesh=mesh, **grouped(axis_names=axes, **options))
     coded = jzero.shard_train_step(
-        step, mesh=mesh, axis_names=axes, gather_dtype=INT8, reduce_dtype=INT8, **options
+        step, mesh=mesh, **grouped(axis_names=axes, gather_dtype=INT8, reduce_dtype=INT8, **options)
     )
     wanted, losses = trained(exact, params, tokens)
     found, mine = trained(coded, params, tokens)
@@ -273,7 +275,7 @@ def test_a_copy_that_rests_takes_up_the_difference(options, width):
     with jax.enable_x64(True):
         state, tokens = state_with_masters(width), jnp.arange(48) % 256
         train_step: Any = jzero.shard_train_step(
-            with_masters, gather_dtype=INT4, min_shard_bytes=0, **options
+            with_masters, **grouped(gather_dtype=INT4, min_shard_bytes=0, **options)
         )
         leaves = {leaf.path: leaf for leaf in train_step.plan(state, tokens).leaves}
         assert sum(leaf.renewed_in_codes for leaf in leaves.values()) == 2
@@ -301,7 +303,10 @@ def test_copies_over_other_axes_stay_near_their_masters_and_alike():
     with jax.enable_x64(True):
         state, tokens = state_with_masters(), jnp.arange(48) % 256
         train_step = jzero.shard_train_step(
-            with_masters, gather_dtype=INT8, mesh=mesh, param_axes="local"
+            with_masters,
+            comm=jzero.Comm(gather_dtype=INT8),
+            mesh=mesh,
+            axes=jzero.Axes(params="local"),
         )
         found = traffic(train_step, state, tokens)
         assert found["all-gather", "uint8", ("node",)] == 2 * (
@@ -333,7 +338,9 @@ def traffic(train_step, *args):
 def test_bytes_on_the_wire_are_codes_and_scales_to_the_byte(num):
     mesh = AbstractMesh((num,), ("data",))
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
-    train_step = jzero.shard_train_step(step, mesh=mesh, gather_dtype=INT8, reduce_dtype=INT4)
+    train_step = jzero.shard_train_step(
+        step, mesh=mesh, comm=jzero.Comm(gather_dtype=INT8, reduce_dtype=INT4)
+    )
     found = traffic(train_step, params, tokens)
     part = D * D // num  # of a matrix; four of them are gathered in each of two passes
     assert found["all-gather", "uint8", ("data",)] == 2 * 4 * num * INT8.nbytes(part)
@@ -360,7 +367,7 @@ def test_zero_plus_plus_by_the_names_of_its_parts():
 
         w = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16)
         state, x = (w, jax.eval_shape(tx.init, w)), jax.ShapeDtypeStruct((64, 2048), jnp.bfloat16)
-        train_step = jzero.shard_train_step(products, mesh=mesh, **options)
+        train_step = jzero.shard_train_step(products, mesh=mesh, **grouped(**options))
         moved = 0
         for row in train_step.describe(state, x).traffic:
             if "node" in row.axes and row.elements > 1:
@@ -389,7 +396,7 @@ def test_a_step_that_casts_to_float8_gathers_float8():
     x = jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
     for options in ({}, {"gather_dtype": jnp.int8}):
         train_step = jzero.shard_train_step(
-            in_float8, mesh=AbstractMesh((8,), ("data",)), **options
+            in_float8, mesh=AbstractMesh((8,), ("data",)), **grouped(**options)
         )
         found = traffic(train_step, w, x)
         gathered = {dtype: nbytes for (op, dtype, _), nbytes in found.items() if op == "all-gather"}
@@ -400,7 +407,9 @@ def test_a_step_that_casts_to_float8_gathers_float8():
 def test_bytes_of_each_hop():
     mesh = AbstractMesh((3, 8), ("node", "local"))
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
-    train_step = jzero.shard_train_step(step, mesh=mesh, reduce_dtype={"local": INT8, "node": INT4})
+    train_step = jzero.shard_train_step(
+        step, mesh=mesh, comm=jzero.Comm(reduce_dtype={"local": INT8, "node": INT4})
+    )
     found = traffic(train_step, params, tokens)
     padded = 144 * D  # 128 rows over 24 devices; the 8 of the first hop divide them
     local = found["all-to-all", "uint8", ("local",)]
@@ -411,7 +420,9 @@ def test_bytes_of_each_hop():
 def test_one_axis_may_stay_exact():
     mesh = AbstractMesh((2, 4), ("node", "local"))
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
-    train_step = jzero.shard_train_step(step, mesh=mesh, reduce_dtype={"node": INT4, "local": None})
+    train_step = jzero.shard_train_step(
+        step, mesh=mesh, comm=jzero.Comm(reduce_dtype={"node": INT4, "local": None})
+    )
     found = traffic(train_step, params, tokens)
     assert found["reduce-scatter", "float32", ("local",)] == 4 * 4 * D * D
     assert found["all-to-all", "uint8", ("node",)] == 4 * 2 * INT4.nbytes(D * D // 8)
@@ -421,7 +432,9 @@ def test_one_axis_may_stay_exact():
 @pytest.mark.slow
 def test_the_compiled_program_moves_bytes():
     params, tokens = init(jnp.bfloat16), jnp.arange(48) % 256
-    train_step: Any = jzero.shard_train_step(step, gather_dtype=INT8, reduce_dtype=INT8)
+    train_step: Any = jzero.shard_train_step(
+        step, comm=jzero.Comm(gather_dtype=INT8, reduce_dtype=INT8)
+    )
     text = train_step.lower(params, tokens).compile().as_text()
     row = INT8.nbytes(D * D // 8)
     assert f"u8[8,{row}]" in text
@@ -443,7 +456,9 @@ def test_an_overflow_reaches_every_device():
 
     params, tokens = init(), jnp.arange(48) % 256
     params["table"] = params["table"].at[7].set(1e30)
-    train_step = jzero.shard_train_step(guarded, gather_dtype=INT8, reduce_dtype=INT8)
+    train_step = jzero.shard_train_step(
+        guarded, comm=jzero.Comm(gather_dtype=INT8, reduce_dtype=INT8)
+    )
     after, opt = train_step((params, tx.init(params)), tokens)
     assert int(opt.total_notfinite) == 1
     assert_same(after, params, 0)
@@ -456,7 +471,7 @@ def update_of(loss_of, params, *args, **options):
         grads = jax.grad(loss_of)(params, *args)
         return jax.tree.map(lambda w, g: w - g, params, grads)
 
-    train_step: Any = jzero.shard_train_step(descend, mesh=mesh_of(data=4), **options)
+    train_step: Any = jzero.shard_train_step(descend, mesh=mesh_of(data=4), **grouped(**options))
     new = train_step(params, *args)
     return jax.tree.map(lambda w, v: np.asarray(w) - np.asarray(v), params, new), train_step
 
@@ -561,12 +576,14 @@ def test_slices_of_stacked_and_fused_weights_are_gathered_and_reduced_as_codes()
             return new, of_slices(params, x, seen)
 
         mesh = mesh_of(data=4)
-        train_step = jzero.shard_train_step(step, gather_dtype=INT8, mesh=mesh)
+        train_step = jzero.shard_train_step(step, comm=jzero.Comm(gather_dtype=INT8), mesh=mesh)
         found, losses = trained(train_step, params, x, 2)
         wanted, expected = trained(jax.jit(reference), params, x, 2)
         assert_same(found, wanted, 1e-9)
         np.testing.assert_allclose(losses, expected, rtol=1e-9)
-        both = jzero.shard_train_step(step, gather_dtype=INT8, reduce_dtype=INT8, mesh=mesh)
+        both = jzero.shard_train_step(
+            step, comm=jzero.Comm(gather_dtype=INT8, reduce_dtype=INT8), mesh=mesh
+        )
         report = both.describe(params, x)
         assert report.exact == []
         moved = {each.dtype for each in report.traffic if each.leaf}
@@ -577,7 +594,9 @@ def test_slices_of_stacked_and_fused_weights_are_gathered_and_reduced_as_codes()
 def test_what_rests_whole_is_listed_too():
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
     mesh = AbstractMesh((8,), ("data",))
-    train_step = jzero.shard_train_step(step, mesh=mesh, gather_dtype=jnp.int8, full="'w'")
+    train_step = jzero.shard_train_step(
+        step, mesh=mesh, comm=jzero.Comm(gather_dtype=jnp.int8), axes=jzero.Axes(replicate="'w'")
+    )
     exact = dict(train_step.describe(params, tokens).exact)
     assert exact["state['layers']['w']"] == "nothing of it travels as codes"
 
@@ -586,7 +605,7 @@ def test_what_stays_exact_is_listed_with_its_reason():
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
     mesh = AbstractMesh((2, 4), ("node", "local"))
     train_step = jzero.shard_train_step(
-        step, mesh=mesh, gather_dtype=jnp.int8, reduce_dtype={"node": "int4"}
+        step, mesh=mesh, comm=jzero.Comm(gather_dtype=jnp.int8, reduce_dtype={"node": "int4"})
     )
     report = train_step.describe(params, tokens)
     assert "codes: parameters are gathered as int8 in blocks of 256; gradients are reduced" in str(
@@ -627,7 +646,7 @@ def test_what_stays_exact_is_listed_with_its_reason():
 def test_formats_that_cannot_be_obeyed_are_refused(options, error, text):
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
     with pytest.raises(error, match=f"(?s)shard_train_step: {text}"):
-        jzero.shard_train_step(step, **options).plan(params, tokens)
+        jzero.shard_train_step(step, **grouped(**options)).plan(params, tokens)
 
 
 def test_replicas_along_one_axis_travel_as_codes_and_along_another_exactly():
@@ -636,7 +655,9 @@ def test_replicas_along_one_axis_travel_as_codes_and_along_another_exactly():
     tokens = jnp.arange(48) % 256
     options: Any = dict(param_axes="local", optimizer_axes="local")
     reduce_dtype = {"node": INT8}
-    train_step: Any = jzero.shard_train_step(step, mesh=mesh, reduce_dtype=reduce_dtype, **options)
+    train_step: Any = jzero.shard_train_step(
+        step, mesh=mesh, **grouped(reduce_dtype=reduce_dtype, **options)
+    )
     found, _ = trained(train_step, init(), tokens, num=1)
     expected, _ = trained(jax.jit(step), init(), tokens, num=1)
     for x, y, before in zip(*map(jax.tree.leaves, (found, expected, init())), strict=True):

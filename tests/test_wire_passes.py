@@ -409,7 +409,7 @@ meshes = pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_what_is_kept_trains_as_one_device(axes, options):
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         init, step, batch = partition_steps.gpt(**options)
-        train_step = small.shard_train_step(step, mesh=mesh(**axes), gather="keep")
+        train_step = small.shard_train_step(step, mesh=mesh(**axes), comm=jzero.Comm(gather="keep"))
         expected = state = init()
         for _ in range(2):
             expected, _ = jax.jit(step)(expected, batch)

@@ -18,6 +18,7 @@ from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._schedule import CompiledSchedule, read_schedule
 from jzero.preflight._wires import Wire, WireVerdict, check_wire, formats, rates_of, time_of
 from jzero.targets._target import Topology, find_target
+from small import grouped
 
 H200 = find_target("test", "h200")
 PREFLIGHT: Any = jzero.preflight
@@ -263,7 +264,9 @@ def test_of_a_step_that_is_compiled():
 )  # fmt: skip
 def test_steps_whose_wires_cannot_be_compared(options, text):
     with pytest.raises(jzero.OptionError, match=text):
-        check_wire("preflight", jzero.shard_train_step(step, **options)._programs.options)
+        check_wire(
+            "preflight", jzero.shard_train_step(step, **grouped(**options))._programs.options
+        )
 
 
 @pytest.mark.parametrize("option", ["search_wire", "search_batch"])

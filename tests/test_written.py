@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax import lax
 
+import jzero
 import small
 import zoo
 
@@ -262,7 +263,7 @@ def test_rows_and_keys():
         return w - 0.1 * grads, {"rows": (y @ w).sum(1), "pairs": y[:, :2]}
 
     w, x, key = jnp.ones((8, 8)) / 8, batches()[0], jax.random.key(7)
-    run = small.shard_train_step(step, mesh=mesh_of(MESHES["4"]), axis_name=AXIS)
+    run = small.shard_train_step(step, mesh=mesh_of(MESHES["4"]), axes=jzero.Axes(axis_name=AXIS))
     new, found = run(run.shard(jnp.copy(w), x, key), x, key)
     keys = jnp.stack([jax.random.fold_in(key, i) for i in range(4)])
     expected, wanted = jax.vmap(step, (None, 0, 0), axis_name=AXIS)(w, x.reshape(4, 4, 8), keys)
@@ -279,7 +280,7 @@ def test_groups_of_devices():
 
     w, x = jnp.ones((8, 8)) / 8, batches()[0]
     mesh = mesh_of(MESHES["4"])
-    run = small.shard_train_step(step, mesh=mesh, axis_name=AXIS)
+    run = small.shard_train_step(step, mesh=mesh, axes=jzero.Axes(axis_name=AXIS))
     found = run(run.shard(jnp.copy(w), x), x)
     means = x.reshape(2, 8, 8).mean(1)
     parts = (x.reshape(2, 8, 8) - means[:, None]).reshape(16, 8)
@@ -294,7 +295,7 @@ def test_every_device_prints(capfd):
         grads = lax.pmean(jax.grad(lambda w: ((x @ w) ** 2).mean())(w), AXIS)
         return w - 0.1 * grads
 
-    run = small.shard_train_step(step, mesh=mesh_of(MESHES["4"]), axis_name=AXIS)
+    run = small.shard_train_step(step, mesh=mesh_of(MESHES["4"]), axes=jzero.Axes(axis_name=AXIS))
     w = run(run.shard(jnp.ones((8, 8)), batches()[0]), batches()[0])
     jax.block_until_ready(w)
     jax.effects_barrier()
@@ -325,7 +326,9 @@ def test_rows_of_all_microbatches_and_their_gradients(num, tiled):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), lax.pmean(value, AXIS)
 
     params, x = {"w": jnp.eye(8) + 0.1}, batches()[0]
-    run = small.shard_train_step(step, mesh=mesh_of({"data": num}), axis_name=AXIS, accumulate=2)
+    run = small.shard_train_step(
+        step, mesh=mesh_of({"data": num}), axes=jzero.Axes(axis_name=AXIS), microbatches=2
+    )
     found = run(run.shard(jax.tree.map(jnp.copy, params), x), x)
     each = x.reshape(2 * num, -1, 8)
     expected = jax.vmap(step, (None, 0), axis_name=AXIS)(params, each)

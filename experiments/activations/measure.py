@@ -72,7 +72,7 @@ def measure(layout: tuple[bool, int, str, int], where: str, devices: int) -> dic
     )  # fmt: skip
     policy = jzero.PinnedHost() if where == "host" else jzero.NoOffload()
     step = make_step(gpt.loss, model.tx)
-    train_step = jzero.shard_train_step(step, stage=stage, offload_activations=policy)
+    train_step = jzero.shard_train_step(step, stage=stage, memory=jzero.Memory(activations=policy))
     state, batch = gpt.abstract_state(), gpt.batch(rows_per_device * devices)
     start = time.process_time()
     topology = f"{devices // 8}x8"

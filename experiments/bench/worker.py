@@ -24,6 +24,7 @@ import optax  # noqa: E402
 import jzero  # noqa: E402
 from experiments.shared import records, speed  # noqa: E402
 from experiments.shared.gpt import GPT, make_step  # noqa: E402
+from small import grouped
 
 # ---------------------------------------------------------------------------------------------
 on_gpu = GPT(layers=12, dim=1024, heads=16)  # 185M parameters, bfloat16 compute
@@ -63,7 +64,7 @@ def start(way: str) -> tuple[Any, Any, Any, list[Any]]:
     if options is None:
         state = jax.jit(lambda key: make_state(model, key))(key)
         return jax.jit(step, donate_argnums=0), state, tokens, used
-    train_step = jzero.shard_train_step(step, **options)
+    train_step = jzero.shard_train_step(step, **grouped(**options))
     state = train_step.init(lambda key: make_state(model, key), key)
     return train_step, train_step.shard(state, tokens), tokens, used
 

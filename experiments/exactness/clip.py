@@ -91,7 +91,9 @@ def temporary(lowered: Any) -> int:
 
 def measure(num: int, most: int) -> dict[str, Any]:
     k = num // (rows_at_a_time * jax.device_count())
-    sharded = jzero.shard_train_step(step, stage=3, accumulate=k, max_gather_bytes=2**34)
+    sharded = jzero.shard_train_step(
+        step, stage=3, microbatches=k, comm=jzero.Comm(max_gather_bytes=2**34)
+    )
     args = (jax.eval_shape(init), *batch(num, 0))
     report = sharded.describe(*args)
     gathered = sum(m.nbytes * m.times for m in report.movements)

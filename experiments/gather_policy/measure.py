@@ -22,6 +22,7 @@ import jzero
 from experiments.shared import records
 from experiments.shared.gpt import GPT, make_step
 from jzero.preflight._schedule import hidden_share
+from small import grouped
 
 # ---------------------------------------------------------------------------------------------
 head_dim = 64
@@ -55,7 +56,7 @@ def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]
     rows = args.rows * args.accumulate * args.devices
     batch = jax.ShapeDtypeStruct((rows, model.context + 1), jnp.int32)
     step = make_step(model.loss, tx)
-    train_step = jzero.shard_train_step(step, accumulate=args.accumulate, **options)
+    train_step = jzero.shard_train_step(step, **grouped(accumulate=args.accumulate, **options))
     start = time.process_time()
     topology = f"{args.devices // 8}x8"
     found = jzero.preflight(train_step, state, batch, target="h200", topology=topology)

@@ -18,6 +18,7 @@ import optax
 
 import jzero
 from experiments.shared.devices import use_virtual_devices
+from small import grouped
 
 PACKAGE = str(Path(jzero.__file__).parent)
 WEIGHT = (64, 32)
@@ -154,7 +155,9 @@ def step(state: Any, batch: Any) -> Any:
 def sharded(**options: Any) -> tuple[Any, Any, Any]:
     """The step, its state and a batch; it has run, and so is warm."""
     mesh = jax.make_mesh((8,), ("data",))
-    train_step = jzero.shard_train_step(step, stage=3, mesh=mesh, min_shard_bytes=0, **options)
+    train_step = jzero.shard_train_step(
+        step, stage=3, mesh=mesh, **grouped(min_shard_bytes=0, **options)
+    )
     batch = {"x": np.ones((16, WEIGHT[1]), np.float32), "y": np.ones((16, WEIGHT[0]), np.float32)}
     state = train_step.init(init)
     for _ in range(3):
@@ -174,7 +177,9 @@ def gradient() -> dict[str, int]:
     """From the equation that makes the weight's gradient to the `psum_scatter` of it, as it is written."""
     train_step, state, batch = sharded()
     walk = OfGradient()
-    fresh = jzero.shard_train_step(step, stage=3, mesh=train_step.mesh, min_shard_bytes=0)
+    fresh = jzero.shard_train_step(
+        step, stage=3, mesh=train_step.mesh, axes=jzero.Axes(min_shard_bytes=0)
+    )
     profiled(walk, lambda: fresh.lower(state, batch))
     assert walk.found, f"the partitioner calls no {HANDLES} and {SCATTERS}"
     return walk.found[0]

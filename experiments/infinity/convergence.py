@@ -19,6 +19,7 @@ import numpy as np
 import jzero
 from experiments.shared import training
 from experiments.shared.devices import use_virtual_devices
+from small import grouped
 from tiers import ACTIVATIONS, ALL, LAYER_MAJOR, ONE_DEVICE, tiers
 
 common, train_linen = training.modules()
@@ -60,7 +61,7 @@ def main() -> None:
     for name in (ONE_DEVICE, *ways):
         if name != ONE_DEVICE:
             step = jzero.shard_train_step(
-                train_linen.train_step, mesh=mesh, **tiers(device_bytes)[name]
+                train_linen.train_step, mesh=mesh, **grouped(**tiers(device_bytes)[name])
             )
             found[name] = losses(init, step, step.init(init), text, args.steps)
         apart = np.abs(np.subtract(found[name], found[ONE_DEVICE]))

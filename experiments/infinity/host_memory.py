@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.shared import records
+from small import grouped
 
 # ---------------------------------------------------------------------------------------------
 WIDTH, LAYERS, BUFFERS, WINDOW = 512, (64, 192), 2**24, 2**22
@@ -82,7 +83,7 @@ def train(way: str, layers: int) -> None:
     x = jnp.ones((8, WIDTH), jnp.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-        step = jzero.shard_train_step(step_fn, mesh=mesh, **policies(way, folder))
+        step = jzero.shard_train_step(step_fn, mesh=mesh, **grouped(**policies(way, folder)))
         step.plan(
             jax.eval_shape(init), x
         )  # Before there is a state, so that files take it as it is made.

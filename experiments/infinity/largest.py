@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jzero
 from experiments.shared import records
 from jzero._quantities import readable_count, readable_seconds, readable_size
+from small import grouped
 
 # ---------------------------------------------------------------------------------------------
 GPUS, GPU, HOST, DISK = 16, 32 * 10**9, 1500 * 10**9, 28 * 10**12  # of a node
@@ -91,7 +92,7 @@ MODELS = (
 
 
 def estimated(num_params: int, nodes: int, way: Way, **more: Any) -> Any:
-    return jzero.estimate(num_params, devices=GPUS * nodes, **way.options, **more)
+    return jzero.estimate(num_params, devices=GPUS * nodes, **grouped(**way.options, **more))
 
 
 def largest(nodes: int, way: Way) -> int:

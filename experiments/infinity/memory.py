@@ -37,6 +37,7 @@ from experiments.shared import devices, records
 from experiments.shared.gpt import GPT, make_step
 from jzero.offload.execute import _stream
 from jzero.offload.execute._stream import Visit
+from small import grouped
 from tiers import ACTIVATIONS, ALL, IN_TURN, LAYER_MAJOR, ONE_DEVICE, PLAIN, STATE, tiers
 
 # ---------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def on_device(x: jax.Array) -> int:
 
 def live(layers: int, options: dict[str, Any]) -> dict[str, int]:
     model = replace(live_model, layers=layers)
-    train_step = jzero.shard_train_step(make_step(model.loss, tx), **options)
+    train_step = jzero.shard_train_step(make_step(model.loss, tx), **grouped(**options))
     state = train_step.init(lambda: model.state(tx, lambda shape: 0.02 * jnp.ones(shape)))
     shape = (num_devices, model.context + 1)
     batch: Any = np.random.default_rng(0).integers(0, model.vocab, shape, np.int32)
@@ -181,7 +182,7 @@ def compiled(model: GPT, name: str, window: float) -> dict[str, Any]:
         lowered = jax.jit(step, donate_argnums=0).lower(*placed)
         found = jzero.preflight(lowered, target=target, topology="1x1")
     else:
-        train_step = jzero.shard_train_step(step, **options)
+        train_step = jzero.shard_train_step(step, **grouped(**options))
         found = jzero.preflight(train_step, state, batch, target=target, topology=topology)
     crossings = found.report.crossings if found.report else ()
     return {

@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from experiments.shared import records
 from experiments.shared.gpt import make_step
 from model import AUTO_SPECS, GPT, tx
+from small import grouped
 
 RESULTS = Path(__file__).with_name("results") / "compiled.json"
 TARGET = "h200"
@@ -72,7 +73,7 @@ class Program:
             options["auto_specs"] = AUTO_SPECS
         step = make_step(self.gpt.loss, tx)
         train_step = jzero.shard_train_step(
-            step, axis_names=tuple(sizes), stage=self.stage, **options
+            step, stage=self.stage, **grouped(axis_names=tuple(sizes), **options)
         )
         found = jzero.preflight(
             train_step, self.gpt.abstract_state(), self.gpt.batch(rows), target=TARGET,

@@ -55,9 +55,12 @@ def statements() -> list[Found]:
 def hides_from(devices: int) -> StepTime:
     """A step of jzero with parameters in pinned memory, on GPUs of today."""
     found = jzero.estimate(
-        "1T", devices=devices, offload=jzero.HostCPU(), offload_params=jzero.PinnedHost(2**34),
-        tokens="8K", peak=H200_PEAK, pcie=PCIE,
-    ).time  # fmt: skip
+        "1T",
+        devices=devices,
+        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost(2**34)),
+        workload=jzero.Workload(tokens="8K"),
+        rates=jzero.Rates(peak=H200_PEAK, pcie=PCIE),
+    ).time
     assert found is not None
     return found
 

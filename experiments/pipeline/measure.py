@@ -39,7 +39,7 @@ def compiled(model: PipelinedGPT, zero: int, axes: dict[str, int]) -> dict[str, 
     rows = axes["data"] * model.microbatches  # one sequence for each device and microbatch
     tokens = jax.ShapeDtypeStruct((rows, model.context + 1), jnp.int32)
     train_step = jzero.shard_train_step(
-        make_step(model.loss, tx), stage=zero, axis_names="data", auto_specs=model.specs
+        make_step(model.loss, tx), stage=zero, axes=jzero.Axes("data", auto_specs=model.specs)
     )
     hosts = axes["data"] * axes["stage"] * axes["model"] // 8
     found = jzero.preflight(

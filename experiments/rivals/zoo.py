@@ -18,6 +18,7 @@ from experiments.rivals.models.mamba import Mamba
 from experiments.rivals.models.moe import MoE
 from experiments.rivals.models.t5 import T5
 from experiments.rivals.models.unet import UNet
+from small import grouped
 
 
 class Row(NamedTuple):
@@ -95,7 +96,7 @@ def rival(name: str, row: Row, model: Any, mesh: Mesh, **options: Any) -> Rival:
     state = jax.eval_shape(model.init, jax.random.key(0))
     batch = model.batch(row.rows * mesh.size)
     train_step = jzero.shard_train_step(
-        model.step, stage=row.stage, accumulate=row.accumulate, mesh=mesh, **options
+        model.step, stage=row.stage, mesh=mesh, **grouped(accumulate=row.accumulate, **options)
     )
     if name == "jzero":
         return Rival(train_step, state, batch)

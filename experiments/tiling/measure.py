@@ -35,9 +35,12 @@ HEADER = (
 def measure(model: GPT, devices: int, tile_bytes: int | None, activations: str) -> dict[str, Any]:
     """Bytes on each device, bytes that move, and what of their time hides, of one compiled program."""
     train_step = jzero.shard_train_step(
-        make_step(model.loss, tx), tile_bytes=tile_bytes,
-        offload_activations=jzero.PinnedHost() if activations == "host" else jzero.NoOffload(),
-    )  # fmt: skip
+        make_step(model.loss, tx),
+        comm=jzero.Comm(tile_bytes=tile_bytes),
+        memory=jzero.Memory(
+            activations=jzero.PinnedHost() if activations == "host" else jzero.NoOffload()
+        ),
+    )
     start = time.process_time()
     found = jzero.preflight(
         train_step, model.abstract_state(), model.batch(devices), target="h200",

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jzero
 from experiments.shared import records
 from experiments.shared.gpt import make_step
+from small import grouped
 
 # ---------------------------------------------------------------------------------------------
 layers, dim, heads, kv_heads, hidden, vocab = 32, 4096, 32, 8, 14_336, 128_256
@@ -112,7 +113,7 @@ def compiled(options: dict[str, Any]) -> dict[str, Any]:
     params = params_of(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32))
     state = {"params": params, "opt_state": jax.eval_shape(tx.init, params)}
     tokens = jax.ShapeDtypeStruct((8 * rows, context + 1), jnp.int32)
-    train_step = jzero.shard_train_step(make_step(loss_fn, tx), stage=3, **options)
+    train_step = jzero.shard_train_step(make_step(loss_fn, tx), stage=3, **grouped(**options))
     found = jzero.preflight(train_step, state, tokens, target="h100", topology="1x8")
     ops = ("all-gather", "reduce-scatter", "all-reduce")
     return {

@@ -29,6 +29,7 @@ import paired
 from experiments.shared import pictures, records, training
 from experiments.shared.devices import use_virtual_devices
 from experiments.shared.gpt import GPT, State, make_step
+from small import grouped
 
 HERE = Path(__file__).parent
 AXES = {"node": 2, "local": 2}
@@ -153,7 +154,7 @@ class Trainings:
         model = model_of(Float8GPT if options.pop("float8", False) else GPT)
         mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES))
         step = jax.vmap(make_step(model.loss, self.tx), in_axes=(0, 1))
-        train_step = jzero.shard_train_step(step, mesh=mesh, gather="keep", **options)
+        train_step = jzero.shard_train_step(step, mesh=mesh, **grouped(gather="keep", **options))
         state, losses, start = train_step.init(self.init), [], 0.0
         traffic = train_step.describe(state, next(self.batches())).traffic
         for i, batch in zip(range(self.steps), self.batches(), strict=False):

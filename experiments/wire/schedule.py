@@ -25,6 +25,7 @@ from jzero.preflight._schedule import CompiledSchedule, hidden_share, read_sched
 from jzero.preflight._targets import read_topology
 from jzero.targets._links import with_links
 from jzero.targets._target import find_target
+from small import grouped
 
 HOPS = {"local": jnp.int8, "node": jzero.Blocks(jnp.int4, rotate=True)}
 WAYS: dict[str, dict[str, Any]] = {
@@ -47,7 +48,7 @@ def compiled(model: GPT, options: dict[str, Any]) -> dict[str, Any]:
     tx = jzero.master_weights(optax.adamw(1e-4))
     state = jax.eval_shape(lambda: model.state(tx, lambda shape: jnp.zeros(shape, jnp.bfloat16)))
     tokens = jax.ShapeDtypeStruct((mesh.size, model.context + 1), jnp.int32)
-    train_step = jzero.shard_train_step(make_step(model.loss, tx), mesh=mesh, **options)
+    train_step = jzero.shard_train_step(make_step(model.loss, tx), mesh=mesh, **grouped(**options))
     start = time.perf_counter()
     found: Any = train_step.lower(state, tokens)
     program = found.compile({"xla_gpu_autotune_level": 0})

@@ -132,7 +132,7 @@ class _Task:
                 self._who, f"{len(without)} leaves of {self.stored.directory} may stand for state in files "
                 f"that it was saved beside: {first_of(without)}",
                 "They are restored as they were saved, zeros too.", "If they are zeros, restore with "
-                "offload=jzero.NVMe(path, resume=True), where these files are."))  # fmt: skip
+                "memory=jzero.NVMe(path, resume=True), where these files are."))  # fmt: skip
 
     def run(self) -> Any:
         """The state, placed."""

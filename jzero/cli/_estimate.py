@@ -6,10 +6,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jzero._errors import OptionError, message
+from jzero._option_groups import GATHER, REDUCE, Axes, Comm, Microbatches
 from jzero._quantities import (
     parse_bytes,
     readable_bytes,
@@ -20,14 +22,14 @@ from jzero.cli import _flags, _plot
 from jzero.cli._checkpoints import Shown
 from jzero.cli._flags import in_flags
 from jzero.offload._nvme import NVMe
-from jzero.offload._policy import HostCPU, NoOffload, Offload, PinnedHost
+from jzero.offload._policy import HostCPU, Memory, NoOffload, Offload, PinnedHost
 from jzero.reports import _tables
 from jzero.reports._checks import WHO
 from jzero.reports._estimate import Estimate, estimate, roles_on_devices
 from jzero.reports._host_traffic import WAYS
+from jzero.reports._numbers import BytesPerParam, Rates, Workload
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
 from jzero.reports._tables import Table
-from jzero.sharding.plan._options import GATHER
 from jzero.sharding.plan._stages import STAGES
 
 # By the name that --offload has for it: the policy, and the flags that are its fields.
@@ -45,6 +47,14 @@ _POLICIES: dict[str | None, tuple[Callable[..., Offload], dict[str, str]]] = {
     ),
 }
 _OFFLOAD = tuple(filter(None, _POLICIES))
+_CLASSES: dict[str, type] = {
+    "microbatches": Microbatches,
+    "comm": Comm,
+    "axes": Axes,
+    "bytes_per_param": BytesPerParam,
+    "workload": Workload,
+    "rates": Rates,
+}
 
 
 def add(commands: Any) -> dict[str, Callable[..., Shown]]:
@@ -64,29 +74,37 @@ def _add_flags(command: _flags.Parser) -> None:
     where = command.add_mutually_exclusive_group(required=True)
     groups = {"--params": model, "--config": model, "--devices": where, "--mesh": where}
     flags: dict[str, dict[str, Any]] = {
-        "--params": dict(type=_flags.num_params, dest="num_params",
+        "--params": dict(type=_flags.num_params, dest="model",
                          metavar="NUMBER", help="such as 350M, 7.5B, 1e9, 1T"),
-        "--config": dict(metavar="FILE", help="instead of --params: config.json of a model of Hugging "
-                         "Face's (llama, mistral, mixtral, qwen2, qwen3, gemma, gpt2, t5, vit, ...)"),
+        "--config": dict(type=pathlib.Path, dest="model", metavar="FILE",
+                         help="instead of --params: config.json of a model of Hugging Face's (llama, "
+                         "mistral, mixtral, qwen2, qwen3, gemma, gpt2, t5, vit, ...)"),
         "--devices": dict(type=_flags.positive, metavar="NUMBER", help="how many share the batch"),
-        "--mesh": dict(type=_flags.mesh, metavar="name=size[,name=size]",
+        "--mesh": dict(type=_flags.mesh, dest="devices", metavar="name=size[,name=size]",
                        help="instead of --devices: axes and sizes, node=8,local=8"),
         "--model-parallel": dict(type=_flags.positive, metavar="NUMBER",
                                  help="devices that divide the model for each of those"),
         "--stage": dict(type=int, choices=STAGES, help="by default all of them"),
         "--optimizer": dict(choices=OPTIMIZERS, help="adam by default"),
         "--precision": dict(choices=PRECISIONS, help="mixed by default"),
-        "--param-bytes": dict(type=float, metavar="BYTES", help="bytes per parameter at rest"),
-        "--gradient-bytes": dict(type=float, metavar="BYTES", help="... of the gradient"),
-        "--optimizer-bytes": dict(type=float, metavar="BYTES", help="... of the optimizer state"),
-        "--accumulate": dict(type=_flags.positive, metavar="NUMBER", help="microbatches on each device"),
-        "--reduce": dict(choices=("once", "each"), help="when gradients are reduced"),
-        "--accumulate-dtype": dict(metavar="DTYPE", help="such as float32"),
-        "--reduce-dtype": dict(metavar="DTYPE", help="such as bfloat16, or codes: int8, int4"),
-        "--gather": dict(choices=GATHER, help="how long gathered parameters live"),
-        "--param-axes": dict(type=_flags.names, metavar=names, help="axes over which parameters rest"),
-        "--optimizer-axes": dict(type=_flags.names, metavar=names, help="... and optimizer state"),
-        "--offload": dict(choices=_OFFLOAD, help="where optimizer state rests"),
+        "--param-bytes": dict(type=float, dest="bytes_per_param.params", metavar="BYTES",
+                              help="bytes per parameter as stored"),
+        "--gradient-bytes": dict(type=float, dest="bytes_per_param.gradients", metavar="BYTES",
+                                 help="... of the gradient"),
+        "--optimizer-bytes": dict(type=float, dest="bytes_per_param.optimizer", metavar="BYTES",
+                                  help="... of the optimizer state"),
+        "--microbatches": dict(type=_flags.positive, dest="microbatches.num", metavar="NUMBER",
+                               help="that each device works through in a step"),
+        "--reduce": dict(choices=REDUCE, dest="microbatches.reduce", help="when gradients are reduced"),
+        "--accumulator-dtype": dict(dest="microbatches.dtype", metavar="DTYPE", help="such as float32"),
+        "--reduce-dtype": dict(dest="comm.reduce_dtype", metavar="DTYPE",
+                               help="such as bfloat16, or quantized: int8, int4"),
+        "--gather": dict(choices=GATHER, dest="comm.gather", help="how long gathered parameters live"),
+        "--param-axes": dict(type=_flags.names, dest="axes.params", metavar=names,
+                             help="axes over which parameters are sharded"),
+        "--optimizer-axes": dict(type=_flags.names, dest="axes.optimizer", metavar=names,
+                                 help="... and optimizer state"),
+        "--offload": dict(choices=_OFFLOAD, help="where optimizer state is stored"),
         "--device-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
                                help="of it on a device at a time, 1GiB (pinned)"),
         "--ratio": dict(type=_flags.ratio, help="share of it that rests on the host (host)"),
@@ -104,24 +122,29 @@ def _add_flags(command: _flags.Parser) -> None:
                                      help="... and so do gradients, until the update (nvme)"),
         "--offload-activations": dict(action="store_const", const=True,
                                       help="what a loop keeps for its backward loop goes to the host"),
-        "--tile-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
+        "--tile-bytes": dict(type=_flags.num_bytes, dest="comm.tile_bytes", metavar="SIZE",
                              help="larger matrices are gathered in tiles of so many bytes, 64MiB"),
-        "--layers": dict(type=_flags.count, metavar="NUMBER",
+        "--layers": dict(type=_flags.count, dest="workload.layers", metavar="NUMBER",
                          help="of that loop; with --config not needed, as --width"),
-        "--width": dict(type=_flags.count, metavar="NUMBER", help="elements of a layer's input for a token"),
-        "--layer-major": dict(action="store_const", const=True,
+        "--width": dict(type=_flags.count, dest="workload.width", metavar="NUMBER",
+                        help="elements of a layer's input for a token"),
+        "--layer-major": dict(action="store_const", const="layer", dest="microbatches.order",
                               help="a layer comes once per pass for all microbatches"),
         "--no-donate": dict(action="store_const", const=False, dest="donate",
                             help="a step keeps the state that it is given"),
-        "--tokens": dict(type=_flags.count, metavar="NUMBER", help="of a step on each device, such as 8K"),
-        "--no-recompute": dict(action="store_const", const=False, dest="recompute",
+        "--tokens": dict(type=_flags.count, dest="workload.tokens", metavar="NUMBER",
+                         help="of a step on each device, such as 8K"),
+        "--no-recompute": dict(action="store_const", const=False, dest="workload.recompute",
                                help="the backward pass computes nothing again"),
-        "--peak": dict(type=_flags.flops, metavar="RATE", help="of a device, 989TFLOP/s: tells the time"),
-        "--pcie": dict(type=_flags.rate, metavar="RATE", help="device and host, each way, 55GB/s"),
-        "--interconnect": dict(type=_flags.rate, metavar="RATE", help="all-gathers, 350GB/s"),
-        "--host-update": dict(type=_flags.rate, metavar="RATE",
+        "--peak": dict(type=_flags.flops, dest="rates.peak", metavar="RATE",
+                       help="of a device, 989TFLOP/s: tells the time"),
+        "--pcie": dict(type=_flags.rate, dest="rates.pcie", metavar="RATE",
+                       help="device and host, each way, 55GB/s"),
+        "--interconnect": dict(type=_flags.rate, dest="rates.interconnect", metavar="RATE",
+                               help="all-gathers, 350GB/s"),
+        "--host-update": dict(type=_flags.rate, dest="rates.host_update", metavar="RATE",
                               help="of optimizer state by the host, for each device"),
-        "--disk": dict(type=_flags.rate, metavar="RATE",
+        "--disk": dict(type=_flags.rate, dest="rates.disk", metavar="RATE",
                        help="read and written by the host's disks, for each device, 6GB/s"),
     }  # fmt: skip
     for flag, settings in flags.items():
@@ -158,8 +181,7 @@ def _estimate(
                 WHO, f"{name} without memory", "Both bound the largest model.",
                 f"Drop {name}, or add memory='80GB'."))  # fmt: skip
     stages = [arguments.pop("stage")] if "stage" in arguments else list(STAGES)
-    arguments["offload"] = _policy(arguments)
-    _on_host(arguments)
+    arguments["memory"] = _memory(arguments)
     found, refused = _of_stages(stages, arguments, flags)
     largest = [e.largest_model(memory, host_memory, disk_memory) if memory else None for e in found]
     if plot:
@@ -182,7 +204,7 @@ def _of_stages(
     found, refused = list[Estimate](), dict[int, str]()
     for stage in stages:
         try:
-            found.append(estimate(**arguments, stage=stage))
+            found.append(estimate(**_grouped(arguments), stage=stage))
         except OptionError as error:
             refused[stage] = in_flags(str(error), flags)
             if stage == stages[-1] and not found:
@@ -207,25 +229,36 @@ def _policy(arguments: dict[str, Any]) -> Offload:
     return policy(**given)
 
 
-def _on_host(arguments: dict[str, Any]) -> None:
-    """Makes policies of the flags for parameters and activations."""
-    if "params_in_files" in arguments and not (
-        "offload_params" in arguments and isinstance(arguments["offload"], NVMe)
-    ):
+def _memory(arguments: dict[str, Any]) -> Memory:
+    """The policies that the flags say; takes them out of the arguments."""
+    state, params = _policy(arguments), arguments.pop("offload_params", None)
+    in_files = arguments.pop("params_in_files", None)
+    if in_files and not (params and isinstance(state, NVMe)):
         raise OptionError(message(
             WHO, "--params-in-files", "Parameters in files are updated beside their optimizer state.",
             "Add --offload nvme and --offload-params 2GiB, or drop it."))  # fmt: skip
-    if "offload_params" in arguments:
-        num_bytes = parse_bytes(arguments["offload_params"]) or 0
-        state = arguments["offload"]
-        in_files = arguments.pop("params_in_files", None)
-        arguments["offload_params"] = (
-            dataclasses.replace(state, host_bytes=2**30, device_bytes=num_bytes)
-            if in_files and isinstance(state, NVMe)
-            else PinnedHost(num_bytes)
-        )
-    if "offload_activations" in arguments:
-        arguments["offload_activations"] = PinnedHost()
+    there: Offload = NoOffload()
+    if params:
+        num_bytes = parse_bytes(params) or 0
+        there = PinnedHost(num_bytes)
+        if in_files and isinstance(state, NVMe):
+            there = dataclasses.replace(state, host_bytes=2**30, device_bytes=num_bytes)
+    activations = PinnedHost() if arguments.pop("offload_activations", None) else NoOffload()
+    return Memory(params=there, optimizer=state, activations=activations)
+
+
+def _grouped(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `estimate`: `argument.field` is a field of a group."""
+    groups, found = dict[str, dict[str, Any]](), dict[str, Any]()
+    for name, value in arguments.items():
+        argument, _, field = name.partition(".")
+        if field:
+            groups.setdefault(argument, {})[field] = (
+                parse_bytes(value) if field == "tile_bytes" else value
+            )
+        else:
+            found[name] = value
+    return found | {argument: _CLASSES[argument](**fields) for argument, fields in groups.items()}
 
 
 def _as_dict(found: Sequence[Estimate], largest: Sequence[int | None]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
 import shutil
@@ -28,16 +29,27 @@ from jzero.reports._lines import WIDTH, wrapped
 
 # How policies are said in flags.
 _POLICIES = {
-    "offload=jzero.HostCPU()": "offload=host",
-    "offload=jzero.PinnedHost()": "offload=pinned",
-    "offload_params=jzero.PinnedHost()": "offload_params=2GiB",
-    "offload_activations=jzero.PinnedHost()": "offload_activations=True",
+    "memory=jzero.HostCPU()": "--offload host",
+    "memory=jzero.PinnedHost()": "--offload pinned",
+    "Memory(params=jzero.PinnedHost())": "--offload-params 2GiB",
+    "Memory(activations=jzero.PinnedHost())": "--offload-activations",
+    "Memory(activations=)": "--offload-activations",
+    "Memory(params=)": "--offload-params",
     "the other axes": "model_parallel",
 }
 _OFFLOADS: dict[str, tuple[str, type[HostCPU | PinnedHost | NVMe]]] = {
     "HostCPU": ("host", HostCPU),
     "PinnedHost": ("pinned", PinnedHost),
     "NVMe": ("nvme", NVMe),
+}
+# By the name of a group of options, its name as an argument; a flag's destination is `argument.field`.
+_GROUPS = {
+    "Microbatches": "microbatches",
+    "Comm": "comm",
+    "Axes": "axes",
+    "BytesPerParam": "bytes_per_param",
+    "Workload": "workload",
+    "Rates": "rates",
 }
 _VALUE = r"(\([^()]*\)|\{[^{}]*\}|'[^']*'|-?[\w.*]*\w)"
 
@@ -112,36 +124,80 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
       text: a message; whose it is stands before its first colon.
       flags: the flag of each argument.
     """
-    names = "|".join(sorted(flags, key=len, reverse=True))
     for policy, value in _POLICIES.items():
         text = text.replace(policy, value)
-    text = re.sub(r"\boffload_params=\w+\(device_bytes=(\d+)\)", r"offload_params=\1B", text)
-    text = re.sub(r"\boffload=(\w+)\((.*?)\)", lambda m: _offload(m[1], m[2], flags), text)
+    policy = r"(\w+)\(([^()]*)\)"
+    text = re.sub(
+        r"\bMemory\(params=\w+\(device_bytes=(\d+)[^()]*\)\)", r"--offload-params \1B", text
+    )
+    text = re.sub(
+        rf"\bMemory\(params=\w+\(device_bytes=(\d+)[^()]*\), optimizer={policy}\)",
+        lambda m: f"{_offload(m[2], m[3], flags)} and --offload-params {m[1]}B", text)  # fmt: skip
+    text = re.sub(
+        rf"\b(?:memory=)?({'|'.join(_OFFLOADS)})\(([^()]*)\)(?=[, ]| and|\.)",
+        lambda m: _offload(m[1], m[2], flags) if m[2] else m[0], text)  # fmt: skip
     text = re.sub(r"\bauto={(.*?)}", lambda m: f"--auto {_pairs(m[1])}", text)
-    text = re.sub(rf"\b({names})={_VALUE}", lambda m: _given(flags[m[1]], m[2]), text)
+    who, _, said = text.partition(": ")
+    for group, argument in _GROUPS.items():
+        fields = {
+            dest.partition(".")[2]: flag
+            for dest, flag in flags.items()
+            if dest.startswith(f"{argument}.")
+        }
+        text = re.sub(
+            rf"(\w+=)?(?:jzero\.)?\b{group}\(((?:[^()]|\([^()]*\))*)\)",
+            functools.partial(_group_in_flags, fields), text)  # fmt: skip
+        if group == who:
+            text = _in_flags(text, fields)
+        if one := flags.get(f"{argument}.num"):
+            text = re.sub(rf"\b{argument}={_VALUE}", functools.partial(_value_in_flags, one), text)
+    text = _in_flags(text, {dest: flag for dest, flag in flags.items() if "." not in dest})
+    grouped = {dest.partition(".")[2]: flag for dest, flag in flags.items() if "." in dest}
     text = re.sub(
-        rf"\b([Dd]rop|[Cc]orrect|without) ({names})\b", lambda m: f"{m[1]} {flags[m[2]]}", text
-    )
-    text = re.sub(
-        rf"(?<!-)\b({names})\b(?=.)", lambda m: flags[m[1]] if "_" in m[1] else m[1], text
-    )
+        rf"\b([Dd]rop|and|without|with) ({'|'.join(grouped) or '$'})(?=[ ,.:])",
+        lambda m: f"{m[1]} {grouped[m[2]]}", text)  # fmt: skip
     text = re.sub(r"\bestimate\('([^']*)', ([^)]*)\)",
                   lambda m: f"--params {m[1]} {m[2].replace(',', '')}", text)  # fmt: skip
     who, _, said = text.replace("jnp.", "").partition(": ")
     return said or who
 
 
+def _group_in_flags(fields: Mapping[str, str], group: re.Match[str]) -> str:
+    return _in_flags(group[2], fields)
+
+
+def _value_in_flags(flag: str, value: re.Match[str]) -> str:
+    return _given(flag, value[1])
+
+
+def _in_flags(text: str, flags: Mapping[str, str]) -> str:
+    """The arguments of a text, of which these are the flags."""
+    if not flags:
+        return text
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    text = re.sub(rf"(?<!-)\b({names})={_VALUE}", lambda m: _given(flags[m[1]], m[2]), text)
+    text = re.sub(rf"(?<!-)\b({names})=", lambda m: flags[m[1]], text)
+    text = re.sub(
+        rf"\b([Dd]rop|[Cc]orrect|without) ({names})\b", lambda m: f"{m[1]} {flags[m[2]]}", text
+    )
+    return re.sub(
+        rf"(?<!-)\b({names})\b(?=.)", lambda m: flags[m[1]] if "_" in m[1] else m[1], text
+    )
+
+
 def _offload(name: str, settings: str, flags: Mapping[str, str]) -> str:
-    """A policy as an argument each for it and for what it sets that is no default and has a flag."""
+    """A policy as a flag each for it and for what it sets that is no default and has a flag."""
+    if name not in _OFFLOADS:
+        return "no --offload"
     kind, policy = _OFFLOADS[name]
     defaults = {field.name: repr(field.default) for field in dataclasses.fields(policy)}
-    pairs = [pair.partition("=") for pair in settings.split(", ")]
+    pairs = [pair.partition("=") for pair in settings.split(", ") if pair]
     given = [
-        f"{field}={value}{'B' * field.endswith('_bytes')}"
+        _given(flags[field], f"{value}{'B' * field.endswith('_bytes')}")
         for field, _, value in pairs
         if field in flags and defaults[field] != value
     ]
-    return " ".join([f"offload={kind}", *given])
+    return " ".join([f"--offload {kind}", *given])
 
 
 def _given(flag: str, value: str) -> str:

@@ -24,7 +24,7 @@ _STAGE, _HPZ, _MICS, _OPTIMIZER, _PARAM, _WEIGHTS, _GRADIENTS = (f"{_ZERO}.{name
     "zero_quantized_weights", "zero_quantized_gradients"))  # fmt: skip
 _RATIO, _PATH, _PARAM_PATH = f"{_OPTIMIZER}.ratio", f"{_OPTIMIZER}.nvme_path", f"{_PARAM}.nvme_path"
 _OLD = {_OPTIMIZER: f"{_ZERO}.cpu_offload", _PARAM: f"{_ZERO}.cpu_offload_param"}
-_OPTIONS = {_OPTIMIZER: "offload", _PARAM: "offload_params"}
+_OPTIONS = {_OPTIMIZER: "memory.optimizer", _PARAM: "memory.params"}
 _BUFFERS = f"{_PARAM}.buffer_count", f"{_PARAM}.buffer_size"
 _ACTIVATIONS = "activation_checkpointing.cpu_checkpointing", "compile.offload_activation"
 _HALVES = "bf16.enabled", "fp16.enabled"
@@ -43,13 +43,13 @@ LINEAR = (
     '"warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"}}.'
 )
 _OFFLOADED = {
-    (_OPTIMIZER, "cpu"): "offload=jzero.HostCPU(...). Masters and moments are in the hosts' memory, and are "
-    "updated there (pip install 'jzero[offload]').",
-    (_OPTIMIZER, "nvme"): "offload=jzero.NVMe(nvme_path). Masters and moments are in files, and the hosts "
-    "update them tile by tile (pip install 'jzero[offload]').",
-    (_PARAM, "cpu"): "offload_params=jzero.PinnedHost(): parameters are in pinned memory of the hosts, and "
+    (_OPTIMIZER, "cpu"): "Memory(optimizer=jzero.HostCPU(...)). Masters and moments are in the hosts' "
+    "memory, and are updated there (pip install 'jzero[offload]').",
+    (_OPTIMIZER, "nvme"): "Memory(optimizer=jzero.NVMe(nvme_path)). Masters and moments are in files, and "
+    "the hosts update them tile by tile (pip install 'jzero[offload]').",
+    (_PARAM, "cpu"): "Memory(params=jzero.PinnedHost()): parameters are in pinned memory of the hosts, and "
     "one layer at a time is on a device.",
-    (_PARAM, "nvme"): "offload_params=jzero.NVMe(nvme_path). Parameters are in files, too, and one layer at "
+    (_PARAM, "nvme"): "Memory(params=jzero.NVMe(nvme_path)). Parameters are in files, too, and one layer at "
     "a time is on a device.",
 }  # fmt: skip
 
@@ -183,10 +183,10 @@ def rows(c: Config, key: str) -> Made:
 def accumulate(c: Config, key: str) -> Made:
     num = batch(c)[1]
     if num == 1:
-        return "accumulate=1." if key in c.given else "", {}
+        return "microbatches=1." if key in c.given else "", {}
     return "Follows from the sizes: " * (key not in c.given) + (
-        f"accumulate={num}. DeepSpeed takes the mean of the microbatches' means; jzero trains the loss of "
-        "the whole batch."), {"accumulate": num}  # fmt: skip
+        f"microbatches={num}. DeepSpeed takes the mean of the microbatches' means; jzero trains the loss of "
+        "the whole batch."), {"microbatches.num": num}  # fmt: skip
 
 
 def stage(c: Config, key: str) -> Made:
@@ -199,13 +199,12 @@ def groups(c: Config, key: str) -> Made:
     size, mesh = c.get(key), mesh_axes(c)
     if size <= (1 if key == _HPZ else 0):
         return "Off: parameters are sharded over all devices.", {}
-    options = dict.fromkeys(
-        ("param_axes", "optimizer_axes") if key == _MICS else ("param_axes",), "local"
-    )
-    named = ", ".join(f"{name}={axis!r}" for name, axis in options.items())
+    fields = ("params", "optimizer") if key == _MICS else ("params",)
+    options = {f"axes.{field}": "local" for field in fields}
+    named = ", ".join(f"{field}='local'" for field in fields)
     return (
-        f"{named}, on a mesh {mesh}: make {int(size)} devices with fast links between them neighbours, best "
-        "those of a node."), options  # fmt: skip
+        f"Axes({named}), on a mesh {mesh}: make {int(size)} devices with fast links between them neighbours, "
+        "best those of a node."), options  # fmt: skip
 
 
 def offload(c: Config, key: str) -> Made:
@@ -237,7 +236,8 @@ def nvme(c: Config, key: str) -> Made:
     if _device(c, section) != "nvme":
         return UNUSED, {}
     argument = name if name == "nvme_path" else "host_bytes=..."
-    return f"{_OPTIONS[section]}=jzero.NVMe({argument}).", {}
+    field = _OPTIONS[section].partition(".")[2]
+    return f"Memory({field}=jzero.NVMe({argument})).", {}
 
 
 def prefetch(c: Config, key: str) -> Made:
@@ -249,12 +249,16 @@ def prefetch(c: Config, key: str) -> Made:
     if _device(c, _PARAM) != "none":
         return "Not set: PinnedHost(device_bytes=...) bounds what is fetched ahead.", {}
     num = int(elements) * size
-    return f"prefetch_bytes={num}: so many elements of {size} bytes.", {"prefetch_bytes": num}
+    return f"Comm(prefetch_bytes={num}): so many elements of {size} bytes.", {
+        "comm.prefetch_bytes": num
+    }
 
 
 def wire(c: Config, key: str) -> Made:
     dtype, instead = _dtype(c, key)
-    return f"reduce_dtype={dtype.name}, of gradients on the way.{instead}", {"reduce_dtype": dtype}
+    return f"Comm(reduce_dtype={dtype.name}), of gradients on the way.{instead}", {
+        "comm.reduce_dtype": dtype
+    }
 
 
 def sums(c: Config, key: str) -> Made:
@@ -263,7 +267,7 @@ def sums(c: Config, key: str) -> Made:
         return "Without effect: there is one microbatch.", {}
     loss = " The loss that the step returns is added up in it, too, and has its few digits."
     loss *= dtype.name != "jnp.float32"
-    return f"accumulate_dtype={dtype.name}.{instead}{loss}", {"accumulate_dtype": dtype}
+    return f"Microbatches(dtype={dtype.name}).{instead}{loss}", {"microbatches.dtype": dtype}
 
 
 def _dtype(c: Config, key: str) -> tuple[Expression, str]:

@@ -139,21 +139,23 @@ _TOP = {
 _ZERO = {
     "stage": _read("stage", _rules.stage, "`stage`", default=0, missing=True),
     **dict.fromkeys(("offload_optimizer", "offload_param"), _SECTION),
-    "cpu_offload": _read("bool", _rules.offload, "`offload=jzero.HostCPU()`"),
-    "cpu_offload_param": _read("bool", _rules.offload, "`offload_params=jzero.PinnedHost()`"),
+    "cpu_offload": _read("bool", _rules.offload, "`memory=jzero.HostCPU()`"),
+    "cpu_offload_param": _read("bool", _rules.offload, "`Memory(params=jzero.PinnedHost())`"),
     **_unset(_PINNED, bool="cpu_offload_use_pin_memory"),
-    "zero_hpz_partition_size": _read("int", _rules.groups, "`param_axes='local'` and `mesh_axes`", default=1),
-    "mics_shard_size": Row("whole", made=_rules.groups, default=-1, becomes="`param_axes='local'`, "
-        "`optimizer_axes='local'` and `mesh_axes`"),
+    "zero_hpz_partition_size": _read(
+        "int", _rules.groups, "`Axes(params='local')` and `mesh_axes`", default=1),
+    "mics_shard_size": Row("whole", made=_rules.groups, default=-1, becomes="`Axes(params='local', "
+        "optimizer='local')` and `mesh_axes`"),
     **_unset("gathers stay within the axis 'local'.", bool="mics_hierarchical_params_gather"),
     "stage3_prefetch_bucket_size": _read("int", _rules.prefetch, "`prefetch_bytes`, of 2 bytes with bf16 and "
         "else of 4 each", tuning=True),
     "zero_quantized_weights": Row(
-        "bool", "gather_dtype=jnp.int8: quantized with a scale for each block, of weights that passes "
-        "gather.", off="Off, as in jzero.", options={"gather_dtype": _rules.expression("int8")}),
+        "bool", "Comm(gather_dtype=jnp.int8): quantized with a scale for each block, of weights that passes "
+        "gather.", off="Off, as in jzero.", options={"comm.gather_dtype": _rules.expression("int8")}),
     "zero_quantized_gradients": Row(
-        "bool", "reduce_dtype=jnp.int4: quantized with a scale for each block, of gradients, one mesh axis "
-        "after the other.", off="Off, as in jzero.", options={"reduce_dtype": _rules.expression("int4")}),
+        "bool", "Comm(reduce_dtype=jnp.int4): quantized with a scale for each block, of gradients, one mesh "
+        "axis after the other.", off="Off, as in jzero.",
+        options={"comm.reduce_dtype": _rules.expression("int4")}),
     "zero_quantized_nontrainable_weights": _false("Off, as in jzero.", "All weights that products read are "
         "gathered in one format: drop the key, or use zero_quantized_weights."),
     "zeropp_loco_param": _never("What gradients lose by quantization is not kept for the next step: drop the "
@@ -171,12 +173,13 @@ _ZERO = {
     **_unset("parameters that a loss does not read are allowed.", bool="ignore_unused_parameters"),
     **_unset("there is one stage 1.", bool="legacy_stage1"),
     **_unset("PinnedHost(device_bytes=...) and HostCPU cut the update by bytes.", int="sub_group_size"),
-    **_unset("gathered parameters are freed after their use. With offload_params, "
+    **_unset("gathered parameters are freed after their use. With Memory(params=), "
         "PinnedHost(device_bytes=...) bounds all that is on a device.", int="stage3_max_live_parameters"),
-    **_unset("gather='keep' keeps what the forward pass gathered for the backward pass.",
+    **_unset("Comm(gather='keep') keeps what the forward pass gathered for the backward pass.",
         int="stage3_max_reuse_distance"),
-    **_unset("leaves below min_shard_bytes (1 KiB) are replicated, as are those that full='...' names; small "
-        "gathers go beside the compute of others.", int="stage3_param_persistence_threshold"),
+    **_unset("leaves below Axes(min_shard_bytes=), 1 KiB, are replicated, as are those that "
+        "Axes(replicate='...') names; small gathers go beside the compute of others.",
+        int="stage3_param_persistence_threshold"),
     **_unset(_GATHERS, int="stage3_model_persistence_threshold stage3_module_granularity_threshold",
         bool="stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential"),
     **_noted("Belongs to checkpoints: `jzero export checkpoints model.safetensors --dtype bf16`.",
@@ -193,8 +196,8 @@ _DEVICES: dict[str, Any] = dict(
 _PATH = _read("any", _rules.nvme, "`jzero.NVMe(nvme_path)`, with the device `nvme`")
 _BUFFER = "`NVMe(host_bytes=...)`, as many elements of 2 bytes, with the device `nvme`"
 _OFFLOAD_OPTIMIZER = {
-    "device": Row("text", made=_rules.offload, **_DEVICES, becomes="`offload=jzero.HostCPU()`; with `nvme`, "
-        "`offload=jzero.NVMe(nvme_path)`"),
+    "device": Row("text", made=_rules.offload, **_DEVICES, becomes="`memory=jzero.HostCPU()`; with `nvme`, "
+        "`memory=jzero.NVMe(nvme_path)`"),
     "ratio": _read("share", _rules.offload, "`jzero.HostCPU(ratio=...)`", default=1),
     **_unset(_PINNED, bool="pin_memory"),
     "super_offload": _false("Off, as in jzero.", "It is DeepSpeed's own schedule of CPU updates: drop it; "
@@ -206,8 +209,8 @@ _OFFLOAD_OPTIMIZER = {
     **_unset("files are filled once, when a state is placed.", bool="fast_init"),
 }  # fmt: skip
 _OFFLOAD_PARAM = {
-    "device": Row("text", made=_rules.offload, **_DEVICES, becomes="`offload_params=jzero.PinnedHost()`; "
-        "with `nvme`, `offload_params=jzero.NVMe(nvme_path)`"),
+    "device": Row("text", made=_rules.offload, **_DEVICES, becomes="`Memory(params=jzero.PinnedHost())`; "
+        "with `nvme`, `Memory(params=jzero.NVMe(nvme_path))`"),
     **_unset(_PINNED, bool="pin_memory"),
     "buffer_count": _read("int", _rules.nvme, _BUFFER, default=5),
     "buffer_size": _read("int", _rules.nvme, _BUFFER, default=10**8),
@@ -238,15 +241,15 @@ _AUTOCAST = {
     **_noted("Belongs to the model: it says where its layers cast.", list="lower_precision_safe_modules"),
 }  # fmt: skip
 _DATA_TYPES = {
-    "grad_accum_dtype": _read("dtype", _rules.sums, "`accumulate_dtype`, if there are microbatches"),
+    "grad_accum_dtype": _read("dtype", _rules.sums, "`Microbatches(dtype=)`, if there are microbatches"),
     **_noted("Belongs to the model: parameters have the dtype in which it makes them.", text="param_dtype"),
     **_noted("Belongs to the model: buffers are leaves of your state.", text="buffer_dtype"),
 }  # fmt: skip
 
 _ACTIVATIONS = Row(
-    "bool", "offload_activations=jzero.PinnedHost(), with jax.checkpoint around each layer.",
+    "bool", "Memory(activations=jzero.PinnedHost()), with jax.checkpoint around each layer.",
     off="Off: activations stay on the devices.",
-    options={"offload_activations": called("jzero.PinnedHost", PinnedHost)})  # fmt: skip
+    options={"memory.activations": called("jzero.PinnedHost", PinnedHost)})  # fmt: skip
 _RECOMPUTED = "Belongs to the model: jax.checkpoint around each layer says what is recomputed."
 _CHECKPOINTED = {
     "cpu_checkpointing": _ACTIVATIONS,

@@ -13,10 +13,20 @@ from typing import Any
 import optax
 
 from jzero._errors import called_as
+from jzero._option_groups import Axes, Comm, Microbatches
 from jzero._shard_train_step import shard_train_step
 from jzero.deepspeed import _auto, _chain, _check, _python, _rules
 from jzero.deepspeed._config import KINDS, WHO, Config, refuse
-from jzero.deepspeed._python import value_of
+from jzero.deepspeed._python import called, value_of
+from jzero.offload._policy import Memory
+
+# Of each option that is a group: what it is, and the field that stands for it alone.
+_GROUPS: dict[str, tuple[Any, str]] = {
+    "microbatches": (Microbatches, "num"),
+    "memory": (Memory, "optimizer"),
+    "comm": (Comm, ""),
+    "axes": (Axes, "batch"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +80,7 @@ def from_deepspeed(
     ...     "zero_optimization": {"stage": 2, "overlap_comm": True},
     ...     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "gradient_clipping": 1.0}, devices=8)
     >>> dict(translated.options), translated.batch_size
-    ({'stage': 2, 'accumulate': 2}, 64)
+    ({'stage': 2, 'microbatches': 2}, 64)
     >>> translated.notes["zero_optimization.overlap_comm"]
     'Nothing to set: XLA runs collectives beside compute by itself.'
 
@@ -138,7 +148,22 @@ def _made(c: Config) -> tuple[dict[str, Any], dict[str, str]]:
         options |= more
         if note:
             notes[key] = note
-    return options, notes
+    return _grouped(options), notes
+
+
+def _grouped(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of which `option.field` are fields of a group, in its short form where one field is enough."""
+    found, fields = dict[str, Any](), dict[str, dict[str, Any]]()
+    for name, value in options.items():
+        option, _, field = name.partition(".")
+        found[option] = value
+        fields.setdefault(option, {})[field] = value
+    for option, (group, short) in _GROUPS.items():
+        given = fields.get(option, {})
+        if given.keys() - {short}:
+            first = [given.pop(short)] if option == "microbatches" and short in given else []
+            found[option] = called(f"jzero.{group.__name__}", group, *first, **given)
+    return found
 
 
 def _checked(devices: Any) -> int | None:

@@ -31,7 +31,7 @@ from jzero.sharding.plan._stages import StageAxes
 
 
 class ReadFromHost(ParameterOffload):
-    """What `offload_params=` says of a state that is read: nothing is updated."""
+    """What `Memory(params=)` says of a state that is read: nothing is updated."""
 
     @property
     def tier(self) -> str:  # type: ignore[override]
@@ -129,7 +129,7 @@ class LayeredEvaluation:
 
 
 def reading_policy(who: str, params: Any, trained: Offload | None) -> Offload:
-    """`offload_params=` of an evaluation.
+    """`Memory(params=)` of an evaluation.
 
     Args:
       who: asks.
@@ -145,15 +145,15 @@ def reading_policy(who: str, params: Any, trained: Offload | None) -> Offload:
     check_params(who, chosen)
     if isinstance(trained, NoOffload):
         raise OptionError(message(
-            who, f"offload_params={params}, and the parameters of the train step rest on the devices",
-            "With like=, a state is read where it rests.",
-            "Drop offload_params, or use mesh= in place of like= and place parameters with eval_step.shard."
+            who, f"memory={params!r}, and the parameters of the train step are on the devices",
+            "With like=, a state is read where it is stored.",
+            "Drop memory, or use mesh= in place of like= and place parameters with eval_step.shard."
         ))  # fmt: skip
     if trained is not None and trained.tier != chosen.tier:
         raise OptionError(message(
-            who, f"offload_params={params}, and those of the train step are {trained}",
-            "With like=, a state is read where it rests.",
-            "Drop offload_params, use the train step's kind of policy, or mesh= in place of like=."
+            who, f"memory={params!r}, and those of the train step are in {trained!r}",
+            "With like=, a state is read where it is stored.",
+            "Drop memory, use the train step's kind of policy, or mesh= in place of like=."
         ))  # fmt: skip
     if (
         params is not None
@@ -161,7 +161,7 @@ def reading_policy(who: str, params: Any, trained: Offload | None) -> Offload:
         and (params.resume or params.in_place or params.gradients)
     ):
         raise OptionError(message(
-            who, f"offload_params={params}", "An evaluation writes the files of its state once.",
+            who, f"memory={params!r}", "An evaluation writes the files of its state once.",
             "Drop resume, in_place and gradients."))  # fmt: skip
     assert isinstance(chosen, PinnedHost | NVMe)
     return ReadFromHost(NO_OFFLOAD, chosen)

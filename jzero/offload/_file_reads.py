@@ -58,7 +58,7 @@ class FileReads:
         paths = list(dict.fromkeys(self._sources[x.value].leaf.path for x in most))
         raise OptionError(message(
             WHO, f"what one part of the step reads of parameters is {needed} bytes in this process "
-            f"({first_of(paths)}), and offload_params.host_bytes={self._host_bytes}",
+            f"({first_of(paths)}), and host_bytes={self._host_bytes} of Memory(params=)",
             "Between the disk and the devices it is in the host's memory, all of it.",
             f"Use NVMe(host_bytes={2 * needed}) ({readable_bytes(2 * needed)}): then one part is read while "
             f"another is copied. {needed} is the least."))  # fmt: skip

@@ -149,7 +149,7 @@ class LayeredSegment:
             policy = "NVMe(path, " if self._host_bytes else "PinnedHost("
             raise OptionError(message(
                 WHO, bad, "What one part of the step reads of parameters is on a device at a time, gathered, "
-                f"and offload_params.device_bytes={self._device_bytes} is the most that may be there.",
+                f"and device_bytes={self._device_bytes} of Memory(params=) is the most that may be there.",
                 f"Use {policy}device_bytes={most}) or more; from {2 * most} one part is fetched while "
                 "another runs.", things="parts", shown=6))  # fmt: skip
 

@@ -54,8 +54,8 @@ class NVMe(Offload):
 
     Traffic per step and device, for Psi parameters in its shard: as with `HostCPU` between device and host,
     and between host and disk the whole optimizer state each way: 12 Psi bytes read and 12 Psi written for
-    Adam with masters. `jzero.estimate(..., offload=jzero.NVMe(path), disk="6GB/s")` has the time that takes,
-    and what is written in a day, which wears a disk out.
+    Adam with masters. `jzero.estimate(..., memory=jzero.NVMe(path), rates=jzero.Rates(disk="6GB/s", ...))`
+    has the time that takes, and what is written in a day, which wears a disk out.
 
     Memory: on each device as with `HostCPU`, and the new parameters beside the old ones until all is
     written. On the host `host_bytes` of each process, and pinned memory for gradients and parameters on
@@ -68,12 +68,12 @@ class NVMe(Offload):
     Failures: files have two slots, and a step writes the one that it does not read. A step that fails before
     its commit (a full or broken disk, no memory, Ctrl-C) leaves the state as it was, on the devices, too; a
     process that is killed at any time leaves files of the old or of the new step. Damaged tiles are found by
-    their checksums. With `in_place`, and with `offload_params=jzero.PinnedHost()`, whose parameters are
+    their checksums. With `in_place`, and with `Memory(params=jzero.PinnedHost())`, whose parameters are
     updated in their place, a step that fails while it writes loses the state, by name.
 
-    Parameters rest in the same files with `offload_params=jzero.NVMe(path, device_bytes=..., host_bytes=...)`
-    beside `offload=jzero.NVMe(path)`, at stage 3 (ZeRO-Infinity). The step runs layer by layer, as with
-    `PinnedHost`, and each device's shard of a layer is read ahead of its turn::
+    Parameters rest in the same files with `Memory(params=jzero.NVMe(path, device_bytes=...,
+    host_bytes=...), optimizer=jzero.NVMe(path))`, at stage 3 (ZeRO-Infinity). The step runs layer by layer,
+    as with `PinnedHost`, and each device's shard of a layer is read ahead of its turn::
 
         file -> pinned memory, in threads            # as far ahead as host_bytes have room
         pinned memory -> device                      # while the layer before computes
@@ -85,7 +85,7 @@ class NVMe(Offload):
     neither devices nor host have any of them. Traffic with disks: 2 Psi bytes read for each pass, and with
     masters 14 Psi each way for the update. Parameters that a step does not change (the base under LoRA) are
     written once, when the state is placed, and only read. The two policies agree in all but `host_bytes` and
-    `device_bytes`. `jzero.shard_eval_step(..., offload_params=jzero.NVMe(path))` reads parameters so.
+    `device_bytes`. `jzero.shard_eval_step(..., memory=jzero.NVMe(path))` reads parameters so.
 
     Gradients wait for the update in pinned memory, 2 Psi bytes in bfloat16, unless `gradients=True`. Then
     they are written as layers end, where the tiles that they belong to will be written, and read with these
@@ -108,7 +108,7 @@ class NVMe(Offload):
     ...     updates, opt_state = tx.update(grads, opt_state, params)
     ...     return optax.apply_updates(params, updates), opt_state
     >>> folder = tempfile.TemporaryDirectory()  # of a disk: "/nvme/run"
-    >>> train_step = jzero.shard_train_step(step_fn, offload=jzero.NVMe(folder.name, host_bytes=2**20))
+    >>> train_step = jzero.shard_train_step(step_fn, memory=jzero.NVMe(folder.name, host_bytes=2**20))
     >>> w, batch = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((8, 64), jnp.bfloat16)
     >>> w, opt_state = train_step((w, tx.init(w)), batch)
     >>> opt_state.masters
@@ -121,7 +121,7 @@ class NVMe(Offload):
       path: a folder on the disk, absolute or of the working directory; made if it is not there. Several
         processes may name the same one.
       host_bytes: the most bytes of the host's memory for tiles in each process, 1 GiB by default, at least
-        64 KiB. A sixteenth of it, up to 32 MiB, is a tile. In `offload_params`: of parameters between the
+        64 KiB. A sixteenth of it, up to 32 MiB, is a tile. In `Memory(params=)`: of parameters between the
         disk and the devices, those of all of the process's devices, pinned, and what they are read through.
       in_place: whether the new state is written over the old one: half of the disk's space, and a step that
         fails while it writes loses the state.
@@ -135,10 +135,10 @@ class NVMe(Offload):
         too, a state that is placed goes on with the files of one that is gone. False (default): files of an
         earlier run are refused.
       threads: how many threads update; by default as many as `HostCPU` has.
-      device_bytes: in `offload_params`, the most bytes of parameters on each device at any time, gathered
-        ones included; 1 GiB by default. In `offload` there is none.
+      device_bytes: in `Memory(params=)`, the most bytes of parameters on each device at any time, gathered
+        ones included; 1 GiB by default. In `Memory(optimizer=)` there is none.
       gradients: whether gradients wait for the update in the files, too, and not in the host's memory: see
-        above. With `offload_params`, and the same in both.
+        above. With `Memory(params=)`, and the same in both.
 
     Reference:
       Rajbhandari, Ruwase, Rasley, Smith, He: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale

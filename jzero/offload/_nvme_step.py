@@ -124,7 +124,9 @@ class NVMeStep(HostStep):
         if bad:
             self._check_dtypes()
             params = any(self.leaves[i].is_streamed for i in self._hosted)
-            whole = "offload=jzero.HostCPU()" + ", offload_params=jzero.PinnedHost()" * params
+            whole = (
+                "memory=jzero.Memory(params=jzero.PinnedHost(), optimizer=jzero.HostCPU())" if params
+                else "memory=jzero.HostCPU()")  # fmt: skip
             # A part of one element is updated as a number.
             single = any(x.size == 1 for x in host.state_avals())
             small = "; or leave min_shard_bytes at its default: a shard has one element" * single
@@ -146,10 +148,10 @@ class NVMeStep(HostStep):
                 p for p, x in zip(self.host.names(), avals, strict=False) if x.dtype.name in found
             ]
             raise OptionError(message(
-                WHO, f"offload=jzero.NVMe, and {len(paths)} of {len(avals)} leaves that the hosts update are "
+                WHO, f"memory=jzero.NVMe, and {len(paths)} of {len(avals)} leaves that the hosts update are "
                 f"{' or '.join(sorted(found))} ({first_of(paths)})",
                 f"State in files is updated by kernels for processors, which know {', '.join(TYPES)}.",
-                "Keep the state in one of these, as float32, or use offload=jzero.HostCPU(), where XLA "
+                "Keep the state in one of these, as float32, or use memory=jzero.HostCPU(), where XLA "
                 "updates the others."))  # fmt: skip
 
     def _handed_over(self) -> dict[Var, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ParameterOffload`: parameters rest on the hosts, beside what a policy of `offload=` has there."""
+"""`ParameterOffload`: parameters rest on the hosts, beside optimizer state that may, too."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DEVICE_BYTES = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class ParameterOffload(Offload):
-    """What `offload=` says of optimizer state, and `offload_params=` of parameters.
+    """What `Memory` says of optimizer state and of parameters.
 
     Attributes:
       state: where optimizer state rests.
@@ -48,7 +48,9 @@ class ParameterOffload(Offload):
     params: PinnedHost | NVMe
 
     def __str__(self) -> str:
-        return f"{self.state}, offload_params={self.params}"
+        if not self.state.offloads:
+            return f"Memory(params={self.params!r})"
+        return f"Memory(params={self.params!r}, optimizer={self.state!r})"
 
     @property
     def tier(self) -> str:  # type: ignore[override]
@@ -127,10 +129,10 @@ class ParameterOffload(Offload):
         params = [i for i, leaf in enumerate(both) if leaf.is_streamed]
         if not params:
             raise OptionError(message(
-                WHO, f"offload_params={self.params}, and no parameter is worth it",
-                f"Those of min_shard_bytes={stage_axes.min_bytes} that rest in shards are offloaded, and "
-                f"full={stage_axes.full!r} finds those that rest whole.",
-                "Change these, or drop offload_params."))  # fmt: skip
+                WHO, f"Memory(params={self.params!r}), and no parameter is worth it",
+                f"Those of Axes(min_shard_bytes={stage_axes.min_bytes}) that are sharded are meant, and "
+                f"Axes(replicate={stage_axes.full!r}) finds those that rest whole.",
+                "Change these, or drop Memory(params=)."))  # fmt: skip
         return both, _pieces.cut_update(frame, moments, params)
 
     def with_params_there(self, leaves: Leaves, stage_axes: StageAxes) -> Leaves:
@@ -143,20 +145,20 @@ class ParameterOffload(Offload):
         """Raises an `OptionError` if it cannot be obeyed on these axes."""
         if stage_axes.num_devices > 1 and not stage_axes.param_axes:
             raise OptionError(message(
-                WHO, f"offload_params={self.params}, and parameters rest whole on every device",
+                WHO, f"Memory(params={self.params!r}), and parameters rest whole on every device",
                 "Each device fetches its own shard of the parameters, and gathers.",
-                "Use stage=3, or drop offload_params."))  # fmt: skip
+                "Use stage=3, or drop Memory(params=)."))  # fmt: skip
         if stage_axes.param_axes != stage_axes.shard_axes:
             raise OptionError(message(
-                WHO, f"offload_params={self.params}, parameters over {stage_axes.param_axes} and optimizer "
+                WHO, f"Memory(params={self.params!r}), parameters over {stage_axes.param_axes} and optimizer "
                 f"state over {stage_axes.shard_axes}",
                 "Parameters on the hosts are updated where they rest, shard by shard of optimizer state.",
-                "Use the same axes for param_axes and optimizer_axes."))  # fmt: skip
+                "Use the same axes for Axes(params=) and Axes(optimizer=)."))  # fmt: skip
         if isinstance(self.state, HostCPU) and (self.state.delayed_update or self.state.ratio != 1):
             raise OptionError(message(
-                WHO, f"offload={self.state}, and offload_params={self.params}",
+                WHO, f"{self}",
                 "The host updates all parameters in their place, when the devices have computed with them.",
-                "Drop delayed_update and ratio, or offload_params."))  # fmt: skip
+                "Drop delayed_update and ratio, or Memory(params=)."))  # fmt: skip
 
     def turns(
         self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
@@ -192,23 +194,24 @@ class ParameterOffload(Offload):
 
 
 def policy_of(who: str, state: Any, params: Any) -> Any:
-    """`offload=` and `offload_params=` as one policy.
+    """`Memory(optimizer=)` and `Memory(params=)` as one policy.
 
     Raises:
       OptionError: `params` is no policy for parameters, or does not fit `state`.
     """
     if isinstance(state, NVMe) and state.device_bytes is not None:
         raise OptionError(message(
-            who, f"offload={state}", "device_bytes bounds parameters on a device, and offload= says where "
-            "optimizer state rests.", "Drop device_bytes, or move it to offload_params=jzero.NVMe(...)."
+            who, f"{state}", "device_bytes bounds parameters on a device, and this says where optimizer "
+            "state is stored.", "Drop device_bytes, or move it to Memory(params=jzero.NVMe(...))."
         ))  # fmt: skip
     if isinstance(params, NoOffload):
         if isinstance(state, NVMe) and state.gradients:
             raise OptionError(message(
-                who, f"offload={state}, and parameters rest on the devices",
+                who, f"{state}, and parameters are on the devices",
                 "Gradients go into files layer by layer. With parameters on the devices one program makes "
                 "all of them, and new parameters cross the host's memory, whole, too.",
-                f"Add offload_params=jzero.NVMe({state.path!r}, gradients=True), or drop gradients=True."
+                f"Write Memory(params=..., optimizer=...), both jzero.NVMe({state.path!r}, gradients=True), "
+                "or drop gradients=True."
             ))  # fmt: skip
         return state
     check_params(who, params)
@@ -223,9 +226,9 @@ def check_params(who: str, params: Any) -> None:
     """Raises an `OptionError` unless parameters can rest as this policy says."""
     if not isinstance(params, PinnedHost | NVMe):
         raise OptionError(message(
-            who, f"offload_params={params!r}",
-            "Parameters rest on the devices, in pinned memory, or in files.",
-            "Use offload_params=jzero.PinnedHost(device_bytes=...), jzero.NVMe(...), or drop it."
+            who, f"Memory(params={params!r})",
+            "Parameters are on the devices, in pinned memory, or in files.",
+            "Use Memory(params=jzero.PinnedHost(device_bytes=...)), jzero.NVMe(...), or drop it."
         ))  # fmt: skip
 
 
@@ -233,9 +236,9 @@ def _check_together(who: str, state: Offload, params: NVMe) -> None:
     """Parameters in files are updated with the optimizer state beside them."""
     if not isinstance(state, NVMe):
         raise OptionError(message(
-            who, f"offload={state}, and offload_params={params}",
+            who, f"Memory(params={params!r}, optimizer={state!r})",
             "Parameters in files are read, updated and written with their optimizer state, tile by tile.",
-            f"Use offload=jzero.NVMe({params.path!r}), too, or offload_params=jzero.PinnedHost()."
+            f"Use Memory(optimizer=jzero.NVMe({params.path!r})), too, or Memory(params=jzero.PinnedHost())."
         ))  # fmt: skip
     names = ("path", "in_place", "resume", "threads", "gradients")
     found = [
@@ -245,6 +248,6 @@ def _check_together(who: str, state: Offload, params: NVMe) -> None:
     ]
     if found:
         raise OptionError(message(
-            who, f"offload and offload_params have {', '.join(found)}",
+            who, f"Memory(params=) and Memory(optimizer=) have {', '.join(found)}",
             "Parameters and optimizer state are in the same files.",
             "Give both the same; host_bytes and device_bytes may differ."))  # fmt: skip

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies of `offload=`: one frozen type for each tier, no offload being one of them."""
+"""The policies of `memory=`: one frozen type for each memory, no offload being one of them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ _DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
 
 @dataclasses.dataclass(frozen=True)
 class NoOffload(Offload):
-    """Everything rests on the devices; the default of `shard_train_step(offload=...)`."""
+    """Everything rests on the devices; the default of `shard_train_step`."""
 
     tier: ClassVar[str] = DEVICE
 
@@ -85,7 +85,7 @@ class PinnedHost(Offload):
     ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
     ...     updates, opt_state = tx.update(grads, opt_state, params)
     ...     return optax.apply_updates(params, updates), opt_state
-    >>> train_step = jzero.shard_train_step(step_fn, offload=jzero.PinnedHost(device_bytes=2**20))
+    >>> train_step = jzero.shard_train_step(step_fn, memory=jzero.PinnedHost(device_bytes=2**20))
     >>> w = jnp.ones((64, 64))
     >>> params, opt_state = train_step((w, tx.init(w)), jnp.ones((8, 64)))
     >>> params.sharding.memory_kind, opt_state[0].mu.sharding.memory_kind
@@ -167,7 +167,7 @@ class HostCPU(Offload):
     An update that needs other devices' shards (the norms of LAMB, Adafactor's means) is refused by name on
     more than one device; `PinnedHost` can do it. If a step fails before the host (with a `ratio`, before the
     devices) has begun to overwrite state, the state is as before; after that, it is consumed. If parameters
-    rest on the hosts, too (`offload_params`), the host begins while the devices still compute.
+    rest on the hosts, too (`Memory(params=)`), the host begins while the devices still compute.
 
     >>> import jax, jax.numpy as jnp, optax, jzero
     >>> tx = jzero.master_weights(optax.adamw(1e-2))
@@ -176,7 +176,7 @@ class HostCPU(Offload):
     ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
     ...     updates, opt_state = tx.update(grads, opt_state, params)
     ...     return optax.apply_updates(params, updates), opt_state
-    >>> train_step = jzero.shard_train_step(step_fn, offload=jzero.HostCPU())
+    >>> train_step = jzero.shard_train_step(step_fn, memory=jzero.HostCPU())
     >>> w, batch = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((8, 64), jnp.bfloat16)
     >>> w, opt_state = train_step((w, tx.init(w)), batch)
     >>> opt_state.masters
@@ -305,3 +305,95 @@ def _float(x: Any) -> float | None:
 
 
 NO_OFFLOAD = NoOffload()
+
+
+_NAMED: dict[str, Callable[[], Offload]] = {
+    "device": NoOffload,
+    "pinned_host": PinnedHost,
+    "host": HostCPU,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Which memory holds what; a policy alone, `memory=jzero.HostCPU()`, is that of optimizer state.
+
+    A string stands for a policy as it is by default: 'device' for `jzero.NoOffload()`, 'pinned_host' (as in
+    JAX's memory kinds) for `jzero.PinnedHost()`, 'host' for `jzero.HostCPU()`.
+
+    With anything off the devices a step is several programs: it cannot be called under an outer `jax.jit`
+    or lowered, and one that fails while it runs (out of memory, not a refused batch) may have consumed part
+    of its state. Scalars, leaves below `Axes.min_shard_bytes`, and what is read with the batch stay on the
+    devices.
+
+    >>> import jzero
+    >>> jzero.Memory(params=jzero.PinnedHost(device_bytes=2**31), optimizer="host").optimizer
+    HostCPU(delayed_update=False, delay_after=None, ratio=1.0, threads=None)
+
+    Attributes:
+      params: where parameters are stored, at stage 3. `PinnedHost(device_bytes=...)`: in pinned memory, each
+        device's shard with its own host (ZeRO-Infinity). The step runs layer by layer: a layer's shards are
+        fetched while the layer before computes, its gradients leave when they are reduced, and never are
+        more than `device_bytes` of parameters, gathered ones included, on a device. Loops over layers run
+        iteration by iteration, unrolled models in parts that fit. With `optimizer=HostCPU()` the host
+        updates parameters in place, layer by layer, while earlier layers compute their backward pass, and
+        nothing else crosses; else parameters and gradients visit the devices for the update, in shards:
+        within `device_bytes`, or with their optimizer state within that of `optimizer=PinnedHost(...)`.
+        Traffic to each device: its shards once in each pass. `NVMe(path, device_bytes=..., host_bytes=...)`,
+        with `optimizer=NVMe(path)`: in the files of the optimizer state, from where they are read ahead of
+        their layers, and where they are updated. Microbatches, and other loops around layers, keep what they
+        read of parameters if `device_bytes` has room for it; else each iteration fetches it again, but see
+        `Microbatches.order`. Refused with `Comm(prefetch_bytes=)`, another `Comm(gather=)`, different
+        `Axes(params=)` and `Axes(optimizer=)`, and `HostCPU`'s `ratio` and `delayed_update`.
+      optimizer: where optimizer state is stored. `PinnedHost(device_bytes=...)`: in pinned memory; each step
+        copies it to the devices and back in buckets, at most `device_bytes` of it at a time. `HostCPU(...)`:
+        in the host's memory, updated there by its processors; only gradients and parameters cross.
+        `NVMe(path, host_bytes=...)`: in files, updated there, too, chunk by chunk, with at most `host_bytes`
+        of it in each process's memory.
+      activations: where activations wait for the backward pass. `PinnedHost()`: in pinned memory. What a
+        loop over layers saves for the backward pass leaves iteration by iteration, and comes back one
+        iteration before it is needed; so do values that unrolled layers save. Below 1 MiB (of an
+        iteration's slice, or a value, on one device) they stay. With `jax.checkpoint` around the layers
+        these are the layers' inputs. It costs their bytes of traffic in each direction, beside the compute,
+        and of the host's memory. With `params` off the devices they move between the programs of layers:
+        those of the layer that runs, and of two more, are on a device, beside `device_bytes`. On GPUs it
+        needs JAX 0.11.1, unless `params` is off the devices and there are no microbatches. A step's own
+        checkpoint policies (`save_and_offload_only_these_names`) work with and without it.
+
+    Raises:
+      OptionError: a field that is no policy.
+
+    Reference:
+      Ren et al.: "ZeRO-Offload", 2021 (`optimizer`). Rajbhandari et al.: "ZeRO-Infinity: Breaking the GPU
+      Memory Wall for Extreme Scale Deep Learning", 2021 (`params`, `activations`, `NVMe`).
+    """
+
+    params: Offload | str = NO_OFFLOAD
+    optimizer: Offload | str = NO_OFFLOAD
+    activations: Offload | str = NO_OFFLOAD
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            policy = _policy("Memory", field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, policy)
+
+
+def memory_of(who: str, given: Any, short: str = "optimizer") -> Memory:
+    """`memory=`: a group, or a policy of what `short` names.
+
+    Raises:
+      OptionError: it is neither.
+    """
+    if isinstance(given, Memory | None):
+        return given or Memory()
+    return Memory(**{short: _policy(who, "memory", given)})
+
+
+def _policy(who: str, name: str, given: Any) -> Offload:
+    if isinstance(given, Offload):
+        return given
+    if isinstance(given, str) and given in _NAMED:
+        return _NAMED[given]()
+    raise OptionError(message(
+        who, f"{name}={given!r}", f"It is a policy, or one of {', '.join(map(repr, _NAMED))}.",
+        f"Write {name}=jzero.PinnedHost(), or drop it."))  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves of a state rest where, as `offload=` has it, and the cut of the step that follows."""
+"""Which leaves of a state rest where, as `memory=` has it, and the cut of the step that follows."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def offloaded(
     update = _pieces.cut_update(frame, moving)
     if not update.pieces:
         raise OptionError(message(
-            WHO, f"offload={policy}, and the state has no optimizer state that is worth it",
+            WHO, f"{policy}, and the state has no optimizer state that is worth it",
             "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters. "
             "A second update in the step, or a loss of its new parameters, reads them with the batch, too.",
-            "Drop offload, or put these into steps of their own."))  # fmt: skip
+            "Drop memory=, or put these into steps of their own."))  # fmt: skip
     return resting, update
 
 
@@ -105,7 +105,7 @@ def measured_share(leaves: Leaves, mesh: Mesh, stage_axes: StageAxes, threads: i
             else "the mesh has no devices"
         )
         raise OptionError(message(
-            WHO, f"offload=HostCPU(ratio='auto'), and {why}",
+            WHO, f"HostCPU(ratio='auto'), and {why}",
             "Host and devices are measured in one process, so that all go by one number.",
             "Use a number, such as describe() reports it for one process."))  # fmt: skip
     moving = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier != DEVICE)
@@ -141,7 +141,7 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
         least = _pieces.nbytes_of(smallest, sizes) / (most / ratio)
         paths = [leaves[i].path for i in _pieces.leaves_of(smallest)]
         raise OptionError(message(
-            WHO, f"offload=HostCPU(ratio={ratio:g}), and {first_of(paths)} are the fewest "
+            WHO, f"HostCPU(ratio={ratio:g}), and {first_of(paths)} are the fewest "
             f"leaves that are updated together: {least:.3f} of all bytes",
             "Leaves whose updates depend on each other rest in one place.",
             f"Use ratio={min(least + 0.0005, 1):.3f} or more, or drop offload."))  # fmt: skip

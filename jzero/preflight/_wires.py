@@ -27,7 +27,7 @@ class Wire(NamedTuple):
 
     Attributes:
       name: as tables have it.
-      options: of `shard_train_step`.
+      options: fields of `Comm`.
     """
 
     name: str
@@ -36,7 +36,8 @@ class Wire(NamedTuple):
     @property
     def written(self) -> str:
         """The options, as they are written."""
-        return ", ".join(f"{name}={_written(value)}" for name, value in self.options.items())
+        fields = ", ".join(f"{name}={_written(value)}" for name, value in self.options.items())
+        return f"comm=jzero.Comm({fields})" if fields else ""
 
 
 def formats(
@@ -223,9 +224,9 @@ class WireVerdict:
 def check_wire(who: str, options: Options) -> None:
     """Raises an `OptionError` for a step whose wires cannot be compared with exact ones."""
     given = [
-        f"{name}={getattr(options, name)}"
+        f"{name}={getattr(options.comm, name)}"
         for name, codes in (
-            ("gather_dtype", options.gather_dtype is not None),
+            ("gather_dtype", options.comm.gather_dtype is not None),
             ("reduce_dtype", options.reduces_codes),
         )
         if codes
@@ -264,7 +265,7 @@ def compare_wires(
     base: CompiledSchedule | None = None
     for wire in wires:
         try:
-            found = compiled(step.with_wire(**wire.options)) if wire.options else exact
+            found = compiled(_with(step, wire)) if wire.options else exact
         except OptionError as error:  # Without masters, below stage 3.
             refused.append((wire.written, str(error).splitlines()[-1]))
             continue
@@ -273,6 +274,10 @@ def compare_wires(
         times.append(time_of(wire, found.peak_bytes, schedules, base))
     asked = rates.index(int(target.domains[level].bandwidth))
     return WireVerdict(rates, asked, target.domains[level].name, tuple(times), tuple(refused))
+
+
+def _with(step: ShardedTrainStep, wire: Wire) -> ShardedTrainStep:
+    return step.with_comm(dataclasses.replace(step._programs.options.comm, **wire.options))
 
 
 def _ms(time: WireTime, at: int) -> str:

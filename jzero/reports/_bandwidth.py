@@ -47,8 +47,9 @@ def bandwidth(*, nbytes: int | str = 2**27, threads: int | None = None) -> Bandw
     >>> found = jzero.bandwidth(nbytes="1MiB")
     >>> found.num_devices, [len(link.devices) for link in found.links][-2:]
     (8, [8, 8])
-    >>> jzero.estimate("7B", devices=8, offload=jzero.PinnedHost(), tokens="8K", peak="989TFLOP/s",
-    ...                pcie=found.pcie).time.efficiency < 1
+    >>> rates = jzero.Rates(peak="989TFLOP/s", pcie=found.pcie)
+    >>> jzero.estimate("7B", devices=8, memory="pinned_host", rates=rates,
+    ...                workload=jzero.Workload(tokens="8K")).time.efficiency < 1
     True
 
     Args:

@@ -164,7 +164,7 @@ class Report:
                                  nothing moves), in a loop in each turn; link, from where to where; depth, how
                                  many loops are around it. Neighbours of one kind are one row
             activations          that wait on the host for the backward pass: shape, dtype, nbytes, where,
-                                 turns (of a loop's stack; 1), times; None without offload_activations
+                                 turns (of a loop's stack; 1), times; None without Memory(activations=)
             movements            of rows of the batch: operation, where, reason, value (type and shape; ''),
                                  nbytes (once), times
             turns, device_bytes  in how many turns offloaded leaves visit a device, at most so many bytes
@@ -374,7 +374,7 @@ class Report:
         return lines
 
     def _activations(self) -> list[str]:
-        """Lines on what waits on the host for the backward pass; none without `offload_activations`."""
+        """Lines on what waits on the host for the backward pass; none without `Memory(activations=)`."""
         found = self.plan.activations
         if found is None:
             return []

@@ -8,9 +8,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from jzero._errors import OptionError, called_as, message
+from jzero._option_groups import Axes, Comm, Microbatches
+from jzero._options_of import options_of
+from jzero._own_options import refuses_unknown_options
 from jzero._quantities import (
     BYTES_RULE,
     parse_bytes,
@@ -18,74 +21,54 @@ from jzero._quantities import (
     readable_bytes,
     readable_count,
 )
-from jzero.offload._parameters import policy_of
-from jzero.offload._policy import NO_OFFLOAD
+from jzero.offload._policy import Memory
 from jzero.offload.schedule._folds import Crossing
 from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
-from jzero.reports._checks import WHO, check, check_offload, check_tile, data_axes
+from jzero.reports._checks import WHO, check, check_offload, data_axes
 from jzero.reports._hf_config import Model, read_model
-from jzero.reports._host_tiers import HostTiers
 from jzero.reports._host_traffic import Haul
 from jzero.reports._lines import WIDTH, wrapped
+from jzero.reports._numbers import BytesPerParam, Rates, Workload
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
-from jzero.reports._sizes import BytesPerParam
-from jzero.reports._step_time import Rates, StepTime
-from jzero.reports._tables import Memory
-from jzero.reports._tier_checks import check_rates, check_tiers, host_tiers, rates
+from jzero.reports._rate_checks import check_rates, check_workload
+from jzero.reports._sizes import RoleBytes
+from jzero.reports._step_time import StepTime
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._offload import Offload
-from jzero.sharding.plan._options import Options, axis_tuple
+from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import StageAxes
 
+_Group = TypeVar("_Group", BytesPerParam, Workload, Rates)
 _MOST_PARAMS = 10**18  # beyond which a model is taken to be unbounded
 
 
+@refuses_unknown_options
 def estimate(
-    num_params: float | str | None = None,
+    model: float | str | Mapping[str, Any] | os.PathLike[str],
     *,
-    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    devices: int | None = None,
-    mesh: Any = None,
-    model_parallel: int = 1,
+    devices: int | Mapping[str, int] | Any,
     stage: int = 3,
     optimizer: str = "adam",
     precision: str = "mixed",
-    param_bytes: float | None = None,
-    gradient_bytes: float | None = None,
-    optimizer_bytes: float | None = None,
-    accumulate: int = 1,
-    reduce: str | None = None,
-    accumulate_dtype: Any = None,
-    reduce_dtype: Any = None,
-    gather_dtype: Any = None,
-    gather: str | None = None,
-    param_axes: str | Sequence[str] | None = None,
-    optimizer_axes: str | Sequence[str] | None = None,
-    offload: Offload = NO_OFFLOAD,
-    offload_params: Offload = NO_OFFLOAD,
-    offload_activations: Offload = NO_OFFLOAD,
-    tile_bytes: float | str | None = None,
-    layer_major: bool = False,
+    bytes_per_param: BytesPerParam | None = None,
+    model_parallel: int = 1,
+    microbatches: int | Microbatches = 1,
+    memory: Memory | Offload | str | None = None,
+    comm: Comm | None = None,
+    axes: Axes | str | Sequence[str] | None = None,
     donate: bool = True,
-    tokens: float | str | None = None,
-    layers: float | str | None = None,
-    width: float | str | None = None,
-    recompute: bool = True,
-    peak: float | str | None = None,
-    pcie: float | str | None = None,
-    interconnect: float | str | None = None,
-    host_update: float | str | None = None,
-    disk: float | str | None = None,
+    workload: Workload | None = None,
+    rates: Rates | None = None,
 ) -> Estimate:
     """What a training needs on each device and moves in a step, from numbers alone.
 
     For Psi parameters, of which each role takes a number of bytes and rests on a number of devices::
 
-        parameters       param_bytes     * Psi / devices of param_axes       # stage 3, else / 1
-        optimizer state  optimizer_bytes * Psi / devices of optimizer_axes   # stage >= 1
-        gradients        gradient_bytes  * Psi / devices of optimizer_axes   # unless reduced once
+        parameters       bytes of one   * Psi / devices of Axes.params      # stage 3, else / 1
+        optimizer state  bytes of it    * Psi / devices of Axes.optimizer   # stage >= 1
+        gradients        bytes of one   * Psi / devices of Axes.optimizer   # unless reduced once
 
-    `offload` takes the optimizer state off the devices. With `PinnedHost` at most `device_bytes` of it visit
+    `memory` takes the optimizer state off the devices. With `PinnedHost` at most `device_bytes` of it visit
     each, and all of it crosses to the device and back in a step. With `HostCPU` gradients cross to the host
     and new parameters to the device, which wait in pinned memory (those of two steps if delayed); the
     optimizer state without masters reads parameters, which then cross to the host, too. With `NVMe` the same
@@ -93,7 +76,7 @@ def estimate(
     `host_bytes` of it, which count for each device as if each had a process. Gradients count as
     if all of a step's were on the device before the first has left it.
 
-    With `offload_params` parameters rest in pinned memory, in shards, too. Each device fetches its own shard
+    With `Memory(params=)` parameters are in pinned memory, in shards, too. Each device fetches its own shard
     over its own link, once for each pass over the layers, and at most `device_bytes` of parameters, gathered
     ones included, are on a device at a time. Gradients leave as layers end, and go down once; one layer's,
     whole before they are reduced, are not counted, like one layer's gathered parameters without offload.
@@ -104,13 +87,13 @@ def estimate(
     no memory of the host, but for those of a few layers on their way, which are not counted; and space with
     `in_place` alone, for else they are where the new state will be.
 
-    With `peak` and `tokens` the estimate has the least time of a step. In each of its parts (forward pass,
-    backward pass, update) compute and all ways are taken to be busy at the same time, so that the slowest
-    of them counts. An update hides behind nothing, unless it is delayed; operations are 6 for each parameter
-    and token (2 forward, 4 backward), and 8 with `recompute`.
+    With `Rates(peak=)` and `Workload(tokens=)` the estimate has the least time of a step. In each of its
+    parts (forward pass, backward pass, update) compute and all ways are taken to be busy at the same time,
+    so that the slowest of them counts. An update hides behind nothing, unless it is delayed;
+    operations are 6 for each parameter and token (2 forward, 4 backward), and 8 with `Workload.recompute`.
 
-    With `config` in place of `num_params` the parameters are those of a model of Hugging Face's transformers,
-    counted exactly, and `layers` and `width` are the model's.
+    With a configuration the parameters are those of a model of Hugging Face's transformers, counted exactly,
+    and the layers and their width are the model's.
 
     Every leaf is taken to divide by the devices. Activations, temporary buffers and what XLA keeps beside
     them are not in it; `ShardedTrainStep.describe` is exact about a real step's state and traffic.
@@ -144,7 +127,7 @@ def estimate(
 
     Offloaded, a model with masters rests in 2 bytes per parameter on one device:
 
-    >>> print(jzero.estimate("10B", devices=1, offload=jzero.HostCPU()))
+    >>> print(jzero.estimate("10B", devices=1, memory="host"))
     jzero: estimate of 10B parameters at stage 3 over 1 device (data axes: 'data' of
       size 1)
     <BLANKLINE>
@@ -169,9 +152,10 @@ def estimate(
 
     A model of 70B on 8 devices, of which none holds more than 2 GiB of parameters at a time:
 
-    >>> found = jzero.estimate("70B", devices=8, offload=jzero.HostCPU(),
-    ...                        offload_params=jzero.PinnedHost(2**31), tokens="8K",
-    ...                        peak="989TFLOP/s", pcie="55GB/s", host_update="40GB/s")
+    >>> memory = jzero.Memory(params=jzero.PinnedHost(2**31), optimizer="host")
+    >>> rates = jzero.Rates(peak="989TFLOP/s", pcie="55GB/s", host_update="40GB/s")
+    >>> found = jzero.estimate("70B", devices=8, memory=memory, rates=rates,
+    ...                        workload=jzero.Workload(tokens="8K"))
     >>> found.total / 2**30, found.on_host / 2**30 < 131
     (2.0, True)
     >>> print(found.time)
@@ -190,61 +174,36 @@ def estimate(
     No time is counted for: between devices. No rate is given for it.
 
     Args:
-      num_params: Psi, a whole number or a string such as '350M', '7.5B', '1e9', '1T'.
-      config: instead of `num_params`, the model's configuration: a dict, or the path of its config.json.
-        Families: llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, qwen3_moe, gemma, gemma2, gemma3_text,
-        gpt2, t5, vit.
-      devices: how many share the batch; one mesh axis, 'data'.
-      mesh: instead of `devices`, the data axes and their sizes: `{'node': 8, 'local': 8}`, or a mesh.
-      model_parallel: over how many devices each of these divides the model (`auto_specs`, Megatron's MP): the
-        training runs on so many times as many. All leaves are taken to be divided, and what moves along this
-        axis is not counted: numbers do not tell it.
+      model: Psi, a whole number or a string such as '350M', '7.5B', '1e9', '1T'; or a model's configuration:
+        a dict, or the path of its config.json. Families: llama, mistral, mixtral, qwen2, qwen3, qwen2_moe,
+        qwen3_moe, gemma, gemma2, gemma3_text, gpt2, t5, vit.
+      devices: how many share the batch (one mesh axis, 'data'); or the data axes and their sizes, `{'node':
+        8, 'local': 8}`, or a mesh.
       stage: 0 to 3, as in `shard_train_step`.
       optimizer: bytes of its state, by name: 'sgd', 'momentum', 'adam', 'adamw', 'lion', 'adafactor', 'muon'.
       precision: 'mixed' (the paper's: 2 bytes of parameter, 2 of gradient, 4 of float32 master in the
         optimizer state: `jzero.master_weights`), 'float32' (4, 4, 0), 'float32_masters' (the same, with
         compute in 16 bits), 'stochastic' (2, 2, 0: `jzero.stochastic_rounding`).
-      param_bytes: bytes per parameter at rest, instead of the precision's; above 0.
-      gradient_bytes: bytes of its gradient, instead of the precision's.
-      optimizer_bytes: bytes of its optimizer state, masters included, instead of the two names'; the K of
-        the paper.
-      accumulate: microbatches, as in `shard_train_step`, like the options that follow.
-      reduce: 'once' or 'each'. A gradient that is reduced once is whole on each device until then.
-      accumulate_dtype: of the accumulator; by default float32.
-      reduce_dtype: in which gradients travel; as codes, all of them are counted as such, though small leaves
-        and those that no product reads stay exact.
-      gather_dtype: codes in which passes gather parameters, counted alike.
-      gather: 'per_pass', 'keep' or 'once_per_step'. The latter two keep a gathered copy of all parameters;
-        'per_pass' keeps one layer's, which these numbers do not tell, and which is not counted.
-      param_axes: the axes over which parameters rest.
-      optimizer_axes: the axes over which gradients and optimizer state are sharded.
-      offload: where optimizer state rests: `jzero.PinnedHost(device_bytes=...)`, `jzero.HostCPU(ratio=...,
-        delayed_update=...)` or `jzero.NVMe(path, host_bytes=..., in_place=...)`. A real step keeps leaves
-        below `min_shard_bytes` on the devices, and at most `ratio` of the bytes on the host: leaves are not
-        cut. The random bits of `precision='stochastic'` are not in what crosses.
-      offload_params: where parameters rest: `jzero.PinnedHost(device_bytes=...)`, or with `NVMe` for
-        `offload`, `jzero.NVMe(path, device_bytes=...)`.
-      offload_activations: where a forward loop over layers keeps their inputs for its backward loop:
-        `jzero.PinnedHost()`. They cross twice, in the dtype of the compute.
-      tile_bytes: of a matrix as it is gathered, and of its gradient: an int, or a string such as '64MiB'.
-        Larger ones are never whole; two tiles of each are counted. The numbers do not tell which matrices
-        are larger, and with `recompute` gathers are counted as if all were: up to 4 Psi move, not 3.
-      layer_major: whether a layer is fetched and gathered once per pass for all microbatches, and its
-        gradient reduced once; with `offload_params` and `accumulate`.
+      bytes_per_param: a `jzero.BytesPerParam`, in place of what the two names say.
+      model_parallel: over how many devices each of these divides the model (`Axes(auto_specs=)`, Megatron's
+        MP): the training runs on so many times as many. All leaves are taken to be divided, and what moves
+        along this axis is not counted: numbers do not tell it.
+      microbatches: as in `shard_train_step`, like the options that follow. A gradient that is reduced once is
+        whole on each device until then.
+      memory: where state is stored. A real step keeps leaves below `Axes.min_shard_bytes` on the devices, and
+        at most `HostCPU.ratio` of the bytes on the host: leaves are not cut. The random bits of
+        `precision='stochastic'` are not in what crosses. Activations cross twice, in the dtype of the
+        compute: the inputs that a loop over layers keeps for its backward loop.
+      comm: with quantized formats all parameters and gradients are counted as such, though small leaves and
+        those that no product reads stay exact. `gather='keep'` and 'once_per_step' keep a gathered copy of
+        all parameters; 'per_pass' keeps one layer's, which these numbers do not tell, and which is not
+        counted. `tile_bytes`: two tiles of a matrix and of its gradient are counted; the numbers do not tell
+        which matrices are larger, and with `Workload.recompute` gathers are counted as if all were: up to 4
+        Psi move, not 3.
+      axes: which axes shard parameters and optimizer state.
       donate: False counts the state that a step is given beside the new one.
-      tokens: of a step on each device, those of all microbatches: rows times their length; with
-        `model_parallel` of each such group of devices.
-      layers: how many the loop has; with `offload_activations`.
-      width: elements of a layer's input for each token, the hidden size; with `offload_activations`.
-      recompute: whether the backward pass computes layers again.
-      peak: operations per second of a device, '989TFLOP/s', or what it reaches.
-      pcie: bytes per second between each device and its host, each way, while all devices do so: '55GB/s',
-        decimal, as makers state it. `jzero.bandwidth` measures this rate, and the two that follow.
-      interconnect: bytes per second of the whole value that an all-gather or a reduce-scatter moves; of
-        several axes, the slowest.
-      host_update: bytes per second of optimizer state that the host updates for each of its devices.
-      disk: bytes per second that the host's disks read and write for each of its devices, both together:
-        '6GB/s'.
+      workload: a `jzero.Workload`: tokens of a step, and the layers that keep activations.
+      rates: a `jzero.Rates`, of devices and links.
 
     Returns:
       An `Estimate`: `print` it.
@@ -264,49 +223,49 @@ def estimate(
       section 3 (memory), section 4 (what must move, and how fast), section 5.1.3 (tiles), section 6.1 (each
       device's own link).
     """
-    given = {
-        "param_bytes": param_bytes,
-        "gradient_bytes": gradient_bytes,
-        "optimizer_bytes": optimizer_bytes,
-    }
-    axes = data_axes(devices, mesh)
-    model = None if config is None else read_model(config)
-    count = parse_count(num_params) if model is None else model.num_params
-    if model is not None and num_params is not None:
-        raise OptionError(message(
-            WHO, f"num_params={num_params!r} and config", "The model's parameters are counted.",
-            "Drop one or the other."))  # fmt: skip
-    check(num_params, count, devices, mesh, axes, model_parallel, optimizer, precision, given)
+    axes_of_devices = data_axes(devices)
+    found = read_model(model) if _is_config(model) else None
+    count = parse_count(model) if found is None else found.num_params
+    check(model, count, devices, axes_of_devices, model_parallel, optimizer, precision)
     assert count is not None
-    assert axes is not None
+    assert axes_of_devices is not None
     with called_as(WHO):
-        policy = policy_of(WHO, offload, offload_params)
-    options = Options(
-        stage=stage, accumulate=accumulate, reduce=reduce, accumulate_dtype=accumulate_dtype,
-        reduce_dtype=reduce_dtype, gather=gather, param_axes=axis_tuple(param_axes),
-        optimizer_axes=axis_tuple(optimizer_axes), offload=policy, tile_bytes=check_tile(tile_bytes),
-        layer_major=layer_major, donate=donate, gather_dtype=gather_dtype, who=WHO,
-    )  # fmt: skip
-    sizes = _bytes_per_param(optimizer, precision, **given)
-    stage_axes = options.stage_axes(axes)
-    check_offload(policy, sizes, optimizer, math.prod(axes.values()))
-    with called_as(WHO):
-        policy.check(stage_axes)
-    if model is not None and offload_activations.offloads:
-        layers = model.num_layers if layers is None else layers
-        width = model.width if width is None else width
-    shape = {"tokens": tokens, "layers": layers, "width": width}
-    tiers = host_tiers(offload_activations, shape, recompute)
-    check_tiers(options, tiers)
-    given_rates = rates(
-        peak=peak, pcie=pcie, interconnect=interconnect, host_update=host_update, disk=disk
+        options = options_of(WHO, stage, microbatches, memory, comm, axes, donate=donate)
+    sizes = _role_bytes(
+        optimizer, precision, _group(BytesPerParam, "bytes_per_param", bytes_per_param)
     )
-    found = Estimate(count, options, stage_axes, sizes, tiers, given_rates, model_parallel, model)
-    check_rates(tiers, given_rates, {
-        "pcie": bool(found.crossings), "interconnect": bool(found.traffic),
-        "host_update": bool(found.hosted_bytes), "disk": bool(found.on_disk),
+    stage_axes = options.stage_axes(axes_of_devices)
+    check_offload(options.offload, sizes, optimizer, math.prod(axes_of_devices.values()))
+    with called_as(WHO):
+        options.offload.check(stage_axes)
+    work = _group(Workload, "workload", workload)
+    if found is not None and options.moves_activations:
+        layers = found.num_layers if work.layers is None else work.layers
+        work = dataclasses.replace(
+            work, layers=layers, width=found.width if work.width is None else work.width
+        )
+    check_workload(options, work)
+    speeds = _group(Rates, "rates", rates)
+    made = Estimate(count, options, stage_axes, sizes, work, speeds, model_parallel, found)
+    check_rates(options, work, speeds, {
+        "pcie": bool(made.crossings), "interconnect": bool(made.traffic),
+        "host_update": bool(made.hosted_bytes), "disk": bool(made.on_disk),
     })  # fmt: skip
-    return found
+    return made
+
+
+def _is_config(model: Any) -> bool:
+    """Whether it is a configuration, or a path of one, and no number."""
+    is_file = isinstance(model, str) and (model.endswith(".json") or os.sep in model)
+    return is_file or isinstance(model, Mapping | os.PathLike)
+
+
+def _group(kind: type[_Group], name: str, given: Any) -> _Group:
+    if not isinstance(given, kind | None):
+        raise OptionError(message(
+            WHO, f"{name}={given!r}", f"It is a jzero.{kind.__name__}.", "Write one, or drop it."
+        ))  # fmt: skip
+    return given or kind()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +277,7 @@ class Estimate:
       options: the stage and the options, checked.
       sharding: the stage on the mesh.
       bytes_per_param: of each role.
-      tiers: where activations rest, checked; and the shape of the batch.
+      workload: what a step computes with.
       rates: of devices and links, as far as given.
       model_parallel: over how many devices each part of the batch divides the model.
       model: the layers and shapes, if a configuration was given.
@@ -327,8 +286,8 @@ class Estimate:
     num_params: int
     options: Options
     sharding: StageAxes
-    bytes_per_param: BytesPerParam
-    tiers: HostTiers = HostTiers()
+    bytes_per_param: RoleBytes
+    workload: Workload = Workload()
     rates: Rates = Rates()
     model_parallel: int = 1
     model: Model | None = None
@@ -344,12 +303,12 @@ class Estimate:
         return math.ceil(self.num_params / self.model_parallel)
 
     @property
-    def memory(self) -> tuple[Memory, ...]:
+    def memory(self) -> tuple[_tables.Memory, ...]:
         """Bytes of each role; those of gradients are the most that a step holds at a time, not at rest."""
         rows = _formulas.needs(self.options, self.sharding, self.bytes_per_param)
         found = _formulas.memory(self.num_params, rows, self.model_parallel)
-        if self.tiers.offloads_activations:
-            found += (_formulas.activations(self.options, self.tiers, self.bytes_per_param),)
+        if self.options.moves_activations:
+            found += (_formulas.activations(self.options, self.workload, self.bytes_per_param),)
         return found if self.options.donate else (*found, _tables.old_state(found))
 
     @property
@@ -357,7 +316,7 @@ class Estimate:
         """The collectives of a step as if all parameters were one leaf, which `times` counts."""
         return tuple(
             _formulas.traffic(
-                self._each, self.options, self.tiers, self.sharding, self.bytes_per_param
+                self._each, self.options, self.workload, self.sharding, self.bytes_per_param
             )
         )
 
@@ -379,14 +338,14 @@ class Estimate:
         if self.rates.peak is None:
             return None
         done = _step_time.work(
-            self._each, self.options, self.tiers, self.sharding, self._hauls(), self.traffic,
+            self._each, self.options, self.workload, self.sharding, self._hauls(), self.traffic,
             self.hosted_bytes,
         )  # fmt: skip
         return _step_time.step_time(done, self.rates)
 
     def _hauls(self) -> Iterator[Haul]:
         return _host_traffic.hauls(
-            self._each, self.options, self.tiers, self.sharding, self.bytes_per_param
+            self._each, self.options, self.workload, self.sharding, self.bytes_per_param
         )
 
     @property
@@ -565,16 +524,13 @@ def roles_on_devices(found: Sequence[Estimate]) -> list[str]:
     )
 
 
-def _bytes_per_param(
-    optimizer: str, precision: str, *, param_bytes: float | None, gradient_bytes: float | None,
-    optimizer_bytes: float | None,
-) -> BytesPerParam:  # fmt: skip
+def _role_bytes(optimizer: str, precision: str, given: BytesPerParam) -> RoleBytes:
     row = PRECISIONS[precision]
-    params = row.parameters if param_bytes is None else param_bytes
-    grads = row.gradients if gradient_bytes is None else gradient_bytes
-    state = row.masters + OPTIMIZERS[optimizer] if optimizer_bytes is None else optimizer_bytes
+    params = row.parameters if given.params is None else given.params
+    grads = row.gradients if given.gradients is None else given.gradients
+    state = row.masters + OPTIMIZERS[optimizer] if given.optimizer is None else given.optimizer
     # By way of text: 0.01 is to be a hundredth, not the nearest binary fraction.
-    return BytesPerParam(
+    return RoleBytes(
         *(
             Fraction(str(n))
             for n in (params, grads, state, min(params, row.compute), min(state, row.masters))

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jzero._memory_kinds import PINNED
-from jzero.reports._host_tiers import HostTiers
+from jzero.reports._numbers import Workload
 from jzero.reports._sizes import (
     ACCUMULATOR,
     ACTIVATION,
@@ -25,7 +25,7 @@ from jzero.reports._sizes import (
     TILES,
     VISITING,
     WINDOW,
-    BytesPerParam,
+    RoleBytes,
     as_dtype,
     crossing_gradients,
 )
@@ -60,7 +60,7 @@ class Need(NamedTuple):
     on_disk: bool = False
 
 
-def needs(options: Options, stage_axes: StageAxes, sizes: BytesPerParam) -> Iterator[Need]:
+def needs(options: Options, stage_axes: StageAxes, sizes: RoleBytes) -> Iterator[Need]:
     """The stage's row, by role (ZeRO, section 5), and what offload moves (ZeRO-Offload, section 3)."""
     policy, num_shards = options.offload, stage_axes.count(stage_axes.shard_axes)
     num_param_shards = stage_axes.count(stage_axes.param_axes)
@@ -68,10 +68,10 @@ def needs(options: Options, stage_axes: StageAxes, sizes: BytesPerParam) -> Iter
     assert policy.share is not None, "estimate refuses what is measured"
     yield from _optimizer_state(policy, sizes, num_shards)
     yield _gradients(options, num_shards, sizes)
-    if options.accumulate > 1 and not options.layer_major:
-        size = Fraction(jnp.dtype(options.accumulate_dtype or jnp.float32).itemsize)
+    if options.microbatches.num > 1 and not options.by_layer:
+        size = Fraction(jnp.dtype(options.microbatches.dtype or jnp.float32).itemsize)
         num = 1 if options.reduce_once else num_shards
-        yield Need(ACCUMULATOR, size, num, False, f"sums {options.accumulate} microbatches")
+        yield Need(ACCUMULATOR, size, num, False, f"sums {options.microbatches.num} microbatches")
     if num_param_shards > 1 and options.keep_gathered:
         when = "the whole step" if options.gather_once else "each microbatch"
         yield Need(GATHERED, sizes.compute, 1, False, f"gathered during {when}")
@@ -90,20 +90,20 @@ def needs(options: Options, stage_axes: StageAxes, sizes: BytesPerParam) -> Iter
 
 
 def _tiles(
-    options: Options, num_param_shards: int, num_shards: int, sizes: BytesPerParam
+    options: Options, num_param_shards: int, num_shards: int, sizes: RoleBytes
 ) -> Iterator[Need]:
     """Two tiles of a matrix and two of its gradient, neither of them whole (ZeRO-Infinity, section 5.1.3)."""
-    if options.tile_bytes is None:
+    if options.comm.tile_bytes is None:
         return
-    most = 2 * options.tile_bytes
+    most = 2 * options.comm.tile_bytes
     if num_param_shards > 1 and not options.offload.streams:  # of a window they are a part
         yield Need(GATHERED_TILE, sizes.compute, 1, False, "in use, and the next one", most=most)
-    if num_shards > 1 and not (options.reduce_once and options.accumulate > 1):
+    if num_shards > 1 and not (options.reduce_once and options.microbatches.num > 1):
         note = "as it is made, and as it is reduced"
         yield Need(GRADIENT_TILE, sizes.compute, 1, False, note, most=most)
 
 
-def _parameters(policy: Offload, sizes: BytesPerParam, num_shards: int) -> Iterator[Need]:
+def _parameters(policy: Offload, sizes: RoleBytes, num_shards: int) -> Iterator[Need]:
     """Where they rest; of a disk also what of them is in memory on its way."""
     size = sizes.parameters
     if not policy.fetched_bytes:
@@ -115,7 +115,7 @@ def _parameters(policy: Offload, sizes: BytesPerParam, num_shards: int) -> Itera
     )
 
 
-def _optimizer_state(policy: Offload, sizes: BytesPerParam, num_shards: int) -> Iterator[Need]:
+def _optimizer_state(policy: Offload, sizes: RoleBytes, num_shards: int) -> Iterator[Need]:
     """Where it rests; of a disk also what a step writes while it reads, and what of both is in memory."""
     size = sizes.optimizer_state
     if not policy.slots:
@@ -132,7 +132,7 @@ def _optimizer_state(policy: Offload, sizes: BytesPerParam, num_shards: int) -> 
     )
 
 
-def _gradients(options: Options, num_shards: int, sizes: BytesPerParam) -> Need:
+def _gradients(options: Options, num_shards: int, sizes: RoleBytes) -> Need:
     policy = options.offload
     if policy.gradients_in_files:
         size, note = crossing_gradients(sizes), "behind their tiles"
@@ -151,7 +151,7 @@ def _gradients(options: Options, num_shards: int, sizes: BytesPerParam) -> Need:
     return Need(GRADIENT, size, num, False, _gradient_note(options))
 
 
-def _on_their_way(policy: Offload, sizes: BytesPerParam, num_shards: int) -> Iterator[Need]:
+def _on_their_way(policy: Offload, sizes: RoleBytes, num_shards: int) -> Iterator[Need]:
     """What the way to a host that updates takes, all of it in its pinned memory but one row."""
     there, share = Fraction(1), policy.share or Fraction(0)
     gradients, params = share * crossing_gradients(sizes), share * sizes.parameters
@@ -168,12 +168,21 @@ def _on_their_way(policy: Offload, sizes: BytesPerParam, num_shards: int) -> Ite
         yield Need("arriving parameter", params, num_shards, False, "pinned", there)
 
 
-def activations(options: Options, tiers: HostTiers, sizes: BytesPerParam) -> Memory:
+def kept_elements(workload: Workload) -> int:
+    """Of the inputs of all layers, for all microbatches of a device (ZeRO-Infinity, section 3)."""
+    counts: tuple[Any, ...] = workload.tokens, workload.layers, workload.width
+    assert None not in counts, "checked by estimate"
+    return math.prod(counts)
+
+
+def activations(options: Options, workload: Workload, sizes: RoleBytes) -> Memory:
     """What forward loops keep on the host: inputs of layers (ZeRO-Infinity, section 3)."""
-    share = 1 if options.layer_major else options.accumulate
-    nbytes = math.ceil(sizes.compute * tiers.kept_elements / share)
-    note = "pinned, of all microbatches" if options.layer_major else "pinned, of one microbatch"
-    return Memory(ACTIVATION, nbytes, 0, False, note * (options.accumulate > 1) or "pinned", nbytes)
+    share = 1 if options.by_layer else options.microbatches.num
+    nbytes = math.ceil(sizes.compute * kept_elements(workload) / share)
+    note = "pinned, of all microbatches" if options.by_layer else "pinned, of one microbatch"
+    return Memory(
+        ACTIVATION, nbytes, 0, False, note * (options.microbatches.num > 1) or "pinned", nbytes
+    )
 
 
 def memory(num_params: int, rows: Iterable[Need], model_parallel: int) -> tuple[Memory, ...]:
@@ -193,16 +202,16 @@ def memory(num_params: int, rows: Iterable[Need], model_parallel: int) -> tuple[
 
 
 def traffic(
-    num_params: int, options: Options, tiers: HostTiers, stage_axes: StageAxes, sizes: BytesPerParam
+    num_params: int, options: Options, workload: Workload, stage_axes: StageAxes, sizes: RoleBytes
 ) -> Iterator[Collective]:
     """Gathers of the passes, reductions, and the gather of updated parameters (ZeRO, section 7)."""
     params, shards = stage_axes.param_axes, stage_axes.shard_axes
     outer = shards[len(params) :]  # `shard_axes` begins with `param_axes`.
     replicas = tuple(axis for axis, _ in stage_axes.axes if axis not in shards)
-    rounds, codes = options.rounds, options.gather_dtype
+    rounds, codes = options.rounds, options.comm.gather_dtype
     gathered = sizes.compute if codes is None else codes.bytes_per_element
     for op, axes, held_over, size, times in (
-        ("all-gather", params, (), gathered, _gathers(options, tiers, rounds)),
+        ("all-gather", params, (), gathered, _gathers(options, workload, rounds)),
         *_reductions(options, stage_axes, params, outer, replicas, sizes.compute),
         ("all-gather", outer, params, sizes.parameters, 1),
     ):
@@ -277,26 +286,26 @@ def intensity_of_activations(hidden: int, interval: int = 1) -> float:
     return 24.0 * hidden * interval
 
 
-def _gathers(options: Options, tiers: HostTiers, rounds: int) -> int:
+def _gathers(options: Options, workload: Workload, rounds: int) -> int:
     """How often a step gathers a parameter that rests in shards, if a pass runs so many times."""
     if options.gather_once:
         return 1
-    return rounds if options.keep_gathered else gathers_per_round(options, tiers) * rounds
+    return rounds if options.keep_gathered else gathers_per_round(options, workload) * rounds
 
 
-def gathers_per_round(options: Options, tiers: HostTiers) -> int:
+def gathers_per_round(options: Options, workload: Workload) -> int:
     """How often the two passes gather a parameter, each for itself.
 
     A tile is freed when it was used: what the backward pass computes again gathers it once more. Most of a
     layer's products are, but not its last one, so this is an upper bound.
     """
-    return 3 if options.tile_bytes is not None and tiers.recompute else 2
+    return 3 if options.comm.tile_bytes is not None and workload.recompute else 2
 
 
 def _gradient_note(options: Options) -> str:
     if not options.reduce_once:
         return "in shards: reduced as they are produced"
-    if options.accumulate == 1 and options.stage > 0:
+    if options.microbatches.num == 1 and options.stage > 0:
         # Without microbatches there is nothing to wait for: jzero runs what it runs at stage 2.
         return "whole, as the paper counts; jzero reduces them as they are produced"
     return "whole until they are reduced"

@@ -9,8 +9,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from jzero.offload.schedule._folds import Crossing
-from jzero.reports._host_tiers import HostTiers
-from jzero.reports._sizes import ACTIVATION, GRADIENT, BytesPerParam, as_dtype, crossing_gradients
+from jzero.reports._formulas import kept_elements
+from jzero.reports._numbers import Workload
+from jzero.reports._sizes import ACTIVATION, GRADIENT, RoleBytes, as_dtype, crossing_gradients
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
 
@@ -43,7 +44,7 @@ class Haul(NamedTuple):
 
 
 def hauls(
-    num_params: int, options: Options, tiers: HostTiers, stage_axes: StageAxes, sizes: BytesPerParam
+    num_params: int, options: Options, workload: Workload, stage_axes: StageAxes, sizes: RoleBytes
 ) -> Iterator[Haul]:
     """All that crosses in a step."""
     policy = options.offload
@@ -54,7 +55,7 @@ def hauls(
         yield from _with_params(options, sizes, count, on_host)
     elif policy.updates_on_host:
         # Each as soon as it is there; sums over microbatches are when the last of these has run.
-        part = BACKWARD if options.accumulate == 1 else UPDATE
+        part = BACKWARD if options.microbatches.num == 1 else UPDATE
         yield Haul(part, TO_HOST, GRADIENT, crossing_gradients(sizes), on_host)
         yield Haul(part, TO_HOST, PARAMETER, _read(sizes), on_host)
         yield Haul(UPDATE, TO_DEVICE, PARAMETER, sizes.parameters, on_host)
@@ -63,15 +64,13 @@ def hauls(
             yield Haul(UPDATE, way, OPTIMIZER, sizes.optimizer_state, policy.share * count)
             if policy.fetched_bytes:
                 yield Haul(UPDATE, way, PARAMETER, sizes.parameters, count)
-    if tiers.offloads_activations:
-        kept = Fraction(tiers.kept_elements)
+    if options.moves_activations:
+        kept = Fraction(kept_elements(workload))
         yield Haul(FORWARD, TO_HOST, ACTIVATION, sizes.compute, kept)
         yield Haul(BACKWARD, TO_DEVICE, ACTIVATION, sizes.compute, kept)
 
 
-def hosted_bytes(
-    num_params: int, options: Options, stage_axes: StageAxes, sizes: BytesPerParam
-) -> int:
+def hosted_bytes(num_params: int, options: Options, stage_axes: StageAxes, sizes: RoleBytes) -> int:
     """Of optimizer state that a device's share of its host updates."""
     policy = options.offload
     share = policy.share if policy.updates_on_host and policy.share else 0
@@ -81,7 +80,7 @@ def hosted_bytes(
 
 
 def _with_params(
-    options: Options, sizes: BytesPerParam, count: Fraction, on_host: Fraction
+    options: Options, sizes: RoleBytes, count: Fraction, on_host: Fraction
 ) -> Iterator[Haul]:
     """Parameters come for each pass, and gradients leave; what the host updates does not cross again."""
     rounds = options.rounds
@@ -110,6 +109,6 @@ def crossings(found: Iterator[Haul]) -> Iterator[Crossing]:
             yield Crossing(direction, what, as_dtype(size), math.ceil(count), nbytes)
 
 
-def _read(sizes: BytesPerParam) -> Fraction:
+def _read(sizes: RoleBytes) -> Fraction:
     """Bytes of a parameter that its update reads: none if it has a master."""
     return Fraction(0) if sizes.masters else sizes.parameters

@@ -14,7 +14,7 @@ FETCHED = "parameters on their way"
 GATHERED_TILE, GRADIENT_TILE = "gathered tile", "tile of a gradient"
 
 
-class BytesPerParam(NamedTuple):
+class RoleBytes(NamedTuple):
     """Bytes per parameter.
 
     Attributes:
@@ -32,7 +32,7 @@ class BytesPerParam(NamedTuple):
     masters: Fraction
 
 
-def crossing_gradients(sizes: BytesPerParam) -> Fraction:
+def crossing_gradients(sizes: RoleBytes) -> Fraction:
     """Bytes of a gradient of a step that is cut: it is handed out before the update makes it wider."""
     return min(sizes.gradients, sizes.compute)
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from jzero._quantities import readable_flops, readable_rate, readable_seconds, readable_size
 from jzero.reports._formulas import gathers_per_round
-from jzero.reports._host_tiers import HostTiers
 from jzero.reports._host_traffic import (
     BACKWARD,
     DISK_WAYS,
@@ -23,6 +22,7 @@ from jzero.reports._host_traffic import (
     Haul,
 )
 from jzero.reports._lines import WIDTH, wrapped
+from jzero.reports._numbers import Rates, Workload
 from jzero.reports._sizes import ACTIVATION
 from jzero.reports._tables import Table
 from jzero.sharding.analysis._traffic import Collective
@@ -36,24 +36,6 @@ _DAY = 24 * 60 * 60
 _OPERATIONS = {FORWARD: 2, BACKWARD: 4, UPDATE: 0}
 # The time is a lower bound. Left out are the starts of copies and collectives, attention's scores, the
 # update's own operations on a device, and that compute and copies share memory.
-
-
-class Rates(NamedTuple):
-    """What a device does in a second; None for what nobody has said.
-
-    Attributes:
-      peak: operations.
-      pcie: bytes between it and its host, each way, while all devices do so.
-      interconnect: bytes of the whole value that an all-gather or a reduce-scatter moves.
-      host_update: bytes of optimizer state that its share of the host's processors updates.
-      disk: bytes that its share of the host's disks reads and writes, together.
-    """
-
-    peak: int | None = None
-    pcie: int | None = None
-    interconnect: int | None = None
-    host_update: int | None = None
-    disk: int | None = None
 
 
 class Work(NamedTuple):
@@ -150,7 +132,7 @@ class StepTime:
     def to_dict(self) -> dict[str, Any]:
         """All that the text says, in seconds, bytes and operations per second, and shares."""
         return {
-            "rates": self.rates._asdict(),
+            "rates": dataclasses.asdict(self.rates),
             "parts": [{"part": p.name, "compute": p.compute, **p.ways, "exposed": p.exposed}
                       for p in self.parts],
             "seconds": self.seconds, "compute": self.compute, "exposed": self.exposed,
@@ -250,7 +232,7 @@ def step_time(work: Work, rates: Rates) -> StepTime:
 
 
 def work(
-    num_params: int, options: Options, tiers: HostTiers, stage_axes: StageAxes,
+    num_params: int, options: Options, workload: Workload, stage_axes: StageAxes,
     crossing: Iterable[Haul], traffic: Sequence[Collective], hosted_bytes: int,
 ) -> Work:  # fmt: skip
     """What a step does.
@@ -258,14 +240,14 @@ def work(
     Args:
       num_params: Psi.
       options: of the step.
-      tiers: where parameters and activations rest, and the tokens.
+      workload: the tokens, and whether layers are recomputed.
       stage_axes: the stage on the mesh.
       crossing: between each device and its host.
       traffic: between devices.
       hosted_bytes: of optimizer state that the host updates, for each device.
     """
-    tokens = tiers.tokens or 0
-    recomputed = {BACKWARD: 2 * tiers.recompute}
+    tokens = workload.tokens or 0
+    recomputed = {BACKWARD: 2 * workload.recompute}
     operations = {
         part: (each + recomputed.get(part, 0)) * num_params * tokens
         for part, each in _OPERATIONS.items()
@@ -278,14 +260,14 @@ def work(
         # Reads and writes share a disk.
         _add(nbytes[x.part], DISK if x.direction in DISK_WAYS else x.direction, x.nbytes)
         _add(token_bytes[x.part], x.direction, x.nbytes * (x.what == ACTIVATION))
-    for part, n in _between(traffic, stage_axes, options, tiers):
+    for part, n in _between(traffic, stage_axes, options, workload):
         _add(nbytes[part], BETWEEN, n)
     _add(nbytes[UPDATE], HOST_UPDATE, hosted_bytes)
     return Work(operations, nbytes, token_bytes, tokens, options.offload.waits, written)
 
 
 def _between(
-    traffic: Sequence[Collective], stage_axes: StageAxes, options: Options, tiers: HostTiers
+    traffic: Sequence[Collective], stage_axes: StageAxes, options: Options, workload: Workload
 ) -> Iterator[tuple[str, int]]:
     """Bytes that devices move between them, by part; an all-reduce is a reduce-scatter and an all-gather."""
     for c in traffic:
@@ -297,7 +279,7 @@ def _between(
         elif options.keep_gathered:
             yield FORWARD, c.nbytes
         else:
-            forward = c.nbytes // gathers_per_round(options, tiers)
+            forward = c.nbytes // gathers_per_round(options, workload)
             yield FORWARD, forward
             yield BACKWARD, c.nbytes - forward
 

@@ -47,7 +47,7 @@ def run(
         raise FloatingPointError(message(
             who, found,
             "With jax_debug_nans or jax_debug_infs, what a step in parts returns on devices is looked at, "
-            "when its state is consumed.", "Run a small model without offload and offload_params: JAX then "
+            "when its state is consumed.", "Run a small model without memory=: JAX then "
             "names the line that made it.", things="values", shown=6))  # fmt: skip
     return new, outs
 

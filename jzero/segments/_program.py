@@ -183,7 +183,7 @@ def build(
     runs = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
     written = runs.found
     movements = with_paths(written.movements, local.traced.out_tree)
-    check_movements(movements, setting.options.max_gather_bytes)
+    check_movements(movements, setting.options.comm.max_gather_bytes)
     traced = local.traced.whole or local.traced.frame
     return Program(
         written.described(plan),
@@ -240,4 +240,4 @@ def check_tier(mesh: Any, tier: str) -> None:
             raise MeshError(message(
                 WHO, f"{device} has the memories {kinds}, and none of kind {tier!r}",
                 "Offloaded state rests in a memory of the devices' host that they can copy from.",
-                "Drop offload, or use other devices."))  # fmt: skip
+                "Drop memory=, or use other devices."))  # fmt: skip

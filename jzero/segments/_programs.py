@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from jzero._errors import JzeroError, escaped, warn
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
+from jzero._option_groups import Comm, Microbatches
 from jzero.processes import _agreement
 from jzero.segments import _at_rest, _identity, _program
 from jzero.segments._program import Program
@@ -49,14 +50,11 @@ class Programs:
 
     def __init__(
         self, step_fn: Callable[..., Any], signature: Signature, options: Options, mesh: Any,
-        axis_names: tuple[str, ...] | None, axis_name: str | None, evaluates: bool = False,
-        trained_by: Programs | None = None,
+        evaluates: bool = False, trained_by: Programs | None = None,
     ):  # fmt: skip
         _setting.check_mesh(mesh)
-        _setting.check_axis_name(axis_name)
         self._step_fn, self.signature, self.options = step_fn, signature, options
-        self.mesh, self._axis_names, self._axis_name = mesh, axis_names, axis_name
-        self._evaluates, self._trained_by = evaluates, trained_by
+        self.mesh, self._evaluates, self._trained_by = mesh, evaluates, trained_by
         # The state of the last program, or that was placed before, of shapes.
         self._trained: Any = None
         self._setting: tuple[Any, Setting] | None = None
@@ -74,16 +72,14 @@ class Programs:
         """Those of the same step on another mesh."""
         return self._with(mesh, self.options)
 
-    def with_wire(self, gather_dtype: Any, reduce_dtype: Any) -> Programs:
-        """Those of the same step whose parameters and gradients travel in other dtypes."""
-        changed = dict(gather_dtype=gather_dtype, reduce_dtype=reduce_dtype)
-        return self._with(self.mesh, dataclasses.replace(self.options, **changed))
+    def with_comm(self, comm: Comm) -> Programs:
+        """Those of the same step with other gathers and reductions."""
+        return self._with(self.mesh, dataclasses.replace(self.options, comm=comm))
 
     def _with(self, mesh: Any, options: Options) -> Programs:
         other = Programs(
-            self._step_fn, self.signature, options, mesh, self._axis_names, self._axis_name,
-            self._evaluates, self._trained_by,
-        )  # fmt: skip
+            self._step_fn, self.signature, options, mesh, self._evaluates, self._trained_by
+        )
         other._trained = self._trained
         other._warned, other._most_rows = self._warned, self._most_rows
         return other
@@ -98,23 +94,18 @@ class Programs:
           signature: how it is called.
           changed: options that are not as this step has them; none speaks of microbatches or of paths.
         """
+        axes = dataclasses.replace(self.options.axes, replicate=None, auto_specs=None)
         options = dataclasses.replace(
-            self.options, accumulate=1, reduce=None, accumulate_dtype=None, reduce_dtype=None,
-            gather_dtype=None, layer_major=False, donate=True, full=None, auto_specs=(),
-            **changed,
-        )  # fmt: skip
-        return Programs(
-            eval_step, signature, options, self.mesh, self._axis_names, self._axis_name, True, self
+            self.options, microbatches=Microbatches(), axes=axes, donate=True, **changed
         )
+        return Programs(eval_step, signature, options, self.mesh, True, self)
 
     @property
     def setting(self) -> Setting:
         """What a call would be for now: the same object as before, if the mesh is the same."""
-        around = _setting.around(self.mesh, self._axis_name)
+        around = _setting.around(self.mesh, self.options.axes.axis_name)
         if self._setting is None or self._setting[0] != around:
-            setting = _setting.setting_of(
-                self.options, self.mesh, self._axis_names, self._axis_name, self._evaluates
-            )
+            setting = _setting.setting_of(self.options, self.mesh, self._evaluates)
             self._setting = around, setting
         return self._setting[1]
 

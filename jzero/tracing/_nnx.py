@@ -20,7 +20,7 @@ def from_nnx(
     """Turns `train_step(model, optimizer, ..., batch)`, which mutates, into `step(state, batch)`.
 
     `shard_train_step` takes such a step as it is. A function of a state is for what the objects do not say:
-    more state beside them (`state_argnums`), an outer `jax.jit`, `jzero.testing`. The step that comes back
+    more state beside them (`state=`), an outer `jax.jit`, `jzero.testing`. The step that comes back
     does::
 
         model, optimizer, ... = nnx.merge(graph, state)

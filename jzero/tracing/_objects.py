@@ -389,7 +389,7 @@ def check_kept(arrays: Mapping[str, Any], leaves: Sequence[Any]) -> None:
     if bad:
         raise StepError(message(
             STEP, bad, "NNX objects beside a state that is none are pytrees, whose changes would be lost.",
-            "Drop state_argnums, and what the step changes in objects is kept; or give them to "
+            "Drop state=, and what the step changes in objects is kept; or give them to "
             "jzero.from_nnx.", "arguments"))  # fmt: skip
 
 
@@ -408,7 +408,7 @@ def check_no_state(names: Sequence[str], outs: Any, arrays: Mapping[str, Any]) -
             STEP, [f"{name} comes back, beside NNX objects ({given})" for name in found],
             "NNX objects are all of a step's state, and everything else is the batch.",
             f"Write step_fn, state = jzero.from_nnx(step, {given}), and shard_train_step(step_fn, "
-            f"state_argnames={('state', *found)}).", "arguments"))  # fmt: skip
+            f"state={('state', *found)}).", "arguments"))  # fmt: skip
 
 
 def _refuse_cached(who: str) -> None:

@@ -335,7 +335,7 @@ def _refuse_missing(
         [f"{name} (a tree of {counted(len(jax.tree.leaves(value)), 'leaf', 'leaves')}) is not among the "
          f"{returned} of step_fn" for name, value in missing],
         "A step returns the new value of every argument of its state, with its structure, shapes and dtypes.",
-        f"Return ({', '.join(names)}, ...), or leave out of state_argnums what the step does not update.",
+        f"Return ({', '.join(names)}, ...), or leave out of state= what the step does not update.",
         things="arguments"))  # fmt: skip
 
 

@@ -107,7 +107,7 @@ class Signature:
     def of(
         cls, step_fn: Callable[..., Any], static_argnums: int | Sequence[int],
         static_argnames: str | Sequence[str], in_specs: Mapping[str | int, Any] | None,
-        state_argnums: int | Sequence[int] | None = None, state_argnames: str | Sequence[str] = (),
+        state: str | int | Sequence[str | int] | None = None,
     ) -> Signature:  # fmt: skip
         """Reads the signature and resolves positions and names; unknown ones are errors."""
         _objects.check_partial(step_fn, WHO)
@@ -139,15 +139,19 @@ class Signature:
                 WHO, f"{option} names {key!r}, and step_fn's parameters are {names}",
                 f"{option} takes parameter names or positions.", "Correct or drop it."))  # fmt: skip
 
-        def chosen(what: str, argnums: Any, argnames: Any) -> list[str]:
-            numbers = [argnums] if isinstance(argnums, int) else argnums or ()
-            strings = [argnames] if isinstance(argnames, str) else argnames or ()
-            by_number = [resolve(f"{what}_argnums", n) for n in numbers]
-            return by_number + [resolve(f"{what}_argnames", n) for n in strings]
+        def chosen(option: str, given: Any) -> set[str]:
+            keys = [given] if isinstance(given, int | str) else given or ()
+            return {resolve(option, key) for key in keys}
 
-        told = state_argnums is not None or bool(state_argnames)
-        static = frozenset(chosen("static", static_argnums, static_argnames))
-        static |= frozenset(chosen("static", *_jaxpr.static_arguments(step_fn)))
+        told = state is not None
+        static = frozenset(
+            name
+            for numbers, strings in (
+                (static_argnums, static_argnames),
+                _jaxpr.static_arguments(step_fn),
+            )
+            for name in chosen("static_argnums", numbers) | chosen("static_argnames", strings)
+        )
         # The first that is not static, as `self` of a method may be, nor bound by a `functools.partial`.
         bound = {
             p.name
@@ -155,28 +159,26 @@ class Signature:
             if p.kind == p.KEYWORD_ONLY and p.default is not p.empty
         }
         first = next((i for i, name in enumerate(names) if name not in static | bound), 0)
-        found = (
-            set(chosen("state", state_argnums, state_argnames))
-            if told
-            else {resolve("state", first)}
-        )
+        found = chosen("state", state if told else first)
         if not found:
             raise OptionError(message(
-                WHO, f"state_argnums={state_argnums!r} names no argument",
+                WHO, f"state={state!r} names no argument",
                 "The state holds the arrays that are trained.",
-                "Name its arguments: state_argnums=(0, 1)."))  # fmt: skip
-        state = _in_order(signature, found)
+                "Name its arguments: state=('params', 'opt_state')."))  # fmt: skip
+        state_names = _in_order(signature, found)
         if found & static:
             raise OptionError(message(
-                WHO, f"the state {_quoted(state, static)} is declared static",
+                WHO, f"the state {_quoted(state_names, static)} is declared static",
                 "The state holds the arrays that are trained.", "Drop it from static_argnums."))  # fmt: skip
         specs = {resolve("in_specs", key): spec for key, spec in checked_specs(in_specs).items()}
         if found & specs.keys():
             raise OptionError(message(
-                WHO, f"in_specs names the state {_quoted(state, specs)}",
+                WHO, f"in_specs names the state {_quoted(state_names, specs)}",
                 "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
         filters = _modules.is_filtered(step_fn)
-        return cls(signature, state, told, static, specs, filters=filters, name=_name_of(step_fn))
+        return cls(
+            signature, state_names, told, static, specs, filters=filters, name=_name_of(step_fn)
+        )
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Takes one call apart; positional and keyword spellings of it give the same `Call`."""
@@ -202,7 +204,7 @@ class Signature:
         """The arguments of a call that hold NNX objects, in the order of the parameters.
 
         Containers are looked into at the first call only: every node of a state takes time. One that holds
-        objects later is no worse off than where `state_argnums` says that objects are pytrees.
+        objects later is no worse off than where `state=` says that objects are pytrees.
         """
         state = next((given[i] for name, i in numbers if name in self.state_names), None)
         if self.told or _objects.is_state(state):
@@ -329,9 +331,9 @@ class Signature:
         """How a user says that these arguments are the state."""
         places = [_place(self.parameters, name) for name in names]
         if math.inf in places:
-            return f"state_argnames={repr(names[0]) if len(names) == 1 else tuple(names)}"
+            return f"state={repr(names[0]) if len(names) == 1 else tuple(names)}"
         numbers = sorted(map(int, places))
-        return f"state_argnums={numbers[0] if len(numbers) == 1 else tuple(numbers)}"
+        return f"state={numbers[0] if len(numbers) == 1 else tuple(numbers)}"
 
     def in_order(self, names: Collection[str]) -> tuple[str, ...]:
         """Arguments in the order of the parameters."""

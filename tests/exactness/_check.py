@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jzero
+from small import grouped
 
 from . import _compare, _family
 
@@ -100,6 +101,9 @@ def sharded(family: _family.Family, setting: Setting) -> Any:
     if setting.accumulate > 1:
         options["accumulate"] = setting.accumulate
     return jzero.shard_train_step(
-        family.step, stage=setting.stage, mesh=mesh, axis_names=names, min_shard_bytes=0,
-        in_specs=family.in_specs(names if len(names) > 1 else names[0]), **options,
-    )  # fmt: skip
+        family.step,
+        stage=setting.stage,
+        mesh=mesh,
+        in_specs=family.in_specs(names if len(names) > 1 else names[0]),
+        **grouped(axis_names=names, min_shard_bytes=0, **options),
+    )

@@ -74,7 +74,7 @@ def step_fn(state, batch):
 
 
 def new_train_step() -> jzero.ShardedTrainStep:
-    return jzero.shard_train_step(step_fn, min_shard_bytes=0)
+    return jzero.shard_train_step(step_fn, axes=jzero.Axes(min_shard_bytes=0))
 
 
 def values(step: int) -> dict[str, Any]:

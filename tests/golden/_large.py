@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import jzero
 from experiments.rivals import measure, zoo
 from experiments.shared import records
+from small import grouped
 
 from ._record import Record, described, events, options_text
 
@@ -105,7 +106,7 @@ def sharded(name: str) -> tuple[Any, Any, Any]:
 def _sharded(row: Large, mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any]:
     """The step, and shapes of its state and batch."""
     model = zoo.ROWS[row.model].small or zoo.ROWS[row.model].model
-    step = jzero.shard_train_step(model.step, mesh=mesh, **row.options)
+    step = jzero.shard_train_step(model.step, mesh=mesh, **grouped(**row.options))
     state = jax.eval_shape(model.init, jax.random.key(0))
     return step, state, model.batch(mesh.size * row.options.get("accumulate", 1))
 

@@ -20,6 +20,7 @@ import exactness
 import jzero
 from exactness._compare import configured
 from jzero.sharding.plan import _wire
+from small import grouped
 
 from ._watch import aliased, watched
 from .rows import Row
@@ -157,7 +158,7 @@ def _sharded(row: Row, family: exactness.Family, folder: str) -> Any:
 
     def train_step(options: dict[str, Any]) -> Any:
         defaults = {**given, "min_shard_bytes": 0, "in_specs": specs, **family.options}
-        return jzero.shard_train_step(family.step, **{**defaults, **options})
+        return jzero.shard_train_step(family.step, **grouped(**{**defaults, **options}))
 
     if not row.evaluates:
         return train_step(row.options(folder))
@@ -166,7 +167,9 @@ def _sharded(row: Row, family: exactness.Family, folder: str) -> Any:
         options |= given
     else:
         options["like"] = train_step(row.like(folder))
-    return jzero.shard_eval_step(lambda state, *args: family.step(state, *args)[1], **options)
+    return jzero.shard_eval_step(
+        lambda state, *args: family.step(state, *args)[1], **grouped(**options)
+    )
 
 
 def _train(row: Row, sharded: Any, state: Any, batches: list[Any]) -> Any:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 import jzero
+from small import grouped
 
 DEVICE_BYTES = 2**26
 # So large on GPUs that making the state, 256 MiB at a time, is not what makes the peak.
@@ -57,7 +58,7 @@ def step_fn(state: Any, x: jax.Array) -> Any:
 
 def main(tier: str, num_layers: int = NUM_LAYERS) -> None:
     options = LAYERS if tier == "layers" else {"offload": POLICIES[tier]}
-    train_step = jzero.shard_train_step(step_fn, **options)
+    train_step = jzero.shard_train_step(step_fn, **grouped(**options))
     batch = jnp.ones((ROWS, DIM), jnp.bfloat16)
     make = functools.partial(init, num_layers)
     train_step.plan(jax.eval_shape(make), batch)  # so that the state is made where it will rest

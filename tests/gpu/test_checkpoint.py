@@ -29,7 +29,7 @@ def test_tiers(tmp_path: Path, first: str, second: str):
     entry = training.get(NAME)
 
     def new_step(tier: str) -> Any:
-        return small.shard_train_step(entry.step, offload=POLICIES[tier])
+        return small.shard_train_step(entry.step, memory=POLICIES[tier])
 
     train_step = new_step(first)
     state = training.trained(NAME, train_step, 2)

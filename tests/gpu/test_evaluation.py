@@ -36,7 +36,9 @@ def test_as_on_one_device(offload: Any):
 @pytest.mark.parametrize("gather", [None, "per_pass", "once_per_step"])
 def test_generates_the_same_tokens(gather: str | None):
     train_step, (params, _) = small_gpt.trained({"data": jax.device_count()})
-    eval_step = jzero.shard_eval_step(small_gpt.generate, like=train_step, gather=gather)
+    eval_step = jzero.shard_eval_step(
+        small_gpt.generate, like=train_step, comm=jzero.Comm(gather=gather)
+    )
     inputs = small_gpt.tokens_of(6, 3), jax.random.key(1)
     tokens, _ = eval_step(params, *inputs)
     wanted, _ = jax.jit(small_gpt.generate)(zoo.to_host(params), *inputs)

@@ -51,7 +51,7 @@ def test_delayed_update(name: str):
     """After a flush, the training in which every gradient is applied one step late."""
     pytest.importorskip("llvmlite")
     entry, policy = training.get(name), jzero.HostCPU(delayed_update=True, delay_after=0)
-    train_step = small.shard_train_step(entry.step, offload=policy)
+    train_step = small.shard_train_step(entry.step, memory=policy)
     state = train_step.flush(training.trained(name, train_step))
     found = zoo.to_host(train_step.unshard(state))
     wanted = training.by_jit_delayed(name)
@@ -67,7 +67,7 @@ def test_delayed_update(name: str):
 def test_where_leaves_rest(policy: Any, tier: str):
     if tier == "host":
         pytest.importorskip("llvmlite")
-    train_step = small.shard_train_step(training.get(FULL).step, offload=policy)
+    train_step = small.shard_train_step(training.get(FULL).step, memory=policy)
     state = training.trained(FULL, train_step, 2)
     assert training.tiers(state) == {"params": {"device"}, "opt_state": {tier}}
     whole = training.tiers(train_step.unshard(state))

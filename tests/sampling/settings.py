@@ -14,6 +14,7 @@ from jax import lax
 import jzero
 from jzero.sharding.passes import _codes
 from jzero.sharding.plan import _wire
+from small import grouped
 
 MESHES = {
     (8,): 6, (4,): 4, (2,): 3, (1,): 1, (3,): 1, (5,): 1, (6,): 1, (7,): 1, (2, 4): 3, (4, 2): 1, (2, 2): 1,
@@ -61,9 +62,11 @@ class Setting:
         devices = jax.devices()[: int(np.prod(self.axes))]
         mesh = jax.make_mesh(self.axes, names, devices=devices)
         return jzero.shard_train_step(
-            step, mesh=mesh, in_specs={"t": jax.P(None, names), "w": jax.P()},
-            **{**self.options, **more},
-        )  # fmt: skip
+            step,
+            mesh=mesh,
+            in_specs={"t": jax.P(None, names), "w": jax.P()},
+            **grouped(**{**self.options, **more}),
+        )
 
 
 def draw(seed: int) -> Setting:

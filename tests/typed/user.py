@@ -24,7 +24,7 @@ def init_fn(key: jax.Array) -> State:
     raise NotImplementedError
 
 
-@jzero.shard_train_step(stage=2, accumulate=4)
+@jzero.shard_train_step(stage=2, microbatches=4)
 def decorated(state: State, batch: jax.Array, *, dropout: bool) -> tuple[State, jax.Array]:
     return state, batch.sum()
 
@@ -35,7 +35,7 @@ def accuracy(state: State, batch: jax.Array) -> dict[str, jax.Array]:
 
 
 def made(batch: jax.Array) -> None:
-    step = jzero.shard_train_step(step_fn, stage=3, offload=jzero.HostCPU())
+    step = jzero.shard_train_step(step_fn, stage=3, memory=jzero.HostCPU())
     state = step.init(init_fn, jax.random.key(0))
     reveal_type(state)  # tuple[dict[str, jax._src.basearray.Array], Any]
     new_state, loss = step(state, batch=batch)
@@ -59,14 +59,20 @@ def made(batch: jax.Array) -> None:
 def train(state: State, batch: jax.Array, step: jzero.ShardedTrainStep) -> None:
     policy = jzero.PinnedHost(device_bytes=2**30)
     reveal_type(policy.device_bytes)  # int
-    jzero.shard_train_step(step_fn, stage=2, offload=policy, offload_params=jzero.NoOffload())
-    jzero.shard_train_step(step_fn, offload=jzero.HostCPU(ratio=0.5, delayed_update=True))
-    jzero.shard_train_step(step_fn, offload=jzero.NVMe("/nvme/run", host_bytes=2**30))
+    jzero.shard_train_step(
+        step_fn, stage=2, memory=jzero.Memory(optimizer=policy, params=jzero.NoOffload())
+    )
+    jzero.shard_train_step(step_fn, memory=jzero.HostCPU(ratio=0.5, delayed_update=True))
+    jzero.shard_train_step(step_fn, memory=jzero.NVMe("/nvme/run", host_bytes=2**30))
     codes = jzero.Blocks(jax.numpy.int4, rotate=True)
     reveal_type(codes.nbytes(1024))  # int
-    jzero.shard_train_step(step_fn, gather_dtype=jax.numpy.int8, reduce_dtype={"data": codes})
+    jzero.shard_train_step(
+        step_fn, comm=jzero.Comm(gather_dtype=jax.numpy.int8, reduce_dtype={"data": codes})
+    )
     files = jzero.NVMe("/nvme/run", device_bytes=2**31)
-    jzero.shard_train_step(step_fn, offload=jzero.NVMe("/nvme/run"), offload_params=files)
+    jzero.shard_train_step(
+        step_fn, memory=jzero.Memory(optimizer=jzero.NVMe("/nvme/run"), params=files)
+    )
     reveal_type(step(state, batch))  # Any
     reveal_type(str(step.describe(state, batch)))  # str
 

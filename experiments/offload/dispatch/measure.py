@@ -29,6 +29,7 @@ import jzero  # noqa: E402
 from experiments.shared import records  # noqa: E402
 from jzero.preflight import _dispatches  # noqa: E402
 from jzero.segments import _programs  # noqa: E402
+from small import grouped
 
 WIDTH, ROWS = 32, 16
 LEAVES = {
@@ -102,7 +103,7 @@ def started(train_step: Any, state: Any, x: Any) -> tuple[int, int]:
 
 
 def measured(options: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    train_step = jzero.shard_train_step(step, stage=3, min_shard_bytes=0, **options)
+    train_step = jzero.shard_train_step(step, stage=3, **grouped(min_shard_bytes=0, **options))
     x = jnp.ones((ROWS, WIDTH))
     programs, copies = started(train_step, new_state(args.layers), x)
     state = train_step.init(lambda: new_state(args.layers))

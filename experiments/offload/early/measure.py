@@ -118,9 +118,11 @@ def measured(case: str, share: float, log: Log, steps: int) -> dict[str, float]:
     tx, scale = CASES[case]
     HostStep._old_share = share
     train_step = jzero.shard_train_step(
-        lambda state, x: step(state, x, tx), stage=3, min_shard_bytes=0,
-        offload=jzero.HostCPU(), offload_params=jzero.PinnedHost(device_bytes=2**18),
-    )  # fmt: skip
+        lambda state, x: step(state, x, tx),
+        stage=3,
+        axes=jzero.Axes(min_shard_bytes=0),
+        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost(device_bytes=2**18)),
+    )
     state, x = train_step.init(lambda: new_state(tx)), jnp.ones((ROWS, WIDTH))
     renewed = steps * sum(x.nbytes for x in jax.tree.leaves(state) if x.size > 1)
     early = undone = 0

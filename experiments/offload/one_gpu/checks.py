@@ -30,6 +30,7 @@ import jzero
 from jzero.offload.memory import _addresses, _pinned_leaf
 from jzero.offload.memory._pinned_leaf import pinned_zeros, view
 from jzero.offload.nvme._direct import DirectFile
+from small import grouped
 
 ON_GPU = jax.devices()[0].platform == "gpu"
 MIB = 2**20 if ON_GPU else 2**14  # Sizes for which a GPU needs time; elsewhere the code is tried.
@@ -219,7 +220,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def started(**options: Any) -> tuple[Any, Any]:
     """A sharded step, and the state that it begins with."""
-    train_step = jzero.shard_train_step(step_fn, **options)
+    train_step = jzero.shard_train_step(step_fn, **grouped(**options))
     train_step.plan(jax.eval_shape(init), BATCHES[0])
     return train_step, train_step.init(init)
 
@@ -367,7 +368,9 @@ def peak() -> str:
         return (optax.apply_updates(w, updates), opt_state), loss
 
     x, window = jnp.ones((512, dim), jnp.bfloat16), jzero.PinnedHost(4 * 2 * dim**2)
-    train_step = jzero.shard_train_step(step_fn, offload=jzero.HostCPU(), offload_params=window)
+    train_step = jzero.shard_train_step(
+        step_fn, memory=jzero.Memory(optimizer=jzero.HostCPU(), params=window)
+    )
     train_step.plan(jax.eval_shape(init), x)
     state = train_step.init(init)
     for _ in range(3):

@@ -26,6 +26,7 @@ from experiments.shared import speed
 from experiments.shared.gpt import make_step
 from jzero._quantities import readable_size
 from model import GPT, TX, of_size
+from small import grouped
 
 POLICIES: dict[str, Any] = {
     "jit": None,  # the same step under jax.jit, its state donated
@@ -65,7 +66,7 @@ def step_of(model: GPT, policy: str) -> Any:
     step = make_step(model.loss, TX)
     if policy == "jit":
         return jax.jit(step, donate_argnums=0)
-    return jzero.shard_train_step(step, **options(model, policy))
+    return jzero.shard_train_step(step, **grouped(**options(model, policy)))
 
 
 def options(model: GPT, policy: str) -> dict[str, Any]:

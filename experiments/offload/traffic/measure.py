@@ -136,7 +136,11 @@ def measured(policy: Any, num_devices: int, counter: Counter) -> dict[str, Any]:
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     # All leaves are sharded, so that bytes can be compared with formulas.
     step = jzero.shard_train_step(
-        train_linen.train_step, stage=3, mesh=mesh, offload=policy, min_shard_bytes=0
+        train_linen.train_step,
+        stage=3,
+        mesh=mesh,
+        memory=policy,
+        axes=jzero.Axes(min_shard_bytes=0),
     )
     batch = np.zeros((8, common.context + 1), np.uint8)
     state = step.init(make_init())
@@ -173,7 +177,7 @@ def said_by(step: Any, state: Any, batch: Any, num_devices: int) -> dict[str, in
 def planned(policy: Any, num_devices: int) -> dict[str, Any]:
     """The large model, on devices that are not there."""
     mesh = AbstractMesh((num_devices,), ("data",))
-    step = jzero.shard_train_step(train_linen.train_step, stage=3, mesh=mesh, offload=policy)
+    step = jzero.shard_train_step(train_linen.train_step, stage=3, mesh=mesh, memory=policy)
     batch = jax.ShapeDtypeStruct((num_devices, common.context + 1), jnp.uint8)
     return {"describe": said_by(step, jax.eval_shape(make_init()), batch, num_devices)}
 

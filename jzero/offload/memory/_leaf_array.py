@@ -48,9 +48,9 @@ class LeafArray(jax.Array):
     - *padded*: the devices do not divide any of its dims, as 50257 rows on 8 devices. JAX has no arrays in
       unequal shards, so such a leaf rests with zeros at the end of one dim.
     - *in codes* of few bits: of `shard_eval_step(..., weight_dtype=jnp.int8)`.
-    - *in host memory*: with `offload=jzero.HostCPU()`. Each process has the parts of its own devices, once:
+    - *in host memory*: with `memory=jzero.HostCPU()`. Each process has the parts of its own devices, once:
       devices that are replicas of each other share one.
-    - *in files*: with `offload=jzero.NVMe(path)`. They are closed when no leaf is left that rests in them.
+    - *in files*: with `memory=jzero.NVMe(path)`. They are closed when no leaf is left that rests in them.
 
     Whoever reads it or computes with it sees a `jax.Array` of its true shape and dtype: `jax.jit`, `jax.grad`
     and all other transformations, operators, functions of `jnp` and `lax`, `x.at`, `device_put`, Flax's and
@@ -68,7 +68,7 @@ class LeafArray(jax.Array):
     ...     grad = jax.grad(lambda w: jnp.mean(batch @ w))(state["w"])
     ...     m = 0.9 * state["m"] + grad
     ...     return {"w": state["w"] - 0.1 * m, "m": m}
-    >>> train_step = jzero.shard_train_step(step_fn, stage=3, offload=jzero.HostCPU())
+    >>> train_step = jzero.shard_train_step(step_fn, stage=3, memory=jzero.HostCPU())
     >>> state = train_step.init(lambda: {"w": jnp.ones((257, 3)), "m": jnp.zeros((257, 3))})
     >>> state = train_step(state, jnp.ones((8, 257)))
     >>> state["w"]

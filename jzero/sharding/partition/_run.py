@@ -201,4 +201,4 @@ def shard_map_error(where: str = "") -> StepError:
         "shard_train_step", f"the step calls jax.shard_map itself{where}",
         "jzero runs the step inside a shard_map of its own, over the same devices.",
         "Write that part for the whole batch, without shard_map; or write the whole step for one device, "
-        "with collectives, and pass axis_name=."))  # fmt: skip
+        "with collectives, and pass axes=jzero.Axes(axis_name=...)."))  # fmt: skip

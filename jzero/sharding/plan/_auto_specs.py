@@ -30,25 +30,6 @@ class AutoPlace(NamedTuple):
     uncut: str = ""
 
 
-def check_specs(who: str, auto_specs: Sequence[tuple[str, Any]]) -> None:
-    """Raises an `OptionError` for what no leaf of any mesh can rest as."""
-    bad = [f"auto_specs[{p!r}] is {s!r}" for p, s in auto_specs if not isinstance(s, P)]
-    if bad:
-        raise OptionError(message(
-            who, bad, "How leaves rest is a PartitionSpec.",
-            "Write {'regular expression': jax.P(None, 'model')}.", things="patterns"))  # fmt: skip
-    for pattern, spec in auto_specs:
-        axes: list[Any] = [axis for entry in spec for axis in _call.spec_axes(entry)]
-        if P.UNCONSTRAINED in axes:
-            raise OptionError(message(
-                who, f"auto_specs[{pattern!r}] is {spec}", "At rest a dim is cut over axes, or it is not.",
-                "Write None in place of UNCONSTRAINED, or the axes."))  # fmt: skip
-        if len(set(axes)) < len(axes):
-            raise OptionError(message(
-                who, f"auto_specs[{pattern!r}] is {spec}", "An axis cuts one dim of a leaf.",
-                "Name each axis once."))  # fmt: skip
-
-
 def places(
     who: str, auto_specs: AutoSpecs, paths: Sequence[str], shapes: Sequence[Sequence[int]],
     sizes: Mapping[str, int], data_axes: Sequence[str],
@@ -110,7 +91,7 @@ def _check_axes(
     if bad:
         raise OptionError(message(
             who, bad, f"{rule}; over data axes ZeRO shards by itself, along another dim.",
-            "Name axes that axis_names leaves out.", things="patterns"))  # fmt: skip
+            "Name axes that Axes(batch=) leaves out.", things="patterns"))  # fmt: skip
 
 
 def _first(auto_specs: AutoSpecs, path: str) -> str | None:

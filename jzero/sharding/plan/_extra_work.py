@@ -145,7 +145,7 @@ def _uneven(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
         if k != microbatches and not any(size % (devices * k) for size in sizes)
     ]  # fmt: skip
     nearest = min(better, key=lambda k: (abs(k - microbatches), -k), default=None)
-    instead = "" if nearest is None else f", or accumulate={nearest}"
+    instead = "" if nearest is None else f", or microbatches={nearest}"
     return (
         UNEVEN,
         listed([*dict.fromkeys(x.leaf for x in rows)], 8),

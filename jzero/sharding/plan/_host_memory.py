@@ -28,11 +28,11 @@ _RULE = (
 def check(options: Options, frame: Frame, waiting: Residuals, mesh: Any) -> None:
     """Refuses loops over stacks on the host where they would be compiled wrong.
 
-    Where layers are programs of their own (`offload_params`), whole arrays move between programs, and no
+    Where layers are programs of their own (`Memory(params=)`), whole arrays move between programs, and no
     slices: but for loops that hold both passes, of microbatches or the step's own.
 
     Raises:
-      OptionError: `offload_activations` asks for them.
+      OptionError: `Memory(activations=)` asks for them.
       StepError: the step's own checkpoint policies do.
     """
     if jax.__version_info__ >= RIGHT_SINCE:
@@ -44,7 +44,7 @@ def check(options: Options, frame: Frame, waiting: Residuals, mesh: Any) -> None
     ]  # fmt: skip
     moves = options.moves_activations and (
         not options.offload.streams
-        or (options.accumulate > 1 and not options.layer_major)
+        or (options.microbatches.num > 1 and not options.by_layer)
         or _inside(frame, waiting)
     )
     if not (own or moves) or platform_of(mesh) not in ("gpu", "cuda"):
@@ -52,7 +52,7 @@ def check(options: Options, frame: Frame, waiting: Residuals, mesh: Any) -> None
     there, edit = f"on GPUs with JAX {jax.__version__}", f"Use JAX {_SINCE} or newer"
     if moves:
         raise OptionError(message(
-            _call.WHO, f"offload_activations={options.offload_activations!r} {there}", _RULE,
+            _call.WHO, f"Memory(activations={options.activations!r}) {there}", _RULE,
             f"{edit}, or drop it."))  # fmt: skip
     raise StepError(message(
         _call.WHO, [f"a loop makes {each} in the host's memory, {there}" for each in own], _RULE,

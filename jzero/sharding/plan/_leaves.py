@@ -314,7 +314,7 @@ def _leaf_plan(
         gradient = Shard(dim, stage_axes.shard_axes)
     if dim is None or not axes:
         wanted = stage_axes.param_axes if role == PARAMETER else axes
-        kept = f"full={stage_axes.full!r}" if dim is not None and wanted else why
+        kept = f"Axes(replicate={stage_axes.full!r})" if dim is not None and wanted else why
         why = kept if wanted else ""
         return LeafPlan(
             *leaf[:4], role, FULL, leaf.parts, why, leaf.automatic, uncut=leaf.uncut,
@@ -336,11 +336,11 @@ def _check_full(stage_axes: StageAxes, plans: Iterable[LeafPlan]) -> None:
     if stage_axes.full is not None and not any(re.search(stage_axes.full, path) for path in paths):
         leaves = first_of([plan.path for plan in plans], 6)
         raise OptionError(message(
-            "shard_train_step", f"full={stage_axes.full!r} matches no parameter",
+            "shard_train_step", f"Axes(replicate={stage_axes.full!r}) matches no parameter",
             "It is a regular expression for the paths of parameters that stay full.",
             f"The parameters are {first_of(paths, 6)}." if paths else
             "There are none: with its batch the step reads no array of floats of its state, which has "
-            f"{leaves}. Drop full."))  # fmt: skip
+            f"{leaves}. Drop replicate."))  # fmt: skip
 
 
 def _role(leaf: StateLeaf, feeds_batch: bool) -> str:

@@ -195,14 +195,14 @@ def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
 
 def _batch_specs(step: FlatStep, setting: Setting) -> BatchSpecs:
     return _call.batch_specs(
-        step.arrays, step.in_specs, setting.axes, setting.options.accumulate
+        step.arrays, step.in_specs, setting.axes, setting.options.microbatches.num
     )  # fmt: skip
 
 
 def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     """The whole batch's step; None if it has collectives of its own."""
     axes, split = _step_axes(setting), _batch_specs(step, setting)
-    parts = split.parts(setting.axes, setting.options.accumulate)
+    parts = split.parts(setting.axes, setting.options.microbatches.num)
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
     avals = [*step.state, *step.array_avals]
     batch = _trace.trace_whole(
@@ -269,10 +269,10 @@ def check_movements(movements: Sequence[Movement], most: int) -> None:
         raise StepError(message(
             _call.WHO, [f"{m} ({m.nbytes} bytes)" for m in bad],
             "An operation that needs the rows of all devices gathers them, and "
-            f"max_gather_bytes={most} is the most of one value that may be whole on every device.",
+            f"Comm(max_gather_bytes={most}) is the most of one value that may be whole on every device.",
             "Write it so that rows stay apart (per row, or by sums over the batch); carry a model that is "
             "only read in the state, and return it unchanged; or permit it with "
-            f"max_gather_bytes={bad[0].nbytes}.", things="operations", shown=8))  # fmt: skip
+            f"Comm(max_gather_bytes={bad[0].nbytes}).", things="operations", shown=8))  # fmt: skip
 
 
 def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
@@ -347,7 +347,7 @@ def _on_one_device(
 ) -> tuple[list[P], list[jax.ShapeDtypeStruct], tuple[bool, ...]]:
     """How arguments are split, shapes of all leaves on one device, and which arguments are keys for all."""
     specs = _call.argument_specs(
-        step.arrays, step.in_specs, setting.batch_axes, setting.options.accumulate
+        step.arrays, step.in_specs, setting.batch_axes, setting.options.microbatches.num
     )
     local = [
         _call.local_aval(aval, spec, setting.batch_axes)

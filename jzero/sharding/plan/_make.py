@@ -98,8 +98,8 @@ def make_plan(
         links, layouts = _laid_out(frame, tables, leaves, setting, rests)
     policy = options.offload
     reduce_codes = options.reduce_codes(setting.axes)
-    if options.gather_dtype is not None or any(reduce_codes.values()):
-        layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.gather_dtype)
+    if options.comm.gather_dtype is not None or any(reduce_codes.values()):
+        layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.comm.gather_dtype)
     resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes)
     # Of what is one device's, or one microbatch's, arguments have so many times the shape.
     times = dict.fromkeys(setting.axes, 1) if is_whole else setting.batch_axes
@@ -116,19 +116,19 @@ def make_plan(
         arguments=local.specs,
         outputs=local.outputs,
         microbatches=Microbatches(
-            options.accumulate, local.row_dims, layer_major=options.layer_major
+            options.microbatches.num, local.row_dims, layer_major=options.by_layer
         ),
         exchange=Exchange(
             options.reduce_once,
             options.reduce_float,
-            options.accumulate_dtype,
+            options.microbatches.dtype,
             options.gather_once,
             options.keep_gathered,
             options.prefetch,
             options.freed_first,
             _loop_bytes(setting) if setting.evaluates else None,
-            options.tile_bytes,
-            options.gather_dtype,
+            options.comm.tile_bytes,
+            options.comm.gather_dtype,
             tuple(reduce_codes.items()),
         ),
         update=update,
@@ -157,7 +157,7 @@ def _laid_out(
         options, automatic = setting.options, setting.automatic
         found = _leaves.plan_as_found(leaves, rests, stage_axes, automatic, frame, links)
         return links, _weights.at_rest(
-            found, rests, frame, options.weight_dtype, options.tile_bytes
+            found, rests, frame, options.weight_dtype, options.comm.tile_bytes
         )
     if setting.options.needs_masters:
         links.link_returned(frame, len(leaves))
@@ -200,7 +200,7 @@ def _loop_bytes(setting: Setting) -> int:
 
     Of parameters that rest on the hosts, half of what may be on a device: with their shards, all of it.
     """
-    if setting.options.gather is not None:
+    if setting.options.comm.gather is not None:
         return sys.maxsize if setting.options.gather_once else 0
     if setting.options.offload.streams:
         return setting.options.offload.streamed_bytes // 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy of `offload=` answers: where optimizer state rests, and how a step then runs."""
+"""What a policy of `memory=` answers: where optimizer state rests, and how a step then runs."""
 
 from __future__ import annotations
 
@@ -91,6 +91,10 @@ class Offload(abc.ABC):
     """
 
     tier: ClassVar[str] = DEVICE
+
+    def __str__(self) -> str:
+        """As it is written."""
+        return f"memory={self!r}"
 
     @property
     def offloads(self) -> bool:

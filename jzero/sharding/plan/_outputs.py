@@ -80,9 +80,9 @@ def check_reduced(
     ]  # fmt: skip
     if any(keys):
         edits.append(
-            "A key that comes back belongs to the state: pass one key, say so by state_argnums=, and draw "
-            "from jzero.fold_device_index(key). Or drop the collectives and axis_name=, and write the step "
-            "for the whole batch."
+            "A key that comes back belongs to the state: pass one key, say so by state=, and draw "
+            "from jzero.fold_device_index(key). Or drop the collectives and Axes(axis_name=), and write the "
+            "step for the whole batch."
         )
     if bad:
         found = [

@@ -60,7 +60,7 @@ class Setting:
     def batch_axes(self) -> dict[str, int]:
         """The data axes as the batch sees them: microbatches are devices in time, of the last axis."""
         last = self.axis_names[-1]
-        return self.axes | {last: self.axes[last] * self.options.accumulate}
+        return self.axes | {last: self.axes[last] * self.options.microbatches.num}
 
     @property
     def step_axes(self) -> dict[str, tuple[str, ...]]:
@@ -70,34 +70,32 @@ class Setting:
         return {name: (name,) for name in self.axis_names}
 
 
-def setting_of(
-    options: Options, mesh: Any, axis_names: tuple[str, ...] | None, axis_name: str | None,
-    evaluates: bool = False,
-) -> Setting:  # fmt: skip
+def setting_of(options: Options, mesh: Any, evaluates: bool = False) -> Setting:
     """The setting of a step on a mesh; None for whatever is current.
 
     Raises:
       MeshError: its axes and their names do not fit.
     """
+    axis_name, batch = options.axes.axis_name, options.axes.batch
     mesh, current, tracing = around(mesh, axis_name)
     if not current.empty and current.shape_tuple != mesh.shape_tuple:
         raise MeshError(message(
             WHO, f"mesh has axes {dict(mesh.shape)}, and jax.set_mesh's has {dict(current.shape)}",
             "JAX runs a program on one mesh.", "Drop mesh=, or call the step outside of "
             "the other mesh's context."))  # fmt: skip
-    names = tuple(mesh.axis_names if axis_names is None else axis_names)
+    names = tuple(mesh.axis_names if batch is None else batch)
     if not names or len(set(names)) < len(names):
         raise MeshError(message(
-            WHO, f"axis_names={names!r}", "ZeRO shards over these axes: one at least, each once.",
-            "Correct axis_names, or drop it for all axes of the mesh."))  # fmt: skip
+            WHO, f"Axes(batch={names!r})", "ZeRO shards over these axes: one at least, each once.",
+            "Correct axes, or drop it for all axes of the mesh."))  # fmt: skip
     unknown = [name for name in names if name not in mesh.axis_names]
     if unknown:
         raise MeshError(message(
-            WHO, f"axis_names has {unknown}, and the mesh has {tuple(mesh.axis_names)}",
-            "ZeRO shards over axes of the mesh.", "Correct axis_names, or drop it."))  # fmt: skip
+            WHO, f"Axes(batch=) has {unknown}, and the mesh has {tuple(mesh.axis_names)}",
+            "ZeRO shards over axes of the mesh.", "Correct axes, or drop it."))  # fmt: skip
     if axis_name is not None and axis_name in names and len(names) > 1:
         raise MeshError(message(
-            WHO, f"axis_name={axis_name!r} is only one of the mesh's axes {names}",
+            WHO, f"Axes(axis_name={axis_name!r}) is only one of the mesh's axes {names}",
             "A step's own axis stands for all data axes together.",
             "Use a name that the mesh does not have, or a mesh with this axis alone."))  # fmt: skip
     return Setting(options, mesh, names, axis_name, tracing, evaluates)
@@ -109,14 +107,6 @@ def check_mesh(mesh: Any) -> None:
         raise MeshError(message(
             WHO, f"mesh is {a_type(mesh)}", "It must be a jax.sharding.Mesh.",
             "Make one with jax.make_mesh((8,), ('data',))."))  # fmt: skip
-
-
-def check_axis_name(axis_name: Any) -> None:
-    """Refuses what is no name of an axis."""
-    if axis_name is not None and not (isinstance(axis_name, str) and axis_name):
-        raise MeshError(message(
-            WHO, f"axis_name={axis_name!r}", "It is the one name by which a step calls the data axis.",
-            "Write axis_name='batch', or name axes of the mesh with axis_names=."))  # fmt: skip
 
 
 def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any, tuple[Hashable, ...]]:

@@ -26,7 +26,7 @@ def spared(
 
     Leaves of one shape, as a parameter and its moments are, are spared together. Leaves that would not have
     to be padded but for loops, of which nothing is known before a step was seen, come last, so that the
-    others are then spared as without them. `min_shard_bytes=0` spares none.
+    others are then spared as without them. `Axes(min_shard_bytes=0)` spares none.
 
     Args:
       stage_axes: the stage on the mesh.

@@ -117,7 +117,7 @@ class StageAxes:
         if dim is None:
             return None, _layout.why_full(leaf.shape, avoid)
         if self.is_small(leaf):
-            return None, f"smaller than min_shard_bytes={self.min_bytes}"
+            return None, f"smaller than Axes(min_shard_bytes={self.min_bytes})"
         if spared and leaf.shape[dim] % num:
             return None, "it would need padding, which would save less than 1 MiB"
         return dim, ""

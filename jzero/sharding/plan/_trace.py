@@ -298,7 +298,7 @@ def _explained(error: ValueError) -> Exception:
         return StepError(message(
             "shard_train_step", f"a layout at {_jaxpr.line_of_error(error)}: {f'{error}'.rstrip('.')}",
             "Constraints of a step name axes of its mesh.",
-            "Pass the mesh that has them by mesh=, with its data axes by axis_names=; or drop what says that "
+            "Pass the mesh that has them by mesh=, with its data axes by axes=; or drop what says that "
             "rows are split: they are."))  # fmt: skip
     if not any(text in f"{error}" for text in _OF_EXPLICIT_AXES):
         return error
@@ -391,8 +391,8 @@ def _traced_in(
         raise StepError(message(
             "shard_train_step", f"the step names an axis that the mesh has not ({error})",
             f"The data axes are {tuple(axes)}; a step with collectives of its own is one device's.",
-            "Pass axis_name=, the name that jax.pmap had; or drop the collectives and write the step for "
-            "the whole batch.")) from error  # fmt: skip
+            "Pass axes=jzero.Axes(axis_name=...), the name that jax.pmap had; or drop the collectives and "
+            "write the step for the whole batch.")) from error  # fmt: skip
 
 
 def _check_refs(jaxpr: Jaxpr) -> None:

@@ -46,7 +46,7 @@ def at_rest(
     coded = [leaf.path for leaf in out if leaf.codes]
     if coded and tile_bytes is not None:
         raise OptionError(message(
-            WHO, f"tile_bytes={tile_bytes}, and {coded[0]} rests in codes",
+            WHO, f"Comm(tile_bytes={tile_bytes}), and {coded[0]} rests in codes",
             "Codes of a matrix are gathered together: a tile has none of its own.",
             "Drop tile_bytes, or weight_dtype."))  # fmt: skip
     return tuple(out)

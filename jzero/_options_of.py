@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Options` of what a user gave: groups, or their short forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jzero._option_groups import axes_of, comm_of, microbatches_of
+from jzero.offload._parameters import policy_of
+from jzero.offload._policy import memory_of
+from jzero.sharding.plan._options import Options
+
+
+def options_of(
+    who: str, stage: Any, microbatches: Any, memory: Any, comm: Any, axes: Any, **more: Any
+) -> Options:
+    """The options that a user gave as groups or in their short forms.
+
+    Raises:
+      OptionError: one cannot be obeyed.
+      MeshError: axes are no names.
+    """
+    where: Any = memory_of(who, memory)  # Its fields are policies now, and no names of them.
+    return Options(
+        stage, microbatches_of(who, microbatches), comm_of(who, comm), axes_of(axes),
+        offload=policy_of(who, where.optimizer, where.params), activations=where.activations, who=who,
+        **more,
+    )  # fmt: skip
