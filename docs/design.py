@@ -153,11 +153,11 @@ BLOCKS: dict[str, Block] = {
         "microbatches",
         "all_gather|reduce_scatter|psum|f32.* add .*jzero|scan .*jzero",
         "deep_step",
-        accumulate=4,
+        microbatches=4,
     ),
-    "host": schedule(offload=jzero.HostCPU()),
+    "host": schedule(memory="host"),
     "all on hosts": schedule(
-        offload=jzero.HostCPU(), offload_params=jzero.PinnedHost(device_bytes=2**20)
+        memory=jzero.Memory(params=jzero.PinnedHost(device_bytes=2**20), optimizer="host")
     ),
 }
 
