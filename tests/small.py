@@ -36,7 +36,7 @@ def _shard_train_step(step_fn: Any = None, **options: Any) -> Any:
     axes = options.get("axes")
     if not isinstance(axes, jzero.Axes):
         axes = jzero.Axes(axes, min_shard_bytes=0)
-    elif axes.min_shard_bytes == jzero.Axes.min_shard_bytes:
+    elif axes.min_shard_bytes is None:
         axes = dataclasses.replace(axes, min_shard_bytes=0)
     return jzero.shard_train_step(step_fn, **options | {"axes": axes})
 
