@@ -153,7 +153,8 @@ def test_collectives_are_those_of_both_axes_and_no_more():
         text = annotated.lower(state, x).compile().as_text()
     tensor = programs.compiled_collectives(str(text))
     found = programs.compiled_collectives(both.lower(state, x).compile().as_text())
-    # 5 leaves; XLA:CPU merges gathers of the two passes in some releases (docs/facts-compilers.md).
+    # 5 leaves; XLA:CPU merges gathers of the two passes in some releases
+    # (docs/facts.md#xlacpu-merges-the-gathers-of-two-passes).
     assert zero["reduce-scatter"] == 5
     assert 5 <= zero["all-gather"] <= 10
     assert found == dict(Counter(zero) + Counter(tensor))

@@ -248,7 +248,7 @@ def test_codes_on_the_wire_need_a_tolerance():
     large = step, lambda: start(128), batches
     text = fails(
         ["assert_same_training: state['large'] travels as codes. Rounded numbers train near to one device",
-         "Drop gather_dtype and reduce_dtype, and every leaf is held", "docs/wire.md"],
+         "Drop gather_dtype and reduce_dtype, and every leaf is held", "docs/guide/precision.md"],
         assert_same_training, *large, **codes, error=jzero.OptionError,
     )  # fmt: skip
     assert "other" not in text

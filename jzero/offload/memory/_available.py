@@ -17,6 +17,7 @@ from jzero._quantities import readable_bytes
 
 ROOT = Path("/")  # of the file system that tells
 POOLED = ("gpu",)  # backends that pin memory out of a pool of bounded size
+# By XLA's sources the pool doubles when it grows, so it may take twice what is asked of it.
 POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 _LESS = (
