@@ -22,7 +22,7 @@ POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 _LESS = (
     "Offload less (HostCPU(ratio=0.5) keeps half of the optimizer state on the devices), shard over more "
-    "hosts, use an optimizer with less state, or keep fewer activations (jax.checkpoint, accumulate)."
+    "hosts, use an optimizer with less state, or keep fewer activations (jax.checkpoint, microbatches)."
 )
 
 
