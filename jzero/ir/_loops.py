@@ -8,9 +8,8 @@ Each operation takes a `Scan` and returns one that computes the same::
     opened       no stacks: a turn reads and writes its place in whole ones
     pipelined    each turn makes ahead what the next one needs, and the last turn stands behind the loop
     sliced       some of its turns
-    interchanged a loop around a loop, the other way round
 
-Of a loop whose turns do more than compute, all but `interchanged` keep the order of what they do.
+Of a loop whose turns do more than compute, all keep the order of what they do.
 """
 
 from __future__ import annotations
@@ -368,88 +367,6 @@ def _making(scan: Scan, ahead: Sequence[Var]) -> tuple[list[Eqn], list[Eqn]]:
 def _check_closed(scan: Scan) -> None:
     consts = _jaxpr.scan_parts(scan.eqn).body_consts
     assert not consts, "a turn's equations are to stand where its constants are not"
-
-
-def interchanged(scan: Scan) -> Scan:
-    """A loop whose turns are one loop, as one of that loop's turns around it: `[outer, inner, ...]` swapped.
-
-    What the outer loop hands on passes the inner one slice by slice: a stack that this takes and makes.
-    """
-    (eqn,) = scan.eqns
-    inner = Scan.of(eqn)
-    assert not _jaxpr.has_side_effects(scan.eqn), "turns would do what they do in another order"
-    _check_closed(scan)
-    consts = {port.inner: port.outer for port in scan.consts}
-    own = {port.row: port.stack for port in scan.xs}
-    handed = {port.before: port for port in scan.carries}
-    without: dict[str, Any] = dict(consts=(), carries=(), xs=(), ys=())
-    around, within = (ScanBuilder(dataclasses.replace(x, **without)) for x in (inner, scan))
-    within.eqns, around.eqns = inner.eqns, ()
-    within.consts += [ConstPort(var, var) for var in inner.body.constvars]
-    num = scan.length
-
-    def is_shared(atom: Atom) -> bool:
-        return _jaxpr.is_literal(atom) or atom in consts
-
-    def outside(atom: Atom) -> Atom:
-        """What stands for what an outer turn has: one for all of them, or a stack."""
-        return atom if _jaxpr.is_literal(atom) else consts[atom] if atom in consts else own[atom]
-
-    for const in inner.consts:
-        mine = around.whole(outside(const.outer))
-        if is_shared(const.outer):
-            within.consts.append(ConstPort(mine, const.inner))
-        else:
-            within.xs.append(SlicePort(mine, const.inner))
-    made = {port.stack: port.row for port in inner.ys}
-    for taken in inner.xs:
-        if not is_shared(taken.stack) and taken.stack in handed:
-            port = handed[taken.stack]
-            row = _jaxpr.new_var(taken.row)
-            around.xs.append(SlicePort(port.init, row))
-            last = _jaxpr.new_var(taken.row)
-            within.carries.append(
-                CarryPort(row, taken.row, made.pop(_jaxpr.variable(port.after)), last)
-            )
-            around.ys.append(StackPort(last, port.out))
-            continue
-        stack = outside(taken.stack)
-        if is_shared(taken.stack):
-            row = _jaxpr.new_var(taken.row)
-            within.consts.append(ConstPort(row, taken.row))
-        else:
-            stack = around.before.swapped(stack)
-            row = _jaxpr.var_like(taken.row.aval, (num, *taken.row.aval.shape))
-            within.xs.append(SlicePort(row, taken.row))
-        around.xs.append(SlicePort(stack, row))
-    outs = {port.row: port.stack for port in scan.ys if not _jaxpr.is_literal(port.row)}
-    results = {*made, *(port.out for port in inner.carries)}
-    assert len(outs) == len(scan.ys), "a stack of literals, or one made twice"
-    assert results.issuperset(outs), "a stack of what the inner loop does not make"
-    assert len(within.carries) == len(handed), "what turns hand on does not pass the inner loop"
-    for carry in inner.carries:
-        init = outside(carry.init)
-        if is_shared(carry.init):
-            out = _jaxpr.var_like(carry.before.aval, (num, *carry.before.aval.shape))
-            init = around.before.broadcast(init, out, tuple(range(1, out.aval.ndim)))
-        mine = _jaxpr.new_var(init)
-        within.xs.append(SlicePort(mine, carry.before))
-        after = _jaxpr.new_var(mine)
-        within.ys.append(StackPort(carry.after, after))
-        out = outs.get(carry.out) or _jaxpr.new_var(mine)
-        around.carries.append(CarryPort(init, mine, after, out))
-    for stack, mine in made.items():
-        if stack in outs:
-            rows = _jaxpr.var_like(mine.aval, (num, *mine.aval.shape))
-            within.ys.append(StackPort(mine, rows))
-            turned = around.stack(rows)
-            around.after.swapped(turned, outs[stack])
-    nested = within.build()
-    around.eqns = tuple(nested.equations())
-    found = around.build()
-    return dataclasses.replace(
-        found, before=(*scan.before, *found.before), after=(*found.after, *scan.after)
-    )
 
 
 def makes_keys(scan: Scan) -> bool:

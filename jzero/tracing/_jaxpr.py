@@ -953,13 +953,6 @@ def inside(eqn: Eqn) -> Iterator[Eqn]:
         yield from walk(open_jaxpr(inner)[0])
 
 
-class Closed(NamedTuple):
-    """A jaxpr with its constants, as `open_jaxpr` takes it apart; of jaxprs that jzero puts together."""
-
-    jaxpr: Jaxpr
-    consts: list[Any]
-
-
 def equation(
     primitive: Primitive, ins: Sequence[Atom], outs: Sequence[Var], source: Eqn, **params: Any
 ) -> Eqn:

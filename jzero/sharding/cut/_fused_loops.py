@@ -79,34 +79,6 @@ def takes_slices(eqn: Eqn, stack: Var) -> bool:
     return stack in variables(stacks) and stack not in variables(others)
 
 
-def whole_readers(jaxpr: Jaxpr, stack: Var) -> list[Eqn]:
-    """What else reads a stack than loops that take slices of it.
-
-    Where equations follow from the stack that treat its turns apart, those that read the last of them, or
-    that make an output.
-    """
-    follow, found, outs = {stack}, [], set(variables(jaxpr.outvars))
-    turns = stack.aval.shape[0]
-    for eqn in jaxpr.eqns:
-        read = follow.intersection(variables(eqn.invars))
-        if all(takes_slices(eqn, v) and v.aval.shape[0] == turns for v in read):
-            continue
-        gives = _over_turns.stacked(eqn, turns) or [False] * len(eqn.invars)
-        pairs = zip(eqn.invars, gives, strict=True)
-        if any(not _jaxpr.is_literal(a) and a in read and not given for a, given in pairs):
-            found.append(eqn)
-        elif outs.intersection(eqn.outvars):
-            found.append(eqn)
-        else:
-            follow.update(eqn.outvars)
-    return found
-
-
-def told(eqns: Iterable[Eqn]) -> str:
-    """`cumsum at step.py:12 (loss), dot_general at ...`, for messages."""
-    return ", ".join(dict.fromkeys(e.primitive.name + _jaxpr.at_line(e) for e in eqns))
-
-
 class _Absorbing:
     """One loop, and what it takes over."""
 
