@@ -92,7 +92,7 @@ def timed(step: Any, state: Any, tokens: Any, seconds: float) -> tuple[Any, dict
 
 def bytes_at_rest(step: Any, state: Any, tokens: Any) -> dict[str, int]:
     """Of each device's part of the state, on the device and on its host."""
-    if not isinstance(step, jzero.ShardedTrainStep):
+    if not isinstance(step, jzero.ShardedStep):
         return {"device": sum(leaf.nbytes for leaf in jax.tree.leaves(state)), "host": 0}
     plan = step.plan(state, tokens)
     tiers = {leaf.tier for leaf in plan.leaves}

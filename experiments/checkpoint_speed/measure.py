@@ -73,7 +73,7 @@ def with_moments(shapes: dict[str, tuple[int, ...]]) -> Any:
 
 
 class Jzero:
-    def __init__(self, directory: Path, train_step: jzero.ShardedTrainStep):
+    def __init__(self, directory: Path, train_step: jzero.ShardedStep):
         self.directory = directory
         self.checkpointer = jzero.Checkpointer(directory, train_step)
         self.checkpointer.latest_step()  # as every training asks before its first step
@@ -95,7 +95,7 @@ class Jzero:
 
 
 class InBucket(Jzero):
-    def __init__(self, directory: Path, train_step: jzero.ShardedTrainStep):
+    def __init__(self, directory: Path, train_step: jzero.ShardedStep):
         self.directory = directory
         self.bucket = Bucket("s3", os.environ["BUCKET"], directory.name)
         self.checkpointer = jzero.Checkpointer(str(self.bucket), train_step)
@@ -107,7 +107,7 @@ class InBucket(Jzero):
 
 
 class Orbax:
-    def __init__(self, directory: Path, train_step: jzero.ShardedTrainStep):
+    def __init__(self, directory: Path, train_step: jzero.ShardedStep):
         self.directory = directory
         self.manager = ocp.CheckpointManager(directory)
 

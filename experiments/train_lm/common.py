@@ -239,7 +239,7 @@ def report(
 def held_out_loss(
     text: np.ndarray,
     apply: Callable,
-    step: jzero.ShardedTrainStep,
+    step: jzero.ShardedStep,
     state: Any,
     args: argparse.Namespace,
 ) -> float:
@@ -252,7 +252,7 @@ def held_out_loss(
 
 
 def sample(
-    text: np.ndarray, apply: Callable, step: jzero.ShardedTrainStep, state: Any, seed: int
+    text: np.ndarray, apply: Callable, step: jzero.ShardedStep, state: Any, seed: int
 ) -> tuple[str, str]:
     """Continues the beginning of `text`, one byte at a time over a sliding window."""
 

@@ -52,13 +52,13 @@ class History(NamedTuple):
 
 
 class Run(NamedTuple):
-    step: jzero.ShardedTrainStep
+    step: jzero.ShardedStep
     state: Any  # after the last step
     history: History
 
 
 def fit(
-    train_step: jzero.ShardedTrainStep,
+    train_step: jzero.ShardedStep,
     init: Callable[[], Any],
     text: np.ndarray,
     args: argparse.Namespace,
@@ -86,13 +86,13 @@ def fit(
         return Run(train_step, state, history)
 
 
-def describe(train_step: jzero.ShardedTrainStep, state: Any, args: argparse.Namespace) -> Any:
+def describe(train_step: jzero.ShardedStep, state: Any, args: argparse.Namespace) -> Any:
     batch = jax.ShapeDtypeStruct((args.batch_size, common.context + 1), np.uint8)
     return train_step.describe(state, batch)
 
 
 def make_meter(
-    train_step: jzero.ShardedTrainStep, state: Any, args: argparse.Namespace
+    train_step: jzero.ShardedStep, state: Any, args: argparse.Namespace
 ) -> speed.Meter:
     batch = jax.ShapeDtypeStruct((args.batch_size, common.context + 1), np.uint8)
     leaves = train_step.plan(state, batch).leaves
@@ -103,7 +103,7 @@ def make_meter(
 
 
 def train(
-    train_step: jzero.ShardedTrainStep,
+    train_step: jzero.ShardedStep,
     state: Any,
     batches: Batches,
     history: History,

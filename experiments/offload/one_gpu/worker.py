@@ -85,7 +85,7 @@ def held(model: GPT, policy: str) -> jzero.Memory:
 
 def crossing(step: Any, *args: Any) -> dict[str, Any]:
     """Bytes that a call copies between device, host and disk, by direction."""
-    if not isinstance(step, (jzero.ShardedTrainStep, jzero.ShardedEvalStep)):
+    if not isinstance(step, jzero.ShardedStep):
         return {}
     found = dict.fromkeys(("to host", "to device", "from disk", "to disk"), 0)
     for x in step.describe(*args).crossings:
@@ -95,7 +95,7 @@ def crossing(step: Any, *args: Any) -> dict[str, Any]:
 
 def at_rest(step: Any, state: Any, tokens: Any) -> dict[str, Any]:
     """Bytes that the plan says rest where."""
-    if not isinstance(step, jzero.ShardedTrainStep):
+    if not (isinstance(step, jzero.ShardedStep) and step.trains):
         return {}
     plan = step.plan(state, tokens)
     tiers = sorted({leaf.tier for leaf in plan.leaves})
@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace, log: Log) -> None:
     if (free := shutil.disk_usage(disk).free) < 1.3 * needs:
         told = f"files take {readable_size(needs)}, the disk has {readable_size(free)}"
         return log("disk", status="left out", told=told)
-    init = step.init if isinstance(step, jzero.ShardedTrainStep) else lambda f: jax.jit(f)()
+    init = step.init if isinstance(step, jzero.ShardedStep) else lambda f: jax.jit(f)()
     state = jax.block_until_ready(init(model.init))
     log("init", after_init=memory())
     runs: list[dict[str, Any]] = []
