@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO for JAX: train steps whose parameters, gradients and optimizer state live in shards."""
 
+import types as _types
 import typing as _typing
 
 # Gradients need no name of jzero's: these are JAX's own, for scripts that were written when they did.
@@ -56,6 +57,17 @@ from jzero.weights._families import LAYOUTS as LAYOUTS
 from jzero.weights._import import import_weights as import_weights
 from jzero.weights._layout import WeightLayout as WeightLayout
 from jzero.weights._layout import WeightRule as WeightRule
+
+
+def __dir__() -> list[str]:
+    """The public names; packages are where they are implemented, but for two that are imported by name."""
+    own = {"testing", "deepspeed", "__version__", "__doc__"}
+    return sorted(
+        name
+        for name, value in globals().items()
+        if name in own or not (name.startswith("_") or isinstance(value, _types.ModuleType))
+    )
+
 
 if not _typing.TYPE_CHECKING:  # To a type checker any name would be there.
 

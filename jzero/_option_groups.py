@@ -224,7 +224,7 @@ class Axes:
     params: str | Sequence[str] | None = None
     optimizer: str | Sequence[str] | None = None
     axis_name: str | None = None
-    auto_specs: Mapping[str, PartitionSpec] | Sequence[tuple[str, PartitionSpec]] | None = None
+    auto_specs: Any = None
     replicate: str | None = None
     min_shard_bytes: int = 1024
 
@@ -281,8 +281,9 @@ def microbatches_of(who: str, given: Any) -> Microbatches:
         return Microbatches(given)
     except OptionError:
         raise OptionError(message(
-            who, f"microbatches={given!r}", "It is how many microbatches each device works through, an int "
-            "from 1, or a jzero.Microbatches.", "Use microbatches=1 to run the batch whole.")) from None  # fmt: skip
+            who, f"microbatches={given!r}",
+            "It is how many microbatches each device works through, an int from 1, or a jzero.Microbatches.",
+            "Use microbatches=1 to run the batch whole.")) from None  # fmt: skip
 
 
 def comm_of(who: str, given: Any) -> Comm:

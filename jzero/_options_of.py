@@ -20,7 +20,7 @@ def options_of(
       OptionError: one cannot be obeyed.
       MeshError: axes are no names.
     """
-    where = memory_of(who, memory)
+    where: Any = memory_of(who, memory)  # Its fields are policies now, and no names of them.
     return Options(
         stage, microbatches_of(who, microbatches), comm_of(who, comm), axes_of(axes),
         offload=policy_of(who, where.optimizer, where.params), activations=where.activations, who=who,

@@ -163,7 +163,7 @@ def _edits(
 
 
 def _new(moved: Mapping[str, _Moved], given: Mapping[str, Any]) -> list[str]:
-    """`microbatches=jzero.Microbatches(4, reduce='once')`: the new line of the old options that were given."""
+    """`microbatches=jzero.Microbatches(4, reduce='once')`: the new line for old options."""
     groups = dict[str, list[str]]()
     for name in moved:
         groups.setdefault(moved[name].option, []).append(name)

@@ -66,7 +66,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         ):
             raise OptionError(message(
                 WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
-                "Pass the function inside, with the axis_name= that pmap had in jzero.Axes."))  # fmt: skip
+                "Pass the function inside, with pmap's axis_name= in axes=jzero.Axes(...)."))  # fmt: skip
         signature = Signature.of(step_fn, static_argnums, static_argnames, in_specs, state)
         programs = Programs(step_fn, signature, options, mesh)
         super().__init__(step_fn, programs)

@@ -63,8 +63,8 @@ def assert_same_training(
     >>> batches = [jax.random.normal(jax.random.key(i), (16, 8)) for i in range(3)]
     >>> assert_same_training(step_fn, lambda: jnp.ones((8, 8)), batches, stage=3)
 
-    A step with collectives of its own (`Axes(axis_name=)`) does not run on one device, and means what its devices
-    do, with keys and statistics of their own: it needs a `reference`. No other step does.
+    A step with collectives of its own (`Axes(axis_name=)`) does not run on one device, and means what its
+    devices do, with keys and statistics of their own: it needs a `reference`. No other step does.
 
     Codes on the wire (`gather_dtype`, `reduce_dtype`) train near to one device, and no tolerance follows from
     their format: an error is a share of what a device sends, of which a sum may cancel most, and an optimizer
@@ -90,8 +90,8 @@ def assert_same_training(
       MismatchError: leaves differ; it names those of the first step in which any does, with index, both
         values, and their distance in units in the last place.
       MeshError: there is one device, and nothing to compare.
-      OptionError: there are no batches, `Axes(axis_name=)` is given without `reference`, or something travels as
-        codes without `tolerance` and `reference`.
+      OptionError: there are no batches, `Axes(axis_name=)` is given without `reference`, or something travels
+        as codes without `tolerance` and `reference`.
     """
     axes = axes_of(options.pop("axes", None))
     if axes.axis_name is not None and reference is None:

@@ -24,7 +24,6 @@ from jax.experimental import multihost_utils
 import jzero
 import small
 from jzero.offload.memory import _filling
-from small import grouped
 
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 NUM_STEPS, PAGE, WIDTH = 3, 4096, 16
@@ -47,7 +46,7 @@ def train_step_on(mesh: Any, folder: pathlib.Path, way: str, resume: bool) -> An
     if params:
         window = jzero.NVMe(folder, host_bytes=2**17, device_bytes=2**14, **own)
         options["offload_params"] = window
-    return small.shard_train_step(step_fn, stage=3, mesh=mesh, **grouped(**options))
+    return small.shard_train_step(step_fn, stage=3, mesh=mesh, **options)
 
 
 def start() -> Any:

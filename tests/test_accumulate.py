@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh
 import jzero
 import programs
 import small
-from small import grouped
 
 MODEL = programs.Model(remat=True)
 STATE = programs.abstract_state(MODEL, optax.sgd(1e-3))
@@ -26,9 +25,7 @@ K = 4
 def elements(stage, mesh=None, state=STATE, **options):
     """`{op: elements per step, in units of Psi}`, scalars aside."""
     mesh = mesh or AbstractMesh((8,), ("data",))
-    train_step = small.shard_train_step(
-        programs.train_step, stage=stage, mesh=mesh, **grouped(**options)
-    )
+    train_step = small.shard_train_step(programs.train_step, stage=stage, mesh=mesh, **options)
     found = train_step.describe(state, TOKENS)
     totals: dict[Any, float] = {}
     for c in found.traffic:
@@ -133,7 +130,7 @@ def test_microbatches_add_up_in_the_dtype_of_the_gradient(axes, scan):
     mesh = AbstractMesh((2, 4), ("node", "local"))
     state = programs.abstract_state(programs.Model(scan=scan, dtype=jnp.bfloat16))
     train_step = small.shard_train_step(
-        programs.train_step, stage=2, mesh=mesh, **grouped(accumulate=K, **axes)
+        programs.train_step, stage=2, mesh=mesh, accumulate=K, **axes
     )
     text = str(train_step.program(state, TOKENS, after="partition"))
     sums = re.findall(r":(\w+)\[\d[\d,]*\] = psum\[axes=\('microbatch',\)", text)
@@ -213,7 +210,7 @@ def test_temporary_memory_is_that_of_one_microbatch():
 def test_accumulators_are_reported():
     def report(stage, **options):
         train_step = small.shard_train_step(
-            programs.train_step, stage=stage, **grouped(accumulate=K, **options)
+            programs.train_step, stage=stage, accumulate=K, **options
         )
         return train_step.describe(STATE, TOKENS)
 
@@ -292,9 +289,9 @@ def test_ragged_microbatches_equal_one_big_batch(written_for, stage, num_devices
     options = dict(stage=stage, mesh=mesh, accumulate=k)
     if written_for == "a device":
         step = masked_step_of_a_device(mean_over_devices)
-        sharded = small.shard_train_step(step, **grouped(axis_name="batch", **options))
+        sharded = small.shard_train_step(step, axis_name="batch", **options)
     else:
-        sharded = small.shard_train_step(masked_step(plain_mean), **grouped(**options))
+        sharded = small.shard_train_step(masked_step(plain_mean), **options)
     state, history = trained(sharded)
     expected_state, expected = trained(jax.jit(masked_step(plain_mean)))
     for got, want in zip(history, expected, strict=True):

@@ -26,7 +26,6 @@ from jzero.sharding.analysis import _residuals
 from jzero.sharding.cut import _layer_parts
 from jzero.sharding.plan import _host_memory
 from jzero.tracing import _jaxpr
-from small import grouped
 
 LAYERS, WIDTH, ROWS, STEPS = 4, 16, 16, 4
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
@@ -114,9 +113,7 @@ def check(scan, recompute, axes=None, **options):
     num = parity.num_devices(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:num])
     step = make_step(scan, recompute)
-    train_step = small.shard_train_step(
-        step, mesh=mesh, in_specs={"key": jax.P()}, **grouped(**options)
-    )
+    train_step = small.shard_train_step(step, mesh=mesh, in_specs={"key": jax.P()}, **options)
     state, losses = train_step.shard(new_state(), *batches()[0]), []
     for batch in batches():
         state, loss = train_step(state, *batch)
@@ -322,7 +319,7 @@ def test_a_stack_that_is_read_whole():
     x, _ = batches()[0]
     expected = jax.device_get(jax.jit(step)(params, x))
     for options in (BOTH, {"offload_activations": jzero.PinnedHost()}):
-        train_step = small.shard_train_step(step, **grouped(**options))
+        train_step = small.shard_train_step(step, **options)
         stack, *_ = train_step.plan(params, x).activations
         assert (stack.shape, stack.turns) == ((LAYERS, ROWS // 8, WIDTH), 1)
         params_there, loss = train_step(train_step.shard(params), x)
@@ -395,7 +392,7 @@ def test_policies_of_the_step_beside_parameters(scan, recompute):
              "transformer_scan_remat", "tied_embeddings", "lstm"]
 )  # fmt: skip
 def test_steps_of_many_kinds_beside_parameters(name):
-    parity.check(name, {"data": 4}, functools.partial(small.shard_train_step, **grouped(**BOTH)))
+    parity.check(name, {"data": 4}, functools.partial(small.shard_train_step, **BOTH))
 
 
 def layered(train_step):
@@ -408,7 +405,7 @@ def test_coming_defaults_keep_what_waits():
     """JAX's own names of values become other equations."""
     with samples.switched_on("jax_remat3"):
         train_step = small.shard_train_step(
-            make_step(True, "blocks"), in_specs={"key": jax.P()}, **grouped(**BOTH)
+            make_step(True, "blocks"), in_specs={"key": jax.P()}, **BOTH
         )
         assert layered(train_step)._cut.waiting
 
@@ -439,7 +436,7 @@ def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little,
     monkeypatch.setattr(Execution, "_fetched", counted_fetch)
     options = BOTH | ({"offload_params": little_room(scan)} if little else {})
     train_step = small.shard_train_step(
-        make_step(scan, recompute), in_specs={"key": jax.P()}, **grouped(**options)
+        make_step(scan, recompute), in_specs={"key": jax.P()}, **options
     )
     state = train_step.shard(new_state(), *batches()[0])
     report = train_step.describe(state, *batches()[0])
@@ -579,7 +576,7 @@ def test_the_policy(policy, text):
     ("recompute", "options", "error", "text"),
     [
         ("blocks", {"offload_activations": jzero.PinnedHost()}, jzero.OptionError,
-         "offload_activations=PinnedHost(device_bytes=1073741824) on GPUs with JAX "),
+         "Memory(activations=PinnedHost(device_bytes=1073741824)) on GPUs with JAX "),
         ("by name", {}, jzero.StepError, "a loop makes float32[4, 16, 16] at "),
     ],
     ids=["the option", "a policy of the step"],
@@ -589,7 +586,7 @@ def test_gpus_of_which_xla_is_wrong(monkeypatch, recompute, options, error, text
     monkeypatch.setattr(_host_memory, "RIGHT_SINCE", (99, 0))
     monkeypatch.setattr(_host_memory, "platform_of", lambda mesh: "gpu")
     step = make_step(True, recompute)
-    train_step = small.shard_train_step(step, in_specs={"key": jax.P()}, **grouped(**options))
+    train_step = small.shard_train_step(step, in_specs={"key": jax.P()}, **options)
     with pytest.raises(error, match=re.escape(text)) as caught:
         train_step.plan(new_state(), *batches()[0])
     assert "Use JAX 0.11.1 or newer" in str(caught.value)
@@ -608,7 +605,7 @@ def test_gpus_of_which_xla_is_wrong_move_whole_arrays(monkeypatch, options, refu
     monkeypatch.setattr(_host_memory, "RIGHT_SINCE", (99, 0))
     monkeypatch.setattr(_host_memory, "platform_of", lambda mesh: "gpu")
     train_step = small.shard_train_step(
-        make_step(True, "blocks"), in_specs={"key": jax.P()}, **grouped(**BOTH, **options)
+        make_step(True, "blocks"), in_specs={"key": jax.P()}, **BOTH, **options
     )
     if not refused:
         assert train_step.plan(new_state(), *batches()[0]).activations

@@ -8,7 +8,6 @@ from jax.experimental import io_callback
 
 import jzero
 import small
-from small import grouped
 
 SGD = optax.sgd(0.1, momentum=0.9)
 
@@ -58,7 +57,7 @@ def test_all_devices_fail_together(options, how):
     alarm = Alarm()
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     train_step = small.shard_train_step(
-        make_step(alarm, how), mesh=mesh, **grouped(min_shard_bytes=0, **options)
+        make_step(alarm, how), mesh=mesh, min_shard_bytes=0, **options
     )
     x = jnp.ones((8, 16))
     state, loss = train_step(train_step.init(new_state), x)

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import small
 import zoo
-from small import grouped
 from zoo.calls import (
     CASES,
     TX,
@@ -51,9 +50,7 @@ def same_training(train_step: Any, reference: Any, *args: Any, num_steps: int = 
 @pytest.mark.parametrize("name", CASES)
 def test_calls_like_jit(name):
     case = CASES[name]
-    train_step = small.shard_train_step(
-        case.step, in_specs=case.in_specs, **grouped(**case.options)
-    )
+    train_step = small.shard_train_step(case.step, in_specs=case.in_specs, **case.options)
     same_training(train_step, jax.jit(case.step, **case.options), *case.args, **case.kwargs)
 
 
@@ -226,7 +223,7 @@ def test_no_leaks(name):
     (batch,) = entry.batches(1)
     state = entry.init()
     with jax.checking_leaks():
-        _, metrics = small.shard_train_step(entry.step, **grouped(**entry.options))(state, *batch)
+        _, metrics = small.shard_train_step(entry.step, **entry.options)(state, *batch)
     assert np.isfinite(metrics["loss"])
 
 
@@ -449,7 +446,7 @@ def test_later_calls_trace_nothing(name):
     """Also with the `step=0` of a fresh TrainState."""
     entry = zoo.get(name)
     step, runs = counting(entry.step)
-    train_step = small.shard_train_step(step, **grouped(**entry.options))
+    train_step = small.shard_train_step(step, **entry.options)
     (batch,) = entry.batches(1)
     state, _ = train_step(entry.init(), *batch)
     first = len(runs)

@@ -8,7 +8,6 @@ from jax.sharding import AxisType, NamedSharding
 
 import jzero
 import small
-from small import grouped
 
 X = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
 
@@ -35,7 +34,7 @@ def test_static_arguments_of_other_types(how):
     def scaled(w, x, n):
         return w + {bool: 3.0, int: 1.0, float: 7.0}[type(n)] * jnp.mean(x)
 
-    train_step = small.shard_train_step(scaled, **grouped(**how))
+    train_step = small.shard_train_step(scaled, **how)
     w = expected = jnp.ones((16, 8))
     for n in (1, True, 1.0, 1, True):
         w = train_step(w, X, n=n) if "static_argnames" in how else train_step(w, X, n)

@@ -76,7 +76,7 @@ def test_the_guide_shows_what_is_printed():
 
 
 def test_one_stage():
-    text = output(*SMALL, "--stage", "2", "--accumulate", "4", "--memory", "32GB")
+    text = output(*SMALL, "--stage", "2", "--microbatches", "4", "--memory", "32GB")
     for part in ("at stage 2 over 64 devices", "optimizer state", "sums 4 microbatches",
                  "reduce-scatter", "30,000,000,000", "fits into 32GB: 14.02B."):  # fmt: skip
         assert part in text
@@ -84,7 +84,7 @@ def test_one_stage():
 
 def test_json_has_the_numbers_of_estimate():
     arguments = ("--mesh", "node=8,local=8", "--stage", "3", "--param-axes", "local")
-    dtypes = ("--accumulate", "2", "--reduce-dtype", "float32")
+    dtypes = ("--microbatches", "2", "--reduce-dtype", "float32")
     found = json.loads(
         output("estimate", "--params", "1T", *arguments, *dtypes, "--memory", "80GB", "--json")
     )
@@ -134,7 +134,9 @@ def test_offload_as_json(flags, policy):
 
 def test_offload_of_all_stages():
     """A column stands for everything on the hosts."""
-    text = output(*SMALL, "--offload", "host", "--delayed", "--accumulate", "2", "--memory", "80GB")
+    text = output(
+        *SMALL, "--offload", "host", "--delayed", "--microbatches", "2", "--memory", "80GB"
+    )
     header, *rows = [row for row in cells(text) if len(row) == 11 or row[0] == "stage"]
     assert header[4:9] == ["renewed parameter", "total", "on its host", "to host", "to device"]
     assert "arriving gradient" not in header
@@ -145,7 +147,7 @@ def test_offload_of_all_stages():
 @pytest.mark.parametrize("width", [100, 80, 50])
 @pytest.mark.parametrize("stage", [(), ("--stage", "3")])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width, stage, monkeypatch):
-    flags = "--offload host --delayed --accumulate 2 --memory 80GB".split()
+    flags = "--offload host --delayed --microbatches 2 --memory 80GB".split()
     arguments = (*SMALL, *flags, *stage)
     whole = output(*arguments)
     monkeypatch.setenv("COLUMNS", str(width))
@@ -190,7 +192,7 @@ def test_tiers_of_one_stage_as_json():
         "65",
         "--width",
         "3072",
-        "--accumulate",
+        "--microbatches",
         "4",
         "--layer-major",
         "--tile-bytes",
@@ -230,8 +232,13 @@ def test_the_time_of_all_stages():
     rates = (*TIMED[:4], "--interconnect", "350GB/s")
     header, *rows = [row for row in cells(output(*SMALL, *rates)) if len(row) in (8, 9)]
     assert header[-2:] == ["step", "compute"]
+    work, speeds = (
+        jzero.Workload(tokens=8000),
+        jzero.Rates(peak="989TFLOP/s", interconnect="350GB/s"),
+    )
     times = [
-        jzero.estimate("7.5B", devices=64, stage=stage, workload=jzero.Workload(tokens=8000), rates=jzero.Rates(peak="989TFLOP/s", interconnect="350GB/s")).time for stage in range(4)
+        jzero.estimate("7.5B", devices=64, stage=stage, workload=work, rates=speeds).time
+        for stage in range(4)
     ]  # fmt: skip
     assert [row[-1] for row in rows] == [f"{time.efficiency:.0%}" for time in times if time]
 
@@ -246,7 +253,7 @@ def test_stages_that_refuse_an_option_are_left_out_and_named():
     text = " ".join(output(*SMALL, "--reduce-dtype", "int8").split())
     found = json.loads(output(*SMALL, "--reduce-dtype", "int8", "--json"))
     assert [row["stage"] for row in found["stages"]] == [1, 2, 3]
-    why = "--stage 0 and --reduce-dtype int8 in blocks of 256. At stage 0 gradients are whole on every"
+    why = "--stage 0 and --reduce-dtype int8 in blocks of 256. At stage 0 gradients are replicated,"
     assert f"Not at stage 0: {why}" in text
     assert found["refused"]["0"].startswith(why)
     found = json.loads(output(*SMALL, "--gather", "keep", "--json"))
@@ -260,7 +267,7 @@ def test_all_stages_beside_a_divided_model():
     assert "data axes: 'data' of size 64; 512 devices in all, 8 for each part of the batch;" in text
 
 
-@pytest.mark.parametrize("flags", [("--accumulate", "2"), ("--offload", "host", "--delayed")])
+@pytest.mark.parametrize("flags", [("--microbatches", "2"), ("--offload", "host", "--delayed")])
 def test_plot(tmp_path, flags):
     file = tmp_path / "out.png"
     output(*SMALL, "--memory", "80GB", *flags, "--plot", str(file))
@@ -376,8 +383,10 @@ def test_a_configuration_that_is_no_file(tmp_path):
     (tmp_path / "config.json").touch()
     done = run("estimate", "--config", str(tmp_path), "--devices", "8")
     said = " ".join(done.stderr.split())
-    assert said.startswith(f"jzero estimate: --config {tmp_path} cannot be read: Is a directory.")
-    assert said.endswith(f"Write --config {tmp_path}/config.json.")
+    assert said.startswith(
+        f"jzero estimate: configuration '{tmp_path}' cannot be read: Is a directory."
+    )
+    assert said.endswith(f"Write '{tmp_path}/config.json'.")
     done = run("estimate", "--config", "hf://meta-llama/Llama-2-7b", "--devices", "8")
     assert "It is a file, and nothing is fetched." in " ".join(done.stderr.split())
 
@@ -399,13 +408,13 @@ def test_a_configuration_that_is_no_file(tmp_path):
          "--device-bytes: '1G' is not a number of bytes such as 80GiB or 80GB"),
         ((*SMALL, "--memory", "80"), "--memory: 80 of what? Write 80GiB, 80GB or 80B See"),
         ((*SMALL, "--stage", "0", "--gather", "keep"),
-         "--stage 0 and --gather keep. Below stage 3 parameters rest whole on every device, and nothing "
+         "--stage 0 and --gather keep. Below stage 3 parameters are replicated, and nothing "
          "is gathered. Drop --gather, or use --stage 3."),
-        ((*SMALL, "--accumulate-dtype", "float32"),
-         "--accumulate-dtype without --accumulate. It is the dtype in which the gradients of microbatches "
-         "are summed up. Drop it, or say how many microbatches with --accumulate k."),
+        ((*SMALL, "--accumulator-dtype", "float32"),
+         "--accumulator-dtype float32 and --microbatches 1. It is about several microbatches. Drop it, or "
+         "say how many: --microbatches 4."),
         ((*SMALL, "--reduce-dtype", "int32"),
-         "--reduce-dtype int32. Gradients are floating point numbers. Codes are int8, int4 or a "
+         "--reduce-dtype int32. Gradients are floating point numbers. Quantized: int8, int4 or a "
          "jzero.Blocks. Use float32 or bfloat16, or drop it."),
         ((*SMALL, "--param-bytes", "-1"), "--param-bytes -1.0 is not a number of bytes."),
         ((*SMALL, "--stage", "3", "--param-axes", "a,b"), "--param-axes has ['a', 'b'], and the data axes"),
@@ -418,16 +427,16 @@ def test_a_configuration_that_is_no_file(tmp_path):
         ((*SMALL, "--offload-params", "2GiB", "--stage", "2"),
          "--offload-params 2147483648B, and parameters rest whole on every device. Each device fetches its "
          "own shard of the parameters, and gathers. Use --stage 3, or drop --offload-params."),
-        ((*SMALL, *INFINITY, "--delayed"), "--offload host --delayed, and --offload-params 2147483648B. The "
+        ((*SMALL, *INFINITY, "--delayed"), "--offload host --delayed and --offload-params 2147483648B. The "
          "host updates all"),
-        ((*SMALL, "--layer-major", "--accumulate", "2"),
+        ((*SMALL, "--layer-major", "--microbatches", "2"),
          "--layer-major without --offload-params. It is for layers that come from the host one after the "
          "other. Drop it, or use --offload-params 2GiB."),
-        ((*SMALL, "--layers", "8"), "--layers 8 without --offload-activations. What a loop keeps on the host "
+        ((*SMALL, "--layers", "8"), "--layers 8 without --offload-activations. What a loop saves on the host "
          "for its backward loop goes by that. Drop --layers, or use --offload-activations."),
         ((*SMALL, "--offload-activations", "--no-recompute"), "--offload-activations and --no-recompute. "),
         ((*SMALL, "--pcie", "55GB/s"), "--pcie 55GB/s without --peak and without --tokens. The time of a"),
-        ((*SMALL, *TIMED), "--pcie 55GB/s, and nothing moves at such a rate. pcie is for offload,"),
+        ((*SMALL, *TIMED), "--pcie 55GB/s, and nothing moves at such a rate. pcie is for state in other"),
         ((*SMALL, "--pcie", "55Gb/s"), "--pcie: '55Gb/s' is not a number of bytes per second such as 55GB/s"),
         ((*SMALL, "--peak", "989T"), "--peak: '989T' is not a number such as 989TFLOP/s"),
         ((*SMALL, "--tokens", "1.5"), "--tokens: '1.5' is not a whole number such as 8192 or 8K"),

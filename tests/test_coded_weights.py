@@ -377,7 +377,10 @@ def test_what_cannot_be_obeyed_is_refused():
     eval_step = make(weight_dtype=jnp.int8)
     coded = eval_step.shard(w, x)
     calls = [
-        ("weight_dtype=.*float32.*It is a format of codes", lambda: make(weight_dtype=jnp.float32)),
+        (
+            "weight_dtype=.*float32.*It is a quantized format",
+            lambda: make(weight_dtype=jnp.float32),
+        ),
         (
             "from_rows: 2 leaves of rows, and a state of 1",
             lambda: eval_step.from_rows([coded.storage, x], w, x),

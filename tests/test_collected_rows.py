@@ -15,7 +15,6 @@ import jzero
 import small
 from jzero.ir import _products
 from jzero.ir._regions import Region
-from small import grouped
 
 ROWS, FEATURES, WIDTH, EMBED = 96, 12, 24, 16
 
@@ -150,7 +149,7 @@ def trained(name, make, rows=ROWS, donates=True):
 
 def check(name, num_devices, k, rows=ROWS, **options):
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    make = functools.partial(small.shard_train_step, mesh=mesh, **grouped(accumulate=k, **options))
+    make = functools.partial(small.shard_train_step, mesh=mesh, accumulate=k, **options)
     expected, actual = trained(name, jax.jit, rows), trained(name, make, rows)
     for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         assert want.dtype == got.dtype
@@ -303,7 +302,7 @@ def wide_step(width):
 
 
 def described(step, state, rows=256, **options):
-    sharded = small.shard_train_step(step, **grouped(**options))
+    sharded = small.shard_train_step(step, **options)
     args = [jax.ShapeDtypeStruct((rows, FEATURES), jnp.float32)] * 2
     return sharded, sharded.describe(state, *args), args
 

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 
 import jzero
 import small
-from small import grouped
 from test_offload import BATCH, SHAPES, make_step, new_state, on, parts_of, types
 
 ROOM = 2**20
@@ -215,7 +214,7 @@ def test_pieces_that_read_one_gradient_stay_apart():
 def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
     """In the grad part; turns gather nothing but new parameters. And the same training."""
     step_fn, mesh = make_step(tx), jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    plain = small.shard_train_step(step_fn, mesh=mesh, **grouped(**options))
+    plain = small.shard_train_step(step_fn, mesh=mesh, **options)
     offloaded = on(4, ROOM, tx, **options)
     state, wanted = new_state(tx, dtype), new_state(tx, dtype)
     traffic = offloaded.describe(state, BATCH).traffic

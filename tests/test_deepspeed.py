@@ -14,7 +14,9 @@ import optax
 import pytest
 
 import jzero
+from jzero._option_groups import microbatches_of
 from jzero.deepspeed import _table
+from jzero.offload._policy import memory_of
 from small import grouped
 from test_cli import run
 
@@ -132,11 +134,21 @@ def keys_of(config: Mapping[str, Any], section: str = "") -> list[str]:
     return found
 
 
+def in_groups(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with no short forms."""
+    found = dict(options)
+    if "microbatches" in found:
+        found["microbatches"] = microbatches_of("", found["microbatches"])
+    if "memory" in found:
+        found["memory"] = memory_of("", found["memory"])
+    return found
+
+
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_configuration_is_translated(name: str):
     found = jzero.from_deepspeed(CONFIGS / f"{name}.json", devices=8)
     options, chain = TRANSLATED[name]
-    assert dict(found.options) == options
+    assert in_groups(found.options) == grouped(**options)
     assert assigned(found.python(), "tx") == chain
     assert (found.optimizer is None) == ("make_optimizer" in chain)
     assert (found.schedule is None) == ('"scheduler"' not in (CONFIGS / f"{name}.json").read_text())
@@ -225,11 +237,11 @@ def test_program_is_the_translation(name: str, monkeypatch: pytest.MonkeyPatch):
 def test_sizes_and_mesh():
     found = translated({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3})
     assert found.batch_size == 48
-    assert found.options["accumulate"] == 3
+    assert found.options["microbatches"] == 3
     assert translated({"train_micro_batch_size_per_gpu": 2}, None).batch_size is None
     found = translated({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4})
-    assert found.options["accumulate"] == 2
-    assert "accumulate=2" in found.notes["gradient_accumulation_steps"]
+    assert found.options["microbatches"] == 2
+    assert "microbatches=2" in found.notes["gradient_accumulation_steps"]
     found = translated({**SMALL, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}})
     assert found.mesh_axes == {"node": 2, "local": 4}
     assert (
@@ -253,7 +265,7 @@ def test_the_example_of_the_page_is_translated():
     text = (DOCS / "from-deepspeed.md").read_text()
     config = json.loads(text.partition("```json")[2].partition("```")[0])
     found = translated(config, 64)
-    assert dict(found.options) == {"stage": 3, "accumulate": 2, "offload": HOST}
+    assert dict(found.options) == {"stage": 3, "microbatches": 2, "memory": HOST}
 
 
 def test_null_is_as_if_missing():
@@ -280,7 +292,7 @@ CHEAP = "Stage 1 communicates the same, and divides optimizer state by the devic
          PREFETCH, "Not set: prefetch_bytes is 256 MiB by default."),
         ({ZERO: {"stage": 2, "stage3_prefetch_bucket_size": 10}}, PREFETCH, "Without effect at stage 2"),
         ({ZERO: {"stage": 3, "stage3_prefetch_bucket_size": 10}},
-         PREFETCH, "prefetch_bytes=40: so many elements of 4"),
+         PREFETCH, "prefetch_bytes=40): so many elements of 4"),
         ({ZERO: {"stage": 3, "prefetch_bucket_size": 10}}, PREFETCH, "prefetch_bytes=40"),
         *(({ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0}}},
            f"{OFFLOADED}.{key}", "Without effect: a ratio of 0 offloads nothing.")
@@ -542,7 +554,7 @@ def test_a_translated_step_trains():
 
     w, x = jnp.ones((64, 32), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
     whole, _ = jax.jit(step)((w, tx.init(w)), x)
-    train_step = jzero.shard_train_step(step, mesh=mesh, **grouped(**found.options))
+    train_step = jzero.shard_train_step(step, mesh=mesh, **found.options)
     state, _ = train_step((w, tx.init(w)), x)
     assert state[0].sharding.spec in (jax.P("local"), jax.P("local", None))
     ours = train_step.unshard(state)[0]
@@ -556,7 +568,8 @@ def test_no_gradient_travels_or_adds_up_in_float16(half: str):
         **SMALL, half: {"enabled": True}, "gradient_accumulation_steps": 2, "communication_data_type": "fp16",
         "data_types": {"grad_accum_dtype": "FP16"},
     })  # fmt: skip
-    assert found.options["reduce_dtype"] == found.options["accumulate_dtype"] == jnp.bfloat16
+    assert found.options["comm"].reduce_dtype == jnp.bfloat16
+    assert found.options["microbatches"].dtype == jnp.bfloat16
     for key in ("communication_data_type", "data_types.grad_accum_dtype"):
         assert "bfloat16 in place of float16: without a loss scale" in found.notes[key]
     said = "The loss that the step returns is added up in it, too"

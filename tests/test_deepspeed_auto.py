@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 import jzero
+from small import grouped
 from test_cli import run
-from test_deepspeed import CONFIGS, HOST, PINNED, SMALL, assigned, executed, filled_in, refused
+from test_deepspeed import (
+    CONFIGS,
+    HOST,
+    PINNED,
+    SMALL,
+    assigned,
+    executed,
+    filled_in,
+    in_groups,
+    refused,
+)
 
 FILES = json.loads((CONFIGS.parent / "deepspeed_public.json").read_text())
 CLIP = "optax.clip_by_global_norm(1.0)"
@@ -94,7 +105,7 @@ def test_there_are_30_and_8():
 def test_public_configuration_is_translated(name: str, monkeypatch: pytest.MonkeyPatch):
     found = of(name)
     options, chain = TRANSLATED[name]
-    assert dict(found.options) == options
+    assert in_groups(found.options) == grouped(**options)
     program = found.python()
     assert assigned(program, "tx") == chain
     config = FILES[name]["config"]
@@ -163,7 +174,7 @@ def test_what_follows_needs_no_value():
         "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "fp16": {"enabled": "auto"},
         "scheduler": {"type": "WarmupDecayLR", "params": params},
     }, devices=8, auto={"warmup_steps": 0, "warmup_ratio": 0.1})  # fmt: skip
-    assert found.options["accumulate"] == 2
+    assert found.options["microbatches"] == 2
     schedule = assigned(found.python(), "schedule")
     assert "warmup_min_lr=0, warmup_max_lr=0.1, warmup_num_steps=5" in schedule
     assert found.notes["fp16.enabled"].startswith(
@@ -172,14 +183,14 @@ def test_what_follows_needs_no_value():
     found = jzero.from_deepspeed({
         "train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2
     })  # fmt: skip
-    assert (found.batch_size, found.options["accumulate"]) == (64, 2)
+    assert (found.batch_size, found.options["microbatches"]) == (64, 2)
 
 
 def test_hidden_size_says_how_much_is_fetched_ahead():
     zero = {"stage": 3, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": 7}
     config = {"train_batch_size": 8, "zero_optimization": zero}
     found = jzero.from_deepspeed(config, devices=8, auto={"hidden_size": 100})
-    assert found.options["prefetch_bytes"] == 9000 * 4
+    assert found.options["comm"].prefetch_bytes == 9000 * 4
 
 
 def test_comments_are_no_keys():

@@ -262,7 +262,7 @@ def test_estimates_as_dict_and_text():
         found = jzero.estimate(
             "1T",
             **grouped(
-                mesh={"a_node_with_a_long_name": 64, "local": 8}, param_axes="local", **options
+                devices={"a_node_with_a_long_name": 64, "local": 8}, param_axes="local", **options
             ),
         )
         rows, text = found.to_dict(), str(found)

@@ -20,7 +20,6 @@ from jzero.segments._partitioned import Partitioned
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.partition._movement import is_of_rows
 from partitioned import worst
-from small import grouped
 from test_partition_costs import flops
 from token_steps import STEPS, TRANSFORMERS
 
@@ -60,9 +59,7 @@ def sharded(name: str, mesh: str, is_abstract: bool = False, **options: Any) -> 
         on = jax.make_mesh(
             sizes, names, axis_types=kinds, devices=jax.devices()[: math.prod(sizes)]
         )  # fmt: skip
-    return small.shard_train_step(
-        step, mesh=on, in_specs={1: specs_on(mesh, specs)}, **grouped(**options)
-    )
+    return small.shard_train_step(step, mesh=on, in_specs={1: specs_on(mesh, specs)}, **options)
 
 
 def trained(step: Any, state: Any, batch: Any) -> tuple[Any, list[Any]]:

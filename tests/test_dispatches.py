@@ -14,7 +14,6 @@ from jzero.offload.execute import _stream
 from jzero.preflight import _dispatches, _examined
 from jzero.preflight._dispatches import ProgramMemory
 from jzero.segments import _programs
-from small import grouped
 
 BATCH = jax.ShapeDtypeStruct((params.ROWS, params.WIDTH), jnp.float32)
 AUTO = (jax.sharding.AxisType.Auto,)
@@ -40,9 +39,7 @@ def mesh_of(num):
 
 
 def dispatches(scan, name, num=8, layers=LAYERS):
-    train_step = small.shard_train_step(
-        params.make_step(scan, params.CLIPPED), **grouped(**OFFLOAD[name])
-    )
+    train_step = small.shard_train_step(params.make_step(scan, params.CLIPPED), **OFFLOAD[name])
     state = jax.eval_shape(lambda: params.new_state(scan, layers, params.CLIPPED))
     return started_by(train_step, state, num)
 
@@ -129,7 +126,7 @@ def measured(scan, name):
         stream(map(looked_at, visits), *limits)
 
     train_step = small.shard_train_step(
-        params.make_step(scan, params.CLIPPED), mesh=mesh_of(1), **grouped(**OFFLOAD[name])
+        params.make_step(scan, params.CLIPPED), mesh=mesh_of(1), **OFFLOAD[name]
     )
     state = train_step.init(lambda: params.new_state(scan, LAYERS, params.CLIPPED))
     batch = params.batch(0)

@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import io_callback
 
 import small
-from small import grouped
 
 ROWS, DIM = 16, 4
 CALLS: list[tuple[str, list[np.ndarray]]] = []
@@ -267,7 +266,7 @@ def test_passes_keep_the_order(options):
     """Layers are pipelined: the last one stands behind the loop."""
     ws, x = np.random.default_rng(0).normal(size=(3, DIM, DIM)), drawn()[1]
     mesh = jax.make_mesh((8,), ("data",))
-    step = small.shard_train_step(in_stacked_layers, mesh=mesh, **grouped(**options))
+    step = small.shard_train_step(in_stacked_layers, mesh=mesh, **options)
     found, told = trained(step, ws, x)
     expected, calls = trained(jax.jit(in_stacked_layers), ws, x)
     tolerance = 1e-5 if "reduce_dtype" in options else 1e-9

@@ -56,12 +56,10 @@ def by_op(traffic):
 def test_a_real_step_is_as_estimated(stage, axes, options):
     """Adam on float32 parameters: bytes at rest, traffic to the element, and the accumulator."""
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    train_step = small.shard_train_step(
-        programs.train_step, stage=stage, mesh=mesh, **grouped(**options)
-    )
+    train_step = small.shard_train_step(programs.train_step, stage=stage, mesh=mesh, **options)
     found = train_step.describe(STATE, TOKENS)
     expected = jzero.estimate(
-        PSI, stage=stage, precision="float32", **grouped(mesh=mesh, **options)
+        PSI, stage=stage, precision="float32", devices=mesh, **grouped(**options)
     )
     assert by_op(found.traffic) == by_op(expected.traffic)
     resting = {row.role: row.per_device for row in found.memory}
@@ -147,7 +145,7 @@ def test_bytes_of_one_gpt2():
         {"stage": 1, "devices": 7},
         {"stage": 2, "devices": 64, "optimizer": "adafactor"},
         {"stage": 3, "devices": 3, "accumulate": 2, "gather": "keep"},
-        {"stage": 3, "mesh": NODES, "param_axes": "local", "optimizer_bytes": 0.3},
+        {"stage": 3, "devices": NODES, "param_axes": "local", "optimizer_bytes": 0.3},
     ],
     ids=str,
 )
@@ -284,31 +282,29 @@ def test_model_parallelism_divides_what_hosts_have(options):
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ({"num_params": "7.5X"}, ["estimate: num_params='7.5X' is not a whole number from 1", "'7.5B'"]),
-        ({"devices": 0}, ["devices=0 is not an int from 1"]),
-        ({"devices": None}, ["devices=None is not an int from 1"]),
+        ({"model": "7.5X"}, ["estimate: model='7.5X' is not a whole number from 1", "'7.5B'"]),
+        ({"devices": 0}, ["devices=0 is no int from 1"]),
+        ({"devices": None}, ["devices=None is no int from 1"]),
         ({"model_parallel": 0}, ["model_parallel=0 is not an int from 1"]),
-        ({"mesh": {"data": 8}}, ["devices=8 and mesh={'data': 8}, of which one is enough"]),
-        ({"devices": None, "mesh": {"data": 0}}, ["mesh={'data': 0} does not map names of axes"]),
-        ({"devices": None, "mesh": 8}, ["mesh=8 does not map names of axes"]),
+        ({"devices": {"data": 0}}, ["devices={'data': 0} is no int from 1, and does not map names of axes"]),
         ({"optimizer": "adamm"}, ["optimizer='adamm' is not one of 'sgd', 'momentum', 'adam'"]),
         ({"optimizer": ["adam"]}, ["optimizer=['adam'] is not one of"]),
         ({"precision": 16}, ["precision=16 is not one of 'mixed', 'float32'"]),
-        ({"param_bytes": 0}, ["param_bytes=0 is not a number of bytes"]),
-        ({"optimizer_bytes": -1}, ["optimizer_bytes=-1 is not a number"]),
-        ({"gradient_bytes": float("nan")}, ["gradient_bytes=nan is not a number"]),
-        ({"num_params": 0, "devices": 1.5, "optimizer": "x"},
-         ["estimate: 3 arguments fail:\n  - num_params=0", "- devices=1.5", "- optimizer='x'"]),
+        ({"param_bytes": 0}, ["BytesPerParam: params=0 is not a number of bytes"]),
+        ({"optimizer_bytes": -1}, ["BytesPerParam: optimizer=-1 is not a number"]),
+        ({"gradient_bytes": float("nan")}, ["BytesPerParam: gradients=nan is not a number"]),
+        ({"model": 0, "devices": 1.5, "optimizer": "x"},
+         ["estimate: 3 arguments fail:\n  - model=0", "- devices=1.5", "- optimizer='x'"]),
         ({"stage": 4}, ["estimate: stage=4. Stages are 0, 1, 2 and 3."]),
-        ({"stage": 2, "gather": "keep"}, ["estimate: stage=2 and gather='keep'. Below stage 3"]),
-        ({"stage": 1, "accumulate": 2, "reduce": "each"}, ["estimate: stage=1 and reduce='each'."]),
-        ({"param_axes": "local"}, ["estimate: param_axes has ['local'], and the data axes are ('data',)"]),
+        ({"stage": 2, "gather": "keep"}, ["estimate: stage=2 and Comm(gather='keep'). Below stage 3"]),
+        ({"stage": 1, "accumulate": 2, "reduce": "each"}, ["stage=1 and Microbatches(reduce='each')."]),
+        ({"param_axes": "local"}, ["estimate: Axes(params=) has ['local'], and the data axes are ('data',)"]),
     ],
     ids=str,
 )  # fmt: skip
 def test_numbers_that_cannot_be(args, text):
-    with pytest.raises(ValueError, match="estimate: ") as caught:
-        jzero.estimate(**grouped(**{"num_params": "7.5B", "devices": 8, **args}))
+    with pytest.raises(ValueError, match=": ") as caught:
+        jzero.estimate(**grouped(**{"model": "7.5B", "devices": 8, **args}))
     assert isinstance(caught.value, jzero.JzeroError)
     for part in text:
         assert part in str(caught.value)

@@ -32,9 +32,7 @@ KEPT: dict[str, Any] = {
 
 
 def estimate(**options: Any) -> jzero.Estimate:
-    defaults: dict[str, Any] = {"offload": jzero.HostCPU(), "offload_params": PARAMS}
-    if "mesh" not in options:
-        defaults["devices"] = 8
+    defaults = {"offload": jzero.HostCPU(), "offload_params": PARAMS, "devices": 8}
     return jzero.estimate(PSI, **grouped(**defaults | options))
 
 
@@ -79,7 +77,7 @@ UP, DOWN = "to device", "to host"
          {(UP, "parameter"): 2 * 2, (UP, "gradient"): 2, (DOWN, "gradient"): 2, (DOWN, "parameter"): 2}),
         ({"devices": 1}, {(UP, "parameter"): 8 * 2 * 2, (DOWN, "gradient"): 8 * 2}),
         # Replicas: each node's devices have all of it.
-        ({"mesh": NODES, "param_axes": "local", "optimizer_axes": "local"},
+        ({"devices": NODES, "param_axes": "local", "optimizer_axes": "local"},
          {(UP, "parameter"): 2 * 2 * 2, (DOWN, "gradient"): 2 * 2}),
         # On one device nothing is sharded.
         ({"devices": 1, "stage": 0}, {(UP, "parameter"): 8 * 2 * 2, (DOWN, "gradient"): 8 * 2}),
@@ -88,7 +86,7 @@ UP, DOWN = "to device", "to host"
 )  # fmt: skip
 def test_what_crosses(options, expected):
     """Bytes for each parameter of an eighth."""
-    found = by_way(estimate(**grouped(**options)).crossings)
+    found = by_way(estimate(**options).crossings)
     assert found == {key: size * PSI // 8 for key, size in expected.items()}
 
 
@@ -108,12 +106,12 @@ def test_activations_cross_twice(offload, accumulate):
 
 
 def test_layer_major_keeps_the_activations_of_all_microbatches():
-    found = estimate(**grouped(accumulate=4, layer_major=True, **KEPT))
+    found = estimate(accumulate=4, layer_major=True, **KEPT)
     assert rows(found)["activation"] == (0, 2 * 4096 * 24 * 2048, False)
 
 
 def test_layer_major_gathers_and_reduces_once():
-    plain, each, once = (estimate(**grouped(**options)) for options in (
+    plain, each, once = (estimate(**options) for options in (
         {}, {"accumulate": 4}, {"accumulate": 4, "layer_major": True}))  # fmt: skip
     assert once.traffic == plain.traffic
     assert each.elements("all-gather") == 4 * once.elements("all-gather") == 8 * PSI
@@ -176,7 +174,7 @@ def test_the_host_bounds_the_largest_model():
 def test_the_arithmetic_of_pinned_parameters():
     """Over 55 GB/s and at 989 TFLOP/s: 2 bytes hide behind 2 operations, in the backward pass behind 6."""
     for num in (1, 8, 64):
-        found = time_of(estimate(devices=num, **grouped(**RATES)))
+        found = time_of(estimate(devices=num, **RATES))
         whole = 989e12 / 55e9
         assert found.hides_from == {
             "forward pass": math.ceil(whole / num),
@@ -184,7 +182,7 @@ def test_the_arithmetic_of_pinned_parameters():
         }
         # Of a whole step 4 bytes come, and 8 operations run: about 9000 tokens over the devices.
         assert 4 / 8 * whole == pytest.approx(8991, abs=1)
-    plain = time_of(estimate(**grouped(recompute=False, **RATES)))
+    plain = time_of(estimate(recompute=False, **RATES))
     assert plain.hides_from["backward pass"] == math.ceil(989e12 / 55e9 / 2 / 8)
 
 
@@ -196,10 +194,10 @@ def test_the_arithmetic_of_pinned_parameters():
 )  # fmt: skip
 def test_what_hides_from_so_many_tokens_does_and_from_fewer_does_not(options):
     def exposed(name, tokens):
-        parts = time_of(estimate(**grouped(**{**RATES, **options, "tokens": tokens}))).parts
+        parts = time_of(estimate(**{**RATES, **options, "tokens": tokens})).parts
         return next(part.exposed for part in parts if part.name == name)
 
-    for name, least in time_of(estimate(**grouped(**RATES | options))).hides_from.items():
+    for name, least in time_of(estimate(**RATES | options)).hides_from.items():
         assert least is not None
         assert least > 1
         assert exposed(name, least) == 0
@@ -216,7 +214,7 @@ def test_what_grows_with_the_tokens_never_hides_behind_a_thin_layer():
 
 def test_what_grows_with_the_tokens_hides_behind_a_wide_layer():
     kept = {**KEPT, "offload": jzero.NoOffload(), "offload_params": jzero.NoOffload()}
-    found = time_of(estimate(**grouped(**RATES | kept)))
+    found = time_of(estimate(**RATES | kept))
     assert found.hides_from == {"forward pass": 0, "backward pass": 0}
     assert "forward pass hides all that it moves, with any number of tokens." in " ".join(
         str(found).split()
@@ -227,15 +225,15 @@ def test_what_grows_with_the_tokens_hides_behind_a_wide_layer():
     "options",
     [{}, {"offload_params": jzero.NoOffload()}, {"offload": jzero.PinnedHost(), "accumulate": 2}, KEPT,
      {"offload": jzero.PinnedHost(), "offload_params": jzero.NoOffload(), "stage": 1},
-     {"mesh": NODES, "param_axes": "local", "optimizer_axes": "local"},
-     {"mesh": NODES, "param_axes": "local", "offload_params": jzero.NoOffload()},
+     {"devices": NODES, "param_axes": "local", "optimizer_axes": "local"},
+     {"devices": NODES, "param_axes": "local", "offload_params": jzero.NoOffload()},
      {"offload_params": jzero.NoOffload(), "gather": "keep", "accumulate": 2}],
     ids=str,
 )  # fmt: skip
 def test_every_byte_has_its_time(options):
     """Over all parts, what crosses and what devices exchange."""
     rates = {**RATES, "interconnect": "350GB/s"}
-    found = estimate(**grouped(**rates | options))
+    found = estimate(**rates | options)
     seconds: dict[str, float] = {}
     for part in time_of(found).parts:
         for way, time in part.ways.items():
@@ -245,7 +243,7 @@ def test_every_byte_has_its_time(options):
         assert seconds.get(way, 0) == pytest.approx(nbytes / 55e9)
     moved = sum(c.nbytes * (1 + (c.op == "all-reduce")) for c in found.traffic)
     assert seconds["between devices"] == pytest.approx(moved / 350e9)
-    assert time_of(found).compute == pytest.approx(8 * PSI * (found.tiers.tokens or 0) / 989e12)
+    assert time_of(found).compute == pytest.approx(8 * PSI * (found.workload.tokens or 0) / 989e12)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +264,7 @@ def test_every_byte_has_its_time(options):
     ids=lambda given: str({k: sorted(v) if isinstance(v, set) else v for k, v in given.items()}),
 )  # fmt: skip
 def test_what_crosses_in_which_part(options, expected):
-    found = time_of(estimate(**grouped(**RATES | options)))
+    found = time_of(estimate(**RATES | options))
     assert {part.name: set(part.ways) for part in found.parts} == expected
 
 
@@ -298,7 +296,11 @@ def test_an_all_reduce_is_two_passes():
 
 
 def test_sums_over_replicas_that_travel_as_codes_are_part_of_the_backward_pass():
-    axes: Any = {"mesh": {"node": 2, "local": 4}, "param_axes": "local", "optimizer_axes": "local"}
+    axes: Any = {
+        "devices": {"node": 2, "local": 4},
+        "param_axes": "local",
+        "optimizer_axes": "local",
+    }
     rates: Any = {"tokens": 1, "peak": 10**12, "interconnect": 10**9}
     found = time_of(
         jzero.estimate(PSI, **grouped(reduce_dtype={"node": jnp.int8}, **axes, **rates))
@@ -309,7 +311,7 @@ def test_sums_over_replicas_that_travel_as_codes_are_part_of_the_backward_pass()
 def test_parts_of_a_step():
     """All ways at the same time: the slowest of them counts, and what compute hides does not."""
     rates = {"peak": "100TFLOP/s", "pcie": "10GB/s", "host_update": "50GB/s"}
-    found = time_of(estimate(**grouped(tokens=1000, **rates)))
+    found = time_of(estimate(tokens=1000, **rates))
     forward, backward, update = found.parts
     assert (forward.compute, backward.compute, update.compute) == (0.02, 0.06, 0)
     assert forward.ways == {UP: 0.025}
@@ -329,8 +331,7 @@ def test_a_delayed_update_hides_behind_the_passes():
         "offload_params": jzero.NoOffload(),
     }
     slow, fast = (
-        time_of(estimate(**grouped(host_update=r, **policies, **rates)))
-        for r in ("10GB/s", "50GB/s")
+        time_of(estimate(host_update=r, **policies, **rates)) for r in ("10GB/s", "50GB/s")
     )
     assert (fast.exposed, fast.seconds) == (0, pytest.approx(0.08))
     assert slow.exposed == pytest.approx(0.15 - 0.08)
@@ -339,7 +340,7 @@ def test_a_delayed_update_hides_behind_the_passes():
 def test_with_nothing_hidden_it_is_the_formula_of_the_paper():
     """Section 4, for the bytes that jzero moves: two fetches and a gradient, 6 bytes and 8 operations."""
     tokens, bandwidth, peak = 4096, 55e9, 989e12
-    found = time_of(estimate(devices=1, **grouped(**RATES | {"tokens": tokens})))
+    found = time_of(estimate(devices=1, **RATES | {"tokens": tokens}))
     expected = _formulas.efficiency(8 * tokens / 6, bandwidth, peak)
     assert found.efficiency_in_turn == pytest.approx(expected)
     # As the paper counts, a third fetch for the computation that runs again: 8 bytes.
@@ -356,9 +357,7 @@ def test_the_formula_solved_for_the_bandwidth():
 
 
 def test_what_is_printed_fits_and_is_in_the_dict():
-    found = estimate(
-        **grouped(accumulate=2, interconnect="350GB/s", host_update="4GB/s", **RATES | KEPT)
-    )
+    found = estimate(accumulate=2, interconnect="350GB/s", host_update="4GB/s", **RATES | KEPT)
     for width in (80, 60):
         assert max(map(len, found.lines(width))) <= width
     text = " ".join(str(found).split())
@@ -427,46 +426,45 @@ PINNED = jzero.PinnedHost()
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ({"offload_params": "host"}, "estimate: offload_params='host'. Parameters rest on the devices, in"),
-        ({"offload_params": jzero.HostCPU()}, "or in files. Use offload_params=jzero.PinnedHost(dev"),
-        ({"offload_activations": True}, "estimate: offload_activations=True. It is jzero.PinnedHost("),
-        ({"layer_major": 1}, "estimate: layer_major=1. It is True or False. Drop it."),
-        ({"recompute": None}, "estimate: recompute=None. It is True or False. Drop it."),
-        ({"stage": 2}, "estimate: offload_params=PinnedHost(device_bytes=1073741824), and parameters"),
-        ({"gather": "keep"}, "estimate: gather='keep' and offload=HostCPU("),
-        ({"mesh": NODES, "param_axes": "local"}, "estimate: offload_params=PinnedHost(device_bytes="),
+        ({"offload_params": "host"}, "estimate: Memory(params=HostCPU(delayed_update=False,"),
+        ({"offload_params": jzero.HostCPU()}, "or in files. Use Memory(params=jzero.PinnedHost(dev"),
+        ({"offload_activations": True}, "Memory: activations=True. It is a policy, or one of"),
+        ({"recompute": None}, "Workload: recompute=None. It is True or False. Drop it."),
+        ({"stage": 2}, "estimate: Memory(params=PinnedHost(device_bytes=1073741824)), and parameters"),
+        ({"gather": "keep"}, "estimate: Comm(gather='keep') and Memory(params="),
+        ({"devices": NODES, "param_axes": "local"}, "estimate: Memory(params=PinnedHost(device_bytes="),
         ({"offload": jzero.HostCPU(ratio=0.5)}, "The host updates all parameters in their place, when the"),
-        ({"offload": jzero.HostCPU(delayed_update=True)}, "Drop delayed_update and ratio, or offload_"),
-        ({"accumulate": 2, "reduce": "once"}, "reduce='once' and offload_params. Gradients leave for the"),
+        ({"offload": jzero.HostCPU(delayed_update=True)}, "Drop delayed_update and ratio, or Memory("),
+        ({"accumulate": 2, "reduce": "once"}, "Microbatches(reduce='once') and Memory(params=). Gradients"),
         ({"offload_params": jzero.NoOffload(), "accumulate": 2, "layer_major": True},
-         "estimate: layer_major without offload_params. It is for layers that come from the host"),
-        ({"layer_major": True}, "estimate: layer_major without accumulate. A layer then works through"),
+         "estimate: Microbatches(order='layer') without Memory(params=). It is for layers that"),
+        ({"layer_major": True}, "Microbatches: order='layer' and num=1. It is about several"),
         ({"offload_activations": PINNED, "recompute": False},
-         "estimate: offload_activations and recompute=False. What layers keep that do not compute"),
+         "estimate: Memory(activations=) and Workload(recompute=False). What layers save that do"),
         ({"offload_activations": PINNED, "tokens": 8},
-         "estimate: offload_activations without layers and without width. What a loop keeps is the"),
-        ({"layers": 8, "width": "2K"}, "estimate: layers=8 and width=2000 without offload_activations."),
-        ({"tokens": "8Q"}, "estimate: tokens='8Q'. It is a whole number from 1"),
-        ({"tokens": 1.5, "layers": 0}, "estimate: 2 arguments fail:\n  - tokens=1.5\n  - layers=0"),
-        ({"peak": "989T"}, "estimate: peak='989T'. It is operations per second, a whole number"),
+         "estimate: Memory(activations=) without layers and without width. What a loop saves is the"),
+        ({"layers": 8, "width": "2K"}, "Workload(layers=8, width=2000) without Memory(activations=)."),
+        ({"tokens": "8Q"}, "Workload: tokens='8Q'. It is a whole number from 1"),
+        ({"tokens": 1.5, "layers": 0}, "Workload: 2 fields fail:\n  - tokens=1.5\n  - layers=0"),
+        ({"peak": "989T"}, "Rates: peak='989T'. It is operations per second, a whole number"),
         ({"pcie": "400Gb/s"}, "pcie='400Gb/s'. It is bytes per second, a whole number from 1 or a string"),
         ({"interconnect": 0}, "interconnect=0. It is bytes per second, a whole number from 1 or a string "
-         "such as '55GB/s'; a capital B is a byte. Write interconnect='350GB/s'."),
-        ({"layers": 0, "width": -1}, "Write layers=32, width=4096."),
-        ({"pcie": "55GB/s"}, "estimate: pcie='55GB/s' without peak and without tokens. The time of a step"),
-        ({"peak": "1TFLOP/s"}, "estimate: peak='1TFLOP/s' without tokens. The time of a step is"),
-        ({"tokens": 8192}, "estimate: tokens=8192 without peak. Bytes do not go by them; the time"),
+         "such as '55GB/s'; a capital B is a byte. Write Rates(interconnect='350GB/s')."),
+        ({"layers": 0, "width": -1}, "Write Workload(layers=32, width=4096)."),
+        ({"pcie": "55GB/s"}, "estimate: Rates(pcie='55GB/s') without peak and without tokens. The"),
+        ({"peak": "1TFLOP/s"}, "estimate: Rates(peak='1TFLOP/s') without tokens. The time of a step is"),
+        ({"tokens": 8192}, "estimate: Workload(tokens=8192) without peak. Bytes do not go by them; the time"),
         ({"offload": jzero.PinnedHost(), **RATES, "host_update": "4GB/s"},
-         "estimate: host_update='4GB/s', and nothing moves at such a rate. pcie is for offload,"),
-        ({"devices": 1, **RATES, "interconnect": "4GB/s"}, "interconnect='4GB/s', and nothing moves at such"),
+         "estimate: Rates(host_update='4GB/s'), and nothing moves at such a rate. pcie is for state"),
+        ({"devices": 1, **RATES, "interconnect": "4GB/s"}, "interconnect='4GB/s'), and nothing moves"),
         ({"offload": jzero.NoOffload(), "offload_params": jzero.NoOffload(), **RATES},
-         "estimate: pcie='55GB/s', and nothing moves at such a rate. pcie is for offload"),
+         "estimate: Rates(pcie='55GB/s'), and nothing moves at such a rate. pcie is for state"),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_estimated(args, text):
     with pytest.raises(jzero.OptionError) as caught:
-        estimate(**grouped(**args))
+        estimate(**args)
     assert text in str(caught.value)
 
 

@@ -66,7 +66,9 @@ def test_the_largest_model_of_a_disk():
 
 
 def test_a_disk_without_files_is_refused():
-    with pytest.raises(jzero.OptionError, match=r"disk='6GB/s', and nothing moves at such a rate"):
+    with pytest.raises(
+        jzero.OptionError, match=r"disk='6GB/s'\), and nothing moves at such a rate"
+    ):
         jzero.estimate("70B", devices=8, **grouped(offload=jzero.HostCPU(), disk="6GB/s", **RATES))
 
 

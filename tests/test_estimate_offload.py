@@ -50,9 +50,7 @@ def found_by(precision, axes=(("data", 8),), **options):
     """What `describe` says of a real step."""
     step_fn, state = make_step(precision)
     names, sizes = zip(*axes, strict=True)
-    train_step = small.shard_train_step(
-        step_fn, mesh=AbstractMesh(sizes, names), **grouped(**options)
-    )
+    train_step = small.shard_train_step(step_fn, mesh=AbstractMesh(sizes, names), **options)
     state = jax.eval_shape(lambda: state)
     return train_step.describe(state, BATCH)
 
@@ -117,7 +115,7 @@ def test_a_streamed_step_is_as_estimated(stage, precision, device_bytes):
 def test_other_options(options, policy):
     axes = {"node": 2, "local": 4}
     found = found_by("mixed", tuple(axes.items()), offload=policy, **options)
-    check(found, jzero.estimate(PSI, **grouped(mesh=axes, offload=policy, **options)))
+    check(found, jzero.estimate(PSI, **grouped(devices=axes, offload=policy, **options)))
 
 
 @pytest.mark.parametrize("delayed_update", [False, True])
@@ -240,12 +238,12 @@ def test_what_crosses_is_printed():
     ("args", "text"),
     [
         ({"offload": jzero.HostCPU(ratio="auto")},
-         "estimate: offload=HostCPU(ratio='auto'). It is measured on the devices, and there are none"),
+         "estimate: HostCPU(ratio='auto'). It is measured on the devices, and there are none"),
         ({"offload": jzero.HostCPU(), "optimizer": "sgd", "precision": "float32"},
          "ratio=1.0, threads=None), and the optimizer has no state. Moments, averages and masters"),
         ({"offload": jzero.PinnedHost(), "optimizer_bytes": 0},
-         "estimate: offload=PinnedHost(device_bytes=1073741824), and the optimizer has no state."),
-        ({"offload": "host"}, "estimate: offload='host'. It is a policy"),
+         "estimate: memory=PinnedHost(device_bytes=1073741824), and the optimizer has no state."),
+        ({"offload": "cpu"}, "Memory: optimizer='cpu'. It is a policy"),
         ({"offload": jzero.HostCPU(), "optimizer": "muon"},
          "optimizer='muon' and 8 devices. Its update needs the shards of other devices"),
     ],

@@ -447,10 +447,10 @@ def test_it_is_traced_once_for_each_shape_and_layout():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"gather": "keep"}, "shard_eval_step: gather='keep'. Parameters are gathered 'per_pass' or"),
+        ({"gather": "keep"}, "shard_eval_step: Comm(gather='keep'). An evaluation has no backward pass"),
         ({"like": loss_fn}, "shard_eval_step: like is a function. It is the train step whose state is read"),
         ({"like": "a step", "mesh": "a mesh"}, "both like and a mesh of its own"),
-        ({"like": "a stage 1 step", "gather": "per_pass"}, "shard_eval_step: stage=1 and gather='per_pass'"),
+        ({"like": "a stage 1 step", "gather": "per_pass"}, "stage=1 and Comm(gather='per_pass')"),
         ({"eval_step": 3}, "shard_eval_step: eval_step is an int. It must be a function"),
         ({"static_argnums": 0, "state_argnums": 0}, "shard_eval_step: the state 'params' is declared static"),
     ],

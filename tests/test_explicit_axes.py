@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import small
 import zoo
-from small import grouped
 
 TX = optax.adam(1e-2)
 MESHES = {"data": ((8,), ("data",)), "data and model": ((4, 2), ("data", "model"))}
@@ -66,7 +65,7 @@ def sharded(mesh, given, **options):
     if has_model:
         options |= dict(auto_specs=AUTO_SPECS, axis_names="data")
     options |= dict(mesh=None if given == "set_mesh" else mesh)
-    return small.shard_train_step(step_of(constrain), **grouped(**options))
+    return small.shard_train_step(step_of(constrain), **options)
 
 
 def around(mesh, given):

@@ -14,7 +14,6 @@ import pytest
 import jzero
 import small
 from jzero.preflight._preflight import _dispatches_of
-from small import grouped
 
 LIBRARY = os.path.dirname(jzero.__file__) + os.sep
 FAST = "clipped", "remat", "within a layer", "microbatches"
@@ -144,7 +143,7 @@ def lines_to_trace(name, num):
     make, (step, tx), options = STEPS[name]
     params, x = make(num), jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     state = params, jax.eval_shape(tx.init, params)
-    train_step = small.shard_train_step(step, **grouped(**options))
+    train_step = small.shard_train_step(step, **options)
     if any(name.startswith("offload") for name in options):  # Many programs, and none of all.
         return lines_of(lambda: _dispatches_of(train_step, state, x))
     return lines_of(lambda: (train_step.lower(state, x), str(train_step.describe(state, x))))

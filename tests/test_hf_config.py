@@ -264,8 +264,6 @@ def test_a_file(tmp_path):
     assert jzero.estimate(file, devices=8) == jzero.estimate(LLAMA, devices=8)
 
 
-def test_a_number_or_a_configuration():
-    with pytest.raises(jzero.OptionError, match="num_params=7 and config. The model's parameters"):
-        jzero.estimate(7, LLAMA, devices=8)
-    with pytest.raises(jzero.OptionError, match="neither num_params nor config"):
-        jzero.estimate(devices=8)
+def test_what_is_no_number_and_no_configuration():
+    with pytest.raises(jzero.OptionError, match="model='seven' is not .*, and no configuration"):
+        jzero.estimate("seven", devices=8)

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import small
 from jzero.offload.memory import _available, _placing
-from small import grouped
 
 HOST, NONE, PINNED = jzero.HostCPU(), jzero.NoOffload(), jzero.PinnedHost(2**16)
 TX = optax.adam(1e-2, mu_dtype=jnp.bfloat16)
@@ -58,7 +57,7 @@ def on(name: str, offload: Any = HOST) -> Any:
         shape, ("node", "local")[: len(shape)], devices=jax.devices()[: int(np.prod(shape))],
         axis_types=(jax.sharding.AxisType.Auto,) * len(shape),
     )  # fmt: skip
-    return small.shard_train_step(step_fn, mesh=mesh, **grouped(offload=offload, **options))
+    return small.shard_train_step(step_fn, mesh=mesh, offload=offload, **options)
 
 
 def plain(x: Any) -> np.ndarray:

@@ -16,7 +16,6 @@ import small
 import zoo
 from host_updates import watched  # noqa: F401
 from jzero.offload import _file_layout
-from small import grouped
 
 pytest.importorskip("llvmlite")
 
@@ -73,7 +72,7 @@ def batches(num: int = 4) -> list[Any]:
 def sharded(tx: Any, data: int, model: int, **options: Any) -> Any:
     options = {"offload": jzero.HostCPU(), "auto_specs": AUTO_SPECS, **options}
     return small.shard_train_step(
-        make_step(tx), mesh=mesh_of(data, model), **grouped(axis_names="data", **options)
+        make_step(tx), mesh=mesh_of(data, model), axis_names="data", **options
     )
 
 
@@ -320,7 +319,8 @@ def layered(tx: Any, data: int, model: int, unroll: bool = False, **options: Any
     return small.shard_train_step(
         layered_step(tx, unroll=unroll),
         mesh=mesh_of(data, model),
-        **grouped(axis_names="data", **options),
+        axis_names="data",
+        **options,
     )
 
 

@@ -12,7 +12,6 @@ import parity
 import small
 import test_optimizers
 from optimizers import ENTRIES
-from small import grouped
 from test_offload import SETTINGS, optimizer_names, step_names
 
 pytest.importorskip("llvmlite")
@@ -69,7 +68,7 @@ def test_optimizers_train_as_on_one_device(name: str):
 
 
 def check(name: str, axes: dict[str, int], policy: jzero.HostCPU, **options: Any) -> None:
-    sharded = functools.partial(small.shard_train_step, **grouped(offload=policy, **options))
+    sharded = functools.partial(small.shard_train_step, offload=policy, **options)
     parity.check(name, axes, sharded, options)
 
 

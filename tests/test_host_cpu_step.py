@@ -23,7 +23,6 @@ from jzero._quantities import readable_bytes
 from jzero.offload import _bandwidth, _host_engine, _host_step
 from jzero.offload.memory import _available, _pinned_leaf
 from jzero.sharding.plan._layout import FULL
-from small import grouped
 from test_offload import BATCH, SHAPES, make_step, new_state
 from waiting import wait_until
 
@@ -37,7 +36,7 @@ NUM_PARAMS = sum(int(np.prod(shape)) for shape in SHAPES)
 def on(num: int, tx=ADAMW, policy: Any = None, step_fn=None, **options):
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     return small.shard_train_step(
-        step_fn or make_step(tx), mesh=mesh, **grouped(offload=policy or jzero.HostCPU(), **options)
+        step_fn or make_step(tx), mesh=mesh, offload=policy or jzero.HostCPU(), **options
     )
 
 

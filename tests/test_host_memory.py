@@ -16,7 +16,6 @@ import pytest
 import jzero
 import small
 from jzero.offload.memory import _available
-from small import grouped
 
 ADAM = optax.adam(1e-2)
 SIZE, ROWS = 512, 2**13
@@ -89,7 +88,7 @@ TIERS: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_a_state_that_the_host_has_no_room_for(name, left):
     """Said before any of it is made, with what each tier needs; what is there already needs nothing."""
     options, texts = TIERS[name]
-    train_step = small.shard_train_step(step_fn, **grouped(**options))
+    train_step = small.shard_train_step(step_fn, **options)
     state = new_state()
     with left(1), refused("shard: this process needs", *texts, "and 1024 (1.0 KiB) are available"):
         train_step.shard(state, batch())
@@ -101,7 +100,7 @@ def test_a_state_that_the_host_has_no_room_for(name, left):
 @pytest.mark.parametrize("name", TIERS)
 def test_init_and_restore_ask_too(name, left, tmp_path):
     """Roles are not known yet: all that may rest on the host shall fit."""
-    train_step = small.shard_train_step(step_fn, **grouped(**TIERS[name][0]))
+    train_step = small.shard_train_step(step_fn, **TIERS[name][0])
     if name == "parameters":
         with left(1):
             train_step.init(new_state)
@@ -138,7 +137,7 @@ def test_a_step_that_the_host_has_no_room_for(name, left):
     options, texts = STEPS[name]
     x = batch(ROWS)
     expected, loss = jax.jit(step_fn)(new_state(), x)
-    train_step = small.shard_train_step(step_fn, **grouped(**options))
+    train_step = small.shard_train_step(step_fn, **options)
     state = train_step.shard(new_state(), x)
     with left(1), refused("shard_train_step: this process needs", *texts, "and 1024 (1.0 KiB) are"):
         train_step(state, x)
@@ -153,7 +152,7 @@ def test_a_step_that_the_host_has_no_room_for(name, left):
 
 @pytest.mark.slow
 def test_a_larger_batch_needs_what_it_has_more(left):
-    train_step = small.shard_train_step(step_fn, **grouped(**ACTIVATIONS))
+    train_step = small.shard_train_step(step_fn, **ACTIVATIONS)
     state, _ = train_step(new_state(), batch(ROWS))
     with left(1), refused(f"{ACTIVATION_BYTES} pinned for activations"):
         train_step(state, batch(2 * ROWS))
@@ -218,7 +217,7 @@ TAKEN: dict[str, dict[str, Any]] = {
 @pytest.mark.slow(but=["parameters"])
 @pytest.mark.parametrize("name", TAKEN)
 def test_steps_take_what_they_ask_for(name):
-    train_step = small.shard_train_step(step_fn, **grouped(**TAKEN[name]))
+    train_step = small.shard_train_step(step_fn, **TAKEN[name])
     gc.collect()
     before = _available.pinned_bytes("cpu")
     state, x = train_step.shard(new_state(), batch()), batch()

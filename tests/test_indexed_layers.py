@@ -8,7 +8,6 @@ import pytest
 import jzero
 import small
 import zoo
-from small import grouped
 
 LAYERS, WIDTH = 4, 32
 ADAM = optax.adam(1e-2, eps=1e-3)
@@ -70,9 +69,9 @@ def test_they_train_and_are_described(model, offload):
     train_step = small.shard_train_step(
         make_step(model),
         mesh=mesh,
-        **grouped(
-            min_shard_bytes=0, offload_params=jzero.PinnedHost(device_bytes=36864), **options
-        ),
+        min_shard_bytes=0,
+        offload_params=jzero.PinnedHost(device_bytes=36864),
+        **options,
     )
     state, expected, one = train_step.init(new_state), new_state(), jax.jit(make_step(model))
     x = jax.random.normal(jax.random.key(1), (8, WIDTH))

@@ -589,10 +589,10 @@ def test_the_next_turn_is_fetched_while_this_one_ends(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"offload_params": jzero.HostCPU()}, "shard_eval_step: offload_params=HostCPU.*Parameters rest on"),
-        ({"offload_params": 2**20}, "shard_eval_step: offload_params=1048576. Parameters rest on the"),
-        ({"gather": "once_per_step"}, "shard_eval_step: gather='once_per_step' and offload=.*offload_params"),
-        ({"like": shard_train_step(gpt.step_fn)}, "and the parameters of the train step rest on the devices"),
+        ({"offload_params": jzero.HostCPU()}, r"shard_eval_step: Memory\(params=HostCPU.*Parameters are on"),
+        ({"offload_params": 2**20}, "Memory: params=1048576. It is a policy"),
+        ({"gather": "once_per_step"}, r"shard_eval_step: Comm\(gather='once_per_step'\) and Memory\("),
+        ({"like": shard_train_step(gpt.step_fn)}, "and the parameters of the train step are on the devices"),
     ],
     ids=["HostCPU", "int", "gather", "like"],
 )  # fmt: skip

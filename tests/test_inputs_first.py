@@ -19,7 +19,6 @@ from experiments.rivals.models.llama import Llama
 from jzero._compare import differences
 from jzero.segments import _partitioned, _programs
 from jzero.tracing import _jaxpr
-from small import grouped
 
 VOCAB, WIDTH, TX = 48, 16, optax.adam(1e-2)
 
@@ -225,7 +224,7 @@ def test_trains_the_same(options, how, num, tmp_path):
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     step_fn = functools.partial(step, **options)
     with jax.enable_x64(not in_files):
-        train_step = small.shard_train_step(step_fn, mesh=mesh, **grouped(**how))
+        train_step = small.shard_train_step(step_fn, mesh=mesh, **how)
         mine, effects = two_steps(train_step, train_step.init(make_state))
         theirs, expected = two_steps(jax.jit(step_fn), make_state())
     assert [*differences(mine, theirs, "step")] == []

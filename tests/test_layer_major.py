@@ -18,7 +18,6 @@ import zoo
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.cut import _layer_parts
 from jzero.sharding.passes import _order
-from small import grouped
 
 SCAN = pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 
@@ -81,11 +80,9 @@ def test_everything_at_once(scan, tx, options, monkeypatch):
     train_step = small.shard_train_step(
         model.make_step(scan, tx),
         mesh=mesh,
-        **grouped(
-            offload=jzero.HostCPU(),
-            offload_params=policy,
-            **{name: x for name, x in options.items() if name != "device_bytes"},
-        ),
+        offload=jzero.HostCPU(),
+        offload_params=policy,
+        **{name: x for name, x in options.items() if name != "device_bytes"},
     )
     state = train_step.init(lambda: model.new_state(scan, 4, tx))
     expected, step = model.new_state(scan, 4, tx), jax.jit(model.make_step(scan, tx))
@@ -176,7 +173,8 @@ def shard(loss_fn, num=4, device_bytes=2**14, **options):
     return small.shard_train_step(
         step_of(loss_fn),
         mesh=mesh,
-        **grouped(offload_params=jzero.PinnedHost(device_bytes=device_bytes), **options),
+        offload_params=jzero.PinnedHost(device_bytes=device_bytes),
+        **options,
     )
 
 
@@ -337,20 +335,22 @@ def test_it_is_layered_for_evaluations_too():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"layer_major": 1}, "layer_major=1. It is True or False. Drop it."),
-        ({"accumulate": 1}, "layer_major without accumulate. A layer then works through"),
+        ({"accumulate": 1}, "Microbatches: order='layer' and num=1. It is about several"),
         (
             {"offload_params": jzero.NoOffload()},
-            "layer_major without offload_params. It is for layers",
+            "Microbatches(order='layer') without Memory(params=). It is for layers",
         ),
-        ({"reduce": "each"}, "layer_major and reduce='each'. A layer's gradient is reduced when"),
+        (
+            {"reduce": "each"},
+            "Microbatches: order='layer' and reduce='each'. A layer's gradient is reduced when",
+        ),
     ],
     ids=str,
 )
 def test_refused_by_name(options, text):
     given = {"accumulate": 2, "layer_major": True, "offload_params": jzero.PinnedHost()} | options
     with pytest.raises(jzero.OptionError, match=re.escape(text)):
-        small.shard_train_step(step_of(tied), **grouped(**given))
+        small.shard_train_step(step_of(tied), **given)
 
 
 def test_gradients_of_a_tied_weight_do_not_wait_for_each_other():
@@ -386,6 +386,6 @@ def test_prints_of_microbatches_are_refused():
         microbatches=jzero.Microbatches(2, order="layer"),
     )
     with pytest.raises(
-        jzero.OptionError, match="layer_major, and a debug_(print|callback).*Drop layer_major, or"
+        jzero.OptionError, match="order='layer'.*, and a debug_(print|callback).*Drop order, or"
     ):
         train_step({"params": model.new_state(True, 4, ADAM)["params"]}, model.batch(0))

@@ -16,7 +16,6 @@ from jzero.offload import _copies
 from jzero.preflight import _examined, _preflight, _schedule
 from jzero.sharding.cut import _layer_parts
 from jzero.targets._target import Topology, find_target
-from small import grouped
 
 gpu_compiler.skip_without_it()
 
@@ -168,11 +167,9 @@ def test_activations_that_wait_on_the_host_are_compiled(options):
     """For parts that hand them on: inputs of layers, on each device's host beside its shards."""
     train_step = small.shard_train_step(
         step,
-        **grouped(
-            offload_params=jzero.PinnedHost(device_bytes=2**30),
-            offload_activations=jzero.PinnedHost(),
-            **options,
-        ),
+        offload_params=jzero.PinnedHost(device_bytes=2**30),
+        offload_activations=jzero.PinnedHost(),
+        **options,
     )
     state = new_state()
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import small
-from small import grouped
 
 X = np.random.default_rng(0).standard_normal((16, 4)).astype(np.float32)
 
@@ -98,7 +97,7 @@ def test_a_solve_of_the_whole_batch(solve, options):
 
     w = jnp.ones((4, 4))
     found, expected = (
-        small.shard_train_step(step_fn, **grouped(**options))(w, X),
+        small.shard_train_step(step_fn, **options)(w, X),
         jax.jit(step_fn)(w, X),
     )
     for x, y in zip(found, expected, strict=True):

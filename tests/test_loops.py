@@ -18,7 +18,6 @@ from jax.experimental import io_callback
 
 import small
 from sampling import check, loops
-from small import grouped
 
 DIM, NUM = 3, 4
 DEPENDS = "a loop along the batch whose turns depend on each other"
@@ -182,9 +181,7 @@ def trained(setting):
     options, num_rows = SETTINGS[setting]
     w, x = drawn(num_rows)
     step = learned(LOOPS)
-    train_step = small.shard_train_step(
-        step, mesh=jax.make_mesh((NUM,), ("data",)), **grouped(**options)
-    )
+    train_step = small.shard_train_step(step, mesh=jax.make_mesh((NUM,), ("data",)), **options)
     params = dict.fromkeys(LOOPS, w)
     expected, found = (two_steps(f, params, x) for f in (jax.jit(step), train_step))
     return found, expected
@@ -232,7 +229,7 @@ def test_a_sum_stays_whole(stage):
     sequence = rng.normal(size=(2, 16, DIM))
     options: dict[str, Any] = {"in_specs": {"sequence": jax.P(None, "data")}, "accumulate": 2}
     mesh = jax.make_mesh((NUM,), ("data",))
-    train_step = small.shard_train_step(step, stage=stage, mesh=mesh, **grouped(**options))
+    train_step = small.shard_train_step(step, stage=stage, mesh=mesh, **options)
     assert_equal(train_step(params, sequence), jax.jit(step)(params, sequence))
 
 
@@ -413,7 +410,7 @@ def test_loops_of_no_turns(name, options):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
     params, x = {"w": jnp.eye(16) / 2, "none": jnp.zeros((0, 16, 16))}, jnp.ones((16, 16))
-    train_step = small.shard_train_step(step, **grouped(**options))
+    train_step = small.shard_train_step(step, **options)
     found, loss = train_step(train_step.shard(params), x)
     expected, wanted = jax.jit(step)(params, x)
     np.testing.assert_allclose(loss, wanted, rtol=1e-6)

@@ -67,37 +67,46 @@ def test_stage(stage):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"accumulate": 0}, ["accumulate=0", "an int from 1"]),
-        ({"accumulate": True}, "accumulate=True"),
-        ({"accumulate": 2.0}, "accumulate=2.0"),
-        ({"reduce": "never"}, ["reduce='never'", "'once' or for 'each' microbatch"]),
-        ({"stage": 2, "reduce": "once"}, ["stage=2 and reduce='once'", "or use stage=1"]),
-        ({"stage": 1, "reduce": "each"}, ["stage=1 and reduce='each'", "or use stage=2"]),
-        ({"accumulate_dtype": jnp.float32}, ["without accumulate", "accumulate=k"]),
-        ({"accumulate": 2, "accumulate_dtype": jnp.int32}, ["accumulate_dtype=", "floating point"]),
+        ({"accumulate": 0}, ["Microbatches: num=0", "an int from 1"]),
+        ({"accumulate": True}, "num=True"),
+        ({"accumulate": 2.0}, "num=2.0"),
+        ({"reduce": "never"}, ["Microbatches: reduce='never'", "'once' or 'each'"]),
+        (
+            {"stage": 2, "reduce": "once"},
+            ["stage=2 and Microbatches(reduce='once')", "or use stage=1"],
+        ),
+        (
+            {"stage": 1, "reduce": "each"},
+            ["stage=1 and Microbatches(reduce='each')", "or use stage=2"],
+        ),
+        ({"accumulate_dtype": jnp.float32}, ["num=1", "Microbatches(4, ...)"]),
+        ({"accumulate": 2, "accumulate_dtype": jnp.int32}, ["dtype=", "floating point"]),
         ({"reduce_dtype": "fp32"}, ["reduce_dtype='fp32'", "jnp.bfloat16"]),
         ({"gather": "always"}, ["gather='always'", "'once_per_step'"]),
-        ({"stage": 1, "gather": "keep"}, ["stage=1 and gather='keep'", "Drop gather"]),
+        ({"stage": 1, "gather": "keep"}, ["stage=1 and Comm(gather='keep')", "Drop gather"]),
         ({"prefetch_bytes": -1}, ["prefetch_bytes=-1", "an int from 0"]),
         ({"prefetch_bytes": True}, ["prefetch_bytes=True", "an int from 0"]),
         ({"prefetch_bytes": 2e9}, ["prefetch_bytes=2000000000.0", "prefetch_bytes=0"]),
         (
             {"stage": 2, "prefetch_bytes": 0},
-            ["stage=2 and prefetch_bytes=0", "Drop prefetch_bytes"],
+            ["stage=2 and Comm(prefetch_bytes=0)", "Drop prefetch_bytes"],
         ),
         ({"min_shard_bytes": -1}, ["min_shard_bytes=-1", "min_shard_bytes=0"]),
-        ({"stage": 2, "full": "bias"}, ["stage=2 and full='bias'", "Drop full"]),
-        ({"full": "("}, ["full: '('", "not a regular expression"]),
+        ({"stage": 2, "full": "bias"}, ["stage=2 and Axes(replicate='bias')", "Drop replicate"]),
+        ({"full": "("}, ["replicate: '('", "not a regular expression"]),
         ({"auto_specs": {"(": P()}}, ["auto_specs: '('", "not a regular expression"]),
-        ({"auto_specs": {"w": "model"}}, ["auto_specs['w'] is 'model'", "a PartitionSpec"]),
+        ({"auto_specs": {"w": "model"}}, ["auto_specs['w'] is a str", "a PartitionSpec"]),
         (
             {"auto_specs": {"w": P(None, P.UNCONSTRAINED)}},
             ["auto_specs['w'] is", "Write None in place"],
         ),
-        ({"auto_specs": {"w": P("model", "model")}}, ["P('model', 'model'). An axis cuts one dim"]),
+        (
+            {"auto_specs": {"w": P("model", "model")}},
+            ["P('model', 'model'). An axis shards one dim"],
+        ),
         ({"auto_specs": P("model")}, ["auto_specs=", "maps regular expressions"]),
-        ({"stage": 2, "param_axes": "data"}, ["stage=2 and param_axes=('data',)", "use stage=3"]),
-        ({"stage": 0, "optimizer_axes": "data"}, ["stage=0 and optimizer_axes", "use stage=1"]),
+        ({"stage": 2, "param_axes": "data"}, ["stage=2 and Axes(params=('data',))", "use stage=3"]),
+        ({"stage": 0, "optimizer_axes": "data"}, ["stage=0 and Axes(optimizer=", "use stage=1"]),
         (
             {"max_gather_bytes": -1},
             ["max_gather_bytes=-1", "an int from 0", "Drop it for 256 MiB"],
@@ -106,14 +115,17 @@ def test_stage(stage):
         ({"max_gather_bytes": 2e9}, ["max_gather_bytes=2000000000.0", "an int from 0"]),
         ({"tile_bytes": 0}, ["tile_bytes=0", "an int from 1", "Use tile_bytes=2**28"]),
         ({"tile_bytes": "256MiB"}, ["tile_bytes='256MiB'", "an int from 1"]),
-        ({"stage": 0, "tile_bytes": 9}, ["stage=0 and tile_bytes=9", "use stage=3"]),
+        ({"stage": 0, "tile_bytes": 9}, ["stage=0 and Comm(tile_bytes=9)", "use stage=3"]),
         ({"gather": "keep", "tile_bytes": 9}, ["gather='keep' and tile_bytes=9", "Drop gather"]),
         (
             {"gather": "once_per_step", "tile_bytes": 9},
             ["gather='once_per_step' and tile_bytes=9", "or tile_bytes"],
         ),
-        ({"offload": "cpu"}, ["offload='cpu'", "It is a policy", "Use offload=jzero.PinnedHost()"]),
-        ({"offload": jzero.PinnedHost}, ["offload=<class", "Use offload=jzero.PinnedHost()"]),
+        (
+            {"offload": "cpu"},
+            ["optimizer='cpu'", "It is a policy", "Write optimizer=jzero.PinnedHost()"],
+        ),
+        ({"offload": jzero.PinnedHost}, ["optimizer=<class", "Write optimizer=jzero.PinnedHost()"]),
     ],
     ids=str,
 )
@@ -129,17 +141,29 @@ def test_options_that_cannot_be_obeyed(options, text):
     "value", [True, np.True_, 2.0, np.float32(2), "2", np.ones(2, int)], ids=str
 )
 def test_numbers_are_ints(name, value):
-    refuses(ValueError, f"{name}={value!r}", sharded, **{name: value})
+    field = "num" if name == "accumulate" else name
+    refuses(ValueError, f"{field}={value!r}", sharded, **{name: value})
 
 
 @pytest.mark.parametrize("make", [np.int64, np.uint8, np.asarray], ids=str)
 def test_numbers_may_be_numpys(make):
-    names = ("accumulate", "prefetch_bytes", "min_shard_bytes", "max_gather_bytes", "tile_bytes")
-    given: dict[str, Any] = {"stage": make(3)} | {name: make(2) for name in names}
-    expected: dict[str, Any] = {"stage": 3} | dict.fromkeys(names, 2)
-    options = _options.Options(**given, offload=jzero.NoOffload())
-    assert options == _options.Options(**expected, offload=jzero.NoOffload())
-    assert {type(getattr(options, name)) for name in ("stage", *names)} == {int}
+    two = make(2)
+    groups: list[Any] = [
+        jzero.Microbatches(two),
+        jzero.Comm(prefetch_bytes=two, max_gather_bytes=two, tile_bytes=two),
+        jzero.Axes(min_shard_bytes=two),
+    ]
+    options = _options.Options(make(3), *groups, offload=jzero.NoOffload())
+    expected: list[Any] = [
+        jzero.Microbatches(2),
+        jzero.Comm(prefetch_bytes=2, max_gather_bytes=2, tile_bytes=2),
+        jzero.Axes(min_shard_bytes=2),
+    ]
+    assert options == _options.Options(3, *expected, offload=jzero.NoOffload())
+    comm = options.comm
+    numbers: list[Any] = [options.stage, options.microbatches.num, options.axes.min_shard_bytes]
+    numbers += [comm.prefetch_bytes, comm.max_gather_bytes, comm.tile_bytes]
+    assert {type(x) for x in numbers} == {int}
 
 
 @pytest.mark.parametrize("device_bytes", [0, -1, 2.5, None, True])
@@ -172,7 +196,7 @@ def test_offload_with_too_little_room():
 
 
 def test_offload_of_nothing():
-    text = ["offload=PinnedHost(device_bytes=1073741824)", "is worth it", "Drop offload"]
+    text = ["memory=PinnedHost(device_bytes=1073741824)", "is worth it", "Drop memory="]
     refuses(ValueError, text, sharded(offload=jzero.PinnedHost()), W, X)
 
 
@@ -191,12 +215,12 @@ def test_offload_is_a_loop_of_programs(use, how):
 
 def test_memory_that_the_devices_lack():
     mesh = jax.make_mesh((8,), ("data",))
-    text = ["has the memories ['device',", "none of kind 'tape'", "Drop offload"]
+    text = ["has the memories ['device',", "none of kind 'tape'", "Drop memory="]
     refuses(ValueError, text, _program.check_tier, mesh, "tape")
 
 
 def test_full_matches_no_parameter():
-    text = ["full='bias' matches no parameter", "The parameters are state"]
+    text = ["Axes(replicate='bias') matches no parameter", "The parameters are state"]
     refuses(ValueError, text, sharded(full="bias").plan, W, X)
 
     def counts(state, x):
@@ -204,18 +228,18 @@ def test_full_matches_no_parameter():
 
     state = {"n": 0, "seen": jnp.ones(8)}
     text = [
-        "full='seen' matches no parameter",
+        "Axes(replicate='seen') matches no parameter",
         "There are none",
-        "state['n'], state['seen']. Drop full.",
+        "state['n'], state['seen']. Drop replicate.",
     ]
     refuses(ValueError, text, sharded(counts, full="seen").plan, state, X)
 
 
 def test_axes_of_roles():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
-    text = ["param_axes has ['rack']", "('node', 'local')", "Correct param_axes"]
+    text = ["Axes(params=) has ['rack']", "('node', 'local')", "Correct params"]
     refuses(ValueError, text, sharded(mesh=mesh, param_axes="rack"), W, X)
-    text = ["param_axes=('node', 'node')", "Name each axis of param_axes once"]
+    text = ["Axes(params=('node', 'node'))", "Name each axis once"]
     refuses(ValueError, text, sharded(mesh=mesh, param_axes=("node", "node")), W, X)
     text = ["parameters over ('node', 'local')", "optimizer state over ('local',)"]
     refuses(ValueError, text, sharded(mesh=mesh, optimizer_axes="local"), W, X)
@@ -230,7 +254,7 @@ def test_microbatches_of_an_argument_that_is_split_over_some_axes():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
     options = dict(mesh=mesh, axis_name="batch", accumulate=2, in_specs={"x": P("local")})
     train_step = sharded(lambda w, x: jax.lax.pmean(step(w, x), "batch"), **options)
-    refuses(ValueError, ["accumulate needs its spec", "to name all data axes"], train_step, W, X)
+    refuses(ValueError, ["microbatches need its spec", "to name all data axes"], train_step, W, X)
 
 
 def inner_steps(w, x):
@@ -328,14 +352,14 @@ def test_mesh_is_not_a_mesh():
 
 def test_unknown_axis():
     mesh = jax.make_mesh((8,), ("data",))
-    found = "axis_names has ['model'], and the mesh has ('data',)"
+    found = "Axes(batch=) has ['model'], and the mesh has ('data',)"
     refuses(ValueError, found, sharded(mesh=mesh, axis_names="model"), W, X)
 
 
 @pytest.mark.parametrize("names", [(), ("data", "data")])
 def test_no_axis_or_one_twice(names):
     train_step = sharded(mesh=jax.make_mesh((8,), ("data",)), axis_names=names)
-    refuses(ValueError, [f"axis_names={names}", "one at least, each once"], train_step, W, X)
+    refuses(ValueError, [f"Axes(batch={names})", "one at least, each once"], train_step, W, X)
 
 
 def test_axis_name_is_one_of_several():
@@ -464,7 +488,11 @@ def test_a_step_that_calls_shard_map():
         )
         return step(w, x - mean(x).mean(0, keepdims=True))
 
-    texts = ["the step calls jax.shard_map itself", "test_messages.py", "pass axis_name="]
+    texts = [
+        "the step calls jax.shard_map itself",
+        "test_messages.py",
+        "pass axes=jzero.Axes(axis_name=...)",
+    ]
     refuses(TypeError, texts, sharded(fn, mesh=mesh), W, X)
     refuses(TypeError, texts, sharded(fn, mesh=mesh, accumulate=2), W, X)
 
@@ -481,7 +509,7 @@ def test_a_step_that_calls_shard_map_beside_an_automatic_axis(constrains):
         )
         return step(w + total(w), x)
 
-    texts = ["the step calls jax.shard_map itself", "pass axis_name="]
+    texts = ["the step calls jax.shard_map itself", "pass axes=jzero.Axes(axis_name=...)"]
     # Without a mesh, in which the step cannot be traced, constraints cannot be either, and give no line.
     texts += ["test_messages.py"] * (constrains == "nothing")
     refuses(TypeError, texts, sharded(fn, mesh=mesh, axis_names="data"), W, X)
@@ -493,9 +521,9 @@ def test_rows_that_are_gathered_take_too_many_bytes():
         return new, metrics | {"sizes": jnp.linalg.svd(x)[1]}
 
     texts = ["svd at ", "test_messages.py", "it needs the rows of all devices (512 bytes)",
-             "max_gather_bytes=100 is the most", "permit it with max_gather_bytes=512"]  # fmt: skip
+             "Comm(max_gather_bytes=100) is the most", "permit it with Comm(max_gather_byte"]  # fmt: skip
     refuses(TypeError, texts, sharded(fn, max_gather_bytes=100), W, X)
-    refuses(TypeError, "max_gather_bytes=512", sharded(fn, max_gather_bytes=511), W, X)
+    refuses(TypeError, "max_gather_bytes=512)", sharded(fn, max_gather_bytes=511), W, X)
     rows = jax.random.normal(jax.random.key(0), X.shape)
     new, metrics = sharded(fn, max_gather_bytes=512)(W, rows)
     expected, expected_metrics = jax.jit(fn)(W, rows)
@@ -511,7 +539,7 @@ def test_an_axis_that_nobody_has(options):
         return jax.lax.pmean(step(w, x), "shards")
 
     texts = ["the step names an axis that the mesh has not", "unbound axis name: shards",
-             "Pass axis_name=, the name that jax.pmap had"]  # fmt: skip
+             "Pass axes=jzero.Axes(axis_name=...), the name that jax.pmap had"]  # fmt: skip
     refuses(TypeError, texts, sharded(fn, **options), W, X)
 
 
@@ -535,7 +563,7 @@ def test_a_constraint_over_an_axis_that_nobody_has():
         return step(w, jax.lax.with_sharding_constraint(x, P("dp")))
 
     texts = ["a layout at ", "test_messages.py", "Resource axis: dp", "mesh: ('data',). ",
-             "Pass the mesh that has them by mesh=", "axis_names="]  # fmt: skip
+             "Pass the mesh that has them by mesh=", "axes="]  # fmt: skip
     refuses(TypeError, texts, sharded(fn), W, X)
     mesh = jax.make_mesh((8, 1), ("dp", "mp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     new, _ = sharded(fn, mesh=mesh, axis_names="dp")(jnp.copy(W), X)
@@ -560,7 +588,7 @@ def test_a_key_that_comes_back_is_folded(key, of_devices):
 
     keys = jax.random.split(key, 8) if of_devices else key
     texts = ["output[2] ", " differs between devices", "A key that comes back belongs to the state",
-             "state_argnums=", "jzero.fold_device_index(key)"]  # fmt: skip
+             "state=", "jzero.fold_device_index(key)"]  # fmt: skip
     with pytest.raises(jzero.StepError) as caught:
         sharded(fn, axis_name="data")(W, X, keys)
     assert all(text in str(caught.value) for text in texts)

@@ -18,7 +18,6 @@ from jzero.ir._loops import MICROBATCHES
 from jzero.segments._partitioned import Partitioned
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.tracing import _jaxpr
-from small import grouped
 
 TX = optax.adam(1e-2)
 
@@ -38,7 +37,7 @@ def train(made, num_steps=3, rows=None, **options):
     init, step, batch = made
     batch = batch if rows is None else jax.tree.map(lambda x: x[:rows], batch)
     options = {"mesh": mesh(), **options}
-    train_step = small.shard_train_step(step, **grouped(**options))
+    train_step = small.shard_train_step(step, **options)
     state = expected = init()
     run = jax.jit(step)
     for _ in range(num_steps):

@@ -9,7 +9,6 @@ import pytest
 
 import jzero
 import small
-from small import grouped
 from test_eqx import TX, Net, X, _double, assert_close, average_step, sharded, train  # noqa: F401
 
 filter_jit: Any = eqx.filter_jit
@@ -40,9 +39,7 @@ def mesh_of(num_devices):
 )
 def test_modules_are_trained_as_by_filter_jit(num_devices, stage, options):
     own, values = make(), make()
-    train_step = small.shard_train_step(
-        step, stage=stage, mesh=mesh_of(num_devices), **grouped(**options)
-    )
+    train_step = small.shard_train_step(step, stage=stage, mesh=mesh_of(num_devices), **options)
     for seed in range(3):
         *own, expected = filter_jit(step)(*own, X, jax.random.key(seed))
         *values, loss = train_step(*values, X, jax.random.key(seed))

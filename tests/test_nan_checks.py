@@ -10,7 +10,6 @@ import pytest
 
 import jzero
 import small
-from small import grouped
 
 ADAM = optax.adam(1e-2, eps=1e-3)
 ON_THE_HOST = {"offload_params": jzero.PinnedHost(device_bytes=22000)}
@@ -44,7 +43,7 @@ def step(state, x):
 @TIERS
 def test_a_step_in_parts(options):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    train_step = small.shard_train_step(step, mesh=mesh, **grouped(min_shard_bytes=0, **options))
+    train_step = small.shard_train_step(step, mesh=mesh, min_shard_bytes=0, **options)
     with jax.debug_nans(True):
         state, expected = train_step.init(new_state), new_state()
         for _ in range(2):

@@ -24,7 +24,6 @@ import zoo
 from jzero.checkpoint import _writing
 from jzero.offload.nvme._aligned import pages
 from optimizers import ENTRIES
-from small import grouped
 from test_host_cpu import NEEDS_OTHER_DEVICES, ROUNDED, rounded
 from test_offload import BATCH, SETTINGS, TX, make_step, new_state, optimizer_names, step_names
 
@@ -48,7 +47,7 @@ def in_files(tree: Any) -> list[jzero.LeafArray]:
 def on(num: int, folder: Any, tx: Any = TX, policy: Any = None, **options: Any) -> Any:
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     return small.shard_train_step(
-        make_step(tx), mesh=mesh, **grouped(offload=policy or on_disk(folder), **options)
+        make_step(tx), mesh=mesh, offload=policy or on_disk(folder), **options
     )
 
 
@@ -80,9 +79,7 @@ def settings() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("axes", "options"), list(settings()))
 def test_settings_train_as_on_one_device(axes: Any, options: Any, tmp_path: Path):
-    sharded = functools.partial(
-        small.shard_train_step, **grouped(offload=on_disk(tmp_path), **options)
-    )
+    sharded = functools.partial(small.shard_train_step, offload=on_disk(tmp_path), **options)
     parity.check("mlp", axes, sharded, options)
 
 
@@ -167,9 +164,7 @@ def test_parameters_on_the_hosts(num: int, scan: bool, options: Any, tmp_path: P
     params, mesh = infinity, jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     step = params.make_step(scan, params.CLIPPED)
     one, other = (
-        small.shard_train_step(
-            step, mesh=mesh, **grouped(offload=policy, offload_params=PARAMS, **options)
-        )
+        small.shard_train_step(step, mesh=mesh, offload=policy, offload_params=PARAMS, **options)
         for policy in (on_disk(tmp_path), jzero.HostCPU())
     )
     start = params.new_state(scan, 4, params.CLIPPED)

@@ -568,7 +568,7 @@ def test_a_dtype_that_no_kernel_has_is_refused_once(tmp_path: Path):
             train_step.plan((w, w), jnp.ones((8, 64)))
     assert re.search(
         r"1 of 1 leaves that the hosts update are float64 \(state\[1\]\). .*kernels for processors, which "
-        "know float32, .* Keep the state in one of these, as float32, or use offload=jzero.HostCPU",
+        "know float32, .* Keep the state in one of these, as float32, or use memory=jzero.HostCPU",
         str(error.value),
     )
     assert str(error.value).count("float64") == 1
@@ -578,7 +578,7 @@ def test_what_is_updated_whole_is_refused(tmp_path: Path):
     """On one device, where the host could otherwise do it."""
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9)
     with pytest.raises(
-        jzero.OptionError, match=r"is updated by XLA(.|\n)*Use offload=jzero.HostCPU\(\)"
+        jzero.OptionError, match=r"is updated by XLA(.|\n)*Use memory=jzero.HostCPU\(\)"
     ):
         on(1, tmp_path, tx).plan(new_state(tx), BATCH)
 

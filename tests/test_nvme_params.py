@@ -48,9 +48,7 @@ def mesh_of(axes: dict[str, int]) -> Any:
 def on(axes: dict[str, int], step: Any, folder: Any, **options: Any) -> Any:
     names = ("device_bytes", "host_bytes", "in_place", "gradients")
     own = {name: options.pop(name) for name in names if name in options}
-    return small.shard_train_step(
-        step, mesh=mesh_of(axes), **grouped(**policies(folder, **own), **options)
-    )
+    return small.shard_train_step(step, mesh=mesh_of(axes), **policies(folder, **own), **options)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -94,7 +92,9 @@ def test_it_trains_what_one_device_trains(
     other = small.shard_train_step(
         step,
         mesh=mesh_of(axes),
-        **grouped(offload=jzero.HostCPU(), offload_params=window, **options),
+        offload=jzero.HostCPU(),
+        offload_params=window,
+        **options,
     )
     start = new_state(scan, 4, CLIPPED)
     state, same = one.shard(start, batch(0)), other.shard(start, batch(0))
@@ -395,9 +395,7 @@ ZOO = {"transformer_scan_remat", "mixed_bf16", "cond_on_gradients"}
 def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
     def shard(step: Any, mesh: Any, **options: Any) -> Any:
         bounds = {"device_bytes": 2**24, "host_bytes": 2**24}
-        return small.shard_train_step(
-            step, mesh=mesh, **grouped(**policies(tmp_path, **bounds), **options)
-        )
+        return small.shard_train_step(step, mesh=mesh, **policies(tmp_path, **bounds), **options)
 
     parity.check(name, {"data": 4}, shard)
 
@@ -433,7 +431,7 @@ def test_resume_brings_parameters_back(guarded: bool, tmp_path: Path):
 
     def train_step() -> Any:
         options = policies(tmp_path, resume=True)
-        return small.shard_train_step(step, mesh=mesh_of({"data": 2}), **grouped(**options))
+        return small.shard_train_step(step, mesh=mesh_of({"data": 2}), **options)
 
     one = train_step()
     state: Any = one.shard(new_state(True, 4, tx), batch(0))
@@ -511,13 +509,13 @@ def test_evaluations_of_what_is_not_trained_have_files_of_their_own(num: int, tm
 # -- refusals --------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "in memory": ({"offload": jzero.HostCPU()}, "Use offload=jzero.NVMe("),
-    "on the devices": ({"offload": jzero.NoOffload()}, "Use offload=jzero.NVMe("),
+    "in memory": ({"offload": jzero.HostCPU()}, "Use Memory(optimizer=jzero.NVMe("),
+    "on the devices": ({"offload": jzero.NoOffload()}, "Use Memory(optimizer=jzero.NVMe("),
     "in turns": ({"offload": jzero.PinnedHost()}, "read, updated and written with their optimizer state"),
     "another path": ({"offload": jzero.NVMe("/elsewhere")}, "have path='/elsewhere' and "),
     "in place": ({"offload": jzero.NVMe("/run", in_place=True)}, "have in_place=True and False"),
     "device_bytes": ({"offload": jzero.NVMe("/run", device_bytes=1)}, "Drop device_bytes, or move it to"),
-    "no bytes": ({"offload_params": 0}, "in pinned memory, or in files"),
+    "no bytes": ({"offload_params": 0}, "Memory: params=0. It is a policy"),
 }  # fmt: skip
 
 
@@ -547,7 +545,7 @@ def test_evaluations_that_are_refused():
         make_step(True, CLIPPED),
         memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost()),
     )
-    with pytest.raises(jzero.OptionError, match="those of the train step are PinnedHost"):
+    with pytest.raises(jzero.OptionError, match="those of the train step are in PinnedHost"):
         jzero.shard_eval_step(forward, like=pinned, memory=jzero.Memory(params=jzero.NVMe("/run")))
     with pytest.raises(jzero.OptionError, match="Drop resume, in_place and gradients"):
         jzero.shard_eval_step(forward, memory=jzero.Memory(params=jzero.NVMe("/run", resume=True)))

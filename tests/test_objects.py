@@ -15,7 +15,6 @@ import jzero
 import small
 import zoo
 from jzero._compare import TOLERANCES
-from small import grouped
 from test_nnx import FLOAT64, Net, X, _double, adam_of, doubled, mesh_of, mutating_step  # noqa: F401
 
 nnx_jit: Any = nnx.jit
@@ -57,7 +56,7 @@ def test_objects_are_mutated_as_by_nnx_jit(num_devices, stage, options):
     own, objects = make(), make()
     expected = run(nnx_jit(train_step), own, [X, X + 0.1, X])
     sharded = small.shard_train_step(
-        nnx_jit(train_step), stage=stage, mesh=mesh_of(num_devices), **grouped(**options)
+        nnx_jit(train_step), stage=stage, mesh=mesh_of(num_devices), **options
     )
     results = run(sharded, objects, [X, X + 0.1, X])
     zoo.assert_trees_close(
@@ -245,7 +244,7 @@ def test_a_step_that_returns_another_object_takes_them_as_pytrees(options):
     model: Any = nnx.Linear(8, 8, rngs=nnx.Rngs(0), **FLOAT64)
     kernel = model.kernel.get_value()
     expected, _ = jax.jit(step)(model, X)
-    new, _ = small.shard_train_step(step, **grouped(**options))(model, X)
+    new, _ = small.shard_train_step(step, **options)(model, X)
     assert new is not model
     assert model.kernel.get_value() is kernel
     assert_same(new, expected)
@@ -304,14 +303,12 @@ def test_what_preflight_asks_of_other_batches():
 def test_objects_under_a_mesh_of_explicit_axes(options):
     """They themselves are trained, evaluated, placed, flushed and made whole, and not copies of them."""
     own, objects = make(), make()
-    alone = (
-        small.shard_train_step(train_step, **grouped(**options)) if options else nnx_jit(train_step)
-    )
+    alone = small.shard_train_step(train_step, **options) if options else nnx_jit(train_step)
     run(alone, own, [X, X])
     if options:
         alone.flush(own)
     mesh = jax.make_mesh((8,), ("data",))  # Explicit, as JAX makes them.
-    sharded = small.shard_train_step(train_step, **grouped(**options))
+    sharded = small.shard_train_step(train_step, **options)
     with jax.set_mesh(mesh):
         model, optimizer, *rest = objects
         sharded.shard(objects)
@@ -370,7 +367,7 @@ def test_objects_that_a_step_replaces(how):
 
 def refuses(pattern, step, *args, error=jzero.StepError, **options):
     with pytest.raises(error, match=pattern):
-        small.shard_train_step(step, **grouped(**options))(*args)
+        small.shard_train_step(step, **options)(*args)
 
 
 def linear() -> Any:
@@ -416,7 +413,7 @@ def test_state_beside_objects_which_from_nnx_can_take():
     opt_state = tx.init(nnx.state(model))
     refuses(
         r"opt_state comes back, beside NNX objects \(model\)\. .* jzero\.from_nnx\(step, model\), and "
-        r"shard_train_step\(step_fn, state_argnames=\('state', 'opt_state'\)\)\.",
+        r"shard_train_step\(step_fn, state=\('state', 'opt_state'\)\)\.",
         step, model, opt_state, X,
     )  # fmt: skip
     step_fn, state = jzero.from_nnx(step, model)
@@ -455,7 +452,7 @@ def test_changes_of_objects_that_are_said_to_be_no_state():
         return state
 
     refuses(
-        r"model is changed by the step\. .* Drop state_argnums", step,
+        r"model is changed by the step\. .* Drop state=", step,
         jnp.ones(8), linear(), X, state_argnums=0,
     )  # fmt: skip
 

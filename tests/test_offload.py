@@ -20,7 +20,6 @@ import zoo
 from jzero._quantities import readable_bytes
 from jzero.offload.execute import _stream
 from optimizers import ENTRIES
-from small import grouped
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 optax_promotions = test_optimizers.optax_promotions
@@ -46,7 +45,7 @@ def least_room(step_fn, arguments, least: int, **options) -> jzero.PinnedHost:
     """The smallest bound that is not refused, from `least` on; the refusal names it."""
     policy = jzero.PinnedHost(device_bytes=least)
     try:
-        small.shard_train_step(step_fn, **grouped(offload=policy, **options)).plan(*arguments)
+        small.shard_train_step(step_fn, offload=policy, **options).plan(*arguments)
     except jzero.OptionError as error:
         found = re.search(r"Use PinnedHost\(device_bytes=(\d+)\)", str(error))
         if not found:
@@ -135,7 +134,7 @@ def check(name, axes, **options):
         tuple(axes.values()), tuple(axes), devices=jax.devices()[: parity.num_devices(axes)]
     )
     policy = least_room(entry.step, arguments, 150, mesh=mesh, **entry.options, **options)
-    sharded = functools.partial(small.shard_train_step, **grouped(offload=policy, **options))
+    sharded = functools.partial(small.shard_train_step, offload=policy, **options)
     plan = sharded(entry.step, mesh=mesh, **entry.options).plan(*arguments)
     assert sum(turn.parts for turn in plan.turns) > (name not in UPDATED_AT_ONCE)
     assert max(turn.nbytes_at_once for turn in plan.turns) <= plan.device_bytes
@@ -196,7 +195,8 @@ def on(num: int, device_bytes: int, tx=TX, norm=False, **options):
     return small.shard_train_step(
         make_step(tx, norm=norm),
         mesh=mesh,
-        **grouped(offload=jzero.PinnedHost(device_bytes), **options),
+        offload=jzero.PinnedHost(device_bytes),
+        **options,
     )
 
 
@@ -378,7 +378,7 @@ def test_tensor_axes():
     )
     tx = optax.adam(1e-2)
     step_fn, policy = make_step(tx, norm=True), jzero.PinnedHost(6000)
-    train_step = small.shard_train_step(step_fn, **grouped(offload=policy, **options))
+    train_step = small.shard_train_step(step_fn, offload=policy, **options)
     state, expected = train_step.init(new_state, tx), new_state(tx)
     for _ in range(3):
         state, metrics = train_step(state, BATCH)

@@ -19,7 +19,6 @@ from jzero.offload.execute import _stream
 from jzero.segments import _programs
 from jzero.sharding.analysis import _residuals, _traffic
 from jzero.sharding.cut import _layer_parts
-from small import grouped
 
 WIDTH, ROWS, STEPS = 16, 16, 3
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
@@ -97,7 +96,8 @@ def sharded(scan, tx, axes=None, layers=4, device_bytes=2**14, dtype=None, **opt
     train_step = small.shard_train_step(
         make_step(scan, tx, dtype),
         mesh=mesh,
-        **grouped(offload_params=jzero.PinnedHost(device_bytes=device_bytes), **options),
+        offload_params=jzero.PinnedHost(device_bytes=device_bytes),
+        **options,
     )
     return train_step, train_step.init(lambda: new_state(scan, layers, tx))
 
@@ -131,9 +131,7 @@ def check_with_the_smallest_window(name, **options):
 
     def train(device_bytes):
         policy = jzero.PinnedHost(device_bytes=device_bytes)
-        shard = functools.partial(
-            small.shard_train_step, **grouped(offload_params=policy, **options)
-        )
+        shard = functools.partial(small.shard_train_step, offload_params=policy, **options)
         parity.check(name, {"data": 4}, shard, options)
 
     device_bytes = 1
@@ -492,7 +490,7 @@ def test_evaluation_reads_parameters_where_they_rest():
     ("options", "text"),
     [
         ({"offload_params": jzero.HostCPU()}, "in pinned memory, or in files"),
-        ({"offload_params": 2**20}, "in pinned memory, or in files"),
+        ({"offload_params": 2**20}, "Memory: params=1048576. It is a policy"),
         ({"stage": 2}, "parameters rest whole on every device"),
         ({"prefetch_bytes": 0}, "at most device_bytes are on a device, fetched and gathered"),
         ({"gather": "keep"}, "fetched and gathered for each pass"),
@@ -507,7 +505,7 @@ def test_refused_by_name(options, text):
     given = {"offload_params": jzero.PinnedHost(device_bytes=2**14)} | options
 
     def train():
-        train_step = small.shard_train_step(make_step(True, CLIPPED), **grouped(**given))
+        train_step = small.shard_train_step(make_step(True, CLIPPED), **given)
         train_step(new_state(True, 4, CLIPPED), batch(0))
 
     with pytest.raises(jzero.OptionError, match=text):

@@ -31,7 +31,6 @@ from jzero.offload.schedule._ops import (
 from jzero.offload.schedule._schedule import Schedule
 from jzero.preflight._dispatches import TO_HOST
 from jzero.sharding.analysis import _residuals
-from small import grouped
 
 LAYERS = test_dispatches.LAYERS
 UP, DOWN = jzero.PinnedHost(device_bytes=10_000), jzero.HostCPU()
@@ -42,7 +41,7 @@ def floats(num, what=HANDED_ON):
 
 
 def schedule_of(scan=True, tx=params.CLIPPED, **options):
-    train_step = small.shard_train_step(params.make_step(scan, tx), **grouped(**options))
+    train_step = small.shard_train_step(params.make_step(scan, tx), **options)
     mesh = test_dispatches.mesh_of(8).abstract_mesh
     state = jax.eval_shape(lambda: params.new_state(scan, LAYERS, tx))
     return train_step.on_mesh(mesh).describe(state, test_dispatches.BATCH).schedule

@@ -16,7 +16,6 @@ import jzero
 import small
 from jzero.segments import _planned
 from jzero.sharding.analysis import _residuals
-from small import grouped
 
 LAYERS, WIDTH, ROWS = 4, 16, 16
 COLLECTIVES = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"}
@@ -104,7 +103,7 @@ def compiled(model, **options):
     shapes = {"enters": (WIDTH, WIDTH), "layers": (LAYERS, WIDTH, WIDTH), "leaves": (WIDTH, WIDTH)}
     params = {name: jax.random.normal(key, shape) / 4
               for key, (name, shape) in zip(keys, shapes.items(), strict=True)}  # fmt: skip
-    train_step = small.shard_train_step(step, **grouped(**options))
+    train_step = small.shard_train_step(step, **options)
     x = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
     text = train_step.lower(train_step.shard(params, x), x).compile().as_text()
     assert isinstance(text, str)

@@ -18,7 +18,6 @@ from jax.experimental.pallas import tpu as pltpu
 import gpu_compiler
 import jzero
 import small
-from small import grouped
 
 ROWS, DIM = 32, 4
 GATHERED = "nothing says that its rows are apart; jzero.per_example promises it"
@@ -50,7 +49,7 @@ def gathered(fn, w=W, x=X, tolerance=1e-9, **options):
         (loss, y), grads = jax.value_and_grad(loss_fn, has_aux=True)(w)
         return w - grads, {"loss": loss, "y": y}
 
-    train_step = small.shard_train_step(step, stage=3, **grouped(**options))
+    train_step = small.shard_train_step(step, stage=3, **options)
     report = train_step.describe(w, x)
     expected = jax.jit(step)(w, x)
     found = train_step(train_step.shard(w), x)

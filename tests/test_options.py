@@ -17,7 +17,6 @@ import parity
 import small
 import zoo
 from jzero.sharding.analysis import _residuals
-from small import grouped
 
 MESHES = {
     "1": {"data": 1}, "2": {"data": 2}, "4": {"data": 4}, "8": {"data": 8},
@@ -96,9 +95,7 @@ def _small_activations_move(monkeypatch):
 
 
 def check(name, axes, **options):
-    parity.check(
-        name, axes, functools.partial(small.shard_train_step, **grouped(**options)), options
-    )
+    parity.check(name, axes, functools.partial(small.shard_train_step, **options), options)
 
 
 @pytest.mark.slow

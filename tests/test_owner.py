@@ -172,7 +172,7 @@ def trains(optimizer: Optimizer, params: Params, num: int = 4, **options: Any) -
 
 def planned(optimizer: Optimizer, params: Params, num: int = 4, **options: Any) -> Any:
     """What is said of who updates what: `{leaves: (each, num, why)}`."""
-    step = small.shard_train_step(make_step(optimizer), mesh=mesh_of(num), **grouped(**options))
+    step = small.shard_train_step(make_step(optimizer), mesh=mesh_of(num), **options)
     plan = step.plan(state_of(params, optimizer), BATCHES[0])
     return {tuple(map(short, o.leaves)): (o.each, o.num, o.why) for o in plan.owned}
 
@@ -212,7 +212,7 @@ def test_one_device_owns_all():
 )  # fmt: skip
 def test_at_each_stage(options: dict[str, Any]):
     params = {**separate(4, 8, 16), **stacked(6, 16, 8)}
-    train_step = small.shard_train_step(make_step(muon), mesh=mesh_of(4), **grouped(**options))
+    train_step = small.shard_train_step(make_step(muon), mesh=mesh_of(4), **options)
     report = train_step.describe(state_of(params, muon), BATCHES[0])
     # There and back, and once for all microbatches.
     assert [c.times for c in report.traffic if c.op == "all-to-all"] == [1] * 4
@@ -346,7 +346,7 @@ def test_codes_on_the_wire_leave_owners_alone():
     options = {"gather_dtype": jnp.int8, "reduce_dtype": jnp.int8, "stage": 3}
     params = separate(4, 16, 16)
     assert planned(muon, params, **options) == {tuple(params): (1, 4, "")}
-    train_step = small.shard_train_step(make_step(muon), mesh=mesh_of(4), **grouped(**options))
+    train_step = small.shard_train_step(make_step(muon), mesh=mesh_of(4), **options)
     report = train_step.describe(state_of(params, muon), BATCHES[0])
     sent = [c for c in report.traffic if c.op == "all-to-all" and c.dtype != "uint8"]
     assert [(c.dtype, c.elements) for c in sent] == [("float32", 256)] * 2
@@ -401,7 +401,7 @@ def test_the_partitioner_runs_it(
         tolerance=ROUNDED,
         **grouped(**options),
     )
-    train_step = small.shard_train_step(step, mesh=mesh_of(num), **grouped(**options))
+    train_step = small.shard_train_step(step, mesh=mesh_of(num), **options)
     report = train_step.describe(state_of(params, optimizer), BATCHES[0])
     assert report.elements("all-to-all") > 0
 

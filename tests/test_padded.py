@@ -53,7 +53,7 @@ def tokens(step=0):
 
 def assert_same_training(tx, options, mesh, num_steps=4):
     step = make_step(tx)
-    train_step = small.shard_train_step(step, mesh=mesh, **grouped(**options))
+    train_step = small.shard_train_step(step, mesh=mesh, **options)
     reference = jax.jit(step)
     state, expected = train_step.shard(init(tx), tokens()), init(tx)
     for i in range(num_steps):

@@ -21,7 +21,6 @@ from jzero.sharding.analysis import _traffic
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._inputs_first import COTANGENT
 from jzero.tracing import _jaxpr
-from small import grouped
 
 TX = optax.adam(1e-2)
 
@@ -82,7 +81,7 @@ def mesh(**sizes):
     ],
 )
 def test_it_trains_as_one_device(axes, options, rows):
-    train_step = small.shard_train_step(step_fn, mesh=mesh(**axes), **grouped(**options))
+    train_step = small.shard_train_step(step_fn, mesh=mesh(**axes), **options)
     expected = state = state_of()
     for batch in batches(rows):
         expected, wanted = jax.jit(step_fn)(expected, batch)
@@ -208,7 +207,7 @@ MODELS = {
 def model_step(name, **options):
     """The step, by one device and sharded, its state and its batch."""
     init, step, batch = MODELS[name]()
-    return step, small.shard_train_step(step, **grouped(**options)), init(), batch
+    return step, small.shard_train_step(step, **options), init(), batch
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ import jzero
 import programs
 import small
 import zoo
-from small import grouped
 
 STAGES, EACH, MICROBATCHES, WIDTH, HIDDEN, VOCAB, SEQ, BATCH = 2, 2, 4, 16, 32, 24, 4, 16
 TICKS = MICROBATCHES + STAGES - 1
@@ -115,7 +114,9 @@ def sharded(stage, model=1, data=2, **options):
         make_step(functools.partial(pipelined, constrain)),
         stage=stage,
         mesh=mesh,
-        **grouped(axis_names="data", auto_specs={**specs, "blocks": P("stage")}, **options),
+        axis_names="data",
+        auto_specs={**specs, "blocks": P("stage")},
+        **options,
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 
 import jzero
 import small
-from small import grouped
 from test_offload import BATCH, SHAPES, TX, make_step, new_state
 
 POLICIES = [jzero.NoOffload(), jzero.PinnedHost(2**12), jzero.HostCPU(), jzero.HostCPU(ratio=0.5)]
@@ -17,7 +16,7 @@ POLICIES = [jzero.NoOffload(), jzero.PinnedHost(2**12), jzero.HostCPU(), jzero.H
 
 def sharded(num: int, step_fn=None, **options):
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
-    return small.shard_train_step(step_fn or make_step(TX), mesh=mesh, **grouped(**options))
+    return small.shard_train_step(step_fn or make_step(TX), mesh=mesh, **options)
 
 
 def plan_of(num: int = 4, **options):

@@ -13,7 +13,6 @@ import small
 from jzero.segments import _planned
 from jzero.testing import assert_same_training
 from jzero.tracing import _jaxpr
-from small import grouped
 
 KERNEL = 4 * programs.WIDTH * programs.HIDDEN  # bytes of one of a layer's two matrices
 NOTHING, EVERYTHING = 0, 2**28
@@ -90,7 +89,7 @@ def test_other_options_stay_right(options):
     expected = jax.jit(stacked_step)(state, x)
     for prefetch_bytes in (NOTHING, EVERYTHING):
         train_step = small.shard_train_step(
-            stacked_step, mesh=mesh_of(2, 2), **grouped(prefetch_bytes=prefetch_bytes, **options)
+            stacked_step, mesh=mesh_of(2, 2), prefetch_bytes=prefetch_bytes, **options
         )
         assert_close(train_step(train_step.shard(state, x), x), expected)
 
@@ -136,7 +135,7 @@ def test_keys_and_side_effects_inside_a_loop():
 
 def sharded_jaxpr(model, prefetch_bytes, **options):
     train_step = small.shard_train_step(
-        programs.train_step, mesh=mesh_of(8), **grouped(prefetch_bytes=prefetch_bytes, **options)
+        programs.train_step, mesh=mesh_of(8), prefetch_bytes=prefetch_bytes, **options
     )
     state = programs.abstract_state(model, optax.sgd(1e-3))
     jaxpr = jax.make_jaxpr(train_step)(state, programs.tokens())

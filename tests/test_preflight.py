@@ -18,7 +18,6 @@ import small
 from jzero._quantities import readable_bytes
 from jzero.sharding.passes import _waits
 from jzero.targets._target import find_target
-from small import grouped
 
 gpu_compiler.skip_without_it()
 
@@ -26,7 +25,7 @@ BATCH = programs.tokens(64)
 
 
 def preflight(stage, state=None, topology="1x8", axes=None, **options) -> Any:
-    train_step = small.shard_train_step(programs.train_step, stage=stage, **grouped(**options))
+    train_step = small.shard_train_step(programs.train_step, stage=stage, **options)
     state = programs.abstract_state(programs.Model()) if state is None else state
     return jzero.preflight(train_step, state, BATCH, topology=topology, axes=axes)
 

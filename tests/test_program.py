@@ -16,7 +16,6 @@ import small
 from jzero import OptionError
 from jzero.tracing import _jaxpr
 from jzero.tracing._printed import Note, printed
-from small import grouped
 
 TX = optax.adam(1e-2)
 STATE = {"layers": jnp.ones((3, 8, 8)), "out": jnp.ones((8, 10))}
@@ -45,7 +44,7 @@ def mesh(**sizes):
 
 
 def text_of(step=step_fn, state=None, batch=BATCH, **options: Any):
-    train_step = small.shard_train_step(step, **grouped(**{"mesh": mesh(data=8), **options}))
+    train_step = small.shard_train_step(step, **{"mesh": mesh(data=8), **options})
     state = (STATE, TX.init(STATE)) if state is None else state
     return str(train_step.program(state, batch, after="trace"))
 

@@ -13,7 +13,6 @@ import small
 import zoo
 from exactness import _parts
 from jzero.ir import _rules
-from small import grouped
 
 ROWS, WIDTH = 8 * 32, 64  # Gradients of weights sum over rows, with a scale for each 32 of them.
 
@@ -99,7 +98,7 @@ def test_without_a_rule_they_are(name, rule):
 )
 def test_trains_as_on_one_device(name, num_rows, options):
     step, state, batches = STEPS[name]()
-    expected, train_step = state, small.shard_train_step(step, stage=3, **grouped(**options))
+    expected, train_step = state, small.shard_train_step(step, stage=3, **options)
     for k, args in enumerate(batches):
         args = jax.tree.map(lambda x: x[:num_rows], args)
         expected, metrics = jax.jit(step)(expected, *args)

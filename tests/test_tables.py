@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh
 import jzero
 import small
 from jzero.testing import Tolerance, assert_same_training
-from small import grouped
 
 VOCABULARY, WIDTH, BATCH, TOKENS = 512, 32, 16, 4
 
@@ -89,9 +88,7 @@ def moved(look_up, vocabulary=VOCABULARY, width=WIDTH, **options):
     """Elements of the table that are gathered and reduced, and of rows that are exchanged."""
     tx = optax.adamw(1e-2)
     mesh = AbstractMesh((8,), ("data",))
-    step = small.shard_train_step(
-        functools.partial(train_step, look_up, tx), mesh=mesh, **grouped(**options)
-    )
+    step = small.shard_train_step(functools.partial(train_step, look_up, tx), mesh=mesh, **options)
     params = jax.eval_shape(functools.partial(params_of, vocabulary, width))
     report = step.describe((params, jax.eval_shape(tx.init, params)), batches()[0])
     found = [c for c in report.traffic if "table" in c.leaf and not c.dtype.startswith("int")]

@@ -84,7 +84,7 @@ def batches():
 def sharded(stage, data=4, model=2, **options):
     mesh = mesh_of(data, model)
     return small.shard_train_step(
-        step, stage=stage, mesh=mesh, **grouped(axis_names="data", auto_specs=AUTO_SPECS, **options)
+        step, stage=stage, mesh=mesh, axis_names="data", auto_specs=AUTO_SPECS, **options
     )
 
 
@@ -302,7 +302,7 @@ def words(tx, dtype, **options):
     """The sharded step over 4 x 2 devices, the same for one device, and a state."""
     constrained = make_words_step(tx, jax.lax.with_sharding_constraint)
     train_step = small.shard_train_step(
-        constrained, mesh=mesh_of(), **grouped(axis_names="data", auto_specs=WORDS, **options)
+        constrained, mesh=mesh_of(), axis_names="data", auto_specs=WORDS, **options
     )
     return train_step, jax.jit(make_words_step(tx, lambda x, spec: x)), words_init(tx, dtype)
 
@@ -584,7 +584,7 @@ def test_codes_of_parts_come_back_in_their_places(stage, axes, shards, monkeypat
         options |= {"param_axes": shards, "optimizer_axes": shards}
     types = (AxisType.Auto,) * (len(axes) + 1)
     mesh = jax.make_mesh((*axes.values(), 2), (*axes, "model"), types, devices=jax.devices()[:8])
-    train_step = small.shard_train_step(step, mesh=mesh, **grouped(axis_names=(*axes,), **options))
+    train_step = small.shard_train_step(step, mesh=mesh, axis_names=(*axes,), **options)
     plain, expected = jax.jit(plain_step), init()
     state = train_step.init(init)
     for x in batches()[:3]:
@@ -598,9 +598,7 @@ def test_codes_of_parts_come_back_in_their_places(stage, axes, shards, monkeypat
 def test_a_place_moves_codes_of_its_part_alone(stage, monkeypatch):
     """And XLA moves nothing over its axes that it does not move without codes."""
     options, state, x = coded(INT8, stage, monkeypatch), jax.eval_shape(init), batches()[0]
-    train_step = small.shard_train_step(
-        step, mesh=mesh_of(), **grouped(axis_names="data", **options)
-    )
+    train_step = small.shard_train_step(step, mesh=mesh_of(), axis_names="data", **options)
     # A row for each of 4 shards of each of 2 parts.
     due = sum(
         4 * INT8.nbytes(state["params"][name].size // 8)

@@ -14,7 +14,6 @@ import pytest
 
 import jzero
 import small
-from small import grouped
 from test_host_interrupted import layers
 
 pytest.importorskip("llvmlite")
@@ -58,7 +57,7 @@ def _threads_take_turns_often() -> Iterator[None]:
 
 def sharded(tier: str, folder: pathlib.Path) -> Any:
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    return small.shard_train_step(layers, mesh=mesh, **grouped(**TIERS[tier](folder)))
+    return small.shard_train_step(layers, mesh=mesh, **TIERS[tier](folder))
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:

@@ -360,7 +360,7 @@ def test_one_pass_makes_tiles(name):
 
 def described(name, tile_bytes, mesh="8", **options):
     step = small.shard_train_step(
-        step_of(LOSSES[name][0]), mesh=mesh_of(mesh), **grouped(tile_bytes=tile_bytes, **options)
+        step_of(LOSSES[name][0]), mesh=mesh_of(mesh), tile_bytes=tile_bytes, **options
     )
     return step.describe(new_state(name), rows_of(name)[0])
 
@@ -549,7 +549,7 @@ def test_a_tensor_axis():
     )
     params = weights({"up": (24, 40), "down": (40, 24)})
     state, (rows, *_) = (params, TX.init(params)), rows_of("unrolled")
-    step = small.shard_train_step(step_of(loss_fn), **grouped(**options))
+    step = small.shard_train_step(step_of(loss_fn), **options)
     assert "state[0]['up']" in {each.leaf for each in step.describe(state, rows).untiled}
     init = functools.partial(jax.tree.map, jnp.array, state)
     assert_same_training(step_of(loss_fn), init, [*rows_of("unrolled")], **grouped(**options))

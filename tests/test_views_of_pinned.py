@@ -20,7 +20,6 @@ from jzero.offload.memory._pinned_leaf import is_pinned, pinned_zeros, renewed, 
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from refuse_like_a_gpu import refusing
-from small import grouped
 from test_offload_params import CLIPPED, batch, make_step, new_state
 
 WINDOW = jzero.PinnedHost(device_bytes=2**14)
@@ -105,7 +104,7 @@ def test_a_step_goes_on_after_its_state_was_read(tier, tmp_path):
     options, num, takes = options_of(tier, tmp_path), *TIERS[tier][1:]
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     step = make_step(True, CLIPPED)
-    train_step = small.shard_train_step(step, mesh=mesh, **grouped(**options))
+    train_step = small.shard_train_step(step, mesh=mesh, **options)
     eval_step = jzero.shard_eval_step(evaluate, like=train_step)
     alone, state, plain = train_step.init(make), train_step.init(make), make()
     with jzero.Checkpointer(tmp_path / "steps", train_step) as checkpointer:

@@ -28,7 +28,6 @@ import pytest
 
 import small
 import zoo
-from small import grouped
 from whole_programs import PROGRAMS
 
 
@@ -70,7 +69,7 @@ def sharding(stage: int, num_devices: int, **options: Any) -> Callable[..., Any]
     def jit(
         step: Any = None, *, donate_argnums: Any = (), donate_argnames: Any = (), **said: Any
     ) -> Any:
-        return small.shard_train_step(step, stage=stage, mesh=mesh, **grouped(**said, **options))
+        return small.shard_train_step(step, stage=stage, mesh=mesh, **said, **options)
 
     return jit
 

@@ -13,7 +13,6 @@ from jax import lax
 import jzero
 import small
 import zoo
-from small import grouped
 
 AXIS = "batch"
 TX = optax.adamw(1e-2)
@@ -164,7 +163,7 @@ def batches():
 
 
 def trained(step, axes, **options):
-    run = small.shard_train_step(step, mesh=mesh_of(axes), **grouped(axis_name=AXIS, **options))
+    run = small.shard_train_step(step, mesh=mesh_of(axes), axis_name=AXIS, **options)
     state, seen = run.shard(state_of(), batches()[0]), []
     for x in batches():
         state, metrics = run(state, x)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
 import shutil
@@ -132,7 +133,9 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
     text = re.sub(
         rf"\bMemory\(params=\w+\(device_bytes=(\d+)[^()]*\), optimizer={policy}\)",
         lambda m: f"{_offload(m[2], m[3], flags)} and --offload-params {m[1]}B", text)  # fmt: skip
-    text = re.sub(rf"\bmemory={policy}", lambda m: _offload(m[1], m[2], flags), text)
+    text = re.sub(
+        rf"\b(?:memory=)?({'|'.join(_OFFLOADS)})\(([^()]*)\)(?=[, ]| and|\.)",
+        lambda m: _offload(m[1], m[2], flags) if m[2] else m[0], text)  # fmt: skip
     text = re.sub(r"\bauto={(.*?)}", lambda m: f"--auto {_pairs(m[1])}", text)
     who, _, said = text.partition(": ")
     for group, argument in _GROUPS.items():
@@ -143,16 +146,28 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
         }
         text = re.sub(
             rf"(\w+=)?(?:jzero\.)?\b{group}\(((?:[^()]|\([^()]*\))*)\)",
-            lambda m, fields=fields: _in_flags(m[2], fields), text)  # fmt: skip
+            functools.partial(_group_in_flags, fields), text)  # fmt: skip
         if group == who:
             text = _in_flags(text, fields)
-        if argument not in flags and (one := flags.get(f"{argument}.num")):
-            text = re.sub(rf"\b{argument}={_VALUE}", lambda m, one=one: _given(one, m[1]), text)
+        if one := flags.get(f"{argument}.num"):
+            text = re.sub(rf"\b{argument}={_VALUE}", functools.partial(_value_in_flags, one), text)
     text = _in_flags(text, {dest: flag for dest, flag in flags.items() if "." not in dest})
+    grouped = {dest.partition(".")[2]: flag for dest, flag in flags.items() if "." in dest}
+    text = re.sub(
+        rf"\b([Dd]rop|and|without|with) ({'|'.join(grouped) or '$'})(?=[ ,.:])",
+        lambda m: f"{m[1]} {grouped[m[2]]}", text)  # fmt: skip
     text = re.sub(r"\bestimate\('([^']*)', ([^)]*)\)",
                   lambda m: f"--params {m[1]} {m[2].replace(',', '')}", text)  # fmt: skip
     who, _, said = text.replace("jnp.", "").partition(": ")
     return said or who
+
+
+def _group_in_flags(fields: Mapping[str, str], group: re.Match[str]) -> str:
+    return _in_flags(group[2], fields)
+
+
+def _value_in_flags(flag: str, value: re.Match[str]) -> str:
+    return _given(flag, value[1])
 
 
 def _in_flags(text: str, flags: Mapping[str, str]) -> str:

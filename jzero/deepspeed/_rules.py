@@ -43,10 +43,10 @@ LINEAR = (
     '"warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"}}.'
 )
 _OFFLOADED = {
-    (_OPTIMIZER, "cpu"): "Memory(optimizer=jzero.HostCPU(...)). Masters and moments are in the hosts' memory, and are "
-    "updated there (pip install 'jzero[offload]').",
-    (_OPTIMIZER, "nvme"): "Memory(optimizer=jzero.NVMe(nvme_path)). Masters and moments are in files, and the hosts "
-    "update them tile by tile (pip install 'jzero[offload]').",
+    (_OPTIMIZER, "cpu"): "Memory(optimizer=jzero.HostCPU(...)). Masters and moments are in the hosts' "
+    "memory, and are updated there (pip install 'jzero[offload]').",
+    (_OPTIMIZER, "nvme"): "Memory(optimizer=jzero.NVMe(nvme_path)). Masters and moments are in files, and "
+    "the hosts update them tile by tile (pip install 'jzero[offload]').",
     (_PARAM, "cpu"): "Memory(params=jzero.PinnedHost()): parameters are in pinned memory of the hosts, and "
     "one layer at a time is on a device.",
     (_PARAM, "nvme"): "Memory(params=jzero.NVMe(nvme_path)). Parameters are in files, too, and one layer at "
@@ -203,8 +203,8 @@ def groups(c: Config, key: str) -> Made:
     options = {f"axes.{field}": "local" for field in fields}
     named = ", ".join(f"{field}='local'" for field in fields)
     return (
-        f"Axes({named}), on a mesh {mesh}: make {int(size)} devices with fast links between them neighbours, best "
-        "those of a node."), options  # fmt: skip
+        f"Axes({named}), on a mesh {mesh}: make {int(size)} devices with fast links between them neighbours, "
+        "best those of a node."), options  # fmt: skip
 
 
 def offload(c: Config, key: str) -> Made:

@@ -142,7 +142,8 @@ _ZERO = {
     "cpu_offload": _read("bool", _rules.offload, "`memory=jzero.HostCPU()`"),
     "cpu_offload_param": _read("bool", _rules.offload, "`Memory(params=jzero.PinnedHost())`"),
     **_unset(_PINNED, bool="cpu_offload_use_pin_memory"),
-    "zero_hpz_partition_size": _read("int", _rules.groups, "`Axes(params='local')` and `mesh_axes`", default=1),
+    "zero_hpz_partition_size": _read(
+        "int", _rules.groups, "`Axes(params='local')` and `mesh_axes`", default=1),
     "mics_shard_size": Row("whole", made=_rules.groups, default=-1, becomes="`Axes(params='local', "
         "optimizer='local')` and `mesh_axes`"),
     **_unset("gathers stay within the axis 'local'.", bool="mics_hierarchical_params_gather"),
@@ -152,8 +153,9 @@ _ZERO = {
         "bool", "Comm(gather_dtype=jnp.int8): quantized with a scale for each block, of weights that passes "
         "gather.", off="Off, as in jzero.", options={"comm.gather_dtype": _rules.expression("int8")}),
     "zero_quantized_gradients": Row(
-        "bool", "Comm(reduce_dtype=jnp.int4): quantized with a scale for each block, of gradients, one mesh axis "
-        "after the other.", off="Off, as in jzero.", options={"comm.reduce_dtype": _rules.expression("int4")}),
+        "bool", "Comm(reduce_dtype=jnp.int4): quantized with a scale for each block, of gradients, one mesh "
+        "axis after the other.", off="Off, as in jzero.",
+        options={"comm.reduce_dtype": _rules.expression("int4")}),
     "zero_quantized_nontrainable_weights": _false("Off, as in jzero.", "All weights that products read are "
         "gathered in one format: drop the key, or use zero_quantized_weights."),
     "zeropp_loco_param": _never("What gradients lose by quantization is not kept for the next step: drop the "
@@ -175,8 +177,9 @@ _ZERO = {
         "PinnedHost(device_bytes=...) bounds all that is on a device.", int="stage3_max_live_parameters"),
     **_unset("Comm(gather='keep') keeps what the forward pass gathered for the backward pass.",
         int="stage3_max_reuse_distance"),
-    **_unset("leaves below Axes(min_shard_bytes=), 1 KiB, are replicated, as are those that Axes(replicate='...') names; small "
-        "gathers go beside the compute of others.", int="stage3_param_persistence_threshold"),
+    **_unset("leaves below Axes(min_shard_bytes=), 1 KiB, are replicated, as are those that "
+        "Axes(replicate='...') names; small gathers go beside the compute of others.",
+        int="stage3_param_persistence_threshold"),
     **_unset(_GATHERS, int="stage3_model_persistence_threshold stage3_module_granularity_threshold",
         bool="stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential"),
     **_noted("Belongs to checkpoints: `jzero export checkpoints model.safetensors --dtype bf16`.",

@@ -54,8 +54,8 @@ class NVMe(Offload):
 
     Traffic per step and device, for Psi parameters in its shard: as with `HostCPU` between device and host,
     and between host and disk the whole optimizer state each way: 12 Psi bytes read and 12 Psi written for
-    Adam with masters. `jzero.estimate(..., memory=jzero.NVMe(path), rates=jzero.Rates(disk="6GB/s", ...))` has the time that takes,
-    and what is written in a day, which wears a disk out.
+    Adam with masters. `jzero.estimate(..., memory=jzero.NVMe(path), rates=jzero.Rates(disk="6GB/s", ...))`
+    has the time that takes, and what is written in a day, which wears a disk out.
 
     Memory: on each device as with `HostCPU`, and the new parameters beside the old ones until all is
     written. On the host `host_bytes` of each process, and pinned memory for gradients and parameters on
@@ -72,8 +72,8 @@ class NVMe(Offload):
     updated in their place, a step that fails while it writes loses the state, by name.
 
     Parameters rest in the same files with `Memory(params=jzero.NVMe(path, device_bytes=...,
-    host_bytes=...), optimizer=jzero.NVMe(path))`, at stage 3 (ZeRO-Infinity). The step runs layer by layer, as with
-    `PinnedHost`, and each device's shard of a layer is read ahead of its turn::
+    host_bytes=...), optimizer=jzero.NVMe(path))`, at stage 3 (ZeRO-Infinity). The step runs layer by layer,
+    as with `PinnedHost`, and each device's shard of a layer is read ahead of its turn::
 
         file -> pinned memory, in threads            # as far ahead as host_bytes have room
         pinned memory -> device                      # while the layer before computes

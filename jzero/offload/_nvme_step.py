@@ -146,7 +146,7 @@ class NVMeStep(HostStep):
                 p for p, x in zip(self.host.names(), avals, strict=False) if x.dtype.name in found
             ]
             raise OptionError(message(
-                WHO, f"memory=jzero.NVMe(...), and {len(paths)} of {len(avals)} leaves that the hosts update are "
+                WHO, f"memory=jzero.NVMe, and {len(paths)} of {len(avals)} leaves that the hosts update are "
                 f"{' or '.join(sorted(found))} ({first_of(paths)})",
                 f"State in files is updated by kernels for processors, which know {', '.join(TYPES)}.",
                 "Keep the state in one of these, as float32, or use memory=jzero.HostCPU(), where XLA "

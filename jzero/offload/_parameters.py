@@ -130,7 +130,7 @@ class ParameterOffload(Offload):
         if not params:
             raise OptionError(message(
                 WHO, f"Memory(params={self.params!r}), and no parameter is worth it",
-                f"Those of Axes(min_shard_bytes={stage_axes.min_bytes}) that rest in shards are offloaded, and "
+                f"Those of Axes(min_shard_bytes={stage_axes.min_bytes}) that are sharded are meant, and "
                 f"Axes(replicate={stage_axes.full!r}) finds those that rest whole.",
                 "Change these, or drop Memory(params=)."))  # fmt: skip
         return both, _pieces.cut_update(frame, moments, params)
@@ -201,8 +201,8 @@ def policy_of(who: str, state: Any, params: Any) -> Any:
     """
     if isinstance(state, NVMe) and state.device_bytes is not None:
         raise OptionError(message(
-            who, f"{state}", "device_bytes bounds parameters on a device, and it says where optimizer state is "
-            "stored.", "Drop device_bytes, or move it to Memory(params=jzero.NVMe(...))."
+            who, f"{state}", "device_bytes bounds parameters on a device, and this says where optimizer "
+            "state is stored.", "Drop device_bytes, or move it to Memory(params=jzero.NVMe(...))."
         ))  # fmt: skip
     if isinstance(params, NoOffload):
         if isinstance(state, NVMe) and state.gradients:
@@ -210,7 +210,8 @@ def policy_of(who: str, state: Any, params: Any) -> Any:
                 who, f"{state}, and parameters are on the devices",
                 "Gradients go into files layer by layer. With parameters on the devices one program makes "
                 "all of them, and new parameters cross the host's memory, whole, too.",
-                f"Write Memory(params=..., optimizer=...), both jzero.NVMe({state.path!r}, gradients=True), or drop gradients=True."
+                f"Write Memory(params=..., optimizer=...), both jzero.NVMe({state.path!r}, gradients=True), "
+                "or drop gradients=True."
             ))  # fmt: skip
         return state
     check_params(who, params)

@@ -396,4 +396,4 @@ def _policy(who: str, name: str, given: Any) -> Offload:
         return _NAMED[given]()
     raise OptionError(message(
         who, f"{name}={given!r}", f"It is a policy, or one of {', '.join(map(repr, _NAMED))}.",
-        f"Write {name}=jzero.HostCPU(), or drop it."))  # fmt: skip
+        f"Write {name}=jzero.PinnedHost(), or drop it."))  # fmt: skip

@@ -43,7 +43,7 @@ def offloaded(
             WHO, f"{policy}, and the state has no optimizer state that is worth it",
             "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters. "
             "A second update in the step, or a loss of its new parameters, reads them with the batch, too.",
-            "Drop offload, or put these into steps of their own."))  # fmt: skip
+            "Drop memory=, or put these into steps of their own."))  # fmt: skip
     return resting, update
 
 

@@ -87,10 +87,10 @@ def estimate(
     no memory of the host, but for those of a few layers on their way, which are not counted; and space with
     `in_place` alone, for else they are where the new state will be.
 
-    With `Rates(peak=)` and `Workload(tokens=)` the estimate has the least time of a step. In each of its parts (forward pass,
-    backward pass, update) compute and all ways are taken to be busy at the same time, so that the slowest
-    of them counts. An update hides behind nothing, unless it is delayed; operations are 6 for each parameter
-    and token (2 forward, 4 backward), and 8 with `recompute`.
+    With `Rates(peak=)` and `Workload(tokens=)` the estimate has the least time of a step. In each of its
+    parts (forward pass, backward pass, update) compute and all ways are taken to be busy at the same time,
+    so that the slowest of them counts. An update hides behind nothing, unless it is delayed;
+    operations are 6 for each parameter and token (2 forward, 4 backward), and 8 with `Workload.recompute`.
 
     With a configuration the parameters are those of a model of Hugging Face's transformers, counted exactly,
     and the layers and their width are the model's.
@@ -177,8 +177,8 @@ def estimate(
       model: Psi, a whole number or a string such as '350M', '7.5B', '1e9', '1T'; or a model's configuration:
         a dict, or the path of its config.json. Families: llama, mistral, mixtral, qwen2, qwen3, qwen2_moe,
         qwen3_moe, gemma, gemma2, gemma3_text, gpt2, t5, vit.
-      devices: how many share the batch (one mesh axis, 'data'); or the data axes and their sizes, `{'node': 8,
-        'local': 8}`, or a mesh.
+      devices: how many share the batch (one mesh axis, 'data'); or the data axes and their sizes, `{'node':
+        8, 'local': 8}`, or a mesh.
       stage: 0 to 3, as in `shard_train_step`.
       optimizer: bytes of its state, by name: 'sgd', 'momentum', 'adam', 'adamw', 'lion', 'adafactor', 'muon'.
       precision: 'mixed' (the paper's: 2 bytes of parameter, 2 of gradient, 4 of float32 master in the
@@ -263,7 +263,8 @@ def _is_config(model: Any) -> bool:
 def _group(kind: type[_Group], name: str, given: Any) -> _Group:
     if not isinstance(given, kind | None):
         raise OptionError(message(
-            WHO, f"{name}={given!r}", f"It is a jzero.{kind.__name__}.", "Write one, or drop it."))  # fmt: skip
+            WHO, f"{name}={given!r}", f"It is a jzero.{kind.__name__}.", "Write one, or drop it."
+        ))  # fmt: skip
     return given or kind()
 
 

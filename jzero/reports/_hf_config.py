@@ -137,14 +137,14 @@ def _read(config: Any) -> Mapping[str, Any]:
         return config
     if not isinstance(config, str | os.PathLike):
         raise _Bad(
-            f"config={_json.shown(config)}", "It is a dict, or the path of a JSON file.",
-            "Write config='config.json'.")  # fmt: skip
+            f"a configuration is {_json.shown(config)}", "It is a dict, or the path of a JSON file.",
+            "Write 'config.json'.")  # fmt: skip
     text, path = named(os.fspath(config)), Path(os.path.expanduser(config))
     rule, edit = "It is the path of a model's config.json.", "Correct the path."
     if "://" in text:
         rule, edit = "It is a file, and nothing is fetched.", "Download the file, and name it."
     elif path.is_dir():
-        edit = f"Write config={os.fspath(path / 'config.json')!r}."
+        edit = f"Write {os.fspath(path / 'config.json')!r}."
     elif not path.exists() and text.count("/") == 1 and not text.endswith(".json"):
         edit = "Nothing is fetched: download config.json of that repository, and name the file."
     try:
@@ -155,14 +155,14 @@ def _read(config: Any) -> Mapping[str, Any]:
         value = _json.parse(data)
     except OSError as error:
         raise _Bad(
-            f"config={text!r} cannot be read: {error.strerror}", rule, edit) from None  # fmt: skip
+            f"configuration {text!r} cannot be read: {error.strerror}", rule, edit) from None  # fmt: skip
     except _json.Malformed as error:
         raise _Bad(
-            [f"config={text!r}: {found}" for found in error.args], "A configuration is a JSON file.",
+            [f"configuration {text!r}: {found}" for found in error.args], "A configuration is a JSON file.",
             "Correct it.", "entries", 20) from None  # fmt: skip
     if not isinstance(value, dict):
         raise _Bad(
-            f"config={text!r} has {_json.shown(value)}", "A configuration is one JSON object.",
+            f"configuration {text!r} has {_json.shown(value)}", "A configuration is one JSON object.",
             edit if path.name != "config.json" else "Get it again.")  # fmt: skip
     return value
 

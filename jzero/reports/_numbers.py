@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `estimate` is given as numbers: bytes of a parameter, the work of a step, rates; each checks itself."""
+"""What `estimate` is given as numbers: bytes of a parameter, the work of a step, rates."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class Workload:
       OptionError: a field is no number.
     """
 
-    tokens: int | float | str | None = None
-    layers: int | float | str | None = None
-    width: int | float | str | None = None
+    tokens: Any = None
+    layers: Any = None
+    width: Any = None
     recompute: bool = True
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Workload:
 class Rates:
     """What devices and links do in a second, for the time of a step; None for what nobody has said.
 
-    Each is a number, or a string such as '55GB/s', decimal, as makers state it.
+    Each is a number, or a string such as '55GB/s', decimal, as makers state it; it is kept as an int.
 
     >>> import jzero
     >>> jzero.Rates(peak="989TFLOP/s", pcie="55GB/s").pcie
@@ -113,11 +113,11 @@ class Rates:
       OptionError: a field is no rate.
     """
 
-    peak: int | float | str | None = None
-    pcie: int | float | str | None = None
-    interconnect: int | float | str | None = None
-    host_update: int | float | str | None = None
-    disk: int | float | str | None = None
+    peak: Any = None
+    pcie: Any = None
+    interconnect: Any = None
+    host_update: Any = None
+    disk: Any = None
 
     def __post_init__(self) -> None:
         _parse(self, ("peak",), parse_flops, FLOPS_RULE)

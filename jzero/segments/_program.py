@@ -240,4 +240,4 @@ def check_tier(mesh: Any, tier: str) -> None:
             raise MeshError(message(
                 WHO, f"{device} has the memories {kinds}, and none of kind {tier!r}",
                 "Offloaded state rests in a memory of the devices' host that they can copy from.",
-                "Drop offload, or use other devices."))  # fmt: skip
+                "Drop memory=, or use other devices."))  # fmt: skip

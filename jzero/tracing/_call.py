@@ -293,7 +293,7 @@ def _misfits(path: str, leaf: Any, spec: P, axes: Mapping[str, int], accumulate:
             ]
     split = {name for entry in spec for name in spec_axes(entry)}
     if accumulate > 1 and split and split != set(axes):
-        return [f"{what}: accumulate needs its spec {spec} to name all data axes {tuple(axes)}"]
+        return [f"{what}: microbatches need its spec {spec} to name all data axes {tuple(axes)}"]
     return []
 
 

@@ -104,7 +104,7 @@ def _refuse_pmap(train_step: Callable[..., Any]) -> None:
     if is_made_by("filter_pmap", train_step):
         raise StepError(message(
             WHO, "train_step was made by eqx.filter_pmap", "jzero runs the step on all devices itself.",
-            "Pass the function inside, and to shard_train_step the axis_name= that it had in jzero.Axes."))  # fmt: skip
+            "Pass the function inside, and its axis_name= in axes=jzero.Axes(...)."))  # fmt: skip
 
 
 def _found(names: Sequence[str], old: tuple[Any, ...], returned: Any) -> tuple[Any, Any]:

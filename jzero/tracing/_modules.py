@@ -38,7 +38,7 @@ def is_filtered(step_fn: Any) -> bool:
     if is_made_by("filter_pmap", step_fn):
         raise StepError(message(
             STEP, "step_fn was made by eqx.filter_pmap", "jzero runs the step on all devices itself.",
-            "Pass the function inside, with the axis_name= that it had in jzero.Axes."))  # fmt: skip
+            "Pass the function inside, with its axis_name= in axes=jzero.Axes(...)."))  # fmt: skip
     return is_made_by("filter_jit", step_fn)
 
 

@@ -12,7 +12,6 @@ import jzero
 import parity
 import small
 import zoo
-from small import grouped
 
 NUM_STEPS = 5
 
@@ -82,7 +81,7 @@ def _loss(state: Any, params: Any, tokens: jax.Array) -> jax.Array:
 def check(name: str, **options: Any) -> jzero.ShardedTrainStep:
     """Trains with jzero; metrics after each step and every leaf after the last are `jax.jit`'s."""
     entry = get(name)
-    train_step = small.shard_train_step(entry.step, **grouped(**options))
+    train_step = small.shard_train_step(entry.step, **options)
     batches = entry.batches(NUM_STEPS)
     state = train_step.shard(new_state(name), *batches[0])
     for i, (batch, (_, wanted)) in enumerate(zip(batches, by_jit(name), strict=True)):

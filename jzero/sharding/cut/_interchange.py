@@ -127,7 +127,8 @@ class _TakenApart:
     def __init__(self, loop: _MicrobatchLoop, device_bytes: int):
         for eqn in filter(_jaxpr.has_side_effects, loop.body.eqns):
             raise OptionError(message(
-                WHO, f"Microbatches(order='layer'), and a {eqn.primitive.name}{_jaxpr.at_line(eqn)} for each microbatch",
+                WHO, f"Microbatches(order='layer'), and a {eqn.primitive.name}{_jaxpr.at_line(eqn)} for each "
+                "microbatch",
                 "All microbatches pass a layer before the next layer comes, so that they would not print, "
                 "or call back, one after the other.", "Drop order, or the print or callback."
             ))  # fmt: skip
@@ -186,9 +187,9 @@ class _TakenApart:
                 bad.append(f"{_type_of(each.before)}{_jaxpr.at_line(where[0]) if where else ''}")
         if bad:
             raise OptionError(message(
-                WHO, bad, "With order='layer' all microbatches pass a layer before the next layer comes. What "
-                "one of them takes of the one before must be made in the layer, or between the layers, where "
-                "it is read.", "Drop order.", things="values"))  # fmt: skip
+                WHO, bad, "With order='layer' all microbatches pass a layer before the next layer comes. "
+                "What one of them takes of the one before must be made in the layer, or between the layers, "
+                "where it is read.", "Drop order.", things="values"))  # fmt: skip
 
     def _links(self, whole: Running) -> list[Running]:
         """What each part does to a value that runs on, one part after the other; [] if one does not."""

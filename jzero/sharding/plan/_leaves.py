@@ -340,7 +340,7 @@ def _check_full(stage_axes: StageAxes, plans: Iterable[LeafPlan]) -> None:
             "It is a regular expression for the paths of parameters that stay full.",
             f"The parameters are {first_of(paths, 6)}." if paths else
             "There are none: with its batch the step reads no array of floats of its state, which has "
-            f"{leaves}. Drop full."))  # fmt: skip
+            f"{leaves}. Drop replicate."))  # fmt: skip
 
 
 def _role(leaf: StateLeaf, feeds_batch: bool) -> str:

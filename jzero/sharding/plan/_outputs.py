@@ -81,8 +81,8 @@ def check_reduced(
     if any(keys):
         edits.append(
             "A key that comes back belongs to the state: pass one key, say so by state=, and draw "
-            "from jzero.fold_device_index(key). Or drop the collectives and Axes(axis_name=), and write the step "
-            "for the whole batch."
+            "from jzero.fold_device_index(key). Or drop the collectives and Axes(axis_name=), and write the "
+            "step for the whole batch."
         )
     if bad:
         found = [

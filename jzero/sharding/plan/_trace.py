@@ -391,8 +391,8 @@ def _traced_in(
         raise StepError(message(
             "shard_train_step", f"the step names an axis that the mesh has not ({error})",
             f"The data axes are {tuple(axes)}; a step with collectives of its own is one device's.",
-            "Pass axes=jzero.Axes(axis_name=...), the name that jax.pmap had; or drop the collectives and write the step for "
-            "the whole batch.")) from error  # fmt: skip
+            "Pass axes=jzero.Axes(axis_name=...), the name that jax.pmap had; or drop the collectives and "
+            "write the step for the whole batch.")) from error  # fmt: skip
 
 
 def _check_refs(jaxpr: Jaxpr) -> None:

@@ -56,8 +56,8 @@ def _check_masters(leaves: Sequence[LeafPlan], codes: Blocks) -> None:
     if bad and not any(leaf.renewed_in_codes for leaf in leaves):
         raise OptionError(message(
             WHO, [f"{path} is updated from its own old value" for path in bad],
-            f"Below stage 3 Comm(gather_dtype={codes}) is for the difference of new parameters to old ones; what "
-            "is rounded off is lost unless a master has it.",
+            f"Below stage 3 Comm(gather_dtype={codes}) is for the difference of new parameters to old ones; "
+            "what is rounded off is lost unless a master has it.",
             "Use jzero.master_weights(tx), stage=3, or drop gather_dtype.", shown=4))  # fmt: skip
 
 
