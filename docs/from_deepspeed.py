@@ -18,8 +18,8 @@ PAGE = pathlib.Path(__file__).parent / "from-deepspeed.md"
 TITLE = "## Every key\n"
 TEMPLATE = "a template"
 OTHERS = """
-The other keys become no option. Some are refused unless they ask for what jzero does. When a file is translated, a
-message or a note says why.
+The other keys become no option. Some are refused unless they ask for what jzero does. When a file is
+translated, a message or a note says why.
 
 """
 FILES = PAGE.parents[1] / "tests" / "deepspeed_public.json"
