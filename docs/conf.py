@@ -72,9 +72,9 @@ CONTENTS = """
 Guide <docs/guide/index>
 Coming from elsewhere <docs/migrate/index>
 Reference <docs/reference/index>
-The papers <docs/systems>
-Measured <docs/performance>
 How it works <docs/design>
+Measurements <docs/performance>
+Papers <docs/systems>
 ```
 """
 
