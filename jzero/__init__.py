@@ -21,10 +21,9 @@ from jzero._errors import StepError as StepError
 from jzero._option_groups import Axes as Axes
 from jzero._option_groups import Comm as Comm
 from jzero._option_groups import Microbatches as Microbatches
-from jzero._shard_eval_step import ShardedEvalStep as ShardedEvalStep
 from jzero._shard_eval_step import shard_eval_step as shard_eval_step
 from jzero._shard_train_step import shard_train_step as shard_train_step
-from jzero._step import ShardedTrainStep as ShardedTrainStep
+from jzero._sharded_step import ShardedStep as ShardedStep
 from jzero._version import __version__ as __version__
 from jzero.checkpoint._checkpointer import Checkpointer as Checkpointer
 from jzero.checkpoint._restore import restore as restore
@@ -73,6 +72,10 @@ if not _typing.TYPE_CHECKING:  # To a type checker any name would be there.
 
     def __getattr__(name: str) -> _typing.NoReturn:
         """Says where a name went; for one that never was there, what Python says."""
+        if name in ("ShardedTrainStep", "ShardedEvalStep"):
+            raise AttributeError(
+                f"jzero.{name} is gone. Train steps and evaluations are of one class. Write "
+                "jzero.ShardedStep, and ask x.trains.", name=name)  # fmt: skip
         if name in ("PaddedArray", "CodedArray", "HostArray", "NVMeArray"):
             raise AttributeError(
                 f"jzero.{name} is gone. One class has all leaves that are no plain arrays. Write "

@@ -17,7 +17,7 @@ from pathlib import Path
 
 # Who is said to have failed, where the same code serves several: what the user called.
 _caller: contextvars.ContextVar[str | None] = contextvars.ContextVar("caller", default=None)
-STEP = "shard_train_step"
+STEP, EVAL_STEP = "shard_train_step", "shard_eval_step"
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 

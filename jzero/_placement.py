@@ -49,7 +49,7 @@ class Placement:
     def leaf_plans(
         self, state: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> tuple[tuple[LeafPlan, ...], list[NamedSharding]]:
-        """Where each leaf of the state rests, as far as it is known: see `ShardedTrainStep.state_shardings`.
+        """Where each leaf of the state rests, as far as it is known: see `ShardedStep.state_shardings`.
 
         The shardings are those of leaves at rest, of the shape `LeafPlan.padded_shape`.
         """

@@ -6,28 +6,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Unpack, overload
+from typing import Any, Unpack, overload
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
-
-from jzero._errors import OptionError, StateError, a_type, called_as, message
-from jzero._in_use import Use
+from jzero._errors import OptionError, a_type, called_as, message
 from jzero._option_groups import Axes, Comm, axes_of, comm_of
 from jzero._own_options import refuses_unknown_options
 from jzero._sharded_step import ShardedStep
-from jzero._step import ShardedTrainStep
 from jzero._step_types import EvalStepOptions, Result, StepArgs
 from jzero.offload._evaluation import reading_policy
 from jzero.offload._policy import Memory, memory_of
-from jzero.offload.memory import _placing
-from jzero.offload.memory._leaf_array import LeafArray, rows_of
-from jzero.segments import _nan_checks
 from jzero.segments._programs import Programs
-from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options
-from jzero.tracing._axis_types import takes_explicit_axes
 from jzero.tracing._signature import Signature
 
 WHO = "shard_eval_step"
@@ -38,21 +28,21 @@ WHO = "shard_eval_step"
 def shard_eval_step(
     eval_step: Callable[StepArgs, Result],
     *,
-    like: ShardedTrainStep | None = None,
+    like: ShardedStep | None = None,
     **options: Unpack[EvalStepOptions],
-) -> ShardedEvalStep[StepArgs, Result]: ...
+) -> ShardedStep[StepArgs, Result]: ...
 @overload
 def shard_eval_step(
     eval_step: None = None,
     *,
-    like: ShardedTrainStep | None = None,
+    like: ShardedStep | None = None,
     **options: Unpack[EvalStepOptions],
-) -> Callable[[Callable[StepArgs, Result]], ShardedEvalStep[StepArgs, Result]]: ...
+) -> Callable[[Callable[StepArgs, Result]], ShardedStep[StepArgs, Result]]: ...
 @refuses_unknown_options
 def shard_eval_step(
     eval_step: Callable[..., Any] | None = None,
     *,
-    like: ShardedTrainStep | None = None,
+    like: ShardedStep | None = None,
     memory: Memory | Offload | str | None = None,
     comm: Comm | None = None,
     axes: Axes | str | Sequence[str] | None = None,
@@ -122,7 +112,7 @@ def shard_eval_step(
     Args:
       eval_step: the function; None to use `shard_eval_step(like=...)` as a decorator.
       like: the train step whose state it reads, for its mesh and data axes. Without one, for a model that
-        is not trained, `mesh` and `axes` are as for `shard_train_step`, and `ShardedEvalStep.shard` places
+        is not trained, `mesh` and `axes` are as for `shard_train_step`, and `ShardedStep.shard` places
         the parameters.
       memory: where parameters are stored: a policy, its short name, or `jzero.Memory(params=...)`. With
         `like` by default where they are stored in the training, of `PinnedHost` and `NVMe` with their
@@ -155,7 +145,7 @@ def shard_eval_step(
       static_argnames: their names.
 
     Returns:
-      A `ShardedEvalStep`.
+      A `ShardedStep`.
 
     Raises:
       OptionError: an option that cannot be obeyed.
@@ -167,7 +157,7 @@ def shard_eval_step(
       Aminabadi et al.: "DeepSpeed Inference: Enabling Efficient Inference of Transformer Models at
       Unprecedented Scale", 2022, section VI: ZeRO-Inference, with weights in host memory.
     """
-    if not isinstance(like, ShardedTrainStep | None):
+    if not (like is None or (isinstance(like, ShardedStep) and like.trains)):
         raise OptionError(message(
             WHO, f"like is {a_type(like)}", "It is the train step whose state is read.",
             "Pass what shard_train_step returned."))  # fmt: skip
@@ -176,164 +166,42 @@ def shard_eval_step(
             WHO, "both like and a mesh of its own", "A state is read on the mesh on which it is stored.",
             "Drop mesh and axes, or use like=train_step.on_mesh(mesh)."))  # fmt: skip
     make = functools.partial(
-        ShardedEvalStep, like=like, memory=memory, comm=comm, axes=axes, mesh=mesh, in_specs=in_specs,
+        _sharded, like=like, memory=memory, comm=comm, axes=axes, mesh=mesh, in_specs=in_specs,
         state=state, weight_dtype=weight_dtype, static_argnums=static_argnums,
         static_argnames=static_argnames,
     )  # fmt: skip
     return make if eval_step is None else make(eval_step)
 
 
-class ShardedEvalStep(ShardedStep[StepArgs, Result]):
-    """A function of a state that lives in shards; see `shard_eval_step` for how it behaves.
-
-    Attributes:
-      __wrapped__: the function it was made from.
-    """
-
-    _who: ClassVar[str] = WHO
-
-    def __init__(
-        self, eval_step: Callable[StepArgs, Result], *, like: ShardedTrainStep | None, memory: Any, comm: Any,
-        axes: Any, mesh: Any, in_specs: Mapping[str | int, Any] | None,
-        state: str | int | Sequence[str | int] | None, weight_dtype: Any,
-        static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
-    ):  # fmt: skip
-        if not callable(eval_step):
-            raise OptionError(message(
-                WHO, f"eval_step is {a_type(eval_step)}", "It must be a function.",
-                "Write shard_eval_step(eval_step, like=train_step)."))  # fmt: skip
-        with called_as(WHO):
-            signature = Signature.of(eval_step, static_argnums, static_argnames, in_specs, state)
-            own: dict[str, Any] = dict(
-                comm=_comm(comm, like),
-                weight_dtype=weight_dtype,
-                offload=reading_policy(
-                    WHO, _params(memory), None if like is None else like.offload_params
-                ),
-                activations=None,
-                who=WHO,
-            )
-            if like is None:
-                programs = Programs(
-                    eval_step, signature, Options(axes=_batch_axes(axes), **own), mesh, True
-                )
-            else:
-                programs = like.programs_to_evaluate(eval_step, signature, own)
-        super().__init__(eval_step, programs)
-
-    @takes_explicit_axes
-    def rows(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """A state in plain arrays, for a checkpoint: of leaves in codes their rows, others as they are.
-
-        Of a state of `jax.ShapeDtypeStruct`s, with the step's other arguments, the same with shardings: what
-        a checkpoint of rows is restored to, with no need for the weights that were coded. `from_rows` makes a
-        state of what was restored. Rows are those of one mesh: as many devices must read them. They lie as
-        the weights lay that were coded: if these were on devices, shapes must have their shardings
-        (`train_step.state_shardings`), or they are taken to lie as `shard` places what comes from the host.
-
-        >>> import jax, jax.numpy as jnp, jzero
-        >>> eval_step = jzero.shard_eval_step(lambda w, x: x @ w, weight_dtype=jnp.int4)
-        >>> x, w = jnp.ones((8, 256)), jnp.ones((256, 256))
-        >>> coded = eval_step.shard(w, x)
-        >>> saved = eval_step.rows(coded)  # for Orbax, or whoever takes arrays
-        >>> shape = jax.ShapeDtypeStruct(w.shape, w.dtype)
-        >>> eval_step.rows(shape, x).shape == saved.shape
-        True
-        >>> eval_step.from_rows(saved, shape, x)
-        LeafArray(shape=(256, 256), dtype=float32, int4 in blocks of 128)
-
-        Raises:
-          OptionError: of shapes, without the step's other arguments.
-        """
-        leaves, tree = jax.tree.flatten(state)
-        if not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-            return jax.tree.unflatten(tree, map(rows_of, leaves))
-        with self._asked("rows"):
-            plans, shardings = self._leaf_plans(state, args, kwargs)
-        full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
-        return jax.tree.unflatten(tree, [
-            jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=place) if plan.codes
-            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=full if plan.padding else place)
-            for x, plan, place in zip(leaves, plans, shardings, strict=True)
-        ])  # fmt: skip
-
-    @takes_explicit_axes
-    def from_rows(self, rows: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """The state of which these are the `rows`; what its codes have lost is not known any more.
-
-        Args:
-          rows: what `rows` gave, on host or devices.
-          state: its shapes, in the same structure, with the shardings of what `rows` says.
-          *args: the step's other arguments, or their shapes.
-          **kwargs: the same by name.
-
-        Raises:
-          StateError: they are no rows of this state on this mesh.
-        """
-        with self._asked("from_rows"):
-            plans, shardings = self._leaf_plans(state, args, kwargs)
-            leaves, tree = jax.tree.flatten(rows)
-            structure: Any = jax.tree.structure(state)
-            if structure != tree:
-                raise StateError(message(
-                    "from_rows", f"{len(leaves)} leaves of rows, and a state of {len(plans)}",
-                    "Rows have the structure of their state.",
-                    "Pass what rows gave, and the shapes of that state."))  # fmt: skip
-            bad = [
-                f"{plan.path} is {getattr(x, 'dtype', type(x).__name__)}{list(jax.numpy.shape(x))}, and its "
-                f"rows are uint8{list(plan.shape)}"
-                for x, plan in zip(leaves, plans, strict=True)
-                if plan.codes
-                and (getattr(x, "dtype", None), jax.numpy.shape(x)) != ("uint8", plan.shape)
-            ]
-            if bad:
-                raise StateError(message(
-                    "from_rows", bad, "Rows are of one format, and of the parts of as many devices.",
-                    "Use the weight_dtype, the mesh and the like= with which they were made, and shapes with "
-                    "the shardings of the weights if these lay on devices; or shard the weights themselves.",
-                    shown=4))  # fmt: skip
-            coded = [
-                LeafArray(x, plan.codes.shape, plan.codes) if plan.codes else x
-                for x, plan in zip(leaves, plans, strict=True)
-            ]
-            placed = self._placement.place(
-                jax.tree.unflatten(tree, coded), coded, plans, shardings, "from_rows"
-            )
-        return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
-
-    @takes_explicit_axes
-    def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
-        """What `eval_step(state, *args)` returns; nothing is consumed.
-
-        Raises:
-          StateError, BatchError, StepError: see the message.
-          ProcessError: several processes are about to run different programs, or one does not come.
-        """
-        with self._asked(WHO):
-            bound = self._programs.bind(self._given(args), kwargs)
-            call = FlatCall.of(bound, self._programs.setting)
-            use = Use(WHO, call.call.state, consumes=False)
-            try:
-                inputs = self._placement.inputs(call)
-                if inputs is None:
-                    program, _, outs = self._run_traced(call)
-                else:
-                    program, state, arrays = inputs
-                    unread = program.plan.unread
-                    read = [None if i in unread else x for i, x in enumerate(call.state)]
-                    with use.running:
-                        use.claim(read)
-                        _, outs = _nan_checks.run(
-                            WHO, program.step, state, arrays, program.plan.leaves
-                        )
-            except Exception as error:
-                if (explained := use.explained(error, call.state, call.call.arrays)) is not None:
-                    raise explained from error
-                raise
-        return call.call.given(jax.tree.unflatten(program.out_tree, outs))
+def _sharded(
+    eval_step: Callable[..., Any], *, like: ShardedStep | None, memory: Any, comm: Any, axes: Any, mesh: Any,
+    in_specs: Mapping[str | int, Any] | None, state: str | int | Sequence[str | int] | None,
+    weight_dtype: Any, static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
+) -> ShardedStep[..., Any]:  # fmt: skip
+    if not callable(eval_step):
+        raise OptionError(message(
+            WHO, f"eval_step is {a_type(eval_step)}", "It must be a function.",
+            "Write shard_eval_step(eval_step, like=train_step)."))  # fmt: skip
+    with called_as(WHO):
+        signature = Signature.of(eval_step, static_argnums, static_argnames, in_specs, state)
+        own: dict[str, Any] = dict(
+            comm=_comm(comm, like),
+            weight_dtype=weight_dtype,
+            offload=reading_policy(
+                WHO, _params(memory), None if like is None else like.offload_params
+            ),
+            activations=None,
+            who=WHO,
+        )
+        if like is None:
+            options = Options(axes=_batch_axes(axes), **own)
+            programs = Programs(eval_step, signature, options, mesh, True)
+        else:
+            programs = like._programs.to_evaluate(eval_step, signature, own)
+    return ShardedStep(eval_step, programs)
 
 
-def _comm(given: Any, like: ShardedTrainStep | None) -> Comm:
+def _comm(given: Any, like: ShardedStep | None) -> Comm:
     """What an evaluation takes of `comm=`; prefetching by default as in the training."""
     comm = comm_of(WHO, given)
     _refuse_fields(

@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
+from jzero._errors import OptionError, a_type, message
 from jzero._option_groups import Axes, Comm, Microbatches
 from jzero._options_of import options_of
 from jzero._own_options import refuses_unknown_options
-from jzero._step import ShardedTrainStep
+from jzero._sharded_step import ShardedStep
 from jzero._step_types import Result, StepArgs, TrainStepOptions
 from jzero.offload._policy import Memory
+from jzero.segments._programs import Programs
 from jzero.sharding.plan._offload import Offload
+from jzero.sharding.plan._options import Options
 from jzero.tracing import _call
+from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
 
@@ -23,11 +28,11 @@ WHO = _call.WHO
 @overload
 def shard_train_step(
     step_fn: Callable[StepArgs, Result], **options: Unpack[TrainStepOptions]
-) -> ShardedTrainStep[StepArgs, Result]: ...
+) -> ShardedStep[StepArgs, Result]: ...
 @overload
 def shard_train_step(
     step_fn: None = None, **options: Unpack[TrainStepOptions]
-) -> Callable[[Callable[StepArgs, Result]], ShardedTrainStep[StepArgs, Result]]: ...
+) -> Callable[[Callable[StepArgs, Result]], ShardedStep[StepArgs, Result]]: ...
 @refuses_unknown_options
 def shard_train_step(
     step_fn: Callable[..., Any] | None = None,
@@ -136,7 +141,7 @@ def shard_train_step(
       static_argnames: their names.
 
     Returns:
-      A `ShardedTrainStep`.
+      A `ShardedStep`.
 
     Raises:
       OptionError: an option that cannot be obeyed.
@@ -149,7 +154,31 @@ def shard_train_step(
     """
     chosen = options_of(WHO, stage, microbatches, memory, comm, axes, donate=donate)
     make = functools.partial(
-        ShardedTrainStep, options=chosen, mesh=mesh, static_argnums=static_argnums,
+        _sharded, options=chosen, mesh=mesh, static_argnums=static_argnums,
         static_argnames=static_argnames, in_specs=in_specs, state=state,
     )  # fmt: skip
     return make if step_fn is None else make(step_fn)
+
+
+def _sharded(
+    step_fn: Callable[..., Any], *, options: Options, mesh: Any, static_argnums: int | Sequence[int],
+    static_argnames: str | Sequence[str], in_specs: Mapping[str | int, Any] | None,
+    state: str | int | Sequence[str | int] | None,
+) -> ShardedStep[..., Any]:  # fmt: skip
+    if not callable(step_fn):
+        raise OptionError(message(
+            WHO, f"step_fn is {a_type(step_fn)}", "It must be a function.",
+            "Write shard_train_step(step_fn, stage=3)."))  # fmt: skip
+    if isinstance(step_fn, ShardedStep):
+        raise OptionError(message(
+            WHO, "step_fn is already a ShardedStep", "A step is sharded once.",
+            "Pass its __wrapped__."))  # fmt: skip
+    # jit's functions have both; Equinox's are objects, and are traced like any other.
+    if isinstance(step_fn, types.FunctionType) and (
+        hasattr(step_fn, "lower") and not hasattr(step_fn, "trace")
+    ):
+        raise OptionError(message(
+            WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
+            "Pass the function inside, with pmap's axis_name= in axes=jzero.Axes(...)."))  # fmt: skip
+    signature = Signature.of(step_fn, static_argnums, static_argnames, in_specs, state)
+    return ShardedStep(step_fn, Programs(step_fn, signature, options, mesh))

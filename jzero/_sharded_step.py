@@ -1,29 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ShardedStep`: what can be asked of a step whose state lives in shards, whether it trains or evaluates."""
+"""`ShardedStep`: what `shard_train_step` and `shard_eval_step` return, and what can be asked of it."""
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Self, overload
+from typing import Any, Generic, Self, overload
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._errors import STEP, OptionError, StateError, a_type, called_as, first_of, message
+from jzero._errors import (
+    EVAL_STEP,
+    STEP,
+    OptionError,
+    StateError,
+    a_type,
+    called_as,
+    first_of,
+    message,
+)
+from jzero._in_use import Use
+from jzero._memory_kinds import HOST, NVME
+from jzero._option_groups import Comm, comm_of
 from jzero._placement import Placement
-from jzero._step_types import Result, StepArgs
+from jzero._step_types import AnyState, InitArgs, Result, StepArgs
+from jzero.ir import _starts
 from jzero.ir._loops import MICROBATCHES
-from jzero.offload.memory import _placing
-from jzero.offload.memory._leaf_array import is_coded
+from jzero.offload._parameters import ParameterOffload
+from jzero.offload._policy import NO_OFFLOAD
+from jzero.offload.memory import _placing, _writes
+from jzero.offload.memory._host_storage import pending_of
+from jzero.offload.memory._leaf_array import LeafArray, is_coded, rows_of
 from jzero.processes import _agreement
 from jzero.reports import _printed_program
 from jzero.reports._describe import Report, looped
 from jzero.reports._printed_program import PrintedProgram
-from jzero.segments import _partitioned
+from jzero.segments import _identity, _nan_checks, _partitioned
 from jzero.segments._derivatives import differentiable
 from jzero.segments._partitioned import Partitioned
 from jzero.segments._program import Program
@@ -32,28 +48,127 @@ from jzero.segments._repeat import FlatCall
 from jzero.sharding.analysis import _traffic, _untiled
 from jzero.sharding.plan import _layout, _outputs, _trace
 from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._plan import StepPlan
-from jzero.tracing import _call, _modules, _objects, _weak
+from jzero.tracing import _call, _jaxpr, _modules, _objects, _weak
 from jzero.tracing._axis_types import explicit_axes, explicit_mesh, takes_explicit_axes
+from jzero.tracing._reading import Elsewhere
 from jzero.tracing._returned import Like
 
 PROGRAMS = ("trace",)  # after what `program` prints one
 
 
-class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
-    """A step whose state lives in shards.
+class ShardedStep(Generic[StepArgs, Result]):
+    """A step whose state lives in shards: one of training, or an evaluation.
+
+    See `shard_train_step` and `shard_eval_step` for how it behaves.
 
     Attributes:
       __wrapped__: the function it was made from.
     """
 
-    _who: ClassVar[str] = STEP
     _bound: tuple[object, ...] = ()  # the instance of which it is a method
 
     def __init__(self, fn: Callable[StepArgs, Result], programs: Programs):
         self._programs, self._placement = programs, Placement(programs)
         functools.update_wrapper(self, fn, updated=())
         self.__wrapped__ = fn  # As there; checkers of types see it only here.
+
+    @property
+    def trains(self) -> bool:
+        """Whether it returns a new state; an evaluation does not."""
+        return not self._programs.evaluates
+
+    @property
+    def _who(self) -> str:
+        return STEP if self.trains else EVAL_STEP
+
+    @takes_explicit_axes
+    def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
+        """Runs one step, `(state, *args) -> (state, metrics)`, or evaluates; as the function has it.
+
+        A train step donates its state, but for `donate=False`; an evaluation consumes nothing. A state that
+        is not yet laid out as the plan says is placed first (and then not consumed). Under an outer `jax.jit`
+        the step is traced into it, and nothing is donated.
+
+        Raises:
+          StateError, BatchError, StepError: see the message; the state is left as it was.
+          OptionError: the host has too little memory for what is offloaded, by what is available before the
+            first call with arguments of these shapes; the state is left as it was.
+          ProcessError: several processes are about to run different programs, or one does not come.
+          FloatingPointError: with `jax_debug_nans` or `jax_debug_infs`.
+        """
+        if not self.trains:
+            with self._asked(self._who):
+                return self._evaluate(args, kwargs)
+        _agreement.check(self._who)
+        # Twice at most, and thrice where an argument that was found is none of the state.
+        while True:
+            with contextlib.suppress(Elsewhere):
+                return self._train(args, kwargs)
+
+    def _train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs one step.
+
+        Raises:
+          Elsewhere: its state is in other arguments; the next time it is looked for there.
+        """
+        bound = self._programs.signature.bind(self._given(args), kwargs)
+        call = FlatCall.of(bound, self._programs.setting)
+        donates = self._programs.options.donate
+        use = Use(self._who, call.call.state, consumes=donates)
+        try:
+            inputs = self._placement.inputs(call)
+            if inputs is None:
+                return self._traced(call)
+            program, state, arrays = inputs
+            leaves = program.plan.leaves
+            with use.running:
+                use.claim(state)
+                if not donates and self._programs.options.offloads:
+                    state = _placing.copies(state)
+                if donates:
+                    state, arrays = _placing.apart(state, arrays, leaves)
+                state, outs = _nan_checks.run(self._who, program.step, state, arrays, leaves)
+                if donates:  # One program returns nothing that it was given.
+                    use.consumed([*state, *outs] if self._programs.options.offloads else ())
+                if self._programs.options.offload.tier == NVME or _writes.are_known():
+                    _writes.settle(state)
+        except Exception as error:
+            if (explained := use.explained(error, call.state, call.call.arrays)) is not None:
+                raise explained from error
+            raise
+        state = self._placement.wrap(state, leaves)
+        return call.call.given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
+
+    def _traced(self, call: FlatCall) -> Any:
+        """A call under an outer `jax.jit`."""
+        program, state, outs = self._run_traced(call)
+        return call.call.given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
+
+    def _evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Evaluates once; nothing is consumed."""
+        bound = self._programs.bind(self._given(args), kwargs)
+        call = FlatCall.of(bound, self._programs.setting)
+        use = Use(self._who, call.call.state, consumes=False)
+        try:
+            inputs = self._placement.inputs(call)
+            if inputs is None:
+                program, _, outs = self._run_traced(call)
+            else:
+                program, state, arrays = inputs
+                unread = program.plan.unread
+                read = [None if i in unread else x for i, x in enumerate(call.state)]
+                with use.running:
+                    use.claim(read)
+                    _, outs = _nan_checks.run(
+                        self._who, program.step, state, arrays, program.plan.leaves
+                    )
+        except Exception as error:
+            if (explained := use.explained(error, call.state, call.call.arrays)) is not None:
+                raise explained from error
+            raise
+        return call.call.given(jax.tree.unflatten(program.out_tree, outs))
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Self: ...
@@ -163,10 +278,6 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
                 _call.WHO, f"{self._programs.options.offload}, and the step is {how}",
                 "An offloaded step is a loop of programs: one alone would hold all of the state on devices.",
                 "Call the step outside of jax.jit and of jax.grad, or drop offload."))  # fmt: skip
-
-    @abc.abstractmethod
-    def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
-        """Runs it."""
 
     @takes_explicit_axes
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -355,3 +466,256 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
     def mesh(self) -> Any:
         """The mesh it was made for; None for whatever is current when it is called."""
         return self._programs.mesh
+
+    @takes_explicit_axes
+    def init(
+        self, init_fn: Callable[InitArgs, AnyState], *args: InitArgs.args, **kwargs: InitArgs.kwargs
+    ) -> AnyState:
+        """Runs `init_fn(*args, **kwargs) -> state` so that every leaf is born in its layout.
+
+        Never whole on one device: the initialiser is compiled with the state's shardings as outputs.
+        See `state_shardings` for what the layout is before the step has seen a batch. What rests on the
+        host is made in groups of up to `device_bytes` (256 MiB with `HostCPU` and `NVMe`), each by a program
+        of its own. What `NVMe` has in files is in the host's memory until the first step, if there is no
+        plan for such a state yet (`plan`).
+
+        NNX objects are made like any state: `model, optimizer = train_step.init(create, key)`.
+
+        Returns:
+          The state, placed.
+
+        Raises:
+          StateError: `init_fn` is no function.
+          OptionError: the host has too little memory for its part of the state, ordinary and pinned, by what
+            is available before (each of several processes on one host counts for itself).
+          ProcessError: several processes are about to make different states, or one does not come.
+        """
+        _agreement.check("init")
+        if not callable(init_fn):
+            raise StateError(message(
+                "init", f"init_fn is {a_type(init_fn)}", "It is the function that makes the state.",
+                "Write train_step.init(init_fn, key); a state that exists goes to "
+                "train_step.shard(state)."))  # fmt: skip
+        # Traced once: every call of init_fn may make another optimizer, and so another tree.
+        born = _objects.Born()
+        with _objects.explains_init():
+            traced = _jaxpr.trace_here(lambda: born.state(init_fn(*args, **kwargs)))
+        # XLA takes each device's part of what it makes. [Note: starts in bounds]
+        traced = traced._replace(jaxpr=_starts.in_bounds(traced.jaxpr))
+        state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
+        leaves, shardings = self._placement.leaf_plans(state)
+        places = self._placement.places(leaves, shardings)
+        self._placement.agree("init", leaves, _placing.host_needs(places), lambda: (
+            _identity.of_jaxpr(traced.jaxpr, traced.consts)
+        ))  # fmt: skip
+        filling = self._placement.filling(leaves, places)
+        with filling or contextlib.nullcontext():
+            made = _placing.born(
+                traced, places, self._programs.options.offload.visiting_bytes, filling
+            )
+        _writes.settle(made)
+        return born.whole(jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves)))
+
+    @takes_explicit_axes
+    def flush(self, state: AnyState) -> AnyState:
+        """The state with the gradients applied that `HostCPU(delayed_update=True)` has not applied yet.
+
+        Without any, the state itself. Before a checkpoint is written and at the end of a training: a state
+        that waits for an update cannot be read. It is consumed; the step after it is computed without
+        staleness, and its gradients are the next to wait.
+
+        >>> import jax, jax.numpy as jnp, optax, jzero
+        >>> tx = optax.sgd(0.1, momentum=0.9)
+        >>> def step_fn(state, batch):
+        ...     w, opt_state = state
+        ...     grads = jax.grad(lambda w: jnp.mean(batch @ w))(w)
+        ...     updates, opt_state = tx.update(grads, opt_state, w)
+        ...     return optax.apply_updates(w, updates), opt_state
+        >>> policy = jzero.HostCPU(delayed_update=True, delay_after=0)
+        >>> train_step = jzero.shard_train_step(step_fn, memory=policy)
+        >>> w, batch = jnp.ones((64, 8)), jnp.ones((8, 64))
+        >>> state = train_step((w, tx.init(w)), batch)
+        >>> state[0][0, 0].item(), round(train_step.flush(state)[0][0, 0].item(), 4)
+        (1.0, 0.9875)
+
+        Raises:
+          StateError: a step has consumed it, or it waits for gradients and this train_step has no `HostCPU`.
+        """
+        if self._takes_objects(state):
+            objects = _objects.Objects.of("flush", {"state": state})
+            objects.set(self.flush(objects.state))
+            return state
+        arrays, static = _modules.apart_modules(state)
+        if static is not None:
+            return static.whole(self.flush(arrays))
+        _agreement.check("flush")
+        leaves, tree = jax.tree.flatten(state)
+        _placing.check_alive(self._named(state), leaves, "flush")
+        pending = next(filter(None, map(pending_of, leaves)), None)
+        if pending is None:
+            return state
+        if self._programs.options.offload.tier != HOST:
+            raise StateError(message(
+                "flush", "the state waits for gradients, and this train_step keeps none on the host",
+                "A step applies what it has computed.",
+                "Call flush of the train_step that returned the state."))  # fmt: skip
+        _agreement.note("flush", self._programs.setting.mesh)
+        step = pending.step
+        use = Use("flush", self._named(state), consumes=True)
+        placed = self._placement.place(self._named(state), leaves, step.leaves, step.shardings)
+        with use.running:
+            use.claim(placed)
+            new = step.flush(placed)
+            use.consumed(new)
+        return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
+
+    @takes_explicit_axes
+    def unshard(self, state: AnyState) -> AnyState:
+        """The state with every leaf whole on every device of the mesh, to evaluate, to keep or to export.
+
+        In arrays of its own: the next step consumes the state, and none of them.
+        """
+        arrays, static = _modules.apart_modules(state)
+        if static is not None:
+            return static.whole(self.unshard(arrays))
+        _agreement.check("unshard")
+        setting = self._programs.setting
+        full = NamedSharding(setting.mesh, PartitionSpec())
+        leaves, tree = jax.tree.flatten(state)
+        named = self._named(state)
+        _placing.check_alive(named, leaves, "unshard")
+        _placing.check_flushed("unshard", named, leaves)
+        if not all(_placing.lies_right(x, full) for x in leaves):
+            _agreement.confirm("unshard", mesh=setting.mesh)  # What it returns may be looked at.
+        plain = [jnp.asarray(x) if isinstance(x, LeafArray) else x for x in leaves]
+        whole = _placing.place(
+            plain, [full] * len(leaves), lambda: _call.leaf_paths(named, "state")
+        )
+        shared = [i for i, leaf in enumerate(leaves) if whole[i] is leaf]
+        copies = _placing.copied([leaves[i] for i in shared], full)
+        for i, copy_of in zip(shared, copies, strict=True):
+            whole[i] = copy_of
+        return jax.tree.unflatten(tree, whole)
+
+    @takes_explicit_axes
+    def state_shardings(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """A `NamedSharding` for every leaf of the state, in its structure; as Orbax wants to restore.
+
+        With the step's other arguments (shapes suffice), or once a step with this state has run, these
+        are the plan's. Before that, roles are unknown: every leaf is sharded that can be, and the first
+        step moves what its plan has full (parameters at stages 1 and 2). With `offload`, every leaf rests
+        on the host until then.
+
+        A leaf that is padded at rest (`LeafArray`) has none for its true shape: it is given as full
+        here, and padded when `shard` or the step places it. Of NNX objects, given as a call has them with all
+        other arguments, it is the `nnx.state` of them all.
+        """
+        if (args or kwargs) and self._takes_objects(state):
+            call = self._programs.bind(self._given((state, *args)), kwargs)
+            program, state = self._programs.of(call), call.state
+            plans, shardings = program.plan.leaves, program.state_shardings
+        else:
+            state, _ = _modules.apart_modules(state)
+            plans, shardings = self._leaf_plans(state, args, kwargs)
+        full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
+        found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(state), found)
+
+    @property
+    def offload_params(self) -> Offload:
+        """Where parameters rest: `jzero.NoOffload()`, `jzero.PinnedHost(...)` or `jzero.NVMe(...)`."""
+        policy = self._programs.options.offload
+        return policy.params if isinstance(policy, ParameterOffload) else NO_OFFLOAD
+
+    def on_mesh(self, mesh: Any) -> ShardedStep[StepArgs, Result]:
+        """The same step, with the same options, on another mesh."""
+        return self._with(self._programs.on_mesh(mesh))
+
+    def with_comm(self, comm: Comm) -> ShardedStep[StepArgs, Result]:
+        """The same step, with other gathers and reductions, as `shard_train_step(comm=)` takes them."""
+        return self._with(self._programs.with_comm(comm_of(self._who, comm)))
+
+    def _with(self, programs: Programs) -> ShardedStep[StepArgs, Result]:
+        other = copy.copy(self)
+        other._programs, other._placement = programs, Placement(programs)
+        return other
+
+    @takes_explicit_axes
+    def rows(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """A state in plain arrays, for a checkpoint: of leaves in codes their rows, others as they are.
+
+        Of a state of `jax.ShapeDtypeStruct`s, with the step's other arguments, the same with shardings: what
+        a checkpoint of rows is restored to, with no need for the weights that were coded. `from_rows` makes a
+        state of what was restored. Rows are those of one mesh: as many devices must read them. They lie as
+        the weights lay that were coded: if these were on devices, shapes must have their shardings
+        (`train_step.state_shardings`), or they are taken to lie as `shard` places what comes from the host.
+
+        >>> import jax, jax.numpy as jnp, jzero
+        >>> eval_step = jzero.shard_eval_step(lambda w, x: x @ w, weight_dtype=jnp.int4)
+        >>> x, w = jnp.ones((8, 256)), jnp.ones((256, 256))
+        >>> coded = eval_step.shard(w, x)
+        >>> saved = eval_step.rows(coded)  # for Orbax, or whoever takes arrays
+        >>> shape = jax.ShapeDtypeStruct(w.shape, w.dtype)
+        >>> eval_step.rows(shape, x).shape == saved.shape
+        True
+        >>> eval_step.from_rows(saved, shape, x)
+        LeafArray(shape=(256, 256), dtype=float32, int4 in blocks of 128)
+
+        Raises:
+          OptionError: of shapes, without the step's other arguments.
+        """
+        leaves, tree = jax.tree.flatten(state)
+        if not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            return jax.tree.unflatten(tree, map(rows_of, leaves))
+        with self._asked("rows"):
+            plans, shardings = self._leaf_plans(state, args, kwargs)
+        full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
+        return jax.tree.unflatten(tree, [
+            jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=place) if plan.codes
+            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=full if plan.padding else place)
+            for x, plan, place in zip(leaves, plans, shardings, strict=True)
+        ])  # fmt: skip
+
+    @takes_explicit_axes
+    def from_rows(self, rows: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """The state of which these are the `rows`; what its codes have lost is not known any more.
+
+        Args:
+          rows: what `rows` gave, on host or devices.
+          state: its shapes, in the same structure, with the shardings of what `rows` says.
+          *args: the step's other arguments, or their shapes.
+          **kwargs: the same by name.
+
+        Raises:
+          StateError: they are no rows of this state on this mesh.
+        """
+        with self._asked("from_rows"):
+            plans, shardings = self._leaf_plans(state, args, kwargs)
+            leaves, tree = jax.tree.flatten(rows)
+            structure: Any = jax.tree.structure(state)
+            if structure != tree:
+                raise StateError(message(
+                    "from_rows", f"{len(leaves)} leaves of rows, and a state of {len(plans)}",
+                    "Rows have the structure of their state.",
+                    "Pass what rows gave, and the shapes of that state."))  # fmt: skip
+            bad = [
+                f"{plan.path} is {getattr(x, 'dtype', type(x).__name__)}{list(jax.numpy.shape(x))}, and its "
+                f"rows are uint8{list(plan.shape)}"
+                for x, plan in zip(leaves, plans, strict=True)
+                if plan.codes
+                and (getattr(x, "dtype", None), jax.numpy.shape(x)) != ("uint8", plan.shape)
+            ]
+            if bad:
+                raise StateError(message(
+                    "from_rows", bad, "Rows are of one format, and of the parts of as many devices.",
+                    "Use the weight_dtype, the mesh and the like= with which they were made, and shapes with "
+                    "the shardings of the weights if these lay on devices; or shard the weights themselves.",
+                    shown=4))  # fmt: skip
+            coded = [
+                LeafArray(x, plan.codes.shape, plan.codes) if plan.codes else x
+                for x, plan in zip(leaves, plans, strict=True)
+            ]
+            placed = self._placement.place(
+                jax.tree.unflatten(tree, coded), coded, plans, shardings, "from_rows"
+            )
+        return jax.tree.unflatten(tree, _placing.wrap(placed, plans))

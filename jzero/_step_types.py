@@ -11,7 +11,7 @@ from jzero.offload._policy import Memory
 from jzero.sharding.plan._offload import Offload
 
 if TYPE_CHECKING:
-    # Of typing only since Python 3.13: with these defaults a bare `ShardedTrainStep` is one of any step.
+    # Of typing only since Python 3.13: with these defaults a bare `ShardedStep` is one of any step.
     from typing_extensions import ParamSpec, TypeVar
 
     StepArgs = ParamSpec("StepArgs", default=...)

@@ -27,7 +27,7 @@ from jzero._compare import Tolerance as Tolerance
 from jzero._errors import MeshError, MismatchError, OptionError, a_type, message
 from jzero._option_groups import Axes, axes_of
 from jzero._shard_train_step import shard_train_step
-from jzero._step import ShardedTrainStep
+from jzero._sharded_step import ShardedStep
 from jzero.sharding.analysis._traffic import Collective
 from jzero.tracing._returned import find_state
 
@@ -132,7 +132,7 @@ def assert_same_training(
 
 
 def assert_collectives(
-    train_step: ShardedTrainStep,
+    train_step: ShardedStep,
     state: Any,
     batch: Any,
     expected: Mapping[Any, Any],
@@ -168,7 +168,7 @@ def assert_collectives(
       MismatchError: a kind moves something else, or is not in `expected`; it names the leaves.
       OptionError: `train_step` or `expected` are not of that form, or two kinds overlap.
     """
-    if not isinstance(train_step, ShardedTrainStep):
+    if not isinstance(train_step, ShardedStep):
         raise OptionError(message(
             COLLECTIVES, f"train_step is {a_type(train_step)}",
             "Only jzero's own steps say what they move.",
@@ -202,7 +202,7 @@ def _args(batch: Any) -> tuple[Any, ...]:
     return batch if isinstance(batch, tuple) else (batch,)
 
 
-def _place_copy(train_step: ShardedTrainStep, state: Any, beside: tuple[Any, ...]) -> Any:
+def _place_copy(train_step: ShardedStep, state: Any, beside: tuple[Any, ...]) -> Any:
     """The state where the plan wants it, in buffers that the step may consume."""
     args, kwargs = train_step._programs.with_state(SAME, state, beside, {})
     if train_step.plan(*args, **kwargs).num_devices == 1:
@@ -213,7 +213,7 @@ def _place_copy(train_step: ShardedTrainStep, state: Any, beside: tuple[Any, ...
     return train_step.shard(jax.tree.map(jnp.array, state), *beside)
 
 
-def _check_exact(train_step: ShardedTrainStep, state: Any, beside: tuple[Any, ...]) -> None:
+def _check_exact(train_step: ShardedStep, state: Any, beside: tuple[Any, ...]) -> None:
     """That nothing travels as codes."""
     args, kwargs = train_step._programs.with_state(SAME, state, beside, {})
     coded = {leaf.path for leaf in train_step.plan(*args, **kwargs).leaves if leaf.coded}
@@ -230,7 +230,7 @@ def _check_exact(train_step: ShardedTrainStep, state: Any, beside: tuple[Any, ..
 
 
 def _step(
-    train_step: ShardedTrainStep, step: Callable[..., Any], state: Any, beside: tuple[Any, ...]
+    train_step: ShardedStep, step: Callable[..., Any], state: Any, beside: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """The new state, and what else `step` returned, in its place; it is called as `train_step` is."""
     args, kwargs = train_step._programs.with_state(SAME, state, beside, {})

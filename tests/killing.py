@@ -44,7 +44,7 @@ def batch(step: int) -> np.ndarray:
     return np.random.default_rng(step).standard_normal((8, 300)).astype(np.float32)
 
 
-def new_train_step(on_host: bool) -> jzero.ShardedTrainStep:
+def new_train_step(on_host: bool) -> jzero.ShardedStep:
     offload = jzero.HostCPU() if on_host else jzero.NoOffload()
     return jzero.shard_train_step(step_fn, memory=offload)
 

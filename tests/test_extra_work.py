@@ -56,11 +56,11 @@ UNEVEN = {
     "4 rows": (4, {}, 1 / 2, "rows are padded from 4 to 8 on 8 devices", "a multiple of 8."),
     "3 microbatches": (
         16, dict(accumulate=3), 1 / 3, "rows are padded from 16 to 24 on 8 devices with 3 microbatches each",
-        "a multiple of 24, or accumulate=2.",
+        "a multiple of 24, or microbatches=2.",
     ),
     "the nearest": (
         64, dict(accumulate=6), 1 / 3, "rows are padded from 64 to 96 on 8 devices with 6 microbatches each",
-        "a multiple of 48, or accumulate=8.",
+        "a multiple of 48, or microbatches=8.",
     ),
 }  # fmt: skip
 

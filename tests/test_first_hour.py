@@ -176,18 +176,28 @@ def test_a_step_that_returns_no_state():
 @pytest.mark.parametrize(("options", "edit"), [
     ({"donate_argnums": 0}, "no option donate_argnums=. A train step donates its state by itself"),
     ({"in_shardings": None}, r"Drop it: rows are split along dim 0.*in_specs=\{"),
-    ({"out_shardings": None}, "Drop it: the state comes back as it rests"),
+    ({"out_shardings": None}, "Drop it: the state comes back as it is stored"),
     ({"zero_stage": 3}, "no option zero_stage=. Write stage="),
     ({"devices": 8}, r"Write mesh=jax.make_mesh\(\(len\(devices\),\)"),
-    ({"mesh_axes": "data"}, "Write axis_names="),
-    ({"axis": "data"}, "Write axis_names="),
-    ({"gradient_accumulation_steps": 2}, "Write accumulate="),
+    ({"mesh_axes": "data"}, "Write axes="),
+    ({"axis": "data"}, "Write axes="),
+    ({"gradient_accumulation_steps": 2}, "Write microbatches="),
     ({"static_argnum": 2}, r"Did you mean static_argnums=\?"),
-    ({"acumulate": 2}, r"Did you mean accumulate=\?"),
+    ({"microbatch": 2}, r"Did you mean microbatches=\?"),
+    ({"accumulate": 2}, "no option accumulate=. Write microbatches=2."),
+    ({"accumulate": 2, "reduce": "once", "layer_major": True},
+     r"Write microbatches=jzero.Microbatches\(2, reduce='once', order='layer'\)."),
+    ({"offload": jzero.HostCPU(ratio=0.5), "axis_names": "data", "stage": 2},
+     r"Write memory=jzero.HostCPU\(ratio=0.5\), axes='data'."),
+    ({"offload_params": jzero.PinnedHost(8), "reduce_dtype": jnp.bfloat16, "full": "bias"},
+     r"Write memory=jzero.Memory\(params=jzero.PinnedHost\(device_bytes=8\)\), "
+     r"comm=jzero.Comm\(reduce_dtype=jnp.bfloat16\), axes=jzero.Axes\(replicate='bias'\)."),
+    ({"state_argnums": (0, 2), "zero_stage": 3},
+     r"Write state=\(0, 2\). Of zero_stage=: Write stage=."),
     ({"keep_unused": True}, "jzero compiles the step itself: drop it"),
     ({"xyzzy": 1}, r"Drop it: help\(jzero.shard_train_step\) lists the options"),
     ({"zero_stage": 3, "axis": "x"},
-     "no option zero_stage=, axis=. Of zero_stage=: Write stage=. Of axis=: Write axis_names="),
+     "no option zero_stage=, axis=. Of zero_stage=: Write stage=. Of axis=: Write axes="),
 ])  # fmt: skip
 def test_an_option_that_is_not_there(make, options, edit):
     with pytest.raises(jzero.OptionError, match=f"shard_train_step: there is .*{edit}"):
@@ -287,15 +297,15 @@ def test_equinox_compiles_numbers_in():
 
 def test_repr():
     train_step = shard_train_step(step, stage=2)
-    assert repr(train_step) == "<ShardedTrainStep of step: stage 2, mesh of the first call>"
+    assert repr(train_step) == "<ShardedStep of step: stage 2, mesh of the first call>"
     train_step(W, X)
-    assert repr(train_step) == "<ShardedTrainStep of step: stage 2, mesh ('data': 8)>"
+    assert repr(train_step) == "<ShardedStep of step: stage 2, mesh ('data': 8)>"
     mesh = jax.make_mesh((2, 4), ("node", "local"))
     assert repr(train_step.on_mesh(mesh)).endswith("stage 2, mesh ('node': 2, 'local': 4)>")
     of_partial = repr(shard_train_step(functools.partial(step)))
-    assert of_partial == "<ShardedTrainStep of step: stage 3, mesh of the first call>"
+    assert of_partial == "<ShardedStep of step: stage 3, mesh of the first call>"
     eval_step = shard_eval_step(lambda w, x: x @ w, mesh=mesh)
-    assert repr(eval_step) == "<ShardedEvalStep of <lambda>: mesh ('node': 2, 'local': 4)>"
+    assert repr(eval_step) == "<ShardedStep of <lambda>: mesh ('node': 2, 'local': 4)>"
 
 
 def test_html_says_what_the_text_says():

@@ -593,7 +593,7 @@ def test_a_batch_of_unlike_leading_dims_that_comes_back_is_asked_about():
     batch = {"x": X, "y": Y, "scale": jnp.ones(16)}
     with pytest.raises(
         jzero.StepError,
-        match=r"(?s)batch comes back, .* may be a batch.*=\(0, 1\), or state_argnums=\(0, 1, 2\)",
+        match=r"(?s)batch comes back, .* may be a batch.*=\(0, 1\), or state=\(0, 1, 2\)",
     ):
         sharded(weighed)(*init(), batch)
     train_step = sharded(weighed, state_argnums=(0, 1))
@@ -614,7 +614,7 @@ def test_what_is_ambiguous_is_refused_with_all_that_comes_back():
         r"- opt_state comes back, a tuple of 7 leaves \(.*int32\[\], .*\)\n.*"
         r"- mean comes back, float32\[16\], and may be a batch\n"
         r"The state is what a step takes and returns.* "
-        r"Say what is state: state_argnums=\(0, 1\), or state_argnums=\(0, 1, 2\)\."
+        r"Say what is state: state=\(0, 1\), or state=\(0, 1, 2\)\."
     )
     with pytest.raises(jzero.StepError, match=lines):
         sharded(with_mean)(*args)
@@ -631,7 +631,7 @@ def test_what_is_ambiguous_is_refused_with_all_that_comes_back():
     with pytest.raises(jzero.StepError, match=r"(?s)w comes back, .*=\(0, 1\)"):
         sharded(of_one_array)(P["w"], O, X[:16])
     # Nothing is sure, and which of two like arguments came back cannot be told.
-    with pytest.raises(jzero.StepError, match=r"state_argnums=0, or .*=1, or .*=\(0, 1\)\."):
+    with pytest.raises(jzero.StepError, match=r"state=0, or .*=1, or .*=\(0, 1\)\."):
         sharded(lambda x, w: (w, jnp.tanh(x)))(X, P["w"])
     either = r"(?s)a\[1\] comes back, .*, or an argument like it does.*=\(0, 2\), or .*\(1, 2\)\."
     with pytest.raises(jzero.StepError, match=either):
@@ -667,7 +667,7 @@ def test_gradients_are_not_taken_for_the_new_state():
     ):
         refused = (
             rf"what comes back like {name} is computed without adding to it, as gradients are\. "
-            rf".* returns the new parameters\. Give the whole step; or state_argnums={argnums} if"
+            rf".* returns the new parameters\. Give the whole step; or state={argnums} if"
         )
         for ask in (sharded(step_fn), sharded(step_fn).describe):
             with pytest.raises(jzero.StepError, match=refused):
@@ -734,9 +734,7 @@ def test_what_was_read_once_is_not_read_otherwise():
     few = {"w": jnp.ones((4, 5)), "v": jnp.ones((5, 3))}
     train_step = sharded(small)
     close(train_step(copies(few), few, X[:, :4]), jax.jit(small)(few, few, X[:, :4]))
-    with pytest.raises(
-        jzero.StepError, match=r"(?s)moments comes back, .*=0, or state_argnums=\(0, 1\)\."
-    ):
+    with pytest.raises(jzero.StepError, match=r"(?s)moments comes back, .*=0, or state=\(0, 1\)\."):
         train_step(few, few, X[:4, :4])
 
 
@@ -865,7 +863,7 @@ class Model:
 def test_methods_bind():
     loss, state = reference("loss first")[0]
     for trainer, x in ((Trainer(), X), (Other(), 2 * X)):
-        assert isinstance(trainer.step, jzero.ShardedTrainStep)
+        assert isinstance(trainer.step, jzero.ShardedStep)
         close(trainer.step(init(), x, Y), (state, loss))
         close(trainer.told(*init(), x, Y), (*state, loss))
         close(trainer.found(x, Y, state=init()), (loss, state))

@@ -96,15 +96,10 @@ def test_the_reference_has_every_public_name():
     assert {name for name in names if not re.search(rf"{re.escape(name)}\b", pages)} == set()
 
 
-@pytest.mark.parametrize(
-    "step", [jzero.ShardedTrainStep, jzero.ShardedEvalStep], ids=lambda x: x.__name__
-)
-def test_the_reference_has_what_both_kinds_of_steps_can_be_asked(step):
-    """`describe`, `plan`, `lower` and `shard` are of the class above."""
-    assert {"describe", "lower"}.isdisjoint(vars(step))
+def test_the_reference_has_what_steps_can_be_asked():
     pages = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
-    block = pages.split(f".. autoclass:: jzero.{step.__name__}\n")[1].split("```")[0]
-    assert ":members:\n   :inherited-members:\n" in block
+    block = pages.split(".. autoclass:: jzero.ShardedStep\n")[1].split("```")[0]
+    assert ":members:\n" in block
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse words its help otherwise")

@@ -286,7 +286,7 @@ def test_step_fn_is_not_a_function():
 
 
 def test_step_fn_is_already_sharded():
-    refuses(ValueError, ["already a ShardedTrainStep", "__wrapped__"], sharded, sharded())
+    refuses(ValueError, ["already a ShardedStep", "__wrapped__"], sharded, sharded())
 
 
 def test_step_fn_takes_no_arguments():

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from jzero._errors import CheckpointError, JzeroError, OptionError, a_type, message
 from jzero._quantities import BYTES_RULE, parse_bytes
-from jzero._step import ShardedTrainStep
+from jzero._sharded_step import ShardedStep
 from jzero._version import __version__
 from jzero.checkpoint import _iterators, _seal, _stored
 from jzero.checkpoint._bucket_steps import steps_in
@@ -126,7 +126,7 @@ class Checkpointer:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        train_step: ShardedTrainStep,
+        train_step: ShardedStep,
         *,
         max_to_keep: int | None = None,
         save_interval_steps: int = 1,
@@ -433,7 +433,7 @@ def _check_arguments(
 ) -> int:
     """What `save_bytes` is in bytes."""
     found, nbytes = [], parse_bytes(save_bytes)
-    if not isinstance(train_step, ShardedTrainStep):
+    if not isinstance(train_step, ShardedStep):
         found.append(f"train_step is {a_type(train_step)}, not what shard_train_step returns")
     counts = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps}
     for name, value in counts.items():

@@ -12,7 +12,7 @@ import jax
 
 from jzero._errors import CheckpointError, OptionError, a_type, first_of, message, warn
 from jzero._in_turn import groups
-from jzero._step import ShardedTrainStep
+from jzero._sharded_step import ShardedStep
 from jzero.checkpoint import _stored
 from jzero.checkpoint._match import Leaf, Origin, leaf_names, match
 from jzero.checkpoint._reading import ReadAs
@@ -29,7 +29,7 @@ _TO_HOST = 2**28  # bytes that are read to pinned memory before they move to whe
 
 @takes_explicit_axes
 def restore(
-    path: str | Path, train_step: ShardedTrainStep, state: Any, *args: Any, **kwargs: Any
+    path: str | Path, train_step: ShardedStep, state: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Restores one checkpoint into the layout that `train_step` wants, whatever layout it was saved in.
 
@@ -59,7 +59,7 @@ def restore(
       state: the state to restore: its structure, shapes and dtypes count, as `jax.eval_shape(init_fn, key)`
         has them.
       *args: optionally the step's other arguments (arrays or shapes): with them, parameters rest at once
-        as stages 1 and 2 have them; see `ShardedTrainStep.state_shardings`.
+        as stages 1 and 2 have them; see `ShardedStep.state_shardings`.
       **kwargs: the same by name.
 
     Returns:
@@ -68,19 +68,19 @@ def restore(
     Raises:
       CheckpointError: every leaf that is missing, left over, of another shape or dtype, or damaged; or the
         state is a function.
-      OptionError: the host has too little memory for its part of the state; see `ShardedTrainStep.init`.
+      OptionError: the host has too little memory for its part of the state; see `ShardedStep.init`.
       ProcessError: processes have called different things, or this one was forked.
     """
     return restore_for("restore", path, train_step, state, args, kwargs)
 
 
 def restore_for(
-    who: str, path: str | Path, train_step: ShardedTrainStep, state: Any,
+    who: str, path: str | Path, train_step: ShardedStep, state: Any,
     args: Sequence[Any], kwargs: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """`restore`, for the caller that messages name."""
     _agreement.check(who)
-    if not isinstance(train_step, ShardedTrainStep):
+    if not isinstance(train_step, ShardedStep):
         raise OptionError(message(
             who, f"train_step is {a_type(train_step)}", "It decides where each leaf goes.",
             "Pass what jzero.shard_train_step returned."))  # fmt: skip
@@ -101,7 +101,7 @@ class _Task:
     """A checkpoint that can be restored, and where each of its leaves goes."""
 
     def __init__(
-        self, who: str, path: str | Path, train_step: ShardedTrainStep, state: Any,
+        self, who: str, path: str | Path, train_step: ShardedStep, state: Any,
         args: Sequence[Any], kwargs: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self._who, self.stored = who, _stored.find(who, path)

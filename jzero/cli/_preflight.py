@@ -18,7 +18,7 @@ import jax
 
 from jzero._errors import _PACKAGE, JzeroError, OptionError, message, named
 from jzero._shard_train_step import shard_train_step
-from jzero._step import ShardedTrainStep
+from jzero._sharded_step import ShardedStep
 from jzero.cli import _flags
 from jzero.cli._checkpoints import Shown
 from jzero.cli._deepspeed import Verbatim
@@ -107,7 +107,7 @@ def _arguments(function: str) -> tuple[Any, ...]:
                 "It takes none: return functools.partial(init_fn, jax.random.key(0)), say.")  # fmt: skip
         with _named_failures(f"init of {function}()"):
             init = jax.eval_shape(init)
-    return step if isinstance(step, ShardedTrainStep) else shard_train_step(step), init, *others
+    return step if isinstance(step, ShardedStep) else shard_train_step(step), init, *others
 
 
 def _takes_other(function: Callable[..., Any], given: tuple[Any, ...]) -> str | None:

@@ -14,7 +14,7 @@ import jax
 from jzero._errors import BatchError, MeshError, OptionError, a_type, message
 from jzero._memory_kinds import NVME, PINNED
 from jzero._quantities import readable_bytes, readable_seconds
-from jzero._step import ShardedTrainStep
+from jzero._sharded_step import ShardedStep
 from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._dispatches import Dispatches, read_dispatches
 from jzero.preflight._examined import Examined, PartMemory, examine, examine_parts
@@ -49,7 +49,7 @@ WHO = "preflight"
 
 @takes_explicit_axes
 def preflight(
-    train_step: ShardedTrainStep | jax.stages.Lowered,
+    train_step: ShardedStep | jax.stages.Lowered,
     *args: Any,
     target: str = "h200",
     topology: str = "1x8",
@@ -116,7 +116,7 @@ def preflight(
     gpu = compiled_target(WHO, target)
     grid = read_topology(WHO, gpu, topology)
     options = {"xla_gpu_autotune_level": 0} | _checked_options(compiler_options)
-    if isinstance(train_step, ShardedTrainStep):
+    if isinstance(train_step, ShardedStep):
         sizes = _axes_for(train_step, grid) if axes is None else checked_axes(WHO, grid, axes)
     elif isinstance(train_step, jax.stages.Lowered):
         if search_batch or search_wire:
@@ -157,7 +157,7 @@ def preflight(
     there = train_step.on_mesh(mesh.abstract_mesh if offloads else mesh)
     batch = there._programs.batch_of(WHO, args, kwargs)
 
-    def compiled(step: ShardedTrainStep, rows: int) -> Examined:
+    def compiled(step: ShardedStep, rows: int) -> Examined:
         if not offloads:
             return examine(batch.call(step.lower, rows), options, read)
         dispatches = batch.call(functools.partial(_dispatches_of, step), rows)
@@ -471,7 +471,7 @@ def _under_way(options: Mapping[str, Any]) -> int:
     return int(limit)
 
 
-def _dispatches_of(step: ShardedTrainStep, *args: Any, **kwargs: Any) -> Dispatches:
+def _dispatches_of(step: ShardedStep, *args: Any, **kwargs: Any) -> Dispatches:
     call = step._programs.bind(args, kwargs)
     program = step._programs.of(call)
     state, arrays = inputs_at_rest(call, program)
@@ -481,7 +481,7 @@ def _dispatches_of(step: ShardedTrainStep, *args: Any, **kwargs: Any) -> Dispatc
     return read_dispatches(program.step.dispatched(state, arrays), [*state, *arrays], in_files)
 
 
-def _axes_for(train_step: ShardedTrainStep, topology: Topology) -> dict[str, int]:
+def _axes_for(train_step: ShardedStep, topology: Topology) -> dict[str, int]:
     """The step's own mesh, if it fits; else its one axis over all devices."""
     mesh = train_step.mesh
     if mesh is None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jzero._blocks import Blocks
 from jzero._errors import OptionError, message
 from jzero._quantities import readable_bits, readable_bytes
-from jzero._step import ShardedTrainStep
+from jzero._sharded_step import ShardedStep
 from jzero.preflight._examined import Examined
 from jzero.preflight._schedule import CompiledSchedule, schedule_of
 from jzero.reports._lines import wrapped
@@ -244,7 +244,7 @@ def check_wire(who: str, options: Options) -> None:
 
 
 def compare_wires(
-    step: ShardedTrainStep, compiled: Callable[[ShardedTrainStep], Examined], exact: Examined,
+    step: ShardedStep, compiled: Callable[[ShardedStep], Examined], exact: Examined,
     target: Target, topology: Topology, under_way: int,
 ) -> WireVerdict:  # fmt: skip
     """Compiles the step with each format of codes, and reads all schedules at all speeds.
@@ -276,7 +276,7 @@ def compare_wires(
     return WireVerdict(rates, asked, target.domains[level].name, tuple(times), tuple(refused))
 
 
-def _with(step: ShardedTrainStep, wire: Wire) -> ShardedTrainStep:
+def _with(step: ShardedStep, wire: Wire) -> ShardedStep:
     return step.with_comm(dataclasses.replace(step._programs.options.comm, **wire.options))
 
 

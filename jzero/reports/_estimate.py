@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -96,7 +97,7 @@ def estimate(
     and the layers and their width are the model's.
 
     Every leaf is taken to divide by the devices. Activations, temporary buffers and what XLA keeps beside
-    them are not in it; `ShardedTrainStep.describe` is exact about a real step's state and traffic.
+    them are not in it; `ShardedStep.describe` is exact about a real step's state and traffic.
 
     >>> import jzero
     >>> found = jzero.estimate("7.5B", devices=64, stage=3)
@@ -256,8 +257,9 @@ def estimate(
 
 def _is_config(model: Any) -> bool:
     """Whether it is a configuration, or a path of one, and no number."""
-    is_file = isinstance(model, str) and (model.endswith(".json") or os.sep in model)
-    return is_file or isinstance(model, Mapping | os.PathLike)
+    if isinstance(model, str):
+        return model.endswith(".json") or os.sep in model or not re.match(r"[-+.\d]", model)
+    return isinstance(model, Mapping | os.PathLike)
 
 
 def _group(kind: type[_Group], name: str, given: Any) -> _Group:
@@ -270,7 +272,7 @@ def _group(kind: type[_Group], name: str, given: Any) -> _Group:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Memory and traffic of a training, in the words of `ShardedTrainStep.describe`; `print` it.
+    """Memory and traffic of a training, in the words of `ShardedStep.describe`; `print` it.
 
     Attributes:
       num_params: Psi.

@@ -45,6 +45,7 @@ class Programs:
       signature: how the step is called; what its state is, if nobody said so, once a call was read.
       options: what the user chose.
       mesh: the mesh they are for; None for whatever is current.
+      evaluates: the step reads its state, and returns none.
       built: by setting, static arguments and shapes, and how the leaves lie that an evaluation reads.
     """
 
@@ -54,7 +55,7 @@ class Programs:
     ):  # fmt: skip
         _setting.check_mesh(mesh)
         self._step_fn, self.signature, self.options = step_fn, signature, options
-        self.mesh, self._evaluates, self._trained_by = mesh, evaluates, trained_by
+        self.mesh, self.evaluates, self._trained_by = mesh, evaluates, trained_by
         # The state of the last program, or that was placed before, of shapes.
         self._trained: Any = None
         self._setting: tuple[Any, Setting] | None = None
@@ -78,7 +79,7 @@ class Programs:
 
     def _with(self, mesh: Any, options: Options) -> Programs:
         other = Programs(
-            self._step_fn, self.signature, options, mesh, self._evaluates, self._trained_by
+            self._step_fn, self.signature, options, mesh, self.evaluates, self._trained_by
         )
         other._trained = self._trained
         other._warned, other._most_rows = self._warned, self._most_rows
@@ -105,7 +106,7 @@ class Programs:
         """What a call would be for now: the same object as before, if the mesh is the same."""
         around = _setting.around(self.mesh, self.options.axes.axis_name)
         if self._setting is None or self._setting[0] != around:
-            setting = _setting.setting_of(self.options, self.mesh, self._evaluates)
+            setting = _setting.setting_of(self.options, self.mesh, self.evaluates)
             self._setting = around, setting
         return self._setting[1]
 
@@ -117,11 +118,11 @@ class Programs:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call of the step, taken apart, once it is known which arguments are the state."""
         call = self.signature.bind(args, kwargs)
-        if self._evaluates and not self.signature.told:
+        if self.evaluates and not self.signature.told:
             with contextlib.suppress(Elsewhere):
                 self._read_where_trained(call)
             return self.signature.bind(args, kwargs)
-        while not self._evaluates and self.signature.may_change:
+        while not self.evaluates and self.signature.may_change:
             with contextlib.suppress(Elsewhere):
                 self.of(call)
                 break
@@ -153,7 +154,7 @@ class Programs:
             none in any.
         """
         before, failures = self.signature, dict[tuple[str, ...], Exception]()
-        if not (before.told or before.settled or self._evaluates):
+        if not (before.told or before.settled or self.evaluates):
             for names in before.places(state, args, kwargs):
                 guess = before.of_state(names)
                 try:
@@ -224,7 +225,7 @@ class Programs:
 
     def _rests(self, call: Call, setting: Setting) -> tuple[Rest | None, ...]:
         """Of an evaluation, how each leaf of the state lies: it is read there."""
-        if not self._evaluates:
+        if not self.evaluates:
             return ()
         in_files = self.options.offload.tier == NVME
         leaves = jax.tree.leaves(call.state)
@@ -246,7 +247,7 @@ class Programs:
             except Elsewhere as found:
                 self.signature = self.signature.of_state(found.names)
                 raise
-            if not (self.signature.settled or self._evaluates):
+            if not (self.signature.settled or self.evaluates):
                 self.signature = dataclasses.replace(self.signature, settled=True)
             values = tuple([value for _, value in parts(state)])
             self._trained = values if isinstance(state, StateArguments) else state

@@ -73,7 +73,7 @@ def step_fn(state, batch):
     return jax.tree.map(lambda x: x + 1, state)
 
 
-def new_train_step() -> jzero.ShardedTrainStep:
+def new_train_step() -> jzero.ShardedStep:
     return jzero.shard_train_step(step_fn, axes=jzero.Axes(min_shard_bytes=0))
 
 

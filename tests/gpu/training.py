@@ -78,7 +78,7 @@ def _loss(state: Any, params: Any, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def check(name: str, **options: Any) -> jzero.ShardedTrainStep:
+def check(name: str, **options: Any) -> jzero.ShardedStep:
     """Trains with jzero; metrics after each step and every leaf after the last are `jax.jit`'s."""
     entry = get(name)
     train_step = small.shard_train_step(entry.step, **options)
@@ -93,7 +93,7 @@ def check(name: str, **options: Any) -> jzero.ShardedTrainStep:
     return train_step
 
 
-def trained(name: str, train_step: jzero.ShardedTrainStep, num_steps: int = NUM_STEPS) -> Any:
+def trained(name: str, train_step: jzero.ShardedStep, num_steps: int = NUM_STEPS) -> Any:
     """The state after some steps."""
     batches = get(name).batches(num_steps)
     state = train_step.shard(new_state(name), *batches[0])

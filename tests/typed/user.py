@@ -56,7 +56,7 @@ def made(batch: jax.Array) -> None:
     accuracy(state, "batch")  # error: [arg-type]
 
 
-def train(state: State, batch: jax.Array, step: jzero.ShardedTrainStep) -> None:
+def train(state: State, batch: jax.Array, step: jzero.ShardedStep) -> None:
     policy = jzero.PinnedHost(device_bytes=2**30)
     reveal_type(policy.device_bytes)  # int
     jzero.shard_train_step(
@@ -77,12 +77,12 @@ def train(state: State, batch: jax.Array, step: jzero.ShardedTrainStep) -> None:
     reveal_type(str(step.describe(state, batch)))  # str
 
 
-def evaluate(step: jzero.ShardedTrainStep, score: jzero.ShardedEvalStep) -> None:
+def evaluate(step: jzero.ShardedStep, score: jzero.ShardedStep) -> None:
     jzero.shard_eval_step(step_fn, like=step)
     reveal_type(score.shard(jax.numpy.ones(8)))  # Any
 
 
-def save(folder: Path, step: jzero.ShardedTrainStep, state: State) -> None:
+def save(folder: Path, step: jzero.ShardedStep, state: State) -> None:
     with jzero.Checkpointer(folder, step, max_to_keep=3) as checkpointer:
         reveal_type(checkpointer)  # jzero.checkpoint._checkpointer.Checkpointer
         reveal_type(checkpointer.save(1, state))  # bool
@@ -96,9 +96,19 @@ def save(folder: Path, step: jzero.ShardedTrainStep, state: State) -> None:
     reveal_type(exported.left_out)  # list[str]
 
 
-def plan(step: jzero.ShardedTrainStep, state: State, batch: jax.Array) -> None:
+def plan(step: jzero.ShardedStep, state: State, batch: jax.Array) -> None:
     estimate: jzero.Estimate = jzero.estimate("7.5B", devices=64)
     reveal_type(estimate.num_params)  # int
+    jzero.estimate(
+        {"model_type": "llama"},
+        devices={"node": 8, "local": 8},
+        axes=jzero.Axes(params="local"),
+        microbatches=jzero.Microbatches(4, reduce="once"),
+        bytes_per_param=jzero.BytesPerParam(optimizer=6),
+        workload=jzero.Workload(tokens="8K"),
+        rates=jzero.Rates(peak="989TFLOP/s"),
+    )
+    jzero.estimate("7.5B")  # error: [call-arg]
     preflight: jzero.Preflight = jzero.preflight(step, state, batch, target="h200")
     reveal_type(preflight.peak_bytes)  # int
     reveal_type(jzero.target_mesh("h200", "8x8"))  # jax._src.mesh.Mesh
