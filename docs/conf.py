@@ -28,6 +28,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "SECURITY.md",
+    "tests/golden/README.md",
 ]
 exclude_patterns = [".*"]
 
