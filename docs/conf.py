@@ -63,9 +63,10 @@ html_sidebars = {"docs/systems": []}  # It has no pages below it, and so nothing
 html_copy_source = False
 html_show_sphinx = False
 
-# The README has no directives, so that it reads as well elsewhere; on the site it is the first page.
-# There its sections `### In ...` are tabs.
-CONTENTS = """
+# These pages have no directives, so that they read as well elsewhere. On the site the README is the first
+# page, and its sections `### In ...` are tabs.
+CONTENTS = {
+    root_doc: """
 
 ```{toctree}
 :hidden:
@@ -77,7 +78,16 @@ How it works <docs/design>
 Measurements <docs/performance>
 Papers <docs/systems>
 ```
-"""
+""",
+    "CONTRIBUTING": """
+
+```{toctree}
+:hidden:
+
+tests/golden/README
+```
+""",
+}
 
 
 def setup(app: Any) -> None:
@@ -87,7 +97,8 @@ def setup(app: Any) -> None:
 
 def _add_contents(app: Any, page: str, source: list[str]) -> None:
     if page == root_doc:
-        source[0] = _with_tabs(source[0]) + CONTENTS
+        source[0] = _with_tabs(source[0])
+    source[0] += CONTENTS.get(page, "")
 
 
 def _with_tabs(page: str) -> str:
