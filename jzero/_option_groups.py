@@ -205,10 +205,10 @@ class Axes:
       replicate: a regular expression, searched in the paths of parameters at stage 3; those that match stay
         replicated and are never gathered, while their gradients and optimizer state are sharded (as at
         stage 2). It costs their bytes on every device.
-      min_shard_bytes: leaves smaller than this stay replicated, because a collective costs more time than
-        they cost memory; 0 shards whatever can be. Neither are leaves sharded that would have to be padded
-        (no dim divides by the devices) to save less than 1 MiB on each device, as long as all of these are
-        at most 1 % of the device's share of the state; 0 pads these too.
+      min_shard_bytes: leaves smaller than this, 1 KiB by default, stay replicated, because a collective costs
+        more time than they cost memory; 0 shards whatever can be. Neither are leaves sharded that would have
+        to be padded (no dim divides by the devices) to save less than 1 MiB on each device, as long as all
+        of these are at most 1 % of the device's share of the state; 0 pads these too.
 
     Raises:
       OptionError: a field that cannot be obeyed.
@@ -226,7 +226,7 @@ class Axes:
     axis_name: str | None = None
     auto_specs: Any = None
     replicate: str | None = None
-    min_shard_bytes: int = 1024
+    min_shard_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "params", "optimizer"):
@@ -251,10 +251,11 @@ class Axes:
         ):
             for pattern in patterns:
                 _check_pattern(name, pattern)
-        make_int(
-            self, "Axes", "min_shard_bytes", 0, None,
-            "It is the number of bytes below which a leaf stays replicated, an int from 0.",
-            "Use min_shard_bytes=0 to shard every leaf that can be.")  # fmt: skip
+        if self.min_shard_bytes is not None:
+            make_int(
+                self, "Axes", "min_shard_bytes", 0, None,
+                "It is the number of bytes below which a leaf stays replicated, an int from 0.",
+                "Use min_shard_bytes=0 to shard every leaf that can be.")  # fmt: skip
 
 
 def blocks_of(who: str, option: str, value: Any) -> Blocks:

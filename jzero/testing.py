@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jzero import _compare
 from jzero._compare import Tolerance as Tolerance
 from jzero._errors import MeshError, MismatchError, OptionError, a_type, message
-from jzero._option_groups import Axes, axes_of
+from jzero._option_groups import axes_of
 from jzero._shard_train_step import shard_train_step
 from jzero._sharded_step import ShardedStep
 from jzero.sharding.analysis._traffic import Collective
@@ -84,7 +84,7 @@ def assert_same_training(
         1e-11 of the element plus 1e-12 of the leaf's largest, float32 2e-5 and 1e-5, float16 4e-3 and
         2e-3, bfloat16 2e-2 and 1e-2; there is no default for codes. Everything else must be equal.
       **options: the other options of `shard_train_step`. Leaves are sharded however small they are:
-        `Axes(min_shard_bytes=)` that is as by default counts as 0.
+        `Axes(min_shard_bytes=)` is 0 by default here.
 
     Raises:
       MismatchError: leaves differ; it names those of the first step in which any does, with index, both
@@ -99,7 +99,7 @@ def assert_same_training(
             SAME, f"Axes(axis_name={axes.axis_name!r}) without reference",
             "A step with collectives of its own does not run on one device.",
             "Pass reference=, the step without them."))  # fmt: skip
-    if axes.min_shard_bytes == Axes.min_shard_bytes:
+    if axes.min_shard_bytes is None:
         axes = dataclasses.replace(axes, min_shard_bytes=0)
     train_step = shard_train_step(step_fn, stage=stage, axes=axes, **options)
     static = {name: options[name] for name in _STATIC if name in options}

@@ -20,7 +20,7 @@ def grouped(**options: Any) -> dict[str, Any]:
         if moved is None or name == "mesh":
             found[name] = value
         elif not moved.group:
-            if value not in (None, ()):
+            if value is not None and (value != () or name != "state_argnames"):
                 found[moved.option] = value
         elif name == "layer_major":
             groups.setdefault("microbatches", {})["order"] = "layer" if value else "microbatch"
@@ -36,7 +36,7 @@ def _shard_train_step(step_fn: Any = None, **options: Any) -> Any:
     axes = options.get("axes")
     if not isinstance(axes, jzero.Axes):
         axes = jzero.Axes(axes, min_shard_bytes=0)
-    elif axes.min_shard_bytes == jzero.Axes.min_shard_bytes:
+    elif axes.min_shard_bytes is None:
         axes = dataclasses.replace(axes, min_shard_bytes=0)
     return jzero.shard_train_step(step_fn, **options | {"axes": axes})
 

@@ -411,8 +411,7 @@ def test_a_configuration_that_is_no_file(tmp_path):
          "--stage 0 and --gather keep. Below stage 3 parameters are replicated, and nothing "
          "is gathered. Drop --gather, or use --stage 3."),
         ((*SMALL, "--accumulator-dtype", "float32"),
-         "--accumulator-dtype float32 and --microbatches 1. It is about several microbatches. Drop it, or "
-         "say how many: --microbatches 4."),
+         "--accumulator-dtype float32 and --microbatches 1. It is about several microbatches."),
         ((*SMALL, "--reduce-dtype", "int32"),
          "--reduce-dtype int32. Gradients are floating point numbers. Quantized: int8, int4 or a "
          "jzero.Blocks. Use float32 or bfloat16, or drop it."),

@@ -376,6 +376,7 @@ def test_what_cannot_be_obeyed_is_refused():
     make: Any = functools.partial(jzero.shard_eval_step, predict, mesh=mesh_of(4))
     eval_step = make(weight_dtype=jnp.int8)
     coded = eval_step.shard(w, x)
+    tiles = jzero.Comm(tile_bytes=1024)
     calls = [
         (
             "weight_dtype=.*float32.*It is a quantized format",
@@ -394,7 +395,7 @@ def test_what_cannot_be_obeyed_is_refused():
             "state rests as int8 in blocks of 256. weight_dtype=int4 in blocks of 128",
             lambda: make(weight_dtype=jnp.int4)(coded, x),
         ),
-        ("tile_bytes=1024, and state rests in codes", lambda: make(tile_bytes=1024)(coded, x)),
+        (r"tile_bytes=1024\), and state rests in codes", lambda: make(comm=tiles)(coded, x)),
         ("and the step is called under an outer jax.jit", lambda: jax.jit(eval_step)(w, x)),
         (
             r"was coded on the mesh {'data': 4}, and is read on {'data': 2}",

@@ -140,21 +140,18 @@ def test_no_model_state_is_on_the_device_but_the_window():
 def test_a_window_is_no_larger_than_what_visits():
     """A shard, and all of it gathered; on one device nothing is gathered."""
     wide = jzero.PinnedHost(2**40)
-    assert estimate(memory=jzero.Memory(params=wide)).total == 2 * PSI // 8 + 2 * PSI
-    assert estimate(memory=jzero.Memory(params=wide), devices=1).total == 2 * PSI
+    assert estimate(offload_params=wide).total == 2 * PSI // 8 + 2 * PSI
+    assert estimate(offload_params=wide, devices=1).total == 2 * PSI
 
 
 def test_accumulators_stay_on_the_device_unless_layers_come_once():
-    each, once = (
-        estimate(microbatches=jzero.Microbatches(4, order="layer" if flag else "microbatch"))
-        for flag in (False, True)
-    )
+    each, once = (estimate(accumulate=4, layer_major=flag) for flag in (False, True))
     assert rows(each)["accumulator"] == (4 * PSI // 8, 0, False)
     assert "accumulator" not in rows(once)
 
 
 def test_state_that_visits_has_a_window_of_its_own():
-    found = estimate(memory=jzero.PinnedHost(2**20))
+    found = estimate(offload=jzero.PinnedHost(2**20))
     assert rows(found)["visiting optimizer state"] == (2**20, 0, False)
     assert found.total == 2**20 + 2**30
 
@@ -164,7 +161,7 @@ def test_the_host_bounds_the_largest_model():
     found = estimate()
     num = found.largest_model("80GB", host_memory="160GB")
     assert num == 8 * 160 * 10**9 // 16
-    with_state = estimate(memory=jzero.NoOffload())
+    with_state = estimate(offload=jzero.NoOffload())
     assert with_state.largest_model("80GB", "160GB") == with_state.largest_model("80GB")
 
 
@@ -375,11 +372,7 @@ def test_what_is_printed_fits_and_is_in_the_dict():
 
 
 def test_a_rate_that_is_not_given_is_said():
-    text = " ".join(
-        str(
-            estimate(workload=jzero.Workload(tokens="8K"), rates=jzero.Rates(peak="989TFLOP/s"))
-        ).split()
-    )
+    text = " ".join(str(estimate(tokens="8K", peak="989TFLOP/s")).split())
     assert "No time is counted for: to host, to device, between devices, host update." in text
     assert "time" not in estimate().to_dict()
 

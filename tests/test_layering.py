@@ -190,13 +190,21 @@ def test_floors_name_existing_rooms():
 @pytest.mark.parametrize(
     ("file", "source", "expected"),
     [
-        ("_errors", "from jzero._step import shard_train_step", "_step, which is above it"),
-        ("_errors", "def f():\n    import jzero._step", "_step, which is above it"),
-        ("_errors", "if TYPE_CHECKING:\n    from jzero import _step", "_step, which is above it"),
+        (
+            "_errors",
+            "from jzero._sharded_step import shard_train_step",
+            "_sharded_step, which is above it",
+        ),
+        ("_errors", "def f():\n    import jzero._sharded_step", "_sharded_step, which is above it"),
+        (
+            "_errors",
+            "if TYPE_CHECKING:\n    from jzero import _sharded_step",
+            "_sharded_step, which is above it",
+        ),
         ("tracing/_call", "from jzero.sharding.plan import _plan", "_plan, which is above it"),
         ("tracing/_call", "from ..sharding.plan._plan import Plan", "_plan, which is above it"),
-        ("tracing/_call", "from .. import _step", "_step, which is above it"),
-        ("tracing/_call", "from .._step import x", "_step, which is above it"),
+        ("tracing/_call", "from .. import _sharded_step", "_sharded_step, which is above it"),
+        ("tracing/_call", "from .._sharded_step import x", "_sharded_step, which is above it"),
         ("_sharded_step", "import jzero", "__init__, which is above it"),
         ("_sharded_step", "from jzero import grad", "__init__, which is above it"),
         (

@@ -168,7 +168,7 @@ def forms():
         lambda p, o: ((X,), {"y": Y, "opt_state": o, "params": p}),
     )  # fmt: skip
     yield (
-        "nested and static", nested, {"state_argnames": "opt_state", "state_argnums": 0, "static_argnums": 4},
+        "nested and static", nested, {"state_argnums": ("opt_state", 0), "static_argnums": 4},
         lambda p, o: ((p,), {"opt_state": o, "x": X, "y": Y, "scale": 1.0}),
     )  # fmt: skip
     yield "*args", rest, {}, lambda p, o: ((p, o, X, Y), {})
@@ -263,8 +263,8 @@ REFUSED: dict[str, Any] = {
     ),
     "static": (step, {"static_argnums": 1}, "the state 'opt_state' is declared static"),
     "specs": (step, {"in_specs": {1: jax.P()}}, "in_specs names the state 'opt_state'"),
-    "none": (step, {"state_argnums": ()}, r"state_argnums=\(\) names no argument"),
-    "unknown": (step, {"state_argnames": "moments"}, "state_argnames names 'moments'"),
+    "none": (step, {"state_argnums": ()}, r"state=\(\) names no argument"),
+    "unknown": (step, {"state_argnames": "moments"}, "state names 'moments'"),
 }  # fmt: skip
 
 
@@ -366,9 +366,7 @@ def test_a_target_of_fewer_rows_than_devices_is_whole():
 
 
 def test_moments_of_ones_own_are_refused_and_may_be_insisted_on():
-    text = (
-        r"(?s)m comes back, float32.* may be a batch.*state_argnums=0, or state_argnums=\(0, 1\)\."
-    )
+    text = r"(?s)m comes back, float32.* may be a batch.*state=0, or state=\(0, 1\)\."
     with pytest.raises(jzero.StepError, match=text):
         sharded(momentum, state_argnums=None)(SQUARE, SQUARE, X)
     with pytest.raises(jzero.StepError, match=text):

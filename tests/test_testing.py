@@ -134,7 +134,7 @@ def test_the_first_leaves_of_many_are_shown():
         return step(state, x, mean_over_devices)
 
     text = fails("batches[0]: 11 leaves fail:\n", assert_same_training, wrong,
-                 lambda: [jnp.ones(8)] * 11, BATCHES, axis_name="data", reference=step)  # fmt: skip
+                 lambda: [jnp.ones(8)] * 11, BATCHES, axes=jzero.Axes(axis_name="data"), reference=step)  # fmt: skip
     assert text.count("\n  - state[") == 8
     assert "\n  - and 3 more\nAt stage 3" in text
 
@@ -153,7 +153,7 @@ def test_the_first_step_that_differs_is_named():
     batches = [((x, jnp.full(16, i == 1)),) for i, x in enumerate(BATCHES)]
     message = fails("batches[1]: state float32[8]: 8 of 8 elements differ, most at [",
                     assert_same_training, wrong, lambda: jnp.ones(8), batches,
-                    axis_name="data", reference=step)  # fmt: skip
+                    axes=jzero.Axes(axis_name="data"), reference=step)  # fmt: skip
     assert "output" not in message
 
 
@@ -173,7 +173,14 @@ def test_a_reference_for_steps_that_devices_do_differently():
     start = (lambda: jnp.ones((8, 4)), batches)
     of_devices = zoo.on_shards(noisy, 8, "data")
     assert_same_training(noisy, *start, axes=jzero.Axes(axis_name="data"), reference=of_devices)
-    fails("reference=", assert_same_training, noisy, *start, axis_name="data", reference=of_one_key)
+    fails(
+        "reference=",
+        assert_same_training,
+        noisy,
+        *start,
+        axes=jzero.Axes(axis_name="data"),
+        reference=of_one_key,
+    )
     # Written for the whole batch, it needs none.
     assert_same_training(of_one_key, *start)
 
@@ -199,8 +206,8 @@ def test_written_steps_need_a_reference():
         return w - jax.grad(lambda w: jnp.mean(x @ w))(w)
 
     state = (lambda: jnp.ones((8, 4)), BATCHES)
-    fails("axis_name='batch' without reference", assert_same_training, step, *state,
-          axis_name="batch", error=jzero.OptionError)  # fmt: skip
+    fails("axis_name='batch') without reference", assert_same_training, step, *state,
+          axes=jzero.Axes(axis_name="batch"), error=jzero.OptionError)  # fmt: skip
     assert_same_training(step, *state, axes=jzero.Axes(axis_name="batch"), reference=whole)
 
 
@@ -235,7 +242,7 @@ def test_codes_on_the_wire_need_a_tolerance():
         w = jax.random.normal(jax.random.key(size), (size, size)) / size**0.5
         return {"large": w, "other": jnp.ones(size)}
 
-    codes: Any = {"reduce_dtype": jnp.int8, "stage": 1}
+    codes: Any = {"comm": jzero.Comm(reduce_dtype=jnp.int8), "stage": 1}
     batches = [jax.random.normal(jax.random.key(i), (16, 128)) for i in range(2)]
     large = step, lambda: start(128), batches
     text = fails(
@@ -244,12 +251,12 @@ def test_codes_on_the_wire_need_a_tolerance():
         assert_same_training, *large, **codes, error=jzero.OptionError,
     )  # fmt: skip
     assert "other" not in text
-    assert_same_training(*large, tolerance=Tolerance(0, 1e-4), **grouped(**codes))
+    assert_same_training(*large, tolerance=Tolerance(0, 1e-4), **codes)
     fails("state['large']", assert_same_training, *large, **codes, tolerance=Tolerance(0, 1e-4),
           reference=faster)  # fmt: skip
     # Small leaves travel as they are, and are compared so.
     small = [x[:, :8] for x in batches]
-    assert_same_training(step, lambda: start(8), small, **grouped(**codes))
+    assert_same_training(step, lambda: start(8), small, **codes)
 
 
 def test_nothing_to_compare():

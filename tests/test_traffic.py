@@ -122,7 +122,7 @@ def test_a_leaf_left_full_is_accounted_for_by_name():
     assert traffic(found) == {"all-gather": 160, "all-reduce": 10, "reduce-scatter": 160}
     assert str(found).endswith("""
 1 of 2 leaves stays full: 40 B on each device.
-  smaller than min_shard_bytes=41:
+  smaller than Axes(min_shard_bytes=41):
        40 B  state['odd'] float32[10]""")
 
 

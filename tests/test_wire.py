@@ -626,26 +626,26 @@ def test_what_stays_exact_is_listed_with_its_reason():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        (dict(gather_dtype=jnp.bfloat16), jzero.OptionError, "gather_dtype=.*bfloat16.*codes of 8 or 4 bits"),
+        (dict(gather_dtype=jnp.bfloat16), jzero.OptionError, "gather_dtype=.*bfloat16.*format of 8 or 4 bits"),
         (dict(gather_dtype="int7"), jzero.OptionError, "gather_dtype='int7'.*Use jnp.int8"),
         (dict(gather_dtype=jnp.int8, stage=0), jzero.OptionError,
-         "stage=0 and gather_dtype=int8 in blocks of 256.*updated there.*use stage=3"),
+         r"stage=0 and Comm\(gather_dtype=int8 in blocks of 256\).*updated.*use stage=3"),
         (dict(gather_dtype=jnp.int8, stage=2), jzero.OptionError,
          r"2 .*state\['layers'\]\['w'\] is updated from its own old value.*gather_dtype=int8.*a master has it"
          ".*jzero.master_weights"),
         (dict(reduce_dtype=jnp.int8, stage=0), jzero.OptionError,
-         "stage=0 and reduce_dtype=int8.*reduced as they are.*use stage=1"),
+         r"stage=0 and Comm\(reduce_dtype=int8.*reduced as they are.*use stage=1"),
         (dict(reduce_dtype={"data": jnp.bfloat16}), jzero.OptionError,
-         r"reduce_dtype\['data'\]=.*bfloat16.*format of codes"),
+         r"reduce_dtype\['data'\]=.*bfloat16.*quantized format"),
         (dict(reduce_dtype=jnp.uint8), jzero.OptionError,
-         "reduce_dtype=.*uint8.*floating point numbers. Codes are jnp.int8, jnp.int4 or a jzero.Blocks. Use"),
+         "reduce_dtype=.*uint8.*floating point numbers. Quantized: jnp.int8, jnp.int4 or a jzero.Blocks. Use"),
         (dict(reduce_dtype={"nodes": jnp.int8}), jzero.MeshError,
-         r"reduce_dtype has \['nodes'\], and the data axes are \('data',\).*Correct reduce_dtype"),
+         r"reduce_dtype=\) has \['nodes'\], and the data axes are \('data',\).*Correct reduce_dtype"),
     ],
 )  # fmt: skip
 def test_formats_that_cannot_be_obeyed_are_refused(options, error, text):
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
-    with pytest.raises(error, match=f"(?s)shard_train_step: {text}"):
+    with pytest.raises(error, match=f"(?s)(shard_train_step|Comm): .*{text}"):
         jzero.shard_train_step(step, **grouped(**options)).plan(params, tokens)
 
 

@@ -83,8 +83,8 @@ def test_what_the_verdict_says():
     half = [s / 2 for s in exact]
     text = " ".join(str(verdict(exact, half, 0, 1.0)).split())
     assert "At 1 Gb/s of the network for each device codes pay: the cheapest take 5000.0 ms" in text
-    assert "where exact wires take 8000.0 ms. Write gather_dtype=jnp.int8." in text
-    assert "gather_dtype=jnp.int8 pays below 4 Gb/s." in text
+    assert "where exact wires take 8000.0 ms. Write comm=jzero.Comm(gather_dtype=jnp.int8)." in text
+    assert "comm=jzero.Comm(gather_dtype=jnp.int8) pays below 4 Gb/s." in text
     assert "of which codes compute 1000.0 ms for 4.4 TiB more through memory" in text
     text = " ".join(str(verdict(exact, half, 3, 1.0)).split())
     assert "codes do not pay: exact wires take 1000.0 ms, and the cheapest codes 1500.0 ms" in text
@@ -107,9 +107,10 @@ def test_formats_by_where_axes_lie():
     names = [wire.written for wire in formats(MESH, H200, TWO_NODES, MESH)]
     rotated = "jzero.Blocks(jnp.int4, rotate=True)"
     assert names == [
-        "gather_dtype=jnp.int8",
-        "gather_dtype=jnp.int8, reduce_dtype=jnp.int8",
-        f"gather_dtype=jnp.int8, reduce_dtype={{'node': {rotated}, 'local': jnp.int8}}",
+        "comm=jzero.Comm(gather_dtype=jnp.int8)",
+        "comm=jzero.Comm(gather_dtype=jnp.int8, reduce_dtype=jnp.int8)",
+        "comm=jzero.Comm(gather_dtype=jnp.int8, reduce_dtype="
+        f"{{'node': {rotated}, 'local': jnp.int8}})",
     ]
     data = {"data": 16}
     assert formats(data, H200, TWO_NODES, data)[-1].written.endswith(f"reduce_dtype={rotated}")

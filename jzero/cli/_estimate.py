@@ -76,7 +76,7 @@ def _add_flags(command: _flags.Parser) -> None:
     flags: dict[str, dict[str, Any]] = {
         "--params": dict(type=_flags.num_params, dest="model",
                          metavar="NUMBER", help="such as 350M, 7.5B, 1e9, 1T"),
-        "--config": dict(type=pathlib.Path, dest="model", metavar="FILE",
+        "--config": dict(type=_config, dest="model", metavar="FILE",
                          help="instead of --params: config.json of a model of Hugging Face's (llama, "
                          "mistral, mixtral, qwen2, qwen3, gemma, gpt2, t5, vit, ...)"),
         "--devices": dict(type=_flags.positive, metavar="NUMBER", help="how many share the batch"),
@@ -210,6 +210,11 @@ def _of_stages(
             if stage == stages[-1] and not found:
                 raise
     return found, refused
+
+
+def _config(text: str) -> str | pathlib.Path:
+    """A path, whatever its name looks like; an address is refused as such."""
+    return text if "://" in text else pathlib.Path(text)
 
 
 def _policy(arguments: dict[str, Any]) -> Offload:

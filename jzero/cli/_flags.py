@@ -205,7 +205,7 @@ def _given(flag: str, value: str) -> str:
     pairs = [f"{name}={x.strip(chr(39))}" for name, x in re.findall(r"'([^']*)': ([^,}]*)", value)]
     words = ",".join(pairs or re.findall(r"'([^']*)'", value)) or value
     switch = "False" if flag.startswith("--no-") else "True"
-    return flag if words == switch else f"{flag} {words}"
+    return flag if words in (switch, "layer") else f"{flag} {words}"
 
 
 def _pairs(entries: str) -> str:

@@ -258,7 +258,7 @@ def estimate(
 def _is_config(model: Any) -> bool:
     """Whether it is a configuration, or a path of one, and no number."""
     if isinstance(model, str):
-        return model.endswith(".json") or os.sep in model or not re.match(r"[-+.\d]", model)
+        return model.endswith(".json") or os.sep in model or not re.match(r"[-+]?\.?\d", model)
     return isinstance(model, Mapping | os.PathLike)
 
 

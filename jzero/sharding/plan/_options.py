@@ -24,6 +24,7 @@ WHO = _call.WHO
 # before it computes; of a larger one, the rest while its own first part does. Of a layer of 192 Mi, twice
 # the bound hid 85 and not 89 % of the gathered bytes (experiments/gather_policy).
 PREFETCH_BYTES = 2**28
+MIN_SHARD_BYTES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +125,9 @@ class Options:
                 "A parameter's shard must be a union of shards of its optimizer state.",
                 "Name the axes of Axes(params=) in Axes(optimizer=) too."))  # fmt: skip
         order = (*params, *(axis for axis in shards if axis not in params))
-        return StageAxes(
-            tuple(axes.items()), params, order, self.axes.min_shard_bytes, self.axes.replicate
-        )
+        least = self.axes.min_shard_bytes
+        least = MIN_SHARD_BYTES if least is None else least
+        return StageAxes(tuple(axes.items()), params, order, least, self.axes.replicate)
 
     def places(
         self, paths: Sequence[str], shapes: Sequence[Sequence[int]], sizes: Mapping[str, int],
