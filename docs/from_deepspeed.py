@@ -54,7 +54,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def outcome(row: Row) -> str:
     """In a cell of a table; nothing for a key that becomes no option."""
-    return (row.becomes or row.note.rstrip(".") * bool(row.options)).replace("|", "\\|")
+    note = re.sub("^[^:,]+", r"`\g<0>`", row.note.rstrip(".")) if row.options else ""
+    return (row.becomes or note).replace("|", "\\|")
 
 
 def names(keys: Iterable[str]) -> str:
