@@ -1,6 +1,6 @@
 """Trains two towers to find a function by its docstring, by a loss over all pairs of the whole batch.
 
-python examples/clip_accumulate.py --batch-size 1024 --accumulate 8      # memory of an eighth
+python examples/clip_accumulate.py --batch-size 1024 --microbatches 8      # memory of an eighth
 python examples/clip_accumulate.py --check 1      # first: the same numbers as one device without
 """
 
@@ -22,11 +22,10 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.testing import assert_same_training
-from small import grouped
 
 # Each is a flag: --stage 1 --batch-size 64
 SETTINGS: dict[str, Any] = dict(
-    stage=3, accumulate=4,  # ZeRO's stage; microbatches of a step
+    stage=3, microbatches=4,  # ZeRO's stage; microbatches of a step
     steps=500, batch_size=256, learning_rate=1e-3, seed=0,  # pairs of a step over all devices
     dim=128, layers=2, length=128,  # bytes that a tower sees
     text=sysconfig.get_paths()["stdlib"] + "/*.py",  # files; Python's library is at hand anywhere
@@ -106,12 +105,12 @@ def main(argv: list[str] | None = None) -> None:
         params = model.init(jax.random.key(args.seed), rows(pairs, 0, args))["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    options = {"stage": args.stage, "accumulate": args.accumulate}
+    options = {"stage": args.stage, "microbatches": args.microbatches}
     if args.check:  # by SGD, since Adam makes whole steps of the rounding of gradients near zero
         some, sgd = [rows(pairs, i, args) for i in range(2)], optax.sgd(0.1)
-        assert_same_training(step_fn, lambda: init(sgd), some, **grouped(**options))
+        assert_same_training(step_fn, lambda: init(sgd), some, **options)
         print("checked: two steps train what one device trains with the whole batch")
-    train_step = jzero.shard_train_step(step_fn, **grouped(**options))
+    train_step = jzero.shard_train_step(step_fn, **options)
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
     writer = SummaryWriter(args.logs) if args.logs else None

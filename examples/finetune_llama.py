@@ -26,7 +26,7 @@ import jzero
 # Each is a flag: --stage 1 --batch-size 64
 SETTINGS: dict[str, Any] = dict(
     weights="", config="", tokens="",  # Hugging Face's files; ids of tokens, as NumPy saves them
-    stage=3, accumulate=1, steps=200, batch_size=16, learning_rate=1e-3, seed=0, context=128,
+    stage=3, microbatches=1, steps=200, batch_size=16, learning_rate=1e-3, seed=0, context=128,
     dim=128, layers=3, heads=4, text=sysconfig.get_paths()["stdlib"] + "/*.py",  # if none is given
     checkpoints="checkpoints/finetune_llama", logs="", save_every=100, log_every=10, eval_batches=20,
 )  # fmt: skip
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     def init(params: Any) -> TrainState:
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    train_step = jzero.shard_train_step(step_fn, stage=args.stage, microbatches=args.accumulate)
+    train_step = jzero.shard_train_step(step_fn, stage=args.stage, microbatches=args.microbatches)
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
     writer = SummaryWriter(args.logs) if args.logs else None

@@ -1,7 +1,7 @@
 """Trains a byte-level GPT in Flax Linen, its state in shards on all devices.
 
 python examples/linen_gpt.py                   # SIGTERM stops it; the same again goes on
-python examples/linen_gpt.py --stage 1 --accumulate 4 --text 'notes/**/*.md'
+python examples/linen_gpt.py --stage 1 --microbatches 4 --text 'notes/**/*.md'
 """
 
 import argparse
@@ -21,7 +21,7 @@ import jzero
 
 # Each is a flag: --stage 1 --batch-size 64
 SETTINGS: dict[str, Any] = dict(
-    stage=3, accumulate=1,  # ZeRO's stage; microbatches of a step
+    stage=3, microbatches=1,  # ZeRO's stage; microbatches of a step
     steps=1000, batch_size=32, learning_rate=3e-3, seed=0,  # rows of a step over all devices
     context=128, dim=128, layers=3, heads=4,  # the model sees `context` bytes
     text=sysconfig.get_paths()["stdlib"] + "/*.py",  # files; Python's library is at hand anywhere
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     # The one line: `step_fn` is written for one device and the whole batch.
-    train_step = jzero.shard_train_step(step_fn, stage=args.stage, microbatches=args.accumulate)
+    train_step = jzero.shard_train_step(step_fn, stage=args.stage, microbatches=args.microbatches)
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
     writer = SummaryWriter(args.logs) if args.logs else None

@@ -20,7 +20,7 @@ import jzero
 
 # Each is a flag: --stage 1 --batch-size 64
 SETTINGS: dict[str, Any] = dict(
-    stage=3, accumulate=1,  # ZeRO's stage; microbatches of a step
+    stage=3, microbatches=1,  # ZeRO's stage; microbatches of a step
     steps=1000, batch_size=32, learning_rate=3e-3, seed=0,  # rows of a step over all devices
     context=128, dim=128, layers=3, heads=4,  # the model sees `context` bytes
     text=sysconfig.get_paths()["stdlib"] + "/*.py",  # files; Python's library is at hand anywhere
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
         model = GPT(args, nnx.Rngs(args.seed))
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    train_step = jzero.shard_train_step(step_fn, stage=args.stage, microbatches=args.accumulate)
+    train_step = jzero.shard_train_step(step_fn, stage=args.stage, microbatches=args.microbatches)
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
     writer = SummaryWriter(args.logs) if args.logs else None

@@ -17,7 +17,6 @@ import optax
 from flax.training.train_state import TrainState
 
 import jzero
-from small import grouped
 
 # Each is a flag: --stage 3 --batch-size 64
 SETTINGS: dict[str, Any] = dict(
@@ -111,8 +110,8 @@ def main(argv: list[str] | None = None) -> None:
 
     sizes, auto = (jax.device_count() // args.pipeline, args.pipeline), jax.sharding.AxisType.Auto
     mesh = jax.make_mesh(sizes, ("data", "stage"), (auto, auto))  # of which "stage" is XLA's
-    where: Any = dict(mesh=mesh, axis_names="data", auto_specs={"blocks": jax.P("stage")})
-    train_step = jzero.shard_train_step(step_fn, stage=args.stage, **grouped(**where))
+    axes = jzero.Axes("data", auto_specs={"blocks": jax.P("stage")})
+    train_step = jzero.shard_train_step(step_fn, stage=args.stage, axes=axes, mesh=mesh)
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
     writer = SummaryWriter(args.logs) if args.logs else None

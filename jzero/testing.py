@@ -226,7 +226,7 @@ def _check_exact(train_step: ShardedStep, state: Any, beside: tuple[Any, ...]) -
             "Rounded numbers train near to one device, and how near follows from no format.",
             "Drop gather_dtype and reduce_dtype, and every leaf is held; with them pass "
             "tolerance=jzero.testing.Tolerance(...), measured, or a reference= that rounds alike. Whether "
-            "rounding harms, ask the losses of several seeds (docs/wire.md).", shown=4))  # fmt: skip
+            "rounding harms, losses of several seeds say (docs/guide/precision.md).", shown=4))  # fmt: skip
 
 
 def _step(

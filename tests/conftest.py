@@ -23,10 +23,10 @@ XLA_FLAGS = {
     # XLA ends a process in which some device waits this long for another; its own 40 s is too near
     # to what 8 devices need on 2 busy cores.
     "--xla_cpu_collective_call_terminate_timeout_seconds": "300",
-    # Small programs are not compiled any faster in several parts (docs/facts-compilers.md).
+    # Small programs are not compiled any faster in several parts (docs/facts.md#one-part-compiles-faster).
     "--xla_cpu_parallel_codegen_split_count": "1",
     # This scheduler lets virtual devices reach the collectives of a lax.cond in different orders:
-    # they then wait for each other for ever (docs/facts-compilers.md).
+    # they then wait for each other for ever (docs/facts.md#one-scheduler-deadlocks).
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
 if importlib.metadata.version("jax") < "0.11":
@@ -127,8 +127,8 @@ def _clear_caches():
 def no_compilation_cache():
     """Programs are compiled, not read from the disk.
 
-    XLA:CPU before 0.11 loses, in programs that it reads, the order of collectives of loops within loops
-    (docs/facts-compilers.md): two run at once under one name, and the process ends.
+    XLA:CPU before 0.11 loses, in programs that it reads, the order of collectives of loops within loops: two
+    run at once under one name, and the process ends (docs/facts.md#programs-from-the-disk-lose-their-order).
     """
     if importlib.metadata.version("jax") >= "0.11":
         yield

@@ -15,8 +15,9 @@ that it holds for; to run it again, delete the line.
 What differs runs again alone, one device and jzero both compiled without fused multiply-adds. XLA:CPU
 computes a value anew in each fusion that reads it, and a product that is added at once is rounded in one
 and not in another: `h - max(h) > 0` may then hold, and no element be the largest
-(docs/facts-compilers.md). What is equal without them is noisy. Not so with microbatches: there jzero
-computes values again, too, and must not let it show (jzero/sharding/partition/_loops_in_time.py).
+(docs/facts.md#a-value-that-two-fusions-read-may-be-two-values). What is equal without them is noisy. Not so
+with microbatches: there jzero computes values again, too, and must not let it show
+(jzero/sharding/partition/_loops_in_time.py).
 """
 
 import argparse

@@ -138,6 +138,17 @@ def test_microbatches_add_up_in_the_dtype_of_the_gradient(axes, scan):
     assert set(sums) == {"f32"}
 
 
+def test_bfloat16_gradients_of_many_microbatches_add_up_in_float32():
+    """256 + 1 is 256 in bfloat16: after a microbatch with a large gradient, all others would be lost."""
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum(x @ w))(w)
+
+    w, x = jnp.zeros(8, jnp.bfloat16), jnp.ones((64, 8), jnp.bfloat16).at[0].set(256)
+    train_step = small.shard_train_step(step, mesh=jax.make_mesh((1,), ("data",)), accumulate=64)
+    assert jnp.array_equal(train_step(w, x), jnp.full_like(w, -(256 + 63)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_replicas_are_reduced_once_for_what_a_time_loop_closes_over(accumulate):

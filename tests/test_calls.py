@@ -382,7 +382,7 @@ def test_unplaced_state_survives():
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(make_state()), zoo.FP32, "unplaced")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=["NoOffload()-1"])
 @pytest.mark.parametrize("num_devices", [1, 8])
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.PinnedHost()], ids=str)
 def test_what_was_unsharded_is_kept(offload, num_devices):

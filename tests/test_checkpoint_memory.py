@@ -42,7 +42,7 @@ PLACES = {
 }
 
 
-@pytest.mark.slow(but=["pinned-copies", "files-copies"])
+@pytest.mark.slow(but=["host-copies", "pinned-copies", "files-copies"])
 @pytest.mark.parametrize("are_copied", [False, True], ids=["views", "copies"])
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_written_in_parts_is_the_state(place, are_copied, tmp_path, monkeypatch):

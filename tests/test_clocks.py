@@ -279,6 +279,18 @@ def test_a_loop_is_multiplied_out():
     assert modelled(around).step_seconds == 10.0
 
 
+def test_a_loop_in_a_loop_is_multiplied_out():
+    """As layers within microbatches; and a step may run the program twice."""
+    layers = named(BODY, "\n".join(f"  {named(line, 'g')}" for line in (GATHER, GATHERED)))
+    microbatches = named(BODY, f"  {LOOP}").replace("%body", "%microbatch", 1)
+    loops = LOOP.replace("%body", "%microbatch").replace('"5"', '"3"')
+    text = program(loops, more=layers + microbatches)
+    found = modelled(text)
+    assert (found.step_seconds, [c.times for c in found.collectives]) == (3 * 5 * 4.0, [3 * 5])
+    twice = Started(read_program(text))
+    assert [c.times for c in modelled(twice, twice).collectives] == [2 * 3 * 5]
+
+
 BRANCHES = """\
 %first (p: f32[375]) -> f32[375] {
   %k = f32[375]{0} parameter(0)

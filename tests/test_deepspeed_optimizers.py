@@ -81,6 +81,7 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], Update, float]] = [
     ("Adam", {"lr": 0.1, "weight_decay": 0.1, "adam_w_mode": False}, adam, 0.1),
     ("AdamW", {"lr": 0.1, "weight_decay": 0.1, "fused": True}, adam, 0.1),
     ("AdamW", {"lr": 0.1, "torch_adam": True}, torch_adamw, 0.1),
+    ("Adam", {"lr": 0.1, "torch_adam": True, "adam_w_mode": False}, adam, 0.1),
     ("Lamb", {"lr": 0.1, "weight_decay": 0.01}, lamb, 0.1),
     ("Lamb", {"lr": 0.1, "min_coeff": 0.6, "max_coeff": 0.7, "bias_correction": False}, lamb, 0.1),
     ("Lion", {"lr": 0.1}, lion, 0.1),

@@ -164,6 +164,40 @@ def test_early_and_late_updates_have_the_same_bits(scan, axes, monkeypatch):
         np.testing.assert_array_equal(x, y)
 
 
+def test_a_weight_that_earlier_layers_read_is_updated_after_them():
+    """The first layer's backward pass reads the last layer's weight, whose gradient is there long before."""
+
+    def loss_fn(params, x):
+        y = jax.checkpoint(lambda x, w, v: jnp.tanh(x @ w) @ v)(
+            x, params["first"], jax.lax.stop_gradient(params["last"])
+        )
+        return jnp.mean((jnp.tanh(y @ params["second"]) @ params["last"]) ** 2)
+
+    def step(state, x):
+        params, means = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        means = jax.tree.map(lambda m, g: 0.9 * m + g, means, grads)
+        return (jax.tree.map(lambda w, m: w - m, params, means), means), loss
+
+    def init():
+        params = {
+            name: jax.random.normal(jax.random.key(i), (16, 16)) / 4
+            for i, name in enumerate(("first", "second", "last"))
+        }
+        return params, jax.tree.map(jnp.zeros_like, params)
+
+    train_step = small.shard_train_step(
+        step, mesh=jax.make_mesh((1,), ("data",)), offload=jzero.HostCPU(),
+        offload_params=jzero.PinnedHost(device_bytes=2**11),
+    )  # fmt: skip
+    state, (expected, _) = train_step.init(init), jax.jit(step)(init(), batch(0))
+    expected, _ = jax.jit(step)(expected, batch(1))
+    for i in range(2):  # In the first step no update is early.
+        state, _ = train_step(state, batch(i))
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+    assert early(train_step, state).turns
+
+
 # -- the order -------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ def by_op(traffic):
     return totals
 
 
-@pytest.mark.slow(but=[8, 9, 10, 21])
+@pytest.mark.slow(but=[8, 9, 10, 17, 21])
 @pytest.mark.parametrize(
     ("stage", "axes", "options"),
     [

@@ -96,7 +96,7 @@ OPTIMIZED = (
 def test_trains_so_when_compiled_as_users_compile(tmp_path):
     """In a process of its own, since XLA reads its flags once; all families are in experiments/exactness."""
     script = ROOT / "experiments" / "exactness" / "run.py"
-    options = ["--stages", "3", "--meshes", "8", "--dtypes", "float64", "--accumulate", "1"]
+    options = ["--stages", "3", "--meshes", "8", "--dtypes", "float64", "--microbatches", "1"]
     command = [
         sys.executable,
         script,

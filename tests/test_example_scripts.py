@@ -27,11 +27,11 @@ TINY = [f"--steps={STEPS}", "--batch-size=8", "--dim=32", "--layers=2", "--learn
 GPT = [*TINY, "--heads=2", "--context=16", "--eval-batches=2"]
 OPTIONS = {
     "linen_gpt": [*GPT, "--sample-bytes=8"],
-    "nnx_gpt": [*GPT, "--sample-bytes=8", "--accumulate=1"],
+    "nnx_gpt": [*GPT, "--sample-bytes=8", "--microbatches=1"],
     "lora_offload": [*GPT, "--rank=4", "--device-bytes=65536"],
     "pipeline_gpt": [*GPT, "--microbatches=2"],
     "finetune_llama": GPT,
-    "clip_accumulate": [*TINY, "--length=16", "--accumulate=1", "--text=" + str(ROOT / "jzero/*.py")],
+    "clip_accumulate": [*TINY, "--length=16", "--microbatches=1", "--text=" + str(ROOT / "jzero/*.py")],
 }  # fmt: skip
 STAGES = {"pipeline_gpt": 2}  # devices that each part of the batch has
 
@@ -180,19 +180,19 @@ def test_lora_trains_on_what_linen_gpt_has_saved(tmp_path, capsys):
 def test_clip_in_microbatches_is_clip(tmp_path, capsys):
     """The script's own check, and the same losses with four microbatches as with one."""
     script, found = load("clip_accumulate"), []
-    for accumulate in (1, 4):
+    for num in (1, 4):
         options = [
             *OPTIONS["clip_accumulate"],
             "--batch-size=32",
-            f"--accumulate={accumulate}",
+            f"--microbatches={num}",
             "--steps=4",
         ]
-        check = "--check=1" if accumulate == 4 else "--check=0"
+        check = "--check=1" if num == 4 else "--check=0"
         with jax.numpy_rank_promotion("allow"):
-            script.main([*options, check, f"--checkpoints={tmp_path / str(accumulate)}"])
+            script.main([*options, check, f"--checkpoints={tmp_path / str(num)}"])
         printed = capsys.readouterr().out
         found.append([float(loss) for loss in losses(printed).values()])
-        assert ("checked: two steps" in printed) == (accumulate == 4)
+        assert ("checked: two steps" in printed) == (num == 4)
     assert len(found[0]) == 4
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
 

@@ -1,8 +1,4 @@
-"""The analysis that docs/house.md writes, over every kind of program inside a program."""
-
-import re
-from pathlib import Path
-from typing import Any
+"""An analysis in ten lines, over every kind of program in a program: of which arguments a value is made."""
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +8,21 @@ from jax import lax
 from jzero.ir._dataflow import forward
 from jzero.ir._regions import Region
 
-PAGE = Path(__file__).parents[1] / "docs" / "house.md"
-
-
-def written() -> str:
-    """The page's own lines."""
-    section = PAGE.read_text().split("## How to write an analysis")[1]
-    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert found
-    return found[1]
-
 
 def made_of(step, w, x):
     """Each equation's name, and the arguments that its results depend on: `sin(x)`."""
-    names: dict[str, Any] = {
-        "jax": jax, "Region": Region, "forward": forward, "step": step, "w": w, "x": x
-    }  # fmt: skip
-    exec(written(), names)
-    program, facts = names["program"], names["facts"]
+    traced = jax.make_jaxpr(step)(w, x)
+    program = Region(traced.jaxpr, traced.consts)
+    nothing, names = frozenset[str](), map(frozenset, "wx")
+    starts = zip([(program, v) for v in program.jaxpr.invars], names, strict=True)
+
+    def of_operands(region, eqn, facts):
+        """Of an equation that holds no programs; one that depends on what it computes asks `_rules`."""
+        return [nothing.union(*facts)] * len(eqn.outvars)
+
+    # Values that may be one or another: of two branches, of the turns of a loop.
+    either = frozenset.union
+    facts = forward(program, dict(starts), of_operands, either, nothing)
     return {
         f"{eqn.primitive.name}({''.join(sorted(facts.get((region, out), '')))})"
         for region, eqn in program.walk()

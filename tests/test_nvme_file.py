@@ -231,6 +231,23 @@ def test_a_pin_keeps_a_step(tmp_path):
         check(files, 3)
 
 
+def test_a_step_without_gradients_in_files_waits_for_a_pin(tmp_path):
+    with made(tmp_path) as files:
+        pin = files.pin()
+        train(files)
+        thread = threading.Thread(target=files.begin, args=(3,))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        buffer, at = new_ring().buffers[0], TileAt(1, 4)
+        pin.read(at, buffer)
+        assert (buffer[: 2 * PAGE].view(np.int64) == nvme_state.value(1, at)).all()
+        pin.release()
+        thread.join()
+        files.abort()
+        check(files, 2)
+
+
 def test_a_dropped_pin_keeps_nothing(tmp_path):
     with made(tmp_path, in_place=True) as files:
         pin = files.pin()

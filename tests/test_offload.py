@@ -471,6 +471,24 @@ def test_equal_turns_that_consume_other_leaves_share_no_program():
     assert_same(train_step((w(), w()), BATCH), jax.jit(step_fn)((w(), w()), BATCH))
 
 
+def test_slices_of_layers_whose_rows_are_padded():
+    """31 rows on two devices: of each layer the second device holds 15, and a row of padding."""
+
+    def step_fn(state, x):
+        w, mean = state
+        grads = jax.grad(lambda w: sum(jnp.mean((x[:, :31] @ layer) ** 2) for layer in w))(w)
+        mean = 0.9 * mean + grads
+        return w - 0.1 * mean, mean
+
+    w, mesh = jnp.ones((3, 31, 5)), jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    policy = least_room(step_fn, ((w, w), BATCH), 384, mesh=mesh)
+    train_step = small.shard_train_step(step_fn, offload=policy, mesh=mesh)
+    (turn,) = train_step.plan((w, w), BATCH).turns
+    assert turn.parts > 3
+    found = train_step.unshard(train_step((w, w), BATCH))
+    assert_same(found, jax.jit(step_fn)((w, w), BATCH))
+
+
 def test_an_output_beside_the_state_is_not_made_in_slices():
     def step_fn(state, x):
         w, mean = state

@@ -1,7 +1,7 @@
 """On CPUs the collectives of a program are in one order by what they read.
 
 XLA:CPU keeps no other. Two that may run at once must stand side by side: a loop or branch with collectives
-has to be over, and those before it done (docs/facts-compilers.md).
+has to be over, and those before it done (docs/facts.md#loops-with-collectives-are-overtaken).
 """
 
 import collections

@@ -161,6 +161,23 @@ def test_parameters_within_a_node_are_unions_of_their_moments():
     assert opt_state[0].mu["table"].storage.addressable_shards[0].data.shape == (7, WIDTH)
 
 
+def test_rows_that_a_nodes_devices_divide_are_padded_for_all_devices():
+    """52 rows move as 56 do: four devices divide them, but the moments lie on eight."""
+
+    def step(state, x):
+        w, moment = state
+        moment = moment + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return (w - moment, moment), {}
+
+    mesh = AbstractMesh((2, 4), ("node", "local"))
+    train_step = small.shard_train_step(step, mesh=mesh, param_axes="local")
+    found, expected = (
+        train_step.describe((jnp.ones((rows, WIDTH)),) * 2, jnp.ones((8, rows))).traffic
+        for rows in (52, 56)
+    )
+    assert found == expected
+
+
 @pytest.mark.slow
 def test_explicit_axes():
     mesh = mesh_of(8, axis_types=(AxisType.Explicit,))

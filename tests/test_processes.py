@@ -25,7 +25,7 @@ HERE = pathlib.Path(__file__).parent
 WORKER = HERE / "process_worker.py"
 DEADLINE = 240  # seconds; a run takes about ten, on an idle machine
 # Not the settings of conftest.py. Over gloo no scheduler may be chosen: processes would call
-# collectives in different orders (docs/facts-processes.md).
+# collectives in different orders (docs/facts.md#gloo-pairs-collectives-by-order-alone).
 COMPILES_FAST = "--xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jax") < "0.11":
     COMPILES_FAST += " --xla_cpu_use_fusion_emitters=false"

@@ -135,6 +135,22 @@ def on_one_device(state: Any) -> Any:
     return {name: moved(x) for name, x in state.items()}
 
 
+def test_leaves_padded_to_one_shape_are_unlike():
+    """Of 5 rows and of 7, which four devices hold as 8: means are of the true ones."""
+
+    def decay(w, x):
+        return w - x * jax.grad(lambda w: jnp.mean(w**2))(w)
+
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    train_step = small.shard_train_step(decay, mesh=mesh)
+    found = {rows: jnp.ones((rows, 1)) for rows in (5, 7)}
+    for i in range(3):
+        for rows, w in found.items():
+            found[rows] = train_step(w, 0.5)
+            expected = np.full((rows, 1), (1 - 1 / rows) ** (i + 1))
+            np.testing.assert_allclose(found[rows], expected, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_consumed_state_is_refused_by_name():
     train_step = make_step()

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
+import jzero
 from experiments.rivals.models import training
 from experiments.rivals.zoo import (
     GPT,
@@ -37,7 +38,7 @@ TINY: dict[str, Row] = {
     "DiT": Row(DiT(2, 16, 2, image=8, classes=8), scanned=False),
     "UNet": Row(UNet((8, 16), 1, (False, True), image=8), scanned=False),
     "Llama, loss in chunks": Row(Llama(2, 16, 4, 2, 32, 32, 8, loss_chunks=2)),
-    "Llama, accumulate=4": Row(Llama(2, 16, 4, 2, 32, 32, 8), rows=4, accumulate=4),
+    "Llama, accumulate=4": Row(Llama(2, 16, 4, 2, 32, 32, 8), rows=4, microbatches=4),
     "Llama, stage 2": Row(Llama(2, 16, 4, 2, 32, 32, 8), stage=2),
 }
 
@@ -72,7 +73,7 @@ def test_every_rival_trains_as_one_device(name: str):
         (DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES]
     )
     for way in RIVALS:
-        given = rival(way, row, model, mesh, min_shard_bytes=0)
+        given = rival(way, row, model, mesh, axes=jzero.Axes(min_shard_bytes=0))
         state = init(jax.random.key(0))
         if way != "jzero":
             shardings = jax.tree.map(lambda leaf: leaf.sharding, (given.state, given.batch))

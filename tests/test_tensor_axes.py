@@ -153,7 +153,8 @@ def test_collectives_are_those_of_both_axes_and_no_more():
         text = annotated.lower(state, x).compile().as_text()
     tensor = programs.compiled_collectives(str(text))
     found = programs.compiled_collectives(both.lower(state, x).compile().as_text())
-    # 5 leaves; XLA:CPU merges gathers of the two passes in some releases (docs/facts-compilers.md).
+    # 5 leaves; XLA:CPU merges gathers of the two passes in some releases
+    # (docs/facts.md#xlacpu-merges-the-gathers-of-two-passes).
     assert zero["reduce-scatter"] == 5
     assert 5 <= zero["all-gather"] <= 10
     assert found == dict(Counter(zero) + Counter(tensor))
@@ -487,8 +488,11 @@ def test_unknown_patterns_axes_and_dims():
          ["state['odd']: dim 0 of size 3 over ('model',)", r"begin it with ^state to mean"]),
         # A parameter is no placeholder.
         ({"qkv": ROWS, "one": P("model")}, ["state['one']: dim 0 of size 1 over ('model',)"]),
+        # Nor is a leaf beside one of its name that is cut, unless it has a single element there.
+        ({"qkv": ROWS, "size": P("model")}, ["state['size']: dim 0 of size 3 over ('model',)"]),
     ):  # fmt: skip
         leaves = {**state, "odd": jnp.ones(3), "one": jnp.ones((1, 8))}
+        leaves |= {"size": jnp.ones(3), "even": {"size": jnp.ones(4)}}
         with pytest.raises(jzero.OptionError) as raised:
             small.shard_train_step(
                 lambda s, x: ({**s, **step(s, x)[0]}, {}),

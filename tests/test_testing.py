@@ -133,8 +133,9 @@ def test_the_first_leaves_of_many_are_shown():
     def wrong(state, x):
         return step(state, x, mean_over_devices)
 
+    axes = jzero.Axes(axis_name="data")
     text = fails("batches[0]: 11 leaves fail:\n", assert_same_training, wrong,
-                 lambda: [jnp.ones(8)] * 11, BATCHES, axes=jzero.Axes(axis_name="data"), reference=step)  # fmt: skip
+                 lambda: [jnp.ones(8)] * 11, BATCHES, axes=axes, reference=step)  # fmt: skip
     assert text.count("\n  - state[") == 8
     assert "\n  - and 3 more\nAt stage 3" in text
 
@@ -247,7 +248,7 @@ def test_codes_on_the_wire_need_a_tolerance():
     large = step, lambda: start(128), batches
     text = fails(
         ["assert_same_training: state['large'] travels as codes. Rounded numbers train near to one device",
-         "Drop gather_dtype and reduce_dtype, and every leaf is held", "docs/wire.md"],
+         "Drop gather_dtype and reduce_dtype, and every leaf is held", "docs/guide/precision.md"],
         assert_same_training, *large, **codes, error=jzero.OptionError,
     )  # fmt: skip
     assert "other" not in text

@@ -269,6 +269,21 @@ def test_what_a_step_has_updated_is_gathered_in_tiles_and_rows_are_not():
     assert {tuple(sorted(aval.shape)) for aval in found} == {(16, 24)}
 
 
+def test_tiles_of_bfloat16_are_summed_up_as_exactly_as_one_product():
+    """1024 + 2 is 1024 in bfloat16: a row's ones would be lost, two in each tile."""
+
+    def step(params, x):
+        grads = jax.grad(lambda p: jnp.sum((x * p["scale"][None]) @ p["w"] * x[:, :32]))(params)
+        return jax.tree.map(jnp.subtract, params, grads)
+
+    w = jnp.ones((64, 32), jnp.bfloat16).at[:, 0].set(1024)
+    params = {"scale": jnp.zeros(64, jnp.bfloat16), "w": w}
+    x = jnp.zeros((256, 64), jnp.bfloat16).at[0].set(1)
+    expected = jax.jit(step)(params, x)["scale"]
+    train_step = small.shard_train_step(step, mesh=mesh_of("2"), tile_bytes=TILE)
+    assert jnp.array_equal(train_step(params, x)["scale"], expected)
+
+
 @pytest.mark.slow
 def test_a_steps_own_microbatches():
     """A loop over microbatches that the step itself has, and adds gradients up in."""

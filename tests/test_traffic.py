@@ -210,7 +210,8 @@ def test_below_stage_3_what_a_step_has_updated_is_gathered_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_compiled_program_has_the_same_collectives(stage):
-    """Of a scanned model; XLA:CPU merges the two gathers of an unrolled one (docs/facts-compilers.md).
+    """Of a scanned model; XLA:CPU merges the two gathers of an unrolled one
+    (docs/facts.md#xlacpu-merges-the-gathers-of-two-passes).
 
     Small gradients of all layers may be reduced together.
     """

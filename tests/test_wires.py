@@ -113,7 +113,7 @@ def test_formats_by_where_axes_lie():
         f"{{'node': {rotated}, 'local': jnp.int8}})",
     ]
     data = {"data": 16}
-    assert formats(data, H200, TWO_NODES, data)[-1].written.endswith(f"reduce_dtype={rotated}")
+    assert formats(data, H200, TWO_NODES, data)[-1].written.endswith(f"reduce_dtype={rotated})")
     assert len(formats({"local": 8}, H200, Topology(1, 8), {"local": 8})) == 2
     assert rates_of(H200, TWO_NODES) == tuple(
         int(x * 1e9 / 8) for x in (12.5, 25, 50, 100, 200, 400)

@@ -1,4 +1,4 @@
-"""Draws the pictures of these pages, as SVG for light and dark pages alike.
+"""Draws the picture of design.md, as SVG for light and dark pages alike.
 
 python docs/pictures/draw.py
 """
@@ -23,13 +23,11 @@ COLOURS = {
     "parameter": ("fill", "#2f6fde", "#6ea8fe"),
     "gradient": ("fill", "#c65d00", "#f0a050"),
     "moments": ("fill", "#2e8b57", "#63c68b"),
-    "box": ("fill", "#eef3fb", "#1b2636"),
 }
 STYLE = """
 text { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; font-size: 13px }
 .small { font-size: 12px }
 .title { font-size: 15px; font-weight: 600 }
-.code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12px }
 .middle { text-anchor: middle }
 .edge, .line { fill: none }
 """
@@ -130,10 +128,10 @@ def forward(y: float) -> list[str]:
         *captions(
             y,
             [
-                ["at rest: a quarter", "on each device"],
+                ["stored: a quarter", "on each device"],
                 ["bfloat16: half", "the bytes to move"],
                 ["gathered ahead, while", "another product runs"],
-                ["the whole is dropped,", "its shards are not"],
+                ["freed after its use;", "the shards stay"],
             ],
         ),
     ]
@@ -152,9 +150,9 @@ def backward(y: float) -> list[str]:
         *captions(
             y,
             [
-                ["what the forward", "pass has left"],
+                ["the residual of the", "forward pass"],
                 ["gathered again,", "ahead"],
-                ["gradient, unreduced: one", "term of a sum on each"],
+                ["gradient, partial: one", "term of a sum on each"],
                 ["a quarter of the sum", "on each device"],
             ],
         ),
@@ -175,16 +173,14 @@ def update(y: float) -> list[str]:
         *block(COLUMNS[3], y, "parameter"),
         *plus,
         *between(2, y, "optimizer"),
-        *captions(
-            y, [["gradient"], ["moments"], ["parameter"], ["the new parameter,", "at rest again"]]
-        ),
+        *captions(y, [["gradient"], ["moments"], ["parameter"], ["the new parameter", ""]]),
     ]
 
 
 def way_of_a_parameter() -> str:
     legend = [
         "Each block: four devices from top to bottom, the four quarters of one array from left to right.",
-        "Low squares are bfloat16. Striped ones are terms of a sum that is still due.",
+        "Low squares are bfloat16. Striped ones are terms of a partial sum.",
     ]
     return picture(
         "The way of one parameter through a step at stage 3",
@@ -198,55 +194,7 @@ def way_of_a_parameter() -> str:
     )
 
 
-# What is done, where, and what it hands on.
-STEPS = [
-    ("Trace", "tracing", "the step as a jaxpr, at the shapes of the whole batch"),
-    ("Analyse", "sharding/analysis", "what has rows, and what is sharded together"),
-    ("Plan", "sharding/plan", "what rests where: role and layout of every leaf"),
-    ("Cut", "sharding/cut", "of a step with offload: gradients, and turns of the update"),
-    ("Partition", "sharding/partition", "the jaxpr of one device, with explicit collectives"),
-    ("Passes", "sharding/passes", "when collectives run, and in which form values travel"),
-]
-BOX_X, BOX_WIDTH, BOX_HEIGHT, STEP = 20, 176, 46, 70
-
-
-def pipeline() -> str:
-    first = 54
-    below = first + STEP * len(STEPS)
-    return picture(
-        "From a step to its program",
-        below + 2,
-        [
-            text(BOX_X, 24, "your step, your state and batch", "ink title"),
-            *(part for i, step in enumerate(STEPS) for part in box(first + STEP * i, *step)),
-            *bracket(first, first + STEP * 4 + BOX_HEIGHT, ["shapes", "only"]),
-            *bracket(first + STEP * 5, first + STEP * 5 + BOX_HEIGHT, ["on the", "devices"]),
-        ],
-    )
-
-
-def box(y: float, verb: str, room: str, result: str) -> list[str]:
-    middle = BOX_X + 22
-    return [
-        arrow(middle, y - (STEP - BOX_HEIGHT) + 4, middle, y - 2),
-        f'<rect x="{BOX_X}" y="{y:g}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6" class="box"/>',
-        text(BOX_X + 12, y + 19, verb, "ink title"),
-        text(BOX_X + 12, y + 37, room, "faint code"),
-        arrow(BOX_X + BOX_WIDTH + 6, y + 23, BOX_X + BOX_WIDTH + 26, y + 23),
-        text(BOX_X + BOX_WIDTH + 34, y + 27, result),
-    ]
-
-
-def bracket(top: float, bottom: float, words: Sequence[str]) -> list[str]:
-    """A span of steps on the right, and what is needed for them."""
-    x = WIDTH - 78
-    return [
-        f'<path d="M {x} {top:g} h 8 V {bottom:g} h -8" class="line"/>',
-        *lines(x + 16, (top + bottom) / 2 - 3, words, "ink small"),
-    ]
-
-
-PICTURES = {"way-of-a-parameter.svg": way_of_a_parameter, "pipeline.svg": pipeline}
+PICTURES = {"way-of-a-parameter.svg": way_of_a_parameter}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -24,7 +24,6 @@ import optax  # noqa: E402
 import jzero  # noqa: E402
 from experiments.shared import records, speed  # noqa: E402
 from experiments.shared.gpt import GPT, make_step  # noqa: E402
-from small import grouped
 
 # ---------------------------------------------------------------------------------------------
 on_gpu = GPT(layers=12, dim=1024, heads=16)  # 185M parameters, bfloat16 compute
@@ -35,8 +34,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "jax.jit": None,
     "stage 1": {"stage": 1},
     "stage 3": {"stage": 3},
-    "PinnedHost": {"stage": 3, "offload": jzero.PinnedHost()},
-    "HostCPU": {"stage": 3, "offload": jzero.HostCPU()},
+    "PinnedHost": {"stage": 3, "memory": jzero.PinnedHost()},
+    "HostCPU": {"stage": 3, "memory": jzero.HostCPU()},
 }
 GROUPS = 5  # of steps that are timed together
 # ---------------------------------------------------------------------------------------------
@@ -64,7 +63,7 @@ def start(way: str) -> tuple[Any, Any, Any, list[Any]]:
     if options is None:
         state = jax.jit(lambda key: make_state(model, key))(key)
         return jax.jit(step, donate_argnums=0), state, tokens, used
-    train_step = jzero.shard_train_step(step, **grouped(**options))
+    train_step = jzero.shard_train_step(step, **options)
     state = train_step.init(lambda key: make_state(model, key), key)
     return train_step, train_step.shard(state, tokens), tokens, used
 

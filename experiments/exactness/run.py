@@ -1,7 +1,7 @@
 """Every family of steps in every setting, against one device with the whole batch.
 
 python experiments/exactness/run.py                   # all of it: hours on two cores; goes on where it was
-python experiments/exactness/run.py --stages 3 --meshes 8 --dtypes float64 --accumulate 1
+python experiments/exactness/run.py --stages 3 --meshes 8 --dtypes float64 --microbatches 1
 python experiments/exactness/run.py --part 1/2        # one half of the families, for a second process
 
 Writes lines of results/<name>.jsonl for each family and setting, and leaves out those that are there with
@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 stages = (3, 2, 1, 0)
 meshes = ("8", "4", "2", "1", "2x4")
 dtypes = ("float64", "float32")
-accumulate = (1, 2)
+microbatches = (1, 2)
 # ---------------------------------------------------------------------------------------------
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=stages)
     parser.add_argument("--meshes", nargs="+", default=meshes)
     parser.add_argument("--dtypes", nargs="+", default=dtypes)
-    parser.add_argument("--accumulate", type=int, nargs="+", default=accumulate)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=microbatches)
     parser.add_argument("--families", nargs="+", default=exactness.NAMES)
     parser.add_argument("--name", default=f"jax-{jax.__version__}", help="of the file of results")
     parser.add_argument("--part", default="0/1", help="which part of the families: 0/2, 1/2")
@@ -73,7 +73,7 @@ def main() -> None:
     known = {(x["family"], x["setting"]) for x in lines if x["library"] == tree}
     settings = [
         Setting(stage, tuple(map(int, mesh.split("x"))), dtype, num)
-        for num in args.accumulate for mesh in args.meshes for dtype in args.dtypes for stage in args.stages
+        for num in args.microbatches for mesh in args.meshes for dtype in args.dtypes for stage in args.stages
     ]  # fmt: skip
 
     for i, name in enumerate(args.families):

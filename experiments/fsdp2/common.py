@@ -34,7 +34,7 @@ adamw = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_deca
 environment = {
     "JAX_PLATFORMS": "cpu",
     # One thread each. It also keeps XLA's collectives in the program's order, which processes that
-    # talk over gloo must agree on (docs/facts-processes.md).
+    # talk over gloo must agree on (docs/facts.md#gloo-pairs-collectives-by-order-alone).
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
     "PJRT_NPROC": "1",
     "OMP_NUM_THREADS": "1",

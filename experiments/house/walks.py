@@ -18,7 +18,6 @@ import optax
 
 import jzero
 from experiments.shared.devices import use_virtual_devices
-from small import grouped
 
 PACKAGE = str(Path(jzero.__file__).parent)
 WEIGHT = (64, 32)
@@ -152,11 +151,11 @@ def step(state: Any, batch: Any) -> Any:
     return {"params": params, "opt_state": opt_state}, {"loss": loss}
 
 
-def sharded(**options: Any) -> tuple[Any, Any, Any]:
+def sharded(memory: Any = None) -> tuple[Any, Any, Any]:
     """The step, its state and a batch; it has run, and so is warm."""
     mesh = jax.make_mesh((8,), ("data",))
     train_step = jzero.shard_train_step(
-        step, stage=3, mesh=mesh, **grouped(min_shard_bytes=0, **options)
+        step, stage=3, memory=memory, axes=jzero.Axes(min_shard_bytes=0), mesh=mesh
     )
     batch = {"x": np.ones((16, WEIGHT[1]), np.float32), "y": np.ones((16, WEIGHT[0]), np.float32)}
     state = train_step.init(init)
@@ -178,7 +177,7 @@ def gradient() -> dict[str, int]:
     train_step, state, batch = sharded()
     walk = OfGradient()
     fresh = jzero.shard_train_step(
-        step, stage=3, mesh=train_step.mesh, axes=jzero.Axes(min_shard_bytes=0)
+        step, stage=3, axes=jzero.Axes(min_shard_bytes=0), mesh=train_step.mesh
     )
     profiled(walk, lambda: fresh.lower(state, batch))
     assert walk.found, f"the partitioner calls no {HANDLES} and {SCATTERS}"
@@ -187,7 +186,7 @@ def gradient() -> dict[str, int]:
 
 def hosted() -> dict[str, int]:
     """One warm call whose update the host does."""
-    train_step, state, batch = sharded(offload=jzero.HostCPU())
+    train_step, state, batch = sharded(memory=jzero.HostCPU())
     walk = Walk()
     profiled(walk, lambda: train_step(state, batch))
     return walk.numbers()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 LONG = 350  # lines of a file
+CALLS = ("shard_train_step", "shard_eval_step", "estimate")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -30,7 +31,19 @@ def numbers(checkout: Path) -> dict[str, float]:
         "lines of a function, p90": float(np.percentile(lengths, 90)),
         "lines of a function, most": max(lengths),
         "Any, as a word": sum(len(re.findall(r"\bAny\b", source)) for source in sources),
+        **{f"parameters of {name}": parameters(nodes, name) for name in CALLS},
+        "words of pages": sum(
+            len(path.read_text().split())
+            for pattern in ("*.md", "docs/**/*.md")
+            for path in checkout.glob(pattern)
+        ),
     }
+
+
+def parameters(nodes: list[ast.AST], name: str) -> int:
+    """Of a function, the overloads that check types left out."""
+    found = [node for node in nodes if isinstance(node, Function) and node.name == name]
+    return max(len(f.args.args) + len(f.args.kwonlyargs) for f in found)
 
 
 def code(source: str) -> int:

@@ -19,7 +19,6 @@ import numpy as np
 import jzero
 from experiments.shared import training
 from experiments.shared.devices import use_virtual_devices
-from small import grouped
 from tiers import ACTIVATIONS, ALL, LAYER_MAJOR, ONE_DEVICE, tiers
 
 common, train_linen = training.modules()
@@ -60,9 +59,8 @@ def main() -> None:
     rows = {}
     for name in (ONE_DEVICE, *ways):
         if name != ONE_DEVICE:
-            step = jzero.shard_train_step(
-                train_linen.train_step, mesh=mesh, **grouped(**tiers(device_bytes)[name])
-            )
+            options = tiers(device_bytes)[name]
+            step = jzero.shard_train_step(train_linen.train_step, mesh=mesh, **options)
             found[name] = losses(init, step, step.init(init), text, args.steps)
         apart = np.abs(np.subtract(found[name], found[ONE_DEVICE]))
         rows[name] = {

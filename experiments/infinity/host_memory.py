@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.shared import records
-from small import grouped
 
 # ---------------------------------------------------------------------------------------------
 WIDTH, LAYERS, BUFFERS, WINDOW = 512, (64, 192), 2**24, 2**22
@@ -33,7 +32,7 @@ WAYS = {
 # ---------------------------------------------------------------------------------------------
 
 
-def policies(way: str, folder: str) -> dict[str, Any]:
+def memory(way: str, folder: str) -> Any:
     import jzero
 
     gradients = way == ALL
@@ -44,10 +43,9 @@ def policies(way: str, folder: str) -> dict[str, Any]:
     }
     state, params = WAYS[way]
     in_files = jzero.NVMe(folder, host_bytes=BUFFERS, device_bytes=WINDOW, gradients=gradients)
-    return {
-        "offload": made[state],
-        "offload_params": in_files if params == "NVMe" else made[params],
-    }
+    return jzero.Memory(
+        params=in_files if params == "NVMe" else made[params], optimizer=made[state]
+    )
 
 
 def peak_bytes() -> int:
@@ -83,10 +81,9 @@ def train(way: str, layers: int) -> None:
     x = jnp.ones((8, WIDTH), jnp.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-        step = jzero.shard_train_step(step_fn, mesh=mesh, **grouped(**policies(way, folder)))
-        step.plan(
-            jax.eval_shape(init), x
-        )  # Before there is a state, so that files take it as it is made.
+        step = jzero.shard_train_step(step_fn, mesh=mesh, memory=memory(way, folder))
+        # Before there is a state, so that files take it as it is made.
+        step.plan(jax.eval_shape(init), x)
         state = step.init(init)
         for number in range(5):
             if number == 2:

@@ -16,54 +16,51 @@ from typing import Any, NamedTuple
 import jzero
 from experiments.shared import records
 from jzero._quantities import readable_count, readable_seconds, readable_size
-from small import grouped
 
 # ---------------------------------------------------------------------------------------------
 GPUS, GPU, HOST, DISK = 16, 32 * 10**9, 1500 * 10**9, 28 * 10**12  # of a node
 NODES = (1, 4, 16, 32, 64, 96)
-WINDOW, BUFFERS = (
-    2**32,
-    2**30,
-)  # bytes of parameters on a device; of each kind of buffer in a process
+# Bytes of parameters on a device; of each kind of buffer in a process.
+WINDOW, BUFFERS = 2**32, 2**30
 FILES = jzero.NVMe("nvme", host_bytes=BUFFERS)
 PARAMS_IN_FILES = jzero.NVMe("nvme", host_bytes=BUFFERS, device_bytes=WINDOW)
 
 
-def all_in_files(in_place: bool) -> dict[str, Any]:
+def all_in_files(in_place: bool) -> jzero.Memory:
     """Parameters, gradients and optimizer state."""
     both: dict[str, Any] = dict(host_bytes=BUFFERS, in_place=in_place, gradients=True)
     params = jzero.NVMe("nvme", device_bytes=WINDOW, **both)
-    return {"offload": jzero.NVMe("nvme", **both), "offload_params": params}
+    return jzero.Memory(params=params, optimizer=jzero.NVMe("nvme", **both))
 
 
 PINNED = jzero.PinnedHost(WINDOW)
-# What a node's share of its links and disks does for each device, as the paper measures them, and tokens.
-RATES: dict[str, Any] = dict(
-    peak="70TFLOP/s", pcie="3GB/s", disk="1.6GB/s", host_update="3GB/s", tokens="32K"
-)
+TOKENS = jzero.Workload(tokens="32K")
+# What a node's share of its links and disks does for each device, as the paper measures them.
+RATES = jzero.Rates(peak="70TFLOP/s", pcie="3GB/s", disk="1.6GB/s", host_update="3GB/s")
 # ---------------------------------------------------------------------------------------------
 
 
 class Way(NamedTuple):
-    """Where model states rest, as options of `estimate`, and what the paper trains so on one node."""
+    """Where model states rest, and what the paper trains so on one node."""
 
     name: str
-    options: dict[str, Any]
-    paper: str
+    stage: int = 3
+    memory: jzero.Memory = jzero.Memory()
+    paper: str = ""
 
 
 WAYS = (
-    Way("jax.jit on each device", {"stage": 0}, "1.4B (data parallel)"),
-    Way("stage 2, state updated by the hosts", {"stage": 2, "offload": jzero.HostCPU()},
+    Way("jax.jit on each device", stage=0, paper="1.4B (data parallel)"),
+    Way("stage 2, state updated by the hosts", 2, jzero.Memory(optimizer=jzero.HostCPU()),
         "13B (ZeRO-Offload)"),
-    Way("stage 3", {}, "20B (ZeRO-3, 3D parallelism)"),
-    Way("stage 3, state on the hosts", {"offload": jzero.HostCPU()}, ""),
-    Way("and parameters on the hosts",
-        {"offload": jzero.HostCPU(), "offload_params": PINNED}, "almost 100B (Infinity, CPU)"),
-    Way("state in files, parameters on the hosts", {"offload": FILES, "offload_params": PINNED}, ""),
-    Way("both in files", {"offload": FILES, "offload_params": PARAMS_IN_FILES}, ""),
-    Way("and gradients in files", all_in_files(in_place=False), "1T (Infinity, NVMe)"),
-    Way("the same, in place", all_in_files(in_place=True), ""),
+    Way("stage 3", paper="20B (ZeRO-3, 3D parallelism)"),
+    Way("stage 3, state on the hosts", 3, jzero.Memory(optimizer=jzero.HostCPU())),
+    Way("and parameters on the hosts", 3, jzero.Memory(params=PINNED, optimizer=jzero.HostCPU()),
+        "almost 100B (Infinity, CPU)"),
+    Way("state in files, parameters on the hosts", 3, jzero.Memory(params=PINNED, optimizer=FILES)),
+    Way("both in files", 3, jzero.Memory(params=PARAMS_IN_FILES, optimizer=FILES)),
+    Way("and gradients in files", 3, all_in_files(in_place=False), "1T (Infinity, NVMe)"),
+    Way("the same, in place", 3, all_in_files(in_place=True)),
 )  # fmt: skip
 ON_DEVICES, ON_HOSTS, IN_FILES = WAYS[2], WAYS[4], WAYS[7]
 
@@ -92,7 +89,9 @@ MODELS = (
 
 
 def estimated(num_params: int, nodes: int, way: Way, **more: Any) -> Any:
-    return jzero.estimate(num_params, devices=GPUS * nodes, **grouped(**way.options, **more))
+    return jzero.estimate(
+        num_params, devices=GPUS * nodes, stage=way.stage, memory=way.memory, **more
+    )
 
 
 def largest(nodes: int, way: Way) -> int:
@@ -174,7 +173,7 @@ def steps_table() -> list[list[str]]:
              "backward reads", "update reads and writes", "a step at least", "compute",
              "written a day, for each device"]]  # fmt: skip
     for num_params, nodes in ((10**12, 1), (10**12, 2), (32 * 10**12, 32), (100 * 10**12, 100)):
-        found = estimated(num_params, nodes, IN_FILES, **RATES)
+        found = estimated(num_params, nodes, IN_FILES, workload=TOKENS, rates=RATES)
         disk = [readable_seconds(part.ways["disk"]) for part in found.time.parts]
         rows.append(
             [

@@ -37,7 +37,6 @@ from experiments.shared import devices, records
 from experiments.shared.gpt import GPT, make_step
 from jzero.offload.execute import _stream
 from jzero.offload.execute._stream import Visit
-from small import grouped
 from tiers import ACTIVATIONS, ALL, IN_TURN, LAYER_MAJOR, ONE_DEVICE, PLAIN, STATE, tiers
 
 # ---------------------------------------------------------------------------------------------
@@ -114,7 +113,7 @@ def on_device(x: jax.Array) -> int:
 
 def live(layers: int, options: dict[str, Any]) -> dict[str, int]:
     model = replace(live_model, layers=layers)
-    train_step = jzero.shard_train_step(make_step(model.loss, tx), **grouped(**options))
+    train_step = jzero.shard_train_step(make_step(model.loss, tx), **options)
     state = train_step.init(lambda: model.state(tx, lambda shape: 0.02 * jnp.ones(shape)))
     shape = (num_devices, model.context + 1)
     batch: Any = np.random.default_rng(0).integers(0, model.vocab, shape, np.int32)
@@ -169,9 +168,8 @@ def compiled(model: GPT, name: str, window: float) -> dict[str, Any]:
     step, start = make_step(model.loss, tx), time.process_time()
     state = jax.eval_shape(partial(model.state, tx))
     options = tiers(int(window * 2**30)).get(name, {})
-    rows = (
-        rows_per_device * (1 if name == ONE_DEVICE else num_devices) * options.get("accumulate", 1)
-    )
+    microbatches = options.get("microbatches", jzero.Microbatches())
+    rows = rows_per_device * (1 if name == ONE_DEVICE else num_devices) * microbatches.num
     batch = jax.ShapeDtypeStruct((rows, model.context + 1), jnp.int32)
     if name == ONE_DEVICE:
         mesh = jzero.target_mesh(target, "1x1")
@@ -182,7 +180,7 @@ def compiled(model: GPT, name: str, window: float) -> dict[str, Any]:
         lowered = jax.jit(step, donate_argnums=0).lower(*placed)
         found = jzero.preflight(lowered, target=target, topology="1x1")
     else:
-        train_step = jzero.shard_train_step(step, **grouped(**options))
+        train_step = jzero.shard_train_step(step, **options)
         found = jzero.preflight(train_step, state, batch, target=target, topology=topology)
     crossings = found.report.crossings if found.report else ()
     return {

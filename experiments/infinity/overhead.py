@@ -26,7 +26,6 @@ import optax
 import jzero
 from experiments.shared import devices, records
 from experiments.shared.gpt import GPT, make_step
-from small import grouped
 from tiers import ALL, STATE, tiers
 
 # ---------------------------------------------------------------------------------------------
@@ -45,10 +44,9 @@ class Training:
         gpt = replace(model, layers=layers)
         mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
         self.step = jzero.shard_train_step(
-            make_step(gpt.loss, tx),
-            mesh=mesh,
-            **grouped(min_shard_bytes=0, **tiers(device_bytes)[name]),
-        )
+            make_step(gpt.loss, tx), axes=jzero.Axes(min_shard_bytes=0), mesh=mesh,
+            **tiers(device_bytes)[name],
+        )  # fmt: skip
         self.state = self.step.init(lambda: gpt.state(tx, lambda shape: jnp.full(shape, 0.01)))
         shape = (num_devices, gpt.context + 1)
         tokens = np.random.default_rng(0).integers(0, gpt.vocab, shape, np.int32)

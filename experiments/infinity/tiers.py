@@ -1,5 +1,6 @@
 """The rows of this experiment: tiers as options of `shard_train_step`. A new option is a new line here."""
 
+import dataclasses
 from typing import Any
 
 import jzero
@@ -15,18 +16,20 @@ LAYER_MAJOR = "4 microbatches, layer by layer"
 
 def tiers(device_bytes: int) -> dict[str, dict[str, Any]]:
     """Options by name; at most so many bytes of parameters that rest on the hosts are on a device."""
-    params = {"offload_params": jzero.PinnedHost(device_bytes)}
-    everything = {
-        "offload": jzero.HostCPU(), "offload_activations": jzero.PinnedHost(), **params,
-    }  # fmt: skip
+    window = jzero.PinnedHost(device_bytes)
+    state = jzero.Memory(params=window, optimizer=jzero.HostCPU())
+    everything = dataclasses.replace(state, activations=jzero.PinnedHost())
     return {
         PLAIN: {},
-        STATE: {"offload": jzero.HostCPU()},
-        ALL: {"offload": jzero.HostCPU()} | params,
-        ACTIVATIONS: everything,
-        IN_TURN: {"offload": jzero.HostCPU(), "accumulate": 4} | params,
-        LAYER_MAJOR: everything | {"accumulate": 4, "layer_major": True},
-        "parameters on the host, state on the devices": params,
-        "parameters on the host, state in turns": {"offload": jzero.PinnedHost(device_bytes)}
-        | params,
-    }
+        STATE: {"memory": jzero.HostCPU()},
+        ALL: {"memory": state},
+        ACTIVATIONS: {"memory": everything},
+        IN_TURN: {"memory": state, "microbatches": jzero.Microbatches(4)},
+        LAYER_MAJOR: {
+            "memory": everything, "microbatches": jzero.Microbatches(4, order="layer"),
+        },
+        "parameters on the host, state on the devices": {"memory": jzero.Memory(params=window)},
+        "parameters on the host, state in turns": {
+            "memory": jzero.Memory(params=window, optimizer=window)
+        },
+    }  # fmt: skip

@@ -25,7 +25,6 @@ from experiments.offload.timeline import lanes
 from experiments.shared import pictures, training
 from experiments.shared.devices import use_virtual_devices
 from jzero.offload.nvme._file import TileFile
-from small import grouped
 from tiers import ALL, tiers
 
 common, train_linen = training.modules()
@@ -61,25 +60,22 @@ def annotated(name: str) -> None:
     setattr(TileFile, name, run)
 
 
-def policies(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def memory(args: argparse.Namespace, folder: Path) -> jzero.Memory:
     if not args.files:
-        return tiers(device_bytes)[ALL]
+        found: jzero.Memory = tiers(device_bytes)[ALL]["memory"]
+        return found
     for name in DISK:
         annotated(name)
     state = jzero.NVMe(folder, host_bytes=host_bytes)
-    return {
-        "offload": state,
-        "offload_params": dataclasses.replace(state, device_bytes=device_bytes),
-    }
+    params = dataclasses.replace(state, device_bytes=device_bytes)
+    return jzero.Memory(params=params, optimizer=state)
 
 
 def record(args: argparse.Namespace, folder: Path, files: Path) -> None:
     """Traces a step of a training that has run for a while."""
     init = train_linen.make_init(argparse.Namespace(steps=100, seed=0))
     mesh = jax.make_mesh((args.devices,), ("data",), devices=jax.devices()[: args.devices])
-    step = jzero.shard_train_step(
-        train_linen.train_step, mesh=mesh, **grouped(**policies(args, files))
-    )
+    step = jzero.shard_train_step(train_linen.train_step, mesh=mesh, memory=memory(args, files))
     shape = args.rows * args.devices, common.context + 1
     batch = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     state = step.init(init)

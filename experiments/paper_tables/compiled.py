@@ -22,7 +22,6 @@ sys.path.append(str(Path(__file__).parents[2]))
 from experiments.shared import records
 from experiments.shared.gpt import make_step
 from model import AUTO_SPECS, GPT, tx
-from small import grouped
 
 RESULTS = Path(__file__).with_name("results") / "compiled.json"
 TARGET = "h200"
@@ -41,18 +40,27 @@ class Program:
       axes: names and sizes of the mesh's axes, hosts first; over 'model' each layer is divided.
       stage: of ZeRO.
       rows: sequences for each device and microbatch.
-      options: more of `shard_train_step`'s.
+      microbatches, comm, shards: more of `shard_train_step`'s options; the last is its `axes`.
     """
 
     gpt: GPT
     axes: tuple[tuple[str, int], ...]
     stage: int
     rows: int = 1
-    options: tuple[tuple[str, Any], ...] = ()
+    microbatches: jzero.Microbatches = jzero.Microbatches()
+    comm: jzero.Comm = jzero.Comm()
+    shards: jzero.Axes = jzero.Axes()
 
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.axes)
-        options = "".join(f", {name}={value}" for name, value in self.options)
+        given = {  # by the names that they have in the results
+            "accumulate": self.microbatches.num if self.microbatches.num > 1 else None,
+            "gather": self.comm.gather,
+            "reduce": self.microbatches.reduce,
+            "param_axes": ", ".join(self.shards.params or ()),
+            "optimizer_axes": ", ".join(self.shards.optimizer or ()),
+        }
+        options = "".join(f", {name}={value}" for name, value in given.items() if value)
         return f"{self.gpt} | {axes} | rows {self.rows} | stage {self.stage}{options}"
 
     @property
@@ -66,15 +74,14 @@ class Program:
 
     def compile(self) -> dict[str, Any]:
         """Bytes on each device, and of what moves; `within` a step: at the peak, beside the arguments."""
-        options = dict(self.options)
         sizes = {name: size for name, size in self.axes if name != "model"}
-        rows = self.rows * math.prod(sizes.values()) * options.get("accumulate", 1)
-        if self.gpt.model_parallel:
-            options["auto_specs"] = AUTO_SPECS
-        step = make_step(self.gpt.loss, tx)
+        rows = self.rows * math.prod(sizes.values()) * self.microbatches.num
+        specs = AUTO_SPECS if self.gpt.model_parallel else None
+        axes = dataclasses.replace(self.shards, batch=tuple(sizes), auto_specs=specs)
         train_step = jzero.shard_train_step(
-            step, stage=self.stage, **grouped(axis_names=tuple(sizes), **options)
-        )
+            make_step(self.gpt.loss, tx), stage=self.stage, microbatches=self.microbatches,
+            comm=self.comm, axes=axes,
+        )  # fmt: skip
         found = jzero.preflight(
             train_step, self.gpt.abstract_state(), self.gpt.batch(rows), target=TARGET,
             topology=self.topology, axes=dict(self.axes), compiler_options=COMPILER_OPTIONS,

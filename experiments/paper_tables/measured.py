@@ -6,6 +6,7 @@ Every function asks a `Compiled` for its programs, and returns rows of plain val
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jzero
 import paper
 import theory
 from compiled import Compiled, Program
@@ -158,33 +159,35 @@ def kept(compiled: Compiled) -> list[Kept]:
 
 SMALL = GPT(4, 1024, 8, vocab=8192)
 HYBRID = (("node", 2), ("local", 8))
+FOUR, FOUR_REDUCED_ONCE = jzero.Microbatches(4), jzero.Microbatches(4, reduce="once")
+KEEP, ONCE = jzero.Comm(gather="keep"), jzero.Comm(gather="once_per_step")
+LOCAL = jzero.Axes(params="local")
+ALL_LOCAL = jzero.Axes(params="local", optimizer="local")
 # What is asked of the step, and the paper's Psi (or what follows from it), by collective.
 TRAFFIC: tuple[tuple[str, tuple[tuple[str, int], ...], dict[str, Any]], ...] = (
     ("stage 0", data(8), {"stage": 0}),
     ("stage 1", data(8), {"stage": 1}),
     ("stage 2", data(8), {"stage": 2}),
     ("stage 3", data(8), {"stage": 3}),
-    ("stage 3, keep", data(8), {"stage": 3, "gather": "keep"}),
-    ("stage 0, k=4", data(8), {"stage": 0, "accumulate": 4}),
-    ("stage 1, k=4", data(8), {"stage": 1, "accumulate": 4}),
-    ("stage 2, k=4", data(8), {"stage": 2, "accumulate": 4}),
-    ("stage 3, k=4", data(8), {"stage": 3, "accumulate": 4}),
-    ("stage 3, k=4, keep", data(8), {"stage": 3, "accumulate": 4, "gather": "keep"}),
-    ("stage 3, k=4, once_per_step", data(8),
-     {"stage": 3, "accumulate": 4, "gather": "once_per_step"}),
-    ("stage 3, k=4, reduce once", data(8), {"stage": 3, "accumulate": 4, "reduce": "once"}),
+    ("stage 3, keep", data(8), {"stage": 3, "comm": KEEP}),
+    ("stage 0, k=4", data(8), {"stage": 0, "microbatches": FOUR}),
+    ("stage 1, k=4", data(8), {"stage": 1, "microbatches": FOUR}),
+    ("stage 2, k=4", data(8), {"stage": 2, "microbatches": FOUR}),
+    ("stage 3, k=4", data(8), {"stage": 3, "microbatches": FOUR}),
+    ("stage 3, k=4, keep", data(8), {"stage": 3, "microbatches": FOUR, "comm": KEEP}),
+    ("stage 3, k=4, once_per_step", data(8), {"stage": 3, "microbatches": FOUR, "comm": ONCE}),
+    ("stage 3, k=4, reduce once", data(8), {"stage": 3, "microbatches": FOUR_REDUCED_ONCE}),
     ("stage 3, k=4, once_per_step, reduce once", data(8),
-     {"stage": 3, "accumulate": 4, "gather": "once_per_step", "reduce": "once"}),
+     {"stage": 3, "microbatches": FOUR_REDUCED_ONCE, "comm": ONCE}),
     ("stage 3, two axes", HYBRID, {"stage": 3}),
-    ("stage 3, parameters over local", HYBRID, {"stage": 3, "param_axes": "local"}),
-    ("stage 3, all over local", HYBRID,
-     {"stage": 3, "param_axes": "local", "optimizer_axes": "local"}),
+    ("stage 3, parameters over local", HYBRID, {"stage": 3, "shards": LOCAL}),
+    ("stage 3, all over local", HYBRID, {"stage": 3, "shards": ALL_LOCAL}),
     ("stage 3, k=4, parameters over local", HYBRID,
-     {"stage": 3, "accumulate": 4, "param_axes": "local"}),
+     {"stage": 3, "microbatches": FOUR, "shards": LOCAL}),
     ("stage 3, k=4, all over local", HYBRID,
-     {"stage": 3, "accumulate": 4, "param_axes": "local", "optimizer_axes": "local"}),
+     {"stage": 3, "microbatches": FOUR, "shards": ALL_LOCAL}),
     ("stage 1, k=4, all over local", HYBRID,
-     {"stage": 1, "accumulate": 4, "optimizer_axes": "local"}),
+     {"stage": 1, "microbatches": FOUR, "shards": jzero.Axes(optimizer="local")}),
 )  # fmt: skip
 
 
@@ -206,9 +209,7 @@ class Traffic(NamedTuple):
 def traffic(compiled: Compiled) -> list[Traffic]:
     rows = []
     for name, axes, given in TRAFFIC:
-        options = dict(given)
-        stage = options.pop("stage")
-        r = compiled(Program(SMALL, axes, stage, options=tuple(options.items())))
+        r = compiled(Program(SMALL, axes, **given))
         described, moved, psi = (
             {key: n / r["params"] for key, n in r[what].items()}
             for what in ("described", "moved", "described_elements")

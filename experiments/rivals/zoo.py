@@ -18,7 +18,6 @@ from experiments.rivals.models.mamba import Mamba
 from experiments.rivals.models.moe import MoE
 from experiments.rivals.models.t5 import T5
 from experiments.rivals.models.unet import UNet
-from small import grouped
 
 
 class Row(NamedTuple):
@@ -29,7 +28,7 @@ class Row(NamedTuple):
       rows: of the batch, on each device.
       small: of half a billion, for 8 devices; None for a model of one size.
       stage: of ZeRO.
-      accumulate: microbatches.
+      microbatches: of a batch, on each device.
       scanned: its layers are a loop.
     """
 
@@ -37,7 +36,7 @@ class Row(NamedTuple):
     rows: int = 1
     small: Any = None
     stage: int = 3
-    accumulate: int = 1
+    microbatches: int = 1
     scanned: bool = True
 
 
@@ -60,7 +59,7 @@ ROWS = {
     "Llama, loss in chunks": Row(_chunked),
     "Llama, 4 sequences": Row(_llama, rows=4),
     "Llama, 4 sequences, loss in chunks": Row(_chunked, rows=4),
-    "Llama, accumulate=4": Row(_llama, rows=4, accumulate=4),
+    "Llama, accumulate=4": Row(_llama, rows=4, microbatches=4),
     "Llama, stage 2": Row(_llama, stage=2),
 }
 
@@ -96,19 +95,19 @@ def rival(name: str, row: Row, model: Any, mesh: Mesh, **options: Any) -> Rival:
     state = jax.eval_shape(model.init, jax.random.key(0))
     batch = model.batch(row.rows * mesh.size)
     train_step = jzero.shard_train_step(
-        model.step, stage=row.stage, mesh=mesh, **grouped(accumulate=row.accumulate, **options)
+        model.step, stage=row.stage, microbatches=row.microbatches, mesh=mesh, **options
     )
     if name == "jzero":
         return Rival(train_step, state, batch)
     at_rest = train_step.state_shardings(state, batch)
     shards = shards_of(state, at_rest)
-    if row.accumulate > 1:
-        model = dataclasses.replace(model, microbatches=row.accumulate)
+    if row.microbatches > 1:
+        model = dataclasses.replace(model, microbatches=row.microbatches)
     if name == "expert":
         model = dataclasses.replace(model, annotate=Annotated(mesh, shards, row.stage < 3))
     step = model.step
     if name == "constraints":
-        rows = {num * mesh.size for num in (row.rows, row.rows // row.accumulate)}
+        rows = {num * mesh.size for num in (row.rows, row.rows // row.microbatches)}
         step = with_constraints(step, mesh, shards, rows, stored_whole=row.stage < 3)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(at_rest, None))
     on_rows = jax.tree.map(lambda _: NamedSharding(mesh, P("data")), batch)

@@ -10,7 +10,7 @@ def use_virtual_devices(num: int, num_processes: int = 1) -> None:
     flags = [f"--xla_force_host_platform_device_count={num}"]
     if num_processes == 1:
         # Virtual devices may wait for each other for ever under this scheduler. Without it, processes
-        # may call collectives in different orders (docs/facts-processes.md).
+        # may call collectives in different orders (docs/facts.md#gloo-pairs-collectives-by-order-alone).
         flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each

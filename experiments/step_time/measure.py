@@ -84,7 +84,7 @@ def compare_call_times(num_params: int, rounds: int) -> dict[str, Any]:
         return (optax.apply_updates(params, updates), opt_state), loss
 
     batch = jax.device_put(np.ones((num_devices, 16), np.float32), sharded)
-    jzero_step = jzero.shard_train_step(step, mesh=mesh, axes=jzero.Axes(min_shard_bytes=0))
+    jzero_step = jzero.shard_train_step(step, axes=jzero.Axes(min_shard_bytes=0), mesh=mesh)
     states = [jzero_step.shard(jzero_step.init(init), batch) for _ in range(2)]
     at_rest = jzero_step.state_shardings(states[0], batch)
     jit_step = jax.jit(

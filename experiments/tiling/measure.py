@@ -34,12 +34,11 @@ HEADER = (
 
 def measure(model: GPT, devices: int, tile_bytes: int | None, activations: str) -> dict[str, Any]:
     """Bytes on each device, bytes that move, and what of their time hides, of one compiled program."""
+    policy = jzero.PinnedHost() if activations == "host" else jzero.NoOffload()
     train_step = jzero.shard_train_step(
         make_step(model.loss, tx),
+        memory=jzero.Memory(activations=policy),
         comm=jzero.Comm(tile_bytes=tile_bytes),
-        memory=jzero.Memory(
-            activations=jzero.PinnedHost() if activations == "host" else jzero.NoOffload()
-        ),
     )
     start = time.process_time()
     found = jzero.preflight(

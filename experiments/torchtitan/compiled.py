@@ -18,7 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 import jzero
 from experiments.shared import records
 from experiments.shared.gpt import make_step
-from small import grouped
 
 # ---------------------------------------------------------------------------------------------
 layers, dim, heads, kv_heads, hidden, vocab = 32, 4096, 32, 8, 14_336, 128_256
@@ -27,9 +26,9 @@ part = 512  # queries whose scores exist at once, in place of a fused kernel
 # torchtitan's selective checkpointing keeps every other matrix product of a layer, in the order in which they
 # run (q, k, v, output, gate, up, down: the first, third, ...), and what attention returns.
 kept = ("q", "v", "attention", "gate", "down")
-ways: dict[str, dict[str, Any]] = {
-    "gradients reduced in float32": {"reduce_dtype": jnp.float32},  # as torchtitan
-    "gradients reduced in bfloat16": {},
+ways = {
+    "gradients reduced in float32": jzero.Comm(reduce_dtype=jnp.float32),  # as torchtitan
+    "gradients reduced in bfloat16": jzero.Comm(),
 }
 # ---------------------------------------------------------------------------------------------
 
@@ -109,11 +108,11 @@ def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def compiled(options: dict[str, Any]) -> dict[str, Any]:
+def compiled(comm: jzero.Comm) -> dict[str, Any]:
     params = params_of(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32))
     state = {"params": params, "opt_state": jax.eval_shape(tx.init, params)}
     tokens = jax.ShapeDtypeStruct((8 * rows, context + 1), jnp.int32)
-    train_step = jzero.shard_train_step(make_step(loss_fn, tx), stage=3, **grouped(**options))
+    train_step = jzero.shard_train_step(make_step(loss_fn, tx), stage=3, comm=comm)
     found = jzero.preflight(train_step, state, tokens, target="h100", topology="1x8")
     ops = ("all-gather", "reduce-scatter", "all-reduce")
     return {
@@ -135,8 +134,8 @@ def main() -> None:
     result: dict[str, Any] = {**records.versions("jax", "jaxlib", "optax"), "ways": {}}
     print("| | at rest GiB | peak GiB | gathered GB | reduced GB | hidden | exposed ms |")
     print("| --- " * 7 + "|")
-    for name, options in ways.items():
-        found = result["ways"][name] = compiled(options)
+    for name, comm in ways.items():
+        found = result["ways"][name] = compiled(comm)
         moved = found["moved_bytes"]
         cells = [
             *(f"{found[key] / GIB:.1f}" for key in ("at_rest_bytes", "peak_bytes")),

@@ -99,7 +99,7 @@ def parse_args(
     add("--seed", type=int, default=0, help="of parameters, batches and sample")
     add("--learning-rate", type=float, default=peak_learning_rate, help="at its peak")
     if choose_stage:
-        add("--accumulate", type=positive, default=1, help="microbatches per step and device")
+        add("--microbatches", type=positive, default=1, help="per step and device")
         add("--reduce", choices=["once", "each"], help="gradients of microbatches (stage 3)")
         add("--gather", choices=["per_pass", "keep", "once_per_step"], help="parameters (stage 3)")
         add("--reduce-dtype", choices=["float32", "bfloat16"], help="of gradients on the way")
@@ -150,15 +150,16 @@ def environment(num_devices: int | None) -> dict[str, Any]:
 def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
     """What the command line says to `jzero.shard_train_step`."""
     devices = jax.devices()[: args.devices]
-    options: dict[str, Any] = {"stage": args.stage}
+    options: dict[str, Any] = {"stage": args.stage, "memory": offload_policy(args)}
     if vars(args).get("nodes", 1) > 1:
         shape = (args.nodes, len(devices) // args.nodes)
         options["mesh"] = jax.make_mesh(shape, ("node", "local"), devices=devices)
-        options |= {"param_axes": "local"} if args.stage == 3 else {}
+        options["axes"] = jzero.Axes(params="local" if args.stage == 3 else None)
     else:
         options["mesh"] = jax.make_mesh((len(devices),), ("data",), devices=devices)
-    options |= given(args, "accumulate", "reduce", "gather", "reduce_dtype")
-    return options | {"offload": offload_policy(args)}
+    num = vars(args).get("microbatches", 1)
+    options["microbatches"] = jzero.Microbatches(num, **given(args, "reduce"))
+    return options | {"comm": jzero.Comm(**given(args, "gather", "reduce_dtype"))}
 
 
 def offload_policy(args: argparse.Namespace) -> jzero.NoOffload | jzero.PinnedHost | jzero.HostCPU:

@@ -19,7 +19,6 @@ import common
 import data
 import jzero
 import loop
-from small import grouped
 
 
 class Block(nn.Module):
@@ -85,7 +84,7 @@ def apply(state: TrainState, tokens: jax.Array) -> jax.Array:
 
 
 def train(args: argparse.Namespace, text: data.Text) -> loop.Run:
-    sharded_step = jzero.shard_train_step(train_step, **grouped(**common.sharding_options(args)))
+    sharded_step = jzero.shard_train_step(train_step, **common.sharding_options(args))
     return loop.fit(sharded_step, make_init(args), text.train, args)
 
 

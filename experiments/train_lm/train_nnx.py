@@ -15,7 +15,6 @@ import common
 import data
 import jzero
 import loop
-from small import grouped
 
 
 class Block(nnx.Module):
@@ -77,7 +76,7 @@ def main() -> None:
 
     model, optimizer = nnx.eval_shape(init)  # shapes only: the arrays are born in shards below
     step, _ = jzero.from_nnx(train_step, model, optimizer)
-    sharded_step = jzero.shard_train_step(step, **grouped(**common.sharding_options(args)))
+    sharded_step = jzero.shard_train_step(step, **common.sharding_options(args))
     run = loop.fit(sharded_step, lambda: nnx.state(init()), text.train, args)
     graph = nnx.graphdef((model, optimizer))
 

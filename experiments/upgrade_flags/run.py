@@ -151,7 +151,7 @@ def tables(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--families", nargs="+", default=exactness.NAMES)
-    parser.add_argument("--accumulate", type=int, nargs="+", default=(1, 2))
+    parser.add_argument("--microbatches", type=int, nargs="+", default=(1, 2))
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
@@ -162,7 +162,7 @@ def main() -> None:
         names = list(dict.fromkeys(x["family"] for x in results["described"]))
         results["trained"] = train_all([x for x in names if x in args.families], Setting())
     else:
-        settings = [Setting(dtype="float32", accumulate=num) for num in args.accumulate]
+        settings = [Setting(dtype="float32", accumulate=num) for num in args.microbatches]
         results = {**about, "described": describe_all(args.families, settings)}
     path.write_text(json.dumps(results, indent=1) + "\n")
     tables(results)

@@ -12,6 +12,7 @@ trained is in out/.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import time
@@ -29,7 +30,6 @@ import paired
 from experiments.shared import pictures, records, training
 from experiments.shared.devices import use_virtual_devices
 from experiments.shared.gpt import GPT, State, make_step
-from small import grouped
 
 HERE = Path(__file__).parent
 AXES = {"node": 2, "local": 2}
@@ -57,27 +57,28 @@ def int4(size: int, **more: bool) -> jzero.Blocks:
 
 ROTATED = int4(128, rotate=True)
 HOPS = {"local": jnp.int8, "node": ROTATED}
-EXACT: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "exact, reductions in bfloat16": {"reduce_dtype": jnp.bfloat16},
-    "exact, reductions in float16": {"reduce_dtype": jnp.float16},
+FLOAT8 = "gathers in float8"
+EXACT = {
+    "exact": jzero.Comm(),
+    "exact, reductions in bfloat16": jzero.Comm(reduce_dtype=jnp.bfloat16),
+    "exact, reductions in float16": jzero.Comm(reduce_dtype=jnp.float16),
 }
-CODED: dict[str, dict[str, Any]] = {
-    "gathers in int8": {"gather_dtype": jnp.int8},
-    "reductions in int8": {"reduce_dtype": jnp.int8},
-    "reductions in int8, int4/128 rotated": {"reduce_dtype": HOPS},
-    "both": {"gather_dtype": jnp.int8, "reduce_dtype": HOPS},
-    "gathers in float8": {"float8": True},
-    "gathers in int4/32": {"gather_dtype": int4(32)},
-    "gathers in int4/32 rotated": {"gather_dtype": int4(32, rotate=True)},
-    "gathers in int4/32 stochastic": {"gather_dtype": int4(32, stochastic=True)},
-    "gathers in int4/128": {"gather_dtype": int4(128)},
-    "gathers in int4/128 rotated": {"gather_dtype": ROTATED},
-    "gathers in int4/128 stochastic": {"gather_dtype": int4(128, stochastic=True)},
-    "gathers in int4/2048": {"gather_dtype": int4(2048)},
-    "reductions in int4/128": {"reduce_dtype": int4(128)},
-    "reductions in int4/128 rotated": {"reduce_dtype": ROTATED},
-    "reductions in int4/2048": {"reduce_dtype": int4(2048)},
+CODED = {
+    "gathers in int8": jzero.Comm(gather_dtype=jnp.int8),
+    "reductions in int8": jzero.Comm(reduce_dtype=jnp.int8),
+    "reductions in int8, int4/128 rotated": jzero.Comm(reduce_dtype=HOPS),
+    "both": jzero.Comm(gather_dtype=jnp.int8, reduce_dtype=HOPS),
+    FLOAT8: jzero.Comm(),
+    "gathers in int4/32": jzero.Comm(gather_dtype=int4(32)),
+    "gathers in int4/32 rotated": jzero.Comm(gather_dtype=int4(32, rotate=True)),
+    "gathers in int4/32 stochastic": jzero.Comm(gather_dtype=int4(32, stochastic=True)),
+    "gathers in int4/128": jzero.Comm(gather_dtype=int4(128)),
+    "gathers in int4/128 rotated": jzero.Comm(gather_dtype=ROTATED),
+    "gathers in int4/128 stochastic": jzero.Comm(gather_dtype=int4(128, stochastic=True)),
+    "gathers in int4/2048": jzero.Comm(gather_dtype=int4(2048)),
+    "reductions in int4/128": jzero.Comm(reduce_dtype=int4(128)),
+    "reductions in int4/128 rotated": jzero.Comm(reduce_dtype=ROTATED),
+    "reductions in int4/2048": jzero.Comm(reduce_dtype=int4(2048)),
 }
 WAYS = EXACT | CODED
 
@@ -148,13 +149,13 @@ class Trainings:
         while True:
             yield jnp.stack([next(windows) for windows in found], axis=1)
 
-    def train(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Losses of each seed, and the bytes of a step."""
-        options = dict(options)
-        model = model_of(Float8GPT if options.pop("float8", False) else GPT)
+    def train(self, name: str) -> dict[str, Any]:
+        """Losses of each seed in one of `WAYS`, and the bytes of a step."""
+        model = model_of(Float8GPT if name == FLOAT8 else GPT)
         mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES))
         step = jax.vmap(make_step(model.loss, self.tx), in_axes=(0, 1))
-        train_step = jzero.shard_train_step(step, mesh=mesh, **grouped(gather="keep", **options))
+        comm = dataclasses.replace(WAYS[name], gather="keep")
+        train_step = jzero.shard_train_step(step, comm=comm, mesh=mesh)
         state, losses, start = train_step.init(self.init), [], 0.0
         traffic = train_step.describe(state, next(self.batches())).traffic
         for i, batch in zip(range(self.steps), self.batches(), strict=False):
@@ -186,7 +187,7 @@ def train(args: argparse.Namespace) -> None:
     for name in args.ways:
         path = args.out / f"{name.replace('/', '-')}, from {args.first}.json"
         if not path.exists():
-            found = trainings.train(WAYS[name]) | {"name": name, "jzero files": library}
+            found = trainings.train(name) | {"name": name, "jzero files": library}
             records.write(path, found)
             losses = " ".join(f"{x:.4f}" for x in np.mean(found["held out"], axis=1))
             print(f"{name}: {losses}, {found['milliseconds a step']} ms a step", flush=True)

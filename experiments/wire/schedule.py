@@ -25,22 +25,20 @@ from jzero.preflight._schedule import CompiledSchedule, hidden_share, read_sched
 from jzero.preflight._targets import read_topology
 from jzero.targets._links import with_links
 from jzero.targets._target import find_target
-from small import grouped
 
 HOPS = {"local": jnp.int8, "node": jzero.Blocks(jnp.int4, rotate=True)}
-WAYS: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "gathers in int8": {"gather_dtype": jnp.int8},
-    "gathers in int8, reductions in int8 and int4": {
-        "gather_dtype": jnp.int8,
-        "reduce_dtype": HOPS,
-    },
+WAYS = {
+    "exact": jzero.Comm(),
+    "gathers in int8": jzero.Comm(gather_dtype=jnp.int8),
+    "gathers in int8, reductions in int8 and int4": jzero.Comm(
+        gather_dtype=jnp.int8, reduce_dtype=HOPS
+    ),
 }
 GBITS = (12.5, 25, 50, 100, 200, 400)
 AXES = {"node": 2, "local": 8}
 
 
-def compiled(model: GPT, options: dict[str, Any]) -> dict[str, Any]:
+def compiled(model: GPT, comm: jzero.Comm) -> dict[str, Any]:
     """A way to train: memory, and its schedule over each network."""
     target = find_target("schedule.py", "h200")
     topology = read_topology("schedule.py", target, f"{AXES['node']}x{AXES['local']}")
@@ -48,7 +46,7 @@ def compiled(model: GPT, options: dict[str, Any]) -> dict[str, Any]:
     tx = jzero.master_weights(optax.adamw(1e-4))
     state = jax.eval_shape(lambda: model.state(tx, lambda shape: jnp.zeros(shape, jnp.bfloat16)))
     tokens = jax.ShapeDtypeStruct((mesh.size, model.context + 1), jnp.int32)
-    train_step = jzero.shard_train_step(make_step(model.loss, tx), mesh=mesh, **grouped(**options))
+    train_step = jzero.shard_train_step(make_step(model.loss, tx), comm=comm, mesh=mesh)
     start = time.perf_counter()
     found: Any = train_step.lower(state, tokens)
     program = found.compile({"xla_gpu_autotune_level": 0})
@@ -98,8 +96,8 @@ def main() -> None:
         "ways": {},
     }
     path = args.out / f"{result['date']}-schedule.json"
-    for name, options in WAYS.items():
-        result["ways"][name] = compiled(model, options)
+    for name, comm in WAYS.items():
+        result["ways"][name] = compiled(model, comm)
         print(name, result["ways"][name], flush=True)
         records.write(path, result)
     show(result)

@@ -4,7 +4,7 @@
 A rule says along which dims an equation may run on blocks, in which operands it is linear, and its cost. All
 else is derived from that: dim maps, what runs on shards and on some rows of the batch, what may be computed
 again, what a partial sum passes through. An equation without a rule takes its operands whole, so that a
-missing rule costs traffic and never a wrong result. docs/house.md says how to add one.
+missing rule costs traffic and never a wrong result. How to add one: docs/design.md#how-to-add-a-rule.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
 `lax.dynamic_slice` clamps its start to `[0, n - size]`, and a `lax.gather` of windows clamps too. XLA's
 algebraic simplifier turns a slice of a slice into one slice at the sum of both starts; with JAX 0.10.2 it
 forgets the clamps when it does so, and a device gets rows that the step never selected
-(docs/facts-compilers.md). Where jzero takes a part of a value (`_writer.take`, `take_shard`, tiles, XLA's
-partitioner behind `init`) its own start is always in bounds. So the step's own starts are clamped by an
-equation each, as soon as the step is traced: no place that takes a part has to know what made the value
-(test_starts.py::test_a_slice_of_a_clamped_slice).
+(docs/facts.md#a-slice-of-a-slice-forgets-to-clamp). Where jzero takes a part of a value (`_writer.take`,
+`take_shard`, tiles, XLA's partitioner behind `init`) its own start is always in bounds. So the step's own
+starts are clamped by an equation each, as soon as the step is traced: no place that takes a part has to know
+what made the value (test_starts.py::test_a_slice_of_a_clamped_slice).
 """
 
 from __future__ import annotations

@@ -41,6 +41,12 @@ WHO = _call.WHO
 # from there: in Python 3.13.0 Ctrl-C in one leaves the `with` or `try` around it without its end.
 UPDATING = threading.RLock()
 
+# [Note: how the host comes to update] Three other ways were rejected. State as JAX arrays in pinned memory:
+# the allocator bounds it, and JAX may share or copy what kernels overwrite. A callback for each leaf from
+# the running program: it stops the device's stream. A thread that updates beside the calls: XLA says only
+# of a whole program that its outputs are there, so nothing is gained, unless layers are programs of their
+# own.
+
 
 @dataclasses.dataclass(eq=False)
 class Pending:

@@ -84,6 +84,8 @@ class NVMeStep(HostStep):
     are updated there, in their place, beside the tiles.
     """
 
+    # Most updates clip, and wait for the last gradient anyway. A tile that is updated during the backward
+    # pass would also be in the way of a failure later in it.
     _begins_early = False
     _store = NVME
     _consumes = False

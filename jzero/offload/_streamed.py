@@ -45,6 +45,12 @@ class _Homes(NamedTuple):
     last: dict[Var, int]
 
 
+# [Note: a loop of small programs]
+# In one program the scheduler would have to keep the bound on what is on the devices, and XLA merges and
+# hoists copies of equal operands. A loop of programs keeps the bound on every backend. It costs a dispatch
+# for each program, and the step can neither be lowered nor run under an outer `jax.jit`.
+
+
 class StreamedStep:
     """A step as several programs: the grad part, and a turn of the update after the other.
 

@@ -34,6 +34,8 @@ _DAY = 24 * 60 * 60
 # What each part of a step computes for a parameter and a token: a product takes two operations, and its
 # two derivatives as many each (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1).
 _OPERATIONS = {FORWARD: 2, BACKWARD: 4, UPDATE: 0}
+# The time is a lower bound. Left out are the starts of copies and collectives, attention's scores, the
+# update's own operations on a device, and that compute and copies share memory.
 
 
 class Work(NamedTuple):

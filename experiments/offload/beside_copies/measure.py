@@ -26,10 +26,9 @@ ROWS = 4  # of 1024 tokens, on each device
 
 def modelled(name: str, layers: int) -> dict[str, float]:
     model = Llama(layers=layers, dim=2048, heads=16, kv_heads=4, hidden=7168, vocab=32_000)
-    train_step = jzero.shard_train_step(
-        model.step,
-        memory=jzero.Memory(optimizer=OPTIMIZER[name], params=jzero.PinnedHost(device_bytes=2**31)),
-    )
+    params = jzero.PinnedHost(device_bytes=2**31)
+    memory = jzero.Memory(params=params, optimizer=OPTIMIZER[name])
+    train_step = jzero.shard_train_step(model.step, memory=memory)
     state = jax.eval_shape(model.init, jax.random.key(0))
     found = jzero.preflight(train_step, state, model.batch(8 * ROWS), target="h200", topology="1x8")
     schedule = found.schedule

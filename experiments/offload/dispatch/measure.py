@@ -29,7 +29,6 @@ import jzero  # noqa: E402
 from experiments.shared import records  # noqa: E402
 from jzero.preflight import _dispatches  # noqa: E402
 from jzero.segments import _programs  # noqa: E402
-from small import grouped
 
 WIDTH, ROWS = 32, 16
 LEAVES = {
@@ -73,20 +72,19 @@ def new_state(num: int) -> Any:
     return params, TX.init(params)
 
 
-def policies() -> dict[str, dict[str, Any]]:
-    params = jzero.PinnedHost(device_bytes=2**20)
+def policies() -> dict[str, Any]:
+    """What `memory` may be, by name."""
+    params, state = jzero.PinnedHost(device_bytes=2**20), jzero.PinnedHost(device_bytes=2**16)
     files, both = jzero.NVMe(tempfile.mkdtemp()), jzero.NVMe(tempfile.mkdtemp())
     return {
-        "everything on the devices": {},
-        "PinnedHost": {"offload": jzero.PinnedHost(device_bytes=2**16)},
-        "HostCPU": {"offload": jzero.HostCPU()},
-        "NVMe": {"offload": files},
-        "parameters pinned, HostCPU": {"offload": jzero.HostCPU(), "offload_params": params},
-        "parameters and PinnedHost": {
-            "offload": jzero.PinnedHost(device_bytes=2**16), "offload_params": params,
-        },
-        "parameters and NVMe, files": {"offload": both, "offload_params": both},
-    }  # fmt: skip
+        "everything on the devices": jzero.NoOffload(),
+        "PinnedHost": state,
+        "HostCPU": jzero.HostCPU(),
+        "NVMe": files,
+        "parameters pinned, HostCPU": jzero.Memory(params=params, optimizer=jzero.HostCPU()),
+        "parameters and PinnedHost": jzero.Memory(params=params, optimizer=state),
+        "parameters and NVMe, files": jzero.Memory(params=both, optimizer=both),
+    }
 
 
 def started(train_step: Any, state: Any, x: Any) -> tuple[int, int]:
@@ -102,8 +100,9 @@ def started(train_step: Any, state: Any, x: Any) -> tuple[int, int]:
     )
 
 
-def measured(options: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    train_step = jzero.shard_train_step(step, stage=3, **grouped(min_shard_bytes=0, **options))
+def measured(memory: Any, args: argparse.Namespace) -> dict[str, Any]:
+    axes = jzero.Axes(min_shard_bytes=0)
+    train_step = jzero.shard_train_step(step, stage=3, memory=memory, axes=axes)
     x = jnp.ones((ROWS, WIDTH))
     programs, copies = started(train_step, new_state(args.layers), x)
     state = train_step.init(lambda: new_state(args.layers))
@@ -118,7 +117,7 @@ def measured(options: dict[str, Any], args: argparse.Namespace) -> dict[str, Any
 
 
 def all_rows(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: measured(options, args) for name, options in policies().items()}
+    return {name: measured(memory, args) for name, memory in policies().items()}
 
 
 def in_turns(args: argparse.Namespace) -> list[dict[str, Any]]:

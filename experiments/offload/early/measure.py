@@ -117,11 +117,10 @@ class Log:
 def measured(case: str, share: float, log: Log, steps: int) -> dict[str, float]:
     tx, scale = CASES[case]
     HostStep._old_share = share
+    memory = jzero.Memory(params=jzero.PinnedHost(device_bytes=2**18), optimizer=jzero.HostCPU())
+    axes = jzero.Axes(min_shard_bytes=0)
     train_step = jzero.shard_train_step(
-        lambda state, x: step(state, x, tx),
-        stage=3,
-        axes=jzero.Axes(min_shard_bytes=0),
-        memory=jzero.Memory(optimizer=jzero.HostCPU(), params=jzero.PinnedHost(device_bytes=2**18)),
+        lambda state, x: step(state, x, tx), stage=3, memory=memory, axes=axes
     )
     state, x = train_step.init(lambda: new_state(tx)), jnp.ones((ROWS, WIDTH))
     renewed = steps * sum(x.nbytes for x in jax.tree.leaves(state) if x.size > 1)

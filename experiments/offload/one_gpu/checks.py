@@ -5,6 +5,7 @@ python experiments/offload/one_gpu/checks.py pinned    # prints a line of JSON; 
 `tests/gpu/test_checks.py` runs those that measure nothing as tests.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -30,7 +31,6 @@ import jzero
 from jzero.offload.memory import _addresses, _pinned_leaf
 from jzero.offload.memory._pinned_leaf import pinned_zeros, view
 from jzero.offload.nvme._direct import DirectFile
-from small import grouped
 
 ON_GPU = jax.devices()[0].platform == "gpu"
 MIB = 2**20 if ON_GPU else 2**14  # Sizes for which a GPU needs time; elsewhere the code is tried.
@@ -203,24 +203,24 @@ def step_fn(state: Any, x: jax.Array) -> Any:
     return (optax.apply_updates(params, updates), opt_state), loss
 
 
-# A layer's input has 1 MiB, the least that `offload_activations` takes.
+# A layer's input has 1 MiB, the least that `Memory(activations=...)` takes.
 BATCHES = [np.random.default_rng(i).normal(size=(2048, 256)).astype(jnp.bfloat16) for i in range(4)]
 ROOM = 4 * 256 * 256 * 2  # bytes of the blocks
-ON_HOST = {"offload": jzero.HostCPU(), "offload_params": jzero.PinnedHost(2 * ROOM)}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "host": {"offload": jzero.HostCPU()},
-    "layers": ON_HOST,
-    "turns": {"offload": jzero.PinnedHost(2**18)},
-    "pinned": {"offload": jzero.PinnedHost()},
-    "activations": ON_HOST | {"offload_activations": jzero.PinnedHost()},
-    "half": {"offload": jzero.HostCPU(ratio=0.5)},
-    "late": {"offload": jzero.HostCPU(delayed_update=True, delay_after=4)},
+LAYERS = jzero.Memory(params=jzero.PinnedHost(2 * ROOM), optimizer=jzero.HostCPU())
+MEMORY: dict[str, Any] = {
+    "host": jzero.HostCPU(),
+    "layers": LAYERS,
+    "turns": jzero.PinnedHost(2**18),
+    "pinned": jzero.PinnedHost(),
+    "activations": dataclasses.replace(LAYERS, activations=jzero.PinnedHost()),
+    "half": jzero.HostCPU(ratio=0.5),
+    "late": jzero.HostCPU(delayed_update=True, delay_after=4),
 }
 
 
-def started(**options: Any) -> tuple[Any, Any]:
+def started(memory: Any) -> tuple[Any, Any]:
     """A sharded step, and the state that it begins with."""
-    train_step = jzero.shard_train_step(step_fn, **grouped(**options))
+    train_step = jzero.shard_train_step(step_fn, memory=memory)
     train_step.plan(jax.eval_shape(init), BATCHES[0])
     return train_step, train_step.init(init)
 
@@ -232,14 +232,14 @@ def difference(found: Any, wanted: Any) -> float:
     return max(float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1)) for a, b in arrays)
 
 
-def trains(**options: Any) -> str:
+def trains(memory: Any = None) -> str:
     """Losses, and every leaf after some steps, are those of `jax.jit`."""
     with jax.default_matmul_precision("highest"):
         whole, jitted, want = jax.jit(init)(), jax.jit(step_fn, donate_argnums=0), []
         for x in BATCHES:
             whole, loss = jitted(whole, x)
             want.append(float(loss))
-        train_step, state = started(**options)
+        train_step, state = started(memory)
         got = []
         for x in BATCHES:
             state, loss = train_step(state, x)
@@ -254,7 +254,7 @@ def trains(**options: Any) -> str:
 
 def trains_nvme() -> str:
     with scratch() as folder:
-        return trains(offload=jzero.NVMe(folder))
+        return trains(jzero.NVMe(folder))
 
 
 # -- a step behind whatever reads the state ------------------------------------------------------------------
@@ -267,7 +267,7 @@ def goes_on_behind(reader: Callable[[Any, Any], Any]) -> None:
     array is a view of it, which the array keeps.
     """
     for name in ("layers", "turns"):
-        train_step, state = started(**OPTIONS[name])
+        train_step, state = started(MEMORY[name])
         state, _ = train_step(state, BATCHES[0])
         try:
             held = reader(train_step, state)
@@ -368,9 +368,8 @@ def peak() -> str:
         return (optax.apply_updates(w, updates), opt_state), loss
 
     x, window = jnp.ones((512, dim), jnp.bfloat16), jzero.PinnedHost(4 * 2 * dim**2)
-    train_step = jzero.shard_train_step(
-        step_fn, memory=jzero.Memory(optimizer=jzero.HostCPU(), params=window)
-    )
+    memory = jzero.Memory(params=window, optimizer=jzero.HostCPU())
+    train_step = jzero.shard_train_step(step_fn, memory=memory)
     train_step.plan(jax.eval_shape(init), x)
     state = train_step.init(init)
     for _ in range(3):
@@ -404,9 +403,9 @@ def pool() -> str:
 CHECKS: dict[str, Callable[[], str | None]] = {
     "machine": machine, "saved": saved, "looked_at": looked_at, "pinned": pinned, "renewed": renewed,
     "slices": slices, "reads": reads, "trains": trains,
-    **{f"trains_{name}": functools.partial(trains, **OPTIONS[name]) for name in ("host", "layers")},
+    **{f"trains_{name}": functools.partial(trains, MEMORY[name]) for name in ("host", "layers")},
     "reversed_scan": reversed_scan,
-    **{f"trains_{name}": functools.partial(trains, **OPTIONS[name]) for name in OPTIONS},
+    **{f"trains_{name}": functools.partial(trains, MEMORY[name]) for name in MEMORY},
     "direct": direct, "trains_nvme": trains_nvme,
 }  # fmt: skip
 FIGURES: dict[str, Callable[[], str | None]] = {"overlap": overlap, "peak": peak, "pool": pool}

@@ -22,9 +22,7 @@ def step_and_params(model: GPT, policy: str) -> tuple[Any, Any]:
     params = jax.block_until_ready(jax.jit(model.init_params)())
     if policy == "jit":
         return jax.jit(model.decode), params
-    step = jzero.shard_eval_step(
-        model.decode, memory=jzero.Memory(params=jzero.PinnedHost(model.window))
-    )
+    step = jzero.shard_eval_step(model.decode, memory=jzero.PinnedHost(model.window))
     return step, jax.block_until_ready(step.shard(params))
 
 

@@ -21,7 +21,7 @@ class GPT(gpt.GPT):
 
     @property
     def window(self) -> int:
-        """Bytes for `offload_params`: of four layers and two tables, so that fetches run ahead."""
+        """Bytes for `Memory(params=...)`: of four layers and two tables, so that fetches run ahead."""
         return 2 * (4 * 12 * self.dim**2 + 2 * self.vocab * self.dim)
 
     def init(self) -> gpt.State:

@@ -26,7 +26,6 @@ from experiments.shared import speed
 from experiments.shared.gpt import make_step
 from jzero._quantities import readable_size
 from model import GPT, TX, of_size
-from small import grouped
 
 POLICIES: dict[str, Any] = {
     "jit": None,  # the same step under jax.jit, its state donated
@@ -37,7 +36,7 @@ POLICIES: dict[str, Any] = {
     "delayed": jzero.HostCPU(delayed_update=True, delay_after=1),
     "half": jzero.HostCPU(ratio=0.5),
     "auto": jzero.HostCPU(ratio="auto"),
-    # Parameters rest on the host, too, and layers visit the device: see `options`.
+    # Parameters rest on the host, too, and layers visit the device: see `held`.
     "layers": jzero.HostCPU(),
     "activations": jzero.HostCPU(),  # ... and inputs of layers wait on the host
     "turns": None,  # ... and optimizer state visits the device in turns: all that there is crosses
@@ -66,18 +65,22 @@ def step_of(model: GPT, policy: str) -> Any:
     step = make_step(model.loss, TX)
     if policy == "jit":
         return jax.jit(step, donate_argnums=0)
-    return jzero.shard_train_step(step, **grouped(**options(model, policy)))
+    stage = 1 if policy == "stage 1" else 3
+    return jzero.shard_train_step(step, stage=stage, memory=held(model, policy))
 
 
-def options(model: GPT, policy: str) -> dict[str, Any]:
-    """Of `shard_train_step`."""
+def held(model: GPT, policy: str) -> jzero.Memory:
+    """Which memory holds what."""
     window = jzero.PinnedHost(model.window)
     if policy == "nvme":
-        return {"offload": jzero.NVMe(tempfile.mkdtemp(dir=os.environ["DISK"]))}
+        return jzero.Memory(optimizer=jzero.NVMe(tempfile.mkdtemp(dir=os.environ["DISK"])))
     if policy not in LAYERED:
-        return {"offload": POLICIES[policy], "stage": 1 if policy == "stage 1" else 3}
-    activations = {"offload_activations": jzero.PinnedHost()} if policy == "activations" else {}
-    return {"offload": POLICIES[policy] or window, "offload_params": window} | activations
+        return jzero.Memory(optimizer=POLICIES[policy])
+    return jzero.Memory(
+        params=window,
+        optimizer=POLICIES[policy] or window,
+        activations=jzero.PinnedHost() if policy == "activations" else jzero.NoOffload(),
+    )
 
 
 def crossing(step: Any, *args: Any) -> dict[str, Any]:

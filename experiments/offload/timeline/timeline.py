@@ -40,7 +40,7 @@ def record(policy: Any, args: argparse.Namespace, folder: Path) -> None:
     """Traces some steps of a training."""
     init = train_linen.make_init(argparse.Namespace(steps=100, seed=0, bfloat16_params=True))
     mesh = jax.make_mesh((args.devices,), ("data",), devices=jax.devices()[: args.devices])
-    step = jzero.shard_train_step(train_linen.train_step, stage=3, mesh=mesh, memory=policy)
+    step = jzero.shard_train_step(train_linen.train_step, stage=3, memory=policy, mesh=mesh)
     shape = args.rows * args.devices, common.context + 1
     batch = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     state = step.init(init)

@@ -135,12 +135,9 @@ def measured(policy: Any, num_devices: int, counter: Counter) -> dict[str, Any]:
     """Bytes of all devices after two steps, and those that the second step copied."""
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     # All leaves are sharded, so that bytes can be compared with formulas.
+    axes = jzero.Axes(min_shard_bytes=0)
     step = jzero.shard_train_step(
-        train_linen.train_step,
-        stage=3,
-        mesh=mesh,
-        memory=policy,
-        axes=jzero.Axes(min_shard_bytes=0),
+        train_linen.train_step, stage=3, memory=policy, axes=axes, mesh=mesh
     )
     batch = np.zeros((8, common.context + 1), np.uint8)
     state = step.init(make_init())
@@ -177,7 +174,7 @@ def said_by(step: Any, state: Any, batch: Any, num_devices: int) -> dict[str, in
 def planned(policy: Any, num_devices: int) -> dict[str, Any]:
     """The large model, on devices that are not there."""
     mesh = AbstractMesh((num_devices,), ("data",))
-    step = jzero.shard_train_step(train_linen.train_step, stage=3, mesh=mesh, memory=policy)
+    step = jzero.shard_train_step(train_linen.train_step, stage=3, memory=policy, mesh=mesh)
     batch = jax.ShapeDtypeStruct((num_devices, common.context + 1), jnp.uint8)
     return {"describe": said_by(step, jax.eval_shape(make_init()), batch, num_devices)}
 

@@ -17,11 +17,12 @@ from jzero._quantities import readable_bytes
 
 ROOT = Path("/")  # of the file system that tells
 POOLED = ("gpu",)  # backends that pin memory out of a pool of bounded size
+# By XLA's sources the pool doubles when it grows, so it may take twice what is asked of it.
 POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 _LESS = (
     "Offload less (HostCPU(ratio=0.5) keeps half of the optimizer state on the devices), shard over more "
-    "hosts, use an optimizer with less state, or keep fewer activations (jax.checkpoint, accumulate)."
+    "hosts, use an optimizer with less state, or keep fewer activations (jax.checkpoint, microbatches)."
 )
 
 

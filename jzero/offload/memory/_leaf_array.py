@@ -34,6 +34,12 @@ class CodingError(NamedTuple):
     largest: float
 
 
+# [Note: padded leaves] Three other forms were rejected. A plain array of padded shape: padding would enter
+# an evaluation unseen, as logits of rows that do not exist. Unequal shards: JAX has none. A mesh axis that
+# is split, to shard over the greatest common divisor of dim and devices: with 3 devices nothing would be
+# sharded.
+
+
 class LeafArray(jax.Array):
     """A leaf of a state that does not rest as one of JAX's own arrays of its shape and dtype.
 

@@ -141,7 +141,8 @@ def updated(
 
     [Note: one element more] An update out of bounds would not do: XLA:CPU makes one slice of a slice of a
     slice, and forgets to clamp, so that of a slice of a larger array it writes the element behind the slice
-    (docs/facts-compilers.md; test_partition_rules.py::test_one_update_of_rows_that_were_moved).
+    (docs/facts.md#a-slice-of-a-slice-forgets-to-clamp;
+    test_partition_rules.py::test_one_update_of_rows_that_were_moved).
     """
     operand, indices, *updates = ins
     for d in dims:

@@ -26,7 +26,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 # one name. And it drops the optimization barriers by which `_queue.py` orders them. So on CPUs a loop, branch
 # or call in which devices meet reads, in a way that no simplifier sees through, something of what the
 # collectives before it have made, and each collective behind it something of its result
-# (tests/test_one_order.py; docs/facts-compilers.md).
+# (tests/test_one_order.py; docs/facts.md#loops-with-collectives-are-overtaken).
 
 
 def one_order(jaxpr: Jaxpr) -> Jaxpr:
