@@ -16,8 +16,7 @@ DOCS = pathlib.Path(__file__).parent
 HEAD = """\
 # Commands
 
-Written by `python docs/commands.py`: the help of every command, as it is printed. `python -m jzero`
-is the same as `jzero`.
+Written by `python docs/commands.py`. `python -m jzero` is the same as `jzero`.
 """
 
 

@@ -1,5 +1,6 @@
 """How Sphinx builds the site (`make site`), of the whole repository, so that links need no rewriting."""
 
+import html
 import re
 from typing import Any
 
@@ -28,6 +29,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "SECURITY.md",
+    "tests/golden/README.md",
 ]
 exclude_patterns = [".*"]
 
@@ -54,7 +56,21 @@ html_theme_options = {
     "logo": {"text": "jzero"},
     "show_prev_next": False,
     "navigation_with_keys": False,
-    "secondary_sidebar_items": ["page-toc"],
+    # Not where code is wide: examples of docstrings, two programs side by side, a terminal.
+    "secondary_sidebar_items": dict.fromkeys(
+        (
+            "README",
+            "docs/guide/**",
+            "docs/design",
+            "docs/facts",
+            "docs/from-deepspeed",
+            "docs/performance",
+            "docs/systems",
+            "docs/what-is-missing",
+            "experiments/**",
+        ),
+        ["page-toc"],
+    ),  # fmt: skip
     "footer_start": ["copyright"],
     "footer_end": [],
 }
@@ -62,31 +78,43 @@ html_sidebars = {"docs/systems": []}  # It has no pages below it, and so nothing
 html_copy_source = False
 html_show_sphinx = False
 
-# The README has no directives, so that it reads as well elsewhere; on the site it is the first page.
-# There its sections `### In ...` are tabs.
-CONTENTS = """
+# These pages have no directives, so that they read as well elsewhere. On the site the README is the first
+# page, and its sections `### In ...` are tabs.
+CONTENTS = {
+    root_doc: """
 
 ```{toctree}
 :hidden:
 
 Guide <docs/guide/index>
-Coming from elsewhere <docs/migrate/index>
+Migrating <docs/migrate/index>
 Reference <docs/reference/index>
-The papers <docs/systems>
-Measured <docs/performance>
 How it works <docs/design>
+Measurements <docs/performance>
+Papers <docs/systems>
 ```
-"""
+""",
+    "CONTRIBUTING": """
+
+```{toctree}
+:hidden:
+
+tests/golden/README
+```
+""",
+}
 
 
 def setup(app: Any) -> None:
     app.connect("source-read", _add_contents)
     app.connect("html-page-context", _check_page)
+    app.connect("html-page-context", _break_code)
 
 
 def _add_contents(app: Any, page: str, source: list[str]) -> None:
     if page == root_doc:
-        source[0] = _with_tabs(source[0]) + CONTENTS
+        source[0] = _with_tabs(source[0])
+    source[0] += CONTENTS.get(page, "")
 
 
 def _with_tabs(page: str) -> str:
@@ -117,3 +145,17 @@ def _check_page(app: Any, page: str, template: str, context: dict[str, Any], doc
     for what, times in found.items():
         if times:
             logging.getLogger(__name__).warning(what, location=page)
+
+
+def _break_code(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Lets code between words break where a reader would break it, and short names not at all."""
+
+    def broken(match: re.Match[str]) -> str:
+        code = match[1]
+        if len(html.unescape(code)) <= 18:
+            return f'<span class="pre short">{code}<'
+        code = re.sub("([(=/_.])(?=[^)=._])", r"\1<wbr>", code)
+        return f'<span class="pre">{code}<'
+
+    if "body" in context:
+        context["body"] = re.sub(r'<span class="pre">([^<]+)<', broken, context["body"])

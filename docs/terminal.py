@@ -1,4 +1,4 @@
-"""Writes terminal.md: what commands and reports print on a terminal of 80 columns, so that the page is true.
+"""Writes terminal.md: what commands and reports print, so that the page is true.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python docs/terminal.py
 """
@@ -21,31 +21,26 @@ DOCS = pathlib.Path(__file__).parent
 COLUMNS = 80
 HOME = "/home/you"
 HEAD = """\
-# On a terminal of 80 columns
+# Terminal output
 
-Written by `python docs/terminal.py`: what commands and reports print, as it is. Words go to the next line,
-columns to a second table, alike leaves into one line; numbers are never cut. `--json` and `to_dict()` have
-the same, exact.
+Written by `python docs/terminal.py`. Output fits a terminal of 80 columns; `--json` and `to_dict()` give the
+same numbers exactly.
 """
-BEFORE = ("estimate --params 7.5B --devices 64 --memory 80GB",
-          "estimate --params 7.5B --devices 64 --stage 3 --offload host --delayed",
-          "estimate --params 70B --devices 8 --stage 3 --offload host --offload-params 2GiB "
-          "--tokens 8K --peak 989TFLOP/s --pcie 55GB/s --host-update 40GB/s",
-          "estimate --params 7.5B --devices 64 --memory 80",
-          "estimate --param 7.5B --device 64")  # fmt: skip
-AFTER = ("inspect checkpoints", "inspect checkpoints/50", "export checkpoints model.safetensors")
+ESTIMATE = (
+    "estimate --params 70B --devices 8 --stage 3 --offload host --offload-params 2GiB "
+    "--tokens 8K --peak 989TFLOP/s --pcie 55GB/s --host-update 40GB/s"
+)
 
 
 def page() -> str:
     with in_new_folder() as folder:
-        commands = "".join(map(shown, BEFORE))
         report = described(run_readme())
-        saved = "".join(map(shown, AFTER))
+        saved = shown("inspect checkpoints")
         text = "".join([
-            HEAD, section("What a training takes", commands),
-            section("What the README's step keeps and moves",
-                    f">>> print(train_step.describe(state, batch))\n{report}\n\n", "text"),
-            section("What it has saved", saved),
+            HEAD, section("What the README's step stores and communicates",
+                          f">>> print(train_step.describe(state, batch))\n{report}\n\n", "text"),
+            section("What it saved", saved),
+            section("How long a step of 70B parameters takes, by an estimate", shown(ESTIMATE)),
         ])  # fmt: skip
         text = text.replace(str(folder), HOME)
     return re.sub(r"Written \S+ by", "Written 2026-11-22T12:00:00+00:00 by", text)

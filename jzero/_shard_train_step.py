@@ -87,7 +87,7 @@ def shard_train_step(
     >>> params, opt_state, metrics = train_step(*state, jnp.ones((8, 8)))
 
     NNX objects are state wherever they stand, and are mutated, as by `nnx.jit`. What of an Equinox module is
-    no array is compiled in, as by `eqx.filter_jit`. See docs/guide/nnx-and-equinox.md.
+    no array is compiled in, as by `eqx.filter_jit`. See docs/guide/frameworks.md.
 
     >>> from flax import nnx
     >>> @jzero.shard_train_step(stage=3)

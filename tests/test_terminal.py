@@ -19,12 +19,10 @@ def names():
 @pytest.mark.slow
 def test_the_readme_begins_with_examples_that_run(names):
     """A training, an evaluation and a checkpoint, with nothing but what they import."""
-    first, *more = SCRIPT["readme_programs"]()[0]
+    first, second = SCRIPT["readme_programs"]()[0]
     assert "jzero.shard_train_step(train_step, stage=3)  # the one line" in first
-    assert [("shard_eval_step" in code, "Checkpointer" in code) for code in more] == [
-        (True, False),
-        (False, True),
-    ]
+    assert "shard_eval_step" in second
+    assert "Checkpointer" in second
     assert names["metrics"]["loss"] < 0.5
     # Of what was restored last.
     assert names["evaluate"](names["state"], names["batch"])["accuracy"] > 0.9

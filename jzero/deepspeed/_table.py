@@ -58,8 +58,8 @@ _BUCKETS = (
     "there are no buckets. XLA combines small collectives, and a gradient is reduced where "
     "the backward pass makes it.")  # fmt: skip
 _GATHERS = (
-    "what stage 3 gathers is planned before the step is compiled; prefetch_bytes, gather "
-    "and full are jzero's settings for it.")  # fmt: skip
+    "what stage 3 gathers is planned before the step is compiled; Comm(prefetch_bytes=, gather=) "
+    "and Axes(replicate=) are jzero's settings for it.")  # fmt: skip
 _MODULES = "a JAX model has no modules at run time that could be hooked or patched."
 _LOGGING = (
     "Belongs to your training loop; describe says what is stored and moved, jax.profiler when."
@@ -74,9 +74,10 @@ _TP = "Tensor parallelism is a mesh axis of your own: drop the section, and use 
 
 _TOP = {
     "train_batch_size": _read("count", _rules.rows, "`batch_size`, the rows of a call", tuning=True),
-    "train_micro_batch_size_per_gpu": Row("count", "Follows from the batch, the devices and accumulate: "
-        "jzero cuts the batch itself.", becomes="with the batch and the devices, `accumulate`", tuning=True),
-    "gradient_accumulation_steps": _read("count", _rules.accumulate, "`accumulate`", tuning=True,
+    "train_micro_batch_size_per_gpu": Row("count", "Follows from the batch, the devices and microbatches: "
+        "jzero cuts the batch itself.", becomes="with the batch and the devices, `microbatches`",
+        tuning=True),
+    "gradient_accumulation_steps": _read("count", _rules.accumulate, "`microbatches`", tuning=True,
         missing=True),
     "managed_gradient_accumulation": _only("bool", (True,), "As in jzero: one call of the step is one "
         "update.", "A call of jzero's step is one update, with all its microbatches: drop the key."),
@@ -85,7 +86,7 @@ _TOP = {
     "scheduler": Row("object", made=_rules.no_scheduler, missing=True),
     **dict.fromkeys(("zero_optimization", "fp16", "bf16", "data_types", "activation_checkpointing", "compile",
         "torch_autocast", "tensor_parallel"), _SECTION),
-    "communication_data_type": _read("dtype", _rules.wire, "`reduce_dtype`"),
+    "communication_data_type": _read("dtype", _rules.wire, "`Comm(reduce_dtype=)`"),
     "seq_parallel_communication_data_type": Row("text", accepts=(), refused="It is of a training whose "
         "sequences are divided over devices: drop it, and constrain activations over a mesh axis of your "
         "own."),
@@ -147,8 +148,8 @@ _ZERO = {
     "mics_shard_size": Row("whole", made=_rules.groups, default=-1, becomes="`Axes(params='local', "
         "optimizer='local')` and `mesh_axes`"),
     **_unset("gathers stay within the axis 'local'.", bool="mics_hierarchical_params_gather"),
-    "stage3_prefetch_bucket_size": _read("int", _rules.prefetch, "`prefetch_bytes`, of 2 bytes with bf16 and "
-        "else of 4 each", tuning=True),
+    "stage3_prefetch_bucket_size": _read("int", _rules.prefetch, "`Comm(prefetch_bytes=)`, of 2 bytes with "
+        "bf16 and else of 4 each", tuning=True),
     "zero_quantized_weights": Row(
         "bool", "Comm(gather_dtype=jnp.int8): quantized with a scale for each block, of weights that passes "
         "gather.", off="Off, as in jzero.", options={"comm.gather_dtype": _rules.expression("int8")}),
