@@ -98,7 +98,10 @@ def _refusal(error: jzero.JzeroError) -> list[str]:
     subject = re.sub(r"\(.*?:\d+\)|/\S+", "...", text.strip().splitlines()[0].partition(". ")[0])
     faces = (jzero.shard_train_step, jzero.shard_eval_step)
     options = {name for face in faces for name in [*inspect.signature(face).parameters][1:]}
-    named = sorted(name for name in options if re.search(rf"\b{name}\b", str(error)))
+    # As an argument, or as its group: `comm=`, `Comm(`.
+    named = sorted(
+        name for name in options if re.search(rf"\b({name}=|{name.capitalize()}\()", str(error))
+    )
     return [
         f"{type(error).__name__} by {who}",
         f"subject: {subject}",
