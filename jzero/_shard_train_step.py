@@ -124,8 +124,7 @@ def shard_train_step(
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       in_specs: `{argument: PartitionSpec}` (by name or position; tree prefixes allowed) for arguments
         whose batch dim is not dim 0 (`P(None, 'data')`), whose tokens are split as well
-        (`P('data', 'context')`, with all state on the devices), or that shall be replicated (`P()`). It
-        decides only costs.
+        (`P('data', 'context')`), or that shall be replicated (`P()`). It decides only costs.
       state: names or positions of the arguments that are the state, by default the first that is not static
         if it comes back first or alone, else those that come back, by structure, shapes and dtypes, of those
         alike in their order (optimizer state is state in any case; what may be a batch is refused). The

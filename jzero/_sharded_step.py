@@ -603,8 +603,8 @@ class ShardedStep(Generic[StepArgs, Result]):
 
         With the step's other arguments (shapes suffice), or once a step with this state has run, these
         are the plan's. Before that, roles are unknown: every leaf is sharded that can be, and the first
-        step moves what its plan has full (parameters at stages 1 and 2). With `offload`, every leaf rests
-        on the host until then.
+        step moves what its plan has full (parameters at stages 1 and 2). With state in other memory every leaf is
+        stored there until then.
 
         A leaf that is padded at rest (`LeafArray`) has none for its true shape: it is given as full
         here, and padded when `shard` or the step places it. Of NNX objects, given as a call has them with all

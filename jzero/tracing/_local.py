@@ -28,7 +28,7 @@ def groups(
         y = y.reshape(B, ...)                  # results with rows, in their order
 
     So it means the same under plain `jax.jit`. In a sharded step nothing of it moves, forward or backward, if
-    the devices times `accumulate` divide `n`. Batch norms of 32 rows each (ghost batch norms), in Flax::
+    the devices times the microbatches divide `n`. Batch norms of 32 rows each (ghost batch norms), in Flax::
 
         def forward(variables, x):
             return model.apply(variables, x, mutable=["batch_stats"])
