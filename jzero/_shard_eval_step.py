@@ -13,16 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero._errors import OptionError, StateError, a_type, called_as, message
 from jzero._in_use import Use
 from jzero._own_options import refuses_unknown_options
+from jzero._policy import Policy
 from jzero._sharded_step import ShardedStep
 from jzero._step import ShardedTrainStep
 from jzero._step_types import EvalStepOptions, Result, StepArgs
-from jzero.offload._evaluation import reading_policy
+from jzero.offload._evaluation import reading_backend
 from jzero.offload.memory import _placing
 from jzero.offload.memory._leaf_array import LeafArray, rows_of
 from jzero.segments import _nan_checks
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
-from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
 from jzero.tracing._axis_types import takes_explicit_axes
 from jzero.tracing._signature import Signature
@@ -54,7 +54,7 @@ def shard_eval_step(
     gather: str | None = None,
     max_gather_bytes: int = MAX_GATHER_BYTES,
     tile_bytes: int | None = None,
-    offload_params: Offload | None = None,
+    offload_params: Policy | None = None,
     weight_dtype: Any = None,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
@@ -203,7 +203,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
 
     def __init__(
         self, eval_step: Callable[StepArgs, Result], *, like: ShardedTrainStep | None, gather: str | None,
-        max_gather_bytes: int, tile_bytes: int | None, offload_params: Offload | None, weight_dtype: Any,
+        max_gather_bytes: int, tile_bytes: int | None, offload_params: Policy | None, weight_dtype: Any,
         mesh: Any,
         axis_names: str | Sequence[str] | None,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
@@ -223,7 +223,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
                 max_gather_bytes=max_gather_bytes,
                 tile_bytes=tile_bytes,
                 weight_dtype=weight_dtype,
-                offload=reading_policy(
+                offload=reading_backend(
                     WHO, offload_params, None if like is None else like.offload_params
                 ),
                 who=WHO,

@@ -10,11 +10,10 @@ from jax.sharding import PartitionSpec
 
 from jzero._errors import OptionError, message
 from jzero._own_options import refuses_unknown_options
+from jzero._policy import NO_OFFLOAD, Policy
 from jzero._step import ShardedTrainStep
 from jzero._step_types import Result, StepArgs, TrainStepOptions
-from jzero.offload._parameters import policy_of
-from jzero.offload._policy import NO_OFFLOAD
-from jzero.sharding.plan._offload import Offload
+from jzero.offload._backends import backend_of
 from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
 from jzero.tracing import _call
 
@@ -47,9 +46,9 @@ def shard_train_step(
     param_axes: str | Sequence[str] | None = None,
     optimizer_axes: str | Sequence[str] | None = None,
     auto_specs: Mapping[str, PartitionSpec] | None = None,
-    offload: Offload = NO_OFFLOAD,
-    offload_params: Offload = NO_OFFLOAD,
-    offload_activations: Offload = NO_OFFLOAD,
+    offload: Policy = NO_OFFLOAD,
+    offload_params: Policy = NO_OFFLOAD,
+    offload_activations: Policy = NO_OFFLOAD,
     max_gather_bytes: int = MAX_GATHER_BYTES,
     tile_bytes: int | None = None,
     layer_major: bool = False,
@@ -284,7 +283,7 @@ def shard_train_step(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
         _items(auto_specs), max_gather_bytes, tile_bytes,
-        offload=policy_of(WHO, offload, offload_params), offload_activations=offload_activations,
+        offload=backend_of(WHO, offload, offload_params), offload_activations=offload_activations,
         layer_major=layer_major, donate=donate, gather_dtype=gather_dtype,
     )  # fmt: skip
     options = dict(

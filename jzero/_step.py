@@ -17,11 +17,10 @@ from jzero._errors import OptionError, StateError, a_type, message
 from jzero._in_use import Use
 from jzero._memory_kinds import HOST, NVME
 from jzero._placement import Placement
+from jzero._policy import Policy
 from jzero._sharded_step import ShardedStep
 from jzero._step_types import AnyState, InitArgs, Result, StepArgs
 from jzero.ir import _starts
-from jzero.offload._parameters import ParameterOffload
-from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload.memory import _placing, _writes
 from jzero.offload.memory._host_storage import pending_of
 from jzero.offload.memory._leaf_array import LeafArray
@@ -29,7 +28,6 @@ from jzero.processes import _agreement
 from jzero.segments import _identity, _nan_checks
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
-from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.tracing import _call, _jaxpr, _modules, _objects
 from jzero.tracing._axis_types import takes_explicit_axes
@@ -289,10 +287,9 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
     @property
-    def offload_params(self) -> Offload:
+    def offload_params(self) -> Policy:
         """Where parameters rest: `jzero.NoOffload()`, `jzero.PinnedHost(...)` or `jzero.NVMe(...)`."""
-        policy = self._programs.options.offload
-        return policy.params if isinstance(policy, ParameterOffload) else NO_OFFLOAD
+        return self._programs.options.offload.params
 
     def programs_to_evaluate(
         self, eval_step: Callable[..., Any], signature: Signature, changed: Mapping[str, Any]

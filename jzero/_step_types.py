@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from jax.sharding import PartitionSpec
 
-from jzero.sharding.plan._offload import Offload
+from jzero._policy import Policy
 
 if TYPE_CHECKING:
     # Of typing only since Python 3.13: with these defaults a bare `ShardedTrainStep` is one of any step.
@@ -55,9 +55,9 @@ class TrainStepOptions(StepOptions, total=False):
     param_axes: str | Sequence[str] | None
     optimizer_axes: str | Sequence[str] | None
     auto_specs: Mapping[str, PartitionSpec] | None
-    offload: Offload
-    offload_params: Offload
-    offload_activations: Offload
+    offload: Policy
+    offload_params: Policy
+    offload_activations: Policy
     layer_major: bool
     donate: bool
     axis_name: str | None
@@ -66,5 +66,5 @@ class TrainStepOptions(StepOptions, total=False):
 class EvalStepOptions(StepOptions, total=False):
     """The options of `shard_eval_step` but `like`, for its two forms."""
 
-    offload_params: Offload | None
+    offload_params: Policy | None
     weight_dtype: Any

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.offload._backends import OnDevices
 from jzero.segments import _program
 from jzero.sharding.plan import _options
 from jzero.targets._target import TARGETS
@@ -136,8 +137,9 @@ def test_numbers_may_be_numpys(make):
     names = ("accumulate", "prefetch_bytes", "min_shard_bytes", "max_gather_bytes", "tile_bytes")
     given: dict[str, Any] = {"stage": make(3)} | {name: make(2) for name in names}
     expected: dict[str, Any] = {"stage": 3} | dict.fromkeys(names, 2)
-    options = _options.Options(**given, offload=jzero.NoOffload())
-    assert options == _options.Options(**expected, offload=jzero.NoOffload())
+    backend = OnDevices(jzero.NoOffload())
+    options = _options.Options(**given, offload=backend)
+    assert options == _options.Options(**expected, offload=backend)
     assert {type(getattr(options, name)) for name in ("stage", *names)} == {int}
 
 

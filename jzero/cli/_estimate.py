@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jzero._errors import OptionError, message
+from jzero._policy import HostCPU, NoOffload, NVMe, PinnedHost, Policy
 from jzero._quantities import (
     parse_bytes,
     readable_bytes,
@@ -19,8 +20,6 @@ from jzero._quantities import (
 from jzero.cli import _flags, _plot
 from jzero.cli._checkpoints import Shown
 from jzero.cli._flags import in_flags
-from jzero.offload._nvme import NVMe
-from jzero.offload._policy import HostCPU, NoOffload, Offload, PinnedHost
 from jzero.reports import _tables
 from jzero.reports._checks import WHO
 from jzero.reports._estimate import Estimate, estimate, roles_on_devices
@@ -31,7 +30,7 @@ from jzero.sharding.plan._options import GATHER
 from jzero.sharding.plan._stages import STAGES
 
 # By the name that --offload has for it: the policy, and the flags that are its fields.
-_POLICIES: dict[str | None, tuple[Callable[..., Offload], dict[str, str]]] = {
+_POLICIES: dict[str | None, tuple[Callable[..., Policy], dict[str, str]]] = {
     None: (NoOffload, {}),
     "pinned": (PinnedHost, {"device_bytes": "--device-bytes"}),
     "host": (HostCPU, {"ratio": "--ratio", "delayed_update": "--delayed"}),
@@ -190,7 +189,7 @@ def _of_stages(
     return found, refused
 
 
-def _policy(arguments: dict[str, Any]) -> Offload:
+def _policy(arguments: dict[str, Any]) -> Policy:
     """The policy that the flags say; takes them out of the arguments."""
     kind = arguments.pop("offload", None)
     policy, fields = _POLICIES[kind]

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from jzero._errors import OptionError, called_as, message
+from jzero._policy import NO_OFFLOAD, PinnedHost, Policy
 from jzero._quantities import (
     BYTES_RULE,
     parse_bytes,
@@ -18,8 +19,7 @@ from jzero._quantities import (
     readable_bytes,
     readable_count,
 )
-from jzero.offload._parameters import policy_of
-from jzero.offload._policy import NO_OFFLOAD
+from jzero.offload._backends import backend_of
 from jzero.offload.schedule._folds import Crossing
 from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
 from jzero.reports._checks import WHO, check, check_offload, check_tile, data_axes
@@ -33,7 +33,6 @@ from jzero.reports._step_time import Rates, StepTime
 from jzero.reports._tables import Memory
 from jzero.reports._tier_checks import check_rates, check_tiers, host_tiers, rates
 from jzero.sharding.analysis._traffic import Collective
-from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.sharding.plan._stages import StageAxes
 
@@ -61,9 +60,9 @@ def estimate(
     gather: str | None = None,
     param_axes: str | Sequence[str] | None = None,
     optimizer_axes: str | Sequence[str] | None = None,
-    offload: Offload = NO_OFFLOAD,
-    offload_params: Offload = NO_OFFLOAD,
-    offload_activations: Offload = NO_OFFLOAD,
+    offload: Policy = NO_OFFLOAD,
+    offload_params: Policy = NO_OFFLOAD,
+    offload_activations: Policy = NO_OFFLOAD,
     tile_bytes: float | str | None = None,
     layer_major: bool = False,
     donate: bool = True,
@@ -280,19 +279,19 @@ def estimate(
     assert count is not None
     assert axes is not None
     with called_as(WHO):
-        policy = policy_of(WHO, offload, offload_params)
+        backend = backend_of(WHO, offload, offload_params)
     options = Options(
         stage=stage, accumulate=accumulate, reduce=reduce, accumulate_dtype=accumulate_dtype,
         reduce_dtype=reduce_dtype, gather=gather, param_axes=axis_tuple(param_axes),
-        optimizer_axes=axis_tuple(optimizer_axes), offload=policy, tile_bytes=check_tile(tile_bytes),
+        optimizer_axes=axis_tuple(optimizer_axes), offload=backend, tile_bytes=check_tile(tile_bytes),
         layer_major=layer_major, donate=donate, gather_dtype=gather_dtype, who=WHO,
     )  # fmt: skip
     sizes = _bytes_per_param(optimizer, precision, **given)
     stage_axes = options.stage_axes(axes)
-    check_offload(policy, sizes, optimizer, math.prod(axes.values()))
+    check_offload(backend, sizes, optimizer, math.prod(axes.values()))
     with called_as(WHO):
-        policy.check(stage_axes)
-    if model is not None and offload_activations.offloads:
+        backend.check(stage_axes)
+    if model is not None and isinstance(offload_activations, PinnedHost):
         layers = model.num_layers if layers is None else layers
         width = model.width if width is None else width
     shape = {"tokens": tokens, "layers": layers, "width": width}

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jzero.offload._policy import NO_OFFLOAD
-from jzero.sharding.plan._offload import Offload
+from jzero._policy import NO_OFFLOAD, PinnedHost, Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +20,7 @@ class HostTiers:
       recompute: whether the backward pass computes what is between these inputs again.
     """
 
-    activations: Offload = NO_OFFLOAD
+    activations: Policy = NO_OFFLOAD
     tokens: int | None = None
     layers: int | None = None
     width: int | None = None
@@ -30,7 +29,7 @@ class HostTiers:
     @property
     def offloads_activations(self) -> bool:
         """Whether what a forward loop keeps goes to the hosts."""
-        return self.activations.offloads
+        return isinstance(self.activations, PinnedHost)
 
     @property
     def kept_elements(self) -> int:

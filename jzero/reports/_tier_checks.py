@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import DEVICE, PINNED
+from jzero._policy import NoOffload, PinnedHost
 from jzero._quantities import (
     COUNT_RULE,
     FLOPS_RULE,
@@ -21,7 +21,6 @@ from jzero._quantities import (
 from jzero.reports._checks import WHO
 from jzero.reports._host_tiers import HostTiers
 from jzero.reports._step_time import Rates
-from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options
 
 _SHAPE = ("tokens", "layers", "width")
@@ -37,7 +36,7 @@ def host_tiers(activations: Any, shape: Mapping[str, Any], recompute: Any) -> Ho
     Raises:
       OptionError: an argument is not what it should be.
     """
-    if not (isinstance(activations, Offload) and activations.tier in (PINNED, DEVICE)):
+    if not isinstance(activations, NoOffload | PinnedHost):
         raise OptionError(message(
             WHO, f"offload_activations={activations!r}",
             "It is jzero.PinnedHost(device_bytes=...): the memory that devices fetch from.",

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from jzero._blocks import Blocks, code_name
 from jzero._errors import MeshError, OptionError, message
-from jzero._memory_kinds import DEVICE, PINNED
+from jzero._policy import NoOffload, PinnedHost, Policy
 from jzero._quantities import make_int
 from jzero.sharding.plan import _auto_specs
 from jzero.sharding.plan._auto_specs import AutoPlace
-from jzero.sharding.plan._offload import Offload
+from jzero.sharding.plan._offload import Backend
 from jzero.sharding.plan._stages import STAGES, StageAxes
 from jzero.tracing import _call
 
@@ -47,8 +47,8 @@ class Options:
     param_axes: tuple[str, ...] | None = None
     optimizer_axes: tuple[str, ...] | None = None
     auto_specs: tuple[tuple[str, Any], ...] = ()
-    offload: Offload = dataclasses.field(kw_only=True)
-    offload_activations: Offload | None = dataclasses.field(default=None, kw_only=True)
+    offload: Backend = dataclasses.field(kw_only=True)
+    offload_activations: Policy | None = dataclasses.field(default=None, kw_only=True)
     max_gather_bytes: int = MAX_GATHER_BYTES
     tile_bytes: int | None = None
     layer_major: bool = False
@@ -190,7 +190,7 @@ class Options:
     @property
     def moves_activations(self) -> bool:
         """Whether activations wait for the backward pass in pinned memory of the host."""
-        return self.offload_activations is not None and self.offload_activations.offloads
+        return isinstance(self.offload_activations, PinnedHost)
 
     @property
     def reduce_once(self) -> bool:
@@ -256,7 +256,7 @@ _REDUCED = "Stage 2 is stage 1 with gradients reduced for each microbatch; stage
 _ACTIVATIONS = "Use offload_activations=jzero.PinnedHost(), or drop it."
 # What must not be, what is then found, the rule, and what to do; the first that holds is said.
 _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
-    (lambda o: not isinstance(o.offload, Offload), "offload={o.offload!r}",
+    (lambda o: not isinstance(o.offload, Backend), "offload={o.offload!r}",
      "It is a policy: where optimizer state rests.", "Use offload=jzero.PinnedHost(), or drop it."),
     (lambda o: o.reduce not in (None, "once", "each"), "reduce={o.reduce!r}",
      "Gradients are reduced 'once' or for 'each' microbatch.", "Drop it to let the stage decide."),
@@ -304,13 +304,13 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      "Below stage 3 parameters are not sharded.", "Drop param_axes, or use stage=3."),
     (lambda o: o.optimizer_axes is not None and o.stage == 0, "stage=0 and optimizer_axes={o.optimizer_axes}",
      "At stage 0 nothing is sharded.", "Drop optimizer_axes, or use stage=1."),
-    (lambda o: not isinstance(o.offload_activations, Offload | None),
+    (lambda o: not isinstance(o.offload_activations, Policy | None),
      "offload_activations={o.offload_activations!r}",
      "It is a policy: where activations wait for the backward pass.", _ACTIVATIONS),
-    (lambda o: o.offload_activations is not None and o.offload_activations.tier not in (DEVICE, PINNED),
+    (lambda o: not isinstance(o.offload_activations, NoOffload | PinnedHost | None),
      "offload_activations={o.offload_activations!r}",
      "A program of the devices reads and writes pinned memory of their host, and no other.", _ACTIVATIONS),
-    (lambda o: o.offload_activations is not None and o.offload_activations != type(o.offload_activations)(),
+    (lambda o: o.offload_activations not in (None, NoOffload(), PinnedHost()),
      "offload_activations={o.offload_activations!r}",
      "What it sets is of optimizer state. Of activations, one turn of a loop, or 128 MiB, are on their way.",
      _ACTIVATIONS),

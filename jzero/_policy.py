@@ -1,39 +1,186 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NVMe`: the policy under which optimizer state rests in files and passes through the host's memory."""
+"""Policies: which memory holds optimizer state, parameters and activations. They are data, no more."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
-
-from jax.sharding import Mesh, NamedSharding
+from typing import Any
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import HOST, NVME
 from jzero._quantities import make_int
-from jzero.offload import _file_layout, _tiers
-from jzero.offload._layered import NO_WINDOW, Window
-from jzero.offload._nvme_step import FilePolicy, NVMeStep
-from jzero.offload.memory._nvme_store import StoreSpec
-from jzero.offload.nvme._layout import TileLayout
-from jzero.segments._planned import PlannedStep
-from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._pieces import UpdatePart
-from jzero.sharding.plan._boundary import Boundary
-from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
-from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
-from jzero.sharding.plan._stages import StageAxes
 
-_LEAST_BYTES = 2**16
-_LEAST_SLICE = 2**16  # Bytes that are read by themselves at little cost.
+_LEAST_BYTES = 2**16  # of the host's memory, for tiles
+
+
+class Policy:
+    """Which memory holds something. Of one that is given to a step, a `Backend` says what follows."""
 
 
 @dataclasses.dataclass(frozen=True)
-class NVMe(Offload):
+class NoOffload(Policy):
+    """Everything rests on the devices; the default of `shard_train_step(offload=...)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PinnedHost(Policy):
+    """Optimizer state rests in the pinned memory of the devices' host, and is updated on the devices.
+
+    A step computes gradients, and then works through the optimizer state in pieces::
+
+        for piece in pieces:                         # so many at a time that they fit in device_bytes
+            moments = copy(piece, host -> device)    # while the piece before is updated
+            params, moments = update(gradients, params, moments)
+            copy(moments, device -> host)            # while the next piece is updated
+
+    Device memory: `device_bytes` in place of the optimizer state; gradients, in shards, wait for their turn.
+    Traffic between device and host, in each step: the optimizer state, to the device once for each level of
+    the update that reads it (one, unless something like the norm of all updates scales them), and back once.
+    For Adam on float32 that is 16 bytes per parameter of a device's shard.
+
+    A conditional update (`optax.MultiSteps`, `optax.apply_if_finite`) is one piece of all leaves, which must
+    fit into `device_bytes`. The step cannot be part of an outer `jax.jit`; `jax.eval_shape` counts as one.
+
+    >>> import jax, jax.numpy as jnp, optax, jzero
+    >>> tx = optax.adam(1e-2)
+    >>> def step_fn(state, batch):
+    ...     params, opt_state = state
+    ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
+    ...     updates, opt_state = tx.update(grads, opt_state, params)
+    ...     return optax.apply_updates(params, updates), opt_state
+    >>> train_step = jzero.shard_train_step(step_fn, offload=jzero.PinnedHost(device_bytes=2**20))
+    >>> w = jnp.ones((64, 64))
+    >>> params, opt_state = train_step((w, tx.init(w)), jnp.ones((8, 64)))
+    >>> params.sharding.memory_kind, opt_state[0].mu.sharding.memory_kind
+    ('device', 'pinned_host')
+
+    Outside of a step its leaves are JAX's own arrays in host memory, which JAX does not compute with beside
+    arrays of a device: `train_step.unshard(state)`, or a step of `jzero.shard_eval_step`, brings them there.
+
+    Attributes:
+      device_bytes: the most bytes of optimizer state on each device at any time, while a step runs. A third
+        of it is a piece's size, so that one is copied in, one updated and one copied out at the same time.
+    """
+
+    device_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        make_int(
+            self, "PinnedHost", "device_bytes", 1, None,
+            "It is how many bytes of optimizer state may be on a device at a time, an int from 1.",
+            "Use device_bytes=2**30, or drop it.",
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCPU(Policy):
+    """Optimizer state rests in the memory of the devices' host, and is updated there by its processors.
+
+    Gradients go down, new parameters come up; moments and masters never leave the host::
+
+        gradients = grad part(parameters, batch)     # each goes to the host when it is reduced
+        for chunk in chunks:                         # on the host, in place, one pass over memory
+            moments, parameters = update(moments, gradients)
+            copy(parameters, host -> device)         # while the next chunk is updated
+
+    Each process updates the shards of its own devices, by kernels generated from the step's own update: any
+    optimizer whose update treats every element alike (all of Adam's kin, with schedules, masks, clipping,
+    weight decay) runs at the speed of the host's memory; what does not is left to XLA's CPU backend, and
+    `describe` says which leaf goes by which road, and why. LLVM compiles the kernels: `pip install
+    jzero[offload]`. Where it is not installed XLA does, with the same numbers, in about 5 times the time.
+
+    Traffic per step and device, for Psi parameters in its shard: 2 Psi bytes down and 2 Psi up with bfloat16
+    parameters and `jzero.master_weights`, the least there can be (ZeRO-Offload, section 4). Parameters that
+    the update itself reads (float32 ones without masters) go down, too. What follows from gradients alone
+    (their norm, finiteness) is computed on the devices, and crosses as a few scalars.
+
+    Memory: 2 Psi bytes at rest on each device in place of 14 Psi (masters and both moments of Adam, 12 Psi,
+    are on the host), and gradients while a step runs. On the host also pinned memory for what is on its way:
+    2 Psi of gradients and 2 Psi of parameters (twice both with `delayed_update`).
+
+    An update that needs other devices' shards (the norms of LAMB, Adafactor's means) is refused by name on
+    more than one device; `PinnedHost` can do it. If a step fails before the host (with a `ratio`, before the
+    devices) has begun to overwrite state, the state is as before; after that, it is consumed. If parameters
+    rest on the hosts, too (`offload_params`), the host begins while the devices still compute.
+
+    >>> import jax, jax.numpy as jnp, optax, jzero
+    >>> tx = jzero.master_weights(optax.adamw(1e-2))
+    >>> def step_fn(state, batch):
+    ...     params, opt_state = state
+    ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
+    ...     updates, opt_state = tx.update(grads, opt_state, params)
+    ...     return optax.apply_updates(params, updates), opt_state
+    >>> train_step = jzero.shard_train_step(step_fn, offload=jzero.HostCPU())
+    >>> w, batch = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((8, 64), jnp.bfloat16)
+    >>> w, opt_state = train_step((w, tx.init(w)), batch)
+    >>> opt_state.masters
+    LeafArray(shape=(64, 64), dtype=float32, in host memory)
+    >>> [(x.direction, x.dtype, x.elements) for x in train_step.describe((w, opt_state), batch).crossings
+    ...  if x.elements > 1]  # of one of 8 devices
+    [('to host', 'bfloat16', 512), ('to device', 'bfloat16', 512)]
+
+    Attributes:
+      delayed_update: whether the host applies the gradients of one step while the devices compute those of
+        the next, so that neither waits for the other: what the batch makes of a gradient is of parameters
+        that lack exactly the update before (the one-step delayed parameter update of ZeRO-Offload, section
+        5.2). Terms of parameters alone, weight decay or an L2 term of the loss, are of them as they are when
+        the host updates. What rests on the devices (scalars, leaves below `min_shard_bytes`, a `ratio`'s
+        share) is never stale. It costs
+        loss at large learning rates (experiments/offload/delayed): compare before you rely on it. A state
+        waits for its last gradients until `train_step.flush(state)`: before a checkpoint, and at the end.
+      delay_after: how many steps are not delayed, so that a training has left its first steps, in which
+        gradients change fast; 40 by default, as in the paper. Counted since the state was placed or restored.
+      ratio: the share of optimizer state, by bytes, that rests on the host, above 0 and up to 1; the rest
+        rests on the devices and is updated there at the same time (Twin-Flow of ZeRO-Offload++). Leaves that
+        are updated together rest together; `describe` says what share that gives. 'auto' measures host,
+        device and the way between them once (about a second), and chooses the share with which both end
+        together; one process only.
+      threads: how many threads update; by default one for each processor that this process may use, and two
+        fewer where more than four are there. Several processes on one host should share them.
+
+    Reference:
+      Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021.
+    """
+
+    delayed_update: bool = False
+    delay_after: int | None = None
+    ratio: float | str = 1.0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.delayed_update, bool):
+            raise OptionError(message(
+                "HostCPU", f"delayed_update={self.delayed_update!r}", "It is True or False.",
+                "Use delayed_update=True to let host and devices work at the same time."))  # fmt: skip
+        if self.delay_after is not None:
+            make_int(
+                self, "HostCPU", "delay_after", 0, None,
+                "It is the number of steps that are not delayed, an int from 0.",
+                "Use delay_after=40, or drop it.",
+            )  # fmt: skip
+            if not self.delayed_update:
+                raise OptionError(message(
+                    "HostCPU", f"delay_after={self.delay_after!r} without delayed_update",
+                    "It is the number of steps before updates are delayed.",
+                    "Drop it, or use delayed_update=True."))  # fmt: skip
+        if self.ratio != "auto":
+            share = _float(self.ratio)
+            if share is None or not 0 < share <= 1:
+                raise OptionError(message(
+                    "HostCPU", f"ratio={self.ratio!r}",
+                    "It is the share of optimizer state that rests on the host, by bytes: above 0, up to 1.",
+                    "Use a number in this range, 'auto', or drop it."))  # fmt: skip
+            object.__setattr__(self, "ratio", share)
+        if self.threads is not None:
+            make_int(
+                self, "HostCPU", "threads", 1, None, "It is how many threads update, an int from 1.",
+                "Drop it to use all processors that this process may use.",
+            )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class NVMe(Policy):
     """Optimizer state rests in files, on NVMe disks, and is updated tile by tile by the host's processors.
 
     A tile is one range of elements of all leaves that are updated together. A step reads, updates and writes
@@ -152,7 +299,6 @@ class NVMe(Offload):
     threads: int | None = None
     device_bytes: int | None = None
     gradients: bool = False
-    tier: ClassVar[str] = NVME
 
     def __post_init__(self) -> None:
         is_path = isinstance(self.path, str | os.PathLike) and bool(os.fspath(self.path))
@@ -183,87 +329,15 @@ class NVMe(Offload):
                 "Use device_bytes=2**30, or drop it.",
             )  # fmt: skip
 
-    @property
-    def slots(self) -> int:
-        """The old state and the new one, or one over the other."""
-        return 1 if self.in_place else 2
 
-    @property
-    def tiles_bytes(self) -> int:
-        """`host_bytes`."""
-        return self.host_bytes
-
-    @property
-    def gradients_in_files(self) -> bool:
-        """`gradients`."""
-        return self.gradients
-
-    @property
-    def resumes(self) -> bool:
-        """`resume`."""
-        return self.resume
-
-    @property
-    def first_tier(self) -> str:
-        """Ordinary memory of the host: what is in which tile the step says."""
-        return HOST
-
-    def rest(
-        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
-    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
-        """Optimizer state in files."""
-        return _tiers.offloaded(self, leaves, frame, stage_axes)
-
-    def turns(
-        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
-    ) -> tuple[Turn, ...]:
-        """What the host updates, and what rests on the devices."""
-        return _tiers.turns(leaves, update)
-
-    def program(
-        self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
-        shared: Shared,
-    ) -> StepProgram:  # fmt: skip
-        """Gradients on the devices, their update on the host, tile by tile."""
-        return self.step(PlannedStep(plan, analysis, mesh), shardings, shared)
-
-    def step(
-        self,
-        planned: PlannedStep,
-        shardings: Sequence[NamedSharding],
-        shared: Shared,
-        window: Window = NO_WINDOW,
-    ) -> StepProgram:
-        """The same; parameters that rest away from the devices, too, come to them in a `window`."""
-        return NVMeStep(planned, shardings, self._files, shared, window)
-
-    def files_of(
-        self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
-        shard_axes: tuple[str, ...],
-    ) -> StoreSpec | None:  # fmt: skip
-        """The files of a state of this step."""
-        return step.spec if isinstance(step, NVMeStep) else None
-
-    def files_to_read(
-        self, leaves: Leaves, mesh: Any, shard_axes: tuple[str, ...]
-    ) -> StoreSpec:  # fmt: skip
-        """Files of leaves that no step changes; layers may fetch slices of them, or all."""
-        slices = [_slices(leaf) for leaf in leaves]
-        layout = _file_layout.layout_to_read(leaves, slices, self._files.tile_bytes)
-        identity = _file_layout.identity_of(leaves, mesh, shard_axes)
-        return StoreSpec(
-            Path(self.path), self.host_bytes, False, False, TileLayout(()), identity, mesh, layout,
-        )  # fmt: skip
-
-    @property
-    def _files(self) -> FilePolicy:
-        return FilePolicy(
-            Path(self.path), self.host_bytes, self.in_place, self.resume, self.threads,
-            self.gradients,
-        )  # fmt: skip
+def _float(x: Any) -> float | None:
+    """A float, of NumPy's, too; None if it is none."""
+    if isinstance(x, bool | str):
+        return None
+    try:
+        return float(x)
+    except (TypeError, ValueError):
+        return None
 
 
-def _slices(leaf: LeafPlan) -> int:
-    """In how many slices along dim 0 a leaf lies whose readers are not known: small ones lie together."""
-    num = leaf.shape_per_device[0] if leaf.shape else 1
-    return num if leaf.nbytes_per_device >= num * _LEAST_SLICE else 1
+NO_OFFLOAD = NoOffload()
