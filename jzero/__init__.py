@@ -21,6 +21,11 @@ from jzero._errors import StepError as StepError
 from jzero._option_groups import Axes as Axes
 from jzero._option_groups import Comm as Comm
 from jzero._option_groups import Microbatches as Microbatches
+from jzero._policy import HostCPU as HostCPU
+from jzero._policy import Memory as Memory
+from jzero._policy import NoOffload as NoOffload
+from jzero._policy import NVMe as NVMe
+from jzero._policy import PinnedHost as PinnedHost
 from jzero._shard_eval_step import shard_eval_step as shard_eval_step
 from jzero._shard_train_step import shard_train_step as shard_train_step
 from jzero._sharded_step import ShardedStep as ShardedStep
@@ -28,11 +33,6 @@ from jzero._version import __version__ as __version__
 from jzero.checkpoint._checkpointer import Checkpointer as Checkpointer
 from jzero.checkpoint._restore import restore as restore
 from jzero.deepspeed._translate import from_deepspeed as from_deepspeed
-from jzero.offload._nvme import NVMe as NVMe
-from jzero.offload._policy import HostCPU as HostCPU
-from jzero.offload._policy import Memory as Memory
-from jzero.offload._policy import NoOffload as NoOffload
-from jzero.offload._policy import PinnedHost as PinnedHost
 from jzero.offload.memory._leaf_array import LeafArray as LeafArray
 from jzero.preflight._preflight import Preflight as Preflight
 from jzero.preflight._preflight import preflight as preflight

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from jzero._option_groups import axes_of, comm_of, microbatches_of
-from jzero.offload._parameters import policy_of
-from jzero.offload._policy import memory_of
+from jzero._policy import memory_of
+from jzero.offload._backends import backend_of
 from jzero.sharding.plan._options import Options
 
 
@@ -20,9 +20,7 @@ def options_of(
       OptionError: one cannot be obeyed.
       MeshError: axes are no names.
     """
-    where: Any = memory_of(who, memory)  # Its fields are policies now, and no names of them.
     return Options(
         stage, microbatches_of(who, microbatches), comm_of(who, comm), axes_of(axes),
-        offload=policy_of(who, where.optimizer, where.params), activations=where.activations, who=who,
-        **more,
+        offload=backend_of(who, memory_of(who, memory)), who=who, **more,
     )  # fmt: skip

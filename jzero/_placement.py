@@ -70,10 +70,10 @@ class Placement:
             plans = self.programs.layout_of(abstract, setting)
         if plans is None:
             self._check_told()
-            policy = self.programs.options.offload
+            backend = self.programs.options.offload
             leaves = _make.state_leaves(abstract, setting)
             plans = _leaves.plan_from_shapes(
-                leaves, setting.stage_axes, policy.first_tier, policy.streams
+                leaves, setting.stage_axes, backend.first_tier, backend.streams
             )
         return plans, _program.shardings_of(plans, setting.mesh)
 

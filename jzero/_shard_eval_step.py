@@ -11,12 +11,11 @@ from typing import Any, Unpack, overload
 from jzero._errors import OptionError, a_type, called_as, message
 from jzero._option_groups import Axes, Comm, axes_of, comm_of
 from jzero._own_options import refuses_unknown_options
+from jzero._policy import Memory, Policy, memory_of
 from jzero._sharded_step import ShardedStep
 from jzero._step_types import EvalStepOptions, Result, StepArgs
-from jzero.offload._evaluation import reading_policy
-from jzero.offload._policy import Memory, memory_of
+from jzero.offload._evaluation import reading_backend
 from jzero.segments._programs import Programs
-from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options
 from jzero.tracing._signature import Signature
 
@@ -43,7 +42,7 @@ def shard_eval_step(
     eval_step: Callable[..., Any] | None = None,
     *,
     like: ShardedStep | None = None,
-    memory: Memory | Offload | str | None = None,
+    memory: Memory | Policy | str | None = None,
     comm: Comm | None = None,
     axes: Axes | str | Sequence[str] | None = None,
     mesh: Any = None,
@@ -183,14 +182,12 @@ def _sharded(
             WHO, f"eval_step is {a_type(eval_step)}", "It must be a function.",
             "Write shard_eval_step(eval_step, like=train_step)."))  # fmt: skip
     with called_as(WHO):
+        trained: Any = None if like is None else like.memory.params
         signature = Signature.of(eval_step, static_argnums, static_argnames, in_specs, state)
         own: dict[str, Any] = dict(
             comm=_comm(comm, like),
             weight_dtype=weight_dtype,
-            offload=reading_policy(
-                WHO, _params(memory), None if like is None else like.offload_params
-            ),
-            activations=None,
+            offload=reading_backend(WHO, _params(memory), trained),
             who=WHO,
         )
         if like is None:

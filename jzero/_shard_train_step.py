@@ -12,11 +12,10 @@ from jzero._errors import OptionError, a_type, message
 from jzero._option_groups import Axes, Comm, Microbatches
 from jzero._options_of import options_of
 from jzero._own_options import refuses_unknown_options
+from jzero._policy import Memory, Policy
 from jzero._sharded_step import ShardedStep
 from jzero._step_types import Result, StepArgs, TrainStepOptions
-from jzero.offload._policy import Memory
 from jzero.segments._programs import Programs
-from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options
 from jzero.tracing import _call
 from jzero.tracing._signature import Signature
@@ -39,7 +38,7 @@ def shard_train_step(
     *,
     stage: int = 3,
     microbatches: int | Microbatches = 1,
-    memory: Memory | Offload | str | None = None,
+    memory: Memory | Policy | str | None = None,
     comm: Comm | None = None,
     axes: Axes | str | Sequence[str] | None = None,
     mesh: Any = None,

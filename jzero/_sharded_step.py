@@ -27,11 +27,10 @@ from jzero._in_use import Use
 from jzero._memory_kinds import HOST, NVME
 from jzero._option_groups import Comm, comm_of
 from jzero._placement import Placement
+from jzero._policy import Memory
 from jzero._step_types import AnyState, InitArgs, Result, StepArgs
 from jzero.ir import _starts
 from jzero.ir._loops import MICROBATCHES
-from jzero.offload._parameters import ParameterOffload
-from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload.memory import _placing, _writes
 from jzero.offload.memory._host_storage import pending_of
 from jzero.offload.memory._leaf_array import LeafArray, is_coded, rows_of
@@ -48,7 +47,6 @@ from jzero.segments._repeat import FlatCall
 from jzero.sharding.analysis import _traffic, _untiled
 from jzero.sharding.plan import _layout, _outputs, _trace
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._plan import StepPlan
 from jzero.tracing import _call, _jaxpr, _modules, _objects, _weak
 from jzero.tracing._axis_types import explicit_axes, explicit_mesh, takes_explicit_axes
@@ -603,8 +601,8 @@ class ShardedStep(Generic[StepArgs, Result]):
 
         With the step's other arguments (shapes suffice), or once a step with this state has run, these
         are the plan's. Before that, roles are unknown: every leaf is sharded that can be, and the first
-        step moves what its plan has full (parameters at stages 1 and 2). With state in other memory every leaf is
-        stored there until then.
+        step moves what its plan has full (parameters at stages 1 and 2). With state in other memory every
+        leaf is stored there until then.
 
         A leaf that is padded at rest (`LeafArray`) has none for its true shape: it is given as full
         here, and padded when `shard` or the step places it. Of NNX objects, given as a call has them with all
@@ -622,10 +620,9 @@ class ShardedStep(Generic[StepArgs, Result]):
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
     @property
-    def offload_params(self) -> Offload:
-        """Where parameters rest: `jzero.NoOffload()`, `jzero.PinnedHost(...)` or `jzero.NVMe(...)`."""
-        policy = self._programs.options.offload
-        return policy.params if isinstance(policy, ParameterOffload) else NO_OFFLOAD
+    def memory(self) -> Memory:
+        """Which memory holds what, as it was given."""
+        return self._programs.options.offload.memory
 
     def on_mesh(self, mesh: Any) -> ShardedStep[StepArgs, Result]:
         """The same step, with the same options, on another mesh."""

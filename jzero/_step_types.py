@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from jzero._option_groups import Axes, Comm, Microbatches
-from jzero.offload._policy import Memory
-from jzero.sharding.plan._offload import Offload
+from jzero._policy import Memory, Policy
 
 if TYPE_CHECKING:
     # Of typing only since Python 3.13: with these defaults a bare `ShardedStep` is one of any step.
@@ -28,7 +27,7 @@ AnyState = TypeVar("AnyState")
 class StepOptions(TypedDict, total=False):
     """What may be said of any step, beside the function: as the options have it that are called so."""
 
-    memory: Memory | Offload | str | None
+    memory: Memory | Policy | str | None
     comm: Comm | None
     axes: Axes | str | Sequence[str] | None
     mesh: Any

@@ -15,8 +15,8 @@ import pytest
 
 import jzero
 from jzero._option_groups import microbatches_of
+from jzero._policy import memory_of
 from jzero.deepspeed import _table
-from jzero.offload._policy import memory_of
 from small import grouped
 from test_cli import run
 

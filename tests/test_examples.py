@@ -7,10 +7,9 @@ import pytest
 
 import gpu_compiler
 import jzero
-from jzero import _components, _folded, _step, testing
+from jzero import _components, _folded, _policy, _step, testing
 from jzero.checkpoint import _checkpointer, _restore
 from jzero.deepspeed import _schedules, _transforms, _translate
-from jzero.offload import _policy
 from jzero.offload.memory import _leaf_array
 from jzero.preflight import _preflight, _targets
 from jzero.reports import _bandwidth, _describe, _estimate, _lines

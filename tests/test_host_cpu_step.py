@@ -21,6 +21,7 @@ import zoo
 from host_updates import watched  # noqa: F401
 from jzero._quantities import readable_bytes
 from jzero.offload import _bandwidth, _host_engine, _host_step
+from jzero.offload._backends import OnHostCPU
 from jzero.offload.memory import _available, _pinned_leaf
 from jzero.sharding.plan._layout import FULL
 from test_offload import BATCH, SHAPES, make_step, new_state
@@ -810,10 +811,9 @@ def test_policies_that_are_none(options, says):
 def test_numbers_of_numpy():
     policy = jzero.HostCPU(True, np.int64(3), np.float32(0.5), np.int32(2))  # type: ignore[arg-type]
     assert policy == jzero.HostCPU(True, 3, 0.5, 2)
-    assert policy.delays(3)
-    assert not policy.delays(2)
-    assert not jzero.HostCPU(delayed_update=True).delays(39)
-    assert jzero.HostCPU(delayed_update=True).delays(40)
+    assert OnHostCPU(jzero.Memory(optimizer=policy)).delay_after == 3
+    delayed = jzero.Memory(optimizer=jzero.HostCPU(delayed_update=True))
+    assert OnHostCPU(delayed).delay_after == 40
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ FLOORS = (
         "_version",
     ),
     ("_json", "_own_options", "_quantities", "_tested", "targets"),
-    ("_blocks",),
+    ("_blocks", "_policy"),
     ("_option_groups", "tracing", "offload/nvme", "offload/schedule"),
     ("ir",),
     ("processes", "sharding/analysis", "_compare"),

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.offload._backends import OnDevices
 from jzero.segments import _program
 from jzero.sharding.plan import _options
 from jzero.targets._target import TARGETS
@@ -153,13 +154,13 @@ def test_numbers_may_be_numpys(make):
         jzero.Comm(prefetch_bytes=two, max_gather_bytes=two, tile_bytes=two),
         jzero.Axes(min_shard_bytes=two),
     ]
-    options = _options.Options(make(3), *groups, offload=jzero.NoOffload())
+    options = _options.Options(make(3), *groups, offload=OnDevices())
     expected: list[Any] = [
         jzero.Microbatches(2),
         jzero.Comm(prefetch_bytes=2, max_gather_bytes=2, tile_bytes=2),
         jzero.Axes(min_shard_bytes=2),
     ]
-    assert options == _options.Options(3, *expected, offload=jzero.NoOffload())
+    assert options == _options.Options(3, *expected, offload=OnDevices())
     comm = options.comm
     numbers: list[Any] = [options.stage, options.microbatches.num, options.axes.min_shard_bytes]
     numbers += [comm.prefetch_bytes, comm.max_gather_bytes, comm.tile_bytes]

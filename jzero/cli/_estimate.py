@@ -12,6 +12,7 @@ from typing import Any
 
 from jzero._errors import OptionError, message
 from jzero._option_groups import GATHER, REDUCE, Axes, Comm, Microbatches
+from jzero._policy import HostCPU, Memory, NoOffload, NVMe, PinnedHost, Policy
 from jzero._quantities import (
     parse_bytes,
     readable_bytes,
@@ -21,8 +22,6 @@ from jzero._quantities import (
 from jzero.cli import _flags, _plot
 from jzero.cli._checkpoints import Shown
 from jzero.cli._flags import in_flags
-from jzero.offload._nvme import NVMe
-from jzero.offload._policy import HostCPU, Memory, NoOffload, Offload, PinnedHost
 from jzero.reports import _tables
 from jzero.reports._checks import WHO
 from jzero.reports._estimate import Estimate, estimate, roles_on_devices
@@ -33,7 +32,7 @@ from jzero.reports._tables import Table
 from jzero.sharding.plan._stages import STAGES
 
 # By the name that --offload has for it: the policy, and the flags that are its fields.
-_POLICIES: dict[str | None, tuple[Callable[..., Offload], dict[str, str]]] = {
+_POLICIES: dict[str | None, tuple[Callable[..., Policy], dict[str, str]]] = {
     None: (NoOffload, {}),
     "pinned": (PinnedHost, {"device_bytes": "--device-bytes"}),
     "host": (HostCPU, {"ratio": "--ratio", "delayed_update": "--delayed"}),
@@ -217,7 +216,7 @@ def _config(text: str) -> str | pathlib.Path:
     return text if "://" in text else pathlib.Path(text)
 
 
-def _policy(arguments: dict[str, Any]) -> Offload:
+def _policy(arguments: dict[str, Any]) -> Policy:
     """The policy that the flags say; takes them out of the arguments."""
     kind = arguments.pop("offload", None)
     policy, fields = _POLICIES[kind]
@@ -242,7 +241,7 @@ def _memory(arguments: dict[str, Any]) -> Memory:
         raise OptionError(message(
             WHO, "--params-in-files", "Parameters in files are updated beside their optimizer state.",
             "Add --offload nvme and --offload-params 2GiB, or drop it."))  # fmt: skip
-    there: Offload = NoOffload()
+    there: Policy = NoOffload()
     if params:
         num_bytes = parse_bytes(params) or 0
         there = PinnedHost(num_bytes)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jzero._errors import escaped, named
+from jzero._policy import HostCPU, NVMe, PinnedHost
 from jzero._quantities import (
     BANDWIDTH_RULE,
     parse_bandwidth,
@@ -23,8 +24,6 @@ from jzero._quantities import (
     parse_flops,
     parse_rate,
 )
-from jzero.offload._nvme import NVMe
-from jzero.offload._policy import HostCPU, PinnedHost
 from jzero.reports._lines import WIDTH, wrapped
 
 # How policies are said in flags.

@@ -8,10 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jzero._policy import HostCPU, NVMe, PinnedHost
 from jzero.deepspeed._config import AUTO, DTYPES, Config, refuse
 from jzero.deepspeed._python import Expression, called
-from jzero.offload._nvme import NVMe
-from jzero.offload._policy import HostCPU, PinnedHost
 
 Made = tuple[str, dict[str, Any]]  # the note of a key, and options by name
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import optax
 
+from jzero._policy import PinnedHost
 from jzero.deepspeed import _chain, _rules, _schedules, _transforms
 from jzero.deepspeed._config import Form, Row
 from jzero.deepspeed._python import called
-from jzero.offload._policy import PinnedHost
 
 
 def _read(kind: str, made: Any, becomes: str, **more: Any) -> Row:

@@ -14,11 +14,11 @@ import optax
 
 from jzero._errors import called_as
 from jzero._option_groups import Axes, Comm, Microbatches
+from jzero._policy import Memory
 from jzero._shard_train_step import shard_train_step
 from jzero.deepspeed import _auto, _chain, _check, _python, _rules
 from jzero.deepspeed._config import KINDS, WHO, Config, refuse
 from jzero.deepspeed._python import called, value_of
-from jzero.offload._policy import Memory
 
 # Of each option that is a group: what it is, and the field that stands for it alone.
 _GROUPS: dict[str, tuple[Any, str]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE, NVME
-from jzero.offload._layered import LayeredSegment, Window
-from jzero.offload._nvme import NVMe
-from jzero.offload._parameters import ParameterOffload, check_params
-from jzero.offload._policy import NO_OFFLOAD, NoOffload, PinnedHost
+from jzero._policy import Memory, NoOffload, NVMe, Policy
+from jzero.offload import _file_layout, _tiers
+from jzero.offload._backends import InTier, OnDevices, check_params
+from jzero.offload._layered import LayeredSegment
 from jzero.offload.memory._nvme_store import StoreSpec
+from jzero.offload.nvme._layout import TileLayout
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._builder import Builder
 from jzero.segments._planned import PlannedStep
@@ -24,24 +26,20 @@ from jzero.segments._segment import Values
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._pieces import UpdatePart
-from jzero.sharding.plan._boundary import Boundary
-from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
-from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram, Window
 from jzero.sharding.plan._stages import StageAxes
 
+_LEAST_SLICE = 2**16  # Bytes that are read by themselves at little cost.
 
-class ReadFromHost(ParameterOffload):
-    """What `Memory(params=)` says of a state that is read: nothing is updated."""
+
+class ReadFromHost(InTier):
+    """Parameters rest on the hosts, or in files, and are read; nothing is updated."""
 
     @property
     def tier(self) -> str:  # type: ignore[override]
         """Where parameters rest."""
-        return self.params.tier
-
-    @property
-    def first_tier(self) -> str:
-        """The same."""
-        return self.tier
+        return self.window.tier
 
     def rest(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
@@ -51,33 +49,38 @@ class ReadFromHost(ParameterOffload):
         there = any(leaf.tier == NVME for leaf in leaves)
         if not (there and self.tier == NVME):
             leaves = tuple(dataclasses.replace(leaf, tier=DEVICE) for leaf in leaves)
-            leaves = self.with_params_there(leaves, stage_axes)
+            leaves = _tiers.with_params(self, leaves, stage_axes)
         return leaves, UpdatePart((), ())
 
     def files_of(
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
         shard_axes: tuple[str, ...],
     ) -> StoreSpec | None:  # fmt: skip
-        """Files of leaves that are written once, in one slot, each leaf by itself."""
-        if not isinstance(self.params, NVMe):
+        """Files of leaves that are written once, in one slot; layers may fetch slices of each, or all."""
+        policy, mesh = self.params, shardings[0].mesh
+        if not isinstance(policy, NVMe):
             return None
-        return self.params.files_to_read(leaves, shardings[0].mesh, shard_axes)
+        slices = [_slices(leaf) for leaf in leaves]
+        layout = _file_layout.layout_to_read(leaves, slices, _file_layout.tile_bytes(policy))
+        identity = _file_layout.identity_of(leaves, mesh, shard_axes)
+        return StoreSpec(
+            Path(policy.path), policy.host_bytes, False, False, TileLayout(()), identity, mesh, layout,
+        )  # fmt: skip
 
-    def turns(
-        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
-    ) -> tuple[Turn, ...]:
-        """None."""
-        return ()
-
-    def program(
-        self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
-        shared: Shared,
-    ) -> StepProgram:  # fmt: skip
+    def step(
+        self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
+    ) -> StepProgram:
         """Part by part, if it reads such parameters."""
-        planned = PlannedStep(plan, analysis, mesh)
+        plan = planned.plan
         if not any(leaf.is_streamed for i, leaf in enumerate(plan.leaves) if i not in plan.unread):
             return WholeStep(planned, shardings)
         return LayeredEvaluation(planned, shardings, self.window)
+
+
+def _slices(leaf: LeafPlan) -> int:
+    """In how many slices along dim 0 a leaf lies whose readers are not known: small ones lie together."""
+    num = leaf.shape_per_device[0] if leaf.shape else 1
+    return num if leaf.nbytes_per_device >= num * _LEAST_SLICE else 1
 
 
 class LayeredEvaluation:
@@ -128,8 +131,8 @@ class LayeredEvaluation:
         return [], outs
 
 
-def reading_policy(who: str, params: Any, trained: Offload | None) -> Offload:
-    """`Memory(params=)` of an evaluation.
+def reading_backend(who: str, params: Any, trained: Policy | None) -> Backend:
+    """What obeys `memory=` of an evaluation.
 
     Args:
       who: asks.
@@ -141,7 +144,7 @@ def reading_policy(who: str, params: Any, trained: Offload | None) -> Offload:
     """
     chosen = params if params is not None else trained
     if chosen is None or isinstance(chosen, NoOffload):
-        return NO_OFFLOAD
+        return OnDevices()
     check_params(who, chosen)
     if isinstance(trained, NoOffload):
         raise OptionError(message(
@@ -149,19 +152,14 @@ def reading_policy(who: str, params: Any, trained: Offload | None) -> Offload:
             "With like=, a state is read where it is stored.",
             "Drop memory, or use mesh= in place of like= and place parameters with eval_step.shard."
         ))  # fmt: skip
-    if trained is not None and trained.tier != chosen.tier:
+    if trained is not None and type(trained) is not type(chosen):
         raise OptionError(message(
             who, f"memory={params!r}, and those of the train step are in {trained!r}",
             "With like=, a state is read where it is stored.",
             "Drop memory, use the train step's kind of policy, or mesh= in place of like=."
         ))  # fmt: skip
-    if (
-        params is not None
-        and isinstance(params, NVMe)
-        and (params.resume or params.in_place or params.gradients)
-    ):
+    if isinstance(params, NVMe) and (params.resume or params.in_place or params.gradients):
         raise OptionError(message(
             who, f"memory={params!r}", "An evaluation writes the files of its state once.",
             "Drop resume, in_place and gradients."))  # fmt: skip
-    assert isinstance(chosen, PinnedHost | NVMe)
-    return ReadFromHost(NO_OFFLOAD, chosen)
+    return ReadFromHost(Memory(params=chosen))

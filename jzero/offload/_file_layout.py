@@ -10,12 +10,24 @@ import jax
 import jax.numpy as jnp
 
 from jzero._errors import describe_leaf
+from jzero._policy import NVMe
 from jzero.offload.kernels import _tiles
 from jzero.offload.memory import _storage
 from jzero.offload.nvme._layout import TileLayout
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import FULL
 from jzero.sharding.plan._leaves import LeafPlan
+
+# Tiles in the buffers: so that threads of a sweep, four that read and four that write, do not wait for room.
+_TILES = 16
+# Bytes of a tile that a disk moves as fast as it can.
+_TILE_BYTES = 2**25
+_PAGE = 4096
+
+
+def tile_bytes(policy: NVMe) -> int:
+    """How large tiles are, at most."""
+    return min(policy.host_bytes // _TILES // _PAGE * _PAGE, _TILE_BYTES)
 
 
 def layout_to_read(

@@ -20,7 +20,7 @@ from jzero.offload._early_turns import EarlyPlan, EarlyTurn, plan_early
 from jzero.offload._early_updates import EarlyRun, EarlyUpdates
 from jzero.offload._host_engine import HostEngine
 from jzero.offload._host_turn import HostTurn
-from jzero.offload._layered import NO_WINDOW, LayeredSegment, Window
+from jzero.offload._layered import LayeredSegment
 from jzero.offload.execute._executor import NOBODY, Arrivals
 from jzero.offload.kernels._roads import roads_text
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
@@ -31,7 +31,7 @@ from jzero.segments._builder import Builder
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import SegmentFn, Values, Var, shard_of
 from jzero.segments._segmented import SegmentedStep
-from jzero.sharding.plan._offload import Shared, waits
+from jzero.sharding.plan._offload import Shared, Window, waits
 from jzero.tracing import _call
 
 WHO = _call.WHO
@@ -94,7 +94,7 @@ class HostStep:
 
     def __init__(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], threads: int | None,
-        delays: Callable[[int], bool] | None, shared: Shared, window: Window = NO_WINDOW,
+        delay_after: int | None, shared: Shared, window: Window,
     ):  # fmt: skip
         """Builds the programs.
 
@@ -102,14 +102,14 @@ class HostStep:
           planned: the step.
           shardings: where the state rests, for JAX.
           threads: how many update; None for all processors.
-          delays: whether an update is delayed that has so many steps before it; None if none ever is.
+          delay_after: how many steps are not delayed; None if none ever is.
           shared: engines in use by steps on batches of other shapes; they share what is the same.
           window: how many bytes of parameters that rest away from the devices may be on each at a time.
         """
         self.leaves, self.shardings = planned.plan.leaves, shardings
-        self._planned, self._threads, self._delays = planned, threads, delays
+        self._planned, self._threads, self._delay_after = planned, threads, delay_after
         # A delayed update writes while the step before may still send.
-        self._num_sets = 1 if delays is None else 2
+        self._num_sets = 1 if delay_after is None else 2
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == HOST]
         self._streamed = [i for i, leaf in enumerate(self.leaves) if leaf.is_streamed]
         builder = Builder(planned, shardings)
@@ -278,7 +278,7 @@ class HostStep:
         gone = {i for turn in self._early_plan.turns for i in turn.leaves}
         late = tuple(values[i] for i in renewed if i not in gone)
         if late or gives:
-            delayed, read = self._delays is not None, tuple(reads.values())
+            delayed, read = self._delay_after is not None, tuple(reads.values())
             ops.append(Update(self._store, late, read, gives, self._num_sets, delayed))
         return *ops, *([Fetch(gives, PINNED)] if gives else [])
 
@@ -333,7 +333,7 @@ class HostStep:
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
         pending, num_steps = self._history(state)
-        delays = self._delays is not None and self._delays(num_steps)
+        delays = self._delay_after is not None and num_steps >= self._delay_after
         # Another step's gradients may be of leaves that the devices renew in this one.
         if pending and not (delays and self._renewed_here.isdisjoint(pending.step.host.outs)):
             state, pending = pending.step.flush(state), None

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -34,6 +34,7 @@ from jzero.sharding.cut._layer_parts import (
     LayerPart,
     Stretch,
 )
+from jzero.sharding.plan._offload import Window
 from jzero.tracing import _call, _jaxpr
 
 WHO = _call.WHO
@@ -42,19 +43,6 @@ WHO = _call.WHO
 UNDER_WAY = 1
 
 
-class Window(NamedTuple):
-    """How much of parameters that rest away from the devices is on its way to them, or there, at a time.
-
-    Attributes:
-      device_bytes: the most bytes on each device, gathered ones included.
-      host_bytes: of what comes from files, the most bytes in this process's memory; 0 if nothing does.
-    """
-
-    device_bytes: int = 0
-    host_bytes: int = 0
-
-
-NO_WINDOW = Window()
 _NO_FILES = contextlib.nullcontext(None)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, StateError, first_of, message
 from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
+from jzero._policy import NVMe
 from jzero._quantities import readable_bytes
 from jzero.ir._rules import size_in_bytes
-from jzero.offload._file_layout import identity_of, layout_to_read
+from jzero.offload._file_layout import identity_of, layout_to_read, tile_bytes
 from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
 from jzero.offload._host_step import UPDATING, HostStep, with_new
-from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.execute._executor import Arrivals
 from jzero.offload.kernels._tiled_update import TiledUpdate, inputs_in_tiles, untiled
@@ -35,37 +34,10 @@ from jzero.offload.schedule._ops import Commit, Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Values, Var, shard_of
-from jzero.sharding.plan._offload import Shared
+from jzero.sharding.plan._offload import Shared, Window
 from jzero.tracing import _call
 
 WHO = _call.WHO
-# Tiles in the buffers: so that threads of a sweep, four that read and four that write, do not wait for room.
-_TILES = 16
-# Bytes of a tile that a disk moves as fast as it can.
-_TILE_BYTES = 2**25
-_PAGE = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class FilePolicy:
-    """What `jzero.NVMe` says of the files; see there."""
-
-    path: Path
-    host_bytes: int
-    in_place: bool
-    resume: bool
-    threads: int | None
-    gradients: bool = False
-
-    @property
-    def slots(self) -> int:
-        """How often the disk has the state."""
-        return 1 if self.in_place else 2
-
-    @property
-    def tile_bytes(self) -> int:
-        """How large tiles are, at most."""
-        return min(self.host_bytes // _TILES // _PAGE * _PAGE, _TILE_BYTES)
 
 
 class NVMeStep(HostStep):
@@ -91,8 +63,8 @@ class NVMeStep(HostStep):
     _consumes = False
 
     def __init__(
-        self, planned: PlannedStep, shardings: Sequence[NamedSharding], policy: FilePolicy, shared: Shared,
-        window: Window = NO_WINDOW,
+        self, planned: PlannedStep, shardings: Sequence[NamedSharding], policy: NVMe, shared: Shared,
+        window: Window,
     ):  # fmt: skip
         """Builds the programs.
 
@@ -182,7 +154,7 @@ class NVMeStep(HostStep):
         """What the host does, compiled."""
         host, policy = self.host, self._policy
         return TiledUpdate(
-            host.update, host.state_avals(), host.input_avals(), policy.tile_bytes,
+            host.update, host.state_avals(), host.input_avals(), tile_bytes(policy),
             resident=self._residents, lone=self._lone(), names=host.names(), threads=policy.threads,
             gradients={i: self._waiting[v] for i, v in enumerate(host.reads) if v in self._waiting},
         )  # fmt: skip
@@ -203,7 +175,7 @@ class NVMeStep(HostStep):
         """What is where in the files of leaves that no step changes."""
         leaves = [self.leaves[i] for i in self._frozen]
         slices = [self._fetched.get(i, 0) for i in self._frozen]
-        own = layout_to_read(leaves, slices, self._policy.tile_bytes)
+        own = layout_to_read(leaves, slices, tile_bytes(self._policy))
         return TileLayout(self.update.frozen.tiles + own.tiles)
 
     @functools.cached_property
@@ -213,7 +185,7 @@ class NVMeStep(HostStep):
         leaves = [self.leaves[i] for i in self._hosted]
         identity = identity_of(leaves, mesh, self.host.shard_axes)
         return StoreSpec(
-            policy.path, policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
+            Path(policy.path), policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
             identity, mesh, self._kept(), self.update.gradients, sum(self._buffer_sizes),
         )  # fmt: skip
 
@@ -245,9 +217,9 @@ class NVMeStep(HostStep):
         ] * bool(most)
         lines += self._gradient_lines()
         return "\n".join([
-            f"tile by tile, each of up to {readable_bytes(policy.tile_bytes)}: read ahead, updated, written "
+            f"tile by tile, each of up to {readable_bytes(tile_bytes(policy))}: read ahead, updated, written "
             f"behind, in {readable_bytes(policy.host_bytes)} of each process's memory",
-            f"in {policy.path}: {readable_bytes(policy.slots * nbytes)} for each device "
+            f"in {policy.path}: {readable_bytes((2 - policy.in_place) * nbytes)} for each device "
             f"({slots}); a step reads {readable_bytes(nbytes)} and writes {readable_bytes(nbytes)}",
             *lines,
             super().roads(),

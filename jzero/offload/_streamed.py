@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE, PINNED
-from jzero.offload._layered import NO_WINDOW, LayeredSegment, Window
+from jzero.offload._layered import LayeredSegment
 from jzero.offload._sliced import SlicedTurn
 from jzero.offload.execute._executor import Executable, Execution, Keys
 from jzero.offload.execute._stream import free
@@ -24,7 +24,7 @@ from jzero.segments._segment import Compiled, Segment, Values
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.cut._crossing import is_scalar
-from jzero.sharding.plan._offload import waits
+from jzero.sharding.plan._offload import Window, waits
 from jzero.sharding.plan._plan import Turn
 from jzero.tracing import _jaxpr
 
@@ -60,9 +60,7 @@ class StreamedStep:
       compiled: those of whole turns, after a step.
     """
 
-    def __init__(
-        self, planned: PlannedStep, shardings: Sequence[NamedSharding], window: Window = NO_WINDOW
-    ):
+    def __init__(self, planned: PlannedStep, shardings: Sequence[NamedSharding], window: Window):
         """Makes the programs.
 
         Args:

@@ -16,7 +16,8 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _pieces
 from jzero.sharding.cut._pieces import Piece, UpdatePart
 from jzero.sharding.plan import _leaves
-from jzero.sharding.plan._offload import Leaves, Offload
+from jzero.sharding.plan._layout import Shard
+from jzero.sharding.plan._offload import Backend, Leaves
 from jzero.sharding.plan._plan import Turn
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
 from jzero.tracing import _call
@@ -25,26 +26,46 @@ WHO = _call.WHO
 
 
 def offloaded(
-    policy: Offload, leaves: Leaves, frame: Frame, stage_axes: StageAxes
+    backend: Backend, leaves: Leaves, frame: Frame, stage_axes: StageAxes
 ) -> tuple[Leaves, UpdatePart]:
-    """The leaves with all of their optimizer state in the policy's tier, and the update part.
+    """The leaves with optimizer state and parameters in their tiers, and the update part.
 
     Raises:
       OptionError: there is none that is worth it.
     """
+    if not backend.offloads:
+        return leaves, UpdatePart((), ())
     moving = optimizer_leaves(leaves, frame, stage_axes)
     resting = tuple(
-        dataclasses.replace(leaf, tier=policy.tier) if i in moving else leaf
+        dataclasses.replace(leaf, tier=backend.tier) if i in moving else leaf
         for i, leaf in enumerate(leaves)
     )
     update = _pieces.cut_update(frame, moving)
-    if not update.pieces:
+    alone = not moving and backend.window.host_bytes  # Files may have parameters alone.
+    if backend.tier != DEVICE and not alone and not update.pieces:
         raise OptionError(message(
-            WHO, f"{policy}, and the state has no optimizer state that is worth it",
+            WHO, f"memory={backend.state!r}, and the state has no optimizer state that is worth it",
             "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters. "
             "A second update in the step, or a loss of its new parameters, reads them with the batch, too.",
             "Drop memory=, or put these into steps of their own."))  # fmt: skip
-    return resting, update
+    if not backend.streams:
+        return resting, update
+    resting = with_params(backend, resting, stage_axes)
+    params = [i for i, leaf in enumerate(resting) if leaf.is_streamed]
+    if not params:
+        raise OptionError(message(
+            WHO, f"Memory(params={backend.params!r}), and no parameter is worth it",
+            f"Those of Axes(min_shard_bytes={stage_axes.min_bytes}) that are sharded are meant, and "
+            f"Axes(replicate={stage_axes.full!r}) finds those that are replicated.",
+            "Change these, or drop Memory(params=)."))  # fmt: skip
+    return resting, _pieces.cut_update(frame, moving, params)
+
+
+def with_params(backend: Backend, leaves: Leaves, stage_axes: StageAxes) -> Leaves:
+    """The leaves with those parameters in their tier that rest in shards, and are worth it."""
+    whole = [i for i, leaf in enumerate(leaves)
+             if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
+    return _leaves.offload(leaves, backend.window.tier, stage_axes.min_bytes, whole, PARAMETER)
 
 
 def optimizer_leaves(leaves: Leaves, frame: Frame, stage_axes: StageAxes) -> list[int]:

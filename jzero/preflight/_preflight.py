@@ -162,7 +162,7 @@ def preflight(
             return examine(batch.call(step.lower, rows), options, read)
         dispatches = batch.call(functools.partial(_dispatches_of, step), rows)
         examined = examine_parts(dispatches, mesh, options, read)
-        fetched = step._programs.options.offload.fetched_bytes
+        fetched = step._programs.options.offload.window.host_bytes
         coming = -(-fetched // grid.per_host)  # of parameters in files
         if step._programs.options.donate:
             return examined._replace(host_bytes=examined.host_bytes + coming)

@@ -10,7 +10,7 @@ from jzero._errors import OptionError, message
 from jzero._quantities import COUNT_RULE
 from jzero.reports._presets import NEED_ALL_SHARDS, OPTIMIZERS, PRECISIONS
 from jzero.reports._sizes import RoleBytes
-from jzero.sharding.plan._offload import Offload
+from jzero.sharding.plan._offload import Backend
 
 WHO = "estimate"
 
@@ -54,7 +54,7 @@ def check(
             "Write estimate('7.5B', devices=64, stage=3).", things="arguments"))  # fmt: skip
 
 
-def check_offload(offload: Offload, sizes: RoleBytes, optimizer: str, num_devices: int) -> None:
+def check_offload(offload: Backend, sizes: RoleBytes, optimizer: str, num_devices: int) -> None:
     """Raises an `OptionError` for a policy that numbers alone cannot tell, or that a step would refuse."""
     if offload.updates_on_host and num_devices > 1 and optimizer in NEED_ALL_SHARDS:
         raise OptionError(message(

@@ -15,6 +15,7 @@ from jzero._errors import OptionError, called_as, message
 from jzero._option_groups import Axes, Comm, Microbatches
 from jzero._options_of import options_of
 from jzero._own_options import refuses_unknown_options
+from jzero._policy import Memory, Policy
 from jzero._quantities import (
     BYTES_RULE,
     parse_bytes,
@@ -22,7 +23,6 @@ from jzero._quantities import (
     readable_bytes,
     readable_count,
 )
-from jzero.offload._policy import Memory
 from jzero.offload.schedule._folds import Crossing
 from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
 from jzero.reports._checks import WHO, check, check_offload, data_axes
@@ -35,7 +35,6 @@ from jzero.reports._rate_checks import check_rates, check_workload
 from jzero.reports._sizes import RoleBytes
 from jzero.reports._step_time import StepTime
 from jzero.sharding.analysis._traffic import Collective
-from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import StageAxes
 
@@ -54,7 +53,7 @@ def estimate(
     bytes_per_param: BytesPerParam | None = None,
     model_parallel: int = 1,
     microbatches: int | Microbatches = 1,
-    memory: Memory | Offload | str | None = None,
+    memory: Memory | Policy | str | None = None,
     comm: Comm | None = None,
     axes: Axes | str | Sequence[str] | None = None,
     donate: bool = True,
@@ -236,9 +235,10 @@ def estimate(
         optimizer, precision, _group(BytesPerParam, "bytes_per_param", bytes_per_param)
     )
     stage_axes = options.stage_axes(axes_of_devices)
-    check_offload(options.offload, sizes, optimizer, math.prod(axes_of_devices.values()))
+    backend: Any = options.offload
+    check_offload(backend, sizes, optimizer, math.prod(axes_of_devices.values()))
     with called_as(WHO):
-        options.offload.check(stage_axes)
+        backend.check(stage_axes)
     work = _group(Workload, "workload", workload)
     if found is not None and options.moves_activations:
         layers = found.num_layers if work.layers is None else work.layers

@@ -31,7 +31,7 @@ from jzero.reports._sizes import (
 )
 from jzero.reports._tables import Memory
 from jzero.sharding.analysis._traffic import Collective
-from jzero.sharding.plan._offload import Offload
+from jzero.sharding.plan._offload import Backend
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
 
@@ -62,11 +62,11 @@ class Need(NamedTuple):
 
 def needs(options: Options, stage_axes: StageAxes, sizes: RoleBytes) -> Iterator[Need]:
     """The stage's row, by role (ZeRO, section 5), and what offload moves (ZeRO-Offload, section 3)."""
-    policy, num_shards = options.offload, stage_axes.count(stage_axes.shard_axes)
+    backend, num_shards = options.offload, stage_axes.count(stage_axes.shard_axes)
     num_param_shards = stage_axes.count(stage_axes.param_axes)
-    yield from _parameters(policy, sizes, num_param_shards)
-    assert policy.share is not None, "estimate refuses what is measured"
-    yield from _optimizer_state(policy, sizes, num_shards)
+    yield from _parameters(backend, sizes, num_param_shards)
+    assert backend.share is not None, "estimate refuses what is measured"
+    yield from _optimizer_state(backend, sizes, num_shards)
     yield _gradients(options, num_shards, sizes)
     if options.microbatches.num > 1 and not options.by_layer:
         size = Fraction(jnp.dtype(options.microbatches.dtype or jnp.float32).itemsize)
@@ -75,16 +75,16 @@ def needs(options: Options, stage_axes: StageAxes, sizes: RoleBytes) -> Iterator
     if num_param_shards > 1 and options.keep_gathered:
         when = "the whole step" if options.gather_once else "each microbatch"
         yield Need(GATHERED, sizes.compute, 1, False, f"gathered during {when}")
-    if most := policy.streamed_bytes:
+    if most := backend.window.device_bytes:
         gathered = sizes.compute if num_param_shards > 1 else Fraction(0)
         size = sizes.parameters / num_param_shards + gathered
         yield Need(WINDOW, size, 1, False, "in turns, gathered ones included", most=most)
     yield from _tiles(options, num_param_shards, num_shards, sizes)
-    if policy.tier == PINNED and (most := policy.visiting_bytes):
+    if backend.tier == PINNED and (most := backend.visiting_bytes):
         yield Need(VISITING, sizes.optimizer_state, num_shards, False, "in turns", most=most)
-    if policy.updates_on_host and not policy.streams:
-        yield from _on_their_way(policy, sizes, num_shards)
-    if policy.slots and not policy.streams:
+    if backend.updates_on_host and not backend.streams:
+        yield from _on_their_way(backend, sizes, num_shards)
+    if backend.files and not backend.streams:
         note = "beside the old ones until all is written"
         yield Need(RENEWED, sizes.parameters, num_param_shards, False, note)
 
@@ -103,59 +103,53 @@ def _tiles(
         yield Need(GRADIENT_TILE, sizes.compute, 1, False, note, most=most)
 
 
-def _parameters(policy: Offload, sizes: RoleBytes, num_shards: int) -> Iterator[Need]:
+def _parameters(backend: Backend, sizes: RoleBytes, num_shards: int) -> Iterator[Need]:
     """Where they rest; of a disk also what of them is in memory on its way."""
-    size = sizes.parameters
-    if not policy.fetched_bytes:
-        yield Need(PARAMETER, size, num_shards, True, "", Fraction(int(policy.streams)))
+    size, most = sizes.parameters, backend.window.host_bytes
+    if not most:
+        yield Need(PARAMETER, size, num_shards, True, "", Fraction(int(backend.streams)))
         return
     yield Need(PARAMETER, size, num_shards, True, "", on_disk=True)
-    yield Need(
-        FETCHED, size, num_shards, True, "of each process", Fraction(1), most=policy.fetched_bytes
-    )
+    yield Need(FETCHED, size, num_shards, True, "of each process", Fraction(1), most)
 
 
-def _optimizer_state(policy: Offload, sizes: RoleBytes, num_shards: int) -> Iterator[Need]:
+def _optimizer_state(backend: Backend, sizes: RoleBytes, num_shards: int) -> Iterator[Need]:
     """Where it rests; of a disk also what a step writes while it reads, and what of both is in memory."""
-    size = sizes.optimizer_state
-    if not policy.slots:
-        yield Need(OPTIMIZER, size, num_shards, True, "", policy.share or Fraction(0))
+    size, files = sizes.optimizer_state, backend.files
+    if not files:
+        yield Need(OPTIMIZER, size, num_shards, True, "", backend.share or Fraction(0))
         return
     yield Need(OPTIMIZER, size, num_shards, True, "", on_disk=True)
-    if policy.slots > 1:
-        params = sizes.parameters if policy.fetched_bytes else 0
+    if not files.in_place:
+        params = sizes.parameters if backend.window.host_bytes else 0
         yield Need(
             SECOND_SLOT, size + params, num_shards, True, "the new one beside the old", on_disk=True
         )
-    yield Need(
-        TILES, size, num_shards, True, "of each process", Fraction(1), most=policy.tiles_bytes
-    )
+    yield Need(TILES, size, num_shards, True, "of each process", Fraction(1), files.host_bytes)
 
 
 def _gradients(options: Options, num_shards: int, sizes: RoleBytes) -> Need:
-    policy = options.offload
-    if policy.gradients_in_files:
-        size, note = crossing_gradients(sizes), "behind their tiles"
-        if policy.slots > 1:  # Where the new state will be written: what has no room there is more.
-            there = sizes.optimizer_state + (sizes.parameters if policy.fetched_bytes else 0)
-            size, note = (
-                policy.slots * max(size - there, Fraction(0)),
-                "in the slot that is written",
-            )
+    backend, size = options.offload, crossing_gradients(sizes)
+    if backend.files and backend.files.gradients:
+        note = "behind their tiles"
+        if not backend.files.in_place:
+            # Where the new state will be written: what has no room there is more.
+            there = sizes.optimizer_state + (sizes.parameters if backend.window.host_bytes else 0)
+            size, note = 2 * max(size - there, Fraction(0)), "in the slot that is written"
         return Need(GRADIENT, size, num_shards, False, note, on_disk=True)
-    if policy.streams:
-        size, note = crossing_gradients(sizes), "pinned, each from when it is reduced"
+    if backend.streams:
+        note = "pinned, each from when it is reduced"
         return Need(GRADIENT, size, num_shards, False, note, Fraction(1))
-    size = crossing_gradients(sizes) if options.offloads else sizes.gradients
+    size = size if options.offloads else sizes.gradients
     num = 1 if options.reduce_once else num_shards
     return Need(GRADIENT, size, num, False, _gradient_note(options))
 
 
-def _on_their_way(policy: Offload, sizes: RoleBytes, num_shards: int) -> Iterator[Need]:
+def _on_their_way(backend: Backend, sizes: RoleBytes, num_shards: int) -> Iterator[Need]:
     """What the way to a host that updates takes, all of it in its pinned memory but one row."""
-    there, share = Fraction(1), policy.share or Fraction(0)
+    there, share = Fraction(1), backend.share or Fraction(0)
     gradients, params = share * crossing_gradients(sizes), share * sizes.parameters
-    if policy.waits:
+    if backend.waits:
         # One set is written while the devices may not have copied the other.
         yield Need("leaving parameter", 2 * params, num_shards, True, "pinned, two sets", there)
         note = "pinned, for the next step"

@@ -47,22 +47,22 @@ def hauls(
     num_params: int, options: Options, workload: Workload, stage_axes: StageAxes, sizes: RoleBytes
 ) -> Iterator[Haul]:
     """All that crosses in a step."""
-    policy = options.offload
-    assert policy.share is not None, "estimate refuses what is measured"
+    backend = options.offload
+    assert backend.share is not None, "estimate refuses what is measured"
     count = Fraction(num_params, stage_axes.count(stage_axes.shard_axes))
-    on_host = policy.share * count if policy.updates_on_host else Fraction(0)
-    if policy.streams:
+    on_host = backend.share * count if backend.updates_on_host else Fraction(0)
+    if backend.streams:
         yield from _with_params(options, sizes, count, on_host)
-    elif policy.updates_on_host:
+    elif backend.updates_on_host:
         # Each as soon as it is there; sums over microbatches are when the last of these has run.
         part = BACKWARD if options.microbatches.num == 1 else UPDATE
         yield Haul(part, TO_HOST, GRADIENT, crossing_gradients(sizes), on_host)
         yield Haul(part, TO_HOST, PARAMETER, _read(sizes), on_host)
         yield Haul(UPDATE, TO_DEVICE, PARAMETER, sizes.parameters, on_host)
-    if policy.slots or not policy.updates_on_host:
-        for way in DISK_WAYS if policy.slots else WAYS:
-            yield Haul(UPDATE, way, OPTIMIZER, sizes.optimizer_state, policy.share * count)
-            if policy.fetched_bytes:
+    if backend.files or not backend.updates_on_host:
+        for way in DISK_WAYS if backend.files else WAYS:
+            yield Haul(UPDATE, way, OPTIMIZER, sizes.optimizer_state, backend.share * count)
+            if backend.window.host_bytes:
                 yield Haul(UPDATE, way, PARAMETER, sizes.parameters, count)
     if options.moves_activations:
         kept = Fraction(kept_elements(workload))
@@ -72,8 +72,8 @@ def hauls(
 
 def hosted_bytes(num_params: int, options: Options, stage_axes: StageAxes, sizes: RoleBytes) -> int:
     """Of optimizer state that a device's share of its host updates."""
-    policy = options.offload
-    share = policy.share if policy.updates_on_host and policy.share else 0
+    backend = options.offload
+    share = backend.share if backend.updates_on_host and backend.share else 0
     return math.ceil(
         share * sizes.optimizer_state * num_params / stage_axes.count(stage_axes.shard_axes)
     )
@@ -85,10 +85,10 @@ def _with_params(
     """Parameters come for each pass, and gradients leave; what the host updates does not cross again."""
     rounds = options.rounds
     for part in (FORWARD, BACKWARD):
-        for way in (FROM_DISK, TO_DEVICE) if options.offload.fetched_bytes else (TO_DEVICE,):
+        for way in (FROM_DISK, TO_DEVICE) if options.offload.window.host_bytes else (TO_DEVICE,):
             yield Haul(part, way, PARAMETER, sizes.parameters, rounds * count)
     yield Haul(BACKWARD, TO_HOST, GRADIENT, crossing_gradients(sizes), count)
-    if options.offload.gradients_in_files:
+    if options.offload.files and options.offload.files.gradients:
         yield Haul(BACKWARD, TO_DISK, GRADIENT, crossing_gradients(sizes), count)
         yield Haul(UPDATE, FROM_DISK, GRADIENT, crossing_gradients(sizes), count)
     on_device = count - on_host

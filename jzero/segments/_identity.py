@@ -22,11 +22,11 @@ from jzero.tracing._signature import Call
 
 def of_state(setting: Setting, leaves: Sequence[LeafPlan]) -> dict[str, list[str]]:
     """Versions, options, mesh, and where each leaf rests."""
-    options = dataclasses.asdict(setting.options)
+    options = setting.options
     axes = ", ".join(f"{name}={size}" for name, size in setting.mesh.shape.items())
     return {
         "versions": [f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"],
-        "options": [f"{name}={value!r}" for name, value in options.items()],
+        "options": [f"{x.name}={getattr(options, x.name)!r}" for x in dataclasses.fields(options)],
         "mesh": [
             f"{axes}; data axes {setting.axis_names}",
             *(f"device {d.id} of process {d.process_index}" for d in setting.mesh.devices.flat),

@@ -96,11 +96,11 @@ def make_plan(
         local = dataclasses.replace(local, traced=traced)
         tables = looked_up(frame, num)
         links, layouts = _laid_out(frame, tables, leaves, setting, rests)
-    policy = options.offload
+    backend = options.offload
     reduce_codes = options.reduce_codes(setting.axes)
     if options.comm.gather_dtype is not None or any(reduce_codes.values()):
         layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.comm.gather_dtype)
-    resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes)
+    resting, update = backend.rest(layouts, frame, setting.mesh, stage_axes)
     # Of what is one device's, or one microbatch's, arguments have so many times the shape.
     times = dict.fromkeys(setting.axes, 1) if is_whole else setting.batch_axes
     boundary = boundary_of(frame, links, stage_axes, resting, local.specs, times, update)
@@ -132,8 +132,8 @@ def make_plan(
             tuple(reduce_codes.items()),
         ),
         update=update,
-        turns=policy.turns(resting, frame, update, boundary),
-        device_bytes=policy.visiting_bytes,
+        turns=backend.turns(resting, frame, update, boundary),
+        device_bytes=backend.visiting_bytes,
         boundary=boundary,
         names=variable_names(frame),
         evaluates=setting.evaluates,
@@ -203,7 +203,7 @@ def _loop_bytes(setting: Setting) -> int:
     if setting.options.comm.gather is not None:
         return sys.maxsize if setting.options.gather_once else 0
     if setting.options.offload.streams:
-        return setting.options.offload.streamed_bytes // 2
+        return setting.options.offload.window.device_bytes // 2
     devices = list(setting.mesh.local_devices) if isinstance(setting.mesh, Mesh) else []
     there = devices and devices[0].addressable_memories()  # Of those to compile for nobody asks.
     stats = devices[0].memory_stats() if there else None

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy of `memory=` answers: where optimizer state rests, and how a step then runs."""
+"""What obeys the policies of a step: where its state rests, and how it then runs."""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 from collections.abc import MutableMapping, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero._memory_kinds import DEVICE, HOST, NVME
+from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
+from jzero._policy import Memory, NVMe, PinnedHost
 from jzero.offload.schedule._ops import Value, Wait
 from jzero.offload.schedule._schedule import Schedule
 from jzero.sharding.analysis._frames import Frame
@@ -23,6 +25,7 @@ from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
 from jzero.sharding.plan._stages import StageAxes
 
 Leaves = tuple[LeafPlan, ...]
+_DEVICE_BYTES = 2**30  # of parameters in files, where nothing else was said
 # What the programs of one step for batches of several shapes have in common, by what makes it the same.
 Shared = MutableMapping[Any, Any]
 
@@ -83,23 +86,68 @@ class StepProgram(Protocol):
         ...
 
 
-class Offload(abc.ABC):
-    """Where optimizer state rests: a policy. It answers for itself, and nobody asks which one it is.
+class Window(NamedTuple):
+    """How much of parameters that rest away from the devices is on its way to them, or there, at a time.
 
     Attributes:
-      tier: the memory in which offloaded leaves rest.
+      device_bytes: the most bytes on each device, gathered ones included; 0 if all rest on the devices.
+      host_bytes: of what comes from files, the most bytes in this process's memory; 0 if nothing does.
     """
 
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def tier(self) -> str:
+        """Where they rest."""
+        return NVME if self.host_bytes else PINNED
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend(abc.ABC):
+    """What obeys the policies of a step. It answers for them, and nobody asks which one it is.
+
+    Attributes:
+      memory: the policies.
+      tier: the memory in which offloaded optimizer state rests.
+    """
+
+    memory: Memory = Memory()
     tier: ClassVar[str] = DEVICE
 
     def __str__(self) -> str:
         """As it is written."""
-        return f"memory={self!r}"
+        if not self.streams:
+            return f"memory={self.state!r}"
+        also = f", optimizer={self.state!r}" if self.tier != DEVICE else ""
+        return f"Memory(params={self.params!r}{also})"
+
+    @property
+    def state(self) -> Any:
+        """The policy of optimizer state."""
+        return self.memory.optimizer
+
+    @property
+    def params(self) -> Any:
+        """The policy of parameters."""
+        return self.memory.params
+
+    @property
+    def window(self) -> Window:
+        """Of parameters that rest on the hosts, or in files; devices fetch what they compute with."""
+        if isinstance(self.params, NVMe):
+            return Window(self.params.device_bytes or _DEVICE_BYTES, self.params.host_bytes)
+        return Window(self.params.device_bytes) if isinstance(self.params, PinnedHost) else Window()
+
+    @property
+    def streams(self) -> bool:
+        """Whether there are such parameters."""
+        return self.window.device_bytes > 0
 
     @property
     def offloads(self) -> bool:
         """Whether something may rest in another memory than the devices'."""
-        return self.tier != DEVICE
+        return self.tier != DEVICE or self.streams
 
     @property
     def updates_on_host(self) -> bool:
@@ -107,19 +155,34 @@ class Offload(abc.ABC):
         return self.tier in (HOST, NVME)
 
     @property
-    def slots(self) -> int:
-        """How often a disk has what is offloaded; 0 if it rests in memory."""
-        return 0
-
-    @property
-    def tiles_bytes(self) -> int:
-        """The most bytes of it in a process's memory, if it rests on a disk."""
-        return 0
-
-    @property
     def first_tier(self) -> str:
         """Where leaves rest before a step says which of them are offloaded."""
         return self.tier
+
+    @property
+    def files(self) -> NVMe | None:
+        """The policy of optimizer state that rests in files."""
+        return self.state if isinstance(self.state, NVMe) else None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a state that is placed goes on with what is in files already."""
+        return any(isinstance(x, NVMe) and x.resume for x in (self.state, self.params))
+
+    @property
+    def share(self) -> Fraction | None:
+        """The share of optimizer state, by bytes, that is offloaded; None if it is yet to be measured."""
+        return Fraction(int(self.tier != DEVICE))
+
+    @property
+    def visiting_bytes(self) -> int:
+        """The most bytes of offloaded state on each device at any time; 0 if it is updated where it rests."""
+        return self.window.device_bytes
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of a step wait for the next one."""
+        return False
 
     def files_of(
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
@@ -134,57 +197,6 @@ class Offload(abc.ABC):
           shard_axes: the mesh axes over which shards differ.
         """
         return None
-
-    @property
-    def streams(self) -> bool:
-        """Whether parameters rest on the hosts, or their disks: devices fetch what they compute with."""
-        return False
-
-    @property
-    def streamed_bytes(self) -> int:
-        """The most bytes of these parameters on each device at any time; 0 if none rest on the hosts."""
-        return 0
-
-    @property
-    def fetched_bytes(self) -> int:
-        """The most bytes of a process's memory for parameters on their way from files; 0 if none are."""
-        return 0
-
-    def check(self, stage_axes: StageAxes) -> None:
-        """Whether it can be obeyed on these axes; on all of them, unless a policy says otherwise.
-
-        Args:
-          stage_axes: over which data axes leaves are sharded.
-
-        Raises:
-          OptionError: it cannot.
-        """
-        return None
-
-    @property
-    def share(self) -> Fraction | None:
-        """The share of optimizer state, by bytes, that is offloaded; None if it is yet to be measured."""
-        return Fraction(int(self.offloads))
-
-    @property
-    def visiting_bytes(self) -> int:
-        """The most bytes of offloaded state on each device at any time; 0 if it is updated where it rests."""
-        return 0
-
-    @property
-    def gradients_in_files(self) -> bool:
-        """Whether gradients of a step wait on a disk for the update."""
-        return False
-
-    @property
-    def resumes(self) -> bool:
-        """Whether a state that is placed goes on with what is in files already."""
-        return False
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients of a step wait for the next one."""
-        return False
 
     @abc.abstractmethod
     def rest(
@@ -203,7 +215,7 @@ class Offload(abc.ABC):
           stage_axes: over which data axes.
 
         Raises:
-          OptionError: the policy cannot be obeyed.
+          OptionError: the policies cannot be obeyed.
         """
 
     @abc.abstractmethod
@@ -213,7 +225,7 @@ class Offload(abc.ABC):
         """The turns in which the update part runs.
 
         Raises:
-          OptionError: the policy cannot be obeyed.
+          OptionError: the policies cannot be obeyed.
         """
 
     @abc.abstractmethod

@@ -10,12 +10,12 @@ from typing import Any
 
 from jzero._blocks import Blocks
 from jzero._errors import MeshError, OptionError, message
-from jzero._memory_kinds import DEVICE, PINNED
 from jzero._option_groups import Axes, Comm, Microbatches, blocks_of
+from jzero._policy import NoOffload, PinnedHost
 from jzero._quantities import make_int
 from jzero.sharding.plan import _auto_specs
 from jzero.sharding.plan._auto_specs import AutoPlace
-from jzero.sharding.plan._offload import Offload
+from jzero.sharding.plan._offload import Backend
 from jzero.sharding.plan._stages import STAGES, StageAxes
 from jzero.tracing import _call
 
@@ -32,8 +32,7 @@ class Options:
     """What the user chose; `shard_train_step` and the groups say what each means and costs.
 
     Attributes:
-      offload: what answers for `Memory.params` and `Memory.optimizer`.
-      activations: the policy `Memory.activations`; None for none.
+      offload: what obeys `Memory`.
       who: the function they were given to.
     """
 
@@ -41,8 +40,7 @@ class Options:
     microbatches: Microbatches = Microbatches()
     comm: Comm = Comm()
     axes: Axes = Axes()
-    offload: Offload = dataclasses.field(kw_only=True)
-    activations: Offload | None = dataclasses.field(default=None, kw_only=True)
+    offload: Backend = dataclasses.field(kw_only=True)
     donate: bool = True
     weight_dtype: Any = None
     who: str = dataclasses.field(default=WHO, compare=False)
@@ -163,7 +161,12 @@ class Options:
     @property
     def moves_activations(self) -> bool:
         """Whether activations wait for the backward pass in pinned memory of the host."""
-        return self.activations is not None and self.activations.offloads
+        return isinstance(self.activations, PinnedHost)
+
+    @property
+    def activations(self) -> Any:
+        """The policy of activations."""
+        return self.offload.memory.activations
 
     @property
     def reduce_once(self) -> bool:
@@ -252,10 +255,10 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
     (lambda o: o.axes.optimizer is not None and o.stage == 0,
      "stage=0 and Axes(optimizer={o.axes.optimizer})",
      "At stage 0 nothing is sharded.", "Drop Axes(optimizer=), or use stage=1."),
-    (lambda o: o.activations is not None and o.activations.tier not in (DEVICE, PINNED),
+    (lambda o: not isinstance(o.activations, NoOffload | PinnedHost),
      "Memory(activations={o.activations!r})",
      "A program of the devices reads and writes pinned memory of their host, and no other.", _ACTIVATIONS),
-    (lambda o: o.activations is not None and o.activations != type(o.activations)(),
+    (lambda o: o.activations != type(o.activations)(),
      "Memory(activations={o.activations!r})",
      "Its fields are about optimizer state. Of activations, one iteration of a loop, or 128 MiB, are in "
      "transfer.", _ACTIVATIONS),

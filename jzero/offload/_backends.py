@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What obeys the policies of a step, one type for each memory in which optimizer state may rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding
+
+from jzero._errors import OptionError, message
+from jzero._memory_kinds import HOST, NVME, PINNED
+from jzero._policy import HostCPU, Memory, NoOffload, NVMe, PinnedHost, Policy
+from jzero.offload import _tiers
+from jzero.offload._host_step import HostStep
+from jzero.offload._nvme_step import NVMeStep
+from jzero.offload._slicing import Slicer
+from jzero.offload._streamed import StreamedStep
+from jzero.offload.memory._nvme_store import StoreSpec
+from jzero.segments._planned import PlannedStep
+from jzero.segments._whole import WholeStep
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram
+from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
+from jzero.sharding.plan._stages import StageAxes
+from jzero.tracing import _call
+
+WHO = _call.WHO
+_DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
+
+
+class InTier(Backend):
+    """What they have in common. Parameters may rest on the hosts beside any of them, or in its files."""
+
+    def check(self, stage_axes: StageAxes) -> None:
+        """Raises an `OptionError` if the policies cannot be obeyed on these axes."""
+        if not self.streams:
+            return
+        if stage_axes.num_devices > 1 and not stage_axes.param_axes:
+            raise OptionError(message(
+                WHO, f"Memory(params={self.params!r}), and parameters are replicated",
+                "Each device fetches its own shard of the parameters, and gathers.",
+                "Use stage=3, or drop Memory(params=)."))  # fmt: skip
+        if stage_axes.param_axes != stage_axes.shard_axes:
+            raise OptionError(message(
+                WHO, f"Memory(params={self.params!r}), parameters over {stage_axes.param_axes} and optimizer "
+                f"state over {stage_axes.shard_axes}",
+                "Parameters on the hosts are updated where they rest, shard by shard of optimizer state.",
+                "Use the same axes for Axes(params=) and Axes(optimizer=)."))  # fmt: skip
+        if isinstance(self.state, HostCPU) and (self.state.delayed_update or self.state.ratio != 1):
+            raise OptionError(message(
+                WHO, f"{self}",
+                "The host updates all parameters in their place, when the devices have computed with them.",
+                "Drop delayed_update and ratio, or Memory(params=)."))  # fmt: skip
+
+    def rest(
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
+    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
+        """Optimizer state in its tier, and parameters in theirs, in shards."""
+        self.check(stage_axes)
+        return _tiers.offloaded(self, leaves, frame, stage_axes)
+
+    def turns(
+        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
+    ) -> tuple[Turn, ...]:
+        """What the hosts update, and what devices do; or as much at a time as there is room for on these."""
+        if self.updates_on_host:
+            return _tiers.turns(leaves, update)
+        return Slicer(leaves, frame, update, boundary, self.visiting_bytes).turns()
+
+    def program(
+        self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
+        shared: Shared,
+    ) -> StepProgram:  # fmt: skip
+        """What `step` gives."""
+        return self.step(PlannedStep(plan, analysis, mesh), shardings, shared)
+
+    def step(
+        self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
+    ) -> StepProgram:
+        """One program, or parts and turns of the update one after the other; the devices update."""
+        if not self.offloads:
+            return WholeStep(planned, shardings)
+        return StreamedStep(planned, shardings, self.window)
+
+
+class OnDevices(InTier):
+    """Optimizer state rests on the devices, of `NoOffload`."""
+
+
+class InPinnedMemory(InTier):
+    """Optimizer state rests in pinned memory of the hosts and visits the devices, of `PinnedHost`."""
+
+    tier = PINNED
+
+    @property
+    def visiting_bytes(self) -> int:
+        """See `PinnedHost`."""
+        return self.state.device_bytes
+
+
+class OnHostCPU(InTier):
+    """Optimizer state rests in ordinary memory of the hosts and is updated there, of `HostCPU`."""
+
+    tier = HOST
+
+    @property
+    def share(self) -> Fraction | None:
+        """`ratio`; None for 'auto'."""
+        return None if self.state.ratio == "auto" else Fraction(str(self.state.ratio))
+
+    @property
+    def waits(self) -> bool:
+        """See `HostCPU`."""
+        return self.state.delayed_update
+
+    @property
+    def delay_after(self) -> int | None:
+        """How many steps are not delayed; None if none ever is."""
+        after = _DELAY_AFTER if self.state.delay_after is None else self.state.delay_after
+        return after if self.waits else None
+
+    def rest(
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
+    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
+        """Optimizer state on the hosts, but for what `ratio` leaves on the devices."""
+        resting, update = super().rest(leaves, frame, mesh, stage_axes)
+        if self.waits:
+            _tiers.check_delayed(leaves, frame, update)
+        measured = self.state.ratio == "auto"
+        ratio = (
+            _tiers.measured_share(resting, mesh, stage_axes, self.state.threads)
+            if measured
+            else float(self.state.ratio)
+        )
+        return _tiers.shared(resting, update, ratio, measured), update
+
+    def step(
+        self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
+    ) -> StepProgram:
+        """Gradients on the devices, their update on the host."""
+        threads = self.state.threads
+        return HostStep(planned, shardings, threads, self.delay_after, shared, self.window)
+
+
+class InFiles(InTier):
+    """Optimizer state rests in files and is updated by the hosts, of `NVMe`."""
+
+    tier = NVME
+
+    @property
+    def first_tier(self) -> str:
+        """Ordinary memory of the host: what is in which tile the step says."""
+        return HOST
+
+    def step(
+        self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
+    ) -> StepProgram:
+        """Gradients on the devices, their update on the host, tile by tile."""
+        return NVMeStep(planned, shardings, self.state, shared, self.window)
+
+    def files_of(
+        self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
+        shard_axes: tuple[str, ...],
+    ) -> StoreSpec | None:  # fmt: skip
+        """The files of a state of this step."""
+        return step.spec if isinstance(step, NVMeStep) else None
+
+
+_BACKENDS: dict[type[Policy], type[InTier]] = {
+    NoOffload: OnDevices,
+    PinnedHost: InPinnedMemory,
+    HostCPU: OnHostCPU,
+    NVMe: InFiles,
+}
+
+
+def backend_of(who: str, memory: Memory) -> Backend:
+    """What obeys the policies of a train step, or of an estimate.
+
+    Raises:
+      OptionError: that of parameters is none for them, or does not fit that of optimizer state.
+    """
+    state: Any = memory.optimizer
+    params: Any = memory.params
+    if isinstance(state, NVMe) and state.device_bytes is not None:
+        raise OptionError(message(
+            who, f"memory={state!r}", "device_bytes bounds parameters on a device, and this says where "
+            "optimizer state is stored.", "Drop device_bytes, or move it to Memory(params=jzero.NVMe(...))."
+        ))  # fmt: skip
+    if not isinstance(params, NoOffload):
+        check_params(who, params)
+        if isinstance(params, NVMe):
+            _check_together(who, state, params)
+    elif isinstance(state, NVMe) and state.gradients:
+        raise OptionError(message(
+            who, f"memory={state!r}, and parameters are on the devices",
+            "Gradients go into files layer by layer. With parameters on the devices one program makes "
+            "all of them, and new parameters cross the host's memory, whole, too.",
+            f"Write Memory(params=..., optimizer=...), both jzero.NVMe({state.path!r}, gradients=True), "
+            "or drop gradients=True."))  # fmt: skip
+    return _BACKENDS[type(state)](memory)
+
+
+def check_params(who: str, params: Any) -> None:
+    """Raises an `OptionError` unless parameters can be stored as this policy says."""
+    if not isinstance(params, PinnedHost | NVMe):
+        raise OptionError(message(
+            who, f"Memory(params={params!r})",
+            "Parameters are on the devices, in pinned memory, or in files.",
+            "Use Memory(params=jzero.PinnedHost(device_bytes=...)), jzero.NVMe(...), or drop it."
+        ))  # fmt: skip
+
+
+def _check_together(who: str, state: Policy, params: NVMe) -> None:
+    """Parameters in files are updated with the optimizer state beside them."""
+    if not isinstance(state, NVMe):
+        raise OptionError(message(
+            who, f"Memory(params={params!r}, optimizer={state!r})",
+            "Parameters in files are read, updated and written with their optimizer state, tile by tile.",
+            f"Use Memory(optimizer=jzero.NVMe({params.path!r})), too, or Memory(params=jzero.PinnedHost())."
+        ))  # fmt: skip
+    names = ("path", "in_place", "resume", "threads", "gradients")
+    found = [
+        f"{name}={getattr(state, name)!r} and {getattr(params, name)!r}"
+        for name in names
+        if getattr(state, name) != getattr(params, name)
+    ]
+    if found:
+        raise OptionError(message(
+            who, f"Memory(params=) and Memory(optimizer=) have {', '.join(found)}",
+            "Parameters and optimizer state are in the same files.",
+            "Give both the same; host_bytes and device_bytes may differ."))  # fmt: skip
