@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jzero._blocks import Blocks, code_name
 from jzero._errors import MeshError, OptionError, a_type, message
+from jzero._given_fields import GivenFields
 from jzero._quantities import make_int
 
 GATHER = ("per_pass", "keep", "once_per_step")
@@ -22,8 +23,8 @@ ORDER = ("microbatch", "layer")
 MAX_GATHER_BYTES = 2**28
 
 
-@dataclasses.dataclass(frozen=True)
-class Microbatches:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Microbatches(GivenFields):
     """How each device works through its part of a batch; `microbatches=4` is `Microbatches(4)`.
 
     The step does not change, and trains what it trains with the whole batch: only the activations of one
@@ -87,8 +88,8 @@ class Microbatches:
                 "Drop reduce, or order."))  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Comm:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Comm(GivenFields):
     """How parameters are gathered and gradients reduced: in which dtypes, when, and how much at a time.
 
     >>> import jax.numpy as jnp, jzero
@@ -177,8 +178,8 @@ _INTEGERS = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Axes:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Axes(GivenFields):
     """Which mesh axes shard what; `axes="data"` is `Axes("data")`.
 
     >>> import jax, jzero
@@ -224,7 +225,7 @@ class Axes:
     params: str | Sequence[str] | None = None
     optimizer: str | Sequence[str] | None = None
     axis_name: str | None = None
-    auto_specs: Any = None
+    auto_specs: Any = ()
     replicate: str | None = None
     min_shard_bytes: int | None = None
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import inspect
@@ -189,13 +188,8 @@ def _value(name: str, value: Any) -> str:
     """An old option's value, as the new one takes it."""
     if name == "layer_major":
         return repr("layer" if value else "microbatch")
-    if type(value).__module__.startswith("jzero.") and dataclasses.is_dataclass(value):
-        given = [
-            f"{x.name}={getattr(value, x.name)!r}"
-            for x in dataclasses.fields(value)
-            if getattr(value, x.name) != x.default
-        ]
-        return f"jzero.{type(value).__name__}({', '.join(given)})"
+    if type(value).__module__.startswith("jzero."):
+        return f"jzero.{value!r}"
     # A dtype, as jnp.bfloat16 is.
     return (
         f"jnp.{value.__name__}"

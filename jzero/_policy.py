@@ -10,21 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from jzero._errors import OptionError, message
+from jzero._given_fields import GivenFields
 from jzero._quantities import make_int
 
 _LEAST_BYTES = 2**16  # of the host's memory, for tiles
 
 
-class Policy:
+class Policy(GivenFields):
     """Which memory holds something. Of one that is given to a step, a `Backend` says what follows."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class NoOffload(Policy):
     """Everything rests on the devices; the default of `shard_train_step`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PinnedHost(Policy):
     """Optimizer state rests in the pinned memory of the devices' host, and is updated on the devices.
 
@@ -74,7 +75,7 @@ class PinnedHost(Policy):
         )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class HostCPU(Policy):
     """Optimizer state rests in the memory of the devices' host, and is updated there by its processors.
 
@@ -180,7 +181,7 @@ class HostCPU(Policy):
             )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class NVMe(Policy):
     """Optimizer state rests in files, on NVMe disks, and is updated tile by tile by the host's processors.
 
@@ -351,8 +352,8 @@ _NAMED: dict[str, Callable[[], Policy]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Memory(GivenFields):
     """Which memory holds what; a policy alone, `memory=jzero.HostCPU()`, is that of optimizer state.
 
     A string stands for a policy as it is by default: 'device' for `jzero.NoOffload()`, 'pinned_host' (as in
@@ -365,7 +366,7 @@ class Memory:
 
     >>> import jzero
     >>> jzero.Memory(params=jzero.PinnedHost(device_bytes=2**31), optimizer="host").optimizer
-    HostCPU(delayed_update=False, delay_after=None, ratio=1.0, threads=None)
+    HostCPU()
 
     Attributes:
       params: where parameters are stored, at stage 3. `PinnedHost(device_bytes=...)`: in pinned memory, each

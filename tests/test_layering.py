@@ -16,6 +16,7 @@ FLOORS = (
         "_components",
         "_errors",
         "_folded",
+        "_given_fields",
         "_in_turn",
         "_memory_kinds",
         "_thread_group",

@@ -197,7 +197,7 @@ def test_offload_with_too_little_room():
 
 
 def test_offload_of_nothing():
-    text = ["memory=PinnedHost(device_bytes=1073741824)", "is worth it", "Drop memory="]
+    text = ["memory=PinnedHost()", "is worth it", "Drop memory="]
     refuses(ValueError, text, sharded(offload=jzero.PinnedHost()), W, X)
 
 

@@ -127,14 +127,12 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
         text = text.replace(policy, value)
     policy = r"(\w+)\(([^()]*)\)"
     text = re.sub(
-        r"\bMemory\(params=\w+\(device_bytes=(\d+)[^()]*\)\)", r"--offload-params \1B", text
-    )
+        rf"\bMemory\(params={policy}(?:, optimizer={policy})?\)",
+        lambda m: " and ".join([_offload(m[3], m[4], flags)] * bool(m[3]) + [_window(m[2])]), text,
+    )  # fmt: skip
     text = re.sub(
-        rf"\bMemory\(params=\w+\(device_bytes=(\d+)[^()]*\), optimizer={policy}\)",
-        lambda m: f"{_offload(m[2], m[3], flags)} and --offload-params {m[1]}B", text)  # fmt: skip
-    text = re.sub(
-        rf"\b(?:memory=)?({'|'.join(_OFFLOADS)})\(([^()]*)\)(?=[, ]| and|\.)",
-        lambda m: _offload(m[1], m[2], flags) if m[2] else m[0], text)  # fmt: skip
+        rf"(?<!jzero\.)\b(?:memory=)?({'|'.join(_OFFLOADS)})\(([^()]*)\)",
+        lambda m: _offload(m[1], m[2], flags), text)  # fmt: skip
     text = re.sub(r"\bauto={(.*?)}", lambda m: f"--auto {_pairs(m[1])}", text)
     who, _, said = text.partition(": ")
     for group, argument in _GROUPS.items():
@@ -182,6 +180,12 @@ def _in_flags(text: str, flags: Mapping[str, str]) -> str:
     return re.sub(
         rf"(?<!-)\b({names})\b(?=.)", lambda m: flags[m[1]] if "_" in m[1] else m[1], text
     )
+
+
+def _window(settings: str) -> str:
+    """Parameters that rest on the hosts, or in files, with what is on a device at a time."""
+    found = re.search(r"device_bytes=(\d+)", settings)
+    return f"--offload-params {found[1]}B" if found else "--offload-params"
 
 
 def _offload(name: str, settings: str, flags: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jzero._errors import OptionError, message
+from jzero._given_fields import GivenFields
 from jzero._quantities import (
     COUNT_RULE,
     FLOPS_RULE,
@@ -24,8 +25,8 @@ _EXAMPLES = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BytesPerParam:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class BytesPerParam(GivenFields):
     """Bytes per parameter, where names of optimizers and precisions do not say it: ZeRO's 2 + 2 + K.
 
     >>> import jzero
@@ -59,8 +60,8 @@ class BytesPerParam:
                 "Write BytesPerParam(params=2, gradients=2, optimizer=12).", things="fields"))  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Workload(GivenFields):
     """What a step computes with, as far as bytes and time go by it.
 
     >>> import jzero
@@ -90,8 +91,8 @@ class Workload:
                 "Workload", f"recompute={self.recompute!r}", "It is True or False.", "Drop it."))  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rates:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Rates(GivenFields):
     """What devices and links do in a second, for the time of a step; None for what nobody has said.
 
     Each is a number, or a string such as '55GB/s', decimal, as makers state it; it is kept as an int.
