@@ -424,7 +424,7 @@ def test_a_configuration_that_is_no_file(tmp_path):
         ((*SMALL, "--offload", "host", "--ratio", "half"), "--ratio half. It is the share"),
         ((*SMALL, "--offload", "host", "--ratio", "0"), "--ratio 0.0. It is the share"),
         ((*SMALL, "--offload-params", "2GiB", "--stage", "2"),
-         "--offload-params 2147483648B, and parameters rest whole on every device. Each device fetches its "
+         "--offload-params 2147483648B, and parameters are replicated. Each device fetches its "
          "own shard of the parameters, and gathers. Use --stage 3, or drop --offload-params."),
         ((*SMALL, *INFINITY, "--delayed"), "--offload host --delayed and --offload-params 2147483648B. The "
          "host updates all"),
