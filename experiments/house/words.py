@@ -43,7 +43,7 @@ def numbers(checkout: Path) -> dict[str, float]:
 def parameters(nodes: list[ast.AST], name: str) -> int:
     """Of a function, the overloads that check types left out."""
     found = [node for node in nodes if isinstance(node, Function) and node.name == name]
-    return max(len(f.args.args) + len(f.args.kwonlyargs) for f in found)
+    return max((len(f.args.args) + len(f.args.kwonlyargs) for f in found), default=0)
 
 
 def code(source: str) -> int:
