@@ -193,4 +193,4 @@ def test_what_is_given_has_no_arrays():
 
 def test_a_step_of_filter_pmap():
     step = eqx.filter_pmap(lambda model, batch: model)
-    refuses("made by eqx.filter_pmap.* the axis_name= that it had", step, Net())
+    refuses("made by eqx.filter_pmap.* its axis_name= in axes=", step, Net())
