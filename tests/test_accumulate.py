@@ -123,6 +123,7 @@ def test_replicas_are_reduced_once_per_step(stage, scan, dtype):
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.slow(but=["axes0-True", "axes1-True"])
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("axes", [{}, {"optimizer_axes": "local"}])
 def test_microbatches_add_up_in_the_dtype_of_the_gradient(axes, scan):

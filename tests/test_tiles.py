@@ -357,6 +357,7 @@ def large(jaxpr):
     return [aval for aval in moved if aval.size * aval.dtype.itemsize > TILE]
 
 
+@pytest.mark.slow(but=["unrolled"])
 @pytest.mark.parametrize("name", ["unrolled", "scanned remat", "half", "transposed"])
 def test_one_pass_makes_tiles(name):
     def program(after, tile_bytes=TILE):
@@ -386,6 +387,7 @@ def largest(report, op):
     return max(found, default=0)
 
 
+@pytest.mark.slow(but=["unrolled-256", "half-256", "scanned-256"])
 @pytest.mark.parametrize(
     ("name", "tile_bytes"),
     [("unrolled", TILE), ("half", TILE), ("scanned", TILE), ("scanned", 1000), ("einsums", 512)],
