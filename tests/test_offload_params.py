@@ -491,7 +491,7 @@ def test_evaluation_reads_parameters_where_they_rest():
     [
         ({"offload_params": jzero.HostCPU()}, "in pinned memory, or in files"),
         ({"offload_params": 2**20}, "Memory: params=1048576. It is a policy"),
-        ({"stage": 2}, "parameters rest whole on every device"),
+        ({"stage": 2}, "parameters are replicated"),
         ({"prefetch_bytes": 0}, "at most device_bytes are on a device, fetched and gathered"),
         ({"gather": "keep"}, "fetched and gathered for each pass"),
         ({"offload": jzero.HostCPU(ratio=0.5)}, "The host updates all parameters in their place"),
