@@ -265,6 +265,7 @@ class NVMe(Policy):
     >>> [(x.what, x.elements) for x in train_step.describe((w, opt_state), batch).crossings
     ...  if x.direction == "to disk"]  # of one of 8 devices: a master and two moments
     [('optimizer state', 512), ('optimizer state', 512), ('optimizer state', 512)]
+    >>> folder.cleanup()
 
     Attributes:
       path: a folder on the disk, absolute or of the working directory; made if it is not there. Several

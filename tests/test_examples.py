@@ -7,12 +7,21 @@ import pytest
 
 import gpu_compiler
 import jzero
-from jzero import _components, _folded, _policy, _step, testing
+from jzero import (
+    _components,
+    _folded,
+    _option_groups,
+    _policy,
+    _shard_eval_step,
+    _shard_train_step,
+    _sharded_step,
+    testing,
+)
 from jzero.checkpoint import _checkpointer, _restore
 from jzero.deepspeed import _schedules, _transforms, _translate
 from jzero.offload.memory import _leaf_array
 from jzero.preflight import _preflight, _targets
-from jzero.reports import _bandwidth, _describe, _estimate, _lines
+from jzero.reports import _bandwidth, _describe, _estimate, _lines, _numbers
 from jzero.tracing import _eqx, _keys, _local, _nnx, _precision
 
 MODULES = [
@@ -27,12 +36,16 @@ MODULES = [
     _lines,
     _local,
     _nnx,
+    _numbers,
+    _option_groups,
     _policy,
     _precision,
     _preflight,
     _restore,
     _schedules,
-    _step,
+    _shard_eval_step,
+    _shard_train_step,
+    _sharded_step,
     _targets,
     _transforms,
     _translate,
@@ -41,14 +54,21 @@ MODULES = [
 ]
 
 
-@pytest.mark.slow(but=13)
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
 def test_docstrings(module):
     if module in (_preflight, _targets):
         gpu_compiler.skip_without_it()
     results = doctest.testmod(module)
-    assert results.attempted > 0
-    assert results.failed == 0
+    # Of decorated functions `testmod` thinks that they are another module's.
+    runner, finder = doctest.DocTestRunner(), doctest.DocTestFinder()
+    decorated = [
+        x for x in vars(module).values() if hasattr(x, "__wrapped__") and inspect.isfunction(x)
+    ]
+    for fn in [x for x in decorated if x.__module__ == module.__name__]:
+        for test in finder.find(inspect.unwrap(fn), fn.__name__, globs=dict(vars(module))):
+            runner.run(test)
+    assert results.attempted + runner.tries > 0
+    assert results.failed + runner.failures == 0
 
 
 @pytest.mark.slow
