@@ -441,10 +441,9 @@ def test_what_is_looked_at_is_compared(scenario, call, tmp_path):
 
 def test_cost_of_comparing(one_start):
     for found in one_start["costs"][1]:
-        assert found["same"] < 20, found  # 0.5 us; a hundredth of a step of 10 ms is 100
+        # A hundredth of a step of 10 ms is 100 us. How long processes wait for each other is the machine's.
+        assert found["same"] < 20, found  # 0.5 us
         assert found["change"] < 50, found  # 1.4 us
-        assert found["meeting"] < 50_000, found  # 2 ms
-        assert found["confirm"] < 50_000, found
 
 
 @pytest.mark.slow
