@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import gpu_compiler
+import jzero
 
 FOLDER = pathlib.Path(__file__).parents[1] / "experiments" / "paper_tables"
 
@@ -131,7 +132,7 @@ def test_one_program_of_each_table(tmp_path):
     measured, compiled = module("measured"), module("compiled")
     gpt = module("model").GPT(4, 256, 2, vocab=512, context=256)
     store = compiled.Compiled(tmp_path / "compiled.json", allowed=True)
-    program = compiled.Program(gpt, measured.HYBRID, 3, options=(("param_axes", "local"),))
+    program = compiled.Program(gpt, measured.HYBRID, 3, shards=jzero.Axes(params="local"))
     record = store(program)
     assert record["params"] == gpt.num_params
     assert record["moved"] == record["described"]
