@@ -109,6 +109,6 @@ def code_name(dtype: Any) -> str | None:
     """'int8' or 'int4', if that is what a dtype is, or its name."""
     try:
         name = jnp.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):
         return None
     return name if name in _SIZES else None

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
@@ -156,7 +157,7 @@ class Comm(GivenFields):
             _check_float(self, "reduce_dtype", " Quantized: jnp.int8, jnp.int4 or a jzero.Blocks.")
         _check_choice(self, "gather", (None, *GATHER), "Drop it for 'per_pass'.")
         for name, least, rule, edit in _INTEGERS:
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None or name == "max_gather_bytes":
                 make_int(self, "Comm", name, least, None, rule, edit)
         if self.tile_bytes is not None and self.gather in ("keep", "once_per_step"):
             raise OptionError(message(
@@ -288,13 +289,29 @@ def microbatches_of(who: str, given: Any) -> Microbatches:
             "Use microbatches=1 to run the batch whole.")) from None  # fmt: skip
 
 
-def comm_of(who: str, given: Any) -> Comm:
-    """`comm=`: a group."""
-    if isinstance(given, Comm | None):
-        return given or Comm()
-    raise OptionError(message(
-        who, f"comm={given!r}", "It is a jzero.Comm.", "Write comm=jzero.Comm(gather_dtype=jnp.int8)."
-    ))  # fmt: skip
+def comm_of(who: str, given: Any, evaluates: bool = False) -> Comm:
+    """`comm=`: a group; of an evaluation, without what only a training does."""
+    if not isinstance(given, Comm | None):
+        raise OptionError(message(
+            who, f"comm={given!r}", "It is a jzero.Comm.", "Write comm=jzero.Comm(gather_dtype=jnp.int8)."
+        ))  # fmt: skip
+    comm = given or Comm()
+    if evaluates:
+        rule = "It is for training; weight_dtype= quantizes stored weights."
+        refuse_fields(who, comm, ("gather_dtype", "reduce_dtype"), rule)
+        if comm.gather == "keep":
+            raise OptionError(message(
+                who, "Comm(gather='keep')", "An evaluation has no backward pass: parameters are gathered "
+                "'per_pass' or 'once_per_step'.", "Drop it to gather them where they are used."))  # fmt: skip
+    return comm
+
+
+def refuse_fields(who: str, group: Any, names: Sequence[str], rule: str) -> None:
+    """Refuses fields of a group that are not as by default, where they would have no effect."""
+    defaults = type(group)()
+    if given := [x for x in names if getattr(group, x) != getattr(defaults, x)]:
+        fields = ", ".join(f"{x}={getattr(group, x)!r}" for x in given)
+        raise OptionError(message(who, f"{type(group).__name__}({fields})", rule, "Drop it."))
 
 
 def axes_of(given: Any) -> Axes:
@@ -306,7 +323,7 @@ def _axis_tuple(field: str, names: Any) -> tuple[str, ...] | None:
     """`("local",)` of `"local"`; None stays None, which means all axes."""
     if names is None:
         return None
-    found = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
+    found = tuple(names) if isinstance(names, list | tuple) else (names,)
     if not all(isinstance(name, str) for name in found):
         raise MeshError(message(
             "Axes", f"{field}={names!r}", "A mesh axis is called by a text.",
@@ -339,8 +356,17 @@ def _check_float(group: Any, name: str, more: str = "") -> None:
     dtype = getattr(group, name)
     try:
         fits = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
+    except (TypeError, ValueError):
         fits = False
+    if (
+        fits
+        and dtype is not None
+        and jnp.dtype(dtype).itemsize > 4
+        and not jax.config.read("jax_enable_x64")
+    ):
+        raise OptionError(message(
+            type(group).__name__, f"{name}={dtype!r}", "JAX has no 64-bit types without jax_enable_x64.",
+            "Use jnp.float32, or jax.config.update('jax_enable_x64', True) before."))  # fmt: skip
     if not fits:
         raise OptionError(message(
             type(group).__name__, f"{name}={dtype!r}", f"Gradients are floating point numbers.{more}",

@@ -7,63 +7,13 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from jzero._errors import OptionError, message
+from jzero._moved_options import MOVED, new_line
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-class _Moved(NamedTuple):
-    """Where an option of jzero 0.x has gone: a field of a group, or another name."""
-
-    option: str
-    group: str = ""
-    field: str = ""
-
-
-# The options of jzero 0.x, for one release. [docs/migrate/options.md]
-_MOVED = {
-    "accumulate": _Moved("microbatches", "Microbatches", "num"),
-    "reduce": _Moved("microbatches", "Microbatches", "reduce"),
-    "accumulate_dtype": _Moved("microbatches", "Microbatches", "dtype"),
-    "layer_major": _Moved("microbatches", "Microbatches", "order"),
-    **{
-        name: _Moved("comm", "Comm", name)
-        for name in ("gather_dtype", "reduce_dtype", "gather", "prefetch_bytes", "tile_bytes",
-                     "max_gather_bytes")
-    },
-    "axis_names": _Moved("axes", "Axes", "batch"),
-    "param_axes": _Moved("axes", "Axes", "params"),
-    "optimizer_axes": _Moved("axes", "Axes", "optimizer"),
-    "full": _Moved("axes", "Axes", "replicate"),
-    **{
-        name: _Moved("axes", "Axes", name)
-        for name in ("axis_name", "auto_specs", "min_shard_bytes")
-    },
-    "offload": _Moved("memory", "Memory", "optimizer"),
-    "offload_params": _Moved("memory", "Memory", "params"),
-    "offload_activations": _Moved("memory", "Memory", "activations"),
-    "state_argnums": _Moved("state"),
-    "state_argnames": _Moved("state"),
-    "num_params": _Moved("model"),
-    "config": _Moved("model"),
-    "mesh": _Moved("devices"),
-    "param_bytes": _Moved("bytes_per_param", "BytesPerParam", "params"),
-    "gradient_bytes": _Moved("bytes_per_param", "BytesPerParam", "gradients"),
-    "optimizer_bytes": _Moved("bytes_per_param", "BytesPerParam", "optimizer"),
-    **{
-        name: _Moved("workload", "Workload", name)
-        for name in ("tokens", "layers", "width", "recompute")
-    },
-    **{
-        name: _Moved("rates", "Rates", name)
-        for name in ("peak", "pcie", "interconnect", "host_update", "disk")
-    },
-}  # fmt: skip
-# What one value alone of a group is written as.
-_SHORT = {"Microbatches": "num", "Axes": "batch", "Memory": "optimizer"}
-_FIRST = {"Microbatches": "num", "Axes": "batch"}  # fields that are given by position
 
 _DONATES = "A train step donates its state by itself (donate=False keeps it), an evaluation nothing: drop it."
 _OF_JIT = "jzero compiles the step itself: drop it."
@@ -148,10 +98,8 @@ def _edits(
     who: str, unknown: Mapping[str, Any], given: Mapping[str, Any], options: Sequence[str]
 ) -> list[str]:
     """What to write for options that are not there: one line for those of jzero 0.x, one for each other."""
-    moved = {
-        name: _MOVED[name] for name in unknown if name in _MOVED and _MOVED[name].option in options
-    }
-    edits = [f"Write {', '.join(_new(moved, given))}."] if moved else []
+    moved = [name for name in unknown if name in MOVED and MOVED[name].option in options]
+    edits = [new_line(moved, given)] if moved else []
     others = dict[str, list[str]]()
     for name in unknown:
         if name not in moved:
@@ -159,43 +107,6 @@ def _edits(
     for edit, of in others.items():
         edits.append(f"Of {', '.join(of)}: {edit}" if len(others) + len(edits) > 1 else edit)
     return edits
-
-
-def _new(moved: Mapping[str, _Moved], given: Mapping[str, Any]) -> list[str]:
-    """`microbatches=jzero.Microbatches(4, reduce='once')`: the new line for old options."""
-    groups = dict[str, list[str]]()
-    for name in moved:
-        groups.setdefault(moved[name].option, []).append(name)
-    lines = []
-    for option, names in groups.items():
-        group = moved[names[0]].group
-        fields = {moved[name].field: _value(name, given[name]) for name in names}
-        if not group:
-            lines.append(f"{option}={' + '.join(fields.values())}")
-        elif [*fields] == [_SHORT.get(group)]:
-            lines.append(f"{option}={next(iter(fields.values()))}")
-        else:
-            first = fields.pop(_FIRST.get(group, ""), None)
-            written = [
-                *([] if first is None else [first]),
-                *(f"{k}={x}" for k, x in fields.items()),
-            ]
-            lines.append(f"{option}=jzero.{group}({', '.join(written)})")
-    return lines
-
-
-def _value(name: str, value: Any) -> str:
-    """An old option's value, as the new one takes it."""
-    if name == "layer_major":
-        return repr("layer" if value else "microbatch")
-    if type(value).__module__.startswith("jzero."):
-        return f"jzero.{value!r}"
-    # A dtype, as jnp.bfloat16 is.
-    return (
-        f"jnp.{value.__name__}"
-        if hasattr(value, "dtype") and hasattr(value, "__name__")
-        else repr(value)
-    )
 
 
 def _edit(who: str, name: str, options: Sequence[str]) -> str:

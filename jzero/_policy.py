@@ -433,6 +433,7 @@ def _policy(who: str, name: str, given: Any) -> Policy:
         return given
     if isinstance(given, str) and given in _NAMED:
         return _NAMED[given]()
+    also = ", or a jzero.Memory" * (name == "memory")
     raise OptionError(message(
-        who, f"{name}={given!r}", f"It is a policy, or one of {', '.join(map(repr, _NAMED))}.",
+        who, f"{name}={given!r}", f"It is a policy, or one of {', '.join(map(repr, _NAMED))}{also}.",
         f"Write {name}=jzero.PinnedHost(), or drop it."))  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 from jzero._errors import OptionError, a_type, called_as, message
-from jzero._option_groups import Axes, Comm, axes_of, comm_of
+from jzero._option_groups import Axes, Comm, axes_of, comm_of, refuse_fields
 from jzero._own_options import refuses_unknown_options
 from jzero._policy import Memory, Policy, memory_of
 from jzero._sharded_step import ShardedStep
@@ -157,8 +157,9 @@ def shard_eval_step(
       Unprecedented Scale", 2022, section VI: ZeRO-Inference, with weights in host memory.
     """
     if not (like is None or (isinstance(like, ShardedStep) and like.trains)):
+        found = "an evaluation" if isinstance(like, ShardedStep) else a_type(like)
         raise OptionError(message(
-            WHO, f"like is {a_type(like)}", "It is the train step whose state is read.",
+            WHO, f"like is {found}", "It is the train step whose state is read.",
             "Pass what shard_train_step returned."))  # fmt: skip
     if like is not None and (mesh is not None or axes is not None):
         raise OptionError(message(
@@ -200,14 +201,7 @@ def _sharded(
 
 def _comm(given: Any, like: ShardedStep | None) -> Comm:
     """What an evaluation takes of `comm=`; prefetching by default as in the training."""
-    comm = comm_of(WHO, given)
-    _refuse_fields(
-        comm, ("gather_dtype", "reduce_dtype"), "weight_dtype= quantizes stored weights."
-    )
-    if comm.gather == "keep":
-        raise OptionError(message(
-            WHO, "Comm(gather='keep')", "An evaluation has no backward pass: parameters are gathered "
-            "'per_pass' or 'once_per_step'.", "Drop it to gather them where they are used."))  # fmt: skip
+    comm = comm_of(WHO, given, evaluates=True)
     if like is None or comm.prefetch_bytes is not None:
         return comm
     return dataclasses.replace(comm, prefetch_bytes=like._programs.options.comm.prefetch_bytes)
@@ -218,7 +212,7 @@ def _params(memory: Any) -> Any:
     if memory is None:
         return None
     where = memory_of(WHO, memory, short="params")
-    _refuse_fields(where, ("optimizer", "activations"), "An evaluation has parameters alone.")
+    refuse_fields(WHO, where, ("optimizer", "activations"), "An evaluation has parameters alone.")
     return where.params
 
 
@@ -226,15 +220,5 @@ def _batch_axes(given: Any) -> Axes:
     """The axes of a step that reads a state as it is stored."""
     axes = axes_of(given)
     names = [x.name for x in dataclasses.fields(axes) if x.name != "batch"]
-    _refuse_fields(axes, names, "An evaluation takes the data axes.")
+    refuse_fields(WHO, axes, names, "An evaluation takes the data axes.")
     return axes
-
-
-def _refuse_fields(group: Any, names: Sequence[str], rule: str) -> None:
-    """Refuses fields of a group that are not as by default."""
-    defaults = type(group)()
-    if given := [x for x in names if getattr(group, x) != getattr(defaults, x)]:
-        fields = ", ".join(f"{x}={getattr(group, x)!r}" for x in given)
-        raise OptionError(message(
-            WHO, f"{type(group).__name__}({fields})", f"It is for training. {rule}", "Drop it."
-        ))  # fmt: skip

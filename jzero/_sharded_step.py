@@ -275,7 +275,7 @@ class ShardedStep(Generic[StepArgs, Result]):
             raise OptionError(message(
                 _call.WHO, f"{self._programs.options.offload}, and the step is {how}",
                 "An offloaded step is a loop of programs: one alone would hold all of the state on devices.",
-                "Call the step outside of jax.jit and of jax.grad, or drop offload."))  # fmt: skip
+                "Call the step outside of jax.jit and of jax.grad, or drop memory=."))  # fmt: skip
 
     @takes_explicit_axes
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -630,7 +630,7 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     def with_comm(self, comm: Comm) -> ShardedStep[StepArgs, Result]:
         """The same step, with other gathers and reductions, as `shard_train_step(comm=)` takes them."""
-        return self._with(self._programs.with_comm(comm_of(self._who, comm)))
+        return self._with(self._programs.with_comm(comm_of(self._who, comm, not self.trains)))
 
     def _with(self, programs: Programs) -> ShardedStep[StepArgs, Result]:
         other = copy.copy(self)

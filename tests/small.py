@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 import jzero
-from jzero._own_options import _MOVED
+from jzero._moved_options import MOVED
 
 
 def grouped(**options: Any) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def grouped(**options: Any) -> dict[str, Any]:
     found = dict[str, Any]()
     groups = dict[str, dict[str, Any]]()
     for name, value in options.items():
-        moved = _MOVED.get(name)
+        moved = MOVED.get(name)
         if moved is None or name == "mesh":
             found[name] = value
         elif not moved.group:
@@ -26,7 +26,7 @@ def grouped(**options: Any) -> dict[str, Any]:
             groups.setdefault("microbatches", {})["order"] = "layer" if value else "microbatch"
         elif moved.group != "Memory" or value is not None:
             groups.setdefault(moved.option, {})[moved.field] = value
-    classes = {x.option: getattr(jzero, x.group) for x in _MOVED.values() if x.group}
+    classes = {x.option: getattr(jzero, x.group) for x in MOVED.values() if x.group}
     return found | {option: classes[option](**fields) for option, fields in groups.items()}
 
 

@@ -14,7 +14,7 @@ import pytest
 import exactness
 import golden
 from exactness._compare import configured
-from jzero._own_options import _MOVED
+from jzero._moved_options import MOVED
 from jzero._step_types import EvalStepOptions, TrainStepOptions
 from jzero.ir import _rules, _writer
 from jzero.ir._rules import Cost
@@ -65,12 +65,12 @@ def test_every_option_occurs():
     # `_record` gives these to every row; those of jit and of NNX's steps are the families' own.
     always = {"mesh", "axis_names", "in_specs", "state"}
     own = {"static_argnums", "static_argnames", "state_argnums", "state_argnames", "axis_name"}
-    own |= {name for name in _MOVED if name not in EVALUATED}
+    own |= {name for name in MOVED if name not in EVALUATED}
     for options, rows in ((TrainStepOptions, trainings), (EvalStepOptions, evaluations)):
         found = {name for row in rows for name in row.options("folder")}
         found |= {name for row in rows for name in exactness.get(row.step).options}
-        groups = {x.option for x in _MOVED.values() if x.group}
-        known = {name for name, x in _MOVED.items() if x.option in options.__annotations__}
+        groups = {x.option for x in MOVED.values() if x.group}
+        known = {name for name, x in MOVED.items() if x.option in options.__annotations__}
         missing = (known | options.__annotations__.keys() - groups) - found - always
         assert missing <= (
             own if options is EvalStepOptions else {"static_argnums", "state_argnames"}

@@ -104,8 +104,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, "\n".join([*lines, f"See {self.prog} --help.", ""]))
 
 
+# Flags of jzero 0.x, for one release.
+_MOVED = {"--accumulate": "--microbatches", "--accumulate-dtype": "--accumulator-dtype"}
+
+
 def _no(name: str, names: Sequence[str], all_of_them: bool = False) -> str:
     """That there is none of that name, and which was meant."""
+    if name in _MOVED and _MOVED[name] in names:
+        return f"there is no {name}. Write {_MOVED[name]}."
     like = difflib.get_close_matches(name, [x for x in names if x not in ("-h", "--help")], 1, 0.6)
     meant = f" Did you mean {like[0]}?" if like else f" There are {', '.join(names)}." * all_of_them
     return f"there is no {named(name)}.{meant}"
@@ -151,7 +157,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
     text = _in_flags(text, {dest: flag for dest, flag in flags.items() if "." not in dest})
     grouped = {dest.partition(".")[2]: flag for dest, flag in flags.items() if "." in dest}
     text = re.sub(
-        rf"\b([Dd]rop|and|without|with) ({'|'.join(grouped) or '$'})(?=[ ,.:])",
+        rf"\b([Dd]rop|[Cc]orrect|and drop|and without|without) ({'|'.join(grouped) or '$'})(?=[ ,.:])",
         lambda m: f"{m[1]} {grouped[m[2]]}", text)  # fmt: skip
     text = re.sub(r"\bestimate\('([^']*)', ([^)]*)\)",
                   lambda m: f"--params {m[1]} {m[2].replace(',', '')}", text)  # fmt: skip
@@ -160,7 +166,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
 
 
 def _group_in_flags(fields: Mapping[str, str], group: re.Match[str]) -> str:
-    return _in_flags(group[2], fields)
+    return _in_flags(re.sub(r"^(\d+), \.\.\.$", r"num=\1", group[2]), fields)
 
 
 def _value_in_flags(flag: str, value: re.Match[str]) -> str:

@@ -16,7 +16,7 @@ _IN_TIME = (
 )
 # What to do about it.
 DROP_ACCUMULATE = (
-    "Drop accumulate, move it out of there, or compute it for each row, or from sums over the batch."
+    "Drop microbatches, move it out of there, or compute it for each row, or from sums over the batch."
 )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def cannot_in_time(
     why: str, eqn: Eqn | None = None, region: Region | None = None, fix: str = DROP_ACCUMULATE
 ) -> CannotPartitionError:
     """The error for an equation that microbatches cannot run."""
-    found = f"accumulate > 1, and {_at(eqn, region)}{why}"
+    found = f"microbatches > 1, and {_at(eqn, region)}{why}"
     return CannotPartitionError(message(STEP, found, _IN_TIME, fix))
 
 

@@ -165,7 +165,7 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
             WHO, f"HostCPU(ratio={ratio:g}), and {first_of(paths)} are the fewest "
             f"leaves that are updated together: {least:.3f} of all bytes",
             "Leaves whose updates depend on each other rest in one place.",
-            f"Use ratio={min(least + 0.0005, 1):.3f} or more, or drop offload."))  # fmt: skip
+            f"Use ratio={min(least + 0.0005, 1):.3f} or more, or drop memory=."))  # fmt: skip
     return tuple(
         leaf if i in host else dataclasses.replace(leaf, tier=DEVICE)
         for i, leaf in enumerate(leaves)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jzero._errors import OptionError, message
 from jzero._quantities import COUNT_RULE
 from jzero.reports._presets import NEED_ALL_SHARDS, OPTIMIZERS, PRECISIONS
@@ -18,14 +20,16 @@ WHO = "estimate"
 def data_axes(devices: Any) -> dict[str, int] | None:
     """Names and sizes of the axes; None for what is neither a number of devices nor a mesh."""
     if _is_size(devices):
-        return {"data": devices}
+        return {"data": int(devices)}
     sizes = devices if isinstance(devices, Mapping) else getattr(devices, "shape", None)
-    fits = isinstance(sizes, Mapping) and sizes and all(map(_is_size, sizes.values()))
-    return dict(sizes) if isinstance(sizes, Mapping) and fits else None
+    if not isinstance(sizes, Mapping) or not sizes:
+        return None
+    fits = all(isinstance(name, str) and _is_size(size) for name, size in sizes.items())
+    return dict(sizes) if fits else None
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1
 
 
 def check(

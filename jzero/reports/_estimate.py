@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 from jzero._errors import OptionError, called_as, message
-from jzero._option_groups import Axes, Comm, Microbatches
+from jzero._option_groups import Axes, Comm, Microbatches, refuse_fields
 from jzero._options_of import options_of
 from jzero._own_options import refuses_unknown_options
 from jzero._policy import Memory, Policy
@@ -200,7 +200,7 @@ def estimate(
         counted. `tile_bytes`: two tiles of a matrix and of its gradient are counted; the numbers do not tell
         which matrices are larger, and with `Workload.recompute` gathers are counted as if all were: up to 4
         Psi move, not 3.
-      axes: which axes shard parameters and optimizer state.
+      axes: which axes shard parameters and optimizer state (`Axes(params=, optimizer=)`, no other field).
       donate: False counts the state that a step is given beside the new one.
       workload: a `jzero.Workload`: tokens of a step, and the layers that keep activations.
       rates: a `jzero.Rates`, of devices and links.
@@ -231,6 +231,10 @@ def estimate(
     assert axes_of_devices is not None
     with called_as(WHO):
         options = options_of(WHO, stage, microbatches, memory, comm, axes, donate=donate)
+    rule = "Numbers alone do not say what follows from it; describe() of a real step does."
+    names = [x.name for x in dataclasses.fields(Axes) if x.name not in ("params", "optimizer")]
+    refuse_fields(WHO, options.axes, names, rule)
+    refuse_fields(WHO, options.comm, ("prefetch_bytes", "max_gather_bytes"), rule)
     sizes = _role_bytes(
         optimizer, precision, _group(BytesPerParam, "bytes_per_param", bytes_per_param)
     )

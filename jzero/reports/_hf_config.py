@@ -20,7 +20,7 @@ ParamShapes = dict[str, tuple[int, ...]]
 _MAX_SIZE = 10**9  # of a dim; products of a few stay printable
 _MAX_LAYERS = 10**5
 _MAX_BYTES = 2**24
-_ENTRY = "Correct it, or give the number of parameters instead (num_params='7.5B')."
+_ENTRY = "Correct it, or give the number of parameters instead, '7.5B'."
 
 
 class _Bad(Exception):

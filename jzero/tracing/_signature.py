@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -128,7 +129,9 @@ class Signature:
         kinds = [parameter.kind for parameter in signature.parameters.values()]
         rest = kinds.index(_REST) if _REST in kinds else None
 
-        def resolve(option: str, key: str | int) -> str:
+        def resolve(option: str, key: Any) -> str:
+            if hasattr(key, "__index__") and not isinstance(key, bool):  # NumPy's, too.
+                key = operator.index(key)
             if isinstance(key, int) and rest is not None and key >= rest:
                 return f"{names[rest]}[{key - rest}]"
             if isinstance(key, int) and -len(names) <= key < len(names):
@@ -140,7 +143,9 @@ class Signature:
                 f"{option} takes parameter names or positions.", "Correct or drop it."))  # fmt: skip
 
         def chosen(option: str, given: Any) -> set[str]:
-            keys = [given] if isinstance(given, int | str) else given or ()
+            keys = given if isinstance(given, list | tuple) else [given]
+            if isinstance(given, set | frozenset | range):
+                keys = sorted(given)
             return {resolve(option, key) for key in keys}
 
         told = state is not None
@@ -170,7 +175,12 @@ class Signature:
             raise OptionError(message(
                 WHO, f"the state {_quoted(state_names, static)} is declared static",
                 "The state holds the arrays that are trained.", "Drop it from static_argnums."))  # fmt: skip
-        specs = {resolve("in_specs", key): spec for key, spec in checked_specs(in_specs).items()}
+        given_specs = checked_specs(in_specs)
+        specs = {resolve("in_specs", key): spec for key, spec in given_specs.items()}
+        if len(specs) < len(given_specs):
+            raise OptionError(message(
+                WHO, f"in_specs names an argument twice: {', '.join(map(repr, given_specs))}",
+                "It takes one spec for each argument.", "Name it once, or by its position."))  # fmt: skip
         if found & specs.keys():
             raise OptionError(message(
                 WHO, f"in_specs names the state {_quoted(state_names, specs)}",

@@ -271,7 +271,7 @@ _OPTIONS: dict[str, dict[str, tuple[str, Mapping[str, int], Options]]] = {
             SCANNED, FOUR, _given(auto_specs={"embed": PartitionSpec("data")})),
         "device_bytes that hold no layer": (
             SCANNED, FOUR, _given(offload_params=jzero.PinnedHost(device_bytes=100))),
-        "offload is a word": (SCANNED, FOUR, _given(offload="host")),
+        "offload is a word": (SCANNED, FOUR, _given(offload="cpu")),
         "donate with HostCPU": (
             SCANNED, FOUR, _given(donate=False, offload=jzero.HostCPU(threads=1))),
         "layer_major alone": (SCANNED, FOUR, _given(layer_major=True)),

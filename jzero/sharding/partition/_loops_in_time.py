@@ -218,11 +218,11 @@ def differing(region: Region, given: Iterable[Var], axis: str) -> Mapping[ValueI
 def _many_loops(said: Loops) -> CannotPartitionError:
     return CannotPartitionError(message(
         STEP,
-        [f"accumulate > 1, and {line} begins a loop over the microbatches" for line in said.begun_by],
+        [f"microbatches > 1, and {line} begins a loop over the microbatches" for line in said.begun_by],
         f"What needs all rows waits for a loop of its own, which computes again what it reads; in "
         f"{said.num} loops the products would run {said.repeats:.1f} times as often, and "
         f"{MOST_REPEATS} times is the most.",
-        "Drop accumulate; or normalise each row (LayerNorm, GroupNorm), or groups of rows with "
+        "Drop microbatches; or normalise each row (LayerNorm, GroupNorm), or groups of rows with "
         "jzero.groups.", things="reductions", shown=8))  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def _collective(
         raise cannot_in_time(
             f"it is a collective over {'groups of ' * bool(grouped)}{_jaxpr.axes_of(eqn)} that gives each "
             "device something else",
-            eqn, region, "Drop accumulate, or use psum, pmean, all_gather, pmax or pmin.",
+            eqn, region, "Drop microbatches, or use psum, pmean, all_gather, pmax or pmin.",
         )  # fmt: skip
     own = tuple(axis for axis in axes if axis not in time)
     if time and op is None:  # A gather comes first of all: one collective serves all microbatches.

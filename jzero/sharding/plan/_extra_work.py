@@ -70,7 +70,7 @@ def at_once_warning(name: str, num: int, made: Sequence[Kept]) -> str:
         _call.WHO, f"{name} makes {readable_bytes(nbytes)} on each device of all {num} microbatches at once, "
         f"at {', '.join(lines[:_SHOWN] + lines[_SHOWN:][-1:])}",
         "What needs the rows of several microbatches waits until all are there: accumulate spares no memory "
-        "of it.", "Compute it for each row alone, or by sums over the batch; or drop accumulate.",
+        "of it.", "Compute it for each row alone, or by sums over the batch; or drop microbatches.",
     )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def _unsplit(left: Sequence[str], rows: Sequence[RowsOf], setting: Setting) -> _
         f"in_specs splits nothing over {', '.join(map(repr, left))} ({rows[0].spec}), whose devices all "
         "compute the same",
         "Each data axis splits a dim of the batch: rows, or another one.",
-        f"Write in_specs={{{rows[0].argument!r}: jax.P({axes!r})}}, or axis_names={own!r} to leave the "
+        f"Write in_specs={{{rows[0].argument!r}: jax.P({axes!r})}}, or axes={own!r} to leave the "
         "other axes to XLA.",
     )
 
