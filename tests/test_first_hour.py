@@ -174,9 +174,9 @@ def test_a_step_that_returns_no_state():
 
 @pytest.mark.parametrize("make", [shard_train_step, functools.partial(shard_train_step, step)])
 @pytest.mark.parametrize(("options", "edit"), [
-    ({"donate_argnums": 0}, "no option donate_argnums=. A train step donates its state by itself"),
-    ({"in_shardings": None}, r"Drop it: rows are split along dim 0.*in_specs=\{"),
-    ({"out_shardings": None}, "Drop it: the state comes back as it is stored"),
+    ({"donate_argnums": 0}, "no option donate_argnums=. A train step donates its state (donate=False"),
+    ({"in_shardings": None}, r"Drop it: arguments are sharded along dim 0.*in_specs=\{"),
+    ({"out_shardings": None}, "Drop it: the state is returned as it is stored"),
     ({"zero_stage": 3}, "no option zero_stage=. Write stage="),
     ({"devices": 8}, r"Write mesh=jax.make_mesh\(\(len\(devices\),\)"),
     ({"mesh_axes": "data"}, "Write axes="),
