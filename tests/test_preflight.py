@@ -340,7 +340,9 @@ def test_the_schedule_of_parts_is_that_of_all_their_runs():
     assert {row["name"] for row in rows["parts"]} >= {"fetch", "turn", "stretch"}
     text = str(found)
     assert max(map(len, text.splitlines())) <= 80
-    assert "Of a step in parts, also not seen: the time of an update" in " ".join(text.split())
+    assert "Also not seen, for a step of several programs: the time of an update" in " ".join(
+        text.split()
+    )
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
