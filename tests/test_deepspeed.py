@@ -571,7 +571,7 @@ def test_no_gradient_travels_or_adds_up_in_float16(half: str):
     assert found.options["comm"].reduce_dtype == jnp.bfloat16
     assert found.options["microbatches"].dtype == jnp.bfloat16
     for key in ("communication_data_type", "data_types.grad_accum_dtype"):
-        assert "bfloat16 in place of float16: without a loss scale" in found.notes[key]
+        assert "bfloat16 instead of float16: without a loss scale" in found.notes[key]
     said = "The loss that the step returns is added up in it, too"
     assert said in found.notes["data_types.grad_accum_dtype"]
 
