@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`shard_eval_step`: what a state that lives in shards computes, without a step of training."""
+"""`shard_eval_step`: evaluation with a sharded state."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def shard_train_step(
         sums over the batch become sums over the devices                  # gradients, losses, statistics
         gradients are reduce-scattered                                    # stage >= 1
         optimizer state and parameters are updated in shards              # stage >= 1
-        parameters are stored in shards, gathered once for each pass      # stage 3
+        parameters are stored sharded, and gathered once for each pass    # stage 3
 
     `step_fn(state, *args) -> (state, metrics)`, or the state alone. The state is any pytree of arrays:
     Flax `TrainState`, `nnx.State`, a tuple, a dataclass; or several arguments, in any position. Whatever
@@ -126,17 +126,17 @@ def shard_train_step(
         whose batch dim is not dim 0 (`P(None, 'data')`), whose tokens are sharded as well
         (`P('data', 'context')`), or that are to be replicated (`P()`). It affects only costs.
       state: names or positions of the arguments that are the state, by default the first that is not static
-        if it comes back first or alone, else those that come back, by structure, shapes and dtypes, of those
-        alike in their order (optimizer state is state in any case; what may be a batch is refused). The
-        step is called, and returns, as it is written. All of them are donated. What takes or returns a state
-        (`init`, `shard`, `unshard`, `flush`, `state_shardings`, checkpoints) has the tuple of these
-        arguments, in the order of the parameters; a leaf's path begins with the argument's name,
-        `params['w']`. In a method, `self` is 0.
-      donate: False keeps the state that a step is given, as `jax.jit` does without `donate_argnums`: for an
+        if it is returned first or alone, else those that are returned, matched by structure, shapes and
+        dtypes, and by their order where several match (optimizer state is always state; an argument that may
+        be a batch is refused). The step is called, and returns, as it is written. All of them are donated.
+        Methods that accept or return a state (`init`, `shard`, `unshard`, `flush`, `state_shardings`,
+        checkpoints) use the tuple of these arguments, in the order of the parameters; a leaf's path begins
+        with the argument's name, `params['w']`. In a method, `self` is 0.
+      donate: False keeps the state passed to a step, as `jax.jit` does without `donate_argnums`: for an
         average of old states, or to go back. Memory: all of the state once more while a step runs, wherever
-        it is stored. Refused with `HostCPU` and `NVMe`, which write over it.
-      static_argnums: positions of arguments that are compiled in, as for `jax.jit`; those that a `step_fn`
-        of `jax.jit` has are taken over.
+        it is stored. Refused with `HostCPU` and `NVMe`, which update it in place.
+      static_argnums: positions of arguments that are compiled in, as for `jax.jit`; those of a `step_fn`
+        under `jax.jit` are kept.
       static_argnames: their names.
 
     Returns:
@@ -144,7 +144,7 @@ def shard_train_step(
 
     Raises:
       OptionError: an option that cannot be obeyed.
-      StepError: when first called, a step that jzero cannot make right.
+      StepError: when first called, a step that jzero cannot shard exactly.
       MeshError: a mesh or axis that does not fit (some of it when first called).
 
     Reference:

@@ -46,7 +46,7 @@ def assert_same_training(
     tolerance: Tolerance | None = None,
     **options: Any,
 ) -> None:
-    """Asserts that a step trains in shards as it does on one device.
+    """Asserts that a sharded step trains as it does on one device.
 
     Both start from one state and see the same batches, in one process::
 

@@ -61,7 +61,7 @@ def preflight(
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Preflight:
-    """Compiles a step for so many GPUs or TPUs, on a machine with none, and reports what they would need.
+    """Compiles a step for GPUs or TPUs on a machine with none, and reports what it would need there.
 
     XLA's compiler for them runs as it would there, but for autotuning, which needs the device::
 
@@ -259,7 +259,7 @@ class Preflight:
         peak, there = self.peak_bytes - self.argument_bytes, self.host_bytes
         if self.report is not None:
             there -= self.report.plan.nbytes_at_rest(tier=PINNED)
-        note = "at the peak, beside the arguments"
+        note = "at the peak, besides the arguments"
         within = Memory("within a step", (peak + there) * num, peak, False, note, there)
         if self.report is None:
             return Memory(

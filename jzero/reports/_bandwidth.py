@@ -173,7 +173,7 @@ class BandwidthReport:
             yield "These devices are the host: all of them share its memory, and copies stay in it."
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The text, for a terminal of so many columns."""
+        """The text, at most `width` columns wide."""
         found = wrapped(self.header(), "  ", width)
         for table in self.tables():
             found += ["", *table.text(width)]

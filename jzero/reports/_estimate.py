@@ -71,7 +71,7 @@ def estimate(
 
     `memory` moves the optimizer state off the devices. With `PinnedHost` all of it is copied to the device
     and back in a step, at most `device_bytes` of it on a device at a time. With `HostCPU` gradients are
-    copied to the host and new parameters to the device; these are stored in pinned memory until then (those
+    copied to the host and new parameters to the device, through pinned memory (which holds the new parameters
     of two steps if delayed). An optimizer state without masters reads parameters, which are then copied to
     the host, too. With `NVMe` the same is copied, the optimizer state is read from the host's disk and
     written there, once each, and the host holds `host_bytes` of it, counted for each device as if each had a
@@ -106,14 +106,13 @@ def estimate(
     jzero: estimate of 7.5B parameters at stage 3 over 64 devices (data axes: 'data'
       of size 64)
     <BLANKLINE>
-                                           on each
-    memory                        whole     device
-    parameter                  14.0 GiB  223.5 MiB
-    optimizer state            83.8 GiB    1.3 GiB
-    stored                     97.8 GiB    1.5 GiB
-    gradient                   14.0 GiB  223.5 MiB  sharded: reduced as they are
-                                                    produced
-    total within a step       111.8 GiB    1.7 GiB
+                                      on each
+    memory                   whole     device
+    parameter             14.0 GiB  223.5 MiB
+    optimizer state       83.8 GiB    1.3 GiB
+    stored                97.8 GiB    1.5 GiB
+    gradient              14.0 GiB  223.5 MiB  sharded: reduced as they are produced
+    total within a step  111.8 GiB    1.7 GiB
     <BLANKLINE>
     per step         dtype  axes        elements     bytes  times
     all-gather      16-bit  data  15,000,000,000  27.9 GiB      2
@@ -133,16 +132,16 @@ def estimate(
     jzero: estimate of 10B parameters at stage 3 over 1 device (data axes: 'data' of
       size 1)
     <BLANKLINE>
-                                          on each     on its
-    memory                        whole    device       host
-    parameter                  18.6 GiB  18.6 GiB        0 B
-    optimizer state           111.8 GiB       0 B  111.8 GiB
-    outgoing parameter         18.6 GiB       0 B   18.6 GiB  pinned
-    at rest                   149.0 GiB  18.6 GiB  130.4 GiB
-    gradient                   18.6 GiB  18.6 GiB        0 B  sharded: reduced as
-                                                              they are produced
-    incoming gradient          18.6 GiB       0 B   18.6 GiB  pinned
-    with those within a step  186.3 GiB  37.3 GiB  149.0 GiB
+                                     on each     on its
+    memory                   whole    device       host
+    parameter             18.6 GiB  18.6 GiB        0 B
+    optimizer state      111.8 GiB       0 B  111.8 GiB
+    outgoing parameter    18.6 GiB       0 B   18.6 GiB  pinned
+    stored               149.0 GiB  18.6 GiB  130.4 GiB
+    gradient              18.6 GiB  18.6 GiB        0 B  sharded: reduced as they
+                                                         are produced
+    incoming gradient     18.6 GiB       0 B   18.6 GiB  pinned
+    total within a step  186.3 GiB  37.3 GiB  149.0 GiB
     <BLANKLINE>
     A step moves nothing between devices.
     <BLANKLINE>
@@ -498,7 +497,7 @@ class Estimate:
         ]
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The text, for a terminal of so many columns."""
+        """The text, at most `width` columns wide."""
         table = _tables.traffic_table(self.traffic)
         crossing = _tables.crossing_table(self.crossings)
         moved = float(Fraction(self.elements_moved, self.num_params))

@@ -194,7 +194,7 @@ class StepTime:
             yield f"Not counted, because no rate was given: {', '.join(self.untimed)}."
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The text, for a terminal of so many columns."""
+        """The text, at most `width` columns wide."""
         remarks = [line for text in self.remarks() for line in wrapped(text, "  ", width)]
         return [*self.table().text(width), "", *remarks]
 
