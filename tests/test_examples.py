@@ -7,13 +7,22 @@ import pytest
 
 import gpu_compiler
 import jzero
-from jzero import _components, _folded, _step, testing
+from jzero import (
+    _blocks,
+    _components,
+    _folded,
+    _option_groups,
+    _shard_eval_step,
+    _shard_train_step,
+    _sharded_step,
+    testing,
+)
 from jzero.checkpoint import _checkpointer, _restore
 from jzero.deepspeed import _schedules, _transforms, _translate
 from jzero.offload import _policy
 from jzero.offload.memory import _leaf_array
 from jzero.preflight import _preflight, _targets
-from jzero.reports import _bandwidth, _describe, _estimate, _lines
+from jzero.reports import _bandwidth, _describe, _estimate, _lines, _numbers
 from jzero.tracing import _eqx, _keys, _local, _nnx, _precision
 
 MODULES = [
@@ -33,12 +42,17 @@ MODULES = [
     _preflight,
     _restore,
     _schedules,
-    _step,
+    _sharded_step,
     _targets,
     _transforms,
     _translate,
     _keys,
     testing,
+    _blocks,
+    _numbers,
+    _option_groups,
+    _shard_eval_step,
+    _shard_train_step,
 ]
 
 
