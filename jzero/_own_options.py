@@ -161,7 +161,7 @@ def _edits(
         if name not in moved:
             others.setdefault(_edit(who, name, options), []).append(f"{name}=")
     for edit, of in others.items():
-        edits.append(f"{', '.join(of)}: {edit}" if len(others) + len(edits) > 1 else edit)
+        edits.append(f"For {', '.join(of)}: {edit}" if len(others) + len(edits) > 1 else edit)
     return edits
 
 

@@ -292,7 +292,7 @@ CHEAP = "Stage 1 communicates the same, and divides optimizer state by the devic
          PREFETCH, "Not set: prefetch_bytes is 256 MiB by default."),
         ({ZERO: {"stage": 2, "stage3_prefetch_bucket_size": 10}}, PREFETCH, "Without effect at stage 2"),
         ({ZERO: {"stage": 3, "stage3_prefetch_bucket_size": 10}},
-         PREFETCH, "prefetch_bytes=40): so many elements of 4"),
+         PREFETCH, "prefetch_bytes=40): that number of elements of 4"),
         ({ZERO: {"stage": 3, "prefetch_bucket_size": 10}}, PREFETCH, "prefetch_bytes=40"),
         *(({ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0}}},
            f"{OFFLOADED}.{key}", "Without effect: a ratio of 0 offloads nothing.")

@@ -246,7 +246,7 @@ def test_a_state_of_variables_is_a_value():
 def test_objects_that_are_no_arguments():
     rngs = nnx.Rngs(0)
     refuses(
-        r"changes an object that it was not given \(.*RngCount.*\)\. .* Make the object a parameter",
+        r"changes an object that was not passed to it \(.*RngCount.*\)\. .* Make the object a parameter",
         lambda model, batch: model(batch, rngs).sum(), Net(0),
     )  # fmt: skip
     refuses(

@@ -292,7 +292,7 @@ def half(c: Config, key: str) -> Made:
     if c.is_half or c.given.get(key) != AUTO:
         return "Off.", {}
     return (
-        f"Off, because nothing sets it: parameters have the dtype that your model makes. {name}=True among auto "
+        f"Off, because nothing sets it: parameters have the dtype of your model. {name}=True among auto "
         "makes them bfloat16, with float32 masters."), {}  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers for parameters that are stored in 16 bits: float32 masters, or stochastic rounding without them."""
+"""Optimizers for 16-bit parameters: float32 masters, or stochastic rounding without them."""
 
 from __future__ import annotations
 
