@@ -423,7 +423,7 @@ def test_spared_leaves(shapes, options, spared):
         for leaf in of(before, name) + of(after, name):
             whole_params = options.get("stage") == 1 and leaf.role == "parameter"
             assert (leaf.why_full == SPARED) == (name in spared and not whole_params)
-            assert (str(leaf.layout) == "full") == (name in spared or whole_params)
+            assert (str(leaf.layout) == "replicated") == (name in spared or whole_params)
     padded = any(leaf.padding for leaf in after)
     assert padded == any(
         name != "m" and name not in spared and shapes[name] != (1001, 8) for name in shapes
