@@ -377,7 +377,7 @@ def linear() -> Any:
 def test_objects_that_are_no_arguments():
     rngs = nnx.Rngs(0)
     refuses(
-        r"shard_train_step: train_step changes an object that it was not given \(.*RngCount.*\)\. "
+        r"shard_train_step: train_step changes an object that was not passed to it \(.*RngCount.*\)\. "
         r".* Make the object a parameter of train_step, and pass it with each call\.",
         lambda model, batch: model(batch + jax.random.normal(rngs())).sum(), linear(), X,
     )  # fmt: skip

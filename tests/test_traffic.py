@@ -273,4 +273,4 @@ def test_moments_that_are_stacked_stay_shards():
     state = (jnp.ones((64, 128)), jnp.zeros((2, 64, 128)))
     found = small.shard_train_step(step, stage=1).describe(state, jnp.ones((16, 64)))
     assert found.elements("all-gather") == found.elements("reduce-scatter") == 64 * 128
-    assert "updated by every device" not in str(found)
+    assert "gathers and updates" not in str(found)
