@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO for JAX: train steps whose parameters, gradients and optimizer state live in shards."""
+"""ZeRO for JAX: train steps whose parameters, gradients and optimizer state are sharded."""
 
 import types as _types
 import typing as _typing

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Blocks`: in which few bits values travel, so many of them with one scale."""
+"""`Blocks`: a quantized format, integers of few bits with one scale for each block."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import jax.numpy as jnp
 from jzero._errors import OptionError, message
 from jzero._quantities import make_int
 
-# Blocks of hundreds: thousands double the error, and tens cost as much for scales as for codes.
+# Blocks of hundreds: thousands double the error, and tens cost as much for scales as for values.
 _SIZES = {"int8": 256, "int4": 128}
 _LARGEST = {"int8": 127, "int4": 7}
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Whole numbers of 8 or 4 bits, with one scale for each block of them: how values travel, or rest.
+    """A quantized format: integers of 8 or 4 bits, with one scale for each block, to send or store values.
 
-    A block of `size` neighbours `x` travels as its scale `s` and codes `round(x / s)`; `s = max|x| / 127`, or
-    `/ 7` for int4. Each element comes back to within half a step `s`. What is not finite comes back as it
-    was, and its neighbours do not suffer (their steps are 1 % larger then, of int4 a sixth). A block whose
-    largest element is so small that `s` is no normal number (below 1.5e-36) comes back as 0, and with
-    `rotate` elements near the dtype's largest number may come back as Inf. The scale is float32 (float64 for
-    float64): `size` elements take `size + 4` bytes in int8, `size / 2 + 4` in int4.
+    A block of `size` adjacent elements `x` is quantized to its scale `s` and integers `round(x / s)`; `s =
+    max|x| / 127`, or `/ 7` for int4. Each element is dequantized to within half a step `s`. Values that are
+    not finite are preserved, and do not affect the elements of their block (whose steps are then 1 % larger,
+    of int4 a sixth). A block whose largest element is so small that `s` is no normal number (below 1.5e-36)
+    becomes 0, and with `rotate` elements near the dtype's largest number may become Inf. The scale is float32
+    (float64 for float64): `size` elements take `size + 4` bytes in int8, `size / 2 + 4` in int4.
 
     >>> import jax.numpy as jnp, jzero
     >>> jzero.Blocks(jnp.int8)
@@ -37,13 +37,13 @@ class Blocks:
     Attributes:
       dtype: `jnp.int8` or `jnp.int4`, or its name.
       size: elements of a block, a power of two from 16 to 65536; 256 for int8 and 128 for int4 by default.
-      rotate: whether each block is multiplied by a Hadamard matrix first, and back again: a few large
-        elements then spread over all of them. It helps gradients in 4 bits. Weights come back less exactly,
-        though a small training lost less by it (experiments/wire).
-      stochastic: whether codes are rounded up or down at random, so that the mean over elements is right. The
-        random bits follow from an element's value and place: a run that is resumed has the same ones, and a
-        value that does not change is always rounded alike. Its error is larger: a small training whose
-        weights travelled so lost more (experiments/wire).
+      rotate: whether each block is multiplied by a Hadamard matrix before quantization, and back afterwards,
+        which spreads a few large elements over all of them. It helps gradients in 4 bits. Weights become less
+        exact, though it harmed a small training less (experiments/wire).
+      stochastic: whether values are rounded up or down at random, so that the mean over elements is right.
+        The random bits follow from an element's value and position: a resumed run has the same ones, and a
+        value that does not change is always rounded alike. Its error is larger: it harmed a small training
+        whose weights were gathered so more (experiments/wire).
 
     Reference:
       Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023,
@@ -59,7 +59,7 @@ class Blocks:
         name = code_name(self.dtype)
         if name is None:
             raise OptionError(message(
-                "Blocks", f"dtype={self.dtype!r}", "Codes have 8 or 4 bits.",
+                "Blocks", f"dtype={self.dtype!r}", "Quantized values have 8 or 4 bits.",
                 "Use jnp.int8 or jnp.int4."))  # fmt: skip
         object.__setattr__(self, "dtype", name)
         if self.size is None:
@@ -83,12 +83,12 @@ class Blocks:
 
     @property
     def largest(self) -> int:
-        """The largest code: 127 or 7."""
+        """The largest integer: 127 or 7."""
         return _LARGEST[self.dtype]
 
     @property
     def per_byte(self) -> int:
-        """How many codes a byte has: 1 or 2."""
+        """How many elements a byte has: 1 or 2."""
         return 2 if self.dtype == "int4" else 1
 
     @property
@@ -97,7 +97,7 @@ class Blocks:
         return Fraction(1, self.per_byte) + Fraction(4, self.elements)
 
     def nbytes(self, num: int, scale_bytes: int = 4) -> int:
-        """Bytes of so many elements of one row, with their scales."""
+        """Bytes of `num` elements of one row, with their scales."""
         return -(-num // self.per_byte) + -(-num // self.elements) * scale_bytes
 
     def __str__(self) -> str:

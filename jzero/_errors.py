@@ -38,11 +38,11 @@ class StateError(JzeroError, ValueError):
 
 
 class BatchError(JzeroError, ValueError):
-    """An argument beside the state that cannot be split over the devices."""
+    """An argument other than the state that cannot be sharded over the devices."""
 
 
 class StepError(JzeroError, TypeError):
-    """A train step that cannot be made right; the message says which edit would."""
+    """A train step that jzero cannot shard exactly; the message names the edit that makes it possible."""
 
 
 class CheckpointError(JzeroError, ValueError):

@@ -99,18 +99,19 @@ class Comm(GivenFields):
 
     Attributes:
       gather_dtype: quantized format in which parameters are gathered, at stage 3 for each pass: `jnp.int8`,
-        `jnp.int4` or a `jzero.Blocks`. Each comes within half a step of its block's scale: near to what
-        `jax.jit` trains, the same on all devices, but not equal. Traffic of gathers: about half of
-        bfloat16's for int8, a quarter for int4. Small leaves and what no matrix product reads (norms,
-        biases, tables that are only looked up) stay exact; `describe` lists them. Where a gathered copy is
-        stored (stages 1 and 2, and the axes beside `Axes.params`) the difference of new parameters to it
-        travels so, of those that have masters. None: parameters are gathered as the step reads them.
-      reduce_dtype: dtype in which gradients travel and are summed over the devices: bfloat16 halves the
+        `jnp.int4` or a `jzero.Blocks`. Each element is rounded by at most half a step of its block's scale:
+        near to what `jax.jit` trains, the same on all devices, but not equal. Traffic of gathers: about half
+        of bfloat16's for int8, a quarter for int4. Small leaves and those that no matrix product reads
+        (norms, biases, tables that are only looked up) stay exact; `describe` lists them. Where a gathered
+        copy is stored (stages 1 and 2, and the axes other than `Axes.params`), the difference of the new
+        parameters to this copy is gathered in that format, for those that have masters. None: parameters are
+        gathered as the step reads them.
+      reduce_dtype: dtype in which gradients are sent and summed over the devices: bfloat16 halves the
         bytes of float32 gradients, float32 sums bfloat16 ones more exactly. From stage 1 on also a quantized
         format as for `gather_dtype`, or a dict with one per data axis, `{'local': jnp.int8, 'node':
-        jnp.int4}`: gradients then travel quantized over one axis after the other, the mesh's last one first,
-        and are summed in float32. Leaves that `gather_dtype` leaves exact stay exact. None: as the step has
-        them.
+        jnp.int4}`: gradients are then sent quantized over one axis after the other, the mesh's last one
+        first, and are summed in float32. Leaves that `gather_dtype` leaves exact stay exact. None: as the
+        step has them.
       gather: how long gathered parameters live at stage 3. 'per_pass' (default): gathered for the forward
         pass, freed, and gathered again for the backward pass: 2 Psi elements per microbatch for Psi
         parameters, memory of one layer. 'keep': the forward pass's copy serves the backward pass: Psi per
@@ -123,9 +124,9 @@ class Comm(GivenFields):
         are reduced together in buckets of up to the smaller of these bytes, `tile_bytes`, and 2 MiB per
         device (4 MiB at least).
       tile_bytes: a matrix that has more bytes as it is gathered, or its gradient (from stage 1 on), is never
-        whole on a device: each product gathers and uses it, or makes and reduces it, in ranges of one dim
-        of up to so many bytes (memory-centric tiling), the next range beside the use of this one. Memory: a
-        few tiles in place of the largest matrices and their gradients. A matrix that several products of a
+        whole on a device: each product gathers and uses it, or computes and reduces it, in tiles of one dim
+        of up to this size (memory-centric tiling), gathering the next tile while it uses this one. Memory: a
+        few tiles instead of the largest matrices and their gradients. A matrix that several products of a
         pass read is gathered for each. What no product reads (a table's look-up, a convolution's kernel) is
         gathered whole; `describe` names it. None: no tiles.
       max_gather_bytes: the most bytes of a value with the batch dim that one operation may gather on every
@@ -162,7 +163,7 @@ class Comm(GivenFields):
         if self.tile_bytes is not None and self.gather in ("keep", "once_per_step"):
             raise OptionError(message(
                 "Comm", f"gather={self.gather!r} and tile_bytes={self.tile_bytes}",
-                "A tile is freed when it was used, and gathered again by the next pass that uses it.",
+                "A tile is freed after its use, and the next pass that uses it gathers it again.",
                 "Drop gather, or tile_bytes."))  # fmt: skip
 
 
@@ -171,7 +172,7 @@ _INTEGERS = (
      "It is how many gathered bytes may be ahead of the compute that uses them, an int from 0.",
      "Use prefetch_bytes=0 to gather only what is used next, or drop it."),
     ("tile_bytes", 1,
-     "It is how many bytes of a matrix are gathered, and of its gradient made, at a time, an int from 1.",
+     "It is how many bytes of a matrix are gathered, and of its gradient computed, at a time, an int from 1.",
      "Use tile_bytes=2**28, or drop it to gather whole matrices."),
     ("max_gather_bytes", 0,
      "It is how many bytes of a value with the batch dim one operation may gather, an int from 0.",
@@ -189,7 +190,7 @@ class Axes(GivenFields):
 
     Attributes:
       batch: the data axes: mesh axes over which the batch, and with it the state, is sharded; all of the
-        mesh's by default. Other axes stay XLA's. Explicit axes are taken as Auto.
+        mesh's by default. Other axes stay XLA's. Explicit axes are treated as Auto.
       params: the data axes over which parameters are sharded at stage 3, all by default. With
         `params='local'` they are gathered within a node; new ones are gathered over the other axes of
         `optimizer` once per step (ZeRO-3 inside a node, ZeRO-1 over all of them).
@@ -405,7 +406,7 @@ def _check_specs(auto_specs: Sequence[tuple[str, Any]]) -> None:
             raise OptionError(message(
                 "Axes", f"auto_specs[{pattern!r}] is {spec}",
                 "A stored dim is sharded over axes, or it is not.",
-                "Write None in place of UNCONSTRAINED, or the axes."))  # fmt: skip
+                "Write None instead of UNCONSTRAINED, or the axes."))  # fmt: skip
         if len(set(axes)) < len(axes):
             raise OptionError(message(
                 "Axes", f"auto_specs[{pattern!r}] is {spec}", "An axis shards one dim of a leaf.",

@@ -15,7 +15,7 @@ from jzero._moved_options import MOVED, new_line
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-_DONATES = "A train step donates its state by itself (donate=False keeps it), an evaluation nothing: drop it."
+_DONATES = "A train step donates its state (donate=False keeps it), an evaluation donates nothing: drop it."
 _OF_JIT = "jzero compiles the step itself: drop it."
 _AXES = "Write axes=, the data axes of the mesh."
 _NUM_MICROBATCHES = "Write microbatches=, how many each device works through in a step."
@@ -25,15 +25,18 @@ _KNOWN = {
     "donate_argnames": (None, _DONATES),
     "in_shardings": (
         "in_specs",
-        "Drop it: rows are split along dim 0, and the state as the stage says. Where an argument has its "
-        "rows elsewhere, write in_specs={'argument': jax.P(None, 'data')}.",
+        "Drop it: arguments are sharded along dim 0, and the state as the stage says. Where an argument has "
+        "its rows along another dim, write in_specs={'argument': jax.P(None, 'data')}.",
     ),
-    "out_shardings": (None, "Drop it: the state comes back as it is stored, and rows stay split."),
+    "out_shardings": (
+        None,
+        "Drop it: the state is returned as it is stored, and outputs with rows stay batch-sharded.",
+    ),
     "in_axes": (
         "in_specs",
         "Write in_specs={'argument': jax.P(None, 'data')} for rows along dim 1.",
     ),
-    "out_axes": (None, "Drop it: what has rows comes back whole, in their order."),
+    "out_axes": (None, "Drop it: outputs with rows are global arrays, in the order of the rows."),
     "zero_stage": ("stage", "Write stage=."),
     "zero": ("stage", "Write stage=."),
     "level": ("stage", "Write stage=."),
@@ -79,7 +82,7 @@ def refuses_unknown_options(fn: _Function) -> _Function:
         if len(args) > 1:
             raise OptionError(message(
                 who, f"{len(args)} arguments by position, the second a {type(args[1]).__name__}",
-                f"Only {first} is given by position, and options by their names.",
+                f"Only {first} is passed by position; options are passed by name.",
                 f"Write {who}({first}, {options[0]}=...)."))  # fmt: skip
         unknown = {name: x for name, x in kwargs.items() if name not in (first, *options)}
         if unknown:
@@ -105,7 +108,7 @@ def _edits(
         if name not in moved:
             others.setdefault(_edit(who, name, options), []).append(f"{name}=")
     for edit, of in others.items():
-        edits.append(f"Of {', '.join(of)}: {edit}" if len(others) + len(edits) > 1 else edit)
+        edits.append(f"For {', '.join(of)}: {edit}" if len(others) + len(edits) > 1 else edit)
     return edits
 
 

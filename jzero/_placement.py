@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Placement`: where the state of a step rests, as the step itself and checkpoints of it ask."""
+"""`Placement`: where the state of a step is stored, as the step itself and checkpoints of it ask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jzero.tracing import _call, _jaxpr, _weak
 
 
 class Placement:
-    """Where the state of one step rests, by its programs or, before there is one, by its shapes.
+    """Where the state of one step is stored, by its programs or, before there is one, by its shapes.
 
     Attributes:
       programs: the step's.
@@ -49,7 +49,7 @@ class Placement:
     def leaf_plans(
         self, state: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> tuple[tuple[LeafPlan, ...], list[NamedSharding]]:
-        """Where each leaf of the state rests, as far as it is known: see `ShardedStep.state_shardings`.
+        """Where each leaf of the state is stored, as far as it is known: see `ShardedStep.state_shardings`.
 
         The shardings are those of leaves at rest, of the shape `LeafPlan.padded_shape`.
         """
@@ -82,7 +82,7 @@ class Placement:
         if chosen is not None:
             raise OptionError(message(
                 "shard", f"weight_dtype={chosen}, and the step's other arguments are not known",
-                "Those weights rest in codes that products read, and which these are the step says.",
+                "Those weights are quantized that matrix products read, and the step says which these are.",
                 "Call eval_step.shard(state, *args), with arrays or jax.ShapeDtypeStruct."))  # fmt: skip
 
     def places(self, plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]) -> list[Place]:
@@ -143,21 +143,21 @@ class Placement:
         return placed
 
     def _check_codes(self, who: str, leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> None:
-        """Refuses codes where a step trains, and weights that an evaluation was told rest in codes."""
+        """Refuses quantized leaves in training, and unquantized ones where weight_dtype was declared."""
         pairs = list(zip(leaves, plans, strict=True))
         codes = [plan.path for x, plan in pairs if is_coded(x) and plan.codes is None]
         if codes:
             raise StateError(message(
-                who, [f"{path} rests in codes" for path in codes],
-                "A training updates the numbers themselves; codes have lost some of each.",
-                "Train the state that was coded, or call train_step.unshard(state) for what its codes say.",
+                who, [f"{path} is quantized" for path in codes],
+                "Training updates the exact values; quantization has rounded them.",
+                "Train the original state, or call train_step.unshard(state) to dequantize it.",
                 shown=4))  # fmt: skip
         exact = [plan.path for x, plan in pairs if x is not None and plan.codes and not is_coded(x)]
         if exact and who != "shard":
             raise StateError(message(
-                who, [f"{path} is not in codes" for path in exact],
-                f"weight_dtype={self.programs.options.weight_dtype} is how weights rest, so that they never "
-                "lie whole on the devices.",
+                who, [f"{path} is not quantized" for path in exact],
+                f"weight_dtype={self.programs.options.weight_dtype} is the format in which weights are "
+                "stored, so that the devices never hold them unquantized.",
                 "Call state = eval_step.shard(state, *args) once, and keep what it returns.",
                 shown=4))  # fmt: skip
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`shard_eval_step`: what a state that lives in shards computes, without a step of training."""
+"""`shard_eval_step`: evaluation with a sharded state."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def shard_eval_step(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Any:
-    """Evaluates, predicts or generates with a state as it rests in shards.
+    """Evaluates, predicts or generates with a sharded state.
 
     `eval_step(state, *args) -> anything`. The state is that of a sharded train step, or a part of it, like
-    `state.params`; it is read where it lies, and neither consumed nor returned. What comes back is what
-    `jax.jit(eval_step)` returns on one device with the whole batch: outputs with rows are whole arrays, in
-    their order, split over the devices where they divide. Parameters are gathered layer by layer, and
-    freed. Batches may be of any size, the last and smaller one too; each new shape compiles.
+    `state.params`; it is read as it is stored, and neither consumed nor returned. The result is what
+    `jax.jit(eval_step)` returns on one device with the whole batch: outputs with rows are global arrays, in
+    the order of the rows, batch-sharded where the devices divide them. Parameters are gathered layer by
+    layer, and freed. Batches may be of any size, the last and smaller one too; each new shape compiles.
 
     >>> import jax, jax.numpy as jnp, optax, jzero
     >>> tx = optax.adam(1e-2)
@@ -76,36 +76,36 @@ def shard_eval_step(
     >>> eval_step(state[0], jnp.ones((13, 64))).shape
     (13, 8)
 
-    Generation is the same: `eval_step` holds a `lax.while_loop` or `lax.scan` that decodes with its cache,
-    and draws the bits that one device draws.
+    Generation is the same: `eval_step` contains a `lax.while_loop` or `lax.scan` that decodes with its
+    cache, and draws the random bits that one device draws.
 
-    A state of `HostCPU(delayed_update=True)` is read as it is, its parameters without the gradients that
-    wait; `train_step.flush(state)` applies these first.
+    A state of `HostCPU(delayed_update=True)` is read as it is, its parameters without the delayed gradients;
+    `train_step.flush(state)` applies these first.
 
-    Leaves that the step does not read, like the optimizer's state, stay where they are; one in host memory
+    Leaves that the step does not read, like the optimizer's state, stay where they are; a leaf in host memory
     that it reads is copied to the devices for the call.
 
-    With `memory` parameters are stored in pinned memory of the hosts and come to the devices layer by
-    layer (ZeRO-Inference), so that a model may be larger than the devices' memory. A decoding loop that
-    has no room for all that it reads runs turn by turn, each turn part by part: each position of all rows
-    then moves all weights over the link between host and device once, and there are at most `rows * bytes
-    per second / bytes of weights` tokens a second, which a larger batch raises. `describe` says how many
-    bytes these are.
+    With `memory` parameters are stored in pinned memory of the hosts and fetched to the devices layer by
+    layer (ZeRO-Inference), so that a model may be larger than the devices' memory. A decoding loop whose
+    weights do not fit within `device_bytes` fetches them layer by layer in each iteration: one position of
+    all rows then moves all weights over the link between host and device once, which bounds the rate to
+    `rows * bytes per second / bytes of weights` tokens a second; a larger batch raises it. `describe` lists
+    these bytes.
 
     >>> from_host = jzero.shard_eval_step(predict, memory=jzero.PinnedHost(device_bytes=2**20))
     >>> params = from_host.shard(jnp.ones((64, 8)))
     >>> params.sharding.memory_kind, from_host(params, jnp.ones((13, 64))).shape
     ('pinned_host', (13, 8))
 
-    With `weight_dtype` weights rest in codes of 8 or 4 bits, a half or a quarter of bfloat16's bytes, and so
-    they are gathered; they are decoded where they are used. `eval_step.shard` codes them, one leaf after the
-    other, so that they need not fit on the devices as they were. What comes back is what `jax.jit` returns
-    for the weights that the codes say.
+    With `weight_dtype` weights are stored and gathered quantized to 8 or 4 bits, a half or a quarter of
+    bfloat16's bytes, and dequantized where they are used. `eval_step.shard` quantizes one leaf after the
+    other, so that the original weights need not fit on the devices. The result is what `jax.jit` returns for
+    the dequantized weights.
 
     >>> w = jax.random.normal(jax.random.key(0), (512, 512))
-    >>> in_codes = jzero.shard_eval_step(predict, weight_dtype=jnp.int8)
-    >>> coded = in_codes.shard(w, jnp.ones((13, 512)))
-    >>> coded, in_codes(coded, jnp.ones((13, 512))).shape
+    >>> quantized_step = jzero.shard_eval_step(predict, weight_dtype=jnp.int8)
+    >>> quantized = quantized_step.shard(w, jnp.ones((13, 512)))
+    >>> quantized, quantized_step(quantized, jnp.ones((13, 512))).shape
     (LeafArray(shape=(512, 512), dtype=float32, int8 in blocks of 256), (13, 512))
 
     Args:
@@ -117,28 +117,28 @@ def shard_eval_step(
         `like` by default where they are stored in the training, of `PinnedHost` and `NVMe` with their
         `device_bytes`: the most bytes of them on each device at a time, gathered ones included. 'device'
         copies those that are read to the devices for the call. With a train step whose parameters are on
-        the devices no other policy is taken: nothing would be saved. Without `like` by default on the
-        devices. With `PinnedHost` an evaluation is a loop of programs, and no part of an outer `jax.jit`;
-        shards of at least 1 KiB come from the host, other leaves are on the devices. With `NVMe(path)` they
-        come from files: those of the training, or, without `like`, such as `eval_step.shard` writes once; a
-        state that is not placed is written in every call.
+        the devices every other policy is refused: it would save nothing. Without `like` by default on the
+        devices. With `PinnedHost` an evaluation is a loop of programs, and cannot be traced by an outer
+        `jax.jit`; shards of at least 1 KiB are fetched from the host, other leaves are on the devices. With
+        `NVMe(path)` they are read from files: those of the training, or, without `like`, files that
+        `eval_step.shard` writes once; a state that is not placed is written in every call.
       comm: a `jzero.Comm`, of which `gather`, `prefetch_bytes`, `tile_bytes` and `max_gather_bytes` count.
         By default parameters are gathered where they are used, and a loop that would gather the same ones
         again in each iteration, as decoding does, gathers them before it, if they take at most half of a
-        device's memory. `gather='per_pass'`: such a loop gathers them again in each iteration: the memory of
-        one layer. `gather='once_per_step'`: each is gathered once in a call, and kept until it is done.
-        Beyond `tile_bytes` a matrix is gathered tile by tile; one that a loop reads in every iteration is
-        gathered before the loop, whole, unless `gather` is 'per_pass'.
+        device's memory. `gather='per_pass'`: such a loop gathers them again in each iteration, with the
+        memory of one layer. `gather='once_per_step'`: each is gathered once in a call, and kept until the
+        call ends. A matrix larger than `tile_bytes` is gathered tile by tile; one that a loop reads in every
+        iteration is gathered before the loop, whole, unless `gather` is 'per_pass'.
       axes: the data axes of `mesh`; all by default.
       mesh: a `jax.sharding.Mesh`, where there is no `like`.
-      in_specs: how arguments lie whose batch dim is not dim 0, or that are split along several; see
+      in_specs: layouts of arguments whose batch dim is not dim 0, or that are sharded along several dims; see
         `shard_train_step`.
       state: names or positions of the arguments that are read where they are stored, by default the first,
-        or those that are the state that `like` has placed or trained, or parts of it.
+        or those that `like` has placed or trained as its state, or parts of it.
       weight_dtype: in which weights are stored: `jnp.int8`, `jnp.int4` or a `jzero.Blocks`; by default as
         they are given. It is for leaves of floats with 16,384 elements or more that products or convolutions
         read, as they are, cast, rearranged or sliced; `describe` lists the others, and what was rounded off.
-        A state is quantized by `eval_step.shard(state, *args)`, once: a call takes no other. Any evaluation
+        A state is quantized by `eval_step.shard(state, *args)`, once: a call accepts no other. Any evaluation
         reads quantized leaves, on the mesh on which they were quantized.
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
       static_argnames: their names.
@@ -212,7 +212,7 @@ def _params(memory: Any) -> Any:
     if memory is None:
         return None
     where = memory_of(WHO, memory, short="params")
-    refuse_fields(WHO, where, ("optimizer", "activations"), "An evaluation has parameters alone.")
+    refuse_fields(WHO, where, ("optimizer", "activations"), "An evaluation has parameters only.")
     return where.params
 
 
@@ -220,5 +220,5 @@ def _batch_axes(given: Any) -> Axes:
     """The axes of a step that reads a state as it is stored."""
     axes = axes_of(given)
     names = [x.name for x in dataclasses.fields(axes) if x.name != "batch"]
-    refuse_fields(WHO, axes, names, "An evaluation takes the data axes.")
+    refuse_fields(WHO, axes, names, "An evaluation has data axes only.")
     return axes

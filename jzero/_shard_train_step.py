@@ -51,18 +51,18 @@ def shard_train_step(
     """Removes the redundancy of data parallelism from a train step, like ZeRO.
 
     The result is called like `step_fn` and trains what `jax.jit(step_fn)` trains on one device with the
-    whole batch. In between, each device holds its rows of the batch and its part of the state::
+    whole batch. Each device holds its rows of the batch and its shard of the state::
 
-        what is summed over the batch is summed over the devices, there   # gradients, losses, statistics
+        sums over the batch become sums over the devices                  # gradients, losses, statistics
         gradients are reduce-scattered                                    # stage >= 1
         optimizer state and parameters are updated in shards              # stage >= 1
-        parameters are stored in shards, gathered once for each pass      # stage 3
+        parameters are stored sharded, and gathered once for each pass    # stage 3
 
     `step_fn(state, *args) -> (state, metrics)`, or the state alone. The state is any pytree of arrays:
-    Flax `TrainState`, `nnx.State`, a tuple, a dataclass; or several arguments, wherever they stand. Whatever
+    Flax `TrainState`, `nnx.State`, a tuple, a dataclass; or several arguments, in any position. Whatever
     the step does with its rows (losses that couple them, sorts, control flow on a loss, noise) means what
-    it means on one device; outputs with rows come back whole, in their order. An operation along the batch
-    that has no rule gathers the rows: `describe` lists it.
+    it means on one device; outputs with rows are global arrays, in the order of the rows. An operation along
+    the batch that has no rule gathers the rows: `describe` lists it.
 
     >>> import jax, jax.numpy as jnp, optax, jzero
     >>> tx = optax.adam(1e-2)
@@ -85,8 +85,8 @@ def shard_train_step(
     >>> train_step = jzero.shard_train_step(step_of_three)
     >>> params, opt_state, metrics = train_step(*state, jnp.ones((8, 8)))
 
-    NNX objects are state wherever they stand, and are mutated, as by `nnx.jit`. What of an Equinox module is
-    no array is compiled in, as by `eqx.filter_jit`. See docs/guide/frameworks.md.
+    NNX objects are state in any position, and are mutated, as by `nnx.jit`. What is not an array in an
+    Equinox module is compiled in, as by `eqx.filter_jit`. See docs/guide/frameworks.md.
 
     >>> from flax import nnx
     >>> @jzero.shard_train_step(stage=3)
@@ -99,12 +99,12 @@ def shard_train_step(
     >>> train_step(model, optimizer, jnp.ones((8, 8))).shape, optimizer.step.get_value().item()
     ((), 1)
 
-    Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`, but for `donate=False`. A
-    step that has collectives of its own over the data axes (`Axes(axis_name=)`) is taken as one device's, as
-    `jax.pmap` would: it is obeyed as written, on each device's rows, and what it leaves different between
-    devices, in the state or as a metric without rows, is refused. With several processes, each calls the step
-    with its own rows as part of one array (`jax.make_array_from_process_local_data`); a NumPy array stands
-    for the whole batch on all of them.
+    Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`, unless `donate=False`. A
+    step that has collectives of its own over the data axes (`Axes(axis_name=)`) is one device's program, as
+    under `jax.pmap`: it runs as written, on each device's rows, and device-varying results, in the state or
+    as a metric without rows, are refused. With several processes, each calls the step with its own rows as
+    part of one array (`jax.make_array_from_process_local_data`); a NumPy array is the whole batch on all of
+    them.
 
     Args:
       step_fn: the train step; None to use `shard_train_step(stage=...)` as a decorator.
@@ -113,29 +113,29 @@ def shard_train_step(
       microbatches: how many each device works through in a step, one after the other, or a
         `jzero.Microbatches`, which says also when and in which dtype their gradients are summed.
       memory: which memory holds optimizer state: a policy (`jzero.HostCPU()`, `jzero.PinnedHost()`,
-        `jzero.NVMe(path)`) or its short name ('host', 'pinned_host'); or a `jzero.Memory`, which says it of
-        parameters and activations, too. By default everything is on the devices.
+        `jzero.NVMe(path)`) or its short name ('host', 'pinned_host'); or a `jzero.Memory`, which also places
+        parameters and activations. By default everything is on the devices.
       comm: a `jzero.Comm`: dtypes of gathers and reductions, how long gathered parameters live, prefetching,
         tiling.
-      axes: the mesh axes over which the batch is split and the state sharded, by default all; or a
+      axes: the mesh axes over which the batch and the state are sharded, by default all; or a
         `jzero.Axes`, which says also which of them shard parameters and optimizer state, what stays
         replicated, and how leaves are sharded over further axes.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       in_specs: `{argument: PartitionSpec}` (by name or position; tree prefixes allowed) for arguments
-        whose batch dim is not dim 0 (`P(None, 'data')`), whose tokens are split as well
-        (`P('data', 'context')`), or that shall be replicated (`P()`). It decides only costs.
+        whose batch dim is not dim 0 (`P(None, 'data')`), whose tokens are sharded as well
+        (`P('data', 'context')`), or that are to be replicated (`P()`). It affects only costs.
       state: names or positions of the arguments that are the state, by default the first that is not static
-        if it comes back first or alone, else those that come back, by structure, shapes and dtypes, of those
-        alike in their order (optimizer state is state in any case; what may be a batch is refused). The
-        step is called, and returns, as it is written. All of them are donated. What takes or returns a state
-        (`init`, `shard`, `unshard`, `flush`, `state_shardings`, checkpoints) has the tuple of these
-        arguments, in the order of the parameters; a leaf's path begins with the argument's name,
-        `params['w']`. In a method, `self` is 0.
-      donate: False keeps the state that a step is given, as `jax.jit` does without `donate_argnums`: for an
+        if it is returned first or alone, else those that are returned, matched by structure, shapes and
+        dtypes, and by their order where several match (optimizer state is always state; an argument that may
+        be a batch is refused). The step is called, and returns, as it is written. All of them are donated.
+        Methods that accept or return a state (`init`, `shard`, `unshard`, `flush`, `state_shardings`,
+        checkpoints) use the tuple of these arguments, in the order of the parameters; a leaf's path begins
+        with the argument's name, `params['w']`. In a method, `self` is 0.
+      donate: False keeps the state passed to a step, as `jax.jit` does without `donate_argnums`: for an
         average of old states, or to go back. Memory: all of the state once more while a step runs, wherever
-        it is stored. Refused with `HostCPU` and `NVMe`, which write over it.
-      static_argnums: positions of arguments that are compiled in, as for `jax.jit`; those that a `step_fn`
-        of `jax.jit` has are taken over.
+        it is stored. Refused with `HostCPU` and `NVMe`, which update it in place.
+      static_argnums: positions of arguments that are compiled in, as for `jax.jit`; those of a `step_fn`
+        under `jax.jit` are kept.
       static_argnames: their names.
 
     Returns:
@@ -143,7 +143,7 @@ def shard_train_step(
 
     Raises:
       OptionError: an option that cannot be obeyed.
-      StepError: when first called, a step that jzero cannot make right.
+      StepError: when first called, a step that jzero cannot shard exactly.
       MeshError: a mesh or axis that does not fit (some of it when first called).
 
     Reference:

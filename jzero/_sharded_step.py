@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ShardedStep`: what `shard_train_step` and `shard_eval_step` return, and what can be asked of it."""
+"""`ShardedStep`: what `shard_train_step` and `shard_eval_step` return."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PROGRAMS = ("trace",)  # after what `program` prints one
 
 
 class ShardedStep(Generic[StepArgs, Result]):
-    """A step whose state lives in shards: one of training, or an evaluation.
+    """A step whose state is sharded: one of training, or an evaluation.
 
     See `shard_train_step` and `shard_eval_step` for how it behaves.
 
@@ -85,8 +85,8 @@ class ShardedStep(Generic[StepArgs, Result]):
     def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
         """Runs one step, `(state, *args) -> (state, metrics)`, or evaluates; as the function has it.
 
-        A train step donates its state, but for `donate=False`; an evaluation consumes nothing. A state that
-        is not yet laid out as the plan says is placed first (and then not consumed). Under an outer `jax.jit`
+        A train step donates its state, unless `donate=False`; an evaluation consumes nothing. A state in
+        another layout than the plan's is placed first (and then not consumed). Under an outer `jax.jit`
         the step is traced into it, and nothing is donated.
 
         Raises:
@@ -245,9 +245,9 @@ class ShardedStep(Generic[StepArgs, Result]):
         plan = program.plan
         if coded := [leaf.path for leaf in plan.leaves if leaf.codes]:
             raise OptionError(message(
-                _call.WHO, f"{first_of(coded)} in codes (weight_dtype), and the step is {traced}",
-                "There leaves in codes are arrays like others, decoded.",
-                "Call the step itself, or drop weight_dtype and pass jnp.asarray of what is in codes."
+                _call.WHO, f"{first_of(coded)} quantized (weight_dtype), and the step is {traced}",
+                "There quantized leaves are ordinary arrays, dequantized.",
+                "Call the step itself, or drop weight_dtype and pass jnp.asarray of the quantized leaves."
             ))  # fmt: skip
 
         def placed(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -279,14 +279,14 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     @takes_explicit_axes
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Places a state that exists; leaves that already lie right are not copied.
+        """Places a state that exists; leaves that already have their layout are not copied.
 
-        Several processes that each hold the state whole must hold the same: they compare it (by
-        checksum), and each copies what its devices need.
+        If several processes each hold the whole state, they must hold the same: they compare it (by
+        checksum), and each copies the shards of its devices.
 
         Args:
-          state: the state, on host or devices, in any layout. NNX objects are given as a call has them,
-            `shard(model, optimizer)` or with all other arguments, and are changed where they are.
+          state: the state, on host or devices, in any layout. NNX objects are passed as in a call,
+            `shard(model, optimizer)` or with all other arguments, and are changed in place.
           *args: optionally the step's other arguments, arrays or only their shapes (`ShapeDtypeStruct`); see
             `state_shardings`.
           **kwargs: the same by name. With `weight_dtype` they must be known, from here or from a call before.
@@ -319,7 +319,7 @@ class ShardedStep(Generic[StepArgs, Result]):
             signature.named(state, "shard")
             raise StateError(message(
                 "shard", f"these are not the arguments of {signature.name}{signature.parameters}",
-                "It takes the state, and then all other arguments of the step or none.",
+                "Pass the state, and then all other arguments of the step or none.",
                 "Pass a state that is in several arguments as their tuple: shard((params, opt_state))."
             ))  # fmt: skip
 
@@ -345,16 +345,15 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     @takes_explicit_axes
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
-        """The plan for `(state, *args)`: of each array the shape and dtype count; nothing runs."""
+        """The plan for `(state, *args)`, by shapes and dtypes; nothing runs."""
         with self._asked("plan"):
             return self._programs.of(self._programs.bind(self._given(args), kwargs)).plan
 
     @takes_explicit_axes
     def describe(self, *args: Any, **kwargs: Any) -> Report:
-        """What a step on `(state, *args)` keeps where and moves between devices; print it.
+        """Where a step on `(state, *args)` stores what, and what it moves between devices; print it.
 
-        An array or a `ShapeDtypeStruct` for each leaf. Nothing runs, and with an abstract mesh no device is
-        needed.
+        Each leaf is an array or a `ShapeDtypeStruct`. Nothing runs, and an abstract mesh needs no device.
         """
         with self._asked("describe"):
             call = self._programs.bind(self._given(args), kwargs)
@@ -392,15 +391,15 @@ class ShardedStep(Generic[StepArgs, Result]):
     def program(self, *args: Any, after: str, **kwargs: Any) -> PrintedProgram:
         r"""The program of a step on `(state, *args)`; print it. Nothing compiles or runs.
 
-        `after="trace"` is the step's own jaxpr, as JAX traced it: of whole arrays, `[batch, ...]`; of one
-        device's, `[batch / devices, ...]`, if the step has collectives of its own. Behind each equation
-        stands the line that wrote it, whether `jax.grad` made it (`forward`, `backward`), and its named
-        scopes; behind each argument and result its path and its layout. `[16@data, 8]` has a dim of 16 in
-        shards over `data`, and one of 8 that every device has whole; `[10+6@data]` is padded to 16.
+        `after="trace"` is the step's own jaxpr, as JAX traced it: with global shapes, `[batch, ...]`; with
+        those of one device, `[batch / devices, ...]`, if the step has collectives of its own. Each equation
+        is followed by its source line, whether `jax.grad` made it (`forward`, `backward`), and its named
+        scopes; each argument and result by its path and its layout. `[16@data, 8]` has a dim of 16 sharded
+        over `data`, and a replicated one of 8; `[10+6@data]` is padded to 16.
 
-        `after="partition"` is the program of one device, with explicit collectives; other names are those of
-        passes that then put these in other places, the last one `auto_axes`, whose program runs. Of a step
-        with offload it is the program that computes gradients; `describe(...).schedule` lists what else runs.
+        `after="partition"` is the program of one device, with explicit collectives; the other names are
+        passes that then move these, the last one `auto_axes`, whose program runs. For a step with offload it
+        is the program that computes gradients; `describe(...).schedule` lists the others.
 
         Args:
           *args: the state and the step's other arguments, each leaf an array or a `ShapeDtypeStruct`.
@@ -411,8 +410,8 @@ class ShardedStep(Generic[StepArgs, Result]):
           A value whose `str` is the text, and whose `jaxpr` is the program.
 
         Raises:
-          OptionError: `after` is something else; it lists what there is. Or the step is not partitioned; it
-            says why.
+          OptionError: `after` is something else; the message lists the passes. Or the step is not
+            partitioned; the message says why.
           JzeroError: the step, its state or its arguments are refused, as by a call.
 
         >>> import jax, jax.numpy as jnp, jzero
@@ -431,7 +430,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         known = (*PROGRAMS, *_partitioned.PASSES)
         if after not in known:
             raise OptionError(message(
-                self._who, f"program(after={after!r})", "It prints a step as it is after a part of its way.",
+                self._who, f"program(after={after!r})", "It prints a step as it is after one of its passes.",
                 f"Write after={' or '.join(map(repr, known))}."))  # fmt: skip
         with self._asked("program"):
             call = self._programs.bind(self._given(args), kwargs)
@@ -452,7 +451,7 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     @takes_explicit_axes
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
+        """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead of time, or to read."""
         with self._asked("lower"):
             self._check_one_program("lowered")
             self._placement.check_devices("lowered")
@@ -462,20 +461,20 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     @property
     def mesh(self) -> Any:
-        """The mesh it was made for; None for whatever is current when it is called."""
+        """The mesh it was made for; None for the mesh that is current when it is called."""
         return self._programs.mesh
 
     @takes_explicit_axes
     def init(
         self, init_fn: Callable[InitArgs, AnyState], *args: InitArgs.args, **kwargs: InitArgs.kwargs
     ) -> AnyState:
-        """Runs `init_fn(*args, **kwargs) -> state` so that every leaf is born in its layout.
+        """Runs `init_fn(*args, **kwargs) -> state` so that every leaf is created in its layout.
 
-        Never whole on one device: the initialiser is compiled with the state's shardings as outputs.
-        See `state_shardings` for what the layout is before the step has seen a batch. What rests on the
-        host is made in groups of up to `device_bytes` (256 MiB with `HostCPU` and `NVMe`), each by a program
-        of its own. What `NVMe` has in files is in the host's memory until the first step, if there is no
-        plan for such a state yet (`plan`).
+        No device holds the whole state: the initialiser is compiled with the state's shardings as outputs.
+        See `state_shardings` for the layout before the step has seen a batch. State that is stored on the
+        host is created in groups of up to `device_bytes` (256 MiB with `HostCPU` and `NVMe`), each by a
+        program of its own. State that `NVMe` stores in files is in the host's memory until the first step, if
+        there is no plan for such a state yet (`plan`).
 
         NNX objects are made like any state: `model, optimizer = train_step.init(create, key)`.
 
@@ -518,9 +517,9 @@ class ShardedStep(Generic[StepArgs, Result]):
     def flush(self, state: AnyState) -> AnyState:
         """The state with the gradients applied that `HostCPU(delayed_update=True)` has not applied yet.
 
-        Without any, the state itself. Before a checkpoint is written and at the end of a training: a state
-        that waits for an update cannot be read. It is consumed; the step after it is computed without
-        staleness, and its gradients are the next to wait.
+        Returns the state itself if there are none. Call it before a checkpoint is written and at the end of a
+        training: a state with delayed gradients cannot be saved. The state is consumed; the step after it is
+        computed without staleness, and its gradients are the next to be delayed.
 
         >>> import jax, jax.numpy as jnp, optax, jzero
         >>> tx = optax.sgd(0.1, momentum=0.9)
@@ -537,7 +536,8 @@ class ShardedStep(Generic[StepArgs, Result]):
         (1.0, 0.9875)
 
         Raises:
-          StateError: a step has consumed it, or it waits for gradients and this train_step has no `HostCPU`.
+          StateError: a step has consumed it, or it has delayed gradients and this train_step has no
+            `HostCPU`.
         """
         if self._takes_objects(state):
             objects = _objects.Objects.of("flush", {"state": state})
@@ -554,7 +554,7 @@ class ShardedStep(Generic[StepArgs, Result]):
             return state
         if self._programs.options.offload.tier != HOST:
             raise StateError(message(
-                "flush", "the state waits for gradients, and this train_step keeps none on the host",
+                "flush", "the state has delayed gradients, and this train_step keeps none on the host",
                 "A step applies what it has computed.",
                 "Call flush of the train_step that returned the state."))  # fmt: skip
         _agreement.note("flush", self._programs.setting.mesh)
@@ -569,9 +569,9 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     @takes_explicit_axes
     def unshard(self, state: AnyState) -> AnyState:
-        """The state with every leaf whole on every device of the mesh, to evaluate, to keep or to export.
+        """The state with every leaf replicated over the mesh, to evaluate, to keep or to export.
 
-        In arrays of its own: the next step consumes the state, and none of them.
+        The arrays are copies: the next step consumes the state, and none of them.
         """
         arrays, static = _modules.apart_modules(state)
         if static is not None:
@@ -597,16 +597,16 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     @takes_explicit_axes
     def state_shardings(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """A `NamedSharding` for every leaf of the state, in its structure; as Orbax wants to restore.
+        """A `NamedSharding` for every leaf of the state, in its structure; as Orbax needs it to restore.
 
         With the step's other arguments (shapes suffice), or once a step with this state has run, these
-        are the plan's. Before that, roles are unknown: every leaf is sharded that can be, and the first
-        step moves what its plan has full (parameters at stages 1 and 2). With state in other memory every
+        are the plan's. Before that, roles are unknown: every leaf that can be is sharded, and the first
+        step moves what its plan replicates (parameters at stages 1 and 2). With state in other memory every
         leaf is stored there until then.
 
-        A leaf that is padded at rest (`LeafArray`) has none for its true shape: it is given as full
-        here, and padded when `shard` or the step places it. Of NNX objects, given as a call has them with all
-        other arguments, it is the `nnx.state` of them all.
+        A leaf that is stored padded (`LeafArray`) has no sharding for its true shape: it is replicated
+        here, and padded when `shard` or the step places it. For NNX objects, passed as in a call with all
+        other arguments, the structure is the `nnx.state` of them all.
         """
         if (args or kwargs) and self._takes_objects(state):
             call = self._programs.bind(self._given((state, *args)), kwargs)
@@ -639,19 +639,20 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     @takes_explicit_axes
     def rows(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """A state in plain arrays, for a checkpoint: of leaves in codes their rows, others as they are.
+        """A state in plain arrays, for a checkpoint: the rows of quantized leaves, others as they are.
 
-        Of a state of `jax.ShapeDtypeStruct`s, with the step's other arguments, the same with shardings: what
-        a checkpoint of rows is restored to, with no need for the weights that were coded. `from_rows` makes a
-        state of what was restored. Rows are those of one mesh: as many devices must read them. They lie as
-        the weights lay that were coded: if these were on devices, shapes must have their shardings
-        (`train_step.state_shardings`), or they are taken to lie as `shard` places what comes from the host.
+        For a state of `jax.ShapeDtypeStruct`s, with the step's other arguments, it returns the same with
+        shardings: the target to restore a checkpoint of rows, without the original weights. `from_rows` makes
+        a state of the restored rows. Rows belong to one number of devices. Their layout is that of the
+        original weights: if these were on devices, shapes must have their shardings
+        (`train_step.state_shardings`); otherwise it is the layout in which `shard` places values from the
+        host.
 
         >>> import jax, jax.numpy as jnp, jzero
         >>> eval_step = jzero.shard_eval_step(lambda w, x: x @ w, weight_dtype=jnp.int4)
         >>> x, w = jnp.ones((8, 256)), jnp.ones((256, 256))
-        >>> coded = eval_step.shard(w, x)
-        >>> saved = eval_step.rows(coded)  # for Orbax, or whoever takes arrays
+        >>> quantized = eval_step.shard(w, x)
+        >>> saved = eval_step.rows(quantized)  # plain arrays, as for Orbax
         >>> shape = jax.ShapeDtypeStruct(w.shape, w.dtype)
         >>> eval_step.rows(shape, x).shape == saved.shape
         True
@@ -659,7 +660,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         LeafArray(shape=(256, 256), dtype=float32, int4 in blocks of 128)
 
         Raises:
-          OptionError: of shapes, without the step's other arguments.
+          OptionError: shapes were passed without the step's other arguments.
         """
         leaves, tree = jax.tree.flatten(state)
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
@@ -675,11 +676,11 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     @takes_explicit_axes
     def from_rows(self, rows: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """The state of which these are the `rows`; what its codes have lost is not known any more.
+        """The state of which these are the `rows`; its rounding errors are not known any more.
 
         Args:
-          rows: what `rows` gave, on host or devices.
-          state: its shapes, in the same structure, with the shardings of what `rows` says.
+          rows: the output of `rows`, on host or devices.
+          state: its shapes, in the same structure, with the shardings that `rows` describes.
           *args: the step's other arguments, or their shapes.
           **kwargs: the same by name.
 
@@ -692,9 +693,9 @@ class ShardedStep(Generic[StepArgs, Result]):
             structure: Any = jax.tree.structure(state)
             if structure != tree:
                 raise StateError(message(
-                    "from_rows", f"{len(leaves)} leaves of rows, and a state of {len(plans)}",
+                    "from_rows", f"{len(leaves)} leaves of rows, and {len(plans)} of the state",
                     "Rows have the structure of their state.",
-                    "Pass what rows gave, and the shapes of that state."))  # fmt: skip
+                    "Pass the output of rows, and the shapes of that state."))  # fmt: skip
             bad = [
                 f"{plan.path} is {getattr(x, 'dtype', type(x).__name__)}{list(jax.numpy.shape(x))}, and its "
                 f"rows are uint8{list(plan.shape)}"
@@ -704,9 +705,10 @@ class ShardedStep(Generic[StepArgs, Result]):
             ]
             if bad:
                 raise StateError(message(
-                    "from_rows", bad, "Rows are of one format, and of the parts of as many devices.",
+                    "from_rows", bad,
+                    "Rows have one quantized format, and the shards of one number of devices.",
                     "Use the weight_dtype, the mesh and the like= with which they were made, and shapes with "
-                    "the shardings of the weights if these lay on devices; or shard the weights themselves.",
+                    "the shardings of the weights if these were on devices; or shard the weights themselves.",
                     shown=4))  # fmt: skip
             coded = [
                 LeafArray(x, plan.codes.shape, plan.codes) if plan.codes else x

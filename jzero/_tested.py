@@ -22,5 +22,5 @@ def lacks_of_jax(error: Exception) -> ImportError:
     found = importlib.metadata.version("jax")
     return ImportError(message(
         "import jzero", f"JAX {found} lacks what jzero uses of it ({error})",
-        f"Some of it JAX does not promise to keep; jzero is tested with JAX {oldest} to {newest}.",
+        f"It uses internals that JAX may change; jzero is tested with JAX {oldest} to {newest}.",
         f"Install jax=={newest}, or a newer jzero."))  # fmt: skip

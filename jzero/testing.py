@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jzero's two promises as assertions for your own test suite: the same training, and so much traffic.
+"""jzero's two promises as assertions for your own test suite: the same training, and exact traffic.
 
 They run on any devices, such as 8 virtual CPU devices. For those, put into the environment before JAX is
 imported (tests/conftest.py of a project is the place)::
@@ -46,7 +46,7 @@ def assert_same_training(
     tolerance: Tolerance | None = None,
     **options: Any,
 ) -> None:
-    """Asserts that a step trains in shards as it does on one device.
+    """Asserts that a sharded step trains as it does on one device.
 
     Both start from one state and see the same batches, in one process::
 
@@ -66,12 +66,12 @@ def assert_same_training(
     A step with collectives of its own (`Axes(axis_name=)`) does not run on one device, and means what its
     devices do, with keys and statistics of their own: it needs a `reference`. No other step does.
 
-    Codes on the wire (`gather_dtype`, `reduce_dtype`) train near to one device, and no tolerance follows from
-    their format: an error is a share of what a device sends, of which a sum may cancel most, and an optimizer
-    may divide what is left by itself. Where something travels as codes, a `tolerance` is asked for that you
-    have measured, or a `reference` that rounds alike. Without the two options the step is held as any other,
-    which finds all that is no rounding. Whether rounding harms is a question to losses of several seeds:
-    `experiments/wire/quality.py` compares them.
+    Quantized communication (`gather_dtype`, `reduce_dtype`) trains near to one device, and no tolerance
+    follows from its format: an error is a share of what a device sends, most of which may cancel in a sum,
+    and an optimizer may divide the rest by itself. For a step that sends something quantized, pass a
+    `tolerance` that you have measured, or a `reference` that rounds alike. Without the two options the step
+    is checked like any other, which finds every difference that is not rounding. Whether rounding harms
+    training is a question for losses of several seeds: `experiments/wire/quality.py` compares them.
 
     Args:
       step_fn: `step_fn(state, *args) -> (state, metrics)`, or the state alone.
@@ -82,7 +82,8 @@ def assert_same_training(
       reference: what one device must do instead of `step_fn`, with the whole batch.
       tolerance: for all floating leaves. By default by dtype, for sums taken in another order: float64
         1e-11 of the element plus 1e-12 of the leaf's largest, float32 2e-5 and 1e-5, float16 4e-3 and
-        2e-3, bfloat16 2e-2 and 1e-2; there is no default for codes. Everything else must be equal.
+        2e-3, bfloat16 2e-2 and 1e-2; there is no default for quantized formats. Everything else must be
+        equal.
       **options: the other options of `shard_train_step`. Leaves are sharded however small they are:
         `Axes(min_shard_bytes=)` is 0 by default here.
 
@@ -90,8 +91,8 @@ def assert_same_training(
       MismatchError: leaves differ; it names those of the first step in which any does, with index, both
         values, and their distance in units in the last place.
       MeshError: there is one device, and nothing to compare.
-      OptionError: there are no batches, `Axes(axis_name=)` is given without `reference`, or something travels
-        as codes without `tolerance` and `reference`.
+      OptionError: there are no batches, `Axes(axis_name=)` is given without `reference`, or something is sent
+        quantized without `tolerance` and `reference`.
     """
     axes = axes_of(options.pop("axes", None))
     if axes.axis_name is not None and reference is None:
@@ -123,8 +124,8 @@ def assert_same_training(
             raise MismatchError(message(
                 f"{SAME}, batches[{num_batches - 1}]", found,
                 f"At stage {stage} a step must train on several devices as on one.",
-                "In a step with collectives of its own: is something that it computes still local? What its "
-                "devices shall do differently needs another reference=, other rounding "
+                "In a step with collectives of its own: is some result still device-varying? What its "
+                "devices are to do differently needs another reference=; other rounding needs "
                 "tolerance=jzero.testing.Tolerance(...).", shown=_SHOWN))  # fmt: skip
     if not num_batches:
         raise OptionError(message(
@@ -160,9 +161,9 @@ def assert_collectives(
       state: the step's state, arrays or shapes.
       batch: a tuple of the arguments that follow it, or the one argument if it is not a tuple.
       expected: elements by kind of collective. A kind is an op ('all-gather', 'reduce-scatter',
-        'all-reduce', ...), or a tuple of op, dtype and axes of which the latter may be left out ('node',
+        'all-reduce', ...), or a tuple of op, dtype and axes, the latter optional ('node',
         or 'node,local' for both at once; None for any). Elements are an int, or `(elements, times)` with
-        how many collectives run. A kind that is not there must not occur.
+        how many collectives run. A kind that is not listed must not occur.
 
     Raises:
       MismatchError: a kind moves something else, or is not in `expected`; it names the leaves.
@@ -214,7 +215,7 @@ def _place_copy(train_step: ShardedStep, state: Any, beside: tuple[Any, ...]) ->
 
 
 def _check_exact(train_step: ShardedStep, state: Any, beside: tuple[Any, ...]) -> None:
-    """That nothing travels as codes."""
+    """That nothing is sent quantized."""
     args, kwargs = train_step._programs.with_state(SAME, state, beside, {})
     coded = {leaf.path for leaf in train_step.plan(*args, **kwargs).leaves if leaf.coded}
     if coded:
@@ -222,11 +223,11 @@ def _check_exact(train_step: ShardedStep, state: Any, beside: tuple[Any, ...]) -
         coded &= {c.leaf for c in traffic if c.dtype == "uint8"}
     if coded:
         raise OptionError(message(
-            SAME, [f"{path} travels as codes" for path in sorted(coded)],
-            "Rounded numbers train near to one device, and how near follows from no format.",
-            "Drop gather_dtype and reduce_dtype, and every leaf is held; with them pass "
-            "tolerance=jzero.testing.Tolerance(...), measured, or a reference= that rounds alike. Whether "
-            "rounding harms, losses of several seeds say (docs/guide/precision.md).", shown=4))  # fmt: skip
+            SAME, [f"{path} is sent quantized" for path in sorted(coded)],
+            "Quantized values train near to one device, and how near does not follow from the format.",
+            "Drop gather_dtype and reduce_dtype to check every leaf; with them pass "
+            "tolerance=jzero.testing.Tolerance(...), measured, or a reference= that rounds alike. Losses of "
+            "several seeds tell whether rounding harms (docs/guide/precision.md).", shown=4))  # fmt: skip
 
 
 def _step(

@@ -232,7 +232,7 @@ def test_accumulators_are_reported():
     assert report(3, accumulate_dtype=jnp.bfloat16).accumulator_bytes == 2 * PSI // 8 + 2
     once, each = (" ".join(str(report(stage)).split()) for stage in (1, 3))
     assert "microbatches: 4 on each device; gradients are reduced once per step" in once
-    assert "for each microbatch, and summed up in 3.3 KiB on each device" in each
+    assert "for each microbatch, and accumulated in 3.3 KiB on each device" in each
 
 
 # -- losses normalised by a count ----------------------------------------------------------------

@@ -294,7 +294,7 @@ def test_small_ones_stay(monkeypatch):
     train_step = moves(True, "blocks")
     assert train_step.plan(new_state(), *batches()[0]).activations == ()
     text = str(train_step.describe(new_state(), *batches()[0]))
-    assert "No activation waits on the host" in text
+    assert "No activation is saved on the host" in text
 
 
 @pytest.mark.slow
@@ -477,7 +477,8 @@ def test_describe_lists_them():
     found = train_step.describe(new_state(), *batches()[0])
     text = " ".join(str(found).split())
     assert (
-        "1 stack of loops and 1 value wait on the host for the backward pass, 320 B of each" in text
+        "1 stack of loops and 1 value are saved on the host for the backward pass, 320 B of each"
+        in text
     )
     assert "256 B float32[4, 1, 16], in 4 turns, at " in text
     _, row = found.to_dict()["activations"]

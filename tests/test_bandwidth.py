@@ -140,7 +140,7 @@ def test_one_device(monkeypatch, clock):
     assert (found.collectives, found.interconnect) == ({}, None)
     text = str(found)
     assert "bandwidth of 1 device (cpu)" in text
-    assert "device 0, both ways at once" in text
+    assert "device 0, both directions at once" in text
     assert "--interconnect" not in text
 
 
@@ -166,7 +166,8 @@ def test_what_is_printed_fits_and_is_in_the_dict(measured):
     lines = str(measured).splitlines()
     assert max(map(len, lines)) <= 80
     rows = [" ".join(line.split()) for line in lines]
-    for start in ("pinned memory of the host to host to device", "device 0 alone", "all 8 at once, both ways",
+    for start in ("pinned memory of the host to host to device", "device 0 alone",
+                  "all 8 at once, both directions",
                   "all-gather, bytes of the whole value", "update on the host, bytes of optimizer state",
                   "For jzero estimate: --pcie", "These devices are the host"):  # fmt: skip
         assert any(row.startswith(start) for row in rows), start
@@ -203,7 +204,9 @@ def test_the_command(monkeypatch, clock):
     # Taken as it is said.
     found = output("estimate", "--params", "1B", "--devices", "8", "--stage", "3", "--offload", "host",
                    "--tokens", "8K", "--peak", "1TFLOP/s", *flags.split(": ")[1].split())  # fmt: skip
-    assert "Rates: 131 KB/s each way between a device and its host" in " ".join(found.split())
+    assert "Rates: 131 KB/s in each direction between a device and its host" in " ".join(
+        found.split()
+    )
     numbers = json.loads(output("bandwidth", "--size", "64KiB", "--json"))
     assert numbers["pcie"] == 2 * SIZE
 

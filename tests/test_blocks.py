@@ -127,7 +127,7 @@ def test_formats_of_all_options_read_back_what_they_wrote():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (dict(dtype=jnp.float8_e4m3fn), r"dtype=.*float8_e4m3fn.*Codes have 8 or 4 bits. Use jnp.int8"),
+        (dict(dtype=jnp.float8_e4m3fn), r"dtype=.*float8_e4m3fn.*Quantized values have 8 or 4 bits."),
         (dict(dtype="int5"), r"dtype='int5'.*Use jnp.int8 or jnp.int4"),
         (dict(dtype="int8", size=100), r"size=100.*a power of two from 16 to 65536. Use size=256"),
         (dict(dtype="int4", size=8), r"size=8.*a power of two from 16 to 65536. Use size=128"),

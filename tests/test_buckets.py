@@ -190,7 +190,7 @@ def test_a_writer_elsewhere_is_watched(s3, train_step, monkeypatch, capsys):
     main(["unlock", s3])
     assert "process 12 on node7 may no longer write in it" in capsys.readouterr().out
     with pytest.raises(
-        SystemExit, match="unlock: nobody writes in .*Who does has _JZERO_WRITER there"
+        SystemExit, match="unlock: nobody writes in .*A writer has _JZERO_WRITER there"
     ):
         main(["unlock", s3])
 
@@ -564,7 +564,7 @@ def test_staging(s3, train_step, tmp_path, monkeypatch):
             _bucket_steps.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 17})
         )
         checkpointer.save(1, new_state())
-        text = "has 17 bytes free, and this process writes 19,204. .* name another one by staging="
+        text = "has 17 bytes free, and this process writes 19,204. .* name another directory by staging="
         with pytest.raises(jzero.CheckpointError, match=text):
             checkpointer.wait()
         monkeypatch.undo()

@@ -138,13 +138,13 @@ def test_offload_of_all_stages():
         *SMALL, "--offload", "host", "--delayed", "--microbatches", "2", "--memory", "80GB"
     )
     header, *rows = [row for row in cells(text) if len(row) == 11 or row[0] == "stage"]
-    assert header[4:9] == ["renewed parameter", "total", "on its host", "to host", "to device"]
-    assert "arriving gradient" not in header
+    assert header[4:9] == ["updated parameter", "total", "on its host", "to host", "to device"]
+    assert "incoming gradient" not in header
     assert rows[-1][6:9] == ["2.2 GiB", "223.5 MiB", "223.5 MiB"]
-    assert "To host, to device: what crosses in a step." in text
+    assert "To host, to device: copies in a step." in text
 
 
-@pytest.mark.parametrize("width", [100, 80, 50])
+@pytest.mark.parametrize("width", [90, 80, 50])
 @pytest.mark.parametrize("stage", [(), ("--stage", "3")])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width, stage, monkeypatch):
     flags = "--offload host --delayed --microbatches 2 --memory 80GB".split()
@@ -176,7 +176,7 @@ def test_what_the_parser_says_fits_the_terminal(arguments, monkeypatch):
 
 def test_offload_of_one_stage():
     text = output(*SMALL, "--stage", "3", "--offload", "pinned", "--device-bytes", "256MiB")
-    for part in ("visiting optimizer state", "256.0 MiB", "on its host", "to device", "96-bit"):
+    for part in ("streamed optimizer state", "256.0 MiB", "on its host", "to device", "96-bit"):
         assert part in text
 
 
@@ -223,8 +223,8 @@ def test_tiers_of_one_stage_as_json():
 
 def test_the_time_of_one_stage():
     text = " ".join(output(*SMALL, *INFINITY, *TIMED, "--no-recompute").split())
-    for part in ("visiting parameter", "forward pass 121 ms 4.26 ms", "backward pass 243 ms",
-                 "The forward pass hides what it moves from 281 tokens on each device on."):  # fmt: skip
+    for part in ("streamed parameter", "forward pass 121 ms 4.26 ms", "backward pass 243 ms",
+                 "The forward pass hides its traffic with 281 or more tokens on each device."):  # fmt: skip
         assert part in text, part
 
 
@@ -431,10 +431,10 @@ def test_a_configuration_that_is_no_file(tmp_path):
         ((*SMALL, "--layer-major", "--microbatches", "2"),
          "--layer-major without --offload-params. It is for layers that come from the host one after the "
          "other. Drop it, or use --offload-params 2GiB."),
-        ((*SMALL, "--layers", "8"), "--layers 8 without --offload-activations. What a loop saves on the host "
-         "for its backward loop goes by that. Drop --layers, or use --offload-activations."),
+        ((*SMALL, "--layers", "8"), "--layers 8 without --offload-activations. They determine only what a "
+         "loop saves on the host for its backward loop. Drop --layers, or use --offload-activations."),
         ((*SMALL, "--offload-activations", "--no-recompute"), "--offload-activations and --no-recompute. "),
-        ((*SMALL, "--pcie", "55GB/s"), "--pcie 55GB/s without --peak and without --tokens. The time of a"),
+        ((*SMALL, "--pcie", "55GB/s"), "--pcie 55GB/s without --peak and without --tokens. A step takes"),
         ((*SMALL, *TIMED), "--pcie 55GB/s, and nothing moves at such a rate. pcie is for state in other"),
         ((*SMALL, "--pcie", "55Gb/s"), "--pcie: '55Gb/s' is not a number of bytes per second such as 55GB/s"),
         ((*SMALL, "--peak", "989T"), "--peak: '989T' is not a number such as 989TFLOP/s"),
@@ -626,7 +626,7 @@ def test_inspect_of_plain_orbax(tmp_path):
     assert ["w", "float64", "500", "500", "3.9 KiB"] in cells(text)
     assert ["name", "string", "scalar", "scalar", "0 B"] in cells(text)
     assert (
-        "3 of 3 leaves are whole.\nIt has no seal: a flipped bit in what describes its leaves"
+        "3 of 3 leaves are whole.\nIt has no manifest: a flipped bit in the description of its leaves"
         in text
     )
     assert "2 leaves have no checksums, as Orbax alone writes them" in text
@@ -746,7 +746,7 @@ def test_verify_fails_where_the_latest_step_is_not_whole(tmp_path):
     command = [sys.executable, "-m", "jzero", "inspect", str(tmp_path), "--verify"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "has steps that are not whole: 2. The latest whole one" in " ".join(done.stderr.split())
+    assert "has incomplete steps: 2. The latest complete one" in " ".join(done.stderr.split())
     assert done.stderr.startswith("python -m jzero inspect: Checkpointer ")
     assert run("inspect", str(tmp_path / "1"), "--verify").returncode == 0
 

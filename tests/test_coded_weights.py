@@ -299,7 +299,7 @@ def test_the_state_of_a_training_is_coded_where_it_lies():
     (found,) = {type(x) for x in jax.tree.leaves(train_step.unshard(coded))}
     assert not issubclass(found, jzero.LeafArray)
     with pytest.raises(
-        jzero.StateError, match=r"(?s)in'\] rests in codes.*A training updates the num"
+        jzero.StateError, match=r"(?s)in'\] is quantized.*Training updates the exact"
     ):
         train_step((coded, state[1]), x)
 
@@ -319,13 +319,13 @@ def test_bytes_at_rest_and_on_the_way_are_described():
     assert stack["decoded_bytes"] == 2 * D * D * 2 // 4
     assert stack["rms_error"] is None
     assert found["exact"] == [
-        ["state['layers']['scale']", "no product reads it as it is"],
-        ["state['looked_up']", "no product reads it as it is"],
-        ["state['positions']", "no product reads it as it is"],
+        ["state['layers']['scale']", "no matrix product reads it as it is"],
+        ["state['looked_up']", "no matrix product reads it as it is"],
+        ["state['positions']", "no matrix product reads it as it is"],
     ]
     coded = eval_step.shard(new_params(jnp.bfloat16), np.zeros(4, np.int32))
     text = str(eval_step.describe(coded, tokens))
-    assert "weights: 5 of 8 leaves rest as int8 in blocks of 256, " in text
+    assert "weights: 5 of 8 leaves are stored as int8 in blocks of 256, " in text
     line = next(line for line in text.splitlines() if "state['stack'] bfloat16[2,128,128]" in line)
     assert line.split()[:6] == ["8.1", "KiB", "32.5", "KiB", line.split()[4], line.split()[5]]
     assert 0.5 < float(line.split()[4].rstrip("%")) < 1
@@ -363,7 +363,7 @@ def test_rows_are_saved_and_restored_without_the_weights(tmp_path):
         other.from_rows(restored, shapes, x)
     train_step = jzero.shard_train_step(lambda params, x: (params, x), mesh=mesh_of(4))
     with jzero.Checkpointer(tmp_path / "steps", train_step) as checkpoints:
-        with pytest.raises(jzero.StateError, match="w rests in codes, whose rows are an array"):
+        with pytest.raises(jzero.StateError, match="w is quantized; eval_step.rows gives it"):
             checkpoints.save(1, coded)
 
 
@@ -383,22 +383,22 @@ def test_what_cannot_be_obeyed_is_refused():
             lambda: make(weight_dtype=jnp.float32),
         ),
         (
-            "from_rows: 2 leaves of rows, and a state of 1",
+            "from_rows: 2 leaves of rows, and 1 of the state",
             lambda: eval_step.from_rows([coded.storage, x], w, x),
         ),
         ("the step's other arguments are not known", lambda: make(weight_dtype=jnp.int4).shard(w)),
         (
-            "state is not in codes. weight_dtype=int8 in blocks of 256 is how",
+            "state is not quantized. weight_dtype=int8 in blocks of 256 is the format",
             lambda: eval_step(w, x),
         ),
         (
-            "state rests as int8 in blocks of 256. weight_dtype=int4 in blocks of 128",
+            "state is stored as int8 in blocks of 256. weight_dtype=int4 in blocks of 128",
             lambda: make(weight_dtype=jnp.int4)(coded, x),
         ),
-        (r"tile_bytes=1024\), and state rests in codes", lambda: make(comm=tiles)(coded, x)),
+        (r"tile_bytes=1024\), and state is quantized", lambda: make(comm=tiles)(coded, x)),
         ("and the step is called under an outer jax.jit", lambda: jax.jit(eval_step)(w, x)),
         (
-            r"was coded on the mesh {'data': 4}, and is read on {'data': 2}",
+            r"was quantized on the mesh {'data': 4}, and is read on {'data': 2}",
             lambda: jzero.shard_eval_step(predict, mesh=mesh_of(2))(coded, x),
         ),
     ]

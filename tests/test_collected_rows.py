@@ -351,7 +351,7 @@ def test_it_is_said_what_is_kept():
     assert kept
     text = " ".join(str(report).split())
     assert re.search(
-        r"loops over them: 5; products run 1\.\d times as often as in one; .* on each device kept",
+        r"loops over microbatches: 5; matrix products run 1\.\d times as often as in one loop; .* are saved",
         text,
     )
     assert re.search(r"2\.0 KiB float32\[8, ?16\] of .*test_collected_rows\.py", text)
@@ -460,7 +460,9 @@ def test_a_gather_inside_a_loop():
     report = train_step.describe(jnp.eye(8), x)
     assert report.loops.at_once
     assert all("test_collected_rows.py" in each.where for each in report.loops.at_once)
-    assert "made of all of them at once, which spares no memory" in " ".join(str(report).split())
+    assert "computed from all microbatches at once, which saves no memory" in " ".join(
+        str(report).split()
+    )
 
 
 def test_other_collectives_of_a_written_step_are_refused():

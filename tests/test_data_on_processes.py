@@ -286,10 +286,10 @@ REFUSED = {
     window_of_shards: "its pipeline has WindowShuffleDatasetIterator",
     uneven_epochs: r"repeat\(\) follows the slice of 241 examples into 2 shards",
     uneven_batches: r"its epochs end in the middle of a batch, before repeat\(\)",
-    sharded_sampler: "its sampler is no IndexSampler over all examples; the DataLoader takes shard_options",
-    Wrapped: "{'next_index': 1} is a place in one shard; it has no 'global_next_index'",
-    WrappedBytes: "is a place in one shard; it has no 'global_next_index'",
-    LocalPosition: "is a place in one shard; it has no 'global_next_index'",
+    sharded_sampler: "its sampler is no IndexSampler over all examples; pass shard_options to the DataLoader",
+    Wrapped: "{'next_index': 1} is a position in one shard; it has no 'global_next_index'",
+    WrappedBytes: "is a position in one shard; it has no 'global_next_index'",
+    LocalPosition: "is a position in one shard; it has no 'global_next_index'",
 }  # fmt: skip
 
 
@@ -348,7 +348,8 @@ def test_workers_are_refused():
     saved = save(start(read_by_workers, 4, 2))
     told = refusal(batched_after, saved, 0, 2, 2)
     assert (
-        "they had no place in the data of all: its pipeline has InterleaveDatasetIterator" in told
+        "they had no global position in the data: its pipeline has InterleaveDatasetIterator"
+        in told
     )
 
 
@@ -427,11 +428,11 @@ def test_shards_in_different_places():
     iterators = start(batched_after, 4, 2)
     next(iterators[2])
     told = refusal(batched_after, save(iterators), 0, 2, 2)
-    assert "their shards stand in different places: the next examples are [0, 1, 10, 3]" in told
+    assert "their shards are at different positions: the next examples are [0, 1, 10, 3]" in told
     twins = [batched_after(index % 2, 2, 2) for index in range(4)]
     next(twins[3])
     told = refusal(batched_after, save(twins), 0, 8, 2)
-    assert "their shards stand in different places" in told
+    assert "their shards are at different positions" in told
 
 
 def test_shards_that_nobody_read():
@@ -512,7 +513,7 @@ def test_saved_before_places_were():
     step(iterators)
     saved = [_iterators.decoded({"json": each.get_state()}) for each in iterators]
     assert step(start(batched_after, 4, 2, saved)) == step(iterators)
-    assert "they had no place in the data of all: none was saved" in refusal(
+    assert "they had no global position in the data: none was saved" in refusal(
         batched_after, saved, 0, 2, 4
     )
     iterators = start(elastic, 4, 2)

@@ -292,7 +292,7 @@ CHEAP = "Stage 1 communicates the same, and divides optimizer state by the devic
          PREFETCH, "Not set: prefetch_bytes is 256 MiB by default."),
         ({ZERO: {"stage": 2, "stage3_prefetch_bucket_size": 10}}, PREFETCH, "Without effect at stage 2"),
         ({ZERO: {"stage": 3, "stage3_prefetch_bucket_size": 10}},
-         PREFETCH, "prefetch_bytes=40): so many elements of 4"),
+         PREFETCH, "prefetch_bytes=40): that number of elements of 4"),
         ({ZERO: {"stage": 3, "prefetch_bucket_size": 10}}, PREFETCH, "prefetch_bytes=40"),
         *(({ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0}}},
            f"{OFFLOADED}.{key}", "Without effect: a ratio of 0 offloads nothing.")
@@ -571,7 +571,7 @@ def test_no_gradient_travels_or_adds_up_in_float16(half: str):
     assert found.options["comm"].reduce_dtype == jnp.bfloat16
     assert found.options["microbatches"].dtype == jnp.bfloat16
     for key in ("communication_data_type", "data_types.grad_accum_dtype"):
-        assert "bfloat16 in place of float16: without a loss scale" in found.notes[key]
+        assert "bfloat16 instead of float16: without a loss scale" in found.notes[key]
     said = "The loss that the step returns is added up in it, too"
     assert said in found.notes["data_types.grad_accum_dtype"]
 

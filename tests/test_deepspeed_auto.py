@@ -110,7 +110,7 @@ def test_public_configuration_is_translated(name: str, monkeypatch: pytest.Monke
     assert assigned(program, "tx") == chain
     config = FILES[name]["config"]
     if config.get("fp16", {}).get("enabled") is True:
-        assert found.notes["fp16.enabled"].startswith("bfloat16 in place of float16: ")
+        assert found.notes["fp16.enabled"].startswith("bfloat16 instead of float16: ")
     assert in_groups(executed(program, monkeypatch)["options"]) == grouped(**options)
 
 
@@ -178,7 +178,7 @@ def test_what_follows_needs_no_value():
     schedule = assigned(found.python(), "schedule")
     assert "warmup_min_lr=0, warmup_max_lr=0.1, warmup_num_steps=5" in schedule
     assert found.notes["fp16.enabled"].startswith(
-        "Off, as nothing says it: parameters have the dtype"
+        "Off, because nothing sets it: parameters have the dtype"
     )
     found = jzero.from_deepspeed({
         "train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2
@@ -218,10 +218,10 @@ ADAM_OF = {**SMALL, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "weight_
           "Without a scheduler the learning rate is constant.", '"type": "WarmupDecayLR"']),
         (ADAM_OF, {"weight_decay": 0, "lr_scheduler_type": "linear", "tf32": True, "num_train_epochs": 3,
                    "optim": "adamw_torch", "gradient_checkpointing": True},
-         ["lr_scheduler_type of the Trainer fills nothing: the section scheduler says it",
+         ["lr_scheduler_type of the Trainer fills nothing: the section scheduler sets it",
           "tf32 of the Trainer fills nothing: jax.config.update('jax_default_matmul_precision', ",
-          "num_train_epochs of the Trainer fills nothing: your loop says it",
-          "optim of the Trainer fills nothing: the section optimizer says it",
+          "num_train_epochs of the Trainer fills nothing: your loop sets it",
+          "optim of the Trainer fills nothing: the section optimizer sets it",
           "gradient_checkpointing of the Trainer fills nothing: jax.checkpoint"]),
         (ADAM_OF, {"weight_decay": 0, "learning_rate": 0.2, "adam_beta1": 0.9, "bf16": True},
          ["3 keys fail", "learning_rate is 0.2, and optimizer.params.lr is 0.1",

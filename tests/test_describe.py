@@ -161,7 +161,7 @@ def test_reports_fit_a_terminal_and_say_what_their_dicts_say(case):
 
 def test_leaves_alike_are_one_line():
     text = "".join(str(described("300 leaves")).split())
-    assert "200of300leavesstayfull:1.6KiBoneachdevice." in text
+    assert "200of300leavesstayreplicated:1.6KiBoneachdevice." in text
     assert "100xstate[0]['a_rather" in text
     assert "_of_a_module_{0..99}']['bias']float32[3]" in text
     assert "100xstate[0]['scale_{0..99}']float32[]" in text
@@ -170,9 +170,9 @@ def test_leaves_alike_are_one_line():
 def test_what_was_gathered_or_assumed_is_named():
     text = " ".join(str(described("300 leaves")).split())
     assert "1 operation moves rows of the batch" in text
-    assert "arguments: x in rows, along dim 0" in text
+    assert "arguments: x sharded along dim 0" in text
     assert (
-        "outputs: output[1]['{loss,median}'] whole on every device; output[1]['rows'] in rows, along dim 0"
+        "outputs: output[1]['{loss,median}'] replicated; output[1]['rows'] sharded along dim 0"
         in text
     )
     written = described("written")
@@ -315,7 +315,7 @@ def test_a_loop_over_minibatches_is_told_how_to_split_their_rows(num, axes):
     text = " ".join(str(found).split())
     spec = "P(None, 'data')" if len(axes) == 1 else "P(None, ('node', 'data'))"
     specs = f"in_specs={{'images': {spec}, 'labels': {spec}}}"
-    assert "dim 0 of {images,labels}, of all rows. If it counts minibatches, split" in text
+    assert "dim 0 of {images,labels}, with all rows. If this dim counts minibatches, shard" in text
     assert specs in text
     assert found.to_dict()["looped"] == ["images", "labels"]
     given = eval(specs.partition("=")[2], {"P": jax.P})
@@ -336,12 +336,12 @@ def test_a_stage_without_optimizer_state_lists_what_it_does_not_shard():
     for stage in (1, 2, 3):
         options = {"stage": stage, "mesh": mesh(data=8), "min_shard_bytes": 0}
         text = str(jzero.shard_train_step(epoch, **grouped(**options)).describe(state, *batch))
-        says = f"Stage {stage} shards optimizer state, and no leaf is that alone" in text
+        says = f"Stage {stage} shards optimizer state, and no leaf is only that" in text
         assert says == (stage < 3)
         assert (
             "2 x state[1][0].{mu,nu}['w'] float32[16,8]" in text.partition("no leaf")[2]
         ) == says
-        assert ("No leaf that the stage shards was left full." in text) == (not says)
+        assert ("No leaf that the stage shards is left replicated." in text) == (not says)
         step = step_of(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(1e-2))
         once = jzero.shard_train_step(step, **grouped(**options))
         assert "optimizer state, and" not in str(once.describe(state, batch[0][0]))
@@ -357,7 +357,7 @@ def test_whole_arguments_are_counted():
     w, x = jnp.ones((512, 512)), jnp.ones((16, 512))
     specs: dict[str | int, jax.P] = {"teacher": jax.P()}
     report = jzero.shard_train_step(distill, state=0, in_specs=specs).describe(w, {"w": w}, x)
-    assert "whole arguments take 1.0 MiB of each device" in " ".join(str(report).split())
+    assert "replicated arguments take 1.0 MiB of each device" in " ".join(str(report).split())
     assert report.to_dict()["whole_argument_bytes"] == w.nbytes
     split = jzero.shard_train_step(distill, state=0).describe(w, {"w": w}, x)
     assert "whole arguments" not in str(split)

@@ -232,7 +232,7 @@ def test_describe_says_what_is_split_and_moved():
     init, _, batch, _ = STEPS["gpt"]()
     report = sharded("gpt", "4x2", is_abstract=True).describe(jax.eval_shape(init), batch)
     text = " ".join(str(report).split())
-    assert "in parts, along dims 0 and 1" in text
+    assert "sharded along dims 0 and 1" in text
     assert "dot_general at" in text
     assert "it needs rows of other devices" in text
     assert report.to_dict()["extra_work"] == []
@@ -387,11 +387,11 @@ def test_where_state_rests_in_files(tmp_path):
     ("options", "found"),
     [
         ({"gather_dtype": jnp.int8}, "gather_dtype"),
-        ({"reduce_dtype": jnp.int8}, "reduce_dtype of codes"),
+        ({"reduce_dtype": jnp.int8}, "a quantized reduce_dtype"),
     ],
 )
 def test_refused_by_name(options, found):
     init, _, batch, _ = STEPS["mlp"]()
-    rule = f"{found}, where in_specs splits several dims of b.*Several dims are split where.*Drop {found}, or"
+    rule = f"{found}, where in_specs shards several dims of b.*Several dims can be sharded.*Drop {found}, or"
     with pytest.raises(jzero.StepError, match=rule):
         sharded("mlp", "4x2", is_abstract=True, **options).plan(jax.eval_shape(init), batch)

@@ -248,7 +248,7 @@ FILES = functools.partial(jzero.NVMe, "unused")
     ids=["HostCPU", "NVMe", "HostCPU, parameters pinned", "NVMe, parameters too"],
 )
 def test_what_hosts_write_over_cannot_stay(options):
-    with pytest.raises(jzero.OptionError, match=r"donate=False and .*they write over"):
+    with pytest.raises(jzero.OptionError, match=r"donate=False and .*update their state in place"):
         sharded(donate=False, **options)
 
 

@@ -171,7 +171,7 @@ def test_what_is_returned_is_another():
 
 def test_a_state_that_a_call_brings():
     step_fn, state = jzero.from_eqx(carry_step_apart, make()["model"])
-    text = r"opt_state \(a tuple\) comes with the call, .* Give it to from_eqx, .*: opt_state="
+    text = r"opt_state \(a tuple\) comes with the call, .* Pass it to from_eqx, .*: opt_state="
     with pytest.raises(jzero.StepError, match=text):
         jzero.shard_train_step(step_fn)(state, make()["opt_state"], X)
     _, (same, rows) = jzero.shard_train_step(step_fn, static_argnames="echo")(
@@ -182,7 +182,7 @@ def test_a_state_that_a_call_brings():
 
 def test_more_results_are_like_it_than_were_given():
     refuses(
-        r"temperature \(float64\[\]\) is like results \[0, 1\], and 1 given are like it\. .* in one argument",
+        r"temperature \(float64\[\]\) is like results \[0, 1\], and 1 of the values .* in one argument",
         lambda temperature, batch: (temperature, batch.sum()), jnp.ones((), float),
     )  # fmt: skip
 

@@ -167,7 +167,7 @@ def test_what_gradients_mean_is_said():
     def text(**options):
         return " ".join(str(jzero.estimate("1B", devices=8, **grouped(**options))).split())
 
-    assert "in shards: reduced as they are produced" in text(stage=2)
+    assert "sharded: reduced as they are produced" in text(stage=2)
     assert "whole, as the paper counts; jzero reduces them as they are" in text(stage=1)
     assert "whole until they are reduced" in text(stage=1, accumulate=2)
     kept = text(stage=3, accumulate=2, gather="once_per_step")
@@ -197,7 +197,7 @@ def test_describe_prints_the_same_tables():
     expected = [
         "memory            whole  on each device",
         "parameter      26.0 KiB         3.2 KiB  3 of 3 leaves sharded",
-        "at rest        78.0 KiB         9.8 KiB",
+        "stored         78.0 KiB         9.8 KiB",
         "per step         dtype  axes  elements     bytes  times",
         "reduce-scatter  float32  data     6,656  26.0 KiB      3",
     ]

@@ -130,7 +130,7 @@ def test_no_model_state_is_on_the_device_but_the_window():
         "parameter": (0, 2 * PSI // 8, True),
         "optimizer state": (0, 12 * PSI // 8, True),
         "gradient": (0, 2 * PSI // 8, False),
-        "visiting parameter": (2**30, 0, False),
+        "streamed parameter": (2**30, 0, False),
     }
     assert small.at_rest == large.at_rest == 0
     assert small.total == large.total == 2**30
@@ -152,7 +152,7 @@ def test_accumulators_stay_on_the_device_unless_layers_come_once():
 
 def test_state_that_visits_has_a_window_of_its_own():
     found = estimate(offload=jzero.PinnedHost(2**20))
-    assert rows(found)["visiting optimizer state"] == (2**20, 0, False)
+    assert rows(found)["streamed optimizer state"] == (2**20, 0, False)
     assert found.total == 2**20 + 2**30
 
 
@@ -206,14 +206,14 @@ def test_what_grows_with_the_tokens_never_hides_behind_a_thin_layer():
     kept = {**KEPT, "offload": jzero.NoOffload(), "offload_params": jzero.NoOffload()}
     found = time_of(jzero.estimate("1M", devices=8, **grouped(**RATES | kept)))
     assert found.hides_from == {"forward pass": None, "backward pass": None}
-    assert "forward pass moves more for each token than hides" in " ".join(str(found).split())
+    assert "forward pass moves more for each token than its compute" in " ".join(str(found).split())
 
 
 def test_what_grows_with_the_tokens_hides_behind_a_wide_layer():
     kept = {**KEPT, "offload": jzero.NoOffload(), "offload_params": jzero.NoOffload()}
     found = time_of(estimate(**RATES | kept))
     assert found.hides_from == {"forward pass": 0, "backward pass": 0}
-    assert "forward pass hides all that it moves, with any number of tokens." in " ".join(
+    assert "forward pass hides its traffic with any number of tokens." in " ".join(
         str(found).split()
     )
 
@@ -358,9 +358,9 @@ def test_what_is_printed_fits_and_is_in_the_dict():
     for width in (80, 60):
         assert max(map(len, found.lines(width))) <= width
     text = " ".join(str(found).split())
-    for part in ("visiting parameter 1.0 GiB 1.0 GiB 0 B in turns, gathered ones included",
+    for part in ("streamed parameter 1.0 GiB 1.0 GiB 0 B at a time, gathered ones included",
                  "to device parameter 16-bit 500,000,000 953.7 MiB", "pinned, of one microbatch",
-                 "The forward pass hides what it moves from", "Rates: 55 GB/s each way between a device",
+                 "The forward pass hides its traffic with", "Rates: 55 GB/s in each direction between",
                  "350 GB/s of a whole value", "4 GB/s of optimizer state"):  # fmt: skip
         assert part in text, part
     time = time_of(found)
@@ -373,7 +373,10 @@ def test_what_is_printed_fits_and_is_in_the_dict():
 
 def test_a_rate_that_is_not_given_is_said():
     text = " ".join(str(estimate(tokens="8K", peak="989TFLOP/s")).split())
-    assert "No time is counted for: to host, to device, between devices, host update." in text
+    assert (
+        "Not counted, because no rate was given: to host, to device, between devices, host update."
+        in text
+    )
     assert "time" not in estimate().to_dict()
 
 
@@ -433,7 +436,7 @@ PINNED = jzero.PinnedHost()
          "estimate: Microbatches(order='layer') without Memory(params=). It is for layers that"),
         ({"layer_major": True}, "Microbatches: order='layer' and num=1. It is about several"),
         ({"offload_activations": PINNED, "recompute": False},
-         "estimate: Memory(activations=) and Workload(recompute=False). What layers save that do"),
+         "estimate: Memory(activations=) and Workload(recompute=False). What layers save without"),
         ({"offload_activations": PINNED, "tokens": 8},
          "estimate: Memory(activations=) without layers and without width. What a loop saves is the"),
         ({"layers": 8, "width": "2K"}, "Workload(layers=8, width=2000) without Memory(activations=)."),
@@ -444,9 +447,9 @@ PINNED = jzero.PinnedHost()
         ({"interconnect": 0}, "interconnect=0. It is bytes per second, a whole number from 1 or a string "
          "such as '55GB/s'; a capital B is a byte. Write Rates(interconnect='350GB/s')."),
         ({"layers": 0, "width": -1}, "Write Workload(layers=32, width=4096)."),
-        ({"pcie": "55GB/s"}, "estimate: Rates(pcie='55GB/s') without peak and without tokens. The"),
-        ({"peak": "1TFLOP/s"}, "estimate: Rates(peak='1TFLOP/s') without tokens. The time of a step is"),
-        ({"tokens": 8192}, "estimate: Workload(tokens=8192) without peak. Bytes do not go by them; the time"),
+        ({"pcie": "55GB/s"}, "estimate: Rates(pcie='55GB/s') without peak and without tokens. A"),
+        ({"peak": "1TFLOP/s"}, "estimate: Rates(peak='1TFLOP/s') without tokens. A step takes the time"),
+        ({"tokens": 8192}, "estimate: Workload(tokens=8192) without peak. Bytes do not depend on them; the"),
         ({"offload": jzero.PinnedHost(), **RATES, "host_update": "4GB/s"},
          "estimate: Rates(host_update='4GB/s'), and nothing moves at such a rate. pcie is for state"),
         ({"devices": 1, **RATES, "interconnect": "4GB/s"}, "interconnect='4GB/s'), and nothing moves"),

@@ -30,7 +30,7 @@ def test_a_step_is_as_estimated(stage: int, precision: str, in_place: bool, tmp_
     assert expected.on_disk == (1 if in_place else 2) * rows["optimizer state"].on_disk
     assert rows["parameter"].per_device == wanted["parameter"].per_device
     text = " ".join(str(found).split())
-    assert "leaves rest in files on NVMe" in text
+    assert "leaves are stored in files on NVMe" in text
     assert ("(once, written over)" if in_place else "(twice, the new one beside the old)") in text
 
 
@@ -54,7 +54,7 @@ def test_time_and_wear():
     assert time.written_a_day == pytest.approx(written * 86400 / time.seconds)
     assert "Each step writes 105 GB to the disks for each device, 171 TB a day" in str(found)
     without = jzero.estimate("70B", devices=8, **grouped(offload=jzero.NVMe("x"), **RATES))
-    assert "No time is counted for: between devices, disk." in str(without)
+    assert "Not counted, because no rate was given: between devices, disk." in str(without)
 
 
 def test_the_largest_model_of_a_disk():
@@ -107,7 +107,7 @@ def test_with_parameters_on_the_hosts(tmp_path: Path):
         rows = {row.role: row for row in one.memory}
         assert rows["optimizer state"].on_disk == 12 * PSI // 8
         assert rows["parameter"].on_host > 0
-        assert "renewed parameter" not in rows
+        assert "updated parameter" not in rows
 
 
 def in_files(in_place: bool = False) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def test_parameters_in_files(in_place: bool, slots: int):
         assert found.on_disk == slots * 14 * each
         rows = {row.role: row for row in found.memory}
         assert rows["parameter"].on_disk == 2 * each
-        assert rows["parameters on their way"].on_host == 2**27
+        assert rows["parameters in transfer"].on_host == 2**27
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ def test_a_streamed_step_is_as_estimated(stage, precision, device_bytes):
     check(found, expected)
     moved = sum(turn.nbytes for turn in found.plan.turns)
     most = max(turn.nbytes_at_once for turn in found.plan.turns)
-    assert min(3 * most, moved) <= expected.nbytes("visiting optimizer state")
-    assert expected.nbytes("visiting optimizer state") == min(device_bytes, moved)
+    assert min(3 * most, moved) <= expected.nbytes("streamed optimizer state")
+    assert expected.nbytes("streamed optimizer state") == min(device_bytes, moved)
 
 
 @pytest.mark.parametrize("policy", [jzero.HostCPU(), jzero.PinnedHost()], ids=["host", "pinned"])
@@ -138,11 +138,11 @@ def test_what_the_host_holds_beside_the_state(precision, delayed_update):
     engine = program.step._engine
     kept = [x for outputs in engine._sets for x in outputs.arrays]
     assert {x.sharding.memory_kind for x in kept} == {"pinned_host"}
-    assert sum(x.nbytes for x in kept) // 8 == expected["leaving parameter"]
+    assert sum(x.nbytes for x in kept) // 8 == expected["outgoing parameter"]
     leaves = [x for x in jax.tree.leaves(state) if getattr(x, "where", "") == "in host memory"]
     (pending,) = {leaf.storage.pending for leaf in leaves}
     waiting = [x for x in pending.reads.values() if x.size > 1] if pending else []
-    assert sum(x.nbytes for x in waiting) // 8 == expected.get("pending gradient", 0)
+    assert sum(x.nbytes for x in waiting) // 8 == expected.get("delayed gradient", 0)
     assert bool(waiting) == delayed_update
 
 
@@ -230,7 +230,7 @@ def test_what_crosses_is_printed():
     rows = [" ".join(line.split()) for line in lines]
     assert rows[3:5] == ["on each on its", "memory whole device host"]
     assert "optimizer state 11.2 GiB 0 B 1.4 GiB" in rows
-    assert "visiting optimizer state 8.0 MiB 1.0 MiB 0 B in turns" in rows
+    assert "streamed optimizer state 8.0 MiB 1.0 MiB 0 B at a time" in rows
     assert "to host optimizer state 96-bit 125,000,000 1.4 GiB" in rows
 
 

@@ -345,7 +345,7 @@ def test_decoding_gathers_once_where_it_fits():
     assert found.elements("all-gather", "float64") - in_turns == num_params - CONTEXT * DIM
     found = each_turn.describe(params, prompt, key)
     assert all(c.each_turn for c in found.traffic if c.dtype == "float64")
-    assert " a turn" in str(found)
+    assert " per iteration" in str(found)
     assert by_default.lower(params, prompt, key).as_text().count("stablehlo.all_gather") == 6
     # Else a turn has two layers at a time: the one it computes with, and the next.
     saved = temporaries(by_default, params, prompt, key) - temporaries(

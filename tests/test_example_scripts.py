@@ -166,7 +166,7 @@ def test_lora_trains_on_what_linen_gpt_has_saved(tmp_path, capsys):
         state = f"--base={base / str(STEPS) / 'state'}"
         load("lora_offload").main([*OPTIONS["lora_offload"], f"--checkpoints={tuned}", state])
     printed = capsys.readouterr().out
-    assert re.search(r"\d+ of \d+ leaves rest in pinned_host memory", printed)
+    assert re.search(r"\d+ of \d+ leaves are stored in pinned_host memory", printed)
     params = {name: x for name, x in saved(base).items() if name.startswith("['params']")}
     leaves = saved(tuned)
     assert len(params) == 16

@@ -8,6 +8,7 @@ import pytest
 import gpu_compiler
 import jzero
 from jzero import (
+    _blocks,
     _components,
     _folded,
     _option_groups,
@@ -51,6 +52,7 @@ MODULES = [
     _translate,
     _keys,
     testing,
+    _blocks,
 ]
 
 

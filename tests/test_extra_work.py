@@ -76,7 +76,9 @@ def test_rows_that_the_devices_do_not_divide(num, options, share, why, fix):
     for text in (warning, words):
         assert f"x float32[{num},{DIM}]: {why}. " in text
         assert fix in text
-    assert warning.startswith(f"shard_train_step: train_step does {found['share']:.0%} of its work")
+    assert warning.startswith(
+        f"shard_train_step: train_step repeats {found['share']:.0%} of its work"
+    )
 
 
 @pytest.mark.slow
@@ -111,8 +113,8 @@ def test_a_batch_that_in_specs_does_not_split_over_an_axis():
     )  # fmt: skip
     (found,) = report.to_dict()["extra_work"]
     assert found["share"] > 0.1  # What the two devices along it do not share as they do the state.
-    assert "x float32[16,32,256]: in_specs splits nothing over 'seq'" in warning
-    assert "in_specs={'x': jax.P(('data', 'seq'))}, or axis_names=('data',)" in warning
+    assert "x float32[16,32,256]: in_specs shards nothing over 'seq'" in warning
+    assert "in_specs={'x': jax.P(('data', 'seq'))}, or axes=('data',)" in warning
     for options in (
         {"in_specs": {"x": P(("data", "seq"))}},
         {"in_specs": {"x": P("data", "seq")}},

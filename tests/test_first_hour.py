@@ -121,7 +121,7 @@ def test_shapes_where_a_step_runs(made):
 def test_a_list_of_numbers_is_named_where_the_step_fails():
     with pytest.raises(TypeError, match="unsupported operand") as caught:
         shard_train_step(step)(W, {"x": X.tolist(), "lr": 0.1})
-    assert "batch['x'] (1024 numbers) came as a Python list" in "".join(caught.value.__notes__)
+    assert "batch['x'] (1024 numbers) is a Python list" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.slow
@@ -174,9 +174,9 @@ def test_a_step_that_returns_no_state():
 
 @pytest.mark.parametrize("make", [shard_train_step, functools.partial(shard_train_step, step)])
 @pytest.mark.parametrize(("options", "edit"), [
-    ({"donate_argnums": 0}, "no option donate_argnums=. A train step donates its state by itself"),
-    ({"in_shardings": None}, r"Drop it: rows are split along dim 0.*in_specs=\{"),
-    ({"out_shardings": None}, "Drop it: the state comes back as it is stored"),
+    ({"donate_argnums": 0}, "no option donate_argnums=. A train step donates its state"),
+    ({"in_shardings": None}, r"Drop it: arguments are sharded along dim 0.*in_specs=\{"),
+    ({"out_shardings": None}, "Drop it: the state is returned as it is stored"),
     ({"zero_stage": 3}, "no option zero_stage=. Write stage="),
     ({"devices": 8}, r"Write mesh=jax.make_mesh\(\(len\(devices\),\)"),
     ({"mesh_axes": "data"}, "Write axes="),
@@ -193,11 +193,11 @@ def test_a_step_that_returns_no_state():
      r"Write memory=jzero.Memory\(params=jzero.PinnedHost\(device_bytes=8\)\), "
      r"comm=jzero.Comm\(reduce_dtype=jnp.bfloat16\), axes=jzero.Axes\(replicate='bias'\)."),
     ({"state_argnums": (0, 2), "zero_stage": 3},
-     r"Write state=\(0, 2\). Of zero_stage=: Write stage=."),
+     r"Write state=\(0, 2\). For zero_stage=: Write stage=."),
     ({"keep_unused": True}, "jzero compiles the step itself: drop it"),
     ({"xyzzy": 1}, r"Drop it: help\(jzero.shard_train_step\) lists the options"),
     ({"zero_stage": 3, "axis": "x"},
-     "no option zero_stage=, axis=. Of zero_stage=: Write stage=. Of axis=: Write axes="),
+     "no option zero_stage=, axis=. For zero_stage=: Write stage=. For axis=: Write axes="),
 ])  # fmt: skip
 def test_an_option_that_is_not_there(make, options, edit):
     with pytest.raises(jzero.OptionError, match=f"shard_train_step: there is .*{edit}"):

@@ -508,7 +508,7 @@ def test_a_key_alone_is_no_batch():
     """Of the old style too, which has a dim: a step that has its data elsewhere takes no rows."""
     report = sharded(without_batch).describe(jax.random.PRNGKey(0), *init())
     assert report.movements == ()
-    assert "arguments: key whole on every device" in str(report)
+    assert "arguments: key replicated" in str(report)
 
 
 def test_nothing_in_a_state_and_in_a_batch_is_no_leaf():
@@ -613,7 +613,7 @@ def test_what_is_ambiguous_is_refused_with_all_that_comes_back():
         r"- params comes back, a dict of 3 leaves \(\['b'\] float32\[6\], .*\n.*"
         r"- opt_state comes back, a tuple of 7 leaves \(.*int32\[\], .*\)\n.*"
         r"- mean comes back, float32\[16\], and may be a batch\n"
-        r"The state is what a step takes and returns.* "
+        r"The state is passed and returned.* "
         r"Say what is state: state=\(0, 1\), or state=\(0, 1, 2\)\."
     )
     with pytest.raises(jzero.StepError, match=lines):
@@ -667,7 +667,7 @@ def test_gradients_are_not_taken_for_the_new_state():
     ):
         refused = (
             rf"what comes back like {name} is computed without adding to it, as gradients are\. "
-            rf".* returns the new parameters\. Give the whole step; or state={argnums} if"
+            rf".* returns the new parameters\. Pass the whole step; or state={argnums} if"
         )
         for ask in (sharded(step_fn), sharded(step_fn).describe):
             with pytest.raises(jzero.StepError, match=refused):

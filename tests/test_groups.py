@@ -85,15 +85,15 @@ def test_a_key_for_each_row():
 
 @pytest.mark.parametrize(("text", "n", "options", "args"), [
     ("jzero.groups: n=0. There is at least one group", 0, {}, ()),
-    ("n=3 does not divide 32 rows. All groups have as many rows", 3, {}, [normal(ROWS)]),
+    ("n=3 does not divide 32 rows. All groups have the same number of rows", 3, {}, [normal(ROWS)]),
     ("args[0] float32[32] has 32 rows\n  - args[1]['y'] float32[8] has 8 rows", 4, {},
      [normal(ROWS), {"y": normal(8)}]),
     ("no argument has rows. All arguments with rows have the same", 4, {"in_axes": None}, [normal(ROWS)]),
     ("no argument has rows", 4, {}, []),
-    ("args[0] float32[] has no dim 0. Rows lie along a dim. Name that dim in in_axes", 4, {},
+    ("args[0] float32[] has no dim 0. Rows are along a dim. Name that dim in in_axes", 4, {},
      [np.float32(1)]),
     ("args[1] float32[32] has no dim 1", 4, {"in_axes": (0, 1)}, [normal(ROWS), normal(ROWS)]),
-    ("output float32[] has no dim 0. Rows lie along a dim. Name that dim in out_axes, or None", 4, {},
+    ("output float32[] has no dim 0. Rows are along a dim. Name that dim in out_axes, or None", 4, {},
      [normal(ROWS)]),
 ])  # fmt: skip
 def test_refusals(text, n, options, args):
@@ -103,8 +103,8 @@ def test_refusals(text, n, options, args):
 
 
 @pytest.mark.parametrize(("text", "fn"), [
-    ("output float32[3] has not the 8 rows of its group along dim 0. A group returns as many rows as it "
-     "gets. Name their dim in out_axes, or None", lambda x: x[:3]),
+    ("output float32[3] has not the 8 rows of its group along dim 0. A group returns as many rows as are "
+     "passed to it. Name their dim in out_axes, or None", lambda x: x[:3]),
     ("output['y'] float32[16] has not the 8 rows", lambda x: {"y": jnp.repeat(x, 2)}),
     ("2 results fail:\n  - output[1] is a str\n  - output[2] is a function\nResults are arrays.",
      lambda x: (x, "a", normal)),
@@ -161,13 +161,13 @@ def test_refused_when_made(name, text, options):
      {"in_axes": ({"a": 0},)}, [{"a": 1, "w": 2}], {}),
     (f"out_axes=(0, 0) does not fit PyTreeDef(*). {PREFIX} results",
      {"out_axes": (0, 0)}, [normal(ROWS)], {}),
-    ("args[1] is a str. What has rows is an array. Name that dim in in_axes, or None",
+    ("args[1] is a str. A value with rows is an array. Name that dim in in_axes, or None",
      {}, [normal(ROWS), "f4"], {}),
-    ("args[0]['a'] is an ndarray. What has rows", {}, [{"a": np.array(["b"])}], {}),
-    ("kwargs['train'] bool[] has no dim 0. Rows lie along a dim. Keyword arguments have their rows in dim 0: "
+    ("args[0]['a'] is an ndarray. A value with rows", {}, [{"a": np.array(["b"])}], {}),
+    ("kwargs['train'] bool[] has no dim 0. Rows are along a dim. Keyword arguments have their rows in dim 0: "
      "pass it by position to name its axis, or bind it with functools.partial.",
      {}, [normal(ROWS)], {"train": True}),
-    ("kwargs['mode'] is a str. What has rows is an array. Keyword arguments have their rows in dim 0: pass",
+    ("kwargs['mode'] is a str. A value with rows is an array. Keyword arguments have their rows in dim 0:",
      {}, [normal(ROWS)], {"mode": "a"}),
     ("or None where it has none. Keyword arguments have their rows in dim 0: pass it by position",
      {}, [normal(ROWS)], {"b": normal(8)}),

@@ -1014,8 +1014,8 @@ def test_report_without_devices():
     train_step = small.shard_train_step(make_step(ADAMW), mesh=mesh, memory=jzero.HostCPU())
     batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
     report = train_step.describe(jax.eval_shape(lambda: new_state(ADAMW)), batch)
-    assert "The host updates them in their place:\n12 of 12 leaves in one pass each" in str(report)
-    assert "8 of 13 leaves rest in host memory" in str(report)
+    assert "The host updates them in place:\n12 of 12 leaves in one pass each" in str(report)
+    assert "8 of 13 leaves are stored in host memory" in str(report)
 
 
 @pytest.mark.slow

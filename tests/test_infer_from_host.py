@@ -435,10 +435,10 @@ def test_bytes_over_the_link_in_each_token(layers, num, rows):
         (row,) = report.to_dict()["crossings"]
         assert row["each_turn"] == (turns is None)
         text = " ".join(str(report).split())
-        each = "each turn" if turns is None else f"each of the {turns} turns"
+        each = "each iteration" if turns is None else f"each of the {turns} iterations"
         assert f"{of_token + padding:,} bytes to each device in {each} of the loop at" in text
         assert "Parameters come from the hosts' pinned memory, part by part: at most" in text
-        assert "6 of 6 leaves rest in pinned_host memory" in text or layers == "unrolled"
+        assert "6 of 6 leaves are stored in pinned_host memory" in text or layers == "unrolled"
 
 
 def at_rest(x):

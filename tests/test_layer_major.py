@@ -316,9 +316,10 @@ def test_describe_says_what_layers_hand_on():
     assert found["reduce"] == "once"
     text = " ".join(str(report).split())
     assert (
-        "layer by layer: all of them pass a layer, whose parameters come once for each pass" in text
+        "layer by layer: all microbatches pass a layer, whose parameters are fetched once per pass"
+        in text
     )
-    assert f"what layers hand on takes up to {report.handed_bytes} B on each device" in text
+    assert f"values passed between layers take up to {report.handed_bytes} B on each device" in text
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_stage(stage):
         ({"auto_specs": {"w": "model"}}, ["auto_specs['w'] is a str", "a PartitionSpec"]),
         (
             {"auto_specs": {"w": P(None, P.UNCONSTRAINED)}},
-            ["auto_specs['w'] is", "Write None in place"],
+            ["auto_specs['w'] is", "Write None instead"],
         ),
         (
             {"auto_specs": {"w": P("model", "model")}},
@@ -216,7 +216,7 @@ def test_offload_is_a_loop_of_programs(use, how):
 
 def test_memory_that_the_devices_lack():
     mesh = jax.make_mesh((8,), ("data",))
-    text = ["has the memories ['device',", "none of kind 'tape'", "Drop memory="]
+    text = ["has the memory kinds ['device',", "and not 'tape'", "Drop memory="]
     refuses(ValueError, text, _program.check_tier, mesh, "tape")
 
 
@@ -754,7 +754,7 @@ def test_numpy_and_python_leaves_are_fine():
         (
             {"target": "tpu-v5e", "topology": "4x4", "search_wire": True},
             jzero.OptionError,
-            "search_wire=True, and target='tpu-v5e'. What runs beside a TPU's collectives is not read",
+            "search_wire=True, and target='tpu-v5e'. What overlaps a TPU's collectives is not read",
         ),
         ({"topology": "8"}, jzero.OptionError, "topology='8'. It is 'HOSTSxDEVICES'"),
         ({"topology": 8}, jzero.OptionError, "topology=8. It is 'HOSTSxDEVICES'"),
@@ -808,7 +808,7 @@ def test_preflight_of_a_program_for_other_devices():
     with pytest.raises(
         jzero.OptionError,
         match=r"preflight: a program lowered for 1 x cpu. The target and its topology are 8 x NVIDIA H200. "
-        r"Give its arguments shardings on a jzero.target_mesh",
+        r"Pass arguments with shardings on a jzero.target_mesh",
     ):
         jzero.preflight(lowered)
 

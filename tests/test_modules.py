@@ -178,6 +178,6 @@ def test_a_method_of_a_module(filtered):
 
     method = Trainer(jnp.ones(8)).train
     with pytest.raises(
-        jzero.StepError, match=r"method Trainer\.train of a module.*Take it of the class"
+        jzero.StepError, match=r"method Trainer\.train of a module.*Pass the function of the class"
     ):
         jzero.shard_train_step(eqx.filter_jit(method) if filtered else method)

@@ -223,7 +223,7 @@ def refuses(pattern, step, *args, call=(X,), **kwargs):
 
 def test_objects_that_a_call_brings():
     refuses(
-        r"rngs is a Rngs\. .* would be lost\. Give it to from_nnx: .*, rngs=rngs\)",
+        r"rngs is a Rngs\. .* would be lost\. Pass it to from_nnx: .*, rngs=rngs\)",
         lambda model, batch, rngs: None, Net(0), call=(X, nnx.Rngs(0)),
     )  # fmt: skip
     refuses(
@@ -246,7 +246,7 @@ def test_a_state_of_variables_is_a_value():
 def test_objects_that_are_no_arguments():
     rngs = nnx.Rngs(0)
     refuses(
-        r"changes an object that it was not given \(.*RngCount.*\)\. .* Make the object a parameter",
+        r"changes an object that was not passed to it \(.*RngCount.*\)\. .* Make the object a parameter",
         lambda model, batch: model(batch, rngs).sum(), Net(0),
     )  # fmt: skip
     refuses(
@@ -263,11 +263,11 @@ def test_an_object_is_returned():
 
 def test_what_is_given_is_no_object():
     refuses(
-        r"scale is a float without NNX objects\. .* pass the rest", lambda m, scale: 1, Net(0), 2.0
+        r"scale is a float without NNX objects\. .* and the rest", lambda m, scale: 1, Net(0), 2.0
     )
-    refuses("no argument of train_step was given", lambda batch: 1.0)
+    refuses("no argument of train_step was passed", lambda batch: 1.0)
     refuses(
-        r"train_step\(m, x\) does not take what was given \(.*'rng'\)\. .* by their names",
+        r"train_step\(m, x\) does not accept these arguments \(.*'rng'\)\. .* by their names",
         lambda m, x: 1.0, Net(0), rng=nnx.Rngs(0),
     )  # fmt: skip
 

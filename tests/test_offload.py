@@ -260,8 +260,9 @@ def test_plan_report_and_fingerprint():
         without.plan.fingerprint,
         on(8, 2**20).plan(state, BATCH).fingerprint,
     )
-    assert f"8 of 13 leaves rest in pinned_host memory, {readable_bytes(moved)} for each" in str(
-        report
+    assert (
+        f"8 of 13 leaves are stored in pinned_host memory, {readable_bytes(moved)} for each"
+        in str(report)
     )
     assert "1 of 9 leaves of optimizer state stay on the devices: 4 B on each device" in str(report)
     assert "4 B  state[1][1][0].count int32[]" in str(report)

@@ -469,7 +469,7 @@ def test_describe_counts_what_crosses():
     # The head's backward pass follows its forward pass, in one part.
     assert moved == {"to device": 2 * layers + head, "to host": layers + head}
     text = " ".join(str(report).split())
-    assert "4 of 8 leaves rest in pinned_host memory" in text
+    assert "4 of 8 leaves are stored in pinned_host memory" in text
     assert "of parameters" in text
 
 

@@ -390,7 +390,7 @@ def test_a_call_of_the_rows_of_all_microbatches_in_a_loop():
 
 
 @pytest.mark.parametrize(("text", "fn", "options", "args"), [
-    ("jzero.per_example: output float64[] has no dim 0. Rows lie along a dim. Name that dim in out_axes",
+    ("jzero.per_example: output float64[] has no dim 0. Rows are along a dim. Name that dim in out_axes",
      jnp.sum, {}, [X]),
     ("output float64[4] has not the 32 rows of the arguments. Each row of a result comes from the same row",
      lambda x: x.sum(0), {}, [X]),

@@ -424,10 +424,14 @@ def test_report():
     train_step = small.shard_train_step(make_step(muon), mesh=mesh_of(4))
     report = train_step.describe(state_of(params, muon), BATCHES[0])
     text = " ".join(str(report).split())
-    assert ("Owners update 4 x float32[8,8] of state[0]['w{00..03}']: 1 on each device.") in text
-    assert "Owners update 6 x float32[8,16] of state[0]['w']: 2 on each device." in text
     assert (
-        "Gathered, and updated by every device: 1 x float32[12,16] of state[0]['alone']: "
+        "The update of 4 x float32[8,8] of state[0]['w{00..03}'] is distributed: 1 on each device."
+    ) in text
+    assert (
+        "The update of 6 x float32[8,16] of state[0]['w'] is distributed: 2 on each device." in text
+    )
+    assert (
+        "Every device gathers and updates 1 x float32[12,16] of state[0]['alone']: "
         "no other update is like it."
     ) in text
     rows = report.to_dict()["owners"]

@@ -345,7 +345,7 @@ def test_describe_tells_what_padding_costs():
     report = str(jzero.shard_train_step(step, mesh=mesh).describe(table, indices))
     # 50 rows each; 1600 columns would be 2 each, of 2048.
     assert report.endswith("""
-1 of 1 leaves is padded at rest (jzero.LeafArray), which costs 2.9 KiB on each
+1 of 1 leaves is stored padded (jzero.LeafArray), which costs 2.9 KiB on each
 device.
   padded to [51200, 1600]:
     2.9 KiB  state bfloat16[50257,1600]""")
@@ -423,7 +423,7 @@ def test_spared_leaves(shapes, options, spared):
         for leaf in of(before, name) + of(after, name):
             whole_params = options.get("stage") == 1 and leaf.role == "parameter"
             assert (leaf.why_full == SPARED) == (name in spared and not whole_params)
-            assert (str(leaf.layout) == "full") == (name in spared or whole_params)
+            assert (str(leaf.layout) == "replicated") == (name in spared or whole_params)
     padded = any(leaf.padding for leaf in after)
     assert padded == any(
         name != "m" and name not in spared and shapes[name] != (1001, 8) for name in shapes

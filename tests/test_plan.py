@@ -42,7 +42,7 @@ def test_each_piece_runs_in_one_turn_and_all_that_crosses_has_a_place(policy):
 def test_what_is_decided_is_printed_and_hashed():
     plan = plan_of(offload=jzero.PinnedHost(2**12), accumulate=2)
     text = str(plan).splitlines()
-    for start in ("stage 3 over data=4", "arguments: ", "outputs: ", "2 microbatches", "turn 0", "at rest",
+    for start in ("stage 3 over data=4", "arguments: ", "outputs: ", "2 microbatches", "bucket 0", "at rest",
                   "crossing "):  # fmt: skip
         assert any(line.startswith(start) for line in text), start
     assert plan == plan_of(offload=jzero.PinnedHost(2**12), accumulate=2)

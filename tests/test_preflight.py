@@ -340,7 +340,9 @@ def test_the_schedule_of_parts_is_that_of_all_their_runs():
     assert {row["name"] for row in rows["parts"]} >= {"fetch", "turn", "stretch"}
     text = str(found)
     assert max(map(len, text.splitlines())) <= 80
-    assert "Of a step in parts, also not seen: the time of an update" in " ".join(text.split())
+    assert "Also not seen, for a step of several programs: the time of an update" in " ".join(
+        text.split()
+    )
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
@@ -401,7 +403,7 @@ def test_verdict_and_limits():
     )
     assert "FITS, with 59.4 GiB: the peak is" in text
     assert "Not seen: buffers of NCCL" in text
-    assert "Of a step in parts" not in " ".join(text.split())
+    assert "for a step of several programs" not in " ".join(text.split())
     assert (found.parts, found.host_bytes) == ((), 0)
     assert max(map(len, text.splitlines())) <= 80
     rows = found.to_dict()
@@ -477,7 +479,7 @@ def test_a_step_that_takes_only_some_numbers_of_rows():
 def test_there_must_be_rows_to_search():
     train_step = small.shard_train_step(lambda w, x: w - x.sum(), in_specs={"x": P()}, stage=0)
     w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    with pytest.raises(jzero.BatchError, match="no argument is split over the devices"):
+    with pytest.raises(jzero.BatchError, match="no argument is sharded over the devices"):
         jzero.preflight(train_step, w, w, search_batch=True)
 
 

@@ -418,7 +418,7 @@ def test_difference_that_nothing_else_notices_keeps_a_checkpoint_from_being_made
         for error, told in (found["saved"], found["again"]):
             assert error == "ProcessError"
             assert "call 203: arguments: x float32[16,12] on process 0, x float32[8,12] on" in told
-            assert "Give all processes batches of the same shapes, in the same order" in told
+            assert "Pass batches of the same shapes, in the same order" in told
         assert found["seconds"] < 10
 
 

@@ -243,7 +243,7 @@ def test_placeholders_of_optimizer_state_rest_as_they_can():
     factored = state[1][0]
     assert factored.v["b"].sharding.spec == P("model")
     assert factored.v_row["b"].shape == (1,)
-    assert "leaves do not rest as auto_specs say for their parameters, and could not: " in said
+    assert "leaves cannot be stored as auto_specs says for their parameters: " in said
     assert "it has a dim of size 1 where P('model',) cuts:" in said
     assert "it has fewer dims than P(None, 'model'):" in said
 

@@ -247,8 +247,8 @@ def test_codes_on_the_wire_need_a_tolerance():
     batches = [jax.random.normal(jax.random.key(i), (16, 128)) for i in range(2)]
     large = step, lambda: start(128), batches
     text = fails(
-        ["assert_same_training: state['large'] travels as codes. Rounded numbers train near to one device",
-         "Drop gather_dtype and reduce_dtype, and every leaf is held", "docs/guide/precision.md"],
+        ["assert_same_training: state['large'] is sent quantized. Quantized values train near to one device",
+         "Drop gather_dtype and reduce_dtype to check every leaf", "docs/guide/precision.md"],
         assert_same_training, *large, **codes, error=jzero.OptionError,
     )  # fmt: skip
     assert "other" not in text

@@ -531,7 +531,7 @@ def test_what_is_not_cut_is_named(name, options, expected):
         (f"state[0]['{leaf}']", what) for leaf, what, _ in expected
     ]
     text = " ".join(str(report).split())
-    assert ("but for these:" in text) == bool(expected)
+    assert ("except these:" in text) == bool(expected)
     for each, (_, _, why) in zip(found, expected, strict=True):
         assert each.why.startswith(why)
         assert each.nbytes > report.to_dict()["tile_bytes"]

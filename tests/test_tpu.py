@@ -141,7 +141,7 @@ def test_a_step_compiles_for_sixteen_chips(target, stage):
     assert found.at_rest < found.argument_bytes < found.peak_bytes < found.usable_bytes
     text = " ".join(str(found).split())
     assert f"16 x {found.target.name} (4 hosts of 4)" in text
-    assert "no time of a step is said" in text
+    assert "no step time is given" in text
     assert "hidden" not in text
     said = found.to_dict()
     assert json.loads(json.dumps(said)) == said

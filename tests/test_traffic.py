@@ -121,7 +121,7 @@ def test_a_leaf_left_full_is_accounted_for_by_name():
     found = train_step.describe(state, jax.ShapeDtypeStruct((16, 16), jnp.float32))
     assert traffic(found) == {"all-gather": 160, "all-reduce": 10, "reduce-scatter": 160}
     assert str(found).endswith("""
-1 of 2 leaves stays full: 40 B on each device.
+1 of 2 leaves stays replicated: 40 B on each device.
   smaller than Axes(min_shard_bytes=41):
        40 B  state['odd'] float32[10]""")
 
@@ -273,4 +273,4 @@ def test_moments_that_are_stacked_stay_shards():
     state = (jnp.ones((64, 128)), jnp.zeros((2, 64, 128)))
     found = small.shard_train_step(step, stage=1).describe(state, jnp.ones((16, 64)))
     assert found.elements("all-gather") == found.elements("reduce-scatter") == 64 * 128
-    assert "updated by every device" not in str(found)
+    assert "gathers and updates" not in str(found)

@@ -1010,7 +1010,7 @@ def test_a_user_s_files_that_cannot_be_used(tmp_path, monkeypatch, capsys):
             main(["import", "in", "out", "--layout", "llama", "--like", like])
         error = "SystemExit: 3" if "exits" in like else "No module named 'nosuch'"
         said = " ".join(capsys.readouterr().err.split())
-        assert f"{error}. It is MODULE:FUNCTION, which takes nothing" in said
+        assert f"{error}. It is MODULE:FUNCTION; without arguments" in said
 
 
 def test_an_export_of_one_leaf_needs_config(tmp_path):

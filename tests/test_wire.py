@@ -598,7 +598,7 @@ def test_what_rests_whole_is_listed_too():
         step, mesh=mesh, comm=jzero.Comm(gather_dtype=jnp.int8), axes=jzero.Axes(replicate="'w'")
     )
     exact = dict(train_step.describe(params, tokens).exact)
-    assert exact["state['layers']['w']"] == "nothing of it travels as codes"
+    assert exact["state['layers']['w']"] == "no part of it is sent quantized"
 
 
 def test_what_stays_exact_is_listed_with_its_reason():
@@ -608,18 +608,18 @@ def test_what_stays_exact_is_listed_with_its_reason():
         step, mesh=mesh, comm=jzero.Comm(gather_dtype=jnp.int8, reduce_dtype={"node": "int4"})
     )
     report = train_step.describe(params, tokens)
-    assert "codes: parameters are gathered as int8 in blocks of 256; gradients are reduced" in str(
-        report
-    )
-    assert "state['layers']['scale'], state['table']: no product reads it as it is" in " ".join(
-        str(report).split()
+    text = " ".join(str(report).split())
+    assert "quantized: parameters are gathered as int8 in blocks of 256; gradients are" in text
+    assert (
+        "state['layers']['scale'], state['table']: no matrix product reads it as it is"
+        in " ".join(str(report).split())
     )
     wire = report.to_dict()["wire"]
     assert wire["gather"] == "int8 in blocks of 256"
     assert wire["reduce"] == {"node": "int4 in blocks of 128", "local": None}
     assert wire["exact"] == [
-        ["state['layers']['scale']", "no product reads it as it is"],
-        ["state['table']", "no product reads it as it is"],
+        ["state['layers']['scale']", "no matrix product reads it as it is"],
+        ["state['table']", "no matrix product reads it as it is"],
     ]
 
 

@@ -82,15 +82,24 @@ def test_what_the_verdict_says():
     exact = [8.0, 4.0, 2.0, 1.0]
     half = [s / 2 for s in exact]
     text = " ".join(str(verdict(exact, half, 0, 1.0)).split())
-    assert "At 1 Gb/s of the network for each device codes pay: the cheapest take 5000.0 ms" in text
-    assert "where exact wires take 8000.0 ms. Write comm=jzero.Comm(gather_dtype=jnp.int8)." in text
+    assert (
+        "At 1 Gb/s of the network for each device quantization pays: the fastest format takes 5000.0"
+        in text
+    )
+    assert (
+        "where exact communication takes 8000.0 ms. Write comm=jzero.Comm(gather_dtype=jnp.int8)."
+        in text
+    )
     assert "comm=jzero.Comm(gather_dtype=jnp.int8) pays below 4 Gb/s." in text
-    assert "of which codes compute 1000.0 ms for 4.4 TiB more through memory" in text
+    assert "to which quantization adds 1000.0 ms for 4.4 TiB of memory traffic" in text
     text = " ".join(str(verdict(exact, half, 3, 1.0)).split())
-    assert "codes do not pay: exact wires take 1000.0 ms, and the cheapest codes 1500.0 ms" in text
+    assert (
+        "pay: exact communication takes 1000.0 ms, and the fastest quantized format 1500.0 ms"
+        in text
+    )
     assert "pays at all of these speeds" in str(verdict(exact, half))
     text = " ".join(str(verdict(exact, half, coding=-5e-6)).split())
-    assert "of which codes compute 0.0 ms for 0 B more through memory" in text
+    assert "to which quantization adds 0.0 ms for 0 B of memory traffic" in text
     inside = dataclasses.replace(verdict(exact, half), links="NVLink")
     assert "At 1 Gb/s of NVLink for each device" in str(inside)
     text = " ".join(str(verdict(exact, exact, coding=1.0)).split())
@@ -259,8 +268,8 @@ def test_of_a_step_that_is_compiled():
     [
         ({"gather_dtype": jnp.int8, "reduce_dtype": jnp.int8},
          "search_wire=True, and the step has gather_dtype=int8 in blocks of 256 and reduce_dtype=int8 in "
-         "blocks of 256. Codes are compared .* Drop gather_dtype and reduce_dtype from the step"),
-        ({"stage": 0}, "search_wire=True and stage=0. At stage 0 nothing travels as codes"),
+         "blocks of 256. Quantized formats are compared .* Drop gather_dtype and reduce_dtype from the step"),
+        ({"stage": 0}, "search_wire=True and stage=0. At stage 0 nothing is sent quantized"),
     ],
 )  # fmt: skip
 def test_steps_whose_wires_cannot_be_compared(options, text):
@@ -273,5 +282,7 @@ def test_steps_whose_wires_cannot_be_compared(options, text):
 @pytest.mark.parametrize("option", ["search_wire", "search_batch"])
 def test_a_program_that_is_lowered_already_is_not_compiled_in_another_form(option):
     lowered, options = jax.jit(jnp.sin).lower(1.0), {option: True}
-    with pytest.raises(jzero.OptionError, match=f"{option}=True, and a lowered program. A step is"):
+    with pytest.raises(
+        jzero.OptionError, match=f"{option}=True, and a lowered program. A search compiles"
+    ):
         PREFLIGHT(lowered, **options)

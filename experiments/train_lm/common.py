@@ -102,7 +102,9 @@ def parse_args(
         add("--microbatches", type=positive, default=1, help="per step and device")
         add("--reduce", choices=["once", "each"], help="gradients of microbatches (stage 3)")
         add("--gather", choices=["per_pass", "keep", "once_per_step"], help="parameters (stage 3)")
-        add("--reduce-dtype", choices=["float32", "bfloat16"], help="of gradients on the way")
+        add(
+            "--reduce-dtype", choices=["float32", "bfloat16"], help="in which gradients are reduced"
+        )
         add("--nodes", type=positive, default=1, help="stage 3 keeps parameters inside each node")
         add("--bfloat16-params", action="store_true", help="with float32 masters in the optimizer")
         add("--offload", default="none", choices=OFFLOAD, help="where optimizer state rests")

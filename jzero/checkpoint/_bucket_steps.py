@@ -110,7 +110,7 @@ class BucketSteps(Steps):
             raise CheckpointError(message(
                 who, f"{self._parent} has {free:,} bytes free, and this process writes {nbytes:,}",
                 "What goes to a bucket is written to a local directory first.",
-                "Make room there, or name another one by staging=."))  # fmt: skip
+                "Free some of it, or name another directory by staging=."))  # fmt: skip
         (self._folder(step) / STATE).mkdir(parents=True)
         return self._folder(step)
 
@@ -273,5 +273,5 @@ class BucketSteps(Steps):
     def _sealed(self, step: int) -> tuple[Object, Seal]:
         found = _mirror.sealed(self.where / str(step))
         if found is None:
-            raise Unfinished("it has no seal")
+            raise Unfinished("it has no manifest")
         return found

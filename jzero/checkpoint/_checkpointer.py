@@ -65,9 +65,10 @@ class Checkpointer:
 
     What it writes are ordinary Orbax checkpoints (`directory/<step>/state`), each leaf in its true shape,
     whatever its layout; so they can be restored at another stage, on another mesh, and without jzero. Unlike
-    Orbax's own, every byte is checked: a flipped bit is an error. A step is complete or not there at all: it
-    is written beside, synced and sealed, and renamed when it is whole; or in a bucket, uploaded and sealed
-    last. Only then do older steps go. One job at a time writes in a directory; any number may read.
+    Orbax's own, every byte is checked: a flipped bit is an error. A step is either complete or absent: it is
+    written to a temporary directory, synced, and renamed with its manifest; or in a bucket, its manifest is
+    uploaded last. Only then are older steps removed. One job at a time writes in a directory; any number may
+    read.
 
     >>> import tempfile, jax, jax.numpy as jnp, jzero
     >>> def step_fn(w, batch):
@@ -97,7 +98,7 @@ class Checkpointer:
             if stop:
                 break
 
-    With `HostCPU(delayed_update=True)`, a state that is to be saved is flushed first::
+    With `HostCPU(delayed_update=True)`, flush a state before it is saved::
 
         if checkpointer.is_due(step, force=stop):
             state = train_step.flush(state)
@@ -105,22 +106,22 @@ class Checkpointer:
     With several processes, all of them make the same calls; if writing fails in one, all raise it, by the
     next `save` that is due, `restore`, `wait` or `close`. A single process raises it by its next call.
 
-    Saving copies the state to the host and writes it in the background, so the next step may consume it. What
-    does not fit into five eighths of `save_bytes` is written first, a part at a time, while `save` waits.
+    Saving copies the state to the host and writes it in the background, so the next step may consume it. The
+    part that does not fit into five eighths of `save_bytes` is written first, in chunks, while `save` blocks.
     Restoring reads each shard straight to its device (see `jzero.restore`).
 
     Args:
       directory: where the steps are: `s3://bucket/path`, `gs://bucket/path`, or on a file system that all
-        processes see; made if it is not there.
+        processes see; created if it does not exist.
       train_step: from `shard_train_step`; decides where restored leaves go.
       max_to_keep: how many steps to keep, the latest ones; None for all.
       save_interval_steps: `save` does something for multiples of it only (and for the first step, and when
         the processes are about to be preempted).
       asynchronous: write in the background; else `save` returns when the step is complete.
-      staging: for a bucket, a local directory with room for what this process writes of a step, until it is
-        uploaded; the temporary directory by default.
-      save_bytes: the memory of the host that a save uses beside the state, in each process, at most (or what
-        one chunk of 16 MiB needs): a number, or a string such as "2GiB".
+      staging: for a bucket, a local directory for what this process writes of a step, until it is uploaded;
+        the temporary directory by default.
+      save_bytes: the most memory of the host that a save uses in addition to the state, in each process (or
+        what one chunk of 16 MiB needs): a number, or a string such as "2GiB".
     """
 
     def __init__(
@@ -154,20 +155,20 @@ class Checkpointer:
     def save(
         self, step: int, state: Any, data_iterator: Any = None, *, force: bool = False
     ) -> bool:
-        """Saves the state after `step` steps, if it is this step's turn.
+        """Saves the state after `step` steps, if this step is due.
 
         Args:
-          step: its number, larger than any saved before; the last one again is not its turn.
+          step: its number, larger than any saved before; the last one again is not due.
           state: as the step returned it; it may be passed to the next step at once.
           data_iterator: an object with `get_state()` (JSON or bytes) and `set_state(state)`, such as those of
-            grain; where it stands is saved too, for every process.
+            grain; its position is saved too, for every process.
           force: save whatever `save_interval_steps` says.
 
         Returns:
-          Whether it was this step's turn.
+          Whether this step was due.
 
         Raises:
-          StateError: the state was consumed by a step or waits for a delayed update, leaves cannot be
+          StateError: the state was consumed by a step or has delayed gradients, leaves cannot be
             written, or keys with dots make two leaves one.
           CheckpointError: writing failed, now or in the background since the last call, in this process or
             another; there is a later step; or another job writes in this directory. What was saved before is
@@ -224,13 +225,13 @@ class Checkpointer:
           state: its structure, shapes and dtypes: `jax.eval_shape(init_fn, key)`.
           *args: optionally the step's other arguments, arrays or shapes.
           step: which one; the latest by default.
-          data_iterator: set to where the saved one stood; by another number of processes, to where all of
-            them had come to.
+          data_iterator: set to the position of the saved one; by another number of processes, to the position
+            that all of them had reached.
           **kwargs: the step's other arguments by name.
 
         Raises:
           CheckpointError: there is no such step, or its leaves are not those of the state, or are damaged; or
-            other processes saved their data iterators, and nobody knows where these are to begin.
+            another number of processes saved their data iterators, and their common position is unknown.
           ProcessError: processes want different steps, have called different things, or one of them failed.
         """
         who = "Checkpointer.restore"
@@ -255,7 +256,7 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """The number of the latest complete step; None if there is none.
 
-        A directory that looks like a step and is not whole is left out, and a warning says so once.
+        An incomplete step is left out, with one warning.
 
         Raises:
           CheckpointError: writing failed in the background.
@@ -292,7 +293,7 @@ class Checkpointer:
             self._saver.wait()
 
     def close(self) -> None:
-        """Waits, and lets other processes write.
+        """Waits, and releases the lock for other processes.
 
         Raises:
           CheckpointError: writing failed.

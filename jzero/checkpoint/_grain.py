@@ -85,7 +85,7 @@ def position(places: list[GrainPlace], data: str) -> int:
     alike = all(place["next"] == ahead[place["index"]] for place in places)
     if not alike or max(ahead.values()) >= first + count:
         raise Unknown(
-            f"their shards stand in different places: the next examples are {[*ahead.values()]}"
+            f"their shards are at different positions: the next examples are {[*ahead.values()]}"
         )
     return first
 
@@ -148,7 +148,7 @@ def _sampled(dataset: Any) -> DataShard:
     sampler, options = dataset._sampler, dataset._shard_options
     if type(sampler).__name__ != "IndexSampler" or sampler._shard_options.shard_count > 1:
         raise Unknown(
-            "its sampler is no IndexSampler over all examples; the DataLoader takes shard_options"
+            "its sampler is no IndexSampler over all examples; pass shard_options to the DataLoader"
         )
     data = _in_words([repr(sampler), *_described(dataset._parent)])
     return DataShard(options.shard_index, options.shard_count, data, 1, len(dataset))

@@ -55,7 +55,7 @@ def moving(
         raise CheckpointError(message(
             f"Checkpointer.restore {where}",
             f"data iterators cannot go on from {len(saved)} to {processes} processes: {error}",
-            "There must be one place in the data that all processes have come to.",
+            "All processes must have reached one common position in the data.",
             f"{again}, or use an iterator with a global position; see \"Data on another number of "
             "processes\" in the guide to checkpoints.")) from error  # fmt: skip
     return functools.partial(iterator.set_state, state)
@@ -74,7 +74,7 @@ def _state_for(iterator: Any, saved: list[SavedIterator], process: int, processe
     if len(places) < len(saved):
         reasons = [each.place for each in saved if isinstance(each.place, str)]
         reason = [*reasons, "none was saved"][0]
-        raise _grain.Unknown(f"they had no place in the data of all: {reason}")
+        raise _grain.Unknown(f"they had no global position in the data: {reason}")
     return shard.state_from(_grain.position(places, shard.data), now)
 
 
@@ -104,7 +104,9 @@ def _for_all(now: Any, states: list[Any]) -> Any:
     # Somebody else's iterator may have Grain's state in its own.
     of_grain = "next_index" in repr(common[0]).replace(_GLOBAL, "")
     if of_grain or (of_process and _GLOBAL not in common[0]):
-        raise _grain.Unknown(f"{states[0]!r:.200} is a place in one shard; it has no {_GLOBAL!r}")
+        raise _grain.Unknown(
+            f"{states[0]!r:.200} is a position in one shard; it has no {_GLOBAL!r}"
+        )
     return common[0] | _split(now)[1] if of_process else common[0]
 
 
@@ -120,8 +122,8 @@ def _check(iterator: Any, method: str) -> None:
     if not callable(getattr(iterator, method, None)):
         raise OptionError(message(
             "Checkpointer", f"data_iterator is {a_type(iterator)} without {method}()",
-            "It says and is told where it stands, as grain's iterators are.",
-            "Give it get_state() and set_state(state), or keep its place in the state."))  # fmt: skip
+            "Its position is saved and restored, as that of grain's iterators is.",
+            "Give it get_state() and set_state(state), or keep its position in the state."))  # fmt: skip
 
 
 def _encode(state: Any) -> dict[str, Any]:

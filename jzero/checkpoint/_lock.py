@@ -206,7 +206,7 @@ class Lock:
         """Takes what nobody has; whether it did."""
         if (kind := _files.kind(self._path)) not in ("a file", "nothing"):
             raise CheckpointError(message(
-                who, f"{self} is {kind}", "Who writes there has a regular file of that name.",
+                who, f"{self} is {kind}", "A writer holds a regular file of that name.",
                 "Remove it, if nobody writes there."))  # fmt: skip
         private = self._beside(owner.token)
         try:
@@ -346,7 +346,7 @@ def unlock(who: str, directory: Path | Bucket) -> str:
     holder = lock.holder()
     if holder is None:
         raise CheckpointError(message(
-            who, f"nobody writes in {directory}", f"Who does has {NAME} there.",
+            who, f"nobody writes in {directory}", f"A writer has {NAME} there.",
             _elsewhere(directory)))  # fmt: skip
     if holder.owner is not None and _runs(holder.owner):
         raise CheckpointError(message(
@@ -356,7 +356,8 @@ def unlock(who: str, directory: Path | Bucket) -> str:
         lock.remove(holder)
     except OSError as error:
         raise CheckpointError(message(
-            who, f"{lock} cannot be removed: {error.strerror}", "It is the file of who writes there.",
+            who, f"{lock} cannot be removed: {error.strerror}",
+            "It is the lock file of the process that writes there.",
             "Remove whatever it is by hand.")) from error  # fmt: skip
     return str(holder.owner or "somebody")
 

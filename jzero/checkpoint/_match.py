@@ -74,8 +74,8 @@ def masters(who: str, leaves: Mapping[str, Leaf]) -> dict[str, str]:
         if not pairs and _below(f"{at}inner/", leaves):
             raise CheckpointError(message(
                 who, f"the leaves under {at}masters/ are masters of no leaves, or of several trees of leaves",
-                "Parameters in another dtype than theirs are made from their masters.",
-                f"Export them as they rest, or the masters: --select '^{at}masters/'."))  # fmt: skip
+                "Parameters in another dtype are cast from their masters.",
+                f"Export them as they are stored, or the masters: --select '^{at}masters/'."))  # fmt: skip
         found |= {param: master for master, param in pairs}
     return found
 

@@ -31,15 +31,15 @@ _TO_HOST = 2**28  # bytes that are read to pinned memory before they move to whe
 def restore(
     path: str | Path, train_step: ShardedStep, state: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Restores one checkpoint into the layout that `train_step` wants, whatever layout it was saved in.
+    """Restores one checkpoint into the layout of `train_step`, whatever layout it was saved in.
 
     Any checkpoint of Orbax whose leaves have the state's names will do: saved by a `Checkpointer` at
     another stage, on other devices, or another mesh; or by Orbax from a state that was never sharded.
-    Each device reads its part, and no leaf is ever whole on one; what has been read and is not yet on its
-    device is at most 128 MiB, or twice the largest leaf. Of what `HostCPU` keeps on the host, 256 MiB or the
-    largest leaf (once for each device that has it whole) are in pinned memory on their way. With
-    `jzero.master_weights` on one side only, parameters are restored from the masters, or masters from the
-    parameters.
+    Each device reads its shard, and never a whole leaf; at most 128 MiB, or twice the largest leaf, have
+    been read and are not yet on their device. Of the state that `HostCPU` stores on the host, 256 MiB or the
+    largest leaf (once for each device on which it is replicated) are in pinned memory during the transfer.
+    With `jzero.master_weights` on one side only, parameters are restored from the masters, or masters from
+    the parameters.
 
     >>> import tempfile, jax, jax.numpy as jnp, orbax.checkpoint as ocp, jzero
     >>> def step_fn(state, batch):
@@ -58,8 +58,8 @@ def restore(
       train_step: from `shard_train_step`.
       state: the state to restore: its structure, shapes and dtypes count, as `jax.eval_shape(init_fn, key)`
         has them.
-      *args: optionally the step's other arguments (arrays or shapes): with them, parameters rest at once
-        as stages 1 and 2 have them; see `ShardedStep.state_shardings`.
+      *args: optionally the step's other arguments (arrays or shapes): with them, parameters are stored as
+        stages 1 and 2 have them from the start; see `ShardedStep.state_shardings`.
       **kwargs: the same by name.
 
     Returns:

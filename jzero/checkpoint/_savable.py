@@ -49,7 +49,7 @@ def _problem(name: str, leaf: Any) -> str | None:
     if not isinstance(leaf, (*_ARRAYS, *_NUMBERS)):
         return f"{name} is {a_type(leaf)}"
     if is_coded(leaf):
-        return f"{name} rests in codes, whose rows are an array (eval_step.rows)"
+        return f"{name} is quantized; eval_step.rows gives it as a plain array"
     dtype = _dtype(leaf)
     if not isinstance(leaf, jax.Array) and np.issubdtype(dtype, np.integer):
         restored = jax.dtypes.canonicalize_dtype(dtype)

@@ -32,7 +32,7 @@ _CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"
 def add(commands: Any) -> dict[str, Callable[..., Shown]]:
     """Adds four commands to a parser; what runs each, with its flags as arguments."""
     _add_inspect(commands.add_parser(
-        "inspect", help="what is in a checkpoint, and whether it is whole",
+        "inspect", help="the contents of a checkpoint, and whether it is complete",
         description="Totals of a checkpoint, and its leaves.",
         example="jzero inspect checkpoints --verify"))  # fmt: skip
     _add_export(commands.add_parser(
@@ -48,7 +48,7 @@ def add(commands: Any) -> dict[str, Callable[..., Shown]]:
         example="jzero import model.safetensors pretrained"))  # fmt: skip
     _add_unlock(commands.add_parser(
         "unlock", help="let another process save steps in a directory",
-        description="Ends the right of a process that is dead to save steps in a directory.",
+        description="Removes the lock of a dead process, so that another one can save steps in a directory.",
         example="jzero unlock checkpoints"))  # fmt: skip
     return {
         "inspect": _show, "export": _write_files, "import": _write_checkpoint, "unlock": _unlock
@@ -66,13 +66,13 @@ def _add_inspect(command: _flags.Parser) -> None:
 def _add_export(command: _flags.Parser) -> None:
     command.add_argument("checkpoint", help=_CHECKPOINT)
     command.add_argument(
-        "out", help="out.safetensors; if it takes several files, also the index's name"
+        "out", help="out.safetensors; also the name of the index, if there are several files"
     )
     command.add_argument("--dtype", choices=FLOATS, help="of floats; by default their own")
     command.add_argument(
         "--select",
         metavar="REGEX",
-        help="in place of the parameters, leaves in whose names it is found",
+        help="instead of the parameters: leaves whose names match",
     )
     command.add_argument(
         "--max-file-size",
@@ -110,7 +110,7 @@ def _add_layout(command: _flags.Parser, what: str) -> None:
         help=f"{what}: {', '.join(LAYOUTS)}, table.py:NAME or table.json",
     )
     command.add_argument(
-        "--config", metavar="FILE", help="the model's config.json: tensors are held against it"
+        "--config", metavar="FILE", help="the model's config.json: tensors are checked against it"
     )
 
 
@@ -123,8 +123,8 @@ def _like(text: str) -> Any:
         return jax.eval_shape(getattr(importlib.import_module(module), name))
     except (Exception, SystemExit) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: {type(error).__name__}: {error}. It is MODULE:FUNCTION, which takes nothing and "
-            "returns the parameters, or their shapes"
+            f"{text!r}: {type(error).__name__}: {error}. It is MODULE:FUNCTION; without arguments the "
+            "function returns the parameters, or their shapes"
         ) from error
 
 
@@ -142,8 +142,8 @@ def _show(checkpoint: str, verify: bool, json: bool) -> Shown:
     if verify and (steps := steps_in(_inspect.WHO, checkpoint).damaged()):
         newer = ", ".join(map(str, steps))
         raise CheckpointError(message(
-            _inspect.WHO, f"{named(checkpoint)} has steps that are not whole: {newer}",
-            "The latest whole one is what was read.", "Remove them, or inspect one by name."))  # fmt: skip
+            _inspect.WHO, f"{named(checkpoint)} has incomplete steps: {newer}",
+            "The latest complete one was read.", "Remove them, or inspect one by name."))  # fmt: skip
 
 
 def _as_dict(found: Inspection, verified: Verified | None) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _as_lines(found: Inspection, verified: Verified) -> Iterator[str]:
     damaged = sum(leaf.name in verified.damaged for leaf in found.leaves)
     yield f"Every chunk was read: {num - damaged} of {num} leaves are whole."
     if not verified.sealed:
-        yield "It has no seal: a flipped bit in what describes its leaves may go unseen."
+        yield "It has no manifest: a flipped bit in the description of its leaves may go unseen."
     if verified.unchecked:
         yield (f"{len(verified.unchecked)} leaves have no checksums, as Orbax alone writes them: "
                "a flipped bit in them may go unseen.")  # fmt: skip

@@ -60,7 +60,7 @@ def add(commands: Any) -> dict[str, Callable[..., Shown]]:
     """Adds the command to a parser; what runs it, with its flags as arguments."""
     command = commands.add_parser(
         "estimate", help="memory and traffic from numbers alone",
-        description="What a training needs on each device and moves in a step: jzero.estimate.",
+        description="Memory that a training needs on each device, and its traffic per step: jzero.estimate.",
         example="jzero estimate --params 7.5B --devices 64 --memory 80GB")  # fmt: skip
     _add_flags(command)
     return {"estimate": functools.partial(_estimate, command.flags)}
@@ -106,7 +106,7 @@ def _add_flags(command: _flags.Parser) -> None:
         "--offload": dict(choices=_OFFLOAD, help="where optimizer state is stored"),
         "--device-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
                                help="of it on a device at a time, 1GiB (pinned)"),
-        "--ratio": dict(type=_flags.ratio, help="share of it that rests on the host (host)"),
+        "--ratio": dict(type=_flags.ratio, help="share of it that is stored on the host (host)"),
         "--delayed": dict(action="store_const", const=True, dest="delayed_update",
                           help="gradients are applied while the next are computed (host)"),
         "--host-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
@@ -114,31 +114,31 @@ def _add_flags(command: _flags.Parser) -> None:
         "--in-place": dict(action="store_const", const=True, dest="in_place",
                            help="the new state is written over the old one (nvme)"),
         "--offload-params": dict(type=_flags.num_bytes, metavar="SIZE",
-                                 help="parameters rest on the host, so many on a device at a time"),
+                                 help="parameters are stored on the host, at most SIZE on a device"),
         "--params-in-files": dict(action="store_const", const=True,
-                                  help="... and in files in place of its memory (nvme)"),
+                                  help="... and in files instead of its memory (nvme)"),
         "--gradients-in-files": dict(action="store_const", const=True, dest="gradients",
-                                     help="... and so do gradients, until the update (nvme)"),
+                                     help="... and so are gradients, until the update (nvme)"),
         "--offload-activations": dict(action="store_const", const=True,
-                                      help="what a loop keeps for its backward loop goes to the host"),
+                                      help="what a loop saves for its backward loop is stored on the host"),
         "--tile-bytes": dict(type=_flags.num_bytes, dest="comm.tile_bytes", metavar="SIZE",
-                             help="larger matrices are gathered in tiles of so many bytes, 64MiB"),
+                             help="larger matrices are gathered in tiles of this size, 64MiB"),
         "--layers": dict(type=_flags.count, dest="workload.layers", metavar="NUMBER",
                          help="of that loop; with --config not needed, as --width"),
         "--width": dict(type=_flags.count, dest="workload.width", metavar="NUMBER",
                         help="elements of a layer's input for a token"),
         "--layer-major": dict(action="store_const", const="layer", dest="microbatches.order",
-                              help="a layer comes once per pass for all microbatches"),
+                              help="a layer is fetched once per pass for all microbatches"),
         "--no-donate": dict(action="store_const", const=False, dest="donate",
-                            help="a step keeps the state that it is given"),
+                            help="a step keeps the state passed to it"),
         "--tokens": dict(type=_flags.count, dest="workload.tokens", metavar="NUMBER",
                          help="of a step on each device, such as 8K"),
         "--no-recompute": dict(action="store_const", const=False, dest="workload.recompute",
-                               help="the backward pass computes nothing again"),
+                               help="the backward pass recomputes nothing"),
         "--peak": dict(type=_flags.flops, dest="rates.peak", metavar="RATE",
-                       help="of a device, 989TFLOP/s: tells the time"),
+                       help="of a device, 989TFLOP/s: prints the time of a step"),
         "--pcie": dict(type=_flags.rate, dest="rates.pcie", metavar="RATE",
-                       help="device and host, each way, 55GB/s"),
+                       help="between device and host, in each direction, 55GB/s"),
         "--interconnect": dict(type=_flags.rate, dest="rates.interconnect", metavar="RATE",
                                help="all-gathers, 350GB/s"),
         "--host-update": dict(type=_flags.rate, dest="rates.host_update", metavar="RATE",
@@ -152,7 +152,7 @@ def _add_flags(command: _flags.Parser) -> None:
         "--memory",
         type=_flags.num_bytes,
         metavar="SIZE",
-        help="of a device, 80GB or 80GiB: tells the largest model",
+        help="of a device, 80GB or 80GiB: prints the largest model",
     )
     command.add_argument(
         "--host-memory",
@@ -320,9 +320,12 @@ def _show_stages(
         for e, num in zip(found, largest, strict=True)
     ]
     yield Table(("stage", *roles, "total", *host, "moved per step", *timed, *title), rows)
-    yield "Parameters and optimizer state rest; the others live within a step. Activations are not in it."
+    yield (
+        "Parameters and optimizer state are stored between steps; the others live within a step. "
+        "Activations are not included."
+    )
     if offloads:
-        yield "To host, to device: what crosses in a step. On its host: what waits for that, too."
+        yield "To host, to device: copies in a step. On its host: includes the buffers of these copies."
     yield "Psi: as many elements as there are parameters. More of one stage: --stage."
     yield from found[-1].model_lines()
 

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     Wrong ones end with a message and exit status 2, a checkpoint that is not as it should be with 1.
     """
     parser = Parser(
-        prog=prog, description="ZeRO for JAX: what a training takes, and what checkpoints have."
+        prog=prog,
+        description="ZeRO for JAX: memory and traffic of a training, contents of checkpoints.",
     )
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")

@@ -32,10 +32,10 @@ def add(commands: Any) -> dict[str, Callable[..., Shown]]:
     command = commands.add_parser(
         "preflight", help="a step compiled for GPUs or TPUs that are not there",
         description="Compiles a train step for devices that are not there, and reports memory, traffic and "
-        "time: jzero.preflight. FUNCTION takes nothing and returns (step, init, batch): the step, of "
+        "time: jzero.preflight. FUNCTION has no arguments and returns (step, init, batch): the step, of "
         "jzero.shard_train_step or else sharded at stage 3; a function without arguments that makes the "
-        "state, of which only shapes are asked, or the state as jax.ShapeDtypeStructs; and the batch as "
-        "jax.ShapeDtypeStructs. More arguments of the step follow the batch.",
+        "state, of which only shapes are used, or the state as jax.ShapeDtypeStructs; and the batch as "
+        "jax.ShapeDtypeStructs. Further arguments of the step follow the batch.",
         example="jzero preflight train:setup --target h200 --topology 8x8")  # fmt: skip
     command.add_argument(
         "function", metavar="MODULE:FUNCTION", help="such as train:setup, of train.py here"
@@ -52,17 +52,17 @@ def add(commands: Any) -> dict[str, Callable[..., Shown]]:
     )  # fmt: skip
     command.add_argument(
         "--memory-fraction", type=float, default=0.75, metavar="SHARE",
-        help="of a device's memory that the process takes, 0.75 by default",
+        help="of a device's memory that the process uses, 0.75 by default",
     )  # fmt: skip
     command.add_argument(
         "--bandwidth", type=_flags.bandwidths, metavar="name=RATE[,name=RATE]",
         help="of each device along an axis: node=100Gb/s,local=450GB/s",
     )  # fmt: skip
     command.add_argument(
-        "--search-batch", action="store_true", help="also the most rows of the batch that fit"
+        "--search-batch", action="store_true", help="also find the most rows of the batch that fit"
     )
     command.add_argument(
-        "--search-wire", action="store_true", help="also whether gathers and reductions in few bits pay"
+        "--search-wire", action="store_true", help="also compare quantized gathers and reductions"
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="numbers instead of tables")
     return {"preflight": _preflight}

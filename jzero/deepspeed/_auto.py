@@ -51,17 +51,17 @@ _FILLS = (
 )  # fmt: skip
 # Of the Trainer's other arguments: where a training with jzero has what they say.
 _ELSEWHERE = {
-    "lr_scheduler_type": "the section scheduler says it: WarmupDecayLR is linear, WarmupCosineLR cosine",
-    "num_train_epochs": "your loop says it; max_steps fills total_num_steps",
-    "optim": "the section optimizer says it",
-    "tf32": "jax.config.update('jax_default_matmul_precision', 'tensorfloat32') says it",
-    "gradient_checkpointing": "jax.checkpoint around each layer of the model says it",
+    "lr_scheduler_type": "the section scheduler sets it: WarmupDecayLR is linear, WarmupCosineLR cosine",
+    "num_train_epochs": "your loop sets it; max_steps fills total_num_steps",
+    "optim": "the section optimizer sets it",
+    "tf32": "jax.config.update('jax_default_matmul_precision', 'tensorfloat32') sets it",
+    "gradient_checkpointing": "jax.checkpoint around each layer of the model sets it",
     "torch_compile": "XLA compiles every step",
-    "seed": "the key that init is given says it",
-    "per_device_eval_batch_size": "your loop says it, with jzero.shard_eval_step",
+    "seed": "the key passed to init sets it",
+    "per_device_eval_batch_size": "your loop sets it, with jzero.shard_eval_step",
     **dict.fromkeys(("output_dir", "save_steps", "save_strategy", "save_total_limit"),
-                    "jzero.Checkpointer says it"),
-    **dict.fromkeys(("logging_steps", "report_to"), "your loop says it; steps_per_print is in the program"),
+                    "jzero.Checkpointer sets it"),
+    **dict.fromkeys(("logging_steps", "report_to"), "your loop sets it; steps_per_print is in the program"),
 }  # fmt: skip
 _NAMES = {name for fill in _FILLS for name in fill.names}
 _is_number = KINDS["number"][1]
@@ -119,7 +119,7 @@ def check(c: Config, auto: Mapping[str, Any] | None) -> None:
         [f'{key} is "auto"' for key in missing],
         "The Hugging Face Trainer fills it from its own arguments, which are not in the file.",
         f"Write auto={{{values}}}, with the values of your run."
-        + " Those that you did not give are the Trainer's defaults." * known)  # fmt: skip
+        + " Those that you did not pass are the Trainer's defaults." * known)  # fmt: skip
 
 
 def _named_values(auto: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ CYCLES = "scheduler.params.cycle_momentum"
 _BATCH = f"In DeepSpeed, {ROWS} = {MICRO} * {ACCUMULATE} * devices."
 _ASK = "Say how many devices there are with devices=8."
 _DROP, _STAGE_3 = "Drop one of them.", "Write stage 3, or drop it."
-_INSTEAD, _WHICH = "bfloat16 in place of float16", "write it to say which."
+_INSTEAD, _WHICH = "bfloat16 instead of float16", "write it to say which."
 UNUSED = "Without effect: it is of offload to NVMe, which this configuration does not use."
 LINEAR = (
     "The Hugging Face Trainer would decay it linearly, after warmup_steps: for that write "
@@ -248,14 +248,14 @@ def prefetch(c: Config, key: str) -> Made:
     if _device(c, _PARAM) != "none":
         return "Not set: PinnedHost(device_bytes=...) bounds what is fetched ahead.", {}
     num = int(elements) * size
-    return f"Comm(prefetch_bytes={num}): so many elements of {size} bytes.", {
+    return f"Comm(prefetch_bytes={num}): that number of elements of {size} bytes.", {
         "comm.prefetch_bytes": num
     }
 
 
 def wire(c: Config, key: str) -> Made:
     dtype, instead = _dtype(c, key)
-    return f"Comm(reduce_dtype={dtype.name}), of gradients on the way.{instead}", {
+    return f"Comm(reduce_dtype={dtype.name}), in which gradients are reduced.{instead}", {
         "comm.reduce_dtype": dtype
     }
 
@@ -291,7 +291,7 @@ def half(c: Config, key: str) -> Made:
     if c.is_half or c.given.get(key) != AUTO:
         return "Off.", {}
     return (
-        f"Off, as nothing says it: parameters have the dtype that your model makes. {name}=True among auto "
+        f"Off, because nothing sets it: parameters have the dtype of your model. {name}=True among auto "
         "makes them bfloat16, with float32 masters."), {}  # fmt: skip
 
 

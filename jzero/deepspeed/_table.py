@@ -59,7 +59,7 @@ _BUCKETS = (
     "the backward pass makes it.")  # fmt: skip
 _GATHERS = (
     "what stage 3 gathers is planned before the step is compiled; Comm(prefetch_bytes=, gather=) "
-    "and Axes(replicate=) are jzero's settings for it.")  # fmt: skip
+    "and Axes(replicate=) are jzero's options for it.")  # fmt: skip
 _MODULES = "a JAX model has no modules at run time that could be hooked or patched."
 _LOGGING = (
     "Belongs to your training loop; describe says what is stored and moved, jax.profiler when."
@@ -204,7 +204,7 @@ _OFFLOAD_OPTIMIZER = {
     "super_offload": _false("Off, as in jzero.", "It is DeepSpeed's own schedule of CPU updates: drop it; "
         "see HostCPU(delayed_update=True)."),
     **_unset("HostCPU(threads=...) says how many threads update.", number="cpuadam_cores_perc"),
-    **_unset("NVMe(host_bytes=...) says how much memory buffers may take.", int="buffer_count"),
+    **_unset("NVMe(host_bytes=...) bounds the memory of buffers.", int="buffer_count"),
     "nvme_path": _PATH,
     **_unset("tiles are read ahead and written behind, always.", bool="pipeline_read pipeline_write"),
     **_unset("files are filled once, when a state is placed.", bool="fast_init"),

@@ -31,7 +31,7 @@ _GROUPS: dict[str, tuple[Any, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """What a DeepSpeed configuration says, in the words of jzero and optax.
+    """What a DeepSpeed configuration says, in terms of jzero and optax.
 
     Attributes:
       options: of `shard_train_step`, by name.
@@ -39,7 +39,7 @@ class Translation:
         parameters are bfloat16; None if the configuration has no optimizer.
       schedule: of the learning rate, a function of how many updates were made before; None if there is no
         scheduler. `optimizer` has it already.
-      batch_size: rows of the whole batch, of all devices and microbatches; None if nothing tells.
+      batch_size: rows of the whole batch, of all devices and microbatches; None if unknown.
       mesh_axes: the sizes of the axes that `options` name, `{"node": 8, "local": 8}`, for `jax.make_mesh`;
         empty if they name none.
       notes: what became of each key, by its dotted name, in the order of the configuration; last those that
@@ -57,7 +57,7 @@ class Translation:
     def python(self) -> str:
         """The translation as a Python program that trains, with the notes as comments.
 
-        Yours to write are parameters, loss and data, and the optimizer if the configuration has none.
+        You write parameters, loss and data, and the optimizer if the configuration has none.
         """
         return self._python
 
@@ -72,7 +72,7 @@ def from_deepspeed(
     """Translates a DeepSpeed configuration.
 
     Every key becomes an option, a part of the optimizer, or a note that says why there is nothing to set or
-    where it belongs; or it is refused by name, and then nothing is translated. Nothing is dropped in silence.
+    where it belongs; or it is refused by name, and then nothing is translated. Nothing is dropped silently.
 
     >>> import jzero
     >>> translated = jzero.from_deepspeed({

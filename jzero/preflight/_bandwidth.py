@@ -15,7 +15,7 @@ from jzero.targets._target import Target, Topology
 def with_bandwidth(
     who: str, target: Target, topology: Topology, axes: Mapping[str, int], bandwidth: Any
 ) -> Target:
-    """The target, with the links of these bandwidths in place of the data sheet's.
+    """The target, with these bandwidths of links instead of the data sheet's.
 
     Neighbours along an axis reach each other by the links of one domain, and a rate is of these.
 
@@ -46,6 +46,6 @@ def with_bandwidth(
             links = target.domains[level].name
             raise OptionError(message(
                 who, f"bandwidth[{name!r}] is {readable_rate(rate)}, and another axis over {links} has "
-                f"{readable_rate(changed[level])}", f"All links of {links} are taken to be alike.",
+                f"{readable_rate(changed[level])}", f"All links of {links} are assumed to be equal.",
                 "Give both axes the rate of the slower one."))  # fmt: skip
     return with_links(target, changed)

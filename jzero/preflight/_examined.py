@@ -33,11 +33,11 @@ class PartMemory(NamedTuple):
     Attributes:
       name: 'turn' of a loop over layers, 'fetch' of a turn's parameters, 'stretch' between loops, ...
       times: how often a step runs it.
-      argument_bytes: that it takes, on each device.
-      made_bytes: that it makes, and that do not lie in what it consumes.
-      temporary_bytes: beside them.
-      peak_bytes: the most that a device holds when it runs: all that is alive, the state at rest too.
-      host_operations: what it does to pinned memory that is no copy, by XLA's names; none, it should be.
+      argument_bytes: of its arguments, on each device.
+      made_bytes: of its outputs that do not alias donated arguments.
+      temporary_bytes: of its temporaries.
+      peak_bytes: the most that a device holds while it runs: all that is alive, the stored state too.
+      host_operations: operations on pinned memory that are no copies, by XLA's names; there should be none.
     """
 
     name: str

@@ -61,7 +61,7 @@ def preflight(
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Preflight:
-    """Compiles a step for so many GPUs or TPUs, on a machine with none, and reports what they would need.
+    """Compiles a step for GPUs or TPUs on a machine with none, and reports what it would need there.
 
     XLA's compiler for them runs as it would there, but for autotuning, which needs the device::
 
@@ -89,14 +89,14 @@ def preflight(
       topology: 'HOSTSxDEVICES', the devices of one host: '8x8' are 64; of TPUs the chips of a slice, '4x4'.
       axes: names and sizes of the mesh's axes, hosts first. By default those of the step's mesh if it has
         as many devices, else its only axis.
-      memory_fraction: the share of a device's memory that the process takes: JAX's default, or what
+      memory_fraction: the share of a device's memory that the process uses: JAX's default, or what
         XLA_PYTHON_CLIENT_MEM_FRACTION will be.
       bandwidth: what each device sends, and receives, along a mesh axis, `{'node': '100Gb/s', 'local':
-        '450GB/s'}`; the data sheet's for those that it leaves out.
+        '450GB/s'}`; the data sheet's for axes that it leaves out.
       search_batch: also find the most rows of the batch for each device and microbatch that fit (ten to
         two dozen compilations).
-      search_wire: also compile the step with gathers, and reductions, as codes of 8 and 4 bits, and say from
-        which bandwidth on they pay (two or three compilations; of a step whose own wires are exact).
+      search_wire: also compile the step with gathers, and reductions, quantized to 8 and 4 bits, and say
+        below which bandwidth they pay (two or three compilations; for a step that is not quantized itself).
       compiler_options: for `jax.stages.Lowered.compile`, such as XLA flags without the dashes.
       **kwargs: the step's keyword arguments.
 
@@ -122,7 +122,7 @@ def preflight(
         if search_batch or search_wire:
             raise OptionError(message(
                 WHO, f"{'search_batch' if search_batch else 'search_wire'}=True, and a lowered program",
-                "A step is compiled anew with other rows, or other wires.",
+                "A search compiles the step with other batch sizes, or other communication dtypes.",
                 "Pass the sharded step and its arguments."))  # fmt: skip
         check_lowered(WHO, train_step, gpu, grid)
         sizes = checked_axes(WHO, grid, axes)
@@ -174,9 +174,9 @@ def preflight(
 
     if search_batch and not batch.rows:
         raise BatchError(message(
-            WHO, "search_batch=True, and no argument is split over the devices",
-            "The rows of arguments that are split are changed.",
-            "Drop search_batch, or the in_specs that keep the batch whole."))  # fmt: skip
+            WHO, "search_batch=True, and no argument is sharded over the devices",
+            "The search changes the number of rows of sharded arguments.",
+            "Drop search_batch, or the in_specs that replicate the batch."))  # fmt: skip
     if search_wire:
         check_wire(WHO, there._programs.options)
     examined = compiled(there, batch.rows)
@@ -204,8 +204,8 @@ class Preflight:
       target: the device.
       topology: hosts, and devices on each.
       argument_bytes: on each device, of the program's arguments: the state, and its part of the batch.
-      temporary_bytes: on each device, at most alive within a step beside them; of a step in parts, within one
-        of its programs.
+      temporary_bytes: on each device, at most alive within a step in addition; within one program, if a step
+        has several.
       peak_bytes: on each device, at the moment when most is alive.
       schedule: its collectives, and the time of a step by a model; of TPUs the collectives alone.
       compile_seconds: what the compilation took here.
@@ -214,7 +214,7 @@ class Preflight:
       memory_fraction: the share of a device's memory that may be used.
       rows: of the batch, on each device and for each microbatch (with `search_batch`).
       largest_rows: the most that fit; 0 if none do (with `search_batch`).
-      wires: whether codes pay (with `search_wire`).
+      wires: whether quantized communication pays (with `search_wire`).
     """
 
     report: Report | None
@@ -254,12 +254,12 @@ class Preflight:
 
     @property
     def memory(self) -> tuple[Memory, ...]:
-        """The roles at rest, and what the program holds within a step, as `estimate` has them."""
+        """The stored roles, and what the program holds within a step, as `estimate` has them."""
         num = self.topology.num_devices
         peak, there = self.peak_bytes - self.argument_bytes, self.host_bytes
         if self.report is not None:
             there -= self.report.plan.nbytes_at_rest(tier=PINNED)
-        note = "at the peak, beside the arguments"
+        note = "at the peak, besides the arguments"
         within = Memory("within a step", (peak + there) * num, peak, False, note, there)
         if self.report is None:
             return Memory(
@@ -369,7 +369,7 @@ class Preflight:
              *(readable_bytes(getattr(part, column)) for column in columns))
             for part in self.parts if part in largest
         ]  # fmt: skip
-        header = ("program", "times", "takes", "makes", "temporaries", "then on a device")
+        header = ("program", "times", "arguments", "outputs", "temporaries", "then on a device")
         rest = len(self.parts) - len(rows)
         lines = Table(header, rows).text()
         lines += wrapped(f"And {rest} more programs, with less on a device.") if rest else []
@@ -417,7 +417,7 @@ class Preflight:
         s, took = self.schedule, readable_seconds
         text = (
             f"By a model a step takes {took(s.step_seconds)}. The device computes {took(s.compute_seconds)}, "
-            f"of these {took(s.product_seconds)} in matrix products and their like, and waits "
+            f"of these {took(s.product_seconds)} in matrix products and the like, and waits "
             f"{took(s.exposed_seconds)} for collectives, which take {took(s.collective_seconds)}."
         )
         if s.to_host_seconds or s.from_host_seconds:
@@ -431,17 +431,17 @@ class Preflight:
 _MOST_PARTS = 12
 _LIMITS = (
     "Not seen: buffers of NCCL and of the driver (1 to 2 GiB), fragmentation, kernels that autotuning would "
-    "choose. The model gives kernels the data sheet's peaks, and no time to start. Bandwidths are the data "
-    "sheet's, if not given."
+    "choose. The model assumes the data sheet's peaks for kernels, and no launch time. Bandwidths are the "
+    "data sheet's, unless given."
 )
-_TPU_TIMES = "What runs beside a TPU's collectives is not read, so no time of a step is said."
+_TPU_TIMES = "What overlaps a TPU's collectives is not read, so no step time is given."
 _TPU_LIMITS = (
     "Not seen: memory of the runtime, fragmentation; wraparounds of a slice and its second dim, which make "
-    "collectives faster. Nothing of it has run. Bandwidths are those of the target's file, if not given."
+    "collectives faster. None of it has run. Bandwidths are those of the target's file, unless given."
 )
 _LIMITS_OF_PARTS = (
-    " Of a step in parts, also not seen: the time of an update on the hosts, and of the parameters that it "
-    "fetches and sends back, a chunk at a time."
+    " Also not seen, for a step of several programs: the time of an update on the hosts, and of the "
+    "parameters that it fetches and sends back, a chunk at a time."
 )
 _OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 

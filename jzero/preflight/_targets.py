@@ -25,7 +25,7 @@ def compiled_target(who: str, name: str) -> Target:
         raise OptionError(message(
             who, f"target={name!r}", "No compiler for it is here: XLA's for AMD GPUs is a part of JAX's ROCm "
             "plugin, and needs AMD's libraries; jzero knows the data sheet alone.",
-            "Name another target, or give estimate its rates for a formula."))  # fmt: skip
+            "Name another target, or pass its rates to estimate for a formula."))  # fmt: skip
     return target
 
 
@@ -122,7 +122,7 @@ def check_lowered(
         raise OptionError(message(
             who, f"a program lowered for {len(devices)} x {' and '.join(kinds)}",
             f"The target and its topology are {num} x {target.name}.",
-            "Give its arguments shardings on a jzero.target_mesh of the same target, topology and axes."
+            "Pass arguments with shardings on a jzero.target_mesh of the same target, topology and axes."
         ))  # fmt: skip
 
 

@@ -109,14 +109,14 @@ def time_of(
 
 @dataclasses.dataclass(frozen=True)
 class WireVerdict:
-    """Whether codes pay; `print` it.
+    """Whether quantized communication pays; `print` it.
 
     Attributes:
-      rates: bytes per second of each device, slowest first: of the outermost links that all devices need.
-      asked: which of them the target has.
-      links: whose rates they are.
-      times: of each way to travel; exact wires first.
-      refused: names of ways that this step cannot take, and why.
+      rates: bytes per second of each device, slowest first, over the outermost links.
+      asked: the index of the target's own rate.
+      links: the name of these links.
+      times: of each communication format; exact first.
+      refused: names of formats that this step cannot use, and why.
     """
 
     rates: tuple[int, ...]
@@ -127,16 +127,16 @@ class WireVerdict:
 
     @property
     def cheapest(self) -> WireTime:
-        """What takes least at the speed that is asked for; exact wires if codes gain nothing."""
+        """The fastest format at the target's rate; exact if quantization gains nothing."""
         return min(self.times, key=lambda x: x.seconds[self.asked])
 
     @property
     def pays(self) -> bool:
-        """Whether codes gain anything at the speed that is asked for."""
+        """Whether quantization gains anything at the target's rate."""
         return self.cheapest is not self.times[0]
 
     def pays_below(self, time: WireTime) -> float | None:
-        """The speed up to which codes gain, in bytes per second: infinite for all columns, None for none.
+        """The rate up to which quantization gains, in bytes per second: inf for all columns, None for none.
 
         Between two columns both times are taken to be straight lines of the seconds that a byte takes.
         """
@@ -183,15 +183,15 @@ class WireVerdict:
         at = f"At {readable_bits(self.rates[self.asked])} of {self.links} for each device"
         if self.pays:
             return (
-                f"{at} codes pay: the cheapest take {_ms(best, self.asked)} where exact wires take "
-                f"{_ms(exact, self.asked)}. Write {best.wire.written}."
+                f"{at} quantization pays: the fastest format takes {_ms(best, self.asked)} where exact "
+                f"communication takes {_ms(exact, self.asked)}. Write {best.wire.written}."
             )
         coded = min(self.times[1:], key=lambda x: x.seconds[self.asked], default=None)
         if coded is None:
-            return f"{at} exact wires take {_ms(exact, self.asked)}."
+            return f"{at} exact communication takes {_ms(exact, self.asked)}."
         return (
-            f"{at} codes do not pay: exact wires take {_ms(exact, self.asked)}, and the cheapest codes "
-            f"{_ms(coded, self.asked)}."
+            f"{at} quantization does not pay: exact communication takes {_ms(exact, self.asked)}, and the "
+            f"fastest quantized format {_ms(coded, self.asked)}."
         )
 
     def _below(self) -> Iterator[str]:
@@ -215,9 +215,9 @@ class WireVerdict:
             for x in self.times[1:]
         )
         return (
-            "Compiled: the order of all operations, and the bytes of all kernels. A model: their time, of "
-            f"which codes compute {coding} more through memory; and between columns, straight lines. "
-            "What codes do to the training is not in it."
+            "Compiled: the order of all operations, and the bytes of all kernels. Modelled: their time, to "
+            f"which quantization adds {coding} of memory traffic; and straight lines between columns. The "
+            "effect of quantization on the training is not included."
         )
 
 
@@ -234,12 +234,12 @@ def check_wire(who: str, options: Options) -> None:
     if given:
         raise OptionError(message(
             who, f"search_wire=True, and the step has {' and '.join(given)}",
-            "Codes are compared with the step's exact wires.",
+            "Quantized formats are compared with the step's exact communication.",
             f"Drop {' and '.join(x.split('=')[0] for x in given)} from the step, or drop search_wire."
         ))  # fmt: skip
     if options.stage == 0:
         raise OptionError(message(
-            who, "search_wire=True and stage=0", "At stage 0 nothing travels as codes.",
+            who, "search_wire=True and stage=0", "At stage 0 nothing is sent quantized.",
             "Use stage=1, 2 or 3, or drop search_wire."))  # fmt: skip
 
 

@@ -339,7 +339,7 @@ def _absence(who: str, missing: list[int], num: int) -> str:
     return message(
         who, late if here in missing else absent,
         "All processes call init, shard and the step equally often and in one order.",
-        "See what those that are missing printed last. If they only need longer, wait for them before: "
+        "See what the missing ones printed last. If they only need longer, synchronize before the call: "
         "jax.experimental.multihost_utils.sync_global_devices('ready').",
     )  # fmt: skip
 

@@ -42,8 +42,8 @@ def in_a_call(
     lines = _lines(unlike, common if common[0] != common[1] else texts)
     return message(
         who, [f"call {call}: {line}" for line in lines], RULE,
-        "Give all processes batches of the same shapes, in the same order: drop or fill up what is left "
-        "over, on all of them. Go on from the last checkpoint.",
+        "Pass batches of the same shapes, in the same order, on all processes: drop or pad the remainder on "
+        "all of them. Continue from the last checkpoint.",
         things="comparisons of processes")  # fmt: skip
 
 

@@ -24,7 +24,7 @@ class LinkRate(NamedTuple):
 
     Attributes:
       devices: which of them copied, all at the same time: their numbers.
-      both_ways: whether both ways were busy at the same time; both rates are then the slower's.
+      both_ways: whether both directions were busy at the same time; both rates are then the slower's.
       to_host: the rate of each device's copies to the host.
       to_device: ... from the host.
     """
@@ -36,7 +36,7 @@ class LinkRate(NamedTuple):
 
 
 def bandwidth(*, nbytes: int | str = 2**27, threads: int | None = None) -> BandwidthReport:
-    """Measures what `estimate` asks for: links to the host, collectives, and the host's update.
+    """Measures the rates that `estimate` needs: links to the host, collectives, and the host's update.
 
     It copies between each device of this process and pinned memory of its host, one device alone and all at
     once (each has a link of its own, and all share the host's memory), gathers and scatters among them, and
@@ -97,7 +97,7 @@ class BandwidthReport:
       kind: of the devices.
       num_devices: of this process.
       nbytes: of each copy.
-      links: to the host and back; of each device alone, of all at once, and of all at once both ways.
+      links: to the host and back; of each device alone, of all at once, and of all in both directions.
       collectives: by name, bytes of the whole value that all devices gather, or reduce and scatter.
       host_update: of optimizer state that the host updates, divided by the devices.
       device_update: of optimizer state that a device updates.
@@ -113,12 +113,12 @@ class BandwidthReport:
 
     @property
     def pcie(self) -> int:
-        """What `estimate(pcie=...)` takes: the slower way, all devices at once and both ways busy."""
+        """`Rates(pcie=)` for `estimate`: the slower direction, all devices at once, both directions busy."""
         return int(min(self.links[-1].to_host, self.links[-1].to_device))
 
     @property
     def interconnect(self) -> int | None:
-        """What `estimate(interconnect=...)` takes: the slower collective; None for one device."""
+        """`Rates(interconnect=)` for `estimate`: the slower collective; None for one device."""
         return int(min(self.collectives.values())) if self.collectives else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class BandwidthReport:
             "update on a device, bytes of optimizer state": self.device_update,
         }
         yield Table(
-            ("what else", "rate"),
+            ("other", "rate"),
             [(name, readable_rate(rate)) for name, rate in others.items()],
         )
 
@@ -173,7 +173,7 @@ class BandwidthReport:
             yield "These devices are the host: all of them share its memory, and copies stay in it."
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The text, for a terminal of so many columns."""
+        """The text, at most `width` columns wide."""
         found = wrapped(self.header(), "  ", width)
         for table in self.tables():
             found += ["", *table.text(width)]
@@ -185,7 +185,5 @@ class BandwidthReport:
 
     def _whose(self, link: LinkRate) -> str:
         if len(link.devices) == 1:
-            return (
-                f"device {link.devices[0]}{', both ways at once' if link.both_ways else ' alone'}"
-            )
-        return f"all {len(link.devices)} at once{', both ways' if link.both_ways else ''}"
+            return f"device {link.devices[0]}{', both directions at once' if link.both_ways else ' alone'}"
+        return f"all {len(link.devices)} at once{', both directions' if link.both_ways else ''}"

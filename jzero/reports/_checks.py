@@ -63,7 +63,7 @@ def check_offload(offload: Backend, sizes: RoleBytes, optimizer: str, num_device
     if offload.updates_on_host and num_devices > 1 and optimizer in NEED_ALL_SHARDS:
         raise OptionError(message(
             WHO, f"{offload}, optimizer={optimizer!r} and {num_devices} devices",
-            "Its update needs the shards of other devices, and a host takes part in no collective.",
+            "Its update needs the shards of other devices, and hosts run no collectives.",
             "Use memory=jzero.PinnedHost(), which streams its state through the devices."))  # fmt: skip
     if offload.share is None:
         raise OptionError(message(

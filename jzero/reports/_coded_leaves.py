@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `describe` says of leaves that rest in codes: their bytes, and what they have lost."""
+"""What `describe` says of quantized leaves: their bytes, and what was rounded off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 8  # leaves
 def lines(
     leaves: Sequence[LeafPlan], traffic: Sequence[Collective], errors: Mapping[str, CodingError]
 ) -> list[str]:
-    """What rests in codes, what does not and why, and of which leaves most was rounded off."""
+    """What is quantized, what is not and why, and the leaves of which most was rounded off."""
     found = entries(leaves, traffic, errors)
     if not found:
         return []
@@ -30,14 +30,15 @@ def lines(
         sum(each[key] for each in found) for key in ("nbytes_per_device", "decoded_bytes")
     )
     text = wrapped(
-        f"weights: {len(found)} of {len(leaves)} leaves rest as {formats}, {readable_bytes(now)} for each "
-        f"device in place of {readable_bytes(before)}{'; exact stay' if exact else ''}", "  ")  # fmt: skip
+        f"weights: {len(found)} of {len(leaves)} leaves are stored as {formats}, {readable_bytes(now)} for "
+        f"each device instead of {readable_bytes(before)}{'; these stay exact:' if exact else ''}", "  "
+    )  # fmt: skip
     for why in dict.fromkeys(leaf.why_exact for leaf in exact):
         paths = [name.text for name in folded(leaf.path for leaf in exact if leaf.why_exact == why)]
         text += wrapped(f"{listed(paths, 8)}: {why}", "    ", first="  ")
     text += wrapped(
-        "of each: at rest for each device, gathered in a call; rounded off (root mean square; the most, of "
-        "the largest element)", "  ")  # fmt: skip
+        "columns: bytes stored on each device; bytes gathered in a call; rounding error (root mean square; "
+        "maximum, relative to the largest element)", "  ")  # fmt: skip
     for each in sorted(found, key=lambda x: -(x["rms_error"] or 0))[:_SHOWN]:
         nbytes = (readable_bytes(each[key]) for key in ("nbytes_per_device", "gathered_bytes"))
         parts = [f"{x:>10}" for x in nbytes]
@@ -52,7 +53,7 @@ def lines(
 def entries(
     leaves: Sequence[LeafPlan], traffic: Sequence[Collective], errors: Mapping[str, CodingError]
 ) -> list[dict[str, Any]]:
-    """Each leaf that rests in codes, as plain types."""
+    """Each quantized leaf, as plain types."""
     gathered = collections.Counter[str]()
     for each in traffic:
         if each.op == "all-gather":

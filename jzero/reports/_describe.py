@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""describe(): what rests where, and what a step moves, as a table a person reads."""
+"""describe(): what is stored where, and what a step moves, as a table a person reads."""
 
 from __future__ import annotations
 
@@ -39,31 +39,30 @@ from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 from jzero.tracing import _jaxpr
 
-# Along which dims the devices have parts; None where each has all.
+# The sharded dims; None for a replicated value.
 SplitDims = int | tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a step keeps on each device and moves between them; `print` it.
+    """What a step stores on each device and moves between devices; `print` it.
 
     Attributes:
       plan: layout and role of every leaf.
       traffic: the collectives of one step, loops multiplied out.
-      keys: arguments taken for PRNG keys; each device folds its index into them.
-      accumulator_bytes: on each device, what sums up the gradients and metrics of microbatches.
-      schedule: what the step does, as a list of operations; `print` it. Where the state is on the devices it
-        is one program.
-      roads: how the host updates what rests there, if it does.
-      movements: operations that move rows of the batch, because nothing cheaper is exact.
-      whole_arguments: arguments that come whole to every device, as the devices do not divide their rows.
-      argument_paths: of every leaf of the arguments beside the state.
-      argument_bytes: of each of them, all devices' parts together.
-      output_paths: of every leaf that the step returns beside the state.
-      untiled: what is gathered or reduced at once though it is larger than `tile_bytes`, and why.
-      coding: by path, what leaves that rest in codes have lost, of those that are there.
-      looped: arguments along whose dim 0 every device runs a loop, and whose dim 1 the devices divide.
-      extra_work: what the devices do more than once.
+      keys: arguments that are PRNG keys; each device folds its index into them.
+      accumulator_bytes: on each device, of the sums of gradients and metrics over microbatches.
+      schedule: the operations of the step, in order; `print` it. One program if the state is on the devices.
+      roads: the code paths by which the host updates the state stored there; empty if it updates none.
+      movements: operations that move rows of the batch between devices, because nothing cheaper is exact.
+      whole_arguments: arguments that are replicated, because the devices do not divide their batch dim.
+      argument_paths: the path of every leaf of the arguments other than the state.
+      argument_bytes: the global size of each.
+      output_paths: the path of every leaf that the step returns in addition to the state.
+      untiled: values gathered or reduced at once although they are larger than `tile_bytes`, and why.
+      coding: by path, the rounding errors of the quantized leaves that were passed.
+      looped: arguments over whose dim 0 every device loops, and whose dim 1 the devices divide.
+      extra_work: computation that is repeated on several devices.
     """
 
     plan: StepPlan
@@ -127,48 +126,54 @@ class Report:
             axes                 sizes of the data axes by name
             reductions           'whole batch', or 'written' (the step's own collectives)
             microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; layer_major,
-                                 and handed_bytes (from part to part, on each device; 0 if the step is one
-                                 part); loops over them; repeats (of products); kept between loops: [what,
-                                 where, nbytes]; at_once: the same of what is made of all at once
+                                 and handed_bytes (passed between programs, on each device; 0 for a step of
+                                 one program); loops over them; repeats (of matrix products); kept (saved
+                                 for later loops): [what, where, nbytes]; at_once: the same of what is
+                                 computed from all microbatches at once
             memory               of each role: role, whole, per_device, at_rest, note, on_host, on_disk
                                  (bytes)
-            leaves               of the state: path, role, dtype, shape; dim and axes that it is sharded over
-                                 (None and [] if full), num_shards; nbytes, nbytes_per_device, padded_shape;
-                                 memory ('device', 'pinned_host', 'host', 'nvme'); why_full ('' if it is not)
+            leaves               of the state: path, role, dtype, shape; dim and axes along and over which it
+                                 is sharded (None and [] if replicated), num_shards; nbytes,
+                                 nbytes_per_device, padded_shape; memory ('device', 'pinned_host', 'host',
+                                 'nvme'); why_full (why it is replicated; '' if it is sharded)
             unread               paths of those that an evaluation does not read
-            arguments, outputs   beside the state: path, and the dim that is split over the devices or None
-            whole_arguments      paths of those whose rows the devices do not divide
-            looped               arguments that a loop of every device runs along, and in_specs could split
-            extra_work           what the devices do more than once: what, why, fix; share of all that they
-                                 compute; flops, of each device
-            whole_argument_bytes  of all arguments that come whole to each device
+            arguments, outputs   other than the state: path, and the sharded dim or None
+            whole_arguments      paths of those whose batch dim the devices do not divide
+            looped               arguments over whose dim 0 every device loops; in_specs could shard dim 1
+            extra_work           computation repeated on several devices: what, why, fix; share of all that
+                                 they compute; flops, of each device
+            whole_argument_bytes  of all replicated arguments
             keys                 paths of PRNG keys into which each device folds its index
-            wire                 gather, the codes in which passes gather parameters, and reduce, of each axis
-                                 those of gradients (None: as they are); exact: [path, why] of parameters that
-                                 travel as they are all the same
-            weights              coded, leaves of an evaluation that rest in codes: path, dtype, shape,
-                                 format; nbytes_per_device, and decoded_bytes, those without codes;
-                                 gathered_bytes, in one call, of a `while` in one turn; rms_error, relative,
-                                 and largest_error, of the largest element (None if the leaf is not there).
-                                 exact: [path, why] of those that do not
-            owners               updates of whole matrices: leaves, matrix (type and shape), num of them, each
-                                 (how many a device updates), why (a device updates all of them; else '')
+            wire                 gather, the quantized format in which passes gather parameters, and reduce,
+                                 by axis that of gradients (None: not quantized); exact: [path, why] of
+                                 parameters that are sent exactly nevertheless
+            weights              coded, quantized leaves of an evaluation: path, dtype, shape, format;
+                                 nbytes_per_device, and decoded_bytes, those without quantization;
+                                 gathered_bytes, in one call, of a `while` in one iteration; rms_error,
+                                 relative, and largest_error, relative to the largest element (None if only
+                                 shapes were passed). exact: [path, why] of those that are not quantized
+            owners               distributed updates of whole matrices: leaves, matrix (type and shape), num
+                                 of them, each (how many a device updates), why (the update is replicated;
+                                 else '')
             tile_bytes           None without tiles
             untiled              larger than these: leaf, what ('gathered', 'reduced'), nbytes, why, where (a
                                  line)
-            traffic              in one step: op, dtype, axes, elements, bytes, times; each_turn says
-                                 that these are of one turn of a `while`
-            crossings            each device and its host: direction, what, dtype, elements, nbytes; each_turn
-                                 says that these are of one turn of a `while`
-            schedule             what a step does, in order: operation, what; nbytes on each device (None if
-                                 nothing moves), in a loop in each turn; link, from where to where; depth, how
-                                 many loops are around it. Neighbours of one kind are one row
-            activations          that wait on the host for the backward pass: shape, dtype, nbytes, where,
-                                 turns (of a loop's stack; 1), times; None without Memory(activations=)
+            traffic              in one step: op, dtype, axes, elements, bytes, times; each_turn: whether
+                                 these are of one iteration of a `while`
+            crossings            between each device and its host: direction, what, dtype, elements, nbytes;
+                                 each_turn: whether these are of one iteration of a `while`
+            schedule             the operations of a step, in order: operation, what; nbytes on each device
+                                 (None if nothing moves), in a loop per iteration; link, from where to where;
+                                 depth, the number of enclosing loops. Adjacent operations of one kind are
+                                 one row
+            activations          saved on the host for the backward pass: shape, dtype, nbytes, where, turns
+                                 (iterations of the loop that stacks it; else 1), times; None without
+                                 Memory(activations=)
             movements            of rows of the batch: operation, where, reason, value (type and shape; ''),
                                  nbytes (once), times
-            turns, device_bytes  in how many turns offloaded leaves visit a device, at most so many bytes
-            host_updates         lines on how the host updates what rests there
+            turns, device_bytes  in how many buckets offloaded leaves are streamed through a device, and the
+                                 most bytes of them on it at a time
+            host_updates         lines on how the host updates the state stored there
 
         >>> import jax, jax.numpy as jnp, jzero
         >>> def step_fn(w, batch):
@@ -260,7 +265,7 @@ class Report:
         here, pinned = self.plan.nbytes_at_rest(), self.plan.nbytes_at_rest(tier=PINNED)
         on_host = f" and {readable_bytes(pinned)} of its host" * bool(pinned)
         return wrapped(
-            "donate=False: a step keeps the state that it is given, which takes "
+            "donate=False: a step keeps the state passed to it, which takes "
             f"{readable_bytes(here)} of each device{on_host} beside the new one", "  "
         )  # fmt: skip
 
@@ -271,34 +276,34 @@ class Report:
 
     @property
     def handed_bytes(self) -> int:
-        """On each device, the most of what layers hand on, where a step runs layer by layer."""
+        """The most bytes on each device of values passed between layers, where a step runs layer by layer."""
         return _folds.handed_bytes(self.schedule)
 
     @property
     def memory(self) -> tuple[Memory, ...]:
-        """Bytes at rest of each role; what lives within a step is known to the compiler only."""
+        """Stored bytes of each role; what lives within a step is known to the compiler only."""
         roles = {role: self._leaves_of(role) for role in (PARAMETER, OPTIMIZER, OTHER)}
         return tuple(_memory(role, leaves) for role, leaves in roles.items() if leaves)
 
     @property
     def loops(self) -> Loops | None:
-        """The loops over microbatches, and what is kept between them; None without microbatches."""
+        """The loops over microbatches, and what is saved between them; None without microbatches."""
         return self.plan.microbatches.loops
 
     @property
     def arguments(self) -> tuple[tuple[str, SplitDims], ...]:
-        """The dim, or dims, along which each argument is split; None for one that comes whole."""
+        """The sharded dim, or dims, of each argument; None for a replicated one."""
         return tuple(zip(self.argument_paths, map(_split_dims, self.plan.arguments), strict=False))
 
     @property
     def whole_argument_bytes(self) -> int:
-        """Bytes of arguments that each device has whole, beside its part of the state."""
+        """Bytes of replicated arguments, in addition to the device's part of the state."""
         pairs = zip(self.arguments, self.argument_bytes, strict=False)
         return sum(nbytes for (_, dim), nbytes in pairs if dim is None)
 
     @property
     def outputs(self) -> tuple[tuple[str, SplitDims], ...]:
-        """The same of each output beside the state."""
+        """The same of each output other than the state."""
         specs = map(_layout.partition_spec, self.plan.outputs)
         return tuple(zip(self.output_paths, map(_split_dims, specs), strict=False))
 
@@ -312,7 +317,7 @@ class Report:
         return [leaf for i, leaf in enumerate(leaves) if leaf.role == role and i not in unread]
 
     def _not_in_shards(self) -> list[str]:
-        """What a stage left full, and what it padded; an evaluation finds its leaves as they are."""
+        """What a stage left replicated, and what it padded; an evaluation finds its leaves as they are."""
         leaves = self.plan.leaves
         full = [] if self.plan.evaluates else _leaf_lists.left_full(self.plan)
         return [*full, *_leaf_lists.padded(leaves), *_leaf_lists.uncut(leaves)]
@@ -323,36 +328,37 @@ class Report:
             return []
         when = "once per step" if plan.reduce_once else "for each microbatch"
         lines = wrapped(
-            f"microbatches: {plan.accumulate} on each device; gradients are reduced {when}, and summed "
-            f"up in {readable_bytes(self.accumulator_bytes)} on each device", "  "
+            f"microbatches: {plan.accumulate} on each device; gradients are reduced {when}, and "
+            f"accumulated in {readable_bytes(self.accumulator_bytes)} on each device", "  "
         )  # fmt: skip
         if plan.reductions == "written":
             lines.append("  to the step's own collectives each microbatch is a device")
         if plan.microbatches.layer_major:
             lines += wrapped(
-                "layer by layer: all of them pass a layer, whose parameters come once for each pass, before "
-                f"the next one; what layers hand on takes up to {readable_bytes(self.handed_bytes)} on each "
-                "device", "  "
+                "layer by layer: all microbatches pass a layer, whose parameters are fetched once per pass, "
+                "before the next layer; values passed between layers take up to "
+                f"{readable_bytes(self.handed_bytes)} on each device", "  "
             )  # fmt: skip
         loops = self.loops
         if loops is not None and loops.num > 1:
             kept = loops.kept
             lines += wrapped(
-                f"loops over them: {loops.num}; products run {loops.repeats:.1f} times as often as in one; "
-                f"{readable_bytes(sum(k.nbytes for k in kept))} on each device kept for later loops", "  "
+                f"loops over microbatches: {loops.num}; matrix products run {loops.repeats:.1f} times as "
+                f"often as in one loop; {readable_bytes(sum(k.nbytes for k in kept))} on each device are "
+                "saved for later loops", "  "
             )  # fmt: skip
             lines += _kept(kept)
         if loops is not None and loops.at_once:
             nbytes = sum(each.nbytes for each in loops.at_once)
             lines += wrapped(
-                f"made of all of them at once, which spares no memory: {readable_bytes(nbytes)} on each "
-                "device", "  "
+                f"computed from all microbatches at once, which saves no memory: {readable_bytes(nbytes)} on "
+                "each device", "  "
             )  # fmt: skip
             lines += _kept(loops.at_once)
         return lines
 
     def _from_host(self) -> list[str]:
-        """Lines on parameters that an evaluation reads on the host: the window, and what a turn fetches."""
+        """Lines on parameters that an evaluation reads on the host: the budget, and bytes per iteration."""
         if not self.plan.evaluates or not self.crossings:
             return []
         turns: dict[Turns, int] = {}
@@ -366,34 +372,34 @@ class Report:
             f"{readable_bytes(self.plan.device_bytes)} of them on a device at a time, gathered ones "
             "included.", "  ")  # fmt: skip
         for (where, num), nbytes in turns.items():
-            each = "each turn" if num is None else f"each of the {num:,} turns"
+            each = "each iteration" if num is None else f"each of the {num:,} iterations"
             lines += wrapped(
-                f"{nbytes:,} bytes to each device in {each} of the loop at {where}: its turns a second are "
-                f"at most the {'disk' if in_files else 'link'}'s bytes a second over that.", "    ",
-                first="  ")  # fmt: skip
+                f"{nbytes:,} bytes to each device in {each} of the loop at {where}: its iterations per "
+                f"second are at most the {'disk' if in_files else 'link'}'s bytes per second over that.",
+                "    ", first="  ")  # fmt: skip
         return lines
 
     def _activations(self) -> list[str]:
-        """Lines on what waits on the host for the backward pass; none without `Memory(activations=)`."""
+        """Lines on what is saved on the host for the backward pass; none without `Memory(activations=)`."""
         found = self.plan.activations
         if found is None:
             return []
         if not found:
             return wrapped(
-                "No activation waits on the host: the forward pass keeps no rows of "
-                f"{readable_bytes(LEAST_BYTES)} at once for the backward pass.", "  ")  # fmt: skip
+                "No activation is saved on the host: the forward pass saves no batch-sharded value of "
+                f"{readable_bytes(LEAST_BYTES)} or more for the backward pass.", "  ")  # fmt: skip
         num, every = self.plan.accumulate, self.plan.microbatches.layer_major
         microbatch = f", of {'all' if every else 'one'} microbatch{'es' * every}" * (num > 1)
         total, verb = (
             sum(r.nbytes for r in found) * (num if every else 1),
-            "waits" if len(found) == 1 else "wait",
+            "is" if len(found) == 1 else "are",
         )
         stacks = sum(r.turns > 1 for r in found)
         whats = [f"{stacks} stack{'s' * (stacks > 1)} of loops"] * bool(stacks)
         values = len(found) - stacks
         whats += [f"{values} value{'s' * (values > 1)}"] * bool(values)
         lines = wrapped(
-            f"{' and '.join(whats)} {verb} on the host for the backward pass, "
+            f"{' and '.join(whats)} {verb} saved on the host for the backward pass, "
             f"{readable_bytes(total)} of each device{microbatch}:", "  ")  # fmt: skip
         largest = sorted(found, key=lambda r: -r.nbytes)
         for r in largest[:8]:
@@ -402,7 +408,7 @@ class Report:
 
     @property
     def exact(self) -> list[tuple[str, str]]:
-        """Parameters that travel as they are where others travel as codes, and why."""
+        """Parameters that are sent exactly where others are sent quantized, and why."""
         if self.plan.evaluates:
             return []
         leaves, reduced = self.plan.leaves, dict(self.plan.exchange.reduce_codes)
@@ -416,21 +422,21 @@ class Report:
             if not leaf.coded or self.plan.num_devices == 1:
                 continue
             if not any(dtype == "uint8" for _, dtype in sent[leaf.path]):
-                found.append((leaf.path, "nothing of it travels as codes"))
+                found.append((leaf.path, "no part of it is sent quantized"))
             elif exact & {"reduce-scatter", "all-reduce"}:
                 found.append((leaf.path, "what is reduced is not its gradient alone"))
             elif self.plan.exchange.gather_codes is not None and "all-gather" in exact:
-                found.append((leaf.path, "some of it is gathered as it is"))
+                found.append((leaf.path, "some of it is gathered unquantized"))
         return found
 
     def _wire(self) -> list[str]:
-        """Lines on what travels as codes, and on what does not."""
+        """Lines on what is sent quantized, and on what is not."""
         exchange, codes = self.plan.exchange, self.plan.exchange.gather_codes
         passes = codes is not None and self.plan.stage == 3
         whats = [f"parameters are gathered as {codes}"] * passes
         renewed = sum(leaf.renewed_in_codes for leaf in self.plan.leaves)
         num = f"{renewed} new parameter{'s' * (renewed > 1)}"
-        whats += [f"of {num} the difference is gathered as {codes}"] * bool(renewed)
+        whats += [f"the difference of {num} is gathered as {codes}"] * bool(renewed)
         whats += [
             f"gradients are reduced over {axis} as {codes}"
             for axis, codes in exchange.reduce_codes
@@ -440,7 +446,7 @@ class Report:
             return []
         exact = self.exact
         lines = wrapped(
-            f"codes: {'; '.join(whats)}{'; exact stay' if exact else ''}", "  ")  # fmt: skip
+            f"quantized: {'; '.join(whats)}{'; these stay exact:' if exact else ''}", "  ")  # fmt: skip
         for why in dict.fromkeys(why for _, why in exact):
             paths = [name.text for name in folded(path for path, x in exact if x == why)]
             lines += wrapped(f"{listed(paths, 8)}: {why}", "    ", first="  ")
@@ -453,17 +459,17 @@ class Report:
             return []
         lines = wrapped(
             f"tiles: matrices above {readable_bytes(nbytes)} are gathered, and their gradients reduced, in "
-            f"parts of so much{', but for these:' if found else ''}", "  ")  # fmt: skip
+            f"tiles of that size{', except these:' if found else ''}", "  ")  # fmt: skip
         for each in found[:20]:
             lines += wrapped(str(each), "    ", first=f"  {readable_bytes(each.nbytes)}  ")
         return lines + ([f"  and {len(found) - 20} more"] if len(found) > 20 else [])
 
     def gathered_rows(self) -> list[str]:
-        """Lines on what moves rows of the batch; none if nothing does."""
+        """Lines on operations that move rows of the batch; none if there are none."""
         lines = []
         if self.whole_arguments:
             lines += wrapped(
-                "Whole on every device, which do not divide their rows: "
+                "Replicated, because the devices do not divide their batch dim: "
                 f"{listed(self.whole_arguments, 8)}.", "  ")  # fmt: skip
         if self.movements:
             total = sum(m.nbytes * m.times for m in self.movements)
@@ -482,30 +488,30 @@ class Report:
         return lines + self._minibatches()
 
     def _minibatches(self) -> list[str]:
-        """What to say of a batch of minibatches that every device computes whole."""
+        """A line on a batch of minibatches that every device computes in full."""
         axes = [name for name, _ in self.plan.axes]
         spec = f"P(None, {(axes[0] if len(axes) == 1 else tuple(axes))!r})"
         specs = ", ".join(f"{name!r}: {spec}" for name in self.looped)
         return wrapped(
-            f"Every device runs a loop along dim 0 of {listed(self.looped)}, of all rows. If it counts "
-            f"minibatches, split the rows of each: in_specs={{{specs}}}.", "  ") if specs else []  # fmt: skip
+            f"Every device loops over dim 0 of {listed(self.looped)}, with all rows. If this dim counts "
+            f"minibatches, shard the rows of each: in_specs={{{specs}}}.", "  ") if specs else []  # fmt: skip
 
     def _crossing_the_call(self) -> list[str]:
-        """Lines on how the arguments come and what is returned."""
+        """Lines on the layouts of arguments and outputs."""
         lines = []
         for title, found in (("arguments", self.arguments), ("outputs", self.outputs)):
             ways: dict[str, list[str]] = {}
             for path, dim in found:
-                way = "whole on every device" if dim is None else f"in rows, along dim {dim}"
+                way = "replicated" if dim is None else f"sharded along dim {dim}"
                 if isinstance(dim, tuple):
-                    way = f"in parts, along dims {' and '.join(map(str, dim))}"
+                    way = f"sharded along dims {' and '.join(map(str, dim))}"
                 ways.setdefault(way, []).append(path)
             said = "; ".join(f"{listed(paths)} {way}" for way, paths in ways.items())
             lines += wrapped(f"{title}: {said}", "  ") if said else []
         if self.whole_argument_bytes >= _LARGE:
             size = readable_bytes(self.whole_argument_bytes)
             lines += wrapped(
-                f"whole arguments take {size} of each device, which the memory above does not count; "
+                f"replicated arguments take {size} of each device, which the memory above does not count; "
                 "a model that is only read can be carried in the state", "  ")  # fmt: skip
         if self.keys:
             said = f"PRNG keys, folded with the device's index: {listed(self.keys, 8)}"

@@ -62,41 +62,42 @@ def estimate(
 ) -> Estimate:
     """What a training needs on each device and moves in a step, from numbers alone.
 
-    For Psi parameters, of which each role takes a number of bytes and rests on a number of devices::
+    For Psi parameters, each role takes a number of bytes and is sharded over a number of devices::
 
         parameters       bytes of one   * Psi / devices of Axes.params      # stage 3, else / 1
         optimizer state  bytes of it    * Psi / devices of Axes.optimizer   # stage >= 1
         gradients        bytes of one   * Psi / devices of Axes.optimizer   # unless reduced once
 
-    `memory` takes the optimizer state off the devices. With `PinnedHost` at most `device_bytes` of it visit
-    each, and all of it crosses to the device and back in a step. With `HostCPU` gradients cross to the host
-    and new parameters to the device, which wait in pinned memory (those of two steps if delayed); the
-    optimizer state without masters reads parameters, which then cross to the host, too. With `NVMe` the same
-    crosses, the optimizer state is read from the host's disk and written there, once each, and the host has
-    `host_bytes` of it, which count for each device as if each had a process. Gradients count as
-    if all of a step's were on the device before the first has left it.
+    `memory` moves the optimizer state off the devices. With `PinnedHost` all of it is copied to the device
+    and back in a step, at most `device_bytes` of it on a device at a time. With `HostCPU` gradients are
+    copied to the host and new parameters to the device, through pinned memory (which holds the new parameters
+    of two steps if delayed). An optimizer state without masters reads parameters, which are then copied to
+    the host, too. With `NVMe` the same is copied, the optimizer state is read from the host's disk and
+    written there, once each, and the host holds `host_bytes` of it, counted for each device as if each had a
+    process. Gradients count as if all of a step's were on the device before the first has left it.
 
-    With `Memory(params=)` parameters are in pinned memory, in shards, too. Each device fetches its own shard
+    With `Memory(params=)` parameters are in pinned memory, too, sharded. Each device fetches its own shard
     over its own link, once for each pass over the layers, and at most `device_bytes` of parameters, gathered
-    ones included, are on a device at a time. Gradients leave as layers end, and go down once; one layer's,
-    whole before they are reduced, are not counted, like one layer's gathered parameters without offload.
-    What `HostCPU` updates crosses no more; what devices update comes once more, and new parameters go back.
-    With parameters on `NVMe` they are read from the disk for each pass, and read and written there with the
-    optimizer state for the update; of them the host has `host_bytes`, for each device as if it had a process.
-    With `gradients=True` gradients are written there in the backward pass and read for the update. They take
-    no memory of the host, but for those of a few layers on their way, which are not counted; and space with
-    `in_place` alone, for else they are where the new state will be.
+    ones included, are on a device at a time. Gradients are sent to the host once, as the backward pass of
+    each layer ends; one layer's, whole before they are reduced, are not counted, like one layer's gathered
+    parameters without offload. What `HostCPU` updates is not copied again; what devices update is fetched
+    once more, and new parameters are sent back. Parameters on `NVMe` are read from the disk for each pass,
+    and read and written there with the optimizer state for the update; the host holds `host_bytes` of them,
+    counted for each device as if it had a process. With `gradients=True` gradients are written to the disk in
+    the backward pass and read for the update. They take no memory of the host, except those of a few layers
+    in transfer, which are not counted. They take space on the disk only with `in_place`: otherwise they are
+    written where the new state will be.
 
     With `Rates(peak=)` and `Workload(tokens=)` the estimate has the least time of a step. In each of its
-    parts (forward pass, backward pass, update) compute and all ways are taken to be busy at the same time,
-    so that the slowest of them counts. An update hides behind nothing, unless it is delayed;
+    parts (forward pass, backward pass, update) compute and all links are taken to be busy at the same time,
+    so that the slowest of them counts. Nothing hides an update, unless it is delayed;
     operations are 6 for each parameter and token (2 forward, 4 backward), and 8 with `Workload.recompute`.
 
     With a configuration the parameters are those of a model of Hugging Face's transformers, counted exactly,
     and the layers and their width are the model's.
 
-    Every leaf is taken to divide by the devices. Activations, temporary buffers and what XLA keeps beside
-    them are not in it; `ShardedStep.describe` is exact about a real step's state and traffic.
+    The estimate assumes that the devices divide every leaf. It leaves out activations, temporary buffers and
+    whatever else XLA allocates; `ShardedStep.describe` is exact about a real step's state and traffic.
 
     >>> import jzero
     >>> found = jzero.estimate("7.5B", devices=64, stage=3)
@@ -104,14 +105,13 @@ def estimate(
     jzero: estimate of 7.5B parameters at stage 3 over 64 devices (data axes: 'data'
       of size 64)
     <BLANKLINE>
-                                           on each
-    memory                        whole     device
-    parameter                  14.0 GiB  223.5 MiB
-    optimizer state            83.8 GiB    1.3 GiB
-    at rest                    97.8 GiB    1.5 GiB
-    gradient                   14.0 GiB  223.5 MiB  in shards: reduced as they are
-                                                    produced
-    with those within a step  111.8 GiB    1.7 GiB
+                                      on each
+    memory                   whole     device
+    parameter             14.0 GiB  223.5 MiB
+    optimizer state       83.8 GiB    1.3 GiB
+    stored                97.8 GiB    1.5 GiB
+    gradient              14.0 GiB  223.5 MiB  sharded: reduced as they are produced
+    total within a step  111.8 GiB    1.7 GiB
     <BLANKLINE>
     per step         dtype  axes        elements     bytes  times
     all-gather      16-bit  data  15,000,000,000  27.9 GiB      2
@@ -125,22 +125,22 @@ def estimate(
     >>> jzero.estimate(1, devices=64, stage=1, model_parallel=16).largest_model("32GB")   # Table 2: 121.6B
     122268656712
 
-    Offloaded, a model with masters rests in 2 bytes per parameter on one device:
+    Offloaded, a model with masters takes 2 bytes per parameter on one device:
 
     >>> print(jzero.estimate("10B", devices=1, memory="host"))
     jzero: estimate of 10B parameters at stage 3 over 1 device (data axes: 'data' of
       size 1)
     <BLANKLINE>
-                                          on each     on its
-    memory                        whole    device       host
-    parameter                  18.6 GiB  18.6 GiB        0 B
-    optimizer state           111.8 GiB       0 B  111.8 GiB
-    leaving parameter          18.6 GiB       0 B   18.6 GiB  pinned
-    at rest                   149.0 GiB  18.6 GiB  130.4 GiB
-    gradient                   18.6 GiB  18.6 GiB        0 B  in shards: reduced as
-                                                              they are produced
-    arriving gradient          18.6 GiB       0 B   18.6 GiB  pinned
-    with those within a step  186.3 GiB  37.3 GiB  149.0 GiB
+                                     on each     on its
+    memory                   whole    device       host
+    parameter             18.6 GiB  18.6 GiB        0 B
+    optimizer state      111.8 GiB       0 B  111.8 GiB
+    outgoing parameter    18.6 GiB       0 B   18.6 GiB  pinned
+    stored               149.0 GiB  18.6 GiB  130.4 GiB
+    gradient              18.6 GiB  18.6 GiB        0 B  sharded: reduced as they
+                                                         are produced
+    incoming gradient     18.6 GiB       0 B   18.6 GiB  pinned
+    total within a step  186.3 GiB  37.3 GiB  149.0 GiB
     <BLANKLINE>
     A step moves nothing between devices.
     <BLANKLINE>
@@ -166,12 +166,12 @@ def estimate(
     step             4.53 s     636 ms   318 ms       2.62 s      2.62 s
     <BLANKLINE>
     A step takes at least 7.15 s, and 63% of it is compute at 989 TFLOP/s; 56% if
-      nothing hid.
-    The forward pass hides what it moves from 2,248 tokens on each device on.
-    The backward pass hides what it moves from 750 tokens on each device on.
-    Rates: 55 GB/s each way between a device and its host; 40 GB/s of optimizer
-      state updated by a device's share of its host.
-    No time is counted for: between devices. No rate is given for it.
+      nothing overlapped.
+    The forward pass hides its traffic with 2,248 or more tokens on each device.
+    The backward pass hides its traffic with 750 or more tokens on each device.
+    Rates: 55 GB/s in each direction between a device and its host; 40 GB/s of
+      optimizer state updated by a device's share of its host.
+    Not counted, because no rate was given: between devices.
 
     Args:
       model: Psi, a whole number or a string such as '350M', '7.5B', '1e9', '1T'; or a model's configuration:
@@ -186,14 +186,14 @@ def estimate(
         compute in 16 bits), 'stochastic' (2, 2, 0: `jzero.stochastic_rounding`).
       bytes_per_param: a `jzero.BytesPerParam`, in place of what the two names say.
       model_parallel: over how many devices each of these divides the model (`Axes(auto_specs=)`, Megatron's
-        MP): the training runs on so many times as many. All leaves are taken to be divided, and what moves
-        along this axis is not counted: numbers do not tell it.
+        MP): the training runs on as many times more devices. All leaves are taken to be divided, and traffic
+        along this axis is not counted: numbers alone do not tell it.
       microbatches: as in `shard_train_step`, like the options that follow. A gradient that is reduced once is
         whole on each device until then.
       memory: where state is stored. A real step keeps leaves below `Axes.min_shard_bytes` on the devices, and
         at most `HostCPU.ratio` of the bytes on the host: leaves are not cut. The random bits of
-        `precision='stochastic'` are not in what crosses. Activations cross twice, in the dtype of the
-        compute: the inputs that a loop over layers keeps for its backward loop.
+        `precision='stochastic'` are not counted in the copies. Activations are copied twice, in the dtype
+        of the compute: the inputs that a loop over layers saves for its backward loop.
       comm: with quantized formats all parameters and gradients are counted as such, though small leaves and
         those that no product reads stay exact. `gather='keep'` and 'once_per_step' keep a gathered copy of
         all parameters; 'per_pass' keeps one layer's, which these numbers do not tell, and which is not
@@ -201,8 +201,8 @@ def estimate(
         which matrices are larger, and with `Workload.recompute` gathers are counted as if all were: up to 4
         Psi move, not 3.
       axes: which axes shard parameters and optimizer state (`Axes(params=, optimizer=)`, no other field).
-      donate: False counts the state that a step is given beside the new one.
-      workload: a `jzero.Workload`: tokens of a step, and the layers that keep activations.
+      donate: False counts the old state in addition to the new one.
+      workload: a `jzero.Workload`: tokens of a step, and the layers that save activations.
       rates: a `jzero.Rates`, of devices and links.
 
     Returns:
@@ -305,12 +305,12 @@ class Estimate:
 
     @property
     def _each(self) -> int:
-        """Parameters of one place along the model's axis."""
+        """Parameters of one position along the model's axis."""
         return math.ceil(self.num_params / self.model_parallel)
 
     @property
     def memory(self) -> tuple[_tables.Memory, ...]:
-        """Bytes of each role; those of gradients are the most that a step holds at a time, not at rest."""
+        """Bytes of each role; those of gradients are the most that a step holds at a time."""
         rows = _formulas.needs(self.options, self.sharding, self.bytes_per_param)
         found = _formulas.memory(self.num_params, rows, self.model_parallel)
         if self.options.moves_activations:
@@ -328,7 +328,7 @@ class Estimate:
 
     @property
     def crossings(self) -> tuple[Crossing, ...]:
-        """What crosses between each device and its host in a step; of state, an element per parameter."""
+        """Copies between each device and its host in a step; of state, an element per parameter."""
         return tuple(_host_traffic.crossings(self._hauls()))
 
     @property
@@ -381,7 +381,7 @@ class Estimate:
     def elements_moved(self) -> int:
         """Elements that a device sends and receives in a step: an all-reduce is two passes (section 7.1).
 
-        Of each collective the paper's count for many devices; n devices move (n - 1) / n of it.
+        The paper's count, for many devices; n devices move (n - 1) / n of it.
         """
         return sum(c.total_elements * (2 if c.op == "all-reduce" else 1) for c in self.traffic)
 
@@ -399,7 +399,7 @@ class Estimate:
     ) -> int:  # fmt: skip
         """The most parameters whose `total` fits into `memory`, with everything else as it is.
 
-        An upper bound: activations and temporary buffers need room too.
+        An upper bound: activations and temporary buffers need memory too.
 
         Args:
           memory: bytes of one device, or a string such as '80GiB' (80 * 2**30) or '80GB' (80 * 10**9).
@@ -434,7 +434,7 @@ class Estimate:
                 raise OptionError(message(
                     WHO, f"memory={memory!r} with all model states on the hosts",
                     "What is on a device does not grow with the model; the memory of its host bounds it.",
-                    "Give host_memory='1TB', bytes of the host for each of its devices."))  # fmt: skip
+                    "Pass host_memory='1TB', bytes of the host for each of its devices."))  # fmt: skip
         # By search: the bytes of each role are rounded up, and those of some are bounded.
         while high - low > 1:
             middle = (low + high) // 2
@@ -501,7 +501,7 @@ class Estimate:
         ]
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The text, for a terminal of so many columns."""
+        """The text, at most `width` columns wide."""
         table = _tables.traffic_table(self.traffic)
         crossing = _tables.crossing_table(self.crossings)
         moved = float(Fraction(self.elements_moved, self.num_params))

@@ -78,10 +78,10 @@ def needs(options: Options, stage_axes: StageAxes, sizes: RoleBytes) -> Iterator
     if most := backend.window.device_bytes:
         gathered = sizes.compute if num_param_shards > 1 else Fraction(0)
         size = sizes.parameters / num_param_shards + gathered
-        yield Need(WINDOW, size, 1, False, "in turns, gathered ones included", most=most)
+        yield Need(WINDOW, size, 1, False, "at a time, gathered ones included", most=most)
     yield from _tiles(options, num_param_shards, num_shards, sizes)
     if backend.tier == PINNED and (most := backend.visiting_bytes):
-        yield Need(VISITING, sizes.optimizer_state, num_shards, False, "in turns", most=most)
+        yield Need(VISITING, sizes.optimizer_state, num_shards, False, "at a time", most=most)
     if backend.updates_on_host and not backend.streams:
         yield from _on_their_way(backend, sizes, num_shards)
     if backend.files and not backend.streams:
@@ -135,7 +135,7 @@ def _gradients(options: Options, num_shards: int, sizes: RoleBytes) -> Need:
         if not backend.files.in_place:
             # Where the new state will be written: what has no room there is more.
             there = sizes.optimizer_state + (sizes.parameters if backend.window.host_bytes else 0)
-            size, note = 2 * max(size - there, Fraction(0)), "in the slot that is written"
+            size, note = 2 * max(size - there, Fraction(0)), "in the version that is written"
         return Need(GRADIENT, size, num_shards, False, note, on_disk=True)
     if backend.streams:
         note = "pinned, each from when it is reduced"
@@ -151,15 +151,15 @@ def _on_their_way(backend: Backend, sizes: RoleBytes, num_shards: int) -> Iterat
     gradients, params = share * crossing_gradients(sizes), share * sizes.parameters
     if backend.waits:
         # One set is written while the devices may not have copied the other.
-        yield Need("leaving parameter", 2 * params, num_shards, True, "pinned, two sets", there)
+        yield Need("outgoing parameter", 2 * params, num_shards, True, "pinned, two sets", there)
         note = "pinned, for the next step"
-        yield Need("pending gradient", gradients, num_shards, True, note, there)
+        yield Need("delayed gradient", gradients, num_shards, True, note, there)
         yield Need(RENEWED, params, num_shards, False, "arrives while the old ones are used")
     else:
-        yield Need("leaving parameter", params, num_shards, True, "pinned", there)
-    yield Need("arriving gradient", gradients, num_shards, False, "pinned", there)
+        yield Need("outgoing parameter", params, num_shards, True, "pinned", there)
+    yield Need("incoming gradient", gradients, num_shards, False, "pinned", there)
     if not sizes.masters:
-        yield Need("arriving parameter", params, num_shards, False, "pinned", there)
+        yield Need("incoming parameter", params, num_shards, False, "pinned", there)
 
 
 def kept_elements(workload: Workload) -> int:
@@ -298,7 +298,7 @@ def gathers_per_round(options: Options, workload: Workload) -> int:
 
 def _gradient_note(options: Options) -> str:
     if not options.reduce_once:
-        return "in shards: reduced as they are produced"
+        return "sharded: reduced as they are produced"
     if options.microbatches.num == 1 and options.stage > 0:
         # Without microbatches there is nothing to wait for: jzero runs what it runs at stage 2.
         return "whole, as the paper counts; jzero reduces them as they are produced"

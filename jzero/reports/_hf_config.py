@@ -20,7 +20,7 @@ ParamShapes = dict[str, tuple[int, ...]]
 _MAX_SIZE = 10**9  # of a dim; products of a few stay printable
 _MAX_LAYERS = 10**5
 _MAX_BYTES = 2**24
-_ENTRY = "Correct it, or give the number of parameters instead, '7.5B'."
+_ENTRY = "Correct it, or pass the number of parameters instead, '7.5B'."
 
 
 class _Bad(Exception):
@@ -127,7 +127,7 @@ def _model(entries: Mapping[str, Any]) -> Model:
     if entries.get("quantization_config") is not None:
         raise _refused(
             "quantization_config", entries["quantization_config"],
-            "Parameters of a quantised model are packed, and are not trained as they rest.",
+            "Parameters of a quantised model are packed, and are not trained in that form.",
             "Drop it for the model that it was made from.")  # fmt: skip
     return Model(family, *_FAMILIES[family].read(found), found.head_dim)
 

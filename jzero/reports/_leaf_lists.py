@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `describe` says of leaves that stay full, are padded, or rest on the host: one line for all alike."""
+"""What `describe` says of replicated, padded and offloaded leaves: one line for all alike."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ _OWNED_SHOWN = 8  # updates of whole matrices
 
 
 def left_full(plan: StepPlan) -> list[str]:
-    """Leaves that the stage would shard, and that do not rest in shards; and why."""
+    """Leaves that the stage would shard, and that stay replicated; and why."""
     leaves = plan.leaves
     full = [leaf for leaf in leaves if leaf.why_full]
     params = [leaf for leaf in leaves if leaf.role == PARAMETER]
     moments = [leaf for leaf in leaves if leaf.role == OPTIMIZER and leaf.shape]
     if plan.stage in (1, 2) and plan.num_devices > 1 and params and not moments:
-        # As in a loop over minibatches, whose next turn computes with what the moments made.
+        # As in a loop over minibatches, whose next iteration computes with what the moments made.
         return [
-            *wrapped(f"Stage {plan.stage} shards optimizer state, and no leaf is that alone: rows are "
-                     "computed of all of these, as of moments where a loop updates more than once in a step. "
-                     "Stage 3 shards such leaves."),
+            *wrapped(f"Stage {plan.stage} shards optimizer state, and no leaf is only that: the step "
+                     "computes rows of the batch from all of these, as from moments where a loop updates "
+                     "more than once in a step. Stage 3 shards such leaves."),
             *_listed(params, lambda leaf: "", _at_rest),
         ]  # fmt: skip
     if not full:
-        return ["No leaf that the stage shards was left full."]
+        return ["No leaf that the stage shards is left replicated."]
     verb = "stays" if len(full) == 1 else "stay"
     return [
-        f"{len(full)} of {len(leaves)} leaves {verb} full: {_bytes_of(full, _at_rest)}.",
+        f"{len(full)} of {len(leaves)} leaves {verb} replicated: {_bytes_of(full, _at_rest)}.",
         *_listed(full, lambda leaf: leaf.why_full, _at_rest),
     ]
 
 
 def padded(leaves: Sequence[LeafPlan]) -> list[str]:
-    """Leaves that are larger at rest than they are."""
+    """Leaves that are stored padded."""
     found = [leaf for leaf in leaves if leaf.padding]
     if not found:
         return []
     verb = "is" if len(found) == 1 else "are"
     return [
-        *wrapped(f"{len(found)} of {len(leaves)} leaves {verb} padded at rest (jzero.LeafArray), "
+        *wrapped(f"{len(found)} of {len(leaves)} leaves {verb} stored padded (jzero.LeafArray), "
                  f"which costs {_bytes_of(found, _padding)}."),
         *_listed(found, lambda leaf: f"padded to {list(leaf.padded_shape)}", _padding),
     ]  # fmt: skip
@@ -60,30 +60,29 @@ def uncut(leaves: Sequence[LeafPlan]) -> list[str]:
     found = [leaf for leaf in leaves if leaf.uncut]
     if not found:
         return []
-    verb = "does" if len(found) == 1 else "do"
     return [
-        *wrapped(f"{len(found)} of {len(leaves)} leaves {verb} not rest as auto_specs say for their "
-                 f"parameters, and could not: {_bytes_of(found, _at_rest)}."),
+        *wrapped(f"{len(found)} of {len(leaves)} leaves cannot be stored as auto_specs says for "
+                 f"their parameters: {_bytes_of(found, _at_rest)}."),
         *_listed(found, lambda leaf: leaf.uncut, _at_rest),
     ]  # fmt: skip
 
 
 def owned(plan: StepPlan) -> list[str]:
-    """Lines on matrices that an update needs whole: which ones owners update, and which ones all devices."""
+    """Lines on matrices that an update needs whole: whose update is distributed, and whose is replicated."""
     lines = []
     for each in plan.owned[:_OWNED_SHOWN]:
         what, leaves = f"{each.num} x {each.matrix}", listed(each.leaves)
         if each.why:
-            text = f"Gathered, and updated by every device: {what} of {leaves}: {each.why}."
+            text = f"Every device gathers and updates {what} of {leaves}: {each.why}."
         else:
-            text = f"Owners update {what} of {leaves}: {each.each} on each device."
+            text = f"The update of {what} of {leaves} is distributed: {each.each} on each device."
         lines += wrapped(text, "  ")
     more = len(plan.owned) - _OWNED_SHOWN
     return lines + [f"And {more} more updates of whole matrices."] * (more > 0)
 
 
 def offloaded(plan: StepPlan, roads: str) -> list[str]:
-    """Leaves that rest on the host, how they are updated, and the optimizer state that does not."""
+    """Leaves that are stored on the host, how they are updated, and the optimizer state that is not."""
     leaves = [leaf for leaf in plan.leaves if leaf.tier != DEVICE]
     if not leaves:
         return []
@@ -98,17 +97,17 @@ def offloaded(plan: StepPlan, roads: str) -> list[str]:
         parts = [f"{moments / all_state:.1%} of the optimizer state"] if moments else []
         parts += [f"{readable_bytes(params)} of parameters"] if params else []
         lines += wrapped(
-            f"{len(mine)} of {len(plan.leaves)} leaves rest in {_NOUNS.get(tier, tier + ' memory')}, "
+            f"{len(mine)} of {len(plan.leaves)} leaves are stored in {_NOUNS.get(tier, tier + ' memory')}, "
             f"{readable_bytes(moments + params)} for each device: {' and '.join(parts)}."
         )
     if plan.device_bytes and any(turn.nbytes_at_once for turn in plan.turns):
         num_turns = sum(turn.parts for turn in plan.turns)
         lines += wrapped(
-            f"A step copies them to the device and back in {num_turns} turn{'s' * (num_turns > 1)}, at most "
-            f"{readable_bytes(plan.device_bytes)} at a time."
+            f"A step copies them to the device and back in {num_turns} bucket{'s' * (num_turns > 1)}, at "
+            f"most {readable_bytes(plan.device_bytes)} at a time."
         )
     if roads:
-        lines.append("The host updates them in their place:")
+        lines.append("The host updates them in place:")
         lines += [line for road in roads.splitlines() for line in wrapped(road, "  ")]
     staying = [leaf for leaf in state if leaf.tier == DEVICE]
     if staying:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `estimate` is given as numbers: bytes of a parameter, the work of a step, rates."""
+"""The numeric inputs of `estimate`: bytes of a parameter, the work of a step, rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXAMPLES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class BytesPerParam(GivenFields):
-    """Bytes per parameter, where names of optimizers and precisions do not say it: ZeRO's 2 + 2 + K.
+    """Bytes per parameter, where names of optimizers and precisions do not cover them: ZeRO's 2 + 2 + K.
 
     >>> import jzero
     >>> sizes = jzero.BytesPerParam(params=1, optimizer=6)
@@ -62,7 +62,7 @@ class BytesPerParam(GivenFields):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Workload(GivenFields):
-    """What a step computes with, as far as bytes and time go by it.
+    """The inputs of a step on which its bytes and time depend.
 
     >>> import jzero
     >>> jzero.Workload(tokens="8K").tokens
@@ -71,9 +71,9 @@ class Workload(GivenFields):
     Attributes:
       tokens: of a step on each device, those of all microbatches: rows times their length; with
         `model_parallel` of each such group of devices. An int, or a string such as '8K'.
-      layers: how many the loop over layers has; with activations in host memory. A configuration says it.
+      layers: how many the loop over layers has; for activations in host memory. A configuration has it.
       width: elements of a layer's input for each token, the hidden size; like `layers`.
-      recompute: whether the backward pass computes layers again.
+      recompute: whether the backward pass recomputes layers.
 
     Raises:
       OptionError: a field is no number.
@@ -93,7 +93,7 @@ class Workload(GivenFields):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Rates(GivenFields):
-    """What devices and links do in a second, for the time of a step; None for what nobody has said.
+    """What devices and links do in a second, for the time of a step; None if not given.
 
     Each is a number, or a string such as '55GB/s', decimal, as makers state it; it is kept as an int.
 
@@ -102,9 +102,9 @@ class Rates(GivenFields):
     55000000000
 
     Attributes:
-      peak: operations of a device, '989TFLOP/s', or what it reaches.
-      pcie: bytes between each device and its host, each way, while all devices do so. `jzero.bandwidth`
-        measures this rate, and the two that follow.
+      peak: operations of a device, '989TFLOP/s', or the rate it reaches in practice.
+      pcie: bytes between each device and its host, in each direction, while all devices copy.
+        `jzero.bandwidth` measures this rate, and the two that follow.
       interconnect: bytes of the whole value that an all-gather or a reduce-scatter moves; of several axes,
         the slowest.
       host_update: bytes of optimizer state that the host updates for each of its devices.

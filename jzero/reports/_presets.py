@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 
 class Precision(NamedTuple):
-    """How parameters rest and compute, in bytes per parameter.
+    """How parameters are stored and computed with, in bytes per parameter.
 
     Attributes:
-      parameters: at rest.
+      parameters: as they are stored.
       gradients: as the optimizer receives them.
       masters: full-precision copies in the optimizer's state.
       compute: as the passes gather parameters and reduce gradients.

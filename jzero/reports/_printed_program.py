@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PrintedProgram`: a step's jaxpr to read, with its leaves by name and where they rest."""
+"""`PrintedProgram`: a step's jaxpr to read, with the names and layouts of its leaves."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class PrintedProgram:
     """A step's jaxpr; `print` it.
 
     Attributes:
-      title: of which step, and after what.
+      title: of which step, and after which pass.
       jaxpr: the program.
-      arguments: of each leaf that it takes, its name and layout.
-      results: of each that it returns.
+      arguments: the name and layout of each argument.
+      results: the same of each result.
     """
 
     title: str
@@ -55,11 +55,11 @@ def as_traced(
 
     Args:
       name: of the step.
-      jaxpr: what it takes and returns are the state's leaves, then the others.
-      plan: what of them rests where.
+      jaxpr: its arguments and results are the state's leaves, then the others.
+      plan: the layouts of the state.
       mesh: its axes and their sizes.
-      arguments: by path, each leaf beside the state, with its sharding.
-      outputs: the paths of what it returns beside the state.
+      arguments: by path, each leaf other than the state, with its sharding.
+      outputs: the paths of its results other than the state.
     """
     state = tuple(_at_rest(leaf, mesh) for leaf in plan.leaves)
     given = tuple(
@@ -88,10 +88,10 @@ def as_partitioned(
       name: of the step.
       after: the pass, 'partition' or one behind it.
       program: of all of the step, or of what computes its gradients.
-      part: what of the step it takes and gives.
-      plan: what of them is what.
-      arguments: the paths of what the step takes beside the state.
-      outputs: of what it returns beside it.
+      part: which of the step's arguments and results the program has.
+      plan: roles and layouts of the state.
+      arguments: the paths of the step's other arguments.
+      outputs: the paths of its other results.
     """
     state = [(leaf.path, leaf.role) for leaf in plan.leaves]
     takes = [*state, *((path, "") for path in arguments)]

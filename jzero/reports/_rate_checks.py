@@ -20,12 +20,12 @@ def check_workload(options: Options, workload: Workload) -> None:
     if options.offload.streams and options.microbatches.reduce == "once":
         raise OptionError(message(
             WHO, "Microbatches(reduce='once') and Memory(params=)",
-            "Gradients leave for the host, reduced, as each layer ends; none waits whole.",
+            "Gradients are reduced and sent to the host layer by layer, never accumulated unreduced.",
             "Drop reduce, or Memory(params=)."))  # fmt: skip
     if options.moves_activations and not workload.recompute:
         raise OptionError(message(
             WHO, "Memory(activations=) and Workload(recompute=False)",
-            "What layers save that do not recompute anything is not told by numbers.",
+            "What layers save without recomputation does not follow from numbers.",
             "Drop recompute, or see describe() of a real step."))  # fmt: skip
     missing = [name for name in _SHAPE if getattr(workload, name) is None]
     if options.moves_activations and missing:
@@ -39,7 +39,7 @@ def check_workload(options: Options, workload: Workload) -> None:
         said = ", ".join(f"{name}={getattr(workload, name)}" for name in idle)
         raise OptionError(message(
             WHO, f"Workload({said}) without Memory(activations=)",
-            "What a loop saves on the host for its backward loop goes by that.",
+            "They determine only what a loop saves on the host for its backward loop.",
             f"Drop {' and drop '.join(idle)}, or use Memory(activations=jzero.PinnedHost())."))  # fmt: skip
 
 
@@ -59,13 +59,13 @@ def check_rates(
     if named and missing:
         raise OptionError(message(
             WHO, f"Rates({_said(named)}) without {' and without '.join(missing)}",
-            "The time of a step is that of its operations on so many tokens, and what hides behind them.",
-            "Give rates=jzero.Rates(peak='989TFLOP/s', ...), with the rates of your links, and "
+            "A step takes the time of its operations on its tokens, and of traffic that these do not hide.",
+            "Pass rates=jzero.Rates(peak='989TFLOP/s', ...), with the rates of your links, and "
             "workload=jzero.Workload(tokens='8K'); or none of them."))  # fmt: skip
     if workload.tokens is not None and not named and not options.moves_activations:
         raise OptionError(message(
             WHO, f"Workload(tokens={workload.tokens}) without peak",
-            "Bytes do not go by them; the time of a step does.",
+            "Bytes do not depend on them; the time of a step does.",
             "Add rates=jzero.Rates(peak='989TFLOP/s'), or drop it."))  # fmt: skip
     if idle := {name: rate for name, rate in named.items() if not moves.get(name, True)}:
         raise OptionError(message(

@@ -7,10 +7,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 GRADIENT, GATHERED, ACCUMULATOR = "gradient", "gathered parameter", "accumulator"
-VISITING, RENEWED = "visiting optimizer state", "renewed parameter"
-WINDOW, ACTIVATION = "visiting parameter", "activation"
-SECOND_SLOT, TILES = "second slot", "tiles on their way"
-FETCHED = "parameters on their way"
+VISITING, RENEWED = "streamed optimizer state", "updated parameter"
+WINDOW, ACTIVATION = "streamed parameter", "activation"
+SECOND_SLOT, TILES = "second version", "tiles in transfer"
+FETCHED = "parameters in transfer"
 GATHERED_TILE, GRADIENT_TILE = "gathered tile", "tile of a gradient"
 
 
@@ -18,11 +18,11 @@ class RoleBytes(NamedTuple):
     """Bytes per parameter.
 
     Attributes:
-      parameters: at rest.
+      parameters: as they are stored.
       gradients: as the optimizer receives them.
       optimizer_state: masters included.
       compute: as a pass gathers parameters and reduces gradients.
-      masters: of the optimizer state, what makes the parameter at rest a copy that no update reads.
+      masters: of the optimizer state, what makes the stored parameter a copy that no update reads.
     """
 
     parameters: Fraction
@@ -33,7 +33,7 @@ class RoleBytes(NamedTuple):
 
 
 def crossing_gradients(sizes: RoleBytes) -> Fraction:
-    """Bytes of a gradient of a step that is cut: it is handed out before the update makes it wider."""
+    """Bytes of a gradient of a step that is cut: it is returned before the update makes it wider."""
     return min(sizes.gradients, sizes.compute)
 
 

@@ -64,7 +64,7 @@ class StepPart(NamedTuple):
     Attributes:
       name: 'forward pass', 'backward pass' or 'update'.
       compute: seconds of the device's operations; of an update none are counted.
-      ways: seconds of each way on which bytes move, all of them at the same time.
+      ways: seconds of each link on which bytes move, all of them at the same time.
       beside: seconds of the step's other parts, if this one runs beside them.
     """
 
@@ -75,20 +75,20 @@ class StepPart(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the device waits: of the slowest way, what compute does not hide."""
+        """Seconds in which the device waits: of the slowest link, what compute does not hide."""
         return max(0.0, max(self.ways.values(), default=0.0) - self.compute - self.beside)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The least time of a step at given rates; in each part of it all ways are busy at the same time.
+    """The least time of a step at given rates; in each part of it all links are busy at the same time.
 
     Attributes:
       parts: of the step, in their order.
       rates: as given.
-      hides_from: by pass, the fewest tokens on each device behind whose compute all hides that the pass
-        moves; None if it never does, 0 if all of it grows with the tokens and hides.
-      untimed: ways on which bytes move, whose rate was not given.
+      hides_from: by pass, the fewest tokens on each device whose compute hides all traffic of the pass; None
+        if none do, 0 if all of it grows with the tokens and is hidden.
+      untimed: links on which bytes move, whose rate was not given.
       written: bytes that a step writes to a disk, of each device.
     """
 
@@ -100,7 +100,7 @@ class StepTime:
 
     @property
     def written_a_day(self) -> int:
-        """Bytes that steps without a pause write to a disk in a day, of each device: what wears it out."""
+        """Bytes that steps without a pause write to a disk in a day, for each device, which wears it out."""
         return int(self.written * _DAY / self.seconds)
 
     @property
@@ -160,19 +160,20 @@ class StepTime:
         assert self.rates.peak is not None
         yield (
             f"A step takes at least {readable_seconds(self.seconds)}, and {self.efficiency:.0%} of it is "
-            f"compute at {readable_flops(self.rates.peak)}; {self.efficiency_in_turn:.0%} if nothing hid."
+            f"compute at {readable_flops(self.rates.peak)}; {self.efficiency_in_turn:.0%} if nothing "
+            "overlapped."
         )
         for name, tokens in self.hides_from.items():
             if tokens is None:
-                yield f"The {name} moves more for each token than hides behind its compute."
+                yield f"The {name} moves more for each token than its compute can hide."
             elif tokens:
-                yield f"The {name} hides what it moves from {tokens:,} tokens on each device on."
+                yield f"The {name} hides its traffic with {tokens:,} or more tokens on each device."
             else:
-                yield f"The {name} hides all that it moves, with any number of tokens."
+                yield f"The {name} hides its traffic with any number of tokens."
         given = [
             f"{readable_rate(rate)} {what}"
             for rate, what in (
-                (self.rates.pcie, "each way between a device and its host"),
+                (self.rates.pcie, "in each direction between a device and its host"),
                 (self.rates.interconnect, "of a whole value gathered or scattered"),
                 (
                     self.rates.host_update,
@@ -187,13 +188,13 @@ class StepTime:
         if self.written:
             yield (
                 f"Each step writes {readable_size(self.written)} to the disks for each device, "
-                f"{readable_size(self.written_a_day)} a day: what wears them out."
+                f"{readable_size(self.written_a_day)} a day, which wears them out."
             )
         if self.untimed:
-            yield f"No time is counted for: {', '.join(self.untimed)}. No rate is given for it."
+            yield f"Not counted, because no rate was given: {', '.join(self.untimed)}."
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The text, for a terminal of so many columns."""
+        """The text, at most `width` columns wide."""
         remarks = [line for text in self.remarks() for line in wrapped(text, "  ", width)]
         return [*self.table().text(width), "", *remarks]
 

@@ -25,7 +25,7 @@ class Memory(NamedTuple):
       role: 'parameter', 'optimizer state', 'other', 'gradient', ...
       whole: bytes of all of it, held once.
       per_device: bytes that each device holds.
-      at_rest: held between steps too; False for what lives within a step.
+      at_rest: stored between steps too; False for what lives within a step.
       note: what the number means.
       on_host: bytes that each device's host holds for it.
       on_disk: bytes that a disk of this host holds for it.
@@ -80,7 +80,7 @@ def old_state(rows: Sequence[Memory]) -> Memory:
         sum(row.whole for row in resting),
         sum(row.per_device for row in resting),
         False,
-        "a step keeps what it is given",
+        "a step keeps the state passed to it",
         sum(row.on_host for row in resting),
     )
 
@@ -97,9 +97,9 @@ def elements(traffic: Sequence[Collective], op: str, dtype: str | None = None) -
 
 
 def memory_table(rows: Sequence[Memory]) -> Table:
-    """A row for each role at rest and their sum; then, if there are any, those within a step and all."""
+    """A row for each stored role and their sum; then, if there are any, those within a step and all."""
     resting, passing = [r for r in rows if r.at_rest], [r for r in rows if not r.at_rest]
-    groups = [("at rest", resting, resting), ("with those within a step", passing, rows)]
+    groups = [("stored", resting, resting), ("total within a step", passing, rows)]
     places = [place for place in _PLACES if place in _PLACES[:2] or any(map(_AT[place], rows))]
     lines: list[tuple[str, ...]] = []
     for title, shown, summed in groups[: 2 if passing else 1]:
@@ -116,7 +116,7 @@ def traffic_table(traffic: Sequence[Collective]) -> Table | None:
     rows = [
         (*key, f"{sum(c.total_elements for c in group):,}",
          readable_bytes(sum(c.nbytes for c in group)),
-         f"{sum(c.times for c in group)}{' a turn' * each_turn}")
+         f"{sum(c.times for c in group)}{' per iteration' * each_turn}")
         for (*key, each_turn), group in sorted(groups.items())
     ]  # fmt: skip
     header = ("per step", "dtype", "axes", "elements", "bytes", "times")
@@ -130,7 +130,7 @@ def crossing_table(crossings: Sequence[Crossing]) -> Table | None:
         groups.setdefault((x.direction, x.what, x.dtype, x.each_turn), []).append(x)
     rows = [
         (*key, f"{sum(x.elements for x in group):,}",
-         readable_bytes(sum(x.nbytes for x in group)) + " a turn" * each_turn)
+         readable_bytes(sum(x.nbytes for x in group)) + " per iteration" * each_turn)
         for (*key, each_turn), group in groups.items()
     ]  # fmt: skip
     header = ("per step, each device", "what", "dtype", "elements", "bytes")

@@ -25,7 +25,7 @@ def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> Rest | None:
     `in_files`.
 
     Raises:
-      StateError: it is in codes, and lies on another mesh.
+      StateError: it is quantized, and stored on another mesh.
     """
     if isinstance(leaf, jax.core.Tracer):  # Under an outer jax.jit XLA decides.
         return None
@@ -33,9 +33,9 @@ def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> Rest | None:
         rows = rest_of(leaf.storage, mesh, in_files)
         if rows is None:
             raise StateError(message(
-                WHO, f"{leaf!r} was coded on the mesh {_sizes(leaf.storage.sharding.mesh)}, and is read on "
-                f"{_sizes(mesh)}", "Each device has codes of its own part, over the data axes.",
-                "Shard what it was made of on this mesh; jnp.asarray(leaf) is what its codes say."
+                WHO, f"{leaf!r} was quantized on the mesh {_sizes(leaf.storage.sharding.mesh)}, and is read "
+                f"on {_sizes(mesh)}", "Each device has quantized its own shard, over the data axes.",
+                "Shard the original weights on this mesh; jnp.asarray(leaf) dequantizes it."
             ))  # fmt: skip
         return rows._replace(codes=leaf.codes)
     leaf = at_rest(leaf)

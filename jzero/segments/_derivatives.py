@@ -72,7 +72,7 @@ def _refused() -> StepError:
     return StepError(message(
         STEP, "a derivative is taken of a step with collectives of its own (axis_name)",
         "It is written for one device, and what can be differentiated is a step of the whole batch.",
-        "Take the derivative inside of the step, or write it without collectives."))  # fmt: skip
+        "Differentiate inside the step, or write it without collectives."))  # fmt: skip
 
 
 def as_written(

@@ -68,7 +68,7 @@ def _run_whole(
         if not found:
             raise
     raise FloatingPointError(message(
-        who, found, "With jax_debug_nans or jax_debug_infs, a step takes finite values only.",
+        who, found, "With jax_debug_nans or jax_debug_infs, a step accepts finite values only.",
         "Look at where they come from: the data, or the step before.", things="values",
         shown=6))  # fmt: skip
 

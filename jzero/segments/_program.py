@@ -238,6 +238,6 @@ def check_tier(mesh: Any, tier: str) -> None:
         kinds = [memory.kind for memory in device.addressable_memories()]
         if kinds and tier not in kinds:  # Those of a topology, to compile for, list none.
             raise MeshError(message(
-                WHO, f"{device} has the memories {kinds}, and none of kind {tier!r}",
-                "Offloaded state rests in a memory of the devices' host that they can copy from.",
+                WHO, f"{device} has the memory kinds {kinds}, and not {tier!r}",
+                "Offloaded state is stored in a memory of the devices' host that they can copy from.",
                 "Drop memory=, or use other devices."))  # fmt: skip

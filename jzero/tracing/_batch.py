@@ -44,8 +44,8 @@ class Batch:
         if any(n % fewest for n in rows):
             raise BatchError(message(
                 who, f"arguments with {sorted(set(rows))} rows for each device and microbatch",
-                "The rows of all are changed together, and so must be multiples of the fewest.",
-                "Make them so, or keep an argument whole with in_specs={'<argument>': jax.P()}.",
+                "The rows of all change together, so they must be multiples of the fewest.",
+                "Make them so, or replicate an argument with in_specs={'<argument>': jax.P()}.",
             ))  # fmt: skip
         return Batch(signature, call._replace(state=state, arrays=arrays), dims, fewest)
 

@@ -247,8 +247,8 @@ def argument_specs(
     if bad:
         raise BatchError(message(
             WHO, bad, "Each device gets an equal part of every argument.",
-            "Change the batch size (drop or pad the remainder), use fewer devices, or keep the "
-            "argument whole on every device with in_specs={'<argument>': jax.P()}.",
+            "Change the batch size (drop or pad the remainder), use fewer devices, or replicate the "
+            "argument with in_specs={'<argument>': jax.P()}.",
         ))  # fmt: skip
     return out
 

@@ -22,9 +22,8 @@ def from_eqx(
 ) -> tuple[Callable[Concatenate[Any, ...], tuple[Any, Any]], Any]:
     """Turns `train_step(model, opt_state, batch) -> (model, opt_state, loss)` into `step(state, batch)`.
 
-    `shard_train_step` takes such a step as it is. A function of a state has it in one argument, of arrays
-    only, while an Equinox module has functions, strings and Python numbers too. The step that comes back
-    does::
+    `shard_train_step` accepts such a step as it is. A function of a state has it in one argument, of arrays
+    only, while an Equinox module has functions, strings and Python numbers too. The returned step does::
 
         model, opt_state = eqx.combine(state, static)
         model, opt_state, loss = train_step(model, opt_state, *args)   # in the order in which it returns them
@@ -45,7 +44,7 @@ def from_eqx(
     >>> loss.shape
     ()
 
-    To evaluate in shards, or to save, arrays and the rest go together again:
+    To evaluate sharded, or to save, combine the arrays with the rest again:
 
     >>> def predict(state, batch):
     ...     trained, _ = eqx.combine(state, (model, opt_state))
@@ -59,24 +58,24 @@ def from_eqx(
 
     Args:
       train_step: a function of modules and other arguments, under `eqx.filter_jit` or not.
-      *values: what it takes first and returns anew: models, optimizer states, `eqx.nn.State`, a key that it
-        splits; also tuples, lists and dicts of them.
+      *values: its first arguments, which it returns anew: models, optimizer states, `eqx.nn.State`, a key
+        that it splits; also tuples, lists and dicts of them.
       **named: the others, by the names of their parameters. What has no arrays (an
         `optax.GradientTransformation`) stays as it is.
 
     Returns:
       `(step_fn, state)`: for `jzero.shard_train_step`, and its first state: a tuple with the arrays of each,
-      in the order of the step's parameters. `step_fn` takes the state and the step's other parameters; it
-      returns the new state, and what else the step returns: alone, as a tuple, or None.
+      in the order of the step's parameters. The arguments of `step_fn` are the state and the step's other
+      parameters; it returns the new state, and the step's other results: alone, as a tuple, or None.
 
     The new values are found among the elements of the tuple that the step returns, by their structure, shapes
     and dtypes; of two that are alike (a model and its average) the first one returned is the first one
-    taken.
+    passed.
 
     Raises:
-      StepError: nothing given has arrays, or it has no parameter of the step. When the step is traced: a
+      StepError: nothing passed has arrays, or it has no parameter of the step. When the step is traced: a
         value with arrays is not among what the step returns, or more results are like it than there are
-        such values; or what a call brings (an optimizer's state) is returned anew.
+        such values; or an argument of the call (an optimizer's state) is returned anew.
     """
     import equinox as eqx
 
@@ -86,7 +85,7 @@ def from_eqx(
     if not jax.tree.leaves(state):
         raise StepError(message(
             WHO, [f"{name} has no arrays" for name in held.names], "A state is made of arrays.",
-            "Give the model and the optimizer's state.", "arguments"))  # fmt: skip
+            "Pass the model and the optimizer's state.", "arguments"))  # fmt: skip
 
     def step_fn(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         old = eqx.combine(state, static)
@@ -124,9 +123,9 @@ def _found(names: Sequence[str], old: tuple[Any, ...], returned: Any) -> tuple[A
             bad.append(_unlike(names[i], old[i], results, alike, len(same)))
     if bad:
         raise StepError(message(
-            WHO, bad, "What is given to from_eqx is returned by the step, once, in its structure, shapes and "
-            "dtypes, as an element of the tuple that it returns.",
-            "Return it; or close over it, if the step does not change it; or take it in one argument "
+            WHO, bad, "The step must return each value passed to from_eqx once, with its structure, shapes "
+            "and dtypes, as an element of the tuple that it returns.",
+            "Return it; or close over it, if the step does not change it; or pass it in one argument "
             "with another, (model, value), if another result is like it.", "values"))  # fmt: skip
     new = list(old)  # What has no arrays need not be returned.
     for j, i in taken.items():
@@ -148,8 +147,8 @@ def _check_rest(arguments: Mapping[str, Any], rest: Any) -> None:
     ]
     if bad:
         raise StepError(message(
-            WHO, bad, "What goes on from step to step is the state, which rests in shards.",
-            f"Give it to from_eqx, by the name of its parameter: {bad[0].split(' ')[0]}=...",
+            WHO, bad, "Whatever passes from step to step is the state, which is stored sharded.",
+            f"Pass it to from_eqx, by the name of its parameter: {bad[0].split(' ')[0]}=...",
             "arguments"))  # fmt: skip
 
 
@@ -175,7 +174,7 @@ def _unlike(name: str, old: Any, results: list[Any], alike: list[int], num: int)
     """Why a value was not found: results like it, or how one of its kind differs."""
     kind = f"{name} ({_kind(old)})"
     if alike:
-        return f"{kind} is like results {alike}, and {num} given are like it"
+        return f"{kind} is like results {alike}, and {num} of the values passed are like it"
     of_its_type = [i for i, result in enumerate(results) if type(result) is type(old)]
     if not isinstance(old, tuple | list | dict | jax.Array) and len(of_its_type) == 1:
         before, after = _leaves(old), _leaves(results[of_its_type[0]])

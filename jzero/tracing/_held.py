@@ -35,15 +35,15 @@ class Held:
         """Binds what was given: by position to the step's first parameters, by keyword to their names."""
         if not args and not kwargs:
             raise StepError(message(
-                who, "no argument of train_step was given", "Those that it changes become the state.",
+                who, "no argument of train_step was passed", "Those that it changes become the state.",
                 f"Write jzero.{who}(train_step, model, optimizer)."))  # fmt: skip
         parameters = _signature(train_step)
         try:
             bound = parameters.bind_partial(*args, **kwargs).arguments
         except TypeError as error:
             raise StepError(message(
-                who, f"train_step{parameters} does not take what was given ({error})",
-                "Arguments are given in the order of its parameters, or by their names.",
+                who, f"train_step{parameters} does not accept these arguments ({error})",
+                "Arguments are passed in the order of its parameters, or by their names.",
                 f"Write jzero.{who}(train_step, model, metrics=metrics).")) from None  # fmt: skip
         held: dict[str, Any] = {}
         left: list[inspect.Parameter] = []

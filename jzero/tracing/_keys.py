@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of a step written for one device, where devices would else draw the same numbers."""
+"""Keys of a step written for one device, where devices would otherwise draw the same numbers."""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ def groups(
         y = jax.vmap(fn)(x)
         y = y.reshape(B, ...)                  # results with rows, in their order
 
-    So it means the same under plain `jax.jit`. In a sharded step nothing of it moves, forward or backward, if
-    the devices times the microbatches divide `n`. Batch norms of 32 rows each (ghost batch norms), in Flax::
+    So it means the same under plain `jax.jit`. In a sharded step it needs no communication, forward or
+    backward, if the devices times the microbatches divide `n`. Batch norms of 32 rows each (ghost batch
+    norms), in Flax::
 
         def forward(variables, x):
             return model.apply(variables, x, mutable=["batch_stats"])
@@ -52,7 +53,7 @@ def groups(
       in_axes: as of `jax.vmap`: for each argument, or part of it, the dim of its rows; None if it is the same
         for all groups. Keyword arguments have rows along dim 0.
       out_axes: for each result, or part of it, the dim of its rows, as many as the group has; None if the
-        group has one (a statistic, a loss): these come stacked along a new dim 0, `[n, ...]`.
+        group has one (a statistic, a loss): these are stacked along a new dim 0, `[n, ...]`.
 
     Returns:
       The function of `B` rows.
@@ -75,7 +76,7 @@ def groups(
         dims, size = _rows_of(who, in_axes, args, kwargs)
         if size % n:
             raise BatchError(message(
-                who, f"n={n} does not divide {size} rows", "All groups have as many rows.",
+                who, f"n={n} does not divide {size} rows", "All groups have the same number of rows.",
                 "Choose an n that divides them."))  # fmt: skip
 
         def one(*parts: Any) -> Any:
@@ -98,8 +99,8 @@ def groups(
                 leaf = describe_leaf(name, y.shape[1:], y.dtype)
                 raise BatchError(message(
                     who, f"{leaf} has not the {size // n} rows of its group along dim {d}",
-                    "A group returns as many rows as it gets.",
-                    "Name their dim in out_axes, or None: then it comes once for each group, as [n, ...]."
+                    "A group returns as many rows as are passed to it.",
+                    "Name their dim in out_axes, or None: then there is one for each group, as [n, ...]."
                 ))  # fmt: skip
             y = jnp.moveaxis(y, 0, d)
             return y.reshape(*y.shape[:d], -1, *y.shape[d + 2 :])
@@ -116,10 +117,10 @@ def groups(
 def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
     """Promises that each row of what `fn` returns depends on the same row of its arguments only.
 
-    For *opaque calls*, into which nobody can look: callbacks, FFI calls, Pallas kernels. In a sharded step
-    they otherwise get the rows of all devices, gathered, since nothing says what they do with them. Inside
-    `fn` they run on each device's rows alone, with as many fewer rows; so do those of its derivatives. All
-    other operations of `fn` are what they are without it. Under plain `jax.jit` it is `fn`.
+    For *opaque calls*: callbacks, FFI calls, Pallas kernels. In a sharded step these otherwise run on the
+    gathered rows of all devices, since nothing says how they use them. Inside `fn` they run on each device's
+    own rows; so do those of its derivatives. All other operations of `fn` are unchanged. Under plain
+    `jax.jit` it is `fn`.
 
     >>> import jax, jax.numpy as jnp, numpy as np, jzero
     >>> def softsign(x):  # float32[B, D]
@@ -128,17 +129,17 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
     >>> jzero.per_example(softsign)(jnp.array([[1.0], [-3.0]])).tolist()
     [[0.5], [-0.75]]
 
-    The calls inside are promised to be alike: rows lie along one dim of their operands and results, the same
-    in all. One with a result without rows (a kernel that makes a parameter's gradient) is not covered, nor a
-    callback or FFI call with another dim as long as the batch, nor a Pallas kernel that asks which program
-    along the rows it is: these gather, and `describe` lists them. A broken promise trains something else, and
-    nothing can tell.
+    The promise covers the calls inside: their rows are along one dim of their operands and results, the same
+    in all. It does not cover a call with a result without rows (a kernel that computes a parameter's
+    gradient), a callback or FFI call with another dim as long as the batch, or a Pallas kernel that reads its
+    program id along the rows: these gather, and `describe` lists them. A broken promise trains something
+    else, and jzero cannot detect it.
 
     Effects are not covered: `io_callback` and debug callbacks get whole values, once, here too.
 
-    `fn` is traced by itself, so that what it closes over is known and taken for the same for all rows. It can
-    change no NNX module: call these outside. What is no array (`True`, "gelu") reaches it untouched, where
-    `in_axes` says None.
+    `fn` is traced by itself, so that the values it closes over are known; they are the same for all rows. It
+    cannot change NNX modules: call these outside. Arguments that are no arrays (`True`, "gelu") are passed
+    unchanged, where `in_axes` says None.
 
     Args:
       fn: a function of pytrees of arrays. What it closes over is the same for all rows.
@@ -153,8 +154,8 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
       OptionError: `fn` is no function, or `in_axes` or `out_axes` no dims (when called: no prefix of the
         arguments or results).
       BatchError: when called: arguments or results have no rows, or not as many.
-      StepError: `fn` changes an NNX module; or, in a sharded step, if the gradient of what has no rows may
-        have been taken for rows, as it is as long as the batch.
+      StepError: `fn` changes an NNX module; or, in a sharded step, the gradient of a value without rows might
+        be mistaken for rows, because it is as long as the batch.
     """
     who = "jzero.per_example"
     in_axes, out_axes = _options(who, fn, in_axes, out_axes)
@@ -276,14 +277,14 @@ def _rows_of(who: str, in_axes: Any, args: Any, kwargs: Any) -> tuple[list[int |
         aval = _type_of(leaf)
         if aval is None:
             raise BatchError(message(
-                who, f"{name} is {a_type(leaf)}", "What has rows is an array.", _edit(name)
+                who, f"{name} is {a_type(leaf)}", "A value with rows is an array.", _edit(name)
             ))  # fmt: skip
         dims.append(_checked(who, name, dim, aval.shape, aval.dtype))
         sizes[describe_leaf(name, aval.shape, aval.dtype)] = aval.shape[dim]
     if len(set(sizes.values())) != 1:
         raise BatchError(message(
             who, [f"{leaf} has {size} rows" for leaf, size in sizes.items()] or "no argument has rows",
-            "All arguments with rows have the same rows.",
+            "All arguments with rows have the same number of rows.",
             "Name the dim of each one's rows in in_axes, or None where it has none."
             + f" {_BY_NAME}" * bool(kwargs), things="arguments", shown=8))  # fmt: skip
     return dims, next(iter(sizes.values()))
@@ -292,7 +293,7 @@ def _rows_of(who: str, in_axes: Any, args: Any, kwargs: Any) -> tuple[list[int |
 def _checked(who: str, name: str, dim: int, shape: tuple[int, ...], dtype: Any) -> int:
     if not -len(shape) <= dim < len(shape):
         raise BatchError(message(
-            who, f"{describe_leaf(name, shape, dtype)} has no dim {dim}", "Rows lie along a dim.",
+            who, f"{describe_leaf(name, shape, dtype)} has no dim {dim}", "Rows are along a dim.",
             _edit(name)))  # fmt: skip
     return dim % len(shape)
 

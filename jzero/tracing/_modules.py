@@ -50,7 +50,7 @@ def check_unbound(step_fn: Any, who: str) -> None:
         name = f"{type(bound.__self__).__name__}.{bound.__name__}"
         raise StepError(message(
             who, f"step_fn is the method {name} of a module", "The arrays of the module are its state.",
-            f"Take it of the class: shard_train_step({name}), and pass the module first: step(module, ...).",
+            f"Pass the function of the class: shard_train_step({name}), and call step(module, ...).",
         ))  # fmt: skip
 
 

@@ -19,16 +19,15 @@ def from_nnx(
 ) -> tuple[Callable[Concatenate[Any, ...], tuple[Any, _Result]], Any]:
     """Turns `train_step(model, optimizer, ..., batch)`, which mutates, into `step(state, batch)`.
 
-    `shard_train_step` takes such a step as it is. A function of a state is for what the objects do not say:
-    more state beside them (`state=`), an outer `jax.jit`, `jzero.testing`. The step that comes back
-    does::
+    `shard_train_step` accepts such a step as it is. A function of a state is for cases that objects do not
+    cover: more state (`state=`), an outer `jax.jit`, `jzero.testing`. The returned step does::
 
         model, optimizer, ... = nnx.merge(graph, state)
         result = train_step(model, optimizer, ..., *args)
         return nnx.state((model, optimizer, ...)), result
 
     so that objects are mutated as `nnx.jit(train_step)` mutates them: parameters, batch statistics, metrics,
-    and the counts of `nnx.Rngs`, wherever the step takes them.
+    and the counts of `nnx.Rngs`, in any argument of the step.
 
     >>> import jax, jax.numpy as jnp, optax, jzero
     >>> from flax import nnx
@@ -45,7 +44,7 @@ def from_nnx(
     >>> for _ in range(2):
     ...     state, _ = train_step(state, jnp.ones((8, 4)))
 
-    The objects stay what they were. To evaluate in shards, they are merged with the state:
+    The objects stay what they were. To evaluate sharded, merge them with the state:
 
     >>> graph = nnx.graphdef((model, optimizer, metrics, rngs))
     >>> def predict(state, batch):
@@ -55,7 +54,7 @@ def from_nnx(
     >>> jzero.shard_eval_step(predict, like=train_step)(state, jnp.ones((5, 4))).shape
     (5, 8)
 
-    To log or to save, the state goes back into them, as plain arrays, in the order of the step's parameters:
+    To log or to save, write the state back into them, as plain arrays, in the order of the step's parameters:
 
     >>> nnx.update((model, optimizer, metrics, rngs), train_step.unshard(state))
     >>> metrics.count.get_value().item(), rngs.dropout.count.get_value().item()
@@ -117,8 +116,8 @@ def _check_given(held: Held) -> None:
     ]
     if bad:
         raise StepError(message(
-            WHO, bad, "What from_nnx is given becomes the state; all else comes with each call.",
-            "Give models, optimizers, metrics and nnx.Rngs, and pass the rest to the step.",
+            WHO, bad, "The objects passed to from_nnx become the state; all else is passed with each call.",
+            "Pass models, optimizers, metrics and nnx.Rngs, and the rest to the step.",
             "arguments"))  # fmt: skip
 
 
@@ -129,7 +128,7 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
         names = [name for name, value in given.items() if listed(value, name)]
         raise StepError(message(
             WHO, bad, "What a step changes in an NNX object is kept in the state only, and would be lost.",
-            f"Give it to from_nnx: from_nnx(train_step, model, ..., {names[0]}={names[0]}).",
+            f"Pass it to from_nnx: from_nnx(train_step, model, ..., {names[0]}={names[0]}).",
             "arguments"))  # fmt: skip
 
 

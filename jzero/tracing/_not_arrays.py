@@ -35,7 +35,7 @@ _OBJECT = (
     "Register its class (jax.tree_util.register_dataclass), or pass a dict of its fields: vars(x)."
 )
 _RAGGED = (
-    "Its rows are not all alike: pad them to one length (np.pad, then np.stack), or leave it out."
+    "Its rows differ in length: pad them to one length (np.pad, then np.stack), or leave it out."
 )
 _RECORDS = "Pass its fields, each as an array: {name: array[name] for name in array.dtype.names}."
 _ITERATOR = "Pass one batch of it: next(iterator), or write for batch in loader."
@@ -129,7 +129,7 @@ def add_notes(error: Exception, arrays: Mapping[str, Any]) -> None:
     if lists:
         found = _listed(f"{text} ({num} numbers)" for text, num in lists.items())
         error.add_note(
-            f"jzero: {found} came as a Python list, of which every number is an argument by itself, as "
+            f"jzero: {found} is a Python list, of which every number is an argument by itself, as "
             "under jax.jit. If it stands for one array, pass np.asarray(...) of it."
         )
 

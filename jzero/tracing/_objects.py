@@ -144,7 +144,7 @@ class Graph(NamedTuple):
             before = nnx.merge(self.graphdef, state, copy=True)
             raise StepError(message(
                 who, changes_of(self.names, before, objects),
-                "A step keeps the variables of its objects, which lie in shards.",
+                "A step keeps the variables of its objects, which are sharded.",
                 "Create variables when the model is built, and set their values: variable[...] = value.",
                 "things"))  # fmt: skip
         plain = any(not isinstance(leaf, nnx.Variable) for _, leaf in flat)
@@ -158,8 +158,8 @@ class Graph(NamedTuple):
             raise AsPytrees
         raise StepError(message(
             who, listed(outs, "result"),
-            "A step changes the objects that it is given, or returns others, which are its state as pytrees.",
-            f"Update those that it was given: nnx.update({self.names[0]}, ...); or return nnx.state(...) of "
+            "A step changes the objects passed to it, or returns others, which are its state as pytrees.",
+            f"Update those passed to it: nnx.update({self.names[0]}, ...); or return nnx.state(...) of "
             "the new one.", "results"))  # fmt: skip
 
 
@@ -330,9 +330,9 @@ def explained(who: str) -> Iterator[None]:
     try:
         yield
     except TraceContextError as error:
-        edit = f", and give it to {FROM_NNX}" if who == FROM_NNX else ", and pass it with each call"
+        edit = f", and pass it to {FROM_NNX}" if who == FROM_NNX else ", and pass it with each call"
         raise StepError(message(
-            who, f"train_step changes an object that it was not given ({str(error).split(' (')[0]})",
+            who, f"train_step changes an object that was not passed to it ({str(error).split(' (')[0]})",
             "What a step changes, and what nnx.grad, nnx.jit or nnx.scan change in it, are arguments of "
             "these.", f"Make the object a parameter of train_step{edit}.")) from error  # fmt: skip
 
@@ -389,8 +389,8 @@ def check_kept(arrays: Mapping[str, Any], leaves: Sequence[Any]) -> None:
     if bad:
         raise StepError(message(
             STEP, bad, "NNX objects beside a state that is none are pytrees, whose changes would be lost.",
-            "Drop state=, and what the step changes in objects is kept; or give them to "
-            "jzero.from_nnx.", "arguments"))  # fmt: skip
+            "Drop state=, and the step's changes to objects are kept; or pass them to jzero.from_nnx.",
+            "arguments"))  # fmt: skip
 
 
 def check_no_state(names: Sequence[str], outs: Any, arrays: Mapping[str, Any]) -> None:
@@ -413,8 +413,8 @@ def check_no_state(names: Sequence[str], outs: Any, arrays: Mapping[str, Any]) -
 
 def _refuse_cached(who: str) -> None:
     raise StepError(message(
-        who, "nnx.cached_partial has the objects of the step", "A step takes its objects with each call.",
-        "Call it with them, train_step(model, optimizer, batch); or have them taken apart once: "
+        who, "nnx.cached_partial has the objects of the step", "The objects are arguments of each call.",
+        "Call it with them, train_step(model, optimizer, batch); or split them once: "
         "step_fn, state = jzero.from_nnx(step, model, optimizer)."))  # fmt: skip
 
 
@@ -428,6 +428,6 @@ def check_partial(train_step: Any, who: str) -> None:
         bad = listed((train_step.args, train_step.keywords), "partial")
         if bad:
             raise StepError(message(
-                who, bad, "Objects that a partial holds are no arguments, and no state.",
-                "Pass them with each call, or give them to from_nnx, with the function inside the partial.",
+                who, bad, "Objects bound by a partial are no arguments, and no state.",
+                "Pass them with each call, or pass them to from_nnx, with the function inside the partial.",
                 "objects"))  # fmt: skip

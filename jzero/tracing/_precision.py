@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers for parameters that rest in 16 bits: float32 masters, or stochastic rounding without them."""
+"""Optimizers for 16-bit parameters: float32 masters, or stochastic rounding without them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def master_weights(
 
     Masters are optimizer state like any moment: ZeRO shards them with the moments from stage 1 on. For Psi
     bfloat16 parameters under Adam that is 2 Psi bytes of parameters, 2 Psi of gradients and 12 Psi of
-    optimizer state. Compared with float32 parameters that the model casts, parameters at rest take half
+    optimizer state. Compared with float32 parameters that the model casts, stored parameters take half
     the bytes, and so do gathers at stage 3 without any cast.
 
     >>> import jax.numpy as jnp, jzero, optax
@@ -109,8 +109,8 @@ def stochastic_rounding(
 
     The chance of rounding up is the remainder, so that updates too small for bfloat16's 8 bits count in the
     mean instead of being lost. It keeps no masters: 2 Psi bytes of parameters and 8 Psi of Adam's moments.
-    The random bits are a function of seed, update, leaf and element, and are made for each device's
-    shard alone.
+    The random bits are a function of seed, update, leaf and element; each device computes those of its
+    shard.
 
     >>> import jax.numpy as jnp, jzero, optax
     >>> tx = jzero.stochastic_rounding(optax.sgd(1e-3))
@@ -144,7 +144,7 @@ def stochastic_rounding(
         if any(p.dtype == jnp.float16 for p in jax.tree.leaves(params)):
             raise StateError(message(
                 "stochastic_rounding", "a parameter is float16",
-                "Only bfloat16 is float32 with bits cut off.",
+                "Only bfloat16 is float32 with fewer mantissa bits.",
                 "Use bfloat16 parameters, or jzero.master_weights."))  # fmt: skip
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_tx.init(widened(params)))
 

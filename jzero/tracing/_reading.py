@@ -156,8 +156,8 @@ def refuse(signature: Signature, arguments: Mapping[str, Any], found: Found) -> 
     shown = [*map(signature.argnums, choices)]
     error = Unclear(message(
         _call.WHO, lines,
-        "The state is what a step takes and returns with its structure, shapes and dtypes; the rest is the "
-        "batch, which is split over the devices by its rows.",
+        "The state is passed and returned with the same structure, shapes and dtypes; the rest is the batch, "
+        "which is sharded over the devices along its rows.",
         f"Say what is state: {', or '.join(shown)}.", things="arguments", shown=8))  # fmt: skip
     error.found, error.arguments = found, arguments
     raise error
@@ -173,7 +173,7 @@ def refuse_anew(signature: Signature, names: Sequence[str]) -> None:
         _call.WHO,
         [f"what comes back like {name} is computed without adding to it, as gradients are" for name in names],
         "A train step returns the new parameters.",
-        f"Give the whole step; or {signature.argnums(signature.state_names)} if it is the new state.",
+        f"Pass the whole step; or {signature.argnums(signature.state_names)} if it is the new state.",
         things="arguments"))  # fmt: skip
 
 

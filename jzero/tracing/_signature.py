@@ -184,7 +184,7 @@ class Signature:
         if found & specs.keys():
             raise OptionError(message(
                 WHO, f"in_specs names the state {_quoted(state_names, specs)}",
-                "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
+                "The stage decides the layout of the state.", "Drop it from in_specs."))  # fmt: skip
         filters = _modules.is_filtered(step_fn)
         return cls(
             signature, state_names, told, static, specs, filters=filters, name=_name_of(step_fn)
@@ -231,7 +231,7 @@ class Signature:
         if bad:
             raise OptionError(message(
                 WHO, f"in_specs names {', '.join(bad)}, of NNX objects",
-                "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
+                "The stage decides the layout of the state.", "Drop it from in_specs."))  # fmt: skip
         return {name: found[name] for name in self.in_order(found)}
 
     def _apart(

@@ -72,8 +72,8 @@ def export_weights(
 ) -> Exported:
     """Writes the parameters of a checkpoint to `out`, or to several files of `max_file_size` and an index.
 
-    Whoever opens `out`, or the index and then its files, finds all of an older export or all of the new one,
-    or that files of the older one are gone; never some of each.
+    A reader of `out`, or of the index and then its files, sees all of an older export or all of the new one,
+    or finds that files of the older one are gone; never some of each.
 
     >>> import os, tempfile, jax.numpy as jnp, jzero, orbax.checkpoint as ocp
     >>> with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as orbax:
@@ -88,14 +88,14 @@ def export_weights(
       checkpoint: a checkpoint of Orbax, or a directory of steps (the latest).
       out: a file, or the URL of an object in a bucket.
       dtype: of floats; by default their own.
-      select: in place of the parameters, leaves in whose names this regular expression is found.
+      select: instead of the parameters, the leaves whose names match this regular expression.
       max_file_size: 5GB by default; in a bucket 256MB, and at most 512MB.
       overwrite: replaces an older export.
       layout: as of `import_weights`: tensors are those of Hugging Face's files.
-      config: the model's config.json, or its entries: the tensors are held against it.
+      config: the model's config.json, or its entries: the tensors are checked against it.
 
     Returns:
-      The files, and what is in none of them.
+      The files, and the leaves that are in none of them.
 
     Raises:
       OptionError: an option, or the layout, is none; or there is such a file already.

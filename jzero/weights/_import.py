@@ -59,8 +59,8 @@ def import_weights(
 ) -> int:
     """Writes the tensors of a safetensors file, or of an index and its files, as an Orbax checkpoint.
 
-    Without a layout a tensor `a.b` becomes the leaf `prefix/a/b`. Either path may be a URL of a bucket. In
-    memory is a block of a leaf's rows at a time.
+    Without a layout a tensor `a.b` becomes the leaf `prefix/a/b`. Either path may be a URL of a bucket.
+    Memory holds a block of a leaf's rows at a time.
 
     >>> import os, tempfile, numpy as np, jzero
     >>> from safetensors.numpy import save_file
@@ -74,20 +74,20 @@ def import_weights(
     Args:
       source: the file, the index, or the directory of a `model.safetensors` or its index.
       checkpoint: a new directory.
-      prefix: what leaves are below.
+      prefix: the path above the leaves.
       layout: the tensors are Hugging Face's, and become leaves of a model of Flax: a `WeightLayout`, the name
         of one of `LAYOUTS`, or a file with one, `table.py:NAME` or `table.json`.
       like: the parameters of the model, as `jax.eval_shape` returns them: leaves get their names, shapes and
         dtypes, below `prefix`. By default leaves have the names that the layout says first, and heads no
         dims of their own.
       dtype: of floats; by default that of `like`, or their own.
-      config: the model's config.json, or its entries: the file is held against it.
+      config: the model's config.json, or its entries: the file is checked against it.
 
     Returns:
       The number of leaves.
 
     Raises:
-      OptionError: an option, or the layout, is none; or there is something of the checkpoint's name.
+      OptionError: an option or the layout is invalid; or the checkpoint's path exists.
       CheckpointError: tensors and leaves that have no counterpart, or another shape; or files are damaged.
     """
     _safetensors.check_dtype(WHO, dtype)

@@ -57,7 +57,7 @@ class Extra(NamedTuple):
     def warning(self, name: str) -> str:
         """What to say of it where the step of this name is first traced."""
         return message(
-            _call.WHO, f"{name} does {self.share:.0%} of its work in vain, for {self.what}: {self.why}",
+            _call.WHO, f"{name} repeats {self.share:.0%} of its work in vain, for {self.what}: {self.why}",
             self.rule, self.fix,
         )  # fmt: skip
 
@@ -67,10 +67,10 @@ def at_once_warning(name: str, num: int, made: Sequence[Kept]) -> str:
     nbytes, lines = sum(each.nbytes for each in made), [*dict.fromkeys(x.where for x in made)]
     lines += [f"{len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
     return message(
-        _call.WHO, f"{name} makes {readable_bytes(nbytes)} on each device of all {num} microbatches at once, "
-        f"at {', '.join(lines[:_SHOWN] + lines[_SHOWN:][-1:])}",
-        "What needs the rows of several microbatches waits until all are there: accumulate spares no memory "
-        "of it.", "Compute it for each row alone, or by sums over the batch; or drop microbatches.",
+        _call.WHO, f"{name} computes {readable_bytes(nbytes)} on each device from all {num} microbatches at "
+        f"once, at {', '.join(lines[:_SHOWN] + lines[_SHOWN:][-1:])}",
+        "An operation that needs the rows of several microbatches runs once after all of them: microbatches= "
+        "saves no memory there.", "Compute it per row, or by sums over the batch; or drop microbatches.",
     )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def _uneven(rows: Sequence[RowsOf], setting: Setting) -> _Texts:
         listed([*dict.fromkeys(x.leaf for x in rows)], 8),
         f"rows are padded {' and '.join(each)} on {over}",
         "The last row is repeated until all have as many.",
-        f"Give a batch whose rows are a multiple of {num}{instead}.",
+        f"Use a batch size that is a multiple of {num}{instead}.",
     )
 
 
@@ -165,9 +165,9 @@ def _unsplit(left: Sequence[str], rows: Sequence[RowsOf], setting: Setting) -> _
     return (
         "unsplit",
         listed([*dict.fromkeys(x.leaf for x in rows)], 8),
-        f"in_specs splits nothing over {', '.join(map(repr, left))} ({rows[0].spec}), whose devices all "
+        f"in_specs shards nothing over {', '.join(map(repr, left))} ({rows[0].spec}), whose devices all "
         "compute the same",
-        "Each data axis splits a dim of the batch: rows, or another one.",
+        "Each data axis shards a dim of the batch: its rows, or another dim.",
         f"Write in_specs={{{rows[0].argument!r}: jax.P({axes!r})}}, or axes={own!r} to leave the "
         "other axes to XLA.",
     )
@@ -182,14 +182,14 @@ def _run_whole(
     axes = tuple(setting.axis_names)
     spec = f"jax.P(None, {axes if len(axes) > 1 else axes[0]!r})"
     minibatches = (
-        " If it is a loop over minibatches, split the rows of each: "
+        " If it is a loop over minibatches, shard the rows of each: "
         f"in_specs={{{rows[0].argument!r}: {spec}}}."
     )
     return (
         "whole",
         ", ".join(shown) + f" and {more} more" * (more > 0),
         "every device computes all rows",
-        "What needs rows of other devices and is no sum over the batch is computed whole.",
-        "Compute it for each row alone, or by sums over the batch."
+        "An operation that needs rows of other devices and is no sum over the batch runs on all rows.",
+        "Compute it per row, or by sums over the batch."
         + minibatches * all({*x.axes} == {*axes} for x in rows),
     )

@@ -20,8 +20,8 @@ from jzero.tracing import _call, _jaxpr
 RIGHT_SINCE = (0, 11, 1)
 _SINCE = ".".join(map(str, RIGHT_SINCE))
 _RULE = (
-    f"Before JAX {_SINCE}, XLA reads such slices at wrong places on GPUs, and trains wrong "
-    "without a word."
+    f"Before JAX {_SINCE}, XLA reads such slices at wrong offsets on GPUs, and silently "
+    "trains wrong."
 )
 
 

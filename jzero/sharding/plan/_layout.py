@@ -17,7 +17,7 @@ class Full:
     """The whole value on every device."""
 
     def __str__(self) -> str:
-        return "full"
+        return "replicated"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -337,7 +337,7 @@ def _check_full(stage_axes: StageAxes, plans: Iterable[LeafPlan]) -> None:
         leaves = first_of([plan.path for plan in plans], 6)
         raise OptionError(message(
             "shard_train_step", f"Axes(replicate={stage_axes.full!r}) matches no parameter",
-            "It is a regular expression for the paths of parameters that stay full.",
+            "It is a regular expression for the paths of parameters that stay replicated.",
             f"The parameters are {first_of(paths, 6)}." if paths else
             "There are none: with its batch the step reads no array of floats of its state, which has "
             f"{leaves}. Drop replicate."))  # fmt: skip

@@ -36,9 +36,9 @@ from jzero.tracing._state_arguments import parts
 
 # Below an error of a step with collectives of its own.
 _OF_ROWS = (
-    "jzero: a step with collectives of its own sees the rows of one device, whose dim stays, unlike under "
-    "jax.pmap: take keys[0] of a key for each device, and pass a batch as [rows, ...] and a state without "
-    "replicas. What is no batch comes whole with in_specs={'<argument>': jax.P()}."
+    "jzero: a step with collectives of its own sees the rows of one device, and, unlike under jax.pmap, "
+    "keeps their dim: take keys[0] of a key for each device, and pass a batch as [rows, ...] and a state "
+    "without replicas. in_specs={'<argument>': jax.P()} replicates what is not batch."
 )
 
 
@@ -248,9 +248,9 @@ def _refusal(options: Sequence[str], specs: Sequence[P], named: Sequence[str]) -
         (leaf, spec) for leaf, spec in zip(named, specs, strict=True) if len(spec) > 1
     )
     return StepError(message(
-        _call.WHO, f"{', '.join(options)}, where in_specs splits several dims of {leaf} ({spec})",
-        "Several dims are split where nothing of a step travels in codes.",
-        f"Drop {first_of(options, 6)}, or split one dim of each argument, over all data axes."))  # fmt: skip
+        _call.WHO, f"{', '.join(options)}, where in_specs shards several dims of {leaf} ({spec})",
+        "Several dims can be sharded only where a step sends nothing quantized.",
+        f"Drop {first_of(options, 6)}, or shard one dim of each argument, over all data axes."))  # fmt: skip
 
 
 def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, ...]:
@@ -269,9 +269,9 @@ def check_movements(movements: Sequence[Movement], most: int) -> None:
         raise StepError(message(
             _call.WHO, [f"{m} ({m.nbytes} bytes)" for m in bad],
             "An operation that needs the rows of all devices gathers them, and "
-            f"Comm(max_gather_bytes={most}) is the most of one value that may be whole on every device.",
-            "Write it so that rows stay apart (per row, or by sums over the batch); carry a model that is "
-            "only read in the state, and return it unchanged; or permit it with "
+            f"Comm(max_gather_bytes={most}) is the most of one value that every device may gather.",
+            "Write it so that it stays batch-sharded (per row, or by sums over the batch); carry a model "
+            "that is only read in the state, and return it unchanged; or permit it with "
             f"Comm(max_gather_bytes={bad[0].nbytes}).", things="operations", shown=8))  # fmt: skip
 
 

@@ -144,7 +144,7 @@ class Options:
         asked = {
             "gather_dtype": self.comm.gather_dtype is not None,
             "weight_dtype": self.weight_dtype is not None,
-            "reduce_dtype of codes": self.reduces_codes,
+            "a quantized reduce_dtype": self.reduces_codes,
         }
         return [name for name, is_so in asked.items() if is_so]
 
@@ -267,6 +267,6 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      "Drop it, or use Memory(params=jzero.PinnedHost())."),
     (lambda o: not isinstance(o.donate, bool), "donate={o.donate!r}", "It is True or False.", "Drop it."),
     (lambda o: not o.donate and o.offload.updates_on_host, "donate=False and {o.offload}",
-     "What hosts update, in memory or in files, they write over: there is no old state to keep.",
+     "Hosts update their state in place, in memory or in files: there is no old state to keep.",
      "Drop donate, and keep train_step.unshard(state) or a checkpoint; or use memory=jzero.PinnedHost()."),
 )  # fmt: skip

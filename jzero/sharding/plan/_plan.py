@@ -257,18 +257,18 @@ class StepPlan:
         if self.evaluates:
             yield f"returns no state; reads all leaves but {_ranges(self.unread)}"
         elif not self.donates:
-            yield "keeps the state that it is given"
-        yield f"automatic axes {self.automatic}; the step's axes {self.step_axes}"
+            yield "keeps the state passed to it"
+        yield f"Auto axes {self.automatic}; the step's axes {self.step_axes}"
         if self.microbatches.num > 1:
             first = "layers" if self.microbatches.layer_major else "microbatches"
             yield f"{self.microbatches.num} microbatches, cut along {self.microbatches.dims}; {first} first"
         # Without the lines that made them: these have paths, which processes need not have in common.
         for r in self.activations or ():
-            times = f"in {r.turns} turns, {r.times} times"
+            times = f"in {r.turns} iterations, {r.times} times"
             yield f"on the host for the backward pass: {r.dtype} {r.shape} {times}"
         yield from (f"each device updates {each}" for each in self.owned)
         for index, turn in enumerate(self.turns):
-            yield f"turn {index}: {turn}"
+            yield f"bucket {index}: {turn}"
             for piece in (self.update.pieces[i] for i in turn.pieces):
                 yield (
                     f"  level {piece.level}, equations {_ranges(piece.eqns)}: {self._named(piece.reads)} -> "

@@ -299,14 +299,14 @@ def _explained(error: ValueError) -> Exception:
             "shard_train_step", f"a layout at {_jaxpr.line_of_error(error)}: {f'{error}'.rstrip('.')}",
             "Constraints of a step name axes of its mesh.",
             "Pass the mesh that has them by mesh=, with its data axes by axes=; or drop what says that "
-            "rows are split: they are."))  # fmt: skip
+            "the batch is sharded: it is."))  # fmt: skip
     if not any(text in f"{error}" for text in _OF_EXPLICIT_AXES):
         return error
     return StepError(message(
         "shard_train_step", f"a layout over Explicit mesh axes at {_jaxpr.line_of_error(error)}",
         "A step is traced over Auto axes, whatever types those of its mesh have.",
-        "Write jax.lax.with_sharding_constraint(x, jax.P(...)) in the place of jax.reshard, of out_sharding= "
-        "and of NamedShardings; drop what speaks of data axes alone."))  # fmt: skip
+        "Write jax.lax.with_sharding_constraint(x, jax.P(...)) instead of jax.reshard, out_sharding= and "
+        "NamedShardings; drop constraints over data axes alone."))  # fmt: skip
 
 
 def check_outermost() -> None:

@@ -46,8 +46,8 @@ def at_rest(
     coded = [leaf.path for leaf in out if leaf.codes]
     if coded and tile_bytes is not None:
         raise OptionError(message(
-            WHO, f"Comm(tile_bytes={tile_bytes}), and {coded[0]} rests in codes",
-            "Codes of a matrix are gathered together: a tile has none of its own.",
+            WHO, f"Comm(tile_bytes={tile_bytes}), and {coded[0]} is quantized",
+            "A quantized matrix is gathered as a whole: its blocks are not those of tiles.",
             "Drop tile_bytes, or weight_dtype."))  # fmt: skip
     return tuple(out)
 
@@ -56,12 +56,13 @@ def _check_format(
     leaves: Sequence[LeafPlan], found: Sequence[Blocks | None], blocks: Blocks | None
 ) -> None:
     bad = [
-        f"{leaf.path} rests as {codes}"
+        f"{leaf.path} is stored as {codes}"
         for leaf, codes in zip(leaves, found, strict=True)
         if blocks is not None and codes not in (None, blocks)
     ]
     if bad:
         raise OptionError(message(
-            WHO, bad, f"weight_dtype={blocks} is what an evaluation reads; codes of another format have lost "
-            "what these would keep.", "Drop weight_dtype to read the leaves as they are, or shard the "
-            "weights that they were made of.", shown=4))  # fmt: skip
+            WHO, bad, f"weight_dtype={blocks} is what an evaluation reads; another format has rounded off "
+            "what this one would represent.",
+            "Drop weight_dtype to read the leaves as they are, or shard the original weights.",
+            shown=4))  # fmt: skip

@@ -29,7 +29,7 @@ def in_codes(
     leaves: Sequence[LeafPlan], frame: Frame, links: Links, stage_axes: StageAxes,
     gather_codes: Blocks | None,
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
-    """The leaves, with what may travel as codes, or the reason why a parameter may not.
+    """The leaves, with what may be sent quantized, or the reason why a parameter may not.
 
     A gathered copy that rests would keep what was rounded off. So new parameters travel as the difference to
     it, and only if it has a master: then the next difference takes up the rest of this one.
@@ -56,8 +56,8 @@ def _check_masters(leaves: Sequence[LeafPlan], codes: Blocks) -> None:
     if bad and not any(leaf.renewed_in_codes for leaf in leaves):
         raise OptionError(message(
             WHO, [f"{path} is updated from its own old value" for path in bad],
-            f"Below stage 3 Comm(gather_dtype={codes}) is for the difference of new parameters to old ones; "
-            "what is rounded off is lost unless a master has it.",
+            f"Below stage 3 Comm(gather_dtype={codes}) quantizes the difference of new parameters to old "
+            "ones; what is rounded off is lost unless a master has it.",
             "Use jzero.master_weights(tx), stage=3, or drop gather_dtype.", shown=4))  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def why_exact(leaf: LeafPlan, products: Collection[str]) -> str:
     if not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating):
         return "it has no floating point numbers"
     if leaf.path not in products:
-        return "no product reads it as it is"
+        return "no matrix product reads it as it is"
     if math.prod(leaf.shape) < LEAST:
         return f"it has fewer than {LEAST} elements"
     return "it has 8 bits" if leaf.itemsize == 1 else ""
