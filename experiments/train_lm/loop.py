@@ -91,9 +91,7 @@ def describe(train_step: jzero.ShardedStep, state: Any, args: argparse.Namespace
     return train_step.describe(state, batch)
 
 
-def make_meter(
-    train_step: jzero.ShardedStep, state: Any, args: argparse.Namespace
-) -> speed.Meter:
+def make_meter(train_step: jzero.ShardedStep, state: Any, args: argparse.Namespace) -> speed.Meter:
     batch = jax.ShapeDtypeStruct((args.batch_size, common.context + 1), np.uint8)
     leaves = train_step.plan(state, batch).leaves
     num_params = sum(math.prod(leaf.shape) for leaf in leaves if leaf.role == "parameter")
