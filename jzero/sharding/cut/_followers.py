@@ -72,7 +72,7 @@ def repeats(eqn: Eqn, cheap: Collection[Var]) -> bool:
 
 
 def gathered_bytes(eqns: Iterable[Eqn], leaves: Collection[Var]) -> int:
-    """Bytes of leaves that equations gather over the devices; of a loop inside, in a turn.
+    """Bytes of leaves that equations gather over the devices; of a loop inside, in an iteration.
 
     Not those of rows: what a gather reads follows from leaves alone.
     """

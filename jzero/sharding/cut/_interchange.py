@@ -235,7 +235,7 @@ class _TakenApart:
         self._all.run(local, running, made)
 
     def _layer_loop(self, part: LayerLoop, wanted: set[Var]) -> None:
-        """The layers' loop, with a loop over microbatches in each turn."""
+        """The layers' loop, with a loop over microbatches in each iteration."""
         scan, inner = part.parts, AllMicrobatches(self._eqn)
         pairs, running = self._enter(part, inner)
         own = {*scan.body.invars}.difference(inner.shared)
@@ -255,7 +255,7 @@ class _TakenApart:
             if inner.is_shared(x):
                 outs.append((inner.whole(x), self._all.new_shared(y)))
             else:
-                outs.append((inner.stack(x), self._all.new_turned(y)))
+                outs.append((inner.stack(x), self._all.new_by_iteration(y)))
         body = _jaxpr.replaced(
             body, invars=[v for _, v in pairs], eqns=inner.eqns, outvars=[x for x, _ in outs]
         )
@@ -266,7 +266,7 @@ class _TakenApart:
     def _enter(
         self, part: LayerLoop, inner: AllMicrobatches
     ) -> tuple[list[tuple[Atom, Var]], list[tuple[Running, Var]]]:
-        """What the loop takes, by its names in a turn; and what runs on through it, and how it ends."""
+        """What the loop takes, by its names in an iteration; and what runs on through it, and how it ends."""
         scan, every, (consts, init, xs) = part.parts, self._all, part.operands
         inner.shared |= zip(scan.body.constvars, scan.body.constvars, strict=True)
         names = split(scan.body.invars, scan.num_consts, scan.num_carry)
@@ -285,7 +285,9 @@ class _TakenApart:
             if found is None:
                 shared = every.is_shared(atom)
                 pairs.append(
-                    inner.take(every.whole(atom) if shared else every.turned(atom), name, shared)
+                    inner.take(
+                        every.whole(atom) if shared else every.by_iteration(atom), name, shared
+                    )
                 )
                 continue
             first, last = _jaxpr.new_var(name), _jaxpr.new_var(name)
@@ -297,7 +299,7 @@ class _TakenApart:
 
 
 def _takes_over(part: Stretch | LayerLoop, before: Var, after: Atom) -> bool:
-    """Whether a part that reads what a microbatch takes makes what the next one takes, in the same turn."""
+    """Whether a part that reads a microbatch's carry makes the next one's, in the same iteration."""
     if isinstance(part, Stretch):
         return any(out is after for eqn in part.eqns for out in eqn.outvars)
     consts, init, xs = part.operands

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerBody`: the body of a layer loop, and apart from it what a turn can gather for the next one."""
+"""`LayerBody`: the body of a layer loop, and apart from it what an iteration can gather for the next one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jzero.tracing._types import Jaxpr, Var
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerBody:
-    """A turn's equations.
+    """An iteration's equations.
 
     Attributes:
       invars: what the loop closes over, its carry, and slices of its stacks.
       consts: values of the body's own.
       slices: those of leaves.
-      gathered: what is gathered of them, and of nothing else, in the turn before; none if nothing is.
+      gathered: what is gathered of them, and of nothing else, in the iteration before; none if nothing is.
       gathers: `slices -> gathered`, of the slices that it reads.
       rest: the body's results, of `gathered` and the other inputs.
     """
@@ -51,7 +51,7 @@ class LayerBody:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes on a device of leaves that are still there when those of the next turn are."""
+        """Bytes on a device of leaves that are still there when those of the next iteration are."""
         if not self.gathered:
             return 0
         return sum(_rules.size_in_bytes(self.slices[i].aval) for i in self.kept)

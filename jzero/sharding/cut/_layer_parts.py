@@ -16,9 +16,9 @@ from jzero.sharding.cut._open_loop import OpenLoop
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-# How a loop's stack is there: a leaf on the host, a slice for each turn, or one array on the devices, which
-# may become one that the loop makes; a stack that is made may also be left on the host, or go there slice by
-# slice, an array each.
+# How a loop's stack is there: a leaf on the host, a slice for each iteration, or one array on the devices,
+# which may become one that the loop makes; a stack that is made may also be left on the host, or go there
+# slice by slice, an array each.
 LEAF, SLICES, STACK, RENEWED = "leaf", "slices", "stack", "renewed"
 HOSTED, SENT, UNREAD = "hosted", "sent", "unread"
 
@@ -46,14 +46,14 @@ class Stretch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerLoop:
-    """A `scan`, each turn of which is a program.
+    """A `scan`, each iteration of which is a program.
 
     Attributes:
       eqn: the loop.
       xs: for each stack that it reads, how it is there: LEAF, SLICES, STACK or RENEWED.
       ys: for each stack that it makes, how it shall be: SLICES, STACK, HOSTED, SENT or UNREAD.
-      body: what a turn computes; it gathers for the next one where two turns' leaves have room.
-      nbytes: of a turn's leaves on a device: as they are fetched, and gathered.
+      body: what an iteration computes; it gathers for the next one where two iterations' leaves have room.
+      nbytes: of an iteration's leaves on a device: as they are fetched, and gathered.
       dies: of what it begins with, and takes slices of, what nobody reads after that.
       renewed: for each stack that it makes as STACK, the one that it reads whose memory it takes, or None.
     """
@@ -112,7 +112,7 @@ class LayerLoop:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NestedLoop:
-    """A `scan` or a `while`, each turn of which runs in parts.
+    """A `scan` or a `while`, each iteration of which runs in parts.
 
     Attributes:
       eqn: the loop.

@@ -2,9 +2,9 @@
 """The cut of one device's equations for parameters that rest beside the device: so many bytes at a time.
 
 A *stretch* is some equations as one program, with the leaves that it reads; a *layer loop* is a `scan` over
-stacks of leaves, of which each turn is a program: a layer is a device in time. A *nested loop* is one that
-reads more leaves than there is room for: each turn runs in parts of its own. What follows from leaves alone
-(a gather, a cast) is computed again by every stretch that reads it, and never handed on.
+stacks of leaves, of which each iteration is a program: a layer is a device in time. A *nested loop* is one
+that reads more leaves than there is room for: each iteration runs in parts of its own. What follows from
+leaves alone (a gather, a cast) is computed again by every stretch that reads it, and never handed on.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def cut(
     Args:
       jaxpr: what one device computes, without calls.
       leaves: values that rest on the host, and the bytes of each on a device.
-      batch: values that are of the batch, or of a turn.
+      batch: values that are of the batch, or of an iteration.
       hosted: outputs that go to the host.
       device_bytes: of leaves that may be on a device; a part has up to half of it, for another is fetched
-        meanwhile, but one equation, or a turn of a loop, may need more.
-      nests: loops of which kinds may run turn by turn, each turn in parts.
+        meanwhile, but one equation, or an iteration of a loop, may need more.
+      nests: loops of which kinds may run iteration by iteration, each iteration in parts.
       inside: it is a loop's body: it takes the carry, which nobody else has.
     """
     whole = fused(without_barriers(jaxpr, leaves, batch), leaves)
@@ -114,7 +114,7 @@ class _LayerCutter:
             return None
         sliced = self._takes_slices(eqn)
         nbytes = self._loop_nbytes(eqn) if sliced else self._nbytes([eqn])
-        # Parts would fetch a stack whole in each turn: not for want of room for a slice.
+        # Parts would fetch a stack whole in each iteration: not for want of room for a slice.
         if nbytes <= self._device_bytes or (sliced and not self._held(eqn)):
             return None
         derived: dict[Var, Eqn | None] = dict.fromkeys(self._leaves)
@@ -221,7 +221,7 @@ class _LayerCutter:
         return sum(self._leaves[v] for v in taken) + gathered_bytes(everything, self._leaves)
 
     def _loop_nbytes(self, eqn: Eqn) -> int:
-        """The same of a turn of a loop that takes slices of leaves."""
+        """The same of an iteration of a loop that takes slices of leaves."""
         scan = _jaxpr.scan_parts(eqn)
         slices = sum(self._leaves.get(v, 0) // scan.length for v in variables(stacks_of(eqn)))
         held = sum(self._leaves[v] for v in self._held(eqn))
@@ -301,7 +301,9 @@ class _LayerCutter:
 
     def _loop(self, eqn: Eqn, modes: Mapping[Var, str], dies: frozenset[Var]) -> LayerPart:
         if (nested := self._nested.get(id(eqn))) is not None:
-            return dataclasses.replace(nested, dies=dies.difference(nested.loop.reads_in_turns))
+            return dataclasses.replace(
+                nested, dies=dies.difference(nested.loop.reads_each_iteration)
+            )
         xs, known = stacks_of(eqn), {**modes, **dict.fromkeys(self._leaves, LEAF)}
         kinds = [STACK if _jaxpr.is_literal(atom) else known.get(atom, STACK) for atom in xs]
         ys = tuple(modes[out] for out in stacks_made(eqn))
@@ -319,10 +321,10 @@ class _LayerCutter:
         return LayerLoop(eqn, tuple(kinds), ys, body, nbytes, frozenset(alone), renewed)
 
     def _body(self, eqn: Eqn, kinds: Sequence[str]) -> LayerBody:
-        """What a turn computes. It gathers for the next one, if there is room for its bytes twice.
+        """What an iteration computes. It gathers for the next one, if there is room for its bytes twice.
 
-        For the turn's own gathered leaves, those of the next one, and shards of two turns: of the next one,
-        and of the one after it, on their way.
+        For the iteration's own gathered leaves, those of the next one, and shards of two iterations: of the
+        next one, and of the one after it, on their way.
         """
         scan = _jaxpr.scan_parts(eqn)
         inputs = scan.body.invars[len(scan.body.invars) - len(kinds) :]
@@ -336,7 +338,7 @@ class _LayerCutter:
     def _renewed(self, made: Sequence[Var], free: Sequence[Var]) -> tuple[Var | None, ...]:
         """For each stack that a loop makes, one of its type that it reads slice by slice.
 
-        A turn reads its slice of one, and writes its slice of the other in its place.
+        An iteration reads its slice of one, and writes its slice of the other in its place.
         """
         found: list[Var | None] = []
         returned = set(variables(self._jaxpr.outvars))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.ir._layout import Layout, Prices
-from jzero.ir._regions import Region, turns
+from jzero.ir._regions import Region, trip_count
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning, WrittenStep
 from jzero.sharding.partition._hints import hints_of
@@ -208,7 +208,7 @@ def _moves(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove], times: int) -> Iterato
         if eqn.outvars and (move := moves.get(eqn.outvars[0])) is not None:
             yield move._replace(nbytes=move.nbytes * times, times=times)
         for inner in _jaxpr.inner_jaxprs(eqn):
-            yield from _moves(_jaxpr.open_jaxpr(inner)[0], moves, times * (turns(eqn) or 1))
+            yield from _moves(_jaxpr.open_jaxpr(inner)[0], moves, times * (trip_count(eqn) or 1))
 
 
 def _nowhere() -> Eqn:

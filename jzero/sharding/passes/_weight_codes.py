@@ -112,7 +112,7 @@ class _CodedLevel:
     Attributes:
       coded: those values.
       token: what has been computed latest, which decoding waits for: the compiler would else decode long
-        before the use, or before a loop for all of its turns.
+        before the use, or before a loop for all of its iterations.
     """
 
     def __init__(
