@@ -30,7 +30,10 @@ PREFETCH, ORDER, AFTER_LOOP, LAST_ITERATION, WHOLE_STACKS = (
     f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn", "whole_stacks")
 )
 OWNED = "jzero.owned"  # what owners of matrices compute, which is no product of a pass
-CODES, FIRST_HOP = "jzero.codes", "jzero.first_hop"  # and codes: of a gradient, what it waits for
+QUANTIZED, FIRST_STAGE = (
+    "jzero.codes",
+    "jzero.first_hop",
+)  # and codes: of a gradient, what it waits for
 Makers: TypeAlias = Mapping[Var, Eqn]
 
 
@@ -127,7 +130,7 @@ def is_reduction(eqn: Eqn) -> bool:
 
 def reduces(eqn: Eqn) -> bool:
     """Whether it begins a reduction that has a place in the order of all: exact, or of codes."""
-    return is_reduction(eqn) or _jaxpr.in_scope(eqn, FIRST_HOP) and _is_exchange(eqn)
+    return is_reduction(eqn) or _jaxpr.in_scope(eqn, FIRST_STAGE) and _is_exchange(eqn)
 
 
 def _is_exchange(eqn: Eqn) -> bool:
@@ -193,7 +196,7 @@ def num_readers(scan: Scan) -> dict[Var, int]:
 
 def takes_time(eqn: Eqn) -> bool:
     """Whether it is a product, a loop, or holds one; rotations of blocks are none."""
-    if _jaxpr.in_scope(eqn, CODES):
+    if _jaxpr.in_scope(eqn, QUANTIZED):
         return False
     return any(e.primitive.name in PRODUCTS for e in (eqn, *_jaxpr.inside(eqn)))
 
