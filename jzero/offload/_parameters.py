@@ -20,8 +20,8 @@ from jzero.offload._slicing import Slicer
 from jzero.offload._streamed import StreamedStep
 from jzero.segments._planned import PlannedStep
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut import _pieces
-from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.cut import _subgraphs
+from jzero.sharding.cut._subgraphs import UpdatePart
 from jzero.sharding.plan import _leaves
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._layout import Shard
@@ -133,7 +133,7 @@ class ParameterOffload(Offload):
                 f"Those of Axes(min_shard_bytes={stage_axes.min_bytes}) that are sharded are meant, and "
                 f"Axes(replicate={stage_axes.full!r}) finds those that rest whole.",
                 "Change these, or drop Memory(params=)."))  # fmt: skip
-        return both, _pieces.cut_update(frame, moments, params)
+        return both, _subgraphs.cut_update(frame, moments, params)
 
     def with_params_there(self, leaves: Leaves, stage_axes: StageAxes) -> Leaves:
         """The leaves with those parameters in their tier that rest in shards, and are worth it."""

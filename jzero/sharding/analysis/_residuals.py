@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residuals: what a forward pass keeps for its backward pass, and which of it may wait on the host.
+"""Residuals: what a forward pass keeps for its backward pass, and which of it may are offloaded.
 
 Two kinds, told apart by who reads them:
 
-* a *stack* is what a forward loop hands out iteration by iteration and only backward loops slice: it is never
+* a *stack* is what a forward loop returns iteration by iteration and only backward loops slice: it is never
 on
   the device as a whole;
 * a *value* is made outside of loops (of an unrolled layer) and read by both passes: the forward pass
@@ -37,7 +37,7 @@ _WAITS = "jzero.waits_on_host"
 
 
 class Residual(NamedTuple):
-    """A residual that waits on the host.
+    """A residual that is offloaded.
 
     Attributes:
       shape: of it, on one device.
@@ -67,7 +67,7 @@ Residuals = Mapping[ValueIn, Residual]
 def residuals(
     program: AnyRegion, varies: Callable[[AnyRegion, Var], object], times: int = 1
 ) -> dict[ValueIn, Residual]:  # fmt: skip
-    """What waits on the host.
+    """What is offloaded.
 
     Nothing whose slices (values) have less than `LEAST_BYTES`. Only what `varies` between devices is of the
     batch's rows.

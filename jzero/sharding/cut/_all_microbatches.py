@@ -10,7 +10,7 @@ from jax import lax
 
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.cut._followers import repeats
+from jzero.sharding.cut._param_derived import repeats
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 

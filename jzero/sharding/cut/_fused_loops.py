@@ -27,8 +27,8 @@ def sink(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
     """Makes loops slice `streamed` stacks themselves, not what each iteration could derive of these.
 
     So it is with casts of a whole tree of parameters, and with what a forward loop hands to its backward loop
-    though it follows from parameters alone; and with what has equal parts, the zeros that sums begin with.
-    Each loop computes it again, and nothing of it is kept::
+    though it is derived only from parameters; and with what has equal parts, the zeros that sums begin with.
+    Each loop recomputes it, and nothing of it is kept::
 
         for x in cast(stack): body(x)   ->   for x in stack: body(cast(x))
 

@@ -20,7 +20,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 class OpenLoop:
     """A `scan` or a `while` whose body reads what is around the loop by the names that it has there.
 
-    What follows from leaves alone, each iteration makes for itself. A `scan` is a `while` that is known to
+    What is derived only from leaves, each iteration makes for itself. A `scan` is a `while` that is known to
     end: it carries the iteration's place, and the stacks that it makes, `[iterations, ...]`; it reads whole
     those of which an iteration takes a slice.
 
@@ -138,7 +138,7 @@ class _LoopOpener:
         return _jaxpr.replaced(self._around, constvars=[], invars=ins, outvars=[*outs], eqns=eqns)
 
     def _inside(self, atom: Atom) -> Atom:
-        """An iteration's name of a value around the loop, recomputed if it follows from leaves alone."""
+        """An iteration's name of a value around the loop, recomputed if it is derived only from leaves."""
         eqn = None if _jaxpr.is_literal(atom) else self._derived.get(atom)
         if eqn is not None and atom not in self._body.names:
             for each in eqn.invars:

@@ -59,7 +59,7 @@ def waits(eqn: Eqn) -> bool:
     return _rules.costs(eqn, Cost.VIEW, Cost.COPY) or name in _PASS
 
 
-AGAIN = "rematted_computation"  # JAX's scope of what a checkpoint computes again
+AGAIN = "rematted_computation"  # JAX's scope of what a checkpoint recomputes
 SMALL = 2**22  # bytes: gradients of slices of a small leaf are added up before they are summed
 _PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum"}
 # Of state that is not larger, what they read is gathered in their place: a table and its transpose share it.
@@ -251,7 +251,7 @@ def _beside(
 
 
 def _is_backward(frame: DeviceFrame, eqn: Eqn) -> bool:
-    """Whether a backward pass makes it, and not what a checkpoint computes again."""
+    """Whether a backward pass makes it, and not what a checkpoint recomputes."""
     return frame.region.pass_of(eqn) == "backward" and not _jaxpr.in_scope(eqn, AGAIN)
 
 

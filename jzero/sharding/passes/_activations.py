@@ -30,7 +30,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class OnHost(NamedTuple):
-    """A program, and what of it waits on the host."""
+    """A program, and what of it is offloaded."""
 
     jaxpr: Jaxpr
     residuals: tuple[Residual, ...]
@@ -39,13 +39,13 @@ class OnHost(NamedTuple):
 def activations(
     jaxpr: Jaxpr, rows: Sequence[frozenset[str]], microbatches: int, marks: bool = False
 ) -> OnHost:
-    """One device's program whose residuals wait on the host; what is said of them is of one microbatch.
+    """One device's program whose residuals are offloaded; what is said of them is of one microbatch.
 
     Args:
       jaxpr: the program, with explicit collectives.
       rows: of each argument, the axes over which it differs because rows of the batch do.
       microbatches: how many there are, in whose loops residuals are made and read.
-      marks: its passes are to be programs of their own: what they hand on is marked, and nothing moves.
+      marks: its passes are to be programs of their own: what they pass on is marked, and nothing moves.
     """
     program = Region(jaxpr, [])
     found = _origins.origins(program, rows)

@@ -21,7 +21,7 @@ from jzero.tracing._types import Eqn, Jaxpr, Var
 # wait for it, whole. One after the other each would take a latency, which grows with the devices. So they
 # run in two groups, of about half of the bytes each, or in more of up to `nbytes`. Outside of loops two
 # groups and what was made meanwhile are alive: each has up to half of it, or a sixteenth of the bytes if that
-# is more, but no more than `nbytes`. Those of a group do not wait for each other, so that the compiler
+# is more, but at most `nbytes`. Those of a group do not wait for each other, so that the compiler
 # combines them, but for all of the group before: it would else combine one that nothing waits for with those
 # of a later group. A group of few bytes goes on, and few more join a full one: a bias before, between or
 # after matrices would else take a latency of its own.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters gathered quantized to few bits: quantized, gathered as rows of bytes, dequantized.
 
-What only passes read is gathered so. What follows from parameters alone, or is read as a whole by an update,
-stays exact.
+What only passes read is gathered so. What is derived only from parameters, or is read as a whole by an
+update, stays exact.
 """
 
 from __future__ import annotations
