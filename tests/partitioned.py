@@ -16,7 +16,7 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 from jzero.ir._layout import Layout, from_spec, replicated
-from jzero.ir._regions import turns
+from jzero.ir._regions import trip_count
 from jzero.ir._starts import in_bounds
 from jzero.sharding.partition._partition import DeviceInput, DeviceProgram, partition
 from jzero.tracing import _jaxpr, _rewrite
@@ -255,7 +255,7 @@ def collectives(jaxpr, mesh) -> dict[str, tuple[int, int]]:
                 received = (2 if kind == "reduce" else 1) * most * (n - 1) // n
                 found[kind] = num + times, nbytes + times * received
             for inner in _jaxpr.inner_jaxprs(eqn):
-                walk(_jaxpr.open_jaxpr(inner)[0], times * (turns(eqn) or 1))
+                walk(_jaxpr.open_jaxpr(inner)[0], times * (trip_count(eqn) or 1))
 
     walk(jaxpr, 1)
     return dict(sorted(found.items()))

@@ -454,11 +454,11 @@ def test_no_program_makes_and_reads_what_waits():
     """However much room there is, an unrolled model's two passes are not in one program."""
     options = BOTH | {"offload_params": jzero.PinnedHost(device_bytes=2**30)}
     parts = layered(check(False, "blocks", **options)).parts
-    waits = {var for var in _layer_parts.waiting(parts) if var.aval.ndim}
+    waits = {var for var in _layer_parts.offloaded(parts) if var.aval.ndim}
     assert len(waits) == LAYERS
     for part in parts:
         assert waits.isdisjoint(
-            {*part.gives} & {*variables(a for e in part.eqns for a in e.invars)}
+            {*part.outputs} & {*variables(a for e in part.eqns for a in e.invars)}
         )
         assert len(waits.intersection(part.reads)) <= 2  # A value is on its way, and one more.
 

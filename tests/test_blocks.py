@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jzero
-from jzero.sharding.passes import _codes
+from jzero.sharding.passes import _quantize
 
 FORMATS = [
     jzero.Blocks(jnp.int8),
@@ -30,8 +30,8 @@ def there_and_back(x, codes):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _there_and_back(x, codes):
-    row = _codes.encode(x, codes)
-    return row, _codes.decode(row, x.shape[1], x.dtype, codes)
+    row = _quantize.quantize(x, codes)
+    return row, _quantize.dequantize(row, x.shape[1], x.dtype, codes)
 
 
 def steps(x, codes):

@@ -14,7 +14,7 @@ import facts
 import jzero
 import zoo
 from jzero.ir._dataflow import forward
-from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, turns
+from jzero.ir._regions import EdgeKind, Region, ValueIn, edges, trip_count
 from jzero.sharding.analysis import (
     _new_leaves,
     _product_reads,
@@ -131,7 +131,7 @@ def test_every_edge_of_a_loop():
         (EdgeKind.IN, 0): 2, (EdgeKind.IN, -1): 1, (EdgeKind.OUT, 0): 1, (EdgeKind.OUT, 1): 1,
         (EdgeKind.BACK, 0): 1, (EdgeKind.PAST, 0): 1,
     }  # fmt: skip
-    assert [turns(eqn) for eqn in (scan, loop)] == [3, None]
+    assert [trip_count(eqn) for eqn in (scan, loop)] == [3, None]
     back = [e for e in edges(region, loop) if e.kind is EdgeKind.BACK]
     assert [e.target[0] for e in back] == [cond, turn]
     decided = [e.target[0] for e in edges(region, loop) if e.kind is EdgeKind.PREDICATE]

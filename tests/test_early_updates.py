@@ -19,7 +19,7 @@ from jzero.offload._layer_schedule import STRETCH, TURN
 from jzero.offload.execute._executor import Execution
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.schedule._ops import Send
-from jzero.sharding.cut._layer_parts import LayerLoop
+from jzero.sharding.cut._layer_parts import ScannedLayers
 from test_offload_params import batch, make_step, new_state
 from zoo._models import SEQ_LEN, token_batches
 from zoo.networks import Transformer, create_state, predict_next_step
@@ -270,7 +270,7 @@ def test_slices_of_gradients_are_no_stack():
     train_step, state = sharded(True, ADAM, {"data": 4})
     call = train_step._programs.bind((state, batch(0)), {})
     parts = train_step._programs.of(call).step._layered.parts
-    loops = [part for part in parts if isinstance(part, LayerLoop)]
+    loops = [part for part in parts if isinstance(part, ScannedLayers)]
     assert [(loop.ys.count("hosted"), loop.ys.count("sent")) for loop in loops] == [(0, 0), (0, 3)]
 
 

@@ -16,7 +16,7 @@ import jzero
 import zoo
 from jzero.ir._regions import variables
 from jzero.segments._planned import PlannedStep
-from jzero.sharding.cut import _fused_loops, _growing_loop, _over_turns
+from jzero.sharding.cut import _fused_loops, _growing_loop, _over_iterations
 from jzero.tracing import _jaxpr, _rewrite
 
 TURNS = 4
@@ -42,12 +42,12 @@ def whole_readers_of(jaxpr, stack):
     that make an output.
     """
     follow, found, outs = {stack}, [], set(variables(jaxpr.outvars))
-    turns = stack.aval.shape[0]
+    length = stack.aval.shape[0]
     for eqn in jaxpr.eqns:
         read = follow.intersection(variables(eqn.invars))
-        if all(_fused_loops.takes_slices(eqn, v) and v.aval.shape[0] == turns for v in read):
+        if all(_fused_loops.takes_slices(eqn, v) and v.aval.shape[0] == length for v in read):
             continue
-        gives = _over_turns.stacked(eqn, turns) or [False] * len(eqn.invars)
+        gives = _over_iterations.stacked(eqn, length) or [False] * len(eqn.invars)
         pairs = zip(eqn.invars, gives, strict=True)
         if any(not _jaxpr.is_literal(a) and a in read and not given for a, given in pairs):
             found.append(eqn)
@@ -693,11 +693,11 @@ class GradPart(Rewritten):
         avals = {v: grad.types[v].aval(self.mesh) for v in grad.takes}
         self.body = _rewrite.body_of_shard_map(grad.run, *grad.taken(avals))
         self.old, self.consts = self.body.jaxpr, []
-        (self.turns,) = {
+        (self.length,) = {
             _jaxpr.scan_parts(e).length for e in self.old.eqns if _growing_loop.is_loop(e)
         }
         floating = [v for v in self.old.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-        self.streamed = [v for v in floating if v.aval.shape[:1] == (self.turns,)]
+        self.streamed = [v for v in floating if v.aval.shape[:1] == (self.length,)]
         self.sunk = _fused_loops.sink(self.old, self.streamed)
         self.new = _fused_loops.fused(self.old, self.streamed)
 

@@ -21,7 +21,7 @@ from jzero.ir._rules import Cost
 from jzero.offload._layer_programs import LayerPrograms
 from jzero.offload.execute import _stream
 from jzero.segments import _partitioned
-from jzero.sharding.passes import _codes
+from jzero.sharding.passes import _quantize
 
 as_stored = pytest.mark.skipif(
     importlib.metadata.version("jax") >= "0.11",
@@ -197,7 +197,7 @@ def test_one_wrong_element_shows():
     assert golden.compared("row", {"values": golden.values({"w": x})}, swapped) is not None
 
 
-_STREAM, _TURN, _ENCODE = _stream.stream, LayerPrograms._turn, _codes.encode
+_STREAM, _TURN, _ENCODE = _stream.stream, LayerPrograms._turn, _quantize.quantize
 _JIT = jax.jit
 
 
@@ -257,8 +257,8 @@ GROUPS, FEW_BYTES = "optimizer state in groups", "parameters, few bytes"
         ("options_pinned", GROUPS, _stream, "stream", _not_awaited),
         ("options_pinned", FEW_BYTES, _stream, "stream", _without_room),
         ("options_pinned", "parameters", LayerPrograms, "_turn", _without_donation),
-        ("options_wire", "not finite", _codes, "encode", _finite),
-        ("options_wire", "not finite, replicas, int4", _codes, "encode", _as_nan),
+        ("options_wire", "not finite", _quantize, "quantize", _finite),
+        ("options_wire", "not finite, replicas, int4", _quantize, "quantize", _as_nan),
         ("large", "Llama, stage 3", _partitioned, "order", _one_group),
     ],
 )

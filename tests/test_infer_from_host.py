@@ -182,7 +182,7 @@ def parts_of(eval_step, *args):
 
 
 def nested_in(eval_step, *args):
-    return [*_layer_parts.nested_loops(parts_of(eval_step, *args))]
+    return [*_layer_parts.outer_loops(parts_of(eval_step, *args))]
 
 
 # -- equal to one device ---------------------------------------------------------------------------

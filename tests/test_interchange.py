@@ -58,7 +58,7 @@ class Interchanged:
 
     @property
     def loops(self):
-        return [part for part in self.parts if isinstance(part, _layer_parts.LayerLoop)]
+        return [part for part in self.parts if isinstance(part, _layer_parts.ScannedLayers)]
 
 
 def forward(stack, x, reverse=False):

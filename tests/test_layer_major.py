@@ -246,7 +246,7 @@ def test_large_gradients_leave_as_layers_end():
     call = train_step._programs.bind((state, jnp.ones((4, width))), {})
     _, backward = (
         part for part in train_step._programs.of(call).step._layered.parts
-        if isinstance(part, _layer_parts.LayerLoop)
+        if isinstance(part, _layer_parts.ScannedLayers)
     )  # fmt: skip
     assert sorted(v.aval.shape for v in backward.made(_layer_parts.SENT)) == [
         (LAYERS, width, rows // 2), (LAYERS, rows // 2, width)

@@ -87,7 +87,7 @@ def compiled(loop):
         [array(v.aval, programs.form(v)) for v in variables(consts)],
         [array(v.aval, own) for v in init],
         [array(v.aval, own) for v in loop.body.gathered],
-        [slices[j] for j in loop.body.kept],
+        [slices[j] for j in loop.body.used_sharded],
         [array(v.aval, own) for v in read],
         [],
         [array(v.aval, programs.form(v)) for v in loop.made(_layer_parts.STACK)],
@@ -101,7 +101,7 @@ def compiled(loop):
 @pytest.mark.parametrize("which", [0, 1], ids=["forward", "backward"])
 def test_gathers_run_beside_products(which):
     _, segment = cut()
-    loop = [part for part in segment.parts if isinstance(part, _layer_parts.LayerLoop)][which]
+    loop = [part for part in segment.parts if isinstance(part, _layer_parts.ScannedLayers)][which]
     text = str(compiled(loop).as_text())
     found = _schedule.read_schedule(text, {"data": 8}, H200, Topology(1, 8))
     gathers = [c for c in found.collectives if c.op == "all-gather"]

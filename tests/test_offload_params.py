@@ -182,7 +182,7 @@ def test_microbatches_run_in_parts_where_they_have_no_room(scan, num):
         train_step, state = check(scan, axes={"data": num}, accumulate=2, device_bytes=device_bytes)
         call = train_step._programs.bind((state, batch(0)), {})
         layered = train_step._programs.of(call).step._layered
-        found.append(len([*_layer_parts.nested_loops(layered.parts)]))
+        found.append(len([*_layer_parts.outer_loops(layered.parts)]))
         fetched = train_step.describe(state, batch(0)).to_dict()["crossings"][0]
         layers, head = 4 * (2 * 2 * WIDTH * WIDTH + WIDTH), WIDTH * WIDTH
         # In parts, once for each pass of each microbatch; the head's passes are one part. And for the update.
@@ -223,7 +223,7 @@ def test_a_while_that_devices_may_leave_one_after_the_other(num, nested):
         state = {"w": jnp.copy(weights[0]), "frozen": [*map(jnp.copy, weights[1:])]}
         call = train_step._programs.bind((state, batch(0)), {})
         parts = train_step._programs.of(call).step._layered.parts
-        return train_step(state, batch(0)), len([*_layer_parts.nested_loops(parts)])
+        return train_step(state, batch(0)), len([*_layer_parts.outer_loops(parts)])
 
     if nested:
         (_, loss), found = train(2**11)
@@ -340,7 +340,7 @@ def test_what_waited_on_the_host_is_freed(monkeypatch):
 def loops_of(train_step, state, *batches):
     call = train_step._programs.bind((state, *batches), {})
     parts = train_step._programs.of(call).step._layered.parts
-    return [part for part in parts if isinstance(part, _layer_parts.LayerLoop)]
+    return [part for part in parts if isinstance(part, _layer_parts.ScannedLayers)]
 
 
 def two_turns():
@@ -406,10 +406,10 @@ def test_leaves_that_are_read_as_shards_stay_for_their_turn(tile_bytes):
     )
     params = train_step.shard(params)
     for loop in loops_of(train_step, params, batch(0)):
-        kept = [loop.body.slices[i].aval.size * 4 for i in loop.body.kept]
+        kept = [loop.body.slices[i].aval.size * 4 for i in loop.body.used_sharded]
         if tile_bytes is None:
             assert loop.body.gathered
-            assert sum(kept) == loop.body.kept_bytes > 0
+            assert sum(kept) == loop.body.sharded_bytes > 0
         else:  # A turn gathers its tiles itself.
             assert not loop.body.gathered
             assert kept

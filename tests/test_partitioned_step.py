@@ -278,7 +278,7 @@ def test_passes_show_in_the_program():
         every = (
             _waits.WHOLE_STACKS,
             _waits.PREFETCH,
-            _waits.LAST_TURN,
+            _waits.LAST_ITERATION,
             _waits.ORDER,
             _waits.AFTER_LOOP,
         )

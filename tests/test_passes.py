@@ -558,12 +558,12 @@ def test_gathers_behind_a_loop_wait_for_it(ahead_first: bool):
 
 def test_what_a_last_turn_makes_is_read_when_all_of_it_is_there():
     made = program(True, 1).through(PASSES["prefetch"], after_loops).jaxpr
-    region = [eqn for eqn in made.eqns if _jaxpr.in_scope(eqn, _waits.LAST_TURN)]
+    region = [eqn for eqn in made.eqns if _jaxpr.in_scope(eqn, _waits.LAST_ITERATION)]
     barriers = [eqn for eqn in region if _jaxpr.in_scope(eqn, _waits.AFTER_LOOP)]
     assert [eqn.primitive.name for eqn in barriers] == ["optimization_barrier"] * 2
     own = {out for eqn in region if eqn not in barriers for out in eqn.outvars}
     readers = [eqn for eqn in made.eqns if own.intersection(_jaxpr.variables_read(eqn))]
-    assert all(_jaxpr.in_scope(eqn, _waits.LAST_TURN) for eqn in readers)
+    assert all(_jaxpr.in_scope(eqn, _waits.LAST_ITERATION) for eqn in readers)
     assert own.isdisjoint(x for x in made.outvars if not _jaxpr.is_literal(x))
 
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import run_sampled
-from jzero.sharding.passes import _gather_codes, _reduce_codes
+from jzero.sharding.passes import _quantized_gathers, _quantized_reductions
 from sampling import (
     _draw,
     _helpers,
@@ -122,7 +122,7 @@ def test_noise_hides_no_wrong_gradient(seed, feature):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "decoded"), [(_gather_codes, "_whole"), (_reduce_codes, "_total")]
+    ("module", "decoded"), [(_quantized_gathers, "_whole"), (_quantized_reductions, "_total")]
 )
 def test_a_wrong_number_on_the_wire_is_noticed(module, decoded, monkeypatch):
     """Of a program whose parameters and gradients travel as codes, in its first seven digits."""

@@ -8,7 +8,7 @@ import pytest
 
 from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._wires import rates_of
-from jzero.sharding.passes._turns import balance
+from jzero.sharding.passes._late_gathers import balance
 from jzero.targets._links import (
     AxisTimes,
     axis_times,

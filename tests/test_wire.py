@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import jzero
-from jzero.sharding.passes import _codes
+from jzero.sharding.passes import _quantize
 from small import grouped
 
 INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", size=32)
@@ -69,8 +69,8 @@ def through(w, dim, num, codes):
     """`w`, each device's part of it made to codes and back; its gradient is that of `w`."""
     padded = jnp.pad(w, [(0, -n % num * (d == dim)) for d, n in enumerate(w.shape)])
     parts = jnp.stack(jnp.split(padded, num, axis=dim))
-    rows = _codes.encode(parts.reshape(num, -1), codes)
-    back = _codes.decode(rows, parts[0].size, w.dtype, codes).reshape(parts.shape)
+    rows = _quantize.quantize(parts.reshape(num, -1), codes)
+    back = _quantize.dequantize(rows, parts[0].size, w.dtype, codes).reshape(parts.shape)
     whole = jax.lax.slice_in_dim(jnp.concatenate(list(back), axis=dim), 0, w.shape[dim], axis=dim)
     return w + jax.lax.stop_gradient(whole - w)
 
@@ -132,7 +132,7 @@ def summed(parts, sources, dests, codes):
     if sources == 1:  # Nothing travels.
         return parts[0]
     rows = parts.reshape(sources * dests, -1)
-    back = _codes.decode(_codes.encode(rows, codes), rows.shape[1], rows.dtype, codes)
+    back = _quantize.dequantize(_quantize.quantize(rows, codes), rows.shape[1], rows.dtype, codes)
     return back.reshape(parts.shape).sum(0)
 
 

@@ -16,13 +16,13 @@ import partition_steps
 import small
 import test_passes as by_hand
 from experiments.passes import explicit
-from jzero.sharding.passes import _codes, _waits
-from jzero.sharding.passes._gather_codes import gather_codes
+from jzero.sharding.passes import _quantize, _waits
 from jzero.sharding.passes._keep_gathered import keep_gathered
 from jzero.sharding.passes._loop_gathers import loop_gathers
-from jzero.sharding.passes._reduce_codes import CodedAxes, reduce_codes
+from jzero.sharding.passes._quantized_gathers import quantize_gathers
+from jzero.sharding.passes._quantized_reductions import QuantizedAxes, quantize_reductions
+from jzero.sharding.passes._quantized_weights import QuantizedRows, dequantize_weights
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
-from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.tracing import _jaxpr
 
 
@@ -53,18 +53,18 @@ class ByHand(explicit.Explicit):
 def gathered(wire: Wire, dim: int, w: jax.Array) -> jax.Array:
     if wire.gather is None:
         return lax.all_gather(w, explicit.AXIS, axis=dim, tiled=True)
-    row = _codes.encode(w.reshape(1, w.size), wire.gather)
+    row = _quantize.quantize(w.reshape(1, w.size), wire.gather)
     rows = lax.all_gather(row, explicit.AXIS, axis=0, tiled=True)
-    parts = _codes.decode(rows, w.size, w.dtype, wire.gather).reshape(-1, *w.shape)
+    parts = _quantize.dequantize(rows, w.size, w.dtype, wire.gather).reshape(-1, *w.shape)
     return jnp.concatenate([*parts], axis=dim)
 
 
 def scattered(wire: Wire, dim: int, g: jax.Array) -> jax.Array:
     if wire.reduce is not None:
         parts = jnp.stack(jnp.split(g, by_hand.NUM, axis=dim))
-        rows = _codes.encode(parts.reshape(by_hand.NUM, -1), wire.reduce)
+        rows = _quantize.quantize(parts.reshape(by_hand.NUM, -1), wire.reduce)
         rows = lax.all_to_all(rows, explicit.AXIS, 0, 0, tiled=True)
-        terms = _codes.decode(rows, parts[0].size, g.dtype, wire.reduce)
+        terms = _quantize.dequantize(rows, parts[0].size, g.dtype, wire.reduce)
         return terms.sum(0).reshape(parts.shape[1:])
     x = g if wire.dtype is None else g.astype(wire.dtype)
     shard = lax.psum_scatter(x, explicit.AXIS, scatter_dimension=dim, tiled=True)
@@ -150,10 +150,10 @@ MATRICES = [i for i, spec in enumerate(by_hand.LEAVES) if spec != P()]
 )
 def test_weights_are_gathered_as_codes_and_other_passes_find_them(codes, form):
     plain, wanted = program(Wire(), *form), program(Wire(gather=codes), *form)
-    found = plain.through(lambda jaxpr: gather_codes(jaxpr, codes, MATRICES, ROWS))
+    found = plain.through(lambda jaxpr: quantize_gathers(jaxpr, codes, MATRICES, ROWS))
     assert {*dtypes(found.jaxpr, "all_gather")} == {"uint8"}
     assert_equal(found, wanted)
-    again = found.through(lambda jaxpr: gather_codes(jaxpr, codes, MATRICES, ROWS))
+    again = found.through(lambda jaxpr: quantize_gathers(jaxpr, codes, MATRICES, ROWS))
     assert again.jaxpr is found.jaxpr
     after = found.through(by_hand.PASSES["all"])
     assert_equal(after, found)
@@ -176,9 +176,9 @@ def test_what_passes_do_not_read_is_gathered_exact():
     specs = [P(explicit.AXIS)] * 4
     plain = explicit.program(run, args, by_hand.MESH, specs, [P(explicit.AXIS), P(explicit.AXIS)])
     rows = [frozenset[str]()] * 3 + [frozenset([explicit.AXIS])]
-    found = plain.through(lambda jaxpr: gather_codes(jaxpr, INT8, [0, 1, 2], rows))
+    found = plain.through(lambda jaxpr: quantize_gathers(jaxpr, INT8, [0, 1, 2], rows))
     assert dtypes(found.jaxpr, "all_gather") == ["float32", "float32", "uint8"]
-    none = plain.through(lambda jaxpr: gather_codes(jaxpr, INT8, [0, 1], rows))
+    none = plain.through(lambda jaxpr: quantize_gathers(jaxpr, INT8, [0, 1], rows))
     assert none.jaxpr is plain.jaxpr
 
 
@@ -187,8 +187,8 @@ def test_what_passes_do_not_read_is_gathered_exact():
 
 def in_codes(codes: jzero.Blocks) -> Any:
     """The pass, of a program in which all reductions are of one leaf."""
-    axes = CodedAxes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: codes})
-    return lambda jaxpr: reduce_codes(jaxpr, axes, ["w"], ROWS, lambda eqn: "w")
+    axes = QuantizedAxes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: codes})
+    return lambda jaxpr: quantize_reductions(jaxpr, axes, ["w"], ROWS, lambda eqn: "w")
 
 
 @pytest.mark.slow(but=[0])
@@ -228,13 +228,17 @@ def test_a_sum_of_which_a_pass_computes_something_is_exact():
     args = [jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2)]
     specs = [P(explicit.AXIS)] * 2
     plain = explicit.program(run, args, by_hand.MESH, specs, specs)
-    axes = CodedAxes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: INT8})
+    axes = QuantizedAxes({explicit.AXIS: by_hand.NUM}, {explicit.AXIS: INT8})
     rows = [frozenset[str](), frozenset([explicit.AXIS])]
-    found = plain.through(lambda jaxpr: reduce_codes(jaxpr, axes, ["w"], rows, lambda eqn: "w"))
+    found = plain.through(
+        lambda jaxpr: quantize_reductions(jaxpr, axes, ["w"], rows, lambda eqn: "w")
+    )
     # That of `sin(w)`, from which a backward pass computes that of `w`, is exact.
     assert dtypes(found.jaxpr, "reduce_scatter") == ["float32"]
     assert dtypes(found.jaxpr, "all_to_all") == ["uint8"]
-    none = plain.through(lambda jaxpr: reduce_codes(jaxpr, axes, ["v"], rows, lambda eqn: "w"))
+    none = plain.through(
+        lambda jaxpr: quantize_reductions(jaxpr, axes, ["v"], rows, lambda eqn: "w")
+    )
     assert none.jaxpr is plain.jaxpr
 
 
@@ -272,15 +276,15 @@ def reads(kind: str, ws: jax.Array, x: jax.Array) -> Any:
 def test_a_program_takes_rows_gathers_rows_and_decodes_where_it_reads(kind, codes):
     ws = jax.random.normal(jax.random.key(0), (3, 16, 16))
     x = jax.random.normal(jax.random.key(1), (8, 16))
-    rows = _codes.encode(ws.reshape(24, 32), codes)
+    rows = _quantize.quantize(ws.reshape(24, 32), codes)
     specs = [P(None, explicit.AXIS), P(explicit.AXIS)]
     plain = explicit.program(
         lambda ws, x: [reads(kind, ws, x)], [ws, x], by_hand.MESH, specs, [P(explicit.AXIS)]
     )
-    form = CodedRows(codes, "float32", (2, 16), dim=1, num_stacked=1)
+    form = QuantizedRows(codes, "float32", (2, 16), dim=1, num_stacked=1)
     leaves = {0: (form, (3, 1, rows.shape[1]))}
-    found = plain.through(lambda jaxpr: weight_codes(jaxpr, leaves))
-    decoded = _codes.decode(rows, 32, ws.dtype, codes).reshape(ws.shape)
+    found = plain.through(lambda jaxpr: dequantize_weights(jaxpr, leaves))
+    decoded = _quantize.dequantize(rows, 32, ws.dtype, codes).reshape(ws.shape)
     (wanted,) = plain.run()(decoded, x)
     (got,) = found.run()(rows.reshape(3, 8, -1), x)
     np.testing.assert_array_equal(got, wanted)

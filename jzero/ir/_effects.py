@@ -44,20 +44,20 @@ class HostCall:
         self._error: Exception | None = None
 
     def write(
-        self, writer: JaxprWriter, first: Atom, turn: Atom, ins: Sequence[Atom]
+        self, writer: JaxprWriter, first: Atom, token: Atom, ins: Sequence[Atom]
     ) -> list[Atom]:
         """Writes the call by the device that is `first`: whether it failed, and its results; else zeros.
 
-        It begins when there is a `turn`, whatever that is: JAX keeps an order of effects on one device only.
+        It begins when there is a `token`, whatever that is: JAX keeps an order of effects on one device only.
         """
-        return _written(writer, self._called, self.shapes, first, [turn, *ins])
+        return _written(writer, self._called, self.shapes, first, [token, *ins])
 
     def write_fail(self, writer: JaxprWriter, failed: Atom) -> Atom:
         """Writes what raises the error where the call has `failed`; gives 0, which is there afterwards."""
         (is_so,) = writer.trace(_is_not_zero, failed)
         return _written(writer, self._fail, [_FAILED], is_so, [failed])[0]
 
-    def _called(self, turn: np.ndarray, *arrays: np.ndarray) -> list[ArrayLike]:
+    def _called(self, token: np.ndarray, *arrays: np.ndarray) -> list[ArrayLike]:
         primitive, params = self._eqn.primitive, self._eqn.params
         try:
             if primitive.name == "io_callback":

@@ -3,13 +3,13 @@
 
 Each operation takes a `Scan` and returns one that computes the same::
 
-    sink         a turn makes its slice of a stack, rather than taking it
-    absorb       a turn does what is done to the stacks that it makes
-    opened       no stacks: a turn reads and writes its place in whole ones
-    pipelined    each turn makes ahead what the next one needs, and the last turn stands behind the loop
-    sliced       some of its turns
+    sink         an iteration makes its slice of a stack, rather than taking it
+    absorb       an iteration does what is done to the stacks that it makes
+    opened       no stacks: an iteration reads and writes its place in whole ones
+    pipelined    each iteration makes ahead what the next one needs, and the last iteration stands behind the
+    loop sliced       some of its iterations
 
-Of a loop whose turns do more than compute, all keep the order of what they do.
+Of a loop whose iterations do more than compute, all keep the order of what they do.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MICROBATCHES = "jzero.microbatches"
 
 
 class ConstPort(NamedTuple):
-    """What each turn reads whole, and its name in a turn."""
+    """What each iteration reads whole, and its name in an iteration."""
 
     outer: Atom
     inner: Var
 
 
 class CarryPort(NamedTuple):
-    """What a turn takes from the one before: the first, a turn's, what it makes of it, and the last."""
+    """A carry: its first value, its name in the body, what the body makes of it, and its last value."""
 
     init: Atom
     before: Var
@@ -50,14 +50,14 @@ class CarryPort(NamedTuple):
 
 
 class SlicePort(NamedTuple):
-    """A stack of which each turn takes its slice."""
+    """A stack of which each iteration takes its slice."""
 
     stack: Atom
     row: Var
 
 
 class StackPort(NamedTuple):
-    """A stack that a loop makes of what each turn has for it."""
+    """A stack that a loop makes of what each iteration has for it."""
 
     row: Atom
     stack: Var
@@ -69,10 +69,10 @@ class Scan:
 
     Attributes:
       eqn: the loop as it was: its line, its effects, and the constants of its body.
-      eqns: of a turn.
+      eqns: of an iteration.
       consts, carries, xs, ys: its ports.
-      length: how many turns.
-      reverse: whether the last slice is the first turn's.
+      length: how many iterations.
+      reverse: whether the last slice is the first iteration's.
       before, after: equations that stand around it.
     """
 
@@ -107,7 +107,7 @@ class Scan:
 
     @property
     def body(self) -> Jaxpr:
-        """A turn."""
+        """An iteration."""
         ins = [port.inner for port in self.consts]
         ins += [*(port.before for port in self.carries), *(port.row for port in self.xs)]
         outs = [*(port.after for port in self.carries), *(port.row for port in self.ys)]
@@ -128,14 +128,14 @@ class Scan:
 
 
 class ScanBuilder:
-    """A loop while it changes: ports are added by name, and equations at both ends of a turn and outside.
+    """A loop while it changes: adds ports by name, and equations at both ends of the body and outside.
 
     Attributes:
       scan: the loop as it was.
-      first, last: write equations of a turn, before and behind those that it has.
+      first, last: write equations of an iteration, before and behind those that it has.
       before, after: write equations around the loop.
       consts, carries, xs, ys: its ports.
-      inner: of what each turn reads whole, its name in a turn.
+      inner: of what each iteration reads whole, its name in an iteration.
     """
 
     def __init__(self, scan: Scan):
@@ -147,7 +147,7 @@ class ScanBuilder:
         self.xs, self.ys = [*scan.xs], [*scan.ys]
 
     def whole(self, atom: Atom) -> Atom:
-        """What each turn reads whole."""
+        """What each iteration reads whole."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self.inner:
@@ -156,7 +156,7 @@ class ScanBuilder:
         return self.inner[atom]
 
     def slice(self, stack: Var) -> Var:
-        """A turn's slice of a stack."""
+        """An iteration's slice of a stack."""
         known = [port.row for port in self.xs if port.stack is stack]
         if not known:
             known.append(_jaxpr.var_like(stack.aval, stack.aval.shape[1:]))
@@ -164,21 +164,21 @@ class ScanBuilder:
         return known[0]
 
     def sink(self, stack: Var, row: Callable[[Var], object]) -> None:
-        """Takes no slices of a stack: `row` writes the equation that makes a turn's."""
+        """Takes no slices of a stack: `row` writes the equation that makes an iteration's."""
         for port in self.xs:
             if port.stack is stack:
                 row(port.row)
         self.xs = [port for port in self.xs if port.stack is not stack]
 
     def carry(self, init: Atom, after: Callable[[Var], Atom], out: Var | None = None) -> Var:
-        """A value that turns hand on; `after` writes what a turn makes of it. Returns the last one."""
+        """Adds a carry, whose next value `after` writes. Returns its last value."""
         before = _jaxpr.new_var(init)
         out = _jaxpr.new_var(init) if out is None else out
         self.carries.append(CarryPort(init, before, after(before), out))
         return out
 
     def stack(self, row: Atom, out: Var | None = None) -> Var:
-        """Makes a stack of what each turn has."""
+        """Makes a stack of what each iteration has."""
         out = _jaxpr.var_like(row.aval, (self.scan.length, *row.aval.shape)) if out is None else out
         self.ys.append(StackPort(row, out))
         return out
@@ -197,7 +197,7 @@ class ScanBuilder:
 
 
 def sink(scan: Scan, stack: Var, row: Callable[[ScanBuilder], Atom]) -> Scan:
-    """A turn makes its slice of a stack: `row` writes it, at the beginning of a turn."""
+    """An iteration makes its slice of a stack: `row` writes it, at the beginning of an iteration."""
     builder = ScanBuilder(scan)
     made = row(builder)
     builder.sink(stack, lambda out: builder.first.add(lax.copy_p, [made], [out]))
@@ -205,7 +205,7 @@ def sink(scan: Scan, stack: Var, row: Callable[[ScanBuilder], Atom]) -> Scan:
 
 
 def absorb(scan: Scan, rows: Callable[[ScanBuilder], Mapping[Var, Atom]]) -> Scan:
-    """A turn does what is done to the stacks: `rows` writes it, by the stack that it is for."""
+    """An iteration does what is done to the stacks: `rows` writes it, by the stack that it is for."""
     builder = ScanBuilder(scan)
     for stack, row in rows(builder).items():
         builder.stack(row, stack)
@@ -213,9 +213,9 @@ def absorb(scan: Scan, rows: Callable[[ScanBuilder], Mapping[Var, Atom]]) -> Sca
 
 
 def opened(scan: Scan) -> Scan:
-    """A loop without stacks: a turn reads its slices from whole ones, and writes into those that it carries.
+    """A loop without stacks: an iteration slices whole arrays, and updates those that it carries.
 
-    The first carry is a turn's place; then come the loop's own, and then the stacks that it makes.
+    The first carry is an iteration's place; then come the loop's own, and then the stacks that it makes.
     """
     builder = ScanBuilder(scan)
     builder.xs, builder.ys, builder.carries = [], [], []
@@ -223,16 +223,16 @@ def opened(scan: Scan) -> Scan:
     for port in scan.xs:
         row = builder.first.row(builder.whole(port.stack), place)
         builder.first.names[port.row] = row
-    turn = JaxprWriter(scan.eqn, builder.first.names)
-    turn.keep(scan.eqns)
-    builder.eqns = tuple(turn.eqns)
+    iteration = JaxprWriter(scan.eqn, builder.first.names)
+    iteration.keep(scan.eqns)
+    builder.eqns = tuple(iteration.eqns)
     following = _jaxpr.new_var(place)
     start, step = (_place(scan.length - 1), -1) if scan.reverse else (_place(0), 1)
     builder.carries.append(CarryPort(start, place, following, _jaxpr.new_var(place)))
-    builder.carries += [port._replace(after=turn.read(port.after)) for port in scan.carries]
+    builder.carries += [port._replace(after=iteration.read(port.after)) for port in scan.carries]
     for made in scan.ys:
         old = _jaxpr.new_var(made.stack)
-        new = builder.last.with_row(old, turn.read(made.row), place)
+        new = builder.last.with_row(old, iteration.read(made.row), place)
         builder.carries.append(CarryPort(empty(builder.before, made.stack), old, new, made.stack))
     builder.last.add(lax.add_p, [place, _place(step)], [following])
     return builder.build(reverse=False)
@@ -249,7 +249,7 @@ def empty(writer: JaxprWriter, stack: Var) -> Var:
 
 
 def sliced(scan: Scan, start: int, stop: int) -> Scan:
-    """Its turns with the slices from `start` to `stop`; results of its own, in the place of the loop's."""
+    """The iterations with the slices from `start` to `stop`, as a loop with new results."""
     assert not [*scan.before, *scan.after], "some of its turns, and not what stands around it"
     builder = ScanBuilder(scan)
     builder.xs = [
@@ -270,14 +270,14 @@ def _part(writer: JaxprWriter, stack: Atom, start: int, stop: int) -> Var:
 
 
 def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
-    """Each turn makes for the next one what is `ahead`, which follows from its slices and consts alone.
+    """Each iteration makes for the next one what is `ahead`, which follows from its slices and consts alone.
 
     It runs like this, and nothing is made more often than it was::
 
         made = make(xs[0])
         for i in range(length - 1):
-            made, (carry, ys[i]) = make(xs[i + 1]), turn(carry, xs[i], made)
-        carry, ys[-1] = turn(carry, xs[-1], made)
+            made, (carry, ys[i]) = make(xs[i + 1]), body(carry, xs[i], made)
+        carry, ys[-1] = body(carry, xs[-1], made)
     """
     _check_closed(scan)
     making, rest = _making(scan, ahead)
@@ -290,7 +290,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
         writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom, eqns: Sequence[Eqn],
         outs: Sequence[Atom], known: Mapping[Var, Atom],
     ) -> list[Atom]:  # fmt: skip
-        """Writes equations of the turn `at` a place, and returns what stands for `outs`."""
+        """Writes equations of the iteration `at` a place, and returns what stands for `outs`."""
         read = set(variables([*(a for e in eqns for a in e.invars), *outs]))
         names: dict[Var, Atom] = {port.inner: whole(port.outer) for port in scan.consts}
         names |= {p.row: writer.row(whole(p.stack), at) for p in scan.xs if p.row in read}
@@ -302,7 +302,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
     def made(writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom) -> list[Atom]:
         return written(writer, whole, at, making, ahead, {})
 
-    def turn(
+    def iteration(
         writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom, carry: Sequence[Atom],
         olds: Sequence[Atom], known: Sequence[Atom], results: Mapping[Var, Var],
     ) -> tuple[list[Atom], list[Atom]]:  # fmt: skip
@@ -321,17 +321,17 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
     olds = [_jaxpr.new_var(stack) for stack, _ in stacks]
     known = [_jaxpr.new_var(var) for var in ahead]
     builder.first.add(lax.add_p, [at, _place(step)], [following])
-    new, news = turn(builder.first, builder.whole, at, first, olds, known, {})
+    new, news = iteration(builder.first, builder.whole, at, first, olds, known, {})
     next_made = made(builder.last, builder.whole, following)
     inits = [places.init, *(p.init for p in scan.carries), *(x for x, _ in stacks), *begun]
     befores, afters = [at, *first, *olds, *known], [following, *new, *news, *next_made]
     outs = [_jaxpr.new_var(var) for var in befores]
     builder.carries = [*map(CarryPort, inits, befores, afters, outs)]
     num, end = len(first), 1 + len(first)
-    # A place that is known, so that what the last turn gathers need not wait for the loop.
+    # A place that is known, so that what the last iteration gathers need not wait for the loop.
     last_at, lasts = _place(0 if scan.reverse else scan.length - 1), outs[1:]
     on_host = {p.stack: p.stack for p in scan.ys if _jaxpr.is_on_host(p.stack.aval)}
-    carry, made_stacks = turn(
+    carry, made_stacks = iteration(
         builder.after, lambda atom: atom, last_at, lasts[:num],
         outs[end : end + len(olds)], outs[end + len(olds) :], on_host,
     )  # fmt: skip
@@ -343,7 +343,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
 
 
 def _making(scan: Scan, ahead: Sequence[Var]) -> tuple[list[Eqn], list[Eqn]]:
-    """The equations that make `ahead`, and those of the rest of a turn."""
+    """The equations that make `ahead`, and those of the rest of an iteration."""
     given = {port.inner for port in scan.consts} | {port.row for port in scan.xs}
     wanted, making = set(ahead), list[Eqn]()
     for eqn in reversed(scan.eqns):

@@ -29,7 +29,7 @@ def to_device(x: jax.Array) -> jax.Array:
 
 
 def empty_stack(length: int, aval: Aval) -> jax.Array:
-    """`[turns, n, d]` of zeros for what turns make, `[n, d]` of this type, in the memory where they lie."""
+    """Zeros `[iterations, n, d]` for what iterations make, `[n, d]`, in the memory space of its type."""
     if not _jaxpr.is_on_host(aval):
         return lax.full((length, *aval.shape), 0, aval.dtype)
     return empty_on_host(length, aval.shape, aval.dtype)

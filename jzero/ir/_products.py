@@ -6,18 +6,18 @@ from __future__ import annotations
 import math
 
 from jzero.ir import _rules
-from jzero.ir._regions import Region, turns
+from jzero.ir._regions import Region, trip_count
 from jzero.tracing._types import Eqn
 
 
 def products(region: Region, eqn: Eqn) -> int:
-    """Multiplications in an equation's products; a `while` counts one turn, a `cond` its longest branch."""
+    """Multiplications of an equation's products: of a `while`, in one iteration; of a `cond`, the most."""
     if eqn.primitive.name in COUNTS:
         return COUNTS[eqn.primitive.name](eqn)
     inner = [sum(products(child, e) for e in child.jaxpr.eqns) for child in region.inner(eqn)]
     if eqn.primitive.name == "cond":
         return max(inner)
-    times = turns(eqn)
+    times = trip_count(eqn)
     return sum(inner) * (1 if times is None else times)
 
 

@@ -103,9 +103,10 @@ ValueIn: TypeAlias = tuple[Region, Atom]
 class EdgeKind(enum.Enum):
     """How a value becomes another one across an equation.
 
-    IN: an operand, an argument of a program inside. OUT: what a program returns, a result. BACK: what a turn
-    of a loop returns, an argument of the next. PAST: an operand, a result, if a loop has no turn. PREDICATE:
-    what decides which program runs, or whether a turn does, and what thereby is one value or another.
+    IN: an operand, an argument of a program inside. OUT: what a program returns, a result. BACK: what a
+    iteration of a loop returns, an argument of the next. PAST: an operand, a result, if a loop has no
+    iteration. PREDICATE: what decides which program runs, or whether an iteration does, and what thereby is
+    one value or another.
     """
 
     IN, OUT, BACK, PAST, PREDICATE = range(5)
@@ -141,7 +142,7 @@ def region_of(eqns: Iterable[Eqn]) -> Region:
     return Region(Flat([], [], [], [*eqns]), [])
 
 
-def turns(eqn: Eqn) -> int | None:
+def trip_count(eqn: Eqn) -> int | None:
     """How often an equation runs the programs that it holds; None if nobody knows."""
     if eqn.primitive.name == "while":
         return None

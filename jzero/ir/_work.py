@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jzero.ir import _rules
 from jzero.ir._products import COUNTS
-from jzero.ir._regions import Region, turns
+from jzero.ir._regions import Region, trip_count
 from jzero.ir._rows import NO_ROWS, RowDims, row_dims
 from jzero.ir._rules import Cost
 from jzero.tracing import _jaxpr
@@ -146,7 +146,7 @@ def _equations(region: Region, times: int) -> Iterator[_Counted]:
         if not inner:
             yield region, eqn, times * flops(eqn)
         for each in inner:
-            yield from _equations(each, times * (turns(eqn) or 1))
+            yield from _equations(each, times * (trip_count(eqn) or 1))
 
 
 def _key(eqn: Eqn) -> _SameLine:

@@ -171,7 +171,7 @@ class JaxprWriter:
         return self.add(lax.transpose_p, [stack], [out], permutation=order)[0]
 
     def row(self, stack: Atom, at: Atom) -> Var:
-        """`stack[at]`, of a place in bounds: `[turns, n, d] -> [n, d]`."""
+        """`stack[at]`, of a place in bounds: `[iterations, n, d] -> [n, d]`."""
         shape = stack.aval.shape
         row = _jaxpr.var_like(stack.aval, (1, *shape[1:]))
         starts = [at, *[_jaxpr.scalar(0, at.aval.dtype)] * (len(shape) - 1)]

@@ -16,8 +16,8 @@ import numpy as np
 from jzero.ir._regions import variables
 from jzero.offload.kernels._kernel import USUAL
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._crossing import is_scalar
-from jzero.sharding.cut._pieces import Piece
+from jzero.sharding.cut._subgraphs import Subgraph
+from jzero.sharding.cut._transfers import is_scalar
 from jzero.tracing._types import Eqn, Var
 
 # Of which all combinations are looked at.
@@ -75,7 +75,7 @@ def _is_usual(x: np.ndarray) -> bool:
     return bool(USUAL[0] <= abs(float(x)) <= USUAL[1])
 
 
-def assumption_of(frame: Frame, piece: Piece, numbers: Sequence[Var]) -> Assumption | None:
+def assumption_of(frame: Frame, piece: Subgraph, numbers: Sequence[Var]) -> Assumption | None:
     """What lets an elementwise piece begin without the numbers that come last; None if nothing does."""
     eqns = [frame.jaxpr.eqns[i] for i in piece.eqns]
     chosen_by = _choices(eqns, numbers)

@@ -21,7 +21,7 @@ from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.segments._planned import PlannedStep
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.cut._subgraphs import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan, Turn

@@ -23,7 +23,7 @@ from jzero.offload._slicing import obstacle_of
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Var, shard_of
 from jzero.sharding.cut import _elementwise
-from jzero.sharding.cut._pieces import Piece
+from jzero.sharding.cut._subgraphs import Subgraph
 from jzero.sharding.plan._plan import StepPlan
 
 _GRADIENTS = "its last part makes their gradients, or fetches them"
@@ -45,7 +45,7 @@ class EarlyTurn:
       assumption: of what they read, numbers that they begin without; None if they begin with all of it.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Subgraph, ...]
     part: int
     num_slices: int
     leaves: tuple[int, ...]
@@ -152,7 +152,7 @@ class _Early:
         late |= {
             i: self._reason(i) for i, part in begins.items() if part >= last and i not in sliced
         }
-        together: dict[tuple[int, bool, Assumption | None], list[Piece]] = {}
+        together: dict[tuple[int, bool, Assumption | None], list[Subgraph]] = {}
         for index, part in begins.items():
             if index not in late:
                 key = part, index in sliced, self._assumptions.get(index)
@@ -163,7 +163,7 @@ class _Early:
             {i: late[i] for i in hosted if i in late},
         )
 
-    def _obstacle(self, piece: Piece) -> str:
+    def _obstacle(self, piece: Subgraph) -> str:
         plan = self._plan
         if found := obstacle_of(self._frame, plan.leaves, plan.update, plan.boundary, piece):
             return found
@@ -173,12 +173,12 @@ class _Early:
             return "other updates read them, too"
         return ""
 
-    def _others(self, piece: Piece) -> list[Var]:
+    def _others(self, piece: Subgraph) -> list[Var]:
         """What a piece reads besides its leaves."""
         own = {self._frame.jaxpr.invars[i] for i in piece.leaves}
         return [v for v in piece.reads if v not in own]
 
-    def _numbers_at_the_end(self, piece: Piece) -> list[Var]:
+    def _numbers_at_the_end(self, piece: Subgraph) -> list[Var]:
         """Of what a piece reads, numbers that no part but the last brings."""
         last = len(self._layered.parts) - 1
         numbers = [v for v in self._others(piece) if v not in self._known and not v.aval.shape]
@@ -235,7 +235,7 @@ class _Early:
         return all(at < part or v in slices for v, at in reads.items())
 
     def _turn(
-        self, pieces: Sequence[Piece], part: int, sliced: bool, assumption: Assumption | None
+        self, pieces: Sequence[Subgraph], part: int, sliced: bool, assumption: Assumption | None
     ) -> EarlyTurn:
         leaves = dict.fromkeys(i for piece in pieces for i in piece.leaves)
         reads = dict.fromkeys(v for piece in pieces for v in self._others(piece))

@@ -25,7 +25,7 @@ from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Values
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.cut._subgraphs import UpdatePart
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram, Window
 from jzero.sharding.plan._stages import StageAxes

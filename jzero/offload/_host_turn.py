@@ -18,8 +18,8 @@ from jzero.offload.kernels._roads import Road, RoadFinder, traced_flat
 from jzero.segments._builder import Builder
 from jzero.segments._segment import shard_of
 from jzero.sharding.analysis import _traffic
-from jzero.sharding.cut import _elementwise, _pieces
-from jzero.sharding.cut._pieces import Piece
+from jzero.sharding.cut import _elementwise, _subgraphs
+from jzero.sharding.cut._subgraphs import Subgraph
 from jzero.sharding.plan import _layout, _leaves
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call, _jaxpr, _rewrite
@@ -159,17 +159,17 @@ class HostTurn:
         return _leaves.axes_away(self._plan.leaves, self._plan.stage_axes.shard_axes)
 
 
-def _is_cut(leaves: Sequence[LeafPlan], piece: Piece) -> bool:
+def _is_cut(leaves: Sequence[LeafPlan], piece: Subgraph) -> bool:
     """Whether XLA shards leaves of a piece over further mesh axes."""
     return any(any(leaves[i].automatic) for i in piece.leaves)
 
 
-def _check_cut(builder: Builder, pieces: Sequence[Piece]) -> None:
+def _check_cut(builder: Builder, pieces: Sequence[Subgraph]) -> None:
     """What the host has of such leaves is a part of what a program of the data axes has."""
     plan, bad = builder.planned.plan, []
     for piece in pieces:
         if why := part_obstacle(builder.planned.frame, plan.leaves, plan.boundary, piece):
-            paths = [plan.leaves[i].path for i in _pieces.leaves_of([piece])]
+            paths = [plan.leaves[i].path for i in _subgraphs.leaves_of([piece])]
             bad.append(f"{first_of(paths)}: {why}")
     if bad:
         raise OptionError(message(
@@ -179,14 +179,14 @@ def _check_cut(builder: Builder, pieces: Sequence[Piece]) -> None:
             things="groups of leaves", shown=6))  # fmt: skip
 
 
-def _refuse(builder: Builder, pieces: Sequence[Piece]) -> None:
+def _refuse(builder: Builder, pieces: Sequence[Subgraph]) -> None:
     """Nothing here may need another device."""
     leaves, bad = builder.planned.plan.leaves, []
     for piece in pieces:
         segment = builder.turn([piece], 0, {})
         body = _rewrite.body_of_shard_map(segment.run, *segment.avals())
         if ops := _moves(body.jaxpr):
-            paths = [leaves[i].path for i in _pieces.leaves_of([piece])]
+            paths = [leaves[i].path for i in _subgraphs.leaves_of([piece])]
             where = _elementwise.obstacle(builder.planned.frame, piece)
             bad.append(
                 f"{first_of(paths)}: {', '.join(ops)} between the devices{where and f' ({where})'}"

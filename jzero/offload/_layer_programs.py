@@ -30,10 +30,10 @@ from jzero.sharding.cut._layer_parts import (
     SENT,
     SLICES,
     STACK,
-    LayerLoop,
     LayerPart,
-    NestedLoop,
-    Stretch,
+    OuterLoop,
+    ScannedLayers,
+    StraightStage,
 )
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
@@ -162,7 +162,7 @@ class LayerPrograms:
         self._default = ArrayForm(P(axes), stacked=True, automatic=None)
         self._forms = dict(takes)
         self.known = inner.known() | dict.fromkeys(inner.indices, 0)
-        for loop in _layer_parts.nested_loops(parts):
+        for loop in _layer_parts.outer_loops(parts):
             self.known |= loop.loop.known
         self._forms |= dict.fromkeys(self.known, ArrayForm(P()))
         made = {var for part in parts for var in _made(part)}
@@ -232,29 +232,33 @@ class LayerPrograms:
 
     # -- stretches -------------------------------------------------------------------------------------
 
-    def stretch(self, part: Stretch) -> Jitted:
+    def stretch(self, part: StraightStage) -> Jitted:
         """`(leaves, reads) -> (gives, done)`; what dies of what it reads is consumed where it can be."""
         return self._once(part, lambda: self._stretch(part))
 
-    def _stretch(self, part: Stretch) -> Jitted:
+    def _stretch(self, part: StraightStage) -> Jitted:
         renewed = self._renewed(part)
         reads = [v for v in part.reads if v not in renewed]
         takes = [*part.leaves, *reads, *renewed]
         jaxpr = _jaxpr.replaced(
-            self._inner.jaxpr, constvars=[], invars=takes, outvars=[*part.gives], eqns=[*part.eqns]
+            self._inner.jaxpr,
+            constvars=[],
+            invars=takes,
+            outvars=[*part.outputs],
+            eqns=[*part.eqns],
         )
         text = _rewrite.whole_text(jaxpr)
         axes = tuple(self._inner.indices.get(var) for var in reads)
         nums = len(part.leaves), len(reads)
-        key = (text, *map(self.form, takes), *map(self.form, part.gives), nums, axes)
+        key = (text, *map(self.form, takes), *map(self.form, part.outputs), nums, axes)
 
         def stretch(leaves: Arrays, reads: Arrays, renewed: Arrays) -> tuple[Arrays, jax.Array]:
             env = self._env(takes, [*leaves, *reads, *renewed])
             made = _jaxpr.evaluate(jaxpr, (), *(env[v] for v in takes))
-            return self._parts(part.gives, made), jnp.zeros((), np.int32)
+            return self._parts(part.outputs, made), jnp.zeros((), np.int32)
 
         ins = tuple([self.form(v).spec for v in group] for group in (part.leaves, reads, renewed))
-        outs = [*map(self.form, part.gives)], ArrayForm(P())
+        outs = [*map(self.form, part.outputs)], ArrayForm(P())
         own = self._jit(stretch, ins, outs, donate=2)
         program = own if text is None else self._equal.setdefault(key, own)
 
@@ -263,12 +267,12 @@ class LayerPrograms:
 
         return run
 
-    def _renewed(self, part: Stretch) -> list[Var]:
+    def _renewed(self, part: StraightStage) -> list[Var]:
         """What dies whose memory a result can take."""
-        free = [self._type(v) for v in part.gives]
+        free = [self._type(v) for v in part.outputs]
         found = []
         for var in part.reads:
-            if var in part.dies and self._type(var) in free:
+            if var in part.last_uses and self._type(var) in free:
                 free.remove(self._type(var))
                 found.append(var)
         return found
@@ -304,15 +308,15 @@ class LayerPrograms:
 
     # -- loops -----------------------------------------------------------------------------------------
 
-    def enter(self, loop: LayerLoop | NestedLoop) -> Jitted:
+    def enter(self, loop: ScannedLayers | OuterLoop) -> Jitted:
         """`values -> the first carry`, as turns take it and may consume it."""
-        return self._once(("enter", loop), lambda: self._carried(loop.init, loop.dies))
+        return self._once(("enter", loop), lambda: self._carried(loop.init, loop.last_uses))
 
-    def renew(self, loop: NestedLoop) -> Jitted:
+    def renew(self, loop: OuterLoop) -> Jitted:
         """`values -> the carry` after a turn; what the turn made is taken as it is."""
         return self._once(("renew", loop), lambda: self._renew(loop))
 
-    def _renew(self, loop: NestedLoop) -> Jitted:
+    def _renew(self, loop: OuterLoop) -> Jitted:
         own = {*loop.loop.carry, *(out for e in loop.loop.body.eqns for out in e.outvars)}
         atoms = loop.loop.body.outvars
         moved = [
@@ -343,11 +347,11 @@ class LayerPrograms:
         program = jax.jit(self._planned.shard_map(enter, ins, outs), donate_argnums=1)
         return lambda env: program([env[v] for v in kept], [env[v] for v in renewed])
 
-    def goes_on(self, loop: NestedLoop) -> Jitted:
+    def goes_on(self, loop: OuterLoop) -> Jitted:
         """`values -> whether the loop has another turn`: the same on all devices."""
         return self._once(("goes on", loop), lambda: self._goes_on(loop))
 
-    def _goes_on(self, loop: NestedLoop) -> Jitted:
+    def _goes_on(self, loop: OuterLoop) -> Jitted:
         asked = loop.loop.goes_on
         assert asked is not None
         reads = asked.invars
@@ -361,11 +365,11 @@ class LayerPrograms:
         )
         return lambda env: program([env[v] for v in reads])
 
-    def gather(self, loop: LayerLoop) -> Jitted:
+    def gather(self, loop: ScannedLayers) -> Jitted:
         """`(slices of leaves, i) -> (gathered, done)` for the first turn; each turn does it for the next."""
         return self._once(("gather", loop), lambda: self._gather(loop))
 
-    def _gather(self, loop: LayerLoop) -> Jitted:
+    def _gather(self, loop: ScannedLayers) -> Jitted:
         def gather(leaves: Arrays, i: jax.Array) -> tuple[Arrays, jax.Array]:
             return [self._default.part(x) for x in _gathered(loop.body, leaves)], i + 1
 
@@ -373,10 +377,10 @@ class LayerPrograms:
         outs = [self._default.spec] * len(loop.body.gathered), P()
         return jax.jit(self._planned.shard_map(gather, ins, outs))
 
-    def _slice_specs(self, loop: LayerLoop) -> list[P]:
+    def _slice_specs(self, loop: ScannedLayers) -> list[P]:
         return [self.form(v).of_slice.spec for v in loop.leaves]
 
-    def turn(self, loop: LayerLoop, gathers: bool) -> Jitted:
+    def turn(self, loop: ScannedLayers, gathers: bool) -> Jitted:
         """`(consts, carry, gathered, kept, slices, stacks, made, i, following) -> ...`, a turn.
 
         It returns `(carry, slices, leaving, made, done, gathered)`. `kept` are leaves that it reads as they
@@ -386,11 +390,11 @@ class LayerPrograms:
         """
         return self._once(("turn", loop, gathers), lambda: self._turn(loop, gathers))
 
-    def _turn(self, loop: LayerLoop, gathers: bool) -> Jitted:
+    def _turn(self, loop: ScannedLayers, gathers: bool) -> Jitted:
         parts, (consts, init, _) = loop.parts, loop.operands
         body, ys = loop.body, loop.results[1]
         closed = variables(consts)
-        by_kind = {kind: loop.taken(kind) for kind in _KINDS}
+        by_kind = {kind: loop.stacks_as(kind) for kind in _KINDS}
         stacks = variables(by_kind[STACK])
         xs = body.invars[len(body.invars) - len(loop.xs) :]
 
@@ -417,9 +421,9 @@ class LayerPrograms:
                 for var, kind in zip(xs, loop.xs, strict=True)
                 if kind != LEAF
             }
-            known |= zip([body.slices[j] for j in body.kept], kept, strict=True)
+            known |= zip([body.slices[j] for j in body.used_sharded], kept, strict=True)
             known |= zip(body.gathered, map(self._default.local, gathered), strict=True)
-            outs = body.rest.run(*(known[var] for var in body.rest.reads))
+            outs = body.compute.run(*(known[var] for var in body.compute.reads))
             of: dict[str, list[tuple[Var, Any]]] = {kind: [] for kind in (*_KINDS, HOSTED, SENT)}
             for y, kind, x in zip(ys, loop.ys, outs[parts.num_carry :], strict=True):
                 of.setdefault(kind, []).append((y, x))
@@ -442,7 +446,7 @@ class LayerPrograms:
             [self.form(v).spec for v in closed],
             [self._default.spec] * len(init),
             gathered,
-            [leaves[j] for j in body.kept],
+            [leaves[j] for j in body.used_sharded],
             [self._default.spec] * len(by_kind[SLICES]),
             [self.form(v).spec for v in stacks],
             [self.form(y).spec for y in loop.made(STACK)],
@@ -459,7 +463,7 @@ class LayerPrograms:
         )
         return self._jit(turn, ins, outs, donate=(1, 6))
 
-    def turn_beside_copies(self, loop: LayerLoop, gathers: bool) -> Jitted:
+    def turn_beside_copies(self, loop: ScannedLayers, gathers: bool) -> Jitted:
         """A turn, and beside it the fetch of another one's leaves, and the store of what another one made.
 
         `(stacks on the host, slices, renewed stacks on the host, j, k, *what a turn takes) ->
@@ -469,7 +473,7 @@ class LayerPrograms:
         key = "turn beside copies", loop, gathers
         return self._once(key, lambda: self._turn_beside_copies(loop, gathers))
 
-    def _turn_beside_copies(self, loop: LayerLoop, gathers: bool) -> Jitted:
+    def _turn_beside_copies(self, loop: ScannedLayers, gathers: bool) -> Jitted:
         turn, fetch, store = self.turn(loop, gathers), self.fetch(loop), self.store(loop)
 
         def run(
@@ -481,7 +485,7 @@ class LayerPrograms:
 
         return _copies.jitted(run, _copies.TURN, self._mesh, donate=(2, 6, 11))
 
-    def fetch(self, loop: LayerLoop) -> Jitted:
+    def fetch(self, loop: ScannedLayers) -> Jitted:
         """`(stacks on the host, i) -> slices on the devices`."""
         return self._once(("fetch", loop), lambda: self._fetch(loop.leaves))
 
@@ -499,7 +503,7 @@ class LayerPrograms:
 
         return jax.jit(fetch, out_shardings=places)
 
-    def store(self, loop: LayerLoop, begins: bool = False) -> Jitted:
+    def store(self, loop: ScannedLayers, begins: bool = False) -> Jitted:
         """`(stacks on the host, slices, i) -> (stacks, done)`: in their place.
 
         Of the turn that `begins`, `(None, slices, i) -> (stacks, done)`. Stacks of zeros would be made on the
@@ -527,7 +531,7 @@ class LayerPrograms:
         donated = () if begins else 0
         return jax.jit(store, donate_argnums=donated, out_shardings=(homes, None))
 
-    def empty(self, loop: LayerLoop) -> Arrays:
+    def empty(self, loop: ScannedLayers) -> Arrays:
         """Zeros on the devices for the stacks that a loop makes there anew."""
         ys = [y for y, old in zip(loop.made(STACK), loop.renewed, strict=True) if old is None]
         return self._once(("empty", loop), lambda: self._empty(ys))() if ys else []
@@ -548,9 +552,9 @@ def _is_form(x: Any) -> bool:
 
 def _made(part: LayerPart) -> Sequence[Var]:
     """What a part makes that may be an output as it is."""
-    if isinstance(part, Stretch):
-        return part.gives
-    return [*part.made(STACK), *part.made(HOSTED)] if isinstance(part, LayerLoop) else []
+    if isinstance(part, StraightStage):
+        return part.outputs
+    return [*part.made(STACK), *part.made(HOSTED)] if isinstance(part, ScannedLayers) else []
 
 
 def _value(atom: Atom, env: Mapping[Var, Any]) -> Any:

@@ -35,10 +35,10 @@ from jzero.sharding.cut._layer_parts import (
     SLICES,
     STACK,
     UNREAD,
-    LayerLoop,
     LayerPart,
-    NestedLoop,
-    Stretch,
+    OuterLoop,
+    ScannedLayers,
+    StraightStage,
 )  # fmt: skip
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _jaxpr
@@ -149,14 +149,14 @@ class LayerSchedule:
     # -- parts -----------------------------------------------------------------------------------------
 
     def _of(self, part: LayerPart, updates: Sequence[Update] = ()) -> Iterator[Op]:
-        if isinstance(part, Stretch):
+        if isinstance(part, StraightStage):
             yield from self._stretch(part)
-        elif isinstance(part, LayerLoop):
+        elif isinstance(part, ScannedLayers):
             yield from self._loop(part, updates)
         else:
             yield from self._nested(part)
 
-    def _stretch(self, part: Stretch) -> Iterator[Op]:
+    def _stretch(self, part: StraightStage) -> Iterator[Op]:
         programs, takes = self._programs, [*part.leaves, *part.reads]
         num = len(part.leaves)
 
@@ -166,11 +166,11 @@ class LayerSchedule:
 
         yield from self._back(part.reads)
         yield from self._leaves(part.leaves, part.nbytes)
-        yield self._run(STRETCH, self._all(takes), self._all(part.gives), call)
-        yield from self._sends(part.gives)
-        yield from self._waits(part.gives)
+        yield self._run(STRETCH, self._all(takes), self._all(part.outputs), call)
+        yield from self._sends(part.outputs)
+        yield from self._waits(part.outputs)
 
-    def _nested(self, part: NestedLoop) -> Iterator[Op]:
+    def _nested(self, part: OuterLoop) -> Iterator[Op]:
         loop, programs = part.loop, self._programs
         takes = self._all([v for v in part.reads if v not in self._cut.leaf_of])
         gives = self._handed_on(part.eqn.outvars)
@@ -192,12 +192,12 @@ class LayerSchedule:
         self._index = index
         yield from self._sends(part.eqn.outvars)
 
-    def _enter(self, part: LayerLoop | NestedLoop, carry: tuple[Value, ...]) -> Iterator[Op]:
+    def _enter(self, part: ScannedLayers | OuterLoop, carry: tuple[Value, ...]) -> Iterator[Op]:
         """The first carry, in memory of its own; leaves that it begins with are there."""
         reads = variables(part.init)
         yield self._run("", self._all(reads), carry, _named(reads, self._programs.enter(part)))
 
-    def _loop(self, loop: LayerLoop, updates: Sequence[Update]) -> Iterator[Op]:
+    def _loop(self, loop: ScannedLayers, updates: Sequence[Update]) -> Iterator[Op]:
         programs = self._programs
         takes = self._all([v for v in loop.reads if v not in self._cut.leaf_of])
         kept = [y for y, kind in zip(loop.results[1], loop.ys, strict=True)
@@ -211,7 +211,7 @@ class LayerSchedule:
         yield from self._held(loop.reads)
         yield from self._enter(loop, carry)
         yield from self._stacks(loop)
-        slices = variables(loop.taken(SLICES))
+        slices = variables(loop.stacks_as(SLICES))
         body: list[Op] = []
         back = tuple(Slice(self.value(v)) for v in slices if v in self._cut.waiting)
         if back:
@@ -241,7 +241,7 @@ class LayerSchedule:
         yield from self._sends([*loop.results[0], *loop.made(STACK)])
         yield from self._waits(loop.made(STACK))
 
-    def _stacks(self, loop: LayerLoop) -> Iterator[Op]:
+    def _stacks(self, loop: ScannedLayers) -> Iterator[Op]:
         """The stacks that a loop makes, before it writes slices into them."""
         programs, ys = self._programs, loop.made(STACK)
         pairs = [*zip(ys, loop.renewed, strict=True)]
@@ -252,7 +252,7 @@ class LayerSchedule:
             took, gave = self._all([old for _, old in olds]), self._all([y for y, _ in olds])
             yield self._run("", took, gave, _same)
 
-    def _has_room_for_riders(self, loop: LayerLoop) -> bool:
+    def _has_room_for_riders(self, loop: ScannedLayers) -> bool:
         """Whether each turn fetches within its program, where the copies hide behind its products.
 
         A turn's leaves are then there when the program before it is over, and so beside that one's. Of files
@@ -261,7 +261,7 @@ class LayerSchedule:
         pinned = all(self._cut.leaf_of[v].tier == PINNED for v in loop.leaves)
         return pinned and 2 * loop.nbytes <= self._cut.device_bytes
 
-    def _fetch_slices(self, loop: LayerLoop, leaves: tuple[Value, ...], ahead: int) -> Fetch:
+    def _fetch_slices(self, loop: ScannedLayers, leaves: tuple[Value, ...], ahead: int) -> Fetch:
         """Leaves of the turn that is so many ahead."""
         programs = self._programs
         positions = programs.positions
@@ -276,7 +276,7 @@ class LayerSchedule:
         return Fetch(refs, self._tier(loop.leaves), (), by, loop.nbytes)
 
     def _gather(
-        self, loop: LayerLoop, leaves: tuple[Value, ...], gathered: tuple[Value, ...]
+        self, loop: ScannedLayers, leaves: tuple[Value, ...], gathered: tuple[Value, ...]
     ) -> Run:
         programs = self._programs
 
@@ -287,14 +287,14 @@ class LayerSchedule:
         return self._run("a gather", tuple(Slice(v, 1) for v in leaves), gathered, call)
 
     def _turn(
-        self, loop: LayerLoop, carry: tuple[Value, ...], gathered: tuple[Value, ...],
+        self, loop: ScannedLayers, carry: tuple[Value, ...], gathered: tuple[Value, ...],
         leaves: tuple[Value, ...], rides: tuple[Fetch | Send, ...],
     ) -> Run:  # fmt: skip
         programs = self._programs
         consts = self._all(variables(loop.operands[0]))
-        kept = [Slice(leaves[j]) for j in loop.body.kept]
-        slices = [Slice(self.value(_jaxpr.variable(a))) for a in loop.taken(SLICES)]
-        stacks = self._all(variables(loop.taken(STACK)))
+        kept = [Slice(leaves[j]) for j in loop.body.used_sharded]
+        slices = [Slice(self.value(_jaxpr.variable(a))) for a in loop.stacks_as(SLICES)]
+        stacks = self._all(variables(loop.stacks_as(STACK)))
         made = self._all(loop.made(STACK))
         following = [Slice(v, 1) for v in leaves] if gathered else []
         onward = -1 if loop.parts.reverse else 1
@@ -334,7 +334,7 @@ class LayerSchedule:
         takes: list[Ref] = [x for group in (*groups, following) for x in group]
         return Run(TURN, tuple(takes), tuple(gives), call, self._index, rides)
 
-    def _leaving(self, loop: LayerLoop) -> Iterator[Send]:
+    def _leaving(self, loop: ScannedLayers) -> Iterator[Send]:
         """What a turn sends to the host."""
         programs, mine = self._programs, loop.made(SLICES)
         if waits := [y for y in mine if y in self._cut.waiting]:
@@ -346,7 +346,7 @@ class LayerSchedule:
             refs = tuple(Slice(self._given(y)) for y in sent)
             yield Send(refs, store, places, copies=self._told.copies)
 
-    def _stores(self, loop: LayerLoop, ahead: int = 0) -> Iterator[Send]:
+    def _stores(self, loop: ScannedLayers, ahead: int = 0) -> Iterator[Send]:
         """What a turn, or the one that is so many ahead, has made for stacks on the host."""
         programs = self._programs
         if hosted := loop.made(HOSTED):

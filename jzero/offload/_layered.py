@@ -30,9 +30,9 @@ from jzero.segments._segment import Segment, Values, Var, shard_of
 from jzero.sharding.cut import _interchange, _layer_parts, _layers
 from jzero.sharding.cut._layer_parts import (
     SENT,
-    LayerLoop,
     LayerPart,
-    Stretch,
+    ScannedLayers,
+    StraightStage,
 )
 from jzero.sharding.plan._offload import Window
 from jzero.tracing import _call, _jaxpr
@@ -113,7 +113,7 @@ class LayeredSegment:
         self._programs = LayerPrograms(planned, inner, forms, parts)
         self._cut = CutSegment(
             inner, parts, self._programs, self._leaf_of, self._hosted, self._home,
-            _layer_parts.waiting(parts), segment.gives, self._given_as, window.device_bytes,
+            _layer_parts.offloaded(parts), segment.gives, self._given_as, window.device_bytes,
         )  # fmt: skip
         self._leaves = {var: Value.of_leaf(leaf) for var, leaf in self._leaf_of.items()}
         self._told = Told(lambda var: PINNED, 1, {})
@@ -145,10 +145,10 @@ class LayeredSegment:
         """What is read of files, and when."""
         visits, between = [], [self._read_at_the_end()]
         for part, _ in _layer_parts.fetched(parts):
-            at = 0 if isinstance(part, LayerLoop) else None
+            at = 0 if isinstance(part, ScannedLayers) else None
             visits.append([Wanted(self._leaves[var], at) for var in part.leaves])
             between.append(self._whole(part.reads))
-        between += [self._whole(variables(x.init)) for x in _layer_parts.nested_loops(parts)]
+        between += [self._whole(variables(x.init)) for x in _layer_parts.outer_loops(parts)]
         sources = {
             self._leaves[var]: FileSource(
                 leaf, self._programs.home(var, PINNED), self._programs.home_of_slice(var)
@@ -169,7 +169,7 @@ class LayeredSegment:
         """Of each leaf, in how many slices it is fetched; 1 if it is fetched whole."""
         found = dict.fromkeys(self._taken.values(), 1)
         for part, _ in _layer_parts.fetched(self.parts):
-            if isinstance(part, LayerLoop):
+            if isinstance(part, ScannedLayers):
                 found |= {self._taken[var]: part.parts.length for var in part.leaves}
         return {self._taken[var]: found[self._taken[var]] for var in self._leaf_of}
 
@@ -259,7 +259,7 @@ class LayeredSegment:
     def sliced(self, index: int) -> tuple[int, set[Var]]:
         """How many turns a part has, and the leaves and gradients of which a turn has a slice and no more."""
         part = self.parts[index]
-        if not isinstance(part, LayerLoop):
+        if not isinstance(part, ScannedLayers):
             return 1, set()
         fetched = {self._taken[v] for v in part.leaves}
         whole = {self._taken[v] for v in part.reads if v in self._taken}
@@ -269,16 +269,16 @@ class LayeredSegment:
         """Before the first run: of these stacks each slice arrives by itself, and None is given."""
         mine = {v for v in self._hosted if self._given_as[v] in gradients}
 
-        def sending(loop: LayerLoop) -> LayerLoop:
+        def sending(loop: ScannedLayers) -> ScannedLayers:
             made = zip(loop.results[1], loop.ys, strict=True)
             return dataclasses.replace(
                 loop, ys=tuple(SENT if y in mine else kind for y, kind in made)
             )
 
         self._cut.parts = tuple(
-            sending(part) if isinstance(part, LayerLoop) else part for part in self.parts
+            sending(part) if isinstance(part, ScannedLayers) else part for part in self.parts
         )
-        loops = (part for part in self.parts if isinstance(part, LayerLoop))
+        loops = (part for part in self.parts if isinstance(part, ScannedLayers))
         self._cut.handed_over = frozenset(y for loop in loops for y in loop.made(SENT))
 
     def hand_over(self, gradients: Collection[Var]) -> dict[Var, int]:
@@ -297,7 +297,7 @@ class LayeredSegment:
         }
         self.send_slices(slices)
         whole = {
-            v for part in self.parts if isinstance(part, Stretch) for v in self._leaving(part)
+            v for part in self.parts if isinstance(part, StraightStage) for v in self._leaving(part)
             if self._given_as[v] in gradients
         }  # fmt: skip
         self._cut.handed_over |= whole
@@ -318,14 +318,14 @@ class LayeredSegment:
                 for v in mine.intersection(made)
             )
             for i, part in enumerate(self.parts)
-            for num, made in [(self.sliced(i)[0], part.made(SENT) if isinstance(part, LayerLoop)
+            for num, made in [(self.sliced(i)[0], part.made(SENT) if isinstance(part, ScannedLayers)
                                                   else self._leaving(part))]
         ), default=0)  # fmt: skip
 
     def _leaving(self, part: LayerPart) -> list[Var]:
         """What a part makes for the host, whole."""
-        made = part.gives if isinstance(part, Stretch) else part.eqn.outvars
-        sent = part.made(SENT) if isinstance(part, LayerLoop) else []
+        made = part.outputs if isinstance(part, StraightStage) else part.eqn.outvars
+        sent = part.made(SENT) if isinstance(part, ScannedLayers) else []
         return [v for v in made if v in self._hosted and v not in sent]
 
     # -- a run -----------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from jzero._errors import OptionError, message
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut import _elementwise, _pieces
-from jzero.sharding.cut._pieces import Piece, UpdatePart
+from jzero.sharding.cut import _elementwise, _subgraphs
+from jzero.sharding.cut._subgraphs import Subgraph, UpdatePart
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._layout import RestLayout
 from jzero.sharding.plan._leaves import LeafPlan
@@ -48,18 +48,18 @@ class Slicer:
         """
         sizes = [leaf.nbytes_per_device for leaf in self.leaves]
         pieces = self.update.pieces
-        packs = _pieces.pack(pieces, sizes, self.device_bytes // TURNS_AT_ONCE)
+        packs = _subgraphs.pack(pieces, sizes, self.device_bytes // TURNS_AT_ONCE)
         number = {id(piece): i for i, piece in enumerate(pieces)}
         turns = []
         for pack in packs:
-            nbytes = _pieces.nbytes_of(pack, sizes)
-            paths = tuple(self.leaves[i].path for i in _pieces.leaves_of(pack))
+            nbytes = _subgraphs.nbytes_of(pack, sizes)
+            paths = tuple(self.leaves[i].path for i in _subgraphs.leaves_of(pack))
             parts, at_once = self._slices(pack, nbytes)
             turns.append(Turn(tuple(number[id(p)] for p in pack), paths, nbytes, parts, at_once))
         self._check_room(packs, turns)
         return tuple(turns)
 
-    def _slices(self, pack: Sequence[Piece], nbytes: int) -> tuple[int, int]:
+    def _slices(self, pack: Sequence[Subgraph], nbytes: int) -> tuple[int, int]:
         """How many slices a pack's leaves are cut into, and their bytes.
 
         Only if they are so large that two turns would not be on the devices together; one row may have more.
@@ -71,11 +71,11 @@ class Slicer:
         num = -(-rows // max(1, most * rows // nbytes))
         return num, -(-rows // num) * nbytes // rows
 
-    def _obstacle(self, piece: Piece) -> str:
+    def _obstacle(self, piece: Subgraph) -> str:
         """Why a piece's leaves cannot be cut into slices; '' if they can."""
         return obstacle_of(self.frame, self.leaves, self.update, self.boundary, piece)
 
-    def _check_room(self, packs: Sequence[Sequence[Piece]], turns: Sequence[Turn]) -> None:
+    def _check_room(self, packs: Sequence[Sequence[Subgraph]], turns: Sequence[Turn]) -> None:
         bad = [
             f"{', '.join(turn.leaves[:3])}{', ...' if len(turn.leaves) > 3 else ''}: "
             f"{turn.nbytes_at_once} bytes on each device at once "
@@ -92,7 +92,11 @@ class Slicer:
 
 
 def obstacle_of(
-    frame: Frame, leaves: Sequence[LeafPlan], update: UpdatePart, boundary: Boundary, piece: Piece
+    frame: Frame,
+    leaves: Sequence[LeafPlan],
+    update: UpdatePart,
+    boundary: Boundary,
+    piece: Subgraph,
 ) -> str:
     """Why no part of a piece's leaves can be updated by itself, at any time; '' if each can."""
     if found := _not_alone(frame, leaves, piece):
@@ -109,7 +113,7 @@ def obstacle_of(
 
 
 def part_obstacle(
-    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, piece: Piece
+    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, piece: Subgraph
 ) -> str:
     """Why a device's part of leaves, over all mesh axes, cannot be updated by itself; '' if it can."""
     if found := _not_alone(frame, leaves, piece):
@@ -123,14 +127,14 @@ def part_obstacle(
     return "their moments, gradients and masters are not all cut alike" if len(places) > 1 else ""
 
 
-def _not_alone(frame: Frame, leaves: Sequence[LeafPlan], piece: Piece) -> str:
+def _not_alone(frame: Frame, leaves: Sequence[LeafPlan], piece: Subgraph) -> str:
     if any(i >= len(leaves) for i in piece.outs):
         return "the step returns something else of their update"
     return _elementwise.obstacle(frame, piece)
 
 
 def layout_of(
-    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, piece: Piece
+    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, piece: Subgraph
 ) -> RestLayout | None:
     """The layout of a piece's offloaded leaves and gradients, if XLA, too, shards all of them alike."""
     own = [leaves[i] for i in piece.leaves]

@@ -23,7 +23,7 @@ from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Compiled, Segment, Values
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.analysis._traffic import Collective
-from jzero.sharding.cut._crossing import is_scalar
+from jzero.sharding.cut._transfers import is_scalar
 from jzero.sharding.plan._offload import Window, waits
 from jzero.sharding.plan._plan import Turn
 from jzero.tracing import _jaxpr

@@ -13,8 +13,8 @@ from jzero._errors import OptionError, describe_leaf, first_of, message
 from jzero._memory_kinds import DEVICE, HOST
 from jzero.offload import _bandwidth
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut import _pieces
-from jzero.sharding.cut._pieces import Piece, UpdatePart
+from jzero.sharding.cut import _subgraphs
+from jzero.sharding.cut._subgraphs import Subgraph, UpdatePart
 from jzero.sharding.plan import _leaves
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._offload import Backend, Leaves
@@ -40,7 +40,7 @@ def offloaded(
         dataclasses.replace(leaf, tier=backend.tier) if i in moving else leaf
         for i, leaf in enumerate(leaves)
     )
-    update = _pieces.cut_update(frame, moving)
+    update = _subgraphs.cut_update(frame, moving)
     alone = not moving and backend.window.host_bytes  # Files may have parameters alone.
     if backend.tier != DEVICE and not alone and not update.pieces:
         raise OptionError(message(
@@ -58,7 +58,7 @@ def offloaded(
             f"Those of Axes(min_shard_bytes={stage_axes.min_bytes}) that are sharded are meant, and "
             f"Axes(replicate={stage_axes.full!r}) finds those that are replicated.",
             "Change these, or drop Memory(params=)."))  # fmt: skip
-    return resting, _pieces.cut_update(frame, moving, params)
+    return resting, _subgraphs.cut_update(frame, moving, params)
 
 
 def with_params(backend: Backend, leaves: Leaves, stage_axes: StageAxes) -> Leaves:
@@ -77,7 +77,7 @@ def optimizer_leaves(leaves: Leaves, frame: Frame, stage_axes: StageAxes) -> lis
 
 def _staying(leaves: Leaves, frame: Frame) -> list[int]:
     """Leaves that something reads which reads the batch, too."""
-    feeding = _pieces.feeds_grad_part(frame)
+    feeding = _subgraphs.feeds_forward_backward(frame)
     invars = frame.jaxpr.invars[: len(leaves)]
     return [i for i, var in enumerate(invars) if var in feeding]
 
@@ -147,20 +147,20 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
         return leaves
     together = _connected(update.pieces)
     sizes = [leaf.nbytes for leaf in leaves]
-    most = ratio * sum(_pieces.nbytes_of(group, sizes) for group in together)
+    most = ratio * sum(_subgraphs.nbytes_of(group, sizes) for group in together)
     host: set[int] = set()
     held = 0
-    for group in sorted(together, key=lambda group: -_pieces.nbytes_of(group, sizes)):
-        nbytes = _pieces.nbytes_of(group, sizes)
+    for group in sorted(together, key=lambda group: -_subgraphs.nbytes_of(group, sizes)):
+        nbytes = _subgraphs.nbytes_of(group, sizes)
         if held + nbytes <= most:
-            host |= set(_pieces.leaves_of(group))
+            host |= set(_subgraphs.leaves_of(group))
             held += nbytes
-    smallest = min(together, key=lambda group: _pieces.nbytes_of(group, sizes))
+    smallest = min(together, key=lambda group: _subgraphs.nbytes_of(group, sizes))
     if not host and measured:
-        host = set(_pieces.leaves_of(smallest))
+        host = set(_subgraphs.leaves_of(smallest))
     if not host:
-        least = _pieces.nbytes_of(smallest, sizes) / (most / ratio)
-        paths = [leaves[i].path for i in _pieces.leaves_of(smallest)]
+        least = _subgraphs.nbytes_of(smallest, sizes) / (most / ratio)
+        paths = [leaves[i].path for i in _subgraphs.leaves_of(smallest)]
         raise OptionError(message(
             WHO, f"HostCPU(ratio={ratio:g}), and {first_of(paths)} are the fewest "
             f"leaves that are updated together: {least:.3f} of all bytes",
@@ -172,7 +172,7 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
     )
 
 
-def _connected(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _connected(pieces: Sequence[Subgraph]) -> list[list[Subgraph]]:
     """Pieces in groups between which nothing passes, and that have no leaf in common."""
     given = {var for piece in pieces for var in piece.gives}
     return grouped(
@@ -187,7 +187,7 @@ def turns(leaves: Leaves, update: UpdatePart) -> tuple[Turn, ...]:
     hosted = [
         number[id(piece)]
         for group in _connected(update.pieces)
-        if there & set(_pieces.leaves_of(group))
+        if there & set(_subgraphs.leaves_of(group))
         for piece in group
     ]
     rest = [i for i in range(len(update.pieces)) if i not in hosted]
@@ -196,7 +196,7 @@ def turns(leaves: Leaves, update: UpdatePart) -> tuple[Turn, ...]:
 
 
 def _turn(leaves: Leaves, update: UpdatePart, indices: Sequence[int], on_host: bool) -> Turn:
-    offloaded = _pieces.leaves_of([update.pieces[i] for i in indices])
+    offloaded = _subgraphs.leaves_of([update.pieces[i] for i in indices])
     nbytes = sum(leaves[i].nbytes_per_device for i in offloaded)
     paths = tuple(leaves[i].path for i in offloaded)
     return Turn(tuple(indices), paths, nbytes, on_host=on_host)

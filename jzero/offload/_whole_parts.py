@@ -9,7 +9,7 @@ from typing import Any
 from jax import lax
 
 from jzero.segments._segment import Var
-from jzero.sharding.cut._layer_parts import LayerPart, NestedLoop, Stretch
+from jzero.sharding.cut._layer_parts import LayerPart, OuterLoop, StraightStage
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom
 
@@ -23,11 +23,11 @@ def evaluate_parts(parts: Sequence[LayerPart], values: Mapping[Var, Any]) -> dic
     """
     env = dict(values)
     for part in parts:
-        if isinstance(part, NestedLoop):
+        if isinstance(part, OuterLoop):
             last = _run_loop(part, env)
             env |= {v: x for v, x in zip(part.loop.results, last, strict=True) if v is not None}
         else:
-            for eqn in part.eqns if isinstance(part, Stretch) else [part.eqn]:
+            for eqn in part.eqns if isinstance(part, StraightStage) else [part.eqn]:
                 outs = _jaxpr.evaluate_one(eqn, read(eqn.invars, env))
                 env |= zip(eqn.outvars, outs, strict=True)
     return env
@@ -38,7 +38,7 @@ def read(atoms: Sequence[Atom], env: Mapping[Var, Any]) -> list[Any]:
     return [_jaxpr.literal(a) if _jaxpr.is_literal(a) else env[_jaxpr.variable(a)] for a in atoms]
 
 
-def _run_loop(part: NestedLoop, env: Mapping[Var, Any]) -> list[Any]:
+def _run_loop(part: OuterLoop, env: Mapping[Var, Any]) -> list[Any]:
     """The last carry: each turn fetches, gathers and computes again what the parts of a turn do."""
     loop = part.loop
 

@@ -29,8 +29,8 @@ from jzero.reports._tables import Memory, Table, crossing_table, memory_table, t
 from jzero.sharding.analysis._residuals import LEAST_BYTES
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.analysis._untiled import Untiled
-from jzero.sharding.partition._kept import Kept, Loops
-from jzero.sharding.partition._movement import TURNS_DEPEND, Movement
+from jzero.sharding.partition._movement import ITERATIONS_DEPEND, Movement
+from jzero.sharding.partition._saved import Loops, SavedValue
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Full
@@ -534,7 +534,7 @@ def looped(
     Their dim 1 could be split: in a batch of minibatches it has the rows.
     """
     lengths, dims = _jaxpr.loop_lengths(jaxpr), iter(map(_split_dims, plan.arguments))
-    depend = any(m.reason == TURNS_DEPEND for m in movements)
+    depend = any(m.reason == ITERATIONS_DEPEND for m in movements)
 
     def fits(x: Any, dim: SplitDims) -> bool:
         along = dim is None or (dim == 0 and depend)
@@ -566,7 +566,7 @@ def _text(codes: Blocks | None) -> str | None:
     return None if codes is None else str(codes)
 
 
-def _kept(values: Sequence[Kept]) -> list[str]:
+def _kept(values: Sequence[SavedValue]) -> list[str]:
     """Lines of the largest of some values."""
     found = sorted(values, key=lambda each: -each.nbytes)
     lines = list[str]()

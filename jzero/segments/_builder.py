@@ -16,7 +16,7 @@ from jzero.segments._partitioned import Partitioned
 from jzero.segments._parts import PartsOfStep
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays, Segment, SegmentFn, Var
-from jzero.sharding.cut._pieces import Piece
+from jzero.sharding.cut._subgraphs import Subgraph
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
 
@@ -77,7 +77,7 @@ class Builder:
         last = {v: i for i, pack in enumerate(packs) for piece in pack for v in piece.reads}
         return tuple(self.turn(pack, i, last) for i, pack in enumerate(packs))
 
-    def turn(self, pack: Sequence[Piece], index: int, last: Mapping[Var, int]) -> Segment:
+    def turn(self, pack: Sequence[Subgraph], index: int, last: Mapping[Var, int]) -> Segment:
         """Some pieces as one segment.
 
         Args:

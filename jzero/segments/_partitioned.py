@@ -27,7 +27,6 @@ from jzero.sharding.passes._after_loops import after_loops
 from jzero.sharding.passes._auto_axes import AutoAxes, auto_axes
 from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
 from jzero.sharding.passes._before_loops import before_loops
-from jzero.sharding.passes._gather_codes import RestingCopy, gather_codes, renew_in_codes
 from jzero.sharding.passes._in_place import GATHERED_AT_ONCE, in_place
 from jzero.sharding.passes._inputs_first import inputs_first
 from jzero.sharding.passes._keep_gathered import gathered_once, keep_gathered
@@ -36,10 +35,11 @@ from jzero.sharding.passes._loop_gathers import loop_gathers
 from jzero.sharding.passes._one_order import one_order
 from jzero.sharding.passes._order import SMALLEST_GROUP, order
 from jzero.sharding.passes._prefetch import prefetch
-from jzero.sharding.passes._reduce_codes import CodedAxes, reduce_codes
+from jzero.sharding.passes._quantized_gathers import StoredCopy, quantize_gathers, quantize_renewals
+from jzero.sharding.passes._quantized_reductions import QuantizedAxes, quantize_reductions
+from jzero.sharding.passes._quantized_weights import QuantizedRows, dequantize_weights
 from jzero.sharding.passes._reduce_dtype import reduce_dtype
 from jzero.sharding.passes._tiles import tiles
-from jzero.sharding.passes._weight_codes import CodedRows, weight_codes
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan._layout import Shard, of_spec
 from jzero.sharding.plan._leaves import LeafPlan
@@ -348,15 +348,15 @@ def _weights_in_codes(
 ) -> Jaxpr:  # fmt: skip
     """The program with leaves as rows of codes; loops keep rows gathered where weights have no room."""
     coded = {k: _coded_rows(leaf, ins[k]) for k, leaf in leaves.items() if leaf.codes}
-    jaxpr, most = weight_codes(jaxpr, coded), plan.exchange.loop_bytes
+    jaxpr, most = dequantize_weights(jaxpr, coded), plan.exchange.loop_bytes
     return jaxpr if most is None or not coded else loop_gathers(jaxpr, most)
 
 
-def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[CodedRows, tuple[int, ...]]:
+def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[QuantizedRows, tuple[int, ...]]:
     """How a leaf rests in codes, and the shape of its rows on one device."""
     form = leaf.codes
     assert form is not None
-    rows = CodedRows(form.blocks, form.dtype, form.part, form.dim, form.num_stacked)
+    rows = QuantizedRows(form.blocks, form.dtype, form.part, form.dim, form.num_stacked)
     return rows, layout.local_shape
 
 
@@ -371,14 +371,14 @@ def _in_codes(
     coded = [k for k, leaf in leaves.items() if leaf.coded]
     places = {part.taken[k]: k for k in leaves}
     copies = [
-        RestingCopy(
+        StoredCopy(
             places[i], j, leaf.layout.axes if isinstance(leaf.layout, Shard) else (), leaf.shape
         )
         for j, i in part.new_leaves(plan)
         if (leaf := plan.leaves[i]).renewed_in_codes and i in places
     ]
-    jaxpr = renew_in_codes(jaxpr, codes, copies, dict(plan.axes), specs)
-    return gather_codes(jaxpr, codes, coded, rows, specs)
+    jaxpr = quantize_renewals(jaxpr, codes, copies, dict(plan.axes), specs)
+    return quantize_gathers(jaxpr, codes, coded, rows, specs)
 
 
 def _reduced_in_codes(
@@ -390,5 +390,5 @@ def _reduced_in_codes(
         return jaxpr
     coded = [leaf.path for leaf in plan.leaves if leaf.coded]
     replicas = [axis for axis, _ in plan.axes if axis not in plan.stage_axes.shard_axes]
-    axes = CodedAxes(dict(plan.axes), formats, replicas)
-    return reduce_codes(jaxpr, axes, coded, rows, specs=specs)
+    axes = QuantizedAxes(dict(plan.axes), formats, replicas)
+    return quantize_reductions(jaxpr, axes, coded, rows, specs=specs)

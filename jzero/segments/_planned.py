@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.passes import _turns
+from jzero.sharding.passes import _late_gathers
 from jzero.sharding.passes._one_order import in_one_order
 from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.targets._links import members
@@ -59,7 +59,7 @@ class PlannedStep:
     def balance(self) -> float:
         """Multiplications in the time in which a byte is moved among the devices."""
         group = members(self.mesh.shape, [name for name, _ in self.plan.axes])
-        return _turns.balance(devices_of(self.mesh), group)
+        return _late_gathers.balance(devices_of(self.mesh), group)
 
     @property
     def alone(self) -> tuple[str, ...]:

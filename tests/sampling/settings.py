@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 import jzero
-from jzero.sharding.passes import _codes
+from jzero.sharding.passes import _quantize
 from jzero.sharding.plan import _wire
 from small import grouped
 
@@ -120,16 +120,16 @@ def codes_that_round_nothing() -> Iterator[None]:
     """
 
     def encode(x: jax.Array, blocks: Any) -> jax.Array:
-        wide = x.astype(_codes._wide(x.dtype))
+        wide = x.astype(_quantize._wide(x.dtype))
         return lax.bitcast_convert_type(wide, jnp.uint8).reshape(x.shape[0], -1)
 
     def decode(row: jax.Array, n: int, dtype: Any, blocks: Any) -> jax.Array:
-        wide = jnp.dtype(_codes._wide(dtype))
+        wide = jnp.dtype(_quantize._wide(dtype))
         parts = row.reshape(row.shape[0], n, wide.itemsize)
         return lax.bitcast_convert_type(parts, wide).astype(dtype)
 
     with (
-        mock.patch.multiple(_codes, encode=encode, decode=decode),
+        mock.patch.multiple(_quantize, quantize=encode, dequantize=decode),
         mock.patch.object(_wire, "LEAST", 0),
     ):
         yield

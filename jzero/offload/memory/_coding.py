@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero.sharding.passes._codes import decode_rows, encode_rows
+from jzero.sharding.passes._quantize import dequantize_rows, quantize_rows
 from jzero.sharding.plan._coded_form import CodedForm
 
 
@@ -32,7 +32,7 @@ def _encoder(form: CodedForm, sharding: NamedSharding) -> Any:
     axes = axes_of(form, sharding)
 
     def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows = encode_rows(x, form.part, form.blocks)
+        rows = quantize_rows(x, form.part, form.blocks)
         wide = jnp.promote_types(x.dtype, jnp.float32)
         finite = jnp.isfinite(x)
         exact = jnp.where(finite, x, 0).astype(wide)
@@ -62,7 +62,7 @@ def _decoder(form: CodedForm, sharding: NamedSharding) -> Any:
 
 def _own(rows: jax.Array, form: CodedForm) -> jax.Array:
     """One device's rows, decoded."""
-    return decode_rows(rows, form.part, form.dim, form.dtype, form.blocks)
+    return dequantize_rows(rows, form.part, form.dim, form.dtype, form.blocks)
 
 
 def axes_of(form: CodedForm, sharding: NamedSharding) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jzero.ir import _rules
 from jzero.ir._dataflow import backward
-from jzero.ir._regions import Edge, EdgeKind, Region, edges, turns
+from jzero.ir._regions import Edge, EdgeKind, Region, edges, trip_count
 from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
@@ -37,10 +37,10 @@ def _across(eqn: Eqn, edge: Edge, feeds: bool) -> bool:
     inside = source.around is not None and source.around[1] is eqn
     holder = source.around[0] if source.around is not None and inside else source
     if edge.kind is EdgeKind.PREDICATE:
-        # Whether a turn or a branch runs is no part of what it computes.
+        # Whether an iteration or a branch runs is no part of what it computes.
         return (feeds and target is holder) or _is_of_a_pass(holder, eqn)
-    if edge.kind is EdgeKind.PAST:  # A loop of so many turns has one.
-        return feeds and turns(eqn) is None
+    if edge.kind is EdgeKind.PAST:  # A loop of so many iterations has one.
+        return feeds and trip_count(eqn) is None
     return feeds or (edge.kind is EdgeKind.IN and _is_chosen(holder, eqn))
 
 

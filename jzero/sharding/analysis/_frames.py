@@ -7,7 +7,7 @@ are found about its variables:
 * **varying** (here): the mesh axes over which the value differs between devices. jzero's own dataflow.
 * **linked dims** (`_links.py`): dims that are sharded together.
 * **feeds batch** (`_feeds.py`): which inputs flow into compute that differs between devices.
-* **residuals** (`_residuals.py`): what waits on the host for a backward pass, if it shall.
+* **residuals** (`_residuals.py`): what is offloaded for a backward pass, if it shall.
 """
 
 from __future__ import annotations

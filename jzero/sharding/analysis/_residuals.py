@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residuals: what a forward pass keeps for its backward pass, and which of it may wait on the host.
+"""Residuals: what a forward pass keeps for its backward pass, and which of it may are offloaded.
 
 Two kinds, told apart by who reads them:
 
-* a *stack* is what a forward loop hands out turn by turn and only backward loops slice: it is never on
+* a *stack* is what a forward loop returns iteration by iteration and only backward loops slice: it is never
+on
   the device as a whole;
 * a *value* is made outside of loops (of an unrolled layer) and read by both passes: the forward pass
   reads the device's copy, the backward pass fetches the host's.
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jzero.ir import _rules
 from jzero.ir._dataflow import forward
 from jzero.ir._products import products
-from jzero.ir._regions import Region, ValueIn, edges, region_of, turns
+from jzero.ir._regions import Region, ValueIn, edges, region_of, trip_count
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
 
@@ -36,15 +37,15 @@ _WAITS = "jzero.waits_on_host"
 
 
 class Residual(NamedTuple):
-    """A residual that waits on the host.
+    """A residual that is offloaded.
 
     Attributes:
       shape: of it, on one device.
       dtype: of its elements.
       nbytes: of it, on the host of each device.
       where: the line that made it.
-      turns: of the loop that made it, each of which moves its slice; 1 for a value.
-      times: how often one is made in a step (or microbatch): the turns of loops around both passes.
+      iterations: of the loop that made it, each of which moves its slice; 1 for a value.
+      times: how often one is made in a step (or microbatch): the iterations of loops around both passes.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +67,7 @@ Residuals = Mapping[ValueIn, Residual]
 def residuals(
     program: AnyRegion, varies: Callable[[AnyRegion, Var], object], times: int = 1
 ) -> dict[ValueIn, Residual]:  # fmt: skip
-    """What waits on the host.
+    """What is offloaded.
 
     Nothing whose slices (values) have less than `LEAST_BYTES`. Only what `varies` between devices is of the
     batch's rows.
@@ -76,7 +77,7 @@ def residuals(
         if (
             program.pass_of(eqn) is None
         ):  # What is part of one pass keeps nothing for another inside.
-            num = turns(eqn)
+            num = trip_count(eqn)
             for child in program.inner(eqn):
                 found |= residuals(child, varies, times if num is None else times * num)
         if program.pass_of(eqn) != "forward":
@@ -131,11 +132,11 @@ def _parts(program: Region, eqn: Eqn, var: Var) -> int:
         return 1
     if len(late) < len(readers) or not all(sliced):
         return 0
-    return (turns(eqn) or 0) if _makes_stack(program, eqn, var) else 0
+    return (trip_count(eqn) or 0) if _makes_stack(program, eqn, var) else 0
 
 
 def _makes_stack(program: Region, eqn: Eqn, var: Var) -> bool:
-    """Whether a result is what the turns of a loop make, and not slices of stacks that are there."""
+    """Whether a result is what the iterations of a loop make, and not slices of stacks that are there."""
     over = edges(program, eqn)
     slices = {edge.target[1] for edge in over if edge.shift == -1}
     made = [edge.source[1] for edge in over if edge.shift == 1 and edge.target[1] is var]

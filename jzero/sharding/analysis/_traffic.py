@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jzero.ir._regions import EdgeKind, Region, edges, turns
+from jzero.ir._regions import EdgeKind, Region, edges, trip_count
 from jzero.ir._rules import size_in_bytes
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
@@ -38,9 +38,9 @@ class Collective:
       itemsize: bytes of an element.
       elements: of the whole value: gathered by an all-gather, reduced by a reduction; of an all-to-all, those
         of a device.
-      times: how often a step runs it (trip counts of the loops around it); of a `while`, in each turn.
+      times: how often a step runs it (trip counts of the loops around it); of a `while`, in each iteration.
       leaf: the leaf it serves, where known.
-      each_turn: a `while` is around it, and nobody knows how many turns it has.
+      each_turn: a `while` is around it, and nobody knows how many iterations it has.
     """
 
     op: str
@@ -54,7 +54,7 @@ class Collective:
 
     @property
     def total_elements(self) -> int:
-        """Elements a step moves through it; of a `while`, a turn."""
+        """Elements a step moves through it; of a `while`, an iteration."""
         return self.elements * self.times
 
     @property
@@ -71,7 +71,7 @@ def collectives(
         name = eqn.primitive.name
         if name in _OPS:
             yield from _collectives_of(eqn, times, each_turn, leaf_of(eqn) or leaf)
-        known = turns(eqn)
+        known = trip_count(eqn)
         inner = times if known is None else times * known
         for sub in _jaxpr.inner_jaxprs(eqn):
             yield from collectives(sub, inner, each_turn or known is None, leaf_of(eqn) or leaf)
@@ -104,7 +104,7 @@ def _collectives_of(eqn: Eqn, times: int, each_turn: bool, leaf: str) -> Iterato
 
 
 def carried_bytes(jaxpr: Any, scope: str) -> int:
-    """Bytes that the largest `scan` made under the named scope carries from one turn to the next."""
+    """Bytes that the largest `scan` made under the named scope carries from one iteration to the next."""
     most, region = 0, Region(*_jaxpr.open_jaxpr(jaxpr))
     for eqn in region.jaxpr.eqns:
         over = edges(region, eqn) if _jaxpr.in_scope(eqn, scope) else []

@@ -10,7 +10,7 @@ from jax import lax
 
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.cut._followers import repeats
+from jzero.sharding.cut._param_derived import repeats
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
@@ -49,9 +49,9 @@ class AllMicrobatches:
         self._writer = JaxprWriter(loop)
         self.shared: dict[Var, Atom] = {}
         self.stacks: dict[Var, Atom] = {}
-        self._turned: dict[
+        self._by_iteration: dict[
             Var, Var
-        ] = {}  # `[turns, microbatches, ...]`, as loops over layers have them
+        ] = {}  # `[iterations, microbatches, ...]`, as loops over layers have them
         self._makers: dict[Var, Eqn] = {}  # of what is shared
         self._cheap: dict[Var, Eqn] = {}  # of these, what is made again where it is read
 
@@ -60,7 +60,7 @@ class AllMicrobatches:
         return self._writer.eqns
 
     def take(self, outer: Atom, name: Var, shared: bool) -> tuple[Atom, Var]:
-        """What a turn of a loop has of `outer`: the value for all microbatches, or theirs in a stack."""
+        """What a loop's iteration has of `outer`: one value for all microbatches, or a stack of theirs."""
         mine = _jaxpr.new_var(name) if shared else _stack_like(name, self._num)
         (self.shared if shared else self.stacks)[name] = mine
         return outer, mine
@@ -98,15 +98,15 @@ class AllMicrobatches:
             return self._writer.broadcast(self.whole(atom), out, tuple(range(1, out.aval.ndim)))
         var = _jaxpr.variable(atom)
         if var not in self.stacks:
-            self.stacks[var] = self._writer.swapped(self._turned[var])
+            self.stacks[var] = self._writer.swapped(self._by_iteration[var])
         return self.stacks[var]
 
-    def turned(self, atom: Atom) -> Atom:
-        """`[turns, microbatches, ...]` of a stack `[turns, ...]` of each microbatch."""
+    def by_iteration(self, atom: Atom) -> Atom:
+        """`[iterations, microbatches, ...]` of a stack `[iterations, ...]` of each microbatch."""
         var = _jaxpr.variable(atom)
-        if var not in self._turned:
-            self._turned[var] = self._writer.swapped(self.stacks[var])
-        return self._turned[var]
+        if var not in self._by_iteration:
+            self._by_iteration[var] = self._writer.swapped(self.stacks[var])
+        return self._by_iteration[var]
 
     def new_shared(self, name: Var) -> Var:
         """A value that all microbatches share, which a loop makes."""
@@ -118,10 +118,10 @@ class AllMicrobatches:
         self.stacks[name] = made = _stack_like(name, self._num)
         return made
 
-    def new_turned(self, name: Var) -> Var:
-        """`[turns, microbatches, ...]`, which a loop makes turn by turn."""
-        turns, *row = name.aval.shape
-        self._turned[name] = made = _jaxpr.var_like(name.aval, (turns, self._num, *row))
+    def new_by_iteration(self, name: Var) -> Var:
+        """`[iterations, microbatches, ...]`, which a loop makes iteration by iteration."""
+        length, *row = name.aval.shape
+        self._by_iteration[name] = made = _jaxpr.var_like(name.aval, (length, self._num, *row))
         return made
 
     def copy(self, atom: Atom, out: Var) -> None:

@@ -10,12 +10,12 @@ import jax
 from jzero.ir import _rules
 from jzero.ir._regions import variables
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._pieces import Piece
+from jzero.sharding.cut._subgraphs import Subgraph
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Var
 
 
-def obstacle(frame: Frame, piece: Piece) -> str:
+def obstacle(frame: Frame, piece: Subgraph) -> str:
     """Why a part of a piece's leaves cannot be updated by itself; '' if it can.
 
     It can if all values but scalars have one shape, and every equation treats all elements alike.
@@ -38,7 +38,7 @@ def obstacle(frame: Frame, piece: Piece) -> str:
     return ""
 
 
-def outputs(frame: Frame, piece: Piece, given: Mapping[Var, jax.Array]) -> dict[int, jax.Array]:
+def outputs(frame: Frame, piece: Subgraph, given: Mapping[Var, jax.Array]) -> dict[int, jax.Array]:
     """What an elementwise piece makes of parts, all of one shape, of what it reads and renews; by output."""
     shape = next(x.shape for var, x in given.items() if var.aval.shape)
     values = evaluate(frame, piece.eqns, given, shape)

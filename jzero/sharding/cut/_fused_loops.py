@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops over layers do by themselves what stands around them and touches their stacks, slice by slice.
 
-Then such a loop can be run turn by turn, with one slice of each stack `[turns, ...]` on the device.
-A layer is a device in time: dim 0 of a stack is sharded over the turns.
+Then such a loop can be run iteration by iteration, with one slice of each stack `[iterations, ...]` on the
+device. A layer is a device in time: dim 0 of a stack is sharded over the iterations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from jzero.ir._regions import region_of, variables
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.cut import _growing_loop, _over_turns
+from jzero.sharding.cut import _growing_loop, _over_iterations
 from jzero.sharding.cut._growing_loop import GrowingLoop, MadeInLoop, Source
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -24,11 +24,11 @@ def fused(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
 
 
 def sink(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
-    """Loops take slices of `streamed` stacks themselves, and not of what follows from these turn by turn.
+    """Makes loops slice `streamed` stacks themselves, not what each iteration could derive of these.
 
     So it is with casts of a whole tree of parameters, and with what a forward loop hands to its backward loop
-    though it follows from parameters alone; and with what has equal parts, the zeros that sums begin with.
-    Each loop computes it again, and nothing of it is kept::
+    though it is derived only from parameters; and with what has equal parts, the zeros that sums begin with.
+    Each loop recomputes it, and nothing of it is kept::
 
         for x in cast(stack): body(x)   ->   for x in stack: body(cast(x))
 
@@ -50,14 +50,15 @@ def sink(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
 def absorb(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
     """Loops over `streamed` stacks take over what reads the stacks that they make, or take.
 
-    That is what treats the turns apart (casts, squares), and what reduces them: sums (of which each turn adds
-    its part), minima, maxima and the like. What needs a result of the whole loop besides a stack, such as a
-    gradient that is clipped by the norm of all, stays outside; so do stacks of a scalar for each turn::
+    That is what treats the iterations apart (casts, squares), and what reduces them: sums (of which each
+    iteration adds its part), minima, maxima and the like. What needs a result of the whole loop besides a
+    stack, such as a gradient that is clipped by the norm of all, stays outside; so do stacks of a scalar for
+    each iteration::
 
         for ...: ys[i] = y                for ...: norm += sum(cast(y) ** 2)
         norm = sum(cast(ys) ** 2)   ->
 
-    Inputs and outputs stay what they are. Sums and products are those of the turns' sums and products;
+    Inputs and outputs stay what they are. Sums and products are those of the iterations' sums and products;
     everything else is equal to the bit, as far as the compiler rounds alike in loops and outside.
     """
     streamed = set(streamed)
@@ -71,7 +72,7 @@ def absorb(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
 
 
 def takes_slices(eqn: Eqn, stack: Var) -> bool:
-    """Whether `eqn` is a loop that reads a slice of a stack `[turns, ...]` in each turn, and no more."""
+    """Whether `eqn` is a loop that reads of a stack `[iterations, ...]` only each iteration's slice."""
     if not _growing_loop.is_loop(eqn):
         return False
     stacks = _growing_loop.stacks_of(eqn)
@@ -98,7 +99,7 @@ class _Absorbing:
         moved = self._worth(self._movable())
         for eqn in moved:
             self._loop.run(eqn)
-            if _over_turns.combines(eqn) is None:
+            if _over_iterations.combines(eqn) is None:
                 for out in eqn.outvars:
                     self._loop.hand_out(out)  # It is dropped if nobody reads it.
         gone = {id(e) for e in moved}
@@ -107,7 +108,7 @@ class _Absorbing:
         return _in_order(_replaced(self._eqns, self._eqn, self._loop, gone))
 
     def _movable(self) -> list[Eqn]:
-        """What the loop can do in each turn."""
+        """What the loop can do in each iteration."""
         movable = []
         for eqn in self._eqns:
             read = variables(eqn.invars)
@@ -115,11 +116,11 @@ class _Absorbing:
                 continue
             if any(out in self._derived for out in eqn.outvars):
                 continue  # It is made where it is read.
-            combine = _over_turns.combines(eqn)
-            gives = _over_turns.stacked(eqn, self._loop.turns)
+            combine = _over_iterations.combines(eqn)
+            gives = _over_iterations.stacked(eqn, self._loop.length)
             if combine is not None:
                 shapes = [a.aval.shape for a in eqn.invars]
-                fits = all(shape[0] % self._loop.turns == 0 for shape in shapes)
+                fits = all(shape[0] % self._loop.length == 0 for shape in shapes)
                 gives = [True for _ in shapes] if fits else None
             if gives is None or not self._known(eqn, gives):
                 continue
@@ -134,7 +135,7 @@ class _Absorbing:
         return movable
 
     def _known(self, eqn: Eqn, gives: Sequence[bool]) -> bool:
-        """Whether all that an equation reads is there in a turn, and none of it a whole stack."""
+        """Whether all that an equation reads is there in an iteration, and none of it a whole stack."""
         for atom, given in zip(eqn.invars, gives, strict=True):
             if _jaxpr.is_literal(atom):
                 continue
@@ -144,19 +145,19 @@ class _Absorbing:
         return True
 
     def _worth(self, movable: Sequence[Eqn]) -> list[Eqn]:
-        """Those that read more than a scalar of each turn, and what they need of the others."""
+        """Those that read more than a scalar of each iteration, and what they need of the others."""
         chosen: list[Eqn] = []
         needed: set[Var] = set()
         for eqn in reversed(movable):
             stacks = [v for v in variables(eqn.invars) if v in self._inside or v in self._taken]
-            large = any(math.prod(v.aval.shape) > self._loop.turns for v in stacks)
+            large = any(math.prod(v.aval.shape) > self._loop.length for v in stacks)
             if large or needed.intersection(eqn.outvars):
                 chosen.append(eqn)
                 needed.update(stacks)
         return chosen[::-1]
 
     def _hand_out_less(self, left: Sequence[Eqn]) -> set[int]:
-        """Hands out what reduces each turn's slice of a stack, where something reads it that is not derived.
+        """Returns what reduces an iteration's slice of a stack, where something reads it that is not derived.
 
         Returns the equations that made it, by id.
         """
@@ -166,7 +167,7 @@ class _Absorbing:
             made = [v for v in eqn.outvars if v in self._derived]
             if not made:
                 read.update(variables(eqn.invars))
-            elif _over_turns.makes_less(eqn) or reduced.intersection(variables(eqn.invars)):
+            elif _over_iterations.makes_less(eqn) or reduced.intersection(variables(eqn.invars)):
                 reduced.update(made)
         gone = set()
         for eqn in left:
@@ -181,13 +182,13 @@ class _Absorbing:
 
 
 def _derived(
-    eqns: Sequence[Eqn], streamed: set[Var], turns: int
+    eqns: Sequence[Eqn], streamed: set[Var], length: int
 ) -> tuple[dict[Var, Source], dict[Var, frozenset[Var]]]:
-    """What can be made in any loop of so many turns, and of which streamed stacks each of it follows.
+    """What can be made in any loop of so many iterations, and of which streamed stacks each of it follows.
 
-    That is what cheap equations make of the turns' slices, and what has equal parts.
+    That is what cheap equations make of the iterations' slices, and what has equal parts.
     """
-    stacks = {v for v in streamed if v.aval.shape[:1] == (turns,)}
+    stacks = {v for v in streamed if v.aval.shape[:1] == (length,)}
     derived: dict[Var, Source] = {}
     roots = {v: frozenset([v]) for v in stacks}
 
@@ -202,11 +203,11 @@ def _derived(
         return read
 
     for eqn in eqns:
-        if eqn.primitive.name == "scan" and _jaxpr.scan_parts(eqn).length == turns:
+        if eqn.primitive.name == "scan" and _jaxpr.scan_parts(eqn).length == length:
             for out, source, read in _made_of_slices(eqn, roots):
                 derived[out], roots[out] = source, read
             continue
-        gives = _over_turns.stacked(eqn, turns) if _is_cheap(eqn) else None
+        gives = _over_iterations.stacked(eqn, length) if _is_cheap(eqn) else None
         follows = None if gives is None else found(eqn, gives)
         if follows is not None:
             derived |= dict.fromkeys(eqn.outvars, eqn)
@@ -215,7 +216,7 @@ def _derived(
 
 
 def _is_cheap(eqn: Eqn) -> bool:
-    return eqn.primitive.name == "iota" or _over_turns.is_cheap(eqn)
+    return eqn.primitive.name == "iota" or _over_iterations.is_cheap(eqn)
 
 
 def _made_of_slices(
@@ -272,15 +273,15 @@ def _slices_apart(eqns: Sequence[Eqn], loops: Sequence[Eqn]) -> Iterable[Eqn]:
             yield eqn
             continue
         (x,), (out,) = eqn.invars, eqn.outvars
-        (turns, *row), (num, *cut) = x.aval.shape, out.aval.shape
-        if turns == num or row == cut:
+        (length, *row), (num, *cut) = x.aval.shape, out.aval.shape
+        if length == num or row == cut:
             yield eqn
             continue
         (start, *starts), (limit, *limits) = (
             eqn.params[name] for name in ("start_indices", "limit_indices")
         )
         writer = JaxprWriter(eqn)
-        some = writer.slice(x, (0, *starts), (turns, *limits))
+        some = writer.slice(x, (0, *starts), (length, *limits))
         writer.slice(some, (start, *(0 for _ in cut)), (limit, *cut), out)
         yield from writer.eqns
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `scan` that takes over equations around it: its body runs them on what a turn has of their stacks.
+"""A `scan` that takes over equations around it: its body runs them on what an iteration has of their stacks.
 
-In the body, a stack `[turns * k, ...]` is `[k, ...]`, dim 0 included: so equations keep their ranks and dims.
+In the body, a stack `[iterations * k, ...]` is `[k, ...]`, dim 0 included: so equations keep their ranks and
+dims.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from typing import NamedTuple
 from jzero.ir._loops import CarryPort, Scan, ScanBuilder
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.cut import _over_turns
+from jzero.sharding.cut import _over_iterations
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Var
 
 
 class MadeInLoop(NamedTuple):
-    """How another loop makes a stack out of slices, turn by turn.
+    """How another loop makes a stack out of slices, iteration by iteration.
 
     Attributes:
       eqns: of that loop's body.
-      out: the turn's slice of the stack.
+      out: the iteration's slice of the stack.
       slices: the stacks that the equations read slices of, by the names that these have there.
       consts: what they read whole, likewise.
     """
@@ -34,7 +35,7 @@ class MadeInLoop(NamedTuple):
 
 
 Source = Eqn | MadeInLoop
-# By value, how it follows from others turn by turn: it can be made in any loop.
+# By value, how it follows from others iteration by iteration: it can be made in any loop.
 Derived = Mapping[Var, Source]
 
 
@@ -47,7 +48,7 @@ class GrowingLoop(ScanBuilder):
         self._rows: dict[Var, Atom] = {}
 
     @property
-    def turns(self) -> int:
+    def length(self) -> int:
         """How many."""
         return self.scan.length
 
@@ -74,26 +75,26 @@ class GrowingLoop(ScanBuilder):
         self.sink(stack, lambda row: self.first.reshape(self._rows_of(stack), shape, row))
 
     def run(self, eqn: Eqn) -> None:
-        """Runs an equation in each turn, on what the loop made or takes."""
-        combine = _over_turns.combines(eqn)
+        """Runs an equation in each iteration, on what the loop made or takes."""
+        combine = _over_iterations.combines(eqn)
         if combine is None:
             self._place(eqn, self.last)
             return
         (out,) = eqn.outvars
         (part,) = self.last.again(eqn, [*map(self._rows_of, eqn.invars)])
-        init = self.before.full(_over_turns.neutral(eqn), out.aval, source=eqn)
+        init = self.before.full(_over_iterations.neutral(eqn), out.aval, source=eqn)
         before, after = _jaxpr.new_var(out), _jaxpr.new_var(out)
         self.last.add(combine, [before, part], [after], eqn)
         self.carries.append(CarryPort(init, before, after, out))
 
     def hand_out(self, stack: Var) -> None:
-        """Makes a stack `[turns * k, ...]` of what each turn has of it."""
+        """Makes a stack `[iterations * k, ...]` of what each iteration has of it."""
         rows, shape = self._rows_of(stack), stack.aval.shape
-        if shape[0] == self.turns:
+        if shape[0] == self.length:
             row = self.last.reshape(rows, shape[1:], _jaxpr.var_like(stack.aval, shape[1:]))
             self.stack(row, stack)
         else:
-            apart = _jaxpr.var_like(stack.aval, (self.turns, *rows.aval.shape))
+            apart = _jaxpr.var_like(stack.aval, (self.length, *rows.aval.shape))
             self.after.reshape(apart, shape, stack)
             self.stack(rows, apart)
 
@@ -113,7 +114,7 @@ class GrowingLoop(ScanBuilder):
         return self.build().equations()
 
     def _rows_of(self, atom: Atom) -> Atom:
-        """`[turns * k, ...] -> [k, ...]`."""
+        """`[iterations * k, ...] -> [k, ...]`."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self._rows:
@@ -131,17 +132,17 @@ class GrowingLoop(ScanBuilder):
 
     def _taken(self, stack: Var) -> Atom:
         """Slices of a stack that is there when the loop begins."""
-        rows = _over_turns.rows_of(stack.aval, self.turns)
+        rows = _over_iterations.rows_of(stack.aval, self.length)
         if rows[0] == 1:
             return self._with_dim(self.slice(stack), stack, self.first)
-        return self.slice(self.before.reshape(stack, (self.turns, *rows)))
+        return self.slice(self.before.reshape(stack, (self.length, *rows)))
 
     def _with_dim(self, row: Atom, stack: Var, where: JaxprWriter) -> Var:
         shape = (1, *stack.aval.shape[1:])
         return where.reshape(row, shape, _jaxpr.var_like(stack.aval, shape))
 
     def _row(self, atom: Atom) -> Atom:
-        """`[turns, ...] -> [...]`, of what is there when the loop begins."""
+        """`[iterations, ...] -> [...]`, of what is there when the loop begins."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self._derived:
@@ -158,19 +159,19 @@ class GrowingLoop(ScanBuilder):
         return self._with_dim(copies.read(source.out), stack, self.first)
 
     def _place(self, eqn: Eqn, where: JaxprWriter) -> None:
-        gives = _over_turns.stacked(eqn, self.turns)
+        gives = _over_iterations.stacked(eqn, self.length)
         assert gives is not None, eqn
         pairs = zip(eqn.invars, gives, strict=True)
         ins = [self._rows_of(a) if given else self.whole(a) for a, given in pairs]
         avals = [out.aval for out in eqn.outvars]
-        outs = [_jaxpr.var_like(x, _over_turns.rows_of(x, self.turns)) for x in avals]
-        params = _over_turns.of_turn(eqn, outs[0].aval.shape[0])
+        outs = [_jaxpr.var_like(x, _over_iterations.rows_of(x, self.length)) for x in avals]
+        params = _over_iterations.of_iteration(eqn, outs[0].aval.shape[0])
         where.again(eqn, ins, outs, params=params)
         self._rows |= zip(eqn.outvars, outs, strict=True)
 
 
 def is_loop(eqn: Eqn) -> bool:
-    """Whether it is a loop of several turns over stacks."""
+    """Whether it is a loop of several iterations over stacks."""
     return eqn.primitive.name == "scan" and _jaxpr.scan_parts(eqn).length > 1
 
 
@@ -181,5 +182,5 @@ def stacks_of(eqn: Eqn) -> list[Atom]:
 
 
 def stacks_made(eqn: Eqn) -> Sequence[Var]:
-    """What a loop makes of a slice of each turn."""
+    """What a loop makes of a slice of each iteration."""
     return eqn.outvars[_jaxpr.scan_parts(eqn).num_carry :]

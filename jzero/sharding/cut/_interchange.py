@@ -23,8 +23,8 @@ from jzero.ir._regions import variables
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut import _layers
 from jzero.sharding.cut._all_microbatches import AllMicrobatches, Running
-from jzero.sharding.cut._followers import following, without_barriers
-from jzero.sharding.cut._layer_parts import LayerLoop, NestedLoop, Stretch
+from jzero.sharding.cut._layer_parts import OuterLoop, ScannedLayers, StraightStage
+from jzero.sharding.cut._param_derived import param_derived, without_barriers
 from jzero.sharding.cut._term_by_term import term_by_term
 from jzero.tracing import _call, _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -43,7 +43,7 @@ def layer_major(
 
     Args:
       jaxpr: what one device computes, without calls.
-      leaves: inputs that rest on the host, and the bytes of each on a device.
+      leaves: inputs that are stored on the host, and the bytes of each on a device.
       batch: inputs that are of the batch.
       device_bytes: of leaves that may be on a device; a part has up to half of it, but one equation may need
         more.
@@ -52,13 +52,13 @@ def layer_major(
       OptionError: microbatches do more than compute, or one waits for what follows in the one before.
     """
     jaxpr = without_barriers(jaxpr, leaves, batch)
-    follows = following(jaxpr.eqns, leaves, batch)
+    follows = param_derived(jaxpr.eqns, leaves, batch)
     eqns: list[Eqn] = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, MICROBATCHES):
             loop = _reading_leaves(eqn, follows, leaves, batch)
             if loop.leaves:
-                eqns += _TakenApart(loop, device_bytes).equations()
+                eqns += _LayerMajor(loop, device_bytes).equations()
                 continue
         eqns.append(eqn)
     return _jaxpr.replaced(jaxpr, eqns=eqns)
@@ -85,7 +85,7 @@ class _MicrobatchLoop(NamedTuple):
 def _reading_leaves(
     eqn: Eqn, follows: Mapping[Var, Eqn], leaves: Mapping[Var, int], batch: Collection[Var]
 ) -> _MicrobatchLoop:
-    """The loop, which makes what follows from leaves alone itself, and closes over these."""
+    """The loop, which makes what is derived only from leaves itself, and closes over these."""
     scan = _jaxpr.scan_parts(eqn)
     assert not scan.body_consts, "jzero traced it: what it closes over are operands"
     pairs = list(zip(eqn.invars, scan.body.invars[: scan.num_consts], strict=False))
@@ -111,17 +111,19 @@ def _reading_leaves(
     for atom, name in pairs:
         if name not in consts:
             bring(_jaxpr.variable(atom))
-    taken = {
+    fetched = {
         name: leaves[a] for name, a in consts.items() if not _jaxpr.is_literal(a) and a in leaves
     }
     invars = [*consts, *scan.body.invars[scan.num_consts :]]
     body = _jaxpr.replaced(scan.body, invars=invars, eqns=[*first.values(), *scan.body.eqns])
     of_batch = {name for name, a in consts.items() if not _jaxpr.is_literal(a) and a in batch}
     of_batch.update(scan.body.invars[scan.num_consts :])
-    return _MicrobatchLoop(eqn, consts, without_barriers(body, taken, of_batch), taken, of_batch)
+    return _MicrobatchLoop(
+        eqn, consts, without_barriers(body, fetched, of_batch), fetched, of_batch
+    )
 
 
-class _TakenApart:
+class _LayerMajor:
     """A loop over microbatches, part after part."""
 
     def __init__(self, loop: _MicrobatchLoop, device_bytes: int):
@@ -138,26 +140,26 @@ class _TakenApart:
         _, self._before, slices = split(loop.body.invars, len(loop.consts), scan.num_carry)
         body, self._steps = term_by_term(loop.body, self._before)
         parts = _layers.cut(body, loop.leaves, loop.batch, (), device_bytes, nests=())
-        self._parts = [part for part in parts if not isinstance(part, NestedLoop)]
+        self._parts = [part for part in parts if not isinstance(part, OuterLoop)]
         self._reads = [set(part.reads) for part in self._parts]
-        self._after, self._handed = split(body.outvars, scan.num_carry)
-        self._outs, self._handed_outs = split(loop.eqn.outvars, scan.num_carry)
+        self._after, self._ys = split(body.outvars, scan.num_carry)
+        self._outs, self._stacks = split(loop.eqn.outvars, scan.num_carry)
         self._all = AllMicrobatches(loop.eqn)
         self._all.shared |= loop.consts
         self._all.stacks |= zip(slices, stacks, strict=True)
         self._running: dict[Var, Running] = {}  # by what a part takes
         self._taken_over = set[Var]()  # carries that all run on from part to part
         self._check_carries()
-        self._wanted = _read_after(self._reads, [*self._handed, *self._lasts()])
+        self._wanted = _read_after(self._reads, [*self._ys, *self._lasts()])
 
     def equations(self) -> list[Eqn]:
         """What stands in the place of the loop."""
         for part, read in zip(self._parts, self._wanted, strict=True):
             wanted = read - self._running.keys()
-            if isinstance(part, Stretch):
-                self._stretch(part, wanted)
+            if isinstance(part, StraightStage):
+                self._stage(part, wanted)
             else:
-                self._layer_loop(part, wanted)
+                self._scanned_layers(part, wanted)
         self._results()
         return self._all.eqns
 
@@ -170,13 +172,13 @@ class _TakenApart:
             if each.after is each.before:
                 self._all.shared[each.before] = each.init
                 continue
-            handed = each.before in variables([*self._after, *self._handed])
+            returned = each.before in variables([*self._after, *self._ys])
             at = [
                 p for p, read in zip(self._parts, self._reads, strict=True) if each.before in read
             ]
-            if not at and not handed:
+            if not at and not returned:
                 continue
-            links = [] if handed else self._links(each)
+            links = [] if returned else self._links(each)
             if links:
                 self._running |= {link.before: link for link in links}
                 self._taken_over.add(each.before)
@@ -209,7 +211,7 @@ class _TakenApart:
         return found
 
     def _lasts(self) -> list[Atom]:
-        """What only the last microbatch hands on."""
+        """What only the last microbatch passes on."""
         pairs = zip(self._before, self._after, strict=True)
         return [after for before, after in pairs if before not in self._taken_over]
 
@@ -223,19 +225,19 @@ class _TakenApart:
                 every.copy(every.whole(after), out)
             else:
                 every.row(every.stack(after), last, out)
-        for atom, out in zip(self._handed, self._handed_outs, strict=True):
+        for atom, out in zip(self._ys, self._stacks, strict=True):
             every.copy(every.stack(atom), out)
 
     # -- parts -----------------------------------------------------------------------------------------
 
-    def _stretch(self, part: Stretch, wanted: set[Var]) -> None:
+    def _stage(self, part: StraightStage, wanted: set[Var]) -> None:
         local = self._all.local(part.eqns)
-        made = [v for v in part.gives if v in wanted and not self._all.is_shared(v)]
+        made = [v for v in part.outputs if v in wanted and not self._all.is_shared(v)]
         running = [self._running[v] for v in part.reads if v in self._running]
         self._all.run(local, running, made)
 
-    def _layer_loop(self, part: LayerLoop, wanted: set[Var]) -> None:
-        """The layers' loop, with a loop over microbatches in each turn."""
+    def _scanned_layers(self, part: ScannedLayers, wanted: set[Var]) -> None:
+        """The layers' loop, with a loop over microbatches in each iteration."""
         scan, inner = part.parts, AllMicrobatches(self._eqn)
         pairs, running = self._enter(part, inner)
         own = {*scan.body.invars}.difference(inner.shared)
@@ -255,7 +257,7 @@ class _TakenApart:
             if inner.is_shared(x):
                 outs.append((inner.whole(x), self._all.new_shared(y)))
             else:
-                outs.append((inner.stack(x), self._all.new_turned(y)))
+                outs.append((inner.stack(x), self._all.new_by_iteration(y)))
         body = _jaxpr.replaced(
             body, invars=[v for _, v in pairs], eqns=inner.eqns, outvars=[x for x, _ in outs]
         )
@@ -264,9 +266,9 @@ class _TakenApart:
         self._all.eqns.append(_jaxpr.scan_like(part.eqn, body, ins, results, *nums, scan.reverse))
 
     def _enter(
-        self, part: LayerLoop, inner: AllMicrobatches
+        self, part: ScannedLayers, inner: AllMicrobatches
     ) -> tuple[list[tuple[Atom, Var]], list[tuple[Running, Var]]]:
-        """What the loop takes, by its names in a turn; and what runs on through it, and how it ends."""
+        """What the loop takes, by its names in an iteration; and what runs on through it, and how it ends."""
         scan, every, (consts, init, xs) = part.parts, self._all, part.operands
         inner.shared |= zip(scan.body.constvars, scan.body.constvars, strict=True)
         names = split(scan.body.invars, scan.num_consts, scan.num_carry)
@@ -285,7 +287,9 @@ class _TakenApart:
             if found is None:
                 shared = every.is_shared(atom)
                 pairs.append(
-                    inner.take(every.whole(atom) if shared else every.turned(atom), name, shared)
+                    inner.take(
+                        every.whole(atom) if shared else every.by_iteration(atom), name, shared
+                    )
                 )
                 continue
             first, last = _jaxpr.new_var(name), _jaxpr.new_var(name)
@@ -296,9 +300,9 @@ class _TakenApart:
         return pairs, running
 
 
-def _takes_over(part: Stretch | LayerLoop, before: Var, after: Atom) -> bool:
-    """Whether a part that reads what a microbatch takes makes what the next one takes, in the same turn."""
-    if isinstance(part, Stretch):
+def _takes_over(part: StraightStage | ScannedLayers, before: Var, after: Atom) -> bool:
+    """Whether a part that reads a microbatch's carry makes the next one's, in the same iteration."""
+    if isinstance(part, StraightStage):
         return any(out is after for eqn in part.eqns for out in eqn.outvars)
     consts, init, xs = part.operands
     once = sum(atom is before for atom in [*consts, *init, *xs]) == 1
@@ -306,15 +310,15 @@ def _takes_over(part: Stretch | LayerLoop, before: Var, after: Atom) -> bool:
 
 
 def _read_after(reads: Sequence[set[Var]], outs: Sequence[Atom]) -> list[set[Var]]:
-    """Of each part, what the parts after it read, and what is handed out."""
+    """Of each part, what the parts after it read, and what is returned."""
     found = [set(variables(outs))]
     for read in reads[:0:-1]:
         found.append(found[-1] | read)
     return found[::-1]
 
 
-def _equations(part: Stretch | LayerLoop) -> Sequence[Eqn]:
-    return part.eqns if isinstance(part, Stretch) else [part.eqn]
+def _equations(part: StraightStage | ScannedLayers) -> Sequence[Eqn]:
+    return part.eqns if isinstance(part, StraightStage) else [part.eqn]
 
 
 def _type_of(var: Var) -> str:

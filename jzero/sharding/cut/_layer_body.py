@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerBody`: the body of a layer loop, and apart from it what a turn can gather for the next one."""
+"""`LayerBody`: the body of scanned layers, split from what an iteration gathers for the next one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jzero.tracing._types import Jaxpr, Var
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerBody:
-    """A turn's equations.
+    """An iteration's equations.
 
     Attributes:
       invars: what the loop closes over, its carry, and slices of its stacks.
       consts: values of the body's own.
       slices: those of leaves.
-      gathered: what is gathered of them, and of nothing else, in the turn before; none if nothing is.
+      gathered: what is gathered of them, and of nothing else, in the iteration before; none if nothing is.
       gathers: `slices -> gathered`, of the slices that it reads.
-      rest: the body's results, of `gathered` and the other inputs.
+      compute: the body's results, of `gathered` and the other inputs.
     """
 
     invars: tuple[Var, ...]
@@ -32,7 +32,7 @@ class LayerBody:
     slices: tuple[Var, ...]
     gathered: tuple[Var, ...]
     gathers: Excerpt
-    rest: Excerpt
+    compute: Excerpt
 
     @classmethod
     def of(
@@ -40,21 +40,21 @@ class LayerBody:
     ) -> LayerBody:
         """A body, apart from what makes `gathered`."""
         gathers = _rewrite.excerpt(jaxpr, gathered, effects=False)
-        rest = _rewrite.excerpt(jaxpr, jaxpr.outvars, gathered)
+        compute = _rewrite.excerpt(jaxpr, jaxpr.outvars, gathered)
         known = dict(zip(jaxpr.constvars, consts, strict=True))
-        return cls(tuple(jaxpr.invars), known, tuple(slices), tuple(gathered), gathers, rest)
+        return cls(tuple(jaxpr.invars), known, tuple(slices), tuple(gathered), gathers, compute)
 
     @property
-    def kept(self) -> list[int]:
+    def used_sharded(self) -> list[int]:
         """The leaves, by index, that the rest reads as they are fetched."""
-        return [i for i, var in enumerate(self.slices) if var in self.rest.reads]
+        return [i for i, var in enumerate(self.slices) if var in self.compute.reads]
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes on a device of leaves that are still there when those of the next turn are."""
+    def sharded_bytes(self) -> int:
+        """Bytes on a device of leaves that are still there when those of the next iteration are."""
         if not self.gathered:
             return 0
-        return sum(_rules.size_in_bytes(self.slices[i].aval) for i in self.kept)
+        return sum(_rules.size_in_bytes(self.slices[i].aval) for i in self.used_sharded)
 
 
 def gathered_of(jaxpr: Jaxpr, slices: Sequence[Var]) -> list[Var]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a jaxpr whose parameters rest beside the device: stretches, layer loops, nested loops."""
+"""The parts of a jaxpr with parameters stored off the device: stages, scanned layers, outer loops."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from jzero.sharding.cut._open_loop import OpenLoop
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-# How a loop's stack is there: a leaf on the host, a slice for each turn, or one array on the devices, which
-# may become one that the loop makes; a stack that is made may also be left on the host, or go there slice by
-# slice, an array each.
+# How a loop's stack is there: a leaf on the host, a slice for each iteration, or one array on the devices,
+# which may become one that the loop makes; a stack that is made may also be left on the host, or go there
+# slice by slice, an array each.
 LEAF, SLICES, STACK, RENEWED = "leaf", "slices", "stack", "renewed"
 HOSTED, SENT, UNREAD = "hosted", "sent", "unread"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stretch:
-    """Some equations as one program.
+class StraightStage:
+    """A straight-line stage: some equations as one program.
 
     Attributes:
-      eqns: them, in order, with what they compute again.
+      eqns: in order, with what they recompute.
       leaves: the leaves that it fetches.
-      reads: what else it takes.
-      gives: what it hands on.
+      reads: its other inputs.
+      outputs: what later parts read, or the step returns.
       nbytes: of its leaves on a device while it runs: as they are fetched, and gathered.
-      dies: of what it reads, what nobody reads after it: what it gives may take its memory.
+      last_uses: inputs that nobody reads afterwards: an output may take their memory.
     """
 
     eqns: tuple[Eqn, ...]
     leaves: tuple[Var, ...]
     reads: tuple[Var, ...]
-    gives: tuple[Var, ...]
+    outputs: tuple[Var, ...]
     nbytes: int
-    dies: frozenset[Var] = frozenset()
+    last_uses: frozenset[Var] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LayerLoop:
-    """A `scan`, each turn of which is a program.
+class ScannedLayers:
+    """A `scan` over layers, each iteration of which is a program.
 
     Attributes:
       eqn: the loop.
       xs: for each stack that it reads, how it is there: LEAF, SLICES, STACK or RENEWED.
       ys: for each stack that it makes, how it shall be: SLICES, STACK, HOSTED, SENT or UNREAD.
-      body: what a turn computes; it gathers for the next one where two turns' leaves have room.
-      nbytes: of a turn's leaves on a device: as they are fetched, and gathered.
-      dies: of what it begins with, and takes slices of, what nobody reads after that.
+      body: what an iteration computes; it gathers for the next one where two iterations' leaves have room.
+      nbytes: of an iteration's leaves on a device: as they are fetched, and gathered.
+      last_uses: of what it begins with, and takes slices of, what nobody reads after that.
       renewed: for each stack that it makes as STACK, the one that it reads whose memory it takes, or None.
     """
 
@@ -63,7 +63,7 @@ class LayerLoop:
     ys: tuple[str, ...]
     body: LayerBody
     nbytes: int
-    dies: frozenset[Var] = frozenset()
+    last_uses: frozenset[Var] = frozenset()
     renewed: tuple[Var | None, ...] = ()
 
     @functools.cached_property
@@ -89,14 +89,14 @@ class LayerLoop:
     @functools.cached_property
     def leaves(self) -> tuple[Var, ...]:
         """The stacks of leaves that it fetches slice by slice."""
-        return tuple(map(_jaxpr.variable, self.taken(LEAF)))
+        return tuple(map(_jaxpr.variable, self.stacks_as(LEAF)))
 
-    def taken(self, kind: str) -> list[Atom]:
-        """The stacks that it reads which are there in one way."""
+    def stacks_as(self, kind: str) -> list[Atom]:
+        """The stacks that it reads in one form."""
         return [x for x, k in zip(self.operands[2], self.xs, strict=True) if k == kind]
 
     def made(self, kind: str) -> list[Var]:
-        """The stacks that it makes in one way."""
+        """The stacks that it makes in one form."""
         return [y for y, k in zip(self.results[1], self.ys, strict=True) if k == kind]
 
     @functools.cached_property
@@ -106,27 +106,27 @@ class LayerLoop:
 
     @functools.cached_property
     def reads(self) -> tuple[Var, ...]:
-        """What else it takes."""
+        """The other inputs."""
         return tuple(v for v in variables(self.eqn.invars) if v not in self.leaves)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NestedLoop:
-    """A `scan` or a `while`, each turn of which runs in parts.
+class OuterLoop:
+    """A `scan` or a `while`, each iteration of which runs in parts.
 
     Attributes:
       eqn: the loop.
       loop: its body, opened.
       parts: of its body.
       hosted: all leaves around the loop.
-      dies: of what it begins with, what nobody reads after that.
+      last_uses: of what it begins with, what nobody reads after that.
     """
 
     eqn: Eqn
     loop: OpenLoop
     parts: tuple[LayerPart, ...]
     hosted: frozenset[Var]
-    dies: frozenset[Var] = frozenset()
+    last_uses: frozenset[Var] = frozenset()
 
     @property
     def init(self) -> tuple[Atom, ...]:
@@ -135,12 +135,12 @@ class NestedLoop:
 
     @property
     def leaves(self) -> tuple[Var, ...]:
-        """Those that its parts fetch."""
+        """Leaves that its parts fetch."""
         return tuple(v for v in self.loop.reads if v in self.hosted)
 
     @property
     def reads(self) -> tuple[Var, ...]:
-        """What else it takes."""
+        """The other inputs."""
         return tuple(v for v in self.loop.reads if v not in self.hosted)
 
     @property
@@ -149,41 +149,41 @@ class NestedLoop:
         return max(part.nbytes for part in self.parts)
 
 
-LayerPart = Stretch | LayerLoop | NestedLoop
+LayerPart = StraightStage | ScannedLayers | OuterLoop
 
 
 class Fetched(NamedTuple):
-    """A stretch or a layer loop, and the nested loops around it, the outermost first."""
+    """A stage or scanned layers, and the outer loops around it, the outermost first."""
 
-    part: Stretch | LayerLoop
-    around: tuple[NestedLoop, ...] = ()
+    part: StraightStage | ScannedLayers
+    around: tuple[OuterLoop, ...] = ()
 
 
-def fetched(parts: Iterable[LayerPart], around: tuple[NestedLoop, ...] = ()) -> Iterator[Fetched]:
-    """All stretches and layer loops, those of nested loops included."""
+def fetched(parts: Iterable[LayerPart], around: tuple[OuterLoop, ...] = ()) -> Iterator[Fetched]:
+    """All stages and scanned layers, those of outer loops included."""
     for part in parts:
-        if isinstance(part, NestedLoop):
+        if isinstance(part, OuterLoop):
             yield from fetched(part.parts, (*around, part))
         else:
             yield Fetched(part, around)
 
 
-def nested_loops(parts: Iterable[LayerPart]) -> Iterator[NestedLoop]:
-    """All nested loops, those within others included."""
+def outer_loops(parts: Iterable[LayerPart]) -> Iterator[OuterLoop]:
+    """All outer loops, those within others included."""
     for part in parts:
-        if isinstance(part, NestedLoop):
+        if isinstance(part, OuterLoop):
             yield part
-            yield from nested_loops(part.parts)
+            yield from outer_loops(part.parts)
 
 
-def waiting(parts: Iterable[LayerPart]) -> frozenset[Var]:
-    """What parts hand to others that waits on the host meanwhile: values, and stacks slice by slice."""
+def offloaded(parts: Iterable[LayerPart]) -> frozenset[Var]:
+    """Values (of stacks, slices) that are offloaded between the part that makes them and its readers."""
     found = set[Var]()
     for part in parts:
-        if isinstance(part, Stretch):
-            found |= _residuals.marks(part.eqns).intersection(part.gives)
-        elif isinstance(part, LayerLoop):
+        if isinstance(part, StraightStage):
+            found |= _residuals.marks(part.eqns).intersection(part.outputs)
+        elif isinstance(part, ScannedLayers):
             found |= _residuals.marks([part.eqn])
         else:
-            found |= waiting(part.parts).difference(variables(part.loop.body.outvars))
+            found |= offloaded(part.parts).difference(variables(part.loop.body.outvars))
     return frozenset(found)

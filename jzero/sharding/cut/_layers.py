@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of one device's equations for parameters that rest beside the device: so many bytes at a time.
+"""The cut of one device's equations for parameters stored off the device: a memory budget at a time.
 
-A *stretch* is some equations as one program, with the leaves that it reads; a *layer loop* is a `scan` over
-stacks of leaves, of which each turn is a program: a layer is a device in time. A *nested loop* is one that
-reads more leaves than there is room for: each turn runs in parts of its own. What follows from leaves alone
-(a gather, a cast) is computed again by every stretch that reads it, and never handed on.
+A *straight-line stage* is one program of some equations, with the leaves that it reads. *Scanned layers* are
+a `scan` over stacks of leaves, each iteration of which is a program: a layer is a device in time. An *outer
+loop* reads more leaves than the budget allows: each of its iterations runs in parts of its own. What is
+derived only from leaves (a gather, a cast) is recomputed by every stage that reads it, and never passed on.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from jzero.ir import _rules
 from jzero.ir._regions import variables
 from jzero.sharding.analysis import _residuals
-from jzero.sharding.cut._crossing import is_scalar
-from jzero.sharding.cut._followers import Followers, gathered_bytes, repeats, without_barriers
 from jzero.sharding.cut._fused_loops import fused
 from jzero.sharding.cut._growing_loop import stacks_made, stacks_of
 from jzero.sharding.cut._layer_body import LayerBody, gathered_of
@@ -28,12 +26,19 @@ from jzero.sharding.cut._layer_parts import (
     SLICES,
     STACK,
     UNREAD,
-    LayerLoop,
     LayerPart,
-    NestedLoop,
-    Stretch,
+    OuterLoop,
+    ScannedLayers,
+    StraightStage,
 )
 from jzero.sharding.cut._open_loop import opened
+from jzero.sharding.cut._param_derived import (
+    ParamDerived,
+    gathered_bytes,
+    repeats,
+    without_barriers,
+)
+from jzero.sharding.cut._transfers import is_scalar
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
@@ -46,12 +51,12 @@ def cut(
 
     Args:
       jaxpr: what one device computes, without calls.
-      leaves: values that rest on the host, and the bytes of each on a device.
-      batch: values that are of the batch, or of a turn.
+      leaves: values that are stored on the host, and the bytes of each on a device.
+      batch: values that are of the batch, or of an iteration.
       hosted: outputs that go to the host.
       device_bytes: of leaves that may be on a device; a part has up to half of it, for another is fetched
-        meanwhile, but one equation, or a turn of a loop, may need more.
-      nests: loops of which kinds may run turn by turn, each turn in parts.
+        meanwhile, but one equation, or an iteration of a loop, may need more.
+      nests: loops of which kinds may run iteration by iteration, each iteration in parts.
       inside: it is a loop's body: it takes the carry, which nobody else has.
     """
     whole = fused(without_barriers(jaxpr, leaves, batch), leaves)
@@ -66,38 +71,40 @@ class _LayerCutter:
         self._jaxpr, self._leaves, self._hosted = jaxpr, leaves, hosted
         self._batch = set(batch)
         self._device_bytes, self._nests, self._inside = device_bytes, nests, inside
-        self._nested: dict[int, NestedLoop] = {}
-        self._again = self._derived(with_repeats=False)
+        self._outer_loops: dict[int, OuterLoop] = {}
+        self._recomputed = self._derived(with_repeats=False)
         for eqn in jaxpr.eqns:
             if (loop := self._nested_loop(eqn)) is not None:
-                self._nested[id(eqn)] = loop
-        first = {key: loop.loop.first for key, loop in self._nested.items()}
+                self._outer_loops[id(eqn)] = loop
+        first = {key: loop.loop.first for key, loop in self._outer_loops.items()}
         eqns = [e for eqn in jaxpr.eqns for e in (*first.get(id(eqn), ()), eqn)]
         self._jaxpr = jaxpr = _jaxpr.replaced(jaxpr, eqns=eqns)
-        self._loops = {id(eqn) for eqn in eqns if self._takes_slices(eqn)} - self._nested.keys()
+        self._loops = {
+            id(eqn) for eqn in eqns if self._takes_slices(eqn)
+        } - self._outer_loops.keys()
         read_by_loops = {
             atom for eqn in jaxpr.eqns if id(eqn) in self._loops for atom in variables(eqn.invars)
         }
-        read_by_loops.update(v for loop in self._nested.values() for v in loop.reads)
-        handed = {*read_by_loops, *variables(jaxpr.outvars)}
+        read_by_loops.update(v for loop in self._outer_loops.values() for v in loop.reads)
+        passed = {*read_by_loops, *variables(jaxpr.outvars)}
         # What is computed where it is read.
-        self._again = {
+        self._recomputed = {
             out: eqn
             for out, eqn in self._derived(with_repeats=True).items()
-            if handed.isdisjoint(eqn.outvars)
+            if passed.isdisjoint(eqn.outvars)
         }
-        self._waiting = _residuals.marks(jaxpr.eqns) - self._again.keys()
+        self._offloaded = _residuals.marks(jaxpr.eqns) - self._recomputed.keys()
 
     def _derived(self, with_repeats: bool) -> dict[Var, Eqn]:
-        """What follows from leaves alone, and, `with_repeats`, what has many elements of a few."""
+        """What is derived only from leaves, and, `with_repeats`, what has many elements of a few."""
         derived: dict[Var, Eqn] = {}
-        follows, cheap = Followers(self._leaves, self._batch), set[Var]()
+        follows, cheap = ParamDerived(self._leaves, self._batch), set[Var]()
         for eqn in self._jaxpr.eqns:
-            taken = follows.takes(eqn)
+            derives = follows.takes(eqn)
             again = with_repeats and repeats(eqn, cheap)
-            if all(map(is_scalar, eqn.outvars)) or not (taken or again):
+            if all(map(is_scalar, eqn.outvars)) or not (derives or again):
                 continue
-            cheap.update(eqn.outvars if again and not taken else ())
+            cheap.update(eqn.outvars if again and not derives else ())
             derived |= dict.fromkeys(eqn.outvars, eqn)
         self._batch = follows.batch
         return derived
@@ -108,17 +115,17 @@ class _LayerCutter:
             return False
         return any(var in self._leaves for var in variables(stacks_of(eqn)))
 
-    def _nested_loop(self, eqn: Eqn) -> NestedLoop | None:
+    def _nested_loop(self, eqn: Eqn) -> OuterLoop | None:
         """A loop in parts, if what it reads of leaves has no room on a device, and a part's needs less."""
         if eqn.primitive.name not in self._nests or _moves_memory(eqn):
             return None
         sliced = self._takes_slices(eqn)
         nbytes = self._loop_nbytes(eqn) if sliced else self._nbytes([eqn])
-        # Parts would fetch a stack whole in each turn: not for want of room for a slice.
+        # Parts would fetch a stack whole in each iteration: not for want of room for a slice.
         if nbytes <= self._device_bytes or (sliced and not self._held(eqn)):
             return None
         derived: dict[Var, Eqn | None] = dict.fromkeys(self._leaves)
-        derived.update(self._again)
+        derived.update(self._recomputed)
         loop = opened(eqn, self._jaxpr, derived)
         if loop is None:
             return None
@@ -127,23 +134,23 @@ class _LayerCutter:
         parts = cut(
             loop.body, self._leaves, batch, (), self._device_bytes, self._nests, inside=True
         )
-        nested = NestedLoop(eqn, loop, parts, frozenset(self._leaves))
+        nested = OuterLoop(eqn, loop, parts, frozenset(self._leaves))
         return nested if nested.nbytes < nbytes else None
 
     # -- what runs where ---------------------------------------------------------------------------
 
     def parts(self) -> tuple[LayerPart, ...]:
-        """Fills stretches until the next equation's leaves do not fit; a loop is a part of its own."""
+        """Fills stages until the next equation's leaves do not fit; a loop is a part of its own."""
         bins: list[list[Eqn]] = [[]]
         needs: list[set[Var]] = [set()]
-        moved: list[set[Var]] = [set()]  # what waits on the host, and goes there or comes back
+        moved: list[set[Var]] = [set()]  # what is offloaded, and goes there or comes back
         loop_at: set[int] = set()
         made: dict[Var, int] = {}
         order = {id(eqn): i for i, eqn in enumerate(self._jaxpr.eqns)}
         for eqn in self._jaxpr.eqns:
-            if any(out in self._again for out in eqn.outvars):
+            if any(out in self._recomputed for out in eqn.outvars):
                 continue
-            if id(eqn) in self._loops or id(eqn) in self._nested:
+            if id(eqn) in self._loops or id(eqn) in self._outer_loops:
                 bins += [[eqn], []]
                 needs += [set(), set()]
                 moved += [set(), set()]
@@ -155,24 +162,26 @@ class _LayerCutter:
                 full = (
                     mine and needs[at] and self._nbytes([*bins[at], eqn]) > self._device_bytes // 2
                 )
-                if full or (at == last and self._waits(eqn, at, made, moved[at])):
+                if full or (at == last and self._must_end_stage(eqn, at, made, moved[at])):
                     bins.append([])
                     needs.append(set())
                     moved.append(set())
                     at = len(bins) - 1
                 bins[at].append(eqn)
                 needs[at] |= mine
-                moved[at] |= self._waiting.intersection([*variables(eqn.invars), *eqn.outvars])
+                moved[at] |= self._offloaded.intersection([*variables(eqn.invars), *eqn.outvars])
             made |= dict.fromkeys(eqn.outvars, at)
         groups = [sorted(eqns, key=lambda eqn: order[id(eqn)]) for eqns in bins]
         return self._typed([(i in loop_at, eqns) for i, eqns in enumerate(groups) if eqns])
 
-    def _waits(self, eqn: Eqn, at: int, made: Mapping[Var, int], moved: Collection[Var]) -> bool:
-        """Whether an equation reads what waits on the host, and this stretch makes it, or moves enough.
+    def _must_end_stage(
+        self, eqn: Eqn, at: int, made: Mapping[Var, int], moved: Collection[Var]
+    ) -> bool:
+        """Whether an equation reads what is offloaded, and this stage makes it, or moves enough.
 
-        A stretch moves `ON_THEIR_WAY` bytes, and one value more.
+        A stage moves `ON_THEIR_WAY` bytes, and one value more.
         """
-        read = self._waiting.intersection(variables(eqn.invars))
+        read = self._offloaded.intersection(variables(eqn.invars))
         sizes = [_rules.size_in_bytes(v.aval) for v in {*moved, *read}]
         return any(made.get(v) == at for v in read) or (
             bool(moved) and sum(sizes) > _residuals.ON_THEIR_WAY
@@ -183,26 +192,26 @@ class _LayerCutter:
         return not needs and _jaxpr.autodiff_pass(eqn) is None and not _jaxpr.has_side_effects(eqn)
 
     def _earliest(self, eqn: Eqn, made: Mapping[Var, int], loops: Collection[int]) -> int:
-        """The first stretch in which an equation's operands are there."""
+        """The first stage in which an equation's operands are there."""
         reads = {v for a in variables(eqn.invars) for v in self._inputs_of(a)}
         at = max((made[v] for v in reads if v in made), default=0)
         return at + (at in loops)
 
     def _inputs_of(self, var: Var) -> set[Var]:
         """What a value is computed from, where it is read, that must be there."""
-        if var not in self._again:
+        if var not in self._recomputed:
             return {var}
-        return {v for a in variables(self._again[var].invars) for v in self._inputs_of(a)}
+        return {v for a in variables(self._recomputed[var].invars) for v in self._inputs_of(a)}
 
     def _leaves_of(self, eqn: Eqn) -> set[Var]:
         return {v for a in variables(eqn.invars) for v in self._inputs_of(a) if v in self._leaves}
 
-    def _with_again(self, eqns: Sequence[Eqn]) -> list[Eqn]:
-        """The equations, and before them what they compute again."""
+    def _with_recomputed(self, eqns: Sequence[Eqn]) -> list[Eqn]:
+        """The equations, and before them what they recompute."""
         found: dict[int, Eqn] = {}
 
         def bring(var: Var) -> None:
-            eqn = self._again.get(var)
+            eqn = self._recomputed.get(var)
             if eqn is not None and id(eqn) not in found:
                 for atom in variables(eqn.invars):
                     bring(atom)
@@ -216,12 +225,12 @@ class _LayerCutter:
 
     def _nbytes(self, eqns: Sequence[Eqn]) -> int:
         """Bytes of leaves that equations have on a device: as they are fetched, and gathered."""
-        everything = self._with_again(eqns)
-        taken = {v for eqn in everything for v in variables(eqn.invars) if v in self._leaves}
-        return sum(self._leaves[v] for v in taken) + gathered_bytes(everything, self._leaves)
+        everything = self._with_recomputed(eqns)
+        fetched = {v for eqn in everything for v in variables(eqn.invars) if v in self._leaves}
+        return sum(self._leaves[v] for v in fetched) + gathered_bytes(everything, self._leaves)
 
     def _loop_nbytes(self, eqn: Eqn) -> int:
-        """The same of a turn of a loop that takes slices of leaves."""
+        """The same of an iteration of a loop that takes slices of leaves."""
         scan = _jaxpr.scan_parts(eqn)
         slices = sum(self._leaves.get(v, 0) // scan.length for v in variables(stacks_of(eqn)))
         held = sum(self._leaves[v] for v in self._held(eqn))
@@ -235,7 +244,7 @@ class _LayerCutter:
     # -- the parts, typed --------------------------------------------------------------------------
 
     def _typed(self, groups: Sequence[tuple[bool, list[Eqn]]]) -> tuple[LayerPart, ...]:
-        eqns = [own if is_loop else self._with_again(own) for is_loop, own in groups]
+        eqns = [own if is_loop else self._with_recomputed(own) for is_loop, own in groups]
         reads = [self._reads(group) for group in eqns]
         outvars = set(variables(self._jaxpr.outvars))
         later: list[set[Var]] = [outvars]
@@ -250,25 +259,25 @@ class _LayerCutter:
         for (is_loop, own), everything, read, wanted in zip(
             groups, eqns, reads, later, strict=True
         ):
-            dies = frozenset(v for v in read if v in ours and v not in wanted)
+            last_uses = frozenset(v for v in read if v in ours and v not in wanted)
             if is_loop:
-                parts.append(self._loop(own[0], modes, dies))
+                parts.append(self._loop(own[0], modes, last_uses))
                 continue
             made = dict.fromkeys(out for eqn in everything for out in eqn.outvars)
-            gives = tuple(v for v in made if v in wanted and v not in self._again)
+            outputs = tuple(v for v in made if v in wanted and v not in self._recomputed)
             leaves = tuple(v for v in self._leaves if v in read)
-            parts.append(Stretch(
-                tuple(everything), leaves, tuple(v for v in read if v not in self._leaves), gives,
-                self._nbytes(own), dies))  # fmt: skip
+            parts.append(StraightStage(
+                tuple(everything), leaves, tuple(v for v in read if v not in self._leaves), outputs,
+                self._nbytes(own), last_uses))  # fmt: skip
         return tuple(parts)
 
     def _reads(self, eqns: Sequence[Eqn]) -> dict[Var, None]:
         """What equations read that they do not make, in the order in which they do."""
         made = {out for eqn in eqns for out in eqn.outvars}
-        return {v: None for eqn in eqns for v in self._taken(eqn) if v not in made}
+        return {v: None for eqn in eqns for v in self._read_by(eqn) if v not in made}
 
-    def _taken(self, eqn: Eqn) -> Sequence[Var]:
-        nested = self._nested.get(id(eqn))
+    def _read_by(self, eqn: Eqn) -> Sequence[Var]:
+        nested = self._outer_loops.get(id(eqn))
         return variables(eqn.invars) if nested is None else nested.loop.reads
 
     def _modes(self, groups: Sequence[tuple[bool, list[Eqn]]]) -> dict[Var, str]:
@@ -285,58 +294,63 @@ class _LayerCutter:
                 whole.update(
                     variables(eqn.invars[: len(eqn.invars) - len(stacks)])
                     if stacks
-                    else self._taken(eqn)
+                    else self._read_by(eqn)
                 )
-        for eqn in self._again.values():
+        for eqn in self._recomputed.values():
             whole.update(variables(eqn.invars))
         returned = set(variables(self._jaxpr.outvars))
         hosted = {v for v in made & returned - whole - sliced if v in self._hosted}
-        kept = (made & returned - hosted) | (made & whole)
+        stacked = (made & returned - hosted) | (made & whole)
         return (
             dict.fromkeys(made, UNREAD)
             | dict.fromkeys(made & sliced, SLICES)
             | dict.fromkeys(hosted, HOSTED)
-            | dict.fromkeys(kept, STACK)
+            | dict.fromkeys(stacked, STACK)
         )
 
-    def _loop(self, eqn: Eqn, modes: Mapping[Var, str], dies: frozenset[Var]) -> LayerPart:
-        if (nested := self._nested.get(id(eqn))) is not None:
-            return dataclasses.replace(nested, dies=dies.difference(nested.loop.reads_in_turns))
+    def _loop(self, eqn: Eqn, modes: Mapping[Var, str], last_uses: frozenset[Var]) -> LayerPart:
+        if (nested := self._outer_loops.get(id(eqn))) is not None:
+            return dataclasses.replace(
+                nested, last_uses=last_uses.difference(nested.loop.reads_each_iteration)
+            )
         xs, known = stacks_of(eqn), {**modes, **dict.fromkeys(self._leaves, LEAF)}
         kinds = [STACK if _jaxpr.is_literal(atom) else known.get(atom, STACK) for atom in xs]
         ys = tuple(modes[out] for out in stacks_made(eqn))
         stacks = [y for y, kind in zip(stacks_made(eqn), ys, strict=True) if kind == STACK]
         read = [x for x, kind in zip(xs, kinds, strict=True) if kind == STACK]
         counts = collections.Counter(_jaxpr.variables_read(eqn))
-        alone = {v for v in dies if counts[v] == 1}
+        alone = {v for v in last_uses if counts[v] == 1}
         renewed = self._renewed(stacks, [x for x in variables(read) if x in alone])
         kinds = [
             RENEWED if not _jaxpr.is_literal(x) and x in renewed else kind
             for x, kind in zip(xs, kinds, strict=True)
         ]
         body = self._body(eqn, kinds)
-        nbytes = self._loop_nbytes(eqn) + body.kept_bytes
-        return LayerLoop(eqn, tuple(kinds), ys, body, nbytes, frozenset(alone), renewed)
+        nbytes = self._loop_nbytes(eqn) + body.sharded_bytes
+        return ScannedLayers(eqn, tuple(kinds), ys, body, nbytes, frozenset(alone), renewed)
 
     def _body(self, eqn: Eqn, kinds: Sequence[str]) -> LayerBody:
-        """What a turn computes. It gathers for the next one, if there is room for its bytes twice.
+        """What an iteration computes. It gathers for the next one, if there is room for its bytes twice.
 
-        For the turn's own gathered leaves, those of the next one, and shards of two turns: of the next one,
-        and of the one after it, on their way.
+        For the iteration's own gathered leaves, those of the next one, and shards of two iterations: of the
+        next one, and of the one after it, on their way.
         """
         scan = _jaxpr.scan_parts(eqn)
         inputs = scan.body.invars[len(scan.body.invars) - len(kinds) :]
         leaves = [var for var, kind in zip(inputs, kinds, strict=True) if kind == LEAF]
         free = without_barriers(scan.body, leaves, {*scan.body.invars}.difference(leaves))
         ahead = LayerBody.of(free, scan.body_consts, leaves, gathered_of(free, leaves))
-        if ahead.gathered and self._loop_nbytes(eqn) + ahead.kept_bytes <= self._device_bytes // 2:
+        if (
+            ahead.gathered
+            and self._loop_nbytes(eqn) + ahead.sharded_bytes <= self._device_bytes // 2
+        ):
             return ahead
         return LayerBody.of(scan.body, scan.body_consts, leaves, [])
 
     def _renewed(self, made: Sequence[Var], free: Sequence[Var]) -> tuple[Var | None, ...]:
         """For each stack that a loop makes, one of its type that it reads slice by slice.
 
-        A turn reads its slice of one, and writes its slice of the other in its place.
+        An iteration reads its slice of one, and writes its slice of the other in its place.
         """
         found: list[Var | None] = []
         returned = set(variables(self._jaxpr.outvars))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop opened: its body as equations among those around it, one turn of them."""
+"""A loop opened: its body as equations among those around it, one iteration of them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 class OpenLoop:
     """A `scan` or a `while` whose body reads what is around the loop by the names that it has there.
 
-    What follows from leaves alone, each turn makes for itself. A `scan` is a `while` that is known to end:
-    it carries the turn's place, and the stacks that it makes, `[turns, ...]`; it reads whole those of which
-    a turn takes a slice.
+    What is derived only from leaves, each iteration makes for itself. A `scan` is a `while` that is known to
+    end: it carries the iteration's place, and the stacks that it makes, `[iterations, ...]`; it reads whole
+    those of which an iteration takes a slice.
 
     Attributes:
-      body: a turn; it takes the carry, and gives the next one.
+      body: an iteration; it takes the carry, and gives the next one.
       init: the first carry.
       results: the last carry, as it is known around the loop; None for what is the loop's own.
       first: equations before the loop, of what it begins with: stacks to write into, copies of leaves.
-      length: how many turns; None if `goes_on` tells.
-      goes_on: of a `while`, what it asks before each turn; it takes what it reads of the carry, and around.
+      length: how many iterations; None if `goes_on` tells.
+      goes_on: of a `while`, what it asks before each iteration; it takes what it reads of the carry, and
+        around.
       known: constants that are in the body, by their names there.
     """
 
@@ -44,17 +45,17 @@ class OpenLoop:
 
     @property
     def carry(self) -> list[Var]:
-        """As a turn finds it."""
+        """As an iteration finds it."""
         return self.body.invars
 
     @property
     def reads(self) -> list[Var]:
-        """What it takes of the values around it: to begin with, and in each turn."""
-        return list(dict.fromkeys([*variables(self.init), *self.reads_in_turns]))
+        """What it takes of the values around it: to begin with, and in each iteration."""
+        return list(dict.fromkeys([*variables(self.init), *self.reads_each_iteration]))
 
     @property
-    def reads_in_turns(self) -> list[Var]:
-        """What it takes of the values around it, in each turn."""
+    def reads_each_iteration(self) -> list[Var]:
+        """What it takes of the values around it, in each iteration."""
         asked = [] if self.goes_on is None else self.goes_on.invars
         return [*_free(self.body), *(v for v in asked if v not in self.carry)]
 
@@ -73,7 +74,7 @@ def opened(eqn: Eqn, around: Jaxpr, derived: Mapping[Var, Eqn | None]) -> OpenLo
 class _LoopOpener:
     def __init__(self, eqn: Eqn, around: Jaxpr, derived: Mapping[Var, Eqn | None]):
         self._eqn, self._around, self._derived = eqn, around, derived
-        self._turn = JaxprWriter(eqn)  # `names` has what of leaves it makes anew.
+        self._body = JaxprWriter(eqn)  # `names` has what of leaves it makes anew.
 
     def run(self) -> OpenLoop | None:
         """The loop, if it can be opened."""
@@ -87,7 +88,7 @@ class _LoopOpener:
             return None
         carry = [_jaxpr.new_var(out) for out in self._eqn.outvars]
         ins = [*map(self._inside, closed), *carry]
-        outs = self._turn.write(loop.body, loop.body_consts, ins)
+        outs = self._body.write(loop.body, loop.body_consts, ins)
         asks = JaxprWriter(self._eqn)
         again = asks.write(loop.cond, loop.cond_consts, [*asked, *carry])
         goes_on = self._jaxpr(asks, [], again)
@@ -103,7 +104,7 @@ class _LoopOpener:
         loop = opened_scan(scan)
         carry = [_jaxpr.new_var(port.before) for port in loop.carries]
         ins = [*(self._inside(port.outer) for port in loop.consts), *carry]
-        outs = self._turn.write(loop.body, _jaxpr.scan_parts(self._eqn).body_consts, ins)
+        outs = self._body.write(loop.body, _jaxpr.scan_parts(self._eqn).body_consts, ins)
         first = JaxprWriter(self._eqn)
         first.eqns += loop.before
         results = [None, *(port.out for port in loop.carries[1:])]
@@ -115,9 +116,9 @@ class _LoopOpener:
         results: Sequence[Var | None], first: JaxprWriter, length: int | None, goes_on: Jaxpr | None,
         known: Mapping[Var, Any],
     ) -> OpenLoop:  # fmt: skip
-        begins, ends = self._copied(init, first), self._copied(outs, self._turn)
-        body = self._jaxpr(self._turn, carry, ends)
-        known = {**known, **dict(zip(self._turn.constvars, self._turn.consts, strict=True))}
+        begins, ends = self._copied(init, first), self._copied(outs, self._body)
+        body = self._jaxpr(self._body, carry, ends)
+        known = {**known, **dict(zip(self._body.constvars, self._body.consts, strict=True))}
         return OpenLoop(
             body, tuple(begins), tuple(results), tuple(first.eqns), length, goes_on, known
         )
@@ -137,13 +138,13 @@ class _LoopOpener:
         return _jaxpr.replaced(self._around, constvars=[], invars=ins, outvars=[*outs], eqns=eqns)
 
     def _inside(self, atom: Atom) -> Atom:
-        """What a turn reads for something around the loop: made anew, if it follows from leaves alone."""
+        """An iteration's name of a value around the loop, recomputed if it is derived only from leaves."""
         eqn = None if _jaxpr.is_literal(atom) else self._derived.get(atom)
-        if eqn is not None and atom not in self._turn.names:
+        if eqn is not None and atom not in self._body.names:
             for each in eqn.invars:
                 self._inside(each)
-            self._turn.copy([eqn])
-        return self._turn.read(atom)
+            self._body.copy([eqn])
+        return self._body.read(atom)
 
 
 def _free(jaxpr: Jaxpr) -> list[Var]:

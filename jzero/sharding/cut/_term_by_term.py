@@ -20,7 +20,7 @@ from jzero.ir import _rules
 from jzero.ir._regions import region_of
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._frames import num_reads
-from jzero.sharding.cut._crossing import is_scalar
+from jzero.sharding.cut._transfers import is_scalar
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 

@@ -16,12 +16,12 @@ from typing import Any
 from jzero.ir import _rules
 from jzero.ir._errors import cannot
 from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
-from jzero.ir._regions import Region, turns
+from jzero.ir._regions import Region, trip_count
 from jzero.ir._rules import Cost
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._loops_in_time import has_ends
-from jzero.sharding.partition._movement import TURNS_DEPEND
+from jzero.sharding.partition._movement import ITERATIONS_DEPEND
 from jzero.sharding.partition._values import DeviceValue, axes_of, common
 from jzero.sharding.partition._writer import communicates
 from jzero.tracing import _jaxpr
@@ -86,20 +86,20 @@ class _LoopWriter:
     run: RunRegion
 
     @functools.cached_property
-    def turns(self) -> list[Atom]:
+    def effect_tokens(self) -> list[Atom]:
         """What the loop carries of the order of effects: [Note: the order of effects]."""
-        return [self.frame.turn] if _jaxpr.has_ordered_effects(self.eqn) else []
+        return [self.frame.effect_token] if _jaxpr.has_ordered_effects(self.eqn) else []
 
-    def own_turns(self, inner: DeviceFrame) -> list[Var]:
+    def enter_effects(self, inner: DeviceFrame) -> list[Var]:
         """The same in a body, which begins with it."""
-        found = [*map(_jaxpr.new_var, self.turns)]
-        inner.turn = found[0] if found else inner.turn
+        found = [*map(_jaxpr.new_var, self.effect_tokens)]
+        inner.effect_token = found[0] if found else inner.effect_token
         return found
 
-    def end_turns(self, ended: Sequence[Var]) -> None:
+    def end_effects(self, ended: Sequence[Var]) -> None:
         """The same behind the loop."""
-        for turn in ended:
-            self.frame.end_turn(turn)
+        for token in ended:
+            self.frame.end_effects_of(token)
 
     def hoists(self) -> bool:
         """Whether gathers stand before the loop: in a pass of `jax.grad` they serve all iterations."""
@@ -221,7 +221,7 @@ class _ScanWriter(_LoopWriter):
         stacks = map(self._is_collected, self.eqn.outvars[len(carries) :])
         ends = zip(self.body.jaxpr.outvars, [*self._may_be_partial(), *stacks], strict=True)
         inner.collected = frozenset(x for x, waits in ends if waits)
-        vars, turns = self.variables(carries, self.init), self.own_turns(inner)
+        vars, tokens = self.variables(carries, self.init), self.enter_effects(inner)
         values = [inner.entered(v) for v in self.consts]
         carried = self.values(carries, vars, self.init)
         for j, value in enumerate(carried):
@@ -244,7 +244,7 @@ class _ScanWriter(_LoopWriter):
                 )
             )
         outs = self.run(inner, self.body, [*values, *carried, *slices])
-        return [*vars, *turns, *rows], inner, outs
+        return [*vars, *tokens, *rows], inner, outs
 
     def _written(
         self, inner: DeviceFrame, ins: list[Var], carries: list[_CarryLayout], outs: list[DeviceValue]
@@ -252,16 +252,16 @@ class _ScanWriter(_LoopWriter):
         num, frame, inner.source = len(carries), self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
         collected = [*map(self._is_collected, self.eqn.outvars[num:])]
-        rows, turns = list[DeviceValue](), [inner.turn for _ in self.turns]
+        rows, ended_tokens = list[DeviceValue](), [inner.effect_token for _ in self.effect_tokens]
         for v, waits in zip(outs[num:], collected, strict=True):
             if not waits:
                 inner.settle_here(v, opened=inner.is_opened())
             rows.append(v if waits else _before_casts(v))
-        ends += [*turns, *(inner.at(v, v.layout) for v in rows)]
+        ends += [*ended_tokens, *(inner.at(v, v.layout) for v in rows)]
         body = inner.function(self.parts.body, ins, ends)
         frame.source = self.eqn
         starts = [frame.at(v, c.layout) for v, c in zip(self.init, carries, strict=True)]
-        frame.reason = TURNS_DEPEND if any(map(_is_of_rows, self.xs)) else ""
+        frame.reason = ITERATIONS_DEPEND if any(map(_is_of_rows, self.xs)) else ""
         stacks = [frame.at(v, stack) for v, stack in zip(self.xs, self.stacks, strict=True)]
         layouts = [c.layout for c in carries]
         avals = [var.aval for var in self.eqn.outvars[:num]]
@@ -271,8 +271,8 @@ class _ScanWriter(_LoopWriter):
             avals.append(_jaxpr.var_like(v.aval, var.aval.shape).aval)
         pairs = zip(avals, layouts, strict=True)
         results = [_jaxpr.var_like(aval, layout.local_shape) for aval, layout in pairs]
-        operands = [*inner.imports, *starts, *self.turns, *stacks]
-        ended = [*map(_jaxpr.new_var, turns)]
+        operands = [*inner.imports, *starts, *self.effect_tokens, *stacks]
+        ended = [*map(_jaxpr.new_var, ended_tokens)]
         like = _without_consts(self.eqn, "jaxpr", body)
         frame.eqns.append(
             _jaxpr.scan_like(
@@ -280,7 +280,7 @@ class _ScanWriter(_LoopWriter):
                 num + len(ended), self.parts.length, self.parts.reverse,
             )
         )  # fmt: skip
-        self.end_turns(ended)
+        self.end_effects(ended)
         axes = [*(c.rows for c in carries), *(v.rows for v in rows)]
         origins = [*[None] * num, *(None if v.rows else v.origin for v in rows)]
         found = [
@@ -436,7 +436,7 @@ def _same(region: Region, atom: Atom) -> Atom:
         k, inner = eqn.outvars.index(atom), region.inner(eqn)
         if eqn.primitive.name in _rules.IDENTITIES:
             atom = eqn.invars[k]
-        elif len(inner) == 1 and turns(eqn) == 1:
+        elif len(inner) == 1 and trip_count(eqn) == 1:
             (body,) = inner
             own = _same(body, body.jaxpr.outvars[k])
             if own not in body.jaxpr.invars:
@@ -462,7 +462,7 @@ def _sum_of(region: Region, var: Var) -> Var | None:
         name, k = eqn.primitive.name, eqn.invars.index(var)
         if sum(atom is var for atom in eqn.invars) > 1:  # Doubled.
             return None
-        if len(inner) == 1 and turns(eqn) == 1:
+        if len(inner) == 1 and trip_count(eqn) == 1:
             outs = inner[0].jaxpr.outvars
             found = _sum_of(inner[0], inner[0].jaxpr.invars[k])
             if found is None or sum(atom is found for atom in outs) != 1:
@@ -583,7 +583,7 @@ class _WhileWriter(_LoopWriter):
             inner, vars = self.inner(self.body), self.variables(carries, self.init)
             carried = self.values(carries, vars, self.init)
             values = [*map(inner.entered, self.body_consts), *carried]
-            vars += self.own_turns(inner)
+            vars += self.enter_effects(inner)
             outs = self.run(inner, self.body, values)
             for v in outs:
                 inner.settle(v)
@@ -602,8 +602,8 @@ class _WhileWriter(_LoopWriter):
     ) -> list[DeviceValue] | None:  # fmt: skip
         frame, inner.source = self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs, carries, strict=True)]
-        turns = [inner.turn for _ in self.turns]
-        body = inner.function(self.parts.body, vars, [*ends, *turns])
+        ended_tokens = [inner.effect_token for _ in self.effect_tokens]
+        body = inner.function(self.parts.body, vars, [*ends, *ended_tokens])
         test, cond, go = self._predicate(carries, whole)
         if self.of_rows and not whole:
             alike = all(c.layout.dims[: self.of_rows] == go.layout.dims for c in carries)
@@ -622,10 +622,10 @@ class _WhileWriter(_LoopWriter):
         like = _without_consts(like, "body_jaxpr", body)
         params = like.params | dict(cond_nconsts=len(test.imports), body_nconsts=len(inner.imports))
         like = _jaxpr.with_effects_of_programs(like.replace(params=params))
-        ended = [*map(_jaxpr.new_var, turns)]
-        operands = [*test.imports, *inner.imports, *starts, *self.turns]
+        ended = [*map(_jaxpr.new_var, ended_tokens)]
+        operands = [*test.imports, *inner.imports, *starts, *self.effect_tokens]
         frame.again(like, operands, [*results, *ended])
-        self.end_turns(ended)
+        self.end_effects(ended)
         each = zip(self.eqn.outvars, carries, results, strict=True)
         return [DeviceValue(var.aval, c.layout, {c.layout: x}, c.rows) for var, c, x in each]
 
@@ -634,7 +634,7 @@ class _WhileWriter(_LoopWriter):
     ) -> tuple[DeviceFrame, Jaxpr, DeviceValue]:  # fmt: skip
         test, vars = self.inner(self.cond), self.variables(carries, self.init)
         carried = self.values(carries, vars, self.init)
-        vars += self.own_turns(test)
+        vars += self.enter_effects(test)
         (go,) = self.run(test, self.cond, [*map(test.entered, self.cond_consts), *carried])
         test.source = self.eqn
         test.settle(go)
@@ -664,7 +664,7 @@ def _cond(
     for branch in inner:
         each = DeviceFrame(eqn, frame.shared, branch, frame, hoists=False)
         each.diverges |= bool(index.own)
-        each.turn = each.brought(frame.turn) if ordered else each.turn
+        each.effect_token = each.brought(frame.effect_token) if ordered else each.effect_token
         outs = run(each, branch, [each.entered(v) for v in operands])
         each.source = eqn
         frames.append(each)
@@ -680,7 +680,7 @@ def _cond(
     ]
     frame.source = eqn
     if ordered:
-        ends = [[*own, each.turn] for each, own in zip(frames, ends, strict=True)]
+        ends = [[*own, each.effect_token] for each, own in zip(frames, ends, strict=True)]
     return _branches(frame, eqn, predicate, frames, returned, layouts, ends)
 
 
@@ -710,8 +710,8 @@ def _branches(
     ended = [*map(_jaxpr.new_var, ends[0][len(results) :])]
     like = _jaxpr.with_effects_of_programs(eqn.replace(params=params))
     frame.again(like, [predicate, *order], [*results, *ended])
-    for turn in ended:
-        frame.end_turn(turn)
+    for token in ended:
+        frame.end_effects_of(token)
     found = []
     for j, (var, layout, x) in enumerate(zip(eqn.outvars, layouts, results, strict=True)):
         rows = frozenset(a for outs in returned for a in outs[j].rows)

@@ -2,8 +2,8 @@
 """What a step does beside computing (prints, callbacks): once, on whole values, by the first device.
 
 [Note: the order of effects] What asks for an order waits, on the device that calls the host, for a number
-that the one before it has returned: `DeviceFrame.turn`. Loops carry it; branches take and return it. It is no
-value of the step's: devices that call nothing have any number.
+that the one before it has returned: `DeviceFrame.effect_token`. Loops carry it; branches take and return it.
+It is no value of the step's: devices that call nothing have any number.
 
 [Note: effects in microbatches] The first device calls in its first microbatch. Outside of loops and branches
 a call runs once, since whole values are the same in all microbatches: behind the loop over microbatches that
@@ -43,12 +43,12 @@ def once(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Devic
     axes = [axis for axis in frame.mesh if frame.outer is not None or axis not in frame.over_time]
     host = HostCall(eqn, raises=in_microbatches)
     first = frame.inline(_is_first, (), frame.index(axes))
-    turn = frame.turn if ordered else _jaxpr.scalar(0, np.int32)
-    failed, *outs = host.write(frame, first, turn, atoms)
+    token = frame.effect_token if ordered else _jaxpr.scalar(0, np.int32)
+    failed, *outs = host.write(frame, first, token, atoms)
     terms = [frame.whole(x.aval.shape).summed(*map(Partial, sorted(axes))) for x in (failed, *outs)]
     if not in_microbatches:
         failed = host.write_fail(frame, frame.convert(failed, terms[0], frame.whole(())))
-    frame.turn = failed if ordered else frame.turn
+    frame.effect_token = failed if ordered else frame.effect_token
     return [
         DeviceValue(var.aval, layout, {layout: x})
         for var, layout, x in zip(eqn.outvars, terms[1:], outs, strict=True)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from jzero.ir import _rules
 from jzero.ir._factors import SCATTER_REDUCES, Factor
 from jzero.ir._layout import AxisCut, Dim, Layout, Partial, fits
-from jzero.ir._regions import Region, edges, turns
+from jzero.ir._regions import Region, edges, trip_count
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.partition import _look_ups
 from jzero.sharding.partition._frame import DeviceFrame
@@ -59,7 +59,7 @@ def waits(eqn: Eqn) -> bool:
     return _rules.costs(eqn, Cost.VIEW, Cost.COPY) or name in _PASS
 
 
-AGAIN = "rematted_computation"  # JAX's scope of what a checkpoint computes again
+AGAIN = "rematted_computation"  # JAX's scope of what a checkpoint recomputes
 SMALL = 2**22  # bytes: gradients of slices of a small leaf are added up before they are summed
 _PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum"}
 # Of state that is not larger, what they read is gathered in their place: a table and its transpose share it.
@@ -67,7 +67,7 @@ _VIEWS = {"transpose", "convert_element_type", "broadcast_in_dim"}
 
 
 def widens_for_loop(frame: DeviceFrame, eqn: Eqn) -> bool:
-    """Whether it casts to a wider dtype what a loop only adds up: all turns are summed up in that one."""
+    """Whether it casts to a wider dtype what a loop only adds up: iterations are summed in that dtype."""
     return eqn.outvars[0] in frame.collected and _widens(eqn)
 
 
@@ -251,7 +251,7 @@ def _beside(
 
 
 def _is_backward(frame: DeviceFrame, eqn: Eqn) -> bool:
-    """Whether a backward pass makes it, and not what a checkpoint computes again."""
+    """Whether a backward pass makes it, and not what a checkpoint recomputes."""
     return frame.region.pass_of(eqn) == "backward" and not _jaxpr.in_scope(eqn, AGAIN)
 
 
@@ -590,7 +590,7 @@ def _is_read_whole(region: Region, atom: Atom) -> bool:
         if eqn.primitive.name == "optimization_barrier":
             if _is_read_whole(region, eqn.outvars[eqn.invars.index(atom)]):
                 return True
-        elif turns(eqn) == 1 and (ways := edges(region, eqn)):
+        elif trip_count(eqn) == 1 and (ways := edges(region, eqn)):
             inside = [edge.target for edge in ways if edge.source == (region, atom)]
             if any(_is_read_whole(*target) for target in inside):
                 return True

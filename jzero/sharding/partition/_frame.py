@@ -98,7 +98,7 @@ class DeviceFrame(DeviceWriter):
       returns: the number of the step's result that is made now.
       collected: what a loop's body returns that may be a sum over devices; it is done behind the loop.
       diverges: whether not all devices may run what is written.
-      turn: what the next ordered effect waits for, [Note: the order of effects].
+      effect_token: what the next ordered effect waits for, [Note: the order of effects].
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class DeviceFrame(DeviceWriter):
         self.reason = self.leaf = ""
         self.returns: int | None = None
         self.collected: frozenset[Atom] = frozenset()
-        self.turn: Atom = _jaxpr.scalar(0, np.int32)
+        self.effect_token: Atom = _jaxpr.scalar(0, np.int32)
         # A pass of `jax.grad` gathers state for itself, behind what the pass before ended with.
         self._pass: str | None = None
         self._scope = 0
@@ -376,11 +376,11 @@ class DeviceFrame(DeviceWriter):
             self._index[key] = self.brought(self.outer.index(axes))
         return super().index(axes)
 
-    def end_turn(self, turn: Atom) -> None:
+    def end_effects_of(self, token: Atom) -> None:
         """Ordered effects in a loop or branch are done; outside of all, those of all microbatches."""
         axes = self.over_time if self.outer is None else frozenset[str]()
         whole = self.whole(())
-        self.turn = self.convert(turn, whole.summed(*map(Partial, axes)), whole)
+        self.effect_token = self.convert(token, whole.summed(*map(Partial, axes)), whole)
 
     def hint_of(self, var: Var) -> Hint | None:
         """How what follows wants it; None if it asks for nothing."""

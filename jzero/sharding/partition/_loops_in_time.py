@@ -4,7 +4,7 @@
 A reduction over the axis of microbatches ends a loop, and so does what needs of each microbatch what the loop
 made: a gather over the axis, or a loop or branch with such ends inside, which is opened. Whatever differs
 between microbatches is in the loop that makes it for such an end, and in each later one that needs it again,
-or reads what was kept (`sharding/partition/_kept.py`).
+or reads what was kept (`sharding/partition/_saved.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jzero.ir._errors import CannotPartitionError
 from jzero.ir._products import products
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._rules import Cost
-from jzero.sharding.partition._kept import Keeper, Loops
+from jzero.sharding.partition._saved import Keeper, Loops
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
@@ -39,7 +39,7 @@ class LoopInTime(NamedTuple):
       reads: what it reads of each microbatch that earlier loops have made.
       sums: the reductions whose operands it makes.
       lasts: what each microbatch computes alike, and others read.
-      stacks: what it hands out as each microbatch has it.
+      stacks: what it returns as each microbatch has it.
       silent: equations that an earlier loop has run, with all that they do beside computing.
     """
 
@@ -57,7 +57,7 @@ class LoopsInTime(NamedTuple):
     Attributes:
       loops: a loop may be empty.
       once: for each loop, the equations that run before it, by index; and those behind the last one.
-      kept: what loops hand on for later ones alone.
+      kept: what loops pass on for later ones alone.
       said: what is to be said of them.
     """
 
@@ -304,7 +304,7 @@ def _waited_for(levels: _Levels) -> set[Var]:
 
 
 # [Note: bits of earlier loops]
-# What a loop computes again may differ in its last bit. No row would then be the largest
+# What a loop recomputes may differ in its last bit. No row would then be the largest
 # (`losses == losses.max()`), and a row would be at some distance from itself. So what is compared with what
 # all rows made is kept whatever its bytes, and so is what is gathered in another shape
 # (test_collected_rows.py::test_what_is_the_largest_of_all_rows_is_so_in_every_loop).

@@ -39,7 +39,6 @@ from jzero.ir._loops import (
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._sent import cast, fenced
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.partition._kept import kept_of
 from jzero.sharding.partition._loops_in_time import (
     REDUCES,
     LoopInTime,
@@ -50,6 +49,7 @@ from jzero.sharding.partition._loops_in_time import (
     loops_in_time,
 )
 from jzero.sharding.partition._partition import DeviceProgram, moves_of
+from jzero.sharding.partition._saved import saved_value
 from jzero.sharding.partition._time import TimeAxis, without_time
 from jzero.sharding.partition._writer import DeviceMove
 from jzero.tracing import _jaxpr, _rewrite
@@ -110,7 +110,7 @@ class _LoopsWriter:
 
     Attributes:
       rows: arguments with the rows of all microbatches, and along which dim.
-      stacks: `[microbatches, ...]` of what loops hand out, and of what is given so.
+      stacks: `[microbatches, ...]` of what loops return, and of what is given so.
       at_once: what is made of all microbatches at once.
     """
 
@@ -246,7 +246,9 @@ class _LoopsWriter:
             for x, of_each in zip(results[num:], kept, strict=True)
             if of_each
         }
-        self.at_once += (kept_of(x, eqn) for x in swapped)  # of each iteration, of all microbatches
+        self.at_once += (
+            saved_value(x, eqn) for x in swapped
+        )  # of each iteration, of all microbatches
         made = [swapped.get(x, x) for x in results]
         self.outer.eqns.append(
             _jaxpr.scan_like(eqn, written, atoms, made, first, num, scan.length, scan.reverse)

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jzero.ir._layout import Layout, Prices
-from jzero.ir._regions import Region, turns
+from jzero.ir._regions import Region, trip_count
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning, WrittenStep
 from jzero.sharding.partition._hints import hints_of
-from jzero.sharding.partition._kept import Loops
 from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._run import run
+from jzero.sharding.partition._saved import Loops
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
 from jzero.sharding.partition._writer import DeviceMove
@@ -63,7 +63,7 @@ class DeviceProgram:
       moves: every conversion that communicates; of a result it is of the operation `OUTPUT`, at its number.
       by_result: these, by what the collective makes.
       loops: over microbatches, not those inside other loops.
-      residuals: what waits on the host for the backward pass, of one microbatch.
+      residuals: what is offloaded for the backward pass, of one microbatch.
     """
 
     jaxpr: Jaxpr
@@ -208,7 +208,7 @@ def _moves(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove], times: int) -> Iterato
         if eqn.outvars and (move := moves.get(eqn.outvars[0])) is not None:
             yield move._replace(nbytes=move.nbytes * times, times=times)
         for inner in _jaxpr.inner_jaxprs(eqn):
-            yield from _moves(_jaxpr.open_jaxpr(inner)[0], moves, times * (turns(eqn) or 1))
+            yield from _moves(_jaxpr.open_jaxpr(inner)[0], moves, times * (trip_count(eqn) or 1))
 
 
 def _nowhere() -> Eqn:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a forward pass keeps for its backward pass waits in pinned memory of the host.
 
-A stack of what a loop's turns make is made there, slice by slice, and backward loops fetch slice by slice. A
-value leaves when it is made; the forward pass goes on with the device's copy, and the backward pass fetches
-the host's where it first reads it::
+A stack of what a loop's iterations make is made there, slice by slice, and backward loops fetch slice by
+slice. A value leaves when it is made; the forward pass goes on with the device's copy, and the backward pass
+fetches the host's where it first reads it::
 
-    for x in xs: carry, ys = turn(x)       ->  for x in xs: carry, to_host(ys) = turn(x)
+    for x in xs: carry, ys = body(x)       ->  for x in xs: carry, to_host(ys) = body(x)
     for y in ys: carry = transposed(y)     ->  for y in ys: carry = transposed(to_device(y))
 
-The pass `prefetch` then has a turn fetch for the next one, and finds values the places where they come back.
+The pass `prefetch` then has an iteration fetch for the next one, and finds values the places where they come
+back.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class OnHost(NamedTuple):
-    """A program, and what of it waits on the host."""
+    """A program, and what of it is offloaded."""
 
     jaxpr: Jaxpr
     residuals: tuple[Residual, ...]
@@ -38,13 +39,13 @@ class OnHost(NamedTuple):
 def activations(
     jaxpr: Jaxpr, rows: Sequence[frozenset[str]], microbatches: int, marks: bool = False
 ) -> OnHost:
-    """One device's program whose residuals wait on the host; what is said of them is of one microbatch.
+    """One device's program whose residuals are offloaded; what is said of them is of one microbatch.
 
     Args:
       jaxpr: the program, with explicit collectives.
       rows: of each argument, the axes over which it differs because rows of the batch do.
       microbatches: how many there are, in whose loops residuals are made and read.
-      marks: its passes are to be programs of their own: what they hand on is marked, and nothing moves.
+      marks: its passes are to be programs of their own: what they pass on is marked, and nothing moves.
     """
     program = Region(jaxpr, [])
     found = _origins.origins(program, rows)
@@ -141,7 +142,7 @@ class _OnHostWriter:
                 (here,) = writer.trace(_residuals.marked, here)
             writer.names[eqn.outvars[0]] = here
             return
-        # The turns of another loop with both passes are whole programs.
+        # The iterations of another loop with both passes are whole programs.
         apart = self.region.pass_of(eqn) is not None or _jaxpr.in_scope(eqn, MICROBATCHES)
         is_loop = eqn.primitive.name == "scan" and apart
         new = self._marked_loop(writer, eqn) if is_loop else self._with_inner(eqn)
@@ -153,34 +154,34 @@ class _OnHostWriter:
                 self.there[out] = _jaxpr.variable(mark)
 
     def _marked_loop(self, writer: JaxprWriter, eqn: Eqn) -> Eqn:
-        """A loop whose turns mark what they hand on, and take what was marked from the devices' memory."""
+        """A loop whose iterations mark the residuals that they return, and fetch those that were marked."""
         scan, (body,) = Scan.of(eqn), self.region.inner(eqn)
         inner = _OnHostWriter(body, self.waiting, marks=True)
-        turn = inner.writer
-        if turn is None:
+        own = inner.writer
+        if own is None:
             return eqn
         xs = list[SlicePort]()
         for port in scan.xs:
             stack, row = writer.read(port.stack), port.row
             if _jaxpr.is_on_host(row.aval) and not _jaxpr.is_on_host(stack.aval):
                 row = _jaxpr.var_like(stack.aval, row.aval.shape)
-                turn.names[port.row] = row
+                own.names[port.row] = row
             xs.append(SlicePort(stack, row))
         for each in body.jaxpr.eqns:
-            inner._one(turn, each)
+            inner._one(own, each)
         ys = list[StackPort]()
         for made in scan.ys:
-            x, out = turn.read(made.row), made.stack
+            x, out = own.read(made.row), made.stack
             residual = self.waiting.get((self.region, out))
             if residual is not None and residual.turns > 1 and not _jaxpr.is_literal(x):
-                (x,) = turn.trace(_residuals.marked, x)
+                (x,) = own.trace(_residuals.marked, x)
             if _jaxpr.is_on_host(out.aval) and not _jaxpr.is_on_host(x.aval):
                 out = writer.names[made.stack] = _jaxpr.var_like(x.aval, out.aval.shape)
             ys.append(StackPort(x, out))
-        carries = [port._replace(after=turn.read(port.after)) for port in scan.carries]
-        assert not turn.consts, "marks have no constants"
+        carries = [port._replace(after=own.read(port.after)) for port in scan.carries]
+        assert not own.consts, "marks have no constants"
         new = dataclasses.replace(
-            scan, eqns=(*turn.eqns,), carries=(*carries,), xs=(*xs,), ys=(*ys,)
+            scan, eqns=(*own.eqns,), carries=(*carries,), xs=(*xs,), ys=(*ys,)
         )
         return new.equation()
 
@@ -216,11 +217,11 @@ class _OnHostWriter:
             ys.append(made)
         if not [*first.eqns, *last.eqns]:
             return eqn
-        turn = JaxprWriter(eqn, first.names)
-        turn.keep(scan.eqns)
-        carries = [port._replace(after=turn.read(port.after)) for port in scan.carries]
-        rows = [port._replace(row=turn.read(port.row)) for port in ys]
-        eqns = (*first.eqns, *turn.eqns, *last.eqns)
+        body = JaxprWriter(eqn, first.names)
+        body.keep(scan.eqns)
+        carries = [port._replace(after=body.read(port.after)) for port in scan.carries]
+        rows = [port._replace(row=body.read(port.row)) for port in ys]
+        eqns = (*first.eqns, *body.eqns, *last.eqns)
         new = dataclasses.replace(
             scan, eqns=eqns, carries=tuple(carries), xs=tuple(xs), ys=tuple(rows)
         )

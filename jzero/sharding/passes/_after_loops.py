@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Behind a loop that gathers nothing starts before it is over, its last turn included."""
+"""Behind a loop that gathers nothing starts before it is over, its last iteration included."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from jzero.ir._regions import region_of, variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._waits import AFTER_LOOP as SCOPE
-from jzero.sharding.passes._waits import LAST_TURN
+from jzero.sharding.passes._waits import LAST_ITERATION
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
 # [Note: the end of a loop]
-# The last turn of a pipelined loop stands behind it, among all other equations. XLA would compute a stack
-# with its last slice anew for every reader, into copies. And a gather behind a loop that reads nothing of it
-# could run before it: what it gathers is alive through all turns, and the compiler may let the gather of the
-# forward pass serve the backward pass.
+# The last iteration of a pipelined loop stands behind it, among all other equations. XLA would compute a
+# stack with its last slice anew for every reader, into copies. And a gather behind a loop that reads nothing
+# of it could run before it: what it gathers is alive through all iterations, and the compiler may let the
+# gather of the forward pass serve the backward pass.
 
 
 def after_loops(jaxpr: Jaxpr) -> Jaxpr:
@@ -51,11 +51,11 @@ def after_loops(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _made(jaxpr: Jaxpr, loops: list[int]) -> dict[int, list[Var]]:
-    """What a loop's last turn makes for others, by where it ends; without what waits already."""
+    """What a loop's last iteration makes for others, by where it ends; without what waits already."""
     readers, ends = region_of(jaxpr.eqns).readers, dict[int, list[Eqn]]()
     returned = set(variables(jaxpr.outvars))
     for start, stop in zip(loops, [*loops[1:], len(jaxpr.eqns)], strict=True):
-        mine = [i for i in range(start, stop) if _is_of_last_turn(jaxpr.eqns[i])]
+        mine = [i for i in range(start, stop) if _is_of_last_iteration(jaxpr.eqns[i])]
         if mine:
             ends[mine[-1]] = [jaxpr.eqns[i] for i in mine]
 
@@ -71,5 +71,5 @@ def _made(jaxpr: Jaxpr, loops: list[int]) -> dict[int, list[Var]]:
     return {end: made for end, made in found.items() if made}
 
 
-def _is_of_last_turn(eqn: Eqn) -> bool:
-    return _jaxpr.in_scope(eqn, LAST_TURN) and not _jaxpr.in_scope(eqn, SCOPE)
+def _is_of_last_iteration(eqn: Eqn) -> bool:
+    return _jaxpr.in_scope(eqn, LAST_ITERATION) and not _jaxpr.in_scope(eqn, SCOPE)

@@ -54,8 +54,8 @@ def before_loops(jaxpr: Jaxpr, reduction: str = "reduce_scatter") -> Jaxpr:
 
 
 def _is_long_loop(eqn: Eqn) -> bool:
-    in_turns = eqn.primitive.name in ("scan", "while")
-    return in_turns and any(e.primitive.name in _waits.PRODUCTS for e in _jaxpr.inside(eqn))
+    in_iterations = eqn.primitive.name in ("scan", "while")
+    return in_iterations and any(e.primitive.name in _waits.PRODUCTS for e in _jaxpr.inside(eqn))
 
 
 class _Sums:

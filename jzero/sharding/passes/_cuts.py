@@ -61,7 +61,8 @@ def cut(
 
     dim = max(dims, key=rank)
     size = shape[dim]
-    # Three at least: the compiler takes loops of one turn apart, and makes the tiles of all of them at once.
+    # Three at least: the compiler takes loops of one iteration apart, and makes the tiles of all of them at
+    # once.
     fewest = min(size, max(3, -(-size // max(1, nbytes * size // whole))))
     # Rather a few tiles more that are all of one size: a smaller one stands beside the loop.
     equal = (num for num in range(fewest, fewest + fewest // 2 + 1) if size % num == 0)

@@ -104,10 +104,10 @@ def slices_into(
     rows, row_bytes = whole.shape[0], whole.nbytes // whole.shape[0]
     size = max(1, min(rows, nbytes // row_bytes))
 
-    def turn(whole: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+    def iteration(whole: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
         old, mine = (lax.dynamic_slice_in_dim(x, start, size, 0) for x in (whole, shard))
         return lax.dynamic_update_slice_in_dim(whole, make_slice(old, mine), start, 0)
 
-    whole = lax.fori_loop(0, rows // size, lambda i, x: turn(x, i * size, size), whole)
+    whole = lax.fori_loop(0, rows // size, lambda i, x: iteration(x, i * size, size), whole)
     done = rows // size * size
-    return turn(whole, done, rows - done) if done < rows else whole
+    return iteration(whole, done, rows - done) if done < rows else whole

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One gather of a leaf for all passes: before the loops whose turns gather slices of it, and once.
+"""One gather of a leaf for all passes: before the loops whose iterations gather slices of it, and once.
 
 What is gathered stays on the devices until its last use, through the forward and the backward pass.
 """
@@ -51,7 +51,7 @@ def _kept(jaxpr: Jaxpr, in_all_loops: bool, autodiff: str | None) -> Jaxpr:
 
 # -- stacks ------------------------------------------------------------------------------------------------
 def _of_stacks(eqn: Eqn) -> list[Eqn]:
-    """A loop whose turns take slices of gathered stacks."""
+    """A loop whose iterations take slices of gathered stacks."""
     scan = Scan.of(eqn)
     stacks = {port.row: port.stack for port in scan.xs}
     found = [c for c in chains(scan.body) if c.root in stacks and all(map(_has_stacks, c.eqns))]

@@ -2,8 +2,8 @@
 """A sum over the devices that is only added to others is done once, of what is added up.
 
 No sum waits through a cast to another dtype, so the partitioner leaves two cases. The gradient of what
-all layers read (a bias by position) is cast to its dtype in each turn: the turns add up what is to be
-summed. The gradients of a table that is read twice are cast and added. Both are added in the wider dtype,
+all layers read (a bias by position) is cast to its dtype in each iteration: the iterations add up what is to
+be summed. The gradients of a table that is read twice are cast and added. Both are added in the wider dtype,
 and the result goes as each of them would; large ones are summed apart.
 """
 
@@ -130,23 +130,23 @@ def _collected(port: CarryPort, makers: _waits.Makers, num: Mapping[Var, int]) -
 def _summed_behind(scan: Scan, chains: Mapping[int, Sequence[Eqn]]) -> Scan:
     """The loop whose carries add up what the first sums of these chains, by carry, sum; and these, behind it.
 
-    A running sum in the narrower dtype would lose a small term of a turn as soon as it is large.
+    A running sum in the narrower dtype would lose a small term of an iteration as soon as it is large.
     """
     gone = {id(eqn) for chain in chains.values() for eqn in chain}
     eqns = [eqn for eqn in scan.eqns if id(eqn) not in gone]
     carries, before, after = [*scan.carries], [*scan.before], [*scan.after]
     for j, chain in chains.items():
         port, (psum, *_, add) = carries[j], chain
-        term, writer, turn = _jaxpr.variable(psum.invars[0]), JaxprWriter(psum), JaxprWriter(add)
+        term, writer, body = _jaxpr.variable(psum.invars[0]), JaxprWriter(psum), JaxprWriter(add)
         dtype = jnp.promote_types(term.aval.dtype, add.outvars[0].aval.dtype)
         old, new, out = (_jaxpr.var_like(term.aval, dtype=dtype) for _ in range(3))
         carries[j] = CarryPort(writer.full(0, old.aval), old, new, out)
-        turn.again(add, [old, *turn.trace(cast, term, static=(dtype,))], [new])
+        body.again(add, [old, *body.trace(cast, term, static=(dtype,))], [new])
         behind = JaxprWriter(psum, {port.before: port.init})
         (behind.names[term],) = behind.trace(cast, out, static=(term.aval.dtype,))
         behind.copy(chain[:-1])
         behind.again(add, outs=[port.out])
-        eqns += turn.eqns
+        eqns += body.eqns
         before += writer.eqns
         after += (_jaxpr.within_scope(e, outer=scan.eqn) for e in behind.eqns)
     return dataclasses.replace(

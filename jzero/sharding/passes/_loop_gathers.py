@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers of what a loop of an evaluation closes over: before the loop, or in each turn.
+"""Gathers of what a loop of an evaluation closes over: before the loop, or in each iteration.
 
 If it has no room before the loop, the compiler shall not put it there: its gathers wait for something of the
-turn.
+iteration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def loop_gathers(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
 
     Args:
       jaxpr: the program, with explicit collectives.
-      nbytes: the most that one loop keeps gathered through its turns; of a loop with more, each turn gathers.
+      nbytes: the most that one loop keeps gathered through its iterations; of a loop with more, each
+        iteration gathers.
     """
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:
@@ -37,12 +38,12 @@ def loop_gathers(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
 
 
 def _stacks_whole(eqn: Eqn) -> Eqn:
-    """A loop whose turns gather stacks before loops of their own, which take slices of them."""
+    """A loop whose iterations gather stacks before loops of their own, which take slices of them."""
     return _jaxpr.with_inner(eqn, lambda body: keep_gathered(body, in_all_loops=True))
 
 
 def _of_scan(eqn: Eqn, nbytes: int, waits: bool) -> list[Eqn] | None:
-    """The loop, its gathers before it; if they do not fit, None, or with gathers that wait for its turns."""
+    """The loop behind its gathers; if they do not fit, None, or with gathers in each iteration."""
     scan = Scan.of(eqn)
     outer = {port.inner: port.outer for port in scan.consts}
     found = [chain for chain in chains(scan.body) if chain.root in outer]
@@ -55,8 +56,8 @@ def _of_scan(eqn: Eqn, nbytes: int, waits: bool) -> list[Eqn] | None:
             made = _outside(builder.before, chain, outer[chain.root])
             builder.consts.append(ConstPort(made, chain.out))
     else:
-        turn = [*(port.before for port in scan.carries), *(port.row for port in scan.xs)]
-        builder.eqns = tuple(_in_each_turn(scan.eqns, found, turn))
+        iteration = [*(port.before for port in scan.carries), *(port.row for port in scan.xs)]
+        builder.eqns = tuple(_inside(scan.eqns, found, iteration))
     return builder.build().equations()
 
 
@@ -70,7 +71,7 @@ def _of_while(eqn: Eqn, nbytes: int, waits: bool) -> list[Eqn] | None:
     writer, fits = JaxprWriter(eqn), _fits(found, nbytes)
     if not found or not waits and not fits:
         return None
-    eqns = _without(loop.body.eqns, found) if fits else _in_each_turn(loop.body.eqns, found, carry)
+    eqns = _without(loop.body.eqns, found) if fits else _inside(loop.body.eqns, found, carry)
     hoisted = found if fits else []
     made = [_outside(writer, chain, outer[chain.root]) for chain in hoisted]
     ins = [*consts, *(chain.out for chain in hoisted), *carry]
@@ -100,12 +101,12 @@ def _outside(writer: JaxprWriter, chain: GatherChain, x: Atom) -> Var:
     return _jaxpr.variable(x)
 
 
-def _in_each_turn(
-    eqns: Sequence[Eqn], found: Sequence[GatherChain], turn: Sequence[Var]
+def _inside(
+    eqns: Sequence[Eqn], found: Sequence[GatherChain], iteration: Sequence[Var]
 ) -> list[Eqn]:
-    """A turn whose gathers wait for something that no two turns have in common."""
+    """An iteration whose gathers wait for something that no two iterations have in common."""
     ours, written = {id(chain.eqns[-1]) for chain in found}, list[Eqn]()
-    token = next((var for var in turn if _waits.is_float(var)), turn[0])
+    token = next((var for var in iteration if _waits.is_float(var)), iteration[0])
     for eqn in eqns:
         if id(eqn) in ours:
             barriers, eqn = _waits.waiting(eqn, [token], _waits.PREFETCH)

@@ -21,11 +21,11 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 # [Note: one order of collectives]
-# XLA:CPU starts the operations of a device in one order, but a loop counts as started when its first turn
-# waits for something. A gather behind it may then meet, on another device, a gather of the loop: all have
-# one name. And it drops the optimization barriers by which `_queue.py` orders them. So on CPUs a loop, branch
-# or call in which devices meet reads, in a way that no simplifier sees through, something of what the
-# collectives before it have made, and each collective behind it something of its result
+# XLA:CPU starts the operations of a device in one order, but a loop counts as started when its first
+# iteration waits for something. A gather behind it may then meet, on another device, a gather of the loop:
+# all have one name. And it drops the optimization barriers by which `_queue.py` orders them. So on CPUs a
+# loop, branch or call in which devices meet reads, in a way that no simplifier sees through, something of
+# what the collectives before it have made, and each collective behind it something of its result
 # (tests/test_one_order.py; docs/facts.md#loops-with-collectives-are-overtaken).
 
 
@@ -116,7 +116,7 @@ class _Sequence:
             self._since += made
 
     def _opens(self, eqn: Eqn) -> bool:
-        """Writes what a call or a loop of one turn holds in its place, as XLA does; False of another."""
+        """Writes what a call or a loop of one iteration holds in its place, as XLA does; False of another."""
         call = None if _jaxpr.is_rematted(eqn) else _jaxpr.call_parts(eqn)
         if call is not None and not call[1]:
             self._write(eqn, call[0], [*map(self.writer.read, eqn.invars)], eqn.outvars)

@@ -21,7 +21,7 @@ from jzero.tracing._types import Eqn, Jaxpr, Var
 # wait for it, whole. One after the other each would take a latency, which grows with the devices. So they
 # run in two groups, of about half of the bytes each, or in more of up to `nbytes`. Outside of loops two
 # groups and what was made meanwhile are alive: each has up to half of it, or a sixteenth of the bytes if that
-# is more, but no more than `nbytes`. Those of a group do not wait for each other, so that the compiler
+# is more, but at most `nbytes`. Those of a group do not wait for each other, so that the compiler
 # combines them, but for all of the group before: it would else combine one that nothing waits for with those
 # of a later group. A group of few bytes goes on, and few more join a full one: a bias before, between or
 # after matrices would else take a latency of its own.
@@ -38,21 +38,21 @@ def order(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
       nbytes: of whole gradients that are reduced together, at most. With 0 each waits for the one before. So
         that they run as they come, leave the pass out.
     """
-    return _ordered(jaxpr, nbytes, in_turn=False)
+    return _ordered(jaxpr, nbytes, in_loop=False)
 
 
-def _ordered(jaxpr: Jaxpr, nbytes: int, in_turn: bool) -> Jaxpr:
+def _ordered(jaxpr: Jaxpr, nbytes: int, in_loop: bool) -> Jaxpr:
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:
         inside = functools.partial(
-            _ordered, nbytes=nbytes, in_turn=in_turn or eqn.primitive.name in ("scan", "while")
+            _ordered, nbytes=nbytes, in_loop=in_loop or eqn.primitive.name in ("scan", "while")
         )
         eqns.append(_jaxpr.with_inner(eqn, inside))
     jaxpr = _waits.with_equations(jaxpr, eqns)
     found = _gradients(jaxpr)
     if len(found) < 2 or any(_jaxpr.in_scope(eqn, SCOPE) for eqn in jaxpr.eqns):
         return jaxpr
-    return _in_groups(jaxpr, found, nbytes, in_turn)
+    return _in_groups(jaxpr, found, nbytes, in_loop)
 
 
 def _gradients(jaxpr: Jaxpr) -> dict[int, list[Eqn]]:
@@ -71,10 +71,10 @@ def _is_of_pass(eqn: Eqn) -> bool:
     return _waits.takes_time(eqn) and not _jaxpr.in_scope(eqn, _waits.OWNED)
 
 
-def _in_groups(jaxpr: Jaxpr, found: dict[int, list[Eqn]], nbytes: int, in_turn: bool) -> Jaxpr:
+def _in_groups(jaxpr: Jaxpr, found: dict[int, list[Eqn]], nbytes: int, in_loop: bool) -> Jaxpr:
     reductions = [eqn for each in found.values() for eqn in each]
     moved = {id(eqn) for eqn in reductions}
-    group_of = groups([_size(eqn) for eqn in reductions], nbytes, in_turn)
+    group_of = groups([_size(eqn) for eqn in reductions], nbytes, in_loop)
     places = {id(eqn): group for eqn, group in zip(reductions, group_of, strict=True)}
     shards: list[list[Eqn]] = [[] for _ in range(group_of[-1] + 1)]
     tokens: dict[int, list[Var]] = {0: []}
@@ -125,7 +125,7 @@ def _begins(jaxpr: Jaxpr) -> list[_Begin]:
 def _begin_behind(writer: JaxprWriter, carry: Var, values: Sequence[Var]) -> None:
     """What a loop begins with is there when these are reduced: XLA would else reduce them behind the loop.
 
-    What the loop gathers for its first turn waits for it too, so that none of it is there beside these.
+    What the loop gathers for its first iteration waits for it too, so that none of it is there beside these.
     """
     tokens = [_waits.write_token(writer, value) for value in values]
     held = _waits.write_behind(writer, writer.read(carry), tokens)
@@ -151,12 +151,12 @@ def _counts(nbytes: int) -> bool:
     return nbytes > SMALLEST_GROUP / 8
 
 
-def groups(sizes: Sequence[int], nbytes: int, in_turn: bool) -> list[int]:
+def groups(sizes: Sequence[int], nbytes: int, in_loop: bool) -> list[int]:
     """The number of each one's group, of reductions of these bytes: [Note: groups of reductions]."""
     total = sum(sizes)
     half, least = total / 2, min(SMALLEST_GROUP, nbytes / 2)
     # Matrices that just fit are no more because of their biases.
-    most = (nbytes if in_turn else min(nbytes, max(nbytes / 2, total / 16))) + least / 8
+    most = (nbytes if in_loop else min(nbytes, max(nbytes / 2, total / 16))) + least / 8
     found, group, held, late = list[int](), 0, 0, 0
     for size in sizes:
         full = held + size / 2 > half or held + size > most

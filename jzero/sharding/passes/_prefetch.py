@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers ahead of their use: of a loop over layers in the turn before, of all else by so many bytes.
+"""Gathers ahead of their use: of a loop over layers in the iteration before, of all else by so many bytes.
 
-`prefetch(jaxpr, nbytes)` makes of `for x in xs: carry = turn(carry, gather(x))`::
+`prefetch(jaxpr, nbytes)` makes of `for x in xs: carry = body(carry, gather(x))`::
 
     ahead = gather(xs[0])
     for i in range(length - 1):
-        ahead, carry = gather(xs[i + 1]), turn(carry, ahead)
-    carry = turn(carry, ahead)
+        ahead, carry = gather(xs[i + 1]), body(carry, ahead)
+    carry = body(carry, ahead)
 
 and has each gather stand behind the product from which on it may start. It waits for that product, by a
 barrier. No gather is added or taken away, and none is of other values.
@@ -28,8 +28,8 @@ from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames, _residuals
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._inputs_first import COTANGENT
-from jzero.sharding.passes._turns import latest_use
-from jzero.sharding.passes._waits import AFTER_LOOP, LAST_TURN
+from jzero.sharding.passes._late_gathers import latest_use
+from jzero.sharding.passes._waits import AFTER_LOOP, LAST_ITERATION
 from jzero.sharding.passes._waits import PREFETCH as SCOPE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -39,12 +39,12 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 # every parameter is alive in between. One that starts too late has nothing to hide behind. It waits for the
 # product before the first use of an earlier gather: the earliest for which all gathers from that one on fit
 # in `nbytes` together; and for one product before its own use, whatever its size. In a loop the gathers of
-# the turn before count as earlier ones. None starts before the pass that reads it (it waits for the last
+# the iteration before count as earlier ones. None starts before the pass that reads it (it waits for the last
 # value of the pass before), or before a loop that gathers and is over before its use.
 
 # [Note: a backward loop begins with its carry]
-# With remat, XLA else computes the first turn's forward part, with all that it gathers, while the logits and
-# the gathered table are still there: nothing in it reads a cotangent.
+# With remat, XLA else computes the first iteration's forward part, with all that it gathers, while the logits
+# and the gathered table are still there: nothing in it reads a cotangent.
 
 
 def prefetch(jaxpr: Jaxpr, nbytes: int, balance: float = 0.0) -> Jaxpr:
@@ -54,7 +54,8 @@ def prefetch(jaxpr: Jaxpr, nbytes: int, balance: float = 0.0) -> Jaxpr:
       jaxpr: the program, with explicit collectives; calls are opened.
       nbytes: of gathered values that are not read yet, at most; of one product's if these are more. With 0
         none is ahead, and no loop carries any.
-      balance: multiplications in the time in which a byte is gathered: [Note: late gathers] in `_turns.py`.
+      balance: multiplications in the time in which a byte is gathered: [Note: late gathers] in
+        `_late_gathers.py`.
     """
     return _placed(_nested(jaxpr, nbytes, balance, None), nbytes, _Scope())
 
@@ -65,9 +66,10 @@ class _Scope:
 
     Attributes:
       autodiff: the pass around it.
-      late: of its arguments, what a loop's turn before has computed.
-      following: of a loop's turn, what the next one reads its results as; None outside of loops of one pass.
-      awaited: what gathers for the next turn wait for.
+      late: of its arguments, what a loop's iteration before has computed.
+      following: of a loop's iteration, what the next one reads its results as; None outside of loops of one
+        pass.
+      awaited: what gathers for the next iteration wait for.
     """
 
     autodiff: str | None = None
@@ -96,7 +98,7 @@ def _holder(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[
 
 
 def _loop(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eqn]:
-    """A loop, which may now gather for its next turn."""
+    """A loop, which may now gather for its next iteration."""
     eqn = _jaxpr.with_inner(eqn, lambda body: _nested(body, limit, balance, autodiff))
     scan = Scan.of(eqn)
     of_one_pass = autodiff is not None or not any(map(_jaxpr.autodiff_pass, _jaxpr.walk(scan.body)))
@@ -104,7 +106,7 @@ def _loop(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eq
     if ahead := _ahead(scan, limit if of_one_pass else 0):
         new = pipelined(scan, ahead)
         before = [_jaxpr.within_scope(e, outer=eqn) for e in new.before]
-        after = [_jaxpr.within_scope(e, LAST_TURN, outer=eqn) for e in new.after]
+        after = [_jaxpr.within_scope(e, LAST_ITERATION, outer=eqn) for e in new.after]
         if any(map(_waits.reduces, _jaxpr.walk(scan.body))):
             before = _with_carry(before, [p.init for p in scan.carries])
         scan, eqn = new, new.equation()
@@ -115,7 +117,7 @@ def _loop(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eq
 
 
 def _gathered_before(scan: Scan) -> list[Var]:
-    """What the turn before has gathered, or fetched."""
+    """What the iteration before has gathered, or fetched."""
     made = {out for e in scan.eqns if _moves(e) for out in e.outvars}
     return [p.before for p in scan.carries if p.after in made]
 
@@ -125,7 +127,7 @@ def _late(scan: Scan) -> frozenset[Var]:
 
 
 def _ahead(scan: Scan, limit: int) -> list[Var]:
-    """What a turn gathers for the next one: of slices, and of nothing that a turn computes.
+    """What an iteration gathers for the next one: of slices, and of nothing that an iteration computes.
 
     Gathers that fit in `limit` together, and all before the first product, which has none to hide behind.
     And all that it fetches from the host.
@@ -144,7 +146,8 @@ def _gathered_ahead(
     level = _Level(scan.body, _Scope(late=_late(scan)))
     found, held = list[Var](), 0
     for gather in level.gathers:
-        # A barrier of the program's own may hold what the turn computes, and stands before the loop with it.
+        # A barrier of the program's own may hold what the iteration computes, and stands before the loop with
+        # it.
         alone = not gather.others and not gather.names
         free = gather.moves and alone and carried.isdisjoint(gather.reads)
         if not free or slices.isdisjoint(gather.reads):
@@ -168,12 +171,13 @@ def _with_carry(eqns: Sequence[Eqn], carry: Sequence[Atom]) -> list[Eqn]:
 
 
 class _Gather(NamedTuple):
-    """A gather of a program's arguments, or what a loop has gathered for its last turn.
+    """A gather of a program's arguments, or what a loop has gathered for its last iteration.
 
     Attributes:
       eqn: the gather, or the loop.
       out: what is gathered.
-      use: the equation that first reads it, by index: one of the next turn's stands behind all of this one's.
+      use: the equation that first reads it, by index: one of the next iteration's stands behind all of this
+        one's.
       cone: equations that make its operand.
       names: what they read in the place of what is behind a barrier of the program's own.
       reads: arguments of the program that these read.
@@ -208,13 +212,13 @@ class _Level:
         self.products = [i for i in long if _waits.done(jaxpr.eqns[i]) is not None]
         self.loops = [i for i in self.products if _waits.gathers_inside(jaxpr.eqns[i])]
         found = [self._gather(eqn, out) for eqn in jaxpr.eqns for out in _gathered(eqn)]
-        self.gathers = sorted(filter(None, found), key=self._in_turn)
+        self.gathers = sorted(filter(None, found), key=self._position)
         # In a loop they are ahead, or have nothing to wait for.
         fetches = [e for e in jaxpr.eqns if is_fetch(e) and place.following is None]
         found = [self._fetch(eqn, eqn.outvars[0]) for eqn in fetches]
-        self.fetches = sorted(filter(None, found), key=self._in_turn)
+        self.fetches = sorted(filter(None, found), key=self._position)
 
-    def _in_turn(self, gather: _Gather) -> int:
+    def _position(self, gather: _Gather) -> int:
         return gather.use % self.num
 
     def _gather(self, eqn: Eqn, out: Var) -> _Gather | None:
@@ -275,17 +279,17 @@ class _Level:
 
     def _starts(self, gathers: Sequence[_Gather], limit: int) -> list[tuple[_Gather, int]]:
         sizes = [_waits.nbytes([gather.out]) for gather in gathers]
-        uses = [*map(self._in_turn, gathers)]
+        uses = [*map(self._position, gathers)]
         if self.place.following is not None:
-            turns = [k * self.num for k in range(3)]
-            found = _queue(sizes * 3, [t + use for t in turns for use in uses],
-                           [t + i for t in turns for i in self.products], limit)  # fmt: skip
-            # From the turn that makes it on: one for the next turn, or its own.
+            iterations = [k * self.num for k in range(3)]
+            found = _queue(sizes * 3, [t + use for t in iterations for use in uses],
+                           [t + i for t in iterations for i in self.products], limit)  # fmt: skip
+            # From the iteration that makes it on: one for the next iteration, or its own.
             pairs = zip(gathers, found[2 * len(uses) :], strict=True)
             awaited = max((self.index[var] for var in self.place.awaited), default=-1)
             each = list[tuple[_Gather, int]]()
             for g, at in pairs:
-                start = self._in_own_turn(g, at)
+                start = self._in_own_iteration(g, at)
                 start = max(start, awaited) if g.use >= self.num else start
                 each.append((g, self._behind_loop(g, start)))
             return each
@@ -300,8 +304,8 @@ class _Level:
                 result.append((gathers[k], self._behind_loop(gathers[k], start)))
         return result
 
-    def _in_own_turn(self, gather: _Gather, at: int | None) -> int:
-        """A place in the third turn, in that which makes it: no later than behind its last product."""
+    def _in_own_iteration(self, gather: _Gather, at: int | None) -> int:
+        """A place in the third iteration, in that which makes it: no later than behind its last product."""
         if at is None:
             return -1
         last = max(self.products, default=-1)
@@ -336,7 +340,7 @@ def _moves(eqn: Eqn) -> bool:
 
 
 def _gathered(eqn: Eqn) -> list[Var]:
-    """What the equation has gathered: a loop, for a turn behind it."""
+    """What the equation has gathered: a loop, for an iteration behind it."""
     if eqn.primitive.name != "scan":
         return eqn.outvars if _waits.is_gather(eqn) else []
     scan = Scan.of(eqn)

@@ -456,11 +456,11 @@ def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
             else _put(here, total, y, start, dim, cone.num_parts)
         )
 
-    def turn(here: JaxprWriter, read: ReadAtom, start: Var, carry: Sequence[Var]) -> list[Atom]:
+    def body(here: JaxprWriter, read: ReadAtom, start: Var, carry: Sequence[Var]) -> list[Atom]:
         return [used(here, read, start, tiles.tile, carry[0])]
 
     total: Atom = empty(writer, _jaxpr.var_like(out.aval, dtype=dtype))
-    (total,) = _loop(writer, cone.eqn, tiles, 0, [total], turn)
+    (total,) = _loop(writer, cone.eqn, tiles, 0, [total], body)
     if tiles.rest:
         total = used(writer, writer.read, tiles.num * tiles.tile, tiles.rest, total)
     return writer.trace(_cast, total, static=(str(out.aval.dtype),))[0]
@@ -476,7 +476,7 @@ def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom
         # [Note: layouts at rest]
         return here.trace(row_major, _put(here, total, shard, start, dim, cone.num_parts))[0]
 
-    def turn(here: JaxprWriter, read: ReadAtom, start: Var, carry: Sequence[Var]) -> list[Atom]:
+    def body(here: JaxprWriter, read: ReadAtom, start: Var, carry: Sequence[Var]) -> list[Atom]:
         total, tile = carry
         following = cone.write(here, read, start, tiles.tile)
         # Else the compiler hides this copy behind the next tile's product, and not the reduction.
@@ -490,7 +490,7 @@ def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom
     first = cone.write(writer, writer.read, 0, tiles.tile)
     total: Atom
     total, tile = _loop(
-        writer, cone.eqn, tiles, 1, [empty(writer, _jaxpr.var_like(out.aval, shard)), first], turn
+        writer, cone.eqn, tiles, 1, [empty(writer, _jaxpr.var_like(out.aval, shard)), first], body
     )
     done = tiles.num * tiles.tile
     lasts = [(done - tiles.tile, tile)]
@@ -521,9 +521,9 @@ def _padded(writer: JaxprWriter, x: Atom, pads: Sequence[Eqn]) -> Atom:
 
 def _loop(
     writer: JaxprWriter, source: Eqn, tiles: Tiles, first: int, inits: Sequence[Atom],
-    turn: Callable[[JaxprWriter, ReadAtom, Var, Sequence[Var]], list[Atom]],
+    body: Callable[[JaxprWriter, ReadAtom, Var, Sequence[Var]], list[Atom]],
 ) -> list[Var]:  # fmt: skip
-    """`for tile in tiles[first:]: carry = turn(start of tile, carry)`, of tiles of the full size."""
+    """`for tile in tiles[first:]: carry = body(start of tile, carry)`, of tiles of the full size."""
     source, num = _jaxpr.within_scope(source, TILES), tiles.num - first
     here, consts = JaxprWriter(source), dict[Var, Var]()
 
@@ -534,7 +534,7 @@ def _loop(
         return consts.setdefault(outer, _jaxpr.new_var(outer))
 
     start, carry = _jaxpr.var_like(None, (), np.dtype(np.int32)), [*map(_jaxpr.new_var, inits)]
-    afters, outs = turn(here, read, start, carry), [*map(_jaxpr.new_var, inits)]
+    afters, outs = body(here, read, start, carry), [*map(_jaxpr.new_var, inits)]
     (starts,) = writer.trace(_starts, static=(first, num, tiles.tile))
     assert not here.consts, "a turn has no constants"
     scan = dataclasses.replace(

@@ -24,12 +24,16 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 # The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
 # random bits may be there before anything else is.
 PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
-# Scopes that mark what passes have written, so that none writes it twice: barriers, and a loop's last turn.
-PREFETCH, ORDER, AFTER_LOOP, LAST_TURN, WHOLE_STACKS = (
+# Scopes that mark what passes have written, so that none writes it twice: barriers, and a loop's last
+# iteration.
+PREFETCH, ORDER, AFTER_LOOP, LAST_ITERATION, WHOLE_STACKS = (
     f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn", "whole_stacks")
 )
 OWNED = "jzero.owned"  # what owners of matrices compute, which is no product of a pass
-CODES, FIRST_HOP = "jzero.codes", "jzero.first_hop"  # and codes: of a gradient, what it waits for
+QUANTIZED, FIRST_STAGE = (
+    "jzero.codes",
+    "jzero.first_hop",
+)  # and codes: of a gradient, what it waits for
 Makers: TypeAlias = Mapping[Var, Eqn]
 
 
@@ -126,7 +130,7 @@ def is_reduction(eqn: Eqn) -> bool:
 
 def reduces(eqn: Eqn) -> bool:
     """Whether it begins a reduction that has a place in the order of all: exact, or of codes."""
-    return is_reduction(eqn) or _jaxpr.in_scope(eqn, FIRST_HOP) and _is_exchange(eqn)
+    return is_reduction(eqn) or _jaxpr.in_scope(eqn, FIRST_STAGE) and _is_exchange(eqn)
 
 
 def _is_exchange(eqn: Eqn) -> bool:
@@ -168,7 +172,7 @@ def done(eqn: Eqn) -> Var | None:
 
 
 def carried(scan: Scan) -> list[CarryPort]:
-    """Carries that a turn reads for more than to add to them, of floats: what it computes depends on them."""
+    """Float carries that an iteration does more with than add to them: its results depend on them."""
     found, ports = dict[Var, CarryPort](), {port.before: port for port in scan.carries}
     for eqn in scan.eqns:
         for var in variables(eqn.invars):
@@ -180,7 +184,7 @@ def carried(scan: Scan) -> list[CarryPort]:
 
 
 def num_readers(scan: Scan) -> dict[Var, int]:
-    """How often each value of a turn is read, or returned."""
+    """How often each value of an iteration is read, or returned."""
     found = dict[Var, int]()
     outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
     for each in [*(eqn.invars for eqn in scan.eqns), outs]:
@@ -192,13 +196,13 @@ def num_readers(scan: Scan) -> dict[Var, int]:
 
 def takes_time(eqn: Eqn) -> bool:
     """Whether it is a product, a loop, or holds one; rotations of blocks are none."""
-    if _jaxpr.in_scope(eqn, CODES):
+    if _jaxpr.in_scope(eqn, QUANTIZED):
         return False
     return any(e.primitive.name in PRODUCTS for e in (eqn, *_jaxpr.inside(eqn)))
 
 
 def gathers_inside(eqn: Eqn) -> bool:
-    """Whether it is a loop whose turns gather; a product that is one, tile by tile, is none."""
+    """Whether it is a loop whose iterations gather; a product that is one, tile by tile, is none."""
     loops = eqn.primitive.name in ("scan", "while") and not _jaxpr.in_scope(eqn, TILES)
     return loops and any(map(is_gather, _jaxpr.inside(eqn)))
 

@@ -2,7 +2,8 @@
 """Casts and small reductions of what a loop stacks, once behind it: of the whole stack, not of each slice.
 
 A step that widens each layer's gradient in its loop holds a stack that is twice as large as what was reduced.
-And the gradient of a vector, reduced in each turn, takes a latency of its own if nothing there has its dtype.
+And the gradient of a vector, reduced in each iteration, takes a latency of its own if nothing there has its
+dtype.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 # [Note: what is done to whole stacks]
-# A turn stacks what it has before some last equations of it, each of which reads one value that nothing else
-# reads. Those are casts, where the stack is smaller without them, and reductions, where the whole stack has
-# so few bytes that more of it is nothing to hold, and nothing to wait for; with the casts behind them.
+# An iteration stacks what it has before some last equations of it, each of which reads one value that nothing
+# else reads. Those are casts, where the stack is smaller without them, and reductions, where the whole stack
+# has so few bytes that more of it is nothing to hold, and nothing to wait for; with the casts behind them.
 # Elementwise equations and sums over devices do the same to a stack as to its slices.
 
 # [Note: slices that are only copied]
 # XLA:GPU copies a slice into its stack as soon as it is there, beside the products. It waits at once for a
-# reduction that is only copied: nothing hides it (jaxlib 0.12.0.1, H200; a barrier until the end of the turn
-# makes it worse). So such a slice is selected, by a condition of which XLA does not know that it holds.
+# reduction that is only copied: nothing hides it (jaxlib 0.12.0.1, H200; a barrier until the end of the
+# iteration makes it worse). So such a slice is selected, by a condition of which XLA does not know that it
+# holds.
 
 
 def whole_stacks(jaxpr: Jaxpr, nbytes: int = SMALLEST_GROUP) -> Jaxpr:
@@ -127,7 +129,7 @@ def _nbytes(atom: Atom) -> int:
 
 
 def _on_stack(port: StackPort, eqns: Sequence[Eqn], scan: Scan) -> tuple[StackPort, list[Eqn]]:
-    """The port of what a turn stacks before these, and these, of the stack."""
+    """The port of what an iteration stacks before these, and these, of the stack."""
     (row,) = eqns[0].invars
     stack = first = _jaxpr.var_like(row.aval, (scan.length, *row.aval.shape))
     written = list[Eqn]()

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
-from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.cut._subgraphs import UpdatePart
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._coded_form import CodedForm
 from jzero.sharding.plan._layout import FULL, Automatic, RestLayout, Shard

@@ -13,7 +13,7 @@ from jzero._errors import counted, message
 from jzero._folded import listed
 from jzero._quantities import readable_bytes
 from jzero.ir._work import LEAST_SHARE, Repeated
-from jzero.sharding.partition._kept import Kept
+from jzero.sharding.partition._saved import SavedValue
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
 
@@ -62,7 +62,7 @@ class Extra(NamedTuple):
         )  # fmt: skip
 
 
-def at_once_warning(name: str, num: int, made: Sequence[Kept]) -> str:
+def at_once_warning(name: str, num: int, made: Sequence[SavedValue]) -> str:
     """What to say of a step that makes something of all its microbatches at once."""
     nbytes, lines = sum(each.nbytes for each in made), [*dict.fromkeys(x.where for x in made)]
     lines += [f"{len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)

@@ -18,7 +18,7 @@ from jzero._policy import Memory, NVMe, PinnedHost
 from jzero.offload.schedule._ops import Value, Wait
 from jzero.offload.schedule._schedule import Schedule
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.cut._subgraphs import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Analysis, StepPlan, Turn

@@ -16,9 +16,9 @@ from jzero._blocks import Blocks
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._residuals import Residual
-from jzero.sharding.cut._pieces import UpdatePart
-from jzero.sharding.partition._kept import Loops
+from jzero.sharding.cut._subgraphs import UpdatePart
 from jzero.sharding.partition._matrix_owners import Owners
+from jzero.sharding.partition._saved import Loops
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._layout import RestLayout
 from jzero.sharding.plan._leaves import LeafPlan

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights at rest as codes: a program takes rows of bytes, gathers them, and decodes where it uses them.
+"""Weights stored quantized: a program takes rows of bytes, gathers them, and dequantizes where it uses them.
 
-Slices of stacks are slices of rows. Casts, transposes and slices of matrices wait until a row is decoded, so
-that rows are gathered. What else is done to a shard before it is gathered is done to this device's part,
-decoded.
+Slices of stacks are slices of rows. Casts, transposes and slices of matrices wait until a row is dequantized,
+so that rows are gathered. What else is done to a shard before it is gathered is done to this device's part,
+dequantized.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jax import lax
 from jzero._blocks import Blocks
 from jzero.ir._loops import Scan
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.passes import _codes, _waits
+from jzero.sharding.passes import _quantize, _waits
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class View(NamedTuple):
-    """Something that is done to a decoded value: a 'cast' to a dtype, a 'transpose', 'squeeze' or 'slice'.
+    """What is done to a dequantized value: a 'cast' to a dtype, a 'transpose', 'squeeze' or 'slice'.
 
     Of a slice `how` has starts, limits and strides; a limit of None is the end of the dim.
     """
@@ -35,16 +35,16 @@ class View(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CodedRows:
+class QuantizedRows:
     """A leaf `[..., n, d]` as rows of bytes `[..., parts, bytes]`.
 
     Attributes:
       blocks: the format.
-      dtype: as which it is decoded.
+      dtype: as which it is dequantized.
       part: the shape of one part of a row.
       dim: the dim that the parts cut; None for a leaf that is whole.
       num_stacked: how many dims stand before a row.
-      views: what is done to it when it is decoded.
+      views: what is done to it when it is dequantized.
       dim_now: the dim that the parts cut, behind the views; None if there are none.
       gathered: whether all parts are there.
     """
@@ -64,8 +64,8 @@ class CodedRows:
         assert self.dim is not None
         return min(self.dim, self.num_stacked)
 
-    def without_views(self) -> CodedRows:
-        """As it is decoded."""
+    def without_views(self) -> QuantizedRows:
+        """As it is dequantized."""
         return dataclasses.replace(self, views=(), dim_now=None)
 
     @property
@@ -83,44 +83,46 @@ class CodedRows:
         return d >= self.num_stacked or d == self.dim
 
 
-def weight_codes(jaxpr: Jaxpr, leaves: Mapping[int, tuple[CodedRows, Sequence[int]]]) -> Jaxpr:
+def dequantize_weights(
+    jaxpr: Jaxpr, leaves: Mapping[int, tuple[QuantizedRows, Sequence[int]]]
+) -> Jaxpr:
     """One device's program that takes rows of bytes in the place of some arguments.
 
     Args:
       jaxpr: the program, with explicit collectives.
-      leaves: by index, how an argument is coded, and the shape of its rows on one device.
+      leaves: by index, how an argument is quantized, and the shape of its rows on one device.
     """
     if not leaves or not jaxpr.eqns:
         return jaxpr
-    ins, coded = [*jaxpr.invars], dict[Var, _CodedValue]()
+    ins, quantized = [*jaxpr.invars], dict[Var, _Rows]()
     for i, (form, shape) in leaves.items():
         ins[i] = _jaxpr.var_like(None, shape, jnp.dtype(jnp.uint8))
-        coded[jaxpr.invars[i]] = _CodedValue(ins[i], form)
-    eqns, outs = _CodedLevel(jaxpr, coded, jaxpr.eqns[0]).run()
+        quantized[jaxpr.invars[i]] = _Rows(ins[i], form)
+    eqns, outs = _Program(jaxpr, quantized, jaxpr.eqns[0]).run()
     return _jaxpr.replaced(jaxpr, invars=ins, eqns=eqns, outvars=outs)
 
 
 @dataclasses.dataclass(frozen=True)
-class _CodedValue:
+class _Rows:
     rows: Var
-    form: CodedRows
+    form: QuantizedRows
 
 
-class _CodedLevel:
+class _Program:
     """A program some of whose values are rows of bytes.
 
     Attributes:
-      coded: those values.
-      token: what has been computed latest, which decoding waits for: the compiler would else decode long
-        before the use, or before a loop for all of its turns.
+      quantized: those values.
+      token: what has been computed latest, which dequantizing waits for: the compiler would else dequantize
+        long before the use, or before a loop for all of its iterations.
     """
 
     def __init__(
-        self, jaxpr: Jaxpr, coded: Mapping[Var, _CodedValue], source: Eqn, token: Var | None = None
+        self, jaxpr: Jaxpr, quantized: Mapping[Var, _Rows], source: Eqn, token: Var | None = None
     ):
-        self.jaxpr, self.coded, self.token = jaxpr, dict(coded), token
+        self.jaxpr, self.quantized, self.token = jaxpr, dict(quantized), token
         self.writer = JaxprWriter(source)
-        self.decoded = dict[_CodedValue, Atom]()
+        self.dequantized = dict[_Rows, Atom]()
         self.gathered = dict[tuple[Var, str], Var]()
         self.before = dict[Var, Var]()  # of rows behind a barrier, the rows: gathered once for all
 
@@ -136,30 +138,30 @@ class _CodedLevel:
         return self.writer.eqns, outs
 
     def read(self, atom: Atom) -> Atom:
-        """A value, decoded: of a shard this device's part."""
-        if not _jaxpr.is_literal(atom) and atom in self.coded and atom not in self.writer.names:
-            each, outer = self.coded[atom], self.writer.source
-            self.writer.source = _jaxpr.within_scope(outer, _waits.CODES)
-            x = self._decoded(dataclasses.replace(each, form=each.form.without_views()))
+        """A value, dequantized: of a shard this device's part."""
+        if not _jaxpr.is_literal(atom) and atom in self.quantized and atom not in self.writer.names:
+            each, outer = self.quantized[atom], self.writer.source
+            self.writer.source = _jaxpr.within_scope(outer, _waits.QUANTIZED)
+            x = self._dequantized(dataclasses.replace(each, form=each.form.without_views()))
             if each.form.views:
                 (x,) = self.writer.trace(_viewed, x, static=(each.form.views,))
             self.writer.names[atom], self.writer.source = x, outer
         return self.writer.read(atom)
 
-    def _decoded(self, each: _CodedValue) -> Atom:
-        """Rows, decoded once."""
-        if each not in self.decoded:
+    def _dequantized(self, each: _Rows) -> Atom:
+        """Rows, dequantized once."""
+        if each not in self.dequantized:
             tokens = [] if self.token is None else [_waits.write_token(self.writer, self.token)]
             rows = _waits.write_behind(self.writer, each.rows, tokens)
-            (self.decoded[each],) = self.writer.trace(_decoded, rows, static=(each.form,))
-        return self.decoded[each]
+            (self.dequantized[each],) = self.writer.trace(_dequantized, rows, static=(each.form,))
+        return self.dequantized[each]
 
     def _equation(self, writer: JaxprWriter, eqn: Eqn) -> None:
         first = None if not eqn.invars or _jaxpr.is_literal(eqn.invars[0]) else eqn.invars[0]
-        each = None if first is None else self.coded.get(first)
+        each = None if first is None else self.quantized.get(first)
         found = None if each is None else self._views(writer, eqn, each)
         if found is not None:
-            self.coded |= zip(eqn.outvars, found, strict=True)
+            self.quantized |= zip(eqn.outvars, found, strict=True)
         elif eqn.primitive.name == "optimization_barrier":
             self._barrier(writer, eqn)
         elif eqn.primitive.name in _INNER and any(map(self._rows_of, eqn.invars)):
@@ -169,8 +171,8 @@ class _CodedLevel:
             same = all(a is b for a, b in zip(ins, eqn.invars, strict=True))
             writer.eqns.append(eqn if same else eqn.replace(invars=ins))
 
-    def _rows_of(self, atom: Atom) -> _CodedValue | None:
-        return None if _jaxpr.is_literal(atom) else self.coded.get(atom)
+    def _rows_of(self, atom: Atom) -> _Rows | None:
+        return None if _jaxpr.is_literal(atom) else self.quantized.get(atom)
 
     def _barrier(self, writer: JaxprWriter, eqn: Eqn) -> None:
         ins, outs = list[Atom](), list[Var]()
@@ -179,13 +181,13 @@ class _CodedLevel:
             ins.append(self.read(x) if each is None else each.rows)
             outs.append(out if each is None else _jaxpr.new_var(each.rows))
             if each is not None:
-                self.coded[out] = dataclasses.replace(each, rows=outs[-1])
+                self.quantized[out] = dataclasses.replace(each, rows=outs[-1])
                 self.before[outs[-1]] = self.before.get(each.rows, each.rows)
         writer.again(eqn, ins, outs)
 
     # -- views -----------------------------------------------------------------------------------------
-    def _views(self, writer: JaxprWriter, eqn: Eqn, each: _CodedValue) -> list[_CodedValue] | None:
-        """What stays rows: a gather, a slice of a stack, or what waits until they are decoded; else None."""
+    def _views(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> list[_Rows] | None:
+        """Results that are rows still: gathers, slices of stacks, views applied later. None for others."""
         name, form = eqn.primitive.name, each.form
         if _waits.is_gather(eqn):
             along = eqn.params["all_gather_dimension"] == form.cut_dim
@@ -196,13 +198,11 @@ class _CodedLevel:
         if views is None:
             return None
         return [
-            _CodedValue(
-                each.rows, dataclasses.replace(form, views=(*form.views, view), dim_now=dim)
-            )
+            _Rows(each.rows, dataclasses.replace(form, views=(*form.views, view), dim_now=dim))
             for view, dim in views
         ]
 
-    def _of_stack(self, writer: JaxprWriter, eqn: Eqn, each: _CodedValue) -> _CodedValue | None:
+    def _of_stack(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> _Rows | None:
         """A slice of a stack."""
         name, form, (out, *_) = eqn.primitive.name, each.form, eqn.outvars
         if name == "squeeze" and not any(map(form.keeps, eqn.params["dimensions"])):
@@ -211,7 +211,7 @@ class _CodedLevel:
             num = form.num_stacked - len(gone)
             form = dataclasses.replace(form, dim=dim, num_stacked=num, dim_now=dim)
             (rows,) = writer.trace(_squeezed, each.rows, static=(gone,))
-            return _CodedValue(_jaxpr.variable(rows), form)
+            return _Rows(_jaxpr.variable(rows), form)
         shape = eqn.invars[0].aval.shape
         if name not in ("slice", "dynamic_slice") or any(
             n != m and form.keeps(d)
@@ -219,9 +219,9 @@ class _CodedLevel:
         ):
             return None
         sliced = self._sliced if name == "slice" else self._sliced_dynamically
-        return _CodedValue(_jaxpr.variable(sliced(writer, eqn, each)), form)
+        return _Rows(_jaxpr.variable(sliced(writer, eqn, each)), form)
 
-    def _gathered(self, writer: JaxprWriter, eqn: Eqn, each: _CodedValue) -> _CodedValue:
+    def _gathered(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> _Rows:
         shape, d = [*each.rows.aval.shape], each.form.rows_dim
         shape[d] *= eqn.params["axis_size"]
         params = {**eqn.params, "all_gather_dimension": d}
@@ -229,9 +229,9 @@ class _CodedLevel:
         if key not in self.gathered:
             rows = _jaxpr.var_like(each.rows.aval, shape)
             (self.gathered[key],) = writer.again(eqn, [each.rows], [rows], params=params)
-        return _CodedValue(self.gathered[key], dataclasses.replace(each.form, gathered=True))
+        return _Rows(self.gathered[key], dataclasses.replace(each.form, gathered=True))
 
-    def _sliced(self, writer: JaxprWriter, eqn: Eqn, each: _CodedValue) -> Atom:
+    def _sliced(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> Atom:
         num, shape, params = each.form.num_stacked, each.rows.aval.shape, eqn.params
         strides = params["strides"] or [1] * len(params["start_indices"])
         cut = [d for d in range(num) if not each.form.keeps(d)]
@@ -242,7 +242,7 @@ class _CodedLevel:
         static = tuple(starts), tuple(limits), tuple(steps)
         return writer.trace(_slice, each.rows, static=static)[0]
 
-    def _sliced_dynamically(self, writer: JaxprWriter, eqn: Eqn, each: _CodedValue) -> Atom:
+    def _sliced_dynamically(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> Atom:
         num, sizes = each.form.num_stacked, [*each.rows.aval.shape]
         indices = [*map(self.read, eqn.invars[1:])]
         zero = _jaxpr.scalar(0, indices[0].aval.dtype)
@@ -256,10 +256,10 @@ class _CodedLevel:
 
     # -- programs inside -------------------------------------------------------------------------------
     def scan(self, eqn: Eqn) -> Eqn:
-        scan, coded = Scan.of(eqn), dict[Var, _CodedValue]()
+        scan, quantized = Scan.of(eqn), dict[Var, _Rows]()
         consts, xs = list[tuple[Atom, Var]](), list[tuple[Atom, Var]]()
         for const in scan.consts:
-            consts.append(self._entering(const.outer, const.inner, coded))
+            consts.append(self._entering(const.outer, const.inner, quantized))
         for port in scan.xs:
             each = self._rows_of(port.stack)
             stacked = each is not None and each.form.num_stacked and not each.form.moves
@@ -271,10 +271,10 @@ class _CodedLevel:
             row = _jaxpr.var_like(each.rows.aval, each.rows.aval.shape[1:])
             num = form.num_stacked - 1
             form = dataclasses.replace(form, dim=dim, num_stacked=num, dim_now=dim)
-            coded[port.row] = _CodedValue(row, form)
+            quantized[port.row] = _Rows(row, form)
             xs.append((each.rows, row))
         token = next((p.before for p in scan.carries if _waits.is_float(p.before)), None)
-        eqns, outs = _CodedLevel(scan.body, coded, eqn, token).run()
+        eqns, outs = _Program(scan.body, quantized, eqn, token).run()
         num = len(scan.carries)
         return dataclasses.replace(
             scan,
@@ -291,15 +291,15 @@ class _CodedLevel:
         ).equation()
 
     def while_loop(self, eqn: Eqn) -> Eqn:
-        loop, coded = _jaxpr.while_parts(eqn), dict[Var, _CodedValue]()
+        loop, quantized = _jaxpr.while_parts(eqn), dict[Var, _Rows]()
         first, last = loop.num_cond_consts, loop.num_cond_consts + loop.num_body_consts
         own, carry = loop.body.invars[: last - first], loop.body.invars[last - first :]
         pairs = zip(eqn.invars[first:last], own, strict=True)
-        consts = [self._entering(x, y, coded) for x, y in pairs]
+        consts = [self._entering(x, y, quantized) for x, y in pairs]
         ins = [*map(self.read, eqn.invars[:first]), *(x for x, _ in consts)]
         ins += map(self.read, eqn.invars[last:])
         token = next((x for x in carry if _waits.is_float(x)), None)
-        body = self._body(eqn, loop.body, coded, [*(y for _, y in consts), *carry], token)
+        body = self._body(eqn, loop.body, quantized, [*(y for _, y in consts), *carry], token)
         closed = eqn.params["body_jaxpr"].replace(jaxpr=body)
         return eqn.replace(invars=ins, params=eqn.params | {"body_jaxpr": closed})
 
@@ -307,35 +307,36 @@ class _CodedLevel:
         choice, *operands = eqn.invars
         branches = list[Any]()
         for closed in eqn.params["branches"]:
-            branch, coded = _jaxpr.open_jaxpr(closed)[0], dict[Var, _CodedValue]()
+            branch, quantized = _jaxpr.open_jaxpr(closed)[0], dict[Var, _Rows]()
             pairs = zip(operands, branch.invars, strict=True)
-            ins = [self._entering(x, y, coded)[1] for x, y in pairs]
-            branches.append(closed.replace(jaxpr=self._body(eqn, branch, coded, ins, None)))
+            ins = [self._entering(x, y, quantized)[1] for x, y in pairs]
+            branches.append(closed.replace(jaxpr=self._body(eqn, branch, quantized, ins, None)))
         given = [self._entering(x, _jaxpr.new_var(x), {})[0] for x in operands]
         params = eqn.params | {"branches": tuple(branches)}
         return eqn.replace(invars=[self.read(choice), *given], params=params)
 
-    def _entering(self, outer: Atom, inner: Var, coded: dict[Var, _CodedValue]) -> tuple[Atom, Var]:
-        """What a program inside reads as it is: rows that it gathers itself, else it is decoded here."""
+    def _entering(self, outer: Atom, inner: Var, quantized: dict[Var, _Rows]) -> tuple[Atom, Var]:
+        """What a program inside reads as it is: rows that it gathers itself, else it is dequantized here."""
         each = self._rows_of(outer)
         if each is None or each.form.gathered or each.form.dim is None:
             return self.read(outer), inner
         rows = _jaxpr.new_var(each.rows)
-        coded[inner] = dataclasses.replace(each, rows=rows)
+        quantized[inner] = dataclasses.replace(each, rows=rows)
         return each.rows, rows
 
     def _body(
-        self, holder: Eqn, jaxpr: Jaxpr, coded: Mapping[Var, _CodedValue], ins: Sequence[Var],
+        self, holder: Eqn, jaxpr: Jaxpr, quantized: Mapping[Var, _Rows], ins: Sequence[Var],
         token: Var | None,
     ) -> Jaxpr:  # fmt: skip
-        eqns, outs = _CodedLevel(jaxpr, coded, holder, token).run()
+        eqns, outs = _Program(jaxpr, quantized, holder, token).run()
         return _jaxpr.replaced(jaxpr, invars=[*ins], eqns=eqns, outvars=outs)
 
 
-_INNER = {"scan": _CodedLevel.scan, "while": _CodedLevel.while_loop, "cond": _CodedLevel.cond}
+_INNER = {"scan": _Program.scan, "while": _Program.while_loop, "cond": _Program.cond}
 
 
-# -- what waits until rows are decoded ---------------------------------------------------------------------
+# -- what waits until rows are dequantized
+# ---------------------------------------------------------------------
 _Views = list[tuple[View, int | None]] | None  # and the dim that parts cut, behind each of them
 
 
@@ -385,8 +386,8 @@ _VIEWS = {
 
 
 # -- traced ------------------------------------------------------------------------------------------------
-def _decoded(form: CodedRows, rows: jax.Array) -> jax.Array:
-    return _codes.decode_rows(rows, form.part, form.dim, form.dtype, form.blocks)
+def _dequantized(form: QuantizedRows, rows: jax.Array) -> jax.Array:
+    return _quantize.dequantize_rows(rows, form.part, form.dim, form.dtype, form.blocks)
 
 
 def _viewed(views: tuple[View, ...], x: jax.Array) -> jax.Array:

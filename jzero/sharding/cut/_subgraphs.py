@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of a step for offload: the grad part on the devices, and the update part in pieces.
+"""The cut of a step for offload: forward and backward on the devices, and the optimizer program in subgraphs.
 
-The update part is the forward closure of the offloaded leaves: every equation that depends on one of them.
-What depends on gradients alone (a global norm, the clipping scale) is grad part. No offloaded leaf feeds the
-batch (it would be a parameter, by dataflow), so the update part never feeds the grad part. Cheap equations
-between the two are computed where they are read, by both parts if need be (`_crossing.py`).
+The optimizer program is the forward closure of the offloaded leaves: every equation that depends on one of
+them. What depends only on gradients (a global norm, the clipping scale) belongs to the forward-backward
+program. No offloaded leaf feeds the batch (dataflow would make it a parameter), so the optimizer program
+never feeds the forward-backward program. Cheap equations between the two are recomputed where they are read
+(`_transfers.py`).
 
-The update part falls into pieces. Equations that share a value which is no scalar, and depends on an
-offloaded leaf, belong together: a parameter's moments and its update. Where they meet through scalars only
-(the norm of all updates), what follows runs on a later *level*, when all of the level before has run.
+The optimizer program consists of independent update subgraphs ("pieces" of the plan): equations that share a
+non-scalar value that depends on an offloaded leaf, as a parameter's moments and its update do. Where
+subgraphs meet only through scalars (the norm of all updates), the equations after it form subgraphs of a
+later *level*, which run when all of the level before have run.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Collection, Iterable, Sequence
 from jzero._components import Components
 from jzero.ir._regions import variables
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._crossing import copies, is_scalar
+from jzero.sharding.cut._transfers import copies, is_scalar
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Var
 
@@ -28,14 +30,15 @@ _SCALARS = -1  # the component of equations on scalars of several others
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of the update part that runs by itself.
+class Subgraph:
+    """An independent update subgraph: it runs by itself.
 
     Attributes:
       level: pieces of lower levels run before it.
-      eqns: its equations of the root frame, by index; cheap ones may be another's or the grad part's, too.
-      reads: what it reads: leaves, values of the grad part, and of pieces of lower levels.
-      gives: what it makes that other pieces read.
+      eqns: its equations of the root frame, by index; cheap ones may be another's or the forward-backward
+        program's, too.
+      reads: its inputs: leaves, values of the forward-backward program, and of pieces of lower levels.
+      gives: its outputs that other pieces read.
       outs: which outputs of the step are its own, by index.
       leaves: the offloaded leaves that it reads or renews, by index.
     """
@@ -54,11 +57,12 @@ class UpdatePart:
 
     Attributes:
       pieces: in an order in which they can run.
-      boundary: values of the grad part that pieces read.
-      apart: equations that depend on offloaded leaves, and those of pieces that the grad part has no use for.
+      boundary: values of the forward-backward program that pieces read.
+      apart: equations that depend on offloaded leaves, and those of pieces that the forward-backward program
+        has no use for.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Subgraph, ...]
     boundary: tuple[Var, ...]
     apart: frozenset[int] = frozenset()
 
@@ -68,7 +72,7 @@ class UpdatePart:
         return frozenset(index for piece in self.pieces for index in piece.outs)
 
 
-def feeds_grad_part(frame: Frame) -> set[Var]:
+def feeds_forward_backward(frame: Frame) -> set[Var]:
     """What equations depend on that read the batch: an estimate of the Hessian reads moments, too."""
     feeds: set[Var] = set()
     for eqn in reversed(frame.jaxpr.eqns):
@@ -85,7 +89,8 @@ def cut_update(
     Args:
       frame: the root frame, without calls (`_rewrite.flatten_calls`).
       offloaded: positions of leaves of the state that only the update reads.
-      parameters: positions of others, which the grad part reads; the update part makes all of them.
+      parameters: positions of others, which the forward-backward program reads; the optimizer program makes
+        all of them.
     """
     cutter = _UpdateCutter(frame, offloaded, parameters)
     boundary = cutter.boundary()
@@ -94,7 +99,7 @@ def cut_update(
     return update
 
 
-def pack(pieces: Sequence[Piece], sizes: Sequence[int], most: int) -> list[list[Piece]]:
+def pack(pieces: Sequence[Subgraph], sizes: Sequence[int], most: int) -> list[list[Subgraph]]:
     """Pieces that run together, because what they read of offloaded leaves fits in `most` bytes.
 
     Args:
@@ -102,7 +107,7 @@ def pack(pieces: Sequence[Piece], sizes: Sequence[int], most: int) -> list[list[
       sizes: bytes of every leaf of the state, on each device.
       most: a pack of one piece may have more.
     """
-    packs: list[list[Piece]] = []
+    packs: list[list[Subgraph]] = []
     leaves, nbytes = set[int](), 0  # of the last pack
     for piece in pieces:
         more = sum(sizes[leaf] for leaf in piece.leaves if leaf not in leaves)
@@ -116,21 +121,21 @@ def pack(pieces: Sequence[Piece], sizes: Sequence[int], most: int) -> list[list[
     return packs
 
 
-def leaves_of(pieces: Sequence[Piece]) -> list[int]:
+def leaves_of(pieces: Sequence[Subgraph]) -> list[int]:
     """The offloaded leaves that some pieces read or renew."""
     return sorted({leaf for piece in pieces for leaf in piece.leaves})
 
 
-def nbytes_of(pieces: Sequence[Piece], sizes: Sequence[int]) -> int:
+def nbytes_of(pieces: Sequence[Subgraph], sizes: Sequence[int]) -> int:
     """Bytes of these leaves."""
     return sum(sizes[leaf] for leaf in leaves_of(pieces))
 
 
 class _UpdateCutter:
-    """Finds the update part, and the level and component of each of its nodes.
+    """Finds the optimizer program, and the level and component of each of its nodes.
 
     A node is an equation that depends on an offloaded leaf, by index, or an output of the step that the
-    update part hands out: its position behind the equations.
+    optimizer program returns: its position behind the equations.
     """
 
     def __init__(self, frame: Frame, offloaded: Collection[int], parameters: Collection[int]):
@@ -177,7 +182,7 @@ class _UpdateCutter:
         return [var for var in variables(atoms) if var not in self._consts]
 
     def _copied(self, nodes: Iterable[int]) -> dict[int, list[Var]]:
-        """The equations that are computed again for these nodes, in order, and what each reads."""
+        """The equations that are recomputed for these nodes, in order, and what each reads."""
         found: dict[int, list[Var]] = {}
         todo = [var for node in nodes for var in self.reads[node]]
         while todo:
@@ -188,13 +193,13 @@ class _UpdateCutter:
         return dict(sorted(found.items()))
 
     def boundary(self) -> tuple[Var, ...]:
-        """What is read of the grad part."""
+        """What is read of the forward-backward program."""
         elsewhere = {*self._frame.jaxpr.invars, *self._update_vars, *self.copies}
         read = [*self._copied(self.reads).values(), *self.reads.values()]
         return tuple(dict.fromkeys(x for atoms in read for x in atoms if x not in elsewhere))
 
     def apart(self, boundary: Collection[Var]) -> frozenset[int]:
-        """What is left out of the grad part: it depends on offloaded leaves, or nobody there reads it."""
+        """Equations that forward and backward omit: they need offloaded leaves, or are unread there."""
         outvars, num = self._frame.jaxpr.outvars, len(self._eqns)
         needed = set(variables([a for i, a in enumerate(outvars) if num + i not in self.reads]))
         needed.update(boundary)
@@ -234,14 +239,14 @@ class _UpdateCutter:
             found[node] = (level, own)
         return found
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[Subgraph, ...]:
         members: dict[tuple[int, int], list[int]] = {}
         for node, level_and_component in self._levels().items():
             members.setdefault(level_and_component, []).append(node)
         order = sorted((level, nodes) for (level, _), nodes in members.items())
-        return tuple(self._piece(level, nodes) for level, nodes in order)
+        return tuple(self._subgraph(level, nodes) for level, nodes in order)
 
-    def _piece(self, level: int, nodes: Sequence[int]) -> Piece:
+    def _subgraph(self, level: int, nodes: Sequence[int]) -> Subgraph:
         own = [node for node in nodes if node < len(self._eqns)]
         outs = tuple(node - len(self._eqns) for node in nodes if node >= len(self._eqns))
         copied = self._copied(nodes)
@@ -254,13 +259,13 @@ class _UpdateCutter:
         gives = tuple(a for a in given if not mine.issuperset(self._readers.get(a, ())))
         leaves = {self._leaf_of[a] for a in reads if a in self._leaf_of}
         leaves |= {out for out in outs if out in self._leaves}
-        return Piece(level, tuple(eqns), tuple(reads), gives, outs, tuple(sorted(leaves)))
+        return Subgraph(level, tuple(eqns), tuple(reads), gives, outs, tuple(sorted(leaves)))
 
 
 def _check(frame: Frame, offloaded: Collection[int], update: UpdatePart) -> None:
     """The type of the cut.
 
-    grad part: (leaves on devices, batch) -> (boundary, outputs)
+    forward-backward program: (leaves on devices, batch) -> (boundary, outputs)
     piece:     (leaves, boundary, values of lower levels) -> (values, outputs)
     """
     eqns, outvars = frame.jaxpr.eqns, frame.jaxpr.outvars

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kept: what a loop over the microbatches reads of earlier loops, and what it computes again.
+"""Kept: what a loop over the microbatches reads of earlier loops, and what it recomputes.
 
-Keeping a local value costs memory for all microbatches, which they are there to spare; computing it again
+Keeping a local value costs memory for all microbatches, which they are there to spare; recomputing it
 may cost a forward pass. So a loop reads what spares it products, the largest product first, as long as what
 is kept in all has no more bytes than the step gathers of its rows anyway; of all values that would do, those
-with the fewest bytes (`sharding/cut/_min_cut.py`). The rest it computes again. What it keeps of CLIP's
+with the fewest bytes (`sharding/cut/_min_cut.py`). The rest it recomputes. What it keeps of CLIP's
 towers are the embeddings, which are gathered; a step that gathers nothing keeps nothing.
-Some values are kept whatever their bytes ([Note: bits of earlier loops]), and what is handed out is read.
+Some values are kept whatever their bytes ([Note: bits of earlier loops]), and what is returned is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jzero.tracing._types import Eqn, Var
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class SavedValue:
     """A value that is kept for later loops, or made of all microbatches at once.
 
     Attributes:
@@ -51,16 +51,16 @@ class Loops:
     """
 
     num: int
-    kept: tuple[Kept, ...]
+    kept: tuple[SavedValue, ...]
     repeats: float
     begun_by: tuple[str, ...]
-    at_once: tuple[Kept, ...] = ()
+    at_once: tuple[SavedValue, ...] = ()
 
 
-def kept_of(var: Var, eqn: Eqn, num: int = 1) -> Kept:
+def saved_value(var: Var, eqn: Eqn, num: int = 1) -> SavedValue:
     """What an equation makes, of each of so many microbatches."""
     what = f"{var.aval.dtype}{list(var.aval.shape)}"
-    return Kept(what, _jaxpr.summary(eqn), _rules.size_in_bytes(var.aval) * num)
+    return SavedValue(what, _jaxpr.summary(eqn), _rules.size_in_bytes(var.aval) * num)
 
 
 class Keeper:
@@ -85,9 +85,9 @@ class Keeper:
         self._products = [products(region, eqn) for eqn in self._eqns]
         self._first_run: dict[int, int] = {}  # of an equation: the first loop that runs it
         self._all_run = 0
-        self._stacks: dict[Var, int] = {}  # what is handed out, and by which loop
+        self._stacks: dict[Var, int] = {}  # what is returned, and by which loop
         self._read: dict[Var, None] = {}  # what later loops read of it
-        self.kept: dict[Var, int] = {}  # what is handed out for them alone
+        self.kept: dict[Var, int] = {}  # what is returned for them alone
 
     def loop(
         self, number: int, makers: Sequence[int], stacks: Iterable[Var]
@@ -96,8 +96,8 @@ class Keeper:
 
         Args:
           number: of the loop; later ones ask later.
-          makers: equations of what it hands out.
-          stacks: what of it is handed out as every microbatch has it.
+          makers: equations of what it returns.
+          stacks: what of it is returned as every microbatch has it.
         """
         earlier = [v for v in self._compared if self._maker[v] in self._first_run]
         given = self._stacks.keys() | set(earlier)
@@ -125,8 +125,8 @@ class Keeper:
         """
         once = sum(self._products[i] for i in self._first_run)
         lines = tuple(dict.fromkeys(_jaxpr.user_line(self._eqns[i]) for i in begun_by))
-        kept = [kept_of(var, self._eqns[self._maker[var]], self._num) for var in self._read]
-        together = tuple(kept_of(self._eqns[i].outvars[0], self._eqns[i]) for i in at_once)
+        kept = [saved_value(var, self._eqns[self._maker[var]], self._num) for var in self._read]
+        together = tuple(saved_value(self._eqns[i].outvars[0], self._eqns[i]) for i in at_once)
         return Loops(num, tuple(kept), self._all_run / once if once else 1.0, lines, together)
 
     def _nbytes(self, var: Var) -> int:

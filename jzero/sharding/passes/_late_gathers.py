@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a turn of a backward loop gathers for the next one: at once, or when it has what it needs itself."""
+"""When a backward loop's iteration gathers for the next one: at once, or after its own gathers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._jaxpr import Eqn, Jaxpr, Var
 
 # [Note: late gathers]
-# A layer that is larger than `prefetch_bytes` is gathered in part by the turn before, in part by its own,
-# beside its products. Where collectives take longer than products the wire never rests, so nothing is
-# gained by gathers for the next turn that begin with this one: they come before those that it waits for,
+# A layer that is larger than `prefetch_bytes` is gathered in part by the iteration before, in part by its
+# own, beside its products. Where collectives take longer than products the wire never rests, so nothing is
+# gained by gathers for the next iteration that begin with this one: they come before those that it waits for,
 # and are in memory beside all of its own weights and the first whole gradients. There they wait for the
-# product that first uses the last weight which the turn gathers itself. Where products take longer, XLA
-# chooses from all of them what hides what; the same order would leave gathers at the end of the turn, with
-# nothing to hide behind
+# product that first uses the last weight which the iteration gathers itself. Where products take longer, XLA
+# chooses from all of them what hides what; the same order would leave gathers at the end of the iteration,
+# with nothing to hide behind
 # (experiments/rivals).
 
 _LARGE = 2**30  # bytes of a gather whose latency is nothing beside its time
@@ -39,13 +39,13 @@ def balance(devices: Sequence[jax.Device], group: Collection[int]) -> float:
 
 
 def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var], balance: float) -> list[Var]:
-    """What the product gives for which gathers for the next turn wait; nothing if they need not.
+    """What the product gives for which gathers for the next iteration wait; nothing if they need not.
 
     The reason is in [Note: late gathers].
 
     Args:
       jaxpr: the body of a loop.
-      ahead: what the turn before has gathered, or fetched.
+      ahead: what the iteration before has gathered, or fetched.
       balance: multiplications for each byte that is moved above which products take longer.
     """
     uses = _first_uses(jaxpr, ahead)

@@ -21,7 +21,7 @@ from jax import lax
 from jzero._blocks import Blocks
 
 
-def encode(x: jax.Array, blocks: Blocks) -> jax.Array:
+def quantize(x: jax.Array, blocks: Blocks) -> jax.Array:
     """Floats `[rows, n]` as bytes `uint8[rows, blocks.nbytes(n)]`."""
     rows, n = x.shape
     x = _in_blocks(x.astype(_wide(x.dtype)), blocks)
@@ -42,7 +42,7 @@ def encode(x: jax.Array, blocks: Blocks) -> jax.Array:
     return jnp.concatenate([_packed(codes, blocks), _as_bytes(scale[..., 0])], axis=1)
 
 
-def decode(row: jax.Array, n: int, dtype: Any, blocks: Blocks) -> jax.Array:
+def dequantize(row: jax.Array, n: int, dtype: Any, blocks: Blocks) -> jax.Array:
     """Bytes `[rows, blocks.nbytes(n)]` as floats `[rows, n]`."""
     wide = jnp.dtype(_wide(dtype))
     num_codes = -(-n // blocks.per_byte)
@@ -63,19 +63,19 @@ def decode(row: jax.Array, n: int, dtype: Any, blocks: Blocks) -> jax.Array:
     return x.reshape(row.shape[0], -1)[:, :n].astype(dtype)
 
 
-def encode_rows(x: jax.Array, part: tuple[int, ...], blocks: Blocks) -> jax.Array:
+def quantize_rows(x: jax.Array, part: tuple[int, ...], blocks: Blocks) -> jax.Array:
     """One device's part of a leaf, `[..., *part]` with padding, as rows `[..., 1, bytes]`."""
     stack = x.shape[: x.ndim - len(part)]
-    rows = encode(x.reshape(-1, math.prod(part)), blocks)
+    rows = quantize(x.reshape(-1, math.prod(part)), blocks)
     return rows.reshape(*stack, 1, rows.shape[1])
 
 
-def decode_rows(
+def dequantize_rows(
     rows: jax.Array, part: tuple[int, ...], dim: int | None, dtype: Any, blocks: Blocks
 ) -> jax.Array:
     """Rows of a leaf, `[..., parts, bytes]`, as floats `[..., n, d]`, of which the parts cut `dim`."""
     *stack, parts, nbytes = rows.shape
-    x = decode(rows.reshape(-1, nbytes), math.prod(part), dtype, blocks)
+    x = dequantize(rows.reshape(-1, nbytes), math.prod(part), dtype, blocks)
     x = x.reshape(*stack, parts, *part)
     dim = len(stack) if dim is None else max(dim, len(stack))
     x = jnp.moveaxis(x, len(stack), dim)  # A part's own dims follow it.

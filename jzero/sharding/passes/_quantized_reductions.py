@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients reduced as codes of few bits: a hop over each mesh axis, of rows of bytes that are exchanged.
+"""Gradients reduced quantized to few bits: a stage over each mesh axis, of rows of bytes that are exchanged.
 
-A hop cuts what a device has into a part for each device of the axis, encodes and exchanges the parts, and
+A stage cuts what a device has into a part for each device of the axis, quantizes and exchanges the parts, and
 sums up what came.
 """
 
@@ -21,7 +21,7 @@ from jzero.ir._regions import Region, ValueIn
 from jzero.ir._rules import Cost
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames
-from jzero.sharding.passes import _codes, _origins, _waits
+from jzero.sharding.passes import _origins, _quantize, _waits
 from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
 from jzero.sharding.passes._auto_parts import AutoParts
 from jzero.tracing import _jaxpr
@@ -37,7 +37,7 @@ _PLAIN = _rules.named(Cost.COPY, Cost.VIEW, Cost.CAST, Cost.PART) | _frames.COLL
 _SCOPE = re.compile(r"jzero\.(?:reduce_scatter|all_reduce)\[(.*)\]")
 
 
-class CodedAxes(NamedTuple):
+class QuantizedAxes(NamedTuple):
     """The mesh axes over which gradients travel.
 
     Attributes:
@@ -57,18 +57,18 @@ def leaf_in_scope(eqn: Eqn) -> str:
     return next((match.group(1) for match in reversed(found) if match is not None), "")
 
 
-def reduce_codes(
-    jaxpr: Jaxpr, axes: CodedAxes, coded: Collection[str], rows: Sequence[frozenset[str]],
+def quantize_reductions(
+    jaxpr: Jaxpr, axes: QuantizedAxes, leaves: Collection[str], rows: Sequence[frozenset[str]],
     leaf_of: LeafOf = leaf_in_scope, specs: AutoLayouts = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
-    """One device's program that reduces the gradients of some leaves as codes.
+    """One device's program that reduces the gradients of some leaves quantized.
 
     A sum of which a pass computes something else is exact, and so are the sums of forward passes.
 
     Args:
       jaxpr: the program, with explicit collectives.
       axes: the mesh, and the formats.
-      coded: the leaves, by path.
+      leaves: the leaves, by path.
       rows: of each argument, the axes over which it differs because rows of the batch do.
       leaf_of: says which leaf a reduction serves.
       specs: how XLA shards arguments and results over further axes.
@@ -76,30 +76,34 @@ def reduce_codes(
     program = Region(jaxpr, [])
     found, mixed = _origins.origins(program, rows), _mixed(program)
     spec_of = specs.of(program)
-    sums = dict[Var, Atom]()  # what a hop has summed up, as wide as it was summed
+    sums = dict[Var, Atom]()  # what a stage has summed up, as wide as it was summed
 
-    def encoded(region: Region, eqn: Eqn, writer: JaxprWriter) -> bool:
+    def quantize(region: Region, eqn: Eqn, writer: JaxprWriter) -> bool:
         name = eqn.primitive.name
-        if name not in _origins.SUMS or len(eqn.invars) != 1 or _jaxpr.in_scope(eqn, _waits.CODES):
+        if (
+            name not in _origins.SUMS
+            or len(eqn.invars) != 1
+            or _jaxpr.in_scope(eqn, _waits.QUANTIZED)
+        ):
             return False
         (x,), (out,), over = eqn.invars, eqn.outvars, _jaxpr.axes_of(eqn)
         ours = not _jaxpr.is_literal(x) and found[region, x].is_gradient
-        if not ours or not jnp.issubdtype(x.aval.dtype, jnp.floating) or leaf_of(eqn) not in coded:
+        if not ours or not jnp.issubdtype(x.aval.dtype, jnp.floating) or leaf_of(eqn) not in leaves:
             return False
         if mixed.get((region, out)) or not any(axes.formats.get(axis) for axis in over):
             return False
-        hops = _Hops(writer, eqn, axes, specs.parts_of(spec_of(region, eqn)))
+        stages = _Stages(writer, eqn, axes, specs.parts_of(spec_of(region, eqn)))
         if name == "reduce_scatter" and eqn.params["tiled"]:
             first = x not in sums
             terms = writer.read(x) if first else sums[_jaxpr.variable(x)]
-            writer.names[out], sums[out] = hops.scattered(terms, first)
+            writer.names[out], sums[out] = stages.scattered(terms, first)
         elif name != "reduce_scatter" and set(over) <= {*axes.replicas}:
-            writer.names[out] = hops.summed(writer.read(x))
+            writer.names[out] = stages.summed(writer.read(x))
         else:
             return False
         return True
 
-    return _origins.rewritten(program, encoded)
+    return _origins.rewritten(program, quantize)
 
 
 def _mixed(program: Region) -> dict[ValueIn, bool]:
@@ -120,23 +124,23 @@ def _is_plain(eqn: Eqn) -> bool:
     return eqn.primitive.name in _PLAIN
 
 
-class _Hops:
+class _Stages:
     """Writes a reduction in the place of one that is exact, of each of XLA's parts by itself."""
 
-    def __init__(self, writer: JaxprWriter, eqn: Eqn, axes: CodedAxes, parts: AutoParts):
+    def __init__(self, writer: JaxprWriter, eqn: Eqn, axes: QuantizedAxes, parts: AutoParts):
         self.writer, self.eqn, self.axes, self.parts = writer, eqn, axes, parts
         self.dtype = eqn.outvars[0].aval.dtype
-        self.source = _jaxpr.within_scope(eqn, _waits.CODES)
+        self.source = _jaxpr.within_scope(eqn, _waits.QUANTIZED)
         over = _jaxpr.axes_of(eqn)
         self.sizes = {axis: axes.sizes[axis] for axis in over}
         self.order = [axis for axis in reversed([*axes.sizes]) if axis in over]
-        # The dim of a hop: behind those of the parts.
+        # The dim of a stage: behind those of the parts.
         self.dim = len(parts.cuts)
 
     def scattered(self, x: Atom, waits: bool) -> tuple[Atom, Atom]:
         """`[n, d]` of each device -> this one's `[n/k, d]` of their sum: in its dtype, and as it was summed.
 
-        With `waits` the first hop counts among the reductions that have an order.
+        With `waits` the first stage counts among the reductions that have an order.
         """
         outer, self.writer.source = self.writer.source, self.source
         dim, left = self.dim + self.eqn.params["scatter_dimension"], [*self.sizes]
@@ -144,7 +148,7 @@ class _Hops:
         (terms,) = self.writer.trace(_terms, x, static=static)
         for axis in self.order:
             (terms,) = self.writer.trace(_moved, terms, static=(dim + left.index(axis), self.dim))
-            terms = self._hop(terms, axis, waits and len(left) == len(self.sizes))
+            terms = self._stage(terms, axis, waits and len(left) == len(self.sizes))
             left.remove(axis)
         (total,) = self.writer.trace(_joined, terms, static=(self.parts,))
         (shard,) = self.writer.trace(_cast, total, static=(str(self.dtype),))
@@ -156,8 +160,8 @@ class _Hops:
         outer, self.writer.source = self.writer.source, self.source
         formats = self.axes.formats
         for axis in self.sizes:
-            if (codes := formats.get(axis)) is not None:
-                x = self._all_reduced(x, axis, codes)
+            if (blocks := formats.get(axis)) is not None:
+                x = self._all_reduced(x, axis, blocks)
         if exact := tuple(axis for axis in self.sizes if not formats.get(axis)):
             out = _jaxpr.var_like(x.aval)
             (x,) = self.writer.again(
@@ -166,11 +170,11 @@ class _Hops:
         self.writer.source = outer
         return x
 
-    def _hop(self, terms: Atom, axis: str, waits: bool) -> Atom:
+    def _stage(self, terms: Atom, axis: str, waits: bool) -> Atom:
         """Of `[q, k, n, d]`, a term for each device of `axis`, all devices' terms for this one, summed up."""
-        codes, num, dim = self.axes.formats.get(axis), self.sizes[axis], self.dim
+        blocks, num, dim = self.axes.formats.get(axis), self.sizes[axis], self.dim
         source = self.parts.mark(self.source)
-        if codes is None:
+        if blocks is None:
             (terms,) = self.writer.trace(_cast, terms, static=(str(self.dtype),))
             shape = terms.aval.shape
             out = _jaxpr.var_like(terms.aval, (*shape[:dim], *shape[dim + 1 :]))
@@ -181,21 +185,21 @@ class _Hops:
                 "scatter_dimension": dim,
             }
             return self.writer.again(source, [terms], [out], params={**params, "tiled": False})[0]
-        (rows,) = self.writer.trace(_rows, terms, static=(codes, dim))
-        source = _jaxpr.within_scope(source, _waits.FIRST_HOP) if waits else source
+        (rows,) = self.writer.trace(_rows, terms, static=(blocks, dim))
+        source = _jaxpr.within_scope(source, _waits.FIRST_STAGE) if waits else source
         params = dict(
             split_axis=dim, concat_axis=dim, axis_name=axis, axis_index_groups=None, tiled=True
         )
         exchange, out = _jaxpr.PRIMITIVES["all_to_all"], _jaxpr.var_like(rows.aval)
         (rows,) = self.writer.add(exchange, [rows], [out], source, **params)
-        static = terms.aval.shape[dim + 1 :], str(terms.aval.dtype), codes
+        static = terms.aval.shape[dim + 1 :], str(terms.aval.dtype), blocks
         return self.writer.trace(_total, rows, static=static)[0]
 
-    def _all_reduced(self, x: Atom, axis: str, codes: Blocks) -> Atom:
+    def _all_reduced(self, x: Atom, axis: str, blocks: Blocks) -> Atom:
         num, dim = self.sizes[axis], self.dim
         (terms,) = self.writer.trace(_even, x, static=(self.parts, num))
-        total = self._hop(terms, axis, waits=False)
-        (row,) = self.writer.trace(_row, total, static=(codes,))
+        total = self._stage(terms, axis, waits=False)
+        (row,) = self.writer.trace(_row, total, static=(blocks,))
         shape = row.aval.shape
         rows = _jaxpr.var_like(row.aval, (*shape[:dim], num, shape[-1]))
         params: dict[str, Any] = dict(
@@ -207,7 +211,7 @@ class _Hops:
         )
         source = self.parts.mark(self.source)
         self.writer.add(_jaxpr.PRIMITIVES["all_gather"], [row], [rows], source, **params)
-        static = self.parts, x.aval.shape, str(x.aval.dtype), total.aval.shape[-1], codes
+        static = self.parts, x.aval.shape, str(x.aval.dtype), total.aval.shape[-1], blocks
         return self.writer.trace(_whole, rows, static=static)[0]
 
 
@@ -230,17 +234,17 @@ def _cast(dtype: str, x: jax.Array) -> jax.Array:
     return x.astype(dtype)
 
 
-def _rows(codes: Blocks, dim: int, terms: jax.Array) -> jax.Array:
+def _rows(blocks: Blocks, dim: int, terms: jax.Array) -> jax.Array:
     """`[q, k, n, d]` as `[q, k, bytes]`."""
     several = terms.shape[: dim + 1]
-    return _codes.encode(terms.reshape(math.prod(several), -1), codes).reshape(*several, -1)
+    return _quantize.quantize(terms.reshape(math.prod(several), -1), blocks).reshape(*several, -1)
 
 
-def _total(part: tuple[int, ...], dtype: str, codes: Blocks, rows: jax.Array) -> jax.Array:
+def _total(part: tuple[int, ...], dtype: str, blocks: Blocks, rows: jax.Array) -> jax.Array:
     """Of `[q, k, bytes]` the sum of k terms, `[q, *part]`."""
     *several, num, nbytes = rows.shape
     wide = jnp.promote_types(dtype, jnp.float32)
-    terms = _codes.decode(rows.reshape(-1, nbytes), math.prod(part), wide, codes)
+    terms = _quantize.dequantize(rows.reshape(-1, nbytes), math.prod(part), wide, blocks)
     return jnp.sum(terms.reshape(*several, num, -1), axis=-2).reshape(*several, *part)
 
 
@@ -253,18 +257,20 @@ def _even(parts: AutoParts, num: int, x: jax.Array) -> jax.Array:
     return x.reshape(*several, num, -1)
 
 
-def _row(codes: Blocks, x: jax.Array) -> jax.Array:
+def _row(blocks: Blocks, x: jax.Array) -> jax.Array:
     """`[q, n]` as `[q, 1, bytes]`."""
     several = x.shape[:-1]
-    return _codes.encode(x.reshape(-1, x.shape[-1]), codes).reshape(*several, 1, -1)
+    return _quantize.quantize(x.reshape(-1, x.shape[-1]), blocks).reshape(*several, 1, -1)
 
 
 def _whole(
-    parts: AutoParts, shape: tuple[int, ...], dtype: str, size: int, codes: Blocks, rows: jax.Array
+    parts: AutoParts, shape: tuple[int, ...], dtype: str, size: int, blocks: Blocks, rows: jax.Array
 ) -> jax.Array:
     """`[q, k, bytes]` as `[n, d]`."""
     *several, num, nbytes = rows.shape
     nums = dict(parts.cuts)
     part = [size // nums.get(d, 1) for d, size in enumerate(shape)]
-    whole = _codes.decode(rows.reshape(-1, nbytes), size, dtype, codes).reshape(*several, -1)
+    whole = _quantize.dequantize(rows.reshape(-1, nbytes), size, dtype, blocks).reshape(
+        *several, -1
+    )
     return parts.join(whole[..., : math.prod(part)].reshape(*several, *part))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses from the grad part to the update part: the fewest bytes from which the rest can be computed.
+"""What the forward-backward program transfers to the optimizer program: the fewest bytes that suffice.
 
-What the update part reads of the grad part may be handed out as it is, or computed again from what it was
-made of: a clipped float32 gradient from the bfloat16 gradient and the norm. Each value that crosses is
-crossed once, however many equations read it, so the best choice is a minimum cut of a graph whose vertices
-are values (`_min_cut.py`). Of equally good cuts it is the one nearest to the reductions: gradients
+What the optimizer program reads of the forward-backward program may be returned as it is, or recomputed from
+what it was made of: a clipped float32 gradient from the bfloat16 gradient and the norm. Each value that
+crosses is crossed once, however many equations read it, so the best choice is a minimum cut of a graph whose
+vertices are values (`_min_cut.py`). Of equally good cuts it is the one nearest to the reductions: gradients
 cross unscaled, and may do so before anything that depends on all of them (a norm) is known.
 """
 
@@ -28,15 +28,15 @@ def is_scalar(var: Atom) -> bool:
 def copies(
     frame: Frame, reads: Iterable[Var], made: Collection[Var], free: Collection[Var] = ()
 ) -> dict[Var, int]:
-    """What the update part computes for itself, whoever else does, and the equation that makes it.
+    """What the optimizer program computes for itself, whoever else does, and the equation that makes it.
 
-    Leaves that rest on the devices count as what crosses, unless the update part reads them anyhow.
+    Leaves that rest on the devices count as what crosses, unless the optimizer program reads them anyhow.
     Scalars and constants do not.
 
     Args:
       frame: the root frame.
-      reads: what the update part cannot do without; leaves of the state among it.
-      made: what only the update part has: offloaded leaves, and what depends on them.
+      reads: what the optimizer program cannot do without; leaves of the state among it.
+      made: what only the optimizer program has: offloaded leaves, and what depends on them.
       free: what is where the update runs, whoever else reads it: parameters on the host.
     """
     known = {*frame.jaxpr.constvars, *made}

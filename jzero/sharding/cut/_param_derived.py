@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from parameters alone, and what of it is gathered."""
+"""Values derived only from parameters, and which of them are gathered."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Collection, Iterable
 
 from jzero.ir import _by_parts, _rules
 from jzero.ir._regions import Edge, EdgeKind, Region, edges, region_of, variables
-from jzero.sharding.cut._crossing import is_scalar
+from jzero.sharding.cut._transfers import is_scalar
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
-class Followers:
-    """What follows from leaves alone, found as equations pass in their order.
+class ParamDerived:
+    """Values derived only from leaves, found equation by equation.
 
-    Scalars may take part, but none of the batch: of one row, all a model makes would else follow from it.
+    Scalars are allowed, but none of the batch: with one row, the whole model would be derived otherwise.
     """
 
     def __init__(self, leaves: Iterable[Var], batch: Iterable[Var]):
         self.found, self.batch = set(leaves), set(batch)
 
     def takes(self, eqn: Eqn) -> bool:
-        """Whether an equation's results are such."""
+        """Whether an equation's results are derived; notes them."""
         read = variables(eqn.invars)
         if not self.batch.isdisjoint(read):
             self.batch.update(eqn.outvars)
@@ -37,8 +37,8 @@ class Followers:
 
 
 def without_barriers(jaxpr: Jaxpr, leaves: Collection[Var], batch: Collection[Var]) -> Jaxpr:
-    """The jaxpr with nothing in barriers that follows from leaves alone: parts run one after the other."""
-    follows, same, eqns = Followers(leaves, batch), dict[Var, Atom](), []
+    """The jaxpr whose barriers hold nothing derived only from leaves: parts run one after the other."""
+    follows, same, eqns = ParamDerived(leaves, batch), dict[Var, Atom](), []
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(
             invars=[a if _jaxpr.is_literal(a) else same.get(a, a) for a in eqn.invars]
@@ -56,11 +56,11 @@ def without_barriers(jaxpr: Jaxpr, leaves: Collection[Var], batch: Collection[Va
     return _jaxpr.replaced(jaxpr, eqns=eqns, outvars=outvars)
 
 
-def following(
+def param_derived(
     eqns: Iterable[Eqn], leaves: Collection[Var], batch: Collection[Var]
 ) -> dict[Var, Eqn]:
-    """What follows from leaves alone, and the equation that makes it."""
-    follows = Followers(leaves, batch)
+    """The values derived only from leaves, with their equations."""
+    follows = ParamDerived(leaves, batch)
     return {out: eqn for eqn in eqns if follows.takes(eqn) for out in eqn.outvars}
 
 
@@ -72,17 +72,17 @@ def repeats(eqn: Eqn, cheap: Collection[Var]) -> bool:
 
 
 def gathered_bytes(eqns: Iterable[Eqn], leaves: Collection[Var]) -> int:
-    """Bytes of leaves that equations gather over the devices; of a loop inside, in a turn.
+    """Bytes of leaves that equations gather over the devices; of a loop inside, in an iteration.
 
-    Not those of rows: what a gather reads follows from leaves alone.
+    Not those of rows: what a gather reads is derived only from leaves.
     """
     return _gathered(region_of(eqns), leaves)
 
 
 def _gathered(region: Region, leaves: Iterable[Var]) -> int:
-    follows, total = Followers(leaves, ()), 0
+    follows, total = ParamDerived(leaves, ()), 0
 
-    def is_given(edge: Edge) -> bool:
+    def is_param_derived(edge: Edge) -> bool:
         atom = edge.source[1]
         return edge.kind is EdgeKind.IN and not _jaxpr.is_literal(atom) and atom in follows.found
 
@@ -98,7 +98,7 @@ def _gathered(region: Region, leaves: Iterable[Var]) -> int:
                 total += _rules.size_in_bytes(moves.outvars[0].aval)
             if moves is not eqn:
                 continue
-        given = [edge.target for edge in edges(region, eqn) if is_given(edge)]
+        given = [edge.target for edge in edges(region, eqn) if is_param_derived(edge)]
         for inner in region.inner(eqn):
             total += _gathered(inner, [_jaxpr.variable(v) for at, v in given if at is inner])
     return total

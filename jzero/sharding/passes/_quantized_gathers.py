@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters gathered as codes of few bits: encoded, gathered as rows of bytes, decoded.
+"""Parameters gathered quantized to few bits: quantized, gathered as rows of bytes, dequantized.
 
-What only passes read is gathered so. What follows from parameters alone, or is read as a whole by an update,
-stays exact.
+What only passes read is gathered so. What is derived only from parameters, or is read as a whole by an
+update, stays exact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jzero._blocks import Blocks
 from jzero.ir import _dataflow, _rules
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._writer import JaxprWriter
-from jzero.sharding.passes import _codes, _origins, _waits
+from jzero.sharding.passes import _origins, _quantize, _waits
 from jzero.sharding.passes._auto_layouts import NO_SPECS, AutoLayouts
 from jzero.sharding.passes._auto_parts import AutoParts
 from jzero.tracing import _jaxpr, _rewrite
@@ -31,16 +31,16 @@ _NOBODY: _Readers = frozenset()
 _PASS, _OTHERS = frozenset(["a pass"]), frozenset(["others"])
 
 
-def gather_codes(
-    jaxpr: Jaxpr, codes: Blocks, coded: Collection[int], rows: Sequence[frozenset[str]],
+def quantize_gathers(
+    jaxpr: Jaxpr, blocks: Blocks, args: Collection[int], rows: Sequence[frozenset[str]],
     specs: AutoLayouts = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
-    """One device's program that gathers what passes read of some arguments, cast or sliced perhaps, as codes.
+    """One device's program whose passes gather some arguments (or casts, slices of these) quantized.
 
     Args:
       jaxpr: the program, with explicit collectives.
-      codes: the format.
-      coded: arguments that may travel so, by index.
+      blocks: the format.
+      args: arguments that may travel so, by index.
       rows: of each argument, the axes over which it differs because rows of the batch do.
       specs: how XLA shards arguments and results over further axes.
     """
@@ -48,18 +48,18 @@ def gather_codes(
     found, spec_of = _origins.origins(program, rows), specs.of(program)
     readers = _readers(program, found)
 
-    def encoded(region: Region, eqn: Eqn, writer: JaxprWriter) -> bool:
-        if not _waits.is_gather(eqn) or _jaxpr.in_scope(eqn, _waits.CODES):
+    def quantize(region: Region, eqn: Eqn, writer: JaxprWriter) -> bool:
+        if not _waits.is_gather(eqn) or _jaxpr.in_scope(eqn, _waits.QUANTIZED):
             return False
         (shard,), (out,) = eqn.invars, eqn.outvars
-        ours = not _jaxpr.is_literal(shard) and found[region, shard].arg in coded
+        ours = not _jaxpr.is_literal(shard) and found[region, shard].arg in args
         if not ours or not _is_wide(shard) or readers.get((region, out)) != _PASS:
             return False
         parts = specs.parts_of(spec_of(region, eqn))
-        writer.names[out] = _gathered(writer, eqn, writer.read(shard), codes, parts)
+        writer.names[out] = _gathered(writer, eqn, writer.read(shard), blocks, parts)
         return True
 
-    return _origins.rewritten(program, encoded)
+    return _origins.rewritten(program, quantize)
 
 
 def _is_wide(atom: Atom) -> bool:
@@ -67,10 +67,10 @@ def _is_wide(atom: Atom) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
-def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, codes: Blocks, parts: AutoParts) -> Atom:
+def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, blocks: Blocks, parts: AutoParts) -> Atom:
     """What a gather makes of a shard, its own part included, but for rounding; the same on all devices."""
-    outer, writer.source = writer.source, _jaxpr.within_scope(eqn, _waits.CODES)
-    (row,) = writer.trace(_row, shard, static=(codes, parts))
+    outer, writer.source = writer.source, _jaxpr.within_scope(eqn, _waits.QUANTIZED)
+    (row,) = writer.trace(_row, shard, static=(blocks, parts))
     *several, _, nbytes = row.aval.shape
     rows = _jaxpr.var_like(row.aval, (*several, eqn.params["axis_size"], nbytes))
     params = {**eqn.params, "all_gather_dimension": len(several)}
@@ -79,7 +79,7 @@ def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, codes: Blocks, parts: 
         eqn.params["all_gather_dimension"],
         shard.aval.shape,
         str(shard.aval.dtype),
-        codes,
+        blocks,
         parts,
     )
     (whole,) = writer.trace(_whole, rows, static=static)
@@ -87,21 +87,21 @@ def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, codes: Blocks, parts: 
     return whole
 
 
-def _row(codes: Blocks, parts: AutoParts, x: jax.Array) -> jax.Array:
+def _row(blocks: Blocks, parts: AutoParts, x: jax.Array) -> jax.Array:
     """A row of bytes of each part, `[n, d] -> [q, 1, bytes]`."""
     x = parts.split(x)
     several = x.shape[: len(parts.cuts)]
-    return _codes.encode(x.reshape(math.prod(several), -1), codes).reshape(*several, 1, -1)
+    return _quantize.quantize(x.reshape(math.prod(several), -1), blocks).reshape(*several, 1, -1)
 
 
 def _whole(
-    dim: int, shard: tuple[int, ...], dtype: str, codes: Blocks, parts: AutoParts, rows: jax.Array
+    dim: int, shard: tuple[int, ...], dtype: str, blocks: Blocks, parts: AutoParts, rows: jax.Array
 ) -> jax.Array:
     """Rows of all devices as what they have together, `[q, k, bytes] -> [n, d]`."""
     *several, num, nbytes = rows.shape
     nums = dict(parts.cuts)
     part = [size // nums.get(d, 1) for d, size in enumerate(shard)]
-    x = _codes.decode(rows.reshape(-1, nbytes), math.prod(part), dtype, codes)
+    x = _quantize.dequantize(rows.reshape(-1, nbytes), math.prod(part), dtype, blocks)
     x = jnp.moveaxis(x.reshape(*several, num, *part), len(several), len(several) + dim)
     return parts.join(x.reshape(*several, *part[:dim], -1, *part[dim + 1 :]))
 
@@ -130,9 +130,9 @@ def _widens(eqn: Eqn) -> bool:
     return cast and eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize
 
 
-# -- copies that rest --------------------------------------------------------------------------------------
-class RestingCopy(NamedTuple):
-    """A parameter whose copies rest on the devices, and are renewed by how it changed.
+# -- stored copies --------------------------------------------------------------------------------------
+class StoredCopy(NamedTuple):
+    """A parameter whose copies are stored on the devices, and are renewed by how it changed.
 
     Attributes:
       arg: the old one among the arguments, by index.
@@ -147,11 +147,11 @@ class RestingCopy(NamedTuple):
     shape: tuple[int, ...]
 
 
-def renew_in_codes(
-    jaxpr: Jaxpr, codes: Blocks, copies: Sequence[RestingCopy], sizes: Mapping[str, int],
+def quantize_renewals(
+    jaxpr: Jaxpr, blocks: Blocks, copies: Sequence[StoredCopy], sizes: Mapping[str, int],
     specs: AutoLayouts = NO_SPECS,
 ) -> Jaxpr:  # fmt: skip
-    """One device's program that gathers, of new parameters, the difference to the old ones, as codes.
+    """One device's program that gathers, of new parameters, the difference to the old ones, quantized.
 
     What is rounded off is then in the next difference, if what new parameters are made of has it.
     """
@@ -170,7 +170,7 @@ def renew_in_codes(
         gathers = [*_gathers_behind(makers, jaxpr.outvars[copy.out])]
         if gathers:
             old = jaxpr.invars[copy.arg]
-            outs[copy.out] = _renewed(writer, old, gathers, copy, sizes, codes, parts_of)
+            outs[copy.out] = _renewed(writer, old, gathers, copy, sizes, blocks, parts_of)
     if all(a is b for a, b in zip(outs, jaxpr.outvars, strict=True)):
         return jaxpr
     return _waits.with_equations(
@@ -182,7 +182,7 @@ def _gathers_behind(makers: _waits.Makers, atom: Atom) -> Iterator[Eqn]:
     """The gathers that make a value, with views and the zeros of padding, the last one first."""
     while not _jaxpr.is_literal(atom) and (eqn := makers.get(atom)) is not None:
         if _waits.is_gather(eqn):
-            if _jaxpr.in_scope(eqn, _waits.CODES):
+            if _jaxpr.in_scope(eqn, _waits.QUANTIZED):
                 return
             yield eqn
         elif eqn.primitive.name == "select_n":
@@ -194,13 +194,13 @@ def _gathers_behind(makers: _waits.Makers, atom: Atom) -> Iterator[Eqn]:
 
 
 def _renewed(
-    writer: JaxprWriter, old: Var, gathers: Sequence[Eqn], copy: RestingCopy, sizes: Mapping[str, int],
-    codes: Blocks, parts_of: Callable[[Eqn], AutoParts],
+    writer: JaxprWriter, old: Var, gathers: Sequence[Eqn], copy: StoredCopy, sizes: Mapping[str, int],
+    blocks: Blocks, parts_of: Callable[[Eqn], AutoParts],
 ) -> Atom:  # fmt: skip
     """The old parameter, and the difference of the new shard to its part of it, gathered."""
     (shard,), dim = gathers[-1].invars, gathers[-1].params["all_gather_dimension"]
     over = [_jaxpr.axes_of(eqn) for eqn in gathers]
-    writer.source = _jaxpr.within_scope(gathers[-1], _waits.CODES)
+    writer.source = _jaxpr.within_scope(gathers[-1], _waits.QUANTIZED)
     index = {
         axis: writer.add(lax.axis_index_p, [], [_jaxpr.var_like(None, (), np.dtype(np.int32))],
                          axis_name=axis)[0]
@@ -212,7 +212,7 @@ def _renewed(
     places = [index[axis] for axis in axes]
     (change,) = writer.trace(_difference, old, shard, *places, static=static)
     for eqn in reversed(gathers):
-        change = _gathered(writer, eqn, change, codes, parts_of(eqn))
+        change = _gathered(writer, eqn, change, blocks, parts_of(eqn))
     (new,) = writer.trace(_plus, old, change, static=(dim,))
     return new
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an equation does to dim 0 of stacks `[turns * k, ...]`, whose turns come one after the other.
+"""What an equation does to dim 0 of stacks `[iterations * k, ...]`, which hold one iteration after another.
 
 To a loop over layers, a layer is a device in time: the rules that say which dims stay local to devices say
-what stays local to turns.
+what stays local to iterations.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval, Eqn, Primitive
 
 
-def stacked(eqn: Eqn, turns: int) -> list[bool] | None:
-    """Which operands give turn i of dim 0 of the results by their own turn i; None if that is not all.
+def stacked(eqn: Eqn, length: int) -> list[bool] | None:
+    """Which operands iteration i of the results' dim 0 reads only at its own i; None if it reads more.
 
-    Others are read whole in each turn.
+    Others are read whole in each iteration.
     """
     inner = _by_parts.inside(eqn)
     if _by_parts.cuts(eqn, 0):
         return None
-    factor = _rules.factor_to(inner, 0) if _is_of_turns(inner) else None
+    factor = _rules.factor_to(inner, 0) if _is_of_iterations(inner) else None
     outs = [out.aval.shape for out in eqn.outvars]
     if (
         factor is None
         or _jaxpr.has_side_effects(eqn)
-        or not all(s and _cuts(s, turns) for s in outs)
+        or not all(s and _cuts(s, length) for s in outs)
     ):
         return None
     own = [a for a, dim in zip(eqn.invars, factor.ins, strict=True) if dim is not None]
-    if not {*factor.ins} <= {0, None} or not all(_cuts(atom.aval.shape, turns) for atom in own):
+    if not {*factor.ins} <= {0, None} or not all(_cuts(atom.aval.shape, length) for atom in own):
         return None
     return [dim is not None for dim in factor.ins]
 
 
-def _cuts(shape: tuple[int, ...], turns: int) -> bool:
-    return shape[0] > 0 and shape[0] % turns == 0
+def _cuts(shape: tuple[int, ...], length: int) -> bool:
+    return shape[0] > 0 and shape[0] % length == 0
 
 
-def _is_of_turns(eqn: Eqn) -> bool:
-    """Whether a turn runs it as well on its part: of products, those of each turn with its own."""
+def _is_of_iterations(eqn: Eqn) -> bool:
+    """Whether an iteration runs it as well on its part: of products, those of each iteration with its own."""
     if _rules.costs(eqn, Cost.PRODUCT):
         factor = _rules.factor_to(eqn, 0)
         return factor is not None and None not in factor.ins and not factor.groups
@@ -60,7 +60,7 @@ def makes_less(eqn: Eqn) -> bool:
 
 
 def combines(eqn: Eqn) -> Primitive | None:
-    """What puts the turns' results together, if it reduces dim 0 of all its operands; else None."""
+    """What puts the iterations' results together, if it reduces dim 0 of all its operands; else None."""
     kind = _reduces(eqn)
     return None if kind is None else _rules.COMBINES[kind]
 
@@ -76,7 +76,7 @@ def _reduces(eqn: Eqn) -> str | None:
     return next((f.reduces for f in _rules.factors_of(eqn) if {*f.ins} == {0} and f.reduces), None)
 
 
-def of_turn(eqn: Eqn, size: int) -> dict[str, Any]:
+def of_iteration(eqn: Eqn, size: int) -> dict[str, Any]:
     """The equation's parameters where dim 0 of its results is cut to `size`."""
     inner = _by_parts.inside(eqn)
     factor = _rules.factor_to(inner, 0)
@@ -85,6 +85,6 @@ def of_turn(eqn: Eqn, size: int) -> dict[str, Any]:
     return _by_parts.with_rows(eqn, size, params)
 
 
-def rows_of(aval: Aval, turns: int) -> tuple[int, ...]:
-    """`[turns * k, ...] -> [k, ...]`."""
-    return (aval.shape[0] // turns, *aval.shape[1:])
+def rows_of(aval: Aval, length: int) -> tuple[int, ...]:
+    """`[iterations * k, ...] -> [k, ...]`."""
+    return (aval.shape[0] // length, *aval.shape[1:])
