@@ -425,13 +425,13 @@ def test_statistics_of_the_batch_in_every_layer_are_refused():
     with pytest.raises(jzero.StepError) as caught:
         small.shard_train_step(step, microbatches=2).plan(params, x)
     text = str(caught.value)
-    assert re.search(r"reductions fail:\n  - accumulate > 1, and .*test_collected_rows\.py:\d+:\d+ "
+    assert re.search(r"reductions fail:\n  - microbatches > 1, and .*test_collected_rows\.py:\d+:\d+ "
                      r"\(batch_norm\) begins a loop over the microbatches", text)  # fmt: skip
     assert re.search(
         r"in \d+ loops the products would run \d+\.\d times as often, and 4 times", text
     )
     assert text.count("  - ") <= 9
-    assert "Drop accumulate; or normalise each row" in text
+    assert "Drop microbatches; or normalise each row" in text
     assert "jzero.groups" in text
 
 
@@ -470,8 +470,8 @@ def test_other_collectives_of_a_written_step_are_refused():
         other: Any = jax.lax.ppermute(x, "batch", [(i, (i + 1) % 16) for i in range(16)])
         return w - jax.lax.pmean(jax.grad(lambda w: jnp.mean((x + other) @ w))(w), "batch")
 
-    text = (r"accumulate > 1, and ppermute at .* a collective over \('batch',\) that gives each device "
-            r"something else.*Drop accumulate, or use psum")  # fmt: skip
+    text = (r"microbatches > 1, and ppermute at .* a collective over \('batch',\) that gives each device "
+            r"something else.*Drop microbatches, or use psum")  # fmt: skip
     with pytest.raises(jzero.StepError, match=text):
         small.shard_train_step(step, axes=jzero.Axes(axis_name="batch"), microbatches=2).plan(
             jnp.eye(8), jnp.ones((32, 8))

@@ -636,7 +636,7 @@ def test_locks_that_are_no_files(name, tmp_path, files):
         jzero.Checkpointer(tmp_path, files.train_step) as checkpointer,
         within(5),
         pytest.raises(
-            jzero.CheckpointError, match=f"_JZERO_WRITER is {text}. Who writes .* Remove it, if"
+            jzero.CheckpointError, match=f"_JZERO_WRITER is {text}. A writer holds .* Remove it, if"
         ),
     ):
         checkpointer.save(1, new_state())

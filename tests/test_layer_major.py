@@ -93,7 +93,7 @@ def test_everything_at_once(scan, tx, options, monkeypatch):
             zoo.to_host((state, metrics)), jax.device_get((expected, loss)), zoo.FP32, f"step {i}"
         )
     text = str(train_step.describe(state, model.batch(0)))
-    assert ("wait" in text) == ("offload_activations" in options)
+    assert ("saved on the host" in text) == ("offload_activations" in options)
 
 
 def test_activations_of_microbatches_that_run_one_after_the_other(monkeypatch):
