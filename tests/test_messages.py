@@ -197,7 +197,7 @@ def test_offload_with_too_little_room():
 
 
 def test_offload_of_nothing():
-    text = ["memory=PinnedHost()", "is worth it", "Drop memory="]
+    text = ["memory=PinnedHost()", "is worth it", "Drop it"]
     refuses(ValueError, text, sharded(offload=jzero.PinnedHost()), W, X)
 
 

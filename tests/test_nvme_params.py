@@ -512,8 +512,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "in memory": ({"offload": jzero.HostCPU()}, "Use Memory(optimizer=jzero.NVMe("),
     "on the devices": ({"offload": jzero.NoOffload()}, "Use Memory(optimizer=jzero.NVMe("),
     "in turns": ({"offload": jzero.PinnedHost()}, "read, updated and written with their optimizer state"),
-    "another path": ({"offload": jzero.NVMe("/elsewhere")}, "have path='/elsewhere' and "),
-    "in place": ({"offload": jzero.NVMe("/run", in_place=True)}, "have in_place=True and False"),
+    "another path": ({"offload": jzero.NVMe("/elsewhere")}, "have path='/run' and '/elsewhere'"),
+    "in place": ({"offload": jzero.NVMe("/run", in_place=True)}, "have in_place=False and True"),
     "device_bytes": ({"offload": jzero.NVMe("/run", device_bytes=1)}, "Drop device_bytes, or move it to"),
     "no bytes": ({"offload_params": 0}, "Memory: params=0. It is a policy"),
 }  # fmt: skip

@@ -86,6 +86,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: sharded(step_fn, comm=jzero.Memory()), "It is a jzero.Comm"),
     "a state by a number that is no position": (
         lambda: sharded(step_fn, state=1.0), "state names 1.0"),
+    "a state by a bool": (lambda: sharded(step_fn, state=True), "state names True"),
     "a state in a dict": (
         lambda: sharded(step_fn, state={"params": 5}), "state names {'params': 5}"),
     "two specs of one argument": (

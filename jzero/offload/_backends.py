@@ -225,7 +225,7 @@ def _check_together(who: str, state: Policy, params: NVMe) -> None:
         ))  # fmt: skip
     names = ("path", "in_place", "resume", "threads", "gradients")
     found = [
-        f"{name}={getattr(state, name)!r} and {getattr(params, name)!r}"
+        f"{name}={getattr(params, name)!r} and {getattr(state, name)!r}"
         for name in names
         if getattr(state, name) != getattr(params, name)
     ]

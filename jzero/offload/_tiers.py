@@ -43,11 +43,12 @@ def offloaded(
     update = _subgraphs.cut_update(frame, moving)
     alone = not moving and backend.window.host_bytes  # Files may have parameters alone.
     if backend.tier != DEVICE and not alone and not update.pieces:
+        said = f"Memory(optimizer={backend.state!r})" if backend.streams else str(backend)
         raise OptionError(message(
-            WHO, f"memory={backend.state!r}, and the state has no optimizer state that is worth it",
+            WHO, f"{said}, and the state has no optimizer state that is worth it",
             "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters. "
             "A second update in the step, or a loss of its new parameters, reads them with the batch, too.",
-            "Drop memory=, or put these into steps of their own."))  # fmt: skip
+            "Drop it, or put these into steps of their own."))  # fmt: skip
     if not backend.streams:
         return resting, update
     resting = with_params(backend, resting, stage_axes)

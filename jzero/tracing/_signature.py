@@ -131,11 +131,11 @@ class Signature:
 
         def resolve(option: str, key: Any) -> str:
             if hasattr(key, "__index__") and not isinstance(key, bool):  # NumPy's, too.
-                key = operator.index(key)
-            if isinstance(key, int) and rest is not None and key >= rest:
-                return f"{names[rest]}[{key - rest}]"
-            if isinstance(key, int) and -len(names) <= key < len(names):
-                return names[key]
+                at = operator.index(key)
+                if rest is not None and at >= rest:
+                    return f"{names[rest]}[{at - rest}]"
+                if -len(names) <= at < len(names):
+                    return names[at]
             if isinstance(key, str) and (key in names or inspect.Parameter.VAR_KEYWORD in kinds):
                 return key
             raise OptionError(message(
