@@ -483,7 +483,7 @@ MEASURE = """
         return {f"w{i}": jnp.full((2048, 2048 + i), 1.0) for i in range(24)}
 
     offload = getattr(jzero, sys.argv[2])()
-    train_step = jzero.shard_train_step(lambda state, batch: (state, {}), offload=offload)
+    train_step = jzero.shard_train_step(lambda state, batch: (state, {}), memory=offload)
     with jzero.Checkpointer(sys.argv[1], train_step) as checkpointer:
         if checkpointer.latest_step() is None:
             checkpointer.save(0, train_step.init(new_state))

@@ -110,7 +110,7 @@ STEPS = """if True:
         grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
         updates, opt_state = tx.update(grads, opt_state, w)
         return optax.apply_updates(w, updates), opt_state
-    train_step = jzero.shard_train_step(step_fn, offload=jzero.HostCPU())
+    train_step = jzero.shard_train_step(step_fn, memory=jzero.HostCPU())
     w, batch = jnp.ones((64, 640), jnp.bfloat16) / 8, jnp.ones((8, 64), jnp.bfloat16)
     state = w, tx.init(w)
     for _ in range(3):
