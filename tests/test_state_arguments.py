@@ -104,7 +104,7 @@ def test_what_takes_a_state_takes_the_tuple():
     assert "params['w']" in [leaf.path for leaf in train_step.plan(*state, X, Y).leaves]
     text = str(train_step.describe(*state, X, Y))
     assert "4 B  opt_state[1][0].count int32[]" in text
-    assert "output[2]['loss'] whole" in text
+    assert "output[2]['loss'] replicated" in text
     assert train_step.lower(*state, X, Y).out_info is not None
     with pytest.raises(jzero.StateError, match=r"the state is a dict.*\(params, opt_state\)"):
         train_step.shard({"params": state[0], "opt_state": state[1]})
