@@ -10,10 +10,10 @@ from typing import Any, Unpack, overload
 
 from jzero._errors import OptionError, a_type, called_as, message
 from jzero._option_groups import Axes, Comm, axes_of, comm_of, refuse_fields
-from jzero._own_options import refuses_unknown_options
 from jzero._policy import Memory, Policy, memory_of
 from jzero._sharded_step import ShardedStep
 from jzero._step_types import EvalStepOptions, Result, StepArgs
+from jzero._unknown_options import refuses_unknown_options
 from jzero.offload._evaluation import reading_backend
 from jzero.segments._programs import Programs
 from jzero.sharding.plan._options import Options

@@ -11,10 +11,10 @@ from typing import Any, Unpack, overload
 from jzero._errors import OptionError, a_type, message
 from jzero._option_groups import Axes, Comm, Microbatches
 from jzero._options_of import options_of
-from jzero._own_options import refuses_unknown_options
 from jzero._policy import Memory, Policy
 from jzero._sharded_step import ShardedStep
 from jzero._step_types import Result, StepArgs, TrainStepOptions
+from jzero._unknown_options import refuses_unknown_options
 from jzero.segments._programs import Programs
 from jzero.sharding.plan._options import Options
 from jzero.tracing import _call

@@ -25,7 +25,7 @@ FLOORS = (
     ("_json", "_quantities", "_tested", "targets"),
     ("_blocks", "_policy"),
     ("_moved_options",),
-    ("_own_options",),
+    ("_unknown_options",),
     ("_option_groups", "tracing", "offload/nvme", "offload/schedule"),
     ("ir",),
     ("processes", "sharding/analysis", "_compare"),

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from jzero._errors import OptionError, called_as, message
 from jzero._option_groups import Axes, Comm, Microbatches, refuse_fields
 from jzero._options_of import options_of
-from jzero._own_options import refuses_unknown_options
 from jzero._policy import Memory, Policy
 from jzero._quantities import (
     BYTES_RULE,
@@ -23,6 +22,7 @@ from jzero._quantities import (
     readable_bytes,
     readable_count,
 )
+from jzero._unknown_options import refuses_unknown_options
 from jzero.offload.schedule._folds import Crossing
 from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
 from jzero.reports._checks import WHO, check, check_offload, data_axes
