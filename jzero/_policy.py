@@ -174,11 +174,7 @@ class HostCPU(Policy):
                     "It is the share of optimizer state that rests on the host, by bytes: above 0, up to 1.",
                     "Use a number in this range, 'auto', or drop it."))  # fmt: skip
             object.__setattr__(self, "ratio", share)
-        if self.threads is not None:
-            make_int(
-                self, "HostCPU", "threads", 1, None, "It is how many threads update, an int from 1.",
-                "Drop it to use all processors that this process may use.",
-            )  # fmt: skip
+        _check_threads(self)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -320,17 +316,22 @@ class NVMe(Policy):
                 raise OptionError(message(
                     "NVMe", f"{name}={getattr(self, name)!r}", "It is True or False.",
                     f"Drop it, or use {name}=True."))  # fmt: skip
-        if self.threads is not None:
-            make_int(
-                self, "NVMe", "threads", 1, None, "It is how many threads update, an int from 1.",
-                "Drop it to use all processors that this process may use.",
-            )  # fmt: skip
+        _check_threads(self)
         if self.device_bytes is not None:
             make_int(
                 self, "NVMe", "device_bytes", 1, None,
                 "It is how many bytes of parameters may be on a device at a time, an int from 1.",
                 "Use device_bytes=2**30, or drop it.",
             )  # fmt: skip
+
+
+def _check_threads(policy: HostCPU | NVMe) -> None:
+    if policy.threads is not None:
+        make_int(
+            policy, type(policy).__name__, "threads", 1, None,
+            "It is how many threads update, an int from 1.",
+            "Drop it to use all processors that this process may use.",
+        )  # fmt: skip
 
 
 def _float(x: Any) -> float | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jzero._errors import OptionError, message
-from jzero._option_groups import GATHER, REDUCE, Axes, Comm, Microbatches
+from jzero._option_groups import GATHER, REDUCE
 from jzero._policy import HostCPU, Memory, NoOffload, NVMe, PinnedHost, Policy
 from jzero._quantities import (
     parse_bytes,
@@ -26,7 +26,6 @@ from jzero.reports import _tables
 from jzero.reports._checks import WHO
 from jzero.reports._estimate import Estimate, estimate, roles_on_devices
 from jzero.reports._host_traffic import WAYS
-from jzero.reports._numbers import BytesPerParam, Rates, Workload
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
 from jzero.reports._tables import Table
 from jzero.sharding.plan._stages import STAGES
@@ -46,14 +45,6 @@ _POLICIES: dict[str | None, tuple[Callable[..., Policy], dict[str, str]]] = {
     ),
 }
 _OFFLOAD = tuple(filter(None, _POLICIES))
-_CLASSES: dict[str, type] = {
-    "microbatches": Microbatches,
-    "comm": Comm,
-    "axes": Axes,
-    "bytes_per_param": BytesPerParam,
-    "workload": Workload,
-    "rates": Rates,
-}
 
 
 def add(commands: Any) -> dict[str, Callable[..., Shown]]:
@@ -262,7 +253,9 @@ def _grouped(arguments: Mapping[str, Any]) -> dict[str, Any]:
             )
         else:
             found[name] = value
-    return found | {argument: _CLASSES[argument](**fields) for argument, fields in groups.items()}
+    return found | {
+        argument: _flags.GROUPS[argument](**fields) for argument, fields in groups.items()
+    }
 
 
 def _as_dict(found: Sequence[Estimate], largest: Sequence[int | None]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jzero._errors import escaped, named
+from jzero._option_groups import Axes, Comm, Microbatches
 from jzero._policy import HostCPU, NVMe, PinnedHost
 from jzero._quantities import (
     BANDWIDTH_RULE,
@@ -25,6 +26,7 @@ from jzero._quantities import (
     parse_rate,
 )
 from jzero.reports._lines import WIDTH, wrapped
+from jzero.reports._numbers import BytesPerParam, Rates, Workload
 
 # How policies are said in flags.
 _POLICIES = {
@@ -41,14 +43,14 @@ _OFFLOADS: dict[str, tuple[str, type[HostCPU | PinnedHost | NVMe]]] = {
     "PinnedHost": ("pinned", PinnedHost),
     "NVMe": ("nvme", NVMe),
 }
-# By the name of a group of options, its name as an argument; a flag's destination is `argument.field`.
-_GROUPS = {
-    "Microbatches": "microbatches",
-    "Comm": "comm",
-    "Axes": "axes",
-    "BytesPerParam": "bytes_per_param",
-    "Workload": "workload",
-    "Rates": "rates",
+# Groups of options by the argument that takes them; a flag's destination is `argument.field`.
+GROUPS: dict[str, type] = {
+    "microbatches": Microbatches,
+    "comm": Comm,
+    "axes": Axes,
+    "bytes_per_param": BytesPerParam,
+    "workload": Workload,
+    "rates": Rates,
 }
 _VALUE = r"(\([^()]*\)|\{[^{}]*\}|'[^']*'|-?[\w.*]*\w)"
 
@@ -141,7 +143,8 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
         lambda m: _offload(m[1], m[2], flags), text)  # fmt: skip
     text = re.sub(r"\bauto={(.*?)}", lambda m: f"--auto {_pairs(m[1])}", text)
     who, _, said = text.partition(": ")
-    for group, argument in _GROUPS.items():
+    for argument, kind in GROUPS.items():
+        group = kind.__name__
         fields = {
             dest.partition(".")[2]: flag
             for dest, flag in flags.items()
