@@ -259,7 +259,9 @@ def test_of_a_step_that_is_compiled():
         assert gains == sorted(gains, reverse=True)
         assert gains[0] > 0
     assert coded[1].coding < coded[2].coding  # which rotates
-    assert "At 10 Gb/s of the network for each device quantization pays" in " ".join(str(found).split())
+    assert "At 10 Gb/s of the network for each device quantization pays" in " ".join(
+        str(found).split()
+    )
     assert found.to_dict()["wires"] == wires.to_dict()
 
 
