@@ -2,9 +2,10 @@
 
 python experiments/offload/early/measure.py --out RECORD   # two minutes
 
-Parameters rest on the hosts, or in files with the optimizer state, a loop over layers. An update is early if it
-begins before the last program of the backward pass is started. Its share is in bytes of what it renews, to which
-its time is proportional. What is undone is made again behind the backward pass, and is no part of that share.
+Parameters rest on the hosts, or in files with the optimizer state, a loop over layers. An update is early if
+it begins before the last program of the backward pass is started. Its share is in bytes of what it renews, to
+which its time is proportional. What is undone is made again behind the backward pass, and is no part of that
+share.
 """
 
 import argparse
