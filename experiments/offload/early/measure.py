@@ -106,7 +106,8 @@ class Log:
             restore(run_, arrived, old)
 
         def logged_tile(update: Any, shard: int, tile: int, *args: Any) -> Any:
-            self.begun.append((self.programs, sum(x.nbytes for x in update.layout.tiles[tile])))
+            nbytes = sum(x.nbytes for x in update.layout.tiles[tile])
+            self.begun.append((self.programs, nbytes + update.resident_bytes(tile)))
             return update_tile(update, shard, tile, *args)
 
         def logged_finish(run_: Any, reads: Any) -> Any:
