@@ -67,7 +67,7 @@ class Seen:
 
     @property
     def begun(self) -> list[bool]:
-        return [begun for begun, *_ in self.steps]
+        return [begun > 0 for begun, *_ in self.steps]
 
     @property
     def kept(self) -> list[bool]:
