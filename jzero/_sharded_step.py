@@ -30,21 +30,18 @@ from jzero._placement import Placement
 from jzero._policy import Memory
 from jzero._step_types import AnyState, InitArgs, Result, StepArgs
 from jzero.ir import _starts
-from jzero.ir._loops import MICROBATCHES
 from jzero.offload.memory import _placing, _writes
 from jzero.offload.memory._host_storage import pending_of
-from jzero.offload.memory._leaf_array import LeafArray, is_coded, rows_of
+from jzero.offload.memory._leaf_array import LeafArray, rows_of
 from jzero.processes import _agreement
 from jzero.reports import _printed_program
-from jzero.reports._describe import Report, looped
+from jzero.reports._describe import Report, report_of
 from jzero.reports._printed_program import PrintedProgram
 from jzero.segments import _identity, _nan_checks, _partitioned
 from jzero.segments._derivatives import differentiable
-from jzero.segments._partitioned import Partitioned
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
-from jzero.sharding.analysis import _traffic, _untiled
 from jzero.sharding.plan import _layout, _outputs, _trace
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
@@ -357,35 +354,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         """
         with self._asked("describe"):
             call = self._programs.bind(self._given(args), kwargs)
-            program = self._programs.of(call)
-            inputs = placed_inputs(call, program)
-            jaxpr = jax.make_jaxpr(program.step.run)(*inputs)
-        num_state = program.out_tree.num_leaves - len(program.plan.outputs)
-        plan, movements = program.plan, program.movements
-        written: Any = jaxpr
-        if isinstance(found := program.step.found, Partitioned):
-            plan, written = found.described(plan), found.for_any_devices.jaxpr
-        return Report(
-            plan,
-            tuple(_traffic.collectives(jaxpr)),
-            program.keys,
-            _traffic.carried_bytes(jaxpr, MICROBATCHES),
-            program.step.schedule(),
-            program.step.roads(),
-            movements,
-            program.whole_arguments,
-            tuple(_call.argument_paths(call.arrays)),
-            tuple(x.size * x.dtype.itemsize for x in inputs[1]),
-            tuple(_outputs.output_paths(program.out_tree, num_state)),
-            _untiled.untiled(written, program.plan.exchange.tile_bytes, program.plan.stage == 3),
-            {
-                leaf.path: x.error
-                for leaf, x in zip(plan.leaves, jax.tree.leaves(call.state), strict=True)
-                if is_coded(x) and x.error is not None
-            },
-            () if plan.evaluates else looped(jaxpr, call.arrays, plan, movements),
-            program.extra_work,
-        )
+            return report_of(self._programs.of(call), call)
 
     @takes_explicit_axes
     def program(self, *args: Any, after: str, **kwargs: Any) -> PrintedProgram:

@@ -101,7 +101,7 @@ def test_json_has_the_numbers_of_estimate():
     assert stage["total"] == expected.total
     assert stage["at_rest"] == expected.at_rest
     assert [tuple(row.values()) for row in stage["memory"]] == list(expected.memory)
-    assert [row["bytes"] for row in stage["traffic"]] == [c.nbytes for c in expected.traffic]
+    assert stage["traffic"] == expected.to_dict()["traffic"]
     assert stage["elements_moved"] == expected.elements_moved
     assert stage["largest_model"] == expected.largest_model("80GB")
 
@@ -127,7 +127,7 @@ def test_offload_as_json(flags, policy):
     expected = jzero.estimate("7.5B", devices=64, stage=2, memory=policy)
     (stage,) = found["stages"]
     assert [tuple(row.values()) for row in stage["memory"]] == list(expected.memory)
-    crossings = [(*x[:-1], x.each_turn) for x in expected.crossings]
+    crossings = [(*x[:5], x.each_turn) for x in expected.crossings]
     assert [tuple(row.values()) for row in stage["crossings"]] == crossings
     assert (stage["total"], stage["on_host"]) == (expected.total, expected.on_host)
 

@@ -31,6 +31,7 @@ def _importable():
         "figure",
         "tables",
         "infinity",
+        "formulas",
     ):
         sys.modules.pop(name, None)
 
@@ -86,6 +87,49 @@ def test_every_statement_of_zero_infinity_holds_in_its_formula():
     assert [round(x.efficiency, 3) for x in found] == [0.506, 0.506, 0.916, 0.584, 0.737]
     parameters, state = found[:2]
     assert state.bandwidth == pytest.approx(4 * parameters.bandwidth)
+
+
+def test_with_nothing_hidden_a_step_s_efficiency_is_the_formula():
+    """ZeRO-Infinity, section 4, for the bytes that jzero moves: two fetches and a gradient, 6 bytes and 8
+    operations."""
+    formulas = module("formulas")
+    memory = jzero.Memory(params=jzero.PinnedHost(), optimizer="host")
+    found = jzero.estimate(
+        "1B", devices=1, memory=memory, workload=jzero.Workload(tokens=4096),
+        rates=jzero.Rates(peak="989TFLOP/s", pcie="55GB/s"),
+    ).time  # fmt: skip
+    assert found is not None
+    expected = formulas.efficiency(8 * 4096 / 6, 55e9, 989e12)
+    assert found.efficiency_in_turn == pytest.approx(expected)
+    # As the paper counts, a third fetch for the computation that runs again: 8 bytes.
+    assert formulas.intensity_of_parameters(4, 1024) == 8 * 4096 / 8
+
+
+def test_the_formula_solved_for_the_bandwidth():
+    formulas = module("formulas")
+    for share in (0.1, 0.5, 0.9):
+        bandwidth = formulas.bandwidth_for(share, 1024.0, 70e12)
+        assert formulas.efficiency(1024.0, bandwidth, 70e12) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("devices", [1, 4, 64, 1024])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_estimates_are_the_papers_formulas(stage, devices):
+    """Model states and volume of ZeRO; ZeRO-Offload's bytes on the host and across its link."""
+    formulas = module("formulas")
+    for optimizer, k in (("adam", 12), ("momentum", 8), ("sgd", 4)):
+        found = jzero.estimate("7.5B", devices=devices, stage=stage, optimizer=optimizer)
+        # Each of three roles is rounded up to bytes.
+        assert 0 <= found.total - formulas.model_states(7.5e9, stage, devices, k) < 3
+        assert found.elements_moved == formulas.volume(stage) * 7.5e9 * (devices > 1)
+        hosted = jzero.estimate(
+            "7.5B", devices=devices, stage=stage, optimizer=optimizer, memory="host"
+        )
+        shards = devices if stage else 1
+        state, crossing = formulas.offloaded(7.5e9, shards, k)
+        assert 0 <= hosted.hosted_bytes - state < 1
+        assert [c.direction for c in hosted.crossings] == ["to host", "to device"]
+        assert all(0 <= c.nbytes - crossing < 1 for c in hosted.crossings)
 
 
 def test_efficiency_grows_with_bandwidth_batch_and_width():

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import formulas
 import jzero
 import paper
 from experiments.shared import pictures, records
 from jzero._quantities import readable_rate
-from jzero.reports import _formulas
 from jzero.reports._step_time import StepTime
 from tables import markdown
 
@@ -36,9 +36,9 @@ class Found(NamedTuple):
 def intensity(kind: str, size: int) -> float:
     """Operations per byte; `size` is a batch per GPU, or the hidden size."""
     if kind == "activations":
-        return _formulas.intensity_of_activations(size)
-    of = {"parameters and gradients": _formulas.intensity_of_parameters,
-          "optimizer state": _formulas.intensity_of_optimizer_state}  # fmt: skip
+        return formulas.intensity_of_activations(size)
+    of = {"parameters and gradients": formulas.intensity_of_parameters,
+          "optimizer state": formulas.intensity_of_optimizer_state}  # fmt: skip
     return of[kind](size, paper.INFINITY_SEQUENCE)
 
 
@@ -46,8 +46,8 @@ def statements() -> list[Found]:
     """The efficiency at the paper's bandwidth, and the bandwidth for the paper's efficiency."""
     peak = paper.INFINITY_PEAK
     return [
-        Found(s, _formulas.efficiency(intensity(s.kind, s.size), s.bandwidth, peak),
-              _formulas.bandwidth_for(s.efficiency, intensity(s.kind, s.size), peak))
+        Found(s, formulas.efficiency(intensity(s.kind, s.size), s.bandwidth, peak),
+              formulas.bandwidth_for(s.efficiency, intensity(s.kind, s.size), peak))
         for s in paper.INFINITY_STATEMENTS
     ]  # fmt: skip
 
@@ -95,7 +95,7 @@ def curves() -> dict[str, dict[int, list[float]]]:
     """Figure 3: the efficiency at each of `BANDWIDTHS`, by what moves, then by batch or hidden size."""
     sizes = {"parameters and gradients": BATCHES, "optimizer state": BATCHES, "activations": WIDTHS}
     return {
-        kind: {n: [_formulas.efficiency(intensity(kind, n), bw, paper.INFINITY_PEAK) for bw in BANDWIDTHS]
+        kind: {n: [formulas.efficiency(intensity(kind, n), bw, paper.INFINITY_PEAK) for bw in BANDWIDTHS]
                for n in of}
         for kind, of in sizes.items()
     }  # fmt: skip

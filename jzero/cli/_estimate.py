@@ -22,10 +22,10 @@ from jzero._quantities import (
 from jzero.cli import _flags, _plot
 from jzero.cli._checkpoints import Shown
 from jzero.cli._flags import in_flags
+from jzero.offload.schedule._folds import WAYS
 from jzero.reports import _tables
 from jzero.reports._checks import WHO
 from jzero.reports._estimate import Estimate, estimate, roles_on_devices
-from jzero.reports._host_traffic import WAYS
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
 from jzero.reports._tables import Table
 from jzero.sharding.plan._stages import STAGES

@@ -289,9 +289,8 @@ class HostStep:
         layered, values = self._layered, self._values
         gradients = layered.gradients if layered else {}
         reads, gives = {**self._reads(), **gradients}, self._gives()
-        ops: list[Op] = (
-            [*layered.ops] if layered else [*waits(self._segments.plan), Run("gradients")]
-        )
+        grads = layered.ops if layered else (Run("gradients"),)
+        ops: list[Op] = [*waits(self._segments.plan), *grads]
         ops += (sent(value, var) for var, value in reads.items() if var not in gradients)
         if len(self.turns) > 1:
             ops.append(Run("the update of what rests on the devices"))

@@ -110,10 +110,10 @@ class StreamedStep:
 
     def schedule(self) -> Schedule:
         """The grad part, and each turn of the update: its leaves come, and go back."""
-        if self._layered:
-            return Schedule((*self._layered.ops, *self._update.ops), self._layered.buffers())
-        ops = (*waits(self._segments.plan), Run("gradients"), *self._update.ops)
-        return Schedule(ops)
+        layered = self._layered
+        grads = layered.ops if layered else (Run("gradients"),)
+        ops = (*waits(self._segments.plan), *grads, *self._update.ops)
+        return Schedule(ops, layered.buffers() if layered else ())
 
     # -- the update ------------------------------------------------------------------------------------
 

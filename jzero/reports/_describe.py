@@ -17,27 +17,40 @@ from jax.sharding import PartitionSpec
 from jzero._blocks import Blocks
 from jzero._errors import counted
 from jzero._folded import folded, listed
-from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
+from jzero._memory_kinds import PINNED
 from jzero._quantities import readable_bytes
-from jzero.offload.memory._leaf_array import CodingError
+from jzero.ir._loops import MICROBATCHES
+from jzero.offload.memory._leaf_array import CodingError, is_coded
 from jzero.offload.schedule import _folds
 from jzero.offload.schedule._folds import Crossing, Turns
 from jzero.offload.schedule._schedule import Schedule
 from jzero.reports import _as_dict, _coded_leaves, _leaf_lists, _tables
 from jzero.reports._lines import wrapped
-from jzero.reports._tables import Memory, Table, crossing_table, memory_table, traffic_table
+from jzero.reports._tables import (
+    Memory,
+    Table,
+    crossing_table,
+    memory_of,
+    memory_table,
+    traffic_table,
+)
+from jzero.segments._partitioned import Partitioned
+from jzero.segments._program import Program
+from jzero.segments._programs import placed_inputs
+from jzero.sharding.analysis import _traffic, _untiled
 from jzero.sharding.analysis._residuals import LEAST_BYTES
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.analysis._untiled import Untiled
 from jzero.sharding.partition._movement import ITERATIONS_DEPEND, Movement
 from jzero.sharding.partition._saved import Loops, SavedValue
-from jzero.sharding.plan import _layout
+from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Full
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
-from jzero.tracing import _jaxpr
+from jzero.tracing import _call, _jaxpr
+from jzero.tracing._signature import Call
 
 # The sharded dims; None for a replicated value.
 SplitDims = int | tuple[int, ...] | None
@@ -283,7 +296,11 @@ class Report:
     def memory(self) -> tuple[Memory, ...]:
         """Stored bytes of each role; what lives within a step is known to the compiler only."""
         roles = {role: self._leaves_of(role) for role in (PARAMETER, OPTIMIZER, OTHER)}
-        return tuple(_memory(role, leaves) for role, leaves in roles.items() if leaves)
+        return tuple(
+            memory_of(role, leaves, f"{_num_sharded(leaves)} of {len(leaves)} leaves sharded")
+            for role, leaves in roles.items()
+            if leaves
+        )
 
     @property
     def loops(self) -> Loops | None:
@@ -526,7 +543,39 @@ _REDUCTIONS = {
 }
 
 
-def looped(
+def report_of(program: Program, call: Call) -> Report:
+    """What there is to say of a step on a call's shapes; nothing runs."""
+    inputs = placed_inputs(call, program)
+    jaxpr = jax.make_jaxpr(program.step.run)(*inputs)
+    num_state = program.out_tree.num_leaves - len(program.plan.outputs)
+    plan, movements = program.plan, program.movements
+    written: Any = jaxpr
+    if isinstance(found := program.step.found, Partitioned):
+        plan, written = found.described(plan), found.for_any_devices.jaxpr
+    return Report(
+        plan,
+        tuple(_traffic.collectives(jaxpr)),
+        program.keys,
+        _traffic.carried_bytes(jaxpr, MICROBATCHES),
+        program.step.schedule(),
+        program.step.roads(),
+        movements,
+        program.whole_arguments,
+        tuple(_call.argument_paths(call.arrays)),
+        tuple(x.size * x.dtype.itemsize for x in inputs[1]),
+        tuple(_outputs.output_paths(program.out_tree, num_state)),
+        _untiled.untiled(written, program.plan.exchange.tile_bytes, program.plan.stage == 3),
+        {
+            leaf.path: x.error
+            for leaf, x in zip(plan.leaves, jax.tree.leaves(call.state), strict=True)
+            if is_coded(x) and x.error is not None
+        },
+        () if plan.evaluates else _looped(jaxpr, call.arrays, plan, movements),
+        program.extra_work,
+    )
+
+
+def _looped(
     jaxpr: Any, arrays: Mapping[str, Any], plan: StepPlan, movements: Sequence[Movement]
 ) -> tuple[str, ...]:
     """Arguments of a program along whose dim 0 every device runs a loop, by its length.
@@ -552,14 +601,8 @@ def _split_dims(spec: PartitionSpec) -> SplitDims:
     return dims if len(dims) > 1 else dims[0] if dims else None
 
 
-def _memory(role: str, leaves: Sequence[LeafPlan]) -> Memory:
-    sharded = sum(not isinstance(leaf.layout, Full) for leaf in leaves)
-    whole = sum(leaf.nbytes for leaf in leaves)
-    per_device = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier == DEVICE)
-    on_host = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier in (PINNED, HOST))
-    on_disk = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier == NVME)
-    note = f"{sharded} of {len(leaves)} leaves sharded"
-    return Memory(role, whole, per_device, True, note, on_host, on_disk)
+def _num_sharded(leaves: Sequence[LeafPlan]) -> int:
+    return sum(not isinstance(leaf.layout, Full) for leaf in leaves)
 
 
 def _text(codes: Blocks | None) -> str | None:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -23,15 +24,15 @@ from jzero._quantities import (
     readable_count,
 )
 from jzero._unknown_options import refuses_unknown_options
-from jzero.offload.schedule._folds import Crossing
-from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
+from jzero.offload.schedule._folds import Crossing, crossings, updated_bytes
+from jzero.reports import _as_dict, _step_time, _tables, _within
 from jzero.reports._checks import WHO, check, check_offload, data_axes
 from jzero.reports._hf_config import Model, read_model
-from jzero.reports._host_traffic import Haul
 from jzero.reports._lines import WIDTH, wrapped
 from jzero.reports._numbers import BytesPerParam, Rates, Workload
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
 from jzero.reports._rate_checks import check_rates, check_workload
+from jzero.reports._scaled import ScaledStep
 from jzero.reports._sizes import RoleBytes
 from jzero.reports._step_time import StepTime
 from jzero.sharding.analysis._traffic import Collective
@@ -62,7 +63,9 @@ def estimate(
 ) -> Estimate:
     """What a training needs on each device and moves in a step, from numbers alone.
 
-    For Psi parameters, each role takes a number of bytes and is sharded over a number of devices::
+    It is what `describe` says of an abstract step, scaled to Psi parameters: a loop over layers of one matrix
+    each is traced, planned and partitioned with the same options, in about 0.1 s, and no device is needed.
+    Each role takes a number of bytes and is sharded over a number of devices::
 
         parameters       bytes of one   * Psi / devices of Axes.params      # stage 3, else / 1
         optimizer state  bytes of it    * Psi / devices of Axes.optimizer   # stage >= 1
@@ -77,9 +80,10 @@ def estimate(
     process. Gradients count as if all of a step's were on the device before the first has left it.
 
     With `Memory(params=)` parameters are in pinned memory, too, sharded. Each device fetches its own shard
-    over its own link, once for each pass over the layers, and at most `device_bytes` of parameters, gathered
-    ones included, are on a device at a time. Gradients are sent to the host once, as the backward pass of
-    each layer ends; one layer's, whole before they are reduced, are not counted, like one layer's gathered
+    over its own link, once for each pass over the layers (with several microbatches once in a step, if all
+    its shards fit into half of `device_bytes`), and at most `device_bytes` of parameters, gathered ones
+    included, are on a device at a time. Gradients are sent to the host once, as the backward pass of each
+    layer ends; one layer's, whole before they are reduced, are not counted, like one layer's gathered
     parameters without offload. What `HostCPU` updates is not copied again; what devices update is fetched
     once more, and new parameters are sent back. Parameters on `NVMe` are read from the disk for each pass,
     and read and written there with the optimizer state for the update; the host holds `host_bytes` of them,
@@ -90,8 +94,10 @@ def estimate(
 
     With `Rates(peak=)` and `Workload(tokens=)` the estimate has the least time of a step. In each of its
     parts (forward pass, backward pass, update) compute and all links are taken to be busy at the same time,
-    so that the slowest of them counts. Nothing hides an update, unless it is delayed;
-    operations are 6 for each parameter and token (2 forward, 4 backward), and 8 with `Workload.recompute`.
+    so that the slowest of them counts. Gradients that one program makes leave when it is over, and nothing
+    hides their update, unless it is delayed; with parameters on the hosts, updates in memory run while the
+    backward pass goes on. Operations are 6 for each parameter and token (2 forward, 4 backward), and 8 with
+    `Workload.recompute`.
 
     With a configuration the parameters are those of a model of Hugging Face's transformers, counted exactly,
     and the layers and their width are the model's.
@@ -161,14 +167,13 @@ def estimate(
     >>> print(found.time)
     time of a step  compute  to device  to host  host update  not hidden
     forward pass     1.13 s     318 ms        -            -           -
-    backward pass     3.4 s     318 ms   318 ms            -           -
-    update                -          -        -       2.62 s      2.62 s
-    step             4.53 s     636 ms   318 ms       2.62 s      2.62 s
+    backward pass     3.4 s     318 ms   318 ms       2.62 s           -
+    step             4.53 s     636 ms   318 ms       2.62 s           -
     <BLANKLINE>
-    A step takes at least 7.15 s, and 63% of it is compute at 989 TFLOP/s; 56% if
+    A step takes at least 4.53 s, and 100% of it is compute at 989 TFLOP/s; 56% if
       nothing overlapped.
     The forward pass hides its traffic with 2,248 or more tokens on each device.
-    The backward pass hides its traffic with 750 or more tokens on each device.
+    The backward pass hides its traffic with 6,182 or more tokens on each device.
     Rates: 55 GB/s in each direction between a device and its host; 40 GB/s of
       optimizer state updated by a device's share of its host.
     Not counted, because no rate was given: between devices.
@@ -303,56 +308,44 @@ class Estimate:
         """Devices of the training: those that share the batch, times `model_parallel`."""
         return self.model_parallel * math.prod(size for _, size in self.sharding.axes)
 
-    @property
-    def _each(self) -> int:
-        """Parameters of one position along the model's axis."""
-        return math.ceil(self.num_params / self.model_parallel)
+    @functools.cached_property
+    def _step(self) -> ScaledStep:
+        return ScaledStep(
+            self.num_params, self.options, self.sharding, self.bytes_per_param, self.workload,
+            self.model_parallel,
+        )  # fmt: skip
 
-    @property
+    @functools.cached_property
     def memory(self) -> tuple[_tables.Memory, ...]:
         """Bytes of each role; those of gradients are the most that a step holds at a time."""
-        rows = _formulas.needs(self.options, self.sharding, self.bytes_per_param)
-        found = _formulas.memory(self.num_params, rows, self.model_parallel)
-        if self.options.moves_activations:
-            found += (_formulas.activations(self.options, self.workload, self.bytes_per_param),)
+        found = tuple(_within.rows(self._step))
         return found if self.options.donate else (*found, _tables.old_state(found))
 
     @property
     def traffic(self) -> tuple[Collective, ...]:
         """The collectives of a step as if all parameters were one leaf, which `times` counts."""
-        return tuple(
-            _formulas.traffic(
-                self._each, self.options, self.workload, self.sharding, self.bytes_per_param
-            )
-        )
+        return self._step.traffic
 
-    @property
+    @functools.cached_property
     def crossings(self) -> tuple[Crossing, ...]:
         """Copies between each device and its host in a step; of state, an element per parameter."""
-        return tuple(_host_traffic.crossings(self._hauls()))
+        return crossings(self._step.schedule)
 
     @property
     def hosted_bytes(self) -> int:
         """Bytes of optimizer state that a device's share of its host updates in a step."""
-        return _host_traffic.hosted_bytes(
-            self._each, self.options, self.sharding, self.bytes_per_param
-        )
+        return sum(updated_bytes(self._step.schedule).values())
 
     @property
     def time(self) -> StepTime | None:
         """The least time of a step at the given rates; None if no peak was given."""
         if self.rates.peak is None:
             return None
-        done = _step_time.work(
-            self._each, self.options, self.workload, self.sharding, self._hauls(), self.traffic,
-            self.hosted_bytes,
+        work = _step_time.work_of(
+            self._step.each, self.workload, self.traffic, self.crossings,
+            updated_bytes(self._step.schedule), self.options.offload.waits,
         )  # fmt: skip
-        return _step_time.step_time(done, self.rates)
-
-    def _hauls(self) -> Iterator[Haul]:
-        return _host_traffic.hauls(
-            self._each, self.options, self.workload, self.sharding, self.bytes_per_param
-        )
+        return _step_time.step_time(work, self.rates)
 
     @property
     def at_rest(self) -> int:

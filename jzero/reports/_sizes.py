@@ -33,7 +33,10 @@ class RoleBytes(NamedTuple):
 
 
 def crossing_gradients(sizes: RoleBytes) -> Fraction:
-    """Bytes of a gradient of a step that is cut: it is returned before the update makes it wider."""
+    """Bytes of a gradient of a step that is cut: it is returned before the update makes it wider.
+
+    A loop over layers that casts float32 parameters stacks their gradients after the cast, in 4 bytes.
+    """
     return min(sizes.gradients, sizes.compute)
 
 

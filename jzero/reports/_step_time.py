@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jzero._quantities import readable_flops, readable_rate, readable_seconds, readable_size
-from jzero.reports._formulas import gathers_per_round
-from jzero.reports._host_traffic import (
+from jzero.offload.schedule._folds import (
     BACKWARD,
     DISK_WAYS,
     FORWARD,
@@ -19,21 +18,20 @@ from jzero.reports._host_traffic import (
     TO_DISK,
     UPDATE,
     WAYS,
-    Haul,
+    Crossing,
 )
 from jzero.reports._lines import WIDTH, wrapped
 from jzero.reports._numbers import Rates, Workload
 from jzero.reports._sizes import ACTIVATION
 from jzero.reports._tables import Table
 from jzero.sharding.analysis._traffic import Collective
-from jzero.sharding.plan._options import Options
-from jzero.sharding.plan._stages import StageAxes
 
 BETWEEN, HOST_UPDATE, DISK = "between devices", "host update", "disk"
 _DAY = 24 * 60 * 60
 # What each part of a step computes for a parameter and a token: a product takes two operations, and its
 # two derivatives as many each (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1).
 _OPERATIONS = {FORWARD: 2, BACKWARD: 4, UPDATE: 0}
+_PART_OF = {"forward": FORWARD, "backward": BACKWARD, "": UPDATE}
 # The time is a lower bound. Left out are the starts of copies and collectives, attention's scores, the
 # update's own operations on a device, and that compute and copies share memory.
 
@@ -232,20 +230,19 @@ def step_time(work: Work, rates: Rates) -> StepTime:
     )
 
 
-def work(
-    num_params: int, options: Options, workload: Workload, stage_axes: StageAxes,
-    crossing: Iterable[Haul], traffic: Sequence[Collective], hosted_bytes: int,
+def work_of(
+    num_params: int, workload: Workload, traffic: Iterable[Collective],
+    crossings: Iterable[Crossing], updated: Mapping[str, int], waits: bool,
 ) -> Work:  # fmt: skip
     """What a step does.
 
     Args:
       num_params: Psi.
-      options: of the step.
       workload: the tokens, and whether layers are recomputed.
-      stage_axes: the stage on the mesh.
-      crossing: between each device and its host.
       traffic: between devices.
-      hosted_bytes: of optimizer state that the host updates, for each device.
+      crossings: between each device and its host.
+      updated: bytes of optimizer state that the host updates for each device, by part.
+      waits: whether it does so beside the next step.
     """
     tokens = workload.tokens or 0
     recomputed = {BACKWARD: 2 * workload.recompute}
@@ -256,33 +253,19 @@ def work(
     nbytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
     token_bytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
     written = 0
-    for x in crossing:
+    for x in crossings:
         written += x.nbytes * (x.direction == TO_DISK)
         # Reads and writes share a disk.
         _add(nbytes[x.part], DISK if x.direction in DISK_WAYS else x.direction, x.nbytes)
         _add(token_bytes[x.part], x.direction, x.nbytes * (x.what == ACTIVATION))
-    for part, n in _between(traffic, stage_axes, options, workload):
-        _add(nbytes[part], BETWEEN, n)
-    _add(nbytes[UPDATE], HOST_UPDATE, hosted_bytes)
-    return Work(operations, nbytes, token_bytes, tokens, options.offload.waits, written)
-
-
-def _between(
-    traffic: Sequence[Collective], stage_axes: StageAxes, options: Options, workload: Workload
-) -> Iterator[tuple[str, int]]:
-    """Bytes that devices move between them, by part; an all-reduce is a reduce-scatter and an all-gather."""
     for c in traffic:
-        over_replicas = not set(c.axes) <= set(stage_axes.shard_axes)
-        if c.op != "all-gather" or over_replicas:  # Sums that travel as codes are gathered, too.
-            yield BACKWARD, c.nbytes * (2 if c.op == "all-reduce" else 1)
-        elif c.axes != stage_axes.param_axes:
-            yield UPDATE, c.nbytes
-        elif options.keep_gathered:
-            yield FORWARD, c.nbytes
-        else:
-            forward = c.nbytes // gathers_per_round(options, workload)
-            yield FORWARD, forward
-            yield BACKWARD, c.nbytes - forward
+        # Sums that are taken after the last microbatch are its backward pass's, too.
+        part = _PART_OF[c.autodiff] if c.op == "all-gather" else BACKWARD
+        # An all-reduce is a reduce-scatter and an all-gather.
+        _add(nbytes[part], BETWEEN, c.nbytes * (2 if c.op == "all-reduce" else 1))
+    for part, n in updated.items():
+        _add(nbytes[part], HOST_UPDATE, n)
+    return Work(operations, nbytes, token_bytes, tokens, waits, written)
 
 
 def _add(sums: dict[str, int], way: str, nbytes: int) -> None:

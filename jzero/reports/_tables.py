@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jzero._errors import escaped
+from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._quantities import readable_bytes
 from jzero.offload.schedule._folds import Crossing
 from jzero.reports._columns import lay_out
 from jzero.reports._lines import WIDTH
 from jzero.sharding.analysis._traffic import Collective
+from jzero.sharding.plan._leaves import LeafPlan
 
 
 class Memory(NamedTuple):
@@ -70,6 +72,16 @@ class Table(NamedTuple):
     def _escaped(self) -> list[tuple[str, ...]]:
         """Names may come from files that others wrote."""
         return [tuple(escaped(cell, keep="") for cell in row) for row in self.rows]
+
+
+def memory_of(role: str, leaves: Sequence[LeafPlan], note: str, at_rest: bool = True) -> Memory:
+    """The bytes of some leaves, by the memory in which they are."""
+    here, there, files = (
+        sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier in tiers)
+        for tiers in ((DEVICE,), (PINNED, HOST), (NVME,))
+    )
+    whole = sum(leaf.nbytes for leaf in leaves)
+    return Memory(role, whole, here, at_rest, note, there, files)
 
 
 def old_state(rows: Sequence[Memory]) -> Memory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -72,9 +72,19 @@ class PlannedStep:
         return not self.plan.in_parts and _on_cpus(self.mesh)
 
 
+class _AbsentDevice(NamedTuple):
+    """What is asked of a device that an abstract mesh names."""
+
+    device_kind: str
+    process_index: int = 0
+
+
 def devices_of(mesh: Mesh) -> list[Any]:
-    """Its devices; an abstract mesh stands for as many of the default platform."""
-    return [*mesh.devices.flat] if isinstance(mesh, Mesh) else jax.devices()[:1] * mesh.size
+    """Its devices; an abstract mesh stands for as many of those it names, or of the default platform."""
+    if isinstance(mesh, Mesh):
+        return [*mesh.devices.flat]
+    named = mesh.abstract_device  # Else all backends would start, and take the memory of devices.
+    return ([_AbsentDevice(named.device_kind)] if named else jax.devices()[:1]) * mesh.size
 
 
 def _on_cpus(mesh: Mesh) -> bool:

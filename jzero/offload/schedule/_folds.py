@@ -12,6 +12,7 @@ from jzero.offload.schedule._ops import (
     HANDED_ON,
     Fetch,
     Loop,
+    Op,
     Ref,
     Run,
     Send,
@@ -26,6 +27,8 @@ from jzero.offload.schedule._schedule import Schedule
 
 TO_HOST, TO_DEVICE = "to host", "to device"
 TO_DISK, FROM_DISK = "to disk", "from disk"
+WAYS, DISK_WAYS = (TO_HOST, TO_DEVICE), (FROM_DISK, TO_DISK)
+PARTS = FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "update"
 _UNDER_WAY = "gradients and parameters on their way"
 
 
@@ -51,6 +54,7 @@ class Crossing(NamedTuple):
       elements: in each device's part, padding included; of a `while`, in each turn.
       nbytes: of these.
       loop: the innermost loop in whose turns they cross again; None if they cross once.
+      part: of the step in which they do: a pass, or the update.
     """
 
     direction: str
@@ -59,6 +63,7 @@ class Crossing(NamedTuple):
     elements: int
     nbytes: int
     loop: Turns | None = None
+    part: str = ""
 
     @property
     def each_turn(self) -> bool:
@@ -68,40 +73,64 @@ class Crossing(NamedTuple):
 
 def crossings(schedule: Schedule) -> tuple[Crossing, ...]:
     """What each device copies to its host and back, and the host to files and from them."""
-    found, waits, in_files = list[Crossing](), list[Wait](), set[Value]()
+    found, waits, in_files, updates = list[Crossing](), list[Wait](), set[Value](), False
     for op, around in flat(schedule.ops):
+        updates = updates or _begins_update(op)
+        part = UPDATE if updates else _pass_of(op, around)
         match op:
             case Fetch(refs, store):
                 ways = (FROM_DISK, TO_DEVICE) if store == NVME else (TO_DEVICE,)
-                found += _crossings(refs, ways, around)
+                found += _crossings(refs, ways, around, part)
             case Send(refs, store):
                 ways = (TO_HOST, TO_DISK) if store == NVME else (TO_HOST,)
-                found += _crossings(refs, ways, around)
+                found += _crossings(refs, ways, around, part)
                 in_files |= {*map(value_of, refs)} if store == NVME else set()
             case Update(store, leaves, takes):
                 moved = [*map(value_of, leaves)] if store == NVME else []
-                found += (_crossing(way, x) for way in (FROM_DISK, TO_DISK) for x in moved)
+                found += (_crossing(way, x, part) for way in (FROM_DISK, TO_DISK) for x in moved)
                 waited = [value_of(ref) for ref in takes if value_of(ref) in in_files]
-                found += (_crossing(FROM_DISK, x) for x in waited)
+                found += (_crossing(FROM_DISK, x, part) for x in waited)
+                updates = updates or not around
             case Wait():
                 waits.append(op)
-    found += (_crossing(way, x.value, times=x.times) for way in (TO_HOST, TO_DEVICE) for x in waits)
+    for way, part in ((TO_HOST, FORWARD), (TO_DEVICE, BACKWARD)):
+        found += (_crossing(way, x.value, part, times=x.times) for x in waits)
     return tuple(found)
 
 
+def _begins_update(op: Op) -> bool:
+    """Whether devices update from here on: what they fetch for it, no pass reads."""
+    refs = op.refs if isinstance(op, Fetch | Send) else ()
+    updated = {"gradient", "optimizer state"} if isinstance(op, Fetch) else {"optimizer state"}
+    return any(value_of(ref).what in updated for ref in refs)
+
+
+def _pass_of(op: Op, around: Sequence[Loop]) -> str:
+    """In which part of a step it moves something, if devices do not update yet.
+
+    Derivatives of a loop run the other way. What is sent after all loops, a program has made that is over
+    then: nothing hides it.
+    """
+    if around:
+        return BACKWARD if any(loop.reverse for loop in around) else FORWARD
+    return FORWARD if isinstance(op, Fetch) else UPDATE
+
+
 def _crossings(
-    refs: Sequence[Ref], ways: Sequence[str], around: Sequence[Loop]
+    refs: Sequence[Ref], ways: Sequence[str], around: Sequence[Loop], part: str
 ) -> Iterator[Crossing]:
     """Those of some values: of a slice of each turn, all of the stack."""
     for ref in refs:
         loop = _turns(around[:-1] if isinstance(ref, Slice) else around)
-        yield from (_crossing(way, value_of(ref), loop) for way in ways)
+        yield from (_crossing(way, value_of(ref), part, loop) for way in ways)
 
 
-def _crossing(way: str, value: Value, loop: Turns | None = None, times: int = 1) -> Crossing:
+def _crossing(
+    way: str, value: Value, part: str, loop: Turns | None = None, times: int = 1
+) -> Crossing:
     times *= loop.num or 1 if loop else 1
     return Crossing(
-        way, value.what, value.dtype, times * value.elements, times * value.nbytes, loop
+        way, value.what, value.dtype, times * value.elements, times * value.nbytes, loop, part
     )
 
 
@@ -114,23 +143,57 @@ def _turns(around: Sequence[Loop]) -> Turns | None:
     return Turns(around[-1].where, num)
 
 
-def host_needs(schedule: Schedule) -> tuple[HostNeed, ...]:
-    """What it takes of the memory of each device's host while it runs, besides the state at rest.
+class Held(NamedTuple):
+    """What passes through pinned memory of each device's host in a step, and is there until its end.
 
-    What goes down and comes up is there until the step is over.
+    Attributes:
+      what: it is.
+      does: 'incoming' from the devices, 'outgoing' to them, 'delayed' to the next step, or 'waiting' there
+        for the backward pass.
+      nbytes: of all of it.
+      copies: how many times it is there.
     """
-    under_way = waiting = 0
+
+    what: str
+    does: str
+    nbytes: int
+    copies: int = 1
+
+
+def held(schedule: Schedule) -> Iterator[Held]:
+    """All of it, the state at rest aside."""
     for op, _ in flat(schedule.ops):
         match op:
-            case Send(refs, store, copies=copies, waits=waits) if store == PINNED:
-                nbytes = copies * sum(value_of(ref).nbytes for ref in refs)
-                under_way, waiting = under_way + nbytes * (not waits), waiting + nbytes * waits
+            case Send(refs, store, copies=copies, waits=waits) if store == PINNED and copies:
+                for value in map(value_of, refs):
+                    yield Held(value.what, "waiting" if waits else "incoming", value.nbytes)
+                    if copies > 1:
+                        yield Held(value.what, "delayed", (copies - 1) * value.nbytes)
             case Update(gives=gives, copies=copies):
-                under_way += copies * sum(x.nbytes for x in gives)
+                yield from (Held(x.what, "outgoing", copies * x.nbytes, copies) for x in gives)
             case Wait(value, copies=copies):
-                waiting += copies * value.nbytes
+                yield Held(value.what, "waiting", copies * value.nbytes)
+
+
+def host_needs(schedule: Schedule) -> tuple[HostNeed, ...]:
+    """What it takes of the memory of each device's host while it runs, besides the state at rest."""
+    waiting = under_way = 0
+    for each in held(schedule):
+        waiting += each.nbytes * (each.does == "waiting")
+        under_way += each.nbytes * (each.does != "waiting")
     needs = HostNeed(_UNDER_WAY, PINNED, under_way), HostNeed("activations", PINNED, waiting)
     return tuple(need for need in (*needs, *schedule.buffers) if need.nbytes)
+
+
+def updated_bytes(schedule: Schedule) -> dict[str, int]:
+    """Bytes of optimizer state that a device's share of its host updates, by part of the step."""
+    found = dict.fromkeys(PARTS, 0)
+    for op, around in flat(schedule.ops):
+        if isinstance(op, Update):
+            values = map(value_of, op.leaves)
+            nbytes = sum(x.nbytes for x in values if x.what == "optimizer state")
+            found[_pass_of(op, around)] += nbytes
+    return found
 
 
 def handed_bytes(schedule: Schedule) -> int:

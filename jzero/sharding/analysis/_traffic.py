@@ -41,6 +41,7 @@ class Collective:
       times: how often a step runs it (trip counts of the loops around it); of a `while`, in each iteration.
       leaf: the leaf it serves, where known.
       each_turn: a `while` is around it, and nobody knows how many iterations it has.
+      autodiff: the pass of `jax.grad` that it serves, 'forward' or 'backward'; '' if it serves none.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Collective:
     times: int
     leaf: str
     each_turn: bool = False
+    autodiff: str = ""
 
     @property
     def total_elements(self) -> int:
@@ -64,17 +66,20 @@ class Collective:
 
 
 def collectives(
-    jaxpr: Any, times: int = 1, each_turn: bool = False, leaf: str = ""
+    jaxpr: Any, times: int = 1, each_turn: bool = False, leaf: str = "", autodiff: str = ""
 ) -> Iterator[Collective]:
-    """Every collective in `jaxpr` and the jaxprs inside it; `leaf` is what an equation around it serves."""
+    """Every collective in `jaxpr` and the jaxprs inside it.
+
+    `leaf` and `autodiff` are those of an equation around it.
+    """
     for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
-        name = eqn.primitive.name
+        name, of = eqn.primitive.name, _jaxpr.autodiff_pass(eqn) or autodiff
         if name in _OPS:
-            yield from _collectives_of(eqn, times, each_turn, leaf_of(eqn) or leaf)
+            yield from _collectives_of(eqn, times, each_turn, leaf_of(eqn) or leaf, of)
         known = trip_count(eqn)
         inner = times if known is None else times * known
         for sub in _jaxpr.inner_jaxprs(eqn):
-            yield from collectives(sub, inner, each_turn or known is None, leaf_of(eqn) or leaf)
+            yield from collectives(sub, inner, each_turn or known is None, leaf_of(eqn) or leaf, of)
 
 
 def op_of(eqn: Eqn) -> str | None:
@@ -88,7 +93,9 @@ def leaf_of(eqn: Eqn) -> str:
     return leaf.group(1) if leaf else ""
 
 
-def _collectives_of(eqn: Eqn, times: int, each_turn: bool, leaf: str) -> Iterator[Collective]:
+def _collectives_of(
+    eqn: Eqn, times: int, each_turn: bool, leaf: str, autodiff: str
+) -> Iterator[Collective]:
     gathers = _OPS[eqn.primitive.name] == "all-gather"
     for atom in eqn.outvars if gathers else eqn.invars:
         yield Collective(
@@ -100,6 +107,7 @@ def _collectives_of(eqn: Eqn, times: int, each_turn: bool, leaf: str) -> Iterato
             times,
             leaf,
             each_turn,
+            autodiff,
         )
 
 

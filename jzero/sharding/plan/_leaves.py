@@ -95,7 +95,7 @@ class LeafPlan:
     @property
     def nbytes_per_device(self) -> int:
         """Bytes at rest of each device's part, padding included; in the memory that `tier` says."""
-        return math.prod(self.padded_shape) * self.itemsize // self.num_shards
+        return -(-math.prod(self.padded_shape) * self.itemsize // self.num_shards)
 
     def in_codes(self, blocks: Blocks) -> LeafPlan:
         """The leaf as it rests in codes: as rows of bytes, over the same devices."""

@@ -31,7 +31,12 @@ Shared = MutableMapping[Any, Any]
 
 
 def waits(plan: StepPlan) -> tuple[Wait, ...]:
-    """The activations of a step that wait on the host."""
+    """The activations of a step that wait on the host, where one program has both passes.
+
+    Programs of parts of them send and fetch what waits.
+    """
+    if plan.in_parts:
+        return ()
     # Layer by layer all microbatches pass a layer before the next one.
     copies = plan.accumulate if plan.microbatches.layer_major else 1
     return tuple(

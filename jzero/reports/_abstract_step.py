@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step that `estimate` describes: a loop over layers of one matrix each, planned as any other step is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jzero._policy import HostCPU, Memory, NVMe, PinnedHost, Policy
+from jzero.offload._backends import backend_of
+from jzero.reports._describe import Report, report_of
+from jzero.reports._sizes import RoleBytes
+from jzero.segments._programs import Programs
+from jzero.sharding.plan._options import Options
+from jzero.tracing._precision import master_weights
+from jzero.tracing._signature import Signature
+
+# [Note: sizes of the abstract step] Its shapes are not the model's: numbers alone do not tell those, devices
+# would not divide them, and no dtype has 0.3 bytes. Its leaves are so large that nothing is left replicated
+# for being small, all devices divide all of them, and what follows is scaled to the model. Sizes decide three
+# things, which are therefore decided as the model's would: whether a matrix is tiled (all are), whether
+# parameters fit `device_bytes` (`whole`), and whether activations are worth a copy (all are).
+_LAYERS = 11
+_LAYERS_OF_EACH = (
+    4  # for each device, of which the shards take more than what is gathered of some layers
+)
+_LEAST_DIM = (
+    256  # of a matrix; as many elements has a quantized block, and a shard a multiple of it
+)
+_ROWS = 2048  # of a microbatch on a device, of which a loop saves 1 MiB or more in each iteration
+_TILES = 4  # of a matrix
+_WINDOW = (
+    3  # gathered layers; one is needed, two let the next one come beside it, and all take 4 or more
+)
+_UNBOUNDED = 2**50  # bytes
+
+
+class Types(NamedTuple):
+    """What of bytes per parameter changes a program.
+
+    Attributes:
+      params: the dtype in which parameters are stored.
+      compute: that in which passes use them.
+      state: of the optimizer: 'masters' if these are why its update reads no parameter, 'moments', or 'none'.
+    """
+
+    params: str
+    compute: str
+    state: str
+
+    @classmethod
+    def of(cls, sizes: RoleBytes) -> Types:
+        """Those of a model with so many bytes per parameter."""
+        state = "masters" if sizes.masters else "moments" if sizes.optimizer_state else "none"
+        narrow = sizes.compute < sizes.parameters
+        params = "float32" if narrow or not sizes.masters and sizes.parameters > 2 else "bfloat16"
+        return cls(params, "bfloat16" if narrow else params, state)
+
+
+class AbstractStep(NamedTuple):
+    """A described step, and its sizes.
+
+    Attributes:
+      report: of it.
+      types: dtypes of its leaves.
+      layers: how many its loop has.
+      width: of a layer's matrix, which is square.
+      tiles: into which a matrix is cut.
+    """
+
+    report: Report
+    types: Types
+    layers: int
+    width: int
+    tiles: int
+
+    @property
+    def num_params(self) -> int:
+        """Elements of its parameter."""
+        return self.layers * self.width**2
+
+    @property
+    def saved_elements(self) -> int:
+        """What its loop saves for the backward loop, on each device, of all microbatches."""
+        return self.layers * self.width * _ROWS * self.report.plan.accumulate
+
+
+# It is traced and planned in 0.1 s, and a table of stages asks for each of them more than once.
+@functools.lru_cache(maxsize=64)
+def abstract_step(
+    options: Options, axes: tuple[tuple[str, int], ...], types: Types, recompute: bool, whole: bool
+) -> AbstractStep:
+    """What `describe` says of it.
+
+    Args:
+      options: of the step; those in bytes are replaced, as the sizes are.
+      axes: names and sizes of the data axes.
+      types: dtypes of the state.
+      recompute: whether the backward pass computes a layer again.
+      whole: whether all parameters that are stored on the hosts fit on the devices together, as shards.
+    """
+    num = math.prod(size for _, size in axes)
+    coded = options.comm.gather_dtype is not None or options.reduces_codes
+    width = num * (_LEAST_DIM if coded else -(-_LEAST_DIM // num))
+    layers = _LAYERS_OF_EACH * num + 1 if options.offload.streams else _LAYERS
+    tx = {
+        "masters": master_weights(optax.sgd(0.1)),
+        "moments": optax.sgd(0.1, 0.9),
+        "none": optax.sgd(0.1),
+    }
+    update = tx[types.state]
+
+    def step(state: Any, rows: Any) -> Any:
+        params, opt_state = state
+
+        def layer(h: Any, w: Any) -> Any:
+            return jnp.tanh(h @ w.astype(types.compute)), None
+
+        def loss(params: Any) -> Any:
+            h, _ = jax.lax.scan(jax.checkpoint(layer) if recompute else layer, rows, params)
+            return jnp.mean(h.astype(jnp.float32))
+
+        updates, opt_state = update.update(jax.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    weights = jax.ShapeDtypeStruct((layers, width, width), jnp.dtype(types.params))
+    state = weights, jax.eval_shape(update.init, weights)
+    num_rows = _ROWS * num * options.microbatches.num
+    rows = jax.ShapeDtypeStruct((num_rows, width), jnp.dtype(types.compute))
+    tiles = 1 if options.comm.tile_bytes is None else _TILES
+    window = _UNBOUNDED if whole else _WINDOW * width**2 * weights.dtype.itemsize
+    tile_bytes = width**2 * rows.dtype.itemsize // _TILES
+    names, sizes = zip(*axes, strict=True)
+    mesh = AbstractMesh(sizes, names, abstract_device=AbstractDevice("", None, ""))
+    resized = _resized(options, window, tile_bytes)
+    programs = Programs(step, Signature.of(step, (), (), None), resized, mesh)
+    # Whatever mesh is current, this step is for none of its devices; and it adds float32 to bfloat16.
+    nothing = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with nothing, jax.numpy_dtype_promotion("standard"):
+        call = programs.bind((state, rows), {})
+        report = report_of(programs.of(call), call)
+    return AbstractStep(report, types, layers, width, tiles)
+
+
+def _resized(options: Options, window: int, tile_bytes: int) -> Options:
+    """The same options, with the bytes of the abstract step ([Note: sizes of the abstract step])."""
+    memory, comm = options.offload.memory, options.comm
+    if comm.tile_bytes is not None:
+        comm = dataclasses.replace(comm, tile_bytes=tile_bytes)
+    params: Any = memory.params
+    if isinstance(params, NVMe):
+        params = dataclasses.replace(params, host_bytes=_UNBOUNDED, device_bytes=window)
+    elif isinstance(params, PinnedHost):
+        params = dataclasses.replace(params, device_bytes=window)
+    resized = Memory(
+        params=params, optimizer=_unbounded(memory.optimizer), activations=memory.activations
+    )
+    return dataclasses.replace(options, comm=comm, offload=backend_of(options.who, resized))
+
+
+def _unbounded(policy: Any) -> Policy:
+    """A policy of optimizer state, of all of it at a time."""
+    match policy:
+        case HostCPU():  # A leaf is not cut; of what stays on the devices numbers know the share.
+            return dataclasses.replace(policy, ratio=1)
+        case NVMe():
+            return dataclasses.replace(policy, host_bytes=_UNBOUNDED)
+        case PinnedHost():
+            return dataclasses.replace(policy, device_bytes=_UNBOUNDED)
+    return policy

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The abstract step with a model's bytes: leaves, collectives, and a schedule for the folds of reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+
+from jzero._blocks import Blocks
+from jzero._memory_kinds import DEVICE
+from jzero.offload.schedule._mapped import mapped
+from jzero.offload.schedule._ops import Value
+from jzero.offload.schedule._schedule import Schedule
+from jzero.reports._abstract_step import AbstractStep, Types, abstract_step
+from jzero.reports._numbers import Workload
+from jzero.reports._sizes import ACTIVATION, GRADIENT, RoleBytes, as_dtype, crossing_gradients
+from jzero.sharding.analysis._traffic import Collective
+from jzero.sharding.plan._layout import FULL
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._options import Options
+from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
+
+_REDUCED = ("reduce-scatter", "all-reduce")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledStep:
+    """What a step of so many parameters has on each device, and moves.
+
+    Attributes:
+      num_params: Psi.
+      options: as given.
+      sharding: the stage on the mesh.
+      sizes: bytes per parameter.
+      workload: what a step computes with.
+      model_parallel: over how many devices each part of the batch divides the model.
+    """
+
+    num_params: int
+    options: Options
+    sharding: StageAxes
+    sizes: RoleBytes
+    workload: Workload
+    model_parallel: int
+
+    @functools.cached_property
+    def abstract(self) -> AbstractStep:
+        """What is planned and described."""
+        options, sharding = self.options, self.sharding
+        shards = self.sizes.parameters * self.each / sharding.count(sharding.param_axes)
+        # Half of the window for them: beside them it has what is gathered, which numbers do not tell. A loop
+        # over microbatches from which activations wait is one program.
+        fits = options.moves_activations or 2 * shards <= options.offload.window.device_bytes
+        whole = options.rounds > 1 and fits
+        recompute = self.workload.recompute
+        types = Types.of(self.sizes)
+        return abstract_step(options, sharding.axes, types, recompute, whole)
+
+    @property
+    def each(self) -> int:
+        """Parameters of one position along the model's axis."""
+        return math.ceil(self.num_params / self.model_parallel)
+
+    @property
+    def share(self) -> Fraction:
+        """Of what moves for the update, the part that is not left on the devices."""
+        backend = self.options.offload
+        assert backend.share is not None, "estimate refuses what is measured"
+        return backend.share if backend.updates_on_host else Fraction(1)
+
+    @property
+    def leaves(self) -> Iterator[LeafPlan]:
+        """One for each role and memory, of bytes."""
+        for leaf in self.abstract.report.plan.leaves:
+            share = self.share if leaf.role == OPTIMIZER else Fraction(1)
+            for tier, part in ((leaf.tier, share), (DEVICE, 1 - share)):
+                if part:
+                    size = part * self._size(leaf.role)
+                    yield self.leaf(leaf.role, size, leaf.num_shards, tier)
+
+    def leaf(self, role: str, size: Fraction, num_shards: int, tier: str = DEVICE) -> LeafPlan:
+        """One of so many bytes for each parameter, over so many devices and the model's."""
+        nbytes, num = math.ceil(size * self.num_params), num_shards * self.model_parallel
+        return LeafPlan(role, (nbytes,), as_dtype(size), 1, role, FULL, num, tier=tier)
+
+    def _size(self, what: str) -> Fraction:
+        sizes = self.sizes
+        return {
+            PARAMETER: sizes.parameters,
+            OPTIMIZER: sizes.optimizer_state,
+            GRADIENT: crossing_gradients(sizes),
+            ACTIVATION: sizes.compute,
+        }.get(what, Fraction(0))
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """Its operations; without what is so small that it does not grow with the model."""
+        found = dict[Value, Value | None]()
+
+        def scaled(value: Value) -> Value | None:
+            if value not in found:
+                found[value] = self._scaled(value)
+            return found[value]
+
+        return Schedule(mapped(self.abstract.report.schedule.ops, scaled))
+
+    def _scaled(self, value: Value) -> Value | None:
+        size = self._size(value.what)
+        if value.what == ACTIVATION:
+            counts: Any = (self.workload.tokens, self.workload.layers, self.workload.width)
+            elements = Fraction(value.elements * math.prod(counts), self.abstract.saved_elements)
+        else:
+            elements = Fraction(value.elements * self.each, self.abstract.num_params) * self.share
+        if not size or not elements:
+            return None
+        return Value(value.what, as_dtype(size), math.ceil(elements), math.ceil(elements * size))
+
+    @functools.cached_property
+    def traffic(self) -> tuple[Collective, ...]:
+        """Collectives as if all parameters were one leaf, which `times` counts."""
+        groups = dict[tuple[str, tuple[str, ...], Blocks | None, str, str], list[Collective]]()
+        for c in self.abstract.report.traffic:
+            if c.elements > 1:
+                groups.setdefault((c.op, c.axes, self._codes(c), c.dtype, c.autodiff), []).append(c)
+        return tuple(itertools.starmap(self._merged, groups.items()))
+
+    def _codes(self, c: Collective) -> Blocks | None:
+        """The format in which it is sent; None if as it is."""
+        if c.dtype != "uint8":
+            return None
+        reduced = self.options.reduce_codes([axis for axis, _ in self.sharding.axes])
+        sums = c.op == "all-to-all" or not {*c.axes} & {*self.sharding.shard_axes}
+        return reduced[c.axes[0]] if sums else self.options.comm.gather_dtype
+
+    def _merged(
+        self, key: tuple[str, tuple[str, ...], Blocks | None, str, str], group: list[Collective]
+    ) -> Collective:
+        (op, axes, codes, dtype, autodiff), abstract = key, self.abstract
+        size = self._wire(op, dtype) if codes is None else codes.bytes_per_element
+        packed = Fraction(1) if codes is None else codes.bytes_per_element
+        total = Fraction(sum(c.total_elements for c in group), abstract.num_params) / packed
+        one = Fraction(max(c.elements for c in group), abstract.num_params) / packed
+        # Each is of the leaf, of a layer or of a tile; or of its shards over axes that other ones are over.
+        pieces = {1, abstract.layers, abstract.layers * abstract.tiles}
+        sizes = [num for _, num in self.sharding.axes]
+        chosen = itertools.chain.from_iterable(
+            itertools.combinations(sizes, i) for i in range(len(sizes) + 1)
+        )
+        held = min(
+            (num for num in map(math.prod, chosen) if (total * num).denominator == 1),
+            key=lambda num: (1 / (one * num) not in pieces, num),
+            default=1,
+        )
+        elements = math.ceil(Fraction(self.each, held))
+        times = max(1, round(total * held))
+        return Collective(
+            op, axes, as_dtype(size), float(size), elements, times, "", autodiff=autodiff
+        )
+
+    def _wire(self, op: str, dtype: str) -> Fraction:
+        """Bytes of an element that is sent as it is."""
+        chosen, types = self.options.reduce_float, self.abstract.types
+        sizes = {types.compute: self.sizes.compute, types.params: self.sizes.parameters}
+        if dtype in sizes and (chosen is None or op not in _REDUCED):
+            return sizes[dtype]
+        return Fraction(
+            jnp.dtype(dtype).itemsize
+        )  # as the options say, or as microbatches are summed
+
+    @functools.cached_property
+    def accumulator(self) -> tuple[Fraction, int] | None:
+        """Of sums over microbatches: bytes for each parameter, and over how many devices; None without."""
+        plan, nbytes = self.abstract.report.plan, self.abstract.report.accumulator_bytes
+        if plan.accumulate == 1 or plan.microbatches.layer_major:
+            return None
+        size = jnp.dtype(self.options.microbatches.dtype or jnp.float32).itemsize
+        # Of a leaf, so many bytes that a counter beside it does not matter.
+        return Fraction(size), round(Fraction(size * self.abstract.num_params, nbytes))
