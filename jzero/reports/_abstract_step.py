@@ -28,17 +28,14 @@ from jzero.tracing._signature import Signature
 # things, which are therefore decided as the model's would: whether a matrix is tiled (all are), whether
 # parameters fit `device_bytes` (`whole`), and whether activations are worth a copy (all are).
 _LAYERS = 11
-_LAYERS_OF_EACH = (
-    4  # for each device, of which the shards take more than what is gathered of some layers
-)
-_LEAST_DIM = (
-    256  # of a matrix; as many elements has a quantized block, and a shard a multiple of it
-)
+# For each device: shards of so many take more than what is gathered of some layers.
+_LAYERS_OF_EACH = 4
+# Of a matrix: a quantized block has as many elements, and a shard a multiple of them.
+_LEAST_DIM = 256
 _ROWS = 2048  # of a microbatch on a device, of which a loop saves 1 MiB or more in each iteration
 _TILES = 4  # of a matrix
-_WINDOW = (
-    3  # gathered layers; one is needed, two let the next one come beside it, and all take 4 or more
-)
+# Gathered layers: one is needed, two let the next one come beside it, and all take 4 or more.
+_WINDOW = 3
 _UNBOUNDED = 2**50  # bytes
 
 
