@@ -3,17 +3,14 @@
 Toys 04, 08 and 09 have no step of another kind; 01 has its state in two arguments (test_state_arguments.py).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.training import train_state
 
-from ._entry import Entry, script
-from ._models import BATCH_SIZE, labelled_batches
+from ._program import relative
+from .core import ROWS, labelled_batches
 from .scripts_nnx import of_objects, optimizer_of
 
 
@@ -43,109 +40,10 @@ class Counting(nnx.Module):
 def curve(num_steps):
     """((x, y),) for each step, float32 [32, 1]."""
     rng = np.random.default_rng(42)
-    xs = [rng.uniform(0, 1, (BATCH_SIZE, 1)) for _ in range(num_steps)]
+    xs = [rng.uniform(0, 1, (ROWS, 1)) for _ in range(num_steps)]
     return [
         ((jnp.asarray(x, jnp.float32), jnp.asarray(0.8 * x**2 + 0.1, jnp.float32)),) for x in xs
     ]
-
-
-@script
-def toy_02_lifted_transforms():
-    """A model that counts its calls."""
-
-    @nnx.jit
-    def train_step(model, optimizer, batch):
-        x, y = batch
-        grads = nnx.grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
-        optimizer.update(model, grads)
-
-    def make():
-        model = Counting(nnx.Rngs(0))
-        return {"model": model, "optimizer": optimizer_of(model, optax.sgd(0.01))}
-
-    return of_objects(train_step, make, curve)
-
-
-class CountingState(train_state.TrainState):
-    counts: Any
-    graphdef: Any
-
-
-@script
-def toy_03_train_state():
-    """Linen's TrainState around NNX's states: no objects, and no from_nnx."""
-
-    def init():
-        split: Any = nnx.split(Counting(nnx.Rngs(0)), nnx.Param, Count)
-        graphdef, params, counts = split
-        return CountingState.create(
-            apply_fn=None, graphdef=graphdef, params=params, counts=counts, tx=optax.sgd(0.01)
-        )
-
-    def train_step(state, batch):
-        x, y = batch
-
-        def loss_fn(params):
-            model = nnx.merge(state.graphdef, params, state.counts, copy=True)
-            return jnp.mean((y - model(x)) ** 2), nnx.state(model, Count)
-
-        grads, counts = jax.grad(loss_fn, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads, counts=counts)
-
-    return Entry(init=init, batches=curve, step=train_step, returns_metrics=False)
-
-
-class Loss(nnx.Variable):
-    pass
-
-
-class Encoder(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(24, 16, rngs=rngs)
-        self.mean, self.std = nnx.Linear(16, 4, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
-        self.rngs = rngs
-
-    def __call__(self, x):
-        x = nnx.silu(self.linear(x))
-        mean, std = self.mean(x), jnp.exp(self.std(x))
-        self.kl_loss = Loss(jnp.mean(-jnp.log(std**2) - 1.0 + std**2 + mean**2) / 2)
-        return mean + std * jax.random.normal(self.rngs.noise(), mean.shape)
-
-
-class NnxVae(nnx.Module):
-    def __init__(self, rngs):
-        self.encoder = Encoder(rngs)
-        self.decoder = nnx.Linear(4, 24, rngs=rngs)
-
-    def __call__(self, x):
-        return self.decoder(self.encoder(x))
-
-
-@script
-def toy_05_vae():
-    """A variable that the forward pass makes and the loss takes away; keys kept in the model."""
-
-    @nnx.jit
-    def train_step(model, optimizer, x):
-        def loss_fn(model):
-            logits = model(x)
-            kl_loss = sum(jax.tree.leaves(nnx.pop(model, Loss)), 0.0)
-            return optax.sigmoid_binary_cross_entropy(logits, x).mean() + 0.1 * kl_loss
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    def make():
-        model = NnxVae(nnx.Rngs(0, noise=1))
-        return {"model": model, "optimizer": optimizer_of(model)}
-
-    def batches(num_steps):
-        rng = np.random.default_rng(43)
-        shape = (BATCH_SIZE, 24)
-        return [(jnp.asarray(rng.integers(0, 2, shape), jnp.float32),) for _ in range(num_steps)]
-
-    return of_objects(train_step, make, batches)
 
 
 class Block(nnx.Module):
@@ -171,7 +69,7 @@ class ScanMLP(nnx.Module):
         return scan_fn(x, self.layers)
 
 
-@script
+@relative
 def toy_06_scan_over_layers():
     """Layers in a scan, each with its batch statistics and its keys."""
 
@@ -210,7 +108,7 @@ class ArrayMLP(nnx.Module):
         return self.last(nnx.silu(self.first(x)))
 
 
-@script
+@relative
 def toy_07_array_leaves():
     """Parameters that are plain arrays, found by their names: DiffState, an optimizer with a filter."""
 
@@ -258,7 +156,7 @@ def is_variable(x):
     return isinstance(x, nnx.Variable)
 
 
-@script
+@relative
 def toy_10_fsdp_and_optimizer():
     """Variables that two objects share."""
 
