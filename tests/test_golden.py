@@ -86,6 +86,7 @@ def test_every_memory_occurs():
 ONLY_IN_TEST_IR_RULES = {"scatter-sub", "lu_pivots_to_permutation"}
 
 
+@pytest.mark.slow
 def test_every_rule_occurs():
     """Of primitives with the same factors, cost and linearity, one; of each kind of scatter, one."""
     missing: dict[Any, list[str]] = {}

@@ -18,7 +18,6 @@ from ._program import Program, relative
 from .core import (
     CLASSES,
     ROWS,
-    VOCAB_SIZE,
     adamw,
     labelled_batches,
 )
@@ -98,26 +97,3 @@ def eqx_mnist():
         ]  # fmt: skip
 
     return of_values(make_step, make, batches, "batch", ("model", "opt_state", "loss"))
-
-
-class Classifier(eqx.Module):
-    """The BERT example's kind: embedding, attention, a norm, dropout, and a head over the first token."""
-
-    embed: eqx.nn.Embedding
-    attention: eqx.nn.MultiheadAttention
-    norm: eqx.nn.LayerNorm
-    dropout: eqx.nn.Dropout
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 3)
-        self.embed = eqx.nn.Embedding(VOCAB_SIZE, 16, key=keys[0])
-        self.attention = eqx.nn.MultiheadAttention(2, 16, key=keys[1])
-        self.norm = eqx.nn.LayerNorm(16)
-        self.dropout = eqx.nn.Dropout(0.2)
-        self.head = eqx.nn.Linear(16, 2, key=keys[2])
-
-    def __call__(self, tokens, key):
-        x = jax.vmap(self.embed)(tokens)
-        x = jax.vmap(self.norm)(x + self.attention(x, x, x))
-        return self.head(self.dropout(x, key=key)[0])

@@ -1,12 +1,9 @@
-"""Train steps of Flax's Linen examples under `jax.jit`: their signatures, keys, masks, metrics; at tiny size.
-
-Its mnist and imagenet of today are NNX's and pmap's; plain classifiers, ConvNets and CLU's metrics are
-entries of the other files.
-"""
+"""A train step of Flax's Linen examples under `jax.jit`, at tiny size: packed graphs."""
 
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,23 +12,15 @@ from flax.training import train_state
 
 from ._program import Program, relative
 from .core import adamw
-from .scripts_tokens import Metrics
 
 
-class VAE(nn.Module):
-    latents: int
+@flax.struct.dataclass
+class Metrics:
+    """Sums over the examples, and how many there were."""
 
-    @nn.compact
-    def __call__(self, x, z_rng):
-        hidden = nn.relu(nn.Dense(16)(x))
-        mean, logvar = nn.Dense(self.latents)(hidden), nn.Dense(self.latents)(hidden)
-        z = mean + jnp.exp(0.5 * logvar) * jax.random.normal(z_rng, logvar.shape)
-        return nn.Dense(x.shape[-1])(nn.relu(nn.Dense(16)(z))), mean, logvar
-
-
-@jax.vmap
-def kl_divergence(mean, logvar):
-    return -0.5 * jnp.sum(1 + logvar - mean**2 - jnp.exp(logvar))
+    loss: jax.Array
+    correct: jax.Array
+    count: jax.Array
 
 
 class Graphs(NamedTuple):
@@ -111,11 +100,3 @@ def ogbg_molpcba():
         return [(draw(rng), {"dropout": jax.random.key(i)}) for i in range(num_steps)]
 
     return Program(init=init, batches=batches, step=train_step)
-
-
-class ActorCritic(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Conv(8, (3, 3), strides=(2, 2))(x / 255.0))
-        x = nn.relu(nn.Dense(16)(x.reshape(x.shape[0], -1)))
-        return nn.log_softmax(nn.Dense(4)(x)), nn.Dense(1)(x)

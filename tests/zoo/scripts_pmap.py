@@ -26,9 +26,34 @@ from .core import (
     labelled_batches,
     token_batches,
 )
-from .scripts_tokens import padded_tokens, schedule, token_metrics, weighted_cross_entropy
 
 AXIS = {"axis_name": "batch"}
+
+
+def padded_tokens(rng: np.random.Generator, length: int = SEQ_LEN) -> jax.Array:
+    """Token ids int32 [32, length] that end in zeros, after 2 or more tokens."""
+    tokens = rng.integers(1, VOCAB_SIZE, (ROWS, length))
+    lengths = rng.integers(2, length + 1, ROWS)
+    return jnp.asarray(np.where(np.arange(length) < lengths[:, None], tokens, 0), jnp.int32)
+
+
+def weighted_cross_entropy(logits, targets, weights, label_smoothing=0.0):
+    """The sum over tokens that count, and how many these are, as Flax's examples have it."""
+    size = logits.shape[-1]
+    rest = label_smoothing / (size - 1)
+    targets = onehot(targets, size, 1 - label_smoothing, rest)
+    loss = -(targets * nn.log_softmax(logits)).sum(-1) * weights
+    return loss.sum(), weights.sum()
+
+
+def token_metrics(logits, targets, weights):
+    loss, count = weighted_cross_entropy(logits, targets, weights)
+    correct = ((logits.argmax(-1) == targets) * weights).sum()
+    return {"loss": loss, "accuracy": correct, "denominator": count}
+
+
+def schedule(step):
+    return 0.01 * jnp.minimum(1.0, (step + 1) / 3)
 
 
 class ResNet(nn.Module):

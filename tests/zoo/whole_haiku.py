@@ -1,6 +1,6 @@
 """Whole programs with Haiku: transformed functions, states in NamedTuples, a precision policy of jmp's."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import haiku as hk
 import jax
@@ -106,10 +106,3 @@ def wgan_two_steps(jit):
         gen_params, gen_opt, gen_loss = generator_step(gen_params, gen_opt, critic_params, z)
         log.append((critic_loss, gen_loss))
     return gen_params, gen_opt, critic_params, critic_opt, log
-
-
-class TrainState(NamedTuple):
-    params: Any
-    state: Any
-    opt_state: Any
-    loss_scale: Any

@@ -261,15 +261,3 @@ def lora_partial(jit):
         state, metrics = step_fn(state, batch)
         log.append(metrics)
     return state, log, merged(state["params"])
-
-
-@flax.struct.dataclass
-class Average:
-    total: jax.Array
-    count: jax.Array
-
-    def merge(self, other):
-        return Average(self.total + other.total, self.count + other.count)
-
-    def compute(self):
-        return self.total / self.count
