@@ -11,7 +11,7 @@
 #   make offload-traffic  bytes at rest and on the way, with and without offload, counted in arrays; two minutes
 #   make offload-delayed  loss with delayed updates beside that without, at three learning rates; a quarter of an hour
 #   make offload-timeline what devices and host do in time, drawn from traces; a minute
-#   make exactness    every family of steps in every setting against one device; hours, goes on where it stopped
+#   make exactness    every program of tests/zoo in every setting against one device; hours, goes on where it stopped
 #   make sampled      20,000 train steps drawn by seed, each against one device; hours, goes on where it stopped
 #   make golden       some 300 rows (step, options, mesh) beside what is stored; GOLDEN_ARGS=--update stores it
 #   make golden-h200  20 of them compiled for H200s by the newest JAX; four minutes, less where few changed
@@ -72,11 +72,11 @@ compare: .venv/installed
 	$(BIN)/python experiments/train_lm/compare.py $(COMPARE_ARGS)
 
 exactness: .venv/installed
-	$(BIN)/python experiments/exactness/run.py $(EXACTNESS_ARGS)
+	$(BIN)/python tests/run_zoo.py table $(EXACTNESS_ARGS)
 	$(BIN)/python experiments/exactness/report.py
 
 sampled: .venv/installed
-	$(BIN)/python tests/run_sampled.py $(SAMPLED_ARGS)
+	$(BIN)/python tests/run_zoo.py sampled $(SAMPLED_ARGS)
 
 golden: .venv/installed
 	$(BIN)/python tests/run_golden.py $(GOLDEN_ARGS)

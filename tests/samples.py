@@ -16,9 +16,9 @@ UPGRADE_FLAGS = (
 )  # fmt: skip
 FILES = {
     # A release between the two: what NumPy's views keep, what donation deletes, and all messages.
-    "release": ("calls", "checkpoint", "messages", "offload", "parity", "state_arguments"),
+    "release": ("calls", "checkpoint", "messages", "offload", "state_arguments", "zoo"),
     # What traces jax.checkpoint and derivatives of users' own.
-    "flags": ("accumulate", "activations", "expansions", "parity"),
+    "flags": ("accumulate", "activations", "expansions", "zoo"),
 }
 ENVIRONMENT = {"release": {}, "flags": {name.upper(): "1" for name in UPGRADE_FLAGS}}
 

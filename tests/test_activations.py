@@ -173,8 +173,9 @@ def test_with_other_options(scan, recompute, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "maml",
-             "mixed_bf16", "batch_norm", "moe_top_k", "microbatch_scan", "pmap_style"])  # fmt: skip
+    "name", ["transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "mixed_bf16",
+             "maml_on_the_whole_batch", "batch_norm", "moe_with_balance_loss", "microbatch_scan",
+             "pmap_style"])  # fmt: skip
 def test_steps_of_many_kinds(name):
     step = functools.partial(
         small.shard_train_step, memory=jzero.Memory(activations=jzero.PinnedHost())

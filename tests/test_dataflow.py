@@ -21,8 +21,8 @@ from jzero.sharding.analysis import (
 )
 from jzero.sharding.plan import _make
 from jzero.tracing import _jaxpr
-from sampling import check
 from small import grouped
+from zoo.sampling import check
 
 # One of each bundle's setting; all of them are slow. A device that is alone has nothing that differs.
 SAMPLED = [
@@ -60,12 +60,12 @@ def sampled_step(seed):
     b, t, w = ([batch] for batch in program.batches[0])
     with jax.enable_x64(setting.dtype == "float64"), jax.numpy_rank_promotion("allow"):
         with analysed() as found, contextlib.suppress(jzero.JzeroError):
-            setting.shard(check.together([program])).plan([program.make_state()], b, t, w)
+            check.shard(setting, check.together([program])).plan([program.make_state()], b, t, w)
     return found
 
 
 @pytest.mark.slow(but=8)
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", zoo.CORE)
 def test_facts_of_the_zoo(name):
     found = zoo_step(name)
     assert found

@@ -21,8 +21,7 @@ from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.schedule._ops import Send
 from jzero.sharding.cut._layer_parts import ScannedLayers
 from test_offload_params import batch, make_step, new_state
-from zoo._models import SEQ_LEN, token_batches
-from zoo.networks import Transformer, create_state, predict_next_step
+from zoo.core import SEQ_LEN, Transformer, create_state, predict_next_step, token_batches
 
 pytest.importorskip("llvmlite")
 

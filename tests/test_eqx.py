@@ -1,4 +1,4 @@
-"""`jzero.from_eqx`: modules taken and returned, in any order; or a refusal (more in test_scripts.py)."""
+"""`jzero.from_eqx`: modules taken and returned, in any order; or a refusal (more in test_zoo.py)."""
 
 import inspect
 from typing import Any

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import exactness
 import golden
-from exactness._compare import configured
+import zoo
 from jzero._moved_options import MOVED
 from jzero._step_types import EvalStepOptions, TrainStepOptions
 from jzero.ir import _rules, _writer
@@ -22,6 +21,7 @@ from jzero.offload._layer_programs import LayerPrograms
 from jzero.offload.execute import _stream
 from jzero.segments import _partitioned
 from jzero.sharding.passes import _quantize
+from zoo import configured
 
 as_stored = pytest.mark.skipif(
     importlib.metadata.version("jax") >= "0.11",
@@ -68,7 +68,7 @@ def test_every_option_occurs():
     own |= {name for name in MOVED if name not in EVALUATED}
     for options, rows in ((TrainStepOptions, trainings), (EvalStepOptions, evaluations)):
         found = {name for row in rows for name in row.options("folder")}
-        found |= {name for row in rows for name in exactness.get(row.step).options}
+        found |= {name for row in rows for name in zoo.get(row.step).options}
         groups = {x.option for x in MOVED.values() if x.group}
         known = {name for name, x in MOVED.items() if x.option in options.__annotations__}
         missing = (known | options.__annotations__.keys() - groups) - found - always
@@ -86,6 +86,7 @@ def test_every_memory_occurs():
 ONLY_IN_TEST_IR_RULES = {"scatter-sub", "lu_pivots_to_permutation"}
 
 
+@pytest.mark.slow
 def test_every_rule_occurs():
     """Of primitives with the same factors, cost and linearity, one; of each kind of scatter, one."""
     missing: dict[Any, list[str]] = {}
@@ -97,17 +98,17 @@ def test_every_rule_occurs():
         missing.setdefault(name if name.startswith("scatter") else alike, []).append(name)
     for step in dict.fromkeys(row.step for row in reversed(golden.ROWS.values())):
         try:
-            found = set(_primitives(exactness.get(step)))
+            found = set(_primitives(zoo.get(step)))
         except NameError:  # A step with collectives of its own.
             continue
         missing = {rule: names for rule, names in missing.items() if found.isdisjoint(names)}
         if not missing:
             return
     names = [*missing.values()]
-    assert not names, f"write a family of tests/exactness with one of each of {names}"
+    assert not names, f"write a family of tests/zoo with one of each of {names}"
 
 
-def _primitives(family: exactness.Family) -> Iterator[str]:
+def _primitives(family: zoo.Program) -> Iterator[str]:
     if family.options.get("axis_name"):  # It can be traced on devices alone.
         return
     with configured(family):

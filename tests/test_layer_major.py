@@ -108,7 +108,7 @@ def test_activations_of_microbatches_that_run_one_after_the_other(monkeypatch):
 # Steps that cannot be run in microbatches, layer by layer or not (test_options.py).
 CANNOT = {"inner_steps", "while_on_batch"}
 BY_DEFAULT = {
-    "moe_top_k", "sam", "per_example_outputs", "mixed_bf16",
+    "moe_with_balance_loss", "sam", "per_example_outputs", "mixed_bf16",
 }  # fmt: skip
 
 
@@ -117,7 +117,7 @@ BY_DEFAULT = {
     "name",
     [
         pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow)
-        for name in zoo.NAMES
+        for name in zoo.CORE
         if name not in CANNOT
     ],
 )

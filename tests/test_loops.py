@@ -3,7 +3,7 @@
 
 A device may run the iterations of its own rows only if what they change are sums: each carry its own last
 value plus terms that no other carry's changes reach. 40 loops drawn by seed run by default, `-m ""` runs
-200, and `run_sampled.py --loops` as many as you like.
+200, and `run_zoo.py sampled --loops` as many as you like.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import small
-from sampling import check, loops
+from zoo.sampling import check, loops
 
 DIM, NUM = 3, 4
 DEPENDS = "a loop along the batch whose turns depend on each other"

@@ -85,7 +85,7 @@ def counts(eqn):
 MADE: dict[str, Any] = {
     "mlp": steps.mlp, "gpt": steps.gpt, "gpt unrolled": functools.partial(steps.gpt, scan=False),
     "gpt tied": functools.partial(steps.gpt, tied=True), "lstm": steps.lstm, "moe": steps.moe,
-    "clip": steps.clip, "per example": steps.per_example, "maml": steps.maml,
+    "clip": steps.clip,
 }  # fmt: skip
 
 

@@ -389,7 +389,7 @@ ZOO = {"transformer_scan_remat", "mixed_bf16", "cond_on_gradients"}
     "name",
     [
         pytest.param(name, marks=() if name in ZOO else pytest.mark.slow)
-        for name in sorted({*zoo.NAMES} & {*(x.values[0] for x in step_names())})
+        for name in sorted({*zoo.CORE} & {*(x.values[0] for x in step_names())})
     ],
 )
 def test_steps_train_as_on_one_device(name: str, tmp_path: Path):

@@ -121,7 +121,7 @@ SETTINGS: list[tuple[dict[str, int], dict[str, Any]]] = [
 
 
 def step_names():
-    for name in zoo.NAMES:
+    for name in zoo.CORE:
         marks = () if name in STEPS_BY_DEFAULT else pytest.mark.slow
         if name not in {*ZOO_NOTHING, "mlp"}:
             yield pytest.param(name, marks=marks)

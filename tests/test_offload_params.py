@@ -121,7 +121,7 @@ def test_it_trains_what_one_device_trains(scan, update, num):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", zoo.CORE)
 def test_the_zoo_with_the_smallest_window(name):
     check_with_the_smallest_window(name)
 

@@ -86,7 +86,7 @@ def name_of(setting):
 
 
 SETTINGS = covering_settings()
-ENTRIES = [name for name in zoo.NAMES if name not in ("inner_steps", "while_on_batch")]
+ENTRIES = [name for name in zoo.CORE if name not in ("inner_steps", "while_on_batch")]
 
 
 @pytest.fixture(autouse=True)

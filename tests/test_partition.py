@@ -52,8 +52,7 @@ KINDS: dict[str, Callable[..., steps.Steps]] = {
     "unrolled_gpt_with_remat": functools.partial(steps.gpt, scan=False),
     "gpt_whose_leaves_are_padded": functools.partial(steps.gpt, width=20, heads=2, vocab=90),
     "convolutions": steps.convolutions, "lstm": steps.lstm, "clip": steps.clip, "moe": steps.moe,
-    "per_example": steps.per_example, "maml": steps.maml, "muon": steps.muon,
-    "accumulated": steps.accumulated, "searched": steps.searched, "newton": steps.newton,
+    "searched": steps.searched, "newton": steps.newton,
 }  # fmt: skip
 # By default stage 3; of 13 rows those that couple them, or look them up.
 UNEVEN = {"mlp", "convolutions", "clip", "newton", "lstm"}

@@ -172,16 +172,6 @@ def test_it_is_lowered_traced_and_described():
     assert {"all-gather"} <= {each.op for each in report.traffic}
 
 
-@pytest.mark.slow
-def test_an_evaluation_reads_what_it_reads():
-    train_step = small.shard_train_step(step_fn)
-    state, _ = train_step(state_of(10), batches()[0])
-    eval_step = jzero.shard_eval_step(lambda s, b: (loss_of(s[0], b), b.sum(1)), like=train_step)
-    params = train_step.unshard(state)[0]
-    for batch in batches(13):
-        assert_close(eval_step(state, batch), (loss_of(params, batch), batch.sum(1)))
-
-
 # -- passes --------------------------------------------------------------------------------------------
 
 
@@ -208,27 +198,6 @@ def model_step(name, **options):
     """The step, by one device and sharded, its state and its batch."""
     init, step, batch = MODELS[name]()
     return step, small.shard_train_step(step, **options), init(), batch
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"prefetch_bytes": 0}, {"prefetch_bytes": 2**13}, {"stage": 1},
-        {"mesh": mesh(node=2, local=4), "param_axes": "local"},
-    ],
-)  # fmt: skip
-def test_it_trains_as_one_device_behind_its_passes(name, options):
-    with jax.numpy_rank_promotion("allow"):
-        step, train_step, state, batch = model_step(name, **options)
-        expected = state
-        for _ in range(3):
-            expected, wanted = jax.jit(step)(expected, batch)
-            state, found = train_step(state, batch)
-            assert_close(found, wanted)
-        assert_close(train_step.unshard(state), expected)
 
 
 @pytest.mark.slow

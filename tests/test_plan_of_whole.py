@@ -5,19 +5,18 @@ import gc
 import jax.numpy as jnp
 import pytest
 
-import exactness
-from exactness import _check
-from exactness._compare import configured
+import zoo
 from jzero.sharding.plan._trace import WholeBatch
+from zoo import configured
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformer_scanned", "sorted_rows", "debug_print"])
 def test_nobody_keeps_the_whole_batchs_jaxpr(name):
     others = whole_batches()  # Of a test that failed, pytest keeps the frames.
-    family = exactness.get(name)
+    family = zoo.get(name)
     with configured(family):
-        step = _check.sharded(family, _check.Setting(3))
+        step = zoo.sharded(family, zoo.Setting(3))
         state = family.init(jnp.dtype("float32"))
         step.plan(state, *family.batches(1, jnp.dtype("float32"))[0])
     assert not whole_batches() - others, step

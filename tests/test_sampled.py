@@ -1,4 +1,4 @@
-"""Sampled train steps against one device: some, `-m ""` 500, and `run_sampled.py` as many as you like."""
+"""Sampled train steps against one device: some, `-m ""` 500, and `run_zoo.py` as many as you like."""
 
 import dataclasses
 import json
@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import run_sampled
+import run_zoo
 from jzero.sharding.passes import _quantized_gathers, _quantized_reductions
-from sampling import (
+from zoo import Setting
+from zoo.sampling import (
     _draw,
     _helpers,
     check,
@@ -22,7 +23,6 @@ from sampling import (
     noise,
     programs,
     rowwise,
-    settings,
     state,
 )
 
@@ -48,7 +48,7 @@ def test_few_programs_are_refused():
     """A sampler whose programs are refused would prove little: in ordinary settings none is."""
     for bundle in check.bundles(range(NUM_CASES)):
         setting = check.setting_of(bundle[0])
-        if set(setting.options) == {"stage", "min_shard_bytes"}:
+        if set(setting.options) == {"min_shard_bytes"} and setting.accumulate == 1:
             assert {r.verdict for r in check.check(bundle[:2], setting)} == {"equal"}
             return
 
@@ -76,7 +76,7 @@ def overshoot(old, new):
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", [None, "rows of one device", "an update too large"])
 def test_check_notices_a_mistake(mistake):
-    setting = settings.Setting((1,), 8, {})
+    setting = Setting(axes=(1,), rows=8)
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         drawn = [programs.draw(seed, setting.rows) for seed in (1, 3)]
         found = check.judge(drawn, lambda step: FakeTrainStep(step, mistake))
@@ -158,7 +158,7 @@ def test_rounding_is_noise(seed):
 )
 def test_what_xla_computes_twice_is_noise(seed):
     """The largest of `|h|`, none of `h - max(h)` that is positive, four zeros in `h - h[i]`."""
-    (found,) = run_sampled.run_in_processes(range(seed, seed + 1))
+    (found,) = run_zoo.run_in_processes(range(seed, seed + 1))
     why = "equal without fused multiply-adds; with them ["
     # From JAX 0.11 on XLA:CPU has other fusions.
     assert (found["verdict"], found["why"][: len(why)]) in [("noisy", why), ("equal", "")]
@@ -177,14 +177,14 @@ def test_what_xla_computes_twice_is_noise(seed):
 def test_other_differences_stay(accumulate, again, verdict, monkeypatch):
     """One without fused multiply-adds, and any with microbatches, where jzero computes twice itself."""
 
-    def run(seeds, environment):
-        found = again if run_sampled.NO_FMA in environment.get("XLA_FLAGS", "") else "differs"
+    def run(seeds, options, environment):
+        found = again if run_zoo.NO_FMA in environment.get("XLA_FLAGS", "") else "differs"
         return [
             {"seed": str(s), "verdict": found, "why": "", "accumulate": accumulate} for s in seeds
         ]
 
-    monkeypatch.setattr(run_sampled, "_run", run)
-    assert [r["verdict"] for r in run_sampled.run_in_processes(range(3))] == [verdict] * 3
+    monkeypatch.setattr(run_zoo, "_run", run)
+    assert [r["verdict"] for r in run_zoo.run_in_processes(range(3))] == [verdict] * 3
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_one_device_has_the_same_nan_in_another_order_of_sums():
         program = check.program_of(7331)
         step = check.together([program])
         (expected,) = check.train([program], jax.jit(step))
-        (found,) = check.train([program], check.setting_of(7331).shard(step))
+        (found,) = check.train([program], check.shard(check.setting_of(7331), step))
         (other,) = check.train([program], jax.jit(noise.summed_in_parts(step, 3)))
     assert "nan" in (check.difference(found, expected, program.narrow) or "")
     assert check.difference(found, other, program.narrow) is None
@@ -277,13 +277,13 @@ def test_chunks_count_whichever_library_they_ran_with(tmp_path):
     ]
     found = [{name: str(value) for name, value in vars(r).items()} for r in results]
     first, again, other = (
-        run_sampled.summary(range(start, start + 100), found, 60, tree)
+        run_zoo.summary(range(start, start + 100), found, 60, tree)
         for start, tree in ((0, "a/b"), (0, "c/b"), (100, "a/b"))
     )
     path = tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in (other, first, again)))
-    assert run_sampled.lines_of(path) == [again, other]
-    table = run_sampled.table(run_sampled.lines_of(path))
+    assert run_zoo.lines_of(path) == [again, other]
+    table = run_zoo.table(run_zoo.lines_of(path))
     assert "| `c/b` | 100 | 99 | 0 | 1 | 0 | 0 | 1 |" in table
     assert "| **in all** | 200 | 198 | 0 | 2 | 0 | 0 | 2 |" in table
     assert again["noisy seeds"] == ["99"]

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import exactness
 import scaled_products  # noqa: F401 (it is what runs jax.nn.scaled_matmul here)
 import small
 import zoo
-from exactness import _parts
 from jzero.ir import _rules
+from zoo import _parts
 
 ROWS, WIDTH = 8 * 32, 64  # Gradients of weights sum over rows, with a scale for each 32 of them.
 
@@ -38,7 +37,7 @@ def mxfp8():
 
 
 def of_family(name):
-    family, dtype = exactness.get(name), jnp.dtype("float32")
+    family, dtype = zoo.get(name), jnp.dtype("float32")
     return family.step, family.init(dtype), family.batches(3, dtype)
 
 

@@ -12,14 +12,13 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import exactness
 import jzero
-from exactness import _compare
-from exactness._check import Setting, sharded
+import zoo
 from jzero.ir import _starts
 from jzero.tracing import _jaxpr
+from zoo import Setting, sharded
 
-FAMILIES = [name for name in exactness.NAMES if exactness.module_of(name) == "windows"]
+FAMILIES = [name for name in zoo.NAMES if zoo.module_of(name) == "windows"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,12 +47,12 @@ SETTINGS = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_slice_of_a_clamped_slice(name, setting):
     stage, accumulate, options = SETTINGS[setting]
-    family = exactness.get(name)
-    family = exactness.Family(**{**vars(family), "options": options})
+    family = zoo.get(name)
+    family = zoo.Program(**{**vars(family), "options": options})
     dtype = jnp.dtype("float64")
     run = sharded(family, Setting(stage, (8,), "float64", accumulate))
-    expected = _compare.train(family, _compare.reference(family), dtype)
-    assert not _compare.differences(expected, _compare.train(family, run, dtype), dtype)
+    expected = zoo.train(family, zoo.reference(family), dtype)
+    assert not zoo.differences(expected, zoo.train(family, run, dtype), family)
 
 
 SHIFTS = {

@@ -280,7 +280,7 @@ def test_entries_of_the_zoo(name):
         entry.step,
         entry.init,
         entry.batches(2),
-        reference=entry.reference(8),
+        reference=entry.alone_on(8),
         tolerance=entry.tolerance,
         **grouped(**entry.options),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 # isort: off
 import experiments.shared.as_tests  # noqa: F401
-import exactness
+import zoo
 from experiments.shared import pictures, records
 # isort: on
 
@@ -25,19 +25,23 @@ def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(line["family"], line["setting"]): line for line in records.read_lines(path)}
 
 
+def theme(name: str) -> str:
+    return zoo.module_of(name) if name in zoo.NAMES else "no longer in the table"
+
+
 def table(title: str, found: dict[tuple[str, str], dict[str, Any]]) -> None:
     """A row for each theme, a column for each result."""
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for (family, _), line in found.items():
-        counts[exactness.module_of(family)][line["result"]] += 1
+        counts[theme(family)][line["result"]] += 1
     print(f"\n{title}: {len(found)} trainings of {len({family for family, _ in found})} families\n")
     print(f"| theme | {' | '.join(RESULTS)} |\n| --- |{' --- |' * len(RESULTS)}")
-    for theme, results in [
+    for title, results in [
         *sorted(counts.items()),
         ("all", sum(counts.values(), collections.Counter())),
     ]:
         row = " | ".join(str(results[result]) for result in RESULTS)
-        print(f"| {theme.replace('_', ' ')} | {row} |")
+        print(f"| {title.replace('_', ' ')} | {row} |")
 
 
 def refusals(found: dict[tuple[str, str], dict[str, Any]]) -> None:
@@ -57,9 +61,7 @@ def refusals(found: dict[tuple[str, str], dict[str, Any]]) -> None:
 
 def picture(before: dict[Any, Any], after: dict[Any, Any], setting: str) -> None:
     """The largest difference of each family to one device, before and now."""
-    names = [
-        name for name in exactness.NAMES if (name, setting) in before and (name, setting) in after
-    ]
+    names = [name for name in zoo.NAMES if (name, setting) in before and (name, setting) in after]
     path = HERE / "results" / "differences.png"
     with pictures.drawn(path, font=10, figsize=(11, 4)) as (_, axes):
         for label, found, marker in (("before", before, "x"), ("now", after, ".")):
@@ -71,7 +73,7 @@ def picture(before: dict[Any, Any], after: dict[Any, Any], setting: str) -> None
                 marker,
                 label=label,
             )
-        themes = [exactness.module_of(name) for name in names]
+        themes = list(map(theme, names))
         starts = [i for i, theme in enumerate(themes) if not i or theme != themes[i - 1]]
         axes.set_xticks(
             starts, [themes[i].replace("_", " ") for i in starts], rotation=40, ha="right"

@@ -1,4 +1,4 @@
-"""What JAX's upgrade flags change of the families of tests/exactness: collectives, refusals, training.
+"""What JAX's upgrade flags change of the families of tests/zoo: collectives, refusals, training.
 
 python experiments/upgrade_flags/run.py          # describes all families; nothing runs; a quarter of an hour
 python experiments/upgrade_flags/run.py --train  # trains those whose program changes, with all four flags
@@ -20,9 +20,8 @@ from typing import Any
 import experiments.shared.as_tests  # noqa: F401
 import jax
 import jax.numpy as jnp
-import exactness
-from exactness._check import Setting, applies, check, sharded
-from exactness._compare import configured
+import zoo
+from zoo import Setting, applies, check, configured, sharded
 from experiments.shared import records
 import samples
 import jzero
@@ -36,7 +35,7 @@ Rows = dict[str, float]
 
 def equations(name: str) -> str:
     """The step as JAX traces it, before jzero sees it, without addresses of functions."""
-    family = exactness.get(name)
+    family = zoo.get(name)
     dtype = jnp.dtype("float32")
     with configured(family):
         args = family.init(dtype), *family.batches(1, dtype)[0]
@@ -47,7 +46,7 @@ def equations(name: str) -> str:
 
 def described(name: str, setting: Setting) -> Rows | str:
     """Bytes of each collective and movement of rows, by kind and leaf; or the text that refuses the step."""
-    family = exactness.get(name)
+    family = zoo.get(name)
     dtype = jnp.dtype(setting.dtype)
     found: Rows = collections.defaultdict(float)
     with configured(family):
@@ -94,7 +93,7 @@ def describe_all(names: list[str], settings: list[Setting]) -> list[dict[str, An
                 if equations(name) != plain:
                     changing[flag] = on
         for setting in settings if changing else ():
-            if not applies(exactness.get(name), setting):
+            if not applies(zoo.get(name), setting):
                 continue
             before = described(name, setting)
             for flag, on in changing.items():
@@ -115,7 +114,7 @@ def train_all(names: list[str], setting: Setting) -> list[dict[str, Any]]:
     lines = []
     jax.config.update("jax_enable_x64", setting.dtype == "float64")
     for name in names:
-        if not applies(exactness.get(name), setting):
+        if not applies(zoo.get(name), setting):
             continue
         with samples.switched_on(*samples.UPGRADE_FLAGS):
             try:
@@ -150,7 +149,7 @@ def tables(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--families", nargs="+", default=exactness.NAMES)
+    parser.add_argument("--families", nargs="+", default=zoo.NAMES)
     parser.add_argument("--microbatches", type=int, nargs="+", default=(1, 2))
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--out", type=Path, default=HERE / "results")

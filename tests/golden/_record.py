@@ -16,11 +16,11 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-import exactness
 import jzero
-from exactness._compare import configured
+import zoo
 from jzero.sharding.plan import _wire
 from small import grouped
+from zoo import configured
 
 from ._watch import aliased, watched
 from .rows import Row
@@ -49,7 +49,7 @@ _REPORTED = (
 def record(row: Row) -> Record:
     """Everything of a row, by section; a section without lines is left out."""
     jax.clear_caches()  # Which programs are compiled is then the same whatever ran before.
-    family = exactness.get(row.step)
+    family = zoo.get(row.step)
     found: Record = {"row": [_title(row)]}
     with (
         configured(family),
@@ -109,7 +109,7 @@ def _refusal(error: jzero.JzeroError) -> list[str]:
     ]
 
 
-def _recorded(row: Row, family: exactness.Family, folder: str) -> Record:
+def _recorded(row: Row, family: zoo.Program, folder: str) -> Record:
     sharded = _sharded(row, family, folder)
     batches = family.batches(NUM_STEPS, jnp.dtype(row.dtype))
     state = family.init(jnp.dtype(row.dtype))
@@ -151,7 +151,7 @@ def described(report: Any) -> Record:
     }
 
 
-def _sharded(row: Row, family: exactness.Family, folder: str) -> Any:
+def _sharded(row: Row, family: zoo.Program, folder: str) -> Any:
     sizes = (*row.axes.values(), *((row.model,) if row.model > 1 else ()))
     names = (*row.axes, *(("model",) if row.model > 1 else ()))
     mesh = jax.make_mesh(sizes, names, devices=jax.devices()[: math.prod(sizes)])

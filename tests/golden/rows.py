@@ -1,4 +1,4 @@
-"""The rows: steps of tests/exactness, each with options and a mesh.
+"""The rows: steps of tests/zoo, each with options and a mesh.
 
 Every family of steps but near relatives of others occurs once, in a setting that its name's checksum
 chooses: a new family moves no other. The scanned and the unrolled transformer then occur with every option.
@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-import exactness
 import jzero
+import zoo
 
 # Options, given a folder for what rests in files.
 Options = Callable[[str], dict[str, Any]]
@@ -26,7 +26,7 @@ class Row:
     Attributes:
       theme: the file of tests/golden/stored that has it.
       name: unique in its theme.
-      step: a family of tests/exactness.
+      step: a family of tests/zoo.
       axes: sizes of the data axes by name.
       options: of `shard_train_step`, beside the family's own.
       evaluates: what the step returns beside the state, by `shard_eval_step` with these options; `like` is
@@ -96,15 +96,15 @@ _RARE = {"factors_of_a_matrix_for_each_row", "scans_and_windows_of_each_row"}
 
 def _of_families() -> list[Row]:
     rows = []
-    for name in exactness.NAMES:
-        if name in exactness.SLOW - _RARE:
+    for name in zoo.NAMES:
+        if name in zoo.SLOW - _RARE:
             continue
-        family = exactness.get(name)
+        family = zoo.get(name)
         axes, options = _SETTINGS[zlib.crc32(name.encode()) % len(_SETTINGS)]
         if family.automatic > 1:
             axes = FOUR
         rows.append(Row(
-            theme=exactness.module_of(name), name=name, step=name, axes=axes, options=options,
+            theme=zoo.module_of(name), name=name, step=name, axes=axes, options=options,
             model=family.automatic,
         ))  # fmt: skip
     return rows

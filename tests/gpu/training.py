@@ -16,7 +16,7 @@ import zoo
 NUM_STEPS = 5
 
 
-def _masters() -> zoo.Entry:
+def _masters() -> zoo.Program:
     """bfloat16 parameters with float32 masters; gradients are rounded once, when they are complete."""
     full = zoo.get("transformer_scan_remat")
 
@@ -30,12 +30,11 @@ def _masters() -> zoo.Entry:
         loss, grads = jax.value_and_grad(_loss, argnums=1)(state, state.params, tokens)
         return state.apply_gradients(grads=grads), {"loss": loss}
 
-    tolerance = zoo.get("mixed_bf16").tolerance
-    return zoo.Entry(init=init, batches=full.batches, step=step, tolerance=tolerance)
+    return zoo.Program(init=init, batches=full.batches, step=step, rounded_to="bfloat16")
 
 
 @functools.cache
-def get(name: str) -> zoo.Entry:
+def get(name: str) -> zoo.Program:
     return _masters() if name == "masters" else zoo.get(name)
 
 

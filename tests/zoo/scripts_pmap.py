@@ -15,10 +15,10 @@ from flax.training import dynamic_scale as dynamic_scale_lib
 from flax.training import train_state
 from flax.training.common_utils import onehot
 
-from ._entry import Entry, script
-from ._models import (
-    BATCH_SIZE,
-    NUM_CLASSES,
+from ._program import Program, relative
+from .core import (
+    CLASSES,
+    ROWS,
     SEQ_LEN,
     VOCAB_SIZE,
     adamw,
@@ -26,9 +26,34 @@ from ._models import (
     labelled_batches,
     token_batches,
 )
-from .scripts_tokens import padded_tokens, schedule, token_metrics, weighted_cross_entropy
 
 AXIS = {"axis_name": "batch"}
+
+
+def padded_tokens(rng: np.random.Generator, length: int = SEQ_LEN) -> jax.Array:
+    """Token ids int32 [32, length] that end in zeros, after 2 or more tokens."""
+    tokens = rng.integers(1, VOCAB_SIZE, (ROWS, length))
+    lengths = rng.integers(2, length + 1, ROWS)
+    return jnp.asarray(np.where(np.arange(length) < lengths[:, None], tokens, 0), jnp.int32)
+
+
+def weighted_cross_entropy(logits, targets, weights, label_smoothing=0.0):
+    """The sum over tokens that count, and how many these are, as Flax's examples have it."""
+    size = logits.shape[-1]
+    rest = label_smoothing / (size - 1)
+    targets = onehot(targets, size, 1 - label_smoothing, rest)
+    loss = -(targets * nn.log_softmax(logits)).sum(-1) * weights
+    return loss.sum(), weights.sum()
+
+
+def token_metrics(logits, targets, weights):
+    loss, count = weighted_cross_entropy(logits, targets, weights)
+    correct = ((logits.argmax(-1) == targets) * weights).sum()
+    return {"loss": loss, "accuracy": correct, "denominator": count}
+
+
+def schedule(step):
+    return 0.01 * jnp.minimum(1.0, (step + 1) / 3)
 
 
 class ResNet(nn.Module):
@@ -38,7 +63,7 @@ class ResNet(nn.Module):
             y = nn.Conv(width, (3, 3), strides=(2, 2), use_bias=False)(x)
             y = nn.BatchNorm(use_running_average=not train, momentum=0.9, epsilon=1e-5)(y)
             x = nn.silu(nn.Conv(width, (1, 1), strides=(2, 2))(x) + y)
-        return nn.Dense(NUM_CLASSES)(x.mean((1, 2)))
+        return nn.Dense(CLASSES)(x.mean((1, 2)))
 
 
 class ImageNetState(train_state.TrainState):
@@ -46,7 +71,7 @@ class ImageNetState(train_state.TrainState):
     dynamic_scale: Any
 
 
-@script
+@relative
 def imagenet():
     """BatchNorm of each device's rows, with averages averaged; a loss scale; weight decay in the loss."""
 
@@ -88,75 +113,13 @@ def imagenet():
 
     def batches(num_steps):
         rng = np.random.default_rng(30)
-        images = [rng.normal(size=(BATCH_SIZE, 8, 8, 3)) for _ in range(num_steps)]
+        images = [rng.normal(size=(ROWS, 8, 8, 3)) for _ in range(num_steps)]
         return [
             ({"image": jnp.asarray(image, jnp.float32), "label": batch["label"]},)
             for image, (batch,) in zip(images, labelled_batches(num_steps), strict=True)
         ]
 
-    return Entry(init=init, batches=batches, step=train_step, options=AXIS)
-
-
-class Translator(nn.Module):
-    """An encoder, a decoder that attends to it, one embedding for both and for the logits."""
-
-    @nn.compact
-    def __call__(self, inputs, targets):
-        embed = nn.Embed(VOCAB_SIZE, 16)
-        attend: Any = {
-            "num_heads": 2,
-            "use_bias": False,
-            "dropout_rate": 0.2,
-            "deterministic": False,
-        }
-        x = embed(inputs)
-        mask = nn.make_attention_mask(inputs > 0, inputs > 0)
-        x = x + nn.MultiHeadDotProductAttention(**attend)(nn.LayerNorm()(x), mask=mask)
-        x = nn.LayerNorm()(x + nn.Dense(16)(nn.relu(nn.Dense(32)(x))))
-        y = embed(jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1])
-        y = y + nn.MultiHeadDotProductAttention(**attend)(
-            nn.LayerNorm()(y), mask=nn.make_causal_mask(targets)
-        )
-        mask = nn.make_attention_mask(targets > 0, inputs > 0)
-        y = y + nn.MultiHeadDotProductAttention(**attend)(nn.LayerNorm()(y), x, mask=mask)
-        return embed.attend(nn.LayerNorm()(y)) / 4.0
-
-
-@script
-def wmt():
-    """Each device's own mean over its tokens, averaged; metrics are sums of all; label smoothing."""
-
-    def init():
-        one = jnp.zeros((1, SEQ_LEN), jnp.int32)
-        rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-        params = Translator().init(rngs, one, one)["params"]
-        return train_state.TrainState.create(apply_fn=None, params=params, tx=adamw(schedule))
-
-    def train_step(state, batch, dropout_rng):
-        inputs, targets = batch["inputs"], batch["targets"]
-        weights = jnp.where(targets > 0, 1, 0).astype(jnp.float32)
-        dropout_rng = jax.random.fold_in(dropout_rng, state.step)
-
-        def loss_fn(params):
-            rngs = {"dropout": dropout_rng}
-            logits = Translator().apply({"params": params}, inputs, targets, rngs=rngs)
-            loss, count = weighted_cross_entropy(logits, targets, weights, 0.1)
-            return loss / count, logits
-
-        (_, logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        grads = jax.lax.pmean(grads, axis_name="batch")
-        metrics = jax.lax.psum(token_metrics(logits, targets, weights), axis_name="batch")
-        metrics["learning_rate"] = schedule(state.step)
-        return state.apply_gradients(grads=grads), metrics
-
-    def batches(num_steps):
-        rng = np.random.default_rng(31)
-        return [
-            ({"inputs": padded_tokens(rng), "targets": padded_tokens(rng)}, jax.random.key(9))
-            for _ in range(num_steps)
-        ]
-
-    return Entry(init=init, batches=batches, step=train_step, options=AXIS)
+    return Program(init=init, batches=batches, step=train_step, options=AXIS)
 
 
 class Tagger(nn.Module):
@@ -166,7 +129,7 @@ class Tagger(nn.Module):
         x = nn.Dropout(0.3, deterministic=not train)(x)
         attention = nn.MultiHeadDotProductAttention(num_heads=2, use_bias=False)
         x = x + attention(nn.LayerNorm()(x), mask=nn.make_attention_mask(inputs > 0, inputs > 0))
-        return nn.Dense(NUM_CLASSES)(nn.LayerNorm()(x))
+        return nn.Dense(CLASSES)(nn.LayerNorm()(x))
 
 
 def nlp_seq_step(state, batch, dropout_rng):
@@ -188,7 +151,7 @@ def nlp_seq_step(state, batch, dropout_rng):
     return state.apply_gradients(grads=grads), metrics
 
 
-@script
+@relative
 def nlp_seq():
     """With the edit that it is refused for: its metrics summed over the devices."""
 
@@ -207,11 +170,11 @@ def nlp_seq():
     def batches(num_steps):
         rng = np.random.default_rng(32)
         return [
-            ({"inputs": tokens, "targets": tokens % NUM_CLASSES}, jax.random.key(4))
+            ({"inputs": tokens, "targets": tokens % CLASSES}, jax.random.key(4))
             for tokens in (padded_tokens(rng) for _ in range(num_steps))
         ]
 
-    return Entry(init=init, batches=batches, step=train_step, options=AXIS)
+    return Program(init=init, batches=batches, step=train_step, options=AXIS)
 
 
 class KeyedState(train_state.TrainState):
@@ -228,7 +191,7 @@ class CausalLM(nn.Module):
         return nn.Dense(VOCAB_SIZE)(nn.LayerNorm()(x))
 
 
-@script
+@relative
 def run_clm_flax():
     """Hugging Face's: an old-style key in the state, split by each step, and by the device's index."""
 
@@ -260,4 +223,4 @@ def run_clm_flax():
     def batches(num_steps):
         return [({"input_ids": x, "labels": x},) for (x,) in token_batches(num_steps)]
 
-    return Entry(init=init, batches=batches, step=train_step, options=AXIS)
+    return Program(init=init, batches=batches, step=train_step, options=AXIS)
