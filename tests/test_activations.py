@@ -171,6 +171,21 @@ def test_with_other_options(scan, recompute, options):
     moves(scan, recompute, **options)
 
 
+@pytest.mark.parametrize(("scan", "recompute"), [(True, "nothing"), (False, "blocks")])
+def test_one_device_moves_what_each_of_two_does(scan, recompute):
+    """Though nothing differs between devices there."""
+    plans = []
+    for num in (1, 2):
+        train_step = moves(scan, recompute, {"data": num})
+        state, batch = new_state(), batches()[0]
+        plans.append(train_step.describe(state, *batch).plan.activations)
+    one, two = plans
+    assert one
+    assert [x._replace(shape=(), nbytes=0) for x in one] == [
+        x._replace(shape=(), nbytes=0) for x in two
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "mixed_bf16",

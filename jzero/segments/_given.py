@@ -95,6 +95,19 @@ class TypedPart(NamedTuple):
         num = len(plan.leaves)
         return {k: plan.leaves[i] for k, i in enumerate(self.taken) if i is not None and i < num}
 
+    def sharded_arguments(self, plan: StepPlan) -> list[frozenset[str]]:
+        """Of each input, the axes over which it is an argument in rows; they may be of one device."""
+        num = len(plan.leaves)
+        specs = [plan.arguments[i - num] if i is not None and i >= num else () for i in self.taken]
+        return [
+            frozenset(
+                axis
+                for names in spec
+                for axis in ([names] if isinstance(names, str) else names or ())
+            )
+            for spec in specs
+        ]
+
     def new_leaves(self, plan: StepPlan) -> list[tuple[int, int]]:
         """The results that are new leaves, by index, and which ones."""
         num = len(plan.new_leaves)

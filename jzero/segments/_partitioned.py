@@ -286,7 +286,8 @@ def _passed(
     def on_host(program: DeviceProgram) -> DeviceProgram:
         if plan.activations is None:
             return dataclasses.replace(program, jaxpr=in_order(program.jaxpr, plan.in_parts))
-        jaxpr, residuals = activations(program.jaxpr, rows, plan.accumulate, plan.in_parts)
+        of_batch = rows if plan.num_devices > 1 else part.sharded_arguments(plan)
+        jaxpr, residuals = activations(program.jaxpr, of_batch, plan.accumulate, plan.in_parts)
         return dataclasses.replace(program, jaxpr=jaxpr, residuals=residuals)
 
     of_programs: dict[str, Callable[[DeviceProgram], DeviceProgram]] = {
