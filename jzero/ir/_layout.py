@@ -132,7 +132,7 @@ class Layout:
         return frozenset([cut.axis for dim in self.dims for cut in dim.cuts])
 
     @functools.cached_property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether every device has all of it."""
         return not self.partial and not any(dim.cuts or dim.pad for dim in self.dims)
 

@@ -20,7 +20,7 @@ from jzero.ir._layout import AxisCut, Dim, Layout, Pad, Partial
 from jzero.ir._sent import ordered_integers
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._look_ups import is_elsewhere, shards_of
-from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole
+from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -30,12 +30,12 @@ _COMPARED = "each device finds its own, and they are compared"
 
 def along(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
     """The results of an equation along a sharded dim; None if that is no matter, or whole costs no more."""
-    sharded = any(v.make is None and axes_of(v.layout) for v in ins)
+    sharded = any(v.make is None and v.layout.axes for v in ins)
     return _HANDLERS[eqn.primitive.name](frame, eqn, ins) if sharded else None
 
 
 def _value(eqn: Eqn, j: int, layout: Layout, x: Atom, like: DeviceValue) -> DeviceValue:
-    aval, axes = eqn.outvars[j].aval, axes_of(layout)
+    aval, axes = eqn.outvars[j].aval, layout.axes
     return DeviceValue(aval, layout, {layout: x}, like.rows & axes, like.firm & axes)
 
 
@@ -207,7 +207,7 @@ def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> De
     own = shards[0].layout if shards else ins[0].layout
     dim = own.dims[d]
     for v in ins:
-        free = v.make is not None or is_whole(v.layout)
+        free = v.make is not None or v.layout.is_replicated
         if not dim.cuts or v.layout.dims != own.dims and not (free and v.aval.shape == own.shape):
             return None
     pad = dim.pad and Pad(num * dim.pad.outer, dim.pad.true)
@@ -216,9 +216,7 @@ def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> De
     out = _jaxpr.var_like(eqn.outvars[0].aval, layout.local_shape)
     frame.again(eqn, [frame.at(v, own) for v in ins], [out])
     rows = frozenset(a for v in ins for a in v.rows)
-    return [
-        dataclasses.replace(_value(eqn, 0, layout, out, shards[0]), rows=rows & axes_of(layout))
-    ]
+    return [dataclasses.replace(_value(eqn, 0, layout, out, shards[0]), rows=rows & layout.axes)]
 
 
 def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:

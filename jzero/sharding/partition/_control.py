@@ -22,7 +22,7 @@ from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._loops_in_time import has_ends
 from jzero.sharding.partition._movement import ITERATIONS_DEPEND
-from jzero.sharding.partition._values import DeviceValue, axes_of, common
+from jzero.sharding.partition._values import DeviceValue, common
 from jzero.sharding.partition._writer import communicates
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -143,7 +143,7 @@ class _LoopWriter:
             layout = old.layout if value.make is not None or own else value.layout
             if attempt >= 2 and layout != old.layout:
                 layout = common(layout, old.layout)
-            found.append(_CarryLayout(layout, (old.rows | value.rows) & axes_of(layout)))
+            found.append(_CarryLayout(layout, (old.rows | value.rows) & layout.axes))
         return found
 
     def results(self, layouts: Sequence[Layout]) -> list[Var]:
@@ -231,7 +231,7 @@ class _ScanWriter(_LoopWriter):
         for v, stack in zip(self.xs, self.stacks, strict=True):
             layout = dataclasses.replace(stack, dims=stack.dims[1:])
             rows.append(_jaxpr.var_like(v.aval, layout.local_shape))
-            axes = axes_of(layout)
+            axes = layout.axes
             slices.append(
                 DeviceValue(
                     _slice_type(v),
@@ -290,7 +290,7 @@ class _ScanWriter(_LoopWriter):
             )
         ]
         for value, row in zip(found[num:], rows, strict=True):
-            value.displaced = row.displaced & axes_of(value.layout)
+            value.displaced = row.displaced & value.layout.axes
         each = zip(self.eqn.outvars[num:], found[num:], outs[num:], collected, strict=True)
         return [*found[:num], *(v if waits else self._cast(x, v, row) for x, v, row, waits in each)]
 
@@ -399,7 +399,7 @@ class _RowScanWriter(_LoopWriter):
             )
         )  # fmt: skip
         each = zip(self.eqn.outvars, layouts, results, strict=True)
-        found = [DeviceValue(var.aval, c, {c: x}, axes & axes_of(c)) for var, c, x in each]
+        found = [DeviceValue(var.aval, c, {c: x}, axes & c.axes) for var, c, x in each]
         return [self.init[j] if j < num and self._stays(j) else v for j, v in enumerate(found)]
 
     def _constant(self, inner: DeviceFrame) -> Callable[[DeviceValue], DeviceValue]:
@@ -572,7 +572,7 @@ class _WhileWriter(_LoopWriter):
     def _with_whole_rows(self, carry: _CarryLayout) -> _CarryLayout:
         layout = carry.layout
         layout = layout.without([c.axis for d in layout.dims[: self.of_rows] for c in d.cuts])
-        return _CarryLayout(layout, carry.rows & axes_of(layout))
+        return _CarryLayout(layout, carry.rows & layout.axes)
 
     def _attempt(
         self, pinned: Callable[[_CarryLayout], _CarryLayout], whole: bool = False
@@ -715,7 +715,7 @@ def _branches(
     found = []
     for j, (var, layout, x) in enumerate(zip(eqn.outvars, layouts, results, strict=True)):
         rows = frozenset(a for outs in returned for a in outs[j].rows)
-        found.append(DeviceValue(var.aval, layout, {layout: x}, rows & axes_of(layout)))
+        found.append(DeviceValue(var.aval, layout, {layout: x}, rows & layout.axes))
     return found
 
 

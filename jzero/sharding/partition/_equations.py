@@ -30,8 +30,6 @@ from jzero.sharding.partition import _look_ups
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._values import (
     DeviceValue,
-    axes_of,
-    is_whole,
     joined,
     next_outer,
     put,
@@ -133,7 +131,7 @@ def ordinary(
         settle(frame, eqn, ins, factors)
     elif (alone := _added_to_zero(eqn, ins)) is not None:
         return [alone]
-    if all(is_whole(v.layout) for v in ins):
+    if all(v.layout.is_replicated for v in ins):
         return _replicated(frame, eqn, ins)
     choice = _FactorChoice(frame, eqn, ins, factors, kept)
     chosen = choice.run()
@@ -164,7 +162,7 @@ def cut_again(
         return value
     atoms = {**value.atoms, layout: frame.at(value, layout)}
     return dataclasses.replace(
-        value, layout=layout, atoms=atoms, rows=value.rows | axes & axes_of(layout), make=None
+        value, layout=layout, atoms=atoms, rows=value.rows | axes & layout.axes, make=None
     )
 
 
@@ -177,7 +175,7 @@ def settle(
             beside = _beside(frame, eqn, ins, factors, k)
             if v.spread is None and _rules.costs(eqn, Cost.PRODUCT):
                 v.spread = _elsewhere(frame, eqn, k, v) or _alone(frame, eqn, ins, factors, k)
-                displaced = v.due & axes_of(v.spread or frame.whole(v.aval.shape))
+                displaced = v.due & (v.spread or frame.whole(v.aval.shape)).axes
                 frame.settle(v, beside)
                 v.displaced |= displaced & v.rows
             frame.settle(v, beside)
@@ -201,7 +199,7 @@ def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layo
                 if d is not None and e is not None and x.aval.shape[e] == value.aval.shape[d]:
                     want = frame.whole(value.aval.shape).with_dims({d: beside.layout.dims[e]})
                     layout = joined(layout, want, beside.rows)
-    return None if is_whole(layout) else layout
+    return None if layout.is_replicated else layout
 
 
 def _alone(
@@ -381,7 +379,7 @@ class _FactorChoice:
         rows, size = self.frame.price(indices, axis, None), _rules.size_in_bytes(out.aval)
         if updates:
             rows += self.frame.price(updates[0], axis, factor.ins[2], outer)
-            part = size / layout.num(axes_of(layout) - {axis}) * (n - 1) / n
+            part = size / layout.num(layout.axes - {axis}) * (n - 1) / n
             moved = self.frame.wire(axis, "scatter", part)
         else:
             part = size / indices.layout.num(indices.rows) * (n - 1) / n
@@ -394,7 +392,7 @@ class _FactorChoice:
         """Of an elementwise equation whose operands are sharded alike, or whole: that, as is found below."""
         if not _rules.costs(self.eqn, Cost.ELEMENTWISE, Cost.CAST, Cost.COPY):
             return None
-        hard = [v.layout for v in self.ins if v.make is None and not is_whole(v.layout)]
+        hard = [v.layout for v in self.ins if v.make is None and not v.layout.is_replicated]
         shape = self.eqn.outvars[0].aval.shape
         if not hard or hard[0].shape != shape or any(x.dims != hard[0].dims for x in hard[1:]):
             return None
@@ -688,7 +686,7 @@ class _Written:
                 for cut in (cut for cut in dim.cuts if cut.axis in window):
                     layout = put(layout, d, dim, cut) or layout
             self.frame.at(value, layout)
-            value.layout, value.rows = layout, (value.rows | window) & axes_of(layout)
+            value.layout, value.rows = layout, (value.rows | window) & layout.axes
 
     def _end_along_indices(self, value: DeviceValue) -> None:
         """Of rows that were exchanged for columns to look up in all of them: in rows of what was found."""
@@ -768,7 +766,7 @@ class _Written:
         return self.eqn.params | params
 
     def _value(self, j: int, x: Atom, layout: Layout) -> DeviceValue:
-        aval, axes = self.eqn.outvars[j].aval, axes_of(layout)
+        aval, axes = self.eqn.outvars[j].aval, layout.axes
         rows = frozenset(a for v in self.ins for a in v.rows)
         firm = frozenset[str]() if rows else frozenset(a for v in self.ins for a in v.firm) & axes
         found = DeviceValue(aval, layout, {layout: x}, rows & axes, firm)
@@ -814,7 +812,7 @@ class _Written:
         for i, dim in self.chosen.items():
             if _look_ups.is_look_up(self.eqn, self.factors[i]):
                 return _look_ups.along_indices(self.eqn, layout, dim)
-        if not any(axes_of(layout) & v.rows for v in self.ins):
+        if not any(layout.axes & v.rows for v in self.ins):
             return None  # A gradient of state, not of activations.
         for i, dim in self.chosen.items():
             axes = {cut.axis for cut in dim.cuts}
@@ -823,7 +821,7 @@ class _Written:
             alike = [d for d, n in enumerate(layout.shape) if n == dim.true > 1]
             free = [d for d in alike if not layout.dims[d].cuts]
             found = found.with_dims({free[0]: dim} if free else {})
-        return None if is_whole(found) else found
+        return None if found.is_replicated else found
 
 
 def spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
@@ -838,4 +836,4 @@ def spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
         d, to = factor.ins[0], factor.outs[0]
         if d is not None and to is not None and before.shape[d] == shape[to]:
             found = joined(found, found.with_dims({to: before.dims[d]}))
-    return None if is_whole(found) else found
+    return None if found.is_replicated else found

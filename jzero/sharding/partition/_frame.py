@@ -19,7 +19,7 @@ from jzero.sharding.analysis._frames import NOWHERE, Frame
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
 from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._time import TimeAxis, step_over_time
-from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
+from jzero.sharding.partition._values import DeviceValue, Hint, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, OUTPUT, DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
@@ -225,7 +225,7 @@ class DeviceFrame(DeviceWriter):
     def _converted(self, value: DeviceValue, layout: Layout) -> Atom:
         if value.own:
             raise cannot("it shares out what each device has for itself", self.source, self.region)
-        if value.view is not None and is_whole(layout) and value.is_state:
+        if value.view is not None and layout.is_replicated and value.is_state:
             eqn, origin = value.view
             (out,) = self.again(eqn, [self.at(origin, self.whole(origin.aval.shape))])
             value.scopes[layout] = self._scope
@@ -272,7 +272,7 @@ class DeviceFrame(DeviceWriter):
         found, n = [], self.mesh[axis]
         for layout in [*value.atoms, value.layout]:
             here = layout.place(axis)
-            size = _rules.size_in_bytes(value.aval) / layout.num(axes_of(layout) - {axis})
+            size = _rules.size_in_bytes(value.aval) / layout.num(layout.axes - {axis})
             part = size * (n - 1) / n
             if any(p.axis == axis for p in layout.partial):
                 found.append(self.wire(axis, "reduce", part * (2 if dim is None else 1)))
@@ -312,7 +312,7 @@ class DeviceFrame(DeviceWriter):
                 new = joined(new, want, devices)
         if value.spread is not None:
             new = joined(new, value.spread, devices)
-            value.rows |= axes_of(new) & axes_of(value.spread) & devices
+            value.rows |= new.axes & value.spread.axes & devices
         self.at(value, new)
         value.layout = new
 
@@ -329,7 +329,7 @@ class DeviceFrame(DeviceWriter):
 
     def scatter(self, value: DeviceValue) -> None:
         """Does the sums over the devices that get shards of it; others, and that over time, wait."""
-        shards = frozenset() if value.hint is None else axes_of(value.hint.layout)
+        shards = frozenset() if value.hint is None else value.hint.layout.axes
         self.settle(value, keeps=value.due - shards)
 
     def own(self, region: Region, atom: Atom) -> frozenset[str]:

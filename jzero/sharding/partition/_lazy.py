@@ -23,7 +23,7 @@ from jzero.ir._sent import cast
 from jzero.sharding.partition._equations import met
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._look_ups import into_shards, may_add
-from jzero.sharding.partition._values import DeviceValue, axes_of, sized
+from jzero.sharding.partition._values import DeviceValue, sized
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -52,10 +52,10 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
     if name == "scatter-add":
         # To zeros, as a gradient of what rows pick by their number (the labels of CLIP): it has as many
         # columns as there are rows.
-        here = (v.make is not None or not v.rows and v.layout.is_whole for v in ins)
+        here = (v.make is not None or not v.rows and v.layout.is_replicated for v in ins)
         return ins[0].make is not None and all(here)
     if _rules.costs(eqn, Cost.REDUCTION):
-        large = lazy and ins[0].aval.size >= LARGE and ins[0].layout.is_whole
+        large = lazy and ins[0].aval.size >= LARGE and ins[0].layout.is_replicated
         return large and any(f.reduces in BY_DEVICES for f in _rules.factors_of(eqn))
     free = name != "tile" and _rules.costs(eqn, *_FREE) and size > 1
     return free and lazy and all(v.make is not None or v.aval.size == 1 for v in ins)
@@ -69,7 +69,7 @@ def lazy(
     layout = met(frame, eqn, ins, factors)
     if eqn.primitive.name == "reshape":
         layout = ins[0].layout.reshapable(out.shape).reshape(out.shape)
-    rows = frozenset(a for v in ins for a in v.rows) & axes_of(layout)
+    rows = frozenset(a for v in ins for a in v.rows) & layout.axes
     views = eqn.primitive.name in ("broadcast_in_dim", "reshape") or _rules.is_float_cast(eqn)
     fill = ins[0].fill if ins and views else None
     if isinstance(fill, jax.Array) or fill is not None and fill.size != 1:
@@ -122,8 +122,8 @@ def _to_reduce(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], layout: Layout
 ) -> dict[int, Dim]:  # fmt: skip
     """The dim that the devices share of a large operand, whose shards they make only to reduce them."""
-    axes = [a for a in frame.mesh if a not in axes_of(layout) | frame.over_time]
-    num, cut = layout.num(axes), layout.num(axes_of(layout))
+    axes = [a for a in frame.mesh if a not in layout.axes | frame.over_time]
+    num, cut = layout.num(axes), layout.num(layout.axes)
     if not _rules.costs(eqn, Cost.REDUCTION) or ins[0].aval.size // cut < LARGE or num == 1:
         return {}
     for factor in factors:

@@ -13,7 +13,7 @@ from jzero.ir._layout import Partial
 from jzero.ir._regions import Region
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._values import DeviceValue, axes_of
+from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
@@ -42,7 +42,7 @@ def _is_sum(factors: Sequence[Factor], j: int) -> bool:
 def _summed(frame: DeviceFrame, value: DeviceValue, of_rows: DeviceValue) -> DeviceValue:
     """What each device computes of its rows, as the sum that it is."""
     (x,) = value.atoms.values()
-    layout = frame.whole(value.aval.shape).summed(*map(Partial, sorted(axes_of(of_rows.layout))))
+    layout = frame.whole(value.aval.shape).summed(*map(Partial, sorted(of_rows.layout.axes)))
     return DeviceValue(value.aval, layout, {layout: x})
 
 
@@ -72,7 +72,7 @@ def mark(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
         layout = layout.cut(dim, axis)
     atoms = {**value.atoms, layout: frame.at(value, layout)}
     return dataclasses.replace(
-        value, layout=layout, atoms=atoms, rows=axes_of(layout), make=None, origin=None, outer=None,
+        value, layout=layout, atoms=atoms, rows=layout.axes, make=None, origin=None, outer=None,
         view=None, casts={}, scopes={},
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._saved import Loops
 from jzero.sharding.partition._time import TimeAxis
-from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
+from jzero.sharding.partition._values import DeviceValue, Hint
 from jzero.sharding.partition._writer import DeviceMove
 from jzero.sharding.partition._written import joined_over_time
 from jzero.tracing import _jaxpr
@@ -139,7 +139,7 @@ def partition(
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
     layout = given.layout
-    rows = given.rows & axes_of(layout)
+    rows = given.rows & layout.axes
     return DeviceValue(var.aval, layout, {given.given: own}, rows, given.firm, origin=i)
 
 

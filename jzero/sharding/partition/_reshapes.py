@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from jzero.ir._layout import AxisCut, Layout, dim_groups, fits
 from jzero.sharding.partition._equations import spread_on
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._values import DeviceValue, axes_of, next_outer
+from jzero.sharding.partition._values import DeviceValue, next_outer
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
@@ -38,7 +38,7 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     params = {**eqn.params, "new_sizes": after.local_shape}
     new = _jaxpr.var_like(out, after.local_shape)
     frame.again(eqn, [frame.at(value, before)], [new], params=params)
-    axes = axes_of(after)
+    axes = after.axes
     made = DeviceValue(
         out, after, {after: new}, value.rows & axes, firm=value.firm & axes, displaced=value.displaced & axes,
         fill=value.fill, origin=value.origin, looked_up=value.looked_up,
@@ -50,7 +50,7 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
         return _cut_after(frame, made, value, gone)
     home = frame.shared.homes.get((value.aval.shape, out.shape))
     # What goes back ends where the rows have been, which are beside it there.
-    if home is not None and made.rows == axes == axes_of(home) and not made.layout.partial:
+    if home is not None and made.rows == axes == home.axes and not made.layout.partial:
         made.atoms[home] = frame.at(made, home)
         made.layout = home
     return made
@@ -77,7 +77,7 @@ def _cut_after(
 def _lost_rows(frame: DeviceFrame, value: DeviceValue, shape: Sequence[int]) -> list[str]:
     """The axes whose rows a reshape has no place for, in the order of their cuts."""
     layout = value.layout
-    kept = axes_of(layout.reshapable(shape)) | frame.over_time
+    kept = layout.reshapable(shape).axes | frame.over_time
     cuts = (cut.axis for dim in layout.dims for cut in dim.cuts)
     return [axis for axis in cuts if axis in value.rows and axis not in kept]
 
@@ -97,7 +97,7 @@ def _in_other_blocks(
         if not dim.size or not fits(dim.size, left.digits(dim.cuts)):
             continue
         layout = left.with_dims({d: dim})
-        if axes_of(layout) == axes_of(layout.reshapable(shape)):
+        if layout.axes == layout.reshapable(shape).axes:
             found.append((d != home, d, layout))
     return min(found)[-1] if found else None
 

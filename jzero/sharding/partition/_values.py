@@ -91,16 +91,6 @@ class DeviceValue:
         return frozenset(p.axis for p in self.layout.partial)
 
 
-def axes_of(layout: Layout) -> frozenset[str]:
-    """The axes that cut."""
-    return layout.axes
-
-
-def is_whole(layout: Layout) -> bool:
-    """Whether every device has all of it."""
-    return layout.is_whole
-
-
 def sized(dim: Dim, size: int) -> Dim:
     """The same cuts of a dim of another size, unless it is padded."""
     return dim if dim.pad is not None else dim._replace(size=size)
