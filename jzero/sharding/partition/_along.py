@@ -39,7 +39,7 @@ def _value(eqn: Eqn, j: int, layout: Layout, x: Atom, like: DeviceValue) -> Devi
     return DeviceValue(aval, layout, {layout: x}, like.rows & axes, like.firm & axes)
 
 
-def _whole_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) -> int:
+def _gather_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) -> int:
     return sum(frame.price(value, axis, None) for axis in axes)
 
 
@@ -56,7 +56,7 @@ def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> De
     n = layout.num(axes)
     two = 2 * (getattr(dtype, "itemsize", 4) + 4) * out.size * (n - 1) / n
     price = max((frame.wire(axis, "reduce", two) for axis in axes), default=0)
-    if not axes or not plain or price >= _whole_price(frame, value, axes):
+    if not axes or not plain or price >= _gather_price(frame, value, axes):
         return None
     after = dataclasses.replace(layout, dims=(*layout.dims[:d], *layout.dims[d + 1 :]))
     x = frame.masked(frame.at(value, layout), layout, d, kind)
@@ -109,7 +109,7 @@ def _top_k(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
     of_all = of_each.without(shards.axes)
     nbytes = (getattr(value.aval.dtype, "itemsize", 4) + 4) * math.prod(of_all.local_shape)
     price = max(frame.wire(axis, "gather", nbytes) for axis in shards.axes)
-    if price >= min(_whole_price(frame, value, shards.axes), _exchanged_price(frame, value, d)):
+    if price >= min(_gather_price(frame, value, shards.axes), _exchanged_price(frame, value, d)):
         return None
     outs = [_jaxpr.var_like(var.aval, of_each.local_shape) for var in eqn.outvars]
     found = frame.again(
@@ -161,7 +161,7 @@ def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Device
     totals = layout.with_dims({d: Dim(num, layout.dims[d].cuts)})
     nbytes = _rules.size_in_bytes(value.aval) / value.aval.shape[d] * num
     price = max(frame.wire(axis, "gather", nbytes) for axis in shards.axes)
-    if price >= _whole_price(frame, value, shards.axes):
+    if price >= _gather_price(frame, value, shards.axes):
         return None
     x = frame.masked(frame.at(value, layout), layout, d, _RUNNING[name][0])
     shape, reverse = layout.local_shape, eqn.params["reverse"]
@@ -247,7 +247,7 @@ def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
     cut = [d for d in range(len(shape)) if layout.dims[d].cuts and out[d] != shape[d]]
     if not cut or any(strides[d] != 1 for d in cut) or 0 in out:
         return None
-    if (found := _of_whole(frame, eqn, value, cut)) is not None:
+    if (found := _from_replicated(frame, eqn, value, cut)) is not None:
         return [found]
     after = layout
     for d, (size, dim) in enumerate(zip(out, layout.dims, strict=True)):
@@ -273,7 +273,7 @@ def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
     return [_value(eqn, 0, after, new, value)]
 
 
-def _of_whole(
+def _from_replicated(
     frame: DeviceFrame, eqn: Eqn, value: DeviceValue, cut: Sequence[int]
 ) -> DeviceValue | None:  # fmt: skip
     """In even shards, of dims that were padded, and which each device has whole: tokens but the last."""
@@ -286,17 +286,17 @@ def _of_whole(
     others = any(source.dims[d].cuts or source.dims[d].pad for d in new)
     if not (is_there and padded) or others or eqn.params["strides"] is not None:
         return None
-    whole = after = source.with_dims(new)
+    replicated = after = source.with_dims(new)
     for dim, axis in cuts:
         after = after.cut(dim, axis)
     if any(after.dims[d].pad is not None for d in cut):
         return None
     starts = tuple(s if d in new else 0 for d, s in enumerate(eqn.params["start_indices"]))
-    limits = tuple(s + n for s, n in zip(starts, whole.local_shape, strict=True))
-    made = _jaxpr.var_like(eqn.outvars[0].aval, whole.local_shape)
+    limits = tuple(s + n for s, n in zip(starts, replicated.local_shape, strict=True))
+    made = _jaxpr.var_like(eqn.outvars[0].aval, replicated.local_shape)
     given = eqn.params | {"start_indices": starts, "limit_indices": limits}
     frame.again(eqn, [frame.at(value, source)], [made], params=given)
-    return _value(eqn, 0, after, frame.convert(made, whole, after), value)
+    return _value(eqn, 0, after, frame.convert(made, replicated, after), value)
 
 
 def _blocks(layout: Layout, d: int, start: int, stop: int) -> Layout | None:
@@ -337,7 +337,9 @@ def _pad(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValu
     if dim.pad is None or dim.pad.outer != 1 or low or inside or dim.true + high != dim.size:
         return None
     frame.settle(fill)
-    with_fill = frame.filled(frame.at(value, layout), layout, d, frame.at(fill, frame.whole(())))
+    with_fill = frame.filled(
+        frame.at(value, layout), layout, d, frame.at(fill, frame.replicated(()))
+    )
     after = layout.with_dims({d: dim._replace(pad=None)})
     return [_value(eqn, 0, after, with_fill, value)]
 

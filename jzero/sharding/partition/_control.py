@@ -116,7 +116,7 @@ class _LoopWriter:
     def carries(self, init: Sequence[DeviceValue]) -> list[_CarryLayout]:
         each = zip(init, self.is_own(), strict=False)
         return [
-            _CarryLayout(self.frame.whole(v.aval.shape) if own else v.layout, v.rows)
+            _CarryLayout(self.frame.replicated(v.aval.shape) if own else v.layout, v.rows)
             for v, own in each
         ]
 
@@ -188,7 +188,7 @@ class _ScanWriter(_LoopWriter):
     def _stack(self, value: DeviceValue) -> Layout:
         """What iterations have slices of: in a loop in a loop the state, gathered before the outer one."""
         if value.is_state and not value.firm and self.frame.outer is not None and self.frame.hoists:
-            return self.frame.whole(value.aval.shape)
+            return self.frame.replicated(value.aval.shape)
         return _of_iterations(value)
 
     def _waits(self, j: int) -> bool:
@@ -266,7 +266,7 @@ class _ScanWriter(_LoopWriter):
         layouts = [c.layout for c in carries]
         avals = [var.aval for var in self.eqn.outvars[:num]]
         for var, v in zip(self.eqn.outvars[num:], rows, strict=True):
-            first = frame.whole(var.aval.shape[:1]).dims
+            first = frame.replicated(var.aval.shape[:1]).dims
             layouts.append(dataclasses.replace(v.layout, dims=(*first, *v.layout.dims)))
             avals.append(_jaxpr.var_like(v.aval, var.aval.shape).aval)
         pairs = zip(avals, layouts, strict=True)
@@ -381,7 +381,7 @@ class _RowScanWriter(_LoopWriter):
         ins += [self._own(x.aval, x) for x in own]
         outs = self.run(inner, self.body, ins)
         inner.source = self.eqn
-        ends = [inner.at(v, frame.whole(v.aval.shape)) for v in outs]
+        ends = [inner.at(v, frame.replicated(v.aval.shape)) for v in outs]
         body = inner.function(self.parts.body, own, ends)
         frame.source = self.eqn
         layouts = [self._carried(j, axes) for j in self._carries()]
@@ -406,18 +406,18 @@ class _RowScanWriter(_LoopWriter):
         def constant(v: DeviceValue) -> DeviceValue:
             self.frame.settle(v)
             value = self._own(
-                v.aval, inner.brought(self.frame.at(v, self.frame.whole(v.aval.shape)))
+                v.aval, inner.brought(self.frame.at(v, self.frame.replicated(v.aval.shape)))
             )
             return dataclasses.replace(value, fill=v.fill)
 
         return constant
 
     def _own(self, aval: Any, x: Atom) -> DeviceValue:
-        layout = self.frame.whole(aval.shape)
+        layout = self.frame.replicated(aval.shape)
         return DeviceValue(aval, layout, {layout: x})
 
     def _carried(self, j: int, axes: frozenset[str]) -> Layout:
-        layout = self.frame.whole(self.init[j].aval.shape)
+        layout = self.frame.replicated(self.init[j].aval.shape)
         return layout if self._stays(j) else layout.summed(*map(Partial, sorted(axes)))
 
     def _rows_of(self, shape: Sequence[int], stack: Dim) -> Layout:
@@ -533,7 +533,7 @@ class _WhileWriter(_LoopWriter):
         # Devices that leave it at different times convert nothing in it.
         self.diverges = bool(self.frame.own(self.cond, self.cond.jaxpr.outvars[0]))
         if self.diverges:
-            self.ins = [*map(self.frame.as_whole, self.ins)]
+            self.ins = [*map(self.frame.as_replicated, self.ins)]
         self.cond_consts, self.body_consts = self.ins[:first], self.ins[first:last]
         self.init = self.ins[last:]
 
@@ -546,7 +546,7 @@ class _WhileWriter(_LoopWriter):
             found = self._attempt(self._with_rows if self.of_rows else lambda carry: carry)
         if found is None:
             self.alone = False
-            found = self._attempt(self._with_whole_rows, whole=True)
+            found = self._attempt(self._with_gathered_rows, replicated=True)
         assert found is not None
         return found
 
@@ -569,13 +569,13 @@ class _WhileWriter(_LoopWriter):
         layout = layout.with_dims(dict(enumerate(self.rows)))
         return _CarryLayout(layout, carry.rows | {c.axis for dim in self.rows for c in dim.cuts})
 
-    def _with_whole_rows(self, carry: _CarryLayout) -> _CarryLayout:
+    def _with_gathered_rows(self, carry: _CarryLayout) -> _CarryLayout:
         layout = carry.layout
         layout = layout.without([c.axis for d in layout.dims[: self.of_rows] for c in d.cuts])
         return _CarryLayout(layout, carry.rows & layout.axes)
 
     def _attempt(
-        self, pinned: Callable[[_CarryLayout], _CarryLayout], whole: bool = False
+        self, pinned: Callable[[_CarryLayout], _CarryLayout], replicated: bool = False
     ) -> list[DeviceValue] | None:  # fmt: skip
         """The loop; None if it stops for each row by itself, and the devices would have to communicate."""
         carries = [*map(pinned, self.carries(self.init))]
@@ -592,20 +592,20 @@ class _WhileWriter(_LoopWriter):
                 self._note_rows([carry.layout for carry in returned])
             new = [*map(pinned, returned)]
             if new == carries:
-                return self._written(inner, vars, carries, outs, whole)
+                return self._written(inner, vars, carries, outs, replicated)
             carries = new
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
 
     def _written(
         self, inner: DeviceFrame, vars: list[Var], carries: list[_CarryLayout], outs: list[DeviceValue],
-        whole: bool,
+        replicated: bool,
     ) -> list[DeviceValue] | None:  # fmt: skip
         frame, inner.source = self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs, carries, strict=True)]
         ended_tokens = [inner.effect_token for _ in self.effect_tokens]
         body = inner.function(self.parts.body, vars, [*ends, *ended_tokens])
-        test, cond, go = self._predicate(carries, whole)
-        if self.of_rows and not whole:
+        test, cond, go = self._predicate(carries, replicated)
+        if self.of_rows and not replicated:
             alike = all(c.layout.dims[: self.of_rows] == go.layout.dims for c in carries)
             meet = any(communicates(x, frame.moves) for x in (cond, body))
             if (
@@ -630,7 +630,7 @@ class _WhileWriter(_LoopWriter):
         return [DeviceValue(var.aval, c.layout, {c.layout: x}, c.rows) for var, c, x in each]
 
     def _predicate(
-        self, carries: Sequence[_CarryLayout], whole: bool
+        self, carries: Sequence[_CarryLayout], replicated: bool
     ) -> tuple[DeviceFrame, Jaxpr, DeviceValue]:  # fmt: skip
         test, vars = self.inner(self.cond), self.variables(carries, self.init)
         carried = self.values(carries, vars, self.init)
@@ -638,7 +638,7 @@ class _WhileWriter(_LoopWriter):
         (go,) = self.run(test, self.cond, [*map(test.entered, self.cond_consts), *carried])
         test.source = self.eqn
         test.settle(go)
-        layout = go.layout if go.aval.ndim and not whole else test.whole(go.aval.shape)
+        layout = go.layout if go.aval.ndim and not replicated else test.replicated(go.aval.shape)
         goes_on = test.at(go, layout)
         for d in range(go.aval.ndim):
             goes_on = test.masked(goes_on, layout, d, "or")
@@ -656,9 +656,9 @@ def _cond(
         return run(frame, inner[eqn.params["branches_platforms"].index(None)], operands)
     for value in ins:
         frame.settle(value)
-    predicate = frame.at(index, frame.whole(()))
+    predicate = frame.at(index, frame.replicated(()))
     if index.own:  # Devices in different branches convert nothing in them.
-        operands = [*map(frame.as_whole, operands)]
+        operands = [*map(frame.as_replicated, operands)]
     frames, returned = list[DeviceFrame](), list[list[DeviceValue]]()
     ordered = _jaxpr.has_ordered_effects(eqn)
     for branch in inner:

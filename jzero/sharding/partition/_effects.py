@@ -37,7 +37,7 @@ def once(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Devic
     frame.reason = WHOLE_ONCE
     if _jaxpr.PER_EXAMPLE in scopes_of(frame.region, eqn):
         frame.reason += "; jzero.per_example does not cover effects"
-    atoms = [frame.at(v, frame.whole(v.aval.shape)) for v in ins]
+    atoms = [frame.at(v, frame.replicated(v.aval.shape)) for v in ins]
     ordered = _jaxpr.has_ordered_effects(eqn)
     in_microbatches = frame.shared.time is not None
     axes = [axis for axis in frame.mesh if frame.outer is not None or axis not in frame.over_time]
@@ -45,9 +45,11 @@ def once(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Devic
     first = frame.inline(_is_first, (), frame.index(axes))
     token = frame.effect_token if ordered else _jaxpr.scalar(0, np.int32)
     failed, *outs = host.write(frame, first, token, atoms)
-    terms = [frame.whole(x.aval.shape).summed(*map(Partial, sorted(axes))) for x in (failed, *outs)]
+    terms = [
+        frame.replicated(x.aval.shape).summed(*map(Partial, sorted(axes))) for x in (failed, *outs)
+    ]
     if not in_microbatches:
-        failed = host.write_fail(frame, frame.convert(failed, terms[0], frame.whole(())))
+        failed = host.write_fail(frame, frame.convert(failed, terms[0], frame.replicated(())))
     frame.effect_token = failed if ordered else frame.effect_token
     return [
         DeviceValue(var.aval, layout, {layout: x})

@@ -156,7 +156,7 @@ def cut_again(
                 continue
             same = [e for e in (d, *range(len(shape))) if shape[e : e + 1] == (dim.true,)]
             if same and value.aval.size > dim.true:
-                want = frame.whole(shape).with_dims({same[0]: dim})
+                want = frame.replicated(shape).with_dims({same[0]: dim})
                 layout = joined(layout, want, axes & v.rows)
     if layout == value.layout:
         return value
@@ -175,7 +175,7 @@ def settle(
             beside = _beside(frame, eqn, ins, factors, k)
             if v.spread is None and _rules.costs(eqn, Cost.PRODUCT):
                 v.spread = _elsewhere(frame, eqn, k, v) or _alone(frame, eqn, ins, factors, k)
-                displaced = v.due & (v.spread or frame.whole(v.aval.shape)).axes
+                displaced = v.due & (v.spread or frame.replicated(v.aval.shape)).axes
                 frame.settle(v, beside)
                 v.displaced |= displaced & v.rows
             frame.settle(v, beside)
@@ -183,7 +183,7 @@ def settle(
 
 def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layout | None:
     """What a product reads, in rows as they are beside it in others that read it, too."""
-    region, layout = frame.region, frame.whole(value.aval.shape)
+    region, layout = frame.region, frame.replicated(value.aval.shape)
     atom = _jaxpr.variable(eqn.invars[k])
     eqns = region.jaxpr.eqns
     for other in (eqns[i] for i in region.readers.get(atom, []) if i < len(eqns)):
@@ -197,7 +197,7 @@ def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layo
             for f in factors:
                 d, e = f.ins[own], f.ins[j]
                 if d is not None and e is not None and x.aval.shape[e] == value.aval.shape[d]:
-                    want = frame.whole(value.aval.shape).with_dims({d: beside.layout.dims[e]})
+                    want = frame.replicated(value.aval.shape).with_dims({d: beside.layout.dims[e]})
                     layout = joined(layout, want, beside.rows)
     return None if layout.is_replicated else layout
 
@@ -216,7 +216,7 @@ def _alone(
         return None
     if any(v.rows or v.layout.partial for v in ins if v is not value):
         return None
-    layout = frame.whole(shape)
+    layout = frame.replicated(shape)
     alone = [f for f in factors if f.outs[0] is not None and f.ins.count(None) == len(ins) - 1]
     dims = [f.ins[k] for f in alone if not f.groups]
     free = [d for d in dims if d is not None and not value.layout.dims[d].cuts]
@@ -236,14 +236,14 @@ def _beside(
     if not elementwise and not _rules.costs(eqn, Cost.JOIN, Cost.PRODUCT):
         return None
     shape = ins[k].aval.shape
-    layout = frame.whole(shape)
+    layout = frame.replicated(shape)
     others = [v for v in ins if not v.layout.partial and (elementwise or v.rows)]
     for other in sorted(others, key=lambda v: v.make is not None):
         for factor in factors:
             j = next(j for j, v in enumerate(ins) if v is other)
             d, e = factor.ins[k], factor.ins[j]
             if d is not None and e is not None and other.aval.shape[e] == shape[d]:
-                own = frame.whole(shape).with_dims({d: other.layout.dims[e]})
+                own = frame.replicated(shape).with_dims({d: other.layout.dims[e]})
                 layout = joined(layout, own)
     return layout
 
@@ -258,13 +258,15 @@ def met(
 ) -> Layout:
     """The result's layout if all operands but partial sums stay where they are, lazy ones last."""
     shape = eqn.outvars[0].aval.shape
-    layout = frame.whole(shape)
+    layout = frame.replicated(shape)
     order = sorted(range(len(ins)), key=lambda k: ins[k].make is not None)
     for k in (k for k in order if not ins[k].layout.partial):
         for factor in factors:
             d, to = factor.ins[k], factor.outs[0]
             if d is not None and to is not None and ins[k].aval.shape[d] == shape[to]:
-                layout = joined(layout, frame.whole(shape).with_dims({to: ins[k].layout.dims[d]}))
+                layout = joined(
+                    layout, frame.replicated(shape).with_dims({to: ins[k].layout.dims[d]})
+                )
     return layout
 
 
@@ -283,7 +285,7 @@ def _added_to_zero(eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValue | None:
 def _replicated(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
     atoms = [frame.at(v, v.layout) for v in ins]
     outs = frame.again(eqn, atoms)
-    layouts = [frame.whole(o.aval.shape) for o in outs]
+    layouts = [frame.replicated(o.aval.shape) for o in outs]
     return [
         DeviceValue(o.aval, layout, {layout: o}) for o, layout in zip(outs, layouts, strict=True)
     ]  # fmt: skip
@@ -385,7 +387,7 @@ class _FactorChoice:
             part = size / indices.layout.num(indices.rows) * (n - 1) / n
             rows += self.frame.wire(axis, "exchange", part)
             moved = self.frame.price(table, axis, None)
-        gathered = not updates and is_read_whole(self.frame.region, self.eqn.invars[0])
+        gathered = not updates and is_read_replicated(self.frame.region, self.eqn.invars[0])
         return (i, dim) if rows < moved and not gathered else None
 
     def _alike(self) -> dict[int, Dim] | None:
@@ -416,12 +418,14 @@ class _FactorChoice:
         if may and lead and (best is None or rows and self._may_exchange(axis, best, rows)):
             self._exchanges(axis, lead, bool(rows), found)
             best = min(found.values(), default=None)
-        return None if best is None or best.cost and self._is_cheaper_whole(axis, best) else best
+        return (
+            None if best is None or best.cost and self._is_cheaper_replicated(axis, best) else best
+        )
 
     def _is_at(self, value: DeviceValue, factor: Factor, d: int) -> bool:
         return any(v is value and at == d for v, at in zip(self.ins, factor.ins, strict=True))
 
-    def _is_cheaper_whole(self, axis: str, best: _Candidate) -> bool:
+    def _is_cheaper_replicated(self, axis: str, best: _Candidate) -> bool:
         """Of state alone: whether it costs no more to have all of it, and so its results."""
         if any(v.rows for v in self.ins):
             return False
@@ -572,28 +576,28 @@ def _is_looked_up_in_rows(eqn: Eqn, ins: Sequence[DeviceValue], axis: str) -> bo
     return table.make is None
 
 
-def is_read_whole(region: Region, atom: Atom) -> bool:
+def is_read_replicated(region: Region, atom: Atom) -> bool:
     """Whether something reads a table of the state that is neither a look-up nor elementwise."""
     passed = (Cost.IDENTITY, Cost.CAST, Cost.COPY)
     while not _jaxpr.is_literal(atom) and (i := region.makers.get(atom)) is not None:
         if not _rules.costs(region.jaxpr.eqns[i], *passed):
             break
         atom = region.jaxpr.eqns[i].invars[0]
-    return _is_read_whole(region, atom)
+    return _is_read_replicated(region, atom)
 
 
-def _is_read_whole(region: Region, atom: Atom) -> bool:
+def _is_read_replicated(region: Region, atom: Atom) -> bool:
     readers = [] if _jaxpr.is_literal(atom) else region.readers.get(atom, [])
     for eqn in (region.jaxpr.eqns[i] for i in readers if i < len(region.jaxpr.eqns)):
         if eqn.primitive.name == "optimization_barrier":
-            if _is_read_whole(region, eqn.outvars[eqn.invars.index(atom)]):
+            if _is_read_replicated(region, eqn.outvars[eqn.invars.index(atom)]):
                 return True
         elif trip_count(eqn) == 1 and (ways := edges(region, eqn)):
             inside = [edge.target for edge in ways if edge.source == (region, atom)]
-            if any(_is_read_whole(*target) for target in inside):
+            if any(_is_read_replicated(*target) for target in inside):
                 return True
         elif _rules.costs(eqn, Cost.IDENTITY, Cost.CAST, Cost.COPY):
-            if any(_is_read_whole(region, out) for out in eqn.outvars):
+            if any(_is_read_replicated(region, out) for out in eqn.outvars):
                 return True
         elif eqn.primitive.name != "gather" and not _rules.costs(eqn, Cost.ELEMENTWISE):
             return True
@@ -808,7 +812,7 @@ class _Written:
             return spread_on(self.eqn, self.ins[0].spread)
         if not any(_is_reduced(self.factors[i]) for i in self.chosen):
             return None
-        found = self.frame.whole(layout.shape)
+        found = self.frame.replicated(layout.shape)
         for i, dim in self.chosen.items():
             if _look_ups.is_look_up(self.eqn, self.factors[i]):
                 return _look_ups.along_indices(self.eqn, layout, dim)

@@ -123,7 +123,7 @@ class DeviceFrame(DeviceWriter):
         self._latest: Atom | None = None
         self._token: Atom | None = None
 
-    def whole(self, shape: Sequence[int]) -> Layout:
+    def replicated(self, shape: Sequence[int]) -> Layout:
         """Replicated."""
         return self.sharded(shape, {})
 
@@ -139,13 +139,13 @@ class DeviceFrame(DeviceWriter):
 
     # -- values that come from elsewhere ------------------------------------------------------------------
     def literal(self, atom: Literal) -> DeviceValue:
-        layout = self.whole(atom.aval.shape)
+        layout = self.replicated(atom.aval.shape)
         fill = None if isinstance(atom.val, jax.core.Tracer) else np.asarray(atom.val)
         return DeviceValue(atom.aval, layout, {layout: atom}, fill=fill)
 
     def constant(self, var: Var, const: Any) -> DeviceValue:
         """A constant of a jaxpr: one of the program, which bodies import."""
-        layout = self.whole(var.aval.shape)
+        layout = self.replicated(var.aval.shape)
         if self.outer is not None:
             value = self.outer.constant(var, const)
             return DeviceValue(var.aval, layout, {layout: self.brought(value.atoms[layout])})
@@ -227,7 +227,7 @@ class DeviceFrame(DeviceWriter):
             raise cannot("it shares out what each device has for itself", self.source, self.region)
         if value.view is not None and layout.is_replicated and value.is_state:
             eqn, origin = value.view
-            (out,) = self.again(eqn, [self.at(origin, self.whole(origin.aval.shape))])
+            (out,) = self.again(eqn, [self.at(origin, self.replicated(origin.aval.shape))])
             value.scopes[layout] = self._scope
             return out
         there = [x for x in value.atoms if value.scopes.get(x, self._scope) == self._scope]
@@ -337,9 +337,9 @@ class DeviceFrame(DeviceWriter):
         written = self.shared.written
         return NOWHERE if written is None else written.own(region, atom)
 
-    def as_whole(self, value: DeviceValue) -> DeviceValue:
+    def as_replicated(self, value: DeviceValue) -> DeviceValue:
         """The value, of which nothing is to be converted any more."""
-        layout = self.whole(value.aval.shape)
+        layout = self.replicated(value.aval.shape)
         atoms = {layout: self.at(value, layout)}
         return DeviceValue(value.aval, layout, atoms, own=value.own, fill=value.fill)
 
@@ -379,8 +379,8 @@ class DeviceFrame(DeviceWriter):
     def end_effects_of(self, token: Atom) -> None:
         """Ordered effects in a loop or branch are done; outside of all, those of all microbatches."""
         axes = self.over_time if self.outer is None else frozenset[str]()
-        whole = self.whole(())
-        self.effect_token = self.convert(token, whole.summed(*map(Partial, axes)), whole)
+        replicated = self.replicated(())
+        self.effect_token = self.convert(token, replicated.summed(*map(Partial, axes)), replicated)
 
     def hint_of(self, var: Var) -> Hint | None:
         """How what follows wants it; None if it asks for nothing."""

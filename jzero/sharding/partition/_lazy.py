@@ -95,7 +95,7 @@ def _make(
         cut = {f.outs[0]: f for f in factors if f.outs[0] is not None and _is_cut(layout, f)}
         others = [d for d, dim in enumerate(layout.dims) if dim.cuts and d not in cut]
         added = [d for d in others if may_add(eqn, layout, d)]
-        own_layout = frame.whole(layout.shape).with_dims(
+        own_layout = frame.replicated(layout.shape).with_dims(
             {d: layout.dims[d] for d in (*cut, *added)}
         )
         shards, atoms = _to_reduce(frame, eqn, ins, factors, own_layout), []
@@ -105,7 +105,7 @@ def _make(
                 if (d := factor.ins[k]) is not None:
                     own[d] = sized(layout.dims[to], shape[d])
             own |= {d: layout.dims[d] for d in (added if k == 0 else ())}
-            atoms.append(frame.at(value, frame.whole(shape).with_dims(own)))
+            atoms.append(frame.at(value, frame.replicated(shape).with_dims(own)))
         for d in added:
             atoms[1] = into_shards(frame, eqn, own_layout, d, atoms[1])
         made = _written(frame, eqn, atoms, own_layout)
@@ -130,7 +130,7 @@ def _to_reduce(
         d = factor.ins[0]
         if d is None or factor.reduces not in BY_DEVICES or ins[0].aval.shape[d] % num:
             continue
-        line = frame.whole(ins[0].aval.shape)
+        line = frame.replicated(ins[0].aval.shape)
         for axis in axes:
             line = line.cut(d, axis)
         return {d: line.dims[d]}
@@ -160,8 +160,8 @@ def _iota(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> Atom:
 def _random_bits(frame: DeviceFrame, eqn: Eqn, key: DeviceValue, layout: Layout) -> Atom:
     """The bits that the generator has for the places of what a device holds."""
     own = [frame.positions(dim) for dim in layout.dims]
-    whole = frame.at(key, frame.whole(()))
-    return frame.inline(_bits, (eqn.params["shape"], eqn.params["bit_width"]), whole, *own)
+    replicated = frame.at(key, frame.replicated(()))
+    return frame.inline(_bits, (eqn.params["shape"], eqn.params["bit_width"]), replicated, *own)
 
 
 def _bits(shape: tuple[int, ...], width: int, key: jax.Array, *own: jax.Array) -> jax.Array:

@@ -242,9 +242,9 @@ def slices(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Any:
             e != d and not x.cuts and x.size % n == 0 for e, x in enumerate(value.layout.dims)
         )
         # Exchanged, each device has its part of all of them.
-        whole = sum(frame.price(value, axis, None) for axis in axes) / (n if other else 1)
+        gathered = sum(frame.price(value, axis, None) for axis in axes) / (n if other else 1)
         summed = 2 * _rules.size_in_bytes(eqn.outvars[0].aval) * (n - 1) / n
-        if max(frame.wire(axis, "reduce", summed) for axis in axes) < whole:
+        if max(frame.wire(axis, "reduce", summed) for axis in axes) < gathered:
             if name == "dynamic_slice":
                 return _dynamic_rows, (d, eqn.params["slice_sizes"])
             params = eqn.params

@@ -42,7 +42,7 @@ def _is_sum(factors: Sequence[Factor], j: int) -> bool:
 def _summed(frame: DeviceFrame, value: DeviceValue, of_rows: DeviceValue) -> DeviceValue:
     """What each device computes of its rows, as the sum that it is."""
     (x,) = value.atoms.values()
-    layout = frame.whole(value.aval.shape).summed(*map(Partial, sorted(of_rows.layout.axes)))
+    layout = frame.replicated(value.aval.shape).summed(*map(Partial, sorted(of_rows.layout.axes)))
     return DeviceValue(value.aval, layout, {layout: x})
 
 
@@ -53,21 +53,24 @@ def mark(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     """
     if value.layout.partial:
         return value
-    dim, whole, rows = eqn.params["dim"], frame.whole(value.aval.shape), _row_dims(value)
+    dim, replicated, rows = eqn.params["dim"], frame.replicated(value.aval.shape), _row_dims(value)
     elsewhere = bool(rows - {dim, *eqn.params["vmapped"]})
     if not eqn.params["enters"]:
-        if elsewhere and dim is None and whole not in value.atoms:
+        if elsewhere and dim is None and replicated not in value.atoms:
             raise _refusal(eqn, value)
         return value
     if elsewhere:
         frame.reason = (
             f"jzero.per_example has its rows along {'no dim' if dim is None else f'dim {dim}'}"
         )
-        value, rows = DeviceValue(value.aval, whole, {whole: frame.at(value, whole)}), set()
+        value, rows = (
+            DeviceValue(value.aval, replicated, {replicated: frame.at(value, replicated)}),
+            set(),
+        )
     if dim is None or rows:
         return value
     # So that what follows from it has rows, too.
-    layout = whole
+    layout = replicated
     for axis in frame.mesh:
         layout = layout.cut(dim, axis)
     atoms = {**value.atoms, layout: frame.at(value, layout)}

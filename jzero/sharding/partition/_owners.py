@@ -66,14 +66,14 @@ def _group(
     # In turn, as on one device: what one update needs beside its matrix is alive once.
     for i in range(share):
         ins = [
-            _whole(frame, var, frame.at(values[var], frame.whole(var.aval.shape)))
+            _replicated_value(frame, var, frame.at(values[var], frame.replicated(var.aval.shape)))
             if stack is None
-            else _whole(frame, var, _one(frame, stack, i))
+            else _replicated_value(frame, var, _one(frame, stack, i))
             for var, stack in zip(first.reads, stacks, strict=True)
         ]
         outs = run(frame, update, ins)
         frame.source = eqn
-        made.append([frame.at(v, frame.whole(v.aval.shape)) for v in outs])
+        made.append([frame.at(v, frame.replicated(v.aval.shape)) for v in outs])
     found = dict[Var, DeviceValue]()
     wanted = zip(*(each.wanted for each in group.regions), strict=True)
     for slot, dims, xs in zip(group.gives, wanted, zip(*made, strict=True), strict=True):
@@ -103,7 +103,7 @@ def _own(
     """
     shape, num = values[0].aval.shape, len(values)
     layouts = {v.layout for v in values if v.make is None}
-    one = layouts.pop() if len(layouts) == 1 else frame.whole(shape)
+    one = layouts.pop() if len(layouts) == 1 else frame.replicated(shape)
     one = one if one.axes or one.partial else _shards(frame, shape, dim)
     (stack,) = frame.trace(_stacked, *(frame.at(v, one) for v in values))
     own = _shards(frame, (num, *shape), 0)
@@ -122,8 +122,8 @@ def _one(frame: DeviceFrame, stack: Atom, i: int) -> Atom:
     return frame.reshape(row, shape)
 
 
-def _whole(frame: DeviceFrame, var: Var, x: Atom) -> DeviceValue:
-    return _at(var, frame.whole(var.aval.shape), x)
+def _replicated_value(frame: DeviceFrame, var: Var, x: Atom) -> DeviceValue:
+    return _at(var, frame.replicated(var.aval.shape), x)
 
 
 def _at(var: Var, layout: Layout, x: Atom) -> DeviceValue:

@@ -34,20 +34,20 @@ class DeviceInput:
       layout: on the devices, padded if it is.
       rows: the axes over which it differs because rows of the batch do; none for state.
       firm: the axes over which it stays sharded, though it is state.
-      comes_whole: whether each device is given all of the dims that are padded, so that none of them moves.
+      padded_dims_gathered: whether each device is given all of the padded dims, so that none of them moves.
       name: of a leaf, for those who read the program.
     """
 
     layout: Layout
     rows: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
-    comes_whole: bool = False
+    padded_dims_gathered: bool = False
     name: str = ""
 
     @property
     def given(self) -> Layout:
         """In which layout the program is given it."""
-        if not self.comes_whole:
+        if not self.padded_dims_gathered:
             return self.layout  # A parameter may have padding that only its moments need.
         padded = (dim for dim in self.layout.dims if dim.pad is not None)
         return self.layout.without([cut.axis for dim in padded for cut in dim.cuts])
@@ -150,7 +150,7 @@ def _of_all_microbatches(
     if wanted is None or not value.own & frame.over_time:
         return value
     pairs = zip(value.aval.shape, wanted.shape, strict=True)
-    dim = next((d for d, (part, whole) in enumerate(pairs) if part != whole), None)
+    dim = next((d for d, (local, full) in enumerate(pairs) if local != full), None)
     return value if dim is None else joined_over_time(frame, value, dim)
 
 
@@ -161,9 +161,9 @@ def _returned(
     if wanted is not None:
         return wanted
     frame.settle(value)
-    layout, whole = value.layout, frame.whole(value.aval.shape)
+    layout, replicated = value.layout, frame.replicated(value.aval.shape)
     if not value.rows:
-        return whole
+        return replicated
     if value.rows & frame.over_time:  # They come together, in the order of the batch.
         return _contiguous(frame, value)
     # JAX has no arrays in unequal parts, nor in blocks that are dealt out.
@@ -171,13 +171,13 @@ def _returned(
     if layout.spec() is not None and (keeps_padding or not is_padded):
         return layout
     contiguous = _contiguous(frame, value)
-    prices = [frame.price_from(value, layout, x) for x in (contiguous, whole)]
-    return contiguous if prices[0] < prices[1] else whole
+    prices = [frame.price_from(value, layout, x) for x in (contiguous, replicated)]
+    return contiguous if prices[0] < prices[1] else replicated
 
 
 def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:
     """Rows that are dealt out, or beside padding, as even ones in one block, where there are such."""
-    found = frame.whole(value.aval.shape)
+    found = frame.replicated(value.aval.shape)
     axes = [axis for axis in frame.mesh if axis in value.rows - frame.over_time]
     for d, dim in enumerate(value.layout.dims):
         own = [axis for axis in axes if any(cut.axis == axis for cut in dim.cuts)]

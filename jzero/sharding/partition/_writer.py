@@ -244,16 +244,16 @@ class DeviceWriter(JaxprWriter):
         assert own.pad is not None
         if own not in self._inside:
             line = Layout((own,), layout.mesh)
-            whole = self.inline(_inside, (own.size, own.size // own.pad.outer, own.pad.true))
-            self._inside[own] = self.convert(whole, line.without_cuts(), line)
+            replicated = self.inline(_inside, (own.size, own.size // own.pad.outer, own.pad.true))
+            self._inside[own] = self.convert(replicated, line.without_cuts(), line)
         return self.inline(_where_inside, (dim,), self._inside[own], x, fill)
 
     def positions(self, dim: Dim) -> Atom:
         """The places of what a device has of a dim; padding repeats the last of its block."""
         if dim not in self._positions:
             line = Layout((dim,), tuple(self.mesh.items()))
-            whole = self.inline(_places, (dim._replace(cuts=()),))
-            self._positions[dim] = self.convert(whole, line.without_cuts(), line)
+            replicated = self.inline(_places, (dim._replace(cuts=()),))
+            self._positions[dim] = self.convert(replicated, line.without_cuts(), line)
         return self._positions[dim]
 
     # -- collectives --------------------------------------------------------------------------------------

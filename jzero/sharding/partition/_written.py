@@ -53,7 +53,7 @@ def equation(
         )  # fmt: skip
     if (rows := _looked_up(frame, eqn, ins, own)) is not None:
         return [rows]
-    found = _values(frame, frame.again(eqn, _whole(frame, ins)), own)
+    found = _values(frame, frame.again(eqn, _replicated_atoms(frame, ins)), own)
     if _adds_rows(frame, eqn, ins):
         found[0].sum = functools.partial(_of_all_rows, frame, eqn, ins)
     return found
@@ -76,7 +76,7 @@ def _collective(
     if op is not None and all(v.own.issubset(axes) for v in ins):
         each = zip(ins, eqn.outvars, strict=True)
         return [_reduced(frame, op, axes, v, out) for v, out in each]
-    atoms, time = _whole(frame, ins), frame.over_time.intersection(axes)
+    atoms, time = _replicated_atoms(frame, ins), frame.over_time.intersection(axes)
     if time and name in _SCATTERS and not grouped:
         return _values(frame, [_scattered(frame, eqn, axes, atoms[0])], frozenset(axes))
     if time and (grouped or op is None and name not in _GATHERS):
@@ -98,17 +98,19 @@ def _collective(
 
 def _scattered(frame: DeviceFrame, eqn: Eqn, axes: Sequence[str], x: Atom) -> Atom:
     """A microbatch's part of a sum that all of them give to."""
-    whole, dim = frame.whole(x.aval.shape), eqn.params["scatter_dimension"]
-    part = whole
+    replicated, dim = frame.replicated(x.aval.shape), eqn.params["scatter_dimension"]
+    part = replicated
     for axis in axes:
         part = part.cut(dim, axis)
-    own = frame.convert(x, whole.summed(*map(Partial, axes)), part)
+    own = frame.convert(x, replicated.summed(*map(Partial, axes)), part)
     return own if eqn.params["tiled"] else frame.reshape(own, eqn.outvars[0].aval.shape)
 
 
 def _reduced_over_time(frame: DeviceFrame, op: str, x: Atom) -> Atom:
-    whole = frame.whole(x.aval.shape)
-    return frame.convert(x, whole.summed(*(Partial(axis, op) for axis in frame.over_time)), whole)
+    replicated = frame.replicated(x.aval.shape)
+    return frame.convert(
+        x, replicated.summed(*(Partial(axis, op) for axis in frame.over_time)), replicated
+    )
 
 
 def _gathered_over_time(
@@ -122,19 +124,21 @@ def _gathered_over_time(
     )
     if not eqn.params["tiled"]:
         shape = (*value.aval.shape[:dim], 1, *value.aval.shape[dim:])
-        (x,) = _whole(frame, ins)
+        (x,) = _replicated_atoms(frame, ins)
         (value,) = _values(frame, [frame.reshape(x, shape)], value.own)
     params = eqn.params | {"tiled": True, "axis_size": eqn.params["axis_size"] // num}
-    return eqn.replace(params=params), _whole(frame, [joined_over_time(frame, value, dim)])
+    return eqn.replace(params=params), _replicated_atoms(
+        frame, [joined_over_time(frame, value, dim)]
+    )
 
 
 def joined_over_time(frame: DeviceFrame, value: DeviceValue, dim: int) -> DeviceValue:
     """What the device has of all its microbatches, one behind the other along a dim."""
-    (axis,), (x,), shape = frame.over_time, _whole(frame, [value]), [*value.aval.shape]
+    (axis,), (x,), shape = frame.over_time, _replicated_atoms(frame, [value]), [*value.aval.shape]
     shape[dim] *= frame.mesh[axis]
-    aval, whole = _jaxpr.var_like(value.aval, shape).aval, frame.whole(shape)
-    joined = frame.convert(x, whole.cut(dim, axis), whole)
-    return DeviceValue(aval, whole, {whole: joined}, own=value.own - {axis})
+    aval, replicated = _jaxpr.var_like(value.aval, shape).aval, frame.replicated(shape)
+    joined = frame.convert(x, replicated.cut(dim, axis), replicated)
+    return DeviceValue(aval, replicated, {replicated: joined}, own=value.own - {axis})
 
 
 def _reduced(
@@ -145,10 +149,13 @@ def _reduced(
         return _times(frame, value, value.layout.num(axes)) if op == "sum" else value
     if op == "sum" and value.sum is not None and _several(frame).issubset(axes):
         return value.sum(out)
-    whole = frame.whole(value.aval.shape)
-    x, layout = frame.at(value, whole), whole.summed(*(Partial(axis, op) for axis in axes))
+    replicated = frame.replicated(value.aval.shape)
+    x, layout = (
+        frame.at(value, replicated),
+        replicated.summed(*(Partial(axis, op) for axis in axes)),
+    )
     if op != "sum":
-        x, layout = frame.convert(x, layout, whole), whole
+        x, layout = frame.convert(x, layout, replicated), replicated
     return DeviceValue(value.aval, layout, {layout: x})
 
 
@@ -163,7 +170,7 @@ def _looked_up(
     (var,), numbers = eqn.outvars, eqn.params["dimension_numbers"]
     dim = next(d for d in range(var.aval.ndim) if d not in numbers.offset_dims)
     out = _jaxpr.var_like(var.aval, _joined(frame, var, dim))
-    found, layout = _of_all_rows(frame, eqn, ins, out), frame.whole(var.aval.shape)
+    found, layout = _of_all_rows(frame, eqn, ins, out), frame.replicated(var.aval.shape)
     x = frame.at(found, _cut(frame, out.aval.shape, dim))
     return DeviceValue(var.aval, layout, {layout: x}, own=own)
 
@@ -184,9 +191,9 @@ def _of_all_rows(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], out: 
     """The equation on the rows of all devices, of which each has its own along the first dim."""
     values = [ins[0], *(_as_rows(frame, v) for v in ins[1:])]
     others = [_jaxpr.var_like(v.aval) for v in values[1:]]
-    whole = eqn.replace(invars=[eqn.invars[0], *others], outvars=[out])
-    factors = [*_rules.factors_of(whole), *_look_ups.factors(frame, whole, values)]
-    (found,) = ordinary(frame, whole, values, factors)
+    joined = eqn.replace(invars=[eqn.invars[0], *others], outvars=[out])
+    factors = [*_rules.factors_of(joined), *_look_ups.factors(frame, joined, values)]
+    (found,) = ordinary(frame, joined, values, factors)
     return found
 
 
@@ -194,7 +201,7 @@ def _as_rows(frame: DeviceFrame, value: DeviceValue) -> DeviceValue:
     """What differs, as a part of what all devices have of it."""
     aval = _jaxpr.var_like(value.aval, _joined(frame, value, 0)).aval
     layout = _cut(frame, aval.shape, 0)
-    x = frame.at(value, frame.whole(value.aval.shape))
+    x = frame.at(value, frame.replicated(value.aval.shape))
     return DeviceValue(aval, layout, {layout: x}, _several(frame))
 
 
@@ -205,7 +212,7 @@ def _joined(frame: DeviceFrame, value: DeviceValue | Var, dim: int) -> tuple[int
 
 
 def _cut(frame: DeviceFrame, shape: Sequence[int], dim: int) -> Layout:
-    layout = frame.whole(shape)
+    layout = frame.replicated(shape)
     for axis in frame.mesh:
         layout = layout.cut(dim, axis)
     return layout
@@ -228,12 +235,12 @@ def _times(frame: DeviceFrame, value: DeviceValue, num: int) -> DeviceValue:
     return found
 
 
-def _whole(frame: DeviceFrame, values: Sequence[DeviceValue]) -> list[Atom]:
-    return [frame.at(v, frame.whole(v.aval.shape)) for v in values]
+def _replicated_atoms(frame: DeviceFrame, values: Sequence[DeviceValue]) -> list[Atom]:
+    return [frame.at(v, frame.replicated(v.aval.shape)) for v in values]
 
 
 def _values(frame: DeviceFrame, outs: Sequence[Any], own: frozenset[str]) -> list[DeviceValue]:
-    layouts = [frame.whole(x.aval.shape) for x in outs]
+    layouts = [frame.replicated(x.aval.shape) for x in outs]
     return [
         DeviceValue(x.aval, layout, {layout: x}, own=own)
         for x, layout in zip(outs, layouts, strict=True)
