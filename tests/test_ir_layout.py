@@ -107,7 +107,7 @@ def layouts_of(draw, shape, mesh, sums=True):
         kind = draw(st.sampled_from(["none", "cut", "cut", "dealt", "partial"]))
         d = draw(st.integers(0, len(shape) - 1))
         if kind == "partial" and sums:
-            layout = layout.summed(Partial(axis, op))
+            layout = layout.with_partial(Partial(axis, op))
         elif kind in ("cut", "dealt"):
             size = layout.dims[d].true
             outers = [k for k in range(1, size + 1) if size % k == 0] if kind == "dealt" else [None]
@@ -137,7 +137,7 @@ def primes(n):
 def near(draw, layout, mesh):
     """Where partial sums are scattered or reduced, and axes change places."""
     for p in layout.partial:
-        layout = layout.settled([p.axis])
+        layout = layout.reduced([p.axis])
         try:
             layout = layout.cut(draw(st.integers(0, len(layout.dims) - 1)), p.axis)
         except AssertionError:
@@ -245,7 +245,7 @@ MESH = {"data": 4, "model": 2}
 def lay(shape, *cuts, mesh=None):
     layout = replicated(shape, mesh or MESH)
     for cut in cuts:
-        layout = layout.summed(cut) if isinstance(cut, Partial) else layout.cut(*cut)
+        layout = layout.with_partial(cut) if isinstance(cut, Partial) else layout.cut(*cut)
     return layout
 
 
@@ -264,9 +264,9 @@ ROWS = lay((10, 6), (0, "data"))
         (lay((40, 8), (0, "data", 5)).reshape((5, 8, 8)), "[5, 8@data, 8]"),
         (lay((4, 10), (1, "data")).reshape((40,)), "[4*(10+2)@4,data]"),
         (lay((4, 10), (0, "model"), (1, "data")).reshape((40,)), "[4*(10+2)@model,2,data]"),
-        (lay((8,), (0, "data")).summed(Partial("model", "max")), "[8@data] max(model)"),
+        (lay((8,), (0, "data")).with_partial(Partial("model", "max")), "[8@data] max(model)"),
         (
-            lay((8,)).summed(Partial("data", linear=frozenset({"b", "a"}))),
+            lay((8,)).with_partial(Partial("data", linear=frozenset({"b", "a"}))),
             "[8] sum(data; linear in a, b)",
         ),
         (lay((1, 8), (0, "data")).reshape((8,)), "[8+24@data]"),

@@ -215,12 +215,12 @@ class Layout:
         partial = tuple(p._replace(axis=new.get(p.axis, p.axis)) for p in self.partial)
         return Layout(dims, self.mesh, partial)
 
-    def summed(self, *partial: Partial) -> Layout:
+    def with_partial(self, *partial: Partial) -> Layout:
         """Also a partial sum (max, min) over axes."""
         new = tuple(p for p in partial if self.num([p.axis]) > 1)
         return dataclasses.replace(self, partial=(*self.partial, *new))
 
-    def settled(self, axes: Collection[str]) -> Layout:
+    def reduced(self, axes: Collection[str]) -> Layout:
         """No partial sum over the axes."""
         kept = tuple(p for p in self.partial if p.axis not in axes)
         return dataclasses.replace(self, partial=kept)
@@ -519,27 +519,27 @@ def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], La
         if pad and dim[::2] != wanted[::2] and fits(pad.outer, now.digits(dim.cuts)):
             new = Dim(dim.true, dim.cuts) if dim.pad else wanted._replace(cuts=dim.cuts)
             yield ("unpad" if dim.pad else "pad"), (), now.with_dims({d: new})
-    due = [p for p in now.partial if p not in goal.partial]
-    for op in {p.op: None for p in due}:
-        axes = tuple(p.axis for p in due if p.op == op)
+    left = [p for p in now.partial if p not in goal.partial]
+    for op in {p.op: None for p in left}:
+        axes = tuple(p.axis for p in left if p.op == op)
         some = (itertools.combinations(axes, k + 1) for k in range(len(axes)))
-        yield from (("reduce", s, now.settled(s)) for s in itertools.chain.from_iterable(some))
+        yield from (("reduce", s, now.reduced(s)) for s in itertools.chain.from_iterable(some))
         for d, s in itertools.product(range(len(now.dims)), axes if op == "sum" else ()):
             new = now.dims[d].put(
                 AxisCut(s, math.prod(([(1, 1), *now.digits(now.dims[d].cuts)])[-1]))
             )
             if fits(new.size, now.digits(new.cuts)):  # Less to move later.
-                yield "scatter", (s,), now.settled([s]).with_dims({d: new})
+                yield "scatter", (s,), now.reduced([s]).with_dims({d: new})
     used = {cut.axis for dim in now.dims for cut in dim.cuts} | {p.axis for p in now.partial}
     for dim in goal.dims:
         for axes in _neighbours(goal, dim):
-            sums = all(Partial(axis) in due for axis in axes)
-            moved = _put(now.settled(axes), goal, axes) if sums or not used & {*axes} else None
+            sums = all(Partial(axis) in left for axis in axes)
+            moved = _put(now.reduced(axes), goal, axes) if sums or not used & {*axes} else None
             if moved is not None:
                 yield ("scatter" if sums else "slice"), axes, moved
     for p in goal.partial:
         if p.axis not in used:
-            yield "mask", (p.axis,), now.summed(p)
+            yield "mask", (p.axis,), now.with_partial(p)
     if now != goal and now.partial == goal.partial and _blocks_of(now) == _blocks_of(goal):
         moving = tuple(axis for axis, _ in now.mesh if now.place(axis) != goal.place(axis))
         yield "permute", moving, goal

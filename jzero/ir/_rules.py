@@ -286,7 +286,7 @@ def keeps_dtype(eqn: Eqn) -> bool:
 
 
 def sum_waits(eqn: Eqn) -> bool:
-    """Whether an unreduced sum keeps its cost through it. What the partitioner does says its own `waits`."""
+    """Whether an unreduced sum keeps its cost through it; see also `passes_partial` in the partitioner."""
     return is_float_cast(eqn) or costs(eqn, Cost.VIEW) or eqn.primitive.name == "add_any"
 
 

@@ -74,7 +74,7 @@ def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> De
 
 
 def _reduced(frame: DeviceFrame, x: Atom, layout: Layout, axes: Sequence[str], op: str) -> Atom:
-    terms = layout.summed(*(Partial(axis, op) for axis in axes))
+    terms = layout.with_partial(*(Partial(axis, op) for axis in axes))
     return frame.convert(x, terms, layout, why=_COMPARED)
 
 
@@ -336,7 +336,7 @@ def _pad(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValu
     dim = layout.dims[d]
     if dim.pad is None or dim.pad.outer != 1 or low or inside or dim.true + high != dim.size:
         return None
-    frame.settle(fill)
+    frame.reduce(fill)
     with_fill = frame.filled(
         frame.at(value, layout), layout, d, frame.at(fill, frame.replicated(()))
     )

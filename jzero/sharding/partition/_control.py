@@ -53,8 +53,8 @@ def run_inner(
 def barrier(frame: DeviceFrame, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
     """The values, none of which is there before all are; lazy ones stay as they are."""
     for value in ins:
-        if not value.due & frame.over_time:
-            frame.settle(value)
+        if not value.partial_axes & frame.over_time:
+            frame.reduce(value)
     kept = [k for k, value in enumerate(ins) if value.make is None]
     outs = [*ins]
     if kept:
@@ -109,9 +109,9 @@ class _LoopWriter:
     def inner(self, body: Region) -> DeviceFrame:
         return DeviceFrame(self.eqn, self.frame.shared, body, self.frame, self.hoists())
 
-    def settle(self, values: Sequence[DeviceValue]) -> None:
+    def reduce(self, values: Sequence[DeviceValue]) -> None:
         for value in values:
-            self.frame.settle(value)
+            self.frame.reduce(value)
 
     def carries(self, init: Sequence[DeviceValue]) -> list[_CarryLayout]:
         each = zip(init, self.is_own(), strict=False)
@@ -163,8 +163,8 @@ class _ScanWriter(_LoopWriter):
         self.collects = [
             self._waits(j) and _collects(self.body, first + j, j) for j in range(last - first)
         ]
-        self.settle(self.xs)
-        self.settle([v for v, kept in zip(self.init, self.collects, strict=True) if not kept])
+        self.reduce(self.xs)
+        self.reduce([v for v, kept in zip(self.init, self.collects, strict=True) if not kept])
         # Iterations are not shared by devices: each has its part of every slice.
         self.stacks = [*map(self._stack, self.xs)]
 
@@ -175,7 +175,7 @@ class _ScanWriter(_LoopWriter):
             num = len(carries)
             for v, kept in zip(outs[:num], self._may_be_partial(), strict=True):
                 if not kept:
-                    inner.settle(v)
+                    inner.reduce(v)
             new = self.after(attempt, carries, outs[:num])
             # Of zeros that are taken for what is added to them no program may be left.
             if new == carries and not (
@@ -255,7 +255,7 @@ class _ScanWriter(_LoopWriter):
         rows, ended_tokens = list[DeviceValue](), [inner.effect_token for _ in self.effect_tokens]
         for v, waits in zip(outs[num:], collected, strict=True):
             if not waits:
-                inner.settle_here(v, opened=inner.is_opened())
+                inner.reduce_at_exit(v, opened=inner.is_opened())
             rows.append(v if waits else _before_casts(v))
         ends += [*ended_tokens, *(inner.at(v, v.layout) for v in rows)]
         body = inner.function(self.parts.body, ins, ends)
@@ -345,7 +345,7 @@ class _RowScanWriter(_LoopWriter):
         (self.body,) = self.region.inner(self.eqn)
         first, last = self.parts.num_consts, self.parts.num_consts + self.parts.num_carry
         self.consts, self.init, self.xs = self.ins[:first], self.ins[first:last], self.ins[last:]
-        self.settle(self.xs)
+        self.reduce(self.xs)
         self.stacks = [*dict.fromkeys(v.layout.dims[0] for v in self.xs if _is_of_rows(v))]
 
     def can_write(self) -> bool:
@@ -404,7 +404,7 @@ class _RowScanWriter(_LoopWriter):
 
     def _constant(self, inner: DeviceFrame) -> Callable[[DeviceValue], DeviceValue]:
         def constant(v: DeviceValue) -> DeviceValue:
-            self.frame.settle(v)
+            self.frame.reduce(v)
             value = self._own(
                 v.aval, inner.brought(self.frame.at(v, self.frame.replicated(v.aval.shape)))
             )
@@ -418,7 +418,7 @@ class _RowScanWriter(_LoopWriter):
 
     def _carried(self, j: int, axes: frozenset[str]) -> Layout:
         layout = self.frame.replicated(self.init[j].aval.shape)
-        return layout if self._stays(j) else layout.summed(*map(Partial, sorted(axes)))
+        return layout if self._stays(j) else layout.with_partial(*map(Partial, sorted(axes)))
 
     def _rows_of(self, shape: Sequence[int], stack: Dim) -> Layout:
         return self.frame.sharded(shape, {0: stack})
@@ -529,7 +529,7 @@ class _WhileWriter(_LoopWriter):
         self.cond, self.body = self.region.inner(self.eqn)
         first = self.parts.num_cond_consts
         last = first + self.parts.num_body_consts
-        self.settle(self.ins)
+        self.reduce(self.ins)
         # Devices that leave it at different times convert nothing in it.
         self.diverges = bool(self.frame.own(self.cond, self.cond.jaxpr.outvars[0]))
         if self.diverges:
@@ -586,7 +586,7 @@ class _WhileWriter(_LoopWriter):
             vars += self.enter_effects(inner)
             outs = self.run(inner, self.body, values)
             for v in outs:
-                inner.settle(v)
+                inner.reduce(v)
             returned = self.after(attempt, carries, outs)
             if not self.rows:
                 self._note_rows([carry.layout for carry in returned])
@@ -637,7 +637,7 @@ class _WhileWriter(_LoopWriter):
         vars += self.enter_effects(test)
         (go,) = self.run(test, self.cond, [*map(test.entered, self.cond_consts), *carried])
         test.source = self.eqn
-        test.settle(go)
+        test.reduce(go)
         layout = go.layout if go.aval.ndim and not replicated else test.replicated(go.aval.shape)
         goes_on = test.at(go, layout)
         for d in range(go.aval.ndim):
@@ -655,7 +655,7 @@ def _cond(
     if _jaxpr.branch_of_steps(eqn) is not None:
         return run(frame, inner[eqn.params["branches_platforms"].index(None)], operands)
     for value in ins:
-        frame.settle(value)
+        frame.reduce(value)
     predicate = frame.at(index, frame.replicated(()))
     if index.own:  # Devices in different branches convert nothing in them.
         operands = [*map(frame.as_replicated, operands)]
@@ -672,7 +672,7 @@ def _cond(
     opened = any(each.is_opened() for each in frames)
     for each, outs in zip(frames, returned, strict=True):
         for value in outs:
-            each.settle_here(value, opened)
+            each.reduce_at_exit(value, opened)
     layouts = [_of_branches(values) for values in zip(*returned, strict=True)]
     ends = [
         [each.at(v, layout) for v, layout in zip(outs, layouts, strict=True)]
@@ -690,8 +690,8 @@ def _of_branches(values: Sequence[DeviceValue]) -> Layout:
     for v in known[1:]:
         layout = common(layout, v.layout)
     # What a branch could not sum up is a sum of all: another's is one that the first device has alone.
-    due = {p.axis: p for v in known for p in v.layout.partial}
-    return dataclasses.replace(layout, partial=tuple(due.values()))
+    partial = {p.axis: p for v in known for p in v.layout.partial}
+    return dataclasses.replace(layout, partial=tuple(partial.values()))
 
 
 def _branches(

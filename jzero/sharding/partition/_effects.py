@@ -33,7 +33,7 @@ def once(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Devic
     Errors are raised on all devices; not in microbatches, of which none may wait for another.
     """
     for value in ins:
-        frame.settle(value)
+        frame.reduce(value)
     frame.reason = WHOLE_ONCE
     if _jaxpr.PER_EXAMPLE in scopes_of(frame.region, eqn):
         frame.reason += "; jzero.per_example does not cover effects"
@@ -46,7 +46,8 @@ def once(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Devic
     token = frame.effect_token if ordered else _jaxpr.scalar(0, np.int32)
     failed, *outs = host.write(frame, first, token, atoms)
     terms = [
-        frame.replicated(x.aval.shape).summed(*map(Partial, sorted(axes))) for x in (failed, *outs)
+        frame.replicated(x.aval.shape).with_partial(*map(Partial, sorted(axes)))
+        for x in (failed, *outs)
     ]
     if not in_microbatches:
         failed = host.write_fail(frame, frame.convert(failed, terms[0], frame.replicated(())))

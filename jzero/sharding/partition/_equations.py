@@ -43,7 +43,7 @@ from jzero.tracing._types import Atom, Eqn, Var
 FactorCuts = Mapping[int, Dim]
 
 
-def waits(eqn: Eqn) -> bool:
+def passes_partial(eqn: Eqn) -> bool:
     """Whether partial sums pass through: what is linear in them, and makes them no larger, or is small.
 
     A sum moves in the dtype in which it was written: none waits through a cast to another one.
@@ -69,10 +69,12 @@ def widens_for_loop(frame: DeviceFrame, eqn: Eqn) -> bool:
     return eqn.outvars[0] in frame.collected and _widens(eqn)
 
 
-def due(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
+def partial_through(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
+) -> tuple[Partial, ...]:
     """The partial sums that wait through the equation; none if some operand must be settled first."""
     partial = {k for k, v in enumerate(ins) if v.layout.partial}
-    if not partial or not (waits(eqn) or widens_for_loop(frame, eqn)):
+    if not partial or not (passes_partial(eqn) or widens_for_loop(frame, eqn)):
         return ()
     found = [ins[k].layout.partial for k in sorted(partial)]
     zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
@@ -80,7 +82,9 @@ def due(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Parti
     return found[0] if same and _rules.stays_partial(eqn, partial, zero) else ()
 
 
-def due_in_time(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
+def time_partial_through(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
+) -> tuple[Partial, ...]:
     """The sum over time that waits through the equation, when those over devices are done.
 
     In a body, through whatever is linear in it; else where sums over devices wait, and through casts to a
@@ -88,10 +92,14 @@ def due_in_time(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tup
     cast in a body is done behind its loop, if it can be (`DeviceValue.cast`).
     """
     time = frame.shared.time
-    partial = {k for k, v in enumerate(ins) if v.due & frame.over_time}
-    if time is None or not partial or any(v.due for k, v in enumerate(ins) if k not in partial):
+    partial = {k for k, v in enumerate(ins) if v.partial_axes & frame.over_time}
+    if (
+        time is None
+        or not partial
+        or any(v.partial_axes for k, v in enumerate(ins) if k not in partial)
+    ):
         return ()
-    passes = waits(eqn) or widens_in_time(frame, eqn)
+    passes = passes_partial(eqn) or widens_in_time(frame, eqn)
     zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
     rows = any(time.name in v.rows for k, v in enumerate(ins) if k not in partial)
     linear = not rows and _rules.stays_partial(eqn, partial, zero)
@@ -105,7 +113,7 @@ def due_in_time(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tup
             frame.scatter(ins[0])
         return ins[0].layout.partial
     for k in sorted(partial):
-        frame.settle(ins[k], keeps=frame.over_time)
+        frame.reduce(ins[k], keeps=frame.over_time)
     return (found[0],)
 
 
@@ -126,22 +134,22 @@ def ordinary(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> list[DeviceValue]:
     """Writes an equation that holds no programs."""
-    kept = due(frame, eqn, ins) or due_in_time(frame, eqn, ins)
-    if not kept:
-        settle(frame, eqn, ins, factors)
+    partial = partial_through(frame, eqn, ins) or time_partial_through(frame, eqn, ins)
+    if not partial:
+        reduce_operands(frame, eqn, ins, factors)
     elif (alone := _added_to_zero(eqn, ins)) is not None:
         return [alone]
     if all(v.layout.is_replicated for v in ins):
         return _replicated(frame, eqn, ins)
-    choice = _FactorChoice(frame, eqn, ins, factors, kept)
+    choice = _FactorChoice(frame, eqn, ins, factors, partial)
     chosen = choice.run()
-    written = _Written(frame, eqn, ins, factors, chosen, kept, choice.displaced).run()
-    lost = frozenset(a for v in ins for a in v.rows) - {p.axis for p in kept}
+    written = _Written(frame, eqn, ins, factors, chosen, partial, choice.displaced).run()
+    lost = frozenset(a for v in ins for a in v.rows) - {p.axis for p in partial}
     lost -= {cut.axis for dim in chosen.values() for cut in dim.cuts}
-    return [cut_again(frame, v, ins, lost) for v in written] if lost else written
+    return [reshard(frame, v, ins, lost) for v in written] if lost else written
 
 
-def cut_again(
+def reshard(
     frame: DeviceFrame, value: DeviceValue, ins: Sequence[DeviceValue], axes: frozenset[str]
 ) -> DeviceValue:  # fmt: skip
     """What was made of gathered rows as rows again, lest all that follows be done by every device.
@@ -166,7 +174,7 @@ def cut_again(
     )
 
 
-def settle(
+def reduce_operands(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> None:
     """Does the sums of all operands, in shards as the others are."""
@@ -175,10 +183,10 @@ def settle(
             beside = _beside(frame, eqn, ins, factors, k)
             if v.spread is None and _rules.costs(eqn, Cost.PRODUCT):
                 v.spread = _elsewhere(frame, eqn, k, v) or _alone(frame, eqn, ins, factors, k)
-                displaced = v.due & (v.spread or frame.replicated(v.aval.shape)).axes
-                frame.settle(v, beside)
+                displaced = v.partial_axes & (v.spread or frame.replicated(v.aval.shape)).axes
+                frame.reduce(v, beside)
                 v.displaced |= displaced & v.rows
-            frame.settle(v, beside)
+            frame.reduce(v, beside)
 
 
 def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layout | None:
@@ -211,7 +219,7 @@ def _alone(
     The sums of a backward pass are gradients of the state, unless something with rows reads them.
     """
     value, shape = ins[k], ins[k].aval.shape
-    axes = [axis for axis in frame.mesh if axis in value.due - frame.over_time]
+    axes = [axis for axis in frame.mesh if axis in value.partial_axes - frame.over_time]
     if not value.is_activation or _is_backward(frame, eqn) or not axes:
         return None
     if any(v.rows or v.layout.partial for v in ins if v is not value):
@@ -308,7 +316,7 @@ class _FactorChoice:
     eqn: Eqn
     ins: Sequence[DeviceValue]
     factors: Sequence[Factor]
-    kept: tuple[Partial, ...]
+    partial: tuple[Partial, ...]
     displaced: frozenset[str] = frozenset()
 
     def run(self) -> dict[int, Dim]:
@@ -322,12 +330,12 @@ class _FactorChoice:
         if not self.frame.shared.has_rows and self._gathers_state():
             return {}
         self.chosen: dict[int, Dim] = {}
-        kept = {p.axis for p in self.kept}
+        partial = {p.axis for p in self.partial}
         for axis in self.frame.mesh:
             if (columns := self._columns(axis)) is not None:
                 self.chosen[columns[0]] = columns[1]
                 self.frame.reason, self.frame.leaf = OF_STATE, self._table()
-            elif axis not in kept and (best := self._best(axis)) is not None:
+            elif axis not in partial and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
                 if self._is_displaced(axis, best.factor, best.dim, best.elsewhere):
                     self.displaced |= {axis}
@@ -348,7 +356,7 @@ class _FactorChoice:
         """Whether it is in a pass of `jax.grad`, of which all devices compute all."""
         firm = any(v.firm for v in self.ins)
         in_pass = self.frame.region.pass_of(self.eqn) is not None
-        return in_pass and not firm and not self.kept
+        return in_pass and not firm and not self.partial
 
     def _table(self) -> str:
         """The leaf that is looked up in, or added to."""
@@ -487,7 +495,7 @@ class _FactorChoice:
             return
         cost, moves_rows, lost = 0, False, False
         for value, d in zip(self.ins, factor.ins, strict=True):
-            if rows and axis not in value.rows | value.due | value.firm:
+            if rows and axis not in value.rows | value.partial_axes | value.firm:
                 continue
             price = self.frame.price(value, axis, d, outer)
             moved = price > 0 and axis in value.rows
@@ -520,7 +528,7 @@ class _FactorChoice:
         A sum over several axes is one: each passes on its part of what it has from those before.
         """
         n, total, cut = self.frame.mesh[axis], 0.0, self._axes_of_result()
-        summed = {p.axis for p in self.kept} | self._reduced_axes()
+        summed = {p.axis for p in self.partial} | self._reduced_axes()
         for var in self.eqn.outvars:
             scattered = self.frame.hint_of(var) is not None or self._is_spread(axis, size)
             own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut | summed)
@@ -533,7 +541,7 @@ class _FactorChoice:
         taken = {self.factors[i].outs[0] for i in self.chosen}
         alike = size > 1 and any(n == size and d not in taken for d, n in enumerate(shape))
         rows = any(axis in v.rows for v in self.ins) and any(cut & v.rows for v in self.ins)
-        return alike and rows and not self.kept
+        return alike and rows and not self.partial
 
     def _axes_of_result(self) -> set[str]:
         """Over which axes the result is sharded by what is chosen so far."""
@@ -629,7 +637,7 @@ class _Written:
     ins: Sequence[DeviceValue]
     factors: Sequence[Factor]
     chosen: FactorCuts
-    kept: tuple[Partial, ...]
+    partial: tuple[Partial, ...]
     displaced: frozenset[str]
 
     def run(self) -> list[DeviceValue]:
@@ -719,12 +727,12 @@ class _Written:
             for i, dim in reduced.items()
             for cut in dim.cuts
         ]
-        partial = tuple(sorted((*self.kept, *more)))
+        partial = tuple(sorted((*self.partial, *more)))
         extremes = {p.axis for p in partial if p.op != "sum"}
         found = []
         for j, (x, layout) in enumerate(zip(outs, layouts, strict=True)):
             terms = dataclasses.replace(layout, partial=partial)
-            now = terms.settled(extremes)
+            now = terms.reduced(extremes)
             found.append(self._value(j, self.frame.convert(x, terms, now), now))
         return found
 
@@ -734,14 +742,14 @@ class _Written:
             d = self.factors[i].ins[k]
             if d is not None:
                 dims[d] = sized(dim, value.aval.shape[d])
-        waits = self.kept and (value.layout.partial or value.is_zero)
-        layout = self.frame.sharded(value.aval.shape, dims, self.kept if waits else ())
+        waits = self.partial and (value.layout.partial or value.is_zero)
+        layout = self.frame.sharded(value.aval.shape, dims, self.partial if waits else ())
         atom = self.frame.at(value, layout)
         scatters = self.eqn.primitive.name in SCATTER_REDUCES
         if scatters and k == 0 and reduced and not value.is_zero:
             (op,) = {self.factors[i].reduces or "" for i in reduced}
             partial = tuple(Partial(cut.axis, op) for dim in reduced.values() for cut in dim.cuts)
-            return self.frame.convert(atom, layout, layout.summed(*partial))
+            return self.frame.convert(atom, layout, layout.with_partial(*partial))
         for i in reduced:
             d, op = self.factors[i].ins[k], self.factors[i].reduces or ""
             looked_up = _look_ups.is_look_up(self.eqn, self.factors[i])
@@ -755,7 +763,7 @@ class _Written:
             d = self.factors[i].outs[j]
             if d is not None:
                 dims[d] = sized(dim, shape[d])
-        return self.frame.sharded(shape, dims, self.kept)
+        return self.frame.sharded(shape, dims, self.partial)
 
     def _params(self, layouts: Sequence[Layout]) -> dict[str, Any]:
         params = dict[str, Any]()
@@ -777,7 +785,7 @@ class _Written:
         (first, *others), name = self.ins, self.eqn.primitive.name
         found.spread, found.displaced = self._spread(layout), self.displaced & axes
         found.looked_up, found.is_activation = self._is_looked_up(), self._is_activation()
-        if found.due & self.frame.over_time and _rules.is_float_cast(self.eqn):
+        if found.partial_axes & self.frame.over_time and _rules.is_float_cast(self.eqn):
             found.cast = self.eqn, first
         if not others and not rows:
             found.origin = first.origin
@@ -790,13 +798,13 @@ class _Written:
 
     def _is_activation(self) -> bool:
         """Whether it is what a forward pass sums up over rows."""
-        if self.kept:
+        if self.partial:
             return any(v.is_activation and v.layout.partial for v in self.ins)
         return not _is_backward(self.frame, self.eqn)
 
     def _is_looked_up(self) -> bool:
         """Whether its partial sum moves rows that devices have looked up in theirs."""
-        if self.kept:
+        if self.partial:
             return any(v.looked_up and v.layout.partial for v in self.ins)
         axes = {
             cut.axis
@@ -808,7 +816,7 @@ class _Written:
 
     def _spread(self, layout: Layout) -> Layout | None:
         """Where a sum along rows is scattered: along another dim of as many (as keys beside queries)."""
-        if self.kept:
+        if self.partial:
             return spread_on(self.eqn, self.ins[0].spread)
         if not any(_is_reduced(self.factors[i]) for i in self.chosen):
             return None
@@ -834,7 +842,7 @@ def spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
     if before is None or before.shape == shape and _rules.is_elementwise(eqn):
         return before
     if eqn.primitive.name == "reshape":
-        return before.settled([p.axis for p in before.partial]).reshapable(shape).reshape(shape)
+        return before.reduced([p.axis for p in before.partial]).reshapable(shape).reshape(shape)
     found = Layout(tuple(map(Dim, shape)), before.mesh)
     for factor in _rules.factors_of(eqn):
         d, to = factor.ins[0], factor.outs[0]

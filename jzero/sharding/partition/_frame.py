@@ -76,7 +76,7 @@ class Partitioning:
     written: WrittenStep | None = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
-    homes: dict[tuple[Sequence[int], Sequence[int]], Layout] = dataclasses.field(
+    layouts_before: dict[tuple[Sequence[int], Sequence[int]], Layout] = dataclasses.field(
         default_factory=dict
     )
 
@@ -165,7 +165,7 @@ class DeviceFrame(DeviceWriter):
     def entered(self, value: DeviceValue) -> DeviceValue:
         """A value of the frame around, in this one."""
         assert self.outer is not None
-        self.outer.settle(value)
+        self.outer.reduce(value)
         make = None if value.make is None else _imported
         return dataclasses.replace(
             value, atoms={}, scopes={}, casts={}, outer=value, make=make, view=None, sum=None
@@ -215,10 +215,10 @@ class DeviceFrame(DeviceWriter):
     def _made(self, value: DeviceValue, layout: Layout) -> Atom:
         """A lazy value; of a partial sum, zeros are one already."""
         assert value.make is not None
-        due = [p.axis for p in layout.partial]
-        if not due:
+        partial = [p.axis for p in layout.partial]
+        if not partial:
             return value.make(self, layout)
-        terms = layout.settled(due)
+        terms = layout.reduced(partial)
         made = value.make(self, terms)
         return made if value.is_zero else self.convert(made, terms, layout)
 
@@ -292,17 +292,17 @@ class DeviceFrame(DeviceWriter):
         """
         return times_along(self.prices, axis).wire(kind, nbytes)
 
-    def settle(
+    def reduce(
         self, value: DeviceValue, towards: Layout | None = None, keeps: frozenset[str] = frozenset()
     ) -> None:
         """Does the sums that a value is: where what follows wants it, where `towards` is, or whole.
 
         Not over the axes that it `keeps`.
         """
-        axes = value.due - keeps
+        axes = value.partial_axes - keeps
         if not axes:
             return
-        new, hint = value.layout.settled(axes), value.hint
+        new, hint = value.layout.reduced(axes), value.hint
         devices = axes - self.over_time
         wants = [None if hint is None else hint.layout, towards]
         if hint is not None and not hint.is_firm:
@@ -316,21 +316,21 @@ class DeviceFrame(DeviceWriter):
         self.at(value, new)
         value.layout = new
 
-    def settle_here(self, value: DeviceValue, opened: bool = False) -> None:
+    def reduce_at_exit(self, value: DeviceValue, opened: bool = False) -> None:
         """The same at the end of a body or branch, which cannot sum up over time unless it is `opened`.
 
         There, only what the devices get shards of is reduced, [Note: conversions over time].
         """
         time = self.shared.time
-        if self.outer is None or opened or time is None or time.name not in value.due:
-            self.settle(value)
+        if self.outer is None or opened or time is None or time.name not in value.partial_axes:
+            self.reduce(value)
         elif not time.once:
             self.scatter(value)
 
     def scatter(self, value: DeviceValue) -> None:
         """Does the sums over the devices that get shards of it; others, and that over time, wait."""
         shards = frozenset() if value.hint is None else value.hint.layout.axes
-        self.settle(value, keeps=value.due - shards)
+        self.reduce(value, keeps=value.partial_axes - shards)
 
     def own(self, region: Region, atom: Atom) -> frozenset[str]:
         """The axes along which each device has its own: [Note: values of a device's own]."""
@@ -380,7 +380,9 @@ class DeviceFrame(DeviceWriter):
         """Ordered effects in a loop or branch are done; outside of all, those of all microbatches."""
         axes = self.over_time if self.outer is None else frozenset[str]()
         replicated = self.replicated(())
-        self.effect_token = self.convert(token, replicated.summed(*map(Partial, axes)), replicated)
+        self.effect_token = self.convert(
+            token, replicated.with_partial(*map(Partial, axes)), replicated
+        )
 
     def hint_of(self, var: Var) -> Hint | None:
         """How what follows wants it; None if it asks for nothing."""

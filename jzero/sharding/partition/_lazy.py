@@ -112,7 +112,7 @@ def _make(
         axes = [cut.axis for dim in shards.values() for cut in dim.cuts]
         if axes:
             (op,) = {f.reduces or "" for f in factors if f.outs[0] is None}
-            own_layout = own_layout.summed(*(Partial(axis, op) for axis in axes))
+            own_layout = own_layout.with_partial(*(Partial(axis, op) for axis in axes))
         made = frame.convert(made, own_layout, layout)
     frame.source = source
     return made

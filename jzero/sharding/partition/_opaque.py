@@ -23,7 +23,7 @@ def call(
 ) -> list[DeviceValue]:
     """An opaque call; what has no dim of the rows is a sum over them."""
     for value in ins:
-        frame.settle(value)
+        frame.reduce(value)
     scopes, dims = _opaque.scopes_of(region, eqn), [*map(_row_dims, ins)]
     # Rows along two dims are along none of which a promise speaks.
     rows = [min(found, default=None) for found in dims]
@@ -42,7 +42,9 @@ def _is_sum(factors: Sequence[Factor], j: int) -> bool:
 def _summed(frame: DeviceFrame, value: DeviceValue, of_rows: DeviceValue) -> DeviceValue:
     """What each device computes of its rows, as the sum that it is."""
     (x,) = value.atoms.values()
-    layout = frame.replicated(value.aval.shape).summed(*map(Partial, sorted(of_rows.layout.axes)))
+    layout = frame.replicated(value.aval.shape).with_partial(
+        *map(Partial, sorted(of_rows.layout.axes))
+    )
     return DeviceValue(value.aval, layout, {layout: x})
 
 

@@ -38,7 +38,7 @@ def run_owned(
     for each in owners.regions:
         for var, dim in zip(each.reads, each.sharded, strict=True):
             if dim is not None:
-                frame.settle(values[var], _shards(frame, var.aval.shape, dim))
+                frame.reduce(values[var], _shards(frame, var.aval.shape, dim))
     if isinstance(owners, OwnedGroup):
         found = _group(frame, region, eqn, owners, values, run)
     else:
@@ -152,7 +152,7 @@ def _stack(
     frame.source = eqn
     found = dict[Var, DeviceValue]()
     for var, dim, value in zip(stack.region.gives, stack.region.wanted, outs, strict=True):
-        frame.settle(value)
+        frame.reduce(value)
         layout = _shards(frame, var.aval.shape, dim)
         value.rows, value.leaf = frozenset(), stack.region.name
         found[var] = _at(var, layout, frame.at(value, layout))

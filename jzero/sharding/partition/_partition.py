@@ -160,7 +160,7 @@ def _returned(
     """In which layout a result is returned: where nothing else is said, whole, unless it has rows."""
     if wanted is not None:
         return wanted
-    frame.settle(value)
+    frame.reduce(value)
     layout, replicated = value.layout, frame.replicated(value.aval.shape)
     if not value.rows:
         return replicated

@@ -29,10 +29,10 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
         num = math.prod(frame.mesh.values())
         frame.reason = f"jzero.groups is local if its n is a multiple of {num}"
     source, lost = value.layout, _lost_rows(frame, value, out.shape)
-    lost = lost if lost and value.aval.size > _home(source, lost[0])[1] else []
+    lost = lost if lost and value.aval.size > _sharded_dim(source, lost[0])[1] else []
     if lost and value.make is None:
         source = _in_other_blocks(frame, value, lost, out.shape) or source
-        frame.shared.homes[out.shape, value.aval.shape] = value.layout
+        frame.shared.layouts_before[out.shape, value.aval.shape] = value.layout
     before = source.reshapable(out.shape)
     after = before.reshape(out.shape)
     params = {**eqn.params, "new_sizes": after.local_shape}
@@ -48,11 +48,11 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     gone = [axis for axis in lost if axis not in axes]
     if gone:
         return _cut_after(frame, made, value, gone)
-    home = frame.shared.homes.get((value.aval.shape, out.shape))
+    earlier = frame.shared.layouts_before.get((value.aval.shape, out.shape))
     # What goes back ends where the rows have been, which are beside it there.
-    if home is not None and made.rows == axes == home.axes and not made.layout.partial:
-        made.atoms[home] = frame.at(made, home)
-        made.layout = home
+    if earlier is not None and made.rows == axes == earlier.axes and not made.layout.partial:
+        made.atoms[earlier] = frame.at(made, earlier)
+        made.layout = earlier
     return made
 
 
@@ -86,23 +86,23 @@ def _in_other_blocks(
     frame: DeviceFrame, value: DeviceValue, lost: Sequence[str], shape: Sequence[int]
 ) -> Layout | None:
     """The layout with the rows of some axes in other blocks, which a reshape keeps: of the same dim, best."""
-    home, left, found = _home(value.layout, lost[0])[0], value.layout.without(lost), []
+    own, left, found = _sharded_dim(value.layout, lost[0])[0], value.layout.without(lost), []
     for d in _dims_of_rows(value.layout, shape, lost[0])[0]:
         dim, at = left.dims[d], next_outer(left, left.dims[d])
         if at is None or dim.pad is not None:
             continue
-        at *= left.num(lost) if d == home else 1
+        at *= left.num(lost) if d == own else 1
         for axis in lost:
             dim, at = dim.put(AxisCut(axis, at)), at * left.num([axis])
         if not dim.size or not fits(dim.size, left.digits(dim.cuts)):
             continue
         layout = left.with_dims({d: dim})
         if layout.axes == layout.reshapable(shape).axes:
-            found.append((d != home, d, layout))
+            found.append((d != own, d, layout))
     return min(found)[-1] if found else None
 
 
-def _home(layout: Layout, axis: str) -> tuple[int, int]:
+def _sharded_dim(layout: Layout, axis: str) -> tuple[int, int]:
     """The dim that an axis cuts, and its size."""
     place = layout.place(axis)
     assert place is not None
@@ -111,5 +111,5 @@ def _home(layout: Layout, axis: str) -> tuple[int, int]:
 
 def _dims_of_rows(layout: Layout, shape: Sequence[int], axis: str) -> tuple[range, range]:
     """The dims that a reshape merges and splits with the one that an axis cuts; before and after it."""
-    home, _ = _home(layout, axis)
-    return next(pair for pair in dim_groups(layout.shape, shape) if home in pair[0])
+    own, _ = _sharded_dim(layout, axis)
+    return next(pair for pair in dim_groups(layout.shape, shape) if own in pair[0])

@@ -65,7 +65,7 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
             value.leaf = value.leaf or frame.leaf_of(var)
             is_wanted = value.hint is not None and value.hint.is_firm
             if value.layout.partial and is_wanted and not _waits(frame, region, var, value):
-                frame.settle_here(value)
+                frame.reduce_at_exit(value)
         frame.note(outs)
     frame.region, frame.values = outer, around
     return [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in region.jaxpr.outvars]
@@ -78,11 +78,11 @@ def _waits(frame: DeviceFrame, region: Region, var: Var, value: DeviceValue) -> 
     """
     eqns = region.jaxpr.eqns
     ends = len(eqns) in (readers := region.readers.get(var, []))
-    in_time = bool(value.due & frame.over_time)
+    in_time = bool(value.partial_axes & frame.over_time)
     each = [eqns[i] for i in readers if i < len(eqns)]
     found = [
         e for e in each
-        if _equations.waits(e) or in_time and _equations.widens_in_time(frame, e)
+        if _equations.passes_partial(e) or in_time and _equations.widens_in_time(frame, e)
         or _equations.widens_for_loop(frame, e)
     ]  # fmt: skip
     alone = len(found) == len(each)
@@ -129,8 +129,8 @@ def _equation(
     if (few := _look_ups.slices(frame, eqn, ins)) is not None:
         return _in_place_of(frame, region, eqn, ins, *few)
     factors = _rules.factors_of(eqn) if name != "reshape" else []
-    if name in _along.NAMES and not _equations.due(frame, eqn, ins):
-        _equations.settle(frame, eqn, ins, factors)
+    if name in _along.NAMES and not _equations.partial_through(frame, eqn, ins):
+        _equations.reduce_operands(frame, eqn, ins, factors)
         if (found := _along.along(frame, eqn, ins)) is not None:
             return found
     factors += _look_ups.factors(frame, eqn, ins)

@@ -44,11 +44,11 @@ def step_over_time(source: Layout, target: Layout, time: TimeAxis) -> LayoutStep
     It is written behind a conversion from `source` to its `before`; a gather comes first of all, so that one
     collective of the devices serves all microbatches.
     """
-    due = next((p for p in source.partial if p.axis == time.name), None)
-    if due is not None and all(p.axis != time.name for p in target.partial):
-        reduces = due.op == "sum" and not time.once
+    partial = next((p for p in source.partial if p.axis == time.name), None)
+    if partial is not None and all(p.axis != time.name for p in target.partial):
+        reduces = partial.op == "sum" and not time.once
         before = scattered(source, target, time) if reduces else source
-        return LayoutStep("reduce", (time.name,), before, before.settled([time.name]), ())
+        return LayoutStep("reduce", (time.name,), before, before.reduced([time.name]), ())
     place = source.place(time.name)
     if place is not None and (target.place(time.name) != place or _must_move(source, target, time)):
         return LayoutStep("gather", (time.name,), source, _gathered(source, time.name), ())
@@ -66,9 +66,9 @@ def _must_move(source: Layout, target: Layout, time: TimeAxis) -> bool:
 
 def scattered(source: Layout, target: Layout, time: TimeAxis) -> Layout:
     """The sums over those devices done that get shards of them; `source` if they cannot be done alone."""
-    due = (p.axis for p in source.partial if p.axis != time.name and p.op == "sum")
-    axes = frozenset(axis for axis in due if target.place(axis) is not None)
-    found = joined(source.settled(axes), target, axes)
+    partial = (p.axis for p in source.partial if p.axis != time.name and p.op == "sum")
+    axes = frozenset(axis for axis in partial if target.place(axis) is not None)
+    found = joined(source.reduced(axes), target, axes)
     return found if all(found.place(a) == target.place(a) for a in axes) else source
 
 

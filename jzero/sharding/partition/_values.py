@@ -86,7 +86,7 @@ class DeviceValue:
         return self.fill is not None and bool(self.fill == 0)
 
     @property
-    def due(self) -> frozenset[str]:
+    def partial_axes(self) -> frozenset[str]:
         """The axes over which it is a partial sum."""
         return frozenset(p.axis for p in self.layout.partial)
 

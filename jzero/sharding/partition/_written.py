@@ -102,14 +102,14 @@ def _scattered(frame: DeviceFrame, eqn: Eqn, axes: Sequence[str], x: Atom) -> At
     part = replicated
     for axis in axes:
         part = part.cut(dim, axis)
-    own = frame.convert(x, replicated.summed(*map(Partial, axes)), part)
+    own = frame.convert(x, replicated.with_partial(*map(Partial, axes)), part)
     return own if eqn.params["tiled"] else frame.reshape(own, eqn.outvars[0].aval.shape)
 
 
 def _reduced_over_time(frame: DeviceFrame, op: str, x: Atom) -> Atom:
     replicated = frame.replicated(x.aval.shape)
     return frame.convert(
-        x, replicated.summed(*(Partial(axis, op) for axis in frame.over_time)), replicated
+        x, replicated.with_partial(*(Partial(axis, op) for axis in frame.over_time)), replicated
     )
 
 
@@ -152,7 +152,7 @@ def _reduced(
     replicated = frame.replicated(value.aval.shape)
     x, layout = (
         frame.at(value, replicated),
-        replicated.summed(*(Partial(axis, op) for axis in axes)),
+        replicated.with_partial(*(Partial(axis, op) for axis in axes)),
     )
     if op != "sum":
         x, layout = frame.convert(x, layout, replicated), replicated
