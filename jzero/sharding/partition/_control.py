@@ -160,11 +160,12 @@ class _ScanWriter(_LoopWriter):
         (self.body,) = self.region.inner(self.eqn)
         first, last = self.parts.num_consts, self.parts.num_consts + self.parts.num_carry
         self.consts, self.init, self.xs = self.ins[:first], self.ins[first:last], self.ins[last:]
-        self.collects = [
-            self._waits(j) and _collects(self.body, first + j, j) for j in range(last - first)
+        self.accumulates = [
+            self._waits(j) and _only_accumulates(self.body, first + j, j)
+            for j in range(last - first)
         ]
         self.reduce(self.xs)
-        self.reduce([v for v, kept in zip(self.init, self.collects, strict=True) if not kept])
+        self.reduce([v for v, kept in zip(self.init, self.accumulates, strict=True) if not kept])
         # Iterations are not shared by devices: each has its part of every slice.
         self.stacks = [*map(self._stack, self.xs)]
 
@@ -201,26 +202,26 @@ class _ScanWriter(_LoopWriter):
         once = self.frame.shared.once or is_of_pass or bool(self.frame.over_time)
         return once or self.frame.hint_of(self.eqn.outvars[j]) is None
 
-    def _is_collected(self, var: Var) -> bool:
+    def _is_accumulated(self, var: Var) -> bool:
         """Whether the loop around only adds it up, so that a sum over devices waits for its end."""
         out = _added_to(self.region, var)
-        return out is not None and out in self.frame.collected
+        return out is not None and out in self.frame.accumulated
 
     def _from_zero(self, j: int) -> bool:
         """Whether a carry that the body only adds to begins as zeros."""
-        return self.collects[j] and self.init[j].is_zero
+        return self.accumulates[j] and self.init[j].is_zero
 
     def _may_be_partial(self) -> list[bool]:
-        each = enumerate(zip(self.collects, self.init, strict=True))
+        each = enumerate(zip(self.accumulates, self.init, strict=True))
         return [self._from_zero(j) or kept and bool(v.layout.partial) for j, (kept, v) in each]
 
     def _iteration(
         self, attempt: int, carries: Sequence[_CarryLayout]
     ) -> tuple[list[Var], DeviceFrame, list[DeviceValue]]:
         inner = self.inner(self.body)
-        stacks = map(self._is_collected, self.eqn.outvars[len(carries) :])
+        stacks = map(self._is_accumulated, self.eqn.outvars[len(carries) :])
         ends = zip(self.body.jaxpr.outvars, [*self._may_be_partial(), *stacks], strict=True)
-        inner.collected = frozenset(x for x, waits in ends if waits)
+        inner.accumulated = frozenset(x for x, waits in ends if waits)
         vars, tokens = self.variables(carries, self.init), self.enter_effects(inner)
         values = [inner.entered(v) for v in self.consts]
         carried = self.values(carries, vars, self.init)
@@ -251,9 +252,9 @@ class _ScanWriter(_LoopWriter):
     ) -> list[DeviceValue]:  # fmt: skip
         num, frame, inner.source = len(carries), self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
-        collected = [*map(self._is_collected, self.eqn.outvars[num:])]
+        accumulated = [*map(self._is_accumulated, self.eqn.outvars[num:])]
         rows, ended_tokens = list[DeviceValue](), [inner.effect_token for _ in self.effect_tokens]
-        for v, waits in zip(outs[num:], collected, strict=True):
+        for v, waits in zip(outs[num:], accumulated, strict=True):
             if not waits:
                 inner.reduce_at_exit(v, opened=inner.is_opened())
             rows.append(v if waits else _before_casts(v))
@@ -291,7 +292,7 @@ class _ScanWriter(_LoopWriter):
         ]
         for value, row in zip(found[num:], rows, strict=True):
             value.displaced = row.displaced & value.layout.axes
-        each = zip(self.eqn.outvars[num:], found[num:], outs[num:], collected, strict=True)
+        each = zip(self.eqn.outvars[num:], found[num:], outs[num:], accumulated, strict=True)
         return [*found[:num], *(v if waits else self._cast(x, v, row) for x, v, row, waits in each)]
 
     def _cast(self, var: Var, value: DeviceValue, row: DeviceValue) -> DeviceValue:
@@ -502,7 +503,7 @@ def _slice_type(v: DeviceValue) -> Any:
     return _jaxpr.var_like(v.aval, v.aval.shape[1:]).aval
 
 
-def _collects(body: Region, i: int, j: int) -> bool:
+def _only_accumulates(body: Region, i: int, j: int) -> bool:
     """Whether a body only adds to a carry."""
     eqns, out, carry = body.jaxpr.eqns, body.jaxpr.outvars[j], body.jaxpr.invars[i]
     while len(readers := body.readers.get(carry, [])) == 1 and readers[0] < len(eqns):

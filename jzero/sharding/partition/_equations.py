@@ -66,7 +66,7 @@ _VIEWS = {"transpose", "convert_element_type", "broadcast_in_dim"}
 
 def widens_for_loop(frame: DeviceFrame, eqn: Eqn) -> bool:
     """Whether it casts to a wider dtype what a loop only adds up: iterations are summed in that dtype."""
-    return eqn.outvars[0] in frame.collected and _widens(eqn)
+    return eqn.outvars[0] in frame.accumulated and _widens(eqn)
 
 
 def partial_through(

@@ -96,7 +96,7 @@ class DeviceFrame(DeviceWriter):
       reason: why what is written needs rows that a device does not have, where that is known.
       leaf: the leaf of which all is that the equation at hand moves, if not each value of its own.
       returns: the number of the step's result that is made now.
-      collected: what a loop's body returns that may be a sum over devices; it is done behind the loop.
+      accumulated: results of a loop body that the loop only adds up: partial sums, reduced behind the loop.
       diverges: whether not all devices may run what is written.
       effect_token: what the next ordered effect waits for, [Note: the order of effects].
     """
@@ -115,7 +115,7 @@ class DeviceFrame(DeviceWriter):
         self.values: Mapping[Var, DeviceValue] = {}
         self.reason = self.leaf = ""
         self.returns: int | None = None
-        self.collected: frozenset[Atom] = frozenset()
+        self.accumulated: frozenset[Atom] = frozenset()
         self.effect_token: Atom = _jaxpr.scalar(0, np.int32)
         # A pass of `jax.grad` gathers state for itself, behind what the pass before ended with.
         self._pass: str | None = None

@@ -102,12 +102,12 @@ def _loop(eqn: Eqn) -> list[Eqn]:
     scan = Scan.of(eqn)
     makers = {out: eqn for eqn in scan.eqns for out in eqn.outvars}
     num = _waits.num_readers(scan)
-    found = {j: _collected(port, makers, num) for j, port in enumerate(scan.carries)}
+    found = {j: _accumulated_sum(port, makers, num) for j, port in enumerate(scan.carries)}
     chains = {j: chain for j, chain in found.items() if chain}
     return _summed_behind(scan, chains).equations() if chains else [eqn]
 
 
-def _collected(port: CarryPort, makers: _waits.Makers, num: Mapping[Var, int]) -> list[Eqn]:
+def _accumulated_sum(port: CarryPort, makers: _waits.Makers, num: Mapping[Var, int]) -> list[Eqn]:
     """The sum that a carry adds up, what is done to it, and the addition; nothing if it adds up no such."""
     if _jaxpr.is_literal(port.after) or num.get(port.before) != 1 or num.get(port.after) != 1:
         return []
