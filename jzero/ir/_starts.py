@@ -69,7 +69,7 @@ def _slice_in_bounds(eqn: Eqn) -> list[Eqn]:
     clamped = [_clamped(x, most, writer) for x, most in zip(starts, last, strict=True)]
     if all(new is old for new, old in zip(clamped, starts, strict=True)):
         return [eqn]
-    writer.again(eqn, [operand, *clamped], eqn.outvars)
+    writer.clone(eqn, [operand, *clamped], eqn.outvars)
     return writer.eqns
 
 
@@ -100,7 +100,7 @@ def _windows_in_bounds(eqn: Eqn) -> list[Eqn]:
     last = [operand.aval.shape[d] - sizes[d] for d in dims]
     writer = JaxprWriter(eqn)
     (new,) = writer.trace(_clamped_indices, indices, static=(tuple(last),))
-    writer.again(eqn, [operand, new], eqn.outvars)
+    writer.clone(eqn, [operand, new], eqn.outvars)
     return writer.eqns
 
 

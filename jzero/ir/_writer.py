@@ -54,11 +54,11 @@ class JaxprWriter:
         self.eqns.append(_jaxpr.equation(primitive, ins, outs, source or self.source, **params))
         return [*outs]
 
-    def again(
+    def clone(
         self, eqn: Eqn, ins: Sequence[Atom] | None = None, outs: Sequence[Var] | None = None,
         source: Eqn | None = None, params: Mapping[str, Any] | None = None,
     ) -> list[Var]:  # fmt: skip
-        """Writes an equation once more, with other operands, results, parameters or line."""
+        """Writes a copy of an equation with other operands, results, parameters or line."""
         parts: dict[str, Any] = {} if source is None else {"source_info": source.source_info}
         if params is not None:
             parts["params"] = params
@@ -70,12 +70,12 @@ class JaxprWriter:
     def copy(self, eqns: Iterable[Eqn], source: Eqn | None = None) -> None:
         """Writes equations with variables of their own, which `names` then has; at the line of `source`."""
         for eqn in eqns:
-            self.names |= zip(eqn.outvars, self.again(eqn, source=source), strict=True)
+            self.names |= zip(eqn.outvars, self.clone(eqn, source=source), strict=True)
 
     def keep(self, eqns: Iterable[Eqn]) -> None:
         """Writes equations, which keep their results."""
         for eqn in eqns:
-            self.again(eqn, outs=eqn.outvars)
+            self.clone(eqn, outs=eqn.outvars)
 
     def renamed(self, eqn: Eqn) -> Eqn:
         """The equation with what stands for its operands here; itself if nothing else does."""

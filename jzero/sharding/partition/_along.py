@@ -60,7 +60,7 @@ def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> De
         return None
     after = dataclasses.replace(layout, dims=(*layout.dims[:d], *layout.dims[d + 1 :]))
     x = frame.masked(frame.at(value, layout), layout, d, kind)
-    (place,) = frame.again(eqn, [x], [_jaxpr.var_like(out, after.local_shape)])
+    (place,) = frame.clone(eqn, [x], [_jaxpr.var_like(out, after.local_shape)])
     static = kind, d
     best, number = frame.trace(_best, x, place, frame.positions(layout.dims[d]), static=static)
     size = layout.dims[d].true
@@ -112,14 +112,14 @@ def _top_k(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
     if price >= min(_gather_price(frame, value, shards.axes), _exchanged_price(frame, value, d)):
         return None
     outs = [_jaxpr.var_like(var.aval, of_each.local_shape) for var in eqn.outvars]
-    found = frame.again(
+    found = frame.clone(
         eqn, [frame.at(value, layout)], outs, params=eqn.params | {"k": mine}
     )  # fmt: skip
     largest, places = found[0], frame.inline(_placed, (), found[1], frame.positions(layout.dims[d]))
     every = [frame.convert(x, of_each, of_all, why=_COMPARED) for x in (largest, places)]
     after = of_all.with_dims({d: Dim(k)})
     outs = [_jaxpr.var_like(var.aval, after.local_shape) for var in eqn.outvars]
-    best, chosen = frame.again(eqn, [every[0]], outs)
+    best, chosen = frame.clone(eqn, [every[0]], outs)
     picked = frame.inline(_picked, (d,), every[1], chosen)
     return [_value(eqn, j, after, x, value) for j, x in enumerate((best, picked))]
 
@@ -166,7 +166,7 @@ def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Device
     x = frame.masked(frame.at(value, layout), layout, d, _RUNNING[name][0])
     shape, reverse = layout.local_shape, eqn.params["reverse"]
     blocks = (*shape[:d], shards.outer, shards.inner, *shape[d + 1 :])
-    (own,) = frame.again(
+    (own,) = frame.clone(
         eqn, [frame.reshape(x, blocks)], [_jaxpr.var_like(value.aval, blocks)],
         params=eqn.params | {"axis": d + 1},
     )  # fmt: skip
@@ -214,7 +214,7 @@ def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> De
     new = Dim(num * dim.size, tuple(AxisCut(axis, num * outer) for axis, outer in dim.cuts), pad)
     layout = own.with_dims({d: new})
     out = _jaxpr.var_like(eqn.outvars[0].aval, layout.local_shape)
-    frame.again(eqn, [frame.at(v, own) for v in ins], [out])
+    frame.clone(eqn, [frame.at(v, own) for v in ins], [out])
     rows = frozenset(a for v in ins for a in v.rows)
     return [dataclasses.replace(_value(eqn, 0, layout, out, shards[0]), rows=rows & layout.axes)]
 
@@ -232,7 +232,7 @@ def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
         _jaxpr.var_like(var.aval, layout.local_shape)
         for var, layout in zip(eqn.outvars, layouts, strict=True)
     ]
-    frame.again(
+    frame.clone(
         eqn, [frame.at(value, value.layout)], outs, params=eqn.params | {"sizes": sizes}
     )  # fmt: skip
     return [_value(eqn, j, layouts[j], x, value) for j, x in enumerate(outs)]
@@ -269,7 +269,7 @@ def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
             starts[d], limits[d] = 0, layout.local_shape[d]
     new = _jaxpr.var_like(eqn.outvars[0].aval, after.local_shape)
     given = params | {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
-    frame.again(eqn, [frame.at(value, layout)], [new], params=given)
+    frame.clone(eqn, [frame.at(value, layout)], [new], params=given)
     return [_value(eqn, 0, after, new, value)]
 
 
@@ -295,7 +295,7 @@ def _from_replicated(
     limits = tuple(s + n for s, n in zip(starts, replicated.local_shape, strict=True))
     made = _jaxpr.var_like(eqn.outvars[0].aval, replicated.local_shape)
     given = eqn.params | {"start_indices": starts, "limit_indices": limits}
-    frame.again(eqn, [frame.at(value, source)], [made], params=given)
+    frame.clone(eqn, [frame.at(value, source)], [made], params=given)
     return _value(eqn, 0, after, frame.convert(made, replicated, after), value)
 
 

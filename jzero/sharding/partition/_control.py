@@ -625,7 +625,7 @@ class _WhileWriter(_LoopWriter):
         like = _jaxpr.with_effects_of_programs(like.replace(params=params))
         ended = [*map(_jaxpr.new_var, ended_tokens)]
         operands = [*test.imports, *inner.imports, *starts, *self.effect_tokens]
-        frame.again(like, operands, [*results, *ended])
+        frame.clone(like, operands, [*results, *ended])
         self.end_effects(ended)
         each = zip(self.eqn.outvars, carries, results, strict=True)
         return [DeviceValue(var.aval, c.layout, {c.layout: x}, c.rows) for var, c, x in each]
@@ -710,7 +710,7 @@ def _branches(
     params = eqn.params | dict(branches=tuple(branches))
     ended = [*map(_jaxpr.new_var, ends[0][len(results) :])]
     like = _jaxpr.with_effects_of_programs(eqn.replace(params=params))
-    frame.again(like, [predicate, *order], [*results, *ended])
+    frame.clone(like, [predicate, *order], [*results, *ended])
     for token in ended:
         frame.end_effects_of(token)
     found = []

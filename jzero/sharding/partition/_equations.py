@@ -292,7 +292,7 @@ def _added_to_zero(eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValue | None:
 
 def _replicated(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
     atoms = [frame.at(v, v.layout) for v in ins]
-    outs = frame.again(eqn, atoms)
+    outs = frame.clone(eqn, atoms)
     layouts = [frame.replicated(o.aval.shape) for o in outs]
     return [
         DeviceValue(o.aval, layout, {layout: o}) for o, layout in zip(outs, layouts, strict=True)
@@ -657,7 +657,7 @@ class _Written:
             dims = [d for i in updates if (d := self.factors[i].outs[0]) is not None]
             outs = [_look_ups.updated(self.frame, self.eqn, layouts[0], dims, atoms, params)]
         else:
-            self.frame.again(self.eqn, atoms, outs, params=params)
+            self.frame.clone(self.eqn, atoms, outs, params=params)
         if reduced:
             return self._reduced(outs, layouts, reduced)
         values = [self._value(j, x, layouts[j]) for j, x in enumerate(outs)]
@@ -679,7 +679,7 @@ class _Written:
         params |= {"indices_are_sorted": False, "unique_indices": False}
 
         def write(indices: Atom) -> Atom:
-            self.frame.again(self.eqn, [operand, indices], outs, params=params)
+            self.frame.clone(self.eqn, [operand, indices], outs, params=params)
             return outs[0]
 
         at = [d for d in (self.factors[i].ins[0] for i in shards) if d is not None]

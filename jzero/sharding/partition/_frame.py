@@ -227,7 +227,7 @@ class DeviceFrame(DeviceWriter):
             raise cannot("it shares out what each device has for itself", self.source, self.region)
         if value.view is not None and layout.is_replicated and value.is_state:
             eqn, origin = value.view
-            (out,) = self.again(eqn, [self.at(origin, self.replicated(origin.aval.shape))])
+            (out,) = self.clone(eqn, [self.at(origin, self.replicated(origin.aval.shape))])
             value.scopes[layout] = self._scope
             return out
         there = [x for x in value.atoms if value.scopes.get(x, self._scope) == self._scope]

@@ -147,7 +147,7 @@ def _written(frame: DeviceFrame, eqn: Eqn, atoms: list[Atom], layout: Layout) ->
     shape = layout.local_shape
     more = {"shape": shape} if eqn.primitive.name == "broadcast_in_dim" else {}
     out = _jaxpr.var_like(eqn.outvars[0].aval, shape)
-    return frame.again(eqn, atoms, [out], params={**eqn.params, **more})[0]
+    return frame.clone(eqn, atoms, [out], params={**eqn.params, **more})[0]
 
 
 def _iota(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> Atom:
@@ -183,5 +183,5 @@ def _reshape(frame: DeviceFrame, eqn: Eqn, value: DeviceValue, layout: Layout) -
     after = before.reshape(out.shape)
     params: dict[str, Any] = {**eqn.params, "new_sizes": after.local_shape}
     new = _jaxpr.var_like(out, after.local_shape)
-    (made,) = frame.again(eqn, [frame.at(value, before)], [new], params=params)
+    (made,) = frame.clone(eqn, [frame.at(value, before)], [new], params=params)
     return frame.convert(made, after, layout)

@@ -151,7 +151,7 @@ def updated(
     params |= {"mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False,
                "unique_indices": False}  # fmt: skip
     made = _jaxpr.var_like(longer.aval)
-    frame.again(eqn, [longer, indices, *updates], [made], params=params)
+    frame.clone(eqn, [longer, indices, *updates], [made], params=params)
     return frame.inline(_without_the_last, (tuple(dims),), made)
 
 

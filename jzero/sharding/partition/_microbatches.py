@@ -269,7 +269,7 @@ class _LoopsWriter:
         names = "cond_jaxpr", "body_jaxpr"
         closed = {n: eqn.params[n].replace(jaxpr=x) for n, x in zip(names, new, strict=True)}
         atoms = self._given(eqn.invars, [*tests[:first], *ins])
-        self.outer.again(eqn, atoms, self._results(eqn.outvars, carry), params=eqn.params | closed)
+        self.outer.clone(eqn, atoms, self._results(eqn.outvars, carry), params=eqn.params | closed)
 
     def _cond(self, eqn: Eqn) -> None:
         branches, (index, *operands) = self.region.inner(eqn), eqn.invars
@@ -281,7 +281,7 @@ class _LoopsWriter:
         new = tuple(x.replace(jaxpr=self._body(each, ins, outs)) for x, each in pairs)
         atoms = [self.outer.read(index), *self._given(operands, ins)]
         params = eqn.params | {"branches": new}
-        self.outer.again(eqn, atoms, self._results(eqn.outvars, outs), params=params)
+        self.outer.clone(eqn, atoms, self._results(eqn.outvars, outs), params=params)
 
     def _stacked(self, region: Region, atoms: Sequence[Atom]) -> list[bool]:
         """Which values are `[microbatches, ...]` in what is opened."""
@@ -342,7 +342,7 @@ class _Microbatch:
         if eqn.primitive.name == "axis_index" and is_over(eqn, self._loops.axis):
             self._names[eqn.outvars[0]] = self.number
             return
-        outs = self.writer.again(eqn, [*map(self.read, eqn.invars)])
+        outs = self.writer.clone(eqn, [*map(self.read, eqn.invars)])
         for old, new in zip(eqn.outvars, outs, strict=True):
             if (move := self._loops.by_result.get(old)) is not None:
                 self._loops.by_result[new] = move

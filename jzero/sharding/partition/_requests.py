@@ -56,7 +56,7 @@ def _requested(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> tuple[Layout, fr
 def _of_other_axes(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     """What the step says of axes over which XLA shards: of what a device has, too; a sum waits through it."""
     out = _jaxpr.var_like(value.aval, value.layout.local_shape)
-    frame.again(eqn, [frame.at(value, value.layout)], [out])
+    frame.clone(eqn, [frame.at(value, value.layout)], [out])
     return dataclasses.replace(
         value, atoms={value.layout: out}, scopes={}, casts={}, make=None, outer=None, view=None
     )

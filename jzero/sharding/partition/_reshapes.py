@@ -37,7 +37,7 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     after = before.reshape(out.shape)
     params = {**eqn.params, "new_sizes": after.local_shape}
     new = _jaxpr.var_like(out, after.local_shape)
-    frame.again(eqn, [frame.at(value, before)], [new], params=params)
+    frame.clone(eqn, [frame.at(value, before)], [new], params=params)
     axes = after.axes
     made = DeviceValue(
         out, after, {after: new}, value.rows & axes, firm=value.firm & axes, displaced=value.displaced & axes,

@@ -53,7 +53,7 @@ def equation(
         )  # fmt: skip
     if (rows := _looked_up(frame, eqn, ins, own)) is not None:
         return [rows]
-    found = _values(frame, frame.again(eqn, _replicated_atoms(frame, ins)), own)
+    found = _values(frame, frame.clone(eqn, _replicated_atoms(frame, ins)), own)
     if _adds_rows(frame, eqn, ins):
         found[0].sum = functools.partial(_of_all_rows, frame, eqn, ins)
     return found

@@ -132,11 +132,11 @@ def _write_in_order(writer: JaxprWriter, product: Eqn, gradient: Eqn) -> None:
     names = {
         var: _alike(writer, _jaxpr.name_p, whole[var], product, name=COTANGENT) for var in shared
     }
-    writer.again(product, [*map(JaxprWriter(product, names).read, ins)], product.outvars)
+    writer.clone(product, [*map(JaxprWriter(product, names).read, ins)], product.outvars)
     here = {var: _jaxpr.new_var(var) for var in (held, *product.outvars)}
     writer.add(lax.optimization_barrier_p, [*here], [*here.values()], gradient)
     writer.names |= {var: here[var] for var in product.outvars}
-    writer.again(gradient, [*map(JaxprWriter(gradient, whole | here).read, own)], gradient.outvars)
+    writer.clone(gradient, [*map(JaxprWriter(gradient, whole | here).read, own)], gradient.outvars)
 
 
 def _alike(writer: JaxprWriter, primitive: Primitive, var: Var, source: Eqn, **params: str) -> Var:

@@ -108,7 +108,7 @@ def _on_stack(writer: JaxprWriter, chain: GatherChain, stack: Atom, last: Var | 
         new = last if last is not None and eqn is chain.eqns[-1] else None
         new = _jaxpr.var_like(out.aval, (length, *out.aval.shape)) if new is None else new
         source = _jaxpr.within_scope(eqn, outer=writer.source)
-        (stack,) = writer.again(source, [stack], [new], params=params)
+        (stack,) = writer.clone(source, [stack], [new], params=params)
     return _jaxpr.variable(stack)
 
 

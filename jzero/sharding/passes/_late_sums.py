@@ -88,13 +88,13 @@ def _added(add: Eqn, terms: Sequence[Sequence[Eqn]]) -> list[Eqn]:
     *sums, cast = terms[-1]
     writer, (x,) = JaxprWriter(sums[0]), sums[0].invars
     wide = _jaxpr.var_like(cast.outvars[0].aval, x.aval.shape)
-    ins = [writer.again(each[-1], each[0].invars, [_jaxpr.new_var(wide)])[0] for each in terms]
-    (total,) = writer.again(add, ins, [_jaxpr.new_var(wide)])
+    ins = [writer.clone(each[-1], each[0].invars, [_jaxpr.new_var(wide)])[0] for each in terms]
+    (total,) = writer.clone(add, ins, [_jaxpr.new_var(wide)])
     params = {**cast.params, "new_dtype": x.aval.dtype}
-    (narrow,) = writer.again(cast, [total], [_jaxpr.new_var(x)], params=params)
-    writer.again(sums[0], [narrow], sums[0].outvars)
+    (narrow,) = writer.clone(cast, [total], [_jaxpr.new_var(x)], params=params)
+    writer.clone(sums[0], [narrow], sums[0].outvars)
     writer.keep(sums[1:])
-    writer.again(cast, outs=add.outvars)
+    writer.clone(cast, outs=add.outvars)
     return writer.eqns
 
 
@@ -141,11 +141,11 @@ def _summed_behind(scan: Scan, chains: Mapping[int, Sequence[Eqn]]) -> Scan:
         dtype = jnp.promote_types(term.aval.dtype, add.outvars[0].aval.dtype)
         old, new, out = (_jaxpr.var_like(term.aval, dtype=dtype) for _ in range(3))
         carries[j] = CarryPort(writer.full(0, old.aval), old, new, out)
-        body.again(add, [old, *body.trace(cast, term, static=(dtype,))], [new])
+        body.clone(add, [old, *body.trace(cast, term, static=(dtype,))], [new])
         behind = JaxprWriter(psum, {port.before: port.init})
         (behind.names[term],) = behind.trace(cast, out, static=(term.aval.dtype,))
         behind.copy(chain[:-1])
-        behind.again(add, outs=[port.out])
+        behind.clone(add, outs=[port.out])
         eqns += body.eqns
         before += writer.eqns
         after += (_jaxpr.within_scope(e, outer=scan.eqn) for e in behind.eqns)

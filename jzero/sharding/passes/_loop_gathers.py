@@ -97,7 +97,7 @@ def _without(eqns: Sequence[Eqn], found: Sequence[GatherChain]) -> list[Eqn]:
 def _outside(writer: JaxprWriter, chain: GatherChain, x: Atom) -> Var:
     """The gather before the loop."""
     for eqn in chain.eqns:
-        (x,) = writer.again(_jaxpr.within_scope(eqn, outer=writer.source), [x, *eqn.invars[1:]])
+        (x,) = writer.clone(_jaxpr.within_scope(eqn, outer=writer.source), [x, *eqn.invars[1:]])
     return _jaxpr.variable(x)
 
 

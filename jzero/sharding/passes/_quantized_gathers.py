@@ -74,7 +74,7 @@ def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, blocks: Blocks, parts:
     *several, _, nbytes = row.aval.shape
     rows = _jaxpr.var_like(row.aval, (*several, eqn.params["axis_size"], nbytes))
     params = {**eqn.params, "all_gather_dimension": len(several)}
-    writer.again(parts.mark(writer.source), [row], [rows], params=params)
+    writer.clone(parts.mark(writer.source), [row], [rows], params=params)
     static = (
         eqn.params["all_gather_dimension"],
         shard.aval.shape,

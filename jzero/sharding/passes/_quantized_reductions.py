@@ -164,7 +164,7 @@ class _Stages:
                 x = self._all_reduced(x, axis, blocks)
         if exact := tuple(axis for axis in self.sizes if not formats.get(axis)):
             out = _jaxpr.var_like(x.aval)
-            (x,) = self.writer.again(
+            (x,) = self.writer.clone(
                 self.source, [x], [out], params={**self.eqn.params, "axes": exact}
             )
         self.writer.source = outer
@@ -184,7 +184,7 @@ class _Stages:
                 "axis_size": num,
                 "scatter_dimension": dim,
             }
-            return self.writer.again(source, [terms], [out], params={**params, "tiled": False})[0]
+            return self.writer.clone(source, [terms], [out], params={**params, "tiled": False})[0]
         (rows,) = self.writer.trace(_rows, terms, static=(blocks, dim))
         source = _jaxpr.within_scope(source, _waits.FIRST_STAGE) if waits else source
         params = dict(

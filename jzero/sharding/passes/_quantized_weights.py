@@ -183,7 +183,7 @@ class _Program:
             if each is not None:
                 self.quantized[out] = dataclasses.replace(each, rows=outs[-1])
                 self.before[outs[-1]] = self.before.get(each.rows, each.rows)
-        writer.again(eqn, ins, outs)
+        writer.clone(eqn, ins, outs)
 
     # -- views -----------------------------------------------------------------------------------------
     def _views(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> list[_Rows] | None:
@@ -228,7 +228,7 @@ class _Program:
         key = self.before.get(each.rows, each.rows), str(params)
         if key not in self.gathered:
             rows = _jaxpr.var_like(each.rows.aval, shape)
-            (self.gathered[key],) = writer.again(eqn, [each.rows], [rows], params=params)
+            (self.gathered[key],) = writer.clone(eqn, [each.rows], [rows], params=params)
         return _Rows(self.gathered[key], dataclasses.replace(each.form, gathered=True))
 
     def _sliced(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> Atom:
@@ -252,7 +252,7 @@ class _Program:
                 sizes[d] = eqn.params["slice_sizes"][d]
         out = _jaxpr.var_like(each.rows.aval, sizes)
         params = {**eqn.params, "slice_sizes": tuple(sizes)}
-        return writer.again(eqn, [each.rows, *starts], [out], params=params)[0]
+        return writer.clone(eqn, [each.rows, *starts], [out], params=params)[0]
 
     # -- programs inside -------------------------------------------------------------------------------
     def scan(self, eqn: Eqn) -> Eqn:

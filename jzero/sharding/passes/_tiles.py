@@ -125,7 +125,7 @@ class _Cone:
                     for x, d in pairs
                 ]
             source = _jaxpr.within_scope(eqn, TILES) if _waits.is_gather(eqn) else eqn
-            made |= zip(eqn.outvars, writer.again(eqn, ins, outs, source, params), strict=True)
+            made |= zip(eqn.outvars, writer.clone(eqn, ins, outs, source, params), strict=True)
         return _jaxpr.variable(_added(writer, [made[term] for term in self.terms]))
 
 
@@ -508,7 +508,7 @@ def _reduced(
     for eqn in reduces:
         (out,), dim = eqn.outvars, int(eqn.params["scatter_dimension"])
         new = _jaxpr.var_like(out.aval, _with(x.aval.shape, dim, out.aval.shape[dim]))
-        (x,) = writer.again(eqn, [x], [new], _jaxpr.within_scope(eqn, *scopes))
+        (x,) = writer.clone(eqn, [x], [new], _jaxpr.within_scope(eqn, *scopes))
     return x
 
 
