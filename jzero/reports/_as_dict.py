@@ -14,10 +14,10 @@ from jzero.reports._tables import Memory
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.partition._movement import Movement
+from jzero.sharding.plan._distributed_updates import DistributedUpdate
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._owners import Owned
 from jzero.sharding.plan._plan import StepPlan
 
 
@@ -66,7 +66,7 @@ def activations(found: Sequence[Residual] | None) -> list[dict[str, Any]] | None
     return None if found is None else [r._asdict() | {"shape": list(r.shape)} for r in found]
 
 
-def owned(found: Owned) -> dict[str, Any]:
+def owned(found: DistributedUpdate) -> dict[str, Any]:
     """What one group or stack of matrices is, and who updates it."""
     return dataclasses.asdict(found) | {"leaves": list(found.leaves)}
 

@@ -17,7 +17,7 @@ from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated,
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.analysis._frames import NOWHERE, Frame
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
-from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
+from jzero.sharding.partition._matrix_buckets import NOT_DISTRIBUTED, DistributedUpdates
 from jzero.sharding.partition._time import TimeAxis, step_over_time
 from jzero.sharding.partition._values import DeviceValue, Hint, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, OUTPUT, DeviceMove, DeviceWriter
@@ -60,7 +60,7 @@ class Partitioning:
       time: the axis of microbatches, if there are several.
       automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else it
         shards what a device has as the step says.
-      owners: who runs calls that update matrices.
+      distributed: the updates of matrices that devices share out.
       written: what is known of a step with collectives of its own.
     """
 
@@ -72,7 +72,7 @@ class Partitioning:
     has_rows: bool = True
     time: TimeAxis | None = None
     automatic: frozenset[str] | None = None
-    owners: MatrixOwners = NO_OWNERS
+    distributed: DistributedUpdates = NOT_DISTRIBUTED
     written: WrittenStep | None = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)

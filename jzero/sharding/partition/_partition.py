@@ -15,7 +15,7 @@ from jzero.ir._regions import Region, trip_count
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning, WrittenStep
 from jzero.sharding.partition._hints import hints_of
-from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
+from jzero.sharding.partition._matrix_buckets import NOT_DISTRIBUTED, DistributedUpdates
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._saved import Loops
 from jzero.sharding.partition._time import TimeAxis
@@ -79,7 +79,7 @@ class DeviceProgram:
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
-    prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
+    prices: Prices = (), time: TimeAxis | None = None, distributed: DistributedUpdates = NOT_DISTRIBUTED,
     automatic: frozenset[str] | None = None, keeps_padding: bool = False,
     written: WrittenStep | None = None, unmasked: Collection[int] = (),
 ) -> DeviceProgram:  # fmt: skip
@@ -96,7 +96,7 @@ def partition(
       once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
       prices: what collectives take along each axis; by default a byte costs the same along all.
       time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
-      owners: who runs calls of the step that update matrices.
+      distributed: the updates of matrices that devices share out.
       automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else what
         the step says of them stays.
       keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
@@ -109,10 +109,10 @@ def partition(
     """
     region = Region(jaxpr, [*consts]) if written is None else written.frame
     stored = [None if each.rows else each.layout for each in ins]
-    hints = hints_of(region, stored, outs, reduced, owners.hints(mesh))
+    hints = hints_of(region, stored, outs, reduced, distributed.hints(mesh))
     shared = Partitioning(
         mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time,
-        automatic, owners, written,
+        automatic, distributed, written,
     )  # fmt: skip
     frame = DeviceFrame(jaxpr.eqns[0] if jaxpr.eqns else _nowhere(), shared, region)
     own = [

@@ -24,12 +24,12 @@ from jzero.ir._writer import JaxprWriter
 from jzero.sharding.partition import (
     _along,
     _control,
+    _distributed_updates,
     _effects,
     _equations,
     _lazy,
     _look_ups,
     _opaque,
-    _owners,
     _requests,
     _reshapes,
     _written,
@@ -99,8 +99,8 @@ def _equation(
         return ins
     if name == "optimization_barrier":
         return _control.barrier(frame, ins)
-    if (owners := frame.shared.owners.of(region, eqn)) is not None:
-        return _owners.run_owned(frame, region, eqn, owners, ins, run)
+    if (distributed := frame.shared.distributed.of(region, eqn)) is not None:
+        return _distributed_updates.run_distributed(frame, region, eqn, distributed, ins, run)
     if region.inner(eqn):
         return _control.run_inner(frame, region, eqn, ins, run)
     if (outs := _written.equation(frame, region, _jaxpr.without_sharding(eqn), ins)) is not None:

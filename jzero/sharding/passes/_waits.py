@@ -29,7 +29,7 @@ PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 PREFETCH, ORDER, AFTER_LOOP, LAST_ITERATION, WHOLE_STACKS = (
     f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn", "whole_stacks")
 )
-OWNED = "jzero.owned"  # what owners of matrices compute, which is no product of a pass
+OWNED = "jzero.owned"  # distributed updates, which are no part of a pass
 QUANTIZED, FIRST_STAGE = (
     "jzero.codes",
     "jzero.first_hop",

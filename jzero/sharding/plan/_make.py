@@ -16,14 +16,14 @@ from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._feeds import feed_batch
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
-from jzero.sharding.analysis._regions import Names
 from jzero.sharding.analysis._residuals import residuals
 from jzero.sharding.analysis._tables import Tables, looked_up
+from jzero.sharding.analysis._update_subgraphs import Names
 from jzero.sharding.plan import _host_memory, _layout, _leaves, _trace, _weights, _wire
 from jzero.sharding.plan._boundary import boundary_of
+from jzero.sharding.plan._distributed_updates import DistributedStep, distribute_updates
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import LocalStep
-from jzero.sharding.plan._owners import SharedOut, shared_out
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._stages import PARAMETER, StateLeaf
@@ -84,10 +84,10 @@ def make_plan(
     num = stage_axes.num_devices if is_whole else 1
     tables = looked_up(frame, num)
     links, layouts = _laid_out(frame, tables, leaves, setting, rests)
-    shared = SharedOut(frame, {}, ())
-    if _has_owners(setting):
-        shared = _shared_out(frame, links, layouts, setting)
-    if shared.owners:
+    shared = DistributedStep(frame, {}, ())
+    if _distributes_updates(setting):
+        shared = _distribute_updates(frame, links, layouts, setting)
+    if shared.distributed:
         frame, whole = shared.frame, local.traced.whole
         if whole is not None:
             jaxpr: Any = frame.jaxpr
@@ -143,7 +143,7 @@ def make_plan(
         activations=tuple(waiting.values()) if options.moves_activations else None,
         owned=shared.owned,
     )
-    return plan, Analysis(frame, shared.owners, local.traced.whole)
+    return plan, Analysis(frame, shared.distributed, local.traced.whole)
 
 
 def _laid_out(
@@ -165,20 +165,22 @@ def _laid_out(
     return links, _leaves.plan_leaves(leaves, feeds, stage_axes, frame, links, tables)
 
 
-def _has_owners(setting: Setting) -> bool:
-    """Whether matrices may be sent to owners: all is on the devices, and no other axis cuts it."""
+def _distributes_updates(setting: Setting) -> bool:
+    """Whether updates may be distributed: all state is on the devices, and no other axis shards it."""
     several = setting.stage_axes.count(setting.stage_axes.shard_axes) > 1
     options = setting.options
     here = not (options.offload.tier != DEVICE or options.offload.streams)
     return several and here and not setting.evaluates and not setting.automatic
 
 
-def _shared_out(
+def _distribute_updates(
     frame: Frame, links: Links, layouts: Sequence[LeafPlan], setting: Setting
-) -> SharedOut:
+) -> DistributedStep:
     axes = {axis: setting.axes[axis] for axis in setting.stage_axes.shard_axes}
     params = frozenset(i for i, leaf in enumerate(layouts) if leaf.role == PARAMETER)
-    return shared_out(frame, links, axes, Names(tuple(leaf.path for leaf in layouts), params))
+    return distribute_updates(
+        frame, links, axes, Names(tuple(leaf.path for leaf in layouts), params)
+    )
 
 
 def _updates(frame: Frame, num_leaves: int) -> bool:

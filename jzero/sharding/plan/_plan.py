@@ -17,12 +17,12 @@ from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.cut._subgraphs import UpdatePart
-from jzero.sharding.partition._matrix_owners import Owners
+from jzero.sharding.partition._matrix_buckets import UpdatesByCall
 from jzero.sharding.partition._saved import Loops
 from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._distributed_updates import DistributedUpdate
 from jzero.sharding.plan._layout import RestLayout
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._owners import Owned
 from jzero.sharding.plan._stages import StageAxes
 from jzero.sharding.plan._trace import WholeBatch
 from jzero.tracing import _jaxpr
@@ -33,12 +33,12 @@ class Analysis(NamedTuple):
 
     Attributes:
       frame: the step's root frame.
-      owners: what owners run in the place of calls of its jaxpr.
+      distributed: the distributed updates of its jaxpr, by call.
       whole: the step of the whole batch; None of one with collectives of its own.
     """
 
     frame: Frame
-    owners: Owners
+    distributed: UpdatesByCall
     whole: WholeBatch | None
 
 
@@ -147,7 +147,7 @@ class StepPlan:
       donates: whether the step consumes the state that it is given.
       unread: of an evaluation, the leaves, by index, that it does not read; its program does not take them.
       activations: what waits on the host for the backward pass, of one microbatch; None if nothing shall.
-      owned: what owners update, and what is gathered in its place and updated by all devices.
+      owned: distributed updates, and those that every device repeats on gathered matrices.
     """
 
     stage: int
@@ -170,7 +170,7 @@ class StepPlan:
     donates: bool = True
     unread: frozenset[int] = frozenset()
     activations: tuple[Residual, ...] | None = None
-    owned: tuple[Owned, ...] = ()
+    owned: tuple[DistributedUpdate, ...] = ()
 
     def __post_init__(self) -> None:
         run = [index for turn in self.turns for index in turn.pieces]
