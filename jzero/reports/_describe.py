@@ -158,16 +158,16 @@ class Report:
             tile_bytes           None without tiles
             untiled              larger than these: leaf, what ('gathered', 'reduced'), nbytes, why, where (a
                                  line)
-            traffic              in one step: op, dtype, axes, elements, bytes, times; each_turn: whether
+            traffic              in one step: op, dtype, axes, elements, bytes, times; each_iteration: whether
                                  these are of one iteration of a `while`
             crossings            between each device and its host: direction, what, dtype, elements, nbytes;
-                                 each_turn: whether these are of one iteration of a `while`
+                                 each_iteration: whether these are of one iteration of a `while`
             schedule             the operations of a step, in order: operation, what; nbytes on each device
                                  (None if nothing moves), in a loop per iteration; link, from where to where;
                                  depth, the number of enclosing loops. Adjacent operations of one kind are
                                  one row
-            activations          saved on the host for the backward pass: shape, dtype, nbytes, where, turns
-                                 (iterations of the loop that stacks it; else 1), times; None without
+            activations          saved on the host for the backward pass: shape, dtype, nbytes, where,
+                                 iterations (of the loop that stacks it; else 1), times; None without
                                  Memory(activations=)
             movements            of rows of the batch: operation, where, reason, value (type and shape; ''),
                                  nbytes (once), times
@@ -394,7 +394,7 @@ class Report:
             sum(r.nbytes for r in found) * (num if every else 1),
             "is" if len(found) == 1 else "are",
         )
-        stacks = sum(r.turns > 1 for r in found)
+        stacks = sum(r.iterations > 1 for r in found)
         whats = [f"{stacks} stack{'s' * (stacks > 1)} of loops"] * bool(stacks)
         values = len(found) - stacks
         whats += [f"{values} value{'s' * (values > 1)}"] * bool(values)

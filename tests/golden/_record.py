@@ -218,7 +218,7 @@ def _traffic(found: Any) -> list[str]:
 
 
 def _collective(each: Any) -> str:
-    times = f" x {each.times}" * (each.times > 1) + " in each turn" * each.each_turn
+    times = f" x {each.times}" * (each.times > 1) + " in each iteration" * each.each_iteration
     size = math.ceil(each.elements * each.itemsize)
     return (
         f"{each.op} over {', '.join(each.axes)}: {each.dtype} {size:,} bytes {each.leaf}".rstrip()
@@ -227,7 +227,7 @@ def _collective(each: Any) -> str:
 
 
 def _crossing(each: dict[str, Any]) -> str:
-    turns = " in each turn" if each["each_turn"] else ""
+    turns = " in each iteration" if each["each_iteration"] else ""
     return f"{each['direction']}: {each['what']}, {each['dtype']}, {each['nbytes']:,} bytes{turns}"
 
 

@@ -61,7 +61,7 @@ class Crossing(NamedTuple):
     loop: Turns | None = None
 
     @property
-    def each_turn(self) -> bool:
+    def each_iteration(self) -> bool:
         """Whether these are of one turn of a `while`."""
         return self.loop is not None and self.loop.num is None
 

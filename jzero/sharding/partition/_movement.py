@@ -8,7 +8,7 @@ import dataclasses
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 
 # The reason of a loop that is no sum over its rows; a report says what else they may be.
-ITERATIONS_DEPEND = "a loop along the batch whose turns depend on each other"
+ITERATIONS_DEPEND = "a loop along the batch whose iterations depend on each other"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,8 @@ PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 # Scopes that mark what passes have written, so that none writes it twice: barriers, and a loop's last
 # iteration.
 PREFETCH, ORDER, AFTER_LOOP, LAST_ITERATION, WHOLE_STACKS = (
-    f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn", "whole_stacks")
+    f"jzero.{name}"
+    for name in ("prefetch", "order", "after_loop", "last_iteration", "whole_stacks")
 )
 OWNED = "jzero.owned"  # distributed updates, which are no part of a pass
 QUANTIZED, FIRST_STAGE = (

@@ -55,7 +55,7 @@ class Exchange:
       prefetch_bytes: how many gathered bytes may be ahead of their use.
       freed_first: the most bytes of a matrix that may be there beside its whole gradient.
       loop_bytes: of an evaluation, the most bytes that one loop gathers before it and keeps through its
-        turns; None for a training, where JAX's AD says which loops are part of one pass.
+        iterations; None for a training, where JAX's AD says which loops are part of one pass.
       tile_bytes: larger matrices are gathered, and their gradients reduced, in tiles of so many bytes.
       gather_codes: in which passes gather parameters; None for their own dtypes.
       reduce_codes: of each data axis, in which gradients travel over it; None for their own dtypes.
@@ -264,7 +264,7 @@ class StepPlan:
             yield f"{self.microbatches.num} microbatches, cut along {self.microbatches.dims}; {first} first"
         # Without the lines that made them: these have paths, which processes need not have in common.
         for r in self.activations or ():
-            times = f"in {r.turns} iterations, {r.times} times"
+            times = f"in {r.iterations} iterations, {r.times} times"
             yield f"on the host for the backward pass: {r.dtype} {r.shape} {times}"
         yield from (f"each device updates {each}" for each in self.owned)
         for index, turn in enumerate(self.turns):
