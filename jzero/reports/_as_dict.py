@@ -93,16 +93,16 @@ def leaf(plan: LeafPlan) -> dict[str, Any]:
 def microbatches(plan: StepPlan, accumulator_bytes: int, handed_bytes: int) -> dict[str, Any]:
     """How a device works through them."""
     loops = plan.microbatches.loops
-    kept = () if loops is None else loops.kept
+    kept = () if loops is None else loops.saved
     return {
         "num": plan.accumulate,
         "reduce": "once" if plan.reduce_once else "each",
         "accumulator_bytes": accumulator_bytes,
-        "layer_major": plan.microbatches.layer_major,
+        "order": "layer" if plan.microbatches.by_layer else "microbatch",
         "handed_bytes": handed_bytes,
         "loops": 1 if loops is None else loops.num,
         "repeats": 1.0 if loops is None else float(loops.repeats),
-        "kept": [*map(dataclasses.asdict, kept)],
+        "saved": [*map(dataclasses.asdict, kept)],
         "at_once": [*map(dataclasses.asdict, () if loops is None else loops.at_once)],
     }
 

@@ -125,11 +125,11 @@ class Report:
             donates              whether a step consumes its state
             axes                 sizes of the data axes by name
             reductions           'whole batch', or 'written' (the step's own collectives)
-            microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; layer_major,
-                                 and handed_bytes (passed between programs, on each device; 0 for a step of
-                                 one program); loops over them; repeats (of matrix products); kept (saved
-                                 for later loops): [what, where, nbytes]; at_once: the same of what is
-                                 computed from all microbatches at once
+            microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; order
+                                 ('microbatch', 'layer'); handed_bytes (passed between programs, on each
+                                 device; 0 for a step of one program); loops over them; repeats (of
+                                 matrix products); saved (for later loops): [what, where, nbytes];
+                                 at_once: the same of values computed from all microbatches at once
             memory               of each role: role, whole, per_device, at_rest, note, on_host, on_disk
                                  (bytes)
             leaves               of the state: path, role, dtype, shape; dim and axes along and over which it
@@ -333,7 +333,7 @@ class Report:
         )  # fmt: skip
         if plan.reductions == "written":
             lines.append("  to the step's own collectives each microbatch is a device")
-        if plan.microbatches.layer_major:
+        if plan.microbatches.by_layer:
             lines += wrapped(
                 "layer by layer: all microbatches pass a layer, whose parameters are fetched once per pass, "
                 "before the next layer; values passed between layers take up to "
@@ -341,7 +341,7 @@ class Report:
             )  # fmt: skip
         loops = self.loops
         if loops is not None and loops.num > 1:
-            kept = loops.kept
+            kept = loops.saved
             lines += wrapped(
                 f"loops over microbatches: {loops.num}; matrix products run {loops.repeats:.1f} times as "
                 f"often as in one loop; {readable_bytes(sum(k.nbytes for k in kept))} on each device are "
@@ -388,7 +388,7 @@ class Report:
             return wrapped(
                 "No activation is saved on the host: the forward pass saves no batch-sharded value of "
                 f"{readable_bytes(LEAST_BYTES)} or more for the backward pass.", "  ")  # fmt: skip
-        num, every = self.plan.accumulate, self.plan.microbatches.layer_major
+        num, every = self.plan.accumulate, self.plan.microbatches.by_layer
         microbatch = f", of {'all' if every else 'one'} microbatch{'es' * every}" * (num > 1)
         total, verb = (
             sum(r.nbytes for r in found) * (num if every else 1),

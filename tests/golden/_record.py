@@ -35,12 +35,12 @@ _COLLECTIVES = {
 }  # fmt: skip
 _PRODUCTS = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
 _REPORTED = (
-    "kept",
+    "saved",
     "loops",
     "repeats",
     "num",
     "reduce",
-    "layer_major",
+    "order",
     "accumulator_bytes",
     "handed_bytes",
 )
@@ -237,7 +237,7 @@ def _said(facts: dict[str, Any]) -> list[str]:
     batches = {
         name: facts["microbatches"][name] for name in _REPORTED if name in facts["microbatches"]
     }
-    batches["kept"] = [[each["what"], each["nbytes"]] for each in batches.get("kept", [])]
+    batches["saved"] = [[each["what"], each["nbytes"]] for each in batches.get("saved", [])]
     if batches["num"] > 1 or facts["microbatches"]["handed_bytes"]:
         lines += [f"microbatches: {batches}"]
     for name in ("arguments", "outputs"):

@@ -20,7 +20,7 @@ from jzero.ir._errors import CannotPartitionError
 from jzero.ir._products import products
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._rules import Cost
-from jzero.sharding.partition._saved import Keeper, Loops
+from jzero.sharding.partition._saved import Loops, RematPolicy
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
@@ -63,7 +63,7 @@ class LoopsInTime(NamedTuple):
 
     loops: list[LoopInTime]
     once: list[list[int]]
-    kept: list[Var]
+    saved: list[Var]
     said: Loops
 
 
@@ -91,7 +91,7 @@ def loops_in_time(
     ends += [levels.of_eqns[i] + 1 for i in acts]
     last = max([*levels.of_eqns, *ends, 0])
     waited = _waited_for(levels)
-    keeper, loops = _keeper(levels, inside, waited, num, devices), list[LoopInTime]()
+    policy, loops = _remat_policy(levels, inside, waited, num, devices), list[LoopInTime]()
     for level in range(last):
         sums = tuple(eqns[i] for i in levels.sums if levels.of_eqns[i] == level + 1)
         mine = tuple(var for var in lasts if levels.of[var] == level)
@@ -99,15 +99,15 @@ def loops_in_time(
         made = [*variables(atom for eqn in sums for atom in eqn.invars), *mine, *stacks]
         makers = [levels.maker[var] for var in made if levels.maker.get(var) in inside]
         makers += [i for i in acts if levels.of_eqns[i] == level]
-        run, again, reads = keeper.loop(level, makers, stacks)
-        loops.append(LoopInTime(run, reads, sums, mine, stacks, again))
+        run, recomputed, reads = policy.loop(level, makers, stacks)
+        loops.append(LoopInTime(run, reads, sums, mine, stacks, recomputed))
     num_loops = sum(bool(loop.eqns) for loop in loops)
     begun = [i for i in (*levels.sums, *levels.stacked) if waited.intersection(eqns[i].outvars)]
-    said = keeper.loops(num_loops, sorted(begun), _at_once(levels))
+    said = policy.loops(num_loops, sorted(begun), _at_once(levels))
     if said.repeats > MOST_REPEATS:
         raise _many_loops(said)
     once = [[i for i in levels.once if levels.of_eqns[i] == level] for level in range(last + 1)]
-    return LoopsInTime(loops, once, [*keeper.kept], said)
+    return LoopsInTime(loops, once, [*policy.saved], said)
 
 
 class _Levels:
@@ -280,7 +280,9 @@ def _read_once(levels: _Levels) -> list[Var]:
     return variables([*read, *jaxpr.outvars])
 
 
-def _keeper(levels: _Levels, inside: set[int], waited: set[Var], num: int, devices: int) -> Keeper:
+def _remat_policy(
+    levels: _Levels, inside: set[int], waited: set[Var], num: int, devices: int
+) -> RematPolicy:
     """Decides what later loops read of earlier ones: in all as many bytes as are gathered for loops."""
     eqns = levels.frame.jaxpr.eqns
 
@@ -291,7 +293,7 @@ def _keeper(levels: _Levels, inside: set[int], waited: set[Var], num: int, devic
     rows = sum(_rules.size_in_bytes(out.aval) for eqn in gathers for out in eqn.outvars)
     operands = variables(atom for eqn in gathers for atom in eqn.invars)
     bits = _compared(levels) | _moved_into(levels, operands)
-    return Keeper(levels.frame, num, rows * devices, inputs, levels.is_local, bits)
+    return RematPolicy(levels.frame, num, rows * devices, inputs, levels.is_local, bits)
 
 
 def _waited_for(levels: _Levels) -> set[Var]:
@@ -303,7 +305,7 @@ def _waited_for(levels: _Levels) -> set[Var]:
     return found
 
 
-# [Note: bits of earlier loops]
+# [Note: bit-stable values]
 # What a loop recomputes may differ in its last bit. No row would then be the largest
 # (`losses == losses.max()`), and a row would be at some distance from itself. So what is compared with what
 # all rows made is kept whatever its bytes, and so is what is gathered in another shape

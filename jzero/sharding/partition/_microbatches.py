@@ -155,11 +155,11 @@ class _LoopsWriter:
 
     def _write(self, loop: LoopInTime) -> None:
         """One loop, and behind it the sums that it makes."""
-        kept = [var for var in self.plan.kept if var not in self.stacks]
-        body = _Microbatch(self, loop, [*kept, *loop.stacks])
+        saved = [var for var in self.plan.saved if var not in self.stacks]
+        body = _Microbatch(self, loop, [*saved, *loop.stacks])
         carries = [self._sum(eqn, body) for eqn in loop.sums]
         carries += [self._last(var, body) for var in loop.lasts]
-        made = dict.fromkeys([*loop.stacks, *(var for var in kept if var in body.made)])
+        made = dict.fromkeys([*loop.stacks, *(var for var in saved if var in body.made)])
         ys = [StackPort(body.read(var), self._new_stack(var)) for var in made]
         acts = any(map(_jaxpr.has_side_effects, body.writer.eqns))
         if not carries and not ys and not acts:
@@ -234,16 +234,16 @@ class _LoopsWriter:
         scan, (body,) = _jaxpr.scan_parts(eqn), self.region.inner(eqn)
         first, last = scan.num_consts, scan.num_consts + scan.num_carry
         ins, num = self._stacked(body, body.jaxpr.invars), scan.num_carry
-        kept = self._stacked(body, body.jaxpr.outvars[num:])
+        saved = self._stacked(body, body.jaxpr.outvars[num:])
         atoms = self._given(eqn.invars, ins)
         for k in range(last, len(atoms)):  # Iterations first.
             atoms[k] = self.outer.swapped(atoms[k]) if ins[k] else atoms[k]
-        outs = [*ins[first:last], *kept]
+        outs = [*ins[first:last], *saved]
         written = self._body(body, ins, outs)
         results = self._results(eqn.outvars, outs)
         swapped = {
             x: _jaxpr.var_like(x.aval, (scan.length, self.num, *x.aval.shape[2:]))
-            for x, of_each in zip(results[num:], kept, strict=True)
+            for x, of_each in zip(results[num:], saved, strict=True)
             if of_each
         }
         self.at_once += (

@@ -116,7 +116,7 @@ def make_plan(
         arguments=local.specs,
         outputs=local.outputs,
         microbatches=Microbatches(
-            options.microbatches.num, local.row_dims, layer_major=options.by_layer
+            options.microbatches.num, local.row_dims, by_layer=options.by_layer
         ),
         exchange=Exchange(
             options.reduce_once,

@@ -33,7 +33,7 @@ Shared = MutableMapping[Any, Any]
 def waits(plan: StepPlan) -> tuple[Wait, ...]:
     """The activations of a step that wait on the host."""
     # Layer by layer all microbatches pass a layer before the next one.
-    copies = plan.accumulate if plan.microbatches.layer_major else 1
+    copies = plan.accumulate if plan.microbatches.by_layer else 1
     return tuple(
         Wait(
             Value("activation", r.dtype, math.prod(r.shape), r.nbytes),

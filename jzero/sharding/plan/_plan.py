@@ -92,13 +92,13 @@ class Microbatches:
       num: how many each device works through.
       dims: for each leaf of the arguments, the dim along which it is cut; None for what they share.
       loops: what is to be said of these loops.
-      layer_major: all of them pass a layer before the next layer comes.
+      by_layer: all of them pass a layer before the next layer comes.
     """
 
     num: int
     dims: tuple[int | None, ...]
     loops: Loops | None = None
-    layer_major: bool = False
+    by_layer: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +205,7 @@ class StepPlan:
     @property
     def in_parts(self) -> bool:
         """Whether the passes of a step are several programs: parameters rest on the hosts."""
-        apart = self.accumulate == 1 or self.microbatches.layer_major
+        apart = self.accumulate == 1 or self.microbatches.by_layer
         return apart and any(leaf.is_streamed for leaf in self.leaves)
 
     @property
@@ -260,7 +260,7 @@ class StepPlan:
             yield "keeps the state passed to it"
         yield f"Auto axes {self.automatic}; the step's axes {self.step_axes}"
         if self.microbatches.num > 1:
-            first = "layers" if self.microbatches.layer_major else "microbatches"
+            first = "layers" if self.microbatches.by_layer else "microbatches"
             yield f"{self.microbatches.num} microbatches, cut along {self.microbatches.dims}; {first} first"
         # Without the lines that made them: these have paths, which processes need not have in common.
         for r in self.activations or ():
