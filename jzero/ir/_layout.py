@@ -23,9 +23,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.targets._links import AxisTimes
@@ -45,15 +44,10 @@ class Pad(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """The value is the sum (max, min) over the devices of `axis` of what they hold.
-
-    `linear` names the operands (a loop's carries) that it contains linearly, so that they may be partial sums
-    over the axis, too. Reducing one of them alone would count it once per device.
-    """
+    """The value is the sum (max, min) over the devices of `axis` of what they hold."""
 
     axis: str
     op: str = "sum"
-    linear: frozenset[str] = frozenset()
 
 
 class Dim(NamedTuple):
@@ -99,10 +93,7 @@ class Layout:
         return hash((self.dims, self.mesh, self.partial))
 
     def __str__(self) -> str:
-        linear = [
-            "; linear in " * bool(p.linear) + ", ".join(sorted(p.linear)) for p in self.partial
-        ]
-        sums = [f" {p.op}({p.axis}{text})" for p, text in zip(self.partial, linear, strict=True)]
+        sums = [f" {p.op}({p.axis})" for p in self.partial]
         return f"[{', '.join(map(self._dim_text, self.dims))}]{''.join(sums)}"
 
     def _dim_text(self, dim: Dim) -> str:
@@ -156,30 +147,6 @@ class Layout:
     def digits(self, cuts: Iterable[AxisCut]) -> Digits:
         return [(cut.outer, self.num([cut.axis])) for cut in cuts]
 
-    def positions(self, device: Mapping[str, int]) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
-        """For each dim the value's indices that a device (its index on each axis) holds; -1 is padding."""
-        found = []
-        for dim in self.dims:
-            at, own = np.arange(dim.size), np.full(dim.size, True)
-            for axis, outer in dim.cuts:
-                inner = dim.size // (outer * self.num([axis])) or 1
-                own &= at // inner % self.num([axis]) == device[axis]
-            if dim.pad is not None:
-                block, rest = np.divmod(at, dim.size // dim.pad.outer or 1)
-                at = np.where(rest < dim.pad.true, block * dim.pad.true + rest, -1)
-            found.append(at[own])
-        return found
-
-    def block(
-        self, value: np.ndarray[Any, Any], device: Mapping[str, int], padding: Any = 0
-    ) -> Any:
-        """What a device holds of the value; of a partial sum the axis's first device holds all."""
-        own = self.positions(device)
-        true = functools.reduce(np.logical_and.outer, (at >= 0 for at in own), np.array(True))
-        held = np.where(true, value[np.ix_(*own)], np.asarray(padding, value.dtype))
-        first = all(device[p.axis] == 0 for p in self.partial if p.op == "sum")
-        return held if first else np.zeros_like(held)
-
     # -- other layouts of the same value --------------------------------------------------------------
     def cut(self, dim: int, axis: str, outer: int | None = None) -> Layout:
         """Also sharded along a dim, by default within the shards that it has; padded as far as needed."""
@@ -205,15 +172,6 @@ class Layout:
     def without_cuts(self) -> Layout:
         """Replicated, with the same padding."""
         return self._drop([axis for axis, _ in self.mesh])
-
-    def swapped(self, axis: str, other: str) -> Layout:
-        """With two axes of as many devices in each other's place; the other one may have none."""
-        assert self.num([axis]) == self.num([other]), f"{axis!r} and {other!r} differ in size"
-        new = {axis: other, other: axis}
-        cuts = [[c._replace(axis=new.get(c.axis, c.axis)) for c in d.cuts] for d in self.dims]
-        dims = tuple(d._replace(cuts=tuple(c)) for d, c in zip(self.dims, cuts, strict=True))
-        partial = tuple(p._replace(axis=new.get(p.axis, p.axis)) for p in self.partial)
-        return Layout(dims, self.mesh, partial)
 
     def with_partial(self, *partial: Partial) -> Layout:
         """Also a partial sum (max, min) over axes."""
@@ -243,17 +201,6 @@ class Layout:
         return self.with_dims(new)
 
     # -- layouts of other values ----------------------------------------------------------------------
-    def transpose(self, order: Sequence[int]) -> Layout:
-        return dataclasses.replace(self, dims=tuple(self.dims[d] for d in order))
-
-    def broadcast(self, shape: Sequence[int], dims: Sequence[int]) -> Layout:
-        """As `lax.broadcast_in_dim`: dim i becomes dim `dims[i]`; what is repeated must be replicated."""
-        new = [Dim(n) for n in shape]
-        for old, d in zip(self.dims, dims, strict=True):
-            assert old.true == shape[d] or old == Dim(1), f"{self} is cut where it is repeated"
-            new[d] = old if old.true == shape[d] else new[d]
-        return dataclasses.replace(self, dims=tuple(new))
-
     def reshape(self, shape: Sequence[int]) -> Layout:
         """After a reshape of every device's block, which must be possible: see `reshapable`."""
         found, lost = self._reshaped(shape)
@@ -313,22 +260,8 @@ def from_spec(shape: Sequence[int], mesh: Mapping[str, int], spec: PartitionSpec
     return layout
 
 
-def agree(a: Layout, b: Layout) -> bool:
-    """Whether each device holds the same in both: no conversion is needed."""
-    return _plain(a) == _plain(b)
-
-
-def added(a: Layout, b: Layout) -> Layout | None:
-    """The layout of `a + b` (of partial maxima, the larger) on each device; None if they do not agree."""
-    linear = {p.axis: p.linear for p in b.partial}
-    if not agree(a, b):
-        return None
-    both = tuple(p._replace(linear=p.linear | linear[p.axis]) for p in a.partial)
-    return dataclasses.replace(a, partial=both)
-
-
 def _plain(layout: Layout) -> Layout:
-    partial = tuple(sorted(Partial(p.axis, p.op) for p in layout.partial))
+    partial = tuple(sorted(layout.partial))
     return layout if layout.partial == partial else dataclasses.replace(layout, partial=partial)
 
 
@@ -412,14 +345,6 @@ class LayoutStep(NamedTuple):
     before: Layout
     after: Layout
     received: tuple[tuple[str, int], ...]
-
-
-def received(steps: Iterable[LayoutStep]) -> dict[str, int]:
-    """Bytes that reach each device, by axis."""
-    total: dict[str, int] = defaultdict(int)
-    for axis, nbytes in itertools.chain.from_iterable(step.received for step in steps):
-        total[axis] += nbytes
-    return dict(total)
 
 
 Prices = tuple[tuple[str, AxisTimes], ...]
