@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Scan`, a loop taken apart, and `ScanBuilder`, which makes another of it; and what can be done to a loop.
+"""`Scan`, a loop taken apart, and `ScanBuilder`, which makes another loop of it.
 
-Each operation takes a `Scan` and returns one that computes the same::
+Two transformations take a `Scan` and return one that computes the same::
 
-    sink         an iteration makes its slice of a stack, rather than taking it
-    absorb       an iteration does what is done to the stacks that it makes
-    opened       no stacks: an iteration reads and writes its place in whole ones
-    pipelined    each iteration makes ahead what the next one needs, and the last iteration stands behind the
-    loop sliced       some of its iterations
+    opened       no stacks: an iteration reads and writes its position in whole arrays
+    pipelined    each iteration computes ahead what the next one needs; the last one stands behind the loop
 
-Of a loop whose iterations do more than compute, all keep the order of what they do.
+Iterations with side effects keep the order of these.
 """
 
 from __future__ import annotations
@@ -196,22 +193,6 @@ class ScanBuilder:
         )  # fmt: skip
 
 
-def sink(scan: Scan, stack: Var, row: Callable[[ScanBuilder], Atom]) -> Scan:
-    """An iteration makes its slice of a stack: `row` writes it, at the beginning of an iteration."""
-    builder = ScanBuilder(scan)
-    made = row(builder)
-    builder.sink(stack, lambda out: builder.first.add(lax.copy_p, [made], [out]))
-    return builder.build()
-
-
-def absorb(scan: Scan, rows: Callable[[ScanBuilder], Mapping[Var, Atom]]) -> Scan:
-    """An iteration does what is done to the stacks: `rows` writes it, by the stack that it is for."""
-    builder = ScanBuilder(scan)
-    for stack, row in rows(builder).items():
-        builder.stack(row, stack)
-    return builder.build()
-
-
 def opened(scan: Scan) -> Scan:
     """A loop without stacks: an iteration slices whole arrays, and updates those that it carries.
 
@@ -246,27 +227,6 @@ def empty(writer: JaxprWriter, stack: Var) -> Var:
         return _jaxpr.variable(made)
     zero = _jaxpr.scalar(0, stack.aval.dtype)
     return writer.broadcast(zero, _jaxpr.new_var(stack), ())
-
-
-def sliced(scan: Scan, start: int, stop: int) -> Scan:
-    """The iterations with the slices from `start` to `stop`, as a loop with new results."""
-    assert not [*scan.before, *scan.after], "a slice of its iterations, without equations around it"
-    builder = ScanBuilder(scan)
-    builder.xs = [
-        SlicePort(_part(builder.before, port.stack, start, stop), port.row) for port in scan.xs
-    ]
-    builder.carries = [port._replace(out=_jaxpr.new_var(port.out)) for port in scan.carries]
-    shapes = [(stop - start, *port.stack.aval.shape[1:]) for port in scan.ys]
-    builder.ys = [
-        port._replace(stack=_jaxpr.var_like(port.stack.aval, shape))
-        for port, shape in zip(scan.ys, shapes, strict=True)
-    ]
-    return builder.build(length=stop - start)
-
-
-def _part(writer: JaxprWriter, stack: Atom, start: int, stop: int) -> Var:
-    shape = stack.aval.shape
-    return writer.slice(stack, (start, *(0 for _ in shape[1:])), (stop, *shape[1:]))
 
 
 def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:

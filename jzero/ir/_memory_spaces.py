@@ -11,11 +11,6 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval
 
 
-def on_host(x: jax.Array) -> bool:
-    """Whether `x` lies in pinned memory of the host."""
-    return _jaxpr.is_on_host(jax.typeof(x))
-
-
 def to_host(x: jax.Array) -> jax.Array:
     """A copy of `x` in pinned memory of the host."""
     copy: jax.Array = jax.device_put(x, jax.memory.Space.Host)

@@ -45,13 +45,6 @@ class Region:
             self._inner[id(eqn)] = found
         return self._inner[id(eqn)]
 
-    def only(self, eqn: Eqn) -> Region:
-        """A region of one equation, with the same programs inside."""
-        program = Flat([], variables(eqn.invars), [*eqn.outvars], [eqn])
-        found = Region(program, [], self.autodiff, self.around)
-        found._inner[id(eqn)] = self.inner(eqn)
-        return found
-
     @functools.cached_property
     def _inner(self) -> dict[int, Sequence[Self]]:
         return {}

@@ -50,7 +50,6 @@ class WholeBatch(NamedTuple):
       consts: values of its constants.
       specs: how each input is split over the data axes; `P()` for the state's leaves.
       given: the same, without dims that the devices do not divide: of these each device is given all.
-      rows: for each input, the dim that is split over all data axes; None if there is none.
     """
 
     out_tree: PyTreeDef
@@ -59,7 +58,6 @@ class WholeBatch(NamedTuple):
     consts: list[ArrayLike]
     specs: tuple[P, ...]
     given: tuple[P, ...]
-    rows: tuple[int | None, ...]
 
     @property
     def dims(self) -> list[RowDims]:
@@ -129,7 +127,6 @@ def trace_whole(
     given = [_divided(spec, aval.shape, parts) for spec, aval in zip(specs, avals, strict=True)]
     return WholeBatch(
         traced.out_tree, traced.out_avals, flat, consts, tuple(specs), tuple(given),
-        tuple(_dim_over_all(spec, parts) for spec in specs),
     )  # fmt: skip
 
 
@@ -142,10 +139,6 @@ def _is_of_scalars(eqn: Eqn) -> bool:
 
 def _dims_of(spec: P) -> RowDims:
     return frozenset(dim for dim, entry in enumerate(spec) if entry)
-
-
-def _dim_over_all(spec: P, axes: Collection[str]) -> int | None:
-    return next((d for d, names in enumerate(spec) if {*_call.spec_axes(names)} == {*axes}), None)
 
 
 def _divided(spec: P, shape: Sequence[int], parts: Mapping[str, int]) -> P:
