@@ -86,10 +86,11 @@ def _of_maps(eqn: Eqn, maps: DimMaps, resized: str, reduces: str | None) -> list
 
 
 def _resized(eqn: Eqn, param: str, dim: int, size: int, num: int) -> Params:
-    return {param: _with(eqn.params[param], dim, size)}
+    return {param: with_size(eqn.params[param], dim, size)}
 
 
-def _with(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+def with_size(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """A shape with another size of one dim."""
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
@@ -312,7 +313,7 @@ def gather(eqn: Eqn) -> list[Factor]:
         if sizes[dim] == operand.shape[dim] and not moved:
 
             def local(size: int, num: int, dim: int = dim) -> Params:
-                return {"slice_sizes": _with(sizes, dim, size)}
+                return {"slice_sizes": with_size(sizes, dim, size)}
 
             found.append(Factor((dim, None), (out,), local=local))
     return found
@@ -457,7 +458,7 @@ def _of_info(eqn: Eqn, **dims: int | None) -> Callable[[int, int], Params]:
         for name, dim in dims.items():
             if dim is not None:
                 info = eqn.params[name]
-                found[name] = info._replace(shape=_with(info.shape, dim, size))
+                found[name] = info._replace(shape=with_size(info.shape, dim, size))
         return found
 
     return local

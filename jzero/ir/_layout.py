@@ -163,6 +163,10 @@ class Layout:
             new = Dim(pad.outer * step * -(-pad.true // step), new.cuts, pad)
         return self.with_dims({dim: new})
 
+    def shard(self, dim: int, axes: Iterable[str]) -> Layout:
+        """Also sharded along a dim over several axes, the first one outermost."""
+        return functools.reduce(lambda layout, axis: layout.cut(dim, axis), axes, self)
+
     def without(self, axes: Collection[str]) -> Layout:
         """Replicated over axes that cut, and without the padding that only they needed."""
         found = self._drop(axes)
@@ -255,8 +259,7 @@ def from_spec(shape: Sequence[int], mesh: Mapping[str, int], spec: PartitionSpec
     """The layout of a `PartitionSpec`, padded along the dims that the axes do not divide."""
     layout = replicated(shape, mesh)
     for d, names in enumerate(spec):
-        for axis in (names,) if isinstance(names, str) else names or ():
-            layout = layout.cut(d, axis)
+        layout = layout.shard(d, (names,) if isinstance(names, str) else names or ())
     return layout
 
 

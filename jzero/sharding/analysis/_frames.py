@@ -30,7 +30,8 @@ NOWHERE: Varying = frozenset()
 
 # The result is the same on all devices of the axes it names.
 REDUCTIONS = frozenset({"psum", "psum_invariant"})
-AGREEING = REDUCTIONS | {"pmax", "pmin", "all_gather", "all_gather_invariant"}
+GATHERS = frozenset({"all_gather", "all_gather_invariant"})
+AGREEING = REDUCTIONS | GATHERS | {"pmax", "pmin"}
 # The result differs between devices of the axes it names.
 SPREADING = frozenset(
     {"axis_index", "ppermute", "pshuffle", "all_to_all", "reduce_scatter", "psum_scatter"}

@@ -230,9 +230,7 @@ def _alone(
     free = [d for d in dims if d is not None and not value.layout.dims[d].cuts]
     for d in sorted(free, key=lambda d: -shape[d]):
         if shape[d] and shape[d] % layout.num(axes) == 0:
-            for axis in axes:
-                layout = layout.cut(d, axis)
-            return layout
+            return layout.shard(d, axes)
     return None
 
 

@@ -130,10 +130,7 @@ def _to_reduce(
         d = factor.ins[0]
         if d is None or factor.reduces not in BY_DEVICES or ins[0].aval.shape[d] % num:
             continue
-        line = frame.replicated(ins[0].aval.shape)
-        for axis in axes:
-            line = line.cut(d, axis)
-        return {d: line.dims[d]}
+        return {d: frame.replicated(ins[0].aval.shape).shard(d, axes).dims[d]}
     return {}
 
 

@@ -180,10 +180,7 @@ def along_indices(eqn: Eqn, layout: Layout, dim: Dim) -> Layout | None:
     even = [d for d in free if layout.dims[d].size and layout.dims[d].size % layout.num(axes) == 0]
     if not even:
         return None
-    longest, found = max(even, key=lambda d: layout.dims[d].size), layout.reduced(axes)
-    for axis in axes:
-        found = found.cut(longest, axis)
-    return found
+    return layout.reduced(axes).shard(max(even, key=lambda d: layout.dims[d].size), axes)
 
 
 def _in_shards(

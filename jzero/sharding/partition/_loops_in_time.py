@@ -21,6 +21,7 @@ from jzero.ir._products import products
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._rules import Cost
 from jzero.sharding.partition._saved import Loops, RematPolicy
+from jzero.sharding.passes._waits import is_gather
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
@@ -28,7 +29,6 @@ from jzero.tracing._types import Eqn, Jaxpr, Var
 # loss, and as many times as there are layers for BatchNorm (tests/test_collected_rows.py).
 MOST_REPEATS = 4
 REDUCES = {"psum": "sum", "pmax": "max", "pmin": "min"}
-_GATHERS = ("all_gather", "all_gather_invariant")
 
 
 class LoopInTime(NamedTuple):
@@ -85,9 +85,9 @@ def loops_in_time(
     """
     levels = _Levels(region, differs, axis)
     inside = levels.loop | _sunk(levels, gather_once)
-    eqns, lasts, handed = region.jaxpr.eqns, _lasts(levels), _handed(levels)
+    eqns, (lasts, own) = region.jaxpr.eqns, _results(levels)
     acts = [i for i in levels.loop if _jaxpr.has_side_effects(eqns[i])]
-    ends = [levels.of[var] + 1 for var in (*lasts, *handed)]
+    ends = [levels.of[var] + 1 for var in (*lasts, *own)]
     ends += [levels.of_eqns[i] + 1 for i in acts]
     last = max([*levels.of_eqns, *ends, 0])
     waited = _waited_for(levels)
@@ -95,7 +95,7 @@ def loops_in_time(
     for level in range(last):
         sums = tuple(eqns[i] for i in levels.sums if levels.of_eqns[i] == level + 1)
         mine = tuple(var for var in lasts if levels.of[var] == level)
-        stacks = tuple(var for var in handed if levels.of[var] == level)
+        stacks = tuple(var for var in own if levels.of[var] == level)
         made = [*variables(atom for eqn in sums for atom in eqn.invars), *mine, *stacks]
         makers = [levels.maker[var] for var in made if levels.maker.get(var) in inside]
         makers += [i for i in acts if levels.of_eqns[i] == level]
@@ -191,10 +191,6 @@ def has_ends(jaxpr: Jaxpr, axis: str) -> bool:
     return any(ends_loop(eqn, axis) for eqn in _jaxpr.walk(jaxpr))
 
 
-def is_gather(eqn: Eqn) -> bool:
-    return eqn.primitive.name in _GATHERS
-
-
 def is_over(eqn: Eqn, axis: str) -> bool:
     """Whether a collective's axes have this one among them."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -261,23 +257,15 @@ def _is_cheap(eqn: Eqn) -> bool:
     return moves or _rules.costs(eqn, Cost.SOURCE, Cost.IDENTITY)
 
 
-def _lasts(levels: _Levels) -> list[Var]:
-    """What loops make, is the same in all microbatches, and is read by what runs once."""
-    found = [var for var in _read_once(levels) if levels.is_made_in_loop(var)]
-    return [var for var in found if not levels.is_local(var)]
-
-
-def _handed(levels: _Levels) -> list[Var]:
-    """What loops make, and is read as each microbatch has it."""
-    found = [var for var in _read_once(levels) if levels.is_made_in_loop(var)]
-    return [var for var in found if levels.is_local(var)]
-
-
-def _read_once(levels: _Levels) -> list[Var]:
-    """What is read by what runs once, or returned."""
+def _results(levels: _Levels) -> tuple[list[Var], list[Var]]:
+    """Values of loops that are read outside of them: equal in all microbatches, and each microbatch's own."""
     jaxpr = levels.frame.jaxpr
     read = (atom for i in levels.once for atom in jaxpr.eqns[i].invars)
-    return variables([*read, *jaxpr.outvars])
+    found = [v for v in variables([*read, *jaxpr.outvars]) if levels.is_made_in_loop(v)]
+    return (
+        [var for var in found if not levels.is_local(var)],
+        [var for var in found if levels.is_local(var)],
+    )
 
 
 def _remat_policy(

@@ -82,10 +82,7 @@ class DistributedUpdates(NamedTuple):
     def shards(self, shape: Sequence[int], dim: int | None, mesh: Mapping[str, int]) -> Layout:
         """Sharded along a dim over `axes`, or replicated."""
         layout = replicated(shape, mesh)
-        if dim is not None:
-            for axis in self.axes:
-                layout = layout.cut(dim, axis)
-        return layout
+        return layout if dim is None else layout.shard(dim, self.axes)
 
     def hints(self, mesh: Mapping[str, int]) -> dict[Var, Hint]:
         """Gradients are reduce-scattered to the shards that the all-to-all sends."""

@@ -43,7 +43,6 @@ from jzero.sharding.partition._loops_in_time import (
     REDUCES,
     LoopInTime,
     differing,
-    is_gather,
     is_over,
     is_stacked,
     loops_in_time,
@@ -52,6 +51,7 @@ from jzero.sharding.partition._partition import DeviceProgram, moves_of
 from jzero.sharding.partition._saved import saved_value
 from jzero.sharding.partition._time import TimeAxis, without_time
 from jzero.sharding.partition._writer import DeviceMove
+from jzero.sharding.passes._waits import is_gather
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 

@@ -72,9 +72,7 @@ def mark(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     if dim is None or rows:
         return value
     # So that what follows from it has rows, too.
-    layout = replicated
-    for axis in frame.mesh:
-        layout = layout.cut(dim, axis)
+    layout = replicated.shard(dim, frame.mesh)
     atoms = {**value.atoms, layout: frame.at(value, layout)}
     return dataclasses.replace(
         value, layout=layout, atoms=atoms, rows=layout.axes, make=None, origin=None, outer=None,

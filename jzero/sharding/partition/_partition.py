@@ -182,8 +182,7 @@ def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:
     for d, dim in enumerate(value.layout.dims):
         own = [axis for axis in axes if any(cut.axis == axis for cut in dim.cuts)]
         if own and dim.true % value.layout.num(own) == 0:
-            for axis in own:
-                found = found.cut(d, axis)
+            found = found.shard(d, own)
     return found
 
 

@@ -66,9 +66,7 @@ def _cut_after(
     fit = [d for d in free if shape[d] % n == 0] or [d for d in free if shape[d] > n]
     if not fit:
         return made
-    layout, d = made.layout, max(fit, key=lambda d: shape[d])
-    for axis in axes:
-        layout = layout.cut(d, axis)
+    layout = made.layout.shard(max(fit, key=lambda d: shape[d]), axes)
     made.atoms[layout] = frame.at(made, layout)
     made.layout, made.rows = layout, made.rows.union(axes)
     return made

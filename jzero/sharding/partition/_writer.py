@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jzero.ir import _rules
+from jzero.ir._factors import with_size
 from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, Prices, conversion, permutation
 from jzero.ir._sent import SENT_AS, cast, fenced, from_ordered, ordered_integers
 from jzero.ir._writer import JaxprWriter
@@ -158,7 +159,7 @@ class DeviceWriter(JaxprWriter):
 
         def gather(y: Atom) -> Atom:
             along = d if outer == 1 else d + 1
-            shape = _with(y.aval.shape, along, y.aval.shape[along] * num)
+            shape = with_size(y.aval.shape, along, y.aval.shape[along] * num)
             return self._sent(y, shape, "all_gather", all_gather_dimension=along, tiled=True,
                               axis_name=_name(step.axes), axis_index_groups=None, axis_size=num)  # fmt: skip
 
@@ -170,7 +171,7 @@ class DeviceWriter(JaxprWriter):
 
         def scatter(y: Atom) -> Atom:
             along = d if outer == 1 else d + 1
-            shape = _with(y.aval.shape, along, y.aval.shape[along] // num)
+            shape = with_size(y.aval.shape, along, y.aval.shape[along] // num)
             return self._sent(y, shape, "psum_scatter", scatter_dimension=along, tiled=True,
                               axis_name=_name(step.axes), axis_index_groups=None, axis_size=num)  # fmt: skip
 
@@ -182,7 +183,7 @@ class DeviceWriter(JaxprWriter):
         cut = _digit(step.after, step.axes)
         shape, where = _split_for_exchange(x.aval.shape, step.before, joined, cut, num)
         y: Atom = self.reshape(x, shape)
-        new = _with(_with(shape, where[0], 1), where[1], num)
+        new = with_size(with_size(shape, where[0], 1), where[1], num)
         y = self._sent(y, new, "all_to_all", split_axis=where[0], concat_axis=where[1],
                        axis_name=_name(step.axes), axis_index_groups=None, tiled=True)  # fmt: skip
         after = (*step.after.local_shape, *x.aval.shape[len(step.after.dims) :])
@@ -265,7 +266,7 @@ class DeviceWriter(JaxprWriter):
             return moved(x)
         shape = x.aval.shape
         y = moved(self.reshape(x, (*shape[:dim], *parts, *shape[dim + 1 :])))
-        return self.inline(_reshaped, (_with(shape, dim, math.prod(after)),), y)
+        return self.inline(_reshaped, (with_size(shape, dim, math.prod(after)),), y)
 
     def _sent(self, x: Atom, shape: Sequence[int], name: str, **params: object) -> Atom:
         """A collective; of dtypes that the devices cannot send or sum, in a wider one."""
@@ -298,10 +299,6 @@ def _reason(step: LayoutStep) -> str:
 
 def _name(axes: Sequence[str]) -> str | tuple[str, ...]:
     return tuple(axes) if len(axes) > 1 else axes[0]
-
-
-def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _digit(layout: Layout, axes: Sequence[str]) -> tuple[int, int]:

@@ -18,9 +18,9 @@ from jax import lax
 
 from jzero.ir import _rules
 from jzero.ir._errors import cannot, cannot_in_time
-from jzero.ir._layout import Layout, Partial
+from jzero.ir._layout import Partial
 from jzero.ir._regions import Region
-from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS
+from jzero.sharding.analysis._frames import COLLECTIVES, GATHERS, REDUCTIONS
 from jzero.sharding.partition import _lazy, _look_ups
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame, WrittenStep
@@ -28,7 +28,6 @@ from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-_GATHERS = ("all_gather", "all_gather_invariant")
 _SCATTERS = ("reduce_scatter", "psum_scatter")
 _REDUCES = dict.fromkeys(REDUCTIONS, "sum") | {"pmax": "max", "pmin": "min"}
 
@@ -79,7 +78,7 @@ def _collective(
     atoms, time = _replicated_atoms(frame, ins), frame.over_time.intersection(axes)
     if time and name in _SCATTERS and not grouped:
         return _values(frame, [_scattered(frame, eqn, axes, atoms[0])], frozenset(axes))
-    if time and (grouped or op is None and name not in _GATHERS):
+    if time and (grouped or op is None and name not in GATHERS):
         raise cannot_in_time(
             f"it is a collective over {'groups of ' * bool(grouped)}{_jaxpr.axes_of(eqn)} that gives each "
             "device something else",
@@ -99,9 +98,7 @@ def _collective(
 def _scattered(frame: DeviceFrame, eqn: Eqn, axes: Sequence[str], x: Atom) -> Atom:
     """A microbatch's part of a sum that all of them give to."""
     replicated, dim = frame.replicated(x.aval.shape), eqn.params["scatter_dimension"]
-    part = replicated
-    for axis in axes:
-        part = part.cut(dim, axis)
+    part = replicated.shard(dim, axes)
     own = frame.convert(x, replicated.with_partial(*map(Partial, axes)), part)
     return own if eqn.params["tiled"] else frame.reshape(own, eqn.outvars[0].aval.shape)
 
@@ -171,7 +168,7 @@ def _looked_up(
     dim = next(d for d in range(var.aval.ndim) if d not in numbers.offset_dims)
     out = _jaxpr.var_like(var.aval, _joined(frame, var, dim))
     found, layout = _of_all_rows(frame, eqn, ins, out), frame.replicated(var.aval.shape)
-    x = frame.at(found, _cut(frame, out.aval.shape, dim))
+    x = frame.at(found, frame.replicated(out.aval.shape).shard(dim, frame.mesh))
     return DeviceValue(var.aval, layout, {layout: x}, own=own)
 
 
@@ -200,7 +197,7 @@ def _of_all_rows(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], out: 
 def _as_rows(frame: DeviceFrame, value: DeviceValue) -> DeviceValue:
     """What differs, as a part of what all devices have of it."""
     aval = _jaxpr.var_like(value.aval, _joined(frame, value, 0)).aval
-    layout = _cut(frame, aval.shape, 0)
+    layout = frame.replicated(aval.shape).shard(0, frame.mesh)
     x = frame.at(value, frame.replicated(value.aval.shape))
     return DeviceValue(aval, layout, {layout: x}, _several(frame))
 
@@ -209,13 +206,6 @@ def _joined(frame: DeviceFrame, value: DeviceValue | Var, dim: int) -> tuple[int
     """The shape of what all devices have of a value, one behind the other."""
     shape, num = value.aval.shape, math.prod(frame.mesh.values())
     return (*shape[:dim], shape[dim] * num, *shape[dim + 1 :])
-
-
-def _cut(frame: DeviceFrame, shape: Sequence[int], dim: int) -> Layout:
-    layout = frame.replicated(shape)
-    for axis in frame.mesh:
-        layout = layout.cut(dim, axis)
-    return layout
 
 
 def _several(frame: DeviceFrame) -> frozenset[str]:

@@ -234,15 +234,11 @@ class _OnHostWriter:
         when the backward pass asks for them, and keep all values on the device until then.
         """
         arrived = list[Var]()
-        limit = _residuals.ON_THEIR_WAY - _nbytes(x)
-        while self.leaving and sum(map(_nbytes, self.leaving)) > limit:
+        limit = _residuals.ON_THEIR_WAY - _waits.nbytes([x])
+        while self.leaving and _waits.nbytes(self.leaving) > limit:
             arrived.append(self.leaving.pop(0))
         return _waits.write_behind(writer, x, arrived)
 
     def _fetched(self, writer: JaxprWriter, copy: Var) -> Atom:
         (here,) = writer.trace(_memory_spaces.to_device, copy)
         return here
-
-
-def _nbytes(x: Atom) -> int:
-    return 0 if _jaxpr.is_literal(x) else _waits.nbytes([x])

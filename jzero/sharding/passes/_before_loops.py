@@ -33,7 +33,7 @@ def before_loops(jaxpr: Jaxpr, reduction: str = "reduce_scatter") -> Jaxpr:
     loops = [i for i, eqn in enumerate(jaxpr.eqns) if _is_long_loop(eqn)]
     large = [
         i for i, eqn in enumerate(jaxpr.eqns)
-        if eqn.primitive.name == reduction and _size(eqn) > WAITS_THROUGH_LOOPS
+        if eqn.primitive.name == reduction and _waits.nbytes(eqn.invars) > WAITS_THROUGH_LOOPS
     ]  # fmt: skip
     if not loops or not large:
         return jaxpr
@@ -84,10 +84,6 @@ def _adds(eqn: Eqn) -> bool:
     like = [(x.aval.shape, x.aval.dtype, x.aval.weak_type) for x in (*eqn.invars, *eqn.outvars)]
     alike = len(set(like)) == 1 and not any(map(_jaxpr.is_literal, eqn.invars))
     return eqn.primitive.name in _rules.ADDS and alike
-
-
-def _size(eqn: Eqn) -> int:
-    return _waits.nbytes(variables(eqn.invars))
 
 
 def _in_parts(

@@ -158,7 +158,5 @@ def _each_once(jaxpr: Jaxpr) -> Jaxpr:
             if first is not out:
                 writer.names[out] = first
                 continue
-        ins = [*map(writer.read, eqn.invars)]
-        same = all(a is b for a, b in zip(ins, eqn.invars, strict=True))
-        writer.eqns.append(eqn if same else eqn.replace(invars=ins))
+        writer.eqns.append(writer.renamed(eqn))
     return _waits.with_equations(jaxpr, writer.eqns, [*map(writer.read, jaxpr.outvars)])

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jzero.ir import _rules
 from jzero.ir._loops import CarryPort, Scan
-from jzero.ir._regions import variables
 from jzero.ir._rules import Cost
 from jzero.ir._sent import cast
 from jzero.ir._writer import JaxprWriter
@@ -48,7 +47,7 @@ def _together(eqns: list[Eqn], outs: Sequence[Atom]) -> list[Eqn]:
         terms = [_cast_sum(makers, num, atom) for atom in add.invars]
         if not all(terms) or len({_kind(each) for each in terms}) > 1:
             continue
-        if _waits.nbytes(variables(terms[0][0].invars)) > WAITS_THROUGH_LOOPS:
+        if _waits.nbytes(terms[0][0].invars) > WAITS_THROUGH_LOOPS:
             continue  # Whole, it would be kept from one end of the model to the other.
         new = _added(add, terms)
         makers |= {out: eqn for eqn in new for out in eqn.outvars}

@@ -133,7 +133,7 @@ def _begin_behind(writer: JaxprWriter, carry: Var, values: Sequence[Var]) -> Non
 
 
 def _size(eqn: Eqn) -> int:
-    return _waits.nbytes(variables(eqn.invars))
+    return _waits.nbytes(eqn.invars)
 
 
 def _token(eqns: list[Eqn], group: Sequence[Eqn]) -> list[Var]:

@@ -19,6 +19,7 @@ from jzero._blocks import Blocks
 from jzero.ir import _dataflow, _rules
 from jzero.ir._regions import Region, ValueIn
 from jzero.ir._rules import Cost
+from jzero.ir._sent import cast
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames
 from jzero.sharding.passes import _origins, _quantize, _waits
@@ -151,7 +152,7 @@ class _Stages:
             terms = self._stage(terms, axis, waits and len(left) == len(self.sizes))
             left.remove(axis)
         (total,) = self.writer.trace(_joined, terms, static=(self.parts,))
-        (shard,) = self.writer.trace(_cast, total, static=(str(self.dtype),))
+        (shard,) = self.writer.trace(cast, total, static=(str(self.dtype),))
         self.writer.source = outer
         return shard, total
 
@@ -175,7 +176,7 @@ class _Stages:
         blocks, num, dim = self.axes.formats.get(axis), self.sizes[axis], self.dim
         source = self.parts.mark(self.source)
         if blocks is None:
-            (terms,) = self.writer.trace(_cast, terms, static=(str(self.dtype),))
+            (terms,) = self.writer.trace(cast, terms, static=(str(self.dtype),))
             shape = terms.aval.shape
             out = _jaxpr.var_like(terms.aval, (*shape[:dim], *shape[dim + 1 :]))
             params = {
@@ -228,10 +229,6 @@ def _moved(dim: int, to: int, x: jax.Array) -> jax.Array:
 
 def _joined(parts: AutoParts, x: jax.Array) -> jax.Array:
     return parts.join(x)
-
-
-def _cast(dtype: str, x: jax.Array) -> jax.Array:
-    return x.astype(dtype)
 
 
 def _rows(blocks: Blocks, dim: int, terms: jax.Array) -> jax.Array:

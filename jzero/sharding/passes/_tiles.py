@@ -29,9 +29,10 @@ import numpy as np
 from jax import lax
 
 from jzero.ir import _rules
-from jzero.ir._factors import Factor
+from jzero.ir._factors import Factor, with_size
 from jzero.ir._loops import CarryPort, ConstPort, Scan, SlicePort, any_scan, empty
 from jzero.ir._regions import Region, variables
+from jzero.ir._sent import cast
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._untiled import TILES
 from jzero.sharding.passes import _origins, _waits
@@ -121,7 +122,7 @@ class _Cone:
             else:
                 pairs = zip(eqn.outvars, factor.outs, strict=True)
                 outs = [
-                    _jaxpr.var_like(x.aval, _with(x.aval.shape, d or 0, all_parts))
+                    _jaxpr.var_like(x.aval, with_size(x.aval.shape, d or 0, all_parts))
                     for x, d in pairs
                 ]
             source = _jaxpr.within_scope(eqn, TILES) if _waits.is_gather(eqn) else eqn
@@ -332,12 +333,12 @@ class _TilePlan:
         made = {x: links for x in terms if (links := self._products_behind(x, tiles.dim))}
         groups, waits = list[list[Atom]](), 0
         for term in sorted(made, key=lambda term: self.region.makers[_jaxpr.variable(term)]):
-            if not groups or waits > _waits.nbytes(variables([term])):
+            if not groups or waits > _waits.nbytes([term]):
                 groups.append([])
                 waits = 0
             groups[-1].append(term)
             products = [link.eqn for link in made[term] if _is_product(link.eqn)]
-            waits += _waits.nbytes(variables(x for eqn in products for x in eqn.invars))
+            waits += _waits.nbytes(x for eqn in products for x in eqn.invars)
         return [self._cone(group, made, tiles, parts.get(tiles.dim, 1)) for group in groups]
 
     def _cone(
@@ -463,14 +464,14 @@ def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
     (total,) = _loop(writer, cone.eqn, tiles, 0, [total], body)
     if tiles.rest:
         total = used(writer, writer.read, tiles.num * tiles.tile, tiles.rest, total)
-    return writer.trace(_cast, total, static=(str(out.aval.dtype),))[0]
+    return writer.trace(cast, total, static=(str(out.aval.dtype),))[0]
 
 
 def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom:
     """This device's shard of a sum of products, each tile reduced beside the products of the next one."""
     dim, tiles, (out,) = cone.tiles.dim, cone.tiles, reduces[-1].outvars
     sharded = int(reduces[0].params["scatter_dimension"])
-    shard = _with(cone.terms[0].aval.shape, sharded, out.aval.shape[sharded])
+    shard = with_size(cone.terms[0].aval.shape, sharded, out.aval.shape[sharded])
 
     def put(here: JaxprWriter, total: Atom, shard: Atom, start: int | Var) -> Atom:
         # [Note: layouts at rest]
@@ -507,7 +508,7 @@ def _reduced(
     """This device's shard of the sum of a value."""
     for eqn in reduces:
         (out,), dim = eqn.outvars, int(eqn.params["scatter_dimension"])
-        new = _jaxpr.var_like(out.aval, _with(x.aval.shape, dim, out.aval.shape[dim]))
+        new = _jaxpr.var_like(out.aval, with_size(x.aval.shape, dim, out.aval.shape[dim]))
         (x,) = writer.clone(eqn, [x], [new], _jaxpr.within_scope(eqn, *scopes))
     return x
 
@@ -557,13 +558,13 @@ def _range(
     if dim is None:
         return x
     shape, (x, dim) = (
-        _with(x.aval.shape, dim, size * num_parts),
+        with_size(x.aval.shape, dim, size * num_parts),
         _in_parts(writer, x, dim, num_parts),
     )
-    tile = _with(x.aval.shape, dim, size)
+    tile = with_size(x.aval.shape, dim, size)
     if isinstance(start, int):
-        starts = _with((0,) * len(tile), dim, start)
-        found = writer.slice(x, starts, _with(tile, dim, start + size))
+        starts = with_size((0,) * len(tile), dim, start)
+        found = writer.slice(x, starts, with_size(tile, dim, start + size))
     else:
         out = _jaxpr.var_like(x.aval, tile)
         (found,) = writer.add(
@@ -606,10 +607,6 @@ def _places(ndim: int, start: Atom, dim: int) -> list[Atom]:
     return [start if d == dim else zero for d in range(ndim)]
 
 
-def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*sizes[:dim], size, *sizes[dim + 1 :])
-
-
 def dtype_of_sum(eqn: Eqn) -> Any:
     """In which the products of tiles are summed up: that in which a product of 16 bits itself sums."""
     dtype = eqn.outvars[0].aval.dtype
@@ -622,7 +619,3 @@ def dtype_of_sum(eqn: Eqn) -> Any:
 # -- traced ------------------------------------------------------------------------------------------------
 def _starts(first: int, num: int, size: int) -> jax.Array:
     return (lax.iota(jnp.int32, num) + np.int32(first)) * np.int32(size)
-
-
-def _cast(dtype: str, x: jax.Array) -> jax.Array:
-    return x.astype(dtype)

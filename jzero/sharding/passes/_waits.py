@@ -17,6 +17,7 @@ from jzero.ir import _rules
 from jzero.ir._loops import CarryPort, Scan
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
+from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._untiled import TILES
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -114,8 +115,7 @@ def place_of(eqn: Eqn, out: Var) -> int:
 
 
 def is_gather(eqn: Eqn) -> bool:
-    """Whether each device gets of all what they have."""
-    return eqn.primitive.name in ("all_gather", "all_gather_invariant")
+    return eqn.primitive.name in _frames.GATHERS
 
 
 def gathers_leaf(eqn: Eqn) -> bool:
@@ -131,16 +131,13 @@ def is_reduction(eqn: Eqn) -> bool:
 
 def reduces(eqn: Eqn) -> bool:
     """Whether it begins a reduction that has a place in the order of all: exact, or of codes."""
-    return is_reduction(eqn) or _jaxpr.in_scope(eqn, FIRST_STAGE) and _is_exchange(eqn)
+    exchanges = eqn.primitive.name == "all_to_all"
+    return is_reduction(eqn) or _jaxpr.in_scope(eqn, FIRST_STAGE) and exchanges
 
 
-def _is_exchange(eqn: Eqn) -> bool:
-    return eqn.primitive.name == "all_to_all"
-
-
-def nbytes(variables: Iterable[Var]) -> int:
-    """Of all of them together."""
-    return sum(_rules.size_in_bytes(var.aval) for var in variables)
+def nbytes(atoms: Iterable[Atom]) -> int:
+    """Bytes of the variables among some atoms, each counted once."""
+    return sum(_rules.size_in_bytes(var.aval) for var in variables(atoms))
 
 
 def is_float(atom: Atom) -> bool:

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from jzero.ir._loops import Scan, StackPort
-from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._order import SMALLEST_GROUP
@@ -92,19 +91,18 @@ def _last(
     Of what they reduce, a slice has `most` bytes at most.
     """
     atom: Atom = port.row
-    chain, best, least = list[Eqn](), 0, _nbytes(atom)
+    chain, best, least = list[Eqn](), 0, _waits.nbytes([atom])
     while _is_read(port) and not _jaxpr.is_literal(atom):
         eqn = makers.get(atom)
         if eqn is None or num_readers[atom] != 1 or not _is_of_slices(eqn):
             break
         chain.append(eqn)
         (atom,) = eqn.invars
-        if _is_sum(eqn):
-            if _nbytes(atom) > most:
-                break
-            best, least = len(chain), _nbytes(atom)
-        elif _nbytes(atom) < least:
-            best, least = len(chain), _nbytes(atom)
+        nbytes = _waits.nbytes([atom])
+        if _is_sum(eqn) and nbytes > most:
+            break
+        if _is_sum(eqn) or nbytes < least:
+            best, least = len(chain), nbytes
     return chain[:best]
 
 
@@ -122,10 +120,6 @@ def _is_sum(eqn: Eqn) -> bool:
     if _waits.is_reduction(eqn):
         return bool(eqn.params["tiled"]) and eqn.params["axis_index_groups"] is None
     return eqn.primitive.name == "psum" and eqn.params["axis_index_groups"] is None
-
-
-def _nbytes(atom: Atom) -> int:
-    return _waits.nbytes(variables([atom]))
 
 
 def _on_stack(port: StackPort, eqns: Sequence[Eqn], scan: Scan) -> tuple[StackPort, list[Eqn]]:
