@@ -333,7 +333,7 @@ class DeviceFrame(DeviceWriter):
         self.reduce(value, keeps=value.partial_axes - shards)
 
     def own(self, region: Region, atom: Atom) -> frozenset[str]:
-        """The axes along which each device has its own: [Note: values of a device's own]."""
+        """The axes along which each device has its own: [Note: device-varying values]."""
         written = self.shared.written
         return NOWHERE if written is None else written.own(region, atom)
 

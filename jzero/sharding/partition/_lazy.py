@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy values: iota, random bits, broadcasts, and what is elementwise in them, made where they are read.
+"""Lazy values: iota, random bits, broadcasts and elementwise functions of these, made where they are read.
 
-So positions and masks along a sharded sequence are those of the whole one, and nothing of them is moved.
+Each device computes its shard of positions and masks along a sharded sequence, and nothing is communicated.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
 _FREE = (Cost.ELEMENTWISE, Cost.CAST, Cost.VIEW, Cost.REPEAT, Cost.SOURCE, Cost.COPY)
-LARGE = 2**20  # elements that a device does not make alone, only to reduce them
+LARGE = 2**20  # elements: a larger operand of a reduction is computed in shards
 
 
 def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
-    """Whether the equation costs little in any layout."""
+    """Whether the equation is cheap in any layout."""
     name, lazy = eqn.primitive.name, any(v.make is not None for v in ins)
     if not lazy and name not in ("iota", "random_bits", "broadcast_in_dim"):
         return False
@@ -42,7 +42,7 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
     if name == "iota":
         return not ins and size > 1
     if name == "random_bits":
-        # Bits that the generator counts; others are made whole on every device.
+        # Threefry computes bits by their position; other generators run replicated.
         counts = _jaxpr.is_threefry(ins[0].aval.dtype) and not ins[0].aval.shape
         return counts and 1 < size < 2**32
     if name == "broadcast_in_dim":
@@ -50,8 +50,7 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
     if name == "reshape" and len(ins) > 1:
         return False
     if name == "scatter-add":
-        # To zeros, as a gradient of what rows pick by their number (the labels of CLIP): it has as many
-        # columns as there are rows.
+        # To zeros: the gradient of indexing by row number (CLIP's labels), which has as many columns as rows.
         here = (v.make is not None or not v.rows and v.layout.is_replicated for v in ins)
         return ins[0].make is not None and all(here)
     if _rules.costs(eqn, Cost.REDUCTION):
@@ -64,7 +63,7 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
 def lazy(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> DeviceValue:
-    """The result of an equation, which is written where it is read."""
+    """The result of an equation that is written where it is read."""
     out = eqn.outvars[0].aval
     layout = met(frame, eqn, ins, factors)
     if eqn.primitive.name == "reshape":
@@ -121,7 +120,7 @@ def _make(
 def _to_reduce(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], layout: Layout
 ) -> dict[int, Dim]:  # fmt: skip
-    """The dim that the devices share of a large operand, whose shards they make only to reduce them."""
+    """The sharded dim of a large operand, which each device computes in part and reduces."""
     axes = [a for a in frame.mesh if a not in layout.axes | frame.over_time]
     num, cut = layout.num(axes), layout.num(layout.axes)
     if not _rules.costs(eqn, Cost.REDUCTION) or ins[0].aval.size // cut < LARGE or num == 1:
@@ -148,14 +147,14 @@ def _written(frame: DeviceFrame, eqn: Eqn, atoms: list[Atom], layout: Layout) ->
 
 
 def _iota(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> Atom:
-    """The part of a line, repeated along all other dims."""
+
     out, d = eqn.outvars[0].aval, eqn.params["dimension"]
     line = frame.inline(cast, (out.dtype,), frame.positions(layout.dims[d]))
     return frame.inline(_spread, (layout.local_shape, d), line)
 
 
 def _random_bits(frame: DeviceFrame, eqn: Eqn, key: DeviceValue, layout: Layout) -> Atom:
-    """The bits that the generator has for the places of what a device holds."""
+    """Threefry's bits at the positions of this device's shard."""
     own = [frame.positions(dim) for dim in layout.dims]
     replicated = frame.at(key, frame.replicated(()))
     return frame.inline(_bits, (eqn.params["shape"], eqn.params["bit_width"]), replicated, *own)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opaque calls, and marks of their promises: on each device's rows, or on those of all."""
+"""Opaque calls (callbacks, FFI, kernels) and marks of `jzero.per_example`: batch-sharded, or gathered."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jzero.tracing._types import Eqn
 def call(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> list[DeviceValue]:
-    """An opaque call; what has no dim of the rows is a sum over them."""
+    """Writes an opaque call; results without a batch dim are partial sums."""
     for value in ins:
         frame.reduce(value)
     scopes, dims = _opaque.scopes_of(region, eqn), [*map(_row_dims, ins)]
-    # Rows along two dims are along none of which a promise speaks.
+    # A promise is about one batch dim.
     rows = [min(found, default=None) for found in dims]
     apart = all(len(found) < 2 for found in dims)
     factors = _opaque.factors(eqn, rows, scopes) if apart else []
@@ -40,7 +40,7 @@ def _is_sum(factors: Sequence[Factor], j: int) -> bool:
 
 
 def _summed(frame: DeviceFrame, value: DeviceValue, of_rows: DeviceValue) -> DeviceValue:
-    """What each device computes of its rows, as the sum that it is."""
+
     (x,) = value.atoms.values()
     layout = frame.replicated(value.aval.shape).with_partial(
         *map(Partial, sorted(of_rows.layout.axes))
@@ -49,9 +49,10 @@ def _summed(frame: DeviceFrame, value: DeviceValue, of_rows: DeviceValue) -> Dev
 
 
 def mark(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
-    """Where rows enter a promise, they lie along a dim of which it speaks; what has none is whole.
+    """A mark where a value enters or leaves `jzero.per_example`.
 
-    What leaves and has none is the gradient of what all rows share. Rows that a call made are no sum.
+    A value that enters is sharded along the promised batch dim, or replicated if it has none. A value without
+    a batch dim that leaves is the gradient of a shared operand.
     """
     if value.layout.partial:
         return value
@@ -71,7 +72,7 @@ def mark(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
         )
     if dim is None or rows:
         return value
-    # So that what follows from it has rows, too.
+    # So that its readers are batch-sharded, too.
     layout = replicated.shard(dim, frame.mesh)
     atoms = {**value.atoms, layout: frame.at(value, layout)}
     return dataclasses.replace(
@@ -90,6 +91,6 @@ def _refusal(eqn: Eqn, value: DeviceValue) -> StepError:
 
 
 def _row_dims(value: DeviceValue) -> set[int]:
-    """Along which dims a value has rows."""
+
     dims = enumerate(value.layout.dims)
     return {d for d, dim in dims if any(cut.axis in value.rows for cut in dim.cuts)}

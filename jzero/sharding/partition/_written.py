@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step that is written for one device, with collectives of its own: what it computes of its rows.
 
-[Note: values of a device's own] What differs between the devices of such a step has the shape that the step
+[Note: device-varying values] What differs between the devices of such a step has the shape that the step
 gives it, and no layout says what it is a part of. Each equation that reads one is written as it is, on whole
 operands; so what follows from the state alone stays in shards, and is gathered where it meets rows. A sum
 over all axes along which a value differs is the partial sum that a sum over rows of the batch is, too.
