@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ordinary equations: which of their factors the devices share, by cost, and the equation of one device.
+"""Ordinary equations: the factor that each mesh axis shards, by cost, and one device's equation.
 
-[Note: rows stay, the state moves] For each mesh axis an equation has candidates: factors whose dim an operand
-has sharded over the axis. The one that moves the fewest bytes is taken. If an operand is sharded because
-rows of the batch are, moving state to them counts for nothing, whatever the sizes: that makes it ZeRO. State
-that a user's spec shards is `firm`, and its moves do count.
+[Note: rows stay, the state moves] The candidates of a mesh axis are the factors whose dim an operand has
+sharded over the axis; the one that moves the fewest bytes is taken. If an operand is batch-sharded over the
+axis, moving state to it costs nothing, whatever the sizes: this makes it ZeRO. State that a user's spec
+shards is `firm`, and moving it does cost.
 
-[Note: columns of tables] Rows look up in a table of the state of which each device has columns, or are added
-to one of zeros. All indices are gathered and looked up in the columns of each device, and what is found there
-is exchanged for rows; of a gradient the rows are exchanged for columns. Both move rows, which are few beside
-the table. If something else needs the table whole, it is gathered for the look-up too.
+[Note: columns of tables] A table of the state that is sharded along its columns need not be gathered for a
+look-up: all indices are gathered, each device looks up its columns, and an all-to-all makes batch-sharded
+rows of them. The gradient takes the same way back. Both move rows, which are few beside the table. If
+anything else reads the table replicated, the look-up reads the gathered table too.
 
-[Note: masks] A padded dim holds anything. Where a factor is reduced, each operand that has it gets what
-changes no sum (maximum, ...) in the place of the padding: of a product both, since 0 * NaN is NaN.
+[Note: masks] Padding holds arbitrary values. Where a factor is reduced, the padding of each operand that has
+it is replaced by the reduction's neutral element. In a product that is both operands, since 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from jzero.sharding.partition._writer import OF_STATE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-# Of factors, by index: how the devices cut the dim. Its size counts if it is padded.
+# By a factor's index, the cuts of its dim; of a padded dim, its size and padding too.
 FactorCuts = Mapping[int, Dim]
 
 
 def passes_partial(eqn: Eqn) -> bool:
-    """Whether partial sums pass through: what is linear in them, and makes them no larger, or is small.
+    """Whether a partial sum stays partial: the equation is linear, its result no larger, or small.
 
-    A sum moves in the dtype in which it was written: none waits through a cast to another one.
+    Partial sums do not pass a cast to another dtype: a sum is reduced in the dtype in which the step wrote
+    it.
     """
     name = eqn.primitive.name
     if _rules.costs(eqn, Cost.CAST):
@@ -60,19 +61,20 @@ def passes_partial(eqn: Eqn) -> bool:
 AGAIN = "rematted_computation"  # JAX's scope of what a checkpoint recomputes
 SMALL = 2**22  # bytes: gradients of slices of a small leaf are added up before they are summed
 _PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum"}
-# Of state that is not larger, what they read is gathered in their place: a table and its transpose share it.
+# Views of state: their operand is gathered instead, unless it is larger. A table and its transpose share a
+# gather.
 _VIEWS = {"transpose", "convert_element_type", "broadcast_in_dim"}
 
 
 def widens_for_loop(frame: DeviceFrame, eqn: Eqn) -> bool:
-    """Whether it casts to a wider dtype what a loop only adds up: iterations are summed in that dtype."""
+    """Whether it widens a value that a loop only accumulates: the loop then accumulates in the wide dtype."""
     return eqn.outvars[0] in frame.accumulated and _widens(eqn)
 
 
 def partial_through(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> tuple[Partial, ...]:
-    """The partial sums that wait through the equation; none if some operand must be settled first."""
+    """The partial sums that pass the equation; none if an operand must be reduced first."""
     partial = {k for k, v in enumerate(ins) if v.layout.partial}
     if not partial or not (passes_partial(eqn) or widens_for_loop(frame, eqn)):
         return ()
@@ -85,11 +87,11 @@ def partial_through(
 def time_partial_through(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> tuple[Partial, ...]:
-    """The sum over time that waits through the equation, when those over devices are done.
+    """The partial sum over time that passes the equation, after those over devices are reduced.
 
-    In a body, through whatever is linear in it; else where sums over devices wait, and through casts to a
-    wider dtype, in which it is summed up. Through casts wait sums over replicas, too: they are due once. A
-    cast in a body is done behind its loop, if it can be (`DeviceValue.cast`).
+    In a loop body it passes everything linear; outside, what partial sums over devices pass, and widening
+    casts, since microbatches accumulate in the wide dtype. Sums over replicas pass casts too, and are reduced
+    once. A cast in a body moves behind its loop if possible (`DeviceValue.cast`).
     """
     time = frame.shared.time
     partial = {k for k, v in enumerate(ins) if v.partial_axes & frame.over_time}
@@ -118,7 +120,7 @@ def time_partial_through(
 
 
 def widens_in_time(frame: DeviceFrame, eqn: Eqn) -> bool:
-    """Whether it casts to a wider dtype what each microbatch reduces, so that it is summed up in that one."""
+    """Whether it widens what each microbatch reduces, so that microbatches accumulate in the wide dtype."""
     time = frame.shared.time
     return time is not None and not time.once and _widens(eqn)
 
@@ -152,10 +154,10 @@ def ordinary(
 def reshard(
     frame: DeviceFrame, value: DeviceValue, ins: Sequence[DeviceValue], axes: frozenset[str]
 ) -> DeviceValue:  # fmt: skip
-    """What was made of gathered rows as rows again, lest all that follows be done by every device.
+    """Reshards the result of a gathered operation, so that later ones stay data-parallel.
 
-    They are along a dim that is as long as that of an operand's rows over some `axes`, best at its place. A
-    number for each row stays whole: it costs nothing, and sorted ones are often picked from.
+    The batch dim is one of the same size as an operand's over `axes`, preferably at the same position. A
+    result with one number per row stays replicated: that costs nothing, and sorted numbers are often indexed.
     """
     layout, shape = value.layout, value.aval.shape
     for v in ins:
@@ -177,7 +179,7 @@ def reshard(
 def reduce_operands(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> None:
-    """Does the sums of all operands, in shards as the others are."""
+    """Reduces all partial operands, scattered to match the other operands' shards."""
     for k, v in enumerate(ins):
         if v.layout.partial:
             beside = _beside(frame, eqn, ins, factors, k)
@@ -190,7 +192,7 @@ def reduce_operands(
 
 
 def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layout | None:
-    """What a product reads, in rows as they are beside it in others that read it, too."""
+    """Where a product's partial operand is scattered: batch-sharded as another reader of it would have it."""
     region, layout = frame.region, frame.replicated(value.aval.shape)
     atom = _jaxpr.variable(eqn.invars[k])
     eqns = region.jaxpr.eqns
@@ -213,10 +215,11 @@ def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layo
 def _alone(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], k: int
 ) -> Layout | None:  # fmt: skip
-    """A sum of activations that a product with state reads, cut along the largest dim that only it has.
+    """Where a partial sum of activations, read by a product with state, is scattered: its largest free dim.
 
-    So each device does its part of the product. Scattered and gathered moves as much as a sum on all devices.
-    The sums of a backward pass are gradients of the state, unless something with rows reads them.
+    Each device then computes a part of the product; scatter and gather move as much as an all-reduce. Not in
+    a backward pass, whose partial sums are gradients of the state, unless a batch-sharded value is beside
+    them.
     """
     value, shape = ins[k], ins[k].aval.shape
     axes = [axis for axis in frame.mesh if axis in value.partial_axes - frame.over_time]
@@ -237,7 +240,7 @@ def _alone(
 def _beside(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], k: int
 ) -> Layout | None:  # fmt: skip
-    """An operand in shards as the others are, lazy ones last; if it is not elementwise, those with rows."""
+    """An operand's layout that matches the others; of other than elementwise ones, batch-sharded ones."""
     elementwise = _rules.costs(eqn, Cost.ELEMENTWISE)
     if not elementwise and not _rules.costs(eqn, Cost.JOIN, Cost.PRODUCT):
         return None
@@ -255,14 +258,14 @@ def _beside(
 
 
 def _is_backward(frame: DeviceFrame, eqn: Eqn) -> bool:
-    """Whether a backward pass makes it, and not what a checkpoint recomputes."""
+    """Whether it is part of a backward pass, and not recomputed by a checkpoint."""
     return frame.region.pass_of(eqn) == "backward" and not _jaxpr.in_scope(eqn, AGAIN)
 
 
 def met(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> Layout:
-    """The result's layout if all operands but partial sums stay where they are, lazy ones last."""
+    """The result's layout if no operand is converted; partial sums do not count, lazy operands come last."""
     shape = eqn.outvars[0].aval.shape
     layout = frame.replicated(shape)
     order = sorted(range(len(ins)), key=lambda k: ins[k].make is not None)
@@ -277,7 +280,7 @@ def met(
 
 
 def _added_to_zero(eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValue | None:
-    """The other operand, if one is zero and it is a partial sum already."""
+    """The other operand of an addition to zero."""
     if eqn.primitive.name not in _rules.ADDS:
         return None
     out = eqn.outvars[0].aval
@@ -299,7 +302,7 @@ def _replicated(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> lis
 
 class _Candidate(NamedTuple):
     cost: int
-    elsewhere: bool  # Ties go to what stays where it is, then by position.
+    elsewhere: bool  # Ties go to factors that stay, then to the first.
     order: int
     factor: int
     dim: Dim
@@ -308,7 +311,7 @@ class _Candidate(NamedTuple):
 
 @dataclasses.dataclass
 class _FactorChoice:
-    """Chooses for each mesh axis the factor that it cuts."""
+    """Chooses for each mesh axis the factor that it shards."""
 
     frame: DeviceFrame
     eqn: Eqn
@@ -318,7 +321,7 @@ class _FactorChoice:
     displaced: frozenset[str] = frozenset()
 
     def run(self) -> dict[int, Dim]:
-        """The chosen factors; `displaced` are then the axes whose rows are along another dim."""
+        """The chosen factors. Sets `displaced`, the axes whose rows are then along another dim."""
         if (alike := self._alike()) is not None:
             cuts = [(cut.axis, i) for i, dim in alike.items() for cut in dim.cuts]
             self.displaced = frozenset(
@@ -340,7 +343,7 @@ class _FactorChoice:
         return self.chosen
 
     def _is_displaced(self, axis: str, i: int, dim: Dim, elsewhere: bool = False) -> bool:
-        """Whether rows are along another dim behind the equation: those that go there, or are there."""
+        """Whether the result's rows over the axis are along another dim than the batch dim."""
         if not any(v.displaced for v in self.ins):
             return elsewhere and any(axis in v.rows for v in self.ins)
         if elsewhere:
@@ -351,18 +354,18 @@ class _FactorChoice:
         return bool(here) and all(axis in v.displaced for v in here)
 
     def _gathers_state(self) -> bool:
-        """Whether it is in a pass of `jax.grad`, of which all devices compute all."""
+        """Whether a pass of `jax.grad` without any batch-sharded argument reads gathered state."""
         firm = any(v.firm for v in self.ins)
         in_pass = self.frame.region.pass_of(self.eqn) is not None
         return in_pass and not firm and not self.partial
 
     def _table(self) -> str:
-        """The leaf that is looked up in, or added to."""
+
         table, _, *updates = self.ins
         return self.frame.leaf_of(self.eqn.outvars[0]) if updates else self.frame.name(table)
 
     def _columns(self, axis: str) -> tuple[int, Dim] | None:
-        """The factor of a table's columns [Note: columns of tables]; None if moving them costs less."""
+        """The factor of a table's columns, [Note: columns of tables]; None if a gather is cheaper."""
         if not _is_looked_up_in_rows(self.eqn, self.ins, axis):
             return None
         table, indices, *updates = self.ins
@@ -370,7 +373,7 @@ class _FactorChoice:
             return None
         if self._table() in (self.frame.shared.automatic or ()):
             return (
-                None  # Each place along XLA's axes moves a part of the table, but all of the rows.
+                None  # Along Auto axes each device moves only its part of the table, but all rows.
             )
         out, n = self.eqn.outvars[0], self.frame.mesh[axis]
         hint = self.frame.hint_of(out)
@@ -397,7 +400,7 @@ class _FactorChoice:
         return (i, dim) if rows < moved and not gathered else None
 
     def _alike(self) -> dict[int, Dim] | None:
-        """Of an elementwise equation whose operands are sharded alike, or whole: that, as is found below."""
+        """Fast path: elementwise equations whose operands have equal layouts or are replicated."""
         if not _rules.costs(self.eqn, Cost.ELEMENTWISE, Cost.CAST, Cost.COPY):
             return None
         hard = [v.layout for v in self.ins if v.make is None and not v.layout.is_replicated]
@@ -410,7 +413,7 @@ class _FactorChoice:
     def _best(self, axis: str) -> _Candidate | None:
         holders = [v for v in self.ins if v.layout.place(axis) is not None]
         hard = [v for v in holders if v.make is None] or holders
-        # The gradient of a mean over tokens is one row for all of them, and lazy: its rows stay, too.
+        # The gradient of a mean over tokens is lazy and batch-sharded: it leads too.
         rows = [v for v in hard if axis in v.rows] or [v for v in holders if axis in v.rows]
         lead = [*rows, *(v for v in hard if axis in v.firm)] if rows else hard
         found: dict[tuple[int, Dim], _Candidate] = {}
@@ -420,7 +423,7 @@ class _FactorChoice:
                 if self._is_at(value, factor, d):
                     self._consider(axis, i, value.layout.dims[d], outer, bool(rows), found)
         best = min(found.values(), default=None)
-        may = axis not in self.frame.over_time  # A microbatch cannot give rows to another one.
+        may = axis not in self.frame.over_time  # Microbatches cannot exchange rows.
         if may and lead and (best is None or rows and self._may_exchange(axis, best, rows)):
             self._exchanges(axis, lead, bool(rows), found)
             best = min(found.values(), default=None)
@@ -432,7 +435,7 @@ class _FactorChoice:
         return any(v is value and at == d for v, at in zip(self.ins, factor.ins, strict=True))
 
     def _is_cheaper_replicated(self, axis: str, best: _Candidate) -> bool:
-        """Of state alone: whether it costs no more to have all of it, and so its results."""
+        """Whether an equation of state alone is cheaper on gathered operands, with a replicated result."""
         if any(v.rows for v in self.ins):
             return False
         distinct = dict.fromkeys(v if v.view is None else v.view[1] for v in self.ins)
@@ -442,7 +445,7 @@ class _FactorChoice:
         self, axis: str, lead: Sequence[DeviceValue], rows: bool,
         found: dict[tuple[int, Dim], _Candidate],
     ) -> None:  # fmt: skip
-        """Factors of other dims of what is sharded over the axis: it would be exchanged."""
+        """Considers factors of other dims of operands that are sharded over the axis: an all-to-all."""
         for value in lead:
             here, _ = _place(value, axis)
             for i, factor in enumerate(self.factors):
@@ -458,13 +461,13 @@ class _FactorChoice:
                     self._consider(axis, i, own._replace(cuts=()), outer, rows, found, True)
 
     def _is_kept_for_another(self, axis: str, factor: Factor, own: Dim) -> bool:
-        """Whether rows of a later axis are there already: another cut before theirs would move them."""
+        """Whether the dim holds rows of a later axis, which another cut before theirs would move."""
         cuts = {c for v, d in zip(self.ins, factor.ins, strict=True) if d is not None and v.rows
                 for c in v.layout.dims[d].cuts}  # fmt: skip
         return any(cut.axis != axis and cut not in own.cuts for cut in cuts)
 
     def _may_exchange(self, axis: str, best: _Candidate, rows: Sequence[DeviceValue]) -> bool:
-        """Whether keeping rows where they are moves some, or leaves a sum of activations."""
+        """Whether the best choice without all-to-all moves rows, or leaves activations partial."""
         if best.cost == 0:
             return False
         if any(axis in v.displaced for v in rows):
@@ -511,19 +514,20 @@ class _FactorChoice:
         return any(axis in v.displaced for v in self.ins)
 
     def _ends_in_rows(self, factor: Factor) -> bool:
-        """Whether what is looked up in columns goes to rows."""
+        """Whether a look-up in columns ends with an all-to-all to rows."""
         return self.eqn.primitive.name in ("gather", "scatter-add") and factor.ins[1] is None
 
     def _end_price(self, axis: str) -> int:
-        """Of results whose rows are along another dim, and go to their own."""
+        """The price of an all-to-all of the results back to batch-sharded."""
         n, num = self.frame.mesh[axis], self.ins[0].layout.num(self._axes_of_result())
         total = sum(_rules.size_in_bytes(var.aval) for var in self.eqn.outvars) / num
         return self.frame.wire(axis, "exchange", total * (n - 1) / n / n)
 
     def _sum_price(self, axis: str, size: int) -> int:
-        """Of the sum that is due over the axis: scattered if what follows says where, or beside what it sums.
+        """The price of the reduction over the axis: a reduce-scatter if a hint or `_is_spread` says where.
 
-        A sum over several axes is one: each passes on its part of what it has from those before.
+        A reduction over several axes is hierarchical: each axis reduces the part that the axes before it
+        leave.
         """
         n, total, cut = self.frame.mesh[axis], 0.0, self._axes_of_result()
         summed = {p.axis for p in self.partial} | self._reduced_axes()
@@ -534,7 +538,7 @@ class _FactorChoice:
         return self.frame.wire(axis, "reduce", total)
 
     def _is_spread(self, axis: str, size: int) -> bool:
-        """Whether a sum of activations, over a dim of that size, goes along another one, as in `_spread`."""
+        """Whether a partial sum of activations over a dim of that size is scattered along another one."""
         cut, shape = self._axes_of_result(), self.eqn.outvars[0].aval.shape
         taken = {self.factors[i].outs[0] for i in self.chosen}
         alike = size > 1 and any(n == size and d not in taken for d, n in enumerate(shape))
@@ -542,18 +546,18 @@ class _FactorChoice:
         return alike and rows and not self.partial
 
     def _axes_of_result(self) -> set[str]:
-        """Over which axes the result is sharded by what is chosen so far."""
+        """The axes over which the factors chosen so far shard the result."""
         kept = [dim for i, dim in self.chosen.items() if not _is_reduced(self.factors[i])]
         return {cut.axis for dim in kept for cut in dim.cuts}
 
     def _reduced_axes(self) -> set[str]:
-        """Over which axes the result is a partial sum by what is chosen so far."""
+        """The axes over which the factors chosen so far make the result partial."""
         return {
             cut.axis for dim in self.chosen.values() for cut in dim.cuts
         } - self._axes_of_result()
 
     def _cut(self, i: int, own: Dim, cut: AxisCut) -> Dim | None:
-        """How the devices share a factor, with one more axis; None if they cannot."""
+        """A factor's cuts with one more axis; None if the axis cannot shard it."""
         factor, now = self.factors[i], self.chosen.get(i)
         sizes = _sizes(self.eqn, factor)
         n = self.frame.mesh[cut.axis]
@@ -573,7 +577,7 @@ class _FactorChoice:
 
 
 def _is_looked_up_in_rows(eqn: Eqn, ins: Sequence[DeviceValue], axis: str) -> bool:
-    """Whether rows look up in a table, or are added to one of zeros."""
+    """Whether batch-sharded indices look up in a table, or add to one of zeros."""
     if eqn.primitive.name not in ("gather", "scatter-add") or axis not in ins[1].rows:
         return False
     table, _, *updates = ins
@@ -583,7 +587,7 @@ def _is_looked_up_in_rows(eqn: Eqn, ins: Sequence[DeviceValue], axis: str) -> bo
 
 
 def is_read_replicated(region: Region, atom: Atom) -> bool:
-    """Whether something reads a table of the state that is neither a look-up nor elementwise."""
+    """Whether a reader of a table is neither a look-up nor elementwise, and so needs it replicated."""
     passed = (Cost.IDENTITY, Cost.CAST, Cost.COPY)
     while not _jaxpr.is_literal(atom) and (i := region.makers.get(atom)) is not None:
         if not _rules.costs(region.jaxpr.eqns[i], *passed):
@@ -621,14 +625,14 @@ def _is_reduced(factor: Factor) -> bool:
 
 
 def _sizes(eqn: Eqn, factor: Factor) -> list[int]:
-    """Of the dim in each operand and result that has it."""
+
     ends = [*zip(eqn.invars, factor.ins, strict=True), *zip(eqn.outvars, factor.outs, strict=True)]
     return [atom.aval.shape[d] for atom, d in ends if d is not None]
 
 
 @dataclasses.dataclass
 class _Written:
-    """The equation of one device."""
+    """Writes one device's equation."""
 
     frame: DeviceFrame
     eqn: Eqn
@@ -669,7 +673,7 @@ class _Written:
     def _looked_up(
         self, shards: Sequence[int], atoms: Sequence[Atom], outs: Sequence[Var], params: dict[str, Any]
     ) -> Atom:  # fmt: skip
-        """What a device finds in its shard of the operand."""
+
         (operand, indices), value = atoms, self.ins[0]
         dims = {self.factors[i].ins[0]: self.chosen[i] for i in self.chosen}
         own = {d: sized(dim, value.aval.shape[d]) for d, dim in dims.items() if d is not None}
@@ -684,7 +688,7 @@ class _Written:
         return _look_ups.looked_up(self.frame, self.eqn, layout, at, operand, indices, write)
 
     def _end_in_rows(self, value: DeviceValue) -> None:
-        """[Note: columns of tables]: what was found in them goes to the rows; what was added is no rows'."""
+        """Look-ups in columns become batch-sharded, gradients do not, [Note: columns of tables]."""
         indices, numbers = self.ins[1], self.eqn.params["dimension_numbers"]
         window = self._window_axes()
         if len(self.ins) > 2:
@@ -699,7 +703,7 @@ class _Written:
             value.layout, value.rows = layout, (value.rows | window) & layout.axes
 
     def _end_along_indices(self, value: DeviceValue) -> None:
-        """Of rows that were exchanged for columns to look up in all of them: in rows of what was found."""
+        """Look-ups in rows that an all-to-all made columns of are sharded along their indices."""
         axes = self.ins[0].rows & self.displaced & self._columns()
         line = Dim(1, tuple(AxisCut(axis, 1) for axis in self.frame.mesh if axis in axes))
         layout = axes and _look_ups.along_indices(self.eqn, value.layout.without(axes), line)
@@ -719,7 +723,7 @@ class _Written:
     def _reduced(
         self, outs: Sequence[Atom], layouts: Sequence[Layout], reduced: FactorCuts
     ) -> list[DeviceValue]:  # fmt: skip
-        """The results as sums that wait; nothing is linear in maxima and minima: they are due now."""
+        """The results as partial sums. Nothing is linear in maxima and minima: they are reduced at once."""
         more = [
             Partial(cut.axis, self.factors[i].reduces or "")
             for i, dim in reduced.items()
@@ -795,13 +799,13 @@ class _Written:
         return found
 
     def _is_activation(self) -> bool:
-        """Whether it is what a forward pass sums up over rows."""
+        """Whether the partial sum is one of activations, not a gradient."""
         if self.partial:
             return any(v.is_activation and v.layout.partial for v in self.ins)
         return not _is_backward(self.frame, self.eqn)
 
     def _is_looked_up(self) -> bool:
-        """Whether its partial sum moves rows that devices have looked up in theirs."""
+        """Whether the partial sum is a look-up along a batch-sharded dim."""
         if self.partial:
             return any(v.looked_up and v.layout.partial for v in self.ins)
         axes = {
@@ -813,7 +817,7 @@ class _Written:
         return bool(axes & self.ins[0].rows)
 
     def _spread(self, layout: Layout) -> Layout | None:
-        """Where a sum along rows is scattered: along another dim of as many (as keys beside queries)."""
+        """Where a partial sum over the batch is scattered: along a dim of its size (keys, queries)."""
         if self.partial:
             return spread_on(self.eqn, self.ins[0].spread)
         if not any(_is_reduced(self.factors[i]) for i in self.chosen):
@@ -835,7 +839,7 @@ class _Written:
 
 
 def spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
-    """The same behind an equation through which the sum waits."""
+    """`DeviceValue.spread` of the result of an equation that the partial sum passes."""
     shape = eqn.outvars[0].aval.shape
     if before is None or before.shape == shape and _rules.is_elementwise(eqn):
         return before

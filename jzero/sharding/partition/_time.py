@@ -66,7 +66,7 @@ def _must_move(source: Layout, target: Layout, time: TimeAxis) -> bool:
 
 
 def scattered(source: Layout, target: Layout, time: TimeAxis) -> Layout:
-    """The sums over those devices done that get shards of them; `source` if they cannot be done alone."""
+    """`source`, reduce-scattered over the axes that shard `target`; itself if that is impossible."""
     partial = (p.axis for p in source.partial if p.axis != time.name and p.op == "sum")
     axes = frozenset(axis for axis in partial if target.place(axis) is not None)
     found = joined(source.reduced(axes), target, axes)
