@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equations that work along a sharded dim itself: each device does its shard, and little is exchanged.
+"""Equations that work along a sharded dim: each device computes its shard, and little is communicated.
 
-Where the largest is, running sums, and the parts of a dim that is put together or taken apart.
+Argmax, top-k, cumulative sums, concatenations, splits, slices and pads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMPARED = "each device finds its own, and they are compared"
 
 
 def along(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """The results of an equation along a sharded dim; None if that is no matter, or whole costs no more."""
+    """The results of an equation along a sharded dim; None if no dim is, or if a gather is no dearer."""
     sharded = any(v.make is None and v.layout.axes for v in ins)
     return _HANDLERS[eqn.primitive.name](frame, eqn, ins) if sharded else None
 
@@ -43,11 +43,11 @@ def _gather_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) -
     return sum(frame.price(value, axis, None) for axis in axes)
 
 
-# -- where the largest is ------------------------------------------------------------------------------
+# -- argmax and top-k ------------------------------------------------------------------------------------
 def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """`argmax`, `argmin`: the extreme of all, and the first place that has it; NaN is one, as in JAX.
+    """`argmax`, `argmin`: reduces the extreme, and then the first position that has it; NaN counts as in JAX.
 
-    Of Booleans the extreme is known; if none has it, the first place has what all have.
+    Of Booleans the extreme is known; if no element has it, position 0 is right.
     """
     (value,), (d,), out = ins, eqn.params["axes"], eqn.outvars[0].aval
     layout, dtype = value.layout, value.aval.dtype
@@ -81,7 +81,7 @@ def _reduced(frame: DeviceFrame, x: Atom, layout: Layout, axes: Sequence[str], o
 def _best(
     kind: str, dim: int, x: jax.Array, place: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The extreme of a device's shard, as an integer, and its place among all."""
+    """The extreme of a device's shard, as an integer, and its global position."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         x = ordered_integers(kind, jnp.where(x == 0, jnp.zeros_like(x), x))  # -0.0 is no smaller
     elif x.dtype == jnp.bool_:
@@ -99,7 +99,7 @@ def _first(size: int, dtype: str, number: jax.Array) -> jax.Array:
 
 
 def _top_k(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """The k largest of each device's, and of these the k largest: equal ones in their order."""
+    """The k largest of each shard, and of these the k largest; equal ones keep their order."""
     (value,), k = ins, eqn.params["k"]
     layout, d = value.layout, eqn.params["axis"] % value.aval.ndim
     shards, mine = shards_of(layout.dims[d], layout), min(k, layout.local_shape[d])
@@ -125,7 +125,7 @@ def _top_k(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
 
 
 def _exchanged_price(frame: DeviceFrame, value: DeviceValue, dim: int) -> float:
-    """What it takes to have rows of another dim instead; infinite if no other can be shared."""
+    """The price of an all-to-all to another dim; infinite if the devices divide no other."""
     axes, layout = [cut.axis for cut in value.layout.dims[dim].cuts], value.layout
     free = [d for d, each in enumerate(layout.dims) if d != dim and not each.cuts]
     n = layout.num(axes)
@@ -143,7 +143,7 @@ def _picked(dim: int, x: jax.Array, chosen: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, chosen, dim)
 
 
-# -- running sums --------------------------------------------------------------------------------------
+# -- cumulative sums -----------------------------------------------------------------------------------
 _RUNNING: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "cumsum": ("sum", lax.add), "cumprod": ("prod", lax.mul), "cummax": ("max", lax.max),
     "cummin": ("min", lax.min),
@@ -151,7 +151,7 @@ _RUNNING: dict[str, tuple[str, Callable[..., jax.Array]]] = {
 
 
 def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """A running sum (product, extreme): of a device's shard, and of the totals of those before it."""
+    """A cumulative sum (product, extreme): of the shard, combined with the totals of the shards before it."""
     (value,), d = ins, eqn.params["axis"]
     layout, name = value.layout, eqn.primitive.name
     shards = shards_of(layout.dims[d], layout)
@@ -179,14 +179,14 @@ def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Device
 
 
 def _last(dim: int, reverse: bool, x: jax.Array) -> jax.Array:
-    """Of each block, without its dim."""
+
     return lax.index_in_dim(x, 0 if reverse else -1, dim, keepdims=False)
 
 
 def _behind(
     name: str, dim: int, reverse: bool, own: jax.Array, totals: jax.Array, index: jax.Array
 ) -> jax.Array:
-    """What a device has in each of its blocks, put together with the totals of those before it."""
+    """Combines each block's cumulative sum with the totals of the blocks before it."""
     reduces, combine = _RUNNING[name]
     running: Callable[..., jax.Array] = getattr(lax, name)
     upto = running(totals, dim, reverse=reverse)
@@ -201,7 +201,7 @@ def _behind(
 
 # -- parts ---------------------------------------------------------------------------------------------
 def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """Of parts that are sharded alike, or whole: a device has its shards of each, one behind the other."""
+    """Of operands that are sharded alike or replicated: a device concatenates its shards of them."""
     d, num = eqn.params["dimension"], len(ins)
     shards = [v for v in ins if v.make is None and v.layout.dims[d].cuts]
     own = shards[0].layout if shards else ins[0].layout
@@ -220,7 +220,7 @@ def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> De
 
 
 def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """Into parts of whole blocks of dealt-out shards."""
+    """Into parts of whole blocks, of a dim that is cut in blocks."""
     value, d = ins[0], eqn.params["axis"]
     ends = np.cumsum(eqn.params["sizes"]).tolist()
     parts = [_blocks(value.layout, d, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
@@ -239,7 +239,7 @@ def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
 
 
 def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """Of whole blocks of dealt-out shards; or of most rows from their beginning, which then are padded."""
+    """Whole blocks of a dim that is cut in blocks; or most rows from the beginning, the rest as padding."""
     (value,), params = ins, eqn.params
     layout, shape, out = value.layout, value.aval.shape, eqn.outvars[0].aval.shape
     starts, limits = [*params["start_indices"]], [*params["limit_indices"]]
@@ -276,7 +276,7 @@ def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
 def _from_replicated(
     frame: DeviceFrame, eqn: Eqn, value: DeviceValue, cut: Sequence[int]
 ) -> DeviceValue | None:  # fmt: skip
-    """In even shards, of dims that were padded, and which each device has whole: tokens but the last."""
+    """Evenly sharded, of padded dims that are gathered already: all tokens but the last."""
     layout, out = value.layout, eqn.outvars[0].aval.shape
     cuts = [(d, c.axis) for d in cut for c in layout.dims[d].cuts]
     source = layout.without([axis for _, axis in cuts])
@@ -300,7 +300,7 @@ def _from_replicated(
 
 
 def _blocks(layout: Layout, d: int, start: int, stop: int) -> Layout | None:
-    """The layout of whole blocks of a dim; None if they are none."""
+    """The layout of whole blocks of a dim; None if the range is not one of whole blocks."""
     dim = layout.dims[d]
     if not dim.cuts:
         return None
@@ -317,7 +317,7 @@ def _blocks(layout: Layout, d: int, start: int, stop: int) -> Layout | None:
 
 
 def _beginning(layout: Layout, d: int, start: int, size: int) -> Layout | None:
-    """The layout of most of a dim, from its beginning: what is left out becomes padding."""
+    """The layout of most of a dim from its beginning, where the rest becomes padding."""
     dim = layout.dims[d]
     padded = dim.pad is not None and dim.pad.outer > 1
     if start or padded or 2 * size <= dim.size or dim.cuts[0].outer > 1:
@@ -326,7 +326,7 @@ def _beginning(layout: Layout, d: int, start: int, size: int) -> Layout | None:
 
 
 def _pad(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """What fills up a dim behind its end, as far as it is padded: the gradient of its beginning."""
+    """A pad behind the end that fills exactly the padding of a dim: the gradient of `_beginning`."""
     value, fill = ins
     changed = [d for d, by in enumerate(eqn.params["padding_config"]) if by != (0, 0, 0)]
     if len(changed) != 1 or value.make is not None:

@@ -146,7 +146,7 @@ def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
 def _of_all_microbatches(
     frame: DeviceFrame, value: DeviceValue, wanted: Layout | None
 ) -> DeviceValue:
-    """What one device has for itself of all its microbatches, where it is returned so."""
+    """A device-varying result of all microbatches, if it is returned concatenated."""
     if wanted is None or not value.own & frame.over_time:
         return value
     pairs = zip(value.aval.shape, wanted.shape, strict=True)
@@ -157,16 +157,16 @@ def _of_all_microbatches(
 def _returned(
     frame: DeviceFrame, value: DeviceValue, wanted: Layout | None, keeps_padding: bool
 ) -> Layout:
-    """In which layout a result is returned: where nothing else is said, whole, unless it has rows."""
+    """The layout of a result: `wanted`, or else replicated, unless it is batch-sharded."""
     if wanted is not None:
         return wanted
     frame.reduce(value)
     layout, replicated = value.layout, frame.replicated(value.aval.shape)
     if not value.rows:
         return replicated
-    if value.rows & frame.over_time:  # They come together, in the order of the batch.
+    if value.rows & frame.over_time:  # Microbatches are concatenated in the order of the batch.
         return _contiguous(frame, value)
-    # JAX has no arrays in unequal parts, nor in blocks that are dealt out.
+    # JAX has no arrays with unequal shards, nor with cuts in blocks.
     is_padded = any(dim.pad is not None for dim in layout.dims)
     if layout.spec() is not None and (keeps_padding or not is_padded):
         return layout
@@ -176,7 +176,7 @@ def _returned(
 
 
 def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:
-    """Rows that are dealt out, or beside padding, as even ones in one block, where there are such."""
+    """Batch-sharded in even contiguous shards, as far as the devices divide the dims."""
     found = frame.replicated(value.aval.shape)
     axes = [axis for axis in frame.mesh if axis in value.rows - frame.over_time]
     for d, dim in enumerate(value.layout.dims):
@@ -189,7 +189,7 @@ def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:
 def _with_zeros(
     frame: DeviceFrame, x: Atom, layout: Layout, given: Collection[Var]
 ) -> Atom:  # fmt: skip
-    """A result, with zeros for padding, as an argument has that is returned."""
+    """A result with zeros as padding; an argument that is returned has them."""
     padded = [d for d, dim in enumerate(layout.dims) if dim.pad is not None]
     for d in padded if padded and x not in given else ():
         x = frame.masked(x, layout, d, "sum")
@@ -197,12 +197,12 @@ def _with_zeros(
 
 
 def moves_of(jaxpr: Jaxpr, by_result: Mapping[Var, DeviceMove]) -> tuple[DeviceMove, ...]:
-    """Every conversion of a program that communicates."""
+
     return tuple(_moves(jaxpr, by_result, 1))
 
 
 def _moves(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove], times: int) -> Iterator[DeviceMove]:
-    """What the equations of a program move, in their order; in a loop, in all iterations."""
+    """The moves of a program in order; in a loop, of all iterations."""
     for eqn in jaxpr.eqns:
         if eqn.outvars and (move := moves.get(eqn.outvars[0])) is not None:
             yield move._replace(nbytes=move.nbytes * times, times=times)
@@ -211,10 +211,10 @@ def _moves(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove], times: int) -> Iterato
 
 
 def _nowhere() -> Eqn:
-    """Where equations come from that are written for a step without any."""
+    """An equation whose line stands for those of a step without any."""
     return _jaxpr.trace_here(lambda x: -x, jax.ShapeDtypeStruct((), jnp.int32)).jaxpr.eqns[0]
 
 
 def _template() -> Any:
-    """Any jaxpr, in the place of whose parts others stand."""
+
     return _jaxpr.trace_here(lambda: ()).jaxpr

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reshapes: each device reshapes what it has, if that is a part of the result.
+"""Reshapes: each device reshapes its shard, if that is a shard of the result.
 
-Else rows move: of a batch that is cut into fewer chunks than there are devices, each device gets a part of
-every chunk.
+If not, rows move: when a batch is split into fewer chunks than devices, each device gets a part of every
+chunk.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jzero.tracing._types import Eqn
 
 
 def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
-    """A reshape of what each device has; state that has no place after it is gathered.
+    """Writes a reshape; state whose sharding the result cannot have is gathered.
 
-    Rows that have none are exchanged for others of the same dims, or gathered and cut again. Numbers of rows
-    are gathered: that costs nothing.
+    Batch-sharded values go to other blocks of the same dims by an all-to-all, or are gathered and sliced.
+    Values with one number per row are gathered, which costs nothing.
     """
     out = eqn.outvars[0].aval
     if _jaxpr.in_scope(eqn, _jaxpr.GROUPS):
@@ -49,7 +49,7 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     if gone:
         return _cut_after(frame, made, value, gone)
     earlier = frame.shared.layouts_before.get((value.aval.shape, out.shape))
-    # What goes back ends where the rows have been, which are beside it there.
+    # The inverse of an earlier reshape restores its layout, which the values beside it have.
     if earlier is not None and made.rows == axes == earlier.axes and not made.layout.partial:
         made.atoms[earlier] = frame.at(made, earlier)
         made.layout = earlier
@@ -59,7 +59,7 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
 def _cut_after(
     frame: DeviceFrame, made: DeviceValue, value: DeviceValue, axes: Sequence[str]
 ) -> DeviceValue:  # fmt: skip
-    """A reshape of gathered rows as rows again: of the largest of their dims now, padded or not."""
+    """Shards a reshape of gathered rows again, along the largest of their dims, padded or not."""
     _, news = _dims_of_rows(value.layout, made.aval.shape, axes[0])
     n, shape = made.layout.num(axes), made.aval.shape
     free = [d for d in news if not made.layout.dims[d].cuts and made.layout.dims[d].pad is None]
@@ -73,7 +73,7 @@ def _cut_after(
 
 
 def _lost_rows(frame: DeviceFrame, value: DeviceValue, shape: Sequence[int]) -> list[str]:
-    """The axes whose rows a reshape has no place for, in the order of their cuts."""
+    """The axes whose batch sharding the result of a reshape cannot have, in the order of their cuts."""
     layout = value.layout
     kept = layout.reshapable(shape).axes | frame.over_time
     cuts = (cut.axis for dim in layout.dims for cut in dim.cuts)
@@ -83,7 +83,7 @@ def _lost_rows(frame: DeviceFrame, value: DeviceValue, shape: Sequence[int]) -> 
 def _in_other_blocks(
     frame: DeviceFrame, value: DeviceValue, lost: Sequence[str], shape: Sequence[int]
 ) -> Layout | None:
-    """The layout with the rows of some axes in other blocks, which a reshape keeps: of the same dim, best."""
+    """A layout with the rows of some axes in other blocks that the reshape keeps, best of the same dim."""
     own, left, found = _sharded_dim(value.layout, lost[0])[0], value.layout.without(lost), []
     for d in _dims_of_rows(value.layout, shape, lost[0])[0]:
         dim, at = left.dims[d], next_outer(left, left.dims[d])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program on values: each equation becomes those of one device.
+"""Interprets a jaxpr on `DeviceValue`s: each equation becomes those of one device.
 
-What an equation holds programs is asked of regions, not of names: a call, a custom derivative, a checkpoint's
-body and an operation that JAX expands are all written in the place where they stand.
+Regions say which equations have inner jaxprs, not names of primitives: calls, custom derivatives, checkpoints
+and operations that JAX expands are all inlined.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
 
 
 def _waits(frame: DeviceFrame, region: Region, var: Var, value: DeviceValue) -> bool:
-    """Whether something reads a partial sum as it is; whoever gets it of a region says what becomes of it.
+    """Whether a partial sum stays partial: a reader takes it so, or the region returns it.
 
-    Of a view none does if something else reads the sum, which would then be done twice.
+    Not for a view alone if other readers need the sum, which would then be reduced twice.
     """
     eqns = region.jaxpr.eqns
     ends = len(eqns) in (readers := region.readers.get(var, []))
@@ -122,7 +122,7 @@ def _equation(
         return [_reshapes.reshaped(frame, eqn, ins[0])]
     if name in _VMAPPED:
         return _in_place_of(frame, region, eqn, ins, _over_dims, (name, eqn.params["axes"]))
-    if name == "split" and ins[0].is_state:  # Passes take slices of leaves.
+    if name == "split" and ins[0].is_state:  # Passes know slices of leaves.
         return _in_place_of(
             frame, region, eqn, ins, _slices, (eqn.params["axis"], eqn.params["sizes"])
         )
@@ -149,7 +149,7 @@ def _in_place_of(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue],
     fn: Callable[..., object], static: tuple[Hashable, ...],
 ) -> list[DeviceValue]:  # fmt: skip
-    """Writes the equations of `fn(*static, *ins)` in the place of an equation, which computes the same."""
+    """Writes the equations of `fn(*static, *ins)` instead of an equation that computes the same."""
     given = [_jaxpr.var_like(value.aval) for value in ins]
     writer = JaxprWriter(eqn)
     outs = writer.trace(fn, *given, static=static)  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ def _slices(dim: int, sizes: tuple[int, ...], x: jax.Array) -> list[jax.Array]:
     ]
 
 
-# Collectives over an axis that `jax.vmap` has made a dim: reductions of that dim.
+# Collectives over an axis of `jax.vmap` reduce a dim.
 _VMAPPED: dict[str, Callable[..., jax.Array]] = {
     "psum": lambda x, dims: jnp.sum(x, dims, dtype=x.dtype),
     "pmax": jnp.max,
@@ -187,7 +187,7 @@ def _over_dims(name: str, dims: tuple[int, ...], *xs: jax.Array) -> list[jax.Arr
 
 
 def _check(eqn: Eqn, region: Region) -> None:
-    """Raises an error if the equation means more than a function of its operands."""
+    """Refuses collectives of the step and `shard_map`."""
     if eqn.primitive.name == "shard_map":
         raise shard_map_error(f" ({_jaxpr.summary(eqn)})")
     is_collective = _rules.costs(eqn, _rules.Cost.COLLECTIVE)

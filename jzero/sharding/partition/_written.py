@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that is written for one device, with collectives of its own: what it computes of its rows.
+"""Steps that are written for one device, with collectives of their own.
 
-[Note: device-varying values] What differs between the devices of such a step has the shape that the step
-gives it, and no layout says what it is a part of. Each equation that reads one is written as it is, on whole
-operands; so what follows from the state alone stays in shards, and is gathered where it meets rows. A sum
-over all axes along which a value differs is the partial sum that a sum over rows of the batch is, too.
+[Note: device-varying values] In such a step a device-varying value has the shape that the step gives it, and
+no layout says what it is a shard of. Equations that read one are kept as they are, on replicated operands.
+Values that depend on the state alone stay sharded, and are gathered where they meet device-varying ones. A
+`psum` over all axes over which a value varies is a partial sum, as a sum over the batch is in other steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REDUCES = dict.fromkeys(REDUCTIONS, "sum") | {"pmax": "max", "pmin": "min"}
 def equation(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> list[DeviceValue] | None:
-    """A collective of the step's own, or an equation of what differs; None if it is none of these."""
+    """Writes a collective of the step's own, or an equation of device-varying values; None for others."""
     if (written := frame.shared.written) is None:
         return None
     if eqn.primitive.name in COLLECTIVES:
@@ -96,7 +96,7 @@ def _collective(
 
 
 def _scattered(frame: DeviceFrame, eqn: Eqn, axes: Sequence[str], x: Atom) -> Atom:
-    """A microbatch's part of a sum that all of them give to."""
+    """A reduce-scatter over devices and microbatches."""
     replicated, dim = frame.replicated(x.aval.shape), eqn.params["scatter_dimension"]
     part = replicated.shard(dim, axes)
     own = frame.convert(x, replicated.with_partial(*map(Partial, axes)), part)
@@ -113,7 +113,7 @@ def _reduced_over_time(frame: DeviceFrame, op: str, x: Atom) -> Atom:
 def _gathered_over_time(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> tuple[Eqn, list[Atom]]:
-    """The devices' gather of what each has of all its microbatches."""
+    """A gather over devices and microbatches: the devices' gather of each one's microbatches together."""
     (value,), dim, num = (
         ins,
         eqn.params["all_gather_dimension"],
@@ -130,7 +130,7 @@ def _gathered_over_time(
 
 
 def joined_over_time(frame: DeviceFrame, value: DeviceValue, dim: int) -> DeviceValue:
-    """What the device has of all its microbatches, one behind the other along a dim."""
+    """The device's microbatches, concatenated along a dim."""
     (axis,), (x,), shape = frame.over_time, _replicated_atoms(frame, [value]), [*value.aval.shape]
     shape[dim] *= frame.mesh[axis]
     aval, replicated = _jaxpr.var_like(value.aval, shape).aval, frame.replicated(shape)
@@ -141,7 +141,7 @@ def joined_over_time(frame: DeviceFrame, value: DeviceValue, dim: int) -> Device
 def _reduced(
     frame: DeviceFrame, op: str, axes: Sequence[str], value: DeviceValue, out: Var
 ) -> DeviceValue:
-    """A sum that is due; nothing is linear in maxima and minima: they are due now."""
+    """A partial sum; maxima and minima are reduced at once, since nothing is linear in them."""
     if not value.own:
         return _times(frame, value, value.layout.num(axes)) if op == "sum" else value
     if op == "sum" and value.sum is not None and _several(frame).issubset(axes):
@@ -159,7 +159,7 @@ def _reduced(
 def _looked_up(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], own: frozenset[str]
 ) -> DeviceValue | None:
-    """What rows look up in a table in shards, by [Note: columns of tables]; None if it is no such look-up."""
+    """A look-up of rows in a sharded table, by [Note: columns of tables]; None if it is no such look-up."""
     if eqn.primitive.name != "gather" or ins[0].own or not ins[0].layout.axes:
         return None
     if not _has_rows(frame, ins[1]) or frame.diverges:
@@ -185,7 +185,7 @@ def _has_rows(frame: DeviceFrame, value: DeviceValue) -> bool:
 
 
 def _of_all_rows(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], out: Var) -> DeviceValue:
-    """The equation on the rows of all devices, of which each has its own along the first dim."""
+    """The equation on the rows of all devices, concatenated along dim 0 and sharded along it."""
     values = [ins[0], *(_as_rows(frame, v) for v in ins[1:])]
     others = [_jaxpr.var_like(v.aval) for v in values[1:]]
     joined = eqn.replace(invars=[eqn.invars[0], *others], outvars=[out])
@@ -195,7 +195,7 @@ def _of_all_rows(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], out: 
 
 
 def _as_rows(frame: DeviceFrame, value: DeviceValue) -> DeviceValue:
-    """What differs, as a part of what all devices have of it."""
+    """A device-varying value as a shard of its concatenation over all devices."""
     aval = _jaxpr.var_like(value.aval, _joined(frame, value, 0)).aval
     layout = frame.replicated(aval.shape).shard(0, frame.mesh)
     x = frame.at(value, frame.replicated(value.aval.shape))
@@ -203,7 +203,7 @@ def _as_rows(frame: DeviceFrame, value: DeviceValue) -> DeviceValue:
 
 
 def _joined(frame: DeviceFrame, value: DeviceValue | Var, dim: int) -> tuple[int, ...]:
-    """The shape of what all devices have of a value, one behind the other."""
+    """The shape of the concatenation of all devices' values."""
     shape, num = value.aval.shape, math.prod(frame.mesh.values())
     return (*shape[:dim], shape[dim] * num, *shape[dim + 1 :])
 
@@ -214,7 +214,7 @@ def _several(frame: DeviceFrame) -> frozenset[str]:
 
 
 def _times(frame: DeviceFrame, value: DeviceValue, num: int) -> DeviceValue:
-    """The sum of what all devices have in common, which stays where it is."""
+    """The sum of a replicated value over devices: a product with their number."""
     factor = _jaxpr.scalar(num, value.aval.dtype)
     ins: list[Atom] = [_jaxpr.var_like(value.aval), factor]
     eqn = _jaxpr.equation(lax.mul_p, ins, [_jaxpr.var_like(value.aval)], frame.source)
