@@ -77,10 +77,7 @@ def _of_solve(eqn: Eqn) -> float:
     return float(eqn.outvars[0].aval.size * eqn.invars[0].aval.shape[-1])
 
 
-_EACH = {
-    "sort": _of_sort,
-    "triangular_solve": _of_solve,
-}
+_EACH = {"sort": _of_sort, "triangular_solve": _of_solve}
 
 
 # [Note: work done more than once]

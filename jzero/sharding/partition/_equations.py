@@ -28,13 +28,7 @@ from jzero.ir._regions import Region, edges, trip_count
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.partition import _look_ups
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._values import (
-    DeviceValue,
-    joined,
-    next_outer,
-    put,
-    sized,
-)
+from jzero.sharding.partition._values import DeviceValue, joined, next_outer, put, sized
 from jzero.sharding.partition._writer import OF_STATE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var

@@ -28,15 +28,7 @@ from jax.typing import DTypeLike
 from jzero.ir import _rules
 from jzero.ir._effects import without_calls
 from jzero.ir._errors import cannot_in_time
-from jzero.ir._loops import (
-    MICROBATCHES,
-    CarryPort,
-    ConstPort,
-    Scan,
-    SlicePort,
-    StackPort,
-    any_scan,
-)
+from jzero.ir._loops import MICROBATCHES, CarryPort, ConstPort, Scan, SlicePort, StackPort, any_scan
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._sent import cast, fenced
 from jzero.ir._writer import JaxprWriter

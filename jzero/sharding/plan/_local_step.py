@@ -24,13 +24,7 @@ from jzero.sharding.plan._trace import TracedStep
 from jzero.tracing import _call, _jaxpr, _reading, _weak
 from jzero.tracing._call import BatchSpecs
 from jzero.tracing._modules import arrays_of
-from jzero.tracing._returned import (
-    Found,
-    as_given,
-    holds_floats,
-    holds_optimizer_state,
-    of_batch,
-)
+from jzero.tracing._returned import Found, as_given, holds_floats, holds_optimizer_state, of_batch
 from jzero.tracing._signature import Signature
 from jzero.tracing._state_arguments import parts
 

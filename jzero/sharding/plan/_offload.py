@@ -200,11 +200,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def rest(
-        self,
-        leaves: Leaves,
-        frame: Frame,
-        mesh: Mesh,
-        stage_axes: StageAxes,
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, UpdatePart]:
         """The leaves with their tiers, and the update part: what follows from those that are offloaded.
 
