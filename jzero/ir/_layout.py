@@ -119,16 +119,15 @@ class Layout:
 
     @functools.cached_property
     def axes(self) -> frozenset[str]:
-        """The axes that cut."""
+        """The axes that shard a dim."""
         return frozenset([cut.axis for dim in self.dims for cut in dim.cuts])
 
     @functools.cached_property
     def is_replicated(self) -> bool:
-        """Whether every device has all of it."""
+        """Whether every device has the whole value, without padding."""
         return not self.partial and not any(dim.cuts or dim.pad for dim in self.dims)
 
     def num(self, axes: Collection[str]) -> int:
-        """How many devices the axes have."""
         return math.prod([n for axis, n in self.mesh if axis in axes])
 
     def place(self, axis: str) -> tuple[int, int] | None:
@@ -149,7 +148,7 @@ class Layout:
 
     # -- other layouts of the same value --------------------------------------------------------------
     def cut(self, dim: int, axis: str, outer: int | None = None) -> Layout:
-        """Also sharded along a dim, by default within the shards that it has; padded as far as needed."""
+        """Also sharded along a dim, by default within its shards; padded if necessary."""
         old = self.dims[dim]
         if self.num([axis]) == 1:
             return self
@@ -168,7 +167,7 @@ class Layout:
         return functools.reduce(lambda layout, axis: layout.cut(dim, axis), axes, self)
 
     def without(self, axes: Collection[str]) -> Layout:
-        """Replicated over axes that cut, and without the padding that only they needed."""
+        """Replicated over axes that shard it, without padding that only they needed."""
         found = self._drop(axes)
         unpadded = [fits(dim.true, found.digits(dim.cuts)) for dim in found.dims]
         return found._unpadded(itertools.compress(itertools.count(), unpadded))
@@ -178,17 +177,17 @@ class Layout:
         return self._drop([axis for axis, _ in self.mesh])
 
     def with_partial(self, *partial: Partial) -> Layout:
-        """Also a partial sum (max, min) over axes."""
+        """Also partial over axes."""
         new = tuple(p for p in partial if self.num([p.axis]) > 1)
         return dataclasses.replace(self, partial=(*self.partial, *new))
 
     def reduced(self, axes: Collection[str]) -> Layout:
-        """No partial sum over the axes."""
+        """No longer partial over axes."""
         kept = tuple(p for p in self.partial if p.axis not in axes)
         return dataclasses.replace(self, partial=kept)
 
     def with_dims(self, new: Mapping[int, Dim]) -> Layout:
-        """With others in the place of some dims."""
+        """With other dims at some positions."""
         dims = tuple(new.get(d, dim) for d, dim in enumerate(self.dims))
         return dataclasses.replace(self, dims=dims)
 
@@ -197,7 +196,7 @@ class Layout:
         return self.with_dims({d: self.dims[d]._replace(cuts=c) for d, c in enumerate(cuts)})
 
     def _unpadded(self, dims: Iterable[int]) -> Layout:
-        """Without the padding of dims, and without the cuts that need it."""
+        """Without the padding of dims, and without cuts that need it."""
         new = {}
         for d in dims:
             size, cuts = self.dims[d].true, self.dims[d].cuts
@@ -206,20 +205,20 @@ class Layout:
 
     # -- layouts of other values ----------------------------------------------------------------------
     def reshape(self, shape: Sequence[int]) -> Layout:
-        """After a reshape of every device's block, which must be possible: see `reshapable`."""
+        """The layout after a reshape of every device's block, which must be possible: see `reshapable`."""
         found, lost = self._reshaped(shape)
         assert not any(lost), f"{self} has no layout as {tuple(shape)}"
         return found
 
     def reshapable(self, shape: Sequence[int]) -> Layout:
-        """This layout without the cuts and the padding that have no place after a reshape."""
+        """This layout without the cuts and the padding that a reshape cannot keep."""
         layout = self
         while any(lost := layout._reshaped(shape)[1]):
             layout = layout.without(lost[0])._unpadded(lost[1])
         return layout
 
     def _reshaped(self, shape: Sequence[int]) -> tuple[Layout, tuple[set[str], set[int]]]:
-        """A cut keeps its place in the flat order. Also the axes and the padded dims that have none."""
+        """A cut keeps its position in the flat order. Also returns the axes and padded dims that are lost."""
         dims, axes, pads = list[Dim](), set[str](), set[int]()
         for olds, news in dim_groups(self.shape, shape):
             group = [self.dims[d] for d in olds]
@@ -239,7 +238,7 @@ class Layout:
         return dataclasses.replace(self, dims=tuple(dims)), (axes, pads)
 
     def spec(self) -> PartitionSpec | None:
-        """Of the padded value; None if no PartitionSpec says it (dealt out, or a partial sum)."""
+        """Of the padded value; None if no PartitionSpec describes it (cut in blocks, or partial)."""
         if self.partial or any(_runs([(1, 1), *self.digits(d.cuts)])[1:] for d in self.dims):
             return None
         names = [tuple(cut.axis for cut in dim.cuts) for dim in self.dims]
@@ -270,14 +269,14 @@ def _plain(layout: Layout) -> Layout:
 
 # -- index arithmetic ---------------------------------------------------------------------------------
 def fits(size: int, digits: Digits) -> bool:
-    """Whether a dim can be `[outer, n, inner]` for each `(outer, n)`, from the outermost in, at once."""
+    """Whether a dim can be `[outer, n, inner]` for all `(outer, n)` at once, from the outermost in."""
     ends = [1, *(outer * n for outer, n in digits)]
     starts = [*(outer for outer, _ in digits), size]
     return all(start % end == 0 for start, end in zip(starts, ends, strict=True))
 
 
 def _runs(digits: Digits) -> Digits:
-    """With neighbours as one digit."""
+    """Merges adjacent digits."""
     runs: Digits = []
     for outer, n in digits:
         if runs and math.prod(runs[-1]) == outer:
@@ -287,7 +286,7 @@ def _runs(digits: Digits) -> Digits:
 
 
 def dim_groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """The fewest dims of both shapes that hold the same elements, from the first to the last."""
+    """The smallest groups of dims of both shapes that hold the same elements, in order."""
     assert math.prod(old) == math.prod(new), f"{tuple(old)} and {tuple(new)} differ in size"
     i, j = (0, 0) if math.prod(old) else (len(old), len(new))
     if not math.prod(old):
@@ -355,13 +354,13 @@ _BYTES = AxisTimes(0, 1, 1)
 
 
 def price_of(steps: Iterable[LayoutStep], prices: Prices) -> int:
-    """What steps take, one after the other."""
+    """The price of steps one after the other."""
     moved = ((step.kind, axis, n) for step in steps for axis, n in step.received)
     return sum(times_along(prices, axis).of(kind, n) for kind, axis, n in moved)
 
 
 def times_along(prices: Prices, axis: str) -> AxisTimes:
-    """What collectives along an axis take: their bytes, if `prices` says nothing of it."""
+    """The times of collectives along an axis; their bytes, if `prices` has no entry."""
     return dict(prices).get(axis, _BYTES)
 
 
@@ -412,7 +411,7 @@ def conversion(
 def _received(
     kind: str, axes: Sequence[str], before: Layout, after: Layout, itemsize: int
 ) -> tuple[tuple[str, int], ...]:
-    """Of what a device makes, or reduces, its own part is there; each other device sends an equal part."""
+    """Bytes by axis: a device receives an equal part from each other device."""
     nbytes = math.prod((after if kind == "gather" else before).local_shape) * itemsize
     moved = [(axis, n) for axis, n in before.mesh if axis in axes and kind not in LOCAL]
     if kind == "permute":
@@ -424,19 +423,19 @@ def _received(
 
 
 def _is_out_of_order(step: LayoutStep) -> bool:
-    """Whether one collective is over several axes whose devices are not in the mesh's order."""
+    """Whether one collective is over several axes that are not in the mesh's order."""
     places = [axis for axis, _ in step.before.mesh if axis in step.axes]
     return step.kind in ("gather", "scatter", "exchange") and places != [*step.axes]
 
 
 def _over_outer_axes(step: LayoutStep) -> int:
-    """Bytes, each as often as there are axes inside of the one that it crosses."""
+    """Bytes, weighted by the number of axes inside of the one that they cross."""
     inner = {axis: i for i, (axis, _) in enumerate(reversed(step.before.mesh))}
     return sum(inner[axis] * nbytes for axis, nbytes in step.received)
 
 
 def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
-    """What may come next: gathers of any shards, and whatever makes a part as it is in the goal."""
+    """Candidate next steps: gathers of any shards, and every step that produces a part of the goal."""
     for d, (dim, wanted) in enumerate(zip(now.dims, goal.dims, strict=True)):
         for axes in _neighbours(now, dim):
             yield "gather", axes, (gathered := now._drop(axes))
@@ -474,14 +473,14 @@ def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], La
 
 
 def _neighbours(layout: Layout, dim: Dim) -> Iterator[tuple[str, ...]]:
-    """Axes whose cuts follow each other immediately, so that one collective serves them all."""
+    """Adjacent axes of a dim, which one collective can serve together."""
     for i, j in itertools.combinations(range(len(dim.cuts) + 1), 2):
         if len(_runs(layout.digits(dim.cuts[i:j]))) == 1:
             yield tuple(cut.axis for cut in dim.cuts[i:j])
 
 
 def _put(layout: Layout, goal: Layout, axes: Sequence[str]) -> Layout | None:
-    """With neighbouring cuts of the goal, in this order; None if they are none, or do not fit yet."""
+    """With adjacent cuts of the goal, in this order; None if they are not, or do not fit yet."""
     place = goal.place(axes[0])
     if place is None or tuple(axes) not in _neighbours(goal, goal.dims[place[0]]):
         return None
@@ -492,18 +491,18 @@ def _put(layout: Layout, goal: Layout, axes: Sequence[str]) -> Layout | None:
 
 
 def _exchanges(now: Layout, moved: Layout, dim: int, axes: Sequence[str]) -> bool:
-    """Whether an all-to-all does it: within one dim, what is cut and what is joined must not overlap."""
+    """Whether an all-to-all does it: within one dim, the two cuts must not overlap."""
     digits = sorted(now.digits({*now.dims[dim].cuts, *moved.dims[dim].cuts}))
     return moved.place(axes[0]) != now.place(axes[0]) and fits(moved.dims[dim].size, digits)
 
 
 def _blocks_of(layout: Layout) -> list[tuple[int, Pad | None, Digits]]:
-    """Equal for layouts that divide a value into the same blocks, whichever device has which."""
+    """Equal for layouts that divide a value into the same blocks, on whichever devices."""
     return [(dim.size, dim.pad, _runs(layout.digits(dim.cuts))) for dim in layout.dims]
 
 
 def permutation(step: LayoutStep) -> list[tuple[int, int]]:
-    """`(from, to)` of a permute, in devices along its axes."""
+    """`(from, to)` of a permute, in linear device indices along its axes."""
     holders, users = defaultdict(list), defaultdict(list)
     sizes = [step.before.num([axis]) for axis in step.axes]
     for i, at in enumerate(itertools.product(*map(range, sizes))):
@@ -514,7 +513,7 @@ def permutation(step: LayoutStep) -> list[tuple[int, int]]:
 
 
 def _start(layout: Layout, device: Mapping[str, int]) -> tuple[int, ...]:
-    """Where in each dim a device's block begins, as far as the given axes say."""
+    """Where a device's block begins in each dim, as far as the given axes say."""
     return tuple(
         sum(
             device[axis] * (dim.size // (outer * layout.num([axis])))

@@ -31,14 +31,14 @@ MICROBATCHES = "jzero.microbatches"
 
 
 class ConstPort(NamedTuple):
-    """What each iteration reads whole, and its name in an iteration."""
+    """A loop constant, and its name in the body."""
 
     outer: Atom
     inner: Var
 
 
 class CarryPort(NamedTuple):
-    """A carry: its first value, its name in the body, what the body makes of it, and its last value."""
+    """A carry: its initial value, its name in the body, the body's result for it, and its final value."""
 
     init: Atom
     before: Var
@@ -47,14 +47,14 @@ class CarryPort(NamedTuple):
 
 
 class SlicePort(NamedTuple):
-    """A stack of which each iteration takes its slice."""
+    """A stack of which each iteration gets a slice."""
 
     stack: Atom
     row: Var
 
 
 class StackPort(NamedTuple):
-    """A stack that a loop makes of what each iteration has for it."""
+    """A stack of results of iterations."""
 
     row: Atom
     stack: Var
@@ -86,7 +86,6 @@ class Scan:
 
     @classmethod
     def of(cls, eqn: Eqn) -> Scan:
-        """A `scan` equation taken apart."""
         parts = _jaxpr.scan_parts(eqn)
         first, last, num = parts.num_consts, parts.num_consts + parts.num_carry, parts.num_carry
         ins, outs = parts.body.invars, parts.body.outvars
@@ -104,7 +103,6 @@ class Scan:
 
     @property
     def body(self) -> Jaxpr:
-        """An iteration."""
         ins = [port.inner for port in self.consts]
         ins += [*(port.before for port in self.carries), *(port.row for port in self.xs)]
         outs = [*(port.after for port in self.carries), *(port.row for port in self.ys)]
@@ -112,7 +110,6 @@ class Scan:
         return _jaxpr.replaced(old, invars=ins, outvars=outs, eqns=[*self.eqns])
 
     def equation(self) -> Eqn:
-        """The loop."""
         ins = [port.outer for port in self.consts]
         ins += [*(port.init for port in self.carries), *(port.stack for port in self.xs)]
         outs = [*(port.out for port in self.carries), *(port.stack for port in self.ys)]
@@ -120,7 +117,7 @@ class Scan:
         return _jaxpr.scan_like(self.eqn, self.body, ins, outs, *nums, self.length, self.reverse)
 
     def equations(self) -> list[Eqn]:
-        """The loop, and what stands around it."""
+        """The loop and the equations around it."""
         return [*self.before, self.equation(), *self.after]
 
 
@@ -144,7 +141,7 @@ class ScanBuilder:
         self.xs, self.ys = [*scan.xs], [*scan.ys]
 
     def whole(self, atom: Atom) -> Atom:
-        """What each iteration reads whole."""
+        """An atom as a loop constant."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self.inner:
@@ -161,7 +158,7 @@ class ScanBuilder:
         return known[0]
 
     def sink(self, stack: Var, row: Callable[[Var], object]) -> None:
-        """Takes no slices of a stack: `row` writes the equation that makes an iteration's."""
+        """Drops the slices of a stack: `row` writes the equation that makes an iteration's slice."""
         for port in self.xs:
             if port.stack is stack:
                 row(port.row)
@@ -175,13 +172,13 @@ class ScanBuilder:
         return out
 
     def stack(self, row: Atom, out: Var | None = None) -> Var:
-        """Makes a stack of what each iteration has."""
+        """Stacks a result of each iteration."""
         out = _jaxpr.var_like(row.aval, (self.scan.length, *row.aval.shape)) if out is None else out
         self.ys.append(StackPort(row, out))
         return out
 
     def build(self, **changes: Any) -> Scan:
-        """The loop; `changes` are those of other fields of it."""
+        """The loop; `changes` are other fields of it."""
         assert not [*self.first.consts, *self.last.consts], "constants of an iteration have no port"
         return dataclasses.replace(
             self.scan,
@@ -220,7 +217,7 @@ def opened(scan: Scan) -> Scan:
 
 
 def empty(writer: JaxprWriter, stack: Var) -> Var:
-    """What a stack is before a loop has written it, in the memory where it lies."""
+    """The initial value of a stack that a loop writes, in the stack's memory kind."""
     if _jaxpr.is_on_host(stack.aval):
         static = stack.aval.shape[0], stack.aval.shape[1:], stack.aval.dtype
         (made,) = writer.trace(_memory_spaces.empty_on_host, static=static)
@@ -250,7 +247,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
         writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom, eqns: Sequence[Eqn],
         outs: Sequence[Atom], known: Mapping[Var, Atom],
     ) -> list[Atom]:  # fmt: skip
-        """Writes equations of the iteration `at` a place, and returns what stands for `outs`."""
+        """Writes equations of the iteration `at` an index, and returns their values of `outs`."""
         read = set(variables([*(a for e in eqns for a in e.invars), *outs]))
         names: dict[Var, Atom] = {port.inner: whole(port.outer) for port in scan.consts}
         names |= {p.row: writer.row(whole(p.stack), at) for p in scan.xs if p.row in read}
@@ -303,7 +300,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
 
 
 def _making(scan: Scan, ahead: Sequence[Var]) -> tuple[list[Eqn], list[Eqn]]:
-    """The equations that make `ahead`, and those of the rest of an iteration."""
+    """The equations that make `ahead`, and the other ones."""
     given = {port.inner for port in scan.consts} | {port.row for port in scan.xs}
     wanted, making = set(ahead), list[Eqn]()
     for eqn in reversed(scan.eqns):
@@ -330,7 +327,7 @@ def _check_closed(scan: Scan) -> None:
 
 
 def makes_keys(scan: Scan) -> bool:
-    """Whether it makes stacks of keys, which nothing can be written into."""
+    """Whether it stacks PRNG keys, which cannot be written with dynamic_update_slice."""
     kinds = [port.stack.aval.dtype for port in scan.ys]
     return any(jax.dtypes.issubdtype(kind, jax.dtypes.extended) for kind in kinds)
 
@@ -340,7 +337,7 @@ def _place(i: int) -> Atom:
 
 
 def any_scan(source: Eqn) -> Eqn:
-    """A loop at the line of `source`, in the place of whose parts others are to stand."""
+    """A `scan` at the line of `source`, as a template for `Scan.of`."""
     return _template().replace(source_info=source.source_info)
 
 

@@ -41,7 +41,7 @@ COLLECTIVES = AGREEING | SPREADING
 
 @dataclasses.dataclass(eq=False)
 class Frame(Region):
-    """One place in the step where a jaxpr runs, and what was found about its variables."""
+    """A region, and facts about its variables."""
 
     varying: dict[Var, Varying] = dataclasses.field(default_factory=dict)
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
@@ -60,12 +60,10 @@ class Frame(Region):
         return NOWHERE if _jaxpr.is_literal(atom) else self.varying[atom]
 
     def reads(self, eqn: Eqn) -> list[Varying]:
-        """Variance of the operands."""
         return [self.varies(atom) for atom in eqn.invars]
 
     @property
     def out_varying(self) -> list[Varying]:
-        """Variance of the outputs."""
         return [self.varies(atom) for atom in self.jaxpr.outvars]
 
 
@@ -93,7 +91,7 @@ def build_frames(
 
 
 def frames_of(program: Region, varies: Callable[[Region, Atom], Varying]) -> Frame:
-    """The tree of frames of a program of which somebody else knows what varies."""
+    """The tree of frames of a program, with given variance."""
     jaxpr = program.jaxpr
     made = (out for eqn in jaxpr.eqns for out in eqn.outvars)
     varying = {var: varies(program, var) for var in [*jaxpr.constvars, *jaxpr.invars, *made]}
@@ -205,7 +203,7 @@ def split(items: Sequence[Item], *sizes: int) -> list[list[Item]]:
 
 
 def is_unreduced(frame: Frame, atom: Atom) -> bool:
-    """Whether `atom` is a sum over the devices that may wait for what reads it."""
+    """Whether `atom` is an unreduced sum over devices."""
     return not _jaxpr.is_literal(atom) and atom in frame.unreduced
 
 

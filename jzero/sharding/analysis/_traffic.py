@@ -54,19 +54,17 @@ class Collective:
 
     @property
     def total_elements(self) -> int:
-        """Elements a step moves through it; of a `while`, an iteration."""
         return self.elements * self.times
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these elements."""
         return math.ceil(self.total_elements * self.itemsize)
 
 
 def collectives(
     jaxpr: Any, times: int = 1, each_iteration: bool = False, leaf: str = ""
 ) -> Iterator[Collective]:
-    """Every collective in `jaxpr` and the jaxprs inside it; `leaf` is what an equation around it serves."""
+    """Every collective in `jaxpr` and its inner jaxprs; `leaf` is that of an enclosing equation."""
     for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
         name = eqn.primitive.name
         if name in _OPS:
@@ -85,7 +83,7 @@ def op_of(eqn: Eqn) -> str | None:
 
 
 def leaf_of(eqn: Eqn) -> str:
-    """The leaf that a collective serves; of one of the batch, nothing."""
+    """The leaf that a collective serves; '' for batch-sharded values."""
     leaf = re.search(r"jzero\.\w+\[(.*)\]", str(eqn.source_info.name_stack))
     return leaf.group(1) if leaf else ""
 
@@ -106,7 +104,7 @@ def _collectives_of(eqn: Eqn, times: int, each_iteration: bool, leaf: str) -> It
 
 
 def carried_bytes(jaxpr: Any, scope: str) -> int:
-    """Bytes that the largest `scan` made under the named scope carries from one iteration to the next."""
+    """Bytes of the carries of the largest `scan` under the named scope."""
     most, region = 0, Region(*_jaxpr.open_jaxpr(jaxpr))
     for eqn in region.jaxpr.eqns:
         over = edges(region, eqn) if _jaxpr.in_scope(eqn, scope) else []

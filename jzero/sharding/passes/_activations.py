@@ -30,7 +30,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class OnHost(NamedTuple):
-    """A program, and what of it is offloaded."""
+    """A program, and its offloaded residuals."""
 
     jaxpr: Jaxpr
     residuals: tuple[Residual, ...]
@@ -88,7 +88,7 @@ class _OnHostWriter:
         self.writer = JaxprWriter(eqns[0]) if eqns else None
 
     def run(self) -> Jaxpr:
-        """The program; itself if nothing of it waits."""
+        """The program; itself if nothing of it is offloaded."""
         jaxpr, writer = self.region.jaxpr, self.writer
         if writer is None:
             return jaxpr
@@ -132,7 +132,7 @@ class _OnHostWriter:
     # -- marks -----------------------------------------------------------------------------------------
 
     def _marked(self, writer: JaxprWriter, eqn: Eqn) -> None:
-        """An equation of a pass that becomes programs of its own."""
+        """Writes an equation where passes become programs of their own."""
         if self.region.pass_of(eqn) == "backward":
             read = [v for v in _jaxpr.variables_read(eqn) if v in self.there]
             writer.names |= {v: self.there.pop(v) for v in read}
@@ -154,7 +154,7 @@ class _OnHostWriter:
                 self.there[out] = _jaxpr.variable(mark)
 
     def _marked_loop(self, writer: JaxprWriter, eqn: Eqn) -> Eqn:
-        """A loop whose iterations mark the residuals that they return, and fetch those that were marked."""
+        """A loop whose iterations mark the residuals that they return, and read marked ones."""
         scan, (body,) = Scan.of(eqn), self.region.inner(eqn)
         inner = _OnHostWriter(body, self.waiting, marks=True)
         own = inner.writer

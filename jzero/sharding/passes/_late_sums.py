@@ -27,7 +27,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 def late_sums(jaxpr: Jaxpr) -> Jaxpr:
-    """One device's program that sums up what it only adds to other sums when it is added up."""
+    """One device's program, in which sums that are only added to others are reduced together."""
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:
         inner = _jaxpr.with_inner(eqn, late_sums)
@@ -36,7 +36,6 @@ def late_sums(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _together(eqns: list[Eqn], outs: Sequence[Atom]) -> list[Eqn]:
-    """The equations, with one sum in the place of two that are cast and added."""
     makers = {out: eqn for eqn in eqns for out in eqn.outvars}
     reads = [atom for eqn in eqns for atom in eqn.invars]
     num = Counter[Atom](atom for atom in [*reads, *outs] if not _jaxpr.is_literal(atom))
@@ -58,7 +57,7 @@ def _together(eqns: list[Eqn], outs: Sequence[Atom]) -> list[Eqn]:
 
 
 def _cast_sum(makers: _waits.Makers, num: Counter[Atom], atom: Atom) -> list[Eqn]:
-    """The sums over devices of which a value is a cast, and the cast; nothing if others read them."""
+    """The reductions that a value is a cast of, and the cast; nothing if they have other readers."""
     cast = None if _jaxpr.is_literal(atom) else makers.get(atom)
     if cast is None or not _rules.is_float_cast(cast) or num[atom] != 1:
         return []
@@ -83,7 +82,7 @@ def _kind(chain: Sequence[Eqn]) -> tuple[str, ...]:
 
 
 def _added(add: Eqn, terms: Sequence[Sequence[Eqn]]) -> list[Eqn]:
-    """What is summed is added up as it would be behind the sums; the last of them take it."""
+    """Accumulates the operands as their sums would be, and reduces once."""
     *sums, cast = terms[-1]
     writer, (x,) = JaxprWriter(sums[0]), sums[0].invars
     wide = _jaxpr.var_like(cast.outvars[0].aval, x.aval.shape)
@@ -107,7 +106,7 @@ def _loop(eqn: Eqn) -> list[Eqn]:
 
 
 def _accumulated_sum(port: CarryPort, makers: _waits.Makers, num: Mapping[Var, int]) -> list[Eqn]:
-    """The sum that a carry adds up, what is done to it, and the addition; nothing if it adds up no such."""
+    """The reduction that a carry accumulates, operations on it, and the addition; or nothing."""
     if _jaxpr.is_literal(port.after) or num.get(port.before) != 1 or num.get(port.after) != 1:
         return []
     add = makers.get(port.after)

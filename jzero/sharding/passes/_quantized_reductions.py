@@ -53,7 +53,7 @@ class QuantizedAxes(NamedTuple):
 
 
 def leaf_in_scope(eqn: Eqn) -> str:
-    """The leaf that a reduction serves, as the partitioner names it; '' if none."""
+    """The leaf in the scope of a reduction, as the partitioner names it; '' if none."""
     found = [_SCOPE.fullmatch(scope) for scope in _jaxpr.scopes(eqn)]
     return next((match.group(1) for match in reversed(found) if match is not None), "")
 
@@ -108,7 +108,7 @@ def quantize_reductions(
 
 
 def _mixed(program: Region) -> dict[ValueIn, bool]:
-    """Of which values a pass computes something else than gradients of leaves."""
+    """Values that a pass computes with, and that are not only gradients of leaves."""
 
     def of_operands(region: Region, eqn: Eqn, outs: Sequence[bool]) -> list[bool]:
         if eqn.primitive.name == "optimization_barrier":
@@ -126,7 +126,7 @@ def _is_plain(eqn: Eqn) -> bool:
 
 
 class _Stages:
-    """Writes a reduction in the place of one that is exact, of each of XLA's parts by itself."""
+    """Writes a quantized reduction in place of an exact one, of each Auto part by itself."""
 
     def __init__(self, writer: JaxprWriter, eqn: Eqn, axes: QuantizedAxes, parts: AutoParts):
         self.writer, self.eqn, self.axes, self.parts = writer, eqn, axes, parts
@@ -157,7 +157,7 @@ class _Stages:
         return shard, total
 
     def summed(self, x: Atom) -> Atom:
-        """`[n, d]` of each device -> their sum, the same on all of them: axes without a format come last."""
+        """`[n, d]` of each device -> their sum on all devices; axes without a format come last."""
         outer, self.writer.source = self.writer.source, self.source
         formats = self.axes.formats
         for axis in self.sizes:
@@ -172,7 +172,7 @@ class _Stages:
         return x
 
     def _stage(self, terms: Atom, axis: str, waits: bool) -> Atom:
-        """Of `[q, k, n, d]`, a term for each device of `axis`, all devices' terms for this one, summed up."""
+        """Of `[q, k, n, d]`, a term for each device of `axis`: exchanges the terms, and sums the received."""
         blocks, num, dim = self.axes.formats.get(axis), self.sizes[axis], self.dim
         source = self.parts.mark(self.source)
         if blocks is None:
@@ -232,13 +232,13 @@ def _joined(parts: AutoParts, x: jax.Array) -> jax.Array:
 
 
 def _rows(blocks: Blocks, dim: int, terms: jax.Array) -> jax.Array:
-    """`[q, k, n, d]` as `[q, k, bytes]`."""
+    """`[q, k, n, d]` as quantized `[q, k, bytes]`."""
     several = terms.shape[: dim + 1]
     return _quantize.quantize(terms.reshape(math.prod(several), -1), blocks).reshape(*several, -1)
 
 
 def _total(part: tuple[int, ...], dtype: str, blocks: Blocks, rows: jax.Array) -> jax.Array:
-    """Of `[q, k, bytes]` the sum of k terms, `[q, *part]`."""
+    """Of quantized `[q, k, bytes]` the sum of k terms, `[q, *part]`."""
     *several, num, nbytes = rows.shape
     wide = jnp.promote_types(dtype, jnp.float32)
     terms = _quantize.dequantize(rows.reshape(-1, nbytes), math.prod(part), wide, blocks)
@@ -255,7 +255,7 @@ def _even(parts: AutoParts, num: int, x: jax.Array) -> jax.Array:
 
 
 def _row(blocks: Blocks, x: jax.Array) -> jax.Array:
-    """`[q, n]` as `[q, 1, bytes]`."""
+    """`[q, n]` as quantized `[q, 1, bytes]`."""
     several = x.shape[:-1]
     return _quantize.quantize(x.reshape(-1, x.shape[-1]), blocks).reshape(*several, 1, -1)
 
@@ -263,7 +263,7 @@ def _row(blocks: Blocks, x: jax.Array) -> jax.Array:
 def _whole(
     parts: AutoParts, shape: tuple[int, ...], dtype: str, size: int, blocks: Blocks, rows: jax.Array
 ) -> jax.Array:
-    """`[q, k, bytes]` as `[n, d]`."""
+    """Quantized `[q, k, bytes]` as `[n, d]`."""
     *several, num, nbytes = rows.shape
     nums = dict(parts.cuts)
     part = [size // nums.get(d, 1) for d, size in enumerate(shape)]

@@ -70,17 +70,16 @@ class LeafPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole leaf."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the devices fetch it where they compute with it: a parameter that rests on the hosts."""
+        """Whether it is a parameter that is stored on the hosts, and fetched for computation."""
         return self.role == PARAMETER and self.tier != DEVICE
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape at rest: the sharded dim is a multiple of the devices."""
+        """The stored shape: the sharded dim is padded to a multiple of the devices."""
         dim = self.layout.dim if isinstance(self.layout, Shard) else None
         return tuple(size + self.padding * (d == dim) for d, size in enumerate(self.shape))
 
@@ -94,11 +93,11 @@ class LeafPlan:
 
     @property
     def nbytes_per_device(self) -> int:
-        """Bytes at rest of each device's part, padding included; in the memory that `tier` says."""
+        """Stored bytes of each device, padding included, in the memory `tier`."""
         return math.prod(self.padded_shape) * self.itemsize // self.num_shards
 
     def in_codes(self, blocks: Blocks) -> LeafPlan:
-        """The leaf as it rests in codes: as rows of bytes, over the same devices."""
+        """The leaf stored quantized: as rows of bytes, sharded over the same devices."""
         cut = self.layout if isinstance(self.layout, Shard) else None
         dim, parts = (cut.dim, self.num_shards) if cut else (None, 1)
         form = CodedForm(self.shape, self.dtype, blocks, dim, parts, self.padding)
@@ -115,7 +114,7 @@ class LeafPlan:
 
     @property
     def decoded(self) -> LeafPlan:
-        """The leaf as the devices would have it without codes, each its part."""
+        """The leaf as it is when dequantized."""
         form = self.codes
         if form is None:
             return self
@@ -127,7 +126,7 @@ class LeafPlan:
         )  # fmt: skip
 
     def row(self, width: int = 0) -> str:
-        """One line: path (as wide as told), type, role, layout."""
+        """One line: path (padded to `width`), type, role, layout."""
         why = f"  ({self.why_full})" if self.why_full else ""
         why += f"  (padded by {self.padding})" if self.padding else ""
         why += f"  (auto_specs: {self.uncut})" if self.uncut else ""
@@ -154,7 +153,7 @@ def offload(
 
 
 def axes_away(leaves: Sequence[LeafPlan], shard_axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The mesh axes along which devices have other parts of what rests away from them."""
+    """The mesh axes that shard leaves stored off the devices."""
     others = (axes for leaf in leaves if leaf.tier != DEVICE for axes in leaf.automatic)
     return (*shard_axes, *dict.fromkeys(axis for axes in others for axis in axes))
 

@@ -122,7 +122,7 @@ def _read_beside_state(unclear: _reading.Unclear, step: FlatStep, setting: Setti
 
 
 def _check_updates(traced: TracedStep, step: FlatStep) -> None:
-    """Reads a step once more of which a batch was taken for state, and refuses gradients that were."""
+    """Retries a step whose batch was taken for state, and refuses gradients that were."""
     state = jax.tree.unflatten(step.state_tree, step.state)
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
     outs = as_given(arrays_of(outs))
@@ -168,7 +168,7 @@ def _as_written(
 
 
 def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
-    """Reads a step once more that updates another argument as it does its state; hidden states have rows."""
+    """Retries a step that updates another argument as state; hidden states are batch-sharded."""
 
     def has_rows(name: str, results: range) -> bool:
         whole = dataclasses.replace(step, in_specs={**step.in_specs, name: P()})
@@ -194,7 +194,7 @@ def _batch_specs(step: FlatStep, setting: Setting) -> BatchSpecs:
 
 
 def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
-    """The whole batch's step; None if it has collectives of its own."""
+    """The step at the shapes of the whole batch; None if it has collectives of its own."""
     axes, split = _step_axes(setting), _batch_specs(step, setting)
     parts = split.parts(setting.axes, setting.options.microbatches.num)
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
@@ -237,7 +237,7 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
 
 
 def _refusal(options: Sequence[str], specs: Sequence[P], named: Sequence[str]) -> StepError:
-    """For a step with options that need one dim of the batch, and specs that split several."""
+    """The error for options that need a single batch dim, with specs that shard several."""
     leaf, spec = next(
         (leaf, spec) for leaf, spec in zip(named, specs, strict=True) if len(spec) > 1
     )
@@ -248,7 +248,7 @@ def _refusal(options: Sequence[str], specs: Sequence[P], named: Sequence[str]) -
 
 
 def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, ...]:
-    """What a step gathers; an output by its path, and not by its number."""
+    """Movements of a step, with paths of outputs instead of their numbers."""
     paths = _outputs.output_paths(out_tree)
     return tuple(
         dataclasses.replace(m, where=paths[int(m.where)]) if m.operation == OUTPUT else m
@@ -257,7 +257,7 @@ def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, 
 
 
 def check_movements(movements: Sequence[Movement], most: int) -> None:
-    """Refuses a step that gathers more rows at once than the user permits."""
+    """Refuses a step that gathers more rows at once than `Comm(max_gather_bytes=)`."""
     bad = sorted((m for m in movements if m.nbytes > most), key=lambda m: -m.nbytes)
     if bad:
         raise StepError(message(
@@ -270,7 +270,7 @@ def check_movements(movements: Sequence[Movement], most: int) -> None:
 
 
 def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
-    """The step traced at the shapes of one device's part of the batch."""
+    """The step at the shapes of one device's shard of the batch."""
     if step.signature.told or setting.evaluates:
         return _of_one_device(step, setting)
     state = jax.tree.unflatten(step.state_tree, step.state)
@@ -339,7 +339,7 @@ def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
 def _on_one_device(
     step: FlatStep, setting: Setting
 ) -> tuple[list[P], list[jax.ShapeDtypeStruct], tuple[bool, ...]]:
-    """How arguments are split, shapes of all leaves on one device, and which arguments are keys for all."""
+    """Specs of arguments, local shapes of all leaves, and which arguments are keys for all devices."""
     specs = _call.argument_specs(
         step.arrays, step.in_specs, setting.batch_axes, setting.options.microbatches.num
     )

@@ -41,7 +41,7 @@ def _check_sizes(leaves: Sequence[StateLeaf], setting: Setting) -> None:
 
 
 def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
-    """What the plan must know of an abstract state."""
+    """What the plan needs to know of an abstract state."""
     paths = _call.leaf_paths(state, "state")
     leaves = jax.tree.leaves(state)
     shapes, data_axes = [leaf.shape for leaf in leaves], setting.axis_names
@@ -150,7 +150,7 @@ def _laid_out(
     frame: Frame, tables: Tables, leaves: Sequence[StateLeaf], setting: Setting,
     rests: Sequence[Rest | None],
 ) -> tuple[Links, tuple[LeafPlan, ...]]:  # fmt: skip
-    """Which dims are sharded together, and how each leaf rests."""
+    """Linked dims, and the stored layout of each leaf."""
     stage_axes = setting.stage_axes
     links = Links(frame, stage_axes.count(stage_axes.shard_axes))
     if setting.evaluates:
@@ -191,7 +191,7 @@ def _updates(frame: Frame, num_leaves: int) -> bool:
 
 
 def _unread(frame: Frame, num_leaves: int) -> frozenset[int]:
-    """The leaves, by index, that nothing reads of what the step returns."""
+    """Indices of the leaves that no result depends on."""
     _, read = _rewrite.behind(frame.jaxpr.eqns, frame.jaxpr.outvars)
     invars = frame.jaxpr.invars[:num_leaves]
     return frozenset(i for i, var in enumerate(invars) if var not in read)

@@ -96,7 +96,7 @@ def check_reduced(
 
 
 def _is_key_of_device(aval: Any) -> bool:
-    """Whether it is a key, or the one of a device among an array of them."""
+    """Whether it is a key, or one device's key of an array of them."""
     shape = aval.shape[1:] if aval.shape[:1] == (1,) else aval.shape
     return _call.is_single_key(aval.dtype, shape)
 
@@ -109,7 +109,7 @@ def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
 def check_outputs(
     traced: _trace.TracedStep | _trace.WholeBatch, avals: list[Any], tree: Any
 ) -> None:
-    """The step must return its state, alone or first, with every leaf's shape and dtype kept."""
+    """A step must return its state, alone or first, with every leaf's shape and dtype."""
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
     outs = arrays_of(outs)
     state = jax.tree.unflatten(tree, avals)

@@ -181,7 +181,7 @@ class StepPlan:
 
     @property
     def cut_dims(self) -> tuple[int | None, ...]:
-        """The dim along which a microbatch is cut from an argument; None from one that comes whole."""
+        """The dims along which microbatches cut arguments; None for replicated arguments."""
         return tuple(
             dim if dim is not None and any(spec[dim : dim + 1]) else None
             for dim, spec in zip(self.microbatches.dims, self.arguments, strict=True)
@@ -189,7 +189,6 @@ class StepPlan:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the data axes."""
         return self.stage_axes.axes
 
     @property
@@ -199,33 +198,30 @@ class StepPlan:
 
     @property
     def accumulate(self) -> int:
-        """Microbatches that each device works through in a step."""
         return self.microbatches.num
 
     @property
     def in_parts(self) -> bool:
-        """Whether the passes of a step are several programs: parameters rest on the hosts."""
+        """Whether a step's passes are several programs: parameters are stored on the hosts."""
         apart = self.accumulate == 1 or self.microbatches.by_layer
         return apart and any(leaf.is_streamed for leaf in self.leaves)
 
     @property
     def reduce_once(self) -> bool:
-        """Gradients are reduced after the last microbatch, not for each."""
         return self.exchange.reduce_once
 
     @functools.cached_property
     def layouts(self) -> tuple[RestLayout, ...]:
-        """Of everything that the step returns."""
+        """Layouts of all results of the step."""
         return (*(leaf.layout for leaf in self.new_leaves), *self.outputs)
 
     @property
     def new_leaves(self) -> tuple[LeafPlan, ...]:
-        """Those that the step returns."""
         return () if self.evaluates else self.leaves
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Short hash of everything in the plan; processes compare it, among all that decides a program."""
+        """A short hash of the plan, which processes compare."""
         return hashlib.sha256("\n".join(self.rows()).encode()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
@@ -235,7 +231,7 @@ class StepPlan:
         return hash(self.fingerprint)
 
     def nbytes_at_rest(self, role: str | None = None, tier: str = DEVICE) -> int:
-        """Bytes of each device between steps, of one role or of all, in one tier of memory."""
+        """Stored bytes of each device, of one role or of all, in one tier of memory."""
         return sum(
             leaf.nbytes_per_device
             for leaf in self.leaves
@@ -246,7 +242,7 @@ class StepPlan:
         return "\n".join(self.rows())
 
     def rows(self) -> Iterator[str]:
-        """The plan in lines: what rests where, then what runs when."""
+        """The plan in lines: what is stored where, then what runs when."""
         axes = ", ".join(f"{name}={size}" for name, size in self.axes)
         width = max((len(leaf.path) for leaf in self.leaves), default=0)
         yield f"stage {self.stage} over {axes}; reductions: {self.reductions}"
@@ -283,7 +279,7 @@ class StepPlan:
 
 
 def variable_names(frame: Frame) -> dict[_jaxpr.Var, str]:
-    """`input3`, `12.0` (of equation 12): of the root frame's variables, by where they are made."""
+    """`input3`, `12.0` (of equation 12): names of the root frame's variables, by where they are made."""
     jaxpr = frame.jaxpr
     names = {var: f"constant{i}" for i, var in enumerate(jaxpr.constvars)}
     names |= {var: f"input{i}" for i, var in enumerate(jaxpr.invars)}

@@ -58,7 +58,7 @@ def spared(
 
 
 def _padding_saves(stage_axes: StageAxes, leaf: StateLeaf, avoid: Collection[int]) -> int | None:
-    """Bytes on each device; None for a leaf that would not have to be padded, or is not sharded at all."""
+    """Bytes saved on each device; None for a leaf that needs no padding, or is not sharded at all."""
     num = stage_axes.count(stage_axes.shard_axes)
     dim = _layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
     if dim is None or leaf.shape[dim] % num == 0 or stage_axes.is_small(leaf):

@@ -54,17 +54,16 @@ class StateLeaf(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Into how many parts it is cut over axes that are not data axes."""
         return math.prod(self.cuts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on each device if the data axes do not cut it."""
+        """Bytes on each device if no data axis shards it."""
         return math.prod(self.shape) * self.itemsize // self.parts
 
     @property
     def taken(self) -> set[int]:
-        """Dims that are sharded over other axes than the data axes."""
+        """Dims that are sharded over Auto axes."""
         return {dim for dim, axes in enumerate(self.automatic) if axes}
 
 
@@ -88,15 +87,13 @@ class StageAxes:
 
     @property
     def num_devices(self) -> int:
-        """Over which the batch is split."""
         return math.prod(size for _, size in self.axes)
 
     def count(self, axes: Sequence[str]) -> int:
-        """How many shards there are over `axes`."""
+        """The number of shards over `axes`."""
         return math.prod(dict(self.axes)[axis] for axis in axes)
 
     def is_small(self, leaf: StateLeaf) -> bool:
-        """Whether it is not worth a collective."""
         return math.prod(leaf.shape) * leaf.itemsize < self.min_bytes
 
     def choose(
@@ -123,7 +120,7 @@ class StageAxes:
         return dim, ""
 
     def axes_of(self, leaf: StateLeaf, role: str) -> tuple[str, ...]:
-        """The axes over which a leaf rests if it has a dim for them."""
+        """The axes over which a leaf is stored, if it has a dim for them."""
         if role == PARAMETER and self.full is not None and re.search(self.full, leaf.path):
             return ()
         return {PARAMETER: self.param_axes, OPTIMIZER: self.shard_axes, OTHER: ()}[role]
