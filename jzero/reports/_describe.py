@@ -33,7 +33,7 @@ from jzero.sharding.partition._movement import ITERATIONS_DEPEND, Movement
 from jzero.sharding.partition._saved import Loops, SavedValue
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
-from jzero.sharding.plan._layout import Full
+from jzero.sharding.plan._layout import Replicated
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
@@ -553,7 +553,7 @@ def _split_dims(spec: PartitionSpec) -> SplitDims:
 
 
 def _memory(role: str, leaves: Sequence[LeafPlan]) -> Memory:
-    sharded = sum(not isinstance(leaf.layout, Full) for leaf in leaves)
+    sharded = sum(not isinstance(leaf.layout, Replicated) for leaf in leaves)
     whole = sum(leaf.nbytes for leaf in leaves)
     per_device = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier == DEVICE)
     on_host = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier in (PINNED, HOST))

@@ -16,9 +16,9 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.cut._subgraphs import UpdatePart
 from jzero.sharding.plan import _layout
-from jzero.sharding.plan._coded_form import CodedForm
-from jzero.sharding.plan._layout import FULL, Automatic, RestLayout, Shard
+from jzero.sharding.plan._layout import REPLICATED, Automatic, Shard, StoredLayout
 from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._quantized_form import QuantizedForm
 from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _call, _jaxpr
 
@@ -41,10 +41,10 @@ class ValuePlan:
     path: str
     shape: tuple[int, ...]
     dtype: jax.typing.DTypeLike
-    layout: RestLayout
+    layout: StoredLayout
     padded_shape: tuple[int, ...]
     spec: P
-    codes: CodedForm | None = None
+    codes: QuantizedForm | None = None
     automatic: Automatic = ()
 
     @property
@@ -110,7 +110,7 @@ def boundary_of(
     at_rest = {var: _leaf(leaf, var) for var, leaf in zip(invars, leaves, strict=False)}
     for var, spec in zip(invars[len(leaves) :], arguments, strict=True):
         shape = _whole_shape(var.aval.shape, spec, batch_axes)
-        at_rest[var] = ValuePlan("", shape, var.aval.dtype, FULL, shape, spec)
+        at_rest[var] = ValuePlan("", shape, var.aval.dtype, REPLICATED, shape, spec)
     if not update.pieces:
         return Boundary(at_rest, {})
     read = {var for piece in update.pieces for var in piece.reads}
@@ -174,7 +174,7 @@ def _like_gradient(
     """`var`, sharded along the dim linked with `like`, over all of the optimizer's axes."""
     axes, shape = stage_axes.shard_axes, var.aval.shape
     dim = links.sharded_dim(frame, like) if stage_axes.num_devices > 1 else None
-    layout = FULL if dim is None else Shard(dim, axes)
+    layout = REPLICATED if dim is None else Shard(dim, axes)
     num = stage_axes.count(axes)
     padded = tuple(_layout.padded_size(n, num) if d == dim else n for d, n in enumerate(shape))
     spec = _layout.partition_spec(layout)

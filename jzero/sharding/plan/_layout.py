@@ -13,7 +13,7 @@ from jzero.tracing import _call
 
 
 @dataclasses.dataclass(frozen=True)
-class Full:
+class Replicated:
     """Replicated."""
 
     def __str__(self) -> str:
@@ -53,11 +53,11 @@ class Grid:
         return f"grid{partition_spec(self)}"
 
 
-RestLayout = Full | Shard | Grid
-FULL = Full()
+StoredLayout = Replicated | Shard | Grid
+REPLICATED = Replicated()
 
 
-def partition_spec(layout: RestLayout, automatic: Automatic = ()) -> P:
+def partition_spec(layout: StoredLayout, automatic: Automatic = ()) -> P:
     """The layout as a PartitionSpec."""
     entries = [*(layout.axes if isinstance(layout, Grid) else automatic)]
     if isinstance(layout, Shard):
@@ -71,12 +71,12 @@ def beside(spec: P, automatic: Automatic) -> P:
     return partition_spec(of_spec(spec), automatic) if any(automatic) else spec
 
 
-def of_spec(spec: P) -> RestLayout:
+def of_spec(spec: P) -> StoredLayout:
     names = tuple(map(_call.spec_axes, spec))
     dims = [dim for dim, axes in enumerate(names) if axes]
     if len(dims) > 1:
         return Grid(names)
-    return Shard(dims[0], names[dims[0]]) if dims else FULL
+    return Shard(dims[0], names[dims[0]]) if dims else REPLICATED
 
 
 MOST_GROWTH = 2  # by padding; what moves grows by as much

@@ -16,9 +16,9 @@ from jzero._errors import BatchError, JzeroError, StepError, describe_leaf, firs
 from jzero.ir._work import Repeated
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.partition._writer import OUTPUT
-from jzero.sharding.plan import _layout, _outputs, _trace, _untold
+from jzero.sharding.plan import _layout, _outputs, _trace, _undeclared
 from jzero.sharding.plan._extra_work import Extra, RowsOf, extra_work
-from jzero.sharding.plan._layout import RestLayout
+from jzero.sharding.plan._layout import StoredLayout
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._trace import TracedStep
 from jzero.tracing import _call, _jaxpr, _reading, _weak
@@ -52,7 +52,7 @@ class LocalStep:
 
     traced: TracedStep
     specs: tuple[P, ...]
-    outputs: tuple[RestLayout, ...]
+    outputs: tuple[StoredLayout, ...]
     row_dims: tuple[int | None, ...]
     keys: tuple[bool, ...]
     whole_arguments: tuple[str, ...] = ()
@@ -115,7 +115,9 @@ def _read_beside_state(unclear: _reading.Unclear, step: FlatStep, setting: Setti
         traced = _as_written(step, step.plain, setting)
         assert traced is not None  # It was traced so before.
         state = step.signature.state_names[0], jax.tree.unflatten(step.state_tree, step.state)
-        independent = _untold.independent(traced, [state, *step.arrays.items()], left, found.state)
+        independent = _undeclared.independent(
+            traced, [state, *step.arrays.items()], left, found.state
+        )
         left = [name for name in left if name not in independent]
     if found.state and not left:
         raise _reading.Elsewhere(found.state) from None
@@ -129,8 +131,8 @@ def _check_updates(traced: TracedStep, step: FlatStep) -> None:
     names = step.signature.state_names
     named = list(zip(names, [value for _, value in parts(state)], strict=True))
     led = names[:1] if _reading.leads(step.signature, outs, state, step.arrays) else ()
-    flow = _untold.Flow(traced.frame.jaxpr, named, step.arrays)
-    wrong = _untold.misread(flow)
+    flow = _undeclared.Flow(traced.frame.jaxpr, named, step.arrays)
+    wrong = _undeclared.misread(flow)
     if wrong.unclear:
         unclear = tuple(wrong.unclear)
         sure = tuple([name for name in names if name not in unclear])
@@ -138,7 +140,7 @@ def _check_updates(traced: TracedStep, step: FlatStep) -> None:
     if wrong.instead or wrong.batch:
         kept = [wrong.instead.get(name, name) for name in names if name not in wrong.batch]
         raise _reading.Elsewhere(step.signature.in_order(kept))
-    if anew := _untold.computed_anew(flow, led):
+    if anew := _undeclared.computed_anew(flow, led):
         _reading.refuse_anew(step.signature, anew)
 
 
@@ -177,7 +179,7 @@ def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
 
     state = jax.tree.unflatten(step.state_tree, step.state)
     are_split = [bool(spec) for spec in _batch_specs(step, setting).specs]
-    suspects = _untold.like_state(found.traced, state, step.arrays, are_split)
+    suspects = _undeclared.like_state(found.traced, state, step.arrays, are_split)
     updated = [
         name for name, results in suspects.items()
         if any(not has_rows(name, numbers) for numbers in results)

@@ -22,7 +22,7 @@ from jzero.sharding.analysis._update_subgraphs import Names
 from jzero.sharding.plan import _host_memory, _layout, _leaves, _trace, _weights, _wire
 from jzero.sharding.plan._boundary import boundary_of
 from jzero.sharding.plan._distributed_updates import DistributedStep, distribute_updates
-from jzero.sharding.plan._leaves import LeafPlan, Rest
+from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
 from jzero.sharding.plan._local_step import LocalStep
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
@@ -63,15 +63,15 @@ def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
 
 
 def make_plan(
-    local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting, rests: Sequence[Rest | None] = ()
+    local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting, stored: Sequence[StoredLeaf | None] = ()
 ) -> tuple[StepPlan, Analysis]:  # fmt: skip
-    """Decides where a step's values lie, and what runs when.
+    """Decides where a step's values are stored, and what runs when.
 
     Args:
       local: what is partitioned of the step.
       leaves: of its state.
       setting: what the user gave.
-      rests: of an evaluation, how each leaf lies.
+      stored: of an evaluation, how each leaf is stored.
 
     Raises:
       OptionError: an option that this step cannot obey.
@@ -83,7 +83,7 @@ def make_plan(
     _check_sizes(leaves, setting)
     num = stage_axes.num_devices if is_whole else 1
     tables = looked_up(frame, num)
-    links, layouts = _laid_out(frame, tables, leaves, setting, rests)
+    links, layouts = _laid_out(frame, tables, leaves, setting, stored)
     shared = DistributedStep(frame, {}, ())
     if _distributes_updates(setting):
         shared = _distribute_updates(frame, links, layouts, setting)
@@ -95,15 +95,15 @@ def make_plan(
         traced = dataclasses.replace(local.traced, frame=frame, whole=whole)
         local = dataclasses.replace(local, traced=traced)
         tables = looked_up(frame, num)
-        links, layouts = _laid_out(frame, tables, leaves, setting, rests)
+        links, layouts = _laid_out(frame, tables, leaves, setting, stored)
     backend = options.offload
     reduce_codes = options.reduce_codes(setting.axes)
     if options.comm.gather_dtype is not None or any(reduce_codes.values()):
         layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.comm.gather_dtype)
-    resting, update = backend.rest(layouts, frame, setting.mesh, stage_axes)
+    placed, update = backend.store(layouts, frame, setting.mesh, stage_axes)
     # Of what is one device's, or one microbatch's, arguments have so many times the shape.
     times = dict.fromkeys(setting.axes, 1) if is_whole else setting.batch_axes
-    boundary = boundary_of(frame, links, stage_axes, resting, local.specs, times, update)
+    boundary = boundary_of(frame, links, stage_axes, placed, local.specs, times, update)
     waiting = residuals(frame, Frame.varies) if options.moves_activations else {}
     _host_memory.check(options, frame, waiting, setting.mesh)
     plan = StepPlan(
@@ -112,7 +112,7 @@ def make_plan(
         automatic=tuple(setting.automatic),
         step_axes=tuple(setting.step_axes.items()),
         reductions=local.traced.reductions,
-        leaves=resting,
+        leaves=placed,
         arguments=local.specs,
         outputs=local.outputs,
         microbatches=Microbatches(
@@ -132,7 +132,7 @@ def make_plan(
             tuple(reduce_codes.items()),
         ),
         update=update,
-        turns=backend.turns(resting, frame, update, boundary),
+        turns=backend.turns(placed, frame, update, boundary),
         device_bytes=backend.visiting_bytes,
         boundary=boundary,
         names=variable_names(frame),
@@ -148,16 +148,16 @@ def make_plan(
 
 def _laid_out(
     frame: Frame, tables: Tables, leaves: Sequence[StateLeaf], setting: Setting,
-    rests: Sequence[Rest | None],
+    stored: Sequence[StoredLeaf | None],
 ) -> tuple[Links, tuple[LeafPlan, ...]]:  # fmt: skip
     """Linked dims, and the stored layout of each leaf."""
     stage_axes = setting.stage_axes
     links = Links(frame, stage_axes.count(stage_axes.shard_axes))
     if setting.evaluates:
         options, automatic = setting.options, setting.automatic
-        found = _leaves.plan_as_found(leaves, rests, stage_axes, automatic, frame, links)
+        found = _leaves.plan_as_found(leaves, stored, stage_axes, automatic, frame, links)
         return links, _weights.at_rest(
-            found, rests, frame, options.weight_dtype, options.comm.tile_bytes
+            found, stored, frame, options.weight_dtype, options.comm.tile_bytes
         )
     if setting.options.needs_masters:
         links.link_returned(frame, len(leaves))

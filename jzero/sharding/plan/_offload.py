@@ -194,7 +194,7 @@ class Backend(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def rest(
+    def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, UpdatePart]:
         """The leaves with their tiers, and the update part: what follows from those that are offloaded.

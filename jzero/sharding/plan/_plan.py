@@ -21,7 +21,7 @@ from jzero.sharding.partition._matrix_buckets import UpdatesByCall
 from jzero.sharding.partition._saved import Loops
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._distributed_updates import DistributedUpdate
-from jzero.sharding.plan._layout import RestLayout
+from jzero.sharding.plan._layout import StoredLayout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import StageAxes
 from jzero.sharding.plan._trace import WholeBatch
@@ -157,7 +157,7 @@ class StepPlan:
     reductions: str
     leaves: tuple[LeafPlan, ...]
     arguments: tuple[P, ...]
-    outputs: tuple[RestLayout, ...]
+    outputs: tuple[StoredLayout, ...]
     microbatches: Microbatches
     exchange: Exchange
     update: UpdatePart
@@ -211,7 +211,7 @@ class StepPlan:
         return self.exchange.reduce_once
 
     @functools.cached_property
-    def layouts(self) -> tuple[RestLayout, ...]:
+    def layouts(self) -> tuple[StoredLayout, ...]:
         """Layouts of all results of the step."""
         return (*(leaf.layout for leaf in self.new_leaves), *self.outputs)
 

@@ -97,9 +97,13 @@ class StageAxes:
         return math.prod(leaf.shape) * leaf.itemsize < self.min_bytes
 
     def choose(
-        self, leaf: StateLeaf, looped: Collection[int], spared: bool, kept: Collection[int] = ()
+        self,
+        leaf: StateLeaf,
+        looped: Collection[int],
+        left_replicated: bool,
+        kept: Collection[int] = (),
     ) -> tuple[int | None, str]:
-        """The dim along which a leaf can rest in shards, or None and the reason; not padded if `spared`.
+        """The dim along which a leaf is sharded, or None and the reason; unpadded if `left_replicated`.
 
         It is one of those that all look-ups keep, if the devices divide one (`sharding/analysis/_tables.py`).
         """
@@ -115,7 +119,7 @@ class StageAxes:
             return None, _layout.why_full(leaf.shape, avoid)
         if self.is_small(leaf):
             return None, f"smaller than Axes(min_shard_bytes={self.min_bytes})"
-        if spared and leaf.shape[dim] % num:
+        if left_replicated and leaf.shape[dim] % num:
             return None, "it would need padding, which would save less than 1 MiB"
         return dim, ""
 

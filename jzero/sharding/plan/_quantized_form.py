@@ -13,7 +13,7 @@ from jzero._blocks import Blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class CodedForm:
+class QuantizedForm:
     """A leaf `[..., n, d]` as `uint8[..., parts, bytes]`: each device has a part of every row.
 
     A row is a matrix, the last two dims, so that loops over stacks of layers slice rows like leaves; of
