@@ -249,17 +249,33 @@ def early_step(train_step, state):
     return train_step._programs.of(call).step
 
 
-def test_numbers_that_are_more_than_a_decision_wait(seen):
-    """Where a gradient is multiplied by what follows from the norm, whatever it is."""
+def test_a_factor_is_assumed_when_it_has_been_the_same_twice(seen):
+    """A clip by `min(1, most / norm)` decides nothing: it multiplies, by 1 where it does not clip."""
 
     def update(grads, state, params=None):
         scale = jnp.minimum(1.0, LIMIT / optax.tree.norm(grads))
         return ADAM.update(jax.tree.map(lambda g: g * scale, grads), state, params)
 
     tx = optax.GradientTransformation(ADAM.init, update)
-    _, plan = trained(True, tx, [SMALL] * 2, 2)
-    assert not plan.turns
-    assert not seen.steps
+    scales = [SMALL, SMALL, SMALL, LARGE, LARGE, SMALL, SMALL, SMALL]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostStep, "_old_share", 0)
+        expected, _ = trained(True, tx, scales, 2)
+        patch.setattr(HostStep, "_old_share", 1.0)
+        found, _ = trained(True, tx, scales, 2)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.tobytes() == y.tobytes()
+    assert [num > 0 for num in seen.begun] == [False, False, True, True, False, False, False, True]
+    assert [num > 0 for num in seen.undone] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
 # -- what a failure leaves -------------------------------------------------------------------------

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates that begin before all that they read is there, as if the rest decided what it did in the last step.
 
-A clip is `select(norm < most, g, g / norm * most)`: where it does not clip, nothing depends on the norm.
+A clip is `select(norm < most, g, g / norm * most)`: where it does not clip, nothing depends on the norm. Or
+it is `g * min(1, most / norm)`: where it does not clip, that factor is what it was in the last step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,7 +32,7 @@ Numbers = Mapping[Var, Sequence[np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Assumption:
-    """Numbers decide what they decided in the last step.
+    """Numbers decide what they decided in the last step; or they are what they were, if more depends on them.
 
     The update begins with the last step's numbers. It is the same machine code, so that where the assumption
     holds, it makes the same bits as with the numbers of this step.
@@ -45,9 +48,16 @@ class Assumption:
     decisions: tuple[Var, ...]
     needs: tuple[frozenset[Var], ...]
 
-    def is_possible(self, last: Numbers) -> bool:
-        """Whether an update may begin with the last step's numbers: on nothing but decisions it depends."""
-        return self._needs(last).issubset(self.decisions) and self.holds(last, last)
+    def is_likely(self, last: Numbers, before: Numbers) -> bool:
+        """Whether an update may begin with the last step's numbers.
+
+        So if it depends on decisions alone, or on numbers that were the same in the step before the last.
+        """
+        if not self._needs(last).issubset(self.decisions) and not (
+            before and self.holds(before, last)
+        ):
+            return False
+        return self.holds(last, last)
 
     def holds(self, last: Numbers, now: Numbers) -> bool:
         """Whether an update with the last step's numbers has made what it makes with those of this step."""
@@ -62,6 +72,42 @@ class Assumption:
         for var in self.decisions:
             index = 2 * index + bool(numbers[var][0])
         return self.needs[index]
+
+
+class History(NamedTuple):
+    """What the numbers of a step's assumptions were in its last two runs; nothing before the first.
+
+    Attributes:
+      last: of the last run.
+      before: of the run before it.
+    """
+
+    last: Numbers = {}
+    before: Numbers = {}
+
+    def allows(self, assumption: Assumption | None) -> bool:
+        """Whether an update may begin that assumes this, or nothing."""
+        if assumption is None:
+            return True
+        return bool(self.last) and assumption.is_likely(self.last, self.before)
+
+    def then(self, numbers: Numbers) -> History:
+        """With those of another run."""
+        return History(numbers, self.last)
+
+
+def numbers_of(
+    assumptions: Iterable[Assumption | None], reads: Mapping[Var, jax.Array], places: Sequence[int]
+) -> Numbers:
+    """The numbers of assumptions.
+
+    Args:
+      assumptions: of updates; None of those that assume nothing.
+      reads: has the numbers.
+      places: of the devices whose numbers they are, among those of the process.
+    """
+    found = {var for each in assumptions if each for var in each.numbers}
+    return {var: [np.array(reads[var].addressable_data(k)) for k in places] for var in found}
 
 
 def _is_usual(x: np.ndarray) -> bool:
@@ -80,15 +126,14 @@ def assumption_of(frame: Frame, piece: Subgraph, numbers: Sequence[Var]) -> Assu
     eqns = [frame.jaxpr.eqns[i] for i in piece.eqns]
     chosen_by = _choices(eqns, numbers)
     decisions = tuple(dict.fromkeys(chosen_by.values()))
-    if not 0 < len(decisions) <= _MOST_DECISIONS or _computes_numbers(eqns, numbers):
+    if len(decisions) > _MOST_DECISIONS or _computes_numbers(eqns, numbers):
         return None
     outs = variables([frame.jaxpr.outvars[i] for i in piece.outs])
     needs = tuple(
         _read(eqns, outs, chosen_by, dict(zip(decisions, decided, strict=True))) & {*numbers}
         for decided in itertools.product((False, True), repeat=len(decisions))
     )
-    found = Assumption(tuple(numbers), decisions, needs)
-    return found if any(need.issubset(decisions) for need in needs) else None
+    return Assumption(tuple(numbers), decisions, needs)
 
 
 def _choices(eqns: Sequence[Eqn], numbers: Sequence[Var]) -> dict[int, Var]:

@@ -28,7 +28,10 @@ from jzero.sharding.plan._plan import StepPlan
 
 _GRADIENTS = "its last part makes their gradients, or fetches them"
 _SCALARS = "they read a number that comes at its end, as a clip's norm does"
-_ASSUMED = ", if the last step did not clip (or whatever else its end decides), and undone if this one does"
+_ASSUMED = (
+    ", if the last step did not clip (or whatever else its end decides), and done again if this one "
+    "does"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +108,7 @@ class EarlyPlan:
 
 def plan_early(
     planned: PlannedStep, layered: LayeredSegment, hosted: Collection[int], known: Collection[Var],
-    kept: Collection[Var], assumes: bool = False,
+    kept: Collection[Var], assumes: bool = False, in_tiles: Collection[Var] | None = None,
 ) -> EarlyPlan:  # fmt: skip
     """Plans early updates.
 
@@ -116,8 +119,10 @@ def plan_early(
       known: values that are there before the grad part runs.
       kept: gradients that somebody else reads, too.
       assumes: whether updates may begin on an assumption.
+      in_tiles: where leaves are updated in tiles: what the host reads element by element, tile after tile;
+        all else is there, or assumed, before the first tile. None where they are updated whole.
     """
-    return _Early(planned, layered, known, kept).plan(hosted, assumes)
+    return _Early(planned, layered, known, kept, in_tiles).plan(hosted, assumes)
 
 
 class _Early:
@@ -127,7 +132,9 @@ class _Early:
         layered: LayeredSegment,
         known: Collection[Var],
         kept: Collection[Var],
+        in_tiles: Collection[Var] | None,
     ):
+        self._in_tiles = in_tiles
         self._frame, self._plan, self._layered = planned.frame, planned.plan, layered
         self._known, self._kept = known, kept
         self._arrivals, self._last_reads = layered.arrivals(), layered.last_reads()
@@ -171,7 +178,17 @@ class _Early:
             return "they renew what rests on the devices"
         if any(self._users[i] > 1 for i in piece.leaves):
             return "other updates read them, too"
+        if self._in_tiles is not None and not self._is_there(piece):
+            return "they read more than numbers that are there before the first gradient is"
         return ""
+
+    def _is_there(self, piece: Subgraph) -> bool:
+        """Whether all that a piece does not read in tiles comes before any gradient, or may be assumed."""
+        in_tiles = self._in_tiles or ()
+        first = min((part for v, part in self._arrivals.items() if v in in_tiles), default=0)
+        others = {*self._others(piece)} - {*in_tiles, *self._known}
+        others -= {*self._numbers_at_the_end(piece)}
+        return all(not v.aval.shape and self._arrivals[v] < first for v in others)
 
     def _others(self, piece: Subgraph) -> list[Var]:
         """What a piece reads besides its leaves."""

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jzero._memory_kinds import HOST
-from jzero.offload._assumptions import Numbers
+from jzero.offload._assumptions import History, Numbers, numbers_of
 from jzero.offload._early_turns import EarlyPlan, EarlyTurn, as_function, avals_of
 from jzero.offload._host_engine import padding_of, zero_padding
 from jzero.offload.kernels._host_update import (
@@ -60,7 +60,7 @@ class EarlyUpdates:
       plans: of all leaves.
       devices: whose shards are updated; other local devices are their replicas.
       at: the places of these among the process's devices.
-      last: what numbers of an assumption were in the last step; nothing before the first.
+      history: what numbers of assumptions were in the last steps.
       old: memory for old values, by the turn and its slice, unless a run has it. A run that fails keeps it:
         its threads may still write there.
     """
@@ -92,9 +92,8 @@ class EarlyUpdates:
         self.turns = {turn: self._compiled(turn, keeps=False) for turn in plan.turns}
         assuming = [turn for turn in plan.turns if turn.assumption]
         self.keeping = {turn: self._compiled(turn, keeps=True) for turn in assuming}
-        self._numbers = {v for turn in assuming if turn.assumption for v in turn.assumption.numbers}
         self._old_bytes = old_bytes
-        self.last: Numbers = {}
+        self.history = History()
         self.old: dict[tuple[EarlyTurn, int | None], Old] = {}
 
     def _compiled(self, turn: EarlyTurn, keeps: bool) -> HostUpdate:
@@ -123,10 +122,7 @@ class EarlyUpdates:
 
     def numbers(self, reads: Mapping[Var, jax.Array]) -> Numbers:
         """Those of assumptions, of each of `devices`."""
-        return {
-            var: [np.array(reads[var].addressable_data(k)) for k in self.at]
-            for var in self._numbers
-        }
+        return numbers_of([turn.assumption for turn in self.turns], reads, self.at)
 
     def room(self, turn: EarlyTurn, at: int | None, old: dict[Any, Old]) -> Old | None:
         """Memory for old values of a turn, among what a run has of it; None if that would be too much."""
@@ -149,8 +145,7 @@ class EarlyRun:
     """
 
     def __init__(
-        self, updates: EarlyUpdates, state: Sequence[Any], num_steps: int,
-        known: Mapping[Var, jax.Array], waits: bool,
+        self, updates: EarlyUpdates, state: Sequence[Any], num_steps: int, waits: bool
     ):  # fmt: skip
         """Begins nothing.
 
@@ -158,19 +153,23 @@ class EarlyRun:
           updates: what can be done early.
           state: whose leaves are updated.
           num_steps: how many steps the new state has behind it.
-          known: what is on its way to the host from the start.
           waits: everything begins with `finish` only.
         """
         self._updates, self._state, self._num_steps = updates, state, num_steps
-        self._known, self._waits = dict(known), waits
+        self._known: Mapping[Var, jax.Array] = {}
+        self._waits = waits
         self._ready: list[Arrived] = []
         self._late: list[Arrived] = []  # what begins when all numbers are there
         self._assumed: list[tuple[Arrived, Old]] = []  # what has begun on an assumption
         self._under_way: collections.deque[UnderWay] = collections.deque()
         self._memory: dict[int, PinnedLeaf] = {}
-        self._last, self._old = updates.last, updates.old
+        self._history, self._old = updates.history, updates.old
         updates.old = {}
         self.made: dict[int, Any] = {}
+
+    def knows(self, known: Mapping[Var, jax.Array]) -> None:
+        """Before the first arrival: what is on its way to the host from the start."""
+        self._known = known
 
     def begin(
         self, update: Update, at: int | None, arrays: Sequence[jax.Array]
@@ -180,7 +179,7 @@ class EarlyRun:
         Later parts fetch these from there.
         """
         turn: EarlyTurn = update.begin
-        here = self._known | dict(zip(turn.arriving(self._known), arrays, strict=True))
+        here = {**self._known} | dict(zip(turn.arriving(self._known), arrays, strict=True))
         self._ready.append(Arrived(turn, at, here))
         return {} if self._waits else self._begin()
 
@@ -195,15 +194,13 @@ class EarlyRun:
                 self._late.append(arrived)
             else:
                 self._assumed.append((arrived, old))
-                taken |= self._start(arrived, self._last, old)
+                taken |= self._start(arrived, self._history.last, old)
         self._ready.clear()
         return taken
 
     def _room(self, arrived: Arrived) -> Old | None:
         """Memory for old values of an update that may begin on an assumption; None if it waits."""
-        assumption, last = arrived.turn.assumption, self._last
-        assert assumption is not None
-        if not last or not assumption.is_possible(last):
+        if not self._history.allows(arrived.turn.assumption):
             return None
         return self._updates.room(arrived.turn, arrived.at, self._old)
 
@@ -261,7 +258,7 @@ class EarlyRun:
         for index, memory in self._memory.items():
             zero_padding(memory.buffers, self._updates.padding(index))
             memory.copy_to_replicas()
-        self._updates.last, self._updates.old = numbers, self._old
+        self._updates.history, self._updates.old = self._history.then(numbers), self._old
 
     def _end(self) -> None:
         while self._under_way:
@@ -271,7 +268,7 @@ class EarlyRun:
         """Updates that have begun on a wrong assumption; the memory is again as they found it."""
         wrong = [
             (arrived, old) for arrived, old in self._assumed
-            if arrived.turn.assumption and not arrived.turn.assumption.holds(self._last, numbers)
+            if arrived.turn.assumption and not arrived.turn.assumption.holds(self._history.last, numbers)
         ]  # fmt: skip
         for arrived, old in wrong:
             self._restore(arrived, old)

@@ -40,6 +40,7 @@ class HostEngine:
 
     Attributes:
       devices: whose shards are updated.
+      at: the places of these among the process's devices.
       update: compiled; says by which road each leaf is updated.
     """
 
@@ -62,8 +63,8 @@ class HostEngine:
         shards, indices = (places(turn.mesh, axes) for axes in (turn.shard_axes, turn.axes))
         self._local = list(shards)
         self.devices = devices
-        self._at = [self._local.index(device) for device in devices]
-        first = {shards[device]: at for device, at in zip(devices, self._at, strict=True)}
+        self.at = [self._local.index(device) for device in devices]
+        first = {shards[device]: at for device, at in zip(devices, self.at, strict=True)}
         self._like = [first[place] for place in shards.values()]
         self._indices = [[np.asarray(i, np.int32) for i in indices[device]] for device in devices]
         outs, shapes = turn.out_avals(), turn.out_shapes()
@@ -103,7 +104,7 @@ class HostEngine:
         """Does what can fail, and overwrites nothing. `reads` are there, in pinned memory."""
         self._buffers = [leaf.buffers for leaf in state]
         self._leaves = state
-        shards = [[buffers[k] for buffers in self._buffers] for k in range(len(self._at))]
+        shards = [[buffers[k] for buffers in self._buffers] for k in range(len(self.at))]
         self.update.prepare(shards, self._inputs(reads))
         self._next_outputs()
 
@@ -111,7 +112,7 @@ class HostEngine:
         """What the update of each shard reads beside its state."""
         return [
             [*(None if x is None else x.addressable_data(k) for x in reads), *indices]
-            for k, indices in zip(self._at, self._indices, strict=True)
+            for k, indices in zip(self.at, self._indices, strict=True)
         ]
 
     def _next_outputs(self) -> None:
@@ -136,7 +137,7 @@ class HostEngine:
 
     def _views(self, outputs: _Outputs) -> list[list[np.ndarray]]:
         """The memory of each shard's outputs."""
-        return [[views[k] for views in outputs.views] for k in self._at]
+        return [[views[k] for views in outputs.views] for k in self.at]
 
     def _send(self, outputs: _Outputs, done: Sequence[int]) -> dict[int, jax.Array]:
         """Outputs that are complete, on their way to the devices, by what of the step they are."""
@@ -153,7 +154,7 @@ class HostEngine:
 
     def _complete(self, views: Sequence[np.ndarray], padding: Sequence[Slices | None]) -> None:
         """Zeros where an output is padded, and copies of it for replicas."""
-        for k in self._at:
+        for k in self.at:
             if (index := padding[k]) is not None:
                 views[k][index] = 0
         for k, like in enumerate(self._like):

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jzero._errors import StateError, message
 from jzero._memory_kinds import HOST, PINNED, HostNeed
 from jzero._quantities import readable_bytes
+from jzero.offload._early_tiles import TileRun
 from jzero.offload._early_turns import EarlyPlan, EarlyTurn, plan_early
 from jzero.offload._early_updates import EarlyRun, EarlyUpdates
 from jzero.offload._host_engine import HostEngine
@@ -35,6 +36,8 @@ from jzero.sharding.plan._offload import Shared, Window, waits
 from jzero.tracing import _call
 
 WHO = _call.WHO
+# Of what is on its way to the host from the start.
+Knows = Callable[[Mapping[Var, jax.Array]], None]
 # An engine is one call's at a time, and the processors are everybody's. Reentrant: a signal's handler that
 # calls in the middle of an update is refused (`HostUpdate.prepare`), and does not wait for ever.
 # [Note: locks and comprehensions] No comprehension is written where a lock is held, but in functions called
@@ -84,8 +87,6 @@ class HostStep:
       host: what the host does.
     """
 
-    # Whether updates begin while layers compute, where parameters rest on the hosts.
-    _begins_early: ClassVar[bool] = True
     # How much of what the host renews may be there twice, for updates on an assumption; 0: there are none.
     _old_share: ClassVar[float] = 0.25
     _store: ClassVar[str] = HOST  # where the hosts update leaves
@@ -110,7 +111,7 @@ class HostStep:
         self._planned, self._threads, self._delay_after = planned, threads, delay_after
         # A delayed update writes while the step before may still send.
         self._num_sets = 1 if delay_after is None else 2
-        self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == HOST]
+        self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == self._store]
         self._streamed = [i for i, leaf in enumerate(self.leaves) if leaf.is_streamed]
         builder = Builder(planned, shardings)
         self._segments = SegmentedStep(builder)
@@ -138,14 +139,14 @@ class HostStep:
             self.grad = self._segments.grad = self._layered.as_segment()
             known = [*self._known, *self._layered.literals]
             if self._begins_early:
-                assumes = self._old_share > 0
                 self._early_plan = plan_early(
-                    planned, self._layered, pieces, known, self._stays, assumes
-                )
+                    planned, self._layered, pieces, known, self._stays, self._assumes,
+                    self._in_tiles(),
+                )  # fmt: skip
             self._layered.send_slices(self._early_plan.slices)
             self._tell()
         self._late: HostTurn | None = self.host  # what the host begins when it has all gradients
-        if self._early_plan.turns:
+        if self._early_plan.turns and self._store == HOST:
             late = list(self._early_plan.late)
             self._late = HostTurn(builder, late) if late else None
         self._early: EarlyUpdates | None = None
@@ -157,6 +158,20 @@ class HostStep:
         self._engine: HostEngine | None = None
         self._engines = shared
         self._leaving: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    @property
+    def _begins_early(self) -> bool:
+        """Whether updates begin while layers compute, where parameters rest on the hosts."""
+        return True
+
+    @property
+    def _assumes(self) -> bool:
+        """Whether some of them begin on an assumption."""
+        return self._old_share > 0
+
+    def _in_tiles(self) -> Collection[Var] | None:
+        """Of what the host reads, what it reads in tiles; None where it updates whole leaves."""
+        return None
 
     def _tell(self) -> None:
         """Says what becomes of gradients that layers send."""
@@ -173,10 +188,15 @@ class HostStep:
         leaves = [self._values[i] for i in turn.leaves]
         takes: list[Ref] = [
             Slice(gradients[v]) if sliced and v.aval.shape else gradients[v]
-            for v in turn.arriving({*self._known, *self._layered.literals})
+            for v in self._takes(turn)
         ]
         refs: list[Ref] = [Slice(x) for x in leaves] if sliced else [*leaves]
         return Update(self._store, tuple(refs), tuple(takes), begin=turn)
+
+    def _takes(self, turn: EarlyTurn) -> list[Var]:
+        """What an early update takes of what the grad part sends."""
+        assert self._layered is not None
+        return turn.arriving({*self._known, *self._layered.literals})
 
     def _goes_to(self, var: Var) -> str:
         """Where a gradient waits."""
@@ -234,7 +254,7 @@ class HostStep:
                 keep(update, arrays)
                 return {}
 
-            _, (sent, (stays, outs)) = self._gradients(None, values, 0, Arrivals(begin, keep))
+            sent, (stays, outs) = self._gradients(values, Arrivals(begin, keep))
             made = dict(zip(self.grad.outs, outs, strict=True))
             made |= self._update_on_devices(values, stays)
             return sent, slices, *self._segments.in_order(made, state)
@@ -341,7 +361,8 @@ class HostStep:
         if pending is not None or not delays:  # first in line: the host may already wait for it
             read = (pending.step if pending else self).read_leaves(state)
         values = self._segments.values(state, arrays)
-        early, (sent, (stays, outs)) = self._gradients(state, values, num_steps)
+        early = self._early_run(state, num_steps + 1)
+        sent, (stays, outs) = self._gradients(values, *self._told_of(early))
         made = dict(zip(self.grad.outs, outs, strict=True))
         now = Pending(self, dict(zip(self._sent, sent, strict=True)))
         job = pending if delays else now
@@ -367,28 +388,41 @@ class HostStep:
         return self._segments.in_order(made | hosted, state)
 
     def _gradients(
-        self,
-        state: Sequence[Any] | None,
-        values: Values,
-        num_steps: int,
-        arrivals: Arrivals = NOBODY,
-    ) -> tuple[EarlyRun | None, tuple[list[Any], Any]]:
-        """What goes to the host, what stays, outputs; and, if there is a state, updates that have begun."""
+        self, values: Values, arrivals: Arrivals = NOBODY, knows: Knows | None = None
+    ) -> tuple[list[Any], Any]:
+        """What goes to the host; what stays, and outputs.
+
+        Args:
+          values: what the step is called with.
+          arrivals: who is told of what arrives, of layers.
+          knows: is told before that what is on its way from the start.
+        """
         if self._layered is None:
-            return None, self._grad(*self.grad.taken(values))
+            found: tuple[list[Any], Any] = self._grad(*self.grad.taken(values))
+            return found
         known, _ = self._send([values[v] for v in self._known]) if self._known else ([], None)
-        if state is None or not self._early_plan.turns:
-            return None, self._handed(known, *self._layered(values, arrivals))
+        if knows is not None:
+            knows(self._layered.numbers | dict(zip(self._known, known, strict=True)))
+        return self._handed(known, *self._layered(values, arrivals))
+
+    def _early_run(self, state: Sequence[Any], num_steps: int) -> EarlyRun | None:
+        """The early updates of a step, if it has any."""
+        if not self._early_plan.turns:
+            return None
         if self._early is None:
             devices = state[self._hosted[0]].home.devices
             self._early = EarlyUpdates(
                 self._planned, self._early_plan, devices, self._threads, self._old_bytes
             )
+        return EarlyRun(self._early, state, num_steps, waits=not self._has_run)
+
+    def _told_of(self, early: EarlyRun | TileRun | None) -> tuple[Arrivals, Knows | None]:
+        """How early updates come to know what is there."""
         layered = self._layered
-        there = layered.numbers | dict(zip(self._known, known, strict=True))
-        early = EarlyRun(self._early, state, num_steps + 1, there, waits=not self._has_run)
-        arrivals = Arrivals(lambda *arrived: layered.named(early.begin(*arrived)))
-        return early, self._handed(known, *layered(values, arrivals))
+        if early is None or layered is None:
+            return NOBODY, None
+        begin = early.begin
+        return Arrivals(lambda *arrived: layered.named(begin(*arrived))), early.knows
 
     def flush(self, state: Sequence[Any]) -> list[Any]:
         """The state with what is pending, of this step, applied; it is consumed."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
 from jzero._policy import NVMe
 from jzero._quantities import readable_bytes
 from jzero.ir._rules import size_in_bytes
+from jzero.offload._early_tiles import EarlyTiles, TileRun
+from jzero.offload._early_turns import EarlyTurn
 from jzero.offload._file_layout import identity_of, layout_to_read, tile_bytes
 from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
 from jzero.offload._host_step import UPDATING, HostStep, with_new
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.execute._executor import Arrivals
-from jzero.offload.kernels._tiled_update import TiledUpdate, inputs_in_tiles, untiled
+from jzero.offload.kernels._host_update import IN_ITS_MIDDLE
+from jzero.offload.kernels._tiled_update import NOTHING, TiledUpdate, inputs_in_tiles, untiled
 from jzero.offload.kernels._writer import TYPES
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
@@ -56,9 +59,6 @@ class NVMeStep(HostStep):
     are updated there, in their place, beside the tiles.
     """
 
-    # Most updates clip, and wait for the last gradient anyway. A tile that is updated during the backward
-    # pass would also be in the way of a failure later in it.
-    _begins_early = False
     _store = NVME
     _consumes = False
 
@@ -80,16 +80,15 @@ class NVMeStep(HostStep):
         """
         # The gradients that wait in files, and in how many slices each is made.
         self._waiting: dict[Var, int] = {}
-        super().__init__(planned, shardings, policy.threads, None, shared, window)
         self._policy = policy
-        self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == NVME]
+        super().__init__(planned, shardings, policy.threads, None, shared, window)
         host = self.host
         # What a step renews of what is in files, and what it leaves there as it is.
         self._moved = [i for i in self._hosted if i in host.leaves]
         self._frozen = [i for i in self._hosted if i not in host.leaves]
         # Parameters in pinned memory; and which of the host's leaves they are, by their place among these.
         self._pinned = [i for i in self._streamed if i not in self._hosted]
-        self._residents = [k for k, i in enumerate(host.leaves) if i in self._pinned]
+        self._residents = [*self._places_of_pinned()]
         bad = untiled(
             host.update, host.state_avals(), host.input_avals(), host.names(), self._residents
         )
@@ -110,6 +109,59 @@ class NVMeStep(HostStep):
             self._waiting = self._handed_over()
             self._tell()
         self._writing: list[np.ndarray] = []
+        self._tiles: EarlyTiles | None = None
+        self._run: TileRun | None = None  # Of the step that runs.
+
+    @property
+    def _begins_early(self) -> bool:
+        """Where files have two versions; gradients that wait in files are read with their tiles."""
+        return not (self._policy.in_place or self._policy.gradients)
+
+    @property
+    def _assumes(self) -> bool:
+        return True
+
+    def _in_tiles(self) -> Collection[Var]:
+        host = self.host
+        found = inputs_in_tiles(
+            host.update, host.state_avals(), host.input_avals(), [*self._places_of_pinned()]
+        )
+        return [var for i, var in enumerate(host.reads) if i in found]
+
+    def _places_of_pinned(self) -> dict[int, int]:
+        """By their place among the host's leaves, those in pinned memory, by index."""
+        leaves = self.leaves
+        return {
+            k: i
+            for k, i in enumerate(self.host.leaves)
+            if leaves[i].is_streamed and leaves[i].tier != NVME
+        }
+
+    @property
+    def _old_bytes(self) -> int:
+        """Of parameters in pinned memory: files have both versions."""
+        turns = self._early_plan.turns
+        assumed = {i for turn in turns if turn.assumption for i in turn.leaves}
+        mine = assumed & {*self._places_of_pinned().values()}
+        renewed = sum(self.leaves[i].nbytes_per_device for i in self.host.leaves)
+        old = sum(self.leaves[i].nbytes_per_device for i in mine)
+        return min(int(self._old_share * renewed), old)
+
+    def _arriving(self) -> dict[int, int]:
+        """What the host reads that arrives while layers compute, by index, and in how many slices."""
+        turns = self._early_plan.turns
+        found = {
+            v: max(turn.num_slices, 1) for turn in turns for v in self._takes(turn) if v.aval.shape
+        }
+        return {i: found[v] for i, v in enumerate(self.host.reads) if v in found}
+
+    def _takes(self, turn: EarlyTurn) -> list[Var]:
+        """Its gradients, and the numbers of all turns: the first one begins with them."""
+        every = {
+            v: None for each in self._early_plan.turns for v in super(NVMeStep, self)._takes(each)
+        }
+        mine = [v for v in super()._takes(turn) if v.aval.shape]
+        return mine + [v for v in every if not v.aval.shape]
 
     def _check_dtypes(self) -> None:
         """Refuses dtypes that no kernel computes with, once, and not each equation that has one."""
@@ -157,6 +209,7 @@ class NVMeStep(HostStep):
             host.update, host.state_avals(), host.input_avals(), tile_bytes(policy),
             resident=self._residents, lone=self._lone(), names=host.names(), threads=policy.threads,
             gradients={i: self._waiting[v] for i, v in enumerate(host.reads) if v in self._waiting},
+            arriving=self._arriving(),
         )  # fmt: skip
 
     def _lone(self) -> dict[int, int]:
@@ -247,19 +300,40 @@ class NVMeStep(HostStep):
         gradients = HostNeed("gradients on their way to files", PINNED, arriving)
         return (ring, *super()._buffers(), gradients)
 
+    def __call__(
+        self, state: Sequence[Any], arrays: Sequence[jax.Array]
+    ) -> tuple[list[Any], list[jax.Array]]:
+        """As there."""
+        if not self._early_plan.turns:
+            return super().__call__(state, arrays)
+        # Early tiles use the buffers from the first layer on.
+        with UPDATING, BUFFERS:
+            if self._run is not None:
+                raise StateError(IN_ITS_MIDDLE)
+            return super().__call__(state, arrays)
+
     def _step(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
         store = self._store_of(state)
         read = self.read_leaves(state)
         values = self._segments.values(state, arrays)
-        sent, (stays, outs) = self._written(store, state, values)
-        made = dict(zip(self.grad.outs, outs, strict=True))
-        reads = dict(zip(self._sent, sent, strict=True)) | read
-        self.wait(state, reads)
-        with UPDATING, BUFFERS:
-            made |= self._update_on_devices(values, stays)
-            hosted = self._updated(store, state, reads, made)
+        try:
+            self._run = run = self._tile_run(store, state)
+            sent, (stays, outs) = self._written(store, state, values)
+            made = dict(zip(self.grad.outs, outs, strict=True))
+            reads = dict(zip(self._sent, sent, strict=True)) | read
+            self.wait(state, reads)
+            with UPDATING, BUFFERS:
+                made |= self._update_on_devices(values, stays)
+                hosted = self._updated(store, state, reads, made)
+        except BaseException:
+            if run := self._run:  # Else others may be writing these files.
+                run.stop()
+                store.files.abort()
+            raise
+        finally:
+            self._run = None
         hosted |= {i: state[i].renewed() for i in self._hosted}
         for i in {*made}:
             if i < len(state):
@@ -274,48 +348,20 @@ class NVMeStep(HostStep):
         made: dict[int, jax.Array],
     ) -> dict[int, Any]:
         """The new leaves in pinned memory; what the update makes for the devices joins `made`."""
-        engine = self._engine_of(state)
+        engine, run = self._engine_of(state), self._run
+        done = run.finish(reads) if run else ()
         arrived = [reads[var] for var in self.host.reads]
-        engine.prepare_tiles(arrived, self._pinned_leaves(state, engine))
+        taken: dict[int, Any] = run.taken if run else {}
+        engine.prepare_tiles(arrived, self._pinned_leaves(with_new(state, taken), engine))
         # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
-        hosted: dict[int, Any] = dict(renewed(state, self._pinned, self.leaves))
+        left = [i for i in self._pinned if i not in taken]
+        hosted = taken | renewed(state, left, self.leaves)
         if hosted:  # JAX copies what is not its own, as NumPy's memory.
             there = with_new(state, hosted)
             engine.prepare_tiles(arrived, self._pinned_leaves(there, engine))
-        made |= self._swept(engine, store, state)
-        return hosted
-
-    def _written(
-        self, store: NVMeStore, state: Sequence[Any], values: Values
-    ) -> tuple[list[Any], Any]:
-        """Runs the grad part: what it sends, None of what waits in files, and all else."""
-        if not self._waiting:
-            return self._gradients(None, values, 0)[1]
-        devices = state[self._hosted[0]].home.devices
-        # A signal's handler that runs a step meanwhile has buffers of its own.
-        buffers, self._writing = self._writing, []
-        buffers = buffers or [pages(size) for size in self._buffer_sizes]
-        with JobThreads(buffers) as threads:
-            writes = GradientWrites(store, self._gradient_names, devices, threads)
-            _, (sent, handed) = self._gradients(None, values, 0, Arrivals(write=writes.write))
-            writes.end()
-        self._writing = buffers
-        return sent, handed
-
-    def _pinned_leaves(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
-        """Parameters in pinned memory, by their place among the host's leaves."""
-        return {
-            k: PinnedLeaf.of(state[self.host.leaves[k]], engine.devices) for k in self._residents
-        }
-
-    def _swept(
-        self, engine: TiledEngine, store: NVMeStore, state: Sequence[Any]
-    ) -> dict[int, jax.Array]:
-        """The update in the files, and what it makes for the devices."""
-        made: dict[int, jax.Array] = {}
         try:
-            step = store.begin()
-            for chunk in engine.run_tiles(store):
+            step = store.begin() if run is None or run.step is None else run.step
+            for chunk in engine.run_tiles(store, run.arrived if run else NOTHING, done):
                 at_rest = self._at_rest(state, chunk)
                 engine.sent(at_rest.values())
                 made |= at_rest
@@ -325,7 +371,42 @@ class NVMeStep(HostStep):
         except BaseException:
             store.files.abort()
             raise
-        return made
+        return hosted
+
+    def _tile_run(self, store: NVMeStore, state: Sequence[Any]) -> TileRun | None:
+        """The early tiles of a step, if it has any."""
+        if not self._early_plan.turns:
+            return None
+        if self._tiles is None:
+            takes = {turn: self._takes(turn) for turn in self._early_plan.turns}
+            self._tiles = EarlyTiles(
+                self._engine_of(state), self.host, takes, self._places_of_pinned(),
+                self._segments.invars, self._old_bytes,
+            )  # fmt: skip
+        return TileRun(self._tiles, store, state, self.leaves)
+
+    def _written(
+        self, store: NVMeStore, state: Sequence[Any], values: Values
+    ) -> tuple[list[Any], Any]:
+        """Runs the grad part: what it sends, None of what waits in files, and all else."""
+        if not self._waiting:
+            return self._gradients(values, *self._told_of(self._run))
+        devices = state[self._hosted[0]].home.devices
+        # A signal's handler that runs a step meanwhile has buffers of its own.
+        buffers, self._writing = self._writing, []
+        buffers = buffers or [pages(size) for size in self._buffer_sizes]
+        with JobThreads(buffers) as threads:
+            writes = GradientWrites(store, self._gradient_names, devices, threads)
+            sent, handed = self._gradients(values, Arrivals(write=writes.write))
+            writes.end()
+        self._writing = buffers
+        return sent, handed
+
+    def _pinned_leaves(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
+        """Parameters in pinned memory, by their place among the host's leaves."""
+        return {
+            k: PinnedLeaf.of(state[self.host.leaves[k]], engine.devices) for k in self._residents
+        }
 
     def _store_of(self, state: Sequence[Any]) -> NVMeStore:
         leaves: list[FileStorage] = [state[i] for i in self._hosted]

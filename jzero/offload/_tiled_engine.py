@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
 from jzero.offload._host_engine import HostEngine, zero_padding
 from jzero.offload._host_turn import HostTurn
-from jzero.offload.kernels._tiled_update import TiledUpdate
+from jzero.offload.kernels._tiled_update import NOTHING, Arrived, TiledUpdate
+from jzero.offload.memory._addresses import on_host
 from jzero.offload.memory._nvme_store import NVMeStore
 from jzero.offload.memory._pinned_leaf import PinnedLeaf
 from jzero.offload.nvme._files import TileAt
@@ -49,6 +52,11 @@ class TiledEngine(HostEngine):
         )
         self._left = collections.Counter(tile for tile in chunks for _ in devices)
 
+    @property
+    def tiles(self) -> list[TileAt]:
+        """All that are in files, as `run_tiles` visits them."""
+        return self._order
+
     def _compiled(self, threads: int | None) -> TiledUpdate:
         return self._tiled
 
@@ -58,7 +66,7 @@ class TiledEngine(HostEngine):
         """Does what can fail before any state is read.
 
         Args:
-          reads: are there, in pinned memory; None for gradients that come with tiles.
+          reads: are there, in pinned memory; None for gradients that come with tiles, or by themselves.
           residents: leaves that are not in files, by their place among those of the turn.
         """
         leaves = residents.values()
@@ -67,13 +75,41 @@ class TiledEngine(HostEngine):
         self._residents = residents
         self._next_outputs()
 
-    def run_tiles(self, store: NVMeStore) -> Iterator[Chunk]:
-        """Reads, updates and writes all tiles; yields what a chunk makes for the devices, on its way there.
+    def prepare_early(
+        self, known: Mapping[int, jax.Array], numbers: Mapping[int, Sequence[np.ndarray]]
+    ) -> None:
+        """The same, for tiles that need nothing but this, and what arrives.
+
+        Args:
+          known: of what the turn reads, by index: is there, or comes soon.
+          numbers: what is assumed of others, for each of `devices`.
+        """
+        reads = [known.get(i) for i in range(len(self._turn.reads))]
+        inputs = self._inputs(reads)
+        for i, values in numbers.items():
+            for shard, value in zip(inputs, values, strict=True):
+                shard[i] = value
+        self.update.prepare_tiles(inputs)
+
+    def part(self, x: jax.Array) -> list[Any]:
+        """Of an array in pinned memory, each of `devices`' part."""
+        return on_host([x.addressable_data(k) for k in self.at])
+
+    def run_tiles(
+        self, store: NVMeStore, arrived: Arrived = NOTHING, done: Collection[TileAt] = ()
+    ) -> Iterator[Chunk]:
+        """Reads, updates and writes tiles; yields what a chunk makes for the devices, on its way there.
+
+        Args:
+          store: has them.
+          arrived: what has come by itself.
+          done: tiles that are written already.
 
         Raises:
           StateError: the disk fails. What was written is of no use.
         """
         outputs, left = self._sets[-1], self._left.copy()
+        left.subtract(self.update.tiles[at.tile].chunk for at in done)
         outputs.sent.clear()
         yield self._send(outputs, self.update.begin(self._views(outputs)))
         # What reads no state is made first.
@@ -81,13 +117,13 @@ class TiledEngine(HostEngine):
             for k in range(len(self.devices)):
                 self.update.update_tile(k, tile)
                 left[self.update.tiles[tile].chunk] -= 1
-        done = {chunk for chunk, num in left.items() if not num}
         files = store.files
-        for chunk in done:
+        for chunk in [chunk for chunk, num in left.items() if not num]:
             yield self._send(outputs, self.update.done[chunk])
-        with sweep(self._order, store.spec.ring, files.read_with_gradients, files.write) as visits:
+        order = [at for at in self._order if at not in done]
+        with sweep(order, store.spec.ring, files.read_with_gradients, files.write) as visits:
             for visit in visits:
-                self.update.update_tile(visit.at.file, visit.at.tile, visit.buffer)
+                self.update.update_tile(visit.at.file, visit.at.tile, visit.buffer, arrived)
                 chunk = self.update.tiles[visit.at.tile].chunk
                 left[chunk] -= 1
                 if not left[chunk]:

@@ -1,14 +1,17 @@
 """How much of the host's update begins before the backward pass ends, with a clip by the global norm?
 
-python experiments/offload/early/measure.py --out RECORD   # a minute
+python experiments/offload/early/measure.py --out RECORD   # two minutes
 
-Parameters rest on the hosts, a loop over layers. An update is early if it begins before the last program of
-the backward pass is started. Its share is in bytes of what it renews, to which its time is proportional. What
-is undone is made again behind the backward pass, and is no part of that share.
+Parameters rest on the hosts, or in files with the optimizer state, a loop over layers. An update is early if
+it begins before the last program of the backward pass is started. Its share is in bytes of what it renews, to
+which its time is proportional. What is undone is made again behind the backward pass, and is no part of that
+share.
 """
 
 import argparse
+import dataclasses
 import itertools
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,12 @@ import optax  # noqa: E402
 
 import jzero  # noqa: E402
 from experiments.shared import records  # noqa: E402
+from jzero.offload._early_tiles import TileRun  # noqa: E402
 from jzero.offload._early_updates import EarlyRun  # noqa: E402
 from jzero.offload._host_step import HostStep  # noqa: E402
 from jzero.offload.execute._executor import Execution  # noqa: E402
 from jzero.offload.kernels._host_update import HostUpdate  # noqa: E402
+from jzero.offload.kernels._tiled_update import TiledUpdate  # noqa: E402
 
 LAYERS, WIDTH, ROWS = 8, 64, 16
 ADAM = optax.adamw(1e-3)
@@ -40,8 +45,9 @@ CASES: dict[str, tuple[Any, Callable[[int], float]]] = {
     "every other": (CLIPPED, lambda i: LARGE if i % 2 else SMALL),
     "every one": (CLIPPED, lambda i: LARGE),
 }
-# How much of the state may be there twice: nothing is assumed; the default; all of it.
-SHARES = (0.0, 0.25, 1.0)
+# How much of the state may be there twice: nothing is assumed; the default; all of it; files have two
+# versions.
+SHARES = (0.0, 0.25, 1.0, "files", "files, parameters pinned")
 
 
 def step(state: Any, x: jax.Array, tx: Any) -> Any:
@@ -82,6 +88,7 @@ class Log:
     def __init__(self) -> None:
         self.clear()
         run, start, restore = Execution._run, HostUpdate.start, EarlyRun._restore
+        update_tile, finish = TiledUpdate.update_tile, TileRun.finish
 
         def nbytes(arrays: Any) -> int:
             return sum(x.nbytes for shard in arrays for x in shard)
@@ -98,7 +105,20 @@ class Log:
             self.undone += nbytes(old)
             restore(run_, arrived, old)
 
+        def logged_tile(update: Any, shard: int, tile: int, *args: Any) -> Any:
+            nbytes = sum(x.nbytes for x in update.layout.tiles[tile])
+            self.begun.append((self.programs, nbytes + update.resident_bytes(tile)))
+            return update_tile(update, shard, tile, *args)
+
+        def logged_finish(run_: Any, reads: Any) -> Any:
+            kept = finish(run_, reads)
+            if run_.step is not None and not kept:
+                self.undone += sum(nbytes for _, nbytes in self.begun)
+            return kept
+
         patches = (
+            (TiledUpdate, "update_tile", logged_tile),
+            (TileRun, "finish", logged_finish),
             (Execution, "_run", logged_run),
             (HostUpdate, "start", logged_start),
             (EarlyRun, "_restore", logged_restore),
@@ -114,10 +134,17 @@ class Log:
         return sum(nbytes for at, nbytes in self.begun if at < self.programs)
 
 
-def measured(case: str, share: float, log: Log, steps: int) -> dict[str, float]:
+def measured(case: str, share: Any, log: Log, steps: int, folder: str) -> dict[str, float]:
     tx, scale = CASES[case]
-    HostStep._old_share = share
-    memory = jzero.Memory(params=jzero.PinnedHost(device_bytes=2**18), optimizer=jzero.HostCPU())
+    pinned = jzero.PinnedHost(device_bytes=2**18)
+    if isinstance(share, str):
+        HostStep._old_share = 0.25
+        files = jzero.NVMe(folder, host_bytes=2**20)
+        params = dataclasses.replace(files, device_bytes=2**18) if share == "files" else pinned
+        memory = jzero.Memory(params=params, optimizer=files)
+    else:
+        HostStep._old_share = share
+        memory = jzero.Memory(params=pinned, optimizer=jzero.HostCPU())
     axes = jzero.Axes(min_shard_bytes=0)
     train_step = jzero.shard_train_step(
         lambda state, x: step(state, x, tx), stage=3, memory=memory, axes=axes
@@ -146,11 +173,15 @@ def main() -> None:
     print("| --- | ---: | ---: | ---: |")
     for case, share in itertools.product(CASES, SHARES):
         # What waits or begins in any case is the same whatever else happens.
-        if (case == "no clip" and share) or (not share and case not in ("no clip", "none")):
+        if (case == "no clip" and share in SHARES[1:3]) or (
+            not share and case not in ("no clip", "none")
+        ):
             continue
-        row = measured(case, share, log, args.steps)
+        with tempfile.TemporaryDirectory() as folder:
+            row = measured(case, share, log, args.steps, folder)
         rows.append({"case": case, "share": share, **row})
-        print(f"| {case} | {share:.0%} | {row['early']:.0%} | {row['undone']:.0%} |", flush=True)
+        held = share if isinstance(share, str) else f"{share:.0%}"
+        print(f"| {case} | {held} | {row['early']:.0%} | {row['undone']:.0%} |", flush=True)
     if args.out:
         library = {"library": records.library(), "rows": rows}
         records.write(args.out, {**records.environment("jax", "optax", "llvmlite"), **library})

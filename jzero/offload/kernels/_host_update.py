@@ -51,6 +51,11 @@ from jzero.offload.nvme._job_threads import NO_BUFFER, Asked, JobThreads
 from jzero.tracing import _jaxpr, _rewrite
 
 WHO = "HostUpdate"
+IN_ITS_MIDDLE = message(
+    WHO, "it is called in the middle of its own update, as by a signal's handler",
+    "The host updates one state at a time.",
+    "Set a flag there, and look at it after the step.",
+)  # fmt: skip
 
 
 class HostUpdate:
@@ -198,10 +203,7 @@ class HostUpdate:
 
     def _check_idle(self) -> None:
         if self._running:
-            raise StateError(message(
-                WHO, "it is called in the middle of its own update, as by a signal's handler",
-                "The host updates one state at a time.",
-                "Set a flag there, and look at it after the step."))  # fmt: skip
+            raise StateError(IN_ITS_MIDDLE)
         if self._calls is not None:  # Its end was interrupted, too: threads are still at work.
             self._calls.complete()
         self._calls = self._prepared = None
@@ -226,7 +228,8 @@ class HostUpdate:
         addresses = np.zeros((len(states), self._num_slots), np.int64)
         addresses[:, :num_state] = at
         for row, own, made in zip(addresses, inputs, results, strict=True):
-            row[self._read_inputs] = [address(own[i - num_state]) for i in self._read_inputs]
+            given = [own[i - num_state] for i in self._read_inputs]
+            row[self._read_inputs] = [0 if x is None else address(x) for x in given]
             row[self._num_operands : num_slots] = [address(x) for x in made[: self._num_made]]
         consts = slice(num_state + len(self._inputs), self._num_operands)
         addresses[:, consts] = [0 if is_key(x) else address(x) for x in self._consts]

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,22 @@ from jzero.offload.memory._addresses import HostMemory, address, check_given, on
 from jzero.offload.nvme._layout import TileLayout
 from jzero.tracing import _jaxpr, _rewrite
 
+
+class Part(NamedTuple):
+    """A part of an input that arrives by itself.
+
+    Attributes:
+      input: which one, by index.
+      at: which slice along dim 0; None for all of it.
+    """
+
+    input: int
+    at: int | None
+
+
+# Of each part that is there, the array of each shard.
+Arrived = Mapping[Part, HostMemory]
+NOTHING: Arrived = types.MappingProxyType({})
 UpdateFn = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[HostMemory, HostMemory]]
 
 
@@ -35,7 +52,8 @@ class TiledUpdate(HostUpdate):
 
     Some leaves may be resident: in memory all the time, and updated there, range by range beside the others.
     What makes outputs without any state of a tile is in tiles of its own, which need no memory. Some inputs,
-    gradients, may come with tiles, too: behind the state, as `gradients` says. None is given in their place.
+    gradients, may come with tiles, too: behind the state, as `gradients` says, or each by itself, as
+    `arrivals` says. None is given in their place.
 
     Attributes:
       layout: which part of which leaf of the state is where in a tile; by the leaves' names.
@@ -47,8 +65,8 @@ class TiledUpdate(HostUpdate):
     def __init__(
         self, update: UpdateFn, state: HostMemory, inputs: HostMemory, tile_bytes: int, *,
         resident: Sequence[int] = (), lone: Mapping[int, int] | None = None,
-        gradients: Mapping[int, int] | None = None, names: Sequence[str] | None = None,
-        threads: int | None = None, chunk_bytes: int = 2**26,
+        gradients: Mapping[int, int] | None = None, arriving: Mapping[int, int] | None = None,
+        names: Sequence[str] | None = None, threads: int | None = None, chunk_bytes: int = 2**26,
     ):  # fmt: skip
         """Traces and compiles as `HostUpdate`, and cuts the state into tiles of up to `tile_bytes`.
 
@@ -61,16 +79,15 @@ class TiledUpdate(HostUpdate):
             along dim 0 of a device's shard; 1 for a leaf that is read whole.
           gradients: which inputs come with tiles, of those that `inputs_in_tiles` finds, by index, and in how
             many slices along dim 0 they are made.
+          arriving: which of these come by themselves, slice by slice, and in how many.
         """
         self._resident, self._lone = tuple(resident), dict(lone or {})
         self._tile_bytes, self._gradients = tile_bytes, dict(gradients or {})
+        self._slices = {**self._gradients, **(arriving or {})}
+        self._arriving = frozenset(arriving or ())
         super().__init__(
             update, state, inputs, names=names, threads=threads, chunk_bytes=chunk_bytes
         )
-        num = len(self._state)
-        self._read_inputs = [
-            slot for slot in self._read_inputs if slot - num not in self._gradients
-        ]
         self._members = [
             (self._chunk_of(slots, chunk), loop.program, size, slots)
             for chunk, loops in enumerate(self._chunks)
@@ -89,6 +106,7 @@ class TiledUpdate(HostUpdate):
         self.gradients = _tiles.gradients_of(in_files, found, self.gradient_names)
         self._ranges = [_tiles.ranges(tile, found) for tile in in_files]
         self._gradient_ranges = [_tiles.gradient_ranges(tile, found) for tile in in_files]
+        self._arrivals = [[*self._arrivals_of(tile)] for tile in in_files]
         self._rows = [_tiles.rows(tile) for tile in tiles]
         self._tile_loops = [
             self._loops_of_tile(*pair) for pair in zip(tiles, self._rows, strict=True)
@@ -116,8 +134,9 @@ class TiledUpdate(HostUpdate):
         """What can fail, before any state is there; as `HostUpdate.prepare`.
 
         Args:
-          inputs: of each shard; None of those that come with tiles.
-          residents: of each shard, the resident leaves in order, writable, in C order.
+          inputs: of each shard; None of those that come with tiles, or that no tile needs that is updated.
+          residents: of each shard, the resident leaves in order, writable, in C order; none if they come
+            later (`place_resident`).
         """
         self._check_idle()
         states: list[list[Any]] = [[None] * len(self._state) for _ in inputs]
@@ -125,7 +144,15 @@ class TiledUpdate(HostUpdate):
         for shard, leaves in enumerate(residents):
             for i, x in zip(self._resident, leaves, strict=True):
                 states[shard][i], at[shard, i] = x, address(x)
+        for i in {*self._resident} & {*self._xla.reads} if not residents else ():
+            for state in states:  # XLA's results are of no use then, and nobody uses them.
+                state[i] = np.zeros(self._state[i].shape, self._state[i].dtype)
         self._prepared = self._known(states, at, inputs)
+
+    def place_resident(self, leaf: int, shards: HostMemory) -> None:
+        """After `prepare_tiles` without residents: where one of them is, by its index among leaves."""
+        assert self._prepared is not None, "prepare_tiles() comes first"
+        self._prepared.addresses[:, leaf] = [*map(address, shards)]
 
     def begin(self, outputs: Sequence[HostMemory]) -> list[int]:
         """Says where outputs go, for each shard, in writable NumPy arrays in C order.
@@ -136,8 +163,17 @@ class TiledUpdate(HostUpdate):
         prepared, self._to = self._with_outputs(outputs), outputs
         return self._copy_xla_outputs(prepared, outputs)
 
-    def update_tile(self, shard: int, tile: int, memory: np.ndarray | None = None) -> None:
-        """Updates what is in `memory` in its place, and makes what of outputs follows from it."""
+    def update_tile(
+        self, shard: int, tile: int, memory: np.ndarray | None = None, arrived: Arrived = NOTHING
+    ) -> None:
+        """Updates what is in `memory` in its place, and makes what of outputs follows from it.
+
+        Args:
+          shard: whose tile.
+          tile: which one.
+          memory: has it, as `layout` says.
+          arrived: has `needs(tile)`.
+        """
         prepared = self._prepared
         assert prepared is not None, "prepare_tiles() comes first"
         rows = self._rows[tile]
@@ -149,6 +185,9 @@ class TiledUpdate(HostUpdate):
                 start = address(memory) + extent.offset
                 at[rows[span], leaf] = start - span.first * itemsize
             self._place_gradients(at, tile, address(memory) + self.layout.nbytes(tile))
+            for span, part, before in self._arrivals[tile]:
+                start = address(arrived[part][shard]) - before
+                at[rows[span], len(self._state) + part.input] = start
         loops = self._tile_loops[tile]
         self._calls = calls = loops.start(at, (prepared, self._to, memory), self._helpers)
         try:
@@ -160,13 +199,15 @@ class TiledUpdate(HostUpdate):
             self._calls = None
 
     def _ready(self, inputs: Sequence[HostMemory]) -> list[list[Any]]:
-        """As there, of what does not come with tiles; the rest stays None."""
+        """As there, of what is given; of what is not, zeros where XLA reads it, and else None."""
         num = len(self._inputs)
-        here = [i for i in range(num) if i not in self._gradients]
+        here = [i for i in range(num) if inputs[0][i] is not None]
         names, avals = [self._input_names[i] for i in here], [self._inputs[i] for i in here]
         shards = [[shard[i] for i in here] for shard in inputs]
         check_given(WHO, names, shards, avals, write=False)
-        found = [dict(zip(here, on_host(shard), strict=True)) for shard in shards]
+        missing = {slot - len(self._state) for slot in self._xla.reads} & {*range(num)} - {*here}
+        zeros = {i: np.zeros(self._inputs[i].shape, self._inputs[i].dtype) for i in missing}
+        found = [zeros | dict(zip(here, on_host(shard), strict=True)) for shard in shards]
         return [[shard.get(i) for i in range(num)] for shard in found]
 
     def _place_gradients(self, at: np.ndarray, tile: int, memory: int) -> None:
@@ -178,6 +219,43 @@ class TiledUpdate(HostUpdate):
         for (span, i, itemsize), extent in pairs:
             start = memory + extent.offset
             at[rows[span], len(self._state) + i] = start - span.first * itemsize
+
+    def leaves(self, tile: int) -> set[int]:
+        """The leaves of the state of which a tile updates elements, by index; residents among them."""
+        slots = (
+            slot for span in self.tiles[tile].spans for slot in self._members[span.together][3]
+        )
+        return {slot for slot in slots if slot < len(self._state)}
+
+    def resident_ranges(self, tile: int) -> list[tuple[int, slice]]:
+        """What a tile updates of residents: which one, by its index among leaves, and which elements."""
+        return [
+            (leaf, slice(span.first, span.first + span.num))
+            for span in self.tiles[tile].spans
+            for leaf in self._resident if leaf in self._members[span.together][3]
+        ]  # fmt: skip
+
+    def resident_bytes(self, tile: int) -> int:
+        """Of these ranges, of one shard."""
+        return sum(
+            (part.stop - part.start) * self._state[leaf].dtype.itemsize
+            for leaf, part in self.resident_ranges(tile)
+        )
+
+    def needs(self, tile: int) -> set[Part]:
+        """What must have arrived before a tile is updated."""
+        return {part for _, part, _ in self._arrivals[tile]}
+
+    def _arrivals_of(self, tile: Tile) -> Iterator[tuple[Span, Part, int]]:
+        """Of each range of a tile: the part of an input that it reads, and how many bytes come before it."""
+        first = len(self._state)
+        for span in tile.spans:
+            for i in {slot - first for slot in self._members[span.together][3]} & self._arriving:
+                num, x = self._slices[i], self._inputs[i]
+                size = x.size // num
+                at = span.first // size
+                part = Part(i, at if num > 1 else None)
+                yield span, part, at * size * x.dtype.itemsize
 
     def end(self) -> None:
         """Lets go of inputs and outputs."""
@@ -191,7 +269,7 @@ class TiledUpdate(HostUpdate):
         first, last = len(self._state), len(self._state) + len(self._inputs)
         inputs = dict.fromkeys(slot - first for slot in slots if first <= slot < last)
         mine = [i for i in inputs if i in self._gradients]
-        slices = [*(self._lone[i] for i in lone), *(self._gradients[i] for i in mine)]
+        slices = [*(self._lone[i] for i in lone), *(self._slices.get(i, 1) for i in inputs)]
         gradients = tuple((i, self._inputs[i].dtype.itemsize) for i in mine)
         return Together(
             leaves, itemsizes, size, chunk, frozenset(lone), math.lcm(*slices), gradients

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`EarlyTiles`: state in files that is updated while earlier layers still compute their backward pass.
+
+A step writes beside what the step before has written. So it keeps nothing of what is in files to undo an
+update that has begun on a wrong `Assumption`: its tiles are read and written again. Of parameters in pinned
+memory, which are updated in their place, it keeps old values.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero._thread_group import ThreadGroup
+from jzero.offload._assumptions import History, numbers_of
+from jzero.offload._early_turns import EarlyTurn
+from jzero.offload._host_turn import HostTurn
+from jzero.offload._tiled_engine import TiledEngine
+from jzero.offload.kernels._tiled_update import Part
+from jzero.offload.memory._nvme_store import NVMeStore
+from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.nvme._files import TileAt
+from jzero.offload.nvme._sweep import sweep
+from jzero.offload.schedule._ops import Update
+from jzero.segments._segment import Var
+from jzero.sharding.plan._leaves import LeafPlan
+
+
+class EarlyTiles:
+    """Which tiles of a step may be updated early, and in which order.
+
+    Attributes:
+      engine: updates them.
+      takes: of each early update, what it takes of what arrives.
+      residents: by the engine's index, which leaves are in pinned memory.
+      variables: of all leaves.
+      inputs: of what the hosts read, by which index the engine knows it.
+      history: what numbers of assumptions were in the last steps.
+      assumptions: of all turns; None among them if one assumes nothing.
+      arrivals: what arrives by itself, in the order of the first step.
+    """
+
+    def __init__(
+        self, engine: TiledEngine, host: HostTurn, takes: Mapping[EarlyTurn, Sequence[Var]],
+        residents: Mapping[int, int], variables: Sequence[Var], old_bytes: int,
+    ):  # fmt: skip
+        """Plans.
+
+        Args:
+          engine: of all tiles of the step.
+          host: what it updates.
+          takes: the early updates, and what each takes of what arrives.
+          residents: by the engine's index, which leaves are in pinned memory.
+          variables: of all leaves.
+          old_bytes: of old values of these, on each device, at most.
+        """
+        self.engine, self.takes = engine, takes
+        self.residents, self.variables, self._old_bytes = residents, variables, old_bytes
+        self.inputs = {var: i for i, var in enumerate(host.reads)}
+        self.arrivals: list[Part] = []
+        turn_of = {i: turn for turn in takes for i in turn.leaves}
+        self._turns: dict[int, set[EarlyTurn]] = {}
+        for tile in range(engine.update.layout.num_tiles):
+            leaves = [host.leaves[k] for k in engine.update.leaves(tile)]
+            if all(i in turn_of for i in leaves):
+                self._turns[tile] = {turn_of[i] for i in leaves}
+        self.assumptions = {turn.assumption for turn in takes}
+        self.history = History()
+
+    def order(self) -> list[TileAt]:
+        """The tiles that may begin in this step, in the order in which what they need arrives."""
+        place = {part: i for i, part in enumerate(self.arrivals)}
+        if not place:  # Nobody knows before the first step is over.
+            return []
+        update = self.engine.update
+        found = {
+            tile: max((place[part] for part in update.needs(tile)), default=0)
+            for tile, turns in self._turns.items()
+            if all(self.history.allows(turn.assumption) for turn in turns)
+        }
+        room, number = self._old_bytes, dict[int, int]()
+        for tile in sorted(found, key=found.__getitem__):
+            room -= update.resident_bytes(tile) * self.keeps_old
+            if room < 0:
+                break
+            number[tile] = len(number)
+        mine = [at for at in self.engine.tiles if at.tile in number]
+        return sorted(mine, key=lambda at: (number[at.tile], at.file))
+
+    @property
+    def keeps_old(self) -> bool:
+        """Whether an update may have to be undone."""
+        return any(self.assumptions)
+
+    def turns(self, order: Sequence[TileAt]) -> set[EarlyTurn]:
+        """Those that tiles are of."""
+        return {turn for at in order for turn in self._turns[at.tile]}
+
+
+class _StoppedError(Exception):
+    """The step has failed, or what was assumed is wrong."""
+
+
+class TileRun:
+    """The early tiles of one step: a thread updates each when what it needs is there.
+
+    Attributes:
+      step: the number under which tiles are written; None while none is.
+      arrived: the arrays of each shard, of what has arrived.
+      taken: leaves of the new state in pinned memory that have been taken, by index: from then on the old
+        state is lost, by name, should the step fail.
+    """
+
+    def __init__(
+        self, early: EarlyTiles, store: NVMeStore, state: Sequence[Any], plans: Sequence[LeafPlan]
+    ):
+        """Begins nothing.
+
+        Args:
+          early: what can be updated early.
+          store: the files.
+          state: whose leaves are updated.
+          plans: of all leaves.
+        """
+        self._early, self._store, self._state, self._plans = early, store, state, plans
+        self._order = early.order()
+        self._turns = early.turns(self._order)
+        self._memory: dict[int, list[np.ndarray]] = {}  # Of residents, by the engine's index.
+        self._old: list[
+            tuple[np.ndarray, np.ndarray]
+        ] = []  # What is overwritten there, and a copy.
+        self.taken: dict[int, jax.Array] = {}
+        self._known: dict[Var, jax.Array] = {}
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._group = ThreadGroup(lambda: self._news.put(None))
+        self.step: int | None = None
+        self.arrived: dict[Part, list[Any]] = {}
+
+    def knows(self, known: Mapping[Var, jax.Array]) -> None:
+        """Before the first arrival: what is on its way to the host from the start."""
+        self._known = {**known}
+
+    def begin(
+        self, update: Update, at: int | None, arrays: Sequence[jax.Array]
+    ) -> dict[Var, jax.Array]:
+        """Takes gradients that have arrived; parameters that were taken by it, as of `EarlyRun`."""
+        early, turn = self._early, update.begin
+        parts: dict[Part, list[Any]] = {}
+        for var, x in zip(early.takes[turn], arrays, strict=True):
+            if var.aval.shape:
+                part = Part(early.inputs[var], at if turn.num_slices else None)
+                parts[part] = early.engine.part(x)
+            else:
+                self._known[var] = x
+        if self._order and self.step is None:
+            self._start()
+        taken = self._take(turn) if turn in self._turns else {}
+        self.arrived |= parts
+        self._news.put(None)
+        return taken
+
+    def _take(self, turn: EarlyTurn) -> dict[Var, jax.Array]:
+        engine = self._early.engine
+        places = {i: k for k, i in self._early.residents.items()}
+        mine = [i for i in turn.leaves if i in places and i not in self.taken]
+        taken = renewed(self._state, mine, self._plans)
+        self.taken |= taken
+        for i, x in taken.items():
+            self._memory[places[i]] = shards = PinnedLeaf.of(x, engine.devices).buffers
+            engine.update.place_resident(places[i], shards)
+        return {self._early.variables[i]: x for i, x in taken.items()}
+
+    def _start(self) -> None:
+        inputs, engine = self._early.inputs, self._early.engine
+        known = {inputs[var]: x for var, x in self._known.items() if var in inputs}
+        numbers = {inputs[var]: x for var, x in self._early.history.last.items()}
+        engine.prepare_early(known, numbers)
+        self.step = self._store.begin()
+        self._group.start([(self._sweep,)])
+
+    def finish(self, reads: Mapping[Var, jax.Array]) -> list[TileAt]:
+        """Waits for the thread; the tiles that it has written, and nobody needs to write again.
+
+        Args:
+          reads: all that the host reads besides its leaves; numbers are there.
+
+        Raises:
+          StateError: the disk fails.
+        """
+        early, written = self._early, list[TileAt]()
+        last = early.history
+        numbers = numbers_of(early.assumptions, reads, early.engine.at)
+        held = all(
+            each.holds(last.last, numbers)
+            for each in early.assumptions if each and last.allows(each)
+        )  # fmt: skip
+        if self.step is not None:
+            self._group.end((lambda: None) if held else None)
+            if held and self._group.errors:
+                raise self._group.errors[0]
+            written = self._order if held else []
+        if not held:
+            for memory, old in self._old:
+                np.copyto(memory, old)
+        early.history = last.then(numbers)
+        early.arrivals = early.arrivals or [*self.arrived]
+        return written
+
+    def stop(self) -> None:
+        """Returns when the thread has ended, whatever it has done."""
+        self._group.end()
+
+    # ------------------------------------------------------------------------------- in the thread
+
+    def _sweep(self) -> None:
+        ring, files, update = (
+            self._store.spec.ring,
+            self._store.files,
+            self._early.engine.update,
+        )
+        with sweep(self._order, ring, files.read, files.write) as visits:
+            for visit in visits:
+                needs = update.needs(visit.at.tile)
+                while self._group.stopped or not needs <= self.arrived.keys():
+                    if self._group.stopped:
+                        raise _StoppedError
+                    self._news.get()
+                self._keep(visit.at)
+                update.update_tile(visit.at.file, visit.at.tile, visit.buffer, self.arrived)
+
+    def _keep(self, at: TileAt) -> None:
+        """Old values of residents that a tile overwrites."""
+        if self._early.keeps_old:
+            for leaf, part in self._early.engine.update.resident_ranges(at.tile):
+                memory = self._memory[leaf][at.file].reshape(-1)[part]
+                self._old.append((memory, memory.copy()))

@@ -1,0 +1,302 @@
+"""State in files is updated while earlier layers compute: the same bits as if every tile had waited."""
+
+import gc
+import itertools
+import threading
+from typing import Any
+
+import jax
+import optax
+import pytest
+
+import jzero
+import small
+import zoo
+from jzero.offload._early_tiles import TileRun
+from jzero.offload._nvme_step import NVMeStep
+from jzero.offload._tiled_engine import TiledEngine
+from jzero.offload.execute._executor import Execution
+from jzero.offload.kernels._tiled_update import TiledUpdate
+from jzero.offload.nvme._files import TileFiles
+from test_early_updates import early
+from test_nvme_params import mesh_of, policies
+from test_offload_params import batch, make_step, new_state
+from test_speculative_updates import (
+    LARGE,
+    LAYERS,
+    OPTIMIZERS,
+    PATTERNS,
+    SMALL,
+    expected_to_begin,
+)
+
+pytest.importorskip("llvmlite")
+
+
+class Seen:
+    """Of each step: tiles written before the backward pass is over, and tiles written in all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.steps: list[
+            list[int]
+        ] = []  # begun or not, tiles kept, early ones written, all written
+        self._num = 0
+        write, finish, commit = TileFiles.write, TileRun.finish, TileFiles.commit
+        lock = threading.Lock()
+
+        def written(files: Any, at: Any, buffer: Any) -> None:
+            with lock:
+                self._num += 1
+            write(files, at, buffer)
+
+        def finished(run: Any, reads: Any) -> Any:
+            num = self._num
+            found = finish(run, reads)
+            self.steps.append([run.step is not None, len(found), num, 0])
+            return found
+
+        def committed(files: Any, step: int) -> None:
+            commit(files, step)
+            if self.steps:
+                self.steps[-1][3] = self._num
+            self._num = 0
+
+        monkeypatch.setattr(TileFiles, "write", written)
+        monkeypatch.setattr(TileRun, "finish", finished)
+        monkeypatch.setattr(TileFiles, "commit", committed)
+
+    @property
+    def begun(self) -> list[bool]:
+        return [begun > 0 for begun, *_ in self.steps]
+
+    @property
+    def kept(self) -> list[bool]:
+        return [kept > 0 for _, kept, *_ in self.steps]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    return Seen(monkeypatch)
+
+
+PINNED = {"offload_params": jzero.PinnedHost(device_bytes=2**14)}
+
+
+def step_of(scan: bool, tx: Any, num: int, folder: Any, **options: Any) -> Any:
+    return small.shard_train_step(
+        make_step(scan, tx), mesh=mesh_of({"data": num}), **policies(folder) | options
+    )
+
+
+def trained(
+    scan: bool, tx: Any, scales: Any, num: int, folder: Any, **options: Any
+) -> tuple[Any, Any]:
+    train_step = step_of(scan, tx, num, folder, **options)
+    state = train_step.shard(new_state(scan, LAYERS, tx), batch(0))
+    plan, found = early(train_step, state), []
+    for i, scale in enumerate(scales):
+        state, metrics = train_step(state, batch(i) * scale)
+        found.append(zoo.to_host((state, metrics)))
+    return found, plan
+
+
+def check_same_bits(
+    scan: bool, name: str, scales: Any, num: int, folder: Any, seen: Seen, **options: Any
+) -> None:
+    """As with updates that wait for all that they read; and some do not wait, and are made again."""
+    tx = OPTIMIZERS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NVMeStep, "_begins_early", False)
+        expected, plan = trained(scan, tx, scales, num, folder / "waits", **options)
+        assert not plan.turns
+        assert not seen.steps
+    found, plan = trained(scan, tx, scales, num, folder / "early", **options)
+    assert all(turn.assumption for turn in plan.turns)
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+            assert a.tobytes() == b.tobytes(), f"step {i}"
+    begin, undone = expected_to_begin(name, scales)
+    assert seen.begun == begin
+    assert seen.kept == [a and not b for a, b in zip(begin, undone, strict=True)]
+
+
+RUNS = [("momentum", "alternates"), ("clips and skips", "not finite")] + [
+    pytest.param(name, pattern, marks=pytest.mark.slow)
+    for name in ("adamw", "masters", "skips") for pattern in PATTERNS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "pattern"), RUNS)
+def test_the_same_bits(name: str, pattern: str, seen: Seen, tmp_path: Any):
+    check_same_bits(True, name, PATTERNS[pattern], 2, tmp_path, seen)
+
+
+@pytest.mark.slow(but=[0, 1, 4])
+@pytest.mark.parametrize(
+    ("scan", "name", "num", "options"),
+    [
+        (False, "adamw", 8, {}),
+        (True, "adamw", 4, PINNED),
+        (False, "masters", 2, PINNED),
+        (True, "masters", 1, {}),
+        (True, "adamw", 4, {"accumulate": 2, "layer_major": True}),
+        (False, "clips and skips", 4, {"accumulate": 2}),
+    ],
+    ids=str,
+)
+def test_other_models_have_the_same_bits(
+    scan: bool, name: str, num: int, options: Any, seen: Seen, tmp_path: Any
+):
+    check_same_bits(scan, name, PATTERNS["random"], num, tmp_path, seen, **options)
+
+
+def test_without_a_clip_every_step_but_the_first_begins_early(seen: Seen, tmp_path: Any):
+    """Before its backward pass is over, tiles of the last layers are written."""
+    found, plan = trained(True, optax.adam(1e-3), [SMALL] * 3, 2, tmp_path)
+    assert not any(turn.assumption for turn in plan.turns)
+    assert seen.begun == [False, True, True]
+    assert all(before > 0 for _, _, before, _ in seen.steps[1:])
+    assert len({num for _, _, _, num in seen.steps}) == 1  # Each tile is written once.
+    other = jzero.shard_train_step(
+        make_step(True, optax.adam(1e-3)), mesh=mesh_of({"data": 2}),
+        axes=jzero.Axes(min_shard_bytes=0), memory=jzero.Memory(
+            params=jzero.PinnedHost(device_bytes=2**14), optimizer=jzero.HostCPU()),
+    )  # fmt: skip
+    state = other.shard(new_state(True, LAYERS, optax.adam(1e-3)), batch(0))
+    for i in range(3):
+        state, _ = other(state, batch(i) * SMALL)
+    for a, b in zip(
+        jax.tree.leaves(zoo.to_host(state)), jax.tree.leaves(found[-1][0]), strict=True
+    ):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("options", [{"in_place": True}, {"gradients": True}], ids=str)
+def test_what_has_one_version_waits(options: Any, seen: Seen, tmp_path: Any):
+    """And what gradients in files are read with."""
+    memory = policies(tmp_path, **options)
+    tx = OPTIMIZERS["adamw"]
+    train_step = small.shard_train_step(make_step(True, tx), mesh=mesh_of({"data": 2}), **memory)
+    state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
+    for i in range(2):
+        state, _ = train_step(state, batch(i) * SMALL)
+    assert not early(train_step, state).turns
+    assert not seen.steps
+
+
+class Stop(BaseException):
+    """As Ctrl-C, and no error of jzero's."""
+
+
+FAULTS = {
+    "a layer, when tiles are written": (Execution, "_run", 13),
+    "an early tile is read": (TileFiles, "read", 3),
+    "an early tile is written": (TileFiles, "write", 3),
+    "an early tile is updated": (TiledUpdate, "update_tile", 3),
+    "early tiles begin": (TiledEngine, "prepare_early", 0),
+    "the last gradients are there": (TileRun, "finish", 0),
+    "the other tiles": (TiledEngine, "prepare_tiles", 0),
+    "the commit": (TileFiles, "commit", 0),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_failed_step_leaves_the_state_as_it_was(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+):
+    """And can be run again, with the bits that it has where nothing fails."""
+    where, name, at = FAULTS[what]
+    # What fails of an update on a wrong assumption is no failure: it is made again.
+    last = SMALL if "early tile" in what else LARGE
+    tx, scales = OPTIMIZERS["adamw"], [SMALL, SMALL, last]
+    expected, _ = trained(True, tx, scales, 2, tmp_path / "whole")
+    train_step = step_of(True, tx, 2, tmp_path / "fails")
+    state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
+    for i, scale in enumerate(scales[:2]):
+        state, _ = train_step(state, batch(i) * scale)
+    before, calls, call = zoo.to_host(state), itertools.count(), getattr(where, name)
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if next(calls) == at:
+            raise Stop
+        return call(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, failing)
+        with pytest.raises(Stop):
+            train_step(state, batch(2) * last)
+    assert next(calls) > at
+    for a, b in zip(jax.tree.leaves(zoo.to_host(state)), jax.tree.leaves(before), strict=True):
+        assert a.tobytes() == b.tobytes()
+    found = zoo.to_host(train_step(state, batch(2) * last))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected[-1]), strict=True):
+        assert a.tobytes() == b.tobytes()
+    assert threading.active_count() < 40
+
+
+@pytest.mark.parametrize("what", ["a layer, when tiles are written", "the other tiles"])
+def test_parameters_in_pinned_memory_are_lost_by_name(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+):
+    """They are updated in their place; the files have the old version, and the next state trains as ever."""
+    where, name, at = FAULTS[what]
+    tx, scales = OPTIMIZERS["adamw"], [SMALL, SMALL, LARGE]
+    expected, _ = trained(True, tx, scales, 2, tmp_path / "whole", **PINNED)
+    train_step = step_of(True, tx, 2, tmp_path / "fails", **PINNED)
+    state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
+    for i, scale in enumerate(scales[:2]):
+        state, _ = train_step(state, batch(i) * scale)
+    calls, call = itertools.count(), getattr(where, name)
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if next(calls) == at:
+            raise Stop
+        return call(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, failing)
+        with pytest.raises(Stop):
+            train_step(state, batch(2) * LARGE)
+    assert any(x.is_deleted() for x in jax.tree.leaves(state["params"]))
+    with pytest.raises(jzero.StateError, match="params"):
+        train_step(state, batch(2) * LARGE)
+    del state
+    gc.collect()
+    state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
+    for i, scale in enumerate(scales):
+        state, metrics = train_step(state, batch(i) * scale)
+    found = zoo.to_host((state, metrics))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected[-1]), strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_a_step_within_itself_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+    """As a signal's handler may call it with another state, when early tiles have begun."""
+    tx = OPTIMIZERS["momentum"]
+    train_step = step_of(True, tx, 2, tmp_path)
+    other, state = (train_step.shard(new_state(True, LAYERS, tx), batch(0)) for _ in range(2))
+    for i in range(2):
+        state, _ = train_step(state, batch(i) * SMALL)
+    begin, errors = TileRun.begin, list[str]()
+
+    def nested(run: Any, *args: Any) -> Any:
+        found = begin(run, *args)
+        with pytest.raises(jzero.StateError) as error:
+            train_step(other, batch(2))
+        errors.append(str(error.value))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TileRun, "begin", nested)
+        state, _ = train_step(state, batch(2) * SMALL)
+    assert errors
+    assert all("in the middle of its own update" in text for text in errors)
+    state, _ = train_step(state, batch(3) * SMALL)
+
+
+def test_a_report_says_so(tmp_path: Any):
+    train_step = step_of(True, OPTIMIZERS["adamw"], 2, tmp_path)
+    state = train_step.shard(new_state(True, LAYERS, OPTIMIZERS["adamw"]), batch(0))
+    text = " ".join(str(train_step.describe(state, batch(0))).split())
+    assert "while earlier layers compute, in 4 slices, if the last step did not clip" in text
+    assert "old values" not in text
