@@ -147,7 +147,7 @@ BLOCKS: dict[str, Block] = {
         r"all_gather|scan|jaxpr=|\]\. let$|dynamic_slice|dot_general|length",
         "deep_step",
         begin="^{",
-        end="last_turn",
+        end="last_iteration",
     ),
     "microbatches": program(
         "microbatches",

@@ -278,7 +278,7 @@ def program(fn, *specs, outs=None, mesh=None, whole=()):
     for i, (shape, spec) in enumerate(specs):
         layout = from_spec(shape, mesh, spec)
         rows = frozenset(cut.axis for dim in layout.dims for cut in dim.cuts) if i else frozenset()
-        ins.append(DeviceInput(layout, rows, comes_whole=i in whole))
+        ins.append(DeviceInput(layout, rows, padded_dims_gathered=i in whole))
     return partition(
         jaxpr, consts, mesh, ins, outs or [None] * len(jaxpr.outvars), keeps_padding=True
     )

@@ -239,8 +239,8 @@ def test_stacks_are_on_the_host_between_the_loops(stage):
     assert forward[1] == [stack]
     assert stack in backward[0]
     head_input, row = train_step.plan(new_state(), *batches()[0]).activations
-    assert (head_input.shape, head_input.turns) == ((ROWS // 8, WIDTH), 1)
-    assert (row.shape, row.turns, row.times, row.nbytes) == (stack, LAYERS, 1, 4 * 4 * 2 * 16)
+    assert (head_input.shape, head_input.iterations) == ((ROWS // 8, WIDTH), 1)
+    assert (row.shape, row.iterations, row.times, row.nbytes) == (stack, LAYERS, 1, 4 * 4 * 2 * 16)
 
 
 def test_a_turn_fetches_for_the_next_one():
@@ -337,7 +337,7 @@ def test_a_stack_that_is_read_whole():
     for options in (BOTH, {"offload_activations": jzero.PinnedHost()}):
         train_step = small.shard_train_step(step, **options)
         stack, *_ = train_step.plan(params, x).activations
-        assert (stack.shape, stack.turns) == ((LAYERS, ROWS // 8, WIDTH), 1)
+        assert (stack.shape, stack.iterations) == ((LAYERS, ROWS // 8, WIDTH), 1)
         params_there, loss = train_step(train_step.shard(params), x)
         found = train_step.unshard(params_there), loss
         zoo.assert_trees_close(jax.device_get(found), expected, zoo.FP32, "")
@@ -496,7 +496,7 @@ def test_describe_lists_them():
         "1 stack of loops and 1 value are saved on the host for the backward pass, 320 B of each"
         in text
     )
-    assert "256 B float32[4, 1, 16], in 4 turns, at " in text
+    assert "256 B float32[4, 1, 16], in 4 iterations, at " in text
     _, row = found.to_dict()["activations"]
     assert (row["shape"], row["dtype"], row["nbytes"]) == ([4, 1, 16], "float32", 256)
     crossings = [(x.direction, x.what, x.elements, x.nbytes) for x in found.crossings]
@@ -521,7 +521,7 @@ def test_what_is_on_the_host_makes_another_plan():
     ]
     here, there = (step.plan(new_state(), *batches()[0]) for step in steps)
     assert here != there
-    assert "on the host for the backward pass: float32 (4, 2, 16) in 4 turns" in str(there)
+    assert "on the host for the backward pass: float32 (4, 2, 16) in 4 iterations" in str(there)
 
 
 # -- a step's own policies -------------------------------------------------------------------------------

@@ -340,14 +340,14 @@ def test_towers_run_forward_twice():
     found = many.describe(state, *args).loops
     assert found.num == 5
     assert found.repeats < 1.34  # One forward pass more, of three of its size.
-    sizes = [kept.what.replace(" ", "") for kept in found.kept]
+    sizes = [kept.what.replace(" ", "") for kept in found.saved]
     assert set(sizes) <= {"float32[8,16]", "float32[8,256]", "float32[256,8]"}
 
 
 def test_it_is_said_what_is_kept():
     state, step = wide_step(512)
     _, report, _ = described(step, state, stage=3, accumulate=4)
-    kept = sum(k.nbytes for k in report.loops.kept)
+    kept = sum(k.nbytes for k in report.loops.saved)
     assert kept
     text = " ".join(str(report).split())
     assert re.search(
@@ -377,7 +377,7 @@ def test_temporaries_grow_by_what_is_kept_and_gathered():
         sharded, report, args = described(step, state, rows=64 * 8 * k, stage=0, accumulate=k)
         memory = sharded.lower(state, *args).compile().memory_analysis()
         gathered = sum(c.nbytes for c in report.traffic if c.op == "all-gather")
-        return memory.temp_size_in_bytes, gathered + sum(kept.nbytes for kept in report.loops.kept)
+        return memory.temp_size_in_bytes, gathered + sum(kept.nbytes for kept in report.loops.saved)
 
     (few, few_kept), (many, many_kept) = temporary_bytes(2), temporary_bytes(8)
     activations = 64 * 512 * 4 * 2 * 4  # rows, width, depth, towers, bytes

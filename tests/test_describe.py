@@ -125,7 +125,7 @@ def byte_counts(found):
     moved = [row["nbytes"] * row["times"] for row in found["movements"]]
     yield from (sum(moved), *(row["nbytes"] for row in found["movements"]))
     micro = found["microbatches"]
-    kept = [row["nbytes"] for row in micro["kept"]]
+    kept = [row["nbytes"] for row in micro["saved"]]
     yield from (found["device_bytes"], micro["accumulator_bytes"], sum(kept), *kept)
 
 

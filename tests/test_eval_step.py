@@ -339,12 +339,12 @@ def test_decoding_gathers_once_where_it_fits():
     )
     found = by_default.describe(params, prompt, key)
     gathers = [c for c in found.traffic if (c.op, c.dtype) == ("all-gather", "float64")]
-    in_turns = sum(c.elements for c in gathers if c.each_turn)
+    in_turns = sum(c.elements for c in gathers if c.each_iteration)
     # Of the positions a turn gathers its own row.
     assert in_turns == DIM
     assert found.elements("all-gather", "float64") - in_turns == num_params - CONTEXT * DIM
     found = each_turn.describe(params, prompt, key)
-    assert all(c.each_turn for c in found.traffic if c.dtype == "float64")
+    assert all(c.each_iteration for c in found.traffic if c.dtype == "float64")
     assert " per iteration" in str(found)
     assert by_default.lower(params, prompt, key).as_text().count("stablehlo.all_gather") == 6
     # Else a turn has two layers at a time: the one it computes with, and the next.

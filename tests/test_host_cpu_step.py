@@ -23,7 +23,7 @@ from jzero._quantities import readable_bytes
 from jzero.offload import _bandwidth, _host_engine, _host_step
 from jzero.offload._backends import OnHostCPU
 from jzero.offload.memory import _available, _pinned_leaf
-from jzero.sharding.plan._layout import FULL
+from jzero.sharding.plan._layout import REPLICATED
 from test_offload import BATCH, SHAPES, make_step, new_state
 from waiting import wait_until
 
@@ -334,7 +334,7 @@ def test_masters_of_the_steps_own(policy, stage):
 
     train_step = on(4, step_fn=step_fn, policy=policy, stage=stage, min_shard_bytes=1024)
     plan = train_step.plan(new(), BATCH)
-    assert [leaf.layout == FULL for leaf in plan.leaves] == [True, False, False]
+    assert [leaf.layout == REPLICATED for leaf in plan.leaves] == [True, False, False]
     if isinstance(policy, jzero.PinnedHost):
         assert [turn.parts for turn in plan.turns] == [4]
     state = train_step(new(), BATCH)

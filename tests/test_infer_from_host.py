@@ -433,7 +433,7 @@ def test_bytes_over_the_link_in_each_token(layers, num, rows):
         padding = (nbytes_of(jax.tree.map(at_rest, placed)) - nbytes_of(params)) // num
         assert sum(x.nbytes for x in report.crossings) == (of_token + padding) * (turns or 1)
         (row,) = report.to_dict()["crossings"]
-        assert row["each_turn"] == (turns is None)
+        assert row["each_iteration"] == (turns is None)
         text = " ".join(str(report).split())
         each = "each iteration" if turns is None else f"each of the {turns} iterations"
         assert f"{of_token + padding:,} bytes to each device in {each} of the loop at" in text

@@ -18,17 +18,15 @@ from jzero.ir._layout import (
     LOCAL,
     Layout,
     Partial,
-    added,
-    agree,
     conversion,
     from_spec,
     permutation,
-    received,
     replicated,
 )
 from jzero.targets._links import AxisTimes, axis_times
 from jzero.targets._target import Topology, find_target
 from jzero.tracing import _jaxpr
+from layout_blocks import held_by, positions, received, swapped
 
 MESHES = ({"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"b": 2, "a": 3}, {"a": 8, "one": 1})
 GARBAGE = 777  # What padding holds.
@@ -66,7 +64,7 @@ def terms_of(layout, value, mesh):
     else:
         terms = [value] * len(terms)
     return [
-        whole.block(term, device, GARBAGE)
+        held_by(whole, term, device, GARBAGE)
         for device, term in zip(devices(mesh), terms, strict=True)
     ]
 
@@ -78,7 +76,7 @@ def assembled(layout, blocks, mesh):
     )
     for device, block in zip(devices(mesh), blocks, strict=True):
         assert block.shape == layout.local_shape
-        own = layout.positions(device)
+        own = positions(layout, device)
         inside = np.ix_(*(np.flatnonzero(at >= 0) for at in own))
         index = np.ix_(*(at[at >= 0] for at in own))
         term = terms[tuple(device[p.axis] for p in layout.partial)]
@@ -107,7 +105,7 @@ def layouts_of(draw, shape, mesh, sums=True):
         kind = draw(st.sampled_from(["none", "cut", "cut", "dealt", "partial"]))
         d = draw(st.integers(0, len(shape) - 1))
         if kind == "partial" and sums:
-            layout = layout.summed(Partial(axis, op))
+            layout = layout.with_partial(Partial(axis, op))
         elif kind in ("cut", "dealt"):
             size = layout.dims[d].true
             outers = [k for k in range(1, size + 1) if size % k == 0] if kind == "dealt" else [None]
@@ -137,13 +135,13 @@ def primes(n):
 def near(draw, layout, mesh):
     """Where partial sums are scattered or reduced, and axes change places."""
     for p in layout.partial:
-        layout = layout.settled([p.axis])
+        layout = layout.reduced([p.axis])
         try:
             layout = layout.cut(draw(st.integers(0, len(layout.dims) - 1)), p.axis)
         except AssertionError:
             pass
     a, b = draw(st.sampled_from([(a, b) for a in mesh for b in mesh if mesh[a] == mesh[b]]))
-    return layout.swapped(a, b)
+    return swapped(layout, a, b)
 
 
 @st.composite
@@ -168,7 +166,7 @@ def test_blocks_of_all_devices_are_the_value(case):
     mesh, layout = case
     value = value_of(layout.shape)
     np.testing.assert_array_equal(
-        assembled(layout, [layout.block(value, d) for d in devices(mesh)], mesh), value
+        assembled(layout, [held_by(layout, value, d) for d in devices(mesh)], mesh), value
     )
     np.testing.assert_array_equal(assembled(layout, terms_of(layout, value, mesh), mesh), value)
 
@@ -198,7 +196,7 @@ def test_blocks_are_those_of_a_reshape(case):
                 s, n = block.shape, mesh[cut.axis]
                 parts = block.reshape(*s[:d], cut.outer, n, -1, *s[d + 1 :])
                 block = parts.take(device[cut.axis], d + 1).reshape(*s[:d], s[d] // n, *s[d + 1 :])
-        np.testing.assert_array_equal(layout.block(value, device, GARBAGE), block)
+        np.testing.assert_array_equal(held_by(layout, value, device, GARBAGE), block)
 
 
 @pytest.mark.slow
@@ -214,28 +212,8 @@ def test_reshape_is_a_reshape_of_each_block(case, data):
     value = value_of(layout.shape)
     for device in devices(mesh):
         np.testing.assert_array_equal(
-            before.block(value, device, GARBAGE).reshape(after.local_shape),
-            after.block(value.reshape(shape), device, GARBAGE),
-        )
-
-
-@given(cases(), st.data())
-@settings(max_examples=100)
-def test_transpose_and_broadcast_are_those_of_each_block(case, data):
-    mesh, layout = case
-    order = data.draw(st.permutations(range(len(layout.dims))))
-    value = value_of(layout.shape)
-    wide = (3, *layout.shape)
-    for device in devices(mesh):
-        block = layout.block(value, device, GARBAGE)
-        np.testing.assert_array_equal(
-            layout.transpose(order).block(value.transpose(order), device, GARBAGE),
-            block.transpose(order),
-        )
-        whole = layout.broadcast(wide, range(1, len(wide)))
-        np.testing.assert_array_equal(
-            whole.block(np.broadcast_to(value, wide), device, GARBAGE),
-            np.broadcast_to(block, (3, *block.shape)),
+            held_by(before, value, device, GARBAGE).reshape(after.local_shape),
+            held_by(after, value.reshape(shape), device, GARBAGE),
         )
 
 
@@ -245,7 +223,7 @@ MESH = {"data": 4, "model": 2}
 def lay(shape, *cuts, mesh=None):
     layout = replicated(shape, mesh or MESH)
     for cut in cuts:
-        layout = layout.summed(cut) if isinstance(cut, Partial) else layout.cut(*cut)
+        layout = layout.with_partial(cut) if isinstance(cut, Partial) else layout.cut(*cut)
     return layout
 
 
@@ -264,16 +242,11 @@ ROWS = lay((10, 6), (0, "data"))
         (lay((40, 8), (0, "data", 5)).reshape((5, 8, 8)), "[5, 8@data, 8]"),
         (lay((4, 10), (1, "data")).reshape((40,)), "[4*(10+2)@4,data]"),
         (lay((4, 10), (0, "model"), (1, "data")).reshape((40,)), "[4*(10+2)@model,2,data]"),
-        (lay((8,), (0, "data")).summed(Partial("model", "max")), "[8@data] max(model)"),
-        (
-            lay((8,)).summed(Partial("data", linear=frozenset({"b", "a"}))),
-            "[8] sum(data; linear in a, b)",
-        ),
+        (lay((8,), (0, "data")).with_partial(Partial("model", "max")), "[8@data] max(model)"),
         (lay((1, 8), (0, "data")).reshape((8,)), "[8+24@data]"),
         (lay((3, 2), (1, "data")).reshape((6,)), "[3*(2+2)@3,data]"),
         (lay((3, 2), (1, "data")).reshape((6,)).reshape((3, 2)), "[3, 2+2@data]"),
         (lay((), Partial("data")), "[] sum(data)"),
-        (lay((8,), (0, "data")).swapped("model", "model"), "[8@data]"),
         (lay((8,), (0, "one"), mesh={"one": 1}), "[8]"),
     ],
 )
@@ -429,7 +402,7 @@ def peers(device, axes, mesh):
 
 
 def held(layout, device):
-    return set(itertools.product(*(map(int, at) for at in layout.positions(device))))
+    return set(itertools.product(*(map(int, at) for at in positions(layout, device))))
 
 
 @given(cases(sums=False, num=2))
@@ -578,22 +551,13 @@ def test_a_partition_spec_comes_and_goes(spec):
         for device, at in zip(devices(MESH), mesh.devices.flat, strict=True):
             block = whole[held[at]]
             assert layout.local_shape == block.shape == sharding.shard_shape(padded)
-            own = layout.block(inside, device, -1)
+            own = held_by(layout, inside, device, -1)
             np.testing.assert_array_equal(own, np.where(np.isin(block, inside), block, -1))
 
 
 def test_no_partition_spec_says_this():
     for layout in (lay((40,), (0, "data", 5)), lay((8,), Partial("data"))):
         assert layout.spec() is None
-
-
-def test_sums_are_added_where_they_are_alike():
-    a, b = (lay((8,), Partial("data", linear=frozenset({x}))) for x in "ab")
-    assert agree(a, b)
-    assert added(a, b) == lay((8,), Partial("data", linear=frozenset("ab")))
-    assert added(a, lay((8,))) is None
-    assert added(a, lay((8,), Partial("data", "max"))) is None
-    assert conversion(a, b, 4) == ()
 
 
 @pytest.mark.parametrize(
@@ -628,8 +592,6 @@ def test_what_a_reshape_loses():
         (lambda: lay((16,), (0, "data", 2), (0, "model", 4)), "overlap"),
         (lambda: lay((10,), (0, "data", 4)), "no 4 blocks along 0"),
         (lambda: ROWS.reshape((5, 12)), "has no layout as"),
-        (lambda: ROWS.swapped("data", "model"), "differ in size"),
-        (lambda: lay((1, 8), DATA).broadcast((4, 8), (0, 1)), "cut where it is repeated"),
         (lambda: ROWS.reshapable((5, 5)), "differ in size"),
         (lambda: conversion(ROWS, lay((10, 5)), 4), "to"),
     ],

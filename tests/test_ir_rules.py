@@ -28,6 +28,7 @@ from jzero.ir._layout import replicated
 from jzero.ir._rules import Cost
 from jzero.sharding.analysis import _frames
 from jzero.tracing import _jaxpr, _rewrite
+from layout_blocks import positions
 from test_partition_rules import Case, drawn, length, parsed
 
 SIZES = (4, 6, 2, 8, 12)  # of dims
@@ -326,7 +327,7 @@ def check_blocks(eqn, factor, ins, outs, num, outer):
                 assert_same(part, out, where)
             continue
         for i, part in enumerate(found):
-            at = layout(out, d, mesh, outer).positions({"a": i})[d]
+            at = positions(layout(out, d, mesh, outer), {"a": i})[d]
             true = np.flatnonzero(at >= 0)
             assert part.shape[d] == len(at), where
             assert_same(taken(part, true, d), taken(out, at[true], d), where)
@@ -337,7 +338,7 @@ def layout(x, dim, mesh, outer):
 
 
 def block(x, dim, mesh, outer, device, fill):
-    at = layout(x, dim, mesh, outer).positions({"a": device})[dim]
+    at = positions(layout(x, dim, mesh, outer), {"a": device})[dim]
     found = taken(x, np.maximum(at, 0), dim)
     if (at >= 0).all():
         return found

@@ -312,7 +312,7 @@ def test_describe_says_what_layers_hand_on():
     rows = model.ROWS // 8 * model.WIDTH * 4
     assert 4 * rows <= report.handed_bytes <= 7 * rows
     found = report.to_dict()["microbatches"]
-    assert (found["layer_major"], found["handed_bytes"]) == (True, report.handed_bytes)
+    assert (found["order"], found["handed_bytes"]) == ("layer", report.handed_bytes)
     assert found["reduce"] == "once"
     text = " ".join(str(report).split())
     assert (

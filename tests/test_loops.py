@@ -20,7 +20,7 @@ import small
 from zoo.sampling import check, loops
 
 DIM, NUM = 3, 4
-DEPENDS = "a loop along the batch whose turns depend on each other"
+DEPENDS = "a loop along the batch whose iterations depend on each other"
 
 
 @pytest.fixture(autouse=True, scope="module")

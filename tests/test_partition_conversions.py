@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from jax import P
 
 import test_ir_layout as layouts
-from jzero.ir._layout import LOCAL, Layout, conversion, received
+from jzero.ir._layout import LOCAL, Layout, conversion
 from jzero.sharding.partition._writer import DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Var
+from layout_blocks import received
 
 
 def program(source: Layout, target: Layout, mesh: dict[str, int], moves: dict[Var, DeviceMove]):

@@ -41,7 +41,7 @@ class Costs:
         for leaf, layout in zip(jax.tree.leaves(batch), layouts[len(ins) :], strict=True):
             own = layout.cut(0, "data") if leaf.ndim else layout
             whole_rows = bool(leaf.ndim) and own.dims[0].pad is not None
-            ins.append(DeviceInput(own, own.axes, comes_whole=whole_rows))
+            ins.append(DeviceInput(own, own.axes, padded_dims_gathered=whole_rows))
         self.num = num
         outs = [None] * len(whole.outvars)
         self.local = partition(whole, consts, {"data": num}, ins, outs)

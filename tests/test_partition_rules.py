@@ -32,6 +32,7 @@ from jzero.sharding.partition._movement import is_of_rows, movement_of
 from jzero.sharding.partition._partition import DeviceInput, partition
 from jzero.sharding.partition._writer import OUTPUT
 from jzero.tracing import _jaxpr, _rewrite
+from layout_blocks import held_by, positions
 
 DEVICES = 4
 # Sizes of the dims that hold rows. Dealt out, the devices have two blocks each, and all dims are of one size;
@@ -617,14 +618,14 @@ def dealt(x: Any, layout: Layout) -> Any:
         words = dealt(words, dataclasses.replace(layout, dims=(*layout.dims, *more)))
         return random.wrap_key_data(jnp.asarray(words))
     padding = GARBAGE[x.dtype.kind]
-    return np.stack([layout.block(x, {"data": i}, padding) for i in range(DEVICES)])
+    return np.stack([held_by(layout, x, {"data": i}, padding) for i in range(DEVICES)])
 
 
 def joined(parts: np.ndarray, layout: Layout) -> np.ndarray:
     """What devices have, put together."""
     whole = np.zeros(layout.shape, parts.dtype)
     for i, part in enumerate(parts):
-        own = layout.positions({"data": i})
+        own = positions(layout, {"data": i})
         whole[np.ix_(*(at[at >= 0] for at in own))] = part[np.ix_(*(at >= 0 for at in own))]
     return whole
 

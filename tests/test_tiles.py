@@ -505,7 +505,7 @@ def inner_eqns(eqn):
         ("scanned remat", {}, []),
         ("tied", {}, [("table", "gathered", "a look-up reads it whole"),
                       ("table", "reduced", "its gradient is that of a look-up")]),
-        ("recurrent", {}, [("square", "gathered", "a loop reads it whole in every turn"),
+        ("recurrent", {}, [("square", "gathered", "a loop reads it whole in every iteration"),
                            ("square", "reduced", "a loop adds it up before it is reduced")]),
         ("elementwise", {}, [("up", "gathered", "a product reads it whole: the other operand is")]),
         ("convolution", {}, [("kernel", "gathered", "a convolution reads it whole"),

@@ -103,7 +103,7 @@ def measure(num: int, most: int) -> dict[str, Any]:
         "loops": report.loops.num if report.loops else 1,
         "products": round(report.loops.repeats, 2) if report.loops else 1.0,
         "temporary": temporary(sharded.lower(*args)),
-        "kept": sum(kept.nbytes for kept in report.loops.kept) if report.loops else 0,
+        "kept": sum(kept.nbytes for kept in report.loops.saved) if report.loops else 0,
         "gathered": gathered,
         "one_device": temporary(jitted.lower(*args)),
     }  # fmt: skip

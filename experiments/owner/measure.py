@@ -108,7 +108,7 @@ def measure(form: str, num: int, num_devices: int, dim: int, stage: int) -> dict
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     owners = Case(form, num, mesh, dim, stage)
     # The plan of a step that nobody owns: the rest of the program is the same.
-    with mock.patch.object(_make, "_has_owners", return_value=False):
+    with mock.patch.object(_make, "_distributes_updates", return_value=False):
         everyone = Case(form, num, mesh, dim, stage)
     for _ in range(warm_up + repeats):
         owners.run()

@@ -29,7 +29,7 @@ def measure(form: str, num: int, dim: int, stage: int, by_owners: bool) -> dict[
         return params, optimizer(form).init(params)
 
     batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-    with mock.patch.object(_make, "_has_owners", return_value=by_owners):
+    with mock.patch.object(_make, "_distributes_updates", return_value=by_owners):
         train_step: Any = jzero.shard_train_step(make_step(form), stage=stage)
         state = jax.eval_shape(init)
         found = jzero.preflight(train_step, state, batch, target="h200", topology="1x8")

@@ -117,7 +117,7 @@ def opened(jaxpr: Jaxpr) -> Jaxpr:
     for eqn in flat.eqns:
         if not _jaxpr.is_rematted(eqn):
             writer.source = eqn
-            writer.again(_jaxpr.with_inner(eqn, opened), outs=eqn.outvars)
+            writer.clone(_jaxpr.with_inner(eqn, opened), outs=eqn.outvars)
             continue
         writer.source = eqn
         ins = [*map(writer.read, eqn.invars)]

@@ -50,7 +50,7 @@ def backward(
     program: Region, facts: Facts[Fact], step: Transfer[Fact], join: Join[Fact], nothing: Fact,
     across: Across[Fact] = lambda eqn, edge, fact: fact,
 ) -> dict[ValueIn, Fact]:  # fmt: skip
-    """The facts of all values, from those of the results back; `step` makes operands' of results'."""
+    """The facts of all values, backward from the results; `step` maps facts of results to operands."""
     return _Flow(program, facts, step, join, nothing, across, backward=True).run()
 
 
@@ -58,7 +58,6 @@ def union(
     program: Region, related: Callable[[Region, Eqn], Iterable[tuple[Node, Node]]],
     across: Callable[[Eqn, Edge], Iterable[tuple[Node, Node]]],
 ) -> Components[Node]:  # fmt: skip
-    """The components of what equations, and edges across those that hold programs, relate."""
     found: Components[Node] = Components()
     for region in program.regions():
         for eqn in region.jaxpr.eqns:
@@ -70,7 +69,7 @@ def union(
 
 
 class _Item(NamedTuple):
-    """What is due: an equation; or what its programs return in `region` (backward: what they take there)."""
+    """An equation in the worklist; or the results of its programs in `region` (backward: arguments)."""
 
     region: Region
     holder: Region
@@ -80,7 +79,7 @@ class _Item(NamedTuple):
 
 @dataclasses.dataclass
 class _Flow(Generic[Fact]):
-    """Items in the order of the program. What a loop carries only gains; all else is found anew each time."""
+    """A worklist in program order. Facts of carries only grow; all others are computed anew."""
 
     program: Region
     given: Facts[Fact]

@@ -53,7 +53,7 @@ class HostCall:
         return _written(writer, self._called, self.shapes, first, [token, *ins])
 
     def write_fail(self, writer: JaxprWriter, failed: Atom) -> Atom:
-        """Writes what raises the error where the call has `failed`; gives 0, which is there afterwards."""
+        """Writes the raise of the error if the call has `failed`; returns 0, which exists only afterwards."""
         (is_so,) = writer.trace(_is_not_zero, failed)
         return _written(writer, self._fail, [_FAILED], is_so, [failed])[0]
 
@@ -101,7 +101,7 @@ def _is_not_zero(x: jax.Array) -> jax.Array:
 
 
 def without_calls(eqn: Eqn) -> Eqn:
-    """The equation, in which `HostCall`s are not made: they give what other devices have."""
+    """The equation without its `HostCall`s: they return what other devices have."""
     if not _jaxpr.has_side_effects(eqn):
         return eqn
     if eqn.primitive.name == "cond" and any(map(_is_call, _jaxpr.cond_parts(eqn))):

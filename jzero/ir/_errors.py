@@ -31,7 +31,7 @@ class NeedsAllMicrobatchesError(CannotPartitionError):
 def cannot(
     why: str, eqn: Eqn | None = None, region: Region | None = None, rule: str = _RULE, fix: str = _FIX
 ) -> CannotPartitionError:  # fmt: skip
-    """The error that says why an equation is refused, and at which line of the user's it was written."""
+    """The error that says why an equation is refused, with the user's line."""
     return CannotPartitionError(message(STEP, f"{_at(eqn, region)}{why}", rule, fix))
 
 

@@ -86,10 +86,10 @@ def _of_maps(eqn: Eqn, maps: DimMaps, resized: str, reduces: str | None) -> list
 
 
 def _resized(eqn: Eqn, param: str, dim: int, size: int, num: int) -> Params:
-    return {param: _with(eqn.params[param], dim, size)}
+    return {param: with_size(eqn.params[param], dim, size)}
 
 
-def _with(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+def with_size(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
@@ -132,7 +132,7 @@ def _without(ndim: int, gone: Sequence[int]) -> tuple[int | None, ...]:
 
 
 def without(param: str) -> Callable[[Eqn], DimMaps]:
-    """Dims that a parameter names are gone."""
+    """Drops the dims that a parameter names."""
     return lambda eqn: [_without(len(shape), eqn.params[param]) for shape in _shapes(eqn)]
 
 
@@ -165,7 +165,7 @@ def shifted(param: str, by: int) -> Callable[[Eqn], DimMaps]:
 
 
 def windowed(eqn: Eqn) -> DimMaps:
-    """Of slices, updates of slices and pads: dims that are left whole stay. Indices are scalars."""
+    """Slices, updates of slices and pads: dims that are whole are kept. Indices are scalars."""
     kept = _same_dims(_shapes(eqn)[0], _out_shape(eqn))
     if eqn.primitive.name == "slice":
         strides = eqn.params["strides"] or (1,) * len(kept)
@@ -182,7 +182,7 @@ def windowed(eqn: Eqn) -> DimMaps:
 
 
 def reduction(reduces: str | None = None, of_bools: str | None = None) -> FactorsOf:
-    """Of dims that `axes` names; `of_bools` is what it is called of Booleans."""
+    """Reductions over `axes`; `of_bools` is the kind for Booleans."""
 
     def factors(eqn: Eqn) -> list[Factor]:
         kind = of_bools if eqn.invars[0].aval.dtype == bool else reduces
@@ -192,7 +192,7 @@ def reduction(reduces: str | None = None, of_bools: str | None = None) -> Factor
 
 
 def broadcast(eqn: Eqn) -> list[Factor]:
-    """`broadcast_in_dim`; blocks of a dim that the operand has not are made of all of it."""
+    """`broadcast_in_dim`; a new dim's blocks are made of the whole operand."""
     out, places = _out_shape(eqn), eqn.params["broadcast_dimensions"]
     operand, *dynamic = _shapes(eqn)
     source = {p: d for d, (n, p) in enumerate(zip(operand, places, strict=True)) if n == out[p]}
@@ -212,7 +212,7 @@ def iota(eqn: Eqn) -> list[Factor]:
 
 
 def reshape(eqn: Eqn) -> list[Factor]:
-    """A dim's blocks stay blocks if as many elements stand before it as before a dim of the result."""
+    """A dim's blocks stay blocks if it has the same stride as a dim of the result."""
     (shape, *others), out = _shapes(eqn), _out_shape(eqn)
     if eqn.params.get("dimensions") is not None or 0 in shape or others:
         return []
@@ -253,7 +253,7 @@ _LAST_OF_BOTH = (((2,), (2,)), ((0,), (0,)))
 
 
 def scaled_dot(eqn: Eqn) -> list[Factor]:
-    """A scale for each block of what is summed up; of all other dims its scales have as many elements."""
+    """One scale for each block of a contracted dim; along other dims scales have as many elements."""
     shapes = _shapes(eqn)
     numbers = eqn.params.get("dimension_numbers", _LAST_OF_BOTH)
     found = []
@@ -312,7 +312,7 @@ def gather(eqn: Eqn) -> list[Factor]:
         if sizes[dim] == operand.shape[dim] and not moved:
 
             def local(size: int, num: int, dim: int = dim) -> Params:
-                return {"slice_sizes": _with(sizes, dim, size)}
+                return {"slice_sizes": with_size(sizes, dim, size)}
 
             found.append(Factor((dim, None), (out,), local=local))
     return found
@@ -361,7 +361,6 @@ def _same(dims: list[int], eqn: Eqn) -> list[Factor]:
 
 
 def leading(trailing: int | Callable[[Eqn], int]) -> FactorsOf:
-    """Operations on the last dims of their operands."""
 
     def factors(eqn: Eqn) -> list[Factor]:
         num = trailing if isinstance(trailing, int) else trailing(eqn)
@@ -408,7 +407,7 @@ def tile(eqn: Eqn) -> list[Factor]:
 
 
 def ragged_dot(eqn: Eqn) -> list[Factor]:
-    """Dims that no group cuts: free ones, of which the result has the same rows."""
+    """Dims that are not ragged or grouped: free ones, in which the result has the same rows."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     ragged, grouped = set(numbers.lhs_ragged_dimensions), set(numbers.rhs_group_dimensions)
@@ -444,20 +443,20 @@ def _stored(indices: tuple[int, ...], ndim: int) -> dict[int, tuple[int, int | N
 
 
 def _of_size(atoms: Sequence[Atom], dims: FactorDims, size: int) -> FactorDims:
-    """Data and indices may have 1 of a dim of the batch, for all rows."""
+    """Data and indices may have size 1 along a batch dim, for all rows."""
     pairs = zip(atoms, dims, strict=True)
     return tuple(None if d is None or atom.aval.shape[d] != size else d for atom, d in pairs)
 
 
 def _of_info(eqn: Eqn, **dims: int | None) -> Callable[[int, int], Params]:
-    """Parameters that say the shape of a sparse array, for each the dim of it that is cut."""
+    """Parameters that hold the shape of a sparse array, by the dim of it that is cut."""
 
     def local(size: int, num: int) -> Params:
         found = Params()
         for name, dim in dims.items():
             if dim is not None:
                 info = eqn.params[name]
-                found[name] = info._replace(shape=_with(info.shape, dim, size))
+                found[name] = info._replace(shape=with_size(info.shape, dim, size))
         return found
 
     return local
@@ -478,7 +477,7 @@ def sparse_dot(eqn: Eqn) -> list[Factor]:
 
 
 def sampled_dot(eqn: Eqn) -> list[Factor]:
-    """A product of which some elements are needed: those at indices."""
+    """A product of which only the elements at indices are computed."""
     lhs, rhs, indices = _shapes(eqn)
     factors = _product(eqn.params["dimension_numbers"], len(lhs), len(rhs))
     stored, found = _stored(indices, len(factors)), []
@@ -502,7 +501,6 @@ def sparse_to_dense(eqn: Eqn) -> list[Factor]:
 
 
 def dense_to_sparse(eqn: Eqn) -> list[Factor]:
-    """The elements at indices."""
     indices, dense = _shapes(eqn)
     return [
         Factor(_of_size(eqn.invars, (at, dim), dense[dim]), (out,))
@@ -511,12 +509,12 @@ def dense_to_sparse(eqn: Eqn) -> list[Factor]:
 
 
 def sparse_of_dense(eqn: Eqn) -> list[Factor]:
-    """Dims of the batch, as many as a parameter says."""
+    """Batch dims, as many as a parameter says."""
     return _same(list(range(eqn.params["n_batch"])), eqn)
 
 
 def _to_sparse(eqn: Eqn, ins: FactorDims, out: int, **dims: int | None) -> Iterator[Factor]:
-    """A dim of the batch of the result, which its data, its indices or both have."""
+    """A batch dim of the result, which its data, its indices or both have."""
     name, dim = next((name, dim) for name, dim in dims.items() if dim is not None)
     size = eqn.params[name].shape[dim]
     outs = _of_size(eqn.outvars, (out, out), size)
@@ -525,7 +523,7 @@ def _to_sparse(eqn: Eqn, ins: FactorDims, out: int, **dims: int | None) -> Itera
 
 
 def sparse_rows(eqn: Eqn) -> list[Factor]:
-    """From a sparse array to one: dims of the batch, which a permutation may move among themselves."""
+    """From a sparse array to one: batch dims, which a permutation may permute."""
     batch, found = len(_shapes(eqn)[1]) - 2, list[Factor]()
     for out, dim in enumerate(eqn.params.get("permutation", range(batch))[:batch]):
         found += _to_sparse(eqn, (dim, dim), out, spinfo=dim)
@@ -533,7 +531,7 @@ def sparse_rows(eqn: Eqn) -> list[Factor]:
 
 
 def sparse_product(eqn: Eqn) -> list[Factor]:
-    """Of two sparse arrays, which gives one: dims of either's batch."""
+    """A product of two sparse arrays, which is sparse: the batch dims of either."""
     _, lhs, _, rhs = _shapes(eqn)
     numbers, found = (((), ()), eqn.params["dimension_numbers"][1]), list[Factor]()
     for out, factor in enumerate(_product(numbers, len(lhs) - 2, len(rhs) - 2)):

@@ -23,9 +23,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jzero.targets._links import AxisTimes
@@ -45,15 +44,10 @@ class Pad(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """The value is the sum (max, min) over the devices of `axis` of what they hold.
-
-    `linear` names the operands (a loop's carries) that it contains linearly, so that they may be partial sums
-    over the axis, too. Reducing one of them alone would count it once per device.
-    """
+    """The value is the sum (max, min) over the devices of `axis` of what they hold."""
 
     axis: str
     op: str = "sum"
-    linear: frozenset[str] = frozenset()
 
 
 class Dim(NamedTuple):
@@ -99,10 +93,7 @@ class Layout:
         return hash((self.dims, self.mesh, self.partial))
 
     def __str__(self) -> str:
-        linear = [
-            "; linear in " * bool(p.linear) + ", ".join(sorted(p.linear)) for p in self.partial
-        ]
-        sums = [f" {p.op}({p.axis}{text})" for p, text in zip(self.partial, linear, strict=True)]
+        sums = [f" {p.op}({p.axis})" for p in self.partial]
         return f"[{', '.join(map(self._dim_text, self.dims))}]{''.join(sums)}"
 
     def _dim_text(self, dim: Dim) -> str:
@@ -128,16 +119,15 @@ class Layout:
 
     @functools.cached_property
     def axes(self) -> frozenset[str]:
-        """The axes that cut."""
+        """The axes that shard a dim."""
         return frozenset([cut.axis for dim in self.dims for cut in dim.cuts])
 
     @functools.cached_property
-    def is_whole(self) -> bool:
-        """Whether every device has all of it."""
+    def is_replicated(self) -> bool:
+        """Whether every device has the whole value, without padding."""
         return not self.partial and not any(dim.cuts or dim.pad for dim in self.dims)
 
     def num(self, axes: Collection[str]) -> int:
-        """How many devices the axes have."""
         return math.prod([n for axis, n in self.mesh if axis in axes])
 
     def place(self, axis: str) -> tuple[int, int] | None:
@@ -156,33 +146,9 @@ class Layout:
     def digits(self, cuts: Iterable[AxisCut]) -> Digits:
         return [(cut.outer, self.num([cut.axis])) for cut in cuts]
 
-    def positions(self, device: Mapping[str, int]) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
-        """For each dim the value's indices that a device (its index on each axis) holds; -1 is padding."""
-        found = []
-        for dim in self.dims:
-            at, own = np.arange(dim.size), np.full(dim.size, True)
-            for axis, outer in dim.cuts:
-                inner = dim.size // (outer * self.num([axis])) or 1
-                own &= at // inner % self.num([axis]) == device[axis]
-            if dim.pad is not None:
-                block, rest = np.divmod(at, dim.size // dim.pad.outer or 1)
-                at = np.where(rest < dim.pad.true, block * dim.pad.true + rest, -1)
-            found.append(at[own])
-        return found
-
-    def block(
-        self, value: np.ndarray[Any, Any], device: Mapping[str, int], padding: Any = 0
-    ) -> Any:
-        """What a device holds of the value; of a partial sum the axis's first device holds all."""
-        own = self.positions(device)
-        true = functools.reduce(np.logical_and.outer, (at >= 0 for at in own), np.array(True))
-        held = np.where(true, value[np.ix_(*own)], np.asarray(padding, value.dtype))
-        first = all(device[p.axis] == 0 for p in self.partial if p.op == "sum")
-        return held if first else np.zeros_like(held)
-
     # -- other layouts of the same value --------------------------------------------------------------
     def cut(self, dim: int, axis: str, outer: int | None = None) -> Layout:
-        """Also sharded along a dim, by default within the shards that it has; padded as far as needed."""
+        """Also sharded along a dim, by default within its shards; padded if necessary."""
         old = self.dims[dim]
         if self.num([axis]) == 1:
             return self
@@ -196,8 +162,12 @@ class Layout:
             new = Dim(pad.outer * step * -(-pad.true // step), new.cuts, pad)
         return self.with_dims({dim: new})
 
+    def shard(self, dim: int, axes: Iterable[str]) -> Layout:
+        """Also sharded along a dim over several axes, the first one outermost."""
+        return functools.reduce(lambda layout, axis: layout.cut(dim, axis), axes, self)
+
     def without(self, axes: Collection[str]) -> Layout:
-        """Replicated over axes that cut, and without the padding that only they needed."""
+        """Replicated over axes that shard it, without padding that only they needed."""
         found = self._drop(axes)
         unpadded = [fits(dim.true, found.digits(dim.cuts)) for dim in found.dims]
         return found._unpadded(itertools.compress(itertools.count(), unpadded))
@@ -206,27 +176,18 @@ class Layout:
         """Replicated, with the same padding."""
         return self._drop([axis for axis, _ in self.mesh])
 
-    def swapped(self, axis: str, other: str) -> Layout:
-        """With two axes of as many devices in each other's place; the other one may have none."""
-        assert self.num([axis]) == self.num([other]), f"{axis!r} and {other!r} differ in size"
-        new = {axis: other, other: axis}
-        cuts = [[c._replace(axis=new.get(c.axis, c.axis)) for c in d.cuts] for d in self.dims]
-        dims = tuple(d._replace(cuts=tuple(c)) for d, c in zip(self.dims, cuts, strict=True))
-        partial = tuple(p._replace(axis=new.get(p.axis, p.axis)) for p in self.partial)
-        return Layout(dims, self.mesh, partial)
-
-    def summed(self, *partial: Partial) -> Layout:
-        """Also a partial sum (max, min) over axes."""
+    def with_partial(self, *partial: Partial) -> Layout:
+        """Also partial over axes."""
         new = tuple(p for p in partial if self.num([p.axis]) > 1)
         return dataclasses.replace(self, partial=(*self.partial, *new))
 
-    def settled(self, axes: Collection[str]) -> Layout:
-        """No partial sum over the axes."""
+    def reduced(self, axes: Collection[str]) -> Layout:
+        """No longer partial over axes."""
         kept = tuple(p for p in self.partial if p.axis not in axes)
         return dataclasses.replace(self, partial=kept)
 
     def with_dims(self, new: Mapping[int, Dim]) -> Layout:
-        """With others in the place of some dims."""
+        """With other dims at some positions."""
         dims = tuple(new.get(d, dim) for d, dim in enumerate(self.dims))
         return dataclasses.replace(self, dims=dims)
 
@@ -235,7 +196,7 @@ class Layout:
         return self.with_dims({d: self.dims[d]._replace(cuts=c) for d, c in enumerate(cuts)})
 
     def _unpadded(self, dims: Iterable[int]) -> Layout:
-        """Without the padding of dims, and without the cuts that need it."""
+        """Without the padding of dims, and without cuts that need it."""
         new = {}
         for d in dims:
             size, cuts = self.dims[d].true, self.dims[d].cuts
@@ -243,32 +204,21 @@ class Layout:
         return self.with_dims(new)
 
     # -- layouts of other values ----------------------------------------------------------------------
-    def transpose(self, order: Sequence[int]) -> Layout:
-        return dataclasses.replace(self, dims=tuple(self.dims[d] for d in order))
-
-    def broadcast(self, shape: Sequence[int], dims: Sequence[int]) -> Layout:
-        """As `lax.broadcast_in_dim`: dim i becomes dim `dims[i]`; what is repeated must be replicated."""
-        new = [Dim(n) for n in shape]
-        for old, d in zip(self.dims, dims, strict=True):
-            assert old.true == shape[d] or old == Dim(1), f"{self} is cut where it is repeated"
-            new[d] = old if old.true == shape[d] else new[d]
-        return dataclasses.replace(self, dims=tuple(new))
-
     def reshape(self, shape: Sequence[int]) -> Layout:
-        """After a reshape of every device's block, which must be possible: see `reshapable`."""
+        """The layout after a reshape of every device's block, which must be possible: see `reshapable`."""
         found, lost = self._reshaped(shape)
         assert not any(lost), f"{self} has no layout as {tuple(shape)}"
         return found
 
     def reshapable(self, shape: Sequence[int]) -> Layout:
-        """This layout without the cuts and the padding that have no place after a reshape."""
+        """This layout without the cuts and the padding that a reshape cannot keep."""
         layout = self
         while any(lost := layout._reshaped(shape)[1]):
             layout = layout.without(lost[0])._unpadded(lost[1])
         return layout
 
     def _reshaped(self, shape: Sequence[int]) -> tuple[Layout, tuple[set[str], set[int]]]:
-        """A cut keeps its place in the flat order. Also the axes and the padded dims that have none."""
+        """A cut keeps its position in the flat order. Also returns the axes and padded dims that are lost."""
         dims, axes, pads = list[Dim](), set[str](), set[int]()
         for olds, news in dim_groups(self.shape, shape):
             group = [self.dims[d] for d in olds]
@@ -288,7 +238,7 @@ class Layout:
         return dataclasses.replace(self, dims=tuple(dims)), (axes, pads)
 
     def spec(self) -> PartitionSpec | None:
-        """Of the padded value; None if no PartitionSpec says it (dealt out, or a partial sum)."""
+        """Of the padded value; None if no PartitionSpec describes it (cut in blocks, or partial)."""
         if self.partial or any(_runs([(1, 1), *self.digits(d.cuts)])[1:] for d in self.dims):
             return None
         names = [tuple(cut.axis for cut in dim.cuts) for dim in self.dims]
@@ -308,40 +258,25 @@ def from_spec(shape: Sequence[int], mesh: Mapping[str, int], spec: PartitionSpec
     """The layout of a `PartitionSpec`, padded along the dims that the axes do not divide."""
     layout = replicated(shape, mesh)
     for d, names in enumerate(spec):
-        for axis in (names,) if isinstance(names, str) else names or ():
-            layout = layout.cut(d, axis)
+        layout = layout.shard(d, (names,) if isinstance(names, str) else names or ())
     return layout
 
 
-def agree(a: Layout, b: Layout) -> bool:
-    """Whether each device holds the same in both: no conversion is needed."""
-    return _plain(a) == _plain(b)
-
-
-def added(a: Layout, b: Layout) -> Layout | None:
-    """The layout of `a + b` (of partial maxima, the larger) on each device; None if they do not agree."""
-    linear = {p.axis: p.linear for p in b.partial}
-    if not agree(a, b):
-        return None
-    both = tuple(p._replace(linear=p.linear | linear[p.axis]) for p in a.partial)
-    return dataclasses.replace(a, partial=both)
-
-
 def _plain(layout: Layout) -> Layout:
-    partial = tuple(sorted(Partial(p.axis, p.op) for p in layout.partial))
+    partial = tuple(sorted(layout.partial))
     return layout if layout.partial == partial else dataclasses.replace(layout, partial=partial)
 
 
 # -- index arithmetic ---------------------------------------------------------------------------------
 def fits(size: int, digits: Digits) -> bool:
-    """Whether a dim can be `[outer, n, inner]` for each `(outer, n)`, from the outermost in, at once."""
+    """Whether a dim can be `[outer, n, inner]` for all `(outer, n)` at once, from the outermost in."""
     ends = [1, *(outer * n for outer, n in digits)]
     starts = [*(outer for outer, _ in digits), size]
     return all(start % end == 0 for start, end in zip(starts, ends, strict=True))
 
 
 def _runs(digits: Digits) -> Digits:
-    """With neighbours as one digit."""
+    """Merges adjacent digits."""
     runs: Digits = []
     for outer, n in digits:
         if runs and math.prod(runs[-1]) == outer:
@@ -351,7 +286,7 @@ def _runs(digits: Digits) -> Digits:
 
 
 def dim_groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """The fewest dims of both shapes that hold the same elements, from the first to the last."""
+    """The smallest groups of dims of both shapes that hold the same elements, in order."""
     assert math.prod(old) == math.prod(new), f"{tuple(old)} and {tuple(new)} differ in size"
     i, j = (0, 0) if math.prod(old) else (len(old), len(new))
     if not math.prod(old):
@@ -414,26 +349,18 @@ class LayoutStep(NamedTuple):
     received: tuple[tuple[str, int], ...]
 
 
-def received(steps: Iterable[LayoutStep]) -> dict[str, int]:
-    """Bytes that reach each device, by axis."""
-    total: dict[str, int] = defaultdict(int)
-    for axis, nbytes in itertools.chain.from_iterable(step.received for step in steps):
-        total[axis] += nbytes
-    return dict(total)
-
-
 Prices = tuple[tuple[str, AxisTimes], ...]
 _BYTES = AxisTimes(0, 1, 1)
 
 
 def price_of(steps: Iterable[LayoutStep], prices: Prices) -> int:
-    """What steps take, one after the other."""
+    """The price of steps one after the other."""
     moved = ((step.kind, axis, n) for step in steps for axis, n in step.received)
     return sum(times_along(prices, axis).of(kind, n) for kind, axis, n in moved)
 
 
 def times_along(prices: Prices, axis: str) -> AxisTimes:
-    """What collectives along an axis take: their bytes, if `prices` says nothing of it."""
+    """The times of collectives along an axis; their bytes, if `prices` has no entry."""
     return dict(prices).get(axis, _BYTES)
 
 
@@ -484,7 +411,7 @@ def conversion(
 def _received(
     kind: str, axes: Sequence[str], before: Layout, after: Layout, itemsize: int
 ) -> tuple[tuple[str, int], ...]:
-    """Of what a device makes, or reduces, its own part is there; each other device sends an equal part."""
+    """Bytes by axis: a device receives an equal part from each other device."""
     nbytes = math.prod((after if kind == "gather" else before).local_shape) * itemsize
     moved = [(axis, n) for axis, n in before.mesh if axis in axes and kind not in LOCAL]
     if kind == "permute":
@@ -496,19 +423,19 @@ def _received(
 
 
 def _is_out_of_order(step: LayoutStep) -> bool:
-    """Whether one collective is over several axes whose devices are not in the mesh's order."""
+    """Whether one collective is over several axes that are not in the mesh's order."""
     places = [axis for axis, _ in step.before.mesh if axis in step.axes]
     return step.kind in ("gather", "scatter", "exchange") and places != [*step.axes]
 
 
 def _over_outer_axes(step: LayoutStep) -> int:
-    """Bytes, each as often as there are axes inside of the one that it crosses."""
+    """Bytes, weighted by the number of axes inside of the one that they cross."""
     inner = {axis: i for i, (axis, _) in enumerate(reversed(step.before.mesh))}
     return sum(inner[axis] * nbytes for axis, nbytes in step.received)
 
 
 def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
-    """What may come next: gathers of any shards, and whatever makes a part as it is in the goal."""
+    """Candidate next steps: gathers of any shards, and every step that produces a part of the goal."""
     for d, (dim, wanted) in enumerate(zip(now.dims, goal.dims, strict=True)):
         for axes in _neighbours(now, dim):
             yield "gather", axes, (gathered := now._drop(axes))
@@ -519,41 +446,41 @@ def _moves(now: Layout, goal: Layout) -> Iterator[tuple[str, tuple[str, ...], La
         if pad and dim[::2] != wanted[::2] and fits(pad.outer, now.digits(dim.cuts)):
             new = Dim(dim.true, dim.cuts) if dim.pad else wanted._replace(cuts=dim.cuts)
             yield ("unpad" if dim.pad else "pad"), (), now.with_dims({d: new})
-    due = [p for p in now.partial if p not in goal.partial]
-    for op in {p.op: None for p in due}:
-        axes = tuple(p.axis for p in due if p.op == op)
+    left = [p for p in now.partial if p not in goal.partial]
+    for op in {p.op: None for p in left}:
+        axes = tuple(p.axis for p in left if p.op == op)
         some = (itertools.combinations(axes, k + 1) for k in range(len(axes)))
-        yield from (("reduce", s, now.settled(s)) for s in itertools.chain.from_iterable(some))
+        yield from (("reduce", s, now.reduced(s)) for s in itertools.chain.from_iterable(some))
         for d, s in itertools.product(range(len(now.dims)), axes if op == "sum" else ()):
             new = now.dims[d].put(
                 AxisCut(s, math.prod(([(1, 1), *now.digits(now.dims[d].cuts)])[-1]))
             )
             if fits(new.size, now.digits(new.cuts)):  # Less to move later.
-                yield "scatter", (s,), now.settled([s]).with_dims({d: new})
+                yield "scatter", (s,), now.reduced([s]).with_dims({d: new})
     used = {cut.axis for dim in now.dims for cut in dim.cuts} | {p.axis for p in now.partial}
     for dim in goal.dims:
         for axes in _neighbours(goal, dim):
-            sums = all(Partial(axis) in due for axis in axes)
-            moved = _put(now.settled(axes), goal, axes) if sums or not used & {*axes} else None
+            sums = all(Partial(axis) in left for axis in axes)
+            moved = _put(now.reduced(axes), goal, axes) if sums or not used & {*axes} else None
             if moved is not None:
                 yield ("scatter" if sums else "slice"), axes, moved
     for p in goal.partial:
         if p.axis not in used:
-            yield "mask", (p.axis,), now.summed(p)
+            yield "mask", (p.axis,), now.with_partial(p)
     if now != goal and now.partial == goal.partial and _blocks_of(now) == _blocks_of(goal):
         moving = tuple(axis for axis, _ in now.mesh if now.place(axis) != goal.place(axis))
         yield "permute", moving, goal
 
 
 def _neighbours(layout: Layout, dim: Dim) -> Iterator[tuple[str, ...]]:
-    """Axes whose cuts follow each other immediately, so that one collective serves them all."""
+    """Adjacent axes of a dim, which one collective can serve together."""
     for i, j in itertools.combinations(range(len(dim.cuts) + 1), 2):
         if len(_runs(layout.digits(dim.cuts[i:j]))) == 1:
             yield tuple(cut.axis for cut in dim.cuts[i:j])
 
 
 def _put(layout: Layout, goal: Layout, axes: Sequence[str]) -> Layout | None:
-    """With neighbouring cuts of the goal, in this order; None if they are none, or do not fit yet."""
+    """With adjacent cuts of the goal, in this order; None if they are not, or do not fit yet."""
     place = goal.place(axes[0])
     if place is None or tuple(axes) not in _neighbours(goal, goal.dims[place[0]]):
         return None
@@ -564,18 +491,18 @@ def _put(layout: Layout, goal: Layout, axes: Sequence[str]) -> Layout | None:
 
 
 def _exchanges(now: Layout, moved: Layout, dim: int, axes: Sequence[str]) -> bool:
-    """Whether an all-to-all does it: within one dim, what is cut and what is joined must not overlap."""
+    """Whether an all-to-all does it: within one dim, the two cuts must not overlap."""
     digits = sorted(now.digits({*now.dims[dim].cuts, *moved.dims[dim].cuts}))
     return moved.place(axes[0]) != now.place(axes[0]) and fits(moved.dims[dim].size, digits)
 
 
 def _blocks_of(layout: Layout) -> list[tuple[int, Pad | None, Digits]]:
-    """Equal for layouts that divide a value into the same blocks, whichever device has which."""
+    """Equal for layouts that divide a value into the same blocks, on whichever devices."""
     return [(dim.size, dim.pad, _runs(layout.digits(dim.cuts))) for dim in layout.dims]
 
 
 def permutation(step: LayoutStep) -> list[tuple[int, int]]:
-    """`(from, to)` of a permute, in devices along its axes."""
+    """`(from, to)` of a permute, in linear device indices along its axes."""
     holders, users = defaultdict(list), defaultdict(list)
     sizes = [step.before.num([axis]) for axis in step.axes]
     for i, at in enumerate(itertools.product(*map(range, sizes))):
@@ -586,7 +513,7 @@ def permutation(step: LayoutStep) -> list[tuple[int, int]]:
 
 
 def _start(layout: Layout, device: Mapping[str, int]) -> tuple[int, ...]:
-    """Where in each dim a device's block begins, as far as the given axes say."""
+    """Where a device's block begins in each dim, as far as the given axes say."""
     return tuple(
         sum(
             device[axis] * (dim.size // (outer * layout.num([axis])))

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Scan`, a loop taken apart, and `ScanBuilder`, which makes another of it; and what can be done to a loop.
+"""`Scan`, a loop taken apart, and `ScanBuilder`, which makes another loop of it.
 
-Each operation takes a `Scan` and returns one that computes the same::
+Two transformations take a `Scan` and return one that computes the same::
 
-    sink         an iteration makes its slice of a stack, rather than taking it
-    absorb       an iteration does what is done to the stacks that it makes
-    opened       no stacks: an iteration reads and writes its place in whole ones
-    pipelined    each iteration makes ahead what the next one needs, and the last iteration stands behind the
-    loop sliced       some of its iterations
+    opened       no stacks: an iteration reads and writes its position in whole arrays
+    pipelined    each iteration computes ahead what the next one needs; the last one stands behind the loop
 
-Of a loop whose iterations do more than compute, all keep the order of what they do.
+Iterations with side effects keep the order of these.
 """
 
 from __future__ import annotations
@@ -34,14 +31,14 @@ MICROBATCHES = "jzero.microbatches"
 
 
 class ConstPort(NamedTuple):
-    """What each iteration reads whole, and its name in an iteration."""
+    """A loop constant, and its name in the body."""
 
     outer: Atom
     inner: Var
 
 
 class CarryPort(NamedTuple):
-    """A carry: its first value, its name in the body, what the body makes of it, and its last value."""
+    """A carry: its initial value, its name in the body, the body's result for it, and its final value."""
 
     init: Atom
     before: Var
@@ -50,14 +47,14 @@ class CarryPort(NamedTuple):
 
 
 class SlicePort(NamedTuple):
-    """A stack of which each iteration takes its slice."""
+    """A stack of which each iteration gets a slice."""
 
     stack: Atom
     row: Var
 
 
 class StackPort(NamedTuple):
-    """A stack that a loop makes of what each iteration has for it."""
+    """A stack of results of iterations."""
 
     row: Atom
     stack: Var
@@ -89,7 +86,6 @@ class Scan:
 
     @classmethod
     def of(cls, eqn: Eqn) -> Scan:
-        """A `scan` equation taken apart."""
         parts = _jaxpr.scan_parts(eqn)
         first, last, num = parts.num_consts, parts.num_consts + parts.num_carry, parts.num_carry
         ins, outs = parts.body.invars, parts.body.outvars
@@ -107,7 +103,6 @@ class Scan:
 
     @property
     def body(self) -> Jaxpr:
-        """An iteration."""
         ins = [port.inner for port in self.consts]
         ins += [*(port.before for port in self.carries), *(port.row for port in self.xs)]
         outs = [*(port.after for port in self.carries), *(port.row for port in self.ys)]
@@ -115,7 +110,6 @@ class Scan:
         return _jaxpr.replaced(old, invars=ins, outvars=outs, eqns=[*self.eqns])
 
     def equation(self) -> Eqn:
-        """The loop."""
         ins = [port.outer for port in self.consts]
         ins += [*(port.init for port in self.carries), *(port.stack for port in self.xs)]
         outs = [*(port.out for port in self.carries), *(port.stack for port in self.ys)]
@@ -123,7 +117,7 @@ class Scan:
         return _jaxpr.scan_like(self.eqn, self.body, ins, outs, *nums, self.length, self.reverse)
 
     def equations(self) -> list[Eqn]:
-        """The loop, and what stands around it."""
+        """The loop and the equations around it."""
         return [*self.before, self.equation(), *self.after]
 
 
@@ -147,7 +141,7 @@ class ScanBuilder:
         self.xs, self.ys = [*scan.xs], [*scan.ys]
 
     def whole(self, atom: Atom) -> Atom:
-        """What each iteration reads whole."""
+        """An atom as a loop constant."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self.inner:
@@ -164,7 +158,7 @@ class ScanBuilder:
         return known[0]
 
     def sink(self, stack: Var, row: Callable[[Var], object]) -> None:
-        """Takes no slices of a stack: `row` writes the equation that makes an iteration's."""
+        """Drops the slices of a stack: `row` writes the equation that makes an iteration's slice."""
         for port in self.xs:
             if port.stack is stack:
                 row(port.row)
@@ -178,14 +172,14 @@ class ScanBuilder:
         return out
 
     def stack(self, row: Atom, out: Var | None = None) -> Var:
-        """Makes a stack of what each iteration has."""
+        """Stacks a result of each iteration."""
         out = _jaxpr.var_like(row.aval, (self.scan.length, *row.aval.shape)) if out is None else out
         self.ys.append(StackPort(row, out))
         return out
 
     def build(self, **changes: Any) -> Scan:
-        """The loop; `changes` are those of other fields of it."""
-        assert not [*self.first.consts, *self.last.consts], "constants of a turn have no port"
+        """The loop; `changes` are other fields of it."""
+        assert not [*self.first.consts, *self.last.consts], "constants of an iteration have no port"
         return dataclasses.replace(
             self.scan,
             eqns=(*self.first.eqns, *self.eqns, *self.last.eqns),
@@ -194,22 +188,6 @@ class ScanBuilder:
             before=(*self.scan.before, *self.before.eqns),
             after=(*self.after.eqns, *self.scan.after), **changes,
         )  # fmt: skip
-
-
-def sink(scan: Scan, stack: Var, row: Callable[[ScanBuilder], Atom]) -> Scan:
-    """An iteration makes its slice of a stack: `row` writes it, at the beginning of an iteration."""
-    builder = ScanBuilder(scan)
-    made = row(builder)
-    builder.sink(stack, lambda out: builder.first.add(lax.copy_p, [made], [out]))
-    return builder.build()
-
-
-def absorb(scan: Scan, rows: Callable[[ScanBuilder], Mapping[Var, Atom]]) -> Scan:
-    """An iteration does what is done to the stacks: `rows` writes it, by the stack that it is for."""
-    builder = ScanBuilder(scan)
-    for stack, row in rows(builder).items():
-        builder.stack(row, stack)
-    return builder.build()
 
 
 def opened(scan: Scan) -> Scan:
@@ -239,34 +217,13 @@ def opened(scan: Scan) -> Scan:
 
 
 def empty(writer: JaxprWriter, stack: Var) -> Var:
-    """What a stack is before a loop has written it, in the memory where it lies."""
+    """The initial value of a stack that a loop writes, in the stack's memory kind."""
     if _jaxpr.is_on_host(stack.aval):
         static = stack.aval.shape[0], stack.aval.shape[1:], stack.aval.dtype
         (made,) = writer.trace(_memory_spaces.empty_on_host, static=static)
         return _jaxpr.variable(made)
     zero = _jaxpr.scalar(0, stack.aval.dtype)
     return writer.broadcast(zero, _jaxpr.new_var(stack), ())
-
-
-def sliced(scan: Scan, start: int, stop: int) -> Scan:
-    """The iterations with the slices from `start` to `stop`, as a loop with new results."""
-    assert not [*scan.before, *scan.after], "some of its turns, and not what stands around it"
-    builder = ScanBuilder(scan)
-    builder.xs = [
-        SlicePort(_part(builder.before, port.stack, start, stop), port.row) for port in scan.xs
-    ]
-    builder.carries = [port._replace(out=_jaxpr.new_var(port.out)) for port in scan.carries]
-    shapes = [(stop - start, *port.stack.aval.shape[1:]) for port in scan.ys]
-    builder.ys = [
-        port._replace(stack=_jaxpr.var_like(port.stack.aval, shape))
-        for port, shape in zip(scan.ys, shapes, strict=True)
-    ]
-    return builder.build(length=stop - start)
-
-
-def _part(writer: JaxprWriter, stack: Atom, start: int, stop: int) -> Var:
-    shape = stack.aval.shape
-    return writer.slice(stack, (start, *(0 for _ in shape[1:])), (stop, *shape[1:]))
 
 
 def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
@@ -290,7 +247,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
         writer: JaxprWriter, whole: Callable[[Atom], Atom], at: Atom, eqns: Sequence[Eqn],
         outs: Sequence[Atom], known: Mapping[Var, Atom],
     ) -> list[Atom]:  # fmt: skip
-        """Writes equations of the iteration `at` a place, and returns what stands for `outs`."""
+        """Writes equations of the iteration `at` an index, and returns their values of `outs`."""
         read = set(variables([*(a for e in eqns for a in e.invars), *outs]))
         names: dict[Var, Atom] = {port.inner: whole(port.outer) for port in scan.consts}
         names |= {p.row: writer.row(whole(p.stack), at) for p in scan.xs if p.row in read}
@@ -343,7 +300,7 @@ def pipelined(scan: Scan, ahead: Sequence[Var]) -> Scan:
 
 
 def _making(scan: Scan, ahead: Sequence[Var]) -> tuple[list[Eqn], list[Eqn]]:
-    """The equations that make `ahead`, and those of the rest of an iteration."""
+    """The equations that make `ahead`, and the other ones."""
     given = {port.inner for port in scan.consts} | {port.row for port in scan.xs}
     wanted, making = set(ahead), list[Eqn]()
     for eqn in reversed(scan.eqns):
@@ -353,7 +310,7 @@ def _making(scan: Scan, ahead: Sequence[Var]) -> tuple[list[Eqn], list[Eqn]]:
             wanted.update(variables(eqn.invars))
     making.reverse()
     made = {out for eqn in making for out in eqn.outvars}
-    assert wanted <= made | given, "what is ahead needs what turns hand on"
+    assert wanted <= made | given, "what is ahead depends on a carry"
     outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
     known, rest = set(ahead), list[Eqn]()
     needed = set(variables(outs)) - known
@@ -366,11 +323,11 @@ def _making(scan: Scan, ahead: Sequence[Var]) -> tuple[list[Eqn], list[Eqn]]:
 
 def _check_closed(scan: Scan) -> None:
     consts = _jaxpr.scan_parts(scan.eqn).body_consts
-    assert not consts, "a turn's equations are to stand where its constants are not"
+    assert not consts, "constants of the body are not in scope outside"
 
 
 def makes_keys(scan: Scan) -> bool:
-    """Whether it makes stacks of keys, which nothing can be written into."""
+    """Whether it stacks PRNG keys, which cannot be written with dynamic_update_slice."""
     kinds = [port.stack.aval.dtype for port in scan.ys]
     return any(jax.dtypes.issubdtype(kind, jax.dtypes.extended) for kind in kinds)
 
@@ -380,7 +337,7 @@ def _place(i: int) -> Atom:
 
 
 def any_scan(source: Eqn) -> Eqn:
-    """A loop at the line of `source`, in the place of whose parts others are to stand."""
+    """A `scan` at the line of `source`, as a template for `Scan.of`."""
     return _template().replace(source_info=source.source_info)
 
 

@@ -11,11 +11,6 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval
 
 
-def on_host(x: jax.Array) -> bool:
-    """Whether `x` lies in pinned memory of the host."""
-    return _jaxpr.is_on_host(jax.typeof(x))
-
-
 def to_host(x: jax.Array) -> jax.Array:
     """A copy of `x` in pinned memory of the host."""
     copy: jax.Array = jax.device_put(x, jax.memory.Space.Host)
@@ -29,14 +24,14 @@ def to_device(x: jax.Array) -> jax.Array:
 
 
 def empty_stack(length: int, aval: Aval) -> jax.Array:
-    """Zeros `[iterations, n, d]` for what iterations make, `[n, d]`, in the memory space of its type."""
+    """Zeros `[iterations, n, d]` for results `[n, d]` of iterations, in the memory space of their type."""
     if not _jaxpr.is_on_host(aval):
         return lax.full((length, *aval.shape), 0, aval.dtype)
     return empty_on_host(length, aval.shape, aval.dtype)
 
 
 def empty_on_host(length: int, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """The same in the host's memory."""
+    """The same in pinned memory of the host."""
     stack: jax.Array = lax.broadcast(_jaxpr.zero_on_host(dtype), (length, *shape))
     return stack
 

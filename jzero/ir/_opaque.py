@@ -47,7 +47,7 @@ def factors(eqn: Eqn, rows: Sequence[int | None], scopes: Sequence[str]) -> list
 
 
 def why_gathered(eqn: Eqn, found: Sequence[Factor], scopes: Sequence[str], num: int) -> str:
-    """Why a call gets rows of others, though there may be factors, on so many devices."""
+    """The report's reason why a call gathers rows, also if it has factors."""
     if eqn.primitive.name in ATTENTION:
         return _ATTENTION
     if eqn.primitive.name == KERNEL and found:
@@ -62,7 +62,7 @@ def scopes_of(region: Region, eqn: Eqn) -> list[str]:
 
 
 def _promised(eqn: Eqn, rows: Sequence[int | None], is_transposed: bool) -> list[Factor]:
-    """The rows' dim, if it is the same in all operands and results that have rows."""
+    """The batch dim, if it is the same in all operands and results that have one."""
     ins = [atom.aval for atom in eqn.invars]
     with_rows = [aval for aval, dim in zip(ins, rows, strict=True) if dim is not None]
     without = [aval for aval, dim in zip(ins, rows, strict=True) if dim is None]

@@ -29,7 +29,7 @@ _SHARES_NOTHING = frozenset(
 
 
 def factors(eqn: Eqn, promised: bool) -> list[Factor]:
-    """Dims whose blocks are independent: by the grid, and by what the kernel does unless `promised`."""
+    """Dims whose blocks are independent, by the grid, and by the kernel's body unless `promised`."""
     mapping = eqn.params["grid_mapping"]
     plain = (
         mapping.num_index_operands == 0
@@ -68,7 +68,7 @@ def _all_equations(jaxpr: Any) -> Iterator[Eqn]:
 
 
 def _along(eqn: Eqn, axis: int) -> Factor | None:
-    """The dims of operands and results of which a grid dim chooses the block, if it chooses nothing else."""
+    """The dims of operands and results whose block a grid dim chooses, if it chooses nothing else."""
     mapping = eqn.params["grid_mapping"]
     dims: list[int | None] = []
     sizes: list[int] = []  # of the blocks
@@ -94,7 +94,7 @@ def _along(eqn: Eqn, axis: int) -> Factor | None:
 
 
 def _chosen(blocks: Any, axis: int) -> dict[int, int | None]:
-    """The dims of an array of which a grid dim chooses the block, with its size: None if not one for one."""
+    """The dims of an array whose block a grid dim chooses, with the block's size; None if not one for one."""
     jaxpr, _ = _jaxpr.open_jaxpr(blocks.index_map_jaxpr)
     index = jaxpr.invars[axis]
     depends = {index}
@@ -115,7 +115,7 @@ def _size(block: Any) -> int | None:
 
 
 def _with_programs(eqn: Eqn, axis: int, programs: int, dims: list[int | None]) -> Params:
-    """The parameters of the call with so many programs along a grid dim, and arrays as long as that takes."""
+    """The call's parameters with so many programs along a grid dim, and arrays of the matching size."""
     mapping = eqn.params["grid_mapping"]
     grid = (*mapping.grid[:axis], programs, *mapping.grid[axis + 1 :])
     all_blocks = []

@@ -11,7 +11,7 @@ from jzero.tracing._types import Eqn
 
 
 def products(region: Region, eqn: Eqn) -> int:
-    """Multiplications of an equation's products: of a `while`, in one iteration; of a `cond`, the most."""
+    """Multiplications of an equation's products: for a `while`, of one iteration; for a `cond`, the most."""
     if eqn.primitive.name in COUNTS:
         return COUNTS[eqn.primitive.name](eqn)
     inner = [sum(products(child, e) for e in child.jaxpr.eqns) for child in region.inner(eqn)]

@@ -38,19 +38,12 @@ class Region:
     around: tuple[Region, Eqn] | None = None
 
     def inner(self, eqn: Eqn) -> Sequence[Self]:
-        """Where the programs run that an equation holds: of a `while` the condition first, then the body."""
+        """Regions of the programs inside an equation; for a `while` the condition first, then the body."""
         if id(eqn) not in self._inner:
             around, autodiff = (self, eqn), self.pass_of(eqn)
             found = [type(self)(*program, autodiff, around) for program in _programs(eqn)]
             self._inner[id(eqn)] = found
         return self._inner[id(eqn)]
-
-    def only(self, eqn: Eqn) -> Region:
-        """A region of one equation, with the same programs inside."""
-        program = Flat([], variables(eqn.invars), [*eqn.outvars], [eqn])
-        found = Region(program, [], self.autodiff, self.around)
-        found._inner[id(eqn)] = self.inner(eqn)
-        return found
 
     @functools.cached_property
     def _inner(self) -> dict[int, Sequence[Self]]:
@@ -58,7 +51,7 @@ class Region:
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[int]]:
-        """Which equations read a variable, by index; the number of equations if it is returned."""
+        """Indices of the equations that read a variable; the number of equations if it is returned."""
         readers: dict[Var, list[int]] = {}
         for i, atoms in enumerate([*(e.invars for e in self.jaxpr.eqns), self.jaxpr.outvars]):
             for var in variables(atoms):
@@ -67,7 +60,7 @@ class Region:
 
     @functools.cached_property
     def makers(self) -> dict[Var, int]:
-        """Which equation makes a variable, by index; arguments and constants have none."""
+        """The index of the equation that makes a variable; arguments and constants have none."""
         return {out: i for i, eqn in enumerate(self.jaxpr.eqns) for out in eqn.outvars}
 
     def pass_of(self, eqn: Eqn) -> str | None:
@@ -75,7 +68,7 @@ class Region:
         return self.autodiff or _jaxpr.autodiff_pass(eqn)
 
     def at_line(self, eqn: Eqn) -> str:
-        """` at file.py:12 (train_step)`: of an equation of a library's loop, where the user called it."""
+        """` at file.py:12 (train_step)`; for an equation inside a library, the user's call."""
         line = _jaxpr.at_line(eqn)
         if line or self.around is None:
             return line
@@ -83,14 +76,13 @@ class Region:
         return outer.at_line(call)
 
     def walk(self) -> Iterator[tuple[Self, Eqn]]:
-        """Every equation, and after it those inside; each with its region."""
+        """Every equation in pre-order, each with its region."""
         for eqn in self.jaxpr.eqns:
             yield self, eqn
             for each in self.inner(eqn):
                 yield from each.walk()
 
     def regions(self) -> Iterator[Self]:
-        """This region, and those inside."""
         yield self
         for eqn in self.jaxpr.eqns:
             for each in self.inner(eqn):
@@ -129,7 +121,7 @@ class Edge(NamedTuple):
 
 
 def edges(region: Region, eqn: Eqn) -> list[Edge]:
-    """Which value is which across an equation; nothing if it holds no program that is known."""
+    """The edges across an equation; none if it has no inner jaxpr that is known."""
     inner = region.inner(eqn)
     if not inner:
         return []
@@ -138,12 +130,11 @@ def edges(region: Region, eqn: Eqn) -> list[Edge]:
 
 
 def region_of(eqns: Iterable[Eqn]) -> Region:
-    """Some equations of a program, as a region of their own."""
     return Region(Flat([], [], [], [*eqns]), [])
 
 
 def trip_count(eqn: Eqn) -> int | None:
-    """How often an equation runs the programs that it holds; None if nobody knows."""
+    """How often an equation runs its inner jaxprs; None if unknown."""
     if eqn.primitive.name == "while":
         return None
     return _jaxpr.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1

@@ -46,7 +46,7 @@ def _depth(region: Region) -> int:
 
 
 def _across(unsure: Unsure, eqn: Eqn, edge: Edge, dims: RowDims) -> RowDims:
-    """Dims across an edge: in a loop over rows a value is of one of them, until the loop ends."""
+    """Batch dims across an edge. In a loop over rows a value belongs to one row, until the loop ends."""
     if not dims:
         return NO_ROWS
     if edge.kind is EdgeKind.PREDICATE:
@@ -98,7 +98,7 @@ def _through(unsure: Unsure, region: Region, eqn: Eqn, ins: Sequence[RowDims]) -
 
 
 def _is_sum(region: Region, eqn: Eqn, factor: Factor) -> bool:
-    """Whether devices reduce what they make of their rows, which are added to nothing."""
+    """Whether devices can reduce the results of their rows; not if they are added to an operand."""
     if factor.reduces not in BY_DEVICES or eqn.primitive.name not in SCATTER_REDUCES:
         return factor.reduces in BY_DEVICES
     made = region.makers.get(_jaxpr.variable(eqn.invars[0]))
@@ -107,7 +107,7 @@ def _is_sum(region: Region, eqn: Eqn, factor: Factor) -> bool:
 
 
 def _without(eqn: Eqn, ins: Sequence[RowDims]) -> Sequence[RowDims]:
-    """A collective over an axis that `jax.vmap` has made a dim reduces that dim."""
+    """A collective over an axis of `jax.vmap` reduces a dim."""
     gone = {axis for axis in eqn.params["axes"] if isinstance(axis, int)}
     return [frozenset(d - sum(g < d for g in gone if d >= 0) for d in dims - gone) for dims in ins]
 

@@ -78,13 +78,13 @@ def _quotient(eqn: Eqn) -> Linear:
 
 
 def _cast(eqn: Eqn) -> Linear:
-    """From float to float; a narrower one rounds, as each term of a sum does."""
+    """From float to float; a narrower one rounds, as it would round each term of a sum."""
     floats = all(_is(atom, jnp.floating) for atom in (*eqn.invars, *eqn.outvars))
     return TOGETHER if floats else ()
 
 
 def _look_up(eqn: Eqn) -> Linear:
-    """Each term of a sum would have what it fills in, which matters unless that is 0 or NaN."""
+    """Every term of a sum would have the fill value, which is harmless only if it is 0 or NaN."""
     fill = eqn.params["fill_value"]
     none = _is(eqn.invars[0], jnp.inexact) if fill is None else fill == 0
     return FIRST if none or eqn.params["mode"] is not lax.GatherScatterMode.FILL_OR_DROP else ()
@@ -197,12 +197,10 @@ def rule_of(eqn: Eqn) -> Rule | None:
 
 
 def named(*costs: Cost) -> frozenset[str]:
-    """The primitives of some classes."""
     return frozenset(name for name, rule in RULES.items() if rule.cost in costs)
 
 
 def costs(eqn: Eqn, *classes: Cost) -> bool:
-    """Whether an equation is of one of some classes."""
     rule = rule_of(eqn)
     return rule is not None and rule.cost in classes
 
@@ -216,13 +214,13 @@ ADDS = frozenset({"add", "add_any"})  # AD writes the second one
 
 
 def factors_of(eqn: Eqn) -> list[Factor]:
-    """The factors of an equation; a dim in none of them needs its whole operand."""
+    """The factors of an equation; dims in none of them need the whole operand."""
     rule = rule_of(eqn)
     return [] if rule is None else rule.factors(eqn)
 
 
 def keeps_dims(eqn: Eqn) -> bool:
-    """Whether its operands may be shards: `dims_of` is no None."""
+    """Whether its operands may be shards: `dims_of` is not None."""
     rule = rule_of(eqn)
     return rule is not None and rule.cost in _KEEPS_DIMS
 
@@ -236,7 +234,7 @@ def dims_of(eqn: Eqn) -> DimMaps | None:
 
 
 def dim_maps(eqn: Eqn, factors: Iterable[Factor] | None = None) -> DimMaps:
-    """For every dim of the operands the dim of the results that it becomes by its factors; or None."""
+    """For every dim of the operands, the dim of the results that it becomes by its factors, or None."""
     found: list[list[int | None]] = [[None] * getattr(a.aval, "ndim", 0) for a in eqn.invars]
     for factor in factors_of(eqn) if factors is None else factors:
         for dims, dim in zip(found, factor.ins, strict=True):
@@ -259,7 +257,7 @@ def factor_to(eqn: Eqn, dim: int) -> Factor | None:
 
 
 def linear_in(eqn: Eqn) -> list[range]:
-    """Sets of operands in all of which together the equation is linear; see `Rule.linear`."""
+    """Sets of operands in which together the equation is linear; see `Rule.linear`."""
     rule = rule_of(eqn)
     linear = () if rule is None else rule.linear
     return [
@@ -269,7 +267,7 @@ def linear_in(eqn: Eqn) -> list[range]:
 
 
 def stays_partial(eqn: Eqn, partial: Collection[int], zero: Collection[int]) -> bool:
-    """Whether the result is a partial sum, if the operands at `partial` are and those at `zero` are zero."""
+    """Whether the result is partial, if the operands at `partial` are and those at `zero` are zero."""
     return any(
         set(partial) <= set(operands) <= {*partial, *zero} for operands in linear_in(eqn)
     )  # fmt: skip
@@ -281,12 +279,12 @@ def is_float_cast(eqn: Eqn) -> bool:
 
 
 def keeps_dtype(eqn: Eqn) -> bool:
-    """Whether it casts to the dtype that it is given, as JAX does to carries of weak types."""
+    """Whether it casts to its operand's own dtype, as JAX does to carries of weak types."""
     return costs(eqn, Cost.CAST) and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
 def sum_waits(eqn: Eqn) -> bool:
-    """Whether an unreduced sum keeps its cost through it. What the partitioner does says its own `waits`."""
+    """Whether an unreduced sum keeps its cost through it; see also `passes_partial` in the partitioner."""
     return is_float_cast(eqn) or costs(eqn, Cost.VIEW) or eqn.primitive.name == "add_any"
 
 
@@ -301,13 +299,12 @@ def is_elementwise(eqn: Eqn) -> bool:
 
 
 def compares(eqn: Eqn) -> bool:
-    """Whether an equation compares floats."""
     floats = any(_is(atom, jnp.inexact) for atom in eqn.invars)
     return floats and costs(eqn, Cost.ELEMENTWISE) and eqn.outvars[0].aval.dtype == bool
 
 
 def size_in_bytes(aval: Aval) -> int:
-    """Bytes of a whole value; extended dtypes (keys) count as one word an element."""
+    """Bytes of the global value; extended dtypes (keys) count as one word per element."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
 
 
@@ -322,7 +319,7 @@ COMBINES: dict[str, Any] = {
 
 
 def neutral(reduces: str, dtype: DTypeLike) -> ArrayLike:
-    """What changes no sum (product, maximum ...)."""
+    """The neutral element of a reduction."""
     if reduces in ("max", "min"):
         return extreme(dtype, "min" if reduces == "max" else "max")
     ones: ArrayLike = ~np.zeros((), dtype) if reduces == "and" else 1
@@ -330,7 +327,7 @@ def neutral(reduces: str, dtype: DTypeLike) -> ArrayLike:
 
 
 def extreme(dtype: DTypeLike, which: str) -> ArrayLike:
-    """The 'max' or 'min' that a dtype has; infinite, if it has that."""
+    """The 'max' or 'min' of a dtype, infinite if possible."""
     if dtype == jnp.bool_:
         return which == "max"
     if not jnp.issubdtype(dtype, jnp.inexact):

@@ -16,7 +16,6 @@ SENT_AS = {
 
 
 def cast(dtype: DTypeLike, x: jax.Array) -> jax.Array:
-    """`x` in another dtype."""
     return x.astype(dtype)
 
 
@@ -41,7 +40,7 @@ def fenced(x: jax.Array) -> jax.Array:
 
 
 def ordered_integers(kind: str, x: jax.Array) -> jax.Array:
-    """Integers in the order of `x`, of which NaN is the first for a 'min' and the last for a 'max'."""
+    """Integers in the order of `x`, in which NaN is first for a 'min' and last for a 'max'."""
     x = x.astype(jnp.float64 if x.dtype.itemsize == 8 else jnp.float32)
     dtype = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits, most = lax.bitcast_convert_type(x, dtype), jnp.iinfo(dtype).max

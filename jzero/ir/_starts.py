@@ -36,7 +36,7 @@ def in_bounds(jaxpr: Jaxpr) -> Jaxpr:
 
 
 class _Clamps:
-    """Rewrites jaxprs, each once: a jaxpr that is called twice stays one jaxpr."""
+    """Rewrites each jaxpr once: one that is called twice stays one."""
 
     def __init__(self) -> None:
         # By the old one's id, which no other jaxpr gets while the old one is kept.
@@ -51,7 +51,7 @@ class _Clamps:
         return self._done[id(jaxpr)][1]
 
     def _equations(self, eqn: Eqn) -> list[Eqn]:
-        """One equation, behind those that clamp its starts."""
+        """One equation, behind equations that clamp its starts."""
         name = eqn.primitive.name
         if name == "dynamic_slice":
             return _slice_in_bounds(eqn)
@@ -69,12 +69,11 @@ def _slice_in_bounds(eqn: Eqn) -> list[Eqn]:
     clamped = [_clamped(x, most, writer) for x, most in zip(starts, last, strict=True)]
     if all(new is old for new, old in zip(clamped, starts, strict=True)):
         return [eqn]
-    writer.again(eqn, [operand, *clamped], eqn.outvars)
+    writer.clone(eqn, [operand, *clamped], eqn.outvars)
     return writer.eqns
 
 
 def _clamped(start: Atom, last: int, writer: JaxprWriter) -> Atom:
-    """A start in `[0, last]`."""
     dtype = start.aval.dtype
     if _jaxpr.is_literal(start):
         value = int(_jaxpr.literal(start))
@@ -87,12 +86,12 @@ def _clamped(start: Atom, last: int, writer: JaxprWriter) -> Atom:
 
 
 def _most(last: int, dtype: Any) -> int:
-    """`last`, or the dtype's own largest number, which no start can exceed."""
+    """`last`, or the dtype's largest number, which no start can exceed."""
     return min(last, int(np.iinfo(dtype).max))
 
 
 def _windows_in_bounds(eqn: Eqn) -> list[Eqn]:
-    """The same for a gather; a window of one element has no part that is smaller."""
+    """The same for a gather; windows of one element cannot be partly outside."""
     operand, indices = eqn.invars
     sizes, dims = eqn.params["slice_sizes"], eqn.params["dimension_numbers"].start_index_map
     if eqn.params["mode"] not in _CLAMPED or all(sizes[d] == 1 for d in dims):
@@ -100,12 +99,12 @@ def _windows_in_bounds(eqn: Eqn) -> list[Eqn]:
     last = [operand.aval.shape[d] - sizes[d] for d in dims]
     writer = JaxprWriter(eqn)
     (new,) = writer.trace(_clamped_indices, indices, static=(tuple(last),))
-    writer.again(eqn, [operand, new], eqn.outvars)
+    writer.clone(eqn, [operand, new], eqn.outvars)
     return writer.eqns
 
 
 def _clamped_indices(last: tuple[int, ...], indices: jax.Array) -> jax.Array:
-    """`[..., d]`, of which each of the d has a largest value of its own."""
+    """`[..., d]`, clamped along d to a maximum for each."""
     columns = [
         lax.clamp(np.asarray(0, x.dtype), x, np.asarray(_most(most, x.dtype), x.dtype))
         for x, most in zip(lax.split(indices, [1] * len(last), indices.ndim - 1), last, strict=True)

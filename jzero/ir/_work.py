@@ -48,7 +48,7 @@ _FACTORIZATION = _rules.RULES["cholesky"]  # and all others that take matrices
 
 
 def flops(eqn: Eqn) -> float:
-    """Operations of an equation that holds no programs, to the order of what matters beside products."""
+    """Operations of an equation without inner jaxprs, to an accuracy that matters beside products."""
     name, rule = eqn.primitive.name, _rules.rule_of(eqn)
     if rule is not None and rule.cost in _MOVES or "callback" in name:
         return 0
@@ -77,10 +77,7 @@ def _of_solve(eqn: Eqn) -> float:
     return float(eqn.outvars[0].aval.size * eqn.invars[0].aval.shape[-1])
 
 
-_EACH = {
-    "sort": _of_sort,
-    "triangular_solve": _of_solve,
-}
+_EACH = {"sort": _of_sort, "triangular_solve": _of_solve}
 
 
 # [Note: work done more than once]
@@ -162,7 +159,7 @@ def _by_line(equations: Sequence[_Counted]) -> Mapping[_SameLine, float]:
 
 
 class _Rows:
-    """Which values of a program have a dim of the batch."""
+    """Which values of a program have a batch dim."""
 
     def __init__(self, program: Region, dims: Sequence[RowDims]):
         self._of_state = {
@@ -171,7 +168,7 @@ class _Rows:
         self._found = row_dims(program, dims)
 
     def __call__(self, region: Region, eqn: Eqn) -> bool:
-        """Whether it is work on rows: not what updates parameters by rows, element by element."""
+        """Whether it is work on rows, and not an elementwise update of parameters by rows."""
         atoms = [x for x in (*eqn.invars, *eqn.outvars) if not _jaxpr.is_literal(x)]
         dims = NO_ROWS.union(*(self._found.get((region, atom), NO_ROWS) for atom in atoms))
         if not _rules.is_elementwise(eqn):

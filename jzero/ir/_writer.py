@@ -54,11 +54,11 @@ class JaxprWriter:
         self.eqns.append(_jaxpr.equation(primitive, ins, outs, source or self.source, **params))
         return [*outs]
 
-    def again(
+    def clone(
         self, eqn: Eqn, ins: Sequence[Atom] | None = None, outs: Sequence[Var] | None = None,
         source: Eqn | None = None, params: Mapping[str, Any] | None = None,
     ) -> list[Var]:  # fmt: skip
-        """Writes an equation once more, with other operands, results, parameters or line."""
+        """Writes a copy of an equation with other operands, results, parameters or line."""
         parts: dict[str, Any] = {} if source is None else {"source_info": source.source_info}
         if params is not None:
             parts["params"] = params
@@ -68,17 +68,17 @@ class JaxprWriter:
         return [*parts["outvars"]]
 
     def copy(self, eqns: Iterable[Eqn], source: Eqn | None = None) -> None:
-        """Writes equations with variables of their own, which `names` then has; at the line of `source`."""
+        """Clones equations with fresh results, which `names` then has; at the line of `source`."""
         for eqn in eqns:
-            self.names |= zip(eqn.outvars, self.again(eqn, source=source), strict=True)
+            self.names |= zip(eqn.outvars, self.clone(eqn, source=source), strict=True)
 
     def keep(self, eqns: Iterable[Eqn]) -> None:
-        """Writes equations, which keep their results."""
+        """Writes equations with the names of this writer; their results stay."""
         for eqn in eqns:
-            self.again(eqn, outs=eqn.outvars)
+            self.clone(eqn, outs=eqn.outvars)
 
     def renamed(self, eqn: Eqn) -> Eqn:
-        """The equation with what stands for its operands here; itself if nothing else does."""
+        """The equation with the names of this writer; itself if they are equal."""
         ins = [*map(self.read, eqn.invars)]
         if all(a is b for a, b in zip(ins, eqn.invars, strict=True)):
             return eqn
@@ -87,11 +87,11 @@ class JaxprWriter:
     def write(
         self, jaxpr: Jaxpr, consts: Sequence[Any], ins: Sequence[Atom], source: Eqn | None = None
     ) -> list[Atom]:
-        """Writes the equations of a jaxpr, those of its calls too, and returns what it returns."""
+        """Writes the equations of a jaxpr, and of its calls, and returns its results."""
         return self._flat(*_rewrite.flatten_calls(jaxpr, consts), ins, source)
 
     def trace(self, fn: Traceable, *ins: Atom, static: tuple[Hashable, ...] = ()) -> list[Atom]:
-        """Writes the equations of `fn(*static, *ins)`. Functions that are equal are traced once."""
+        """Writes the equations of `fn(*static, *ins)`, traced once for equal functions and types."""
         weak = [bool(getattr(a.aval, "weak_type", False)) for a in ins]
         types = tuple((a.aval.shape, a.aval.dtype, w) for a, w in zip(ins, weak, strict=True))
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ class JaxprWriter:
         return outs
 
     def close(self, like: Jaxpr, ins: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
-        """What is written as a function of `ins`, and of `constvars`; `like` is any jaxpr."""
+        """The written equations as a function of `ins` and `constvars`; `like` is any jaxpr."""
         constvars = [*self.constvars]
         return _jaxpr.replaced(
             like, constvars=constvars, invars=[*ins], outvars=[*outs], eqns=[*self.eqns],
@@ -121,7 +121,7 @@ class JaxprWriter:
     # -- values that are often made --------------------------------------------------------------------
 
     def full(self, value: Any, like: Aval, source: Eqn | None = None) -> Atom:
-        """An array of one value, written once: a literal if it is a scalar."""
+        """A constant array, written once; a scalar is a literal."""
         scalar = _jaxpr.scalar(value, like.dtype)
         if not like.shape:
             return scalar
@@ -156,7 +156,7 @@ class JaxprWriter:
         return self.add(lax.slice_p, [x], [out], **params)[0]
 
     def first_element(self, x: Atom) -> Atom:
-        """`x[0, 0]`, of a matrix that has one."""
+        """`x[0, 0]` of a matrix."""
         num = len(x.aval.shape)
         if not num:
             return x
@@ -164,14 +164,13 @@ class JaxprWriter:
         return self.add(lax.squeeze_p, [element], [out], dimensions=tuple(range(num)))[0]
 
     def swapped(self, stack: Atom, out: Var | None = None) -> Var:
-        """The first two dims, in the other order."""
         first, second, *row = stack.aval.shape
         out = _jaxpr.var_like(stack.aval, (second, first, *row)) if out is None else out
         order = (1, 0, *range(2, stack.aval.ndim))
         return self.add(lax.transpose_p, [stack], [out], permutation=order)[0]
 
     def row(self, stack: Atom, at: Atom) -> Var:
-        """`stack[at]`, of a place in bounds: `[iterations, n, d] -> [n, d]`."""
+        """`stack[at]`, of an index in bounds: `[iterations, n, d] -> [n, d]`."""
         shape = stack.aval.shape
         row = _jaxpr.var_like(stack.aval, (1, *shape[1:]))
         starts = [at, *[_jaxpr.scalar(0, at.aval.dtype)] * (len(shape) - 1)]
@@ -179,7 +178,7 @@ class JaxprWriter:
         return self.reshape(row, shape[1:])
 
     def with_row(self, stack: Atom, row: Atom, at: Atom, out: Var | None = None) -> Var:
-        """`stack.at[at].set(row)`, of a place in bounds."""
+        """`stack.at[at].set(row)`, of an index in bounds."""
         shape, new = stack.aval.shape, _jaxpr.var_like(stack.aval) if out is None else out
         rows = self.reshape(row, (1, *shape[1:]), _jaxpr.var_like(stack.aval, (1, *shape[1:])))
         starts = [at, *[_jaxpr.scalar(0, at.aval.dtype)] * (len(shape) - 1)]

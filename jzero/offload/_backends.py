@@ -56,7 +56,7 @@ class InTier(Backend):
                 "The host updates all parameters in their place, when the devices have computed with them.",
                 "Drop delayed_update and ratio, or Memory(params=)."))  # fmt: skip
 
-    def rest(
+    def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
         """Optimizer state in its tier, and parameters in theirs, in shards."""
@@ -123,11 +123,11 @@ class OnHostCPU(InTier):
         after = _DELAY_AFTER if self.state.delay_after is None else self.state.delay_after
         return after if self.waits else None
 
-    def rest(
+    def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
         """Optimizer state on the hosts, but for what `ratio` leaves on the devices."""
-        resting, update = super().rest(leaves, frame, mesh, stage_axes)
+        resting, update = super().store(leaves, frame, mesh, stage_axes)
         if self.waits:
             _tiers.check_delayed(leaves, frame, update)
         measured = self.state.ratio == "auto"

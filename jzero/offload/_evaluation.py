@@ -41,7 +41,7 @@ class ReadFromHost(InTier):
         """Where parameters rest."""
         return self.window.tier
 
-    def rest(
+    def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
         """Parameters in their tier, and no update part; if some are in files already, those and no others."""

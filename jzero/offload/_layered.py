@@ -105,7 +105,7 @@ class LayeredSegment:
         jaxpr, batch = inner.jaxpr, {var for var, of in taken.items() if of not in leaf_of}
         # A stretch reads as much as has room, of files in the host's memory, too.
         room = min(window.device_bytes, window.host_bytes or window.device_bytes)
-        if planned.plan.microbatches.layer_major:
+        if planned.plan.microbatches.by_layer:
             jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, room)
         parts = _layers.cut(jaxpr, nbytes, batch, in_slices, room, nests)
         self._check_room(parts)

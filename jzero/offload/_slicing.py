@@ -12,7 +12,7 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _elementwise, _subgraphs
 from jzero.sharding.cut._subgraphs import Subgraph, UpdatePart
 from jzero.sharding.plan._boundary import Boundary
-from jzero.sharding.plan._layout import RestLayout
+from jzero.sharding.plan._layout import StoredLayout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Turn
 from jzero.tracing import _call
@@ -135,7 +135,7 @@ def _not_alone(frame: Frame, leaves: Sequence[LeafPlan], piece: Subgraph) -> str
 
 def layout_of(
     frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, piece: Subgraph
-) -> RestLayout | None:
+) -> StoredLayout | None:
     """The layout of a piece's offloaded leaves and gradients, if XLA, too, shards all of them alike."""
     own = [leaves[i] for i in piece.leaves]
     state = set(frame.jaxpr.invars[: len(leaves)])

@@ -55,7 +55,7 @@ class Room:
         self.log, self.over = CallLog(), False
         self._key = f"jzero/calls/{hashlib.sha256(repr(processes).encode()).hexdigest()[:16]}"
         self._described: set[str] = set()
-        self._untold: list[tuple[str, _unlike.Sections]] = []
+        self._undeclared: list[tuple[str, _unlike.Sections]] = []
         self._written = ""
         self._doubted = 0  # the call in which processes were last found to differ
         self._alike = 0  # the call up to which all are known to be alike
@@ -64,7 +64,7 @@ class Room:
         """What a name in the log stands for."""
         if name not in self._described:
             self._described.add(name)
-            self._untold.append((name, sections))
+            self._undeclared.append((name, sections))
 
     def end(self) -> None:
         """Notes that this process makes no more calls."""
@@ -73,8 +73,8 @@ class Room:
 
     def look(self, store: Any) -> str | None:
         """Tells the others what this process has called; what differs between them, if anything does."""
-        while self._untold:
-            name, sections = self._untold.pop()
+        while self._undeclared:
+            name, sections = self._undeclared.pop()
             store.key_value_set_bytes(f"{self._key}/text/{name}", _unlike.pack(sections), True)
         copy = self.log.copy()
         text = json.dumps([copy.calls, copy.entries])

@@ -14,10 +14,10 @@ from jzero.reports._tables import Memory
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.partition._movement import Movement
+from jzero.sharding.plan._distributed_updates import DistributedUpdate
 from jzero.sharding.plan._extra_work import Extra
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._owners import Owned
 from jzero.sharding.plan._plan import StepPlan
 
 
@@ -30,12 +30,12 @@ def traffic(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
     """Collectives of one op, dtype and axes together, in the order of the first of each."""
     groups: dict[tuple[str, str, tuple[str, ...], bool], list[Collective]] = {}
     for c in collectives:
-        groups.setdefault((c.op, c.dtype, c.axes, c.each_turn), []).append(c)
+        groups.setdefault((c.op, c.dtype, c.axes, c.each_iteration), []).append(c)
     return [
-        {"op": op, "dtype": dtype, "axes": list(axes), "each_turn": each_turn,
+        {"op": op, "dtype": dtype, "axes": list(axes), "each_iteration": each_iteration,
          "elements": sum(c.total_elements for c in group), "bytes": sum(c.nbytes for c in group),
          "times": sum(c.times for c in group)}
-        for (op, dtype, axes, each_turn), group in groups.items()
+        for (op, dtype, axes, each_iteration), group in groups.items()
     ]  # fmt: skip
 
 
@@ -43,12 +43,12 @@ def crossings(found: Sequence[Crossing]) -> list[dict[str, Any]]:
     """What crosses between each device and its host, by direction, role and dtype."""
     groups: dict[tuple[str, str, str, bool], list[Crossing]] = {}
     for x in found:
-        groups.setdefault((x.direction, x.what, x.dtype, x.each_turn), []).append(x)
+        groups.setdefault((x.direction, x.what, x.dtype, x.each_iteration), []).append(x)
     return [
         {"direction": direction, "what": what, "dtype": dtype,
          "elements": sum(x.elements for x in group), "nbytes": sum(x.nbytes for x in group),
-         "each_turn": each_turn}
-        for (direction, what, dtype, each_turn), group in groups.items()
+         "each_iteration": each_iteration}
+        for (direction, what, dtype, each_iteration), group in groups.items()
     ]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def activations(found: Sequence[Residual] | None) -> list[dict[str, Any]] | None
     return None if found is None else [r._asdict() | {"shape": list(r.shape)} for r in found]
 
 
-def owned(found: Owned) -> dict[str, Any]:
+def owned(found: DistributedUpdate) -> dict[str, Any]:
     """What one group or stack of matrices is, and who updates it."""
     return dataclasses.asdict(found) | {"leaves": list(found.leaves)}
 
@@ -93,16 +93,16 @@ def leaf(plan: LeafPlan) -> dict[str, Any]:
 def microbatches(plan: StepPlan, accumulator_bytes: int, handed_bytes: int) -> dict[str, Any]:
     """How a device works through them."""
     loops = plan.microbatches.loops
-    kept = () if loops is None else loops.kept
+    kept = () if loops is None else loops.saved
     return {
         "num": plan.accumulate,
         "reduce": "once" if plan.reduce_once else "each",
         "accumulator_bytes": accumulator_bytes,
-        "layer_major": plan.microbatches.layer_major,
+        "order": "layer" if plan.microbatches.by_layer else "microbatch",
         "handed_bytes": handed_bytes,
         "loops": 1 if loops is None else loops.num,
         "repeats": 1.0 if loops is None else float(loops.repeats),
-        "kept": [*map(dataclasses.asdict, kept)],
+        "saved": [*map(dataclasses.asdict, kept)],
         "at_once": [*map(dataclasses.asdict, () if loops is None else loops.at_once)],
     }
 

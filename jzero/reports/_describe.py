@@ -45,7 +45,7 @@ from jzero.sharding.partition._movement import ITERATIONS_DEPEND, Movement
 from jzero.sharding.partition._saved import Loops, SavedValue
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._extra_work import Extra
-from jzero.sharding.plan._layout import Full
+from jzero.sharding.plan._layout import Replicated
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
@@ -138,11 +138,11 @@ class Report:
             donates              whether a step consumes its state
             axes                 sizes of the data axes by name
             reductions           'whole batch', or 'written' (the step's own collectives)
-            microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; layer_major,
-                                 and handed_bytes (passed between programs, on each device; 0 for a step of
-                                 one program); loops over them; repeats (of matrix products); kept (saved
-                                 for later loops): [what, where, nbytes]; at_once: the same of what is
-                                 computed from all microbatches at once
+            microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; order
+                                 ('microbatch', 'layer'); handed_bytes (passed between programs, on each
+                                 device; 0 for a step of one program); loops over them; repeats (of
+                                 matrix products); saved (for later loops): [what, where, nbytes];
+                                 at_once: the same of values computed from all microbatches at once
             memory               of each role: role, whole, per_device, at_rest, note, on_host, on_disk
                                  (bytes)
             leaves               of the state: path, role, dtype, shape; dim and axes along and over which it
@@ -171,16 +171,16 @@ class Report:
             tile_bytes           None without tiles
             untiled              larger than these: leaf, what ('gathered', 'reduced'), nbytes, why, where (a
                                  line)
-            traffic              in one step: op, dtype, axes, elements, bytes, times; each_turn: whether
+            traffic              in one step: op, dtype, axes, elements, bytes, times; each_iteration: whether
                                  these are of one iteration of a `while`
             crossings            between each device and its host: direction, what, dtype, elements, nbytes;
-                                 each_turn: whether these are of one iteration of a `while`
+                                 each_iteration: whether these are of one iteration of a `while`
             schedule             the operations of a step, in order: operation, what; nbytes on each device
                                  (None if nothing moves), in a loop per iteration; link, from where to where;
                                  depth, the number of enclosing loops. Adjacent operations of one kind are
                                  one row
-            activations          saved on the host for the backward pass: shape, dtype, nbytes, where, turns
-                                 (iterations of the loop that stacks it; else 1), times; None without
+            activations          saved on the host for the backward pass: shape, dtype, nbytes, where,
+                                 iterations (of the loop that stacks it; else 1), times; None without
                                  Memory(activations=)
             movements            of rows of the batch: operation, where, reason, value (type and shape; ''),
                                  nbytes (once), times
@@ -350,7 +350,7 @@ class Report:
         )  # fmt: skip
         if plan.reductions == "written":
             lines.append("  to the step's own collectives each microbatch is a device")
-        if plan.microbatches.layer_major:
+        if plan.microbatches.by_layer:
             lines += wrapped(
                 "layer by layer: all microbatches pass a layer, whose parameters are fetched once per pass, "
                 "before the next layer; values passed between layers take up to "
@@ -358,7 +358,7 @@ class Report:
             )  # fmt: skip
         loops = self.loops
         if loops is not None and loops.num > 1:
-            kept = loops.kept
+            kept = loops.saved
             lines += wrapped(
                 f"loops over microbatches: {loops.num}; matrix products run {loops.repeats:.1f} times as "
                 f"often as in one loop; {readable_bytes(sum(k.nbytes for k in kept))} on each device are "
@@ -405,13 +405,13 @@ class Report:
             return wrapped(
                 "No activation is saved on the host: the forward pass saves no batch-sharded value of "
                 f"{readable_bytes(LEAST_BYTES)} or more for the backward pass.", "  ")  # fmt: skip
-        num, every = self.plan.accumulate, self.plan.microbatches.layer_major
+        num, every = self.plan.accumulate, self.plan.microbatches.by_layer
         microbatch = f", of {'all' if every else 'one'} microbatch{'es' * every}" * (num > 1)
         total, verb = (
             sum(r.nbytes for r in found) * (num if every else 1),
             "is" if len(found) == 1 else "are",
         )
-        stacks = sum(r.turns > 1 for r in found)
+        stacks = sum(r.iterations > 1 for r in found)
         whats = [f"{stacks} stack{'s' * (stacks > 1)} of loops"] * bool(stacks)
         values = len(found) - stacks
         whats += [f"{values} value{'s' * (values > 1)}"] * bool(values)
@@ -602,7 +602,7 @@ def _split_dims(spec: PartitionSpec) -> SplitDims:
 
 
 def _num_sharded(leaves: Sequence[LeafPlan]) -> int:
-    return sum(not isinstance(leaf.layout, Full) for leaf in leaves)
+    return sum(not isinstance(leaf.layout, Replicated) for leaf in leaves)
 
 
 def _text(codes: Blocks | None) -> str | None:

@@ -95,9 +95,9 @@ def estimate(
     With `Rates(peak=)` and `Workload(tokens=)` the estimate has the least time of a step. In each of its
     parts (forward pass, backward pass, update) compute and all links are taken to be busy at the same time,
     so that the slowest of them counts. Gradients that one program makes leave when it is over, and nothing
-    hides their update, unless it is delayed; with parameters on the hosts or in files, updates run while the
-    backward pass goes on, unless files are `in_place` or have gradients. Operations are 6 for each parameter and token (2 forward, 4 backward), and 8 with
-    `Workload.recompute`.
+    hides their update, unless it is delayed. With parameters on the hosts or in files, updates run while the
+    backward pass goes on, unless the files are `in_place` or have gradients. Operations are 6 for each
+    parameter and token (2 forward, 4 backward), and 8 with `Workload.recompute`.
 
     With a configuration the parameters are those of a model of Hugging Face's transformers, counted exactly,
     and the layers and their width are the model's.

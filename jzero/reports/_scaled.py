@@ -22,7 +22,7 @@ from jzero.reports._abstract_step import AbstractStep, Types, abstract_step
 from jzero.reports._numbers import Workload
 from jzero.reports._sizes import ACTIVATION, GRADIENT, RoleBytes, as_dtype, crossing_gradients
 from jzero.sharding.analysis._traffic import Collective
-from jzero.sharding.plan._layout import FULL
+from jzero.sharding.plan._layout import REPLICATED
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
@@ -88,7 +88,7 @@ class ScaledStep:
     def leaf(self, role: str, size: Fraction, num_shards: int, tier: str = DEVICE) -> LeafPlan:
         """One of so many bytes for each parameter, over so many devices and the model's."""
         nbytes, num = math.ceil(size * self.num_params), num_shards * self.model_parallel
-        return LeafPlan(role, (nbytes,), as_dtype(size), 1, role, FULL, num, tier=tier)
+        return LeafPlan(role, (nbytes,), as_dtype(size), 1, role, REPLICATED, num, tier=tier)
 
     def _size(self, what: str) -> Fraction:
         sizes = self.sizes
@@ -178,7 +178,7 @@ class ScaledStep:
     def accumulator(self) -> tuple[Fraction, int] | None:
         """Of sums over microbatches: bytes for each parameter, and over how many devices; None without."""
         plan, nbytes = self.abstract.report.plan, self.abstract.report.accumulator_bytes
-        if plan.accumulate == 1 or plan.microbatches.layer_major:
+        if plan.accumulate == 1 or plan.microbatches.by_layer:
             return None
         size = jnp.dtype(self.options.microbatches.dtype or jnp.float32).itemsize
         # Of a leaf, so many bytes that a counter beside it does not matter.

@@ -12,13 +12,13 @@ from jzero._errors import StateError, message
 from jzero._memory_kinds import DEVICE, NVME
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._leaf_array import at_rest, is_coded
-from jzero.sharding.plan._leaves import Rest
+from jzero.sharding.plan._leaves import StoredLeaf
 from jzero.tracing import _call
 
 WHO = _call.WHO
 
 
-def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> Rest | None:
+def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> StoredLeaf | None:
     """How a leaf, an array or its shape with a sharding, lies on a mesh; None if it does not.
 
     One in host memory lies there as it would on the devices; so does one in files, unless it may be
@@ -46,7 +46,7 @@ def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> Rest | None:
     while spec and not spec[-1]:
         spec.pop()
     tier = NVME if in_files and isinstance(leaf, FileStorage) else DEVICE
-    return Rest(tuple(spec), tuple(shape), tier)
+    return StoredLeaf(tuple(spec), tuple(shape), tier)
 
 
 def _sizes(mesh: Any) -> str:

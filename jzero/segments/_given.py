@@ -224,7 +224,7 @@ def arguments(
         if time is not None and dim is not None:
             layout = layout.cut(dim, time.name)
         # What the devices do not divide cannot come in shards.
-        yield DeviceInput(layout, layout.axes, comes_whole=True)
+        yield DeviceInput(layout, layout.axes, padded_dims_gathered=True)
 
 
 def stored(value: LeafPlan | ValuePlan, mesh: Mapping[str, int]) -> Layout:

@@ -16,7 +16,7 @@ from jzero.ir._layout import Layout, Prices
 from jzero.ir._work import Repeated
 from jzero.segments._given import TypedPart, axes_of, of_all_devices, run_of, stored, whole_step
 from jzero.segments._planned import PlannedStep, devices_of
-from jzero.sharding.partition._matrix_owners import MatrixOwners
+from jzero.sharding.partition._matrix_buckets import DistributedUpdates
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
 from jzero.sharding.partition._movement import Movement, is_of_rows, movement_of
 from jzero.sharding.partition._partition import DeviceProgram, partition
@@ -176,7 +176,7 @@ def programs_of(
     if plan.automatic:
         automatic = frozenset(leaf.path for leaf in plan.leaves if any(leaf.automatic))
     made = functools.partial(
-        partition, *given, owners=MatrixOwners(analysis.owners, plan.stage_axes.shard_axes),
+        partition, *given, distributed=DistributedUpdates(analysis.distributed, plan.stage_axes.shard_axes),
         automatic=automatic, written=step.written, unmasked=part.unmasked,
     )  # fmt: skip
     try:

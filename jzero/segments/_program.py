@@ -20,7 +20,7 @@ from jzero.segments import _derivatives
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._extra_work import Extra
-from jzero.sharding.plan._leaves import LeafPlan, Rest
+from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
 from jzero.sharding.plan._local_step import (
     FlatStep,
     as_traced,
@@ -106,7 +106,7 @@ class Program:
 def build(
     step_fn: Callable[..., Any], signature: Signature, setting: Setting, state: Any,
     arrays: dict[str, Any], static: tuple[tuple[str, Any], ...], shared: Shared,
-    rests: Sequence[Rest | None] = (),
+    rests: Sequence[StoredLeaf | None] = (),
 ) -> Program:  # fmt: skip
     """Traces the step, plans it, and makes what runs the plan.
 

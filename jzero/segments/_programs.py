@@ -23,7 +23,7 @@ from jzero.segments import _at_rest, _identity, _program
 from jzero.segments._program import Program
 from jzero.sharding.plan import _setting
 from jzero.sharding.plan._extra_work import AT_ONCE, LEAST_AT_ONCE, UNEVEN, at_once_warning
-from jzero.sharding.plan._leaves import LeafPlan, Rest
+from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._setting import Setting
@@ -223,7 +223,7 @@ class Programs:
         shapes = _call.signature_of((call.state, call.arrays))
         return setting, call.static_key, shapes, self._rests(call, setting)
 
-    def _rests(self, call: Call, setting: Setting) -> tuple[Rest | None, ...]:
+    def _rests(self, call: Call, setting: Setting) -> tuple[StoredLeaf | None, ...]:
         """Of an evaluation, how each leaf of the state lies: it is read there."""
         if not self.evaluates:
             return ()

@@ -35,12 +35,12 @@ _COLLECTIVES = {
 }  # fmt: skip
 _PRODUCTS = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
 _REPORTED = (
-    "kept",
+    "saved",
     "loops",
     "repeats",
     "num",
     "reduce",
-    "layer_major",
+    "order",
     "accumulator_bytes",
     "handed_bytes",
 )
@@ -218,7 +218,7 @@ def _traffic(found: Any) -> list[str]:
 
 
 def _collective(each: Any) -> str:
-    times = f" x {each.times}" * (each.times > 1) + " in each turn" * each.each_turn
+    times = f" x {each.times}" * (each.times > 1) + " in each iteration" * each.each_iteration
     size = math.ceil(each.elements * each.itemsize)
     return (
         f"{each.op} over {', '.join(each.axes)}: {each.dtype} {size:,} bytes {each.leaf}".rstrip()
@@ -227,7 +227,7 @@ def _collective(each: Any) -> str:
 
 
 def _crossing(each: dict[str, Any]) -> str:
-    turns = " in each turn" if each["each_turn"] else ""
+    turns = " in each iteration" if each["each_iteration"] else ""
     return f"{each['direction']}: {each['what']}, {each['dtype']}, {each['nbytes']:,} bytes{turns}"
 
 
@@ -237,7 +237,7 @@ def _said(facts: dict[str, Any]) -> list[str]:
     batches = {
         name: facts["microbatches"][name] for name in _REPORTED if name in facts["microbatches"]
     }
-    batches["kept"] = [[each["what"], each["nbytes"]] for each in batches.get("kept", [])]
+    batches["saved"] = [[each["what"], each["nbytes"]] for each in batches.get("saved", [])]
     if batches["num"] > 1 or facts["microbatches"]["handed_bytes"]:
         lines += [f"microbatches: {batches}"]
     for name in ("arguments", "outputs"):

@@ -13,10 +13,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero.sharding.passes._quantize import dequantize_rows, quantize_rows
-from jzero.sharding.plan._coded_form import CodedForm
+from jzero.sharding.plan._quantized_form import QuantizedForm
 
 
-def encoded(x: jax.Array, form: CodedForm, sharding: NamedSharding) -> tuple[jax.Array, jax.Array]:
+def encoded(
+    x: jax.Array, form: QuantizedForm, sharding: NamedSharding
+) -> tuple[jax.Array, jax.Array]:
     """A leaf on the devices, each its padded part of it, as rows in their `sharding`, and its error.
 
     Returns:
@@ -28,7 +30,7 @@ def encoded(x: jax.Array, form: CodedForm, sharding: NamedSharding) -> tuple[jax
 
 
 @functools.cache
-def _encoder(form: CodedForm, sharding: NamedSharding) -> Any:
+def _encoder(form: QuantizedForm, sharding: NamedSharding) -> Any:
     axes = axes_of(form, sharding)
 
     def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -46,26 +48,26 @@ def _encoder(form: CodedForm, sharding: NamedSharding) -> Any:
     return jax.jit(_over(sharding, local, _spec(form, sharding), (_rows_spec(sharding), P())))
 
 
-def decoded(rows: jax.Array, form: CodedForm, sharding: NamedSharding) -> jax.Array:
+def decoded(rows: jax.Array, form: QuantizedForm, sharding: NamedSharding) -> jax.Array:
     """Rows on the devices as the leaf, `[..., n, d]` with padding, each device its part; see `encoded`."""
     x: jax.Array = _decoder(form, sharding)(rows)
     return x
 
 
 @functools.cache
-def _decoder(form: CodedForm, sharding: NamedSharding) -> Any:
+def _decoder(form: QuantizedForm, sharding: NamedSharding) -> Any:
     def local(rows: jax.Array) -> jax.Array:
         return _own(rows, form)
 
     return jax.jit(_over(sharding, local, _rows_spec(sharding), _spec(form, sharding)))
 
 
-def _own(rows: jax.Array, form: CodedForm) -> jax.Array:
+def _own(rows: jax.Array, form: QuantizedForm) -> jax.Array:
     """One device's rows, decoded."""
     return dequantize_rows(rows, form.part, form.dim, form.dtype, form.blocks)
 
 
-def axes_of(form: CodedForm, sharding: NamedSharding) -> tuple[str, ...]:
+def axes_of(form: QuantizedForm, sharding: NamedSharding) -> tuple[str, ...]:
     """The mesh axes over which the devices divide the rows."""
     if form.rows_dim is None or form.rows_dim >= len(sharding.spec):
         return ()
@@ -73,12 +75,12 @@ def axes_of(form: CodedForm, sharding: NamedSharding) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
-def plain_sharding(form: CodedForm, sharding: NamedSharding) -> NamedSharding:
+def plain_sharding(form: QuantizedForm, sharding: NamedSharding) -> NamedSharding:
     """Where the leaf lies whose rows lie so, with padding, in the devices' memory."""
     return NamedSharding(sharding.mesh, _spec(form, sharding))
 
 
-def _spec(form: CodedForm, sharding: NamedSharding) -> P:
+def _spec(form: QuantizedForm, sharding: NamedSharding) -> P:
     axes = axes_of(form, sharding)
     return P(*[None] * form.dim, axes) if axes and form.dim is not None else P()
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero._errors import StateError, message
 from jzero.offload.memory import _coding, _storage
 from jzero.offload.memory._storage import Home, Parts, Storage
-from jzero.sharding.plan._coded_form import CodedForm
+from jzero.sharding.plan._quantized_form import QuantizedForm
 from jzero.tracing import _jaxpr
 from jzero.tracing._axis_types import takes_explicit_axes
 
@@ -97,7 +97,7 @@ class LeafArray(jax.Array):
     __slots__ = ("codes", "lost", "shape", "storage")
     storage: Any
     shape: tuple[int, ...]
-    codes: CodedForm | None
+    codes: QuantizedForm | None
     lost: Any
 
     __array_priority__ = 100  # As of JAX's own arrays: NumPy's leave operators to it.
@@ -106,7 +106,11 @@ class LeafArray(jax.Array):
     weak_type = False
 
     def __init__(
-        self, storage: Any, shape: tuple[int, ...], codes: CodedForm | None = None, lost: Any = None
+        self,
+        storage: Any,
+        shape: tuple[int, ...],
+        codes: QuantizedForm | None = None,
+        lost: Any = None,
     ):
         """A leaf of this shape; what it has `lost` in its codes is as `_coding.encoded` returns it."""
         self.storage, self.shape, self.codes, self.lost = storage, shape, codes, lost

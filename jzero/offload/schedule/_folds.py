@@ -66,7 +66,7 @@ class Crossing(NamedTuple):
     part: str = ""
 
     @property
-    def each_turn(self) -> bool:
+    def each_iteration(self) -> bool:
         """Whether these are of one turn of a `while`."""
         return self.loop is not None and self.loop.num is None
 

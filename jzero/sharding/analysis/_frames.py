@@ -30,7 +30,8 @@ NOWHERE: Varying = frozenset()
 
 # The result is the same on all devices of the axes it names.
 REDUCTIONS = frozenset({"psum", "psum_invariant"})
-AGREEING = REDUCTIONS | {"pmax", "pmin", "all_gather", "all_gather_invariant"}
+GATHERS = frozenset({"all_gather", "all_gather_invariant"})
+AGREEING = REDUCTIONS | GATHERS | {"pmax", "pmin"}
 # The result differs between devices of the axes it names.
 SPREADING = frozenset(
     {"axis_index", "ppermute", "pshuffle", "all_to_all", "reduce_scatter", "psum_scatter"}
@@ -40,7 +41,7 @@ COLLECTIVES = AGREEING | SPREADING
 
 @dataclasses.dataclass(eq=False)
 class Frame(Region):
-    """One place in the step where a jaxpr runs, and what was found about its variables."""
+    """A region, and facts about its variables."""
 
     varying: dict[Var, Varying] = dataclasses.field(default_factory=dict)
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
@@ -59,12 +60,10 @@ class Frame(Region):
         return NOWHERE if _jaxpr.is_literal(atom) else self.varying[atom]
 
     def reads(self, eqn: Eqn) -> list[Varying]:
-        """Variance of the operands."""
         return [self.varies(atom) for atom in eqn.invars]
 
     @property
     def out_varying(self) -> list[Varying]:
-        """Variance of the outputs."""
         return [self.varies(atom) for atom in self.jaxpr.outvars]
 
 
@@ -92,7 +91,7 @@ def build_frames(
 
 
 def frames_of(program: Region, varies: Callable[[Region, Atom], Varying]) -> Frame:
-    """The tree of frames of a program of which somebody else knows what varies."""
+    """The tree of frames of a program, with given variance."""
     jaxpr = program.jaxpr
     made = (out for eqn in jaxpr.eqns for out in eqn.outvars)
     varying = {var: varies(program, var) for var in [*jaxpr.constvars, *jaxpr.invars, *made]}
@@ -204,7 +203,7 @@ def split(items: Sequence[Item], *sizes: int) -> list[list[Item]]:
 
 
 def is_unreduced(frame: Frame, atom: Atom) -> bool:
-    """Whether `atom` is a sum over the devices that may wait for what reads it."""
+    """Whether `atom` is an unreduced sum over devices."""
     return not _jaxpr.is_literal(atom) and atom in frame.unreduced
 
 

@@ -52,11 +52,11 @@ class Residual(NamedTuple):
     dtype: str
     nbytes: int
     where: str
-    turns: int
+    iterations: int
     times: int
 
     def __str__(self) -> str:
-        moves = f", in {self.turns} turns" if self.turns > 1 else ""
+        moves = f", in {self.iterations} iterations" if self.iterations > 1 else ""
         times = f", {self.times} times" if self.times > 1 else ""
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]{moves}{times}, at {self.where}"
 
@@ -113,7 +113,7 @@ def marks(eqns: Iterable[Eqn]) -> set[Var]:
 
 
 def _last_product(program: Region) -> int:
-    """Where the forward pass multiplies last: what follows has no time to leave and come back."""
+    """The index of the forward pass's last product: later residuals have no time to leave and return."""
     return max((
         index for index, eqn in enumerate(program.jaxpr.eqns)
         if program.pass_of(eqn) == "forward"
@@ -122,7 +122,7 @@ def _last_product(program: Region) -> int:
 
 
 def _parts(program: Region, eqn: Eqn, var: Var) -> int:
-    """In how many parts a result of an equation leaves and comes back; 0 if it stays."""
+    """The number of transfers of a result that is a residual; 0 if it stays on the device."""
     eqns, readers = program.jaxpr.eqns, program.readers.get(var, [])
     late = [i for i in readers if i < len(eqns) and program.pass_of(eqns[i]) == "backward"]
     if len(eqns) in readers or not late:
@@ -136,7 +136,7 @@ def _parts(program: Region, eqn: Eqn, var: Var) -> int:
 
 
 def _makes_stack(program: Region, eqn: Eqn, var: Var) -> bool:
-    """Whether a result is what the iterations of a loop make, and not slices of stacks that are there."""
+    """Whether a loop's iterations compute the slices of a stack, and not only copy existing ones."""
     over = edges(program, eqn)
     slices = {edge.target[1] for edge in over if edge.shift == -1}
     made = [edge.source[1] for edge in over if edge.shift == 1 and edge.target[1] is var]
@@ -150,7 +150,7 @@ def _slices(program: Region, eqn: Eqn, var: Var) -> bool:
 
 
 def _fits(var: Var, parts: int) -> bool:
-    """Whether it is an array of numbers on the device, and what moves at once is large."""
+    """Whether it is a numeric array on the device whose transfers are large."""
     aval = var.aval
     is_array = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
     large = _rules.size_in_bytes(aval) >= parts * LEAST_BYTES

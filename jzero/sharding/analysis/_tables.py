@@ -74,7 +74,7 @@ def _step(num: int, region: Region, eqn: Eqn, outs: Sequence[KeptDims]) -> Seque
 
 
 def _across(eqn: Eqn, edge: Edge, kept: KeptDims) -> KeptDims:
-    """What a loop or a branch of a pass reads is gathered for it."""
+    """Operands of loops and branches of a pass are gathered."""
     region = edge.source[0]
     inside = region.around is not None and region.around[1] is eqn
     holder = region.around[0] if region.around is not None and inside else region

@@ -40,7 +40,7 @@ class Collective:
         of a device.
       times: how often a step runs it (trip counts of the loops around it); of a `while`, in each iteration.
       leaf: the leaf it serves, where known.
-      each_turn: a `while` is around it, and nobody knows how many iterations it has.
+      each_iteration: a `while` is around it, and nobody knows how many iterations it has.
       autodiff: the pass of `jax.grad` that it serves, 'forward' or 'backward'; '' if it serves none.
     """
 
@@ -51,22 +51,20 @@ class Collective:
     elements: int
     times: int
     leaf: str
-    each_turn: bool = False
+    each_iteration: bool = False
     autodiff: str = ""
 
     @property
     def total_elements(self) -> int:
-        """Elements a step moves through it; of a `while`, an iteration."""
         return self.elements * self.times
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these elements."""
         return math.ceil(self.total_elements * self.itemsize)
 
 
 def collectives(
-    jaxpr: Any, times: int = 1, each_turn: bool = False, leaf: str = "", autodiff: str = ""
+    jaxpr: Any, times: int = 1, each_iteration: bool = False, leaf: str = "", autodiff: str = ""
 ) -> Iterator[Collective]:
     """Every collective in `jaxpr` and the jaxprs inside it.
 
@@ -75,11 +73,13 @@ def collectives(
     for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
         name, of = eqn.primitive.name, _jaxpr.autodiff_pass(eqn) or autodiff
         if name in _OPS:
-            yield from _collectives_of(eqn, times, each_turn, leaf_of(eqn) or leaf, of)
+            yield from _collectives_of(eqn, times, each_iteration, leaf_of(eqn) or leaf, of)
         known = trip_count(eqn)
         inner = times if known is None else times * known
         for sub in _jaxpr.inner_jaxprs(eqn):
-            yield from collectives(sub, inner, each_turn or known is None, leaf_of(eqn) or leaf, of)
+            yield from collectives(
+                sub, inner, each_iteration or known is None, leaf_of(eqn) or leaf, of
+            )
 
 
 def op_of(eqn: Eqn) -> str | None:
@@ -88,13 +88,13 @@ def op_of(eqn: Eqn) -> str | None:
 
 
 def leaf_of(eqn: Eqn) -> str:
-    """The leaf that a collective serves; of one of the batch, nothing."""
+    """The leaf that a collective serves; '' for batch-sharded values."""
     leaf = re.search(r"jzero\.\w+\[(.*)\]", str(eqn.source_info.name_stack))
     return leaf.group(1) if leaf else ""
 
 
 def _collectives_of(
-    eqn: Eqn, times: int, each_turn: bool, leaf: str, autodiff: str
+    eqn: Eqn, times: int, each_iteration: bool, leaf: str, autodiff: str
 ) -> Iterator[Collective]:
     gathers = _OPS[eqn.primitive.name] == "all-gather"
     for atom in eqn.outvars if gathers else eqn.invars:
@@ -106,13 +106,13 @@ def _collectives_of(
             atom.aval.size,
             times,
             leaf,
-            each_turn,
+            each_iteration,
             autodiff,
         )
 
 
 def carried_bytes(jaxpr: Any, scope: str) -> int:
-    """Bytes that the largest `scan` made under the named scope carries from one iteration to the next."""
+    """Bytes of the carries of the largest `scan` under the named scope."""
     most, region = 0, Region(*_jaxpr.open_jaxpr(jaxpr))
     for eqn in region.jaxpr.eqns:
         over = edges(region, eqn) if _jaxpr.in_scope(eqn, scope) else []

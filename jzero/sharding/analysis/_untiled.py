@@ -23,8 +23,8 @@ _READ_BY = {
     "gather": "a look-up reads it whole",
     "conv_general_dilated": "a convolution reads it whole",
     "dot_general": "a product reads it whole: the other operand is sharded too, or it rests over other axes",
-    "scan": "a loop reads it whole in every turn",
-    "while": "a loop reads it whole in every turn",
+    "scan": "a loop reads it whole in every iteration",
+    "while": "a loop reads it whole in every iteration",
     "cond": "a branch reads it whole",
 }
 _MADE_BY = {
@@ -103,7 +103,7 @@ def _found_in(jaxpr: _jaxpr.Jaxpr) -> Iterator[Untiled]:
 
 
 def _collective(eqn: Eqn) -> Eqn | None:
-    """The equation, or the one in it: what rests over further axes is gathered part by part."""
+    """The equation, or the one inside a `shard_map` over Auto axes."""
     if _traffic.op_of(eqn) in ("all-gather", "reduce-scatter", "all-reduce"):
         return eqn
     if eqn.primitive.name != "shard_map":
@@ -120,7 +120,7 @@ def _why(other: Eqn | None, gathered: bool) -> str:
 
 
 def _reader(atom: Atom, readers: dict[Var, Eqn]) -> Eqn | None:
-    """The equation that reads it, or what is only another form of it, first."""
+    """The first equation that reads it, through views and casts."""
     while atom in readers:
         eqn = readers[atom]
         name = eqn.primitive.name
@@ -131,7 +131,7 @@ def _reader(atom: Atom, readers: dict[Var, Eqn]) -> Eqn | None:
 
 
 def _maker(atom: Atom, makers: dict[Var, Eqn]) -> Eqn | None:
-    """The equation that makes it, or what it is only another form of."""
+    """The equation that makes it, through views, casts and scaling."""
     while not _jaxpr.is_literal(atom) and atom in makers:
         eqn = makers[atom]
         if eqn.primitive.name not in _PASSED | {"mul"}:  # by the scale of a sum

@@ -87,7 +87,7 @@ class AllMicrobatches:
             return atom
         if atom not in self.shared:
             eqn = self._makers[atom]
-            fresh = self._writer.again(eqn, [*map(self.whole, eqn.invars)])
+            fresh = self._writer.clone(eqn, [*map(self.whole, eqn.invars)])
             self.shared |= zip(eqn.outvars, fresh, strict=True)
         return self.shared[atom]
 

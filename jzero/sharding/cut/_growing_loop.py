@@ -81,7 +81,7 @@ class GrowingLoop(ScanBuilder):
             self._place(eqn, self.last)
             return
         (out,) = eqn.outvars
-        (part,) = self.last.again(eqn, [*map(self._rows_of, eqn.invars)])
+        (part,) = self.last.clone(eqn, [*map(self._rows_of, eqn.invars)])
         init = self.before.full(_over_iterations.neutral(eqn), out.aval, source=eqn)
         before, after = _jaxpr.new_var(out), _jaxpr.new_var(out)
         self.last.add(combine, [before, part], [after], eqn)
@@ -166,7 +166,7 @@ class GrowingLoop(ScanBuilder):
         avals = [out.aval for out in eqn.outvars]
         outs = [_jaxpr.var_like(x, _over_iterations.rows_of(x, self.length)) for x in avals]
         params = _over_iterations.of_iteration(eqn, outs[0].aval.shape[0])
-        where.again(eqn, ins, outs, params=params)
+        where.clone(eqn, ins, outs, params=params)
         self._rows |= zip(eqn.outvars, outs, strict=True)
 
 

@@ -65,7 +65,7 @@ def term_by_term(body: Jaxpr, carries: Sequence[Var]) -> tuple[Jaxpr, dict[Var, 
         for term, then in zip(terms, steps[before], strict=True):
             atom = term.atom
             for cast in term.casts:
-                (atom,) = writer.again(cast, [atom])
+                (atom,) = writer.clone(cast, [atom])
             (total,) = writer.add(lax.add_p, [total, atom], [then])
         added += writer.eqns
         gone.add(id(eqn))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equations that work along a sharded dim itself: each device does its shard, and little is exchanged.
+"""Equations that work along a sharded dim: each device computes its shard, and little is communicated.
 
-Where the largest is, running sums, and the parts of a dim that is put together or taken apart.
+Argmax, top-k, cumulative sums, concatenations, splits, slices and pads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jzero.ir._layout import AxisCut, Dim, Layout, Pad, Partial
 from jzero.ir._sent import ordered_integers
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._look_ups import is_elsewhere, shards_of
-from jzero.sharding.partition._values import DeviceValue, axes_of, is_whole
+from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
@@ -29,25 +29,25 @@ _COMPARED = "each device finds its own, and they are compared"
 
 
 def along(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """The results of an equation along a sharded dim; None if that is no matter, or whole costs no more."""
-    sharded = any(v.make is None and axes_of(v.layout) for v in ins)
+    """The results of an equation along a sharded dim; None if no dim is, or if a gather is no dearer."""
+    sharded = any(v.make is None and v.layout.axes for v in ins)
     return _HANDLERS[eqn.primitive.name](frame, eqn, ins) if sharded else None
 
 
 def _value(eqn: Eqn, j: int, layout: Layout, x: Atom, like: DeviceValue) -> DeviceValue:
-    aval, axes = eqn.outvars[j].aval, axes_of(layout)
+    aval, axes = eqn.outvars[j].aval, layout.axes
     return DeviceValue(aval, layout, {layout: x}, like.rows & axes, like.firm & axes)
 
 
-def _whole_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) -> int:
+def _gather_price(frame: DeviceFrame, value: DeviceValue, axes: Sequence[str]) -> int:
     return sum(frame.price(value, axis, None) for axis in axes)
 
 
-# -- where the largest is ------------------------------------------------------------------------------
+# -- argmax and top-k ------------------------------------------------------------------------------------
 def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """`argmax`, `argmin`: the extreme of all, and the first place that has it; NaN is one, as in JAX.
+    """`argmax`, `argmin`: reduces the extreme, and then the first position that has it; NaN counts as in JAX.
 
-    Of Booleans the extreme is known; if none has it, the first place has what all have.
+    Of Booleans the extreme is known; if no element has it, position 0 is right.
     """
     (value,), (d,), out = ins, eqn.params["axes"], eqn.outvars[0].aval
     layout, dtype = value.layout, value.aval.dtype
@@ -56,11 +56,11 @@ def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> De
     n = layout.num(axes)
     two = 2 * (getattr(dtype, "itemsize", 4) + 4) * out.size * (n - 1) / n
     price = max((frame.wire(axis, "reduce", two) for axis in axes), default=0)
-    if not axes or not plain or price >= _whole_price(frame, value, axes):
+    if not axes or not plain or price >= _gather_price(frame, value, axes):
         return None
     after = dataclasses.replace(layout, dims=(*layout.dims[:d], *layout.dims[d + 1 :]))
     x = frame.masked(frame.at(value, layout), layout, d, kind)
-    (place,) = frame.again(eqn, [x], [_jaxpr.var_like(out, after.local_shape)])
+    (place,) = frame.clone(eqn, [x], [_jaxpr.var_like(out, after.local_shape)])
     static = kind, d
     best, number = frame.trace(_best, x, place, frame.positions(layout.dims[d]), static=static)
     size = layout.dims[d].true
@@ -74,14 +74,14 @@ def _arg_extreme(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> De
 
 
 def _reduced(frame: DeviceFrame, x: Atom, layout: Layout, axes: Sequence[str], op: str) -> Atom:
-    terms = layout.summed(*(Partial(axis, op) for axis in axes))
+    terms = layout.with_partial(*(Partial(axis, op) for axis in axes))
     return frame.convert(x, terms, layout, why=_COMPARED)
 
 
 def _best(
     kind: str, dim: int, x: jax.Array, place: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The extreme of a device's shard, as an integer, and its place among all."""
+    """The extreme of a device's shard, as an integer, and its global position."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         x = ordered_integers(kind, jnp.where(x == 0, jnp.zeros_like(x), x))  # -0.0 is no smaller
     elif x.dtype == jnp.bool_:
@@ -99,7 +99,7 @@ def _first(size: int, dtype: str, number: jax.Array) -> jax.Array:
 
 
 def _top_k(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """The k largest of each device's, and of these the k largest: equal ones in their order."""
+    """The k largest of each shard, and of these the k largest; equal ones keep their order."""
     (value,), k = ins, eqn.params["k"]
     layout, d = value.layout, eqn.params["axis"] % value.aval.ndim
     shards, mine = shards_of(layout.dims[d], layout), min(k, layout.local_shape[d])
@@ -109,23 +109,23 @@ def _top_k(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
     of_all = of_each.without(shards.axes)
     nbytes = (getattr(value.aval.dtype, "itemsize", 4) + 4) * math.prod(of_all.local_shape)
     price = max(frame.wire(axis, "gather", nbytes) for axis in shards.axes)
-    if price >= min(_whole_price(frame, value, shards.axes), _exchanged_price(frame, value, d)):
+    if price >= min(_gather_price(frame, value, shards.axes), _exchanged_price(frame, value, d)):
         return None
     outs = [_jaxpr.var_like(var.aval, of_each.local_shape) for var in eqn.outvars]
-    found = frame.again(
+    found = frame.clone(
         eqn, [frame.at(value, layout)], outs, params=eqn.params | {"k": mine}
     )  # fmt: skip
     largest, places = found[0], frame.inline(_placed, (), found[1], frame.positions(layout.dims[d]))
     every = [frame.convert(x, of_each, of_all, why=_COMPARED) for x in (largest, places)]
     after = of_all.with_dims({d: Dim(k)})
     outs = [_jaxpr.var_like(var.aval, after.local_shape) for var in eqn.outvars]
-    best, chosen = frame.again(eqn, [every[0]], outs)
+    best, chosen = frame.clone(eqn, [every[0]], outs)
     picked = frame.inline(_picked, (d,), every[1], chosen)
     return [_value(eqn, j, after, x, value) for j, x in enumerate((best, picked))]
 
 
 def _exchanged_price(frame: DeviceFrame, value: DeviceValue, dim: int) -> float:
-    """What it takes to have rows of another dim instead; infinite if no other can be shared."""
+    """The price of an all-to-all to another dim; infinite if the devices divide no other."""
     axes, layout = [cut.axis for cut in value.layout.dims[dim].cuts], value.layout
     free = [d for d, each in enumerate(layout.dims) if d != dim and not each.cuts]
     n = layout.num(axes)
@@ -143,7 +143,7 @@ def _picked(dim: int, x: jax.Array, chosen: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, chosen, dim)
 
 
-# -- running sums --------------------------------------------------------------------------------------
+# -- cumulative sums -----------------------------------------------------------------------------------
 _RUNNING: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "cumsum": ("sum", lax.add), "cumprod": ("prod", lax.mul), "cummax": ("max", lax.max),
     "cummin": ("min", lax.min),
@@ -151,7 +151,7 @@ _RUNNING: dict[str, tuple[str, Callable[..., jax.Array]]] = {
 
 
 def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """A running sum (product, extreme): of a device's shard, and of the totals of those before it."""
+    """A cumulative sum (product, extreme): of the shard, combined with the totals of the shards before it."""
     (value,), d = ins, eqn.params["axis"]
     layout, name = value.layout, eqn.primitive.name
     shards = shards_of(layout.dims[d], layout)
@@ -161,12 +161,12 @@ def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Device
     totals = layout.with_dims({d: Dim(num, layout.dims[d].cuts)})
     nbytes = _rules.size_in_bytes(value.aval) / value.aval.shape[d] * num
     price = max(frame.wire(axis, "gather", nbytes) for axis in shards.axes)
-    if price >= _whole_price(frame, value, shards.axes):
+    if price >= _gather_price(frame, value, shards.axes):
         return None
     x = frame.masked(frame.at(value, layout), layout, d, _RUNNING[name][0])
     shape, reverse = layout.local_shape, eqn.params["reverse"]
     blocks = (*shape[:d], shards.outer, shards.inner, *shape[d + 1 :])
-    (own,) = frame.again(
+    (own,) = frame.clone(
         eqn, [frame.reshape(x, blocks)], [_jaxpr.var_like(value.aval, blocks)],
         params=eqn.params | {"axis": d + 1},
     )  # fmt: skip
@@ -179,14 +179,14 @@ def _running(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Device
 
 
 def _last(dim: int, reverse: bool, x: jax.Array) -> jax.Array:
-    """Of each block, without its dim."""
+
     return lax.index_in_dim(x, 0 if reverse else -1, dim, keepdims=False)
 
 
 def _behind(
     name: str, dim: int, reverse: bool, own: jax.Array, totals: jax.Array, index: jax.Array
 ) -> jax.Array:
-    """What a device has in each of its blocks, put together with the totals of those before it."""
+    """Combines each block's cumulative sum with the totals of the blocks before it."""
     reduces, combine = _RUNNING[name]
     running: Callable[..., jax.Array] = getattr(lax, name)
     upto = running(totals, dim, reverse=reverse)
@@ -201,28 +201,26 @@ def _behind(
 
 # -- parts ---------------------------------------------------------------------------------------------
 def _concatenate(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """Of parts that are sharded alike, or whole: a device has its shards of each, one behind the other."""
+    """Of operands that are sharded alike or replicated: a device concatenates its shards of them."""
     d, num = eqn.params["dimension"], len(ins)
     shards = [v for v in ins if v.make is None and v.layout.dims[d].cuts]
     own = shards[0].layout if shards else ins[0].layout
     dim = own.dims[d]
     for v in ins:
-        free = v.make is not None or is_whole(v.layout)
+        free = v.make is not None or v.layout.is_replicated
         if not dim.cuts or v.layout.dims != own.dims and not (free and v.aval.shape == own.shape):
             return None
     pad = dim.pad and Pad(num * dim.pad.outer, dim.pad.true)
     new = Dim(num * dim.size, tuple(AxisCut(axis, num * outer) for axis, outer in dim.cuts), pad)
     layout = own.with_dims({d: new})
     out = _jaxpr.var_like(eqn.outvars[0].aval, layout.local_shape)
-    frame.again(eqn, [frame.at(v, own) for v in ins], [out])
+    frame.clone(eqn, [frame.at(v, own) for v in ins], [out])
     rows = frozenset(a for v in ins for a in v.rows)
-    return [
-        dataclasses.replace(_value(eqn, 0, layout, out, shards[0]), rows=rows & axes_of(layout))
-    ]
+    return [dataclasses.replace(_value(eqn, 0, layout, out, shards[0]), rows=rows & layout.axes)]
 
 
 def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """Into parts of whole blocks of dealt-out shards."""
+    """Into parts of whole blocks, of a dim that is cut in blocks."""
     value, d = ins[0], eqn.params["axis"]
     ends = np.cumsum(eqn.params["sizes"]).tolist()
     parts = [_blocks(value.layout, d, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
@@ -234,14 +232,14 @@ def _split(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
         _jaxpr.var_like(var.aval, layout.local_shape)
         for var, layout in zip(eqn.outvars, layouts, strict=True)
     ]
-    frame.again(
+    frame.clone(
         eqn, [frame.at(value, value.layout)], outs, params=eqn.params | {"sizes": sizes}
     )  # fmt: skip
     return [_value(eqn, j, layouts[j], x, value) for j, x in enumerate(outs)]
 
 
 def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """Of whole blocks of dealt-out shards; or of most rows from their beginning, which then are padded."""
+    """Whole blocks of a dim that is cut in blocks; or most rows from the beginning, the rest as padding."""
     (value,), params = ins, eqn.params
     layout, shape, out = value.layout, value.aval.shape, eqn.outvars[0].aval.shape
     starts, limits = [*params["start_indices"]], [*params["limit_indices"]]
@@ -249,7 +247,7 @@ def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
     cut = [d for d in range(len(shape)) if layout.dims[d].cuts and out[d] != shape[d]]
     if not cut or any(strides[d] != 1 for d in cut) or 0 in out:
         return None
-    if (found := _of_whole(frame, eqn, value, cut)) is not None:
+    if (found := _from_replicated(frame, eqn, value, cut)) is not None:
         return [found]
     after = layout
     for d, (size, dim) in enumerate(zip(out, layout.dims, strict=True)):
@@ -271,14 +269,14 @@ def _slice(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceVa
             starts[d], limits[d] = 0, layout.local_shape[d]
     new = _jaxpr.var_like(eqn.outvars[0].aval, after.local_shape)
     given = params | {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
-    frame.again(eqn, [frame.at(value, layout)], [new], params=given)
+    frame.clone(eqn, [frame.at(value, layout)], [new], params=given)
     return [_value(eqn, 0, after, new, value)]
 
 
-def _of_whole(
+def _from_replicated(
     frame: DeviceFrame, eqn: Eqn, value: DeviceValue, cut: Sequence[int]
 ) -> DeviceValue | None:  # fmt: skip
-    """In even shards, of dims that were padded, and which each device has whole: tokens but the last."""
+    """Evenly sharded, of padded dims that are gathered already: all tokens but the last."""
     layout, out = value.layout, eqn.outvars[0].aval.shape
     cuts = [(d, c.axis) for d in cut for c in layout.dims[d].cuts]
     source = layout.without([axis for _, axis in cuts])
@@ -288,21 +286,21 @@ def _of_whole(
     others = any(source.dims[d].cuts or source.dims[d].pad for d in new)
     if not (is_there and padded) or others or eqn.params["strides"] is not None:
         return None
-    whole = after = source.with_dims(new)
+    replicated = after = source.with_dims(new)
     for dim, axis in cuts:
         after = after.cut(dim, axis)
     if any(after.dims[d].pad is not None for d in cut):
         return None
     starts = tuple(s if d in new else 0 for d, s in enumerate(eqn.params["start_indices"]))
-    limits = tuple(s + n for s, n in zip(starts, whole.local_shape, strict=True))
-    made = _jaxpr.var_like(eqn.outvars[0].aval, whole.local_shape)
+    limits = tuple(s + n for s, n in zip(starts, replicated.local_shape, strict=True))
+    made = _jaxpr.var_like(eqn.outvars[0].aval, replicated.local_shape)
     given = eqn.params | {"start_indices": starts, "limit_indices": limits}
-    frame.again(eqn, [frame.at(value, source)], [made], params=given)
-    return _value(eqn, 0, after, frame.convert(made, whole, after), value)
+    frame.clone(eqn, [frame.at(value, source)], [made], params=given)
+    return _value(eqn, 0, after, frame.convert(made, replicated, after), value)
 
 
 def _blocks(layout: Layout, d: int, start: int, stop: int) -> Layout | None:
-    """The layout of whole blocks of a dim; None if they are none."""
+    """The layout of whole blocks of a dim; None if the range is not one of whole blocks."""
     dim = layout.dims[d]
     if not dim.cuts:
         return None
@@ -319,7 +317,7 @@ def _blocks(layout: Layout, d: int, start: int, stop: int) -> Layout | None:
 
 
 def _beginning(layout: Layout, d: int, start: int, size: int) -> Layout | None:
-    """The layout of most of a dim, from its beginning: what is left out becomes padding."""
+    """The layout of most of a dim from its beginning, where the rest becomes padding."""
     dim = layout.dims[d]
     padded = dim.pad is not None and dim.pad.outer > 1
     if start or padded or 2 * size <= dim.size or dim.cuts[0].outer > 1:
@@ -328,7 +326,7 @@ def _beginning(layout: Layout, d: int, start: int, size: int) -> Layout | None:
 
 
 def _pad(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValues | None:
-    """What fills up a dim behind its end, as far as it is padded: the gradient of its beginning."""
+    """A pad behind the end that fills exactly the padding of a dim: the gradient of `_beginning`."""
     value, fill = ins
     changed = [d for d, by in enumerate(eqn.params["padding_config"]) if by != (0, 0, 0)]
     if len(changed) != 1 or value.make is not None:
@@ -338,8 +336,10 @@ def _pad(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValu
     dim = layout.dims[d]
     if dim.pad is None or dim.pad.outer != 1 or low or inside or dim.true + high != dim.size:
         return None
-    frame.settle(fill)
-    with_fill = frame.filled(frame.at(value, layout), layout, d, frame.at(fill, frame.whole(())))
+    frame.reduce(fill)
+    with_fill = frame.filled(
+        frame.at(value, layout), layout, d, frame.at(fill, frame.replicated(()))
+    )
     after = layout.with_dims({d: dim._replace(pad=None)})
     return [_value(eqn, 0, after, with_fill, value)]
 

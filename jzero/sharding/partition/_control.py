@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equations that hold programs: loops, branches, and calls, which are written in their place.
+"""Equations with inner jaxprs: loops, branches, and calls, which are inlined.
 
-A loop's carry has one layout in all iterations: its body is written until what it returns is laid out as what
-it takes. A carry to which a body only adds may be a partial sum: it is settled once, behind the loop.
+A loop's carry has one layout in all iterations: the body is written until it returns the layouts that it
+takes. A carry that the body only adds to may be a partial sum, which is reduced once, behind the loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._loops_in_time import has_ends
 from jzero.sharding.partition._movement import ITERATIONS_DEPEND
-from jzero.sharding.partition._values import DeviceValue, axes_of, common
+from jzero.sharding.partition._values import DeviceValue, common
 from jzero.sharding.partition._writer import communicates
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -34,7 +34,7 @@ _ATTEMPTS = 8  # From the third on, a carry keeps only the cuts that it had befo
 def run_inner(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: list[DeviceValue], run: RunRegion
 ) -> list[DeviceValue]:  # fmt: skip
-    """Writes an equation that holds programs."""
+
     name = eqn.primitive.name
     if name == "scan":
         rows = _RowScanWriter(frame, region, eqn, ins, run)
@@ -51,10 +51,10 @@ def run_inner(
 
 
 def barrier(frame: DeviceFrame, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
-    """The values, none of which is there before all are; lazy ones stay as they are."""
+    """An optimization barrier around the values; lazy ones pass by it."""
     for value in ins:
-        if not value.due & frame.over_time:
-            frame.settle(value)
+        if not value.partial_axes & frame.over_time:
+            frame.reduce(value)
     kept = [k for k, value in enumerate(ins) if value.make is None]
     outs = [*ins]
     if kept:
@@ -69,7 +69,7 @@ def barrier(frame: DeviceFrame, ins: Sequence[DeviceValue]) -> list[DeviceValue]
 # -- loops ---------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class _CarryLayout:
-    """A carry: how it is laid out in all iterations."""
+    """The layout of a carry in all iterations."""
 
     layout: Layout
     rows: frozenset[str]
@@ -77,7 +77,7 @@ class _CarryLayout:
 
 @dataclasses.dataclass
 class _LoopWriter:
-    """A loop whose bodies are written until its carries stay as they are laid out."""
+    """A loop whose body is written until the layouts of its carries are stable."""
 
     frame: DeviceFrame
     region: Region
@@ -87,41 +87,41 @@ class _LoopWriter:
 
     @functools.cached_property
     def effect_tokens(self) -> list[Atom]:
-        """What the loop carries of the order of effects: [Note: the order of effects]."""
+        """The token that the loop carries if it has ordered effects: [Note: the order of effects]."""
         return [self.frame.effect_token] if _jaxpr.has_ordered_effects(self.eqn) else []
 
     def enter_effects(self, inner: DeviceFrame) -> list[Var]:
-        """The same in a body, which begins with it."""
+
         found = [*map(_jaxpr.new_var, self.effect_tokens)]
         inner.effect_token = found[0] if found else inner.effect_token
         return found
 
     def end_effects(self, ended: Sequence[Var]) -> None:
-        """The same behind the loop."""
+
         for token in ended:
             self.frame.end_effects_of(token)
 
     def hoists(self) -> bool:
-        """Whether gathers stand before the loop: in a pass of `jax.grad` they serve all iterations."""
+        """Whether gathers are hoisted out of the loop: in a pass of `jax.grad` one serves all iterations."""
         inside = self.frame.outer is not None and self.frame.hoists
         return self.region.pass_of(self.eqn) is not None or inside
 
     def inner(self, body: Region) -> DeviceFrame:
         return DeviceFrame(self.eqn, self.frame.shared, body, self.frame, self.hoists())
 
-    def settle(self, values: Sequence[DeviceValue]) -> None:
+    def reduce(self, values: Sequence[DeviceValue]) -> None:
         for value in values:
-            self.frame.settle(value)
+            self.frame.reduce(value)
 
     def carries(self, init: Sequence[DeviceValue]) -> list[_CarryLayout]:
         each = zip(init, self.is_own(), strict=False)
         return [
-            _CarryLayout(self.frame.whole(v.aval.shape) if own else v.layout, v.rows)
+            _CarryLayout(self.frame.replicated(v.aval.shape) if own else v.layout, v.rows)
             for v, own in each
         ]
 
     def is_own(self) -> list[bool]:
-        """Of which results each device has its own: so it carries them."""
+        """Which results are device-varying."""
         return [bool(self.frame.own(self.region, var)) for var in self.eqn.outvars]
 
     def variables(self, carries: Sequence[_CarryLayout], init: Sequence[DeviceValue]) -> list[Var]:
@@ -137,13 +137,13 @@ class _LoopWriter:
     def after(
         self, attempt: int, before: Sequence[_CarryLayout], outs: Sequence[DeviceValue]
     ) -> list[_CarryLayout]:  # fmt: skip
-        """The carries as a body returns them; fewer cuts from attempt to attempt, so that it ends."""
+        """The layouts that a body returns, with fewer cuts from the third attempt on, so that it ends."""
         found = []
         for old, value, own in zip(before, outs, self.is_own(), strict=False):
             layout = old.layout if value.make is not None or own else value.layout
             if attempt >= 2 and layout != old.layout:
                 layout = common(layout, old.layout)
-            found.append(_CarryLayout(layout, (old.rows | value.rows) & axes_of(layout)))
+            found.append(_CarryLayout(layout, (old.rows | value.rows) & layout.axes))
         return found
 
     def results(self, layouts: Sequence[Layout]) -> list[Var]:
@@ -160,12 +160,13 @@ class _ScanWriter(_LoopWriter):
         (self.body,) = self.region.inner(self.eqn)
         first, last = self.parts.num_consts, self.parts.num_consts + self.parts.num_carry
         self.consts, self.init, self.xs = self.ins[:first], self.ins[first:last], self.ins[last:]
-        self.collects = [
-            self._waits(j) and _collects(self.body, first + j, j) for j in range(last - first)
+        self.accumulates = [
+            self._waits(j) and _only_accumulates(self.body, first + j, j)
+            for j in range(last - first)
         ]
-        self.settle(self.xs)
-        self.settle([v for v, kept in zip(self.init, self.collects, strict=True) if not kept])
-        # Iterations are not shared by devices: each has its part of every slice.
+        self.reduce(self.xs)
+        self.reduce([v for v, kept in zip(self.init, self.accumulates, strict=True) if not kept])
+        # Devices do not divide iterations: each has its shard of every slice.
         self.stacks = [*map(self._stack, self.xs)]
 
     def write(self) -> list[DeviceValue]:
@@ -175,9 +176,9 @@ class _ScanWriter(_LoopWriter):
             num = len(carries)
             for v, kept in zip(outs[:num], self._may_be_partial(), strict=True):
                 if not kept:
-                    inner.settle(v)
+                    inner.reduce(v)
             new = self.after(attempt, carries, outs[:num])
-            # Of zeros that are taken for what is added to them no program may be left.
+            # The first attempt takes zeros for a partial sum: its program must not be used.
             if new == carries and not (
                 attempt == 0 and any(self._from_zero(j) for j in range(num))
             ):
@@ -186,52 +187,52 @@ class _ScanWriter(_LoopWriter):
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
 
     def _stack(self, value: DeviceValue) -> Layout:
-        """What iterations have slices of: in a loop in a loop the state, gathered before the outer one."""
+        """The layout that iterations slice; of state in an inner loop, as gathered before the outer one."""
         if value.is_state and not value.firm and self.frame.outer is not None and self.frame.hoists:
-            return self.frame.whole(value.aval.shape)
+            return self.frame.replicated(value.aval.shape)
         return _of_iterations(value)
 
     def _waits(self, j: int) -> bool:
-        """Whether a sum over iterations may wait for the last one, whole on each device.
+        """Whether a sum over iterations may stay partial until the last one, replicated on each device.
 
-        Not that of gradients in a step's own loop over microbatches, from stage 2 on; but in jzero's, of
-        which no iteration can wait for the others.
+        Not the gradients of the step's own loop over microbatches, from stage 2 on: each iteration reduces
+        them. With jzero's microbatches iterations cannot reduce over time, and they do stay partial.
         """
         is_of_pass = self.region.pass_of(self.eqn) is not None
         once = self.frame.shared.once or is_of_pass or bool(self.frame.over_time)
         return once or self.frame.hint_of(self.eqn.outvars[j]) is None
 
-    def _is_collected(self, var: Var) -> bool:
-        """Whether the loop around only adds it up, so that a sum over devices waits for its end."""
+    def _is_accumulated(self, var: Var) -> bool:
+        """Whether the enclosing loop only accumulates it, so that it stays partial until the loop's end."""
         out = _added_to(self.region, var)
-        return out is not None and out in self.frame.collected
+        return out is not None and out in self.frame.accumulated
 
     def _from_zero(self, j: int) -> bool:
         """Whether a carry that the body only adds to begins as zeros."""
-        return self.collects[j] and self.init[j].is_zero
+        return self.accumulates[j] and self.init[j].is_zero
 
     def _may_be_partial(self) -> list[bool]:
-        each = enumerate(zip(self.collects, self.init, strict=True))
+        each = enumerate(zip(self.accumulates, self.init, strict=True))
         return [self._from_zero(j) or kept and bool(v.layout.partial) for j, (kept, v) in each]
 
     def _iteration(
         self, attempt: int, carries: Sequence[_CarryLayout]
     ) -> tuple[list[Var], DeviceFrame, list[DeviceValue]]:
         inner = self.inner(self.body)
-        stacks = map(self._is_collected, self.eqn.outvars[len(carries) :])
+        stacks = map(self._is_accumulated, self.eqn.outvars[len(carries) :])
         ends = zip(self.body.jaxpr.outvars, [*self._may_be_partial(), *stacks], strict=True)
-        inner.collected = frozenset(x for x, waits in ends if waits)
+        inner.accumulated = frozenset(x for x, waits in ends if waits)
         vars, tokens = self.variables(carries, self.init), self.enter_effects(inner)
         values = [inner.entered(v) for v in self.consts]
         carried = self.values(carries, vars, self.init)
         for j, value in enumerate(carried):
-            # Added to what each iteration has of it, zeros are no sum, and become one.
+            # Zeros become a partial sum when a partial sum is added to them.
             value.fill = self.init[j].fill if attempt == 0 and self._from_zero(j) else None
         rows, slices = list[Var](), list[DeviceValue]()
         for v, stack in zip(self.xs, self.stacks, strict=True):
             layout = dataclasses.replace(stack, dims=stack.dims[1:])
             rows.append(_jaxpr.var_like(v.aval, layout.local_shape))
-            axes = axes_of(layout)
+            axes = layout.axes
             slices.append(
                 DeviceValue(
                     _slice_type(v),
@@ -251,11 +252,11 @@ class _ScanWriter(_LoopWriter):
     ) -> list[DeviceValue]:  # fmt: skip
         num, frame, inner.source = len(carries), self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs[:num], carries, strict=True)]
-        collected = [*map(self._is_collected, self.eqn.outvars[num:])]
+        accumulated = [*map(self._is_accumulated, self.eqn.outvars[num:])]
         rows, ended_tokens = list[DeviceValue](), [inner.effect_token for _ in self.effect_tokens]
-        for v, waits in zip(outs[num:], collected, strict=True):
+        for v, waits in zip(outs[num:], accumulated, strict=True):
             if not waits:
-                inner.settle_here(v, opened=inner.is_opened())
+                inner.reduce_at_exit(v, opened=inner.is_opened())
             rows.append(v if waits else _before_casts(v))
         ends += [*ended_tokens, *(inner.at(v, v.layout) for v in rows)]
         body = inner.function(self.parts.body, ins, ends)
@@ -266,7 +267,7 @@ class _ScanWriter(_LoopWriter):
         layouts = [c.layout for c in carries]
         avals = [var.aval for var in self.eqn.outvars[:num]]
         for var, v in zip(self.eqn.outvars[num:], rows, strict=True):
-            first = frame.whole(var.aval.shape[:1]).dims
+            first = frame.replicated(var.aval.shape[:1]).dims
             layouts.append(dataclasses.replace(v.layout, dims=(*first, *v.layout.dims)))
             avals.append(_jaxpr.var_like(v.aval, var.aval.shape).aval)
         pairs = zip(avals, layouts, strict=True)
@@ -290,12 +291,12 @@ class _ScanWriter(_LoopWriter):
             )
         ]
         for value, row in zip(found[num:], rows, strict=True):
-            value.displaced = row.displaced & axes_of(value.layout)
-        each = zip(self.eqn.outvars[num:], found[num:], outs[num:], collected, strict=True)
+            value.displaced = row.displaced & value.layout.axes
+        each = zip(self.eqn.outvars[num:], found[num:], outs[num:], accumulated, strict=True)
         return [*found[:num], *(v if waits else self._cast(x, v, row) for x, v, row, waits in each)]
 
     def _cast(self, var: Var, value: DeviceValue, row: DeviceValue) -> DeviceValue:
-        """A stack, of which iterations hold what was before the casts of a row."""
+        """Casts a stack as its slices were cast, since iterations stack partial sums before their casts."""
         hint = self.frame.hint_of(var)
         for cast in _casts(row):
             value.hint = hint
@@ -306,7 +307,7 @@ class _ScanWriter(_LoopWriter):
 
 
 def _of_iterations(value: DeviceValue) -> Layout:
-    """A stack in whole iterations; its rows go where others of them are, lest all devices work on them."""
+    """The layout of a stack whose iterations are not divided: cuts of its dim 0 by rows move to dim 1."""
     cuts = value.layout.dims[0].cuts
     layout = value.layout.without([cut.axis for cut in cuts])
     if len(layout.dims) < 2 or not value.rows.intersection(cut.axis for cut in layout.dims[1].cuts):
@@ -321,7 +322,7 @@ def _of_iterations(value: DeviceValue) -> Layout:
 
 
 def _casts(v: DeviceValue) -> list[Eqn]:
-    """The last casts of a partial sum, which nothing has reduced since."""
+    """The last casts of a value that is still partial."""
     if v.cast is None or v.cast[1].layout != v.layout:
         return []
     eqn, before = v.cast
@@ -334,10 +335,10 @@ def _before_casts(v: DeviceValue) -> DeviceValue:
 
 @dataclasses.dataclass
 class _RowScanWriter(_LoopWriter):
-    """Writes a `scan` along the rows of the batch: each device runs the iterations of its own rows.
+    """Writes a `scan` along the batch: each device runs the iterations of its own rows.
 
-    What an iteration computes is a device's own: nothing in the body is sharded, and nothing communicates. A
-    carry that iterations change must be a sum of theirs, which nothing in the body reads.
+    Nothing in the body is sharded, and nothing communicates. A carry must be unchanged, or a sum over
+    iterations that the body does not read.
     """
 
     def __post_init__(self) -> None:
@@ -345,14 +346,14 @@ class _RowScanWriter(_LoopWriter):
         (self.body,) = self.region.inner(self.eqn)
         first, last = self.parts.num_consts, self.parts.num_consts + self.parts.num_carry
         self.consts, self.init, self.xs = self.ins[:first], self.ins[first:last], self.ins[last:]
-        self.settle(self.xs)
+        self.reduce(self.xs)
         self.stacks = [*dict.fromkeys(v.layout.dims[0] for v in self.xs if _is_of_rows(v))]
 
     def can_write(self) -> bool:
-        """Whether all axes cut the rows that it slices, and nothing else needs the rows of others."""
+        """Whether all axes shard the rows that it slices, and no other operand is batch-sharded."""
         if len(self.stacks) != 1 or self.stacks[0].pad is not None:
             return False
-        if _jaxpr.has_side_effects(self.eqn):  # Of which there are as many on all devices.
+        if _jaxpr.has_side_effects(self.eqn):  # Each device would have only those of its rows.
             return False
         axes = {cut.axis for cut in self.stacks[0].cuts}
         others = [*self.consts, *self.init, *(v for v in self.xs if not _is_of_rows(v))]
@@ -372,7 +373,7 @@ class _RowScanWriter(_LoopWriter):
         return _same(self.body, jaxpr.outvars[j]) is jaxpr.invars[self.parts.num_consts + j]
 
     def write(self) -> list[DeviceValue]:
-        """The loop of a device, and what it returns: sums that are due, and rows."""
+        """Writes the loop; its results are partial sums and batch-sharded stacks."""
         inner, frame, (stack,) = self.inner(self.body), self.frame, self.stacks
         num, axes = len(self.init), frozenset(cut.axis for cut in stack.cuts)
         jaxpr = self.body.jaxpr
@@ -381,7 +382,7 @@ class _RowScanWriter(_LoopWriter):
         ins += [self._own(x.aval, x) for x in own]
         outs = self.run(inner, self.body, ins)
         inner.source = self.eqn
-        ends = [inner.at(v, frame.whole(v.aval.shape)) for v in outs]
+        ends = [inner.at(v, frame.replicated(v.aval.shape)) for v in outs]
         body = inner.function(self.parts.body, own, ends)
         frame.source = self.eqn
         layouts = [self._carried(j, axes) for j in self._carries()]
@@ -399,38 +400,38 @@ class _RowScanWriter(_LoopWriter):
             )
         )  # fmt: skip
         each = zip(self.eqn.outvars, layouts, results, strict=True)
-        found = [DeviceValue(var.aval, c, {c: x}, axes & axes_of(c)) for var, c, x in each]
+        found = [DeviceValue(var.aval, c, {c: x}, axes & c.axes) for var, c, x in each]
         return [self.init[j] if j < num and self._stays(j) else v for j, v in enumerate(found)]
 
     def _constant(self, inner: DeviceFrame) -> Callable[[DeviceValue], DeviceValue]:
         def constant(v: DeviceValue) -> DeviceValue:
-            self.frame.settle(v)
+            self.frame.reduce(v)
             value = self._own(
-                v.aval, inner.brought(self.frame.at(v, self.frame.whole(v.aval.shape)))
+                v.aval, inner.brought(self.frame.at(v, self.frame.replicated(v.aval.shape)))
             )
             return dataclasses.replace(value, fill=v.fill)
 
         return constant
 
     def _own(self, aval: Any, x: Atom) -> DeviceValue:
-        layout = self.frame.whole(aval.shape)
+        layout = self.frame.replicated(aval.shape)
         return DeviceValue(aval, layout, {layout: x})
 
     def _carried(self, j: int, axes: frozenset[str]) -> Layout:
-        layout = self.frame.whole(self.init[j].aval.shape)
-        return layout if self._stays(j) else layout.summed(*map(Partial, sorted(axes)))
+        layout = self.frame.replicated(self.init[j].aval.shape)
+        return layout if self._stays(j) else layout.with_partial(*map(Partial, sorted(axes)))
 
     def _rows_of(self, shape: Sequence[int], stack: Dim) -> Layout:
         return self.frame.sharded(shape, {0: stack})
 
 
 def _is_of_rows(v: DeviceValue) -> bool:
-    """Whether a scan slices it along rows."""
+
     return any(cut.axis in v.rows for cut in v.layout.dims[0].cuts)
 
 
 def _same(region: Region, atom: Atom) -> Atom:
-    """Of a value that calls only pass on, what they were given."""
+    """The source of a value, through identities and calls that only pass it on."""
     while not _jaxpr.is_literal(atom) and (i := region.makers.get(atom)) is not None:
         eqn = region.jaxpr.eqns[i]
         k, inner = eqn.outvars.index(atom), region.inner(eqn)
@@ -448,14 +449,14 @@ def _same(region: Region, atom: Atom) -> Atom:
 
 
 def _sums(body: Region, i: int, j: int) -> bool:
-    """Whether a carry is a sum of what iterations add, which nothing else in the body reads, or returns."""
+    """Whether a carry is a sum of terms of iterations that nothing else in the body reads or returns."""
     out: Any = body.jaxpr.outvars[j]
     once = sum(atom is out for atom in body.jaxpr.outvars) == 1
     return once and _sum_of(body, body.jaxpr.invars[i]) is out
 
 
 def _sum_of(region: Region, var: Var) -> Var | None:
-    """What is returned of a value to which terms are added, in calls, too; None if anything else reads it."""
+    """The result that a value becomes by adding terms, also in calls; None if anything else reads it."""
     eqns = region.jaxpr.eqns
     while len(readers := region.readers.get(var, [])) == 1 and readers[0] < len(eqns):
         eqn, inner = eqns[readers[0]], region.inner(eqns[readers[0]])
@@ -476,7 +477,7 @@ def _sum_of(region: Region, var: Var) -> Var | None:
 
 
 def _adds_to(eqn: Eqn, name: str, k: int) -> bool:
-    """Whether an equation adds a term to an operand, or subtracts one, or leaves it as it is."""
+    """Whether an equation adds a term to its operand k, subtracts one, or leaves it as it is."""
     adds = name in _rules.ADDS or name == "sub" and k == 0
     same = eqn.invars[k].aval.dtype == eqn.outvars[0].aval.dtype
     alike = eqn.invars[k].aval.shape == eqn.outvars[0].aval.shape
@@ -484,7 +485,7 @@ def _adds_to(eqn: Eqn, name: str, k: int) -> bool:
 
 
 def _added_to(region: Region, var: Var) -> Var | None:
-    """What is returned of a value that is only added to something, or views of it; None if it is not so."""
+    """The result to which a value, or a view of it, is only added; None if there is none."""
     eqns = region.jaxpr.eqns
     while len(readers := region.readers.get(var, [])) == 1 and readers[0] < len(eqns):
         eqn = eqns[readers[0]]
@@ -502,8 +503,8 @@ def _slice_type(v: DeviceValue) -> Any:
     return _jaxpr.var_like(v.aval, v.aval.shape[1:]).aval
 
 
-def _collects(body: Region, i: int, j: int) -> bool:
-    """Whether a body only adds to a carry."""
+def _only_accumulates(body: Region, i: int, j: int) -> bool:
+
     eqns, out, carry = body.jaxpr.eqns, body.jaxpr.outvars[j], body.jaxpr.invars[i]
     while len(readers := body.readers.get(carry, [])) == 1 and readers[0] < len(eqns):
         eqn = eqns[readers[0]]
@@ -517,11 +518,11 @@ def _collects(body: Region, i: int, j: int) -> bool:
 
 @dataclasses.dataclass
 class _WhileWriter(_LoopWriter):
-    """Writes a `while`; all devices decide alike, since they have the whole predicate.
+    """Writes a `while`; all devices decide alike, since the predicate is replicated.
 
-    [Note: loops of single rows] In `jax.vmap` a predicate has an element for each row, and a row that is done
-    keeps its carry. If nothing in the loop communicates, each device stops by itself when its own rows are
-    done; else they are gathered. Padding never goes on.
+    [Note: loops of single rows] Under `jax.vmap` a predicate has an element for each row, and a row that is
+    done keeps its carry. If nothing in the loop communicates, each device stops when its own rows are done;
+    otherwise the rows are gathered. Padding counts as done.
     """
 
     def __post_init__(self) -> None:
@@ -529,11 +530,11 @@ class _WhileWriter(_LoopWriter):
         self.cond, self.body = self.region.inner(self.eqn)
         first = self.parts.num_cond_consts
         last = first + self.parts.num_body_consts
-        self.settle(self.ins)
-        # Devices that leave it at different times convert nothing in it.
+        self.reduce(self.ins)
+        # Devices that leave it at different times must not communicate in it.
         self.diverges = bool(self.frame.own(self.cond, self.cond.jaxpr.outvars[0]))
         if self.diverges:
-            self.ins = [*map(self.frame.as_whole, self.ins)]
+            self.ins = [*map(self.frame.as_replicated, self.ins)]
         self.cond_consts, self.body_consts = self.ins[:first], self.ins[first:last]
         self.init = self.ins[last:]
 
@@ -546,7 +547,7 @@ class _WhileWriter(_LoopWriter):
             found = self._attempt(self._with_rows if self.of_rows else lambda carry: carry)
         if found is None:
             self.alone = False
-            found = self._attempt(self._with_whole_rows, whole=True)
+            found = self._attempt(self._with_gathered_rows, replicated=True)
         assert found is not None
         return found
 
@@ -556,7 +557,7 @@ class _WhileWriter(_LoopWriter):
         return inner
 
     def hoists(self) -> bool:
-        """Also before a loop that stops for each device: what it reads of the state."""
+        """Also out of a loop that each device leaves by itself, which must not gather."""
         return self.alone or super().hoists()
 
     def _note_rows(self, carries: Sequence[Layout]) -> None:
@@ -564,20 +565,20 @@ class _WhileWriter(_LoopWriter):
         self.rows = next((dims for dims in each if any(dim.cuts for dim in dims)), ())
 
     def _with_rows(self, carry: _CarryLayout) -> _CarryLayout:
-        """Of a loop of single rows: sharded as the first carry that is, when it begins or after it."""
+        """Batch-sharded as the first carry that is, for a loop of single rows."""
         layout = carry.layout.without([c.axis for dim in self.rows for c in dim.cuts])
         layout = layout.with_dims(dict(enumerate(self.rows)))
         return _CarryLayout(layout, carry.rows | {c.axis for dim in self.rows for c in dim.cuts})
 
-    def _with_whole_rows(self, carry: _CarryLayout) -> _CarryLayout:
+    def _with_gathered_rows(self, carry: _CarryLayout) -> _CarryLayout:
         layout = carry.layout
         layout = layout.without([c.axis for d in layout.dims[: self.of_rows] for c in d.cuts])
-        return _CarryLayout(layout, carry.rows & axes_of(layout))
+        return _CarryLayout(layout, carry.rows & layout.axes)
 
     def _attempt(
-        self, pinned: Callable[[_CarryLayout], _CarryLayout], whole: bool = False
+        self, pinned: Callable[[_CarryLayout], _CarryLayout], replicated: bool = False
     ) -> list[DeviceValue] | None:  # fmt: skip
-        """The loop; None if it stops for each row by itself, and the devices would have to communicate."""
+        """The loop; None if devices leave it by themselves, and would have to communicate in it."""
         carries = [*map(pinned, self.carries(self.init))]
         for attempt in range(_ATTEMPTS):
             inner, vars = self.inner(self.body), self.variables(carries, self.init)
@@ -586,26 +587,26 @@ class _WhileWriter(_LoopWriter):
             vars += self.enter_effects(inner)
             outs = self.run(inner, self.body, values)
             for v in outs:
-                inner.settle(v)
+                inner.reduce(v)
             returned = self.after(attempt, carries, outs)
             if not self.rows:
                 self._note_rows([carry.layout for carry in returned])
             new = [*map(pinned, returned)]
             if new == carries:
-                return self._written(inner, vars, carries, outs, whole)
+                return self._written(inner, vars, carries, outs, replicated)
             carries = new
         raise cannot("its carry has no layout that stays", self.eqn, self.region)
 
     def _written(
         self, inner: DeviceFrame, vars: list[Var], carries: list[_CarryLayout], outs: list[DeviceValue],
-        whole: bool,
+        replicated: bool,
     ) -> list[DeviceValue] | None:  # fmt: skip
         frame, inner.source = self.frame, self.eqn
         ends = [inner.at(v, c.layout) for v, c in zip(outs, carries, strict=True)]
         ended_tokens = [inner.effect_token for _ in self.effect_tokens]
         body = inner.function(self.parts.body, vars, [*ends, *ended_tokens])
-        test, cond, go = self._predicate(carries, whole)
-        if self.of_rows and not whole:
+        test, cond, go = self._predicate(carries, replicated)
+        if self.of_rows and not replicated:
             alike = all(c.layout.dims[: self.of_rows] == go.layout.dims for c in carries)
             meet = any(communicates(x, frame.moves) for x in (cond, body))
             if (
@@ -624,21 +625,21 @@ class _WhileWriter(_LoopWriter):
         like = _jaxpr.with_effects_of_programs(like.replace(params=params))
         ended = [*map(_jaxpr.new_var, ended_tokens)]
         operands = [*test.imports, *inner.imports, *starts, *self.effect_tokens]
-        frame.again(like, operands, [*results, *ended])
+        frame.clone(like, operands, [*results, *ended])
         self.end_effects(ended)
         each = zip(self.eqn.outvars, carries, results, strict=True)
         return [DeviceValue(var.aval, c.layout, {c.layout: x}, c.rows) for var, c, x in each]
 
     def _predicate(
-        self, carries: Sequence[_CarryLayout], whole: bool
+        self, carries: Sequence[_CarryLayout], replicated: bool
     ) -> tuple[DeviceFrame, Jaxpr, DeviceValue]:  # fmt: skip
         test, vars = self.inner(self.cond), self.variables(carries, self.init)
         carried = self.values(carries, vars, self.init)
         vars += self.enter_effects(test)
         (go,) = self.run(test, self.cond, [*map(test.entered, self.cond_consts), *carried])
         test.source = self.eqn
-        test.settle(go)
-        layout = go.layout if go.aval.ndim and not whole else test.whole(go.aval.shape)
+        test.reduce(go)
+        layout = go.layout if go.aval.ndim and not replicated else test.replicated(go.aval.shape)
         goes_on = test.at(go, layout)
         for d in range(go.aval.ndim):
             goes_on = test.masked(goes_on, layout, d, "or")
@@ -649,16 +650,16 @@ class _WhileWriter(_LoopWriter):
 def _cond(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue], run: RunRegion
 ) -> list[DeviceValue]:  # fmt: skip
-    """Writes a `cond`: what its branches read is converted inside, and they return the same layouts."""
+    """Writes a `cond`: conversions of operands are written in the branches, which return equal layouts."""
     index, *operands = ins
     inner = region.inner(eqn)
     if _jaxpr.branch_of_steps(eqn) is not None:
         return run(frame, inner[eqn.params["branches_platforms"].index(None)], operands)
     for value in ins:
-        frame.settle(value)
-    predicate = frame.at(index, frame.whole(()))
-    if index.own:  # Devices in different branches convert nothing in them.
-        operands = [*map(frame.as_whole, operands)]
+        frame.reduce(value)
+    predicate = frame.at(index, frame.replicated(()))
+    if index.own:  # Devices in different branches must not communicate in them.
+        operands = [*map(frame.as_replicated, operands)]
     frames, returned = list[DeviceFrame](), list[list[DeviceValue]]()
     ordered = _jaxpr.has_ordered_effects(eqn)
     for branch in inner:
@@ -672,7 +673,7 @@ def _cond(
     opened = any(each.is_opened() for each in frames)
     for each, outs in zip(frames, returned, strict=True):
         for value in outs:
-            each.settle_here(value, opened)
+            each.reduce_at_exit(value, opened)
     layouts = [_of_branches(values) for values in zip(*returned, strict=True)]
     ends = [
         [each.at(v, layout) for v, layout in zip(outs, layouts, strict=True)]
@@ -689,9 +690,9 @@ def _of_branches(values: Sequence[DeviceValue]) -> Layout:
     layout = known[0].layout
     for v in known[1:]:
         layout = common(layout, v.layout)
-    # What a branch could not sum up is a sum of all: another's is one that the first device has alone.
-    due = {p.axis: p for v in known for p in v.layout.partial}
-    return dataclasses.replace(layout, partial=tuple(due.values()))
+    # If one branch returns a partial sum, all do: of another branch's value the first device has all.
+    partial = {p.axis: p for v in known for p in v.layout.partial}
+    return dataclasses.replace(layout, partial=tuple(partial.values()))
 
 
 def _branches(
@@ -709,18 +710,18 @@ def _branches(
     params = eqn.params | dict(branches=tuple(branches))
     ended = [*map(_jaxpr.new_var, ends[0][len(results) :])]
     like = _jaxpr.with_effects_of_programs(eqn.replace(params=params))
-    frame.again(like, [predicate, *order], [*results, *ended])
+    frame.clone(like, [predicate, *order], [*results, *ended])
     for token in ended:
         frame.end_effects_of(token)
     found = []
     for j, (var, layout, x) in enumerate(zip(eqn.outvars, layouts, results, strict=True)):
         rows = frozenset(a for outs in returned for a in outs[j].rows)
-        found.append(DeviceValue(var.aval, layout, {layout: x}, rows & axes_of(layout)))
+        found.append(DeviceValue(var.aval, layout, {layout: x}, rows & layout.axes))
     return found
 
 
 def _without_consts(eqn: Eqn, param: str, body: Jaxpr) -> Eqn:
-    """The equation with another program, whose constants are the step's."""
+    """The equation with another program, which has no constants of its own."""
     return eqn.replace(params=eqn.params | {param: _closed(eqn.params[param], body)})
 
 

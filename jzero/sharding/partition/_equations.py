@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ordinary equations: which of their factors the devices share, by cost, and the equation of one device.
+"""Ordinary equations: the factor that each mesh axis shards, by cost, and one device's equation.
 
-[Note: rows stay, the state moves] For each mesh axis an equation has candidates: factors whose dim an operand
-has sharded over the axis. The one that moves the fewest bytes is taken. If an operand is sharded because
-rows of the batch are, moving state to them counts for nothing, whatever the sizes: that makes it ZeRO. State
-that a user's spec shards is `firm`, and its moves do count.
+[Note: rows stay, the state moves] The candidates of a mesh axis are the factors whose dim an operand has
+sharded over the axis; the one that moves the fewest bytes is taken. If an operand is batch-sharded over the
+axis, moving state to it costs nothing, whatever the sizes: this makes it ZeRO. State that a user's spec
+shards is `firm`, and moving it does cost.
 
-[Note: columns of tables] Rows look up in a table of the state of which each device has columns, or are added
-to one of zeros. All indices are gathered and looked up in the columns of each device, and what is found there
-is exchanged for rows; of a gradient the rows are exchanged for columns. Both move rows, which are few beside
-the table. If something else needs the table whole, it is gathered for the look-up too.
+[Note: columns of tables] A table of the state that is sharded along its columns need not be gathered for a
+look-up: all indices are gathered, each device looks up its columns, and an all-to-all makes batch-sharded
+rows of them. The gradient takes the same way back. Both move rows, which are few beside the table. If
+anything else reads the table replicated, the look-up reads the gathered table too.
 
-[Note: masks] A padded dim holds anything. Where a factor is reduced, each operand that has it gets what
-changes no sum (maximum, ...) in the place of the padding: of a product both, since 0 * NaN is NaN.
+[Note: masks] Padding holds arbitrary values. Where a factor is reduced, the padding of each operand that has
+it is replaced by the reduction's neutral element. In a product that is both operands, since 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -28,27 +28,20 @@ from jzero.ir._regions import Region, edges, trip_count
 from jzero.ir._rules import BY_DEVICES, Cost
 from jzero.sharding.partition import _look_ups
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._values import (
-    DeviceValue,
-    axes_of,
-    is_whole,
-    joined,
-    next_outer,
-    put,
-    sized,
-)
+from jzero.sharding.partition._values import DeviceValue, joined, next_outer, put, sized
 from jzero.sharding.partition._writer import OF_STATE
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-# Of factors, by index: how the devices cut the dim. Its size counts if it is padded.
+# By a factor's index, the cuts of its dim; of a padded dim, its size and padding too.
 FactorCuts = Mapping[int, Dim]
 
 
-def waits(eqn: Eqn) -> bool:
-    """Whether partial sums pass through: what is linear in them, and makes them no larger, or is small.
+def passes_partial(eqn: Eqn) -> bool:
+    """Whether a partial sum stays partial: the equation is linear, its result no larger, or small.
 
-    A sum moves in the dtype in which it was written: none waits through a cast to another one.
+    Partial sums do not pass a cast to another dtype: a sum is reduced in the dtype in which the step wrote
+    it.
     """
     name = eqn.primitive.name
     if _rules.costs(eqn, Cost.CAST):
@@ -62,19 +55,22 @@ def waits(eqn: Eqn) -> bool:
 AGAIN = "rematted_computation"  # JAX's scope of what a checkpoint recomputes
 SMALL = 2**22  # bytes: gradients of slices of a small leaf are added up before they are summed
 _PASS = {*_rules.ADDS, "sub", "neg", "reduce_sum"}
-# Of state that is not larger, what they read is gathered in their place: a table and its transpose share it.
+# Views of state: their operand is gathered instead, unless it is larger. A table and its transpose share a
+# gather.
 _VIEWS = {"transpose", "convert_element_type", "broadcast_in_dim"}
 
 
 def widens_for_loop(frame: DeviceFrame, eqn: Eqn) -> bool:
-    """Whether it casts to a wider dtype what a loop only adds up: iterations are summed in that dtype."""
-    return eqn.outvars[0] in frame.collected and _widens(eqn)
+    """Whether it widens a value that a loop only accumulates: the loop then accumulates in the wide dtype."""
+    return eqn.outvars[0] in frame.accumulated and _widens(eqn)
 
 
-def due(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
-    """The partial sums that wait through the equation; none if some operand must be settled first."""
+def partial_through(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
+) -> tuple[Partial, ...]:
+    """The partial sums that pass the equation; none if an operand must be reduced first."""
     partial = {k for k, v in enumerate(ins) if v.layout.partial}
-    if not partial or not (waits(eqn) or widens_for_loop(frame, eqn)):
+    if not partial or not (passes_partial(eqn) or widens_for_loop(frame, eqn)):
         return ()
     found = [ins[k].layout.partial for k in sorted(partial)]
     zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
@@ -82,18 +78,24 @@ def due(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Parti
     return found[0] if same and _rules.stays_partial(eqn, partial, zero) else ()
 
 
-def due_in_time(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tuple[Partial, ...]:
-    """The sum over time that waits through the equation, when those over devices are done.
+def time_partial_through(
+    frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
+) -> tuple[Partial, ...]:
+    """The partial sum over time that passes the equation, after those over devices are reduced.
 
-    In a body, through whatever is linear in it; else where sums over devices wait, and through casts to a
-    wider dtype, in which it is summed up. Through casts wait sums over replicas, too: they are due once. A
-    cast in a body is done behind its loop, if it can be (`DeviceValue.cast`).
+    In a loop body it passes everything linear; outside, what partial sums over devices pass, and widening
+    casts, since microbatches accumulate in the wide dtype. Sums over replicas pass casts too, and are reduced
+    once. A cast in a body moves behind its loop if possible (`DeviceValue.cast`).
     """
     time = frame.shared.time
-    partial = {k for k, v in enumerate(ins) if v.due & frame.over_time}
-    if time is None or not partial or any(v.due for k, v in enumerate(ins) if k not in partial):
+    partial = {k for k, v in enumerate(ins) if v.partial_axes & frame.over_time}
+    if (
+        time is None
+        or not partial
+        or any(v.partial_axes for k, v in enumerate(ins) if k not in partial)
+    ):
         return ()
-    passes = waits(eqn) or widens_in_time(frame, eqn)
+    passes = passes_partial(eqn) or widens_in_time(frame, eqn)
     zero = {k for k, v in enumerate(ins) if v.is_zero and k not in partial}
     rows = any(time.name in v.rows for k, v in enumerate(ins) if k not in partial)
     linear = not rows and _rules.stays_partial(eqn, partial, zero)
@@ -107,12 +109,12 @@ def due_in_time(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> tup
             frame.scatter(ins[0])
         return ins[0].layout.partial
     for k in sorted(partial):
-        frame.settle(ins[k], keeps=frame.over_time)
+        frame.reduce(ins[k], keeps=frame.over_time)
     return (found[0],)
 
 
 def widens_in_time(frame: DeviceFrame, eqn: Eqn) -> bool:
-    """Whether it casts to a wider dtype what each microbatch reduces, so that it is summed up in that one."""
+    """Whether it widens what each microbatch reduces, so that microbatches accumulate in the wide dtype."""
     time = frame.shared.time
     return time is not None and not time.once and _widens(eqn)
 
@@ -128,28 +130,28 @@ def ordinary(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> list[DeviceValue]:
     """Writes an equation that holds no programs."""
-    kept = due(frame, eqn, ins) or due_in_time(frame, eqn, ins)
-    if not kept:
-        settle(frame, eqn, ins, factors)
+    partial = partial_through(frame, eqn, ins) or time_partial_through(frame, eqn, ins)
+    if not partial:
+        reduce_operands(frame, eqn, ins, factors)
     elif (alone := _added_to_zero(eqn, ins)) is not None:
         return [alone]
-    if all(is_whole(v.layout) for v in ins):
+    if all(v.layout.is_replicated for v in ins):
         return _replicated(frame, eqn, ins)
-    choice = _FactorChoice(frame, eqn, ins, factors, kept)
+    choice = _FactorChoice(frame, eqn, ins, factors, partial)
     chosen = choice.run()
-    written = _Written(frame, eqn, ins, factors, chosen, kept, choice.displaced).run()
-    lost = frozenset(a for v in ins for a in v.rows) - {p.axis for p in kept}
+    written = _Written(frame, eqn, ins, factors, chosen, partial, choice.displaced).run()
+    lost = frozenset(a for v in ins for a in v.rows) - {p.axis for p in partial}
     lost -= {cut.axis for dim in chosen.values() for cut in dim.cuts}
-    return [cut_again(frame, v, ins, lost) for v in written] if lost else written
+    return [reshard(frame, v, ins, lost) for v in written] if lost else written
 
 
-def cut_again(
+def reshard(
     frame: DeviceFrame, value: DeviceValue, ins: Sequence[DeviceValue], axes: frozenset[str]
 ) -> DeviceValue:  # fmt: skip
-    """What was made of gathered rows as rows again, lest all that follows be done by every device.
+    """Reshards the result of a gathered operation, so that later ones stay data-parallel.
 
-    They are along a dim that is as long as that of an operand's rows over some `axes`, best at its place. A
-    number for each row stays whole: it costs nothing, and sorted ones are often picked from.
+    The batch dim is one of the same size as an operand's over `axes`, preferably at the same position. A
+    result with one number per row stays replicated: that costs nothing, and sorted numbers are often indexed.
     """
     layout, shape = value.layout, value.aval.shape
     for v in ins:
@@ -158,34 +160,34 @@ def cut_again(
                 continue
             same = [e for e in (d, *range(len(shape))) if shape[e : e + 1] == (dim.true,)]
             if same and value.aval.size > dim.true:
-                want = frame.whole(shape).with_dims({same[0]: dim})
+                want = frame.replicated(shape).with_dims({same[0]: dim})
                 layout = joined(layout, want, axes & v.rows)
     if layout == value.layout:
         return value
     atoms = {**value.atoms, layout: frame.at(value, layout)}
     return dataclasses.replace(
-        value, layout=layout, atoms=atoms, rows=value.rows | axes & axes_of(layout), make=None
+        value, layout=layout, atoms=atoms, rows=value.rows | axes & layout.axes, make=None
     )
 
 
-def settle(
+def reduce_operands(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> None:
-    """Does the sums of all operands, in shards as the others are."""
+    """Reduces all partial operands, scattered to match the other operands' shards."""
     for k, v in enumerate(ins):
         if v.layout.partial:
             beside = _beside(frame, eqn, ins, factors, k)
             if v.spread is None and _rules.costs(eqn, Cost.PRODUCT):
                 v.spread = _elsewhere(frame, eqn, k, v) or _alone(frame, eqn, ins, factors, k)
-                displaced = v.due & axes_of(v.spread or frame.whole(v.aval.shape))
-                frame.settle(v, beside)
+                displaced = v.partial_axes & (v.spread or frame.replicated(v.aval.shape)).axes
+                frame.reduce(v, beside)
                 v.displaced |= displaced & v.rows
-            frame.settle(v, beside)
+            frame.reduce(v, beside)
 
 
 def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layout | None:
-    """What a product reads, in rows as they are beside it in others that read it, too."""
-    region, layout = frame.region, frame.whole(value.aval.shape)
+    """Where a product's partial operand is scattered: batch-sharded as another reader of it would have it."""
+    region, layout = frame.region, frame.replicated(value.aval.shape)
     atom = _jaxpr.variable(eqn.invars[k])
     eqns = region.jaxpr.eqns
     for other in (eqns[i] for i in region.readers.get(atom, []) if i < len(eqns)):
@@ -199,79 +201,80 @@ def _elsewhere(frame: DeviceFrame, eqn: Eqn, k: int, value: DeviceValue) -> Layo
             for f in factors:
                 d, e = f.ins[own], f.ins[j]
                 if d is not None and e is not None and x.aval.shape[e] == value.aval.shape[d]:
-                    want = frame.whole(value.aval.shape).with_dims({d: beside.layout.dims[e]})
+                    want = frame.replicated(value.aval.shape).with_dims({d: beside.layout.dims[e]})
                     layout = joined(layout, want, beside.rows)
-    return None if is_whole(layout) else layout
+    return None if layout.is_replicated else layout
 
 
 def _alone(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], k: int
 ) -> Layout | None:  # fmt: skip
-    """A sum of activations that a product with state reads, cut along the largest dim that only it has.
+    """Where a partial sum of activations, read by a product with state, is scattered: its largest free dim.
 
-    So each device does its part of the product. Scattered and gathered moves as much as a sum on all devices.
-    The sums of a backward pass are gradients of the state, unless something with rows reads them.
+    Each device then computes a part of the product; scatter and gather move as much as an all-reduce. Not in
+    a backward pass, whose partial sums are gradients of the state, unless a batch-sharded value is beside
+    them.
     """
     value, shape = ins[k], ins[k].aval.shape
-    axes = [axis for axis in frame.mesh if axis in value.due - frame.over_time]
+    axes = [axis for axis in frame.mesh if axis in value.partial_axes - frame.over_time]
     if not value.is_activation or _is_backward(frame, eqn) or not axes:
         return None
     if any(v.rows or v.layout.partial for v in ins if v is not value):
         return None
-    layout = frame.whole(shape)
+    layout = frame.replicated(shape)
     alone = [f for f in factors if f.outs[0] is not None and f.ins.count(None) == len(ins) - 1]
     dims = [f.ins[k] for f in alone if not f.groups]
     free = [d for d in dims if d is not None and not value.layout.dims[d].cuts]
     for d in sorted(free, key=lambda d: -shape[d]):
         if shape[d] and shape[d] % layout.num(axes) == 0:
-            for axis in axes:
-                layout = layout.cut(d, axis)
-            return layout
+            return layout.shard(d, axes)
     return None
 
 
 def _beside(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], k: int
 ) -> Layout | None:  # fmt: skip
-    """An operand in shards as the others are, lazy ones last; if it is not elementwise, those with rows."""
+    """An operand's layout that matches the others; of other than elementwise ones, batch-sharded ones."""
     elementwise = _rules.costs(eqn, Cost.ELEMENTWISE)
     if not elementwise and not _rules.costs(eqn, Cost.JOIN, Cost.PRODUCT):
         return None
     shape = ins[k].aval.shape
-    layout = frame.whole(shape)
+    layout = frame.replicated(shape)
     others = [v for v in ins if not v.layout.partial and (elementwise or v.rows)]
     for other in sorted(others, key=lambda v: v.make is not None):
         for factor in factors:
             j = next(j for j, v in enumerate(ins) if v is other)
             d, e = factor.ins[k], factor.ins[j]
             if d is not None and e is not None and other.aval.shape[e] == shape[d]:
-                own = frame.whole(shape).with_dims({d: other.layout.dims[e]})
+                own = frame.replicated(shape).with_dims({d: other.layout.dims[e]})
                 layout = joined(layout, own)
     return layout
 
 
 def _is_backward(frame: DeviceFrame, eqn: Eqn) -> bool:
-    """Whether a backward pass makes it, and not what a checkpoint recomputes."""
+    """Whether it is part of a backward pass, and not recomputed by a checkpoint."""
     return frame.region.pass_of(eqn) == "backward" and not _jaxpr.in_scope(eqn, AGAIN)
 
 
 def met(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> Layout:
-    """The result's layout if all operands but partial sums stay where they are, lazy ones last."""
+    """The result's layout if no operand is converted; partial sums do not count, lazy operands come last."""
     shape = eqn.outvars[0].aval.shape
-    layout = frame.whole(shape)
+    layout = frame.replicated(shape)
     order = sorted(range(len(ins)), key=lambda k: ins[k].make is not None)
     for k in (k for k in order if not ins[k].layout.partial):
         for factor in factors:
             d, to = factor.ins[k], factor.outs[0]
             if d is not None and to is not None and ins[k].aval.shape[d] == shape[to]:
-                layout = joined(layout, frame.whole(shape).with_dims({to: ins[k].layout.dims[d]}))
+                layout = joined(
+                    layout, frame.replicated(shape).with_dims({to: ins[k].layout.dims[d]})
+                )
     return layout
 
 
 def _added_to_zero(eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValue | None:
-    """The other operand, if one is zero and it is a partial sum already."""
+    """The other operand of an addition to zero."""
     if eqn.primitive.name not in _rules.ADDS:
         return None
     out = eqn.outvars[0].aval
@@ -284,8 +287,8 @@ def _added_to_zero(eqn: Eqn, ins: Sequence[DeviceValue]) -> DeviceValue | None:
 
 def _replicated(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[DeviceValue]:
     atoms = [frame.at(v, v.layout) for v in ins]
-    outs = frame.again(eqn, atoms)
-    layouts = [frame.whole(o.aval.shape) for o in outs]
+    outs = frame.clone(eqn, atoms)
+    layouts = [frame.replicated(o.aval.shape) for o in outs]
     return [
         DeviceValue(o.aval, layout, {layout: o}) for o, layout in zip(outs, layouts, strict=True)
     ]  # fmt: skip
@@ -293,7 +296,7 @@ def _replicated(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> lis
 
 class _Candidate(NamedTuple):
     cost: int
-    elsewhere: bool  # Ties go to what stays where it is, then by position.
+    elsewhere: bool  # Ties go to factors that stay, then to the first.
     order: int
     factor: int
     dim: Dim
@@ -302,17 +305,17 @@ class _Candidate(NamedTuple):
 
 @dataclasses.dataclass
 class _FactorChoice:
-    """Chooses for each mesh axis the factor that it cuts."""
+    """Chooses for each mesh axis the factor that it shards."""
 
     frame: DeviceFrame
     eqn: Eqn
     ins: Sequence[DeviceValue]
     factors: Sequence[Factor]
-    kept: tuple[Partial, ...]
+    partial: tuple[Partial, ...]
     displaced: frozenset[str] = frozenset()
 
     def run(self) -> dict[int, Dim]:
-        """The chosen factors; `displaced` are then the axes whose rows are along another dim."""
+        """The chosen factors. Sets `displaced`, the axes whose rows are then along another dim."""
         if (alike := self._alike()) is not None:
             cuts = [(cut.axis, i) for i, dim in alike.items() for cut in dim.cuts]
             self.displaced = frozenset(
@@ -322,19 +325,19 @@ class _FactorChoice:
         if not self.frame.shared.has_rows and self._gathers_state():
             return {}
         self.chosen: dict[int, Dim] = {}
-        kept = {p.axis for p in self.kept}
+        partial = {p.axis for p in self.partial}
         for axis in self.frame.mesh:
             if (columns := self._columns(axis)) is not None:
                 self.chosen[columns[0]] = columns[1]
                 self.frame.reason, self.frame.leaf = OF_STATE, self._table()
-            elif axis not in kept and (best := self._best(axis)) is not None:
+            elif axis not in partial and (best := self._best(axis)) is not None:
                 self.chosen[best.factor] = best.dim
                 if self._is_displaced(axis, best.factor, best.dim, best.elsewhere):
                     self.displaced |= {axis}
         return self.chosen
 
     def _is_displaced(self, axis: str, i: int, dim: Dim, elsewhere: bool = False) -> bool:
-        """Whether rows are along another dim behind the equation: those that go there, or are there."""
+        """Whether the result's rows over the axis are along another dim than the batch dim."""
         if not any(v.displaced for v in self.ins):
             return elsewhere and any(axis in v.rows for v in self.ins)
         if elsewhere:
@@ -345,18 +348,18 @@ class _FactorChoice:
         return bool(here) and all(axis in v.displaced for v in here)
 
     def _gathers_state(self) -> bool:
-        """Whether it is in a pass of `jax.grad`, of which all devices compute all."""
+        """Whether a pass of `jax.grad` without any batch-sharded argument reads gathered state."""
         firm = any(v.firm for v in self.ins)
         in_pass = self.frame.region.pass_of(self.eqn) is not None
-        return in_pass and not firm and not self.kept
+        return in_pass and not firm and not self.partial
 
     def _table(self) -> str:
-        """The leaf that is looked up in, or added to."""
+
         table, _, *updates = self.ins
         return self.frame.leaf_of(self.eqn.outvars[0]) if updates else self.frame.name(table)
 
     def _columns(self, axis: str) -> tuple[int, Dim] | None:
-        """The factor of a table's columns [Note: columns of tables]; None if moving them costs less."""
+        """The factor of a table's columns, [Note: columns of tables]; None if a gather is cheaper."""
         if not _is_looked_up_in_rows(self.eqn, self.ins, axis):
             return None
         table, indices, *updates = self.ins
@@ -364,7 +367,7 @@ class _FactorChoice:
             return None
         if self._table() in (self.frame.shared.automatic or ()):
             return (
-                None  # Each place along XLA's axes moves a part of the table, but all of the rows.
+                None  # Along Auto axes each device moves only its part of the table, but all rows.
             )
         out, n = self.eqn.outvars[0], self.frame.mesh[axis]
         hint = self.frame.hint_of(out)
@@ -381,20 +384,20 @@ class _FactorChoice:
         rows, size = self.frame.price(indices, axis, None), _rules.size_in_bytes(out.aval)
         if updates:
             rows += self.frame.price(updates[0], axis, factor.ins[2], outer)
-            part = size / layout.num(axes_of(layout) - {axis}) * (n - 1) / n
+            part = size / layout.num(layout.axes - {axis}) * (n - 1) / n
             moved = self.frame.wire(axis, "scatter", part)
         else:
             part = size / indices.layout.num(indices.rows) * (n - 1) / n
             rows += self.frame.wire(axis, "exchange", part)
             moved = self.frame.price(table, axis, None)
-        gathered = not updates and is_read_whole(self.frame.region, self.eqn.invars[0])
+        gathered = not updates and is_read_replicated(self.frame.region, self.eqn.invars[0])
         return (i, dim) if rows < moved and not gathered else None
 
     def _alike(self) -> dict[int, Dim] | None:
-        """Of an elementwise equation whose operands are sharded alike, or whole: that, as is found below."""
+        """Fast path: elementwise equations whose operands have equal layouts or are replicated."""
         if not _rules.costs(self.eqn, Cost.ELEMENTWISE, Cost.CAST, Cost.COPY):
             return None
-        hard = [v.layout for v in self.ins if v.make is None and not is_whole(v.layout)]
+        hard = [v.layout for v in self.ins if v.make is None and not v.layout.is_replicated]
         shape = self.eqn.outvars[0].aval.shape
         if not hard or hard[0].shape != shape or any(x.dims != hard[0].dims for x in hard[1:]):
             return None
@@ -404,7 +407,7 @@ class _FactorChoice:
     def _best(self, axis: str) -> _Candidate | None:
         holders = [v for v in self.ins if v.layout.place(axis) is not None]
         hard = [v for v in holders if v.make is None] or holders
-        # The gradient of a mean over tokens is one row for all of them, and lazy: its rows stay, too.
+        # The gradient of a mean over tokens is lazy and batch-sharded: it leads too.
         rows = [v for v in hard if axis in v.rows] or [v for v in holders if axis in v.rows]
         lead = [*rows, *(v for v in hard if axis in v.firm)] if rows else hard
         found: dict[tuple[int, Dim], _Candidate] = {}
@@ -414,17 +417,19 @@ class _FactorChoice:
                 if self._is_at(value, factor, d):
                     self._consider(axis, i, value.layout.dims[d], outer, bool(rows), found)
         best = min(found.values(), default=None)
-        may = axis not in self.frame.over_time  # A microbatch cannot give rows to another one.
+        may = axis not in self.frame.over_time  # Microbatches cannot exchange rows.
         if may and lead and (best is None or rows and self._may_exchange(axis, best, rows)):
             self._exchanges(axis, lead, bool(rows), found)
             best = min(found.values(), default=None)
-        return None if best is None or best.cost and self._is_cheaper_whole(axis, best) else best
+        return (
+            None if best is None or best.cost and self._is_cheaper_replicated(axis, best) else best
+        )
 
     def _is_at(self, value: DeviceValue, factor: Factor, d: int) -> bool:
         return any(v is value and at == d for v, at in zip(self.ins, factor.ins, strict=True))
 
-    def _is_cheaper_whole(self, axis: str, best: _Candidate) -> bool:
-        """Of state alone: whether it costs no more to have all of it, and so its results."""
+    def _is_cheaper_replicated(self, axis: str, best: _Candidate) -> bool:
+        """Whether an equation of state alone is cheaper on gathered operands, with a replicated result."""
         if any(v.rows for v in self.ins):
             return False
         distinct = dict.fromkeys(v if v.view is None else v.view[1] for v in self.ins)
@@ -434,7 +439,7 @@ class _FactorChoice:
         self, axis: str, lead: Sequence[DeviceValue], rows: bool,
         found: dict[tuple[int, Dim], _Candidate],
     ) -> None:  # fmt: skip
-        """Factors of other dims of what is sharded over the axis: it would be exchanged."""
+        """Considers factors of other dims of operands that are sharded over the axis: an all-to-all."""
         for value in lead:
             here, _ = _place(value, axis)
             for i, factor in enumerate(self.factors):
@@ -450,13 +455,13 @@ class _FactorChoice:
                     self._consider(axis, i, own._replace(cuts=()), outer, rows, found, True)
 
     def _is_kept_for_another(self, axis: str, factor: Factor, own: Dim) -> bool:
-        """Whether rows of a later axis are there already: another cut before theirs would move them."""
+        """Whether the dim holds rows of a later axis, which another cut before theirs would move."""
         cuts = {c for v, d in zip(self.ins, factor.ins, strict=True) if d is not None and v.rows
                 for c in v.layout.dims[d].cuts}  # fmt: skip
         return any(cut.axis != axis and cut not in own.cuts for cut in cuts)
 
     def _may_exchange(self, axis: str, best: _Candidate, rows: Sequence[DeviceValue]) -> bool:
-        """Whether keeping rows where they are moves some, or leaves a sum of activations."""
+        """Whether the best choice without all-to-all moves rows, or leaves activations partial."""
         if best.cost == 0:
             return False
         if any(axis in v.displaced for v in rows):
@@ -485,7 +490,7 @@ class _FactorChoice:
             return
         cost, moves_rows, lost = 0, False, False
         for value, d in zip(self.ins, factor.ins, strict=True):
-            if rows and axis not in value.rows | value.due | value.firm:
+            if rows and axis not in value.rows | value.partial_axes | value.firm:
                 continue
             price = self.frame.price(value, axis, d, outer)
             moved = price > 0 and axis in value.rows
@@ -503,22 +508,23 @@ class _FactorChoice:
         return any(axis in v.displaced for v in self.ins)
 
     def _ends_in_rows(self, factor: Factor) -> bool:
-        """Whether what is looked up in columns goes to rows."""
+        """Whether a look-up in columns ends with an all-to-all to rows."""
         return self.eqn.primitive.name in ("gather", "scatter-add") and factor.ins[1] is None
 
     def _end_price(self, axis: str) -> int:
-        """Of results whose rows are along another dim, and go to their own."""
+        """The price of an all-to-all of the results back to batch-sharded."""
         n, num = self.frame.mesh[axis], self.ins[0].layout.num(self._axes_of_result())
         total = sum(_rules.size_in_bytes(var.aval) for var in self.eqn.outvars) / num
         return self.frame.wire(axis, "exchange", total * (n - 1) / n / n)
 
     def _sum_price(self, axis: str, size: int) -> int:
-        """Of the sum that is due over the axis: scattered if what follows says where, or beside what it sums.
+        """The price of the reduction over the axis: a reduce-scatter if a hint or `_is_spread` says where.
 
-        A sum over several axes is one: each passes on its part of what it has from those before.
+        A reduction over several axes is hierarchical: each axis reduces the part that the axes before it
+        leave.
         """
         n, total, cut = self.frame.mesh[axis], 0.0, self._axes_of_result()
-        summed = {p.axis for p in self.kept} | self._reduced_axes()
+        summed = {p.axis for p in self.partial} | self._reduced_axes()
         for var in self.eqn.outvars:
             scattered = self.frame.hint_of(var) is not None or self._is_spread(axis, size)
             own = _rules.size_in_bytes(var.aval) / self.ins[0].layout.num(cut | summed)
@@ -526,26 +532,26 @@ class _FactorChoice:
         return self.frame.wire(axis, "reduce", total)
 
     def _is_spread(self, axis: str, size: int) -> bool:
-        """Whether a sum of activations, over a dim of that size, goes along another one, as in `_spread`."""
+        """Whether a partial sum of activations over a dim of that size is scattered along another one."""
         cut, shape = self._axes_of_result(), self.eqn.outvars[0].aval.shape
         taken = {self.factors[i].outs[0] for i in self.chosen}
         alike = size > 1 and any(n == size and d not in taken for d, n in enumerate(shape))
         rows = any(axis in v.rows for v in self.ins) and any(cut & v.rows for v in self.ins)
-        return alike and rows and not self.kept
+        return alike and rows and not self.partial
 
     def _axes_of_result(self) -> set[str]:
-        """Over which axes the result is sharded by what is chosen so far."""
+        """The axes over which the factors chosen so far shard the result."""
         kept = [dim for i, dim in self.chosen.items() if not _is_reduced(self.factors[i])]
         return {cut.axis for dim in kept for cut in dim.cuts}
 
     def _reduced_axes(self) -> set[str]:
-        """Over which axes the result is a partial sum by what is chosen so far."""
+        """The axes over which the factors chosen so far make the result partial."""
         return {
             cut.axis for dim in self.chosen.values() for cut in dim.cuts
         } - self._axes_of_result()
 
     def _cut(self, i: int, own: Dim, cut: AxisCut) -> Dim | None:
-        """How the devices share a factor, with one more axis; None if they cannot."""
+        """A factor's cuts with one more axis; None if the axis cannot shard it."""
         factor, now = self.factors[i], self.chosen.get(i)
         sizes = _sizes(self.eqn, factor)
         n = self.frame.mesh[cut.axis]
@@ -565,7 +571,7 @@ class _FactorChoice:
 
 
 def _is_looked_up_in_rows(eqn: Eqn, ins: Sequence[DeviceValue], axis: str) -> bool:
-    """Whether rows look up in a table, or are added to one of zeros."""
+    """Whether batch-sharded indices look up in a table, or add to one of zeros."""
     if eqn.primitive.name not in ("gather", "scatter-add") or axis not in ins[1].rows:
         return False
     table, _, *updates = ins
@@ -574,28 +580,28 @@ def _is_looked_up_in_rows(eqn: Eqn, ins: Sequence[DeviceValue], axis: str) -> bo
     return table.make is None
 
 
-def is_read_whole(region: Region, atom: Atom) -> bool:
-    """Whether something reads a table of the state that is neither a look-up nor elementwise."""
+def is_read_replicated(region: Region, atom: Atom) -> bool:
+    """Whether a reader of a table is neither a look-up nor elementwise, and so needs it replicated."""
     passed = (Cost.IDENTITY, Cost.CAST, Cost.COPY)
     while not _jaxpr.is_literal(atom) and (i := region.makers.get(atom)) is not None:
         if not _rules.costs(region.jaxpr.eqns[i], *passed):
             break
         atom = region.jaxpr.eqns[i].invars[0]
-    return _is_read_whole(region, atom)
+    return _is_read_replicated(region, atom)
 
 
-def _is_read_whole(region: Region, atom: Atom) -> bool:
+def _is_read_replicated(region: Region, atom: Atom) -> bool:
     readers = [] if _jaxpr.is_literal(atom) else region.readers.get(atom, [])
     for eqn in (region.jaxpr.eqns[i] for i in readers if i < len(region.jaxpr.eqns)):
         if eqn.primitive.name == "optimization_barrier":
-            if _is_read_whole(region, eqn.outvars[eqn.invars.index(atom)]):
+            if _is_read_replicated(region, eqn.outvars[eqn.invars.index(atom)]):
                 return True
         elif trip_count(eqn) == 1 and (ways := edges(region, eqn)):
             inside = [edge.target for edge in ways if edge.source == (region, atom)]
-            if any(_is_read_whole(*target) for target in inside):
+            if any(_is_read_replicated(*target) for target in inside):
                 return True
         elif _rules.costs(eqn, Cost.IDENTITY, Cost.CAST, Cost.COPY):
-            if any(_is_read_whole(region, out) for out in eqn.outvars):
+            if any(_is_read_replicated(region, out) for out in eqn.outvars):
                 return True
         elif eqn.primitive.name != "gather" and not _rules.costs(eqn, Cost.ELEMENTWISE):
             return True
@@ -613,21 +619,21 @@ def _is_reduced(factor: Factor) -> bool:
 
 
 def _sizes(eqn: Eqn, factor: Factor) -> list[int]:
-    """Of the dim in each operand and result that has it."""
+
     ends = [*zip(eqn.invars, factor.ins, strict=True), *zip(eqn.outvars, factor.outs, strict=True)]
     return [atom.aval.shape[d] for atom, d in ends if d is not None]
 
 
 @dataclasses.dataclass
 class _Written:
-    """The equation of one device."""
+    """Writes one device's equation."""
 
     frame: DeviceFrame
     eqn: Eqn
     ins: Sequence[DeviceValue]
     factors: Sequence[Factor]
     chosen: FactorCuts
-    kept: tuple[Partial, ...]
+    partial: tuple[Partial, ...]
     displaced: frozenset[str]
 
     def run(self) -> list[DeviceValue]:
@@ -647,7 +653,7 @@ class _Written:
             dims = [d for i in updates if (d := self.factors[i].outs[0]) is not None]
             outs = [_look_ups.updated(self.frame, self.eqn, layouts[0], dims, atoms, params)]
         else:
-            self.frame.again(self.eqn, atoms, outs, params=params)
+            self.frame.clone(self.eqn, atoms, outs, params=params)
         if reduced:
             return self._reduced(outs, layouts, reduced)
         values = [self._value(j, x, layouts[j]) for j, x in enumerate(outs)]
@@ -661,7 +667,7 @@ class _Written:
     def _looked_up(
         self, shards: Sequence[int], atoms: Sequence[Atom], outs: Sequence[Var], params: dict[str, Any]
     ) -> Atom:  # fmt: skip
-        """What a device finds in its shard of the operand."""
+
         (operand, indices), value = atoms, self.ins[0]
         dims = {self.factors[i].ins[0]: self.chosen[i] for i in self.chosen}
         own = {d: sized(dim, value.aval.shape[d]) for d, dim in dims.items() if d is not None}
@@ -669,14 +675,14 @@ class _Written:
         params |= {"indices_are_sorted": False, "unique_indices": False}
 
         def write(indices: Atom) -> Atom:
-            self.frame.again(self.eqn, [operand, indices], outs, params=params)
+            self.frame.clone(self.eqn, [operand, indices], outs, params=params)
             return outs[0]
 
         at = [d for d in (self.factors[i].ins[0] for i in shards) if d is not None]
         return _look_ups.looked_up(self.frame, self.eqn, layout, at, operand, indices, write)
 
     def _end_in_rows(self, value: DeviceValue) -> None:
-        """[Note: columns of tables]: what was found in them goes to the rows; what was added is no rows'."""
+        """Look-ups in columns become batch-sharded, gradients do not, [Note: columns of tables]."""
         indices, numbers = self.ins[1], self.eqn.params["dimension_numbers"]
         window = self._window_axes()
         if len(self.ins) > 2:
@@ -688,10 +694,10 @@ class _Written:
                 for cut in (cut for cut in dim.cuts if cut.axis in window):
                     layout = put(layout, d, dim, cut) or layout
             self.frame.at(value, layout)
-            value.layout, value.rows = layout, (value.rows | window) & axes_of(layout)
+            value.layout, value.rows = layout, (value.rows | window) & layout.axes
 
     def _end_along_indices(self, value: DeviceValue) -> None:
-        """Of rows that were exchanged for columns to look up in all of them: in rows of what was found."""
+        """Look-ups in rows that an all-to-all made columns of are sharded along their indices."""
         axes = self.ins[0].rows & self.displaced & self._columns()
         line = Dim(1, tuple(AxisCut(axis, 1) for axis in self.frame.mesh if axis in axes))
         layout = axes and _look_ups.along_indices(self.eqn, value.layout.without(axes), line)
@@ -711,18 +717,18 @@ class _Written:
     def _reduced(
         self, outs: Sequence[Atom], layouts: Sequence[Layout], reduced: FactorCuts
     ) -> list[DeviceValue]:  # fmt: skip
-        """The results as sums that wait; nothing is linear in maxima and minima: they are due now."""
+        """The results as partial sums. Nothing is linear in maxima and minima: they are reduced at once."""
         more = [
             Partial(cut.axis, self.factors[i].reduces or "")
             for i, dim in reduced.items()
             for cut in dim.cuts
         ]
-        partial = tuple(sorted((*self.kept, *more)))
+        partial = tuple(sorted((*self.partial, *more)))
         extremes = {p.axis for p in partial if p.op != "sum"}
         found = []
         for j, (x, layout) in enumerate(zip(outs, layouts, strict=True)):
             terms = dataclasses.replace(layout, partial=partial)
-            now = terms.settled(extremes)
+            now = terms.reduced(extremes)
             found.append(self._value(j, self.frame.convert(x, terms, now), now))
         return found
 
@@ -732,14 +738,14 @@ class _Written:
             d = self.factors[i].ins[k]
             if d is not None:
                 dims[d] = sized(dim, value.aval.shape[d])
-        waits = self.kept and (value.layout.partial or value.is_zero)
-        layout = self.frame.sharded(value.aval.shape, dims, self.kept if waits else ())
+        waits = self.partial and (value.layout.partial or value.is_zero)
+        layout = self.frame.sharded(value.aval.shape, dims, self.partial if waits else ())
         atom = self.frame.at(value, layout)
         scatters = self.eqn.primitive.name in SCATTER_REDUCES
         if scatters and k == 0 and reduced and not value.is_zero:
             (op,) = {self.factors[i].reduces or "" for i in reduced}
             partial = tuple(Partial(cut.axis, op) for dim in reduced.values() for cut in dim.cuts)
-            return self.frame.convert(atom, layout, layout.summed(*partial))
+            return self.frame.convert(atom, layout, layout.with_partial(*partial))
         for i in reduced:
             d, op = self.factors[i].ins[k], self.factors[i].reduces or ""
             looked_up = _look_ups.is_look_up(self.eqn, self.factors[i])
@@ -753,7 +759,7 @@ class _Written:
             d = self.factors[i].outs[j]
             if d is not None:
                 dims[d] = sized(dim, shape[d])
-        return self.frame.sharded(shape, dims, self.kept)
+        return self.frame.sharded(shape, dims, self.partial)
 
     def _params(self, layouts: Sequence[Layout]) -> dict[str, Any]:
         params = dict[str, Any]()
@@ -768,14 +774,14 @@ class _Written:
         return self.eqn.params | params
 
     def _value(self, j: int, x: Atom, layout: Layout) -> DeviceValue:
-        aval, axes = self.eqn.outvars[j].aval, axes_of(layout)
+        aval, axes = self.eqn.outvars[j].aval, layout.axes
         rows = frozenset(a for v in self.ins for a in v.rows)
         firm = frozenset[str]() if rows else frozenset(a for v in self.ins for a in v.firm) & axes
         found = DeviceValue(aval, layout, {layout: x}, rows & axes, firm)
         (first, *others), name = self.ins, self.eqn.primitive.name
         found.spread, found.displaced = self._spread(layout), self.displaced & axes
         found.looked_up, found.is_activation = self._is_looked_up(), self._is_activation()
-        if found.due & self.frame.over_time and _rules.is_float_cast(self.eqn):
+        if found.partial_axes & self.frame.over_time and _rules.is_float_cast(self.eqn):
             found.cast = self.eqn, first
         if not others and not rows:
             found.origin = first.origin
@@ -787,14 +793,14 @@ class _Written:
         return found
 
     def _is_activation(self) -> bool:
-        """Whether it is what a forward pass sums up over rows."""
-        if self.kept:
+        """Whether the partial sum is one of activations, not a gradient."""
+        if self.partial:
             return any(v.is_activation and v.layout.partial for v in self.ins)
         return not _is_backward(self.frame, self.eqn)
 
     def _is_looked_up(self) -> bool:
-        """Whether its partial sum moves rows that devices have looked up in theirs."""
-        if self.kept:
+        """Whether the partial sum is a look-up along a batch-sharded dim."""
+        if self.partial:
             return any(v.looked_up and v.layout.partial for v in self.ins)
         axes = {
             cut.axis
@@ -805,16 +811,16 @@ class _Written:
         return bool(axes & self.ins[0].rows)
 
     def _spread(self, layout: Layout) -> Layout | None:
-        """Where a sum along rows is scattered: along another dim of as many (as keys beside queries)."""
-        if self.kept:
+        """Where a partial sum over the batch is scattered: along a dim of its size (keys, queries)."""
+        if self.partial:
             return spread_on(self.eqn, self.ins[0].spread)
         if not any(_is_reduced(self.factors[i]) for i in self.chosen):
             return None
-        found = self.frame.whole(layout.shape)
+        found = self.frame.replicated(layout.shape)
         for i, dim in self.chosen.items():
             if _look_ups.is_look_up(self.eqn, self.factors[i]):
                 return _look_ups.along_indices(self.eqn, layout, dim)
-        if not any(axes_of(layout) & v.rows for v in self.ins):
+        if not any(layout.axes & v.rows for v in self.ins):
             return None  # A gradient of state, not of activations.
         for i, dim in self.chosen.items():
             axes = {cut.axis for cut in dim.cuts}
@@ -823,19 +829,19 @@ class _Written:
             alike = [d for d, n in enumerate(layout.shape) if n == dim.true > 1]
             free = [d for d in alike if not layout.dims[d].cuts]
             found = found.with_dims({free[0]: dim} if free else {})
-        return None if is_whole(found) else found
+        return None if found.is_replicated else found
 
 
 def spread_on(eqn: Eqn, before: Layout | None) -> Layout | None:
-    """The same behind an equation through which the sum waits."""
+    """`DeviceValue.spread` of the result of an equation that the partial sum passes."""
     shape = eqn.outvars[0].aval.shape
     if before is None or before.shape == shape and _rules.is_elementwise(eqn):
         return before
     if eqn.primitive.name == "reshape":
-        return before.settled([p.axis for p in before.partial]).reshapable(shape).reshape(shape)
+        return before.reduced([p.axis for p in before.partial]).reshapable(shape).reshape(shape)
     found = Layout(tuple(map(Dim, shape)), before.mesh)
     for factor in _rules.factors_of(eqn):
         d, to = factor.ins[0], factor.outs[0]
         if d is not None and to is not None and before.shape[d] == shape[to]:
             found = joined(found, found.with_dims({to: before.dims[d]}))
-    return None if is_whole(found) else found
+    return None if found.is_replicated else found

@@ -17,51 +17,51 @@ from jzero.ir._layout import Dim, Layout, Partial, Prices, price_of, replicated,
 from jzero.ir._regions import Region, ValueIn
 from jzero.sharding.analysis._frames import NOWHERE, Frame
 from jzero.sharding.partition._loops_in_time import is_stacked, is_sum
-from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
+from jzero.sharding.partition._matrix_buckets import NOT_DISTRIBUTED, DistributedUpdates
 from jzero.sharding.partition._time import TimeAxis, step_over_time
-from jzero.sharding.partition._values import DeviceValue, Hint, axes_of, is_whole, joined
+from jzero.sharding.partition._values import DeviceValue, Hint, joined
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, OUTPUT, DeviceMove, DeviceWriter
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Var
 
 
 class WrittenStep(NamedTuple):
-    """What is known of a step with collectives of its own.
+    """Facts about a step with collectives of its own.
 
     Attributes:
-      frame: which of its values differ between devices.
-      axis_names: the axes of the mesh behind each name that it uses.
+      frame: which of its values are device-varying.
+      axis_names: the mesh axes behind each axis name that it uses.
     """
 
     frame: Frame
     axis_names: Mapping[str, tuple[str, ...]]
 
     def own(self, region: Region, atom: Atom) -> frozenset[str]:
-        """The axes along which a value differs; none if it is not the step's, but was written for it."""
+        """The axes over which a value of the step is device-varying; none for values that jzero wrote."""
         if _jaxpr.is_literal(atom) or not isinstance(region, Frame):
             return NOWHERE
         return frozenset(self.axes(region.varying.get(atom, NOWHERE)))
 
     def axes(self, names: Sequence[str] | frozenset[str]) -> tuple[str, ...]:
-        """The axes of the mesh behind these names."""
+
         return tuple(axis for name in names for axis in self.axis_names[name])
 
 
 @dataclasses.dataclass
 class Partitioning:
-    """What all frames of a program share: the mesh, the layouts that are wanted, and what is moved.
+    """State that all frames of a program share: the mesh, hints, and the collectives written so far.
 
     Attributes:
-      prices: what collectives take along each axis.
+      prices: of collectives along each axis.
       leaves: the names of the inputs.
-      once: whether gradients that a step's own loop adds up are reduced behind it, not in each iteration.
-      has_rows: whether an argument has rows, or the step asks for some; else all devices do the same, and
-        gather the state for it.
+      once: whether gradients that a loop of the step accumulates are reduced behind it, not in each
+        iteration.
+      has_rows: whether an argument is batch-sharded, or a constraint asks for it. If not, every device
+        gathers the state and computes everything.
       time: the axis of microbatches, if there are several.
-      automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else it
-        shards what a device has as the step says.
-      owners: who runs calls that update matrices.
-      written: what is known of a step with collectives of its own.
+      automatic: names of the inputs that XLA shards over Auto axes; None without Auto axes.
+      distributed: the updates of matrices that devices share out.
+      written: facts about a step with collectives of its own.
     """
 
     mesh: Mapping[str, int]
@@ -72,11 +72,11 @@ class Partitioning:
     has_rows: bool = True
     time: TimeAxis | None = None
     automatic: frozenset[str] | None = None
-    owners: MatrixOwners = NO_OWNERS
+    distributed: DistributedUpdates = NOT_DISTRIBUTED
     written: WrittenStep | None = None
     moves: dict[Var, DeviceMove] = dataclasses.field(default_factory=dict)
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
-    homes: dict[tuple[Sequence[int], Sequence[int]], Layout] = dataclasses.field(
+    layouts_before: dict[tuple[Sequence[int], Sequence[int]], Layout] = dataclasses.field(
         default_factory=dict
     )
 
@@ -88,17 +88,18 @@ class DeviceFrame(DeviceWriter):
     """The values of one jaxpr.
 
     Attributes:
-      outer: the frame around.
-      hoists: whether what a body reads in another layout is converted outside, once for all iterations.
-      imports: what stands outside, and its name here.
-      region: whose equations are written now.
-      values: of its variables that are there.
-      reason: why what is written needs rows that a device does not have, where that is known.
-      leaf: the leaf of which all is that the equation at hand moves, if not each value of its own.
-      returns: the number of the step's result that is made now.
-      collected: what a loop's body returns that may be a sum over devices; it is done behind the loop.
-      diverges: whether not all devices may run what is written.
-      effect_token: what the next ordered effect waits for, [Note: the order of effects].
+      outer: the enclosing frame.
+      hoists: whether conversions of a body's operands are written outside, once for all iterations.
+      imports: variables of the enclosing frame, and their names here.
+      region: whose equations are being written.
+      values: of its variables, as far as they are computed.
+      reason: for the report, why the current equation needs rows of other devices.
+      leaf: the leaf that everything belongs to that the current equation moves; '' if values have leaves of
+        their own.
+      returns: the number of the step's result that is being written.
+      accumulated: results of a loop body that the loop only adds up: partial sums, reduced behind the loop.
+      diverges: whether only some devices may run it.
+      effect_token: on which the next ordered effect depends, [Note: the order of effects].
     """
 
     def __init__(
@@ -115,37 +116,37 @@ class DeviceFrame(DeviceWriter):
         self.values: Mapping[Var, DeviceValue] = {}
         self.reason = self.leaf = ""
         self.returns: int | None = None
-        self.collected: frozenset[Atom] = frozenset()
+        self.accumulated: frozenset[Atom] = frozenset()
         self.effect_token: Atom = _jaxpr.scalar(0, np.int32)
-        # A pass of `jax.grad` gathers state for itself, behind what the pass before ended with.
+        # Each pass of `jax.grad` gathers state for itself, after the last activations of the pass before.
         self._pass: str | None = None
         self._scope = 0
         self._latest: Atom | None = None
         self._token: Atom | None = None
 
-    def whole(self, shape: Sequence[int]) -> Layout:
+    def replicated(self, shape: Sequence[int]) -> Layout:
         """Replicated."""
         return self.sharded(shape, {})
 
     def sharded(
         self, shape: Sequence[int], dims: Mapping[int, Dim], partial: tuple[Partial, ...] = ()
     ) -> Layout:  # fmt: skip
-        """Replicated but for some dims; made once, since most layouts are asked for often."""
+        """Replicated but for some dims. Cached, since most layouts recur."""
         key = tuple(shape), tuple(dims.items()), partial
         if key not in self.shared.layouts:
             layout = replicated(shape, self.mesh).with_dims(dims)
             self.shared.layouts[key] = dataclasses.replace(layout, partial=partial)
         return self.shared.layouts[key]
 
-    # -- values that come from elsewhere ------------------------------------------------------------------
+    # -- values from outside --------------------------------------------------------------------------------
     def literal(self, atom: Literal) -> DeviceValue:
-        layout = self.whole(atom.aval.shape)
+        layout = self.replicated(atom.aval.shape)
         fill = None if isinstance(atom.val, jax.core.Tracer) else np.asarray(atom.val)
         return DeviceValue(atom.aval, layout, {layout: atom}, fill=fill)
 
     def constant(self, var: Var, const: Any) -> DeviceValue:
-        """A constant of a jaxpr: one of the program, which bodies import."""
-        layout = self.whole(var.aval.shape)
+        """A constant of a jaxpr becomes one of the program, which bodies import."""
+        layout = self.replicated(var.aval.shape)
         if self.outer is not None:
             value = self.outer.constant(var, const)
             return DeviceValue(var.aval, layout, {layout: self.brought(value.atoms[layout])})
@@ -155,7 +156,7 @@ class DeviceFrame(DeviceWriter):
         return DeviceValue(var.aval, layout, {layout: own})
 
     def brought(self, atom: Atom) -> Atom:
-        """What stands outside, as an argument of this body."""
+        """An atom of the enclosing frame, as an argument of this body."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self.imports:
@@ -163,9 +164,9 @@ class DeviceFrame(DeviceWriter):
         return self.imports[atom]
 
     def entered(self, value: DeviceValue) -> DeviceValue:
-        """A value of the frame around, in this one."""
+        """A value of the enclosing frame, in this one."""
         assert self.outer is not None
-        self.outer.settle(value)
+        self.outer.reduce(value)
         make = None if value.make is None else _imported
         return dataclasses.replace(
             value, atoms={}, scopes={}, casts={}, outer=value, make=make, view=None, sum=None
@@ -173,7 +174,7 @@ class DeviceFrame(DeviceWriter):
 
     # -- layouts ---------------------------------------------------------------------------------------------
     def at(self, value: DeviceValue, layout: Layout) -> Atom:
-        """The value in a layout; what converts it is written where there is none yet."""
+        """The value in a layout; its conversion is written on first use."""
         if layout in value.atoms and value.scopes.get(layout, self._scope) == self._scope:
             return value.atoms[layout]
         lazy = value.make is not None
@@ -188,7 +189,7 @@ class DeviceFrame(DeviceWriter):
         return value.atoms[layout]
 
     def _is_outside(self, value: DeviceValue, layout: Layout) -> bool:
-        """Whether the frame around has it so; a loop gathers state again, lest it be kept, and no rows."""
+        """Whether a conversion is written outside: of rows; each iteration gathers and frees state."""
         assert value.outer is not None
         time = self.shared.time
         if time is not None and step_over_time(value.layout, layout, time) is not None:
@@ -213,21 +214,21 @@ class DeviceFrame(DeviceWriter):
         return super()._operation() if self.returns is None else OUTPUT
 
     def _made(self, value: DeviceValue, layout: Layout) -> Atom:
-        """A lazy value; of a partial sum, zeros are one already."""
+        """A lazy value; zeros are a partial sum as they are."""
         assert value.make is not None
-        due = [p.axis for p in layout.partial]
-        if not due:
+        partial = [p.axis for p in layout.partial]
+        if not partial:
             return value.make(self, layout)
-        terms = layout.settled(due)
+        terms = layout.reduced(partial)
         made = value.make(self, terms)
         return made if value.is_zero else self.convert(made, terms, layout)
 
     def _converted(self, value: DeviceValue, layout: Layout) -> Atom:
         if value.own:
             raise cannot("it shares out what each device has for itself", self.source, self.region)
-        if value.view is not None and is_whole(layout) and value.is_state:
+        if value.view is not None and layout.is_replicated and value.is_state:
             eqn, origin = value.view
-            (out,) = self.again(eqn, [self.at(origin, self.whole(origin.aval.shape))])
+            (out,) = self.clone(eqn, [self.at(origin, self.replicated(origin.aval.shape))])
             value.scopes[layout] = self._scope
             return out
         there = [x for x in value.atoms if value.scopes.get(x, self._scope) == self._scope]
@@ -242,7 +243,7 @@ class DeviceFrame(DeviceWriter):
         return self.convert(x, source, layout, value.origin, self._why(value), leaf)
 
     def name(self, value: DeviceValue) -> str:
-        """The leaf of which it is a view, or that is made of it."""
+        """The leaf of which it is a view, or which it becomes."""
         return value.leaf if value.origin is None else self.shared.leaves[value.origin]
 
     def _why(self, value: DeviceValue) -> str:
@@ -253,7 +254,7 @@ class DeviceFrame(DeviceWriter):
         return self.reason if self.returns is None else "it is returned"
 
     def price_from(self, value: DeviceValue, source: Layout, target: Layout) -> int:
-        """What the way from layout to layout takes."""
+        """The price of a conversion."""
         if source == target:
             return 0
         time = self.shared.time
@@ -266,13 +267,13 @@ class DeviceFrame(DeviceWriter):
         return price_of(self.steps(value.aval, source, target), self.prices)
 
     def price(self, value: DeviceValue, axis: str, dim: int | None, outer: int = 0) -> int:
-        """What it takes, about, if an axis is to cut this dim, or none."""
+        """The estimated price of sharding a value over an axis along this dim; None is replicated."""
         if value.make is not None:
             return 0
         found, n = [], self.mesh[axis]
         for layout in [*value.atoms, value.layout]:
             here = layout.place(axis)
-            size = _rules.size_in_bytes(value.aval) / layout.num(axes_of(layout) - {axis})
+            size = _rules.size_in_bytes(value.aval) / layout.num(layout.axes - {axis})
             part = size * (n - 1) / n
             if any(p.axis == axis for p in layout.partial):
                 found.append(self.wire(axis, "reduce", part * (2 if dim is None else 1)))
@@ -285,24 +286,22 @@ class DeviceFrame(DeviceWriter):
         return min(found)
 
     def wire(self, axis: str, kind: str, nbytes: float) -> int:
-        """What the bytes of a collective along an axis take.
+        """The price of the bytes of a collective along an axis.
 
-        A choice counts no latency: the compiler combines gathers, sums wait and are added up, and to save one
-        of a small step's a table would be gathered.
+        Without latency: XLA combines gathers, and partial sums are combined before they are reduced. With
+          latency, a
+        small step would gather a table to save one collective.
         """
         return times_along(self.prices, axis).wire(kind, nbytes)
 
-    def settle(
+    def reduce(
         self, value: DeviceValue, towards: Layout | None = None, keeps: frozenset[str] = frozenset()
     ) -> None:
-        """Does the sums that a value is: where what follows wants it, where `towards` is, or whole.
-
-        Not over the axes that it `keeps`.
-        """
-        axes = value.due - keeps
+        """Reduces a partial value, scattered by its hint or `towards`, but not over axes it `keeps`."""
+        axes = value.partial_axes - keeps
         if not axes:
             return
-        new, hint = value.layout.settled(axes), value.hint
+        new, hint = value.layout.reduced(axes), value.hint
         devices = axes - self.over_time
         wants = [None if hint is None else hint.layout, towards]
         if hint is not None and not hint.is_firm:
@@ -312,52 +311,52 @@ class DeviceFrame(DeviceWriter):
                 new = joined(new, want, devices)
         if value.spread is not None:
             new = joined(new, value.spread, devices)
-            value.rows |= axes_of(new) & axes_of(value.spread) & devices
+            value.rows |= new.axes & value.spread.axes & devices
         self.at(value, new)
         value.layout = new
 
-    def settle_here(self, value: DeviceValue, opened: bool = False) -> None:
-        """The same at the end of a body or branch, which cannot sum up over time unless it is `opened`.
+    def reduce_at_exit(self, value: DeviceValue, opened: bool = False) -> None:
+        """`reduce` at the end of a body or branch, where only `opened` ones may reduce over time.
 
-        There, only what the devices get shards of is reduced, [Note: conversions over time].
+        Others only reduce-scatter over devices, [Note: conversions over time].
         """
         time = self.shared.time
-        if self.outer is None or opened or time is None or time.name not in value.due:
-            self.settle(value)
+        if self.outer is None or opened or time is None or time.name not in value.partial_axes:
+            self.reduce(value)
         elif not time.once:
             self.scatter(value)
 
     def scatter(self, value: DeviceValue) -> None:
-        """Does the sums over the devices that get shards of it; others, and that over time, wait."""
-        shards = frozenset() if value.hint is None else axes_of(value.hint.layout)
-        self.settle(value, keeps=value.due - shards)
+        """Reduce-scatters over the axes that shard the hint; stays partial over other axes, and over time."""
+        shards = frozenset() if value.hint is None else value.hint.layout.axes
+        self.reduce(value, keeps=value.partial_axes - shards)
 
     def own(self, region: Region, atom: Atom) -> frozenset[str]:
-        """The axes along which each device has its own: [Note: values of a device's own]."""
+        """The axes over which it is device-varying: [Note: device-varying values]."""
         written = self.shared.written
         return NOWHERE if written is None else written.own(region, atom)
 
-    def as_whole(self, value: DeviceValue) -> DeviceValue:
-        """The value, of which nothing is to be converted any more."""
-        layout = self.whole(value.aval.shape)
+    def as_replicated(self, value: DeviceValue) -> DeviceValue:
+        """The value with its replicated layout only, so that no conversion is left to write."""
+        layout = self.replicated(value.aval.shape)
         atoms = {layout: self.at(value, layout)}
         return DeviceValue(value.aval, layout, atoms, own=value.own, fill=value.fill)
 
     def is_opened(self) -> bool:
-        """Whether what is written needs what all microbatches have."""
+        """Whether the body has reductions or gathers over time."""
         stacked = (is_stacked(e, a) or is_sum(e, a) for a in self.over_time for e in self.eqns)
         return any(stacked)
 
     @property
     def over_time(self) -> frozenset[str]:
-        """The axis of microbatches, if there is one: it cuts rows of the batch and nothing else."""
+        """The axis of microbatches, if there is one: it shards the batch and nothing else."""
         return frozenset() if self.shared.time is None else frozenset([self.shared.time.name])
 
     def convert(
         self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = "",
         leaf: str = "",
     ) -> Atom:  # fmt: skip
-        """`x`, which is laid out as `source`, as `target`: [Note: conversions over time]."""
+        """`x` from layout to layout, also over time: [Note: conversions over time]."""
         time = self.shared.time
         step = None if time is None else step_over_time(source, target, time)
         if step is None:
@@ -370,30 +369,32 @@ class DeviceFrame(DeviceWriter):
         return super().convert(x, step.after, target, of, why, leaf)
 
     def index(self, axes: Sequence[str]) -> Atom:
-        """This device's place among those along the axes; that in time is an argument of each body."""
+        """This device's index along the axes; the index in time is an argument of each body."""
         key = tuple(axes)
         if self.outer is not None and self.over_time == {*key} and key not in self._index:
             self._index[key] = self.brought(self.outer.index(axes))
         return super().index(axes)
 
     def end_effects_of(self, token: Atom) -> None:
-        """Ordered effects in a loop or branch are done; outside of all, those of all microbatches."""
+        """Sets the token behind a loop or branch; at the top level, reduced over microbatches."""
         axes = self.over_time if self.outer is None else frozenset[str]()
-        whole = self.whole(())
-        self.effect_token = self.convert(token, whole.summed(*map(Partial, axes)), whole)
+        replicated = self.replicated(())
+        self.effect_token = self.convert(
+            token, replicated.with_partial(*map(Partial, axes)), replicated
+        )
 
     def hint_of(self, var: Var) -> Hint | None:
-        """How what follows wants it; None if it asks for nothing."""
+        """The layout that its readers want; None if they do not care."""
         hint = self.shared.hints.get((self.region, var))
         return hint if hint is not None and hint.layout.axes else None
 
     def leaf_of(self, var: Var) -> str:
-        """The leaf that is made of it, element by element."""
+        """The leaf that it becomes, element by element."""
         hint = self.shared.hints.get((self.region, var))
         return "" if hint is None else hint.leaf
 
     def function(self, like: Jaxpr, ins: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
-        """What is written and needed, as a function of the `imports` that are left and of `ins`."""
+        """The live equations, as a function of the `imports` that are left and of `ins`."""
         assert self.outer is None or not self.constvars, "constants of a body have no place"
         self.eqns, needed = _rewrite.behind(self.eqns, outs)
         self.imports = {outside: own for outside, own in self.imports.items() if own in needed}
@@ -403,7 +404,7 @@ class DeviceFrame(DeviceWriter):
 
     # -- passes ---------------------------------------------------------------------------------------------
     def enter_pass(self, now: str | None) -> None:
-        """Begins another pass of `jax.grad`, of which gathers are its own."""
+        """Begins another pass of `jax.grad`, with gathers of its own."""
         if self.outer is not None or now is None or now == self._pass:
             return
         if self._pass is not None and self._latest is not None:
@@ -412,14 +413,14 @@ class DeviceFrame(DeviceWriter):
         self._pass = now
 
     def note(self, values: Sequence[DeviceValue]) -> None:
-        """The latest rows of a pass: the next one's gathers wait for them."""
+        """Notes the latest activations of a pass, on which the next pass's gathers depend."""
         if self._pass is None:
             return
         for value in values:
             if (value.rows or value.own) and jnp.issubdtype(value.aval.dtype, jnp.floating):
-                # Lazy values have no atoms, nor has an argument that comes whole in its own layout.
+                # Lazy values have no atom here, nor arguments with gathered padded dims.
                 self._latest = value.atoms.get(value.layout, self._latest)
 
 
 def _imported(frame: DeviceFrame, layout: Layout) -> Atom:
-    raise AssertionError("a lazy value of the frame around")
+    raise AssertionError("a lazy value of the enclosing frame")

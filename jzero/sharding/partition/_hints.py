@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints: in which layout what follows wants a value, so that a sum is scattered there and nowhere else.
+"""Hints: the layout in which the readers of a value want it, to which a partial sum is reduce-scattered.
 
-They start from the layouts of the new state, and go back through all that keeps dims; products stop them.
-With them goes the name of the leaf that is made of a value: of a sum, the one whose gradient it is.
+A backward dataflow from the layouts of the new state, through operations that keep dims; products stop it.
+Hints also carry the name of the leaf that a value becomes: of a partial sum, the leaf whose gradient it is.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def hints_of(
     step: Region, ins: Sequence[Layout | None], outs: Sequence[Layout | None],
     reduced: Sequence[Hint | None] = (), read: Mapping[Var, Hint] = {},
 ) -> dict[ValueIn, Hint | None]:  # fmt: skip
-    """For each value of a step, what follows it; nothing for values that nobody has asked of.
+    """The hints of a step's values.
 
     Args:
       step: the whole batch's.
-      ins: the layouts of the state, before it.
-      outs: the layouts of its results.
-      reduced: of the first results, what is said of the gradients that they are made of.
-      read: of values on the way, how what reads them wants them.
+      ins: layouts of its arguments that are state.
+      outs: layouts of its results.
+      reduced: for the first results, the hints of the gradients that they depend on.
+      read: hints of values inside.
     """
     wanted = dict[ValueIn, Hint | None]()
     returned = [None if x is None else _hint(x, "") for x in outs]
@@ -62,7 +62,7 @@ def hints_of(
 
 
 def _held(step: Region, ins: Sequence[Layout | None]) -> dict[ValueIn, Layout | None]:
-    """In which layouts the state is, and what is elementwise in it."""
+    """Layouts of the state, and of values that are elementwise in it."""
     pairs = zip(step.jaxpr.invars, ins, strict=True)
     starts: dict[ValueIn, Layout | None] = {
         (step, v): x for v, x in pairs if x is not None and _is_cut(x)
@@ -81,14 +81,14 @@ def _after(region: Region, eqn: Eqn, facts: Sequence[Layout | None]) -> list[Lay
 def _of_state(
     region: Region, eqn: Eqn, held: dict[ValueIn, Layout | None]
 ) -> Hint | None:  # fmt: skip
-    """Where something is added to state: as a gradient is, in the inner step of a step."""
+    """The hint of a value that is added to state, as an inner optimizer step adds gradients."""
     shape = eqn.outvars[0].aval.shape
     each = (held.get((region, x)) for x in eqn.invars if not _jaxpr.is_literal(x))
     return next((Hint(x) for x in each if x is not None and x.shape == shape), None)
 
 
 def _hint(layout: Layout, leaf: str, is_firm: bool = True) -> Hint | None:
-    """None where it says nothing. A scalar is of no leaf: what scales all gradients comes of all of them."""
+    """None for an empty hint. A scalar has no leaf: a factor of all gradients depends on all of them."""
     leaf = leaf if layout.dims else ""
     return Hint(layout, is_firm, leaf) if leaf or _is_cut(layout) else None
 
@@ -98,7 +98,7 @@ def _is_cut(layout: Layout) -> bool:
 
 
 def _join(a: Hint | None, b: Hint | None) -> Hint | None:
-    """What both want, as far as it fits together; the firm one's, or the first one's, where it does not."""
+    """Both hints as far as they fit together; where not, the firm one, or the first."""
     if a is None or b is None:
         return a or b
     leaf = a.leaf or b.leaf
@@ -115,7 +115,7 @@ def _before(eqn: Eqn, outs: Sequence[Hint | None]) -> list[Hint | None]:
         return [*outs]
     out = outs[0] if outs else None
     if out is not None and not out.is_firm and _rules.costs(eqn, Cost.REPEAT):
-        return [None for _ in eqn.invars]  # A statistic of rows, which all of them read.
+        return [None for _ in eqn.invars]  # A batch statistic, which all rows read.
     if out is None or not _rules.costs(eqn, *_THROUGH):
         return [None for _ in eqn.invars]
     is_firm = out.is_firm and not _rules.costs(eqn, Cost.REDUCTION)
@@ -130,7 +130,7 @@ def _before(eqn: Eqn, outs: Sequence[Hint | None]) -> list[Hint | None]:
 
 
 def _of_operand(eqn: Eqn, k: int, out: Hint, factors: Sequence[Factor]) -> Hint | None:
-    """The cuts of the result's dims that the operand has; the leaf if it has no other dims, or is a part."""
+    """The result's cuts of dims the operand has; the leaf if it has no other dims, or is joined in it."""
     atom, to = eqn.invars[k], eqn.outvars[0].aval.shape
     if atom.aval.shape == to and _rules.is_elementwise(eqn):
         return out
@@ -149,7 +149,7 @@ def _of_operand(eqn: Eqn, k: int, out: Hint, factors: Sequence[Factor]) -> Hint 
 
 
 def _across(eqn: Eqn, edge: Edge, hint: Hint | None) -> Hint | None:
-    """A stack's slice wants the dims behind the first one, and the other way round."""
+    """A slice of a stack has its dims but the first, and the other way round."""
     if hint is None or edge.kind is EdgeKind.PREDICATE:
         return None
     layout = hint.layout

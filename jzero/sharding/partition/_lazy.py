@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy values: iota, random bits, broadcasts, and what is elementwise in them, made where they are read.
+"""Lazy values: iota, random bits, broadcasts and elementwise functions of these, made where they are read.
 
-So positions and masks along a sharded sequence are those of the whole one, and nothing of them is moved.
+Each device computes its shard of positions and masks along a sharded sequence, and nothing is communicated.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from jzero.ir._sent import cast
 from jzero.sharding.partition._equations import met
 from jzero.sharding.partition._frame import DeviceFrame
 from jzero.sharding.partition._look_ups import into_shards, may_add
-from jzero.sharding.partition._values import DeviceValue, axes_of, sized
+from jzero.sharding.partition._values import DeviceValue, sized
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
 _FREE = (Cost.ELEMENTWISE, Cost.CAST, Cost.VIEW, Cost.REPEAT, Cost.SOURCE, Cost.COPY)
-LARGE = 2**20  # elements that a device does not make alone, only to reduce them
+LARGE = 2**20  # elements: a larger operand of a reduction is computed in shards
 
 
 def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
-    """Whether the equation costs little in any layout."""
+    """Whether the equation is cheap in any layout."""
     name, lazy = eqn.primitive.name, any(v.make is not None for v in ins)
     if not lazy and name not in ("iota", "random_bits", "broadcast_in_dim"):
         return False
@@ -42,7 +42,7 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
     if name == "iota":
         return not ins and size > 1
     if name == "random_bits":
-        # Bits that the generator counts; others are made whole on every device.
+        # Threefry computes bits by their position; other generators run replicated.
         counts = _jaxpr.is_threefry(ins[0].aval.dtype) and not ins[0].aval.shape
         return counts and 1 < size < 2**32
     if name == "broadcast_in_dim":
@@ -50,12 +50,11 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
     if name == "reshape" and len(ins) > 1:
         return False
     if name == "scatter-add":
-        # To zeros, as a gradient of what rows pick by their number (the labels of CLIP): it has as many
-        # columns as there are rows.
-        here = (v.make is not None or not v.rows and v.layout.is_whole for v in ins)
+        # To zeros: the gradient of indexing by row number (CLIP's labels), which has as many columns as rows.
+        here = (v.make is not None or not v.rows and v.layout.is_replicated for v in ins)
         return ins[0].make is not None and all(here)
     if _rules.costs(eqn, Cost.REDUCTION):
-        large = lazy and ins[0].aval.size >= LARGE and ins[0].layout.is_whole
+        large = lazy and ins[0].aval.size >= LARGE and ins[0].layout.is_replicated
         return large and any(f.reduces in BY_DEVICES for f in _rules.factors_of(eqn))
     free = name != "tile" and _rules.costs(eqn, *_FREE) and size > 1
     return free and lazy and all(v.make is not None or v.aval.size == 1 for v in ins)
@@ -64,12 +63,12 @@ def may_wait(eqn: Eqn, ins: Sequence[DeviceValue]) -> bool:
 def lazy(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor]
 ) -> DeviceValue:
-    """The result of an equation, which is written where it is read."""
+    """The result of an equation that is written where it is read."""
     out = eqn.outvars[0].aval
     layout = met(frame, eqn, ins, factors)
     if eqn.primitive.name == "reshape":
         layout = ins[0].layout.reshapable(out.shape).reshape(out.shape)
-    rows = frozenset(a for v in ins for a in v.rows) & axes_of(layout)
+    rows = frozenset(a for v in ins for a in v.rows) & layout.axes
     views = eqn.primitive.name in ("broadcast_in_dim", "reshape") or _rules.is_float_cast(eqn)
     fill = ins[0].fill if ins and views else None
     if isinstance(fill, jax.Array) or fill is not None and fill.size != 1:
@@ -95,7 +94,7 @@ def _make(
         cut = {f.outs[0]: f for f in factors if f.outs[0] is not None and _is_cut(layout, f)}
         others = [d for d, dim in enumerate(layout.dims) if dim.cuts and d not in cut]
         added = [d for d in others if may_add(eqn, layout, d)]
-        own_layout = frame.whole(layout.shape).with_dims(
+        own_layout = frame.replicated(layout.shape).with_dims(
             {d: layout.dims[d] for d in (*cut, *added)}
         )
         shards, atoms = _to_reduce(frame, eqn, ins, factors, own_layout), []
@@ -105,14 +104,14 @@ def _make(
                 if (d := factor.ins[k]) is not None:
                     own[d] = sized(layout.dims[to], shape[d])
             own |= {d: layout.dims[d] for d in (added if k == 0 else ())}
-            atoms.append(frame.at(value, frame.whole(shape).with_dims(own)))
+            atoms.append(frame.at(value, frame.replicated(shape).with_dims(own)))
         for d in added:
             atoms[1] = into_shards(frame, eqn, own_layout, d, atoms[1])
         made = _written(frame, eqn, atoms, own_layout)
         axes = [cut.axis for dim in shards.values() for cut in dim.cuts]
         if axes:
             (op,) = {f.reduces or "" for f in factors if f.outs[0] is None}
-            own_layout = own_layout.summed(*(Partial(axis, op) for axis in axes))
+            own_layout = own_layout.with_partial(*(Partial(axis, op) for axis in axes))
         made = frame.convert(made, own_layout, layout)
     frame.source = source
     return made
@@ -121,19 +120,16 @@ def _make(
 def _to_reduce(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], factors: Sequence[Factor], layout: Layout
 ) -> dict[int, Dim]:  # fmt: skip
-    """The dim that the devices share of a large operand, whose shards they make only to reduce them."""
-    axes = [a for a in frame.mesh if a not in axes_of(layout) | frame.over_time]
-    num, cut = layout.num(axes), layout.num(axes_of(layout))
+    """The sharded dim of a large operand, which each device computes in part and reduces."""
+    axes = [a for a in frame.mesh if a not in layout.axes | frame.over_time]
+    num, cut = layout.num(axes), layout.num(layout.axes)
     if not _rules.costs(eqn, Cost.REDUCTION) or ins[0].aval.size // cut < LARGE or num == 1:
         return {}
     for factor in factors:
         d = factor.ins[0]
         if d is None or factor.reduces not in BY_DEVICES or ins[0].aval.shape[d] % num:
             continue
-        line = frame.whole(ins[0].aval.shape)
-        for axis in axes:
-            line = line.cut(d, axis)
-        return {d: line.dims[d]}
+        return {d: frame.replicated(ins[0].aval.shape).shard(d, axes).dims[d]}
     return {}
 
 
@@ -147,21 +143,21 @@ def _written(frame: DeviceFrame, eqn: Eqn, atoms: list[Atom], layout: Layout) ->
     shape = layout.local_shape
     more = {"shape": shape} if eqn.primitive.name == "broadcast_in_dim" else {}
     out = _jaxpr.var_like(eqn.outvars[0].aval, shape)
-    return frame.again(eqn, atoms, [out], params={**eqn.params, **more})[0]
+    return frame.clone(eqn, atoms, [out], params={**eqn.params, **more})[0]
 
 
 def _iota(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> Atom:
-    """The part of a line, repeated along all other dims."""
+
     out, d = eqn.outvars[0].aval, eqn.params["dimension"]
     line = frame.inline(cast, (out.dtype,), frame.positions(layout.dims[d]))
     return frame.inline(_spread, (layout.local_shape, d), line)
 
 
 def _random_bits(frame: DeviceFrame, eqn: Eqn, key: DeviceValue, layout: Layout) -> Atom:
-    """The bits that the generator has for the places of what a device holds."""
+    """Threefry's bits at the positions of this device's shard."""
     own = [frame.positions(dim) for dim in layout.dims]
-    whole = frame.at(key, frame.whole(()))
-    return frame.inline(_bits, (eqn.params["shape"], eqn.params["bit_width"]), whole, *own)
+    replicated = frame.at(key, frame.replicated(()))
+    return frame.inline(_bits, (eqn.params["shape"], eqn.params["bit_width"]), replicated, *own)
 
 
 def _bits(shape: tuple[int, ...], width: int, key: jax.Array, *own: jax.Array) -> jax.Array:
@@ -183,5 +179,5 @@ def _reshape(frame: DeviceFrame, eqn: Eqn, value: DeviceValue, layout: Layout) -
     after = before.reshape(out.shape)
     params: dict[str, Any] = {**eqn.params, "new_sizes": after.local_shape}
     new = _jaxpr.var_like(out, after.local_shape)
-    (made,) = frame.again(eqn, [frame.at(value, before)], [new], params=params)
+    (made,) = frame.clone(eqn, [frame.at(value, before)], [new], params=params)
     return frame.convert(made, after, layout)

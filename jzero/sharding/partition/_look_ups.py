@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups along a sharded dim, and updates along one: each device does those that are in its shard.
+"""Look-ups and updates along a sharded dim: each device does those in its shard.
 
-They are factors of `gather` and `scatter` beside those of the table: of the dim that a column of the indices
-counts. What devices look up is summed. A `dynamic_slice` or a `slice` of few elements along a sharded dim is
-looked up as well.
+They add factors to `gather` and `scatter`, of the dim that a column of the indices counts. Look-ups of all
+devices are summed. A `dynamic_slice` or `slice` of few elements along a sharded dim becomes a look-up.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MODES = (
 
 
 class Shards(NamedTuple):
-    """A dim that is `[outer, num, inner]`, of which neighbouring axes have the shards; `true` elements."""
+    """A dim as `[outer, num, inner]`, sharded by adjacent axes, with `true` elements."""
 
     axes: tuple[str, ...]
     outer: int
@@ -40,7 +39,7 @@ class Shards(NamedTuple):
 
 
 def shards_of(dim: Dim, layout: Layout) -> Shards | None:
-    """The shards of a dim; None if it has none, or is cut in several places, or padded within."""
+    """The shards of a dim; None if it has none, or its axes are not adjacent, or it has padding inside."""
     if not dim.cuts or dim.pad is not None and (dim.pad.outer, dim.cuts[0].outer) != (1, 1):
         return None
     outer = at = dim.cuts[0].outer
@@ -53,7 +52,7 @@ def shards_of(dim: Dim, layout: Layout) -> Shards | None:
 
 
 def factors(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Factor]:
-    """The dims along which it looks up, or updates, single elements of shards."""
+    """The factors of sharded dims along which it looks up, or updates, single elements."""
     if not _rules.costs(eqn, _rules.Cost.LOOKUP) or ins[0].make is not None:
         return []
     if jnp.issubdtype(ins[0].aval.dtype, jax.dtypes.extended):
@@ -70,12 +69,12 @@ def factors(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> list[Fa
 
 
 def _may_sum(frame: DeviceFrame, dim: Dim) -> bool:
-    """Whether what is found may be summed up here: in a loop, microbatches cannot wait for each other."""
+    """Whether look-ups may be summed here: microbatches cannot reduce inside a loop."""
     return frame.outer is None or frame.over_time.isdisjoint(cut.axis for cut in dim.cuts)
 
 
 def is_look_up(eqn: Eqn, factor: Factor) -> bool:
-    """Whether a factor is one of these."""
+
     return eqn.primitive.name == "gather" and factor.reduces is not None
 
 
@@ -83,7 +82,7 @@ def looked_up(
     frame: DeviceFrame, eqn: Eqn, layout: Layout, dims: Sequence[int], operand: Atom, indices: Atom,
     write: Callable[[Atom], Atom],
 ) -> Atom:  # fmt: skip
-    """What a device finds along sharded dims, and zeros for what others find."""
+    """A device's look-ups along sharded dims; zeros for look-ups in other shards."""
     numbers, mine = eqn.params["dimension_numbers"], list[Atom]()
     fills = eqn.params["mode"] is lax.GatherScatterMode.FILL_OR_DROP
     for d in dims:
@@ -99,7 +98,7 @@ def looked_up(
 
 
 def may_update(eqn: Eqn, layout: Layout, d: int) -> bool:
-    """Whether a device may do alone those updates that are in its shard of a dim."""
+    """Whether each device can do the updates in its shard of a dim without the others."""
     numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
     columns = numbers.scatter_dims_to_operand_dims
     known = mode in _MODES and (mode is not lax.GatherScatterMode.CLIP or len(columns) == 1)
@@ -108,7 +107,7 @@ def may_update(eqn: Eqn, layout: Layout, d: int) -> bool:
 
 
 def may_add(eqn: Eqn, layout: Layout, d: int) -> bool:
-    """Whether it adds, and the updates of other shards are out of bounds."""
+    """Whether it adds, and drops updates out of bounds, as those of other shards are then."""
     drops = eqn.params.get("mode") is lax.GatherScatterMode.FILL_OR_DROP
     return eqn.primitive.name == "scatter-add" and drops and may_update(eqn, layout, d)
 
@@ -121,7 +120,7 @@ def is_update(eqn: Eqn, factor: Factor) -> bool:
 
 
 def into_shards(frame: DeviceFrame, eqn: Eqn, layout: Layout, d: int, indices: Atom) -> Atom:
-    """The indices of updates in this device's shard of a dim; those of others are just behind it."""
+    """Indices of updates in this device's shard of a dim; those of other shards are just behind its end."""
     shards = shards_of(layout.dims[d], layout)
     assert shards is not None
     column = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims.index(d)
@@ -137,10 +136,10 @@ def updated(
     frame: DeviceFrame, eqn: Eqn, layout: Layout, dims: Sequence[int], ins: Sequence[Atom],
     params: dict[str, Any],
 ) -> Atom:  # fmt: skip
-    """This device's shard with its updates; one more element stands behind it for those of others.
+    """This device's shard with its updates; one extra element behind it takes those of other shards.
 
-    [Note: one element more] An update out of bounds would not do: XLA:CPU makes one slice of a slice of a
-    slice, and forgets to clamp, so that of a slice of a larger array it writes the element behind the slice
+    [Note: one element more] Updates out of bounds do not work: XLA:CPU merges a slice of a slice into one and
+    forgets to clamp, so that in a slice of a larger array it writes the element behind the slice
     (docs/facts.md#a-slice-of-a-slice-forgets-to-clamp;
     test_partition_rules.py::test_one_update_of_rows_that_were_moved).
     """
@@ -151,7 +150,7 @@ def updated(
     params |= {"mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False,
                "unique_indices": False}  # fmt: skip
     made = _jaxpr.var_like(longer.aval)
-    frame.again(eqn, [longer, indices, *updates], [made], params=params)
+    frame.clone(eqn, [longer, indices, *updates], [made], params=params)
     return frame.inline(_without_the_last, (tuple(dims),), made)
 
 
@@ -173,25 +172,22 @@ def _without_the_last(dims: tuple[int, ...], x: jax.Array) -> jax.Array:
 
 
 def along_indices(eqn: Eqn, layout: Layout, dim: Dim) -> Layout | None:
-    """Where what is found is scattered that nobody has asked of: along the longest dim of the indices."""
+    """Where look-ups are scattered without a hint: along the longest dim of the indices."""
     offsets = eqn.params["dimension_numbers"].offset_dims
     free = [d for d in range(len(layout.dims)) if d not in offsets and not layout.dims[d].cuts]
     axes = [cut.axis for cut in dim.cuts]
     even = [d for d in free if layout.dims[d].size and layout.dims[d].size % layout.num(axes) == 0]
     if not even:
         return None
-    longest, found = max(even, key=lambda d: layout.dims[d].size), layout.settled(axes)
-    for axis in axes:
-        found = found.cut(longest, axis)
-    return found
+    return layout.reduced(axes).shard(max(even, key=lambda d: layout.dims[d].size), axes)
 
 
 def _in_shards(
     column: int, shards: Shards, fills: bool, indices: jax.Array, index: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices into this device's shard, and which of them it looks up.
+    """Local indices, and which of them are in this device's shard.
 
-    What is out of bounds the first device looks up, out of bounds too: the operation says what it finds.
+    Indices out of bounds go to the first device, out of its bounds, where the operation's mode decides.
     """
     _, outer, num, inner, true = shards
     at = jnp.minimum(indices[..., column], min(true, jnp.iinfo(indices.dtype).max))
@@ -216,7 +212,7 @@ def _if_mine(places: tuple[int, ...], found: jax.Array, *mine: jax.Array) -> jax
 
 
 def is_elsewhere(value: DeviceValue, d: int) -> bool:
-    """Whether what shards a dim shards another one in a layout that is there already, which moves nothing."""
+    """Whether the value already exists with another dim sharded over the dim's axes."""
     axes = [cut.axis for cut in value.layout.dims[d].cuts]
     places = [layout.place(axis) for layout in value.atoms for axis in axes]
     return any(place is not None and place[0] != d for place in places)
@@ -224,7 +220,7 @@ def is_elsewhere(value: DeviceValue, d: int) -> bool:
 
 # -- slices --------------------------------------------------------------------------------------------
 def slices(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Any:
-    """A slice as look-ups, if it takes few elements of a sharded dim: `(function, static)`; or None."""
+    """A slice of few elements along a sharded dim, as look-ups: `(function, static)`; None for others."""
     name = eqn.primitive.name
     if name not in ("slice", "dynamic_slice") or ins[0].make is not None:
         return None
@@ -241,10 +237,10 @@ def slices(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]) -> Any:
         other = any(
             e != d and not x.cuts and x.size % n == 0 for e, x in enumerate(value.layout.dims)
         )
-        # Exchanged, each device has its part of all of them.
-        whole = sum(frame.price(value, axis, None) for axis in axes) / (n if other else 1)
+        # By an all-to-all, each device would get a part of another dim.
+        gathered = sum(frame.price(value, axis, None) for axis in axes) / (n if other else 1)
         summed = 2 * _rules.size_in_bytes(eqn.outvars[0].aval) * (n - 1) / n
-        if max(frame.wire(axis, "reduce", summed) for axis in axes) < whole:
+        if max(frame.wire(axis, "reduce", summed) for axis in axes) < gathered:
             if name == "dynamic_slice":
                 return _dynamic_rows, (d, eqn.params["slice_sizes"])
             params = eqn.params

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which equations run for each microbatch, in which loop over them, and which once.
+"""Splits a program into loops over microbatches: which equations run in which loop, and which once.
 
-A reduction over the axis of microbatches ends a loop, and so does what needs of each microbatch what the loop
-made: a gather over the axis, or a loop or branch with such ends inside, which is opened. Whatever differs
-between microbatches is in the loop that makes it for such an end, and in each later one that needs it again,
-or reads what was kept (`sharding/partition/_saved.py`).
+A reduction over the time axis ends a loop, and so does a gather over it, or a loop or branch with such ends
+inside, which is opened. Equations that differ between microbatches run in the loop whose end depends on them;
+later loops recompute them, or read saved values (`sharding/partition/_saved.py`).
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ from jzero.ir._errors import CannotPartitionError
 from jzero.ir._products import products
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._rules import Cost
-from jzero.sharding.partition._saved import Keeper, Loops
+from jzero.sharding.partition._saved import Loops, RematPolicy
+from jzero.sharding.passes._waits import is_gather
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Eqn, Jaxpr, Var
 
-# Its products may run so many times as often as in one loop: 1.3 for CLIP, 2 for a count in every layer's
-# loss, and as many times as there are layers for BatchNorm (tests/test_collected_rows.py).
+# How often products may run, as a multiple of a single loop's: 1.3 for CLIP, 2 for a count in every layer's
+# loss, the number of layers for BatchNorm (tests/test_collected_rows.py).
 MOST_REPEATS = 4
 REDUCES = {"psum": "sum", "pmax": "max", "pmin": "min"}
-_GATHERS = ("all_gather", "all_gather_invariant")
 
 
 class LoopInTime(NamedTuple):
     """One loop over the microbatches.
 
     Attributes:
-      eqns: that run for each, by index, in order.
-      reads: what it reads of each microbatch that earlier loops have made.
-      sums: the reductions whose operands it makes.
-      lasts: what each microbatch computes alike, and others read.
-      stacks: what it returns as each microbatch has it.
-      silent: equations that an earlier loop has run, with all that they do beside computing.
+      eqns: of an iteration, by index, in order.
+      reads: each microbatch's values of earlier loops that it reads.
+      sums: the reductions over time whose operands it makes.
+      lasts: results that are equal in all microbatches.
+      stacks: results that are returned for each microbatch.
+      silent: recomputed equations, whose side effects an earlier loop had.
     """
 
     eqns: tuple[int, ...]
@@ -55,15 +54,15 @@ class LoopsInTime(NamedTuple):
     """The loops over the microbatches, in order.
 
     Attributes:
-      loops: a loop may be empty.
+      loops: in order; a loop may be empty.
       once: for each loop, the equations that run before it, by index; and those behind the last one.
-      kept: what loops pass on for later ones alone.
-      said: what is to be said of them.
+      saved: results that are returned for later loops only.
+      said: the report.
     """
 
     loops: list[LoopInTime]
     once: list[list[int]]
-    kept: list[Var]
+    saved: list[Var]
     said: Loops
 
 
@@ -74,53 +73,53 @@ def loops_in_time(
 
     Args:
       region: the program.
-      differs: its own values that are not the same in all microbatches.
-      axis: of the microbatches, which no device has.
-      num: how many there are.
-      devices: how many devices there are.
+      differs: its own values that differ between microbatches.
+      axis: the time axis.
+      num: of microbatches.
+      devices: their number.
       gather_once: one gather of the state serves all microbatches.
 
     Raises:
-      CannotPartitionError: they would run the products of the step many times.
+      CannotPartitionError: they would recompute the products of the step too often.
     """
     levels = _Levels(region, differs, axis)
     inside = levels.loop | _sunk(levels, gather_once)
-    eqns, lasts, handed = region.jaxpr.eqns, _lasts(levels), _handed(levels)
+    eqns, (lasts, own) = region.jaxpr.eqns, _results(levels)
     acts = [i for i in levels.loop if _jaxpr.has_side_effects(eqns[i])]
-    ends = [levels.of[var] + 1 for var in (*lasts, *handed)]
+    ends = [levels.of[var] + 1 for var in (*lasts, *own)]
     ends += [levels.of_eqns[i] + 1 for i in acts]
     last = max([*levels.of_eqns, *ends, 0])
     waited = _waited_for(levels)
-    keeper, loops = _keeper(levels, inside, waited, num, devices), list[LoopInTime]()
+    policy, loops = _remat_policy(levels, inside, waited, num, devices), list[LoopInTime]()
     for level in range(last):
         sums = tuple(eqns[i] for i in levels.sums if levels.of_eqns[i] == level + 1)
         mine = tuple(var for var in lasts if levels.of[var] == level)
-        stacks = tuple(var for var in handed if levels.of[var] == level)
+        stacks = tuple(var for var in own if levels.of[var] == level)
         made = [*variables(atom for eqn in sums for atom in eqn.invars), *mine, *stacks]
         makers = [levels.maker[var] for var in made if levels.maker.get(var) in inside]
         makers += [i for i in acts if levels.of_eqns[i] == level]
-        run, again, reads = keeper.loop(level, makers, stacks)
-        loops.append(LoopInTime(run, reads, sums, mine, stacks, again))
+        run, recomputed, reads = policy.loop(level, makers, stacks)
+        loops.append(LoopInTime(run, reads, sums, mine, stacks, recomputed))
     num_loops = sum(bool(loop.eqns) for loop in loops)
     begun = [i for i in (*levels.sums, *levels.stacked) if waited.intersection(eqns[i].outvars)]
-    said = keeper.loops(num_loops, sorted(begun), _at_once(levels))
+    said = policy.loops(num_loops, sorted(begun), _at_once(levels))
     if said.repeats > MOST_REPEATS:
         raise _many_loops(said)
     once = [[i for i in levels.once if levels.of_eqns[i] == level] for level in range(last + 1)]
-    return LoopsInTime(loops, once, [*keeper.kept], said)
+    return LoopsInTime(loops, once, [*policy.saved], said)
 
 
 class _Levels:
-    """How many loops must have run before a value can be computed.
+    """The number of loops that must run before a value can be computed.
 
     Attributes:
       frame: the program.
-      differs: its own values that are not the same in all microbatches.
+      differs: its own values that differ between microbatches.
       of, of_eqns: the level of a variable, and of an equation by its index.
       maker: which equation makes a variable.
       loop: equations that run for each microbatch, by index.
-      sums: reductions over the microbatches, in order.
-      stacked: those that need what each microbatch has, in order: gathers, and what is opened.
+      sums: reductions over time, in order.
+      stacked: gathers over time and opened equations, in order.
     """
 
     def __init__(self, region: Region, differs: Collection[Var], axis: str):
@@ -151,7 +150,7 @@ class _Levels:
         self.of |= dict.fromkeys(eqn.outvars, level)
 
     def _acts_once(self, eqn: Eqn) -> bool:
-        """Whether it does more than compute, alike in all microbatches: [Note: effects in microbatches]."""
+        """Whether it has side effects that are equal in all microbatches: [Note: effects in microbatches]."""
         alike = self.differs.isdisjoint([*variables(eqn.invars), *eqn.outvars])
         return alike and _jaxpr.has_side_effects(eqn)
 
@@ -162,47 +161,43 @@ class _Levels:
         return [i for i in range(num) if i not in self.loop and i not in self.sums]
 
     def is_local(self, var: Var) -> bool:
-        """Whether a variable differs between microbatches."""
+
         return var in self.differs
 
     def is_made_in_loop(self, var: Var) -> bool:
-        """Whether an equation that runs for each microbatch makes a variable."""
+
         return self.maker.get(var) in self.loop
 
 
 def is_sum(eqn: Eqn, axis: str) -> bool:
-    """Whether it is a reduction over the axis of microbatches."""
+    """Whether it is a reduction over time."""
     return eqn.primitive.name in REDUCES and is_over(eqn, axis)
 
 
 def is_stacked(eqn: Eqn, axis: str) -> bool:
-    """Whether it needs what each microbatch has: it is a gather over the axis, or holds what ends a loop."""
+    """Whether it needs the values of all microbatches: a gather over time, or an equation to be opened."""
     gathers = is_gather(eqn) and is_over(eqn, axis)
     return gathers or any(ends_loop(each, axis) for each in _jaxpr.inside(eqn))
 
 
 def ends_loop(eqn: Eqn, axis: str) -> bool:
-    """Whether it is a reduction or a gather over the axis of microbatches."""
+    """Whether it is a reduction or a gather over time."""
     return (eqn.primitive.name in REDUCES or is_gather(eqn)) and is_over(eqn, axis)
 
 
 def has_ends(jaxpr: Jaxpr, axis: str) -> bool:
-    """Whether something in a program ends a loop over the microbatches."""
+    """Whether a program has reductions or gathers over time."""
     return any(ends_loop(eqn, axis) for eqn in _jaxpr.walk(jaxpr))
 
 
-def is_gather(eqn: Eqn) -> bool:
-    return eqn.primitive.name in _GATHERS
-
-
 def is_over(eqn: Eqn, axis: str) -> bool:
-    """Whether a collective's axes have this one among them."""
+
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return axis in (axes if isinstance(axes, tuple) else (axes,))
 
 
 def differing(region: Region, given: Iterable[Var], axis: str) -> Mapping[ValueIn, bool]:
-    """Of the values of a program, and of those inside, whether they are not the same in all microbatches."""
+    """Which values of a program, and of those inside, differ between microbatches."""
 
     def step(_: Region, eqn: Eqn, facts: Sequence[bool]) -> list[bool]:
         if eqn.primitive.name == "optimization_barrier":
@@ -227,7 +222,7 @@ def _many_loops(said: Loops) -> CannotPartitionError:
 
 
 def _at_once(levels: _Levels) -> list[int]:
-    """Products of what was gathered of all microbatches, by index: what they make is there at once."""
+    """Products of values gathered over time, by index: their results take memory for all microbatches."""
     gathered, region, found = set[Var](), levels.frame, list[int]()
     for index in levels.once:
         eqn = region.jaxpr.eqns[index]
@@ -239,9 +234,9 @@ def _at_once(levels: _Levels) -> list[int]:
 
 
 def _sunk(levels: _Levels, gather_once: bool) -> set[int]:
-    """Equations that are alike in all microbatches and run in their loops, lest results be kept alive.
+    """Equations that are equal in all microbatches but run in their loops, to free results early.
 
-    These are cheap ones that only loops read; and gathers of the state, whoever else reads them.
+    These are cheap ones that only loops read, and gathers of the state.
     """
     region, num, sunk = levels.frame, len(levels.frame.jaxpr.eqns), set[int]()
     for index, eqn in reversed([*enumerate(region.jaxpr.eqns)]):
@@ -256,32 +251,26 @@ def _sunk(levels: _Levels, gather_once: bool) -> set[int]:
 
 
 def _is_cheap(eqn: Eqn) -> bool:
-    """Whether an equation only moves elements, or treats each by itself."""
+    """Whether an equation only moves elements, or is elementwise."""
     moves = _rules.keeps_dims(eqn) and not _rules.costs(eqn, Cost.REDUCTION, Cost.ALONG)
     return moves or _rules.costs(eqn, Cost.SOURCE, Cost.IDENTITY)
 
 
-def _lasts(levels: _Levels) -> list[Var]:
-    """What loops make, is the same in all microbatches, and is read by what runs once."""
-    found = [var for var in _read_once(levels) if levels.is_made_in_loop(var)]
-    return [var for var in found if not levels.is_local(var)]
-
-
-def _handed(levels: _Levels) -> list[Var]:
-    """What loops make, and is read as each microbatch has it."""
-    found = [var for var in _read_once(levels) if levels.is_made_in_loop(var)]
-    return [var for var in found if levels.is_local(var)]
-
-
-def _read_once(levels: _Levels) -> list[Var]:
-    """What is read by what runs once, or returned."""
+def _results(levels: _Levels) -> tuple[list[Var], list[Var]]:
+    """Values of loops that are read outside of them: equal in all microbatches, and each microbatch's own."""
     jaxpr = levels.frame.jaxpr
     read = (atom for i in levels.once for atom in jaxpr.eqns[i].invars)
-    return variables([*read, *jaxpr.outvars])
+    found = [v for v in variables([*read, *jaxpr.outvars]) if levels.is_made_in_loop(v)]
+    return (
+        [var for var in found if not levels.is_local(var)],
+        [var for var in found if levels.is_local(var)],
+    )
 
 
-def _keeper(levels: _Levels, inside: set[int], waited: set[Var], num: int, devices: int) -> Keeper:
-    """Decides what later loops read of earlier ones: in all as many bytes as are gathered for loops."""
+def _remat_policy(
+    levels: _Levels, inside: set[int], waited: set[Var], num: int, devices: int
+) -> RematPolicy:
+    """The policy of what later loops read of earlier ones; its budget is the bytes gathered between loops."""
     eqns = levels.frame.jaxpr.eqns
 
     def inputs(index: int) -> list[Var]:
@@ -291,11 +280,11 @@ def _keeper(levels: _Levels, inside: set[int], waited: set[Var], num: int, devic
     rows = sum(_rules.size_in_bytes(out.aval) for eqn in gathers for out in eqn.outvars)
     operands = variables(atom for eqn in gathers for atom in eqn.invars)
     bits = _compared(levels) | _moved_into(levels, operands)
-    return Keeper(levels.frame, num, rows * devices, inputs, levels.is_local, bits)
+    return RematPolicy(levels.frame, num, rows * devices, inputs, levels.is_local, bits)
 
 
 def _waited_for(levels: _Levels) -> set[Var]:
-    """What runs once, or ends a loop, and a loop depends on."""
+    """Values that are computed outside of loops, and that a loop depends on."""
     found = set[Var]()
     for index, eqn in reversed([*enumerate(levels.frame.jaxpr.eqns)]):
         if index in levels.loop or not found.isdisjoint(eqn.outvars):
@@ -303,18 +292,18 @@ def _waited_for(levels: _Levels) -> set[Var]:
     return found
 
 
-# [Note: bits of earlier loops]
-# What a loop recomputes may differ in its last bit. No row would then be the largest
-# (`losses == losses.max()`), and a row would be at some distance from itself. So what is compared with what
-# all rows made is kept whatever its bytes, and so is what is gathered in another shape
+# [Note: bit-stable values]
+# A recomputed value may differ in its last bit. Then no row might be the largest (`losses == losses.max()`),
+# or a row might have a distance from itself. So values that are compared with results of all rows are saved
+# whatever their size, and so are values that are gathered in another shape
 # (test_collected_rows.py::test_what_is_the_largest_of_all_rows_is_so_in_every_loop).
 _MOVES = (Cost.COPY, Cost.VIEW, Cost.REPEAT)
 
 
 def _compared(levels: _Levels) -> set[Var]:
-    """Local values that are compared with what is complete only when the loop that makes them is done."""
+    """Local values that are compared with values of a later level."""
     jaxpr = levels.frame.jaxpr
-    # AD leaves comparisons that nothing reads, of the place of a maximum.
+    # AD leaves unused comparisons behind, of the position of a maximum.
     read = set(map(id, _rewrite.without_unread(jaxpr.eqns, jaxpr.outvars, _rules.compares)))
     return {
         var
@@ -328,7 +317,7 @@ def _compared(levels: _Levels) -> set[Var]:
 
 
 def _moved_into(levels: _Levels, stacks: Iterable[Var]) -> set[Var]:
-    """What is gathered in another shape: a row then has the bits that others see of it."""
+    """Values that are gathered in another shape, so that a row has the bits that others see of it."""
     found: set[Var] = set()
     for var in stacks:
         while levels.is_made_in_loop(var):

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over microbatches: an axis in time becomes time.
+"""Loops over microbatches: the time axis becomes loops.
 
-The partitioner wrote what one device computes of one microbatch, and collectives over an axis that no device
-has. What differs between microbatches runs in a loop over them, up to these collectives::
+The partitioner writes one device's program of one microbatch, with collectives over the time axis. Equations
+that differ between microbatches run in a loop over them, up to these collectives::
 
     y = psum(f(x), 'microbatch')          ->    for x in microbatches: y += f(x)
     y = all_gather(f(x), 'microbatch')    ->    y = [f(x) for x in microbatches]
 
-What needs such a result runs behind the loop: once, or, if it differs again, in another loop. A loop or
-branch of the step with such collectives inside is opened: it runs once, around loops of its own over the
-microbatches, and takes, carries and returns of what differs a stack of what each of them has.
+Readers of such a result run behind the loop: once, or in another loop if they differ between microbatches,
+too. A loop or branch of the step with such collectives inside is opened: it runs once, around loops of its
+own over the microbatches, and values that differ between microbatches are stacked in its operands, carries
+and results.
 """
 
 from __future__ import annotations
@@ -27,15 +28,7 @@ from jax.typing import DTypeLike
 from jzero.ir import _rules
 from jzero.ir._effects import without_calls
 from jzero.ir._errors import cannot_in_time
-from jzero.ir._loops import (
-    MICROBATCHES,
-    CarryPort,
-    ConstPort,
-    Scan,
-    SlicePort,
-    StackPort,
-    any_scan,
-)
+from jzero.ir._loops import MICROBATCHES, CarryPort, ConstPort, Scan, SlicePort, StackPort, any_scan
 from jzero.ir._regions import Region, ValueIn, variables
 from jzero.ir._sent import cast, fenced
 from jzero.ir._writer import JaxprWriter
@@ -43,7 +36,6 @@ from jzero.sharding.partition._loops_in_time import (
     REDUCES,
     LoopInTime,
     differing,
-    is_gather,
     is_over,
     is_stacked,
     loops_in_time,
@@ -52,6 +44,7 @@ from jzero.sharding.partition._partition import DeviceProgram, moves_of
 from jzero.sharding.partition._saved import saved_value
 from jzero.sharding.partition._time import TimeAxis, without_time
 from jzero.sharding.partition._writer import DeviceMove
+from jzero.sharding.passes._waits import is_gather
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -61,7 +54,7 @@ class MicrobatchLoops(NamedTuple):
 
     Attributes:
       time: their axis.
-      dtype: in which floats are summed up over them; None for the wider of float32 and their own.
+      dtype: in which floats are accumulated; None for the wider of float32 and their own.
       gather_once: one gather of the state serves all microbatches.
       devices: how many there are.
     """
@@ -73,10 +66,10 @@ class MicrobatchLoops(NamedTuple):
 
 
 def in_loops(program: DeviceProgram, accumulation: MicrobatchLoops) -> DeviceProgram:
-    """The program of one device for all its microbatches, of that for one.
+    """The program of one device for all its microbatches, from that for one.
 
     Raises:
-      CannotPartitionError: its loops would run the products of the step many times.
+      CannotPartitionError: its loops would recompute the products of the step too often.
     """
     axis, num, jaxpr = accumulation.time.name, accumulation.time.num, program.jaxpr
     rows = {}
@@ -110,8 +103,8 @@ class _LoopsWriter:
 
     Attributes:
       rows: arguments with the rows of all microbatches, and along which dim.
-      stacks: `[microbatches, ...]` of what loops return, and of what is given so.
-      at_once: what is made of all microbatches at once.
+      stacks: `[microbatches, ...]` of values that are returned or passed for each microbatch.
+      at_once: values that are computed from all microbatches at once.
     """
 
     def __init__(
@@ -133,7 +126,7 @@ class _LoopsWriter:
         self.stacks: dict[Var, Var] = {}
 
     def closed(self, invars: Sequence[Var], outs: Sequence[Atom]) -> Jaxpr:
-        """What is written, as a function."""
+
         live = _rewrite.without_unread(self.outer.eqns, outs, lambda _: True)
         found: Any = _jaxpr.replaced(
             self.jaxpr, invars=[*invars], outvars=[*outs], eqns=live
@@ -141,7 +134,7 @@ class _LoopsWriter:
         return _jaxpr.replaced(found, debug_info=found.debug_info.with_unknown_names())
 
     def run(self) -> None:
-        """Writes all equations."""
+
         for loop, once in zip([*self.plan.loops, None], self.plan.once, strict=True):
             for eqn in (self.jaxpr.eqns[i] for i in once):
                 if not is_stacked(eqn, self.axis):
@@ -154,12 +147,12 @@ class _LoopsWriter:
                 self._write(loop)
 
     def _write(self, loop: LoopInTime) -> None:
-        """One loop, and behind it the sums that it makes."""
-        kept = [var for var in self.plan.kept if var not in self.stacks]
-        body = _Microbatch(self, loop, [*kept, *loop.stacks])
+        """One loop, and casts of its sums."""
+        saved = [var for var in self.plan.saved if var not in self.stacks]
+        body = _Microbatch(self, loop, [*saved, *loop.stacks])
         carries = [self._sum(eqn, body) for eqn in loop.sums]
         carries += [self._last(var, body) for var in loop.lasts]
-        made = dict.fromkeys([*loop.stacks, *(var for var in kept if var in body.made)])
+        made = dict.fromkeys([*loop.stacks, *(var for var in saved if var in body.made)])
         ys = [StackPort(body.read(var), self._new_stack(var)) for var in made]
         acts = any(map(_jaxpr.has_side_effects, body.writer.eqns))
         if not carries and not ys and not acts:
@@ -195,12 +188,12 @@ class _LoopsWriter:
         return CarryPort(init, before, after, out if same else _jaxpr.new_var(before))
 
     def _last(self, var: Var, body: _Microbatch) -> CarryPort:
-        """What each microbatch computes alike: the last one's."""
+        """A result that is equal in all microbatches: that of the last one."""
         before = _jaxpr.new_var(var)
         (init,) = self.outer.trace(_nothing, static=(var.aval.shape, var.aval.dtype))
         return CarryPort(init, before, body.read(var), var)
 
-    # -- what needs what each microbatch has ----------------------------------------------------------
+    # -- equations that need the values of all microbatches -------------------------------------------
     def _new_stack(self, var: Var) -> Var:
         self.stacks[var] = stack = _jaxpr.var_like(var.aval, (self.num, *var.aval.shape))
         return stack
@@ -216,7 +209,7 @@ class _LoopsWriter:
         return self.stacks[atom]
 
     def _gather(self, eqn: Eqn) -> None:
-        """What all microbatches have, in their order along a dim."""
+        """Concatenates the values of all microbatches along a dim."""
         (atom,), (out,), dim = eqn.invars, eqn.outvars, int(eqn.params["all_gather_dimension"])
         assert eqn.params["tiled"], "what the partitioner writes is tiled"
         whole = None if _jaxpr.is_literal(atom) else self.rows.get(atom)
@@ -234,16 +227,16 @@ class _LoopsWriter:
         scan, (body,) = _jaxpr.scan_parts(eqn), self.region.inner(eqn)
         first, last = scan.num_consts, scan.num_consts + scan.num_carry
         ins, num = self._stacked(body, body.jaxpr.invars), scan.num_carry
-        kept = self._stacked(body, body.jaxpr.outvars[num:])
+        saved = self._stacked(body, body.jaxpr.outvars[num:])
         atoms = self._given(eqn.invars, ins)
         for k in range(last, len(atoms)):  # Iterations first.
             atoms[k] = self.outer.swapped(atoms[k]) if ins[k] else atoms[k]
-        outs = [*ins[first:last], *kept]
+        outs = [*ins[first:last], *saved]
         written = self._body(body, ins, outs)
         results = self._results(eqn.outvars, outs)
         swapped = {
             x: _jaxpr.var_like(x.aval, (scan.length, self.num, *x.aval.shape[2:]))
-            for x, of_each in zip(results[num:], kept, strict=True)
+            for x, of_each in zip(results[num:], saved, strict=True)
             if of_each
         }
         self.at_once += (
@@ -269,7 +262,7 @@ class _LoopsWriter:
         names = "cond_jaxpr", "body_jaxpr"
         closed = {n: eqn.params[n].replace(jaxpr=x) for n, x in zip(names, new, strict=True)}
         atoms = self._given(eqn.invars, [*tests[:first], *ins])
-        self.outer.again(eqn, atoms, self._results(eqn.outvars, carry), params=eqn.params | closed)
+        self.outer.clone(eqn, atoms, self._results(eqn.outvars, carry), params=eqn.params | closed)
 
     def _cond(self, eqn: Eqn) -> None:
         branches, (index, *operands) = self.region.inner(eqn), eqn.invars
@@ -281,10 +274,10 @@ class _LoopsWriter:
         new = tuple(x.replace(jaxpr=self._body(each, ins, outs)) for x, each in pairs)
         atoms = [self.outer.read(index), *self._given(operands, ins)]
         params = eqn.params | {"branches": new}
-        self.outer.again(eqn, atoms, self._results(eqn.outvars, outs), params=params)
+        self.outer.clone(eqn, atoms, self._results(eqn.outvars, outs), params=params)
 
     def _stacked(self, region: Region, atoms: Sequence[Atom]) -> list[bool]:
-        """Which values are `[microbatches, ...]` in what is opened."""
+        """Which values are `[microbatches, ...]` in an opened equation."""
         own = (None if _jaxpr.is_literal(atom) else atom for atom in atoms)
         return [var is not None and self.facts.get((region, var), False) for var in own]
 
@@ -314,9 +307,9 @@ class _Microbatch:
     Attributes:
       writer: of its equations; their variables are its own.
       number: of the microbatch.
-      consts: what it reads of outside, and as what.
-      rows: what it reads of its own that was made before, and as what.
-      made: what it makes.
+      consts: values from outside that it reads, and their names inside.
+      rows: its slices of stacks that it reads, and their names inside.
+      made: variables of the program that it computes.
     """
 
     def __init__(self, loops: _LoopsWriter, loop: LoopInTime, stacks: Sequence[Var]):
@@ -335,14 +328,14 @@ class _Microbatch:
     def _run(self, eqn: Eqn, stacked: set[Var]) -> None:
         """One equation.
 
-        What an earlier loop has made stays, though its maker runs again for others of its results. What later
-        loops read is a value of its own: all that read it here see the bits that these will read.
+        A value of an earlier loop stays although its equation is recomputed for other results. Values that
+        later loops read are behind a barrier, so that readers here see the same bits.
         """
         self.made.update(eqn.outvars)
         if eqn.primitive.name == "axis_index" and is_over(eqn, self._loops.axis):
             self._names[eqn.outvars[0]] = self.number
             return
-        outs = self.writer.again(eqn, [*map(self.read, eqn.invars)])
+        outs = self.writer.clone(eqn, [*map(self.read, eqn.invars)])
         for old, new in zip(eqn.outvars, outs, strict=True):
             if (move := self._loops.by_result.get(old)) is not None:
                 self._loops.by_result[new] = move
@@ -353,7 +346,7 @@ class _Microbatch:
         return self.writer.add(lax.optimization_barrier_p, [x], [_jaxpr.new_var(x)])[0]
 
     def read(self, atom: Atom) -> Atom:
-        """What stands for a value of the program in the loop."""
+        """The loop's name for a value of the program."""
         if _jaxpr.is_literal(atom):
             return atom
         if atom not in self._names:
@@ -370,7 +363,7 @@ class _Microbatch:
             self.rows[var] = row = _jaxpr.new_var(var)
             return row
         assert var not in loops.differs, (
-            f"{var} differs between microbatches, and was handed out by none"
+            f"{var} differs between microbatches, and no loop returns it"
         )
         return self._outside(loops.outer.read(var))
 

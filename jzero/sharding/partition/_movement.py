@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Movement`: rows of the batch that a program moves, as a report says it."""
+"""`Movement`: communication of batch-sharded values, for the report."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import dataclasses
 
 from jzero.sharding.partition._writer import OF_STATE, OF_SUM, DeviceMove
 
-# The reason of a loop that is no sum over its rows; a report says what else they may be.
-ITERATIONS_DEPEND = "a loop along the batch whose turns depend on each other"
+# The reason of a loop along the batch that is not a sum; the report also suggests what its rows may be.
+ITERATIONS_DEPEND = "a loop along the batch whose iterations depend on each other"
 
 
 @dataclasses.dataclass(frozen=True)
 class Movement:
-    """Rows that move because an operation needs others than a device has; see `describe`.
+    """Communication of an operation that needs rows of other devices; see `describe`.
 
     Attributes:
       operation: the primitive.
       where: the user's line, `file.py:12 (train_step)`; of an output, its path.
-      nbytes: that a device then has of it.
-      times: how often a step does it.
+      nbytes: of the result on a device.
+      times: in a step.
       reason: what the operation needs.
-      value: whose rows they are, `float32[16,64]`; of totals and ranks nothing.
+      value: the type of the rows, `float32[16,64]`; '' for totals and ranks.
     """
 
     operation: str
@@ -37,10 +37,10 @@ class Movement:
 
 
 def is_of_rows(move: DeviceMove) -> bool:
-    """Whether it moves rows of the batch, and is none of the gathers and reductions of ZeRO."""
+    """Whether it moves rows of the batch: it is not one of ZeRO's gathers and reductions."""
     return move.why not in (OF_STATE, OF_SUM)
 
 
 def movement_of(move: DeviceMove) -> Movement:
-    """What a report says of it; of a result, where is its number."""
+    """The report's entry; `where` of an output is its number."""
     return Movement(move.operation, move.line, move.local_bytes, move.times, move.why, move.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opaque calls, and marks of their promises: on each device's rows, or on those of all."""
+"""Opaque calls (callbacks, FFI, kernels) and marks of `jzero.per_example`: batch-sharded, or gathered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jzero.ir._layout import Partial
 from jzero.ir._regions import Region
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._values import DeviceValue, axes_of
+from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
@@ -21,11 +21,11 @@ from jzero.tracing._types import Eqn
 def call(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> list[DeviceValue]:
-    """An opaque call; what has no dim of the rows is a sum over them."""
+    """Writes an opaque call; results without a batch dim are partial sums."""
     for value in ins:
-        frame.settle(value)
+        frame.reduce(value)
     scopes, dims = _opaque.scopes_of(region, eqn), [*map(_row_dims, ins)]
-    # Rows along two dims are along none of which a promise speaks.
+    # A promise is about one batch dim.
     rows = [min(found, default=None) for found in dims]
     apart = all(len(found) < 2 for found in dims)
     factors = _opaque.factors(eqn, rows, scopes) if apart else []
@@ -40,39 +40,43 @@ def _is_sum(factors: Sequence[Factor], j: int) -> bool:
 
 
 def _summed(frame: DeviceFrame, value: DeviceValue, of_rows: DeviceValue) -> DeviceValue:
-    """What each device computes of its rows, as the sum that it is."""
+
     (x,) = value.atoms.values()
-    layout = frame.whole(value.aval.shape).summed(*map(Partial, sorted(axes_of(of_rows.layout))))
+    layout = frame.replicated(value.aval.shape).with_partial(
+        *map(Partial, sorted(of_rows.layout.axes))
+    )
     return DeviceValue(value.aval, layout, {layout: x})
 
 
 def mark(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
-    """Where rows enter a promise, they lie along a dim of which it speaks; what has none is whole.
+    """A mark where a value enters or leaves `jzero.per_example`.
 
-    What leaves and has none is the gradient of what all rows share. Rows that a call made are no sum.
+    A value that enters is sharded along the promised batch dim, or replicated if it has none. A value without
+    a batch dim that leaves is the gradient of a shared operand.
     """
     if value.layout.partial:
         return value
-    dim, whole, rows = eqn.params["dim"], frame.whole(value.aval.shape), _row_dims(value)
+    dim, replicated, rows = eqn.params["dim"], frame.replicated(value.aval.shape), _row_dims(value)
     elsewhere = bool(rows - {dim, *eqn.params["vmapped"]})
     if not eqn.params["enters"]:
-        if elsewhere and dim is None and whole not in value.atoms:
+        if elsewhere and dim is None and replicated not in value.atoms:
             raise _refusal(eqn, value)
         return value
     if elsewhere:
         frame.reason = (
             f"jzero.per_example has its rows along {'no dim' if dim is None else f'dim {dim}'}"
         )
-        value, rows = DeviceValue(value.aval, whole, {whole: frame.at(value, whole)}), set()
+        value, rows = (
+            DeviceValue(value.aval, replicated, {replicated: frame.at(value, replicated)}),
+            set(),
+        )
     if dim is None or rows:
         return value
-    # So that what follows from it has rows, too.
-    layout = whole
-    for axis in frame.mesh:
-        layout = layout.cut(dim, axis)
+    # So that its readers are batch-sharded, too.
+    layout = replicated.shard(dim, frame.mesh)
     atoms = {**value.atoms, layout: frame.at(value, layout)}
     return dataclasses.replace(
-        value, layout=layout, atoms=atoms, rows=axes_of(layout), make=None, origin=None, outer=None,
+        value, layout=layout, atoms=atoms, rows=layout.axes, make=None, origin=None, outer=None,
         view=None, casts={}, scopes={},
     )  # fmt: skip
 
@@ -87,6 +91,6 @@ def _refusal(eqn: Eqn, value: DeviceValue) -> StepError:
 
 
 def _row_dims(value: DeviceValue) -> set[int]:
-    """Along which dims a value has rows."""
+
     dims = enumerate(value.layout.dims)
     return {d for d, dim in dims if any(cut.axis in value.rows for cut in dim.cuts)}

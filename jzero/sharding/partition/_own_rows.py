@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups of each row in itself: `x[arange(B), y]` takes of each row an element, which is its device's.
+"""Look-ups of each row in itself: `x[arange(B), y]` takes an element of each row that its device has.
 
-A column of indices that counts the rows becomes a batching dim of the look-up: the operand's dim and that of
-the indices are then one, and it runs on shards of both.
+A column of indices that counts the rows becomes a batching dim of the `gather` or `scatter`, so that the
+operand's dim and the indices' are one factor, and it runs on shards of both.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jzero.ir._regions import Region
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn
 
-# Of the dimension numbers of look-ups: dims of the indices' columns, those that have no place in the other
-# operand, and the batching dims of both.
+# Fields of dimension numbers: dims that the indices' columns count, dims that the windows collapse, and the
+# batching dims of the operand and of the indices.
 _NAMES = {
     "gather": ("start_index_map", "collapsed_slice_dims", "operand_batching_dims",
                "start_indices_batching_dims"),
@@ -35,7 +35,7 @@ class _OwnColumn(NamedTuple):
 
 
 def in_own_rows(region: Region, eqn: Eqn) -> list[Eqn]:
-    """The equation; if it looks up each row in itself, with equations that say so."""
+    """The equation; one that looks up each row in itself is rewritten with batching dims."""
     names = _NAMES.get(eqn.primitive.name.partition("-")[0].partition("_")[0])
     if names is None or (columns := _columns(region, eqn)) is None:
         return [eqn]
@@ -65,7 +65,7 @@ def in_own_rows(region: Region, eqn: Eqn) -> list[Eqn]:
 
 
 def _columns(region: Region, eqn: Eqn) -> list[Atom] | None:
-    """The columns that the indices are put together from; None if they are not."""
+    """The columns that the indices are concatenated from; None if they are not."""
     maker = _maker(region, eqn.invars[1])
     if maker is None or maker.primitive.name != "concatenate":
         return None
@@ -93,7 +93,7 @@ def _maker(region: Region, atom: Atom) -> Eqn | None:
 
 
 def _counts(region: Region, atom: Atom, dim: int) -> bool:
-    """Whether a value is 0, 1, 2, ... along a dim, as far as the equations that make it say."""
+    """Whether a value is known to be 0, 1, 2, ... along a dim."""
     dtype: Any = atom.aval.dtype
     if not np.issubdtype(dtype, np.integer) or np.iinfo(dtype).max < atom.aval.shape[dim]:
         return False
@@ -108,7 +108,8 @@ def _counts(region: Region, atom: Atom, dim: int) -> bool:
     if name == "convert_element_type":
         return _counts(region, ins[0], dim)
     if name == "select_n":
-        # A negative index counts from the end: none is. JAX has compared NumPy's indices itself.
+        # JAX's `where(i < 0, i + n, i)` for negative indices; of NumPy's indices JAX evaluates `i < 0`
+        # itself.
         if (test := _maker(region, ins[0])) is None:
             chosen = _constant(region, ins[0])
             return chosen is not None and not np.any(chosen) and _counts(region, ins[1], dim)

@@ -15,11 +15,11 @@ from jzero.ir._regions import Region, trip_count
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.partition._frame import DeviceFrame, Partitioning, WrittenStep
 from jzero.sharding.partition._hints import hints_of
-from jzero.sharding.partition._matrix_owners import NO_OWNERS, MatrixOwners
+from jzero.sharding.partition._matrix_buckets import NOT_DISTRIBUTED, DistributedUpdates
 from jzero.sharding.partition._run import run
 from jzero.sharding.partition._saved import Loops
 from jzero.sharding.partition._time import TimeAxis
-from jzero.sharding.partition._values import DeviceValue, Hint, axes_of
+from jzero.sharding.partition._values import DeviceValue, Hint
 from jzero.sharding.partition._writer import DeviceMove
 from jzero.sharding.partition._written import joined_over_time
 from jzero.tracing import _jaxpr
@@ -34,20 +34,20 @@ class DeviceInput:
       layout: on the devices, padded if it is.
       rows: the axes over which it differs because rows of the batch do; none for state.
       firm: the axes over which it stays sharded, though it is state.
-      comes_whole: whether each device is given all of the dims that are padded, so that none of them moves.
+      padded_dims_gathered: whether each device is given all of the padded dims, so that none of them moves.
       name: of a leaf, for those who read the program.
     """
 
     layout: Layout
     rows: frozenset[str] = frozenset()
     firm: frozenset[str] = frozenset()
-    comes_whole: bool = False
+    padded_dims_gathered: bool = False
     name: str = ""
 
     @property
     def given(self) -> Layout:
         """In which layout the program is given it."""
-        if not self.comes_whole:
+        if not self.padded_dims_gathered:
             return self.layout  # A parameter may have padding that only its moments need.
         padded = (dim for dim in self.layout.dims if dim.pad is not None)
         return self.layout.without([cut.axis for dim in padded for cut in dim.cuts])
@@ -79,7 +79,7 @@ class DeviceProgram:
 def partition(
     jaxpr: Jaxpr, consts: Sequence[Any], mesh: Mapping[str, int], ins: Sequence[DeviceInput],
     outs: Sequence[Layout | None], reduced: Sequence[Hint | None] = (), once: bool = True,
-    prices: Prices = (), time: TimeAxis | None = None, owners: MatrixOwners = NO_OWNERS,
+    prices: Prices = (), time: TimeAxis | None = None, distributed: DistributedUpdates = NOT_DISTRIBUTED,
     automatic: frozenset[str] | None = None, keeps_padding: bool = False,
     written: WrittenStep | None = None, unmasked: Collection[int] = (),
 ) -> DeviceProgram:  # fmt: skip
@@ -96,7 +96,7 @@ def partition(
       once: reduces gradients that a loop of the step's adds up after it, and not in each iteration.
       prices: what collectives take along each axis; by default a byte costs the same along all.
       time: the axis of the mesh, its innermost one, that is no devices' but microbatches'.
-      owners: who runs calls of the step that update matrices.
+      distributed: the updates of matrices that devices share out.
       automatic: the inputs that XLA shards over axes beside these, by name; None without such axes. Else what
         the step says of them stays.
       keeps_padding: whether the partitioner may choose layouts of results that no array of JAX has.
@@ -109,10 +109,10 @@ def partition(
     """
     region = Region(jaxpr, [*consts]) if written is None else written.frame
     stored = [None if each.rows else each.layout for each in ins]
-    hints = hints_of(region, stored, outs, reduced, owners.hints(mesh))
+    hints = hints_of(region, stored, outs, reduced, distributed.hints(mesh))
     shared = Partitioning(
         mesh, hints, [each.name for each in ins], once, prices, any(each.rows for each in ins), time,
-        automatic, owners, written,
+        automatic, distributed, written,
     )  # fmt: skip
     frame = DeviceFrame(jaxpr.eqns[0] if jaxpr.eqns else _nowhere(), shared, region)
     own = [
@@ -139,58 +139,57 @@ def partition(
 
 def _value(var: Var, own: Var, given: DeviceInput, i: int) -> DeviceValue:
     layout = given.layout
-    rows = given.rows & axes_of(layout)
+    rows = given.rows & layout.axes
     return DeviceValue(var.aval, layout, {given.given: own}, rows, given.firm, origin=i)
 
 
 def _of_all_microbatches(
     frame: DeviceFrame, value: DeviceValue, wanted: Layout | None
 ) -> DeviceValue:
-    """What one device has for itself of all its microbatches, where it is returned so."""
+    """A device-varying result of all microbatches, if it is returned concatenated."""
     if wanted is None or not value.own & frame.over_time:
         return value
     pairs = zip(value.aval.shape, wanted.shape, strict=True)
-    dim = next((d for d, (part, whole) in enumerate(pairs) if part != whole), None)
+    dim = next((d for d, (local, full) in enumerate(pairs) if local != full), None)
     return value if dim is None else joined_over_time(frame, value, dim)
 
 
 def _returned(
     frame: DeviceFrame, value: DeviceValue, wanted: Layout | None, keeps_padding: bool
 ) -> Layout:
-    """In which layout a result is returned: where nothing else is said, whole, unless it has rows."""
+    """The layout of a result: `wanted`, or else replicated, unless it is batch-sharded."""
     if wanted is not None:
         return wanted
-    frame.settle(value)
-    layout, whole = value.layout, frame.whole(value.aval.shape)
+    frame.reduce(value)
+    layout, replicated = value.layout, frame.replicated(value.aval.shape)
     if not value.rows:
-        return whole
-    if value.rows & frame.over_time:  # They come together, in the order of the batch.
+        return replicated
+    if value.rows & frame.over_time:  # Microbatches are concatenated in the order of the batch.
         return _contiguous(frame, value)
-    # JAX has no arrays in unequal parts, nor in blocks that are dealt out.
+    # JAX has no arrays with unequal shards, nor with cuts in blocks.
     is_padded = any(dim.pad is not None for dim in layout.dims)
     if layout.spec() is not None and (keeps_padding or not is_padded):
         return layout
     contiguous = _contiguous(frame, value)
-    prices = [frame.price_from(value, layout, x) for x in (contiguous, whole)]
-    return contiguous if prices[0] < prices[1] else whole
+    prices = [frame.price_from(value, layout, x) for x in (contiguous, replicated)]
+    return contiguous if prices[0] < prices[1] else replicated
 
 
 def _contiguous(frame: DeviceFrame, value: DeviceValue) -> Layout:
-    """Rows that are dealt out, or beside padding, as even ones in one block, where there are such."""
-    found = frame.whole(value.aval.shape)
+    """Batch-sharded in even contiguous shards, as far as the devices divide the dims."""
+    found = frame.replicated(value.aval.shape)
     axes = [axis for axis in frame.mesh if axis in value.rows - frame.over_time]
     for d, dim in enumerate(value.layout.dims):
         own = [axis for axis in axes if any(cut.axis == axis for cut in dim.cuts)]
         if own and dim.true % value.layout.num(own) == 0:
-            for axis in own:
-                found = found.cut(d, axis)
+            found = found.shard(d, own)
     return found
 
 
 def _with_zeros(
     frame: DeviceFrame, x: Atom, layout: Layout, given: Collection[Var]
 ) -> Atom:  # fmt: skip
-    """A result, with zeros for padding, as an argument has that is returned."""
+    """A result with zeros as padding; an argument that is returned has them."""
     padded = [d for d, dim in enumerate(layout.dims) if dim.pad is not None]
     for d in padded if padded and x not in given else ():
         x = frame.masked(x, layout, d, "sum")
@@ -198,12 +197,12 @@ def _with_zeros(
 
 
 def moves_of(jaxpr: Jaxpr, by_result: Mapping[Var, DeviceMove]) -> tuple[DeviceMove, ...]:
-    """Every conversion of a program that communicates."""
+
     return tuple(_moves(jaxpr, by_result, 1))
 
 
 def _moves(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove], times: int) -> Iterator[DeviceMove]:
-    """What the equations of a program move, in their order; in a loop, in all iterations."""
+    """The moves of a program in order; in a loop, of all iterations."""
     for eqn in jaxpr.eqns:
         if eqn.outvars and (move := moves.get(eqn.outvars[0])) is not None:
             yield move._replace(nbytes=move.nbytes * times, times=times)
@@ -212,10 +211,10 @@ def _moves(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove], times: int) -> Iterato
 
 
 def _nowhere() -> Eqn:
-    """Where equations come from that are written for a step without any."""
+    """An equation whose line stands for those of a step without any."""
     return _jaxpr.trace_here(lambda x: -x, jax.ShapeDtypeStruct((), jnp.int32)).jaxpr.eqns[0]
 
 
 def _template() -> Any:
-    """Any jaxpr, in the place of whose parts others stand."""
+
     return _jaxpr.trace_here(lambda: ()).jaxpr

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the step says of layouts itself, by `jax.lax.with_sharding_constraint`.
+"""The step's own sharding constraints, `jax.lax.with_sharding_constraint`.
 
-[Note: requests] The dims that it shards over the mesh's data axes are requested: from there on the value has
-them, as far as the devices divide them, and `describe` lists what that moves. Of dims that it does not shard
-nothing is gathered. Parameters and their gradients lie as the stage says, a sum waits for what reads it, and
-what has to do with microbatches stays. Over axes that are XLA's, the constraint stays where it is.
+[Note: requests] A constraint that shards dims over data axes is obeyed where the devices divide the dims, and
+`describe` lists what that moves. Dims that it does not shard are not gathered for it. Parameters and their
+gradients keep the stage's layout, partial sums stay partial until they are read, and the time axis of
+microbatches stays. Over Auto axes the constraint remains in the program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jzero.tracing._types import Eqn
 
 
 def constrained(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
-    """The value as a `sharding_constraint` equation asks for it."""
+
     if _may_be_asked(frame, value):
         layout, asked = _requested(frame, eqn, value.layout)
         if layout != value.layout:
@@ -38,7 +38,7 @@ def _may_be_asked(frame: DeviceFrame, value: DeviceValue) -> bool:
 
 
 def _requested(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> tuple[Layout, frozenset[str]]:
-    """The layout with the dims sharded that the equation names, and the axes over which it has them anew."""
+    """The layout that a constraint asks for, and the axes that it changes."""
     spec = _jaxpr.constraint_spec(eqn, [*frame.mesh.keys() - frame.over_time])
     new, asked = layout, set[str]()
     for d, entry in enumerate(spec):
@@ -54,9 +54,9 @@ def _requested(frame: DeviceFrame, eqn: Eqn, layout: Layout) -> tuple[Layout, fr
 
 
 def _of_other_axes(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
-    """What the step says of axes over which XLA shards: of what a device has, too; a sum waits through it."""
+    """The constraint on Auto axes, which holds for a device's shard too, and passes partial sums."""
     out = _jaxpr.var_like(value.aval, value.layout.local_shape)
-    frame.again(eqn, [frame.at(value, value.layout)], [out])
+    frame.clone(eqn, [frame.at(value, value.layout)], [out])
     return dataclasses.replace(
         value, atoms={value.layout: out}, scopes={}, casts={}, make=None, outer=None, view=None
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reshapes: each device reshapes what it has, if that is a part of the result.
+"""Reshapes: each device reshapes its shard, if that is a shard of the result.
 
-Else rows move: of a batch that is cut into fewer chunks than there are devices, each device gets a part of
-every chunk.
+If not, rows move: when a batch is split into fewer chunks than devices, each device gets a part of every
+chunk.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from collections.abc import Sequence
 from jzero.ir._layout import AxisCut, Layout, dim_groups, fits
 from jzero.sharding.partition._equations import spread_on
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._values import DeviceValue, axes_of, next_outer
+from jzero.sharding.partition._values import DeviceValue, next_outer
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn
 
 
 def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
-    """A reshape of what each device has; state that has no place after it is gathered.
+    """Writes a reshape; state whose sharding the result cannot have is gathered.
 
-    Rows that have none are exchanged for others of the same dims, or gathered and cut again. Numbers of rows
-    are gathered: that costs nothing.
+    Batch-sharded values go to other blocks of the same dims by an all-to-all, or are gathered and sliced.
+    Values with one number per row are gathered, which costs nothing.
     """
     out = eqn.outvars[0].aval
     if _jaxpr.in_scope(eqn, _jaxpr.GROUPS):
         num = math.prod(frame.mesh.values())
         frame.reason = f"jzero.groups is local if its n is a multiple of {num}"
     source, lost = value.layout, _lost_rows(frame, value, out.shape)
-    lost = lost if lost and value.aval.size > _home(source, lost[0])[1] else []
+    lost = lost if lost and value.aval.size > _sharded_dim(source, lost[0])[1] else []
     if lost and value.make is None:
         source = _in_other_blocks(frame, value, lost, out.shape) or source
-        frame.shared.homes[out.shape, value.aval.shape] = value.layout
+        frame.shared.layouts_before[out.shape, value.aval.shape] = value.layout
     before = source.reshapable(out.shape)
     after = before.reshape(out.shape)
     params = {**eqn.params, "new_sizes": after.local_shape}
     new = _jaxpr.var_like(out, after.local_shape)
-    frame.again(eqn, [frame.at(value, before)], [new], params=params)
-    axes = axes_of(after)
+    frame.clone(eqn, [frame.at(value, before)], [new], params=params)
+    axes = after.axes
     made = DeviceValue(
         out, after, {after: new}, value.rows & axes, firm=value.firm & axes, displaced=value.displaced & axes,
         fill=value.fill, origin=value.origin, looked_up=value.looked_up,
@@ -48,36 +48,34 @@ def reshaped(frame: DeviceFrame, eqn: Eqn, value: DeviceValue) -> DeviceValue:
     gone = [axis for axis in lost if axis not in axes]
     if gone:
         return _cut_after(frame, made, value, gone)
-    home = frame.shared.homes.get((value.aval.shape, out.shape))
-    # What goes back ends where the rows have been, which are beside it there.
-    if home is not None and made.rows == axes == axes_of(home) and not made.layout.partial:
-        made.atoms[home] = frame.at(made, home)
-        made.layout = home
+    earlier = frame.shared.layouts_before.get((value.aval.shape, out.shape))
+    # The inverse of an earlier reshape restores its layout, which the values beside it have.
+    if earlier is not None and made.rows == axes == earlier.axes and not made.layout.partial:
+        made.atoms[earlier] = frame.at(made, earlier)
+        made.layout = earlier
     return made
 
 
 def _cut_after(
     frame: DeviceFrame, made: DeviceValue, value: DeviceValue, axes: Sequence[str]
 ) -> DeviceValue:  # fmt: skip
-    """A reshape of gathered rows as rows again: of the largest of their dims now, padded or not."""
+    """Shards a reshape of gathered rows again, along the largest of their dims, padded or not."""
     _, news = _dims_of_rows(value.layout, made.aval.shape, axes[0])
     n, shape = made.layout.num(axes), made.aval.shape
     free = [d for d in news if not made.layout.dims[d].cuts and made.layout.dims[d].pad is None]
     fit = [d for d in free if shape[d] % n == 0] or [d for d in free if shape[d] > n]
     if not fit:
         return made
-    layout, d = made.layout, max(fit, key=lambda d: shape[d])
-    for axis in axes:
-        layout = layout.cut(d, axis)
+    layout = made.layout.shard(max(fit, key=lambda d: shape[d]), axes)
     made.atoms[layout] = frame.at(made, layout)
     made.layout, made.rows = layout, made.rows.union(axes)
     return made
 
 
 def _lost_rows(frame: DeviceFrame, value: DeviceValue, shape: Sequence[int]) -> list[str]:
-    """The axes whose rows a reshape has no place for, in the order of their cuts."""
+    """The axes whose batch sharding the result of a reshape cannot have, in the order of their cuts."""
     layout = value.layout
-    kept = axes_of(layout.reshapable(shape)) | frame.over_time
+    kept = layout.reshapable(shape).axes | frame.over_time
     cuts = (cut.axis for dim in layout.dims for cut in dim.cuts)
     return [axis for axis in cuts if axis in value.rows and axis not in kept]
 
@@ -85,24 +83,24 @@ def _lost_rows(frame: DeviceFrame, value: DeviceValue, shape: Sequence[int]) -> 
 def _in_other_blocks(
     frame: DeviceFrame, value: DeviceValue, lost: Sequence[str], shape: Sequence[int]
 ) -> Layout | None:
-    """The layout with the rows of some axes in other blocks, which a reshape keeps: of the same dim, best."""
-    home, left, found = _home(value.layout, lost[0])[0], value.layout.without(lost), []
+    """A layout with the rows of some axes in other blocks that the reshape keeps, best of the same dim."""
+    own, left, found = _sharded_dim(value.layout, lost[0])[0], value.layout.without(lost), []
     for d in _dims_of_rows(value.layout, shape, lost[0])[0]:
         dim, at = left.dims[d], next_outer(left, left.dims[d])
         if at is None or dim.pad is not None:
             continue
-        at *= left.num(lost) if d == home else 1
+        at *= left.num(lost) if d == own else 1
         for axis in lost:
             dim, at = dim.put(AxisCut(axis, at)), at * left.num([axis])
         if not dim.size or not fits(dim.size, left.digits(dim.cuts)):
             continue
         layout = left.with_dims({d: dim})
-        if axes_of(layout) == axes_of(layout.reshapable(shape)):
-            found.append((d != home, d, layout))
+        if layout.axes == layout.reshapable(shape).axes:
+            found.append((d != own, d, layout))
     return min(found)[-1] if found else None
 
 
-def _home(layout: Layout, axis: str) -> tuple[int, int]:
+def _sharded_dim(layout: Layout, axis: str) -> tuple[int, int]:
     """The dim that an axis cuts, and its size."""
     place = layout.place(axis)
     assert place is not None
@@ -111,5 +109,5 @@ def _home(layout: Layout, axis: str) -> tuple[int, int]:
 
 def _dims_of_rows(layout: Layout, shape: Sequence[int], axis: str) -> tuple[range, range]:
     """The dims that a reshape merges and splits with the one that an axis cuts; before and after it."""
-    home, _ = _home(layout, axis)
-    return next(pair for pair in dim_groups(layout.shape, shape) if home in pair[0])
+    own, _ = _sharded_dim(layout, axis)
+    return next(pair for pair in dim_groups(layout.shape, shape) if own in pair[0])

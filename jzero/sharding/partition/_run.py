@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program on values: each equation becomes those of one device.
+"""Interprets a jaxpr on `DeviceValue`s: each equation becomes those of one device.
 
-What an equation holds programs is asked of regions, not of names: a call, a custom derivative, a checkpoint's
-body and an operation that JAX expands are all written in the place where they stand.
+Regions say which equations have inner jaxprs, not names of primitives: calls, custom derivatives, checkpoints
+and operations that JAX expands are all inlined.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from jzero.ir._writer import JaxprWriter
 from jzero.sharding.partition import (
     _along,
     _control,
+    _distributed_updates,
     _effects,
     _equations,
     _lazy,
     _look_ups,
     _opaque,
-    _owners,
     _requests,
     _reshapes,
     _written,
@@ -65,24 +65,24 @@ def run(frame: DeviceFrame, region: Region, ins: Sequence[DeviceValue]) -> list[
             value.leaf = value.leaf or frame.leaf_of(var)
             is_wanted = value.hint is not None and value.hint.is_firm
             if value.layout.partial and is_wanted and not _waits(frame, region, var, value):
-                frame.settle_here(value)
+                frame.reduce_at_exit(value)
         frame.note(outs)
     frame.region, frame.values = outer, around
     return [frame.literal(x) if _jaxpr.is_literal(x) else env[x] for x in region.jaxpr.outvars]
 
 
 def _waits(frame: DeviceFrame, region: Region, var: Var, value: DeviceValue) -> bool:
-    """Whether something reads a partial sum as it is; whoever gets it of a region says what becomes of it.
+    """Whether a partial sum stays partial: a reader takes it so, or the region returns it.
 
-    Of a view none does if something else reads the sum, which would then be done twice.
+    Not for a view alone if other readers need the sum, which would then be reduced twice.
     """
     eqns = region.jaxpr.eqns
     ends = len(eqns) in (readers := region.readers.get(var, []))
-    in_time = bool(value.due & frame.over_time)
+    in_time = bool(value.partial_axes & frame.over_time)
     each = [eqns[i] for i in readers if i < len(eqns)]
     found = [
         e for e in each
-        if _equations.waits(e) or in_time and _equations.widens_in_time(frame, e)
+        if _equations.passes_partial(e) or in_time and _equations.widens_in_time(frame, e)
         or _equations.widens_for_loop(frame, e)
     ]  # fmt: skip
     alone = len(found) == len(each)
@@ -99,8 +99,8 @@ def _equation(
         return ins
     if name == "optimization_barrier":
         return _control.barrier(frame, ins)
-    if (owners := frame.shared.owners.of(region, eqn)) is not None:
-        return _owners.run_owned(frame, region, eqn, owners, ins, run)
+    if (distributed := frame.shared.distributed.of(region, eqn)) is not None:
+        return _distributed_updates.run_distributed(frame, region, eqn, distributed, ins, run)
     if region.inner(eqn):
         return _control.run_inner(frame, region, eqn, ins, run)
     if (outs := _written.equation(frame, region, _jaxpr.without_sharding(eqn), ins)) is not None:
@@ -122,15 +122,15 @@ def _equation(
         return [_reshapes.reshaped(frame, eqn, ins[0])]
     if name in _VMAPPED:
         return _in_place_of(frame, region, eqn, ins, _over_dims, (name, eqn.params["axes"]))
-    if name == "split" and ins[0].is_state:  # Passes take slices of leaves.
+    if name == "split" and ins[0].is_state:  # Passes know slices of leaves.
         return _in_place_of(
             frame, region, eqn, ins, _slices, (eqn.params["axis"], eqn.params["sizes"])
         )
     if (few := _look_ups.slices(frame, eqn, ins)) is not None:
         return _in_place_of(frame, region, eqn, ins, *few)
     factors = _rules.factors_of(eqn) if name != "reshape" else []
-    if name in _along.NAMES and not _equations.due(frame, eqn, ins):
-        _equations.settle(frame, eqn, ins, factors)
+    if name in _along.NAMES and not _equations.partial_through(frame, eqn, ins):
+        _equations.reduce_operands(frame, eqn, ins, factors)
         if (found := _along.along(frame, eqn, ins)) is not None:
             return found
     factors += _look_ups.factors(frame, eqn, ins)
@@ -149,7 +149,7 @@ def _in_place_of(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue],
     fn: Callable[..., object], static: tuple[Hashable, ...],
 ) -> list[DeviceValue]:  # fmt: skip
-    """Writes the equations of `fn(*static, *ins)` in the place of an equation, which computes the same."""
+    """Writes the equations of `fn(*static, *ins)` instead of an equation that computes the same."""
     given = [_jaxpr.var_like(value.aval) for value in ins]
     writer = JaxprWriter(eqn)
     outs = writer.trace(fn, *given, static=static)  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ def _slices(dim: int, sizes: tuple[int, ...], x: jax.Array) -> list[jax.Array]:
     ]
 
 
-# Collectives over an axis that `jax.vmap` has made a dim: reductions of that dim.
+# Collectives over an axis of `jax.vmap` reduce a dim.
 _VMAPPED: dict[str, Callable[..., jax.Array]] = {
     "psum": lambda x, dims: jnp.sum(x, dims, dtype=x.dtype),
     "pmax": jnp.max,
@@ -187,7 +187,7 @@ def _over_dims(name: str, dims: tuple[int, ...], *xs: jax.Array) -> list[jax.Arr
 
 
 def _check(eqn: Eqn, region: Region) -> None:
-    """Raises an error if the equation means more than a function of its operands."""
+    """Refuses collectives of the step and `shard_map`."""
     if eqn.primitive.name == "shard_map":
         raise shard_map_error(f" ({_jaxpr.summary(eqn)})")
     is_collective = _rules.costs(eqn, _rules.Cost.COLLECTIVE)

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Microbatches as an axis in time: the batch is sharded over an axis that no device has.
+"""Microbatches as a mesh axis in time: the batch is sharded over an axis that is no devices'.
 
-The partitioner treats a microbatch as a device: rows are cut over the axis, and sums over rows are partial
-over it. What it writes of "collectives" over the axis becomes loops (`_microbatches.py`).
+The partitioner treats a microbatch as a device: the batch is sharded over the time axis, and sums over the
+batch are partial over it. "Collectives" over the axis become loops (`_microbatches.py`).
 
-[Note: conversions over time] A microbatch can wait for the others, and can give them nothing while it runs.
-So the axis cuts nothing but rows: they are gathered over it or stay, and a sum over it is done whole. Both
-end the loop over the microbatches, and so stand outside of all other loops and branches. A loop of the step
-that cannot do without is opened: it is around loops over the microbatches, and carries what all of them have.
+[Note: conversions over time] Microbatches run one after the other, so a microbatch cannot exchange data with
+others while it runs. Hence the time axis shards the batch and nothing else: batch-sharded values are gathered
+over it or stay sharded, and partial sums over it are all-reduced, never scattered. Both end the loop over
+microbatches, and so stand outside of all other loops and branches. A loop of the step that needs either
+inside is *opened*: it runs around loops over the microbatches, and carries the values of all of them.
 
-A gradient is a partial sum over devices and over time. With `once`, it is summed up over time first, and then
-over the devices; else it is reduce-scattered in each microbatch, and shards are summed up over time. What is
-reduced to all devices, as a loss is, waits for the last microbatch in either case.
+A gradient is a partial sum over devices and over time. With `once`, it is accumulated over time first, and
+then reduced over the devices; without, it is reduce-scattered in each microbatch, and shards are accumulated.
+Values that are all-reduced, such as a loss, are reduced after the last microbatch in either case.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class TimeAxis(NamedTuple):
     """The axis of the microbatches.
 
     Attributes:
-      name: beside the names of the mesh.
+      name: of the axis, distinct from the mesh's.
       num: of microbatches.
-      once: sum gradients up over time before the devices reduce them.
-      opens: whether other loops and branches may be around loops over time.
+      once: gradients are accumulated over time before the devices reduce them.
+      opens: whether loops and branches of the step may be opened.
     """
 
     name: str
@@ -39,16 +40,16 @@ class TimeAxis(NamedTuple):
 
 
 def step_over_time(source: Layout, target: Layout, time: TimeAxis) -> LayoutStep | None:
-    """The reduction or gather over time on the way from layout to layout; None if there is none.
+    """The reduction or gather over time in a conversion; None if there is none.
 
-    It is written behind a conversion from `source` to its `before`; a gather comes first of all, so that one
+    It comes after a conversion from `source` to its `before`. A gather over time comes first, so that one
     collective of the devices serves all microbatches.
     """
-    due = next((p for p in source.partial if p.axis == time.name), None)
-    if due is not None and all(p.axis != time.name for p in target.partial):
-        reduces = due.op == "sum" and not time.once
+    partial = next((p for p in source.partial if p.axis == time.name), None)
+    if partial is not None and all(p.axis != time.name for p in target.partial):
+        reduces = partial.op == "sum" and not time.once
         before = scattered(source, target, time) if reduces else source
-        return LayoutStep("reduce", (time.name,), before, before.settled([time.name]), ())
+        return LayoutStep("reduce", (time.name,), before, before.reduced([time.name]), ())
     place = source.place(time.name)
     if place is not None and (target.place(time.name) != place or _must_move(source, target, time)):
         return LayoutStep("gather", (time.name,), source, _gathered(source, time.name), ())
@@ -56,7 +57,7 @@ def step_over_time(source: Layout, target: Layout, time: TimeAxis) -> LayoutStep
 
 
 def _must_move(source: Layout, target: Layout, time: TimeAxis) -> bool:
-    """Whether no conversion leaves what is cut over time where it is, as in another padding."""
+    """Whether every conversion moves rows between microbatches, as one to another padding does."""
     try:
         conversion(source, target, 4, still=time.name)
     except NoWayError:
@@ -65,15 +66,15 @@ def _must_move(source: Layout, target: Layout, time: TimeAxis) -> bool:
 
 
 def scattered(source: Layout, target: Layout, time: TimeAxis) -> Layout:
-    """The sums over those devices done that get shards of them; `source` if they cannot be done alone."""
-    due = (p.axis for p in source.partial if p.axis != time.name and p.op == "sum")
-    axes = frozenset(axis for axis in due if target.place(axis) is not None)
-    found = joined(source.settled(axes), target, axes)
+    """`source`, reduce-scattered over the axes that shard `target`; itself if that is impossible."""
+    partial = (p.axis for p in source.partial if p.axis != time.name and p.op == "sum")
+    axes = frozenset(axis for axis in partial if target.place(axis) is not None)
+    found = joined(source.reduced(axes), target, axes)
     return found if all(found.place(a) == target.place(a) for a in axes) else source
 
 
 def without_time(layout: Layout, name: str) -> Layout:
-    """The layout of what one device has for all its microbatches, with the same padding."""
+    """The layout of the microbatches of a device together, with the same padding."""
     mesh = tuple(each for each in layout.mesh if each[0] != name)
     return Layout(_gathered(layout, name).dims, mesh, layout.partial)
 

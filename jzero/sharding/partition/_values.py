@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DeviceValue`: a value of the step on one device; and what is made of two layouts."""
+"""`DeviceValue`: a value of the step on one device; and functions of two layouts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jzero.tracing._types import Atom, Aval, Eqn, Var
 
 
 class Hint(NamedTuple):
-    """What follows a value.
+    """What the readers of a value want.
 
     Attributes:
-      layout: that it wants; without cuts if it asks for none.
-      is_firm: whether all of what wants it does so along dims that the value has: a sum over others waits for
-        whoever reads it, which may have rows along these.
-      leaf: the leaf that is made of the value, element by element.
+      layout: in which they want it; without cuts if they do not care.
+      is_firm: whether all of them want it along dims that the value has. Readers that sum over other dims may
+        have rows along these, and their operand stays partial.
+      leaf: the leaf that the value becomes, element by element.
     """
 
     layout: Layout
@@ -31,27 +31,28 @@ class DeviceValue:
     """A value on one device.
 
     Attributes:
-      aval: its type, whole.
-      layout: its own layout: that in which it was made.
-      atoms: what there is of it, by layout.
-      rows: the axes over which it differs because rows of the batch do.
-      displaced: of `rows`, those that are no longer along rows, but along another dim, since an exchange.
-      firm: the axes over which it stays sharded though it is state, as the user's specs say.
-      make: `make(frame, layout)` writes it in any layout at little cost; else it must be converted.
-      fill: all its elements, if they are one that is known.
+      aval: its global type.
+      layout: the layout in which it was computed.
+      atoms: variables that hold it, by layout.
+      rows: the axes over which it is batch-sharded.
+      displaced: of `rows`, those along another dim than the batch dim, since an all-to-all.
+      firm: the axes over which it stays sharded although it is state, by the user's specs.
+      make: `make(frame, layout)` writes it in any layout at little cost; without it, it must be converted.
+      fill: the value of all its elements, if that is a known constant.
       origin: the input of which it is a view, by index.
-      hint: in which layout what follows wants it.
-      leaf: the name of the leaf that what follows makes of it.
-      spread: where a sum of activations is scattered that nobody has asked of: beside the dim that it summed.
-      looked_up: whether a partial sum is what devices have looked up in their rows, and no sum of the step's.
-      is_activation: whether a partial sum is one of a forward pass, and so no gradient.
-      outer: the same value in the frame around.
-      view: an equation and the state that it reads, which is gathered in its place.
-      cast: the cast that made it, and of what, if that is a partial sum.
-      casts: of state, what it is in other dtypes: equal casts share a gather.
-      scopes: of gathers of state that serve one pass only, which.
-      own: the axes along which each device has a value of its own, [Note: values of a device's own].
-      sum: writes its sum over all devices, where that is not made of what each has of it.
+      hint: in which layout its readers want it.
+      leaf: the name of the leaf that it becomes.
+      spread: where a partial sum of activations is scattered without a hint: along the dim beside the summed
+        one.
+      looked_up: whether a partial sum is a look-up of which each device has its shard's part.
+      is_activation: whether a partial sum belongs to a forward pass, and so is no gradient.
+      outer: the same value in the enclosing frame.
+      view: an equation and the state that it reads, which is gathered instead of the result.
+      cast: the cast that made it and its operand, if that is a partial sum.
+      casts: of state, its casts by dtype: equal casts share a gather.
+      scopes: of a gather of state, the pass that it serves.
+      own: the axes over which it is device-varying, [Note: device-varying values].
+      sum: writes its sum over all devices, if that is not an all-reduce of `atoms`.
     """
 
     aval: Aval
@@ -78,7 +79,7 @@ class DeviceValue:
 
     @property
     def is_state(self) -> bool:
-        """Whether it is the same on all devices but for how it is stored."""
+        """Whether its global value is the same on all devices, however it is sharded."""
         return not self.rows and not self.own and not self.layout.partial
 
     @property
@@ -86,19 +87,9 @@ class DeviceValue:
         return self.fill is not None and bool(self.fill == 0)
 
     @property
-    def due(self) -> frozenset[str]:
+    def partial_axes(self) -> frozenset[str]:
         """The axes over which it is a partial sum."""
         return frozenset(p.axis for p in self.layout.partial)
-
-
-def axes_of(layout: Layout) -> frozenset[str]:
-    """The axes that cut."""
-    return layout.axes
-
-
-def is_whole(layout: Layout) -> bool:
-    """Whether every device has all of it."""
-    return layout.is_whole
 
 
 def sized(dim: Dim, size: int) -> Dim:
@@ -107,7 +98,7 @@ def sized(dim: Dim, size: int) -> Dim:
 
 
 def next_outer(layout: Layout, dim: Dim) -> int | None:
-    """Where another axis would cut what each device has in contiguous shards; None if it has no such."""
+    """The `outer` of a cut within the contiguous shards of a dim; None if the dim has no such shards."""
     at = 1
     for cut in dim.cuts:
         if cut.outer != at:
@@ -117,11 +108,11 @@ def next_outer(layout: Layout, dim: Dim) -> int | None:
 
 
 def put(layout: Layout, d: int, want: Dim, cut: AxisCut) -> Layout | None:
-    """`layout`, also cut as a dim of another one is; None if it cannot be."""
+    """`layout`, with a cut of another layout's dim added; None if it does not fit."""
     own = layout.dims[d]
     if layout.place(cut.axis) is not None or own.true != want.true:
         return None
-    if own[::2] != want[::2]:  # Another padding would give the devices other parts.
+    if own[::2] != want[::2]:  # With another padding, the devices would hold other elements.
         if own.cuts:
             return None
         own = want._replace(cuts=())
@@ -139,7 +130,7 @@ def joined(layout: Layout, want: Layout, axes: frozenset[str] | None = None) -> 
 
 
 def common(a: Layout, b: Layout) -> Layout:
-    """The cuts that both have; no partial sums but those that both are."""
+    """The cuts and partial sums that both layouts have."""
     dims = []
     for x, y in zip(a.dims, b.dims, strict=True):
         cuts = tuple(cut for cut in x.cuts if cut in y.cuts) if x[::2] == y[::2] else ()

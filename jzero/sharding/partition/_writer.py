@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DeviceWriter`: one device's equations, and among them every conversion from layout to layout.
+"""`DeviceWriter`: one device's equations, with layout conversions (replicated, sharded, partial).
 
-A cut of a dim makes it `[outer, n, inner]` on the device that has all of it. Each conversion reshapes the
-dims that it touches so that the devices have a dim of their own, and back.
+All collectives of a step are written here. A cut of a dim views it as `[outer, n, inner]`; a conversion
+reshapes the dims that it touches so that the devices have a dim of their own, and back.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jzero.ir import _rules
+from jzero.ir._factors import with_size
 from jzero.ir._layout import LOCAL, Dim, Layout, LayoutStep, Prices, conversion, permutation
 from jzero.ir._sent import SENT_AS, cast, fenced, from_ordered, ordered_integers
 from jzero.ir._writer import JaxprWriter
@@ -24,8 +25,8 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Aval, Eqn, Jaxpr, Var
 
 DimParts = tuple[int, int, int]  # `[outer, n, inner]`: how a dim is read.
-OUTPUT = "output"  # In the place of a primitive, of what moves because it is returned.
-OF_STATE, OF_SUM = "state", "sum"  # Why a value moves that ZeRO itself gathers or reduces.
+OUTPUT = "output"  # In place of a primitive, for conversions of results.
+OF_STATE, OF_SUM = "state", "sum"  # The reasons of ZeRO's own gathers and reductions.
 _SCOPES = {
     "gather": "gather",
     "scatter": "reduce_scatter",
@@ -40,14 +41,14 @@ class DeviceMove(NamedTuple):
     Attributes:
       kind: of the collective, as in `LayoutStep`.
       axes: over which.
-      nbytes: that reach each device, in all iterations of the loops around it.
-      of: the input that is moved, by index, if it is one that is only viewed.
-      line: where the user wrote what needs it; of a result its number.
-      why: 'state', 'sum', or why rows move.
+      nbytes: that reach each device, in all iterations of the enclosing loops.
+      of: the index of the input that is moved, or a view of it; None for others.
+      line: the user's line of the operation that needs it; of a result, its number.
+      why: 'state', 'sum', or the reason for moving rows.
       operation: the primitive that needs it, or `OUTPUT`.
       value: its type, `float32[16,64]`.
-      local_bytes: that a device has of it then.
-      times: how often it runs; at least once in a loop of unknown length.
+      local_bytes: of the converted value on a device.
+      times: how often it runs; in a loop of unknown length, once.
     """
 
     kind: str
@@ -67,9 +68,9 @@ class DeviceWriter(JaxprWriter):
 
     Attributes:
       mesh: axes and how many devices each has.
-      moves: what each collective moves, by its result.
-      prices: what collectives take along each axis.
-      still: an axis along which conversions move nothing.
+      moves: a record of each collective, by its result.
+      prices: of collectives along each axis.
+      still: an axis along which conversions must not communicate.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class DeviceWriter(JaxprWriter):
         return out
 
     def index(self, axes: Sequence[str]) -> Atom:
-        """This device's place among those along the axes."""
+        """This device's index along the axes."""
         (first, *others), axes = axes, tuple(axes)
         if axes not in self._index and others:
             each = [self.index([axis]) for axis in axes]
@@ -109,7 +110,7 @@ class DeviceWriter(JaxprWriter):
         self, x: Atom, source: Layout, target: Layout, of: int | None = None, why: str = "",
         leaf: str = "",
     ) -> Atom:  # fmt: skip
-        """`x`, which is laid out as `source`, as `target`; `leaf` names what it is of in a profile."""
+        """`x` from layout `source` to `target`; profiles name the collectives after `leaf`."""
         if 0 in source.shape and not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
             return self.full(0, _jaxpr.var_like(x.aval, target.local_shape).aval)  # Nothing moves.
         user = self.source
@@ -131,20 +132,20 @@ class DeviceWriter(JaxprWriter):
         return x
 
     def steps(self, aval: Aval, source: Layout, target: Layout) -> tuple[LayoutStep, ...]:
-        """What converts a value of that type from layout to layout."""
+
         itemsize = getattr(aval.dtype, "itemsize", 4)
         return conversion(source, target, itemsize, self.prices, self.still)
 
     def _line(self) -> str:
-        """Where the user wrote what needs a value."""
+
         return _jaxpr.summary(self.source)
 
     def _operation(self) -> str:
-        """What needs it."""
+
         return self.source.primitive.name
 
     def step(self, x: Atom, step: LayoutStep) -> Atom:
-        """One step; of keys, that of their words."""
+        """Writes one step of a conversion; PRNG keys are converted as their words."""
         convert: Callable[[Atom, LayoutStep], Atom] = getattr(self, f"_{step.kind}")
         if not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
             return convert(x, step)
@@ -158,7 +159,7 @@ class DeviceWriter(JaxprWriter):
 
         def gather(y: Atom) -> Atom:
             along = d if outer == 1 else d + 1
-            shape = _with(y.aval.shape, along, y.aval.shape[along] * num)
+            shape = with_size(y.aval.shape, along, y.aval.shape[along] * num)
             return self._sent(y, shape, "all_gather", all_gather_dimension=along, tiled=True,
                               axis_name=_name(step.axes), axis_index_groups=None, axis_size=num)  # fmt: skip
 
@@ -170,19 +171,19 @@ class DeviceWriter(JaxprWriter):
 
         def scatter(y: Atom) -> Atom:
             along = d if outer == 1 else d + 1
-            shape = _with(y.aval.shape, along, y.aval.shape[along] // num)
+            shape = with_size(y.aval.shape, along, y.aval.shape[along] // num)
             return self._sent(y, shape, "psum_scatter", scatter_dimension=along, tiled=True,
                               axis_name=_name(step.axes), axis_index_groups=None, axis_size=num)  # fmt: skip
 
         return self._among(x, d, (outer, num, inner), scatter, (outer, 1, inner))
 
     def _exchange(self, x: Atom, step: LayoutStep) -> Atom:
-        """DimParts of the dim that is to be cut go to the devices, and join in the dim that is cut."""
+        """Splits the dim to shard among the devices, and concatenates along the dim that was sharded."""
         num, joined = step.before.num(step.axes), _digit(step.before, step.axes)
         cut = _digit(step.after, step.axes)
         shape, where = _split_for_exchange(x.aval.shape, step.before, joined, cut, num)
         y: Atom = self.reshape(x, shape)
-        new = _with(_with(shape, where[0], 1), where[1], num)
+        new = with_size(with_size(shape, where[0], 1), where[1], num)
         y = self._sent(y, new, "all_to_all", split_axis=where[0], concat_axis=where[1],
                        axis_name=_name(step.axes), axis_index_groups=None, tiled=True)  # fmt: skip
         after = (*step.after.local_shape, *x.aval.shape[len(step.after.dims) :])
@@ -232,43 +233,43 @@ class DeviceWriter(JaxprWriter):
         return self.inline(_unpadded, (d, step.before.local_outer(d, pad.outer), pad.true), x)
 
     def masked(self, x: Atom, layout: Layout, dim: int, reduces: str) -> Atom:
-        """`x`, with what changes no sum (maximum, ...) in the place of a dim's padding."""
+        """`x`, with the reduction's neutral element in the padding of a dim."""
         if layout.dims[dim].pad is None:
             return x
         neutral = _rules.neutral(reduces, x.aval.dtype)
         return self.filled(x, layout, dim, _jaxpr.scalar(neutral, x.aval.dtype))
 
     def filled(self, x: Atom, layout: Layout, dim: int, fill: Atom) -> Atom:
-        """`x`, with a scalar in the place of a dim's padding."""
+        """`x`, with a scalar in the padding of a dim."""
         own = layout.dims[dim]
         assert own.pad is not None
         if own not in self._inside:
             line = Layout((own,), layout.mesh)
-            whole = self.inline(_inside, (own.size, own.size // own.pad.outer, own.pad.true))
-            self._inside[own] = self.convert(whole, line.without_cuts(), line)
+            replicated = self.inline(_inside, (own.size, own.size // own.pad.outer, own.pad.true))
+            self._inside[own] = self.convert(replicated, line.without_cuts(), line)
         return self.inline(_where_inside, (dim,), self._inside[own], x, fill)
 
     def positions(self, dim: Dim) -> Atom:
-        """The places of what a device has of a dim; padding repeats the last of its block."""
+        """The global positions of a device's elements of a dim; padding repeats the last of its block."""
         if dim not in self._positions:
             line = Layout((dim,), tuple(self.mesh.items()))
-            whole = self.inline(_places, (dim._replace(cuts=()),))
-            self._positions[dim] = self.convert(whole, line.without_cuts(), line)
+            replicated = self.inline(_places, (dim._replace(cuts=()),))
+            self._positions[dim] = self.convert(replicated, line.without_cuts(), line)
         return self._positions[dim]
 
     # -- collectives --------------------------------------------------------------------------------------
     def _among(
         self, x: Atom, dim: int, parts: DimParts, moved: Callable[[Atom], Atom], after: DimParts
     ) -> Atom:
-        """`moved` of `x`, a dim of which is read as parts; the result's dim is `after` as one."""
+        """`moved` of `x` with a dim split into `parts`; merges `after`, the parts of the result's dim."""
         if parts[0] == 1:
             return moved(x)
         shape = x.aval.shape
         y = moved(self.reshape(x, (*shape[:dim], *parts, *shape[dim + 1 :])))
-        return self.inline(_reshaped, (_with(shape, dim, math.prod(after)),), y)
+        return self.inline(_reshaped, (with_size(shape, dim, math.prod(after)),), y)
 
     def _sent(self, x: Atom, shape: Sequence[int], name: str, **params: object) -> Atom:
-        """A collective; of dtypes that the devices cannot send or sum, in a wider one."""
+        """A collective; dtypes that devices cannot send or sum are widened."""
         sums = name in ("psum", "psum_scatter")
         wide = "int32" if sums and x.aval.dtype == np.bool_ else SENT_AS.get(str(x.aval.dtype))
         if wide is not None:
@@ -284,7 +285,7 @@ class DeviceWriter(JaxprWriter):
         return out
 
     def barrier(self, ins: Sequence[Atom]) -> list[Var]:
-        """The operands, none of which is there before all are."""
+        """An optimization barrier around the operands."""
         outs = [_jaxpr.new_var(x) for x in ins]
         return self.add(lax.optimization_barrier_p, ins, outs)
 
@@ -300,10 +301,6 @@ def _name(axes: Sequence[str]) -> str | tuple[str, ...]:
     return tuple(axes) if len(axes) > 1 else axes[0]
 
 
-def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
 def _digit(layout: Layout, axes: Sequence[str]) -> tuple[int, int]:
     place = layout.place(axes[0])
     assert place is not None
@@ -311,7 +308,7 @@ def _digit(layout: Layout, axes: Sequence[str]) -> tuple[int, int]:
 
 
 def _place(layout: Layout, axes: Sequence[str]) -> DimParts:
-    """The dim that neighbouring axes cut, how many blocks stand before them on a device, and the rest."""
+    """The dim that adjacent axes cut, its local number of outer blocks, and the size of an inner one."""
     dim, outer = _digit(layout, axes)
     here = layout.local_outer(dim, outer)
     return dim, here, layout.local_shape[dim] // here
@@ -320,7 +317,7 @@ def _place(layout: Layout, axes: Sequence[str]) -> DimParts:
 def _split_for_exchange(
     shape: Sequence[int], before: Layout, joined: tuple[int, int], cut: tuple[int, int], num: int
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """The shape in which the dim to cut has one of `num`, the dim to join one of 1; where these two are."""
+    """A shape with a dim of `num` to split and one of size 1 to concatenate along; these two dims."""
     parts: list[tuple[int, ...]] = [(n,) for n in shape]
     (a, _), (b, _) = joined, cut
     to_join, to_cut = before.local_outer(*joined), before.local_outer(*cut)
@@ -340,7 +337,7 @@ def _split_for_exchange(
 
 
 def communicates(jaxpr: Jaxpr, moves: Mapping[Var, DeviceMove]) -> bool:
-    """Whether a program, or one inside, has a collective."""
+
     return any(eqn.outvars and eqn.outvars[0] in moves for eqn in _jaxpr.walk(jaxpr))
 
 
@@ -350,7 +347,7 @@ def _reshaped(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
 
 
 def _joint_index(sizes: tuple[int, ...], first: jax.Array, *others: jax.Array) -> jax.Array:
-    """A place among several axes, the outermost first (JAX 0.10.2 lowers the index of one axis only)."""
+    """A linear index over several axes, outermost first (JAX 0.10.2 lowers the index of one axis only)."""
     for size, index in zip(sizes, others, strict=True):
         first = first * jnp.int32(size) + index
     return first
@@ -374,7 +371,7 @@ def _first_only(op: str, x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _padded(dim: int, outer: int, step: int, x: jax.Array) -> jax.Array:
-    """The last of each block again, and not zeros, which a step may divide by."""
+    """Repeats the last element of each block: zeros would be divided by."""
     shape = x.shape
     x = x.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
     last = lax.slice_in_dim(x, x.shape[dim + 1] - 1, x.shape[dim + 1], axis=dim + 1)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that is written for one device, with collectives of its own: what it computes of its rows.
+"""Steps that are written for one device, with collectives of their own.
 
-[Note: values of a device's own] What differs between the devices of such a step has the shape that the step
-gives it, and no layout says what it is a part of. Each equation that reads one is written as it is, on whole
-operands; so what follows from the state alone stays in shards, and is gathered where it meets rows. A sum
-over all axes along which a value differs is the partial sum that a sum over rows of the batch is, too.
+[Note: device-varying values] In such a step a device-varying value has the shape that the step gives it, and
+no layout says what it is a shard of. Equations that read one are kept as they are, on replicated operands.
+Values that depend on the state alone stay sharded, and are gathered where they meet device-varying ones. A
+`psum` over all axes over which a value varies is a partial sum, as a sum over the batch is in other steps.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jax import lax
 
 from jzero.ir import _rules
 from jzero.ir._errors import cannot, cannot_in_time
-from jzero.ir._layout import Layout, Partial
+from jzero.ir._layout import Partial
 from jzero.ir._regions import Region
-from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS
+from jzero.sharding.analysis._frames import COLLECTIVES, GATHERS, REDUCTIONS
 from jzero.sharding.partition import _lazy, _look_ups
 from jzero.sharding.partition._equations import ordinary
 from jzero.sharding.partition._frame import DeviceFrame, WrittenStep
@@ -28,7 +28,6 @@ from jzero.sharding.partition._values import DeviceValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-_GATHERS = ("all_gather", "all_gather_invariant")
 _SCATTERS = ("reduce_scatter", "psum_scatter")
 _REDUCES = dict.fromkeys(REDUCTIONS, "sum") | {"pmax": "max", "pmin": "min"}
 
@@ -36,7 +35,7 @@ _REDUCES = dict.fromkeys(REDUCTIONS, "sum") | {"pmax": "max", "pmin": "min"}
 def equation(
     frame: DeviceFrame, region: Region, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> list[DeviceValue] | None:
-    """A collective of the step's own, or an equation of what differs; None if it is none of these."""
+    """Writes a collective of the step's own, or an equation of device-varying values; None for others."""
     if (written := frame.shared.written) is None:
         return None
     if eqn.primitive.name in COLLECTIVES:
@@ -53,7 +52,7 @@ def equation(
         )  # fmt: skip
     if (rows := _looked_up(frame, eqn, ins, own)) is not None:
         return [rows]
-    found = _values(frame, frame.again(eqn, _whole(frame, ins)), own)
+    found = _values(frame, frame.clone(eqn, _replicated_atoms(frame, ins)), own)
     if _adds_rows(frame, eqn, ins):
         found[0].sum = functools.partial(_of_all_rows, frame, eqn, ins)
     return found
@@ -76,10 +75,10 @@ def _collective(
     if op is not None and all(v.own.issubset(axes) for v in ins):
         each = zip(ins, eqn.outvars, strict=True)
         return [_reduced(frame, op, axes, v, out) for v, out in each]
-    atoms, time = _whole(frame, ins), frame.over_time.intersection(axes)
+    atoms, time = _replicated_atoms(frame, ins), frame.over_time.intersection(axes)
     if time and name in _SCATTERS and not grouped:
         return _values(frame, [_scattered(frame, eqn, axes, atoms[0])], frozenset(axes))
-    if time and (grouped or op is None and name not in _GATHERS):
+    if time and (grouped or op is None and name not in GATHERS):
         raise cannot_in_time(
             f"it is a collective over {'groups of ' * bool(grouped)}{_jaxpr.axes_of(eqn)} that gives each "
             "device something else",
@@ -97,24 +96,24 @@ def _collective(
 
 
 def _scattered(frame: DeviceFrame, eqn: Eqn, axes: Sequence[str], x: Atom) -> Atom:
-    """A microbatch's part of a sum that all of them give to."""
-    whole, dim = frame.whole(x.aval.shape), eqn.params["scatter_dimension"]
-    part = whole
-    for axis in axes:
-        part = part.cut(dim, axis)
-    own = frame.convert(x, whole.summed(*map(Partial, axes)), part)
+    """A reduce-scatter over devices and microbatches."""
+    replicated, dim = frame.replicated(x.aval.shape), eqn.params["scatter_dimension"]
+    part = replicated.shard(dim, axes)
+    own = frame.convert(x, replicated.with_partial(*map(Partial, axes)), part)
     return own if eqn.params["tiled"] else frame.reshape(own, eqn.outvars[0].aval.shape)
 
 
 def _reduced_over_time(frame: DeviceFrame, op: str, x: Atom) -> Atom:
-    whole = frame.whole(x.aval.shape)
-    return frame.convert(x, whole.summed(*(Partial(axis, op) for axis in frame.over_time)), whole)
+    replicated = frame.replicated(x.aval.shape)
+    return frame.convert(
+        x, replicated.with_partial(*(Partial(axis, op) for axis in frame.over_time)), replicated
+    )
 
 
 def _gathered_over_time(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue]
 ) -> tuple[Eqn, list[Atom]]:
-    """The devices' gather of what each has of all its microbatches."""
+    """A gather over devices and microbatches: the devices' gather of each one's microbatches together."""
     (value,), dim, num = (
         ins,
         eqn.params["all_gather_dimension"],
@@ -122,40 +121,45 @@ def _gathered_over_time(
     )
     if not eqn.params["tiled"]:
         shape = (*value.aval.shape[:dim], 1, *value.aval.shape[dim:])
-        (x,) = _whole(frame, ins)
+        (x,) = _replicated_atoms(frame, ins)
         (value,) = _values(frame, [frame.reshape(x, shape)], value.own)
     params = eqn.params | {"tiled": True, "axis_size": eqn.params["axis_size"] // num}
-    return eqn.replace(params=params), _whole(frame, [joined_over_time(frame, value, dim)])
+    return eqn.replace(params=params), _replicated_atoms(
+        frame, [joined_over_time(frame, value, dim)]
+    )
 
 
 def joined_over_time(frame: DeviceFrame, value: DeviceValue, dim: int) -> DeviceValue:
-    """What the device has of all its microbatches, one behind the other along a dim."""
-    (axis,), (x,), shape = frame.over_time, _whole(frame, [value]), [*value.aval.shape]
+    """The device's microbatches, concatenated along a dim."""
+    (axis,), (x,), shape = frame.over_time, _replicated_atoms(frame, [value]), [*value.aval.shape]
     shape[dim] *= frame.mesh[axis]
-    aval, whole = _jaxpr.var_like(value.aval, shape).aval, frame.whole(shape)
-    joined = frame.convert(x, whole.cut(dim, axis), whole)
-    return DeviceValue(aval, whole, {whole: joined}, own=value.own - {axis})
+    aval, replicated = _jaxpr.var_like(value.aval, shape).aval, frame.replicated(shape)
+    joined = frame.convert(x, replicated.cut(dim, axis), replicated)
+    return DeviceValue(aval, replicated, {replicated: joined}, own=value.own - {axis})
 
 
 def _reduced(
     frame: DeviceFrame, op: str, axes: Sequence[str], value: DeviceValue, out: Var
 ) -> DeviceValue:
-    """A sum that is due; nothing is linear in maxima and minima: they are due now."""
+    """A partial sum; maxima and minima are reduced at once, since nothing is linear in them."""
     if not value.own:
         return _times(frame, value, value.layout.num(axes)) if op == "sum" else value
     if op == "sum" and value.sum is not None and _several(frame).issubset(axes):
         return value.sum(out)
-    whole = frame.whole(value.aval.shape)
-    x, layout = frame.at(value, whole), whole.summed(*(Partial(axis, op) for axis in axes))
+    replicated = frame.replicated(value.aval.shape)
+    x, layout = (
+        frame.at(value, replicated),
+        replicated.with_partial(*(Partial(axis, op) for axis in axes)),
+    )
     if op != "sum":
-        x, layout = frame.convert(x, layout, whole), whole
+        x, layout = frame.convert(x, layout, replicated), replicated
     return DeviceValue(value.aval, layout, {layout: x})
 
 
 def _looked_up(
     frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], own: frozenset[str]
 ) -> DeviceValue | None:
-    """What rows look up in a table in shards, by [Note: columns of tables]; None if it is no such look-up."""
+    """A look-up of rows in a sharded table, by [Note: columns of tables]; None if it is no such look-up."""
     if eqn.primitive.name != "gather" or ins[0].own or not ins[0].layout.axes:
         return None
     if not _has_rows(frame, ins[1]) or frame.diverges:
@@ -163,8 +167,8 @@ def _looked_up(
     (var,), numbers = eqn.outvars, eqn.params["dimension_numbers"]
     dim = next(d for d in range(var.aval.ndim) if d not in numbers.offset_dims)
     out = _jaxpr.var_like(var.aval, _joined(frame, var, dim))
-    found, layout = _of_all_rows(frame, eqn, ins, out), frame.whole(var.aval.shape)
-    x = frame.at(found, _cut(frame, out.aval.shape, dim))
+    found, layout = _of_all_rows(frame, eqn, ins, out), frame.replicated(var.aval.shape)
+    x = frame.at(found, frame.replicated(out.aval.shape).shard(dim, frame.mesh))
     return DeviceValue(var.aval, layout, {layout: x}, own=own)
 
 
@@ -181,34 +185,27 @@ def _has_rows(frame: DeviceFrame, value: DeviceValue) -> bool:
 
 
 def _of_all_rows(frame: DeviceFrame, eqn: Eqn, ins: Sequence[DeviceValue], out: Var) -> DeviceValue:
-    """The equation on the rows of all devices, of which each has its own along the first dim."""
+    """The equation on the rows of all devices, concatenated along dim 0 and sharded along it."""
     values = [ins[0], *(_as_rows(frame, v) for v in ins[1:])]
     others = [_jaxpr.var_like(v.aval) for v in values[1:]]
-    whole = eqn.replace(invars=[eqn.invars[0], *others], outvars=[out])
-    factors = [*_rules.factors_of(whole), *_look_ups.factors(frame, whole, values)]
-    (found,) = ordinary(frame, whole, values, factors)
+    joined = eqn.replace(invars=[eqn.invars[0], *others], outvars=[out])
+    factors = [*_rules.factors_of(joined), *_look_ups.factors(frame, joined, values)]
+    (found,) = ordinary(frame, joined, values, factors)
     return found
 
 
 def _as_rows(frame: DeviceFrame, value: DeviceValue) -> DeviceValue:
-    """What differs, as a part of what all devices have of it."""
+    """A device-varying value as a shard of its concatenation over all devices."""
     aval = _jaxpr.var_like(value.aval, _joined(frame, value, 0)).aval
-    layout = _cut(frame, aval.shape, 0)
-    x = frame.at(value, frame.whole(value.aval.shape))
+    layout = frame.replicated(aval.shape).shard(0, frame.mesh)
+    x = frame.at(value, frame.replicated(value.aval.shape))
     return DeviceValue(aval, layout, {layout: x}, _several(frame))
 
 
 def _joined(frame: DeviceFrame, value: DeviceValue | Var, dim: int) -> tuple[int, ...]:
-    """The shape of what all devices have of a value, one behind the other."""
+    """The shape of the concatenation of all devices' values."""
     shape, num = value.aval.shape, math.prod(frame.mesh.values())
     return (*shape[:dim], shape[dim] * num, *shape[dim + 1 :])
-
-
-def _cut(frame: DeviceFrame, shape: Sequence[int], dim: int) -> Layout:
-    layout = frame.whole(shape)
-    for axis in frame.mesh:
-        layout = layout.cut(dim, axis)
-    return layout
 
 
 def _several(frame: DeviceFrame) -> frozenset[str]:
@@ -217,7 +214,7 @@ def _several(frame: DeviceFrame) -> frozenset[str]:
 
 
 def _times(frame: DeviceFrame, value: DeviceValue, num: int) -> DeviceValue:
-    """The sum of what all devices have in common, which stays where it is."""
+    """The sum of a replicated value over devices: a product with their number."""
     factor = _jaxpr.scalar(num, value.aval.dtype)
     ins: list[Atom] = [_jaxpr.var_like(value.aval), factor]
     eqn = _jaxpr.equation(lax.mul_p, ins, [_jaxpr.var_like(value.aval)], frame.source)
@@ -228,12 +225,12 @@ def _times(frame: DeviceFrame, value: DeviceValue, num: int) -> DeviceValue:
     return found
 
 
-def _whole(frame: DeviceFrame, values: Sequence[DeviceValue]) -> list[Atom]:
-    return [frame.at(v, frame.whole(v.aval.shape)) for v in values]
+def _replicated_atoms(frame: DeviceFrame, values: Sequence[DeviceValue]) -> list[Atom]:
+    return [frame.at(v, frame.replicated(v.aval.shape)) for v in values]
 
 
 def _values(frame: DeviceFrame, outs: Sequence[Any], own: frozenset[str]) -> list[DeviceValue]:
-    layouts = [frame.whole(x.aval.shape) for x in outs]
+    layouts = [frame.replicated(x.aval.shape) for x in outs]
     return [
         DeviceValue(x.aval, layout, {layout: x}, own=own)
         for x, layout in zip(outs, layouts, strict=True)

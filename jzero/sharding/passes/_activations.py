@@ -30,7 +30,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 class OnHost(NamedTuple):
-    """A program, and what of it is offloaded."""
+    """A program, and its offloaded residuals."""
 
     jaxpr: Jaxpr
     residuals: tuple[Residual, ...]
@@ -88,7 +88,7 @@ class _OnHostWriter:
         self.writer = JaxprWriter(eqns[0]) if eqns else None
 
     def run(self) -> Jaxpr:
-        """The program; itself if nothing of it waits."""
+        """The program; itself if nothing of it is offloaded."""
         jaxpr, writer = self.region.jaxpr, self.writer
         if writer is None:
             return jaxpr
@@ -123,7 +123,7 @@ class _OnHostWriter:
             self.leaving.append(new.outvars[0])
         for out in eqn.outvars:
             residual = self.waiting.get((self.region, out))
-            if residual is not None and residual.turns == 1:
+            if residual is not None and residual.iterations == 1:
                 here = writer.names[out] = self._behind(writer, out)
                 (copy,) = writer.trace(_memory_spaces.to_host, here)
                 self.there[out] = _jaxpr.variable(copy)
@@ -132,7 +132,7 @@ class _OnHostWriter:
     # -- marks -----------------------------------------------------------------------------------------
 
     def _marked(self, writer: JaxprWriter, eqn: Eqn) -> None:
-        """An equation of a pass that becomes programs of its own."""
+        """Writes an equation where passes become programs of their own."""
         if self.region.pass_of(eqn) == "backward":
             read = [v for v in _jaxpr.variables_read(eqn) if v in self.there]
             writer.names |= {v: self.there.pop(v) for v in read}
@@ -149,12 +149,12 @@ class _OnHostWriter:
         writer.eqns.append(writer.renamed(new))
         for out in eqn.outvars:
             residual = self.waiting.get((self.region, out))
-            if residual is not None and residual.turns == 1:
+            if residual is not None and residual.iterations == 1:
                 (mark,) = writer.trace(_residuals.marked, writer.read(out))
                 self.there[out] = _jaxpr.variable(mark)
 
     def _marked_loop(self, writer: JaxprWriter, eqn: Eqn) -> Eqn:
-        """A loop whose iterations mark the residuals that they return, and fetch those that were marked."""
+        """A loop whose iterations mark the residuals that they return, and read marked ones."""
         scan, (body,) = Scan.of(eqn), self.region.inner(eqn)
         inner = _OnHostWriter(body, self.waiting, marks=True)
         own = inner.writer
@@ -173,7 +173,7 @@ class _OnHostWriter:
         for made in scan.ys:
             x, out = own.read(made.row), made.stack
             residual = self.waiting.get((self.region, out))
-            if residual is not None and residual.turns > 1 and not _jaxpr.is_literal(x):
+            if residual is not None and residual.iterations > 1 and not _jaxpr.is_literal(x):
                 (x,) = own.trace(_residuals.marked, x)
             if _jaxpr.is_on_host(out.aval) and not _jaxpr.is_on_host(x.aval):
                 out = writer.names[made.stack] = _jaxpr.var_like(x.aval, out.aval.shape)
@@ -210,7 +210,7 @@ class _OnHostWriter:
             xs.append(taken)
         for made, out in zip(scan.ys, old.outvars[len(scan.carries) :], strict=True):
             residual = self.waiting.get((self.region, out))
-            if residual is not None and residual.turns > 1 and not _jaxpr.is_literal(made.row):
+            if residual is not None and residual.iterations > 1 and not _jaxpr.is_literal(made.row):
                 (there,) = last.trace(_memory_spaces.to_host, first.read(made.row))
                 stack = _jaxpr.var_like(there.aval, out.aval.shape)
                 writer.names[out], made = stack, StackPort(there, stack)
@@ -234,15 +234,11 @@ class _OnHostWriter:
         when the backward pass asks for them, and keep all values on the device until then.
         """
         arrived = list[Var]()
-        limit = _residuals.ON_THEIR_WAY - _nbytes(x)
-        while self.leaving and sum(map(_nbytes, self.leaving)) > limit:
+        limit = _residuals.ON_THEIR_WAY - _waits.nbytes([x])
+        while self.leaving and _waits.nbytes(self.leaving) > limit:
             arrived.append(self.leaving.pop(0))
         return _waits.write_behind(writer, x, arrived)
 
     def _fetched(self, writer: JaxprWriter, copy: Var) -> Atom:
         (here,) = writer.trace(_memory_spaces.to_device, copy)
         return here
-
-
-def _nbytes(x: Atom) -> int:
-    return 0 if _jaxpr.is_literal(x) else _waits.nbytes([x])

@@ -21,7 +21,7 @@ from jzero.tracing._types import Eqn, Jaxpr, Var
 
 
 def after_loops(jaxpr: Jaxpr) -> Jaxpr:
-    """One device's program in which what stands behind a loop that gathers runs behind it."""
+    """One device's program, in which equations after a loop that gathers run after it."""
     eqns = [_jaxpr.with_inner(eqn, after_loops) for eqn in jaxpr.eqns]
     jaxpr = _waits.with_equations(jaxpr, eqns)
     loops = [i for i, eqn in enumerate(jaxpr.eqns) if _waits.gathers_inside(eqn)]
@@ -51,7 +51,7 @@ def after_loops(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _made(jaxpr: Jaxpr, loops: list[int]) -> dict[int, list[Var]]:
-    """What a loop's last iteration makes for others, by where it ends; without what waits already."""
+    """Results of a loop's last iteration with readers behind it, by the index where the iteration ends."""
     readers, ends = region_of(jaxpr.eqns).readers, dict[int, list[Eqn]]()
     returned = set(variables(jaxpr.outvars))
     for start, stop in zip(loops, [*loops[1:], len(jaxpr.eqns)], strict=True):

@@ -47,7 +47,6 @@ class AutoAxes:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """How many places there are along each."""
         return {axis: num for axis, num in self.mesh.shape.items() if axis not in self.own}
 
 
@@ -84,7 +83,7 @@ def auto_axes(jaxpr: Jaxpr, axes: AutoAxes, specs: AutoLayouts) -> Jaxpr:
 def _beside(
     region: Region, eqn: Eqn, axes: AutoAxes, spec_of: SpecOf
 ) -> functools.partial[jax.Array] | None:  # fmt: skip
-    """What an equation becomes, as a function of its operands; None if it stays."""
+    """The replacement of an equation, as a function of its operands; None if it stays."""
     name = eqn.primitive.name
     if name == "sharding_constraint":
         return functools.partial(_constrained, _jaxpr.constraint_spec(eqn, [*axes.sizes]))
@@ -125,7 +124,7 @@ def _in_parts(
 
 
 def _alone(eqn: Eqn, axes: AutoAxes) -> tuple[str, ...]:
-    """The axes along which XLA must not shard this: [Note: 16 bits on CPUs]."""
+    """The axes over which XLA must not shard this: [Note: 16 bits on CPUs]."""
     dtype = eqn.invars[0].aval.dtype
     narrow = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4
     return axes.alone if narrow and eqn.primitive.name in SUMS else ()

@@ -53,7 +53,7 @@ class AutoLayouts(NamedTuple):
     outs: Mapping[int, AutoSpec] = {}
 
     def of(self, program: Region) -> SpecOf:
-        """How XLA shards what equations of a program move."""
+        """How XLA shards the operands of a program's collectives."""
         if not self.sizes:
             return lambda region, eqn: ()
         made = _claims(program, self.sizes, program.jaxpr.invars, self.ins, False)
@@ -82,7 +82,7 @@ NO_SPECS = AutoLayouts()
 
 
 def _spec(eqn: Eqn, claims: _Claims, sizes: Mapping[str, int]) -> AutoSpec:
-    """Over which axes its operand is cut: whole where claims differ, or where the devices share a dim."""
+    """The operand's sharding: replicated where claims differ, and along dims of the collective."""
     params, found, used = eqn.params, list[tuple[str, ...]](), set[str]()
     tiled = eqn.primitive.name != "all_gather" or params["tiled"]
     shared = [params[name] for name in SHARED.get(eqn.primitive.name, ())] if tiled else []
@@ -103,7 +103,7 @@ def _claims(
     known: Mapping[int, AutoSpec],
     backward: bool,
 ) -> Mapping[ValueIn, _Claims]:
-    """What is claimed of each value by those of which it is made; or by those that are made of it."""
+    """The claims on each value by the values that it is made of, or (backward) by its readers."""
     start = dict[ValueIn, _Claims]()
     for i, spec in known.items():
         if not _jaxpr.is_literal(atom := ends[i]) and any(spec):
@@ -130,7 +130,7 @@ def _join(a: _Claims, b: _Claims) -> _Claims:
 def _across_equation(
     eqn: Eqn, given: Sequence[_Claims], sizes: Mapping[str, int], backward: bool
 ) -> list[_Claims]:
-    """The claims of the results, of those of the operands; or the other way round."""
+    """Claims of results from those of operands, or the other way round."""
     name = eqn.primitive.name
     sources: Sequence[Atom] = eqn.outvars if backward else eqn.invars
     targets: Sequence[Atom] = eqn.invars if backward else eqn.outvars
@@ -156,7 +156,7 @@ def _across_equation(
 
 
 def _constraint(eqn: Eqn, claims: _Claims, names: Sequence[str]) -> _Claims:
-    """What a sharding constraint says of these axes, and of other dims what is claimed."""
+    """The constraint's claims over these axes, and the given ones of other dims."""
     found = list[frozenset[tuple[str, ...]]]()
     for d, entry in enumerate(_jaxpr.constraint_spec(eqn, names)):
         if entry is PartitionSpec.UNCONSTRAINED:
@@ -169,7 +169,7 @@ def _constraint(eqn: Eqn, claims: _Claims, names: Sequence[str]) -> _Claims:
 
 
 def _reshaped(claims: _Claims, source: Atom, target: Atom, sizes: Mapping[str, int]) -> _Claims:
-    """What is claimed of the dims that a reshape makes."""
+    """Claims through a reshape."""
     found: _Claims = ()
     for d, claim in enumerate(claims):
         for names in claim:

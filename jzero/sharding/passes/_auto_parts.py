@@ -31,7 +31,7 @@ class AutoParts(NamedTuple):
     axes: tuple[tuple[str, ...], ...] = ()
 
     def mark(self, eqn: Eqn) -> Eqn:
-        """The equation, with a scope that says over which axes its operand's first dims are cut."""
+        """The equation, with a scope that names the axes that cut its operand's first dims."""
         said = "|".join(map(",".join, self.axes))
         return _jaxpr.within_scope(eqn, f"jzero.parts[{said}]") if self.cuts else eqn
 
@@ -46,7 +46,6 @@ class AutoParts(NamedTuple):
         return jnp.moveaxis(x.reshape(shape), places, range(len(places)))
 
     def join(self, x: jax.Array) -> jax.Array:
-        """`[q, n, d/q]` as `[n, d]`."""
         nums, first = dict(self.cuts), len(self.cuts)
         shape = [size * nums.get(d, 1) for d, size in enumerate(x.shape[first:])]
         places = [d + i for i, (d, _) in enumerate(self.cuts)]
@@ -54,6 +53,6 @@ class AutoParts(NamedTuple):
 
 
 def axes_of_parts(eqn: Eqn) -> tuple[tuple[str, ...], ...]:
-    """Over which axes an equation's first dims are cut, if it is marked so."""
+    """The axes that cut an equation's first dims, if it is marked with them."""
     found = filter(None, map(_SCOPE.fullmatch, _jaxpr.scopes(eqn)))
     return next((tuple(tuple(dim.split(",")) for dim in x.group(1).split("|")) for x in found), ())

@@ -33,7 +33,7 @@ def before_loops(jaxpr: Jaxpr, reduction: str = "reduce_scatter") -> Jaxpr:
     loops = [i for i, eqn in enumerate(jaxpr.eqns) if _is_long_loop(eqn)]
     large = [
         i for i, eqn in enumerate(jaxpr.eqns)
-        if eqn.primitive.name == reduction and _size(eqn) > WAITS_THROUGH_LOOPS
+        if eqn.primitive.name == reduction and _waits.nbytes(eqn.invars) > WAITS_THROUGH_LOOPS
     ]  # fmt: skip
     if not loops or not large:
         return jaxpr
@@ -67,7 +67,7 @@ class _Sums:
         self.returned = set(variables(jaxpr.outvars))
 
     def terms(self, var: Var) -> tuple[list[Var], list[int]]:
-        """What a value is the sum of, and the additions, by index, whose results nothing else reads."""
+        """The terms of a sum, and its additions, by index, whose results nothing else reads."""
         i = self.made.get(var)
         alone = len(self.readers.get(var, ())) == 1 and var not in self.returned
         if i is None or not alone or not _adds(self.eqns[i]):
@@ -80,20 +80,16 @@ class _Sums:
 
 
 def _adds(eqn: Eqn) -> bool:
-    """Whether it adds up values of one type, each of which is none of the program's constants."""
+    """Whether it adds values of equal types, none of them constant."""
     like = [(x.aval.shape, x.aval.dtype, x.aval.weak_type) for x in (*eqn.invars, *eqn.outvars)]
     alike = len(set(like)) == 1 and not any(map(_jaxpr.is_literal, eqn.invars))
     return eqn.primitive.name in _rules.ADDS and alike
 
 
-def _size(eqn: Eqn) -> int:
-    return _waits.nbytes(variables(eqn.invars))
-
-
 def _in_parts(
     reduction: Eqn, parts: Sequence[Sequence[Var]], end: int, sums: _Sums
 ) -> list[tuple[int, list[Eqn]]]:
-    """The reduction of each part, behind what makes it, and their sum in the place of the reduction."""
+    """The reduction of each part, behind what makes it, and their sum in place of the reduction."""
     found, shards = list[tuple[int, list[Eqn]]](), list[Var]()
     for terms in parts:
         whole, eqns = _added(reduction, terms)

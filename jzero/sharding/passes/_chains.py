@@ -25,12 +25,11 @@ class GatherChain(NamedTuple):
 
     @property
     def out(self) -> Var:
-        """What is gathered."""
         return self.eqns[-1].outvars[0]
 
 
 def chains(jaxpr: Jaxpr) -> list[GatherChain]:
-    """The gathers of a program's arguments, in their order; those of programs inside are left out."""
+    """The gathers of a program's own arguments, in order; without those of inner jaxprs."""
     makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     found = [_chain(eqn, makers) for eqn in jaxpr.eqns if _waits.is_gather(eqn)]
     arguments = {*jaxpr.invars}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Tiles(NamedTuple):
-    """How a value is cut: `dim`, which has `size`, into ranges of `tile`; the last may be smaller."""
+    """A matrix cut along `dim`, of `size`, into ranges of `tile`; the last one may be smaller."""
 
     dim: int
     size: int
@@ -22,12 +22,11 @@ class Tiles(NamedTuple):
 
     @property
     def num(self) -> int:
-        """How many there are of the full size."""
         return self.size // self.tile
 
     @property
     def rest(self) -> int:
-        """The size of a last, smaller one; 0 if there is none."""
+        """The size of a smaller last one, or 0."""
         return self.size % self.tile
 
 

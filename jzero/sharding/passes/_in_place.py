@@ -56,7 +56,7 @@ def in_place(
 
 
 def _goes_into(old: Var, eqn: Eqn, nbytes: int) -> bool:
-    """Whether it is a large gather of that type along another dim than the first."""
+    """Whether it is a large gather of the same type along another dim than the first."""
     same = (old.aval.shape, old.aval.dtype) == (
         eqn.outvars[0].aval.shape,
         eqn.outvars[0].aval.dtype,
@@ -69,7 +69,7 @@ def _written(
     writer: JaxprWriter, eqn: Eqn, old: Var, mesh: Mesh | AbstractMesh, own: Collection[str],
     nbytes: int,
 ) -> Var:  # fmt: skip
-    """The equations of a gather into the place of a value."""
+    """Writes a gather into an existing buffer."""
     axes, dim = eqn.params["axis_name"], eqn.params["all_gather_dimension"]
 
     def into(whole: jax.Array, shard: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ def _written(
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """`x` in the layout in which arrays rest."""
+    """`x` in the row-major layout in which arrays are stored."""
     laid_out: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
     return laid_out
 

@@ -23,7 +23,7 @@ COTANGENT = "jzero.cotangent"  # the name of one whose product with a gathered m
 
 
 def inputs_first(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
-    """One device's explicit program with the gradient of each larger matrix behind that of its input."""
+    """One device's program, in which large matrices' gradients come after those of their inputs."""
     if not any(_may_be_late(eqn, nbytes) for eqn in jaxpr.eqns):
         return jaxpr
     every = {axis for e in _jaxpr.walk(jaxpr) if e.primitive.name in _frames.COLLECTIVES
@@ -70,7 +70,7 @@ def inputs_first_in(frame: Frame, nbytes: int) -> Frame:
 
 
 def _products(frame: Frame, nbytes: int) -> dict[int, int]:
-    """The gradient of each large matrix, and the product after it with the matrix, by their indices."""
+    """By index, the gradient of each large matrix and the later product that reads the matrix."""
     eqns, found = frame.jaxpr.eqns, dict[int, int]()
     for index, eqn in enumerate(eqns):
         if not _may_be_late(eqn, nbytes) or not _is_reduced(frame, eqn.outvars[0]):
@@ -90,7 +90,7 @@ def _may_be_late(eqn: Eqn, nbytes: int) -> bool:
 
 
 def _is_reduced(frame: Frame, var: Var) -> bool:
-    """Whether one sum over devices is all that reads it, also added to others, or a view that it scatters."""
+    """Whether it is read by one reduction only, possibly added to others, or a view that is scattered."""
     eqns, views = frame.jaxpr.eqns, 0
     while len(readers := frame.readers.get(var, [])) == 1 and readers[0] < len(eqns):
         eqn = eqns[readers[0]]
@@ -109,7 +109,7 @@ def _is_large(var: Var, nbytes: int) -> bool:
 
 
 def _reads_matrix(frame: Frame, eqn: Eqn, gradient: Eqn, nbytes: int) -> bool:
-    """Whether it is a product of the same pass with a large matrix that has the size of the gradient."""
+    """Whether it is a product of the same pass with a large matrix of the gradient's size."""
     return (
         eqn.primitive.name == "dot_general"
         and frame.pass_of(eqn) == frame.pass_of(gradient)
@@ -123,7 +123,7 @@ def _reads_matrix(frame: Frame, eqn: Eqn, gradient: Eqn, nbytes: int) -> bool:
 
 
 def _write_in_order(writer: JaxprWriter, product: Eqn, gradient: Eqn) -> None:
-    """A product, and behind it a gradient: what reads the product reads it behind a barrier for both."""
+    """A product and then a gradient; readers of the product read it behind a barrier for both."""
     ins, own = ([*map(writer.read, eqn.invars)] for eqn in (product, gradient))
     shared = [var for var in variables(ins) if var in own]
     (held, *_) = [*(var for var in variables(own) if var not in shared), *shared]
@@ -132,14 +132,13 @@ def _write_in_order(writer: JaxprWriter, product: Eqn, gradient: Eqn) -> None:
     names = {
         var: _alike(writer, _jaxpr.name_p, whole[var], product, name=COTANGENT) for var in shared
     }
-    writer.again(product, [*map(JaxprWriter(product, names).read, ins)], product.outvars)
+    writer.clone(product, [*map(JaxprWriter(product, names).read, ins)], product.outvars)
     here = {var: _jaxpr.new_var(var) for var in (held, *product.outvars)}
     writer.add(lax.optimization_barrier_p, [*here], [*here.values()], gradient)
     writer.names |= {var: here[var] for var in product.outvars}
-    writer.again(gradient, [*map(JaxprWriter(gradient, whole | here).read, own)], gradient.outvars)
+    writer.clone(gradient, [*map(JaxprWriter(gradient, whole | here).read, own)], gradient.outvars)
 
 
 def _alike(writer: JaxprWriter, primitive: Primitive, var: Var, source: Eqn, **params: str) -> Var:
-    """`primitive(var)`, which has the type of `var`."""
     (out,) = writer.add(primitive, [var], [_jaxpr.new_var(var)], source, **params)
     return out

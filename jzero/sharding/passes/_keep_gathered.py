@@ -30,7 +30,7 @@ def keep_gathered(jaxpr: Jaxpr, in_all_loops: bool = False) -> Jaxpr:
 
 
 def gathered_once(jaxpr: Jaxpr) -> Jaxpr:
-    """One device's program in which equal gathers of leaves are one, also of those that it has updated."""
+    """One device's program, in which equal gathers of leaves are one, also of updated leaves."""
     eqns = [_jaxpr.with_inner(eqn, gathered_once) for eqn in jaxpr.eqns]
     return _each_once(_waits.with_equations(jaxpr, eqns))
 
@@ -51,7 +51,7 @@ def _kept(jaxpr: Jaxpr, in_all_loops: bool, autodiff: str | None) -> Jaxpr:
 
 # -- stacks ------------------------------------------------------------------------------------------------
 def _of_stacks(eqn: Eqn) -> list[Eqn]:
-    """A loop whose iterations take slices of gathered stacks."""
+    """A loop whose iterations get slices of gathered stacks."""
     scan = Scan.of(eqn)
     stacks = {port.row: port.stack for port in scan.xs}
     found = [c for c in chains(scan.body) if c.root in stacks and all(map(_has_stacks, c.eqns))]
@@ -78,14 +78,14 @@ def _of_stacks(eqn: Eqn) -> list[Eqn]:
 
 
 def _has_stacks(eqn: Eqn) -> bool:
-    """Whether it may do to a stack what it does to slices."""
+    """Whether it can be applied to a stack as to its slices."""
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
         return False
     return _waits.is_gather(eqn) or eqn.primitive.name in _OF_STACKS
 
 
 def _saved(scan: Scan, port: StackPort, stacks: Mapping[Var, Atom]) -> GatherChain | None:
-    """Of a stack that a loop saves, what makes it of the slices that it takes; None if it computes it."""
+    """The chain that makes a saved stack of sliced ones; None if the loop computes it."""
     makers, eqns, atom = {e.outvars[0]: e for e in scan.eqns if e.outvars}, list[Eqn](), port.row
     while not _jaxpr.is_literal(atom) and (eqn := makers.get(atom)) is not None:
         if not may_stand_in(eqn) or _waits.is_gather(eqn) or not _has_stacks(eqn):
@@ -97,7 +97,7 @@ def _saved(scan: Scan, port: StackPort, stacks: Mapping[Var, Atom]) -> GatherCha
 
 
 def _on_stack(writer: JaxprWriter, chain: GatherChain, stack: Atom, last: Var | None = None) -> Var:
-    """What the chain makes of all slices; `last`, if it is given."""
+    """The chain on a whole stack; its result is `last`, if given."""
     length = stack.aval.shape[0]
     for eqn in chain.eqns:
         (out,), params = eqn.outvars, dict(eqn.params)
@@ -108,7 +108,7 @@ def _on_stack(writer: JaxprWriter, chain: GatherChain, stack: Atom, last: Var | 
         new = last if last is not None and eqn is chain.eqns[-1] else None
         new = _jaxpr.var_like(out.aval, (length, *out.aval.shape)) if new is None else new
         source = _jaxpr.within_scope(eqn, outer=writer.source)
-        (stack,) = writer.again(source, [stack], [new], params=params)
+        (stack,) = writer.clone(source, [stack], [new], params=params)
     return _jaxpr.variable(stack)
 
 
@@ -133,7 +133,6 @@ _OF_STACKS: dict[str, Callable[[int, _Params], _Params]] = {
 
 # -- equal gathers -----------------------------------------------------------------------------------------
 def _each_once(jaxpr: Jaxpr) -> Jaxpr:
-    """The program, in which equal gathers are one: the first."""
     if not jaxpr.eqns:
         return jaxpr
     ours = {id(chain.eqns[-1]) for chain in chains(jaxpr)}
@@ -158,7 +157,5 @@ def _each_once(jaxpr: Jaxpr) -> Jaxpr:
             if first is not out:
                 writer.names[out] = first
                 continue
-        ins = [*map(writer.read, eqn.invars)]
-        same = all(a is b for a, b in zip(ins, eqn.invars, strict=True))
-        writer.eqns.append(eqn if same else eqn.replace(invars=ins))
+        writer.eqns.append(writer.renamed(eqn))
     return _waits.with_equations(jaxpr, writer.eqns, [*map(writer.read, jaxpr.outvars)])

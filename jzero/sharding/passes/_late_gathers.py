@@ -60,7 +60,7 @@ def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var], balance: float) -> list[Var]:
 
 
 def _first_uses(jaxpr: Jaxpr, ahead: Sequence[Var]) -> dict[Var, int]:
-    """For what is gathered, the place of the first product that reads it, or a view or cast of it."""
+    """The index of the first product that reads a gathered value, or a view or cast of it."""
     views = {var: var for var in ahead}
     uses: dict[Var, int] = {}
     for n, eqn in enumerate(jaxpr.eqns):
@@ -76,7 +76,7 @@ def _first_uses(jaxpr: Jaxpr, ahead: Sequence[Var]) -> dict[Var, int]:
 
 
 def _work(eqn: Eqn) -> float:
-    """Multiplications of a product; of what is no matrix product, of one with operands of its sizes."""
+    """Multiplications of a matrix product; of another product, of a matrix product of its sizes."""
     if eqn.primitive.name not in PRODUCTS:
         return 0.0
     shapes = [atom.aval.shape for atom in eqn.invars]

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jzero.ir import _rules
 from jzero.ir._loops import CarryPort, Scan
-from jzero.ir._regions import variables
 from jzero.ir._rules import Cost
 from jzero.ir._sent import cast
 from jzero.ir._writer import JaxprWriter
@@ -28,7 +27,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
 def late_sums(jaxpr: Jaxpr) -> Jaxpr:
-    """One device's program that sums up what it only adds to other sums when it is added up."""
+    """One device's program, in which sums that are only added to others are reduced together."""
     eqns = list[Eqn]()
     for eqn in jaxpr.eqns:
         inner = _jaxpr.with_inner(eqn, late_sums)
@@ -37,7 +36,6 @@ def late_sums(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _together(eqns: list[Eqn], outs: Sequence[Atom]) -> list[Eqn]:
-    """The equations, with one sum in the place of two that are cast and added."""
     makers = {out: eqn for eqn in eqns for out in eqn.outvars}
     reads = [atom for eqn in eqns for atom in eqn.invars]
     num = Counter[Atom](atom for atom in [*reads, *outs] if not _jaxpr.is_literal(atom))
@@ -48,7 +46,7 @@ def _together(eqns: list[Eqn], outs: Sequence[Atom]) -> list[Eqn]:
         terms = [_cast_sum(makers, num, atom) for atom in add.invars]
         if not all(terms) or len({_kind(each) for each in terms}) > 1:
             continue
-        if _waits.nbytes(variables(terms[0][0].invars)) > WAITS_THROUGH_LOOPS:
+        if _waits.nbytes(terms[0][0].invars) > WAITS_THROUGH_LOOPS:
             continue  # Whole, it would be kept from one end of the model to the other.
         new = _added(add, terms)
         makers |= {out: eqn for eqn in new for out in eqn.outvars}
@@ -59,7 +57,7 @@ def _together(eqns: list[Eqn], outs: Sequence[Atom]) -> list[Eqn]:
 
 
 def _cast_sum(makers: _waits.Makers, num: Counter[Atom], atom: Atom) -> list[Eqn]:
-    """The sums over devices of which a value is a cast, and the cast; nothing if others read them."""
+    """The reductions that a value is a cast of, and the cast; nothing if they have other readers."""
     cast = None if _jaxpr.is_literal(atom) else makers.get(atom)
     if cast is None or not _rules.is_float_cast(cast) or num[atom] != 1:
         return []
@@ -84,17 +82,17 @@ def _kind(chain: Sequence[Eqn]) -> tuple[str, ...]:
 
 
 def _added(add: Eqn, terms: Sequence[Sequence[Eqn]]) -> list[Eqn]:
-    """What is summed is added up as it would be behind the sums; the last of them take it."""
+    """Accumulates the operands as their sums would be, and reduces once."""
     *sums, cast = terms[-1]
     writer, (x,) = JaxprWriter(sums[0]), sums[0].invars
     wide = _jaxpr.var_like(cast.outvars[0].aval, x.aval.shape)
-    ins = [writer.again(each[-1], each[0].invars, [_jaxpr.new_var(wide)])[0] for each in terms]
-    (total,) = writer.again(add, ins, [_jaxpr.new_var(wide)])
+    ins = [writer.clone(each[-1], each[0].invars, [_jaxpr.new_var(wide)])[0] for each in terms]
+    (total,) = writer.clone(add, ins, [_jaxpr.new_var(wide)])
     params = {**cast.params, "new_dtype": x.aval.dtype}
-    (narrow,) = writer.again(cast, [total], [_jaxpr.new_var(x)], params=params)
-    writer.again(sums[0], [narrow], sums[0].outvars)
+    (narrow,) = writer.clone(cast, [total], [_jaxpr.new_var(x)], params=params)
+    writer.clone(sums[0], [narrow], sums[0].outvars)
     writer.keep(sums[1:])
-    writer.again(cast, outs=add.outvars)
+    writer.clone(cast, outs=add.outvars)
     return writer.eqns
 
 
@@ -102,13 +100,13 @@ def _loop(eqn: Eqn) -> list[Eqn]:
     scan = Scan.of(eqn)
     makers = {out: eqn for eqn in scan.eqns for out in eqn.outvars}
     num = _waits.num_readers(scan)
-    found = {j: _collected(port, makers, num) for j, port in enumerate(scan.carries)}
+    found = {j: _accumulated_sum(port, makers, num) for j, port in enumerate(scan.carries)}
     chains = {j: chain for j, chain in found.items() if chain}
     return _summed_behind(scan, chains).equations() if chains else [eqn]
 
 
-def _collected(port: CarryPort, makers: _waits.Makers, num: Mapping[Var, int]) -> list[Eqn]:
-    """The sum that a carry adds up, what is done to it, and the addition; nothing if it adds up no such."""
+def _accumulated_sum(port: CarryPort, makers: _waits.Makers, num: Mapping[Var, int]) -> list[Eqn]:
+    """The reduction that a carry accumulates, operations on it, and the addition; or nothing."""
     if _jaxpr.is_literal(port.after) or num.get(port.before) != 1 or num.get(port.after) != 1:
         return []
     add = makers.get(port.after)
@@ -141,11 +139,11 @@ def _summed_behind(scan: Scan, chains: Mapping[int, Sequence[Eqn]]) -> Scan:
         dtype = jnp.promote_types(term.aval.dtype, add.outvars[0].aval.dtype)
         old, new, out = (_jaxpr.var_like(term.aval, dtype=dtype) for _ in range(3))
         carries[j] = CarryPort(writer.full(0, old.aval), old, new, out)
-        body.again(add, [old, *body.trace(cast, term, static=(dtype,))], [new])
+        body.clone(add, [old, *body.trace(cast, term, static=(dtype,))], [new])
         behind = JaxprWriter(psum, {port.before: port.init})
         (behind.names[term],) = behind.trace(cast, out, static=(term.aval.dtype,))
         behind.copy(chain[:-1])
-        behind.again(add, outs=[port.out])
+        behind.clone(add, outs=[port.out])
         eqns += body.eqns
         before += writer.eqns
         after += (_jaxpr.within_scope(e, outer=scan.eqn) for e in behind.eqns)

@@ -38,7 +38,7 @@ def loop_gathers(jaxpr: Jaxpr, nbytes: int) -> Jaxpr:
 
 
 def _stacks_whole(eqn: Eqn) -> Eqn:
-    """A loop whose iterations gather stacks before loops of their own, which take slices of them."""
+    """A loop whose iterations gather stacks before inner loops."""
     return _jaxpr.with_inner(eqn, lambda body: keep_gathered(body, in_all_loops=True))
 
 
@@ -62,7 +62,6 @@ def _of_scan(eqn: Eqn, nbytes: int, waits: bool) -> list[Eqn] | None:
 
 
 def _of_while(eqn: Eqn, nbytes: int, waits: bool) -> list[Eqn] | None:
-    """The same."""
     loop = _jaxpr.while_parts(eqn)
     first, last = loop.num_cond_consts, loop.num_cond_consts + loop.num_body_consts
     consts, carry = loop.body.invars[: last - first], loop.body.invars[last - first :]
@@ -95,16 +94,15 @@ def _without(eqns: Sequence[Eqn], found: Sequence[GatherChain]) -> list[Eqn]:
 
 
 def _outside(writer: JaxprWriter, chain: GatherChain, x: Atom) -> Var:
-    """The gather before the loop."""
     for eqn in chain.eqns:
-        (x,) = writer.again(_jaxpr.within_scope(eqn, outer=writer.source), [x, *eqn.invars[1:]])
+        (x,) = writer.clone(_jaxpr.within_scope(eqn, outer=writer.source), [x, *eqn.invars[1:]])
     return _jaxpr.variable(x)
 
 
 def _inside(
     eqns: Sequence[Eqn], found: Sequence[GatherChain], iteration: Sequence[Var]
 ) -> list[Eqn]:
-    """An iteration whose gathers wait for something that no two iterations have in common."""
+    """An iteration whose gathers depend on a value of that iteration."""
     ours, written = {id(chain.eqns[-1]) for chain in found}, list[Eqn]()
     token = next((var for var in iteration if _waits.is_float(var)), iteration[0])
     for eqn in eqns:

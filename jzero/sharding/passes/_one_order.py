@@ -37,7 +37,7 @@ def one_order(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def in_one_order(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` of one device's values, with what it computes; its collectives keep their order on XLA:CPU."""
+    """`fn` of one device's values, whose collectives keep their order on XLA:CPU."""
 
     @functools.wraps(fn)
     def ordered(*args: Any) -> Any:
@@ -51,7 +51,7 @@ def in_one_order(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _overtaken(jaxpr: Jaxpr) -> bool:
-    """Whether it has, at any depth, a loop or branch in which devices meet: XLA:CPU lets others pass it."""
+    """Whether it has, at any depth, a loop or branch with collectives, which XLA:CPU overtakes."""
     return any(
         eqn.primitive.name in ("scan", "while", "cond") and _nests_collectives(eqn)
         for eqn in _jaxpr.walk(jaxpr)
@@ -59,7 +59,7 @@ def _overtaken(jaxpr: Jaxpr) -> bool:
 
 
 def _nests_collectives(eqn: Eqn) -> bool:
-    """Whether it is a loop, branch or call in which devices meet."""
+    """Whether it is a loop, branch or call with collectives."""
     return any(e.primitive.name in _MEETING for e in _jaxpr.inside(eqn))
 
 
@@ -67,7 +67,7 @@ _MEETING = _frames.COLLECTIVES - {"axis_index"}
 
 
 def _in_order(jaxpr: Jaxpr, bodies: dict[int, tuple[Jaxpr, Jaxpr]]) -> Jaxpr:
-    """A jaxpr in order; a body of the whole program that stands in it twice stays one."""
+    """A jaxpr in order; inner jaxprs that occur twice stay one."""
     if id(jaxpr) not in bodies:
         new = jaxpr
         if any(e.primitive.name in _MEETING for e in _jaxpr.walk(jaxpr)):
@@ -94,7 +94,6 @@ class _Sequence:
         self._since: list[Atom] = []  # and of what each collective after it has.
 
     def add(self, eqn: Eqn) -> None:
-        """Writes the equation that comes next."""
         writer, nests = self.writer, _nests_collectives(eqn)
         writer.source = eqn
         if nests and self._opens(eqn):
@@ -116,7 +115,7 @@ class _Sequence:
             self._since += made
 
     def _opens(self, eqn: Eqn) -> bool:
-        """Writes what a call or a loop of one iteration holds in its place, as XLA does; False of another."""
+        """Inlines a call or a loop of one iteration, as XLA does; False for others."""
         call = None if _jaxpr.is_rematted(eqn) else _jaxpr.call_parts(eqn)
         if call is not None and not call[1]:
             self._write(eqn, call[0], [*map(self.writer.read, eqn.invars)], eqn.outvars)
@@ -139,7 +138,6 @@ class _Sequence:
         return True
 
     def _write(self, outer: Eqn, jaxpr: Jaxpr, ins: Sequence[Atom], outs: Sequence[Var]) -> None:
-        """Writes the equations of a jaxpr, whose results `outs` then are."""
         writer, names = self.writer, self.writer.names
         writer.names = dict(zip(jaxpr.invars, ins, strict=True))
         for eqn in jaxpr.eqns:
@@ -151,7 +149,7 @@ class _Sequence:
         writer.names |= zip(outs, results, strict=True)
 
     def _after(self, eqn: Eqn, before: Sequence[Atom]) -> list[Atom]:
-        """The operands, of which one, that is no scalar if there is such, waits for these bits."""
+        """The operands, one of which (no scalar, if possible) depends on these bits."""
         writer = self.writer
         can = [i for i, a in enumerate(eqn.invars) if _is_plain(a) and not _jaxpr.is_literal(a)]
         # The counter of a loop stays what XLA knows how to count.
@@ -176,7 +174,7 @@ def _stacked(x: jax.Array) -> jax.Array:
 
 
 def _last(atoms: Sequence[Var]) -> list[Var]:
-    """The result that says that all are there: one of floats, since XLA knows counters without their loop."""
+    """The result on which followers depend: a float, since XLA knows counters without their loop."""
     plain = [x for x in atoms if _is_plain(x) and x.aval.size]
     floats = [x for x in plain if jnp.issubdtype(x.aval.dtype, jnp.inexact)]
     found = min(floats or plain, key=lambda x: size_in_bytes(x.aval), default=None)
@@ -184,6 +182,5 @@ def _last(atoms: Sequence[Var]) -> list[Var]:
 
 
 def _is_plain(atom: Atom) -> bool:
-    """Whether it is an array of numbers on the device."""
     dtype = getattr(atom.aval, "dtype", jax.dtypes.extended)
     return not _jaxpr.is_on_host(atom.aval) and not jnp.issubdtype(dtype, jax.dtypes.extended)

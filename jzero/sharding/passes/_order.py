@@ -56,7 +56,7 @@ def _ordered(jaxpr: Jaxpr, nbytes: int, in_loop: bool) -> Jaxpr:
 
 
 def _gradients(jaxpr: Jaxpr) -> dict[int, list[Eqn]]:
-    """Reductions that no product waits for, by the equation that makes what they reduce."""
+    """Reductions that no product depends on, by the equation that makes their operand."""
     made = {out: i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
     feeds, found = set[Var](), dict[int, list[Eqn]]()
     for eqn in reversed(jaxpr.eqns):
@@ -104,7 +104,7 @@ def _in_groups(jaxpr: Jaxpr, found: dict[int, list[Eqn]], nbytes: int, in_loop: 
 
 
 class _Begin(NamedTuple):
-    """What a loop begins with: a carry, the equation that makes it, and the loop, by index."""
+    """A carry of a loop, the index of the equation that makes it, and of the loop."""
 
     carry: Var
     made: int
@@ -133,11 +133,11 @@ def _begin_behind(writer: JaxprWriter, carry: Var, values: Sequence[Var]) -> Non
 
 
 def _size(eqn: Eqn) -> int:
-    return _waits.nbytes(variables(eqn.invars))
+    return _waits.nbytes(eqn.invars)
 
 
 def _token(eqns: list[Eqn], group: Sequence[Eqn]) -> list[Var]:
-    """One token of the large ones of a group; of all if none is large."""
+    """One token of the large reductions of a group, or of all if none is large."""
     large = [eqn for eqn in group if _counts(_size(eqn))]
     writer = JaxprWriter(_jaxpr.within_scope(group[0], SCOPE))
     first, *others = [_waits.write_token(writer, eqn.outvars[0]) for eqn in large or group]
@@ -147,12 +147,12 @@ def _token(eqns: list[Eqn], group: Sequence[Eqn]) -> list[Var]:
 
 
 def _counts(nbytes: int) -> bool:
-    """Whether others wait for a reduction of so many bytes, if there is a larger one in its group."""
+    """Whether others depend on a reduction of so many bytes, beside larger ones in its group."""
     return nbytes > SMALLEST_GROUP / 8
 
 
 def groups(sizes: Sequence[int], nbytes: int, in_loop: bool) -> list[int]:
-    """The number of each one's group, of reductions of these bytes: [Note: groups of reductions]."""
+    """The group number of each reduction: [Note: groups of reductions]."""
     total = sum(sizes)
     half, least = total / 2, min(SMALLEST_GROUP, nbytes / 2)
     # Matrices that just fit are no more because of their biases.

@@ -21,7 +21,6 @@ _COMPUTED = frozenset([-1])
 # Each element of a result is one of the first operand, cast perhaps.
 VIEWS = (Cost.IDENTITY, Cost.COPY, Cost.VIEW, Cost.PART, Cost.CAST)
 SUMS = _frames.REDUCTIONS | {"reduce_scatter"}
-_GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 _EXTREMES = frozenset({"pmax", "pmin"})
 
 
@@ -83,12 +82,14 @@ def _made(region: Region, eqn: Eqn, ins: Sequence[ValueOrigin]) -> list[ValueOri
     over = frozenset(_jaxpr.axes_of(eqn)) if name in _frames.COLLECTIVES else _NOWHERE
     if name in SUMS | _EXTREMES:
         differs, of_rows = differs - over, of_rows - over
-    elif name in _GATHERS:
+    elif name in _frames.GATHERS:
         differs -= over
     elif over:  # Rows that are exchanged, or go back to where they came from, are rows.
         differs |= of_rows & over
     made = region.pass_of(eqn) == "backward" or any(x.is_gradient for x in ins)
-    args = ins[0].args if name in _GATHERS or ins and _rules.costs(eqn, *VIEWS) else _COMPUTED
+    args = (
+        ins[0].args if name in _frames.GATHERS or ins and _rules.costs(eqn, *VIEWS) else _COMPUTED
+    )
     return [ValueOrigin(differs, of_rows, bool(differs) and made, args) for _ in eqn.outvars]
 
 
@@ -117,9 +118,7 @@ def rewritten(region: Region, rewrite: Rewrite) -> Jaxpr:
             return body if found is None else rewritten(found, rewrite)
 
         new = _jaxpr.with_inner(eqn, within)
-        ins = [*map(writer.read, eqn.invars)]
-        if any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
-            new = new.replace(invars=ins)
+        new = writer.renamed(new)
         writer.eqns.append(new)
         kept = kept and new is eqn
     assert not writer.consts, "what a pass writes has no constants"

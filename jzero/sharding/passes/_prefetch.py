@@ -79,7 +79,6 @@ class _Scope:
 
 
 def _nested(jaxpr: Jaxpr, limit: int, balance: float, autodiff: str | None) -> Jaxpr:
-    """The program with all programs inside done, and its own gathers where they were."""
     eqns: list[Eqn] = []
     for eqn in jaxpr.eqns:
         inside = autodiff or _jaxpr.autodiff_pass(eqn)
@@ -89,7 +88,6 @@ def _nested(jaxpr: Jaxpr, limit: int, balance: float, autodiff: str | None) -> J
 
 
 def _holder(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eqn]:
-    """An equation with all programs inside done."""
 
     def inner(jaxpr: Jaxpr) -> Jaxpr:
         return _placed(_nested(jaxpr, limit, balance, autodiff), limit, _Scope(autodiff))
@@ -98,7 +96,7 @@ def _holder(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[
 
 
 def _loop(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eqn]:
-    """A loop, which may now gather for its next iteration."""
+    """A loop, whose iterations now may gather for the next one."""
     eqn = _jaxpr.with_inner(eqn, lambda body: _nested(body, limit, balance, autodiff))
     scan = Scan.of(eqn)
     of_one_pass = autodiff is not None or not any(map(_jaxpr.autodiff_pass, _jaxpr.walk(scan.body)))
@@ -117,7 +115,7 @@ def _loop(eqn: Eqn, limit: int, balance: float, autodiff: str | None) -> list[Eq
 
 
 def _gathered_before(scan: Scan) -> list[Var]:
-    """What the iteration before has gathered, or fetched."""
+    """Values that the iteration before has gathered or fetched."""
     made = {out for e in scan.eqns if _moves(e) for out in e.outvars}
     return [p.before for p in scan.carries if p.after in made]
 
@@ -160,7 +158,7 @@ def _gathered_ahead(
 
 
 def _with_carry(eqns: Sequence[Eqn], carry: Sequence[Atom]) -> list[Eqn]:
-    """Gathers before a loop wait for what it begins with: [Note: a backward loop begins with its carry]."""
+    """Gathers before a loop depend on its initial carry: [Note: a backward loop begins with its carry]."""
     ready, found = [x for x in variables(carry) if _waits.is_float(x)], list[Eqn]()
     for eqn in eqns:
         if _waits.is_gather(eqn) and ready:
@@ -194,7 +192,7 @@ class _Gather(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether it has a place to be found."""
+        """Whether the equation can be moved."""
         return _moves(self.eqn)
 
 
@@ -231,14 +229,14 @@ class _Level:
         return gather if self._follow(gather, eqn.invars if gather.moves else []) else None
 
     def _fetch(self, eqn: Eqn, out: Var) -> _Gather | None:
-        """It waits for its copy on the host, which stays where it is made."""
+        """A fetch depends on its copy to the host, which is not moved."""
         use, copy = self.first.get(out), eqn.invars[0]
         if use is None or _jaxpr.is_literal(copy) or copy not in self.index:
             return None
         return _Gather(eqn, out, use, {}, {}, set(), {copy})
 
     def _follow(self, gather: _Gather, atoms: Sequence[Atom]) -> bool:
-        """Notes what makes these; False if that takes time itself."""
+        """Notes the equations that make these; False if one of them takes time itself."""
         due, seen = variables(atoms), set[Var]()
         while due:
             if (var := due.pop()) in seen:
@@ -267,7 +265,7 @@ class _Level:
         return True
 
     def ready(self, gather: _Gather) -> int:
-        """The last equation that must stand before a gather."""
+        """The last equation on which a gather depends."""
         return max((self.index.get(var, -1) for var in gather.others), default=-1)
 
     def starts(self, limit: int) -> list[tuple[_Gather, int]]:
@@ -305,7 +303,7 @@ class _Level:
         return result
 
     def _in_own_iteration(self, gather: _Gather, at: int | None) -> int:
-        """A place in the third iteration, in that which makes it: no later than behind its last product."""
+        """A position in the third iteration, relative to the iteration that gathers."""
         if at is None:
             return -1
         last = max(self.products, default=-1)
@@ -340,7 +338,7 @@ def _moves(eqn: Eqn) -> bool:
 
 
 def _gathered(eqn: Eqn) -> list[Var]:
-    """What the equation has gathered: a loop, for an iteration behind it."""
+    """What the equation gathers; of a loop, for the iteration behind it."""
     if eqn.primitive.name != "scan":
         return eqn.outvars if _waits.is_gather(eqn) else []
     scan = Scan.of(eqn)

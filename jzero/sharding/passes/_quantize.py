@@ -73,7 +73,7 @@ def quantize_rows(x: jax.Array, part: tuple[int, ...], blocks: Blocks) -> jax.Ar
 def dequantize_rows(
     rows: jax.Array, part: tuple[int, ...], dim: int | None, dtype: Any, blocks: Blocks
 ) -> jax.Array:
-    """Rows of a leaf, `[..., parts, bytes]`, as floats `[..., n, d]`, of which the parts cut `dim`."""
+    """Rows of a leaf, `[..., parts, bytes]`, as floats `[..., n, d]`, in which the parts cut `dim`."""
     *stack, parts, nbytes = rows.shape
     x = dequantize(rows.reshape(-1, nbytes), math.prod(part), dtype, blocks)
     x = x.reshape(*stack, parts, *part)
@@ -94,14 +94,14 @@ def _in_blocks(x: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 def _cut(n: int, blocks: Blocks) -> jax.Array:
-    """`[1, blocks, 1]`: whether a block goes beyond a row of n, so that not all of its codes travel."""
+    """`[1, blocks, 1]`: whether a block extends beyond a row of n, so that it is sent in part."""
     # Computed and not a constant: a loop's body has no place for one.
     first = lax.broadcasted_iota(jnp.int32, (1, -(-n // blocks.elements), 1), 1)
     return first >= n // blocks.elements
 
 
 def _packed(codes: jax.Array, blocks: Blocks) -> jax.Array:
-    """`int8[rows, n]` as bytes `[rows, n / codes of a byte]`."""
+    """`int8[rows, n]` as bytes `[rows, n / codes per byte]`."""
     if blocks.per_byte == 1:
         return lax.bitcast_convert_type(codes, jnp.uint8)
     codes = jnp.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
@@ -110,7 +110,7 @@ def _packed(codes: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 def _unpacked(row: jax.Array, blocks: Blocks) -> jax.Array:
-    """Bytes `[rows, m]` as `int8[rows, m * codes of a byte]`."""
+    """Bytes `[rows, m]` as `int8[rows, m * codes per byte]`."""
     if blocks.per_byte == 1:
         return lax.bitcast_convert_type(row, jnp.int8)
     pairs = jnp.stack([row & jnp.uint8(15), row >> 4], axis=-1).astype(jnp.int8)
@@ -135,7 +135,7 @@ def _rotated(x: jax.Array) -> jax.Array:
 
 
 def _uniform(x: jax.Array) -> jax.Array:
-    """Of each element of `[rows, blocks, size]` a number in [0, 1), by its value and its place in the row."""
+    """For each element of `[rows, blocks, size]` a hash of its value and position, in [0, 1)."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     blocks, inside = (lax.broadcasted_iota(jnp.uint32, x.shape, dim) for dim in (1, 2))
     places = blocks * np.uint32(x.shape[2]) + inside

@@ -68,13 +68,13 @@ def _is_wide(atom: Atom) -> bool:
 
 
 def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, blocks: Blocks, parts: AutoParts) -> Atom:
-    """What a gather makes of a shard, its own part included, but for rounding; the same on all devices."""
+    """A quantized gather: its result is rounded, and equal on all devices."""
     outer, writer.source = writer.source, _jaxpr.within_scope(eqn, _waits.QUANTIZED)
     (row,) = writer.trace(_row, shard, static=(blocks, parts))
     *several, _, nbytes = row.aval.shape
     rows = _jaxpr.var_like(row.aval, (*several, eqn.params["axis_size"], nbytes))
     params = {**eqn.params, "all_gather_dimension": len(several)}
-    writer.again(parts.mark(writer.source), [row], [rows], params=params)
+    writer.clone(parts.mark(writer.source), [row], [rows], params=params)
     static = (
         eqn.params["all_gather_dimension"],
         shard.aval.shape,
@@ -88,7 +88,7 @@ def _gathered(writer: JaxprWriter, eqn: Eqn, shard: Atom, blocks: Blocks, parts:
 
 
 def _row(blocks: Blocks, parts: AutoParts, x: jax.Array) -> jax.Array:
-    """A row of bytes of each part, `[n, d] -> [q, 1, bytes]`."""
+    """A row of bytes for each part, `[n, d] -> [q, 1, bytes]`."""
     x = parts.split(x)
     several = x.shape[: len(parts.cuts)]
     return _quantize.quantize(x.reshape(math.prod(several), -1), blocks).reshape(*several, 1, -1)
@@ -97,7 +97,7 @@ def _row(blocks: Blocks, parts: AutoParts, x: jax.Array) -> jax.Array:
 def _whole(
     dim: int, shard: tuple[int, ...], dtype: str, blocks: Blocks, parts: AutoParts, rows: jax.Array
 ) -> jax.Array:
-    """Rows of all devices as what they have together, `[q, k, bytes] -> [n, d]`."""
+    """Dequantizes the rows of all devices, `[q, k, bytes] -> [n, d]`."""
     *several, num, nbytes = rows.shape
     nums = dict(parts.cuts)
     part = [size // nums.get(d, 1) for d, size in enumerate(shard)]
@@ -108,7 +108,7 @@ def _whole(
 
 # -- who reads ---------------------------------------------------------------------------------------------
 def _readers(program: Region, found: _origins.Origins) -> dict[ValueIn, _Readers]:
-    """Who reads each value, or views of it: a pass, whose results differ between devices, or others."""
+    """The kind of readers of each value or views of it: device-varying passes, or others."""
 
     def of_operands(region: Region, eqn: Eqn, outs: Sequence[_Readers]) -> list[_Readers]:
         if eqn.primitive.name == "optimization_barrier":
@@ -125,7 +125,7 @@ def _readers(program: Region, found: _origins.Origins) -> dict[ValueIn, _Readers
 
 
 def _widens(eqn: Eqn) -> bool:
-    """Whether it is a cast to a wider dtype: a gather comes before it, and is exact."""
+    """Whether it is a cast to a wider dtype: the gather before it is exact."""
     cast = eqn.primitive.name == "convert_element_type"
     return cast and eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize
 
@@ -179,7 +179,6 @@ def quantize_renewals(
 
 
 def _gathers_behind(makers: _waits.Makers, atom: Atom) -> Iterator[Eqn]:
-    """The gathers that make a value, with views and the zeros of padding, the last one first."""
     while not _jaxpr.is_literal(atom) and (eqn := makers.get(atom)) is not None:
         if _waits.is_gather(eqn):
             if _jaxpr.in_scope(eqn, _waits.QUANTIZED):
@@ -197,7 +196,7 @@ def _renewed(
     writer: JaxprWriter, old: Var, gathers: Sequence[Eqn], copy: StoredCopy, sizes: Mapping[str, int],
     blocks: Blocks, parts_of: Callable[[Eqn], AutoParts],
 ) -> Atom:  # fmt: skip
-    """The old parameter, and the difference of the new shard to its part of it, gathered."""
+    """The old parameter plus the gathered difference of the new shard to its part of it."""
     (shard,), dim = gathers[-1].invars, gathers[-1].params["all_gather_dimension"]
     over = [_jaxpr.axes_of(eqn) for eqn in gathers]
     writer.source = _jaxpr.within_scope(gathers[-1], _waits.QUANTIZED)
@@ -221,7 +220,7 @@ def _difference(
     dim: int, true: int, sizes: tuple[int, ...], num: int, old: jax.Array, shard: jax.Array,
     *places: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """`shard [n/k, d]` minus this device's part of `old [n, d]`, which is one of `num` axes; padding is 0."""
+    """`shard [n/k, d]` minus this device's part of `old [n, d]`; 0 in padding."""
     wide, size = jnp.promote_types(old.dtype, jnp.float32), shard.shape[dim]
     here = _joint(sizes[num:], places[num:])
     more = size * int(np.prod(sizes[num:])) - old.shape[dim]
@@ -238,7 +237,7 @@ def _difference(
 
 
 def _joint(sizes: Sequence[int], places: Sequence[jax.Array]) -> jax.Array:
-    """A place among several axes, the outermost first."""
+    """A linear index over several axes, the outermost first."""
     at: jax.Array = jnp.int32(0)
     for size, place in zip(sizes, places, strict=True):
         at = at * jnp.int32(size) + place

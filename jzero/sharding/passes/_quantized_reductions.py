@@ -19,6 +19,7 @@ from jzero._blocks import Blocks
 from jzero.ir import _dataflow, _rules
 from jzero.ir._regions import Region, ValueIn
 from jzero.ir._rules import Cost
+from jzero.ir._sent import cast
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis import _frames
 from jzero.sharding.passes import _origins, _quantize, _waits
@@ -52,7 +53,7 @@ class QuantizedAxes(NamedTuple):
 
 
 def leaf_in_scope(eqn: Eqn) -> str:
-    """The leaf that a reduction serves, as the partitioner names it; '' if none."""
+    """The leaf in the scope of a reduction, as the partitioner names it; '' if none."""
     found = [_SCOPE.fullmatch(scope) for scope in _jaxpr.scopes(eqn)]
     return next((match.group(1) for match in reversed(found) if match is not None), "")
 
@@ -107,7 +108,7 @@ def quantize_reductions(
 
 
 def _mixed(program: Region) -> dict[ValueIn, bool]:
-    """Of which values a pass computes something else than gradients of leaves."""
+    """Values that a pass computes with, and that are not only gradients of leaves."""
 
     def of_operands(region: Region, eqn: Eqn, outs: Sequence[bool]) -> list[bool]:
         if eqn.primitive.name == "optimization_barrier":
@@ -125,7 +126,7 @@ def _is_plain(eqn: Eqn) -> bool:
 
 
 class _Stages:
-    """Writes a reduction in the place of one that is exact, of each of XLA's parts by itself."""
+    """Writes a quantized reduction in place of an exact one, of each Auto part by itself."""
 
     def __init__(self, writer: JaxprWriter, eqn: Eqn, axes: QuantizedAxes, parts: AutoParts):
         self.writer, self.eqn, self.axes, self.parts = writer, eqn, axes, parts
@@ -151,12 +152,12 @@ class _Stages:
             terms = self._stage(terms, axis, waits and len(left) == len(self.sizes))
             left.remove(axis)
         (total,) = self.writer.trace(_joined, terms, static=(self.parts,))
-        (shard,) = self.writer.trace(_cast, total, static=(str(self.dtype),))
+        (shard,) = self.writer.trace(cast, total, static=(str(self.dtype),))
         self.writer.source = outer
         return shard, total
 
     def summed(self, x: Atom) -> Atom:
-        """`[n, d]` of each device -> their sum, the same on all of them: axes without a format come last."""
+        """`[n, d]` of each device -> their sum on all devices; axes without a format come last."""
         outer, self.writer.source = self.writer.source, self.source
         formats = self.axes.formats
         for axis in self.sizes:
@@ -164,18 +165,18 @@ class _Stages:
                 x = self._all_reduced(x, axis, blocks)
         if exact := tuple(axis for axis in self.sizes if not formats.get(axis)):
             out = _jaxpr.var_like(x.aval)
-            (x,) = self.writer.again(
+            (x,) = self.writer.clone(
                 self.source, [x], [out], params={**self.eqn.params, "axes": exact}
             )
         self.writer.source = outer
         return x
 
     def _stage(self, terms: Atom, axis: str, waits: bool) -> Atom:
-        """Of `[q, k, n, d]`, a term for each device of `axis`, all devices' terms for this one, summed up."""
+        """Of `[q, k, n, d]`, a term for each device of `axis`: exchanges the terms, and sums the received."""
         blocks, num, dim = self.axes.formats.get(axis), self.sizes[axis], self.dim
         source = self.parts.mark(self.source)
         if blocks is None:
-            (terms,) = self.writer.trace(_cast, terms, static=(str(self.dtype),))
+            (terms,) = self.writer.trace(cast, terms, static=(str(self.dtype),))
             shape = terms.aval.shape
             out = _jaxpr.var_like(terms.aval, (*shape[:dim], *shape[dim + 1 :]))
             params = {
@@ -184,7 +185,7 @@ class _Stages:
                 "axis_size": num,
                 "scatter_dimension": dim,
             }
-            return self.writer.again(source, [terms], [out], params={**params, "tiled": False})[0]
+            return self.writer.clone(source, [terms], [out], params={**params, "tiled": False})[0]
         (rows,) = self.writer.trace(_rows, terms, static=(blocks, dim))
         source = _jaxpr.within_scope(source, _waits.FIRST_STAGE) if waits else source
         params = dict(
@@ -230,18 +231,14 @@ def _joined(parts: AutoParts, x: jax.Array) -> jax.Array:
     return parts.join(x)
 
 
-def _cast(dtype: str, x: jax.Array) -> jax.Array:
-    return x.astype(dtype)
-
-
 def _rows(blocks: Blocks, dim: int, terms: jax.Array) -> jax.Array:
-    """`[q, k, n, d]` as `[q, k, bytes]`."""
+    """`[q, k, n, d]` as quantized `[q, k, bytes]`."""
     several = terms.shape[: dim + 1]
     return _quantize.quantize(terms.reshape(math.prod(several), -1), blocks).reshape(*several, -1)
 
 
 def _total(part: tuple[int, ...], dtype: str, blocks: Blocks, rows: jax.Array) -> jax.Array:
-    """Of `[q, k, bytes]` the sum of k terms, `[q, *part]`."""
+    """Of quantized `[q, k, bytes]` the sum of k terms, `[q, *part]`."""
     *several, num, nbytes = rows.shape
     wide = jnp.promote_types(dtype, jnp.float32)
     terms = _quantize.dequantize(rows.reshape(-1, nbytes), math.prod(part), wide, blocks)
@@ -258,7 +255,7 @@ def _even(parts: AutoParts, num: int, x: jax.Array) -> jax.Array:
 
 
 def _row(blocks: Blocks, x: jax.Array) -> jax.Array:
-    """`[q, n]` as `[q, 1, bytes]`."""
+    """`[q, n]` as quantized `[q, 1, bytes]`."""
     several = x.shape[:-1]
     return _quantize.quantize(x.reshape(-1, x.shape[-1]), blocks).reshape(*several, 1, -1)
 
@@ -266,7 +263,7 @@ def _row(blocks: Blocks, x: jax.Array) -> jax.Array:
 def _whole(
     parts: AutoParts, shape: tuple[int, ...], dtype: str, size: int, blocks: Blocks, rows: jax.Array
 ) -> jax.Array:
-    """`[q, k, bytes]` as `[n, d]`."""
+    """Quantized `[q, k, bytes]` as `[n, d]`."""
     *several, num, nbytes = rows.shape
     nums = dict(parts.cuts)
     part = [size // nums.get(d, 1) for d, size in enumerate(shape)]

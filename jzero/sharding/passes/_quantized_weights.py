@@ -60,17 +60,16 @@ class QuantizedRows:
 
     @property
     def rows_dim(self) -> int:
-        """The dim of the rows that devices divide."""
+        """The dim of the rows that is sharded."""
         assert self.dim is not None
         return min(self.dim, self.num_stacked)
 
     def without_views(self) -> QuantizedRows:
-        """As it is dequantized."""
         return dataclasses.replace(self, views=(), dim_now=None)
 
     @property
     def cut_dim(self) -> int | None:
-        """The dim of the value that the parts cut."""
+        """The dim of the value, with views applied, that the parts cut."""
         return self.dim_now if self.moves else self.dim
 
     @property
@@ -79,7 +78,7 @@ class QuantizedRows:
         return any(view.name != "cast" for view in self.views)
 
     def keeps(self, d: int) -> bool:
-        """Whether a dim is a row's, or the one that devices divide, which no slice of a stack cuts."""
+        """Whether a dim belongs to a row, or is the sharded one, which slices of a stack do not cut."""
         return d >= self.num_stacked or d == self.dim
 
 
@@ -127,7 +126,6 @@ class _Program:
         self.before = dict[Var, Var]()  # of rows behind a barrier, the rows: gathered once for all
 
     def run(self) -> tuple[list[Eqn], list[Atom]]:
-        """The equations, and the results."""
         for eqn in self.jaxpr.eqns:
             self.writer.source = eqn
             self._equation(self.writer, eqn)
@@ -138,7 +136,7 @@ class _Program:
         return self.writer.eqns, outs
 
     def read(self, atom: Atom) -> Atom:
-        """A value, dequantized: of a shard this device's part."""
+        """A value, dequantized; of a shard, this device's part."""
         if not _jaxpr.is_literal(atom) and atom in self.quantized and atom not in self.writer.names:
             each, outer = self.quantized[atom], self.writer.source
             self.writer.source = _jaxpr.within_scope(outer, _waits.QUANTIZED)
@@ -149,7 +147,6 @@ class _Program:
         return self.writer.read(atom)
 
     def _dequantized(self, each: _Rows) -> Atom:
-        """Rows, dequantized once."""
         if each not in self.dequantized:
             tokens = [] if self.token is None else [_waits.write_token(self.writer, self.token)]
             rows = _waits.write_behind(self.writer, each.rows, tokens)
@@ -183,11 +180,11 @@ class _Program:
             if each is not None:
                 self.quantized[out] = dataclasses.replace(each, rows=outs[-1])
                 self.before[outs[-1]] = self.before.get(each.rows, each.rows)
-        writer.again(eqn, ins, outs)
+        writer.clone(eqn, ins, outs)
 
     # -- views -----------------------------------------------------------------------------------------
     def _views(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> list[_Rows] | None:
-        """Results that are rows still: gathers, slices of stacks, views applied later. None for others."""
+        """Results that are still rows: gathers, slices of stacks, views to apply later; None for others."""
         name, form = eqn.primitive.name, each.form
         if _waits.is_gather(eqn):
             along = eqn.params["all_gather_dimension"] == form.cut_dim
@@ -203,7 +200,6 @@ class _Program:
         ]
 
     def _of_stack(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> _Rows | None:
-        """A slice of a stack."""
         name, form, (out, *_) = eqn.primitive.name, each.form, eqn.outvars
         if name == "squeeze" and not any(map(form.keeps, eqn.params["dimensions"])):
             gone = eqn.params["dimensions"]
@@ -228,7 +224,7 @@ class _Program:
         key = self.before.get(each.rows, each.rows), str(params)
         if key not in self.gathered:
             rows = _jaxpr.var_like(each.rows.aval, shape)
-            (self.gathered[key],) = writer.again(eqn, [each.rows], [rows], params=params)
+            (self.gathered[key],) = writer.clone(eqn, [each.rows], [rows], params=params)
         return _Rows(self.gathered[key], dataclasses.replace(each.form, gathered=True))
 
     def _sliced(self, writer: JaxprWriter, eqn: Eqn, each: _Rows) -> Atom:
@@ -252,7 +248,7 @@ class _Program:
                 sizes[d] = eqn.params["slice_sizes"][d]
         out = _jaxpr.var_like(each.rows.aval, sizes)
         params = {**eqn.params, "slice_sizes": tuple(sizes)}
-        return writer.again(eqn, [each.rows, *starts], [out], params=params)[0]
+        return writer.clone(eqn, [each.rows, *starts], [out], params=params)[0]
 
     # -- programs inside -------------------------------------------------------------------------------
     def scan(self, eqn: Eqn) -> Eqn:
@@ -316,7 +312,7 @@ class _Program:
         return eqn.replace(invars=[self.read(choice), *given], params=params)
 
     def _entering(self, outer: Atom, inner: Var, quantized: dict[Var, _Rows]) -> tuple[Atom, Var]:
-        """What a program inside reads as it is: rows that it gathers itself, else it is dequantized here."""
+        """A value for an inner jaxpr: rows that it gathers itself, or dequantized here."""
         each = self._rows_of(outer)
         if each is None or each.form.gathered or each.form.dim is None:
             return self.read(outer), inner

@@ -44,7 +44,7 @@ def reduce_dtype(jaxpr: Jaxpr, dtype: DTypeLike, rows: Sequence[frozenset[str]])
             return False
         ins = [sums[x] if x in sums else _cast(writer, writer.read(x), dtype) for x in eqn.invars]
         outs = [_jaxpr.var_like(out.aval, dtype=dtype) for out in eqn.outvars]
-        for out, wide in zip(eqn.outvars, writer.again(eqn, ins, outs), strict=True):
+        for out, wide in zip(eqn.outvars, writer.clone(eqn, ins, outs), strict=True):
             sums[out] = wide
             _cast(writer, wide, out.aval.dtype, out)
         return True

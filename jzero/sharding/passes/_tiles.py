@@ -29,9 +29,10 @@ import numpy as np
 from jax import lax
 
 from jzero.ir import _rules
-from jzero.ir._factors import Factor
+from jzero.ir._factors import Factor, with_size
 from jzero.ir._loops import CarryPort, ConstPort, Scan, SlicePort, any_scan, empty
 from jzero.ir._regions import Region, variables
+from jzero.ir._sent import cast
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.analysis._untiled import TILES
 from jzero.sharding.passes import _origins, _waits
@@ -76,7 +77,7 @@ def tiles(
 
 
 class _TiledEquation(NamedTuple):
-    """An equation of which tiles are made, and the dim that is cut."""
+    """An equation that is computed in tiles, and the factor that is cut."""
 
     eqn: Eqn
     factor: Factor
@@ -102,11 +103,10 @@ class _Cone:
 
     @property
     def eqn(self) -> Eqn:
-        """The last equation."""
         return self.links[-1].eqn
 
     def write(self, writer: JaxprWriter, read: ReadAtom, start: int | Var, size: int) -> Var:
-        """Writes what makes one tile; a range of each operand that others make."""
+        """Writes one tile; slices the operands that are not made in tiles."""
         made, all_parts = dict[Atom, Var](), size * self.num_parts
         for eqn, factor in self.links:
             ins = [
@@ -121,11 +121,11 @@ class _Cone:
             else:
                 pairs = zip(eqn.outvars, factor.outs, strict=True)
                 outs = [
-                    _jaxpr.var_like(x.aval, _with(x.aval.shape, d or 0, all_parts))
+                    _jaxpr.var_like(x.aval, with_size(x.aval.shape, d or 0, all_parts))
                     for x, d in pairs
                 ]
             source = _jaxpr.within_scope(eqn, TILES) if _waits.is_gather(eqn) else eqn
-            made |= zip(eqn.outvars, writer.again(eqn, ins, outs, source, params), strict=True)
+            made |= zip(eqn.outvars, writer.clone(eqn, ins, outs, source, params), strict=True)
         return _jaxpr.variable(_added(writer, [made[term] for term in self.terms]))
 
 
@@ -178,7 +178,7 @@ class _TilePlan:
         self._drop_unread()
 
     def write(self, eqn: Eqn, writer: JaxprWriter) -> bool:
-        """Writes what stands in the place of an equation; False if it stays."""
+        """Writes the replacement of an equation; False if it stays."""
         if id(eqn) in self.begins:
             cone, total = self.begins[id(eqn)]
             self.shards[cone] = _write_sum(writer, cone, total.reduces)
@@ -200,7 +200,7 @@ class _TilePlan:
 
     # -- products with a matrix ------------------------------------------------------------------------
     def _with_gathered(self, eqn: Eqn, place: int) -> _Cone | None:
-        """A product of which one operand is gathered, and large."""
+        """The tiling of a product with a large gathered operand."""
         before, after = self._gathered(eqn.invars[place])
         if not before or self._gathered(eqn.invars[1 - place])[0]:
             return None
@@ -223,7 +223,7 @@ class _TilePlan:
         return _Cone(ways[tiles.dim], (eqn.outvars[0],), tiles, parts.get(tiles.dim, 1))
 
     def _gathered(self, atom: Atom) -> tuple[list[Eqn], list[Eqn]]:
-        """What gathers a value, up to its last gather, and the views behind it; nothing if it is none."""
+        """The equations from the first gather to the last, and the views behind; nothing without gathers."""
         eqns = list[Eqn]()
         while (eqn := self._maker(atom)) is not None and (_is_gather(eqn) or _passes(eqn)):
             eqns.insert(0, eqn)
@@ -240,7 +240,7 @@ class _TilePlan:
         return math.prod(_of_a_place(x.aval.shape, parts)) * itemsize <= self.nbytes
 
     def _drop_unread(self) -> None:
-        """Notes what only made whole matrices for products that are now loops."""
+        """Drops the equations that only gathered matrices of products that are now loops."""
         chains = {
             id(link.eqn) for cone in self.products.values() for link in cone.links[:-1]
         }  # fmt: skip
@@ -253,7 +253,7 @@ class _TilePlan:
 
     # -- sums of products ------------------------------------------------------------------------------
     def _plan_sum(self, eqn: Eqn) -> None:
-        """A sum over the devices, one axis after the other, if some of it is made in tiles."""
+        """Plans a reduction over devices, one axis after the other, if a term of it can be tiled."""
         reduces = [eqn]
         while (following := self._only_reader(eqn.outvars[0])) and _scatters(following):
             reduces.append(eqn := following)
@@ -285,7 +285,7 @@ class _TilePlan:
             self.begins[id(cone.eqn)] = cone, total
 
     def _slice(self, term: Atom, dims: Sequence[int]) -> tuple[Atom, tuple[Eqn, ...]]:
-        """The gradient of a slice of a stack, and the zeros around it; the term and nothing if it is none."""
+        """The gradient of a slice of a stack, and the pads around it; the term and nothing for others."""
         pads = list[Eqn]()
         while (eqn := self._maker(term)) is not None and self._puts_zeros(eqn, dims):
             pads.insert(0, eqn)
@@ -293,7 +293,6 @@ class _TilePlan:
         return term, tuple(pads)
 
     def _terms(self, atom: Atom) -> tuple[list[Atom], list[Eqn]]:
-        """What is added up to a value, and what adds it up, for nobody else."""
         due, terms, adds = [atom], list[Atom](), list[Eqn]()
         while due:
             eqn = self._maker(x := due.pop())
@@ -306,7 +305,7 @@ class _TilePlan:
         return terms, adds
 
     def _puts_zeros(self, eqn: Eqn, dims: Sequence[int]) -> bool:
-        """Whether it puts zeros around a value, for nobody else, along other dims."""
+        """Whether it pads a value with zeros along other dims, for one reader."""
         if eqn.primitive.name != "pad" or self._only_reader(eqn.outvars[0]) is None:
             return False
         config = eqn.params["padding_config"]
@@ -322,7 +321,7 @@ class _TilePlan:
     def _together(
         self, terms: Sequence[Atom], sharded: int, parts: Mapping[int, int]
     ) -> list[_Cone]:  # fmt: skip
-        """Large terms in one loop, if what waits for the last of them has no more bytes than their sum."""
+        """Large terms in one loop, if operands that stay alive for it have no more bytes than their sum."""
         itemsize = max([self.itemsize, *map(self._widest, terms)])
         if not terms or self._is_small(terms[0], itemsize, parts):
             return []
@@ -332,12 +331,12 @@ class _TilePlan:
         made = {x: links for x in terms if (links := self._products_behind(x, tiles.dim))}
         groups, waits = list[list[Atom]](), 0
         for term in sorted(made, key=lambda term: self.region.makers[_jaxpr.variable(term)]):
-            if not groups or waits > _waits.nbytes(variables([term])):
+            if not groups or waits > _waits.nbytes([term]):
                 groups.append([])
                 waits = 0
             groups[-1].append(term)
             products = [link.eqn for link in made[term] if _is_product(link.eqn)]
-            waits += _waits.nbytes(variables(x for eqn in products for x in eqn.invars))
+            waits += _waits.nbytes(x for eqn in products for x in eqn.invars)
         return [self._cone(group, made, tiles, parts.get(tiles.dim, 1)) for group in groups]
 
     def _cone(
@@ -347,7 +346,7 @@ class _TilePlan:
         return _Cone(tuple(links[i] for i in sorted(links)), tuple(terms), tiles, num_parts)
 
     def _widest(self, atom: Atom) -> int:
-        """Bytes of an element of a value, or of what is cast to it."""
+        """The largest itemsize of a value and the values it is cast from."""
         size = int(atom.aval.dtype.itemsize)
         while (eqn := self._maker(atom)) is not None and (_passes(eqn) or _adds(eqn)):
             atom = eqn.invars[0]
@@ -355,7 +354,7 @@ class _TilePlan:
         return size
 
     def _products_behind(self, atom: Atom, dim: int) -> list[_TiledEquation] | None:
-        """Products, and what makes a value of them; None if it is made of anything else."""
+        """The products that a value is made of; None if it is made of anything else."""
         eqn = self._maker(atom)
         if eqn is None or self._only_reader(_jaxpr.variable(atom)) is None:
             return None
@@ -375,7 +374,7 @@ class _TilePlan:
         return found
 
     def _summed(self, writer: JaxprWriter, total: _TiledSum) -> Atom:
-        """This device's shard of a sum, in the place of the last equation that reduces it."""
+        """This device's shard of a sum, in place of its last reduction."""
         found = [_padded(writer, self.shards[cone], cone.pads) for cone in total.cones]
         for term, pads in total.slices:
             shard = _reduced(writer, writer.read(term), total.reduces)
@@ -403,7 +402,7 @@ def _adds(eqn: Eqn) -> bool:
 
 
 def _adds_alike(eqn: Eqn) -> bool:
-    """Whether it adds two values that have its result's shape."""
+    """Whether it adds two values of its result's shape."""
     if not _adds(eqn) or len(variables(eqn.invars)) < 2:
         return False
     out = eqn.outvars[0].aval.shape
@@ -411,7 +410,7 @@ def _adds_alike(eqn: Eqn) -> bool:
 
 
 def _passes(eqn: Eqn) -> bool:
-    """Whether it leaves all elements of its first operand as they are, but for casts and padding."""
+    """Whether all elements of its first operand stay as they are, but for casts and padding."""
     spread = eqn.primitive.name == "broadcast_in_dim"
     if spread:
         return bool(eqn.invars[0].aval.size == eqn.outvars[0].aval.size)
@@ -421,7 +420,7 @@ def _passes(eqn: Eqn) -> bool:
 def _through(
     before: Sequence[Eqn], after: Sequence[Eqn], product: Eqn, place: int, dim: int
 ) -> tuple[_TiledEquation, ...] | None:
-    """What makes a product of a shard, where `dim` of the gathered matrix is cut; None if it cannot be."""
+    """From shard to product, cut along `dim` of the gathered matrix; None if that is impossible."""
     links, d = list[_TiledEquation](), dim
     for eqn in reversed(before):
         factor = _rules.factor_to(eqn, d)
@@ -444,7 +443,7 @@ def _through(
 
 # -- loops ---------------------------------------------------------------------------------------------
 def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
-    """A product, tile by tile: results are put side by side, or added up if it sums over the dim."""
+    """A product in tiles: results are concatenated, or added if the product contracts the dim."""
     (out,), (dim,), tiles = cone.eqn.outvars, cone.links[-1].factor.outs, cone.tiles
     dtype = dtype_of_sum(cone.eqn) if dim is None else out.aval.dtype
 
@@ -463,14 +462,14 @@ def _write_product(writer: JaxprWriter, cone: _Cone) -> Atom:
     (total,) = _loop(writer, cone.eqn, tiles, 0, [total], body)
     if tiles.rest:
         total = used(writer, writer.read, tiles.num * tiles.tile, tiles.rest, total)
-    return writer.trace(_cast, total, static=(str(out.aval.dtype),))[0]
+    return writer.trace(cast, total, static=(str(out.aval.dtype),))[0]
 
 
 def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom:
-    """This device's shard of a sum of products, each tile reduced beside the products of the next one."""
+    """This device's shard of a sum of products; each tile is reduced beside the next tile's products."""
     dim, tiles, (out,) = cone.tiles.dim, cone.tiles, reduces[-1].outvars
     sharded = int(reduces[0].params["scatter_dimension"])
-    shard = _with(cone.terms[0].aval.shape, sharded, out.aval.shape[sharded])
+    shard = with_size(cone.terms[0].aval.shape, sharded, out.aval.shape[sharded])
 
     def put(here: JaxprWriter, total: Atom, shard: Atom, start: int | Var) -> Atom:
         # [Note: layouts at rest]
@@ -504,16 +503,15 @@ def _write_sum(writer: JaxprWriter, cone: _Cone, reduces: Sequence[Eqn]) -> Atom
 def _reduced(
     writer: JaxprWriter, x: Atom, reduces: Sequence[Eqn], *scopes: str
 ) -> Atom:  # fmt: skip
-    """This device's shard of the sum of a value."""
     for eqn in reduces:
         (out,), dim = eqn.outvars, int(eqn.params["scatter_dimension"])
-        new = _jaxpr.var_like(out.aval, _with(x.aval.shape, dim, out.aval.shape[dim]))
-        (x,) = writer.again(eqn, [x], [new], _jaxpr.within_scope(eqn, *scopes))
+        new = _jaxpr.var_like(out.aval, with_size(x.aval.shape, dim, out.aval.shape[dim]))
+        (x,) = writer.clone(eqn, [x], [new], _jaxpr.within_scope(eqn, *scopes))
     return x
 
 
 def _padded(writer: JaxprWriter, x: Atom, pads: Sequence[Eqn]) -> Atom:
-    """A shard of a slice's gradient, as one of its stack's."""
+    """Pads a shard of a slice's gradient to one of its stack."""
     for eqn in pads:
         (x,) = writer.add(eqn.primitive, [x, writer.read(eqn.invars[1])], None, eqn, **eqn.params)
     return x
@@ -536,7 +534,7 @@ def _loop(
     start, carry = _jaxpr.var_like(None, (), np.dtype(np.int32)), [*map(_jaxpr.new_var, inits)]
     afters, outs = body(here, read, start, carry), [*map(_jaxpr.new_var, inits)]
     (starts,) = writer.trace(_starts, static=(first, num, tiles.tile))
-    assert not here.consts, "a turn has no constants"
+    assert not here.consts, "an iteration has no constants"
     scan = dataclasses.replace(
         Scan.of(any_scan(source)), eqns=tuple(here.eqns), length=num,
         consts=tuple(ConstPort(*port) for port in consts.items()), xs=(SlicePort(starts, start),),
@@ -557,13 +555,13 @@ def _range(
     if dim is None:
         return x
     shape, (x, dim) = (
-        _with(x.aval.shape, dim, size * num_parts),
+        with_size(x.aval.shape, dim, size * num_parts),
         _in_parts(writer, x, dim, num_parts),
     )
-    tile = _with(x.aval.shape, dim, size)
+    tile = with_size(x.aval.shape, dim, size)
     if isinstance(start, int):
-        starts = _with((0,) * len(tile), dim, start)
-        found = writer.slice(x, starts, _with(tile, dim, start + size))
+        starts = with_size((0,) * len(tile), dim, start)
+        found = writer.slice(x, starts, with_size(tile, dim, start + size))
     else:
         out = _jaxpr.var_like(x.aval, tile)
         (found,) = writer.add(
@@ -588,7 +586,7 @@ def _put(
 
 
 def _in_parts(writer: JaxprWriter, x: Atom, dim: int, num_parts: int) -> tuple[Atom, int]:
-    """`[n, d]` as `[n, q, d/q]`, if d has q parts, and the dim of which ranges are parts'."""
+    """`[n, d]` as `[n, q, d/q]`, if d has q Auto parts, and the dim that tiles then cut."""
     if num_parts == 1:
         return x, dim
     shape = x.aval.shape
@@ -597,7 +595,7 @@ def _in_parts(writer: JaxprWriter, x: Atom, dim: int, num_parts: int) -> tuple[A
 
 
 def _of_a_place(shape: Sequence[int], parts: Mapping[int, int]) -> list[int]:
-    """What a place along XLA's axes has of a value."""
+    """The shape of one Auto part of a value."""
     return [size // parts.get(dim, 1) for dim, size in enumerate(shape)]
 
 
@@ -606,12 +604,8 @@ def _places(ndim: int, start: Atom, dim: int) -> list[Atom]:
     return [start if d == dim else zero for d in range(ndim)]
 
 
-def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*sizes[:dim], size, *sizes[dim + 1 :])
-
-
 def dtype_of_sum(eqn: Eqn) -> Any:
-    """In which the products of tiles are summed up: that in which a product of 16 bits itself sums."""
+    """The accumulation dtype of tiles' products: float32 for products of 16 bits."""
     dtype = eqn.outvars[0].aval.dtype
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     # An algorithm, unlike a precision, says what it sums in, and returns nothing else.
@@ -622,7 +616,3 @@ def dtype_of_sum(eqn: Eqn) -> Any:
 # -- traced ------------------------------------------------------------------------------------------------
 def _starts(first: int, num: int, size: int) -> jax.Array:
     return (lax.iota(jnp.int32, num) + np.int32(first)) * np.int32(size)
-
-
-def _cast(dtype: str, x: jax.Array) -> jax.Array:
-    return x.astype(dtype)

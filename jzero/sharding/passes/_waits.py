@@ -17,6 +17,7 @@ from jzero.ir import _rules
 from jzero.ir._loops import CarryPort, Scan
 from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
+from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._untiled import TILES
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
@@ -27,9 +28,10 @@ PRODUCTS = _rules.named(_rules.Cost.PRODUCT) | {"pallas_call", "scan", "while"}
 # Scopes that mark what passes have written, so that none writes it twice: barriers, and a loop's last
 # iteration.
 PREFETCH, ORDER, AFTER_LOOP, LAST_ITERATION, WHOLE_STACKS = (
-    f"jzero.{name}" for name in ("prefetch", "order", "after_loop", "last_turn", "whole_stacks")
+    f"jzero.{name}"
+    for name in ("prefetch", "order", "after_loop", "last_iteration", "whole_stacks")
 )
-OWNED = "jzero.owned"  # what owners of matrices compute, which is no product of a pass
+OWNED = "jzero.owned"  # distributed updates, which are no part of a pass
 QUANTIZED, FIRST_STAGE = (
     "jzero.codes",
     "jzero.first_hop",
@@ -48,7 +50,7 @@ def write_token(writer: JaxprWriter, x: Var) -> Atom:
 
 
 def write_behind(writer: JaxprWriter, x: Atom, tokens: Sequence[Atom]) -> Atom:
-    """Writes `x`, but not before `tokens` are there."""
+    """Writes `x`, which depends on `tokens`."""
     # Twice: XLA takes out of a barrier what has no other use, before or after it.
     for _ in range(2 if tokens else 0):
         ins = [x, *tokens]
@@ -57,13 +59,13 @@ def write_behind(writer: JaxprWriter, x: Atom, tokens: Sequence[Atom]) -> Atom:
 
 
 def bits_of(x: jax.Array) -> jax.Array:
-    """An element of `x` as bits of which nobody knows anything before it is there."""
+    """An element of `x` as bits, opaque to the compiler before `x` exists."""
     element = jnp.real(token_of(x)).astype(jnp.float32)
     return lax.bitcast_convert_type(element, jnp.uint32)
 
 
 def unless_never(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """`x`, which waits for the bits; XLA does not see that it is always `x`."""
+    """`x`, depending on the bits; XLA does not see that it is always `x`."""
     never = lax.bitwise_or(bits, jnp.uint32(1)) == 0
     return lax.select(lax.broadcast(never, x.shape), lax.full_like(x, 0), x)
 
@@ -97,7 +99,7 @@ def _dim_first(dim: int, x: jax.Array) -> jax.Array:
 
 
 def waits_by(makers: Makers, atom: Atom, scope: str) -> bool:
-    """Whether it is behind a barrier that was marked so, among barriers."""
+    """Whether it is behind a barrier of this scope, possibly among other barriers."""
     while not _jaxpr.is_literal(atom) and (eqn := makers.get(atom)) is not None:
         if eqn.primitive.name != "optimization_barrier":
             return False
@@ -108,42 +110,37 @@ def waits_by(makers: Makers, atom: Atom, scope: str) -> bool:
 
 
 def place_of(eqn: Eqn, out: Var) -> int:
-    """Which result it is."""
     return eqn.outvars.index(out)
 
 
 def is_gather(eqn: Eqn) -> bool:
-    """Whether each device gets of all what they have."""
-    return eqn.primitive.name in ("all_gather", "all_gather_invariant")
+    return eqn.primitive.name in _frames.GATHERS
 
 
 def gathers_leaf(eqn: Eqn) -> bool:
-    """Whether what it gathers is a leaf, or what a leaf becomes."""
+    """Whether it gathers a leaf, or a value derived from one."""
     named = (scope.startswith("jzero.gather[") for scope in _jaxpr.scopes(eqn))
     return is_gather(eqn) and any(named)
 
 
 def is_reduction(eqn: Eqn) -> bool:
-    """Whether it leaves of a value this device's shard of a sum over devices."""
+    """Whether it is a reduce-scatter."""
     return eqn.primitive.name == "reduce_scatter"
 
 
 def reduces(eqn: Eqn) -> bool:
-    """Whether it begins a reduction that has a place in the order of all: exact, or of codes."""
-    return is_reduction(eqn) or _jaxpr.in_scope(eqn, FIRST_STAGE) and _is_exchange(eqn)
+    """Whether it begins a reduction of the order: exact, or the first stage of a quantized one."""
+    exchanges = eqn.primitive.name == "all_to_all"
+    return is_reduction(eqn) or _jaxpr.in_scope(eqn, FIRST_STAGE) and exchanges
 
 
-def _is_exchange(eqn: Eqn) -> bool:
-    return eqn.primitive.name == "all_to_all"
-
-
-def nbytes(variables: Iterable[Var]) -> int:
-    """Of all of them together."""
-    return sum(_rules.size_in_bytes(var.aval) for var in variables)
+def nbytes(atoms: Iterable[Atom]) -> int:
+    """Bytes of the variables among some atoms, each counted once."""
+    return sum(_rules.size_in_bytes(var.aval) for var in variables(atoms))
 
 
 def is_float(atom: Atom) -> bool:
-    """Whether a token can be made of it: an element of a floating-point array on the device."""
+    """Whether a token can be made of it: a float array on the device."""
     aval = atom.aval
     of_floats = not _jaxpr.is_literal(atom) and _is_floating(aval.dtype)
     return of_floats and not _jaxpr.is_on_host(aval)
@@ -172,7 +169,7 @@ def done(eqn: Eqn) -> Var | None:
 
 
 def carried(scan: Scan) -> list[CarryPort]:
-    """Float carries that an iteration does more with than add to them: its results depend on them."""
+    """Float carries that the body does more with than add to them: its results depend on them."""
     found, ports = dict[Var, CarryPort](), {port.before: port for port in scan.carries}
     for eqn in scan.eqns:
         for var in variables(eqn.invars):
@@ -184,7 +181,7 @@ def carried(scan: Scan) -> list[CarryPort]:
 
 
 def num_readers(scan: Scan) -> dict[Var, int]:
-    """How often each value of an iteration is read, or returned."""
+    """How often each value of an iteration is read or returned."""
     found = dict[Var, int]()
     outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
     for each in [*(eqn.invars for eqn in scan.eqns), outs]:
@@ -195,14 +192,14 @@ def num_readers(scan: Scan) -> dict[Var, int]:
 
 
 def takes_time(eqn: Eqn) -> bool:
-    """Whether it is a product, a loop, or holds one; rotations of blocks are none."""
+    """Whether it is a product or loop, or contains one; rotations of quantized blocks do not count."""
     if _jaxpr.in_scope(eqn, QUANTIZED):
         return False
     return any(e.primitive.name in PRODUCTS for e in (eqn, *_jaxpr.inside(eqn)))
 
 
 def gathers_inside(eqn: Eqn) -> bool:
-    """Whether it is a loop whose iterations gather; a product that is one, tile by tile, is none."""
+    """Whether it is a loop with gathers; tiled products do not count."""
     loops = eqn.primitive.name in ("scan", "while") and not _jaxpr.in_scope(eqn, TILES)
     return loops and any(map(is_gather, _jaxpr.inside(eqn)))
 

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from jzero.ir._loops import Scan, StackPort
-from jzero.ir._regions import variables
 from jzero.ir._writer import JaxprWriter
 from jzero.sharding.passes import _waits
 from jzero.sharding.passes._order import SMALLEST_GROUP
@@ -70,7 +69,7 @@ def _loop(eqn: Eqn, nbytes: int) -> list[Eqn]:
 
 
 def _computed(scan: Scan, makers: _waits.Makers) -> Scan:
-    """The loop, of which no stack is a copy of what is reduced: [Note: slices that are only copied]."""
+    """The loop, in which no stack is a copy of a reduction's result: [Note: slices that are only copied]."""
     known = next((port.before for port in _waits.carried(scan)), None)
     writer, ys = JaxprWriter(_jaxpr.within_scope(scan.eqn, SCOPE)), list[StackPort]()
     for port in scan.ys:
@@ -92,19 +91,18 @@ def _last(
     Of what they reduce, a slice has `most` bytes at most.
     """
     atom: Atom = port.row
-    chain, best, least = list[Eqn](), 0, _nbytes(atom)
+    chain, best, least = list[Eqn](), 0, _waits.nbytes([atom])
     while _is_read(port) and not _jaxpr.is_literal(atom):
         eqn = makers.get(atom)
         if eqn is None or num_readers[atom] != 1 or not _is_of_slices(eqn):
             break
         chain.append(eqn)
         (atom,) = eqn.invars
-        if _is_sum(eqn):
-            if _nbytes(atom) > most:
-                break
-            best, least = len(chain), _nbytes(atom)
-        elif _nbytes(atom) < least:
-            best, least = len(chain), _nbytes(atom)
+        nbytes = _waits.nbytes([atom])
+        if _is_sum(eqn) and nbytes > most:
+            break
+        if _is_sum(eqn) or nbytes < least:
+            best, least = len(chain), nbytes
     return chain[:best]
 
 
@@ -113,23 +111,18 @@ def _is_read(port: StackPort) -> bool:
 
 
 def _is_of_slices(eqn: Eqn) -> bool:
-    """Whether it does the same to a stack as to its slices."""
     return len(eqn.invars) == 1 and (eqn.primitive.name == "convert_element_type" or _is_sum(eqn))
 
 
 def _is_sum(eqn: Eqn) -> bool:
-    """Whether it is a sum over devices, of which each has all or its shard."""
+    """Whether it is a sum over devices, all-reduced or reduce-scattered."""
     if _waits.is_reduction(eqn):
         return bool(eqn.params["tiled"]) and eqn.params["axis_index_groups"] is None
     return eqn.primitive.name == "psum" and eqn.params["axis_index_groups"] is None
 
 
-def _nbytes(atom: Atom) -> int:
-    return _waits.nbytes(variables([atom]))
-
-
 def _on_stack(port: StackPort, eqns: Sequence[Eqn], scan: Scan) -> tuple[StackPort, list[Eqn]]:
-    """The port of what an iteration stacks before these, and these, of the stack."""
+    """The port of the value before these equations, and the equations on the stack."""
     (row,) = eqns[0].invars
     stack = first = _jaxpr.var_like(row.aval, (scan.length, *row.aval.shape))
     written = list[Eqn]()

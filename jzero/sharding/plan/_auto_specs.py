@@ -24,7 +24,7 @@ AutoSpecs = Sequence[tuple[str, P]]  # patterns and specs, in the order in which
 
 
 class AutoPlace(NamedTuple):
-    """How one leaf rests over the mesh's other axes; and, if its spec says more, why it cannot."""
+    """How one leaf is stored over the Auto axes; and, if its spec says more, why it cannot be."""
 
     automatic: Automatic = ()
     uncut: str = ""
@@ -95,7 +95,6 @@ def _check_axes(
 
 
 def _first(auto_specs: AutoSpecs, path: str) -> str | None:
-    """The pattern that counts for a leaf."""
     return next((pattern for pattern, _ in auto_specs if re.search(pattern, path)), None)
 
 
@@ -109,7 +108,7 @@ def _parts(entry: Any, sizes: Mapping[str, int]) -> int:
 
 
 def _fits(spec: P, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
-    """Whether a leaf is cut as the whole spec says."""
+    """Whether the axes divide all dims that the spec shards."""
     return len(spec) <= len(shape) and not any(
         size % _parts(entry, sizes) for entry, size in zip(spec, shape, strict=False)
     )
@@ -118,7 +117,7 @@ def _fits(spec: P, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
 def _place(
     spec: P, shape: Sequence[int], sizes: Mapping[str, int], has_like: bool
 ) -> tuple[AutoPlace, list[str]]:
-    """Where a leaf rests; and which of its dims the axes do not divide. [Note: placeholders]."""
+    """How a leaf is stored, and the dims that the axes do not divide. [Note: placeholders]."""
     if len(spec) > len(shape):  # A count of steps is no moment.
         return AutoPlace((), f"it has fewer dims than {spec}" if shape else ""), []
     entries = [_call.spec_axes(entry) for entry in spec]

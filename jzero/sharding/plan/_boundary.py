@@ -16,9 +16,9 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.cut._subgraphs import UpdatePart
 from jzero.sharding.plan import _layout
-from jzero.sharding.plan._coded_form import CodedForm
-from jzero.sharding.plan._layout import FULL, Automatic, RestLayout, Shard
+from jzero.sharding.plan._layout import REPLICATED, Automatic, Shard, StoredLayout
 from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._quantized_form import QuantizedForm
 from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _call, _jaxpr
 
@@ -41,19 +41,19 @@ class ValuePlan:
     path: str
     shape: tuple[int, ...]
     dtype: jax.typing.DTypeLike
-    layout: RestLayout
+    layout: StoredLayout
     padded_shape: tuple[int, ...]
     spec: P
-    codes: CodedForm | None = None
+    codes: QuantizedForm | None = None
     automatic: Automatic = ()
 
     @property
     def dim(self) -> int | None:
-        """The dim along which it is sharded; None if it is full."""
+        """The dim along which it is sharded; None if it is replicated."""
         return self.layout.dim if isinstance(self.layout, Shard) else None
 
     def aval(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        """Its shape as programs take it."""
+        """Its type as an argument of programs."""
         sharding = NamedSharding(mesh, _layout.beside(self.spec, self.automatic))
         return jax.ShapeDtypeStruct(self.padded_shape, self.dtype, sharding=sharding)
 
@@ -73,15 +73,13 @@ class Boundary:
 
     @property
     def variables(self) -> Set[_jaxpr.Var]:
-        """All of them."""
         return self.at_rest.keys() | self.crossing.keys()
 
     def of(self, var: _jaxpr.Var) -> ValuePlan:
-        """How a program finds a value that does not change its layout on the way."""
         return self.at_rest[var] if var in self.at_rest else self.crossing[var]
 
     def crossed(self, var: _jaxpr.Var) -> ValuePlan:
-        """How a value crosses; arguments do as they came."""
+        """The form of a value that is passed between programs; arguments have only one."""
         return self.crossing[var] if var in self.crossing else self.at_rest[var]
 
     def rows(self, names: Mapping[_jaxpr.Var, str]) -> Iterator[str]:
@@ -112,7 +110,7 @@ def boundary_of(
     at_rest = {var: _leaf(leaf, var) for var, leaf in zip(invars, leaves, strict=False)}
     for var, spec in zip(invars[len(leaves) :], arguments, strict=True):
         shape = _whole_shape(var.aval.shape, spec, batch_axes)
-        at_rest[var] = ValuePlan("", shape, var.aval.dtype, FULL, shape, spec)
+        at_rest[var] = ValuePlan("", shape, var.aval.dtype, REPLICATED, shape, spec)
     if not update.pieces:
         return Boundary(at_rest, {})
     read = {var for piece in update.pieces for var in piece.reads}
@@ -138,7 +136,7 @@ def boundary_of(
 def _automatic(
     frame: Frame, leaves: Sequence[LeafPlan], update: UpdatePart
 ) -> dict[_jaxpr.Var, Automatic]:
-    """How XLA shards what crosses: like the optimizer state that it meets, if that is all alike."""
+    """How XLA shards values that are passed: like the optimizer state beside them, if that is alike."""
     found: dict[_jaxpr.Var, set[Automatic]] = {}
     for piece in update.pieces:
         mine = {leaves[i].automatic for i in piece.leaves}
@@ -150,7 +148,7 @@ def _automatic(
 
 
 def _whole_shape(local: Sequence[int], spec: P, batch_axes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an argument, of which a microbatch of one device has `local`."""
+    """The global shape of an argument, of which a microbatch of one device has `local`."""
     parts = [math.prod(batch_axes[axis] for axis in _call.spec_axes(entry)) for entry in spec]
     return (*map(operator.mul, local, parts), *local[len(parts) :])
 
@@ -173,10 +171,10 @@ def _leaf(leaf: LeafPlan, var: _jaxpr.Var) -> ValuePlan:
 def _like_gradient(
     frame: Frame, links: Links, stage_axes: StageAxes, var: _jaxpr.Var, like: _jaxpr.Atom, path: str
 ) -> ValuePlan:
-    """`var` sharded as the links have `like`, over all of the optimizer's axes."""
+    """`var`, sharded along the dim linked with `like`, over all of the optimizer's axes."""
     axes, shape = stage_axes.shard_axes, var.aval.shape
     dim = links.sharded_dim(frame, like) if stage_axes.num_devices > 1 else None
-    layout = FULL if dim is None else Shard(dim, axes)
+    layout = REPLICATED if dim is None else Shard(dim, axes)
     num = stage_axes.count(axes)
     padded = tuple(_layout.padded_size(n, num) if d == dim else n for d, n in enumerate(shape))
     spec = _layout.partition_spec(layout)

@@ -51,11 +51,10 @@ class Extra(NamedTuple):
 
     @property
     def costs(self) -> bool:
-        """Whether a user would see it."""
         return self.flops >= LEAST_FLOPS
 
     def warning(self, name: str) -> str:
-        """What to say of it where the step of this name is first traced."""
+        """The warning at the first trace of the step of this name."""
         return message(
             _call.WHO, f"{name} repeats {self.share:.0%} of its work in vain, for {self.what}: {self.why}",
             self.rule, self.fix,
@@ -63,7 +62,7 @@ class Extra(NamedTuple):
 
 
 def at_once_warning(name: str, num: int, made: Sequence[SavedValue]) -> str:
-    """What to say of a step that makes something of all its microbatches at once."""
+    """The warning for a step that computes something from all its microbatches at once."""
     nbytes, lines = sum(each.nbytes for each in made), [*dict.fromkeys(x.where for x in made)]
     lines += [f"{len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
     return message(
@@ -93,7 +92,6 @@ class RowsOf(NamedTuple):
 
     @property
     def argument(self) -> str:
-        """The argument that it is in."""
         return re.split(r"[\[. ]", self.leaf)[0]
 
 

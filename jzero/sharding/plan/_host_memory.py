@@ -60,11 +60,11 @@ def check(options: Options, frame: Frame, waiting: Residuals, mesh: Any) -> None
 
 
 def _inside(frame: Frame, waiting: Residuals) -> bool:
-    """Whether loops or branches of the step keep something on the host for a backward pass that they hold."""
+    """Whether residuals are offloaded inside loops or branches, which hold both passes."""
     return any(region is not frame for region, _ in waiting)
 
 
 def platform_of(mesh: Any) -> str:
-    """Of a mesh's devices; an abstract one has none, and runs where JAX runs by default."""
+    """The platform of a mesh's devices; of an abstract one, JAX's default."""
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
     return str(device.platform)

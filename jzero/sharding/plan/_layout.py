@@ -13,8 +13,8 @@ from jzero.tracing import _call
 
 
 @dataclasses.dataclass(frozen=True)
-class Full:
-    """The whole value on every device."""
+class Replicated:
+    """Replicated."""
 
     def __str__(self) -> str:
         return "replicated"
@@ -39,13 +39,13 @@ Automatic = tuple[tuple[str, ...], ...]
 
 
 def cuts_of(automatic: Automatic, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """For each dim, into how many parts it is cut."""
+    """For each dim, the number of parts."""
     return tuple(math.prod(sizes[axis] for axis in axes) for axes in automatic)
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Each device holds a block: a dim for each of several entries of `axes` that name some is split."""
+    """Sharded along several dims, each over its entry of `axes`."""
 
     axes: tuple[tuple[str, ...], ...]
 
@@ -53,12 +53,12 @@ class Grid:
         return f"grid{partition_spec(self)}"
 
 
-RestLayout = Full | Shard | Grid
-FULL = Full()
+StoredLayout = Replicated | Shard | Grid
+REPLICATED = Replicated()
 
 
-def partition_spec(layout: RestLayout, automatic: Automatic = ()) -> P:
-    """The layout as JAX spells it."""
+def partition_spec(layout: StoredLayout, automatic: Automatic = ()) -> P:
+    """The layout as a PartitionSpec."""
     entries = [*(layout.axes if isinstance(layout, Grid) else automatic)]
     if isinstance(layout, Shard):
         entries += [()] * (layout.dim + 1 - len(entries))
@@ -67,24 +67,23 @@ def partition_spec(layout: RestLayout, automatic: Automatic = ()) -> P:
 
 
 def beside(spec: P, automatic: Automatic) -> P:
-    """A spec of data axes with other axes, for each dim, behind these."""
+    """A spec of data axes, with Auto axes added behind them in each dim."""
     return partition_spec(of_spec(spec), automatic) if any(automatic) else spec
 
 
-def of_spec(spec: P) -> RestLayout:
-    """The layout that JAX spells so."""
+def of_spec(spec: P) -> StoredLayout:
     names = tuple(map(_call.spec_axes, spec))
     dims = [dim for dim, axes in enumerate(names) if axes]
     if len(dims) > 1:
         return Grid(names)
-    return Shard(dims[0], names[dims[0]]) if dims else FULL
+    return Shard(dims[0], names[dims[0]]) if dims else REPLICATED
 
 
 MOST_GROWTH = 2  # by padding; what moves grows by as much
 
 
 def padded_size(size: int, num_shards: int) -> int:
-    """The next multiple of `num_shards`: what a dim of `size` has at rest."""
+    """The next multiple of `num_shards`: the stored size of a dim."""
     return -(-size // num_shards) * num_shards
 
 
@@ -110,7 +109,7 @@ def choose_dim(shape: Sequence[int], num_shards: int, avoid: Collection[int] = (
 
 
 def why_full(shape: Sequence[int], avoid: Collection[int]) -> str:
-    """The reason, for the report, why `choose_dim` found nothing."""
+    """The report's reason if `choose_dim` found no dim."""
     if not shape:
         return "a scalar"
     if 0 in shape:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every leaf of the state rests: roles from dataflow, layouts from the stage's row."""
+"""Where every leaf of the state is stored: roles from dataflow, layouts from the stage's row."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._tables import Tables
-from jzero.sharding.plan import _layout, _spared
-from jzero.sharding.plan._coded_form import CodedForm
-from jzero.sharding.plan._layout import FULL, Automatic, RestLayout, Shard
+from jzero.sharding.plan import _layout, _padding
+from jzero.sharding.plan._layout import REPLICATED, Automatic, Shard, StoredLayout
+from jzero.sharding.plan._quantized_form import QuantizedForm
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER, StageAxes, StateLeaf
 from jzero.tracing import _call
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """Where one leaf of the state rests.
+    """Where one leaf of the state is stored.
 
     Attributes:
       path: the leaf's path in the state, `state.params['w']`.
-      shape: its whole shape.
+      shape: its global shape.
       dtype: its dtype's name.
       itemsize: bytes per element.
       role: 'parameter', 'optimizer state' or 'other', from dataflow.
-      layout: full, or the dim and axes it is sharded over.
-      num_shards: how many devices hold different parts of it.
-      automatic: for each dim, the other mesh axes over which XLA shards it (`auto_specs`).
-      cuts: for each of these dims, into how many parts.
-      uncut: why XLA does not shard it as its spec says, for one that has no such dims.
-      padding: what is added at rest to the sharded dim, if the devices do not divide it.
-      why_full: the reason, for a leaf that the stage would shard and that stays full.
-      tier: the memory in which it rests: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host',
+      layout: replicated, or the dim and axes it is sharded over.
+      num_shards: of different shards.
+      automatic: for each dim, the Auto axes over which XLA shards it (`auto_specs`).
+      cuts: for each of these dims, the number of parts.
+      uncut: why XLA does not shard it as its spec says.
+      padding: of the stored sharded dim, if the devices do not divide it.
+      why_full: why it is replicated although the stage shards its role.
+      tier: the memory in which it is stored: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host',
         or 'nvme', files.
-      coded: codes of few bits may stand for a parameter, and its gradient, on their way between devices.
-      renewed_in_codes: so travels the difference of a new parameter to the old one, to a copy that rests.
-      why_exact: the reason, for a parameter that has to travel, or rest, as it is though others do not.
-      codes: of a leaf that rests in codes, how: then what is said here is of its rows of bytes.
-      gradient: of a parameter, in which shards its gradient is reduced.
+      coded: whether a parameter may be gathered, and its gradient reduced, quantized.
+      renewed_in_codes: whether the difference of a new parameter to the old one is sent quantized to stored
+        copies.
+      why_exact: why a parameter is sent, or stored, exactly although others are quantized.
+      codes: the form of a leaf that is stored quantized; the other fields then describe its rows of bytes.
+      gradient: of a parameter, the layout in which its gradient is reduced.
     """
 
     path: str
@@ -54,7 +55,7 @@ class LeafPlan:
     dtype: str
     itemsize: int
     role: str
-    layout: RestLayout
+    layout: StoredLayout
     num_shards: int = 1
     why_full: str = ""
     automatic: Automatic = ()
@@ -63,24 +64,23 @@ class LeafPlan:
     coded: bool = False
     renewed_in_codes: bool = False
     why_exact: str = ""
-    codes: CodedForm | None = None
+    codes: QuantizedForm | None = None
     uncut: str = ""
-    gradient: RestLayout = FULL
+    gradient: StoredLayout = REPLICATED
     cuts: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole leaf."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the devices fetch it where they compute with it: a parameter that rests on the hosts."""
+        """Whether it is a parameter that is stored on the hosts, and fetched for computation."""
         return self.role == PARAMETER and self.tier != DEVICE
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape at rest: the sharded dim is a multiple of the devices."""
+        """The stored shape: the sharded dim is padded to a multiple of the devices."""
         dim = self.layout.dim if isinstance(self.layout, Shard) else None
         return tuple(size + self.padding * (d == dim) for d, size in enumerate(self.shape))
 
@@ -94,15 +94,15 @@ class LeafPlan:
 
     @property
     def nbytes_per_device(self) -> int:
-        """Bytes at rest of each device's part, padding included; in the memory that `tier` says."""
+        """Bytes stored of each device's part, padding included; in the memory that `tier` says."""
         return -(-math.prod(self.padded_shape) * self.itemsize // self.num_shards)
 
     def in_codes(self, blocks: Blocks) -> LeafPlan:
-        """The leaf as it rests in codes: as rows of bytes, over the same devices."""
+        """The leaf stored quantized: as rows of bytes, sharded over the same devices."""
         cut = self.layout if isinstance(self.layout, Shard) else None
         dim, parts = (cut.dim, self.num_shards) if cut else (None, 1)
-        form = CodedForm(self.shape, self.dtype, blocks, dim, parts, self.padding)
-        layout = Shard(form.rows_dim, cut.axes) if cut and form.rows_dim is not None else FULL
+        form = QuantizedForm(self.shape, self.dtype, blocks, dim, parts, self.padding)
+        layout = Shard(form.rows_dim, cut.axes) if cut and form.rows_dim is not None else REPLICATED
         return dataclasses.replace(
             self,
             shape=form.rows_shape,
@@ -115,19 +115,19 @@ class LeafPlan:
 
     @property
     def decoded(self) -> LeafPlan:
-        """The leaf as the devices would have it without codes, each its part."""
+        """The leaf as it is when dequantized."""
         form = self.codes
         if form is None:
             return self
         cut = self.layout if isinstance(self.layout, Shard) else None
-        layout = Shard(form.dim, cut.axes) if cut and form.dim is not None else FULL
+        layout = Shard(form.dim, cut.axes) if cut and form.dim is not None else REPLICATED
         return dataclasses.replace(
             self, shape=form.shape, dtype=form.dtype, itemsize=form.itemsize, layout=layout,
             padding=form.padding, codes=None,
         )  # fmt: skip
 
     def row(self, width: int = 0) -> str:
-        """One line: path (as wide as told), type, role, layout."""
+        """One line: path (padded to `width`), type, role, layout."""
         why = f"  ({self.why_full})" if self.why_full else ""
         why += f"  (padded by {self.padding})" if self.padding else ""
         why += f"  (auto_specs: {self.uncut})" if self.uncut else ""
@@ -154,7 +154,7 @@ def offload(
 
 
 def axes_away(leaves: Sequence[LeafPlan], shard_axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The mesh axes along which devices have other parts of what rests away from them."""
+    """The mesh axes that shard leaves stored off the devices."""
     others = (axes for leaf in leaves if leaf.tier != DEVICE for axes in leaf.automatic)
     return (*shard_axes, *dict.fromkeys(axis for axes in others for axis in axes))
 
@@ -165,13 +165,13 @@ def plan_from_shapes(
     """The layout before any batch was seen: roles unknown, every leaf sharded that may be.
 
     Equal to the final plan at stage 3 except for leaves that only the step can tell apart. With a `tier`,
-    every leaf that may turn out to be optimizer state rests there; if parameters are what rests there
-    (`streams`), those in shards do.
+    every leaf that may turn out to be optimizer state is stored there; if parameters are stored there
+    (`streams`), sharded ones are.
     """
-    spared = _spared.spared(stage_axes, leaves, [()] * len(leaves))
+    left_replicated = _padding.left_replicated(stage_axes, leaves, [()] * len(leaves))
 
     def plan(i: int, leaf: StateLeaf) -> LeafPlan:
-        dim, why = stage_axes.choose(leaf, (), i in spared)
+        dim, why = stage_axes.choose(leaf, (), i in left_replicated)
         return _leaf_plan(leaf, OTHER, dim, stage_axes.shard_axes, stage_axes, why)
 
     plans = list(itertools.starmap(plan, enumerate(leaves)))
@@ -184,33 +184,33 @@ def plan_from_shapes(
     return offload(plans, tier, stage_axes.min_bytes, staying, role=OTHER)
 
 
-class Rest(NamedTuple):
-    """How a leaf of a state that is read lies on the devices.
+class StoredLeaf(NamedTuple):
+    """How a leaf of an existing state is stored.
 
     Attributes:
       spec: the entries of its PartitionSpec, up to the last that names an axis.
-      padded_shape: its shape there.
-      tier: 'nvme' if it is in files; else 'device', wherever it is.
-      codes: of a leaf in codes, how; spec and shape are those of its rows.
+      padded_shape: the stored shape.
+      tier: 'nvme' if it is in files; else 'device', in any memory.
+      codes: the form of a quantized leaf; spec and shape are those of its rows.
     """
 
     spec: tuple[Any, ...]
     padded_shape: tuple[int, ...]
     tier: str = DEVICE
-    codes: CodedForm | None = None
+    codes: QuantizedForm | None = None
 
 
 def plan_as_found(
-    leaves: Sequence[StateLeaf], rests: Sequence[Rest | None], stage_axes: StageAxes,
+    leaves: Sequence[StateLeaf], stored: Sequence[StoredLeaf | None], stage_axes: StageAxes,
     automatic: Mapping[str, int], frame: Frame, links: Links,
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
-    """Leaves that are read where they lie; tells `links` which dims are sharded.
+    """Leaves that are read as they are stored; tells `links` which dims are sharded.
 
-    What lies elsewhere, or as no stage would have it, moves to where its shape alone puts it.
+    Leaves that are stored elsewhere, or as no stage stores them, move to the layout of `plan_from_shapes`.
 
     Args:
       leaves: the state's leaves; their variables are the first of `frame.jaxpr.invars`.
-      rests: how each lies; None if it is not on this mesh.
+      stored: how each is stored; None if it is not on this mesh.
       stage_axes: the stage on the mesh.
       automatic: names and sizes of the mesh's other axes.
       frame: the step, analysed.
@@ -220,8 +220,8 @@ def plan_as_found(
     plans = []
     variables = frame.jaxpr.invars[: len(leaves)]
     moved = plan_from_shapes(leaves, stage_axes)
-    for leaf, rest, target, var in zip(leaves, rests, moved, variables, strict=True):
-        plan = (None if rest is None else _as_found(leaf, rest, stage_axes, sizes)) or target
+    for leaf, form, target, var in zip(leaves, stored, moved, variables, strict=True):
+        plan = (None if form is None else _as_found(leaf, form, stage_axes, sizes)) or target
         # Of integers, too: weights may be quantized.
         role = PARAMETER if leaf.splittable else OTHER
         plans.append(dataclasses.replace(plan, role=role))
@@ -231,34 +231,31 @@ def plan_as_found(
 
 
 def _as_found(
-    leaf: StateLeaf, rest: Rest, stage_axes: StageAxes, sizes: Mapping[str, int]
+    leaf: StateLeaf, stored: StoredLeaf, stage_axes: StageAxes, sizes: Mapping[str, int]
 ) -> LeafPlan | None:
-    """None if no stage shards so: one dim, over data axes and then over others.
-
-    Of a leaf in codes, as it is decoded.
-    """
+    """The plan of a stored leaf, dequantized; None if no stage shards it so: one dim, data axes first."""
     data = dict(stage_axes.axes)
-    if rest.codes is not None:
+    if stored.codes is not None:
         form, axes = (
-            rest.codes,
-            tuple(axis for entry in rest.spec for axis in _call.spec_axes(entry)),
+            stored.codes,
+            tuple(axis for entry in stored.spec for axis in _call.spec_axes(entry)),
         )
-        layout = FULL if form.dim is None else Shard(form.dim, axes)
+        layout = REPLICATED if form.dim is None else Shard(form.dim, axes)
         return LeafPlan(
-            *leaf[:4], OTHER, layout, form.num_parts, padding=form.padding, tier=rest.tier
+            *leaf[:4], OTHER, layout, form.num_parts, padding=form.padding, tier=stored.tier
         )
-    entries = [_call.spec_axes(entry) for entry in rest.spec]
+    entries = [_call.spec_axes(entry) for entry in stored.spec]
     ours = [tuple(axis for axis in axes if axis in data) for axes in entries]
     automatic = tuple(tuple(axis for axis in axes if axis not in data) for axes in entries)
     dims = [dim for dim, axes in enumerate(ours) if axes]
-    layout = Shard(dims[0], ours[dims[0]]) if dims else FULL
-    padding = sum(rest.padded_shape) - sum(leaf.shape)
+    layout = Shard(dims[0], ours[dims[0]]) if dims else REPLICATED
+    padding = sum(stored.padded_shape) - sum(leaf.shape)
     parts = math.prod(sizes[axis] for axes in entries for axis in axes)
     cuts = _layout.cuts_of(automatic, sizes)
     plan = LeafPlan(*leaf[:4], OTHER, layout, parts, "", automatic, padding, cuts=cuts)
     spec = _layout.partition_spec(layout, automatic)
-    alike = [*map(_call.spec_axes, spec)] == entries and plan.padded_shape == rest.padded_shape
-    return dataclasses.replace(plan, tier=rest.tier) if alike else None
+    alike = [*map(_call.spec_axes, spec)] == entries and plan.padded_shape == stored.padded_shape
+    return dataclasses.replace(plan, tier=stored.tier) if alike else None
 
 
 def plan_leaves(
@@ -281,7 +278,7 @@ def plan_leaves(
     variables = frame.jaxpr.invars[: len(leaves)]
     roles = [*map(_role, leaves, feeds)]
     looped = [links.looped_dims(frame, var) for var in variables]
-    spared = _spared.spared(stage_axes, leaves, looped)
+    left_replicated = _padding.left_replicated(stage_axes, leaves, looped)
     plans: dict[int, LeafPlan] = {}
     # Parameters choose first: optimizer state that is combined with one element by element follows it.
     for i in sorted(range(len(leaves)), key=lambda i: roles[i] != PARAMETER):
@@ -290,7 +287,7 @@ def plan_leaves(
         dim = None if dim in leaf.taken else dim
         if dim is None and roles[i] != OTHER:
             dim, why = stage_axes.choose(
-                leaf, looped[i], i in spared, tables.get((frame, var), ()) if axes else ()
+                leaf, looped[i], i in left_replicated, tables.get((frame, var), ()) if axes else ()
             )
         if dim is not None and roles[i] != OTHER:
             links.shard(frame, var, dim, leaf.path)
@@ -309,7 +306,7 @@ def _leaf_plan(
     stage_axes: StageAxes,
     why: str,
 ) -> LeafPlan:
-    gradient: RestLayout = FULL
+    gradient: StoredLayout = REPLICATED
     if role == PARAMETER and dim is not None and stage_axes.shard_axes:
         gradient = Shard(dim, stage_axes.shard_axes)
     if dim is None or not axes:
@@ -317,7 +314,7 @@ def _leaf_plan(
         kept = f"Axes(replicate={stage_axes.full!r})" if dim is not None and wanted else why
         why = kept if wanted else ""
         return LeafPlan(
-            *leaf[:4], role, FULL, leaf.parts, why, leaf.automatic, uncut=leaf.uncut,
+            *leaf[:4], role, REPLICATED, leaf.parts, why, leaf.automatic, uncut=leaf.uncut,
             gradient=gradient, cuts=leaf.cuts,
         )  # fmt: skip
     num_shards = stage_axes.count(axes) * leaf.parts

@@ -16,21 +16,15 @@ from jzero._errors import BatchError, JzeroError, StepError, describe_leaf, firs
 from jzero.ir._work import Repeated
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.partition._writer import OUTPUT
-from jzero.sharding.plan import _layout, _outputs, _trace, _untold
+from jzero.sharding.plan import _layout, _outputs, _trace, _undeclared
 from jzero.sharding.plan._extra_work import Extra, RowsOf, extra_work
-from jzero.sharding.plan._layout import RestLayout
+from jzero.sharding.plan._layout import StoredLayout
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._trace import TracedStep
 from jzero.tracing import _call, _jaxpr, _reading, _weak
 from jzero.tracing._call import BatchSpecs
 from jzero.tracing._modules import arrays_of
-from jzero.tracing._returned import (
-    Found,
-    as_given,
-    holds_floats,
-    holds_optimizer_state,
-    of_batch,
-)
+from jzero.tracing._returned import Found, as_given, holds_floats, holds_optimizer_state, of_batch
 from jzero.tracing._signature import Signature
 from jzero.tracing._state_arguments import parts
 
@@ -58,7 +52,7 @@ class LocalStep:
 
     traced: TracedStep
     specs: tuple[P, ...]
-    outputs: tuple[RestLayout, ...]
+    outputs: tuple[StoredLayout, ...]
     row_dims: tuple[int | None, ...]
     keys: tuple[bool, ...]
     whole_arguments: tuple[str, ...] = ()
@@ -121,22 +115,24 @@ def _read_beside_state(unclear: _reading.Unclear, step: FlatStep, setting: Setti
         traced = _as_written(step, step.plain, setting)
         assert traced is not None  # It was traced so before.
         state = step.signature.state_names[0], jax.tree.unflatten(step.state_tree, step.state)
-        independent = _untold.independent(traced, [state, *step.arrays.items()], left, found.state)
+        independent = _undeclared.independent(
+            traced, [state, *step.arrays.items()], left, found.state
+        )
         left = [name for name in left if name not in independent]
     if found.state and not left:
         raise _reading.Elsewhere(found.state) from None
 
 
 def _check_updates(traced: TracedStep, step: FlatStep) -> None:
-    """Reads a step once more of which a batch was taken for state, and refuses gradients that were."""
+    """Retries a step whose batch was taken for state, and refuses gradients that were."""
     state = jax.tree.unflatten(step.state_tree, step.state)
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
     outs = as_given(arrays_of(outs))
     names = step.signature.state_names
     named = list(zip(names, [value for _, value in parts(state)], strict=True))
     led = names[:1] if _reading.leads(step.signature, outs, state, step.arrays) else ()
-    flow = _untold.Flow(traced.frame.jaxpr, named, step.arrays)
-    wrong = _untold.misread(flow)
+    flow = _undeclared.Flow(traced.frame.jaxpr, named, step.arrays)
+    wrong = _undeclared.misread(flow)
     if wrong.unclear:
         unclear = tuple(wrong.unclear)
         sure = tuple([name for name in names if name not in unclear])
@@ -144,7 +140,7 @@ def _check_updates(traced: TracedStep, step: FlatStep) -> None:
     if wrong.instead or wrong.batch:
         kept = [wrong.instead.get(name, name) for name in names if name not in wrong.batch]
         raise _reading.Elsewhere(step.signature.in_order(kept))
-    if anew := _untold.computed_anew(flow, led):
+    if anew := _undeclared.computed_anew(flow, led):
         _reading.refuse_anew(step.signature, anew)
 
 
@@ -174,7 +170,7 @@ def _as_written(
 
 
 def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
-    """Reads a step once more that updates another argument as it does its state; hidden states have rows."""
+    """Retries a step that updates another argument as state; hidden states are batch-sharded."""
 
     def has_rows(name: str, results: range) -> bool:
         whole = dataclasses.replace(step, in_specs={**step.in_specs, name: P()})
@@ -183,7 +179,7 @@ def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
 
     state = jax.tree.unflatten(step.state_tree, step.state)
     are_split = [bool(spec) for spec in _batch_specs(step, setting).specs]
-    suspects = _untold.like_state(found.traced, state, step.arrays, are_split)
+    suspects = _undeclared.like_state(found.traced, state, step.arrays, are_split)
     updated = [
         name for name, results in suspects.items()
         if any(not has_rows(name, numbers) for numbers in results)
@@ -200,7 +196,7 @@ def _batch_specs(step: FlatStep, setting: Setting) -> BatchSpecs:
 
 
 def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
-    """The whole batch's step; None if it has collectives of its own."""
+    """The step at the shapes of the whole batch; None if it has collectives of its own."""
     axes, split = _step_axes(setting), _batch_specs(step, setting)
     parts = split.parts(setting.axes, setting.options.microbatches.num)
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
@@ -243,7 +239,7 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
 
 
 def _refusal(options: Sequence[str], specs: Sequence[P], named: Sequence[str]) -> StepError:
-    """For a step with options that need one dim of the batch, and specs that split several."""
+    """The error for options that need a single batch dim, with specs that shard several."""
     leaf, spec = next(
         (leaf, spec) for leaf, spec in zip(named, specs, strict=True) if len(spec) > 1
     )
@@ -254,7 +250,7 @@ def _refusal(options: Sequence[str], specs: Sequence[P], named: Sequence[str]) -
 
 
 def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, ...]:
-    """What a step gathers; an output by its path, and not by its number."""
+    """Movements of a step, with paths of outputs instead of their numbers."""
     paths = _outputs.output_paths(out_tree)
     return tuple(
         dataclasses.replace(m, where=paths[int(m.where)]) if m.operation == OUTPUT else m
@@ -263,7 +259,7 @@ def with_paths(movements: Sequence[Movement], out_tree: Any) -> tuple[Movement, 
 
 
 def check_movements(movements: Sequence[Movement], most: int) -> None:
-    """Refuses a step that gathers more rows at once than the user permits."""
+    """Refuses a step that gathers more rows at once than `Comm(max_gather_bytes=)`."""
     bad = sorted((m for m in movements if m.nbytes > most), key=lambda m: -m.nbytes)
     if bad:
         raise StepError(message(
@@ -276,7 +272,7 @@ def check_movements(movements: Sequence[Movement], most: int) -> None:
 
 
 def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
-    """The step traced at the shapes of one device's part of the batch."""
+    """The step at the shapes of one device's shard of the batch."""
     if step.signature.told or setting.evaluates:
         return _of_one_device(step, setting)
     state = jax.tree.unflatten(step.state_tree, step.state)
@@ -345,7 +341,7 @@ def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
 def _on_one_device(
     step: FlatStep, setting: Setting
 ) -> tuple[list[P], list[jax.ShapeDtypeStruct], tuple[bool, ...]]:
-    """How arguments are split, shapes of all leaves on one device, and which arguments are keys for all."""
+    """Specs of arguments, local shapes of all leaves, and which arguments are keys for all devices."""
     specs = _call.argument_specs(
         step.arrays, step.in_specs, setting.batch_axes, setting.options.microbatches.num
     )

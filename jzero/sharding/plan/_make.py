@@ -16,14 +16,14 @@ from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._feeds import feed_batch
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
-from jzero.sharding.analysis._regions import Names
 from jzero.sharding.analysis._residuals import residuals
 from jzero.sharding.analysis._tables import Tables, looked_up
+from jzero.sharding.analysis._update_subgraphs import Names
 from jzero.sharding.plan import _host_memory, _layout, _leaves, _trace, _weights, _wire
 from jzero.sharding.plan._boundary import boundary_of
-from jzero.sharding.plan._leaves import LeafPlan, Rest
+from jzero.sharding.plan._distributed_updates import DistributedStep, distribute_updates
+from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
 from jzero.sharding.plan._local_step import LocalStep
-from jzero.sharding.plan._owners import SharedOut, shared_out
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._stages import PARAMETER, StateLeaf
@@ -41,7 +41,7 @@ def _check_sizes(leaves: Sequence[StateLeaf], setting: Setting) -> None:
 
 
 def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
-    """What the plan must know of an abstract state."""
+    """What the plan needs to know of an abstract state."""
     paths = _call.leaf_paths(state, "state")
     leaves = jax.tree.leaves(state)
     shapes, data_axes = [leaf.shape for leaf in leaves], setting.axis_names
@@ -63,15 +63,15 @@ def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
 
 
 def make_plan(
-    local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting, rests: Sequence[Rest | None] = ()
+    local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting, stored: Sequence[StoredLeaf | None] = ()
 ) -> tuple[StepPlan, Analysis]:  # fmt: skip
-    """Decides where a step's values lie, and what runs when.
+    """Decides where a step's values are stored, and what runs when.
 
     Args:
       local: what is partitioned of the step.
       leaves: of its state.
       setting: what the user gave.
-      rests: of an evaluation, how each leaf lies.
+      stored: of an evaluation, how each leaf is stored.
 
     Raises:
       OptionError: an option that this step cannot obey.
@@ -83,11 +83,11 @@ def make_plan(
     _check_sizes(leaves, setting)
     num = stage_axes.num_devices if is_whole else 1
     tables = looked_up(frame, num)
-    links, layouts = _laid_out(frame, tables, leaves, setting, rests)
-    shared = SharedOut(frame, {}, ())
-    if _has_owners(setting):
-        shared = _shared_out(frame, links, layouts, setting)
-    if shared.owners:
+    links, layouts = _laid_out(frame, tables, leaves, setting, stored)
+    shared = DistributedStep(frame, {}, ())
+    if _distributes_updates(setting):
+        shared = _distribute_updates(frame, links, layouts, setting)
+    if shared.distributed:
         frame, whole = shared.frame, local.traced.whole
         if whole is not None:
             jaxpr: Any = frame.jaxpr
@@ -95,15 +95,15 @@ def make_plan(
         traced = dataclasses.replace(local.traced, frame=frame, whole=whole)
         local = dataclasses.replace(local, traced=traced)
         tables = looked_up(frame, num)
-        links, layouts = _laid_out(frame, tables, leaves, setting, rests)
+        links, layouts = _laid_out(frame, tables, leaves, setting, stored)
     backend = options.offload
     reduce_codes = options.reduce_codes(setting.axes)
     if options.comm.gather_dtype is not None or any(reduce_codes.values()):
         layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.comm.gather_dtype)
-    resting, update = backend.rest(layouts, frame, setting.mesh, stage_axes)
+    placed, update = backend.store(layouts, frame, setting.mesh, stage_axes)
     # Of what is one device's, or one microbatch's, arguments have so many times the shape.
     times = dict.fromkeys(setting.axes, 1) if is_whole else setting.batch_axes
-    boundary = boundary_of(frame, links, stage_axes, resting, local.specs, times, update)
+    boundary = boundary_of(frame, links, stage_axes, placed, local.specs, times, update)
     waiting = residuals(frame, Frame.varies) if options.moves_activations else {}
     _host_memory.check(options, frame, waiting, setting.mesh)
     plan = StepPlan(
@@ -112,11 +112,11 @@ def make_plan(
         automatic=tuple(setting.automatic),
         step_axes=tuple(setting.step_axes.items()),
         reductions=local.traced.reductions,
-        leaves=resting,
+        leaves=placed,
         arguments=local.specs,
         outputs=local.outputs,
         microbatches=Microbatches(
-            options.microbatches.num, local.row_dims, layer_major=options.by_layer
+            options.microbatches.num, local.row_dims, by_layer=options.by_layer
         ),
         exchange=Exchange(
             options.reduce_once,
@@ -132,7 +132,7 @@ def make_plan(
             tuple(reduce_codes.items()),
         ),
         update=update,
-        turns=backend.turns(resting, frame, update, boundary),
+        turns=backend.turns(placed, frame, update, boundary),
         device_bytes=backend.visiting_bytes,
         boundary=boundary,
         names=variable_names(frame),
@@ -143,21 +143,21 @@ def make_plan(
         activations=tuple(waiting.values()) if options.moves_activations else None,
         owned=shared.owned,
     )
-    return plan, Analysis(frame, shared.owners, local.traced.whole)
+    return plan, Analysis(frame, shared.distributed, local.traced.whole)
 
 
 def _laid_out(
     frame: Frame, tables: Tables, leaves: Sequence[StateLeaf], setting: Setting,
-    rests: Sequence[Rest | None],
+    stored: Sequence[StoredLeaf | None],
 ) -> tuple[Links, tuple[LeafPlan, ...]]:  # fmt: skip
-    """Which dims are sharded together, and how each leaf rests."""
+    """Linked dims, and the stored layout of each leaf."""
     stage_axes = setting.stage_axes
     links = Links(frame, stage_axes.count(stage_axes.shard_axes))
     if setting.evaluates:
         options, automatic = setting.options, setting.automatic
-        found = _leaves.plan_as_found(leaves, rests, stage_axes, automatic, frame, links)
+        found = _leaves.plan_as_found(leaves, stored, stage_axes, automatic, frame, links)
         return links, _weights.at_rest(
-            found, rests, frame, options.weight_dtype, options.comm.tile_bytes
+            found, stored, frame, options.weight_dtype, options.comm.tile_bytes
         )
     if setting.options.needs_masters:
         links.link_returned(frame, len(leaves))
@@ -165,20 +165,22 @@ def _laid_out(
     return links, _leaves.plan_leaves(leaves, feeds, stage_axes, frame, links, tables)
 
 
-def _has_owners(setting: Setting) -> bool:
-    """Whether matrices may be sent to owners: all is on the devices, and no other axis cuts it."""
+def _distributes_updates(setting: Setting) -> bool:
+    """Whether updates may be distributed: all state is on the devices, and no other axis shards it."""
     several = setting.stage_axes.count(setting.stage_axes.shard_axes) > 1
     options = setting.options
     here = not (options.offload.tier != DEVICE or options.offload.streams)
     return several and here and not setting.evaluates and not setting.automatic
 
 
-def _shared_out(
+def _distribute_updates(
     frame: Frame, links: Links, layouts: Sequence[LeafPlan], setting: Setting
-) -> SharedOut:
+) -> DistributedStep:
     axes = {axis: setting.axes[axis] for axis in setting.stage_axes.shard_axes}
     params = frozenset(i for i, leaf in enumerate(layouts) if leaf.role == PARAMETER)
-    return shared_out(frame, links, axes, Names(tuple(leaf.path for leaf in layouts), params))
+    return distribute_updates(
+        frame, links, axes, Names(tuple(leaf.path for leaf in layouts), params)
+    )
 
 
 def _updates(frame: Frame, num_leaves: int) -> bool:
@@ -189,7 +191,7 @@ def _updates(frame: Frame, num_leaves: int) -> bool:
 
 
 def _unread(frame: Frame, num_leaves: int) -> frozenset[int]:
-    """The leaves, by index, that nothing reads of what the step returns."""
+    """Indices of the leaves that no result depends on."""
     _, read = _rewrite.behind(frame.jaxpr.eqns, frame.jaxpr.outvars)
     invars = frame.jaxpr.invars[:num_leaves]
     return frozenset(i for i, var in enumerate(invars) if var not in read)

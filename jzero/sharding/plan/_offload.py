@@ -31,14 +31,14 @@ Shared = MutableMapping[Any, Any]
 
 
 def waits(plan: StepPlan) -> tuple[Wait, ...]:
-    """The activations of a step that wait on the host, where one program has both passes.
+    """Activations that are offloaded, where one program has both passes.
 
     Programs of parts of them send and fetch what waits.
     """
     if plan.in_parts:
         return ()
     # Layer by layer all microbatches pass a layer before the next one.
-    copies = plan.accumulate if plan.microbatches.layer_major else 1
+    copies = plan.accumulate if plan.microbatches.by_layer else 1
     return tuple(
         Wait(
             Value("activation", r.dtype, math.prod(r.shape), r.nbytes),
@@ -68,11 +68,11 @@ class StepProgram(Protocol):
         ...
 
     def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The same as one function on the devices: to be read, or part of an outer program."""
+        """`__call__` as one function on the devices, to be traced into an outer program."""
         ...
 
     def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Traced:
-        """The trace of `run`: what processes compare before they call it."""
+        """The trace of `run`, which processes compare before they call it."""
         ...
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
@@ -83,11 +83,11 @@ class StepProgram(Protocol):
         ...
 
     def schedule(self) -> Schedule:
-        """What a step does, as data: what it moves, where it needs memory, and what parts hand on follow."""
+        """A step's transfers, memory and dependencies as data."""
         ...
 
     def roads(self) -> str:
-        """How the host updates each leaf, and sends what it makes; '' if it updates none."""
+        """How the host updates each leaf and sends its results; '' if it updates none."""
         ...
 
 
@@ -104,7 +104,6 @@ class Window(NamedTuple):
 
     @property
     def tier(self) -> str:
-        """Where they rest."""
         return NVME if self.host_bytes else PINNED
 
 
@@ -121,7 +120,6 @@ class Backend(abc.ABC):
     tier: ClassVar[str] = DEVICE
 
     def __str__(self) -> str:
-        """As it is written."""
         if not self.streams:
             return f"memory={self.state!r}"
         also = f", optimizer={self.state!r}" if self.tier != DEVICE else ""
@@ -129,64 +127,61 @@ class Backend(abc.ABC):
 
     @property
     def state(self) -> Any:
-        """The policy of optimizer state."""
         return self.memory.optimizer
 
     @property
     def params(self) -> Any:
-        """The policy of parameters."""
         return self.memory.params
 
     @property
     def window(self) -> Window:
-        """Of parameters that rest on the hosts, or in files; devices fetch what they compute with."""
+        """The memory budget of streamed parameters."""
         if isinstance(self.params, NVMe):
             return Window(self.params.device_bytes or _DEVICE_BYTES, self.params.host_bytes)
         return Window(self.params.device_bytes) if isinstance(self.params, PinnedHost) else Window()
 
     @property
     def streams(self) -> bool:
-        """Whether there are such parameters."""
+        """Whether parameters are stored on the hosts or in files."""
         return self.window.device_bytes > 0
 
     @property
     def offloads(self) -> bool:
-        """Whether something may rest in another memory than the devices'."""
+        """Whether state may be stored off the devices."""
         return self.tier != DEVICE or self.streams
 
     @property
     def updates_on_host(self) -> bool:
-        """Whether the hosts' processors update what is offloaded."""
+        """Whether the hosts update offloaded state."""
         return self.tier in (HOST, NVME)
 
     @property
     def first_tier(self) -> str:
-        """Where leaves rest before a step says which of them are offloaded."""
+        """Where leaves are stored before the step says which of them are offloaded."""
         return self.tier
 
     @property
     def files(self) -> NVMe | None:
-        """The policy of optimizer state that rests in files."""
         return self.state if isinstance(self.state, NVMe) else None
 
     @property
     def resumes(self) -> bool:
-        """Whether a state that is placed goes on with what is in files already."""
+        """Whether placing a state resumes from existing files."""
         return any(isinstance(x, NVMe) and x.resume for x in (self.state, self.params))
 
     @property
     def share(self) -> Fraction | None:
-        """The share of optimizer state, by bytes, that is offloaded; None if it is yet to be measured."""
+        """The share of optimizer state, by bytes, that is offloaded; None before it is measured."""
         return Fraction(int(self.tier != DEVICE))
 
     @property
     def visiting_bytes(self) -> int:
-        """The most bytes of offloaded state on each device at any time; 0 if it is updated where it rests."""
+        """The most bytes of offloaded state on each device at a time; 0 if updated where it is stored."""
         return self.window.device_bytes
 
     @property
     def waits(self) -> bool:
-        """Whether gradients of a step wait for the next one."""
+        """Whether gradients of a step are applied in the next one."""
         return False
 
     def files_of(
@@ -204,12 +199,8 @@ class Backend(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def rest(
-        self,
-        leaves: Leaves,
-        frame: Frame,
-        mesh: Mesh,
-        stage_axes: StageAxes,
+    def store(
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, UpdatePart]:
         """The leaves with their tiers, and the update part: what follows from those that are offloaded.
 

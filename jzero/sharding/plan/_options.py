@@ -59,18 +59,17 @@ class Options:
 
     @property
     def by_layer(self) -> bool:
-        """Whether all microbatches pass a layer before the next layer comes."""
         return self.microbatches.order == "layer"
 
     @property
     def reduce_float(self) -> Any:
-        """The dtype in which gradients are reduced that do not travel quantized; None for their own."""
+        """The dtype in which gradients are reduced that are not quantized; None for their own."""
         chosen = self.comm.reduce_dtype
         return None if isinstance(chosen, tuple | Blocks) else chosen
 
     @property
     def reduces_codes(self) -> bool:
-        """Whether gradients travel quantized, over all axes or some."""
+        """Whether gradients are sent quantized, over any axis."""
         chosen = self.comm.reduce_dtype
         return isinstance(chosen, Blocks) or (
             isinstance(chosen, tuple) and any(x for _, x in chosen)
@@ -140,7 +139,7 @@ class Options:
 
     @property
     def not_of_several_dims(self) -> list[str]:
-        """The options that need a step which splits one dim of the batch, as they are written."""
+        """Options that need a step with a single batch dim, as the user wrote them."""
         asked = {
             "gather_dtype": self.comm.gather_dtype is not None,
             "weight_dtype": self.weight_dtype is not None,
@@ -150,27 +149,25 @@ class Options:
 
     @property
     def needs_masters(self) -> bool:
-        """Whether it matters that a new parameter is made of its master, and not of the old one."""
+        """Whether it matters that a new parameter depends on its master only, not on the old value."""
         return self.offloads or self.comm.gather_dtype is not None
 
     @property
     def offloads(self) -> bool:
-        """Whether something rests in another memory than the devices'."""
         return self.offload.offloads
 
     @property
     def moves_activations(self) -> bool:
-        """Whether activations wait for the backward pass in pinned memory of the host."""
+        """Whether activations are offloaded to pinned memory of the host."""
         return isinstance(self.activations, PinnedHost)
 
     @property
     def activations(self) -> Any:
-        """The policy of activations."""
         return self.offload.memory.activations
 
     @property
     def reduce_once(self) -> bool:
-        """Whether gradients are summed up on each device and reduced after the last microbatch."""
+        """Whether gradients are accumulated on each device and reduced after the last microbatch."""
         if self.by_layer:
             return True
         chosen = self.microbatches.reduce
@@ -178,17 +175,17 @@ class Options:
 
     @property
     def rounds(self) -> int:
-        """How often each pass of a step runs through the layers."""
+        """How often each pass runs through the layers in a step."""
         return 1 if self.by_layer else self.microbatches.num
 
     @property
     def keep_gathered(self) -> bool:
-        """Whether one gather serves forward and backward pass; below stage 3 memory for it is there."""
+        """Whether one gather serves forward and backward pass; below stage 3 it always does."""
         return self.stage < 3 or self.comm.gather in ("keep", "once_per_step")
 
     @property
     def prefetch(self) -> int:
-        """How many gathered bytes may be ahead of their use; below stage 3 nothing is gathered for one."""
+        """How many bytes may be gathered ahead of their use; unlimited below stage 3."""
         if self.stage < 3:
             return sys.maxsize
         if self.offload.streams:  # A part gathers what it fetched for itself.
@@ -208,7 +205,6 @@ class Options:
 
     @property
     def gather_once(self) -> bool:
-        """Whether one gather serves all microbatches."""
         return self.stage < 3 or self.comm.gather == "once_per_step"
 
 

@@ -10,7 +10,7 @@ import jax
 
 from jzero._errors import StateError, StepError, counted, describe_leaf, message
 from jzero.sharding.plan import _layout, _trace
-from jzero.sharding.plan._layout import RestLayout, Shard
+from jzero.sharding.plan._layout import Shard, StoredLayout
 from jzero.tracing import _call
 from jzero.tracing._modules import arrays_of
 from jzero.tracing._objects import Mutated
@@ -33,9 +33,9 @@ def global_shapes(
 def output_layouts(
     traced: _trace.TracedStep, globals_: list[tuple[int, ...]] | None, num_state: int,
     axis_names: tuple[str, ...],
-) -> list[RestLayout]:  # fmt: skip
+) -> list[StoredLayout]:  # fmt: skip
     """Layouts of the outputs beside the state: the same on all devices, or one entry per example."""
-    layouts: list[RestLayout] = []
+    layouts: list[StoredLayout] = []
     pairs = []
     paths = output_paths(traced.out_tree, num_state)
     for i, aval in enumerate(traced.out_avals[num_state:], num_state):
@@ -46,7 +46,7 @@ def output_layouts(
         if len(dims) > 1 and traced.frame.out_varying[i]:
             pairs.append(describe_leaf(paths[i - num_state], globals_[i], aval.dtype))  # type: ignore[index]
         per_example = dims and traced.frame.out_varying[i]
-        layouts.append(Shard(dims[0], axis_names) if per_example else _layout.FULL)
+        layouts.append(Shard(dims[0], axis_names) if per_example else _layout.REPLICATED)
     if pairs:
         raise StepError(message(
             WHO, [f"{leaf} has several dims that follow the batch" for leaf in pairs],
@@ -56,7 +56,7 @@ def output_layouts(
 
 
 def check_reduced(
-    traced: _trace.TracedStep, layouts: Sequence[RestLayout], num_new: int, state_tree: Any,
+    traced: _trace.TracedStep, layouts: Sequence[StoredLayout], num_new: int, state_tree: Any,
     axes: Sequence[str],
 ) -> None:  # fmt: skip
     """What a step written for one device returns is the same on all of them, or one entry per example.
@@ -66,12 +66,12 @@ def check_reduced(
     axis = repr(axes[0] if len(axes) == 1 else tuple(axes))
     state = _call.structure_paths(state_tree, "the new state")
     paths = [*state[:num_new], *output_paths(traced.out_tree, num_new)]
-    rests = [*[_layout.FULL] * num_new, *layouts]
+    rests = [*[_layout.REPLICATED] * num_new, *layouts]
     bad = [
         (path, aval) for path, aval, layout, varies in zip(
             paths, traced.out_avals, rests, traced.frame.out_varying, strict=True
         )
-        if varies and layout == _layout.FULL
+        if varies and layout == _layout.REPLICATED
     ]  # fmt: skip
     keys = [_is_key_of_device(aval) for _, aval in bad]
     edits = [] if all(keys) else [
@@ -96,7 +96,7 @@ def check_reduced(
 
 
 def _is_key_of_device(aval: Any) -> bool:
-    """Whether it is a key, or the one of a device among an array of them."""
+    """Whether it is a key, or one device's key of an array of them."""
     shape = aval.shape[1:] if aval.shape[:1] == (1,) else aval.shape
     return _call.is_single_key(aval.dtype, shape)
 
@@ -109,7 +109,7 @@ def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
 def check_outputs(
     traced: _trace.TracedStep | _trace.WholeBatch, avals: list[Any], tree: Any
 ) -> None:
-    """The step must return its state, alone or first, with every leaf's shape and dtype kept."""
+    """A step must return its state, alone or first, with every leaf's shape and dtype."""
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
     outs = arrays_of(outs)
     state = jax.tree.unflatten(tree, avals)

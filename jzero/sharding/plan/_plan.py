@@ -17,12 +17,12 @@ from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.cut._subgraphs import UpdatePart
-from jzero.sharding.partition._matrix_owners import Owners
+from jzero.sharding.partition._matrix_buckets import UpdatesByCall
 from jzero.sharding.partition._saved import Loops
 from jzero.sharding.plan._boundary import Boundary
-from jzero.sharding.plan._layout import RestLayout
+from jzero.sharding.plan._distributed_updates import DistributedUpdate
+from jzero.sharding.plan._layout import StoredLayout
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._owners import Owned
 from jzero.sharding.plan._stages import StageAxes
 from jzero.sharding.plan._trace import WholeBatch
 from jzero.tracing import _jaxpr
@@ -33,12 +33,12 @@ class Analysis(NamedTuple):
 
     Attributes:
       frame: the step's root frame.
-      owners: what owners run in the place of calls of its jaxpr.
+      distributed: the distributed updates of its jaxpr, by call.
       whole: the step of the whole batch; None of one with collectives of its own.
     """
 
     frame: Frame
-    owners: Owners
+    distributed: UpdatesByCall
     whole: WholeBatch | None
 
 
@@ -55,7 +55,7 @@ class Exchange:
       prefetch_bytes: how many gathered bytes may be ahead of their use.
       freed_first: the most bytes of a matrix that may be there beside its whole gradient.
       loop_bytes: of an evaluation, the most bytes that one loop gathers before it and keeps through its
-        turns; None for a training, where JAX's AD says which loops are part of one pass.
+        iterations; None for a training, where JAX's AD says which loops are part of one pass.
       tile_bytes: larger matrices are gathered, and their gradients reduced, in tiles of so many bytes.
       gather_codes: in which passes gather parameters; None for their own dtypes.
       reduce_codes: of each data axis, in which gradients travel over it; None for their own dtypes.
@@ -92,13 +92,13 @@ class Microbatches:
       num: how many each device works through.
       dims: for each leaf of the arguments, the dim along which it is cut; None for what they share.
       loops: what is to be said of these loops.
-      layer_major: all of them pass a layer before the next layer comes.
+      by_layer: all of them pass a layer before the next layer comes.
     """
 
     num: int
     dims: tuple[int | None, ...]
     loops: Loops | None = None
-    layer_major: bool = False
+    by_layer: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ class StepPlan:
       donates: whether the step consumes the state that it is given.
       unread: of an evaluation, the leaves, by index, that it does not read; its program does not take them.
       activations: what waits on the host for the backward pass, of one microbatch; None if nothing shall.
-      owned: what owners update, and what is gathered in its place and updated by all devices.
+      owned: distributed updates, and those that every device repeats on gathered matrices.
     """
 
     stage: int
@@ -157,7 +157,7 @@ class StepPlan:
     reductions: str
     leaves: tuple[LeafPlan, ...]
     arguments: tuple[P, ...]
-    outputs: tuple[RestLayout, ...]
+    outputs: tuple[StoredLayout, ...]
     microbatches: Microbatches
     exchange: Exchange
     update: UpdatePart
@@ -170,7 +170,7 @@ class StepPlan:
     donates: bool = True
     unread: frozenset[int] = frozenset()
     activations: tuple[Residual, ...] | None = None
-    owned: tuple[Owned, ...] = ()
+    owned: tuple[DistributedUpdate, ...] = ()
 
     def __post_init__(self) -> None:
         run = [index for turn in self.turns for index in turn.pieces]
@@ -181,7 +181,7 @@ class StepPlan:
 
     @property
     def cut_dims(self) -> tuple[int | None, ...]:
-        """The dim along which a microbatch is cut from an argument; None from one that comes whole."""
+        """The dims along which microbatches cut arguments; None for replicated arguments."""
         return tuple(
             dim if dim is not None and any(spec[dim : dim + 1]) else None
             for dim, spec in zip(self.microbatches.dims, self.arguments, strict=True)
@@ -189,7 +189,6 @@ class StepPlan:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the data axes."""
         return self.stage_axes.axes
 
     @property
@@ -199,33 +198,30 @@ class StepPlan:
 
     @property
     def accumulate(self) -> int:
-        """Microbatches that each device works through in a step."""
         return self.microbatches.num
 
     @property
     def in_parts(self) -> bool:
-        """Whether the passes of a step are several programs: parameters rest on the hosts."""
-        apart = self.accumulate == 1 or self.microbatches.layer_major
+        """Whether a step's passes are several programs: parameters are stored on the hosts."""
+        apart = self.accumulate == 1 or self.microbatches.by_layer
         return apart and any(leaf.is_streamed for leaf in self.leaves)
 
     @property
     def reduce_once(self) -> bool:
-        """Gradients are reduced after the last microbatch, not for each."""
         return self.exchange.reduce_once
 
     @functools.cached_property
-    def layouts(self) -> tuple[RestLayout, ...]:
-        """Of everything that the step returns."""
+    def layouts(self) -> tuple[StoredLayout, ...]:
+        """Layouts of all results of the step."""
         return (*(leaf.layout for leaf in self.new_leaves), *self.outputs)
 
     @property
     def new_leaves(self) -> tuple[LeafPlan, ...]:
-        """Those that the step returns."""
         return () if self.evaluates else self.leaves
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Short hash of everything in the plan; processes compare it, among all that decides a program."""
+        """A short hash of the plan, which processes compare."""
         return hashlib.sha256("\n".join(self.rows()).encode()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
@@ -235,7 +231,7 @@ class StepPlan:
         return hash(self.fingerprint)
 
     def nbytes_at_rest(self, role: str | None = None, tier: str = DEVICE) -> int:
-        """Bytes of each device between steps, of one role or of all, in one tier of memory."""
+        """Stored bytes of each device, of one role or of all, in one tier of memory."""
         return sum(
             leaf.nbytes_per_device
             for leaf in self.leaves
@@ -246,7 +242,7 @@ class StepPlan:
         return "\n".join(self.rows())
 
     def rows(self) -> Iterator[str]:
-        """The plan in lines: what rests where, then what runs when."""
+        """The plan in lines: what is stored where, then what runs when."""
         axes = ", ".join(f"{name}={size}" for name, size in self.axes)
         width = max((len(leaf.path) for leaf in self.leaves), default=0)
         yield f"stage {self.stage} over {axes}; reductions: {self.reductions}"
@@ -260,11 +256,11 @@ class StepPlan:
             yield "keeps the state passed to it"
         yield f"Auto axes {self.automatic}; the step's axes {self.step_axes}"
         if self.microbatches.num > 1:
-            first = "layers" if self.microbatches.layer_major else "microbatches"
+            first = "layers" if self.microbatches.by_layer else "microbatches"
             yield f"{self.microbatches.num} microbatches, cut along {self.microbatches.dims}; {first} first"
         # Without the lines that made them: these have paths, which processes need not have in common.
         for r in self.activations or ():
-            times = f"in {r.turns} iterations, {r.times} times"
+            times = f"in {r.iterations} iterations, {r.times} times"
             yield f"on the host for the backward pass: {r.dtype} {r.shape} {times}"
         yield from (f"each device updates {each}" for each in self.owned)
         for index, turn in enumerate(self.turns):
@@ -283,7 +279,7 @@ class StepPlan:
 
 
 def variable_names(frame: Frame) -> dict[_jaxpr.Var, str]:
-    """`input3`, `12.0` (of equation 12): of the root frame's variables, by where they are made."""
+    """`input3`, `12.0` (of equation 12): names of the root frame's variables, by where they are made."""
     jaxpr = frame.jaxpr
     names = {var: f"constant{i}" for i, var in enumerate(jaxpr.constvars)}
     names |= {var: f"input{i}" for i, var in enumerate(jaxpr.invars)}

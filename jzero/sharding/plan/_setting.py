@@ -42,23 +42,22 @@ class Setting:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Names and sizes of the data axes."""
         return {name: self.mesh.shape[name] for name in self.axis_names}
 
     @property
     def automatic(self) -> dict[str, int]:
-        """Names and sizes of the mesh's other axes, over which XLA shards."""
+        """Names and sizes of the mesh's Auto axes."""
         names = [name for name in self.mesh.axis_names if name not in self.axis_names]
         return {name: self.mesh.shape[name] for name in names}
 
     @property
     def stage_axes(self) -> StageAxes:
-        """Over which axes each role rests."""
+        """The axes over which each role is stored."""
         return self.options.stage_axes(self.axes)
 
     @property
     def batch_axes(self) -> dict[str, int]:
-        """The data axes as the batch sees them: microbatches are devices in time, of the last axis."""
+        """The data axes with microbatches: devices in time, of the last axis."""
         last = self.axis_names[-1]
         return self.axes | {last: self.axes[last] * self.options.microbatches.num}
 

@@ -54,17 +54,16 @@ class StateLeaf(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Into how many parts it is cut over axes that are not data axes."""
         return math.prod(self.cuts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on each device if the data axes do not cut it."""
+        """Bytes on each device if no data axis shards it."""
         return math.prod(self.shape) * self.itemsize // self.parts
 
     @property
     def taken(self) -> set[int]:
-        """Dims that are sharded over other axes than the data axes."""
+        """Dims that are sharded over Auto axes."""
         return {dim for dim, axes in enumerate(self.automatic) if axes}
 
 
@@ -88,21 +87,23 @@ class StageAxes:
 
     @property
     def num_devices(self) -> int:
-        """Over which the batch is split."""
         return math.prod(size for _, size in self.axes)
 
     def count(self, axes: Sequence[str]) -> int:
-        """How many shards there are over `axes`."""
+        """The number of shards over `axes`."""
         return math.prod(dict(self.axes)[axis] for axis in axes)
 
     def is_small(self, leaf: StateLeaf) -> bool:
-        """Whether it is not worth a collective."""
         return math.prod(leaf.shape) * leaf.itemsize < self.min_bytes
 
     def choose(
-        self, leaf: StateLeaf, looped: Collection[int], spared: bool, kept: Collection[int] = ()
+        self,
+        leaf: StateLeaf,
+        looped: Collection[int],
+        left_replicated: bool,
+        kept: Collection[int] = (),
     ) -> tuple[int | None, str]:
-        """The dim along which a leaf can rest in shards, or None and the reason; not padded if `spared`.
+        """The dim along which a leaf is sharded, or None and the reason; unpadded if `left_replicated`.
 
         It is one of those that all look-ups keep, if the devices divide one (`sharding/analysis/_tables.py`).
         """
@@ -118,12 +119,12 @@ class StageAxes:
             return None, _layout.why_full(leaf.shape, avoid)
         if self.is_small(leaf):
             return None, f"smaller than Axes(min_shard_bytes={self.min_bytes})"
-        if spared and leaf.shape[dim] % num:
+        if left_replicated and leaf.shape[dim] % num:
             return None, "it would need padding, which would save less than 1 MiB"
         return dim, ""
 
     def axes_of(self, leaf: StateLeaf, role: str) -> tuple[str, ...]:
-        """The axes over which a leaf rests if it has a dim for them."""
+        """The axes over which a leaf is stored, if it has a dim for them."""
         if role == PARAMETER and self.full is not None and re.search(self.full, leaf.path):
             return ()
         return {PARAMETER: self.param_axes, OPTIMIZER: self.shard_axes, OTHER: ()}[role]

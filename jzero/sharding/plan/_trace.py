@@ -50,7 +50,6 @@ class WholeBatch(NamedTuple):
       consts: values of its constants.
       specs: how each input is split over the data axes; `P()` for the state's leaves.
       given: the same, without dims that the devices do not divide: of these each device is given all.
-      rows: for each input, the dim that is split over all data axes; None if there is none.
     """
 
     out_tree: PyTreeDef
@@ -59,15 +58,14 @@ class WholeBatch(NamedTuple):
     consts: list[ArrayLike]
     specs: tuple[P, ...]
     given: tuple[P, ...]
-    rows: tuple[int | None, ...]
 
     @property
     def dims(self) -> list[RowDims]:
-        """Of each input, the dims that are the batch's."""
+        """The batch dims of each input."""
         return [_dims_of(spec) for spec in self.specs]
 
     def repeated(self, device: _rewrite.Flat | Jaxpr, num: int) -> tuple[float, list[Repeated]]:
-        """The flops of the step, and what `num` devices (or microbatches) that run this repeat of them."""
+        """The flops of the step, and those that `num` devices (or microbatches) repeat."""
         return repeated(self.jaxpr, device, self.consts, self.dims, num)
 
 
@@ -129,12 +127,11 @@ def trace_whole(
     given = [_divided(spec, aval.shape, parts) for spec, aval in zip(specs, avals, strict=True)]
     return WholeBatch(
         traced.out_tree, traced.out_avals, flat, consts, tuple(specs), tuple(given),
-        tuple(_dim_over_all(spec, parts) for spec in specs),
     )  # fmt: skip
 
 
 def _is_of_scalars(eqn: Eqn) -> bool:
-    """Whether an equation outside of both passes computes with numbers alone, as a schedule's do."""
+    """Whether an equation outside of both passes computes with scalars only, as schedules do."""
     if _jaxpr.autodiff_pass(eqn) is not None or not _rules.is_elementwise(eqn):
         return False
     return not any(atom.aval.shape for atom in (*eqn.invars, *eqn.outvars))
@@ -144,12 +141,8 @@ def _dims_of(spec: P) -> RowDims:
     return frozenset(dim for dim, entry in enumerate(spec) if entry)
 
 
-def _dim_over_all(spec: P, axes: Collection[str]) -> int | None:
-    return next((d for d, names in enumerate(spec) if {*_call.spec_axes(names)} == {*axes}), None)
-
-
 def _divided(spec: P, shape: Sequence[int], parts: Mapping[str, int]) -> P:
-    """The dims of which each device has an equal part."""
+    """The spec, without dims that the devices do not divide."""
     return P(*(
         entry if shape[d] % math.prod(parts[axis] for axis in _call.spec_axes(entry)) == 0 else None
         for d, entry in enumerate(spec)
@@ -186,7 +179,7 @@ def as_traced(
 def _dims_by_axis(
     whole: WholeBatch, axes: Collection[str]
 ) -> dict[tuple[str, ...], dict[Atom, RowDims]]:  # fmt: skip
-    """The dims of the batch that values have over each axis of its own, outside of loops and branches."""
+    """The batch dims of values over each axis, outside of loops and branches."""
     program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
     split = [[*map(_call.spec_axes, spec)] for spec in whole.specs]
     found = dict[tuple[str, ...], dict[Atom, RowDims]]()
@@ -200,7 +193,7 @@ def _dims_by_axis(
 def _spec_of(
     dims: Mapping[tuple[str, ...], RowDims], shape: Sequence[int], parts: Mapping[str, int]
 ) -> P:
-    """How a result is split, over each axis along the first dim that the devices divide."""
+    """The spec of a result: each axis shards the first batch dim that the devices divide."""
     split = [list[str]() for _ in shape]
     for axes, own in dims.items():
         for dim in sorted(own):
@@ -213,7 +206,7 @@ def _spec_of(
 
 
 def whole_frame(whole: WholeBatch, axes: Collection[str]) -> tuple[Frame, dict[Atom, RowDims]]:
-    """The frame of the whole batch's step, and the dims of the batch that its values have."""
+    """The frame of the whole batch's step, and the batch dims of its values."""
     program = Region(whole.jaxpr, whole.consts)  # type: ignore[arg-type]
     found, everywhere = row_dims(program, whole.dims), frozenset(axes)
     frame = _frames.frames_of(
@@ -270,7 +263,7 @@ def _is_of_shard_map(error: Exception) -> bool:
 
 
 def _alone(fn: StepOfLeaves) -> StepOfLeaves:
-    """`fn`, in which no other step may be called."""
+    """`fn`, inside of which calls of other sharded steps are refused."""
 
     @functools.wraps(fn)
     def traced(*leaves: Any) -> Any:
@@ -293,7 +286,7 @@ _OF_EXPLICIT_AXES = (
 
 
 def _explained(error: ValueError) -> Exception:
-    """A refusal of unknown axes, and of `jax.reshard` and `out_sharding=` ([Note: Explicit axes])."""
+    """The error for unknown axes, and for layouts over Explicit axes ([Note: Explicit axes])."""
     if "is not found in mesh" in f"{error}":
         return StepError(message(
             "shard_train_step", f"a layout at {_jaxpr.line_of_error(error)}: {f'{error}'.rstrip('.')}",
@@ -310,7 +303,7 @@ def _explained(error: ValueError) -> Exception:
 
 
 def check_outermost() -> None:
-    """Refuses the call of a sharded step inside of another one."""
+    """Refuses the call of a sharded step inside another one."""
     if _inside.get():
         raise StepError(message(
             "shard_train_step", "a sharded step is called inside of another one",
@@ -396,7 +389,7 @@ def _traced_in(
 
 
 def _check_refs(jaxpr: Jaxpr) -> None:
-    """Refuses mutable arrays: a read depends on writes that no equation hands it."""
+    """Refuses mutable arrays: reads depend on writes that are no operands."""
     found = [_jaxpr.summary(eqn) for eqn in _jaxpr.ref_equations(jaxpr)]
     if found:
         raise StepError(message(
@@ -427,7 +420,7 @@ def global_shapes(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], axes: dict[str, int],
     automatic: dict[str, int],
 ) -> list[tuple[int, ...]] | None:  # fmt: skip
-    """Output shapes at the whole batch, to tell per-example outputs from averages; None if unknown."""
+    """Output shapes at the whole batch, to tell per-example outputs from replicated ones; None if unknown."""
     try:
         traced = trace_at_whole(flat_step, avals, axes, automatic)
     except Exception:
@@ -439,10 +432,9 @@ def trace_at_whole(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], axes: dict[str, int],
     automatic: dict[str, int],
 ) -> _jaxpr.Traced:  # fmt: skip
-    """The trace of a step with collectives of its own as if one device had the whole batch."""
+    """The trace of a step with collectives of its own, as if one device had the whole batch."""
     return _traced_in(flat_step, avals, dict.fromkeys(axes, 1), automatic)
 
 
 def is_float(aval: Aval) -> bool:
-    """Whether a leaf is made of floats, complex ones too."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)

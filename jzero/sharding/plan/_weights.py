@@ -10,7 +10,7 @@ from jzero._blocks import Blocks
 from jzero._errors import OptionError, message
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._product_reads import read_through_views
-from jzero.sharding.plan._leaves import LeafPlan, Rest
+from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
 from jzero.sharding.plan._stages import PARAMETER
 from jzero.sharding.plan._wire import why_exact
 from jzero.tracing import _call
@@ -19,7 +19,7 @@ WHO = _call.WHO
 
 
 def at_rest(
-    leaves: Sequence[LeafPlan], rests: Sequence[Rest | None], frame: Frame, blocks: Blocks | None,
+    leaves: Sequence[LeafPlan], stored: Sequence[StoredLeaf | None], frame: Frame, blocks: Blocks | None,
     tile_bytes: int | None,
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
     """The leaves, as they rest in codes: those that do already, and with `blocks` those that shall.
@@ -27,7 +27,7 @@ def at_rest(
     Raises:
       OptionError: a leaf is in codes of another format; or there are some, and `tile_bytes`.
     """
-    found = [None if rest is None or rest.codes is None else rest.codes.blocks for rest in rests]
+    found = [None if form is None or form.codes is None else form.codes.blocks for form in stored]
     _check_format(leaves, found, blocks)
     products = frozenset[str]()
     if blocks is not None:

@@ -62,7 +62,7 @@ def _check_masters(leaves: Sequence[LeafPlan], codes: Blocks) -> None:
 
 
 def why_exact(leaf: LeafPlan, products: Collection[str]) -> str:
-    """Why no codes may stand for a leaf, or ''; `products` are the paths of those that products read."""
+    """Why a leaf must not be quantized, or ''; `products` are the paths of leaves that products read."""
     if not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating):
         return "it has no floating point numbers"
     if leaf.path not in products:
@@ -73,7 +73,7 @@ def why_exact(leaf: LeafPlan, products: Collection[str]) -> str:
 
 
 def _has_master(frame: Frame, index: int) -> bool:
-    """Whether a new parameter is made without the old one, but for its gradient."""
+    """Whether a new parameter depends on its old value through its gradient only."""
     old, new = frame.jaxpr.invars[index], frame.jaxpr.outvars[index]
     due, seen = variables([new]), set[Var]()
     while due:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spared: leaves that stay full because they would have to be padded, and that would save little."""
+"""Leaves that are left replicated because they would need padding, which would save little memory."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.plan._stages import StageAxes, StateLeaf
 
-# Whoever computes with a padded leaf outside a step gathers it: it is to be worth that.
+# Code outside of a step gathers a padded leaf to compute with it: padding must be worth that.
 WORTH_PADDING = 2**20  # bytes that are saved on each device
-# But what is spared is at most this part of a device's model states.
-SPARED_SHARE = 100
+# Leaves that are left replicated are at most this part of a device's model states.
+REPLICATED_SHARE = 100
 
 Alike: TypeAlias = tuple[bool, tuple[int, ...], Automatic]
 
 
-def spared(
+def left_replicated(
     stage_axes: StageAxes, leaves: Sequence[StateLeaf], looped: Sequence[Collection[int]]
 ) -> set[int]:
-    """The indices of such leaves: the smallest of those of which none is worth it, as far as the share goes.
+    """The indices of such leaves: the smallest ones not worth padding, up to `REPLICATED_SHARE`.
 
-    Leaves of one shape, as a parameter and its moments are, are spared together. Leaves that would not have
-    to be padded but for loops, of which nothing is known before a step was seen, come last, so that the
-    others are then spared as without them. `Axes(min_shard_bytes=0)` spares none.
+    Leaves of one shape, such as a parameter and its moments, are decided together. Leaves that need padding
+    only because of loops, which are unknown before a step is traced, come last and do not change the decision
+    for others. With `Axes(min_shard_bytes=0)` there are none.
 
     Args:
       stage_axes: the stage on the mesh.
       leaves: the state's leaves.
-      looped: of each leaf, the dims that loops slice.
+      looped: for each leaf, the dims that loops slice.
     """
     num = stage_axes.count(stage_axes.shard_axes)
     if num == 1 or not stage_axes.min_bytes:
@@ -48,7 +48,7 @@ def spared(
             saved[key] = max(saved[key], saves)
     nbytes = {key: sum(leaves[i].nbytes for i in members) for key, members in classes.items()}
     # Every device has at least its share of every leaf.
-    left = sum(leaf.nbytes for leaf in leaves) // num // SPARED_SHARE
+    left = sum(leaf.nbytes for leaf in leaves) // num // REPLICATED_SHARE
     out: set[int] = set()
     for key in sorted(classes, key=lambda key: (key[0], nbytes[key])):
         if saved[key] < WORTH_PADDING and nbytes[key] <= left:
@@ -58,7 +58,7 @@ def spared(
 
 
 def _padding_saves(stage_axes: StageAxes, leaf: StateLeaf, avoid: Collection[int]) -> int | None:
-    """Bytes on each device; None for a leaf that would not have to be padded, or is not sharded at all."""
+    """Bytes saved on each device; None for a leaf that needs no padding, or is not sharded at all."""
     num = stage_axes.count(stage_axes.shard_axes)
     dim = _layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
     if dim is None or leaf.shape[dim] % num == 0 or stage_axes.is_small(leaf):

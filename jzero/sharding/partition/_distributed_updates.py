@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates of matrices by owners: matrices in shards go to one device each, are updated there, and come back.
+"""Distributed updates of whole matrices: an all-to-all gives each device some, another one returns shards.
 
-Shapes are those of matrices `[n, d]`, of which there are m, over k devices: a device has `[m, n/k, d]` of all
-of them, and then `[m/k, n, d]`, its own whole. Both are layouts of one stack: to send it is to convert it. If
-k does not divide m, padding repeats the last one, which can be inverted if any can.
+Shapes are those of m matrices `[n, d]` over k devices: a device holds `[m, n/k, d]`, a shard of each, and
+after the all-to-all `[m/k, n, d]`, some of them replicated. Both are layouts of one batch of matrices, so
+that the all-to-all is a layout conversion. If k does not divide m, padding repeats the last matrix, which can
+be inverted if any can.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jzero.ir._layout import Dim, Layout
 from jzero.ir._regions import Region
 from jzero.sharding.partition._control import RunRegion
 from jzero.sharding.partition._frame import DeviceFrame
-from jzero.sharding.partition._matrix_owners import OwnedGroup, OwnedStack
+from jzero.sharding.partition._matrix_buckets import MatrixBatch, MatrixBucket
 from jzero.sharding.partition._values import DeviceValue
 from jzero.sharding.partition._writer import OF_STATE
 from jzero.sharding.passes._waits import OWNED
@@ -29,54 +30,54 @@ from jzero.tracing._rewrite import Flat
 from jzero.tracing._types import Atom, Eqn, Var
 
 
-def run_owned(
-    frame: DeviceFrame, region: Region, eqn: Eqn, owners: OwnedGroup | OwnedStack,
+def run_distributed(
+    frame: DeviceFrame, region: Region, eqn: Eqn, distributed: MatrixBucket | MatrixBatch,
     ins: Sequence[DeviceValue], run: RunRegion,
 ) -> list[DeviceValue]:  # fmt: skip
-    """Writes a call that owners run; its results are in shards as they are wanted."""
+    """Writes an update call, of which each device runs a part; the results are sharded."""
     values = dict(zip(map(_jaxpr.variable, eqn.invars), ins, strict=True))
-    for each in owners.regions:
+    for each in distributed.subgraphs:
         for var, dim in zip(each.reads, each.sharded, strict=True):
             if dim is not None:
-                frame.settle(values[var], _shards(frame, var.aval.shape, dim))
-    if isinstance(owners, OwnedGroup):
-        found = _group(frame, region, eqn, owners, values, run)
+                frame.reduce(values[var], _shards(frame, var.aval.shape, dim))
+    if isinstance(distributed, MatrixBucket):
+        found = _bucket(frame, region, eqn, distributed, values, run)
     else:
-        found = _stack(frame, region, eqn, owners, values, run)
+        found = _batch(frame, region, eqn, distributed, values, run)
     return [found[out] for out in eqn.outvars]
 
 
 def _shards(frame: DeviceFrame, shape: Sequence[int], dim: int | None) -> Layout:
-    return frame.shared.owners.shards(shape, dim, frame.mesh)
+    return frame.shared.distributed.shards(shape, dim, frame.mesh)
 
 
-def _group(
-    frame: DeviceFrame, region: Region, eqn: Eqn, group: OwnedGroup, values: dict[Var, DeviceValue],
+def _bucket(
+    frame: DeviceFrame, region: Region, eqn: Eqn, bucket: MatrixBucket, values: dict[Var, DeviceValue],
     run: RunRegion,
 ) -> dict[Var, DeviceValue]:  # fmt: skip
     """`m` of `[n/k, d]` -> `[m/k, n, d]`, updated -> `m` of `[n/k, d]`."""
-    first, num = group.regions[0], len(group.regions)
+    first, num = bucket.subgraphs[0], len(bucket.subgraphs)
     stacks = [
         None if same else _own(frame, [values[var] for var in slot], dim, first.name)
-        for same, slot, dim in zip(group.shared, group.reads, first.sharded, strict=True)
+        for same, slot, dim in zip(bucket.shared, bucket.reads, first.sharded, strict=True)
     ]
     share = _shards(frame, [num], 0).local_shape[0]
-    update = _update(region, eqn, group.update, [])
+    update = _update(region, eqn, bucket.update, [])
     made = list[list[Atom]]()
-    # In turn, as on one device: what one update needs beside its matrix is alive once.
+    # One after the other, as on one device: temporaries of only one update are alive at a time.
     for i in range(share):
         ins = [
-            _whole(frame, var, frame.at(values[var], frame.whole(var.aval.shape)))
+            _replicated_value(frame, var, frame.at(values[var], frame.replicated(var.aval.shape)))
             if stack is None
-            else _whole(frame, var, _one(frame, stack, i))
+            else _replicated_value(frame, var, _one(frame, stack, i))
             for var, stack in zip(first.reads, stacks, strict=True)
         ]
         outs = run(frame, update, ins)
         frame.source = eqn
-        made.append([frame.at(v, frame.whole(v.aval.shape)) for v in outs])
+        made.append([frame.at(v, frame.replicated(v.aval.shape)) for v in outs])
     found = dict[Var, DeviceValue]()
-    wanted = zip(*(each.wanted for each in group.regions), strict=True)
-    for slot, dims, xs in zip(group.gives, wanted, zip(*made, strict=True), strict=True):
+    wanted = zip(*(each.wanted for each in bucket.subgraphs), strict=True)
+    for slot, dims, xs in zip(bucket.gives, wanted, zip(*made, strict=True), strict=True):
         shape = slot[0].aval.shape
         one = _shards(frame, shape, dims[0] if len({*dims}) == 1 else None)
         (stack,) = frame.trace(_stacked, *xs)
@@ -87,7 +88,7 @@ def _group(
 
 
 def _update(region: Region, eqn: Eqn, program: Any, consts: list[ArrayLike]) -> Region:
-    """The program of an update; passes know by a scope that it is none of `jax.grad`'s."""
+    """The program of an update; a scope tells passes that it is no part of `jax.grad`."""
     eqns = [_jaxpr.within_scope(each, OWNED) for each in program.eqns]
     flat: Any = Flat([*program.constvars], [*program.invars], [*program.outvars], eqns)
     return Region(flat, consts, None, (region, eqn))
@@ -96,14 +97,14 @@ def _update(region: Region, eqn: Eqn, program: Any, consts: list[ArrayLike]) -> 
 def _own(
     frame: DeviceFrame, values: Sequence[DeviceValue], dim: int | None, name: str
 ) -> Atom:  # fmt: skip
-    """This device's matrices of all, whole: `[m/k, n, d]`.
+    """This device's matrices: `[m/k, n, d]`.
 
-    What is whole is cut first: a stack of it would be one of whole matrices. Sums of which nobody needs
-    shards are done by the owner.
+    Replicated matrices are sliced first, so that no device stacks all of them. Partial sums of which nobody
+    reads shards are reduced by the same all-to-all.
     """
     shape, num = values[0].aval.shape, len(values)
     layouts = {v.layout for v in values if v.make is None}
-    one = layouts.pop() if len(layouts) == 1 else frame.whole(shape)
+    one = layouts.pop() if len(layouts) == 1 else frame.replicated(shape)
     one = one if one.axes or one.partial else _shards(frame, shape, dim)
     (stack,) = frame.trace(_stacked, *(frame.at(v, one) for v in values))
     own = _shards(frame, (num, *shape), 0)
@@ -111,19 +112,19 @@ def _own(
 
 
 def _of(num: int, one: Layout) -> Layout:
-    """The layout of a stack of matrices that are laid out like one."""
+    """The layout of a batch of matrices that each have the layout `one`."""
     return dataclasses.replace(one, dims=(Dim(num), *one.dims))
 
 
 def _one(frame: DeviceFrame, stack: Atom, i: int) -> Atom:
-    """One matrix of a stack."""
+
     _, *shape = stack.aval.shape
     row = frame.slice(stack, (i, *[0] * len(shape)), (i + 1, *shape))
     return frame.reshape(row, shape)
 
 
-def _whole(frame: DeviceFrame, var: Var, x: Atom) -> DeviceValue:
-    return _at(var, frame.whole(var.aval.shape), x)
+def _replicated_value(frame: DeviceFrame, var: Var, x: Atom) -> DeviceValue:
+    return _at(var, frame.replicated(var.aval.shape), x)
 
 
 def _at(var: Var, layout: Layout, x: Atom) -> DeviceValue:
@@ -134,26 +135,26 @@ def _stacked(*xs: jax.Array) -> jax.Array:
     return jnp.stack(xs)
 
 
-def _stack(
-    frame: DeviceFrame, region: Region, eqn: Eqn, stack: OwnedStack, values: dict[Var, DeviceValue],
+def _batch(
+    frame: DeviceFrame, region: Region, eqn: Eqn, stack: MatrixBatch, values: dict[Var, DeviceValue],
     run: RunRegion,
 ) -> dict[Var, DeviceValue]:  # fmt: skip
     """`[m, n/k, d] -> [m/k, n, d]`, updated `-> [m, n/k, d]`.
 
-    Slices are rows: what is written for some of them is what devices do with rows of the batch.
+    The slices take the place of the batch's rows, so that the update is partitioned like any step.
     """
     (program,) = region.inner(eqn)
     update, ins = _update(region, eqn, program.jaxpr, program.consts), list[DeviceValue]()
-    for var, dim in zip(stack.region.reads, stack.read_dims, strict=True):
+    for var, dim in zip(stack.subgraph.reads, stack.read_dims, strict=True):
         layout = _shards(frame, var.aval.shape, dim)
         value = _at(var, layout, frame.at(values[var], layout))
         ins.append(dataclasses.replace(value, rows=layout.axes))
     outs = run(frame, update, ins)
     frame.source = eqn
     found = dict[Var, DeviceValue]()
-    for var, dim, value in zip(stack.region.gives, stack.region.wanted, outs, strict=True):
-        frame.settle(value)
+    for var, dim, value in zip(stack.subgraph.gives, stack.subgraph.wanted, outs, strict=True):
+        frame.reduce(value)
         layout = _shards(frame, var.aval.shape, dim)
-        value.rows, value.leaf = frozenset(), stack.region.name
+        value.rows, value.leaf = frozenset(), stack.subgraph.name
         found[var] = _at(var, layout, frame.at(value, layout))
     return found

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regions: the parts of an update that need leaves whole, each the update of one matrix or of one stack.
+"""Update subgraphs: the parts of an optimizer update that need whole matrices.
 
-An operation without a rule (a product, an `eigh`) needs its operands whole. What is computed between two of
-them needs them, too: it would be cut, and gathered again at once. A region is such operations and all
-between them, as far as one value leads to the other. What stands before and after it runs on shards.
+In an update, an operation such as a matrix product or an `eigh` needs replicated operands, and so do the
+operations between two of them: on shards, their results would be gathered at once. A subgraph is such
+operations and all between them that are connected. Everything before and after it runs on shards.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from jzero.sharding.analysis._links import Links
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Var
 
-# Nobody knows what they do, or to which of several matrices.
+# Their semantics are unknown, so also which matrices they update.
 _OPAQUE = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_call"})
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnedRegion:
-    """Equations of a frame that need leaves whole.
+class UpdateSubgraph:
+    """Equations of a frame that need whole matrices.
 
     Attributes:
       eqns: their indices, in order.
-      reads: what they read of others.
-      gives: what others read of them, or the frame returns.
+      reads: its inputs.
+      gives: its outputs: values that other equations read, or the frame returns.
       sharded: for each of `reads`, the dim along which it is sharded, or None.
-      wanted: for each of `gives`, the dim along which it is wanted in shards, or None.
-      level: how many regions follow from each other up to this one.
-      leaves: for each of `gives`, the leaves that it becomes, for the report; several if nobody can tell.
+      wanted: for each of `gives`, the dim along which its readers want it sharded, or None.
+      level: how many subgraphs are on the longest path to this one.
+      leaves: for each of `gives`, the leaves that it becomes, for the report; several if that is ambiguous.
     """
 
     eqns: tuple[int, ...]
@@ -60,14 +60,14 @@ class OwnedRegion:
 
 
 class Names(NamedTuple):
-    """What the leaves of the state are called, and which are parameters, by index."""
+    """Paths of the state's leaves, and which of them are parameters, by index."""
 
     paths: tuple[str, ...]
     params: frozenset[int]
 
 
-def find_regions(frame: Frame, links: Links, names: Names) -> list[OwnedRegion]:
-    """The regions of a frame that read shards or make some, each as far as it is connected, in order."""
+def find_update_subgraphs(frame: Frame, links: Links, names: Names) -> list[UpdateSubgraph]:
+    """The update subgraphs of a frame that read or make sharded values, in order."""
     eqns = frame.jaxpr.eqns
     plain = [_is_plain(frame, eqn) for eqn in eqns]
     hard = [plain[i] and _needs_whole(frame, i, eqn) for i, eqn in enumerate(eqns)]
@@ -85,19 +85,19 @@ def find_regions(frame: Frame, links: Links, names: Names) -> list[OwnedRegion]:
     found = []
     for part in grouped(inside, keys):
         eqns_of = _with_makers(frame, part, plain, constant)
-        region = _region(frame, links, eqns_of)
-        if any(dim is not None for dim in region.sharded) or _matrices(region):
-            found.append(region)
+        subgraph = _subgraph(frame, links, eqns_of)
+        if any(dim is not None for dim in subgraph.sharded) or _matrices(subgraph):
+            found.append(subgraph)
     return _with_leaves(frame, links, _with_levels(frame, found), names)
 
 
-def why_not_alone(frame: Frame, region: OwnedRegion) -> str:
-    """Why no other device may run a region than all of them; '' if one may."""
-    if all(dim is None for dim in region.sharded):
-        if _frames.is_unreduced(frame, largest_read(region)):
+def why_not_alone(frame: Frame, subgraph: UpdateSubgraph) -> str:
+    """Why every device must run a subgraph; '' if one device may run it alone."""
+    if all(dim is None for dim in subgraph.sharded):
+        if _frames.is_unreduced(frame, largest_read(subgraph)):
             return "its gradient is reduced whole, since only products and their like read it"
         return "what it reads is whole on every device"
-    for eqn in _all_equations(frame, region):
+    for eqn in _all_equations(frame, subgraph):
         name = eqn.primitive.name
         if _rules.costs(eqn, Cost.DRAW):
             return "it draws random numbers"
@@ -108,10 +108,10 @@ def why_not_alone(frame: Frame, region: OwnedRegion) -> str:
     return ""
 
 
-def signature(frame: Frame, region: OwnedRegion) -> Hashable:
-    """Equal for regions of one level that compute the same of other values of the same types."""
-    eqns = [frame.jaxpr.eqns[index] for index in region.eqns]
-    return region.level, region.sharded, _computes(region.reads, eqns, region.gives)
+def signature(frame: Frame, subgraph: UpdateSubgraph) -> Hashable:
+    """Equal for subgraphs of one level that have equal equations and types."""
+    eqns = [frame.jaxpr.eqns[index] for index in subgraph.eqns]
+    return subgraph.level, subgraph.sharded, _computes(subgraph.reads, eqns, subgraph.gives)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def signature(frame: Frame, region: OwnedRegion) -> Hashable:
 
 
 def _is_plain(frame: Frame, eqn: Eqn) -> bool:
-    """Whether the equation is of an update: the same on all devices, in no pass, and without effects."""
+    """Whether it is part of an update: replicated, in no pass of `jax.grad`, and without effects."""
     if frame.pass_of(eqn) is not None or _jaxpr.has_side_effects(eqn):
         return False
     return not any(frame.varies(atom) for atom in [*eqn.invars, *eqn.outvars])
@@ -134,14 +134,14 @@ def _needs_whole(frame: Frame, index: int, eqn: Eqn) -> bool:
 
 
 def _is_hard(eqn: Eqn) -> bool:
-    # What is made of nothing, or of keys, has no matrix for an operand that would have to be whole.
+    # Sources and draws from keys have no matrix operand.
     if _rules.keeps_dims(eqn) or _rules.costs(eqn, Cost.IDENTITY, Cost.SOURCE, Cost.DRAW):
         return False
     return any(getattr(atom.aval, "ndim", 0) > 1 for atom in eqn.invars)
 
 
 def _constants(frame: Frame, plain: list[bool]) -> set[Var]:
-    """What is made of no leaf and no argument."""
+    """Values that are computed from constants alone."""
     found = set(frame.jaxpr.constvars)
     for is_plain, eqn in zip(plain, frame.jaxpr.eqns, strict=True):
         if is_plain and found.issuperset(variables(eqn.invars)):
@@ -150,7 +150,7 @@ def _constants(frame: Frame, plain: list[bool]) -> set[Var]:
 
 
 def _between(eqns: list[Eqn], plain: list[bool], hard: list[bool]) -> list[int]:
-    """The hard ones, and the plain ones that read of one and are read by one."""
+    """The hard equations, and the plain ones on a path from one hard equation to another."""
     after: set[Var] = set()
     follows = []
     for i, eqn in enumerate(eqns):
@@ -169,9 +169,9 @@ def _between(eqns: list[Eqn], plain: list[bool], hard: list[bool]) -> list[int]:
 
 
 def _with_makers(frame: Frame, part: list[int], plain: list[bool], constant: set[Var]) -> list[int]:
-    """And what makes something for them alone of constants and of what they read anyway.
+    """Also equations that make operands for them alone, of constants and of values that they read anyway.
 
-    An identity each device makes for itself; of a gradient and its transpose it gets one.
+    So each device makes its own identity matrix, and receives a gradient but not its transpose.
     """
     eqns, makers, inside = frame.jaxpr.eqns, frame.makers, set(part)
     read = {v for i in part for v in variables(eqns[i].invars)}
@@ -197,11 +197,11 @@ def _with_makers(frame: Frame, part: list[int], plain: list[bool], constant: set
     return sorted(inside)
 
 
-def _with_levels(frame: Frame, regions: list[OwnedRegion]) -> list[OwnedRegion]:
-    inside = {i: number for number, region in enumerate(regions) for i in region.eqns}
+def _with_levels(frame: Frame, subgraphs: list[UpdateSubgraph]) -> list[UpdateSubgraph]:
+    inside = {i: number for number, subgraph in enumerate(subgraphs) for i in subgraph.eqns}
     level: dict[Var, int] = {}
     made: dict[Var, int] = {}  # in which region
-    found = [0] * len(regions)
+    found = [0] * len(subgraphs)
     for i, eqn in enumerate(frame.jaxpr.eqns):
         mine = inside.get(i)
         steps = (
@@ -213,11 +213,11 @@ def _with_levels(frame: Frame, regions: list[OwnedRegion]) -> list[OwnedRegion]:
         if mine is not None:
             made |= dict.fromkeys(eqn.outvars, mine)
             found[mine] = max(found[mine], here)
-    pairs = zip(regions, found, strict=True)
-    return [dataclasses.replace(region, level=number) for region, number in pairs]
+    pairs = zip(subgraphs, found, strict=True)
+    return [dataclasses.replace(subgraph, level=number) for subgraph, number in pairs]
 
 
-def _region(frame: Frame, links: Links, indices: list[int]) -> OwnedRegion:
+def _subgraph(frame: Frame, links: Links, indices: list[int]) -> UpdateSubgraph:
     eqns = [frame.jaxpr.eqns[i] for i in indices]
     made = {out for eqn in eqns for out in eqn.outvars}
     reads = [v for v in variables(a for eqn in eqns for a in eqn.invars) if v not in made]
@@ -227,63 +227,63 @@ def _region(frame: Frame, links: Links, indices: list[int]) -> OwnedRegion:
     sharded, wanted = (
         tuple(links.sharded_dim(frame, var) for var in each) for each in (reads, gives)
     )
-    return OwnedRegion(tuple(indices), tuple(reads), tuple(gives), sharded, wanted, ())
+    return UpdateSubgraph(tuple(indices), tuple(reads), tuple(gives), sharded, wanted, ())
 
 
 def _with_leaves(
-    frame: Frame, links: Links, regions: list[OwnedRegion], names: Names
-) -> list[OwnedRegion]:
-    """With the leaves whose new values they make: parameters, or else optimizer state."""
-    stops = {i for region in regions for i in region.eqns}
+    frame: Frame, links: Links, subgraphs: list[UpdateSubgraph], names: Names
+) -> list[UpdateSubgraph]:
+    """Fills in `leaves`: the parameters whose new values they make, or else the optimizer state."""
+    stops = {i for subgraph in subgraphs for i in subgraph.eqns}
     made = _new_leaves.new_leaves(frame, len(names.paths), stops)
     params = sum(1 << i for i in names.params)
-    sets = [[made.get(var, 0) for var in region.gives] for region in regions]
+    sets = [[made.get(var, 0) for var in subgraph.gives] for subgraph in subgraphs]
     sets = [
         [(each & params) if any(s & params for s in row) else each for each in row] for row in sets
     ]
-    # Of one matrix are those whose results all lead to the same leaves.
+    # A subgraph updates a single matrix if all its results lead to the same leaves.
     single = [n for n, row in enumerate(sets) if len({each for each in row if each}) == 1]
     apart = _new_leaves.told_apart([max(sets[n]) for n in single])
     for n, leaves in zip(single, apart, strict=True):
         sets[n] = [leaves if each else 0 for each in sets[n]]
     found, jaxpr_outs = [], frame.jaxpr.outvars
-    for region, row in zip(regions, sets, strict=True):
-        # Nobody reads what it makes (test_loops.py::test_what_nobody_reads_is_no_update).
+    for subgraph, row in zip(subgraphs, sets, strict=True):
+        # Its results are unused (test_loops.py::test_what_nobody_reads_is_no_update).
         if not row:
             continue
         paths = tuple(tuple(names.paths[i] for i in _new_leaves.bits(each)) for each in row)
-        sharded = _sharded_reads(region)
-        rests = (jaxpr_outs[i] for each in row for i in _new_leaves.bits(each))
-        if not sharded and all(links.sharded_dim(frame, out) is None for out in rests):
+        sharded = _sharded_reads(subgraph)
+        stored = (jaxpr_outs[i] for each in row for i in _new_leaves.bits(each))
+        if not sharded and all(links.sharded_dim(frame, out) is None for out in stored):
             continue
-        if not any(row):  # It makes no leaf: what it reads is one's.
+        if not any(row):  # It makes no leaf, and is named after the one that it reads.
             read = max(sharded, key=lambda var: _rules.size_in_bytes(var.aval))
             paths = ((links.leaf_of(frame, read),), *paths[1:])
-        found.append(dataclasses.replace(region, leaves=paths))
+        found.append(dataclasses.replace(subgraph, leaves=paths))
     return found
 
 
-def largest_read(region: OwnedRegion) -> Var:
-    """The matrix or stack that it updates: the largest that rests in shards, if any does."""
-    found = _sharded_reads(region) or _matrices(region)
+def largest_read(subgraph: UpdateSubgraph) -> Var:
+    """The matrix or batch that it updates: the largest sharded input, or else the largest input."""
+    found = _sharded_reads(subgraph) or _matrices(subgraph)
     return max(found, key=lambda var: _rules.size_in_bytes(var.aval))
 
 
-def _matrices(region: OwnedRegion) -> list[Var]:
-    return [var for var in region.reads if var.aval.ndim > 1]
+def _matrices(subgraph: UpdateSubgraph) -> list[Var]:
+    return [var for var in subgraph.reads if var.aval.ndim > 1]
 
 
-def _sharded_reads(region: OwnedRegion) -> list[Var]:
-    return [v for v, dim in zip(region.reads, region.sharded, strict=True) if dim is not None]
+def _sharded_reads(subgraph: UpdateSubgraph) -> list[Var]:
+    return [v for v, dim in zip(subgraph.reads, subgraph.sharded, strict=True) if dim is not None]
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether two regions compute the same.
+# Whether two subgraphs compute the same.
 
 
-def _all_equations(frame: Frame, region: OwnedRegion) -> Iterator[Eqn]:
-    """Those of a region, and those of the jaxprs inside them."""
-    for index in region.eqns:
+def _all_equations(frame: Frame, subgraph: UpdateSubgraph) -> Iterator[Eqn]:
+    """Equations of a subgraph, and those of the jaxprs inside them."""
+    for index in subgraph.eqns:
         yield frame.jaxpr.eqns[index]
         for child in frame.children.get(index, ()):
             yield from (eqn for _, eqn in child.walk())
@@ -295,7 +295,7 @@ def _type(atom: Atom) -> Hashable:
 
 
 def _computes(reads: Sequence[Var], eqns: Iterable[Eqn], gives: Sequence[Atom]) -> Hashable:
-    """What some equations compute, whatever their variables are called."""
+    """A structural hash key of equations, independent of the names of variables."""
     places: dict[Var, tuple[int, ...]] = {var: (k,) for k, var in enumerate(reads)}
 
     def place(atom: Atom) -> Hashable:
@@ -319,7 +319,7 @@ def _param(value: object) -> Hashable:
         return tuple((str(name), _param(each)) for name, each in sorted(value.items()))
     if isinstance(value, (tuple, list)):
         return tuple(map(_param, value))
-    # Functions and the like have their address in their text, and are like no other.
+    # Functions have their address in their text, so each equals itself only.
     return _array(value) if isinstance(value, (np.ndarray, jax.Array)) else str(value)
 
 

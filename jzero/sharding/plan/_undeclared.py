@@ -30,7 +30,7 @@ from jzero.tracing._types import Eqn, Jaxpr
 
 
 def _split(arrays: Mapping[str, Any], are_split: Iterable[bool]) -> dict[str, Any]:
-    """The arguments of which a leaf is split, given that of each leaf."""
+    """The arguments that have a sharded leaf."""
     left = iter(are_split)
     of = {name: itertools.islice(left, len(jax.tree.leaves(tree))) for name, tree in arrays.items()}
     return {name: arrays[name] for name, its in of.items() if any(list(its))}
@@ -123,17 +123,17 @@ class Flow:
 
     @functools.cached_property
     def owners(self) -> list[str]:
-        """Of each input, the argument that it is in."""
+        """The argument that each input belongs to."""
         return _owners([*self.state, *self.arrays.items()])
 
     @functools.cached_property
     def reached(self) -> list[frozenset[int]]:
-        """Which inputs each output is reached from by operations that keep elements apart."""
+        """The inputs that each output is reached from by operations that keep elements apart."""
         return _reached(self.jaxpr, [frozenset({i}) for i in range(len(self.owners))])
 
     @functools.cached_property
     def sources(self) -> list[set[str]]:
-        """Of which arguments each output is computed."""
+        """The arguments that each output depends on."""
         return _sources(self.jaxpr, self.owners)
 
 
@@ -181,7 +181,7 @@ class Misread(NamedTuple):
 
 
 def misread(flow: Flow) -> Misread:
-    """Which arguments were taken for state beside an optimizer's, and are none."""
+    """Arguments that were taken for state, beside an optimizer's, and are none."""
     trees = {name: tree for name, tree in flow.state if not holds_optimizer_state(tree)}
     if len(trees) == len(flow.state):
         return Misread({}, (), ())
@@ -255,12 +255,10 @@ def _through(region: Region, eqn: Eqn, ins: Sequence[frozenset[int]]) -> Sequenc
 
 
 def _owners(inputs: Iterable[tuple[str, Any]]) -> list[str]:
-    """Of each leaf, the argument that it is in."""
     return [name for name, tree in inputs for _ in jax.tree.leaves(tree)]
 
 
 def _sources(jaxpr: Jaxpr, owners: Sequence[str]) -> list[set[str]]:
-    """Of which arguments each output is computed; an equation is, of all that it reads."""
     known: dict[Any, frozenset[str]] = {
         var: frozenset([owner]) for var, owner in zip(jaxpr.invars, owners, strict=True)
     }

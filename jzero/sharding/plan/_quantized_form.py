@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CodedForm`: how a leaf that rests in codes is rows of bytes. Pure; knows shapes, never arrays."""
+"""`QuantizedForm`: how a leaf that rests in codes is rows of bytes. Pure; knows shapes, never arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jzero._blocks import Blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class CodedForm:
+class QuantizedForm:
     """A leaf `[..., n, d]` as `uint8[..., parts, bytes]`: each device has a part of every row.
 
     A row is a matrix, the last two dims, so that loops over stacks of layers slice rows like leaves; of
@@ -47,7 +47,6 @@ class CodedForm:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape, with padding."""
         return tuple(n + self.padding * (d == self.dim) for d, n in enumerate(self.shape))
 
     @property
@@ -70,19 +69,17 @@ class CodedForm:
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
-        """The shape at rest, in bytes."""
+        """The stored shape, in bytes."""
         nbytes = self.blocks.nbytes(math.prod(self.part), self.scale_bytes)
         parts = self.num_parts if self.is_cut_in_rows else 1
         return (*self.padded_shape[: self.num_stacked], parts, nbytes)
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a block's scale."""
         return max(4, self.itemsize)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of the leaf."""
         return int(jnp.dtype(self.dtype).itemsize)
 
     def __str__(self) -> str:

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which update calls of a step are distributed, matrix by matrix, and over which axes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jzero.ir._layout import Layout, replicated
+from jzero.ir._regions import Region
+from jzero.sharding.analysis._update_subgraphs import UpdateSubgraph
+from jzero.sharding.partition._values import Hint
+from jzero.tracing import _rewrite
+from jzero.tracing._types import Eqn, Var
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MatrixBucket:
+    """Updates of several matrices by equal equations.
+
+    Attributes:
+      subgraphs: one for each matrix.
+      shared: for each value that an update reads, whether all of them read that same one.
+      update: the program of one update.
+    """
+
+    subgraphs: tuple[UpdateSubgraph, ...]
+    shared: tuple[bool, ...]
+    update: _rewrite.Flat
+
+    @property
+    def reads(self) -> list[tuple[Var, ...]]:
+        """For each value that an update reads, that of each of them."""
+        return [*zip(*(subgraph.reads for subgraph in self.subgraphs), strict=True)]
+
+    @property
+    def gives(self) -> list[tuple[Var, ...]]:
+        """For each result of an update, that of each of them."""
+        return [*zip(*(subgraph.gives for subgraph in self.subgraphs), strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MatrixBatch:
+    """The update of a batch of matrices, which runs on slices of the batch.
+
+    Attributes:
+      subgraph: the update.
+      read_dims: for each value that it reads, the batch dim; None for a replicated one.
+      give_dims: the same for each of its results.
+    """
+
+    subgraph: UpdateSubgraph
+    read_dims: tuple[int | None, ...]
+    give_dims: tuple[int | None, ...]
+
+    @property
+    def subgraphs(self) -> tuple[UpdateSubgraph, ...]:
+        return (self.subgraph,)
+
+
+UpdatesByCall = Mapping[Var, MatrixBucket | MatrixBatch]  # by the call's first result
+
+
+class DistributedUpdates(NamedTuple):
+    """The distributed updates of a step.
+
+    Attributes:
+      calls: the updates, by call.
+      axes: over which matrices are sharded; devices along other axes hold the same shards, and repeat the
+        work.
+    """
+
+    calls: UpdatesByCall
+    axes: tuple[str, ...]
+
+    def of(self, subgraph: Region, eqn: Eqn) -> MatrixBucket | MatrixBatch | None:
+        """The distributed update that a call of the step is; None if every device runs the call."""
+        is_step = subgraph.around is None and bool(eqn.outvars)
+        return self.calls.get(eqn.outvars[0]) if is_step else None
+
+    def shards(self, shape: Sequence[int], dim: int | None, mesh: Mapping[str, int]) -> Layout:
+        """Sharded along a dim over `axes`, or replicated."""
+        layout = replicated(shape, mesh)
+        return layout if dim is None else layout.shard(dim, self.axes)
+
+    def hints(self, mesh: Mapping[str, int]) -> dict[Var, Hint]:
+        """Gradients are reduce-scattered to the shards that the all-to-all sends."""
+        return {
+            var: Hint(self.shards(var.aval.shape, dim, mesh), leaf=subgraph.name)
+            for update in self.calls.values()
+            for subgraph in update.subgraphs
+            for var, dim in zip(subgraph.reads, subgraph.sharded, strict=True)
+            if dim is not None
+        }
+
+
+NOT_DISTRIBUTED = DistributedUpdates({}, ())
