@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jzero._errors import escaped, named
+from jzero._numbers import BytesPerParam, Rates, Workload
 from jzero._option_groups import Axes, Comm, Microbatches
 from jzero._policy import HostCPU, NVMe, PinnedHost
 from jzero._quantities import (
@@ -26,7 +27,6 @@ from jzero._quantities import (
     parse_rate,
 )
 from jzero.reports._lines import WIDTH, wrapped
-from jzero.reports._numbers import BytesPerParam, Rates, Workload
 
 # How policies are said in flags.
 _POLICIES = {

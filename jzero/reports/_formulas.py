@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jzero._memory_kinds import PINNED
-from jzero.reports._numbers import Workload
+from jzero._numbers import Workload
 from jzero.reports._sizes import (
     ACCUMULATOR,
     ACTIVATION,

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
+from jzero._numbers import Workload
 from jzero.offload.schedule._folds import Crossing
 from jzero.reports._formulas import kept_elements
-from jzero.reports._numbers import Workload
 from jzero.reports._sizes import ACTIVATION, GRADIENT, RoleBytes, as_dtype, crossing_gradients
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from jzero._numbers import Rates, Workload
 from jzero._quantities import readable_flops, readable_rate, readable_seconds, readable_size
 from jzero.reports._formulas import gathers_per_round
 from jzero.reports._host_traffic import (
@@ -22,7 +23,6 @@ from jzero.reports._host_traffic import (
     Haul,
 )
 from jzero.reports._lines import WIDTH, wrapped
-from jzero.reports._numbers import Rates, Workload
 from jzero.reports._sizes import ACTIVATION
 from jzero.reports._tables import Table
 from jzero.sharding.analysis._traffic import Collective
