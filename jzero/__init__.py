@@ -18,6 +18,9 @@ from jzero._errors import OptionError as OptionError
 from jzero._errors import ProcessError as ProcessError
 from jzero._errors import StateError as StateError
 from jzero._errors import StepError as StepError
+from jzero._numbers import BytesPerParam as BytesPerParam
+from jzero._numbers import Rates as Rates
+from jzero._numbers import Workload as Workload
 from jzero._option_groups import Axes as Axes
 from jzero._option_groups import Comm as Comm
 from jzero._option_groups import Microbatches as Microbatches
@@ -41,9 +44,6 @@ from jzero.reports._bandwidth import BandwidthReport as BandwidthReport
 from jzero.reports._bandwidth import bandwidth as bandwidth
 from jzero.reports._estimate import Estimate as Estimate
 from jzero.reports._estimate import estimate as estimate
-from jzero.reports._numbers import BytesPerParam as BytesPerParam
-from jzero.reports._numbers import Rates as Rates
-from jzero.reports._numbers import Workload as Workload
 from jzero.tracing._eqx import from_eqx as from_eqx
 from jzero.tracing._keys import fold_device_index as fold_device_index
 from jzero.tracing._local import groups as groups

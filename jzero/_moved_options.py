@@ -5,104 +5,80 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jzero._blocks import Blocks
+from jzero._groups import GROUPS, grouped
 from jzero._quantities import parse_bytes
 
-
-class Moved(NamedTuple):
-    """Where an option of jzero 0.x has gone: a field of a group, or another name."""
-
-    option: str
-    group: str = ""
-    field: str = ""
-
-
-# The options of jzero 0.x, for one release. [docs/migrate/options.md]
+# Where each has gone: another name, or `option.field` of a group. [docs/migrate/options.md]
 MOVED = {
-    "accumulate": Moved("microbatches", "Microbatches", "num"),
-    "reduce": Moved("microbatches", "Microbatches", "reduce"),
-    "accumulate_dtype": Moved("microbatches", "Microbatches", "dtype"),
-    "layer_major": Moved("microbatches", "Microbatches", "order"),
+    "accumulate": "microbatches.num",
+    "reduce": "microbatches.reduce",
+    "accumulate_dtype": "microbatches.dtype",
+    "layer_major": "microbatches.order",
+    "axis_names": "axes.batch",
+    "param_axes": "axes.params",
+    "optimizer_axes": "axes.optimizer",
+    "full": "axes.replicate",
+    "offload": "memory.optimizer",
+    "offload_params": "memory.params",
+    "offload_activations": "memory.activations",
+    "state_argnums": "state",
+    "state_argnames": "state",
+    "num_params": "model",
+    "config": "model",
+    "mesh": "devices",
+    "param_bytes": "bytes_per_param.params",
+    "gradient_bytes": "bytes_per_param.gradients",
+    "optimizer_bytes": "bytes_per_param.optimizer",
     **{
-        name: Moved("comm", "Comm", name)
-        for name in ("gather_dtype", "reduce_dtype", "gather", "prefetch_bytes", "tile_bytes",
-                     "max_gather_bytes")
+        field: f"{option}.{field}"
+        for option, fields in {
+            "comm": "gather_dtype reduce_dtype gather prefetch_bytes tile_bytes max_gather_bytes",
+            "axes": "axis_name auto_specs min_shard_bytes",
+            "workload": "tokens layers width recompute",
+            "rates": "peak pcie interconnect host_update disk",
+        }.items()
+        for field in fields.split()
     },
-    "axis_names": Moved("axes", "Axes", "batch"),
-    "param_axes": Moved("axes", "Axes", "params"),
-    "optimizer_axes": Moved("axes", "Axes", "optimizer"),
-    "full": Moved("axes", "Axes", "replicate"),
-    **{
-        name: Moved("axes", "Axes", name)
-        for name in ("axis_name", "auto_specs", "min_shard_bytes")
-    },
-    "offload": Moved("memory", "Memory", "optimizer"),
-    "offload_params": Moved("memory", "Memory", "params"),
-    "offload_activations": Moved("memory", "Memory", "activations"),
-    "state_argnums": Moved("state"),
-    "state_argnames": Moved("state"),
-    "num_params": Moved("model"),
-    "config": Moved("model"),
-    "mesh": Moved("devices"),
-    "param_bytes": Moved("bytes_per_param", "BytesPerParam", "params"),
-    "gradient_bytes": Moved("bytes_per_param", "BytesPerParam", "gradients"),
-    "optimizer_bytes": Moved("bytes_per_param", "BytesPerParam", "optimizer"),
-    **{
-        name: Moved("workload", "Workload", name)
-        for name in ("tokens", "layers", "width", "recompute")
-    },
-    **{
-        name: Moved("rates", "Rates", name)
-        for name in ("peak", "pcie", "interconnect", "host_update", "disk")
-    },
-}  # fmt: skip
-# What one value alone of a group is written as.
-_SHORT = {"Microbatches": "num", "Axes": "batch", "Memory": "optimizer"}
-_FIRST = {"Microbatches": "num", "Axes": "batch"}  # fields that are given by position
+}
 
 
 def new_line(moved: Sequence[str], given: Mapping[str, Any]) -> str:
     """`Write microbatches=jzero.Microbatches(4, reduce='once').`, of old options among what was given."""
-    options = dict[str, list[str]]()
+    written, whole = dict[str, str](), dict[str, list[Any]]()
     for name in moved:
-        options.setdefault(MOVED[name].option, []).append(name)
-    lines = []
-    for option, names in options.items():
-        group = MOVED[names[0]].group
-        if group:
-            fields = _fields(group, given.get(option)) | {
-                MOVED[name].field: _value(name, given[name]) for name in names
-            }
-            lines.append(f"{option}={_group(group, fields)}")
-        elif found := [x for name in [*names, option] for x in _listed(given.get(name))]:
-            lines.append(
-                f"{option}={_value(option, found[0] if len(found) == 1 else tuple(found))}"
-            )
+        option, _, field = MOVED[name].partition(".")
+        if field:
+            for other, value in _fields(option, given.get(option)).items():
+                written.setdefault(f"{option}.{other}", _value("", value))
+            written[MOVED[name]] = _value(name, given[name])
+        else:
+            whole.setdefault(option, []).extend(_listed(given[name]))
+    for option, values in whole.items():
+        values += _listed(given.get(option))
+        if values:
+            written[option] = _value(option, values[0] if len(values) == 1 else tuple(values))
+    lines = [f"{option}={value}" for option, value in grouped(written, _call).items()]
     return f"Write {', '.join(lines)}." if lines else "Drop it."
 
 
-def _fields(group: str, given: Any) -> dict[str, str]:
+def _fields(option: str, given: Any) -> dict[str, Any]:
     """What a user gave of a group beside its old names."""
-    if given is None:
+    kind, short = GROUPS[option]
+    if given is None or not (short or isinstance(given, kind)):
         return {}
-    if type(given).__name__ != group:
-        return {_SHORT[group]: _value("", given)} if group in _SHORT else {}
+    if not isinstance(given, kind):
+        return {short: given}
+    values = {x.name: getattr(given, x.name) for x in dataclasses.fields(given)}
     return {
-        x.name: _value("", getattr(given, x.name))
-        for x in dataclasses.fields(given)
-        if getattr(given, x.name) != x.default
+        x.name: values[x.name] for x in dataclasses.fields(given) if values[x.name] != x.default
     }
 
 
-def _group(group: str, fields: dict[str, str]) -> str:
-    """`jzero.Microbatches(4, reduce='once')`, or `4`."""
-    if [*fields] == [_SHORT.get(group)]:
-        return next(iter(fields.values()))
-    first = fields.pop(_FIRST.get(group, ""), None)
-    written = [*([] if first is None else [first]), *(f"{k}={x}" for k, x in fields.items())]
-    return f"jzero.{group}({', '.join(written)})"
+def _call(kind: type[Any], *first: str, **fields: str) -> str:
+    return f"jzero.{kind.__name__}({', '.join([*first, *(f'{k}={x}' for k, x in fields.items())])})"
 
 
 def _listed(value: Any) -> list[Any]:

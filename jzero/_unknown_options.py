@@ -101,7 +101,7 @@ def _edits(
     who: str, unknown: Mapping[str, Any], given: Mapping[str, Any], options: Sequence[str]
 ) -> list[str]:
     """What to write for options that are not there: one line for those of jzero 0.x, one for each other."""
-    moved = [name for name in unknown if name in MOVED and MOVED[name].option in options]
+    moved = [name for name in unknown if name in MOVED and MOVED[name].partition(".")[0] in options]
     edits = [new_line(moved, given)] if moved else []
     others = dict[str, list[str]]()
     for name in unknown:

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import jzero
+from jzero._groups import GROUPS
 from jzero._moved_options import MOVED
 
 
@@ -16,18 +17,17 @@ def grouped(**options: Any) -> dict[str, Any]:
     found = dict[str, Any]()
     groups = dict[str, dict[str, Any]]()
     for name, value in options.items():
-        moved = MOVED.get(name)
-        if moved is None or name == "mesh":
+        option, _, field = MOVED.get(name, name).partition(".")
+        if name not in MOVED or name == "mesh":
             found[name] = value
-        elif not moved.group:
+        elif not field:
             if value is not None and (value != () or name != "state_argnames"):
-                found[moved.option] = value
+                found[option] = value
         elif name == "layer_major":
             groups.setdefault("microbatches", {})["order"] = "layer" if value else "microbatch"
-        elif moved.group != "Memory" or value is not None:
-            groups.setdefault(moved.option, {})[moved.field] = value
-    classes = {x.option: getattr(jzero, x.group) for x in MOVED.values() if x.group}
-    return found | {option: classes[option](**fields) for option, fields in groups.items()}
+        elif option != "memory" or value is not None:
+            groups.setdefault(option, {})[field] = value
+    return found | {option: GROUPS[option].kind(**fields) for option, fields in groups.items()}
 
 
 def _shard_train_step(step_fn: Any = None, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from jzero import (
     _blocks,
     _components,
     _folded,
+    _numbers,
     _option_groups,
     _policy,
     _shard_eval_step,
@@ -22,7 +23,7 @@ from jzero.checkpoint import _checkpointer, _restore
 from jzero.deepspeed import _schedules, _transforms, _translate
 from jzero.offload.memory import _leaf_array
 from jzero.preflight import _preflight, _targets
-from jzero.reports import _bandwidth, _describe, _estimate, _lines, _numbers
+from jzero.reports import _bandwidth, _describe, _estimate, _lines
 from jzero.tracing import _eqx, _keys, _local, _nnx, _precision
 
 MODULES = [

@@ -13,6 +13,7 @@ import pytest
 
 import golden
 import zoo
+from jzero import _groups
 from jzero._moved_options import MOVED
 from jzero._step_types import EvalStepOptions, TrainStepOptions
 from jzero.ir import _rules, _writer
@@ -69,9 +70,10 @@ def test_every_option_occurs():
     for options, rows in ((TrainStepOptions, trainings), (EvalStepOptions, evaluations)):
         found = {name for row in rows for name in row.options("folder")}
         found |= {name for row in rows for name in zoo.get(row.step).options}
-        groups = {x.option for x in MOVED.values() if x.group}
-        known = {name for name, x in MOVED.items() if x.option in options.__annotations__}
-        missing = (known | options.__annotations__.keys() - groups) - found - always
+        known = {
+            name for name, x in MOVED.items() if x.partition(".")[0] in options.__annotations__
+        }
+        missing = (known | options.__annotations__.keys() - _groups.GROUPS.keys()) - found - always
         assert missing <= (
             own if options is EvalStepOptions else {"static_argnums", "state_argnames"}
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jzero._errors import OptionError, message
+from jzero._groups import grouped
 from jzero._option_groups import GATHER, REDUCE
 from jzero._policy import HostCPU, Memory, NoOffload, NVMe, PinnedHost, Policy
 from jzero._quantities import (
@@ -172,6 +173,8 @@ def _estimate(
                 f"Drop {name}, or add memory='80GB'."))  # fmt: skip
     stages = [arguments.pop("stage")] if "stage" in arguments else list(STAGES)
     arguments["memory"] = _memory(arguments)
+    if "comm.tile_bytes" in arguments:
+        arguments["comm.tile_bytes"] = parse_bytes(arguments["comm.tile_bytes"])
     found, refused = _of_stages(stages, arguments, flags)
     largest = [e.largest_model(memory, host_memory, disk_memory) if memory else None for e in found]
     if plot:
@@ -194,12 +197,16 @@ def _of_stages(
     found, refused = list[Estimate](), dict[int, str]()
     for stage in stages:
         try:
-            found.append(estimate(**_grouped(arguments), stage=stage))
+            found.append(estimate(**grouped(arguments, _call), stage=stage))
         except OptionError as error:
             refused[stage] = in_flags(str(error), flags)
             if stage == stages[-1] and not found:
                 raise
     return found, refused
+
+
+def _call(kind: type[Any], *args: Any, **fields: Any) -> Any:
+    return kind(*args, **fields)
 
 
 def _config(text: str) -> str | pathlib.Path:
@@ -240,22 +247,6 @@ def _memory(arguments: dict[str, Any]) -> Memory:
             there = dataclasses.replace(state, host_bytes=2**30, device_bytes=num_bytes)
     activations = PinnedHost() if arguments.pop("offload_activations", None) else NoOffload()
     return Memory(params=there, optimizer=state, activations=activations)
-
-
-def _grouped(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `estimate`: `argument.field` is a field of a group."""
-    groups, found = dict[str, dict[str, Any]](), dict[str, Any]()
-    for name, value in arguments.items():
-        argument, _, field = name.partition(".")
-        if field:
-            groups.setdefault(argument, {})[field] = (
-                parse_bytes(value) if field == "tile_bytes" else value
-            )
-        else:
-            found[name] = value
-    return found | {
-        argument: _flags.GROUPS[argument](**fields) for argument, fields in groups.items()
-    }
 
 
 def _as_dict(found: Sequence[Estimate], largest: Sequence[int | None]) -> dict[str, Any]:

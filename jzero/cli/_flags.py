@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jzero._errors import escaped, named
-from jzero._option_groups import Axes, Comm, Microbatches
+from jzero._groups import GROUPS
 from jzero._policy import HostCPU, NVMe, PinnedHost
 from jzero._quantities import (
     BANDWIDTH_RULE,
@@ -26,7 +26,6 @@ from jzero._quantities import (
     parse_rate,
 )
 from jzero.reports._lines import WIDTH, wrapped
-from jzero.reports._numbers import BytesPerParam, Rates, Workload
 
 # How policies are said in flags.
 _POLICIES = {
@@ -42,15 +41,6 @@ _OFFLOADS: dict[str, tuple[str, type[HostCPU | PinnedHost | NVMe]]] = {
     "HostCPU": ("host", HostCPU),
     "PinnedHost": ("pinned", PinnedHost),
     "NVMe": ("nvme", NVMe),
-}
-# Groups of options by the argument that takes them; a flag's destination is `argument.field`.
-GROUPS: dict[str, type] = {
-    "microbatches": Microbatches,
-    "comm": Comm,
-    "axes": Axes,
-    "bytes_per_param": BytesPerParam,
-    "workload": Workload,
-    "rates": Rates,
 }
 _VALUE = r"(\([^()]*\)|\{[^{}]*\}|'[^']*'|-?[\w.*]*\w)"
 
@@ -143,7 +133,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
         lambda m: _offload(m[1], m[2], flags), text)  # fmt: skip
     text = re.sub(r"\bauto={(.*?)}", lambda m: f"--auto {_pairs(m[1])}", text)
     who, _, said = text.partition(": ")
-    for argument, kind in GROUPS.items():
+    for argument, (kind, _) in GROUPS.items():
         group = kind.__name__
         fields = {
             dest.partition(".")[2]: flag

@@ -13,20 +13,11 @@ from typing import Any
 import optax
 
 from jzero._errors import called_as
-from jzero._option_groups import Axes, Comm, Microbatches
-from jzero._policy import Memory
+from jzero._groups import grouped
 from jzero._shard_train_step import shard_train_step
 from jzero.deepspeed import _auto, _chain, _check, _python, _rules
 from jzero.deepspeed._config import KINDS, WHO, Config, refuse
 from jzero.deepspeed._python import called, value_of
-
-# Of each option that is a group: what it is, and the field that stands for it alone.
-_GROUPS: dict[str, tuple[Any, str]] = {
-    "microbatches": (Microbatches, "num"),
-    "memory": (Memory, "optimizer"),
-    "comm": (Comm, ""),
-    "axes": (Axes, "batch"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,22 +139,8 @@ def _made(c: Config) -> tuple[dict[str, Any], dict[str, str]]:
         options |= more
         if note:
             notes[key] = note
-    return _grouped(options), notes
-
-
-def _grouped(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of which `option.field` are fields of a group, in its short form where one field is enough."""
-    found, fields = dict[str, Any](), dict[str, dict[str, Any]]()
-    for name, value in options.items():
-        option, _, field = name.partition(".")
-        found[option] = value
-        fields.setdefault(option, {})[field] = value
-    for option, (group, short) in _GROUPS.items():
-        given = fields.get(option, {})
-        if given.keys() - {short}:
-            first = [given.pop(short)] if option == "microbatches" and short in given else []
-            found[option] = called(f"jzero.{group.__name__}", group, *first, **given)
-    return found
+    make = lambda kind, *args, **fields: called(f"jzero.{kind.__name__}", kind, *args, **fields)  # noqa: E731
+    return grouped(options, make), notes
 
 
 def _checked(devices: Any) -> int | None:

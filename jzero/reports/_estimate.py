@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 from jzero._errors import OptionError, called_as, message
+from jzero._numbers import BytesPerParam, Rates, Workload
 from jzero._option_groups import Axes, Comm, Microbatches, refuse_fields
 from jzero._options_of import options_of
 from jzero._policy import Memory, Policy
@@ -29,7 +30,6 @@ from jzero.reports import _as_dict, _step_time, _tables, _within
 from jzero.reports._checks import WHO, check, check_offload, data_axes
 from jzero.reports._hf_config import Model, read_model
 from jzero.reports._lines import WIDTH, wrapped
-from jzero.reports._numbers import BytesPerParam, Rates, Workload
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
 from jzero.reports._rate_checks import check_rates, check_workload
 from jzero.reports._scaled import ScaledStep

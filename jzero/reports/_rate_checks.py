@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from jzero._errors import OptionError, message
+from jzero._numbers import Rates, Workload
 from jzero._quantities import readable_flops, readable_rate
 from jzero.reports._checks import WHO
-from jzero.reports._numbers import Rates, Workload
 from jzero.sharding.plan._options import Options
 
 _SHAPE = ("tokens", "layers", "width")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from jzero._numbers import Rates, Workload
 from jzero._quantities import readable_flops, readable_rate, readable_seconds, readable_size
 from jzero.offload.schedule._folds import (
     BACKWARD,
@@ -21,7 +22,6 @@ from jzero.offload.schedule._folds import (
     Crossing,
 )
 from jzero.reports._lines import WIDTH, wrapped
-from jzero.reports._numbers import Rates, Workload
 from jzero.reports._sizes import ACTIVATION
 from jzero.reports._tables import Table
 from jzero.sharding.analysis._traffic import Collective
