@@ -223,12 +223,12 @@ def test_stacks_are_on_the_host_between_the_loops(stage):
     assert forward[1] == [stack]
     assert stack in backward[0]
     head_input, row = train_step.plan(new_state(), *batches()[0]).activations
-    assert (head_input.shape, head_input.turns) == ((ROWS // 8, WIDTH), 1)
-    assert (row.shape, row.turns, row.times, row.nbytes) == (stack, LAYERS, 1, 4 * 4 * 2 * 16)
+    assert (head_input.shape, head_input.iterations) == ((ROWS // 8, WIDTH), 1)
+    assert (row.shape, row.iterations, row.times, row.nbytes) == (stack, LAYERS, 1, 4 * 4 * 2 * 16)
 
 
-def test_a_turn_fetches_for_the_next_one():
-    """What a backward turn computes with comes out of its carry, not out of the host's stack."""
+def test_an_iteration_fetches_for_the_next_one():
+    """What a backward iteration computes with comes out of its carry, not out of the host's stack."""
     train_step = small.shard_train_step(
         make_step(True, "blocks"),
         stage=2,
@@ -303,11 +303,11 @@ def test_a_stack_that_is_read_whole():
 
     def step(params, x):
         def loss_fn(params):
-            def turn(h, w):
+            def iteration(h, w):
                 h = jnp.tanh(h @ w)
                 return h, h
 
-            _, stack = jax.lax.scan(turn, x, params["layers"])
+            _, stack = jax.lax.scan(iteration, x, params["layers"])
             return jnp.mean(jnp.tanh(stack @ params["head"]) ** 2)
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
@@ -321,7 +321,7 @@ def test_a_stack_that_is_read_whole():
     for options in (BOTH, {"offload_activations": jzero.PinnedHost()}):
         train_step = small.shard_train_step(step, **options)
         stack, *_ = train_step.plan(params, x).activations
-        assert (stack.shape, stack.turns) == ((LAYERS, ROWS // 8, WIDTH), 1)
+        assert (stack.shape, stack.iterations) == ((LAYERS, ROWS // 8, WIDTH), 1)
         params_there, loss = train_step(train_step.shard(params), x)
         found = train_step.unshard(params_there), loss
         zoo.assert_trees_close(jax.device_get(found), expected, zoo.FP32, "")
@@ -332,7 +332,7 @@ def test_a_stack_that_is_read_whole():
 
 UPDATES: dict[str, Any] = {
     "on the host": {"offload": jzero.HostCPU()},
-    "in turns": {"offload": jzero.PinnedHost(device_bytes=2**14)},
+    "in buckets": {"offload": jzero.PinnedHost(device_bytes=2**14)},
     "on the devices": {},
 }
 
@@ -368,7 +368,7 @@ def test_beside_parameters_with_other_options(scan, recompute, options):
 @pytest.mark.slow
 @written
 def test_beside_parameters_with_little_room(scan, recompute):
-    """For one layer's parameters: no turn gathers ahead."""
+    """For one layer's parameters: no iteration gathers ahead."""
     check(scan, recompute, **BOTH | {"offload_params": little_room(scan)})
 
 
@@ -480,7 +480,7 @@ def test_describe_lists_them():
         "1 stack of loops and 1 value are saved on the host for the backward pass, 320 B of each"
         in text
     )
-    assert "256 B float32[4, 1, 16], in 4 turns, at " in text
+    assert "256 B float32[4, 1, 16], in 4 iterations, at " in text
     _, row = found.to_dict()["activations"]
     assert (row["shape"], row["dtype"], row["nbytes"]) == ([4, 1, 16], "float32", 256)
     crossings = [(x.direction, x.what, x.elements, x.nbytes) for x in found.crossings]
@@ -505,7 +505,7 @@ def test_what_is_on_the_host_makes_another_plan():
     ]
     here, there = (step.plan(new_state(), *batches()[0]) for step in steps)
     assert here != there
-    assert "on the host for the backward pass: float32 (4, 2, 16) in 4 turns" in str(there)
+    assert "on the host for the backward pass: float32 (4, 2, 16) in 4 iterations" in str(there)
 
 
 # -- a step's own policies -------------------------------------------------------------------------------
@@ -599,7 +599,7 @@ def test_gpus_of_which_xla_is_wrong(monkeypatch, recompute, options, error, text
 @pytest.mark.parametrize(
     ("options", "refused"),
     [({}, False), ({"accumulate": 2}, True)],
-    ids=["turn by turn", "in microbatches"],
+    ids=["iteration by iteration", "in microbatches"],
 )
 def test_gpus_of_which_xla_is_wrong_move_whole_arrays(monkeypatch, options, refused):
     """Layers that are programs of their own have no stack on the host within a program."""

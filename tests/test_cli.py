@@ -127,7 +127,7 @@ def test_offload_as_json(flags, policy):
     expected = jzero.estimate("7.5B", devices=64, stage=2, memory=policy)
     (stage,) = found["stages"]
     assert [tuple(row.values()) for row in stage["memory"]] == list(expected.memory)
-    crossings = [(*x[:-1], x.each_turn) for x in expected.crossings]
+    crossings = [(*x[:-1], x.each_iteration) for x in expected.crossings]
     assert [tuple(row.values()) for row in stage["crossings"]] == crossings
     assert (stage["total"], stage["on_host"]) == (expected.total, expected.on_host)
 

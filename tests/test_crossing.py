@@ -52,7 +52,7 @@ WITH_MASTERS = {
 
 
 def crossing(train_step, *arguments) -> tuple[list[str], list[str]]:
-    """Types of the values that the grad part hands out, and of the leaves on devices that turns read."""
+    """Types of the values that the grad part hands out, and of the leaves on devices that buckets read."""
     step = train_step._programs.of(train_step._programs.bind(arguments, {})).step
     leaves, update = step._plan.leaves, step._plan.update
     inputs = {v: i for i, v in enumerate(step._invars)}
@@ -130,7 +130,7 @@ def test_what_moves_elements_is_not_computed_twice():
         mixed_step(tx, lambda w: w.T), memory=jzero.PinnedHost(1536)
     )
     assert crossing(train_step, (w, tx.init(w)), BATCH.astype(BF16)) == (["bfloat16[64, 64]"], [])
-    assert max(turn.parts for turn in train_step.plan((w, tx.init(w)), BATCH).turns) > 1
+    assert max(bucket.parts for bucket in train_step.plan((w, tx.init(w)), BATCH).buckets) > 1
 
 
 @pytest.mark.slow
@@ -193,8 +193,8 @@ def test_pieces_that_read_one_gradient_stay_apart():
 
     train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(3 * 64 * 48 * 4 // 8))
     assert crossing(train_step, new(), BATCH) == (["bfloat16[64, 48]"], [])
-    _, turns = parts_of(train_step, new(), BATCH)
-    assert [len(turn.outs) for turn in turns] == [1, 1, 1]
+    _, buckets = parts_of(train_step, new(), BATCH)
+    assert [len(bucket.outs) for bucket in buckets] == [1, 1, 1]
     expected = small.shard_train_step(step_fn)(new(), BATCH)
     for x, y in zip(train_step(new(), BATCH)[0], expected[0], strict=True):
         np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=1e-5)
@@ -212,7 +212,7 @@ def test_pieces_that_read_one_gradient_stay_apart():
     (optax.chain(CLIP, optax.adamw(1e-2)), F32), (optax.adam(1e-2), F32),
 ], ids=["masters", "not finite", "dot products", "float32", "not clipped"])  # fmt: skip
 def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
-    """In the grad part; turns gather nothing but new parameters. And the same training."""
+    """In the grad part; buckets gather nothing but new parameters. And the same training."""
     step_fn, mesh = make_step(tx), jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     plain = small.shard_train_step(step_fn, mesh=mesh, **options)
     offloaded = on(4, ROOM, tx, **options)
@@ -221,7 +221,7 @@ def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
     reduced = [c.elements for c in traffic if c.op == "reduce-scatter"]
     assert sorted(reduced) == [52, 51 * 16, 48 * 51, 64 * 48]
     step = offloaded._programs.of(offloaded._programs.bind((state, BATCH), {})).step
-    moved = [c for i in range(len(step.turns)) for c in step.collectives(i) if c.elements > 1]
+    moved = [c for i in range(len(step.buckets)) for c in step.collectives(i) if c.elements > 1]
     assert [c.op for c in moved] == ["all-gather"] * (len(SHAPES) if options["stage"] < 3 else 0)
     for _ in range(3):
         state, metrics = offloaded(state, BATCH)

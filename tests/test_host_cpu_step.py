@@ -282,7 +282,7 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [jzero.PinnedHost(2_000), jzero.PinnedHost(), jzero.HostCPU()])
 def test_a_step_copies_nothing_that_a_guard_forbids(policy):
-    """Between host and devices: under `jax.transfer_guard`, in slices, in one turn and on the host."""
+    """Between host and devices: under `jax.transfer_guard`, in slices, in one bucket and on the host."""
     train_step = on(4, policy=policy)
     state = train_step.shard(new_state(), BATCH)
     sharding = jax.tree.leaves(state[0])[0].sharding
@@ -336,7 +336,7 @@ def test_masters_of_the_steps_own(policy, stage):
     plan = train_step.plan(new(), BATCH)
     assert [leaf.layout == FULL for leaf in plan.leaves] == [True, False, False]
     if isinstance(policy, jzero.PinnedHost):
-        assert [turn.parts for turn in plan.turns] == [4]
+        assert [bucket.parts for bucket in plan.buckets] == [4]
     state = train_step(new(), BATCH)
     assert_same(state[1:], jax.jit(step_fn)(new(), BATCH)[1:])
     for _ in range(2):
@@ -1029,7 +1029,7 @@ def test_report_names_what_is_left_to_xla():
 @pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 4])
 def test_numbers_of_several_updates_that_rest_on_the_devices(num):
-    """Pieces of one turn hand a number to each other: the norm of updates that the host has no part in."""
+    """Pieces of one bucket hand a number to each other: the norm of updates that the host has no part in."""
     tx = optax.adam(1e-2, eps=1e-3)
 
     def step(state, x):

@@ -185,7 +185,7 @@ class ScanBuilder:
 
     def build(self, **changes: Any) -> Scan:
         """The loop; `changes` are those of other fields of it."""
-        assert not [*self.first.consts, *self.last.consts], "constants of a turn have no port"
+        assert not [*self.first.consts, *self.last.consts], "constants of an iteration have no port"
         return dataclasses.replace(
             self.scan,
             eqns=(*self.first.eqns, *self.eqns, *self.last.eqns),
@@ -250,7 +250,7 @@ def empty(writer: JaxprWriter, stack: Var) -> Var:
 
 def sliced(scan: Scan, start: int, stop: int) -> Scan:
     """The iterations with the slices from `start` to `stop`, as a loop with new results."""
-    assert not [*scan.before, *scan.after], "some of its turns, and not what stands around it"
+    assert not [*scan.before, *scan.after], "some of its iterations, and not what stands around it"
     builder = ScanBuilder(scan)
     builder.xs = [
         SlicePort(_part(builder.before, port.stack, start, stop), port.row) for port in scan.xs
@@ -353,7 +353,7 @@ def _making(scan: Scan, ahead: Sequence[Var]) -> tuple[list[Eqn], list[Eqn]]:
             wanted.update(variables(eqn.invars))
     making.reverse()
     made = {out for eqn in making for out in eqn.outvars}
-    assert wanted <= made | given, "what is ahead needs what turns hand on"
+    assert wanted <= made | given, "what is ahead needs what iterations hand on"
     outs = [*(p.after for p in scan.carries), *(p.row for p in scan.ys)]
     known, rest = set(ahead), list[Eqn]()
     needed = set(variables(outs)) - known
@@ -366,7 +366,7 @@ def _making(scan: Scan, ahead: Sequence[Var]) -> tuple[list[Eqn], list[Eqn]]:
 
 def _check_closed(scan: Scan) -> None:
     consts = _jaxpr.scan_parts(scan.eqn).body_consts
-    assert not consts, "a turn's equations are to stand where its constants are not"
+    assert not consts, "an iteration's equations are to stand where its constants are not"
 
 
 def makes_keys(scan: Scan) -> bool:

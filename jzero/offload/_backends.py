@@ -24,7 +24,7 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._subgraphs import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram
-from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
+from jzero.sharding.plan._plan import Analysis, StepPlan, UpdateBucket
 from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _call
 
@@ -63,13 +63,13 @@ class InTier(Backend):
         self.check(stage_axes)
         return _tiers.offloaded(self, leaves, frame, stage_axes)
 
-    def turns(
+    def buckets(
         self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
-    ) -> tuple[Turn, ...]:
+    ) -> tuple[UpdateBucket, ...]:
         """What the hosts update, and what devices do; or as much at a time as there is room for on these."""
         if self.updates_on_host:
-            return _tiers.turns(leaves, update)
-        return Slicer(leaves, frame, update, boundary, self.visiting_bytes).turns()
+            return _tiers.buckets(leaves, update)
+        return Slicer(leaves, frame, update, boundary, self.visiting_bytes).buckets()
 
     def program(
         self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
@@ -81,7 +81,7 @@ class InTier(Backend):
     def step(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
     ) -> StepProgram:
-        """One program, or parts and turns of the update one after the other; the devices update."""
+        """One program, or parts and buckets of the update one after the other; the devices update."""
         if not self.offloads:
             return WholeStep(planned, shardings)
         return StreamedStep(planned, shardings, self.window)

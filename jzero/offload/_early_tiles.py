@@ -15,8 +15,8 @@ import jax
 
 from jzero._thread_group import ThreadGroup
 from jzero.offload._assumptions import History, numbers_of
-from jzero.offload._early_turns import EarlyTurn
-from jzero.offload._host_turn import HostTurn
+from jzero.offload._early_plan import EarlyBucket
+from jzero.offload._host_bucket import HostBucket
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.kernels._tiled_update import Part
 from jzero.offload.memory._nvme_store import NVMeStore
@@ -34,12 +34,12 @@ class EarlyTiles:
       takes: of each early update, what it takes of what arrives.
       inputs: of what the hosts read, by which index the engine knows it.
       history: what numbers of assumptions were in the last steps.
-      assumptions: of all turns; None among them if one assumes nothing.
+      assumptions: of all buckets; None among them if one assumes nothing.
       arrivals: what arrives by itself, in the order of the first step.
     """
 
     def __init__(
-        self, engine: TiledEngine, host: HostTurn, takes: Mapping[EarlyTurn, Sequence[Var]]
+        self, engine: TiledEngine, host: HostBucket, takes: Mapping[EarlyBucket, Sequence[Var]]
     ):
         """Plans.
 
@@ -51,13 +51,13 @@ class EarlyTiles:
         self.engine, self.takes = engine, takes
         self.inputs = {var: i for i, var in enumerate(host.reads)}
         self.arrivals: list[Part] = []
-        turn_of = {i: turn for turn in takes for i in turn.leaves}
-        self._turns: dict[int, set[EarlyTurn]] = {}
+        bucket_of = {i: bucket for bucket in takes for i in bucket.leaves}
+        self._buckets: dict[int, set[EarlyBucket]] = {}
         for tile in range(engine.update.layout.num_tiles):
             leaves = [host.leaves[k] for k in engine.update.leaves(tile)]
-            if all(i in turn_of for i in leaves):
-                self._turns[tile] = {turn_of[i] for i in leaves}
-        self.assumptions = {turn.assumption for turn in takes}
+            if all(i in bucket_of for i in leaves):
+                self._buckets[tile] = {bucket_of[i] for i in leaves}
+        self.assumptions = {bucket.assumption for bucket in takes}
         self.history = History()
 
     def order(self) -> list[TileAt]:
@@ -68,8 +68,8 @@ class EarlyTiles:
         update = self.engine.update
         found = {
             tile: max((place[part] for part in update.needs(tile)), default=0)
-            for tile, turns in self._turns.items()
-            if all(self.history.allows(turn.assumption) for turn in turns)
+            for tile, buckets in self._buckets.items()
+            if all(self.history.allows(bucket.assumption) for bucket in buckets)
         }
         mine = [at for at in self.engine.tiles if at.tile in found]
         return sorted(mine, key=lambda at: (found[at.tile], at.tile, at.file))
@@ -105,12 +105,12 @@ class TileRun:
         self, update: Update, at: int | None, arrays: Sequence[jax.Array]
     ) -> dict[Var, jax.Array]:
         """Takes gradients that have arrived; no leaf is another array because of that."""
-        early, turn = self._early, update.begin
-        for var, x in zip(early.takes[turn], arrays, strict=True):
+        early, bucket = self._early, update.begin
+        for var, x in zip(early.takes[bucket], arrays, strict=True):
             if not var.aval.shape:
                 self._known[var] = x
                 continue
-            part = Part(early.inputs[var], at if turn.num_slices else None)
+            part = Part(early.inputs[var], at if bucket.num_slices else None)
             self.arrived[part] = early.engine.part(x)
         if self._order and self.step is None:
             self._start()

@@ -120,7 +120,7 @@ class LayeredEvaluation:
         return Schedule(self._layered.ops, self._layered.buffers())
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """See `StepProgram`; of a `while` one turn."""
+        """See `StepProgram`; of a `while` one iteration."""
         return jax.make_jaxpr(self.__call__)(state, arrays)
 
     def __call__(

@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding
 from jzero._errors import StateError, message
 from jzero._memory_kinds import HOST, PINNED, HostNeed
 from jzero._quantities import readable_bytes
+from jzero.offload._early_plan import EarlyBucket, EarlyPlan, plan_early
+from jzero.offload._early_run import EarlyRun, EarlyUpdates
 from jzero.offload._early_tiles import TileRun
-from jzero.offload._early_turns import EarlyPlan, EarlyTurn, plan_early
-from jzero.offload._early_updates import EarlyRun, EarlyUpdates
+from jzero.offload._host_bucket import HostBucket
 from jzero.offload._host_engine import HostEngine
-from jzero.offload._host_turn import HostTurn
 from jzero.offload._layered import LayeredSegment
 from jzero.offload.execute._executor import NOBODY, Arrivals
 from jzero.offload.kernels._roads import roads_text
@@ -83,7 +83,7 @@ class HostStep:
       leaves: where the state rests.
       shardings: the same, for JAX.
       grad: the grad part.
-      turns: of the update part, each on the devices: what the host does, then what rests on them.
+      buckets: of the update part, each on the devices: what the host does, then what rests on them.
       host: what the host does.
     """
 
@@ -115,17 +115,19 @@ class HostStep:
         self._streamed = [i for i, leaf in enumerate(self.leaves) if leaf.is_streamed]
         builder = Builder(planned, shardings)
         self._segments = SegmentedStep(builder)
-        self.grad, self.turns = self._segments.grad, self._segments.turns
+        self.grad, self.buckets = self._segments.grad, self._segments.buckets
         self.run, self.trace = self._segments.run, self._segments.trace
         self.found = self._segments.found
-        pieces = planned.plan.turns[0].pieces
-        self.host = HostTurn(builder, pieces)
+        pieces = planned.plan.buckets[0].pieces
+        self.host = HostBucket(builder, pieces)
         reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
         # What the host renews it reads as it is then; all else, a loss scale, as it was for the gradients.
         leaf_of, renewed = self._segments.leaf_of, set(self.host.outs)
         self._entered = [var for var in reads if leaf_of.get(var) in renewed]
         self._sent = [var for var in reads if leaf_of.get(var) not in renewed]
-        self._stays = [v for turn in self.turns[1:] for v in turn.takes if v in self.grad.gives]
+        self._stays = [
+            v for bucket in self.buckets[1:] for v in bucket.takes if v in self.grad.gives
+        ]
         self._known = [v for v in self._sent if v not in self.grad.gives]
         kept = builder.kept(self.grad.outs)
         places = [reads[var].sharding for var in self._sent]
@@ -145,16 +147,19 @@ class HostStep:
                 )  # fmt: skip
             self._layered.send_slices(self._early_plan.slices)
             self._tell()
-        self._late: HostTurn | None = self.host  # what the host begins when it has all gradients
-        if self._early_plan.turns and self._store == HOST:
+        self._late: HostBucket | None = self.host  # what the host begins when it has all gradients
+        if self._early_plan.buckets and self._store == HOST:
             late = list(self._early_plan.late)
-            self._late = HostTurn(builder, late) if late else None
+            self._late = HostBucket(builder, late) if late else None
         self._early: EarlyUpdates | None = None
         self._has_run = False
         self._enter = _to_host(self._enter_part, [reads[var].sharding for var in self._entered])
         # Not donated: their old values are freed when the step cannot fail any more.
         self._renewed = [i for i in self.grad.outs if i < len(self.leaves)]
-        self._renewed_here = {*self._renewed, *(i for turn in self.turns[1:] for i in turn.outs)}
+        self._renewed_here = {
+            *self._renewed,
+            *(i for bucket in self.buckets[1:] for i in bucket.outs),
+        }
         self._engine: HostEngine | None = None
         self._engines = shared
         self._leaving: dict[tuple[int, ...], Callable[..., Any]] = {}
@@ -176,27 +181,27 @@ class HostStep:
     def _tell(self) -> None:
         """Says what becomes of gradients that layers send."""
         begins: dict[int, list[tuple[Update, bool]]] = {}
-        for turn in self._early_plan.turns:
-            begins.setdefault(turn.part, []).append((self._begins(turn), turn.num_slices > 0))
+        for bucket in self._early_plan.buckets:
+            begins.setdefault(bucket.part, []).append((self._begins(bucket), bucket.num_slices > 0))
         assert self._layered is not None
         self._layered.tell(self._goes_to, self._num_sets, begins)
 
-    def _begins(self, turn: EarlyTurn) -> Update:
+    def _begins(self, bucket: EarlyBucket) -> Update:
         """An update that begins while layers compute."""
         assert self._layered is not None
-        sliced, gradients = turn.num_slices > 0, self._layered.gradients
-        leaves = [self._values[i] for i in turn.leaves]
+        sliced, gradients = bucket.num_slices > 0, self._layered.gradients
+        leaves = [self._values[i] for i in bucket.leaves]
         takes: list[Ref] = [
             Slice(gradients[v]) if sliced and v.aval.shape else gradients[v]
-            for v in self._takes(turn)
+            for v in self._takes(bucket)
         ]
         refs: list[Ref] = [Slice(x) for x in leaves] if sliced else [*leaves]
-        return Update(self._store, tuple(refs), tuple(takes), begin=turn)
+        return Update(self._store, tuple(refs), tuple(takes), begin=bucket)
 
-    def _takes(self, turn: EarlyTurn) -> list[Var]:
+    def _takes(self, bucket: EarlyBucket) -> list[Var]:
         """What an early update takes of what the grad part sends."""
         assert self._layered is not None
-        return turn.arriving({*self._known, *self._layered.literals})
+        return bucket.arriving({*self._known, *self._layered.literals})
 
     def _goes_to(self, var: Var) -> str:
         """Where a gradient waits."""
@@ -262,17 +267,19 @@ class HostStep:
         return jax.make_jaxpr(on_devices)(state, arrays)
 
     def _update_on_devices(self, values: Values, stays: Sequence[Any]) -> dict[int, jax.Array]:
-        """Turns of what rests on the devices; outputs by index."""
+        """Buckets of what rests on the devices; outputs by index."""
         made: dict[int, jax.Array] = {}
-        for turn, run in zip(self.turns[1:], self._on_devices, strict=True):
+        for bucket, run in zip(self.buckets[1:], self._on_devices, strict=True):
             values.update(zip(self._stays, stays, strict=True))
-            made |= turn(values, run)
+            made |= bucket(values, run)
         return made
 
     @functools.cached_property
     def _on_devices(self) -> list[SegmentFn]:
-        """The programs of turns of what rests on the devices."""
-        return [turn.jitted if self._consumes else jax.jit(turn.run) for turn in self.turns[1:]]
+        """The programs of buckets of what rests on the devices."""
+        return [
+            bucket.jitted if self._consumes else jax.jit(bucket.run) for bucket in self.buckets[1:]
+        ]
 
     def schedule(self) -> Schedule:
         """Gradients go down, the hosts update, and what they make comes up."""
@@ -293,9 +300,9 @@ class HostStep:
             [*layered.ops] if layered else [*waits(self._segments.plan), Run("gradients")]
         )
         ops += (sent(value, var) for var, value in reads.items() if var not in gradients)
-        if len(self.turns) > 1:
+        if len(self.buckets) > 1:
             ops.append(Run("the update of what rests on the devices"))
-        gone = {i for turn in self._early_plan.turns for i in turn.leaves}
+        gone = {i for bucket in self._early_plan.buckets for i in bucket.leaves}
         late = tuple(values[i] for i in renewed if i not in gone)
         if late or gives:
             delayed, read = self._delay_after is not None, tuple(reads.values())
@@ -344,7 +351,7 @@ class HostStep:
     ) -> tuple[list[Any], list[jax.Array]]:
         """Runs one step; the state is consumed, unless it fails before the host overwrites any."""
         # Early updates take turns with those of other threads, from the first part on.
-        with UPDATING if self._early_plan.turns else contextlib.nullcontext():
+        with UPDATING if self._early_plan.buckets else contextlib.nullcontext():
             made = self._step(state, arrays)
         self._has_run = True
         return made
@@ -407,7 +414,7 @@ class HostStep:
 
     def _early_run(self, state: Sequence[Any], num_steps: int) -> EarlyRun | None:
         """The early updates of a step, if it has any."""
-        if not self._early_plan.turns:
+        if not self._early_plan.buckets:
             return None
         if self._early is None:
             devices = state[self._hosted[0]].home.devices
@@ -489,13 +496,13 @@ class HostStep:
             self._engine.sent(at_rest.values())
             yield at_rest
 
-    def _new_engine(self, turn: HostTurn, devices: Sequence[jax.Device]) -> HostEngine:
-        leaves, num_sets = [self.leaves[i] for i in turn.leaves], self._num_sets
-        identity = turn.identity()
+    def _new_engine(self, bucket: HostBucket, devices: Sequence[jax.Device]) -> HostEngine:
+        leaves, num_sets = [self.leaves[i] for i in bucket.leaves], self._num_sets
+        identity = bucket.identity()
         key = (identity, tuple(leaves), tuple(devices), self._threads, num_sets)
         engine = self._engines.get(key) if identity else None
         if engine is None:
-            engine = HostEngine(turn, leaves, devices, self._threads, num_sets)
+            engine = HostEngine(bucket, leaves, devices, self._threads, num_sets)
             if identity:
                 self._engines[key] = engine
         return engine

@@ -44,7 +44,7 @@ from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
 
-STRETCH, TURN = "a stretch of layers", "a turn of the loop over layers"
+STRETCH, ITERATION = "a stretch of layers", "an iteration of the loop over layers"
 
 
 @dataclasses.dataclass
@@ -84,7 +84,7 @@ class Told(NamedTuple):
     Attributes:
       store: where each of it goes.
       copies: how many of it are there at a time.
-      updates: those that begin after a part, by its index, and whether each turn begins one.
+      updates: those that begin after a part, by its index, and whether each iteration begins one.
     """
 
     store: Callable[[Var], str]
@@ -228,7 +228,7 @@ class LayerSchedule:
             last += self._stores(loop, -1)
         else:
             body.append(self._fetch_slices(loop, leaves, ahead))
-        body.append(self._turn(loop, carry, gathered, leaves, tuple(rides)))
+        body.append(self._iteration(loop, carry, gathered, leaves, tuple(rides)))
         body += self._leaving(loop)
         body += () if rides else self._stores(loop)
         body += updates
@@ -253,16 +253,16 @@ class LayerSchedule:
             yield self._run("", took, gave, _same)
 
     def _has_room_for_riders(self, loop: ScannedLayers) -> bool:
-        """Whether each turn fetches within its program, where the copies hide behind its products.
+        """Whether each iteration fetches within its program, where the copies hide behind its products.
 
-        A turn's leaves are then there when the program before it is over, and so beside that one's. Of files
-        a program reads nothing.
+        An iteration's leaves are then there when the program before it is over, and so beside that one's. Of
+        files a program reads nothing.
         """
         pinned = all(self._cut.leaf_of[v].tier == PINNED for v in loop.leaves)
         return pinned and 2 * loop.nbytes <= self._cut.device_bytes
 
     def _fetch_slices(self, loop: ScannedLayers, leaves: tuple[Value, ...], ahead: int) -> Fetch:
-        """Leaves of the turn that is so many ahead."""
+        """Leaves of the iteration that is so many ahead."""
         programs = self._programs
         positions = programs.positions
 
@@ -286,7 +286,7 @@ class LayerSchedule:
 
         return self._run("a gather", tuple(Slice(v, 1) for v in leaves), gathered, call)
 
-    def _turn(
+    def _iteration(
         self, loop: ScannedLayers, carry: tuple[Value, ...], gathered: tuple[Value, ...],
         leaves: tuple[Value, ...], rides: tuple[Fetch | Send, ...],
     ) -> Run:  # fmt: skip
@@ -306,9 +306,9 @@ class LayerSchedule:
             *parts, rest = split(arrays, *sizes)
             positions = programs.positions(loop.parts.length)
             num = len(rest) - sum(1 + isinstance(op, Send) for op in rides)
-            coming = rest[:num]  # The last turn gathers for none.
+            coming = rest[:num]  # The last iteration gathers for none.
             stacks, slices, renewed = [*rest[num:], [], [], []][:3]
-            # Of a turn that is not there any place: nothing is copied.
+            # Of an iteration that is not there any place: nothing is copied.
             after, before = (
                 positions[(place + onward * far) % len(positions)]
                 for far in (1 + bool(gathered), -1)
@@ -318,11 +318,11 @@ class LayerSchedule:
                 made, _ = programs.store(loop, begins=True)(None, slices, before)
                 slices = []
             if stacks or renewed:
-                turn = programs.turn_beside_copies(loop, gathers=bool(coming))
-                found, copied = turn(stacks, slices, renewed, after, before, *args)
+                iteration = programs.iteration_beside_copies(loop, gathers=bool(coming))
+                found, copied = iteration(stacks, slices, renewed, after, before, *args)
                 made = [*copied, *made]
             else:
-                found = programs.turn(loop, gathers=bool(coming))(*args)
+                found = programs.iteration(loop, gathers=bool(coming))(*args)
             new_carry, new, leaving, stacked, done, gave = found
             gave = gave or [None] * len(gathered)
             return [*new_carry, *new, *leaving, *stacked, *gave, *made], [done]
@@ -332,10 +332,10 @@ class LayerSchedule:
             *(Slice(self.value(y)) for y in loop.leaving), *made, *gathered,
         ]  # fmt: skip
         takes: list[Ref] = [x for group in (*groups, following) for x in group]
-        return Run(TURN, tuple(takes), tuple(gives), call, self._index, rides)
+        return Run(ITERATION, tuple(takes), tuple(gives), call, self._index, rides)
 
     def _leaving(self, loop: ScannedLayers) -> Iterator[Send]:
-        """What a turn sends to the host."""
+        """What an iteration sends to the host."""
         programs, mine = self._programs, loop.made(SLICES)
         if waits := [y for y in mine if y in self._cut.waiting]:
             places = tuple([programs.home(y, PINNED) for y in waits])
@@ -347,7 +347,7 @@ class LayerSchedule:
             yield Send(refs, store, places, copies=self._told.copies)
 
     def _stores(self, loop: ScannedLayers, ahead: int = 0) -> Iterator[Send]:
-        """What a turn, or the one that is so many ahead, has made for stacks on the host."""
+        """What an iteration, or the one that is so many ahead, has made for stacks on the host."""
         programs = self._programs
         if hosted := loop.made(HOSTED):
 

@@ -38,8 +38,8 @@ from jzero.sharding.plan._offload import Window
 from jzero.tracing import _call, _jaxpr
 
 WHO = _call.WHO
-# Where values wait on the host: the devices have of them what the part (or turn) that runs has made or read,
-# and what the next two read.
+# Where values wait on the host: the devices have of them what the part (or iteration) that runs has made or
+# read, and what the next two read.
 UNDER_WAY = 1
 
 
@@ -53,8 +53,8 @@ class LayeredSegment:
 
         fetch 1, fetch 2, run 1, fetch 3 (when 1 is over), run 2, ...
 
-    Those of a nested loop run in each turn. The first part of the next turn is fetched while the last part of
-    this one runs; of a `while`, when the host has read that there is a next turn.
+    Those of a nested loop run in each iteration. The first part of the next iteration is fetched while the
+    last part of this one runs; of a `while`, when the host has read that there is a next iteration.
 
     Attributes:
       sent: what it gives that goes to pinned memory.
@@ -92,7 +92,7 @@ class LayeredSegment:
         made = [i for i in sends if i not in numbers and outvars[i] in fresh]
         self._hosted = {outvars[i] for i in made}
         self._given_as = {outvars[i]: segment.gives[i] for i in reversed(made)}
-        # A stack that is sharded along its turns has no slices.
+        # A stack that is sharded along its iterations has no slices.
         in_slices = {outvars[i] for i in made if not any(inner.out_specs[i][:1])}
         self._home = {
             i: segment.types[segment.gives[i]].aval(planned.mesh).sharding.with_memory_kind(PINNED)
@@ -188,7 +188,7 @@ class LayeredSegment:
         Args:
           store: where each of it goes.
           copies: how many of them are there at a time.
-          updates: those that begin after a part, by its index, and whether each turn begins one.
+          updates: those that begin after a part, by its index, and whether each iteration begins one.
         """
         self._told = Told(store, copies, updates)
 
@@ -257,7 +257,7 @@ class LayeredSegment:
         return found
 
     def sliced(self, index: int) -> tuple[int, set[Var]]:
-        """How many turns a part has, and the leaves and gradients of which a turn has a slice and no more."""
+        """How many iterations a part has, and the leaves and gradients that it has in slices."""
         part = self.parts[index]
         if not isinstance(part, ScannedLayers):
             return 1, set()
@@ -305,7 +305,7 @@ class LayeredSegment:
         for i, var in enumerate(self._segment.gives):
             if var in gradients and var not in arriving:
                 self._home[i] = self._home[i].with_memory_kind(DEVICE)
-        # As many turns may be under way as where activations wait on the host.
+        # As many iterations may be under way as where activations wait on the host.
         self._under_way = UNDER_WAY
         return dict.fromkeys(gradients, 1) | slices
 

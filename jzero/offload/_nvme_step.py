@@ -17,8 +17,8 @@ from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
 from jzero._policy import NVMe
 from jzero._quantities import readable_bytes
 from jzero.ir._rules import size_in_bytes
+from jzero.offload._early_plan import EarlyBucket
 from jzero.offload._early_tiles import EarlyTiles, TileRun
-from jzero.offload._early_turns import EarlyTurn
 from jzero.offload._file_layout import identity_of, layout_to_read, tile_bytes
 from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
 from jzero.offload._host_step import UPDATING, HostStep, with_new
@@ -133,18 +133,21 @@ class NVMeStep(HostStep):
 
     def _arriving(self) -> dict[int, int]:
         """What the host reads that arrives while layers compute, by index, and in how many slices."""
-        turns = self._early_plan.turns
+        buckets = self._early_plan.buckets
         found = {
-            v: max(turn.num_slices, 1) for turn in turns for v in self._takes(turn) if v.aval.shape
+            v: max(bucket.num_slices, 1)
+            for bucket in buckets
+            for v in self._takes(bucket)
+            if v.aval.shape
         }
         return {i: found[v] for i, v in enumerate(self.host.reads) if v in found}
 
-    def _takes(self, turn: EarlyTurn) -> list[Var]:
-        """Its gradients, and the numbers of all turns: the first one begins with them."""
+    def _takes(self, bucket: EarlyBucket) -> list[Var]:
+        """Its gradients, and the numbers of all buckets: the first one begins with them."""
         every = {
-            v: None for each in self._early_plan.turns for v in super(NVMeStep, self)._takes(each)
+            v: None for each in self._early_plan.buckets for v in super(NVMeStep, self)._takes(each)
         }
-        mine = [v for v in super()._takes(turn) if v.aval.shape]
+        mine = [v for v in super()._takes(bucket) if v.aval.shape]
         return mine + [v for v in every if not v.aval.shape]
 
     def _check_dtypes(self) -> None:
@@ -288,7 +291,7 @@ class NVMeStep(HostStep):
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
         """As there."""
-        if not self._early_plan.turns:
+        if not self._early_plan.buckets:
             return super().__call__(state, arrays)
         # Early tiles use the buffers from the first layer on.
         with UPDATING, BUFFERS:
@@ -357,10 +360,10 @@ class NVMeStep(HostStep):
 
     def _tile_run(self, store: NVMeStore, state: Sequence[Any]) -> TileRun | None:
         """The early tiles of a step, if it has any."""
-        if not self._early_plan.turns:
+        if not self._early_plan.buckets:
             return None
         if self._tiles is None:
-            takes = {turn: self._takes(turn) for turn in self._early_plan.turns}
+            takes = {bucket: self._takes(bucket) for bucket in self._early_plan.buckets}
             self._tiles = EarlyTiles(self._engine_of(state), self.host, takes)
         return TileRun(self._tiles, store)
 

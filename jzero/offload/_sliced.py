@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A turn whose leaves are larger than the room for them: updated in slices of rows."""
+"""A bucket whose leaves are larger than the room for them: updated in slices of rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut import _elementwise
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
-from jzero.sharding.plan._plan import Turn
+from jzero.sharding.plan._plan import UpdateBucket
 from jzero.tracing import _jaxpr
 
 
@@ -59,23 +59,25 @@ def _done(start: Any) -> jax.Array:
     return jnp.asarray(start + 1)
 
 
-class SlicedTurn:
+class SlicedBucket:
     """The programs of one piece, for rows of its leaves.
 
     Parameters, and whatever else of the state rests on the devices, become shards like the moments' first
     and are updated in place; when the last slice is done they take the form in which they rest.
     """
 
-    def __init__(self, planned: PlannedStep, turn: Turn, homes: Mapping[Var, NamedSharding]):
+    def __init__(
+        self, planned: PlannedStep, bucket: UpdateBucket, homes: Mapping[Var, NamedSharding]
+    ):
         """Makes the programs.
 
         Args:
           planned: the step.
-          turn: one piece, in slices.
+          bucket: one piece, in slices.
           homes: where offloaded leaves rest.
         """
-        piece = planned.plan.update.pieces[turn.pieces[0]]
-        self._piece, self._homes, self._nbytes = piece, homes, turn.nbytes_at_once
+        piece = planned.plan.update.pieces[bucket.pieces[0]]
+        self._piece, self._homes, self._nbytes = piece, homes, bucket.nbytes_at_once
         self._planned, self._frame = planned, planned.frame
         leaves, boundary = planned.plan.leaves, planned.plan.boundary
         layout = layout_of(planned.frame, leaves, boundary, piece)
@@ -98,7 +100,7 @@ class SlicedTurn:
         self._scalars = [var for var in rest if not var.aval.shape]
         self._large = [var for var in rest if var.aval.shape]
         rows = num_rows(leaf)
-        size = -(-rows // turn.parts)
+        size = -(-rows // bucket.parts)
         self._slices = [(start, min(size, rows - start)) for start in range(0, rows, size)]
 
     def _vars(self, outs: Sequence[int]) -> list[Var]:
@@ -126,7 +128,7 @@ class SlicedTurn:
         body: list[Op] = [
             Fetch((*own, *others), PINNED, (), self._fetching(), self._nbytes),
             Run(
-                "a turn of the update", (*own, *held, *others, *read, *scalars), (*back, *held),
+                "a bucket of the update", (*own, *held, *others, *read, *scalars), (*back, *held),
                 self._updating(),
             ),
         ]  # fmt: skip

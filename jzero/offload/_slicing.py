@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The turns of `PinnedHost`: how many leaves visit the devices together, and in how many slices."""
+"""The buckets of `PinnedHost`: how many leaves visit the devices together, and in how many slices."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jzero.sharding.cut._subgraphs import Subgraph, UpdatePart
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._layout import RestLayout
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._plan import Turn
+from jzero.sharding.plan._plan import UpdateBucket
 from jzero.tracing import _call
 
 WHO = _call.WHO
 # While one is copied to the devices, one is updated and one is copied back.
-TURNS_AT_ONCE = 3
+BUCKETS_AT_ONCE = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Slicer:
-    """Plans turns for leaves that visit the devices.
+    """Plans buckets for leaves that visit the devices.
 
     Attributes:
       leaves: of the state.
@@ -40,7 +40,7 @@ class Slicer:
     boundary: Boundary
     device_bytes: int
 
-    def turns(self) -> tuple[Turn, ...]:
+    def buckets(self) -> tuple[UpdateBucket, ...]:
         """As many pieces in each as there is room for.
 
         Raises:
@@ -48,23 +48,26 @@ class Slicer:
         """
         sizes = [leaf.nbytes_per_device for leaf in self.leaves]
         pieces = self.update.pieces
-        packs = _subgraphs.pack(pieces, sizes, self.device_bytes // TURNS_AT_ONCE)
+        packs = _subgraphs.pack(pieces, sizes, self.device_bytes // BUCKETS_AT_ONCE)
         number = {id(piece): i for i, piece in enumerate(pieces)}
-        turns = []
+        buckets = []
         for pack in packs:
             nbytes = _subgraphs.nbytes_of(pack, sizes)
             paths = tuple(self.leaves[i].path for i in _subgraphs.leaves_of(pack))
             parts, at_once = self._slices(pack, nbytes)
-            turns.append(Turn(tuple(number[id(p)] for p in pack), paths, nbytes, parts, at_once))
-        self._check_room(packs, turns)
-        return tuple(turns)
+            buckets.append(
+                UpdateBucket(tuple(number[id(p)] for p in pack), paths, nbytes, parts, at_once)
+            )
+        self._check_room(packs, buckets)
+        return tuple(buckets)
 
     def _slices(self, pack: Sequence[Subgraph], nbytes: int) -> tuple[int, int]:
         """How many slices a pack's leaves are cut into, and their bytes.
 
-        Only if they are so large that two turns would not be on the devices together; one row may have more.
+        Only if they are so large that two buckets would not be on the devices together; one row may have
+        more.
         """
-        most = self.device_bytes // TURNS_AT_ONCE
+        most = self.device_bytes // BUCKETS_AT_ONCE
         if nbytes <= most or len(pack) > 1 or self._obstacle(pack[0]):
             return 1, nbytes
         rows = num_rows(self.leaves[pack[0].leaves[0]])
@@ -75,19 +78,21 @@ class Slicer:
         """Why a piece's leaves cannot be cut into slices; '' if they can."""
         return obstacle_of(self.frame, self.leaves, self.update, self.boundary, piece)
 
-    def _check_room(self, packs: Sequence[Sequence[Subgraph]], turns: Sequence[Turn]) -> None:
+    def _check_room(
+        self, packs: Sequence[Sequence[Subgraph]], buckets: Sequence[UpdateBucket]
+    ) -> None:
         bad = [
-            f"{', '.join(turn.leaves[:3])}{', ...' if len(turn.leaves) > 3 else ''}: "
-            f"{turn.nbytes_at_once} bytes on each device at once "
+            f"{', '.join(bucket.leaves[:3])}{', ...' if len(bucket.leaves) > 3 else ''}: "
+            f"{bucket.nbytes_at_once} bytes on each device at once "
             f"({self._obstacle(pack[0]) or 'one row of them'})"
-            for turn, pack in zip(turns, packs, strict=True)
-            if turn.nbytes_at_once > self.device_bytes
+            for bucket, pack in zip(buckets, packs, strict=True)
+            if bucket.nbytes_at_once > self.device_bytes
         ]
         if bad:
             raise OptionError(message(
                 WHO, bad, f"Leaves whose updates depend on each other visit the devices together, and "
                 f"device_bytes={self.device_bytes} is the most that may be there.",
-                f"Use PinnedHost(device_bytes={max(turn.nbytes_at_once for turn in turns)}) or more.",
+                f"Use PinnedHost(device_bytes={max(bucket.nbytes_at_once for bucket in buckets)}) or more.",
                 things="groups of leaves", shown=6))  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from jzero.sharding.cut._subgraphs import Subgraph, UpdatePart
 from jzero.sharding.plan import _leaves
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._offload import Backend, Leaves
-from jzero.sharding.plan._plan import Turn
+from jzero.sharding.plan._plan import UpdateBucket
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
 from jzero.tracing import _call
 
@@ -181,7 +181,7 @@ def _connected(pieces: Sequence[Subgraph]) -> list[list[Subgraph]]:
     )
 
 
-def turns(leaves: Leaves, update: UpdatePart) -> tuple[Turn, ...]:
+def buckets(leaves: Leaves, update: UpdatePart) -> tuple[UpdateBucket, ...]:
     """What the hosts' processors run, and then what runs on the devices."""
     there = {i for i, leaf in enumerate(leaves) if leaf.tier != DEVICE}
     number = {id(piece): i for i, piece in enumerate(update.pieces)}
@@ -192,12 +192,17 @@ def turns(leaves: Leaves, update: UpdatePart) -> tuple[Turn, ...]:
         for piece in group
     ]
     rest = [i for i in range(len(update.pieces)) if i not in hosted]
-    turns = _turn(leaves, update, hosted, on_host=True), _turn(leaves, update, rest, on_host=False)
-    return tuple(turn for turn in turns if turn.pieces)
+    buckets = (
+        _bucket(leaves, update, hosted, on_host=True),
+        _bucket(leaves, update, rest, on_host=False),
+    )
+    return tuple(bucket for bucket in buckets if bucket.pieces)
 
 
-def _turn(leaves: Leaves, update: UpdatePart, indices: Sequence[int], on_host: bool) -> Turn:
+def _bucket(
+    leaves: Leaves, update: UpdatePart, indices: Sequence[int], on_host: bool
+) -> UpdateBucket:
     offloaded = _subgraphs.leaves_of([update.pieces[i] for i in indices])
     nbytes = sum(leaves[i].nbytes_per_device for i in offloaded)
     paths = tuple(leaves[i].path for i in offloaded)
-    return Turn(tuple(indices), paths, nbytes, on_host=on_host)
+    return UpdateBucket(tuple(indices), paths, nbytes, on_host=on_host)

@@ -30,12 +30,12 @@ def traffic(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
     """Collectives of one op, dtype and axes together, in the order of the first of each."""
     groups: dict[tuple[str, str, tuple[str, ...], bool], list[Collective]] = {}
     for c in collectives:
-        groups.setdefault((c.op, c.dtype, c.axes, c.each_turn), []).append(c)
+        groups.setdefault((c.op, c.dtype, c.axes, c.each_iteration), []).append(c)
     return [
-        {"op": op, "dtype": dtype, "axes": list(axes), "each_turn": each_turn,
+        {"op": op, "dtype": dtype, "axes": list(axes), "each_iteration": each_iteration,
          "elements": sum(c.total_elements for c in group), "bytes": sum(c.nbytes for c in group),
          "times": sum(c.times for c in group)}
-        for (op, dtype, axes, each_turn), group in groups.items()
+        for (op, dtype, axes, each_iteration), group in groups.items()
     ]  # fmt: skip
 
 
@@ -43,12 +43,12 @@ def crossings(found: Sequence[Crossing]) -> list[dict[str, Any]]:
     """What crosses between each device and its host, by direction, role and dtype."""
     groups: dict[tuple[str, str, str, bool], list[Crossing]] = {}
     for x in found:
-        groups.setdefault((x.direction, x.what, x.dtype, x.each_turn), []).append(x)
+        groups.setdefault((x.direction, x.what, x.dtype, x.each_iteration), []).append(x)
     return [
         {"direction": direction, "what": what, "dtype": dtype,
          "elements": sum(x.elements for x in group), "nbytes": sum(x.nbytes for x in group),
-         "each_turn": each_turn}
-        for (direction, what, dtype, each_turn), group in groups.items()
+         "each_iteration": each_iteration}
+        for (direction, what, dtype, each_iteration), group in groups.items()
     ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._quantities import readable_bytes
 from jzero.offload.memory._leaf_array import CodingError
 from jzero.offload.schedule import _folds
-from jzero.offload.schedule._folds import Crossing, Turns
+from jzero.offload.schedule._folds import Crossing, Iterations
 from jzero.offload.schedule._schedule import Schedule
 from jzero.reports import _as_dict, _coded_leaves, _leaf_lists, _tables
 from jzero.reports._lines import wrapped
@@ -158,20 +158,21 @@ class Report:
             tile_bytes           None without tiles
             untiled              larger than these: leaf, what ('gathered', 'reduced'), nbytes, why, where (a
                                  line)
-            traffic              in one step: op, dtype, axes, elements, bytes, times; each_turn: whether
+            traffic              in one step: op, dtype, axes, elements, bytes, times; each_iteration: whether
                                  these are of one iteration of a `while`
             crossings            between each device and its host: direction, what, dtype, elements, nbytes;
-                                 each_turn: whether these are of one iteration of a `while`
+                                 each_iteration: whether these are of one iteration of a `while`
             schedule             the operations of a step, in order: operation, what; nbytes on each device
                                  (None if nothing moves), in a loop per iteration; link, from where to where;
                                  depth, the number of enclosing loops. Adjacent operations of one kind are
                                  one row
-            activations          saved on the host for the backward pass: shape, dtype, nbytes, where, turns
-                                 (iterations of the loop that stacks it; else 1), times; None without
+            activations          saved on the host for the backward pass: shape, dtype, nbytes, where,
+                                 iterations (of the loop that stacks it; else 1), times; None without
                                  Memory(activations=)
             movements            of rows of the batch: operation, where, reason, value (type and shape; ''),
                                  nbytes (once), times
-            turns, device_bytes  in how many buckets offloaded leaves are streamed through a device, and the
+            buckets, device_bytes
+                                 in how many buckets offloaded leaves are streamed through a device, and the
                                  most bytes of them on it at a time
             host_updates         lines on how the host updates the state stored there
 
@@ -226,7 +227,7 @@ class Report:
             "schedule": _as_dict.schedule(self.schedule),
             "activations": _as_dict.activations(plan.activations),
             "movements": [_as_dict.movement(m) for m in self.movements],
-            "turns": sum(turn.parts for turn in plan.turns) if plan.device_bytes else 0,
+            "buckets": sum(bucket.parts for bucket in plan.buckets) if plan.device_bytes else 0,
             "device_bytes": plan.device_bytes,
             "host_updates": self.roads.splitlines(),
         }
@@ -361,17 +362,17 @@ class Report:
         """Lines on parameters that an evaluation reads on the host: the budget, and bytes per iteration."""
         if not self.plan.evaluates or not self.crossings:
             return []
-        turns: dict[Turns, int] = {}
+        iterations: dict[Iterations, int] = {}
         for x in self.crossings:
             if x.loop is not None and x.direction == "to device":
-                turns[x.loop] = turns.get(x.loop, 0) + x.nbytes // (x.loop.num or 1)
+                iterations[x.loop] = iterations.get(x.loop, 0) + x.nbytes // (x.loop.num or 1)
         in_files = any(x.direction == "from disk" for x in self.crossings)
         source = "files on NVMe" if in_files else "the hosts' pinned memory"
         lines = wrapped(
             f"Parameters come from {source}, part by part: at most "
             f"{readable_bytes(self.plan.device_bytes)} of them on a device at a time, gathered ones "
             "included.", "  ")  # fmt: skip
-        for (where, num), nbytes in turns.items():
+        for (where, num), nbytes in iterations.items():
             each = "each iteration" if num is None else f"each of the {num:,} iterations"
             lines += wrapped(
                 f"{nbytes:,} bytes to each device in {each} of the loop at {where}: its iterations per "
@@ -394,7 +395,7 @@ class Report:
             sum(r.nbytes for r in found) * (num if every else 1),
             "is" if len(found) == 1 else "are",
         )
-        stacks = sum(r.turns > 1 for r in found)
+        stacks = sum(r.iterations > 1 for r in found)
         whats = [f"{stacks} stack{'s' * (stacks > 1)} of loops"] * bool(stacks)
         values = len(found) - stacks
         whats += [f"{values} value{'s' * (values > 1)}"] * bool(values)

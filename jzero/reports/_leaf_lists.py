@@ -100,10 +100,10 @@ def offloaded(plan: StepPlan, roads: str) -> list[str]:
             f"{len(mine)} of {len(plan.leaves)} leaves are stored in {_NOUNS.get(tier, tier + ' memory')}, "
             f"{readable_bytes(moments + params)} for each device: {' and '.join(parts)}."
         )
-    if plan.device_bytes and any(turn.nbytes_at_once for turn in plan.turns):
-        num_turns = sum(turn.parts for turn in plan.turns)
+    if plan.device_bytes and any(bucket.nbytes_at_once for bucket in plan.buckets):
+        num_buckets = sum(bucket.parts for bucket in plan.buckets)
         lines += wrapped(
-            f"A step copies them to the device and back in {num_turns} bucket{'s' * (num_turns > 1)}, at "
+            f"A step copies them to the device and back in {num_buckets} bucket{'s' * (num_buckets > 1)}, at "
             f"most {readable_bytes(plan.device_bytes)} at a time."
         )
     if roads:

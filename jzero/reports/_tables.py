@@ -112,12 +112,12 @@ def traffic_table(traffic: Sequence[Collective]) -> Table | None:
     """Elements and bytes by op, dtype and axes, those of a `while` apart; None if nothing moves."""
     groups: dict[tuple[str, str, str, bool], list[Collective]] = {}
     for c in traffic:
-        groups.setdefault((c.op, c.dtype, ",".join(c.axes), c.each_turn), []).append(c)
+        groups.setdefault((c.op, c.dtype, ",".join(c.axes), c.each_iteration), []).append(c)
     rows = [
         (*key, f"{sum(c.total_elements for c in group):,}",
          readable_bytes(sum(c.nbytes for c in group)),
-         f"{sum(c.times for c in group)}{' per iteration' * each_turn}")
-        for (*key, each_turn), group in sorted(groups.items())
+         f"{sum(c.times for c in group)}{' per iteration' * each_iteration}")
+        for (*key, each_iteration), group in sorted(groups.items())
     ]  # fmt: skip
     header = ("per step", "dtype", "axes", "elements", "bytes", "times")
     return Table(header, rows) if rows else None
@@ -127,11 +127,11 @@ def crossing_table(crossings: Sequence[Crossing]) -> Table | None:
     """Elements and bytes by direction, role and dtype, those of a `while` apart; None if nothing crosses."""
     groups: dict[tuple[str, str, str, bool], list[Crossing]] = {}
     for x in crossings:
-        groups.setdefault((x.direction, x.what, x.dtype, x.each_turn), []).append(x)
+        groups.setdefault((x.direction, x.what, x.dtype, x.each_iteration), []).append(x)
     rows = [
         (*key, f"{sum(x.elements for x in group):,}",
-         readable_bytes(sum(x.nbytes for x in group)) + " per iteration" * each_turn)
-        for (*key, each_turn), group in groups.items()
+         readable_bytes(sum(x.nbytes for x in group)) + " per iteration" * each_iteration)
+        for (*key, each_iteration), group in groups.items()
     ]  # fmt: skip
     header = ("per step, each device", "what", "dtype", "elements", "bytes")
     return Table(header, rows) if rows else None

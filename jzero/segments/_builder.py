@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the segments of a planned step: its grad part, and the turns of its update part."""
+"""Makes the segments of a planned step: its grad part, and the buckets of its update part."""
 
 from __future__ import annotations
 
@@ -70,32 +70,32 @@ class Builder:
         ends = _Ends(_GRADIENTS, consumes, reads, list(plan.update.boundary), outs)
         return self._segment(ends, eqns)
 
-    def turns(self) -> tuple[Segment, ...]:
-        """The turns of the update part, as the plan has them."""
+    def buckets(self) -> tuple[Segment, ...]:
+        """The buckets of the update part, as the plan has them."""
         plan = self.planned.plan
-        packs = [[plan.update.pieces[i] for i in turn.pieces] for turn in plan.turns]
+        packs = [[plan.update.pieces[i] for i in bucket.pieces] for bucket in plan.buckets]
         last = {v: i for i, pack in enumerate(packs) for piece in pack for v in piece.reads}
-        return tuple(self.turn(pack, i, last) for i, pack in enumerate(packs))
+        return tuple(self.bucket(pack, i, last) for i, pack in enumerate(packs))
 
-    def turn(self, pack: Sequence[Subgraph], index: int, last: Mapping[Var, int]) -> Segment:
+    def bucket(self, pack: Sequence[Subgraph], index: int, last: Mapping[Var, int]) -> Segment:
         """Some pieces as one segment.
 
         Args:
           pack: the pieces.
-          index: of their turn.
-          last: for each variable, the last turn that reads it.
+          index: of their bucket.
+          last: for each variable, the last bucket that reads it.
         """
         frame, leaves = self.planned.frame, self.planned.plan.leaves
         invars = frame.jaxpr.invars
         eqns = sorted({i for piece in pack for i in piece.eqns})
         outs = sorted(i for piece in pack for i in piece.outs)
         gives = [var for piece in pack for var in piece.gives]
-        # Not what pieces of several levels hand to each other within the turn.
+        # Not what pieces of several levels hand to each other within the bucket.
         reads = [*dict.fromkeys(v for piece in pack for v in piece.reads if v not in gives)]
         renewed = [invars[i] for i in outs if i < len(leaves)]
         offloaded = {invars[i] for i in outs if i < len(leaves) and leaves[i].tier != DEVICE}
         taken = dict.fromkeys([*reads, *(v for v in renewed if v not in offloaded)])
-        # A later turn fetches an offloaded leaf for itself; what rests on the devices it needs as it was.
+        # A later bucket fetches an offloaded leaf for itself; what rests on the devices it needs as it was.
         consumes = [
             v for v in taken if v in renewed and (v in offloaded or last.get(v, index) == index)
         ]

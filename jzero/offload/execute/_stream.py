@@ -17,7 +17,7 @@ def free(x: jax.Array) -> None:
 
 
 class Visit(NamedTuple):
-    """A turn of offloaded leaves on the devices.
+    """A bucket of offloaded leaves on the devices.
 
     Attributes:
       nbytes: of them, on each device.

@@ -52,11 +52,11 @@ class Residual(NamedTuple):
     dtype: str
     nbytes: int
     where: str
-    turns: int
+    iterations: int
     times: int
 
     def __str__(self) -> str:
-        moves = f", in {self.turns} turns" if self.turns > 1 else ""
+        moves = f", in {self.iterations} iterations" if self.iterations > 1 else ""
         times = f", {self.times} times" if self.times > 1 else ""
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]{moves}{times}, at {self.where}"
 

@@ -40,7 +40,7 @@ class Collective:
         of a device.
       times: how often a step runs it (trip counts of the loops around it); of a `while`, in each iteration.
       leaf: the leaf it serves, where known.
-      each_turn: a `while` is around it, and nobody knows how many iterations it has.
+      each_iteration: a `while` is around it, and nobody knows how many iterations it has.
     """
 
     op: str
@@ -50,7 +50,7 @@ class Collective:
     elements: int
     times: int
     leaf: str
-    each_turn: bool = False
+    each_iteration: bool = False
 
     @property
     def total_elements(self) -> int:
@@ -64,17 +64,19 @@ class Collective:
 
 
 def collectives(
-    jaxpr: Any, times: int = 1, each_turn: bool = False, leaf: str = ""
+    jaxpr: Any, times: int = 1, each_iteration: bool = False, leaf: str = ""
 ) -> Iterator[Collective]:
     """Every collective in `jaxpr` and the jaxprs inside it; `leaf` is what an equation around it serves."""
     for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
         name = eqn.primitive.name
         if name in _OPS:
-            yield from _collectives_of(eqn, times, each_turn, leaf_of(eqn) or leaf)
+            yield from _collectives_of(eqn, times, each_iteration, leaf_of(eqn) or leaf)
         known = trip_count(eqn)
         inner = times if known is None else times * known
         for sub in _jaxpr.inner_jaxprs(eqn):
-            yield from collectives(sub, inner, each_turn or known is None, leaf_of(eqn) or leaf)
+            yield from collectives(
+                sub, inner, each_iteration or known is None, leaf_of(eqn) or leaf
+            )
 
 
 def op_of(eqn: Eqn) -> str | None:
@@ -88,7 +90,7 @@ def leaf_of(eqn: Eqn) -> str:
     return leaf.group(1) if leaf else ""
 
 
-def _collectives_of(eqn: Eqn, times: int, each_turn: bool, leaf: str) -> Iterator[Collective]:
+def _collectives_of(eqn: Eqn, times: int, each_iteration: bool, leaf: str) -> Iterator[Collective]:
     gathers = _OPS[eqn.primitive.name] == "all-gather"
     for atom in eqn.outvars if gathers else eqn.invars:
         yield Collective(
@@ -99,7 +101,7 @@ def _collectives_of(eqn: Eqn, times: int, each_turn: bool, leaf: str) -> Iterato
             atom.aval.size,
             times,
             leaf,
-            each_turn,
+            each_iteration,
         )
 
 

@@ -23,8 +23,8 @@ _READ_BY = {
     "gather": "a look-up reads it whole",
     "conv_general_dilated": "a convolution reads it whole",
     "dot_general": "a product reads it whole: the other operand is sharded too, or it rests over other axes",
-    "scan": "a loop reads it whole in every turn",
-    "while": "a loop reads it whole in every turn",
+    "scan": "a loop reads it whole in every iteration",
+    "while": "a loop reads it whole in every iteration",
     "cond": "a branch reads it whole",
 }
 _MADE_BY = {

@@ -123,7 +123,7 @@ class _OnHostWriter:
             self.leaving.append(new.outvars[0])
         for out in eqn.outvars:
             residual = self.waiting.get((self.region, out))
-            if residual is not None and residual.turns == 1:
+            if residual is not None and residual.iterations == 1:
                 here = writer.names[out] = self._behind(writer, out)
                 (copy,) = writer.trace(_memory_spaces.to_host, here)
                 self.there[out] = _jaxpr.variable(copy)
@@ -149,7 +149,7 @@ class _OnHostWriter:
         writer.eqns.append(writer.renamed(new))
         for out in eqn.outvars:
             residual = self.waiting.get((self.region, out))
-            if residual is not None and residual.turns == 1:
+            if residual is not None and residual.iterations == 1:
                 (mark,) = writer.trace(_residuals.marked, writer.read(out))
                 self.there[out] = _jaxpr.variable(mark)
 
@@ -173,7 +173,7 @@ class _OnHostWriter:
         for made in scan.ys:
             x, out = own.read(made.row), made.stack
             residual = self.waiting.get((self.region, out))
-            if residual is not None and residual.turns > 1 and not _jaxpr.is_literal(x):
+            if residual is not None and residual.iterations > 1 and not _jaxpr.is_literal(x):
                 (x,) = own.trace(_residuals.marked, x)
             if _jaxpr.is_on_host(out.aval) and not _jaxpr.is_on_host(x.aval):
                 out = writer.names[made.stack] = _jaxpr.var_like(x.aval, out.aval.shape)
@@ -210,7 +210,7 @@ class _OnHostWriter:
             xs.append(taken)
         for made, out in zip(scan.ys, old.outvars[len(scan.carries) :], strict=True):
             residual = self.waiting.get((self.region, out))
-            if residual is not None and residual.turns > 1 and not _jaxpr.is_literal(made.row):
+            if residual is not None and residual.iterations > 1 and not _jaxpr.is_literal(made.row):
                 (there,) = last.trace(_memory_spaces.to_host, first.read(made.row))
                 stack = _jaxpr.var_like(there.aval, out.aval.shape)
                 writer.names[out], made = stack, StackPort(there, stack)

@@ -536,7 +536,7 @@ def _loop(
     start, carry = _jaxpr.var_like(None, (), np.dtype(np.int32)), [*map(_jaxpr.new_var, inits)]
     afters, outs = body(here, read, start, carry), [*map(_jaxpr.new_var, inits)]
     (starts,) = writer.trace(_starts, static=(first, num, tiles.tile))
-    assert not here.consts, "a turn has no constants"
+    assert not here.consts, "an iteration has no constants"
     scan = dataclasses.replace(
         Scan.of(any_scan(source)), eqns=tuple(here.eqns), length=num,
         consts=tuple(ConstPort(*port) for port in consts.items()), xs=(SlicePort(starts, start),),

@@ -21,7 +21,7 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._subgraphs import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
+from jzero.sharding.plan._plan import Analysis, StepPlan, UpdateBucket
 from jzero.sharding.plan._stages import StageAxes
 
 Leaves = tuple[LeafPlan, ...]
@@ -219,10 +219,10 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def turns(
+    def buckets(
         self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
-    ) -> tuple[Turn, ...]:
-        """The turns in which the update part runs.
+    ) -> tuple[UpdateBucket, ...]:
+        """The buckets in which the update part runs.
 
         Raises:
           OptionError: the policies cannot be obeyed.

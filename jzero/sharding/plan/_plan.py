@@ -55,7 +55,7 @@ class Exchange:
       prefetch_bytes: how many gathered bytes may be ahead of their use.
       freed_first: the most bytes of a matrix that may be there beside its whole gradient.
       loop_bytes: of an evaluation, the most bytes that one loop gathers before it and keeps through its
-        turns; None for a training, where JAX's AD says which loops are part of one pass.
+        iterations; None for a training, where JAX's AD says which loops are part of one pass.
       tile_bytes: larger matrices are gathered, and their gradients reduced, in tiles of so many bytes.
       gather_codes: in which passes gather parameters; None for their own dtypes.
       reduce_codes: of each data axis, in which gradients travel over it; None for their own dtypes.
@@ -102,7 +102,7 @@ class Microbatches:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class UpdateBucket:
     """Some pieces of the update, which run as one program.
 
     Attributes:
@@ -138,7 +138,7 @@ class StepPlan:
       microbatches: how a device works through them.
       exchange: when and how parameters are gathered and gradients reduced.
       update: what follows from offloaded leaves, in pieces.
-      turns: in which the pieces run, in order.
+      buckets: in which the pieces run, in order.
       device_bytes: the most bytes of offloaded leaves on each device at any time.
       boundary: how the values lie that the step's programs take from the caller and hand to each other.
       names: of the step's variables, by their places in its jaxpr; the same on every process.
@@ -161,7 +161,7 @@ class StepPlan:
     microbatches: Microbatches
     exchange: Exchange
     update: UpdatePart
-    turns: tuple[Turn, ...]
+    buckets: tuple[UpdateBucket, ...]
     device_bytes: int
     boundary: Boundary
     names: Mapping[_jaxpr.Var, str]
@@ -173,8 +173,8 @@ class StepPlan:
     owned: tuple[Owned, ...] = ()
 
     def __post_init__(self) -> None:
-        run = [index for turn in self.turns for index in turn.pieces]
-        assert sorted(run) == list(range(len(self.update.pieces))), "each piece runs in one turn"
+        run = [index for bucket in self.buckets for index in bucket.pieces]
+        assert sorted(run) == list(range(len(self.update.pieces))), "each piece runs in one bucket"
         taken = {var for piece in self.update.pieces for var in (*piece.reads, *piece.gives)}
         unknown = {*taken, *self.update.boundary} - self.boundary.variables
         assert not unknown, "a value crosses that has no place in the boundary"
@@ -264,17 +264,17 @@ class StepPlan:
             yield f"{self.microbatches.num} microbatches, cut along {self.microbatches.dims}; {first} first"
         # Without the lines that made them: these have paths, which processes need not have in common.
         for r in self.activations or ():
-            times = f"in {r.turns} iterations, {r.times} times"
+            times = f"in {r.iterations} iterations, {r.times} times"
             yield f"on the host for the backward pass: {r.dtype} {r.shape} {times}"
         yield from (f"each device updates {each}" for each in self.owned)
-        for index, turn in enumerate(self.turns):
-            yield f"bucket {index}: {turn}"
-            for piece in (self.update.pieces[i] for i in turn.pieces):
+        for index, bucket in enumerate(self.buckets):
+            yield f"bucket {index}: {bucket}"
+            for piece in (self.update.pieces[i] for i in bucket.pieces):
                 yield (
                     f"  level {piece.level}, equations {_ranges(piece.eqns)}: {self._named(piece.reads)} -> "
                     f"{self._named(piece.gives)}, outputs {piece.outs}, leaves {piece.leaves}"
                 )
-        if self.turns:
+        if self.buckets:
             yield f"at most {self.device_bytes} bytes of them on a device; apart {_ranges(self.update.apart)}"
             yield from self.boundary.rows(self.names)
 

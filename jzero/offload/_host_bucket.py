@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostTurn`: a turn of the update that the hosts' processors run, as a function of one device's shards."""
+"""`HostBucket`: a bucket of the update that the hosts' processors run, as a function of local shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Var = _jaxpr.Var
 WHO = _call.WHO
 
 
-class HostTurn:
+class HostBucket:
     """The pieces of an update that run on the host, as one function of one device's shards.
 
     Attributes:
@@ -52,9 +52,9 @@ class HostTurn:
         pieces = [self._plan.update.pieces[i] for i in indices]
         self._cut = [piece for piece in pieces if _is_cut(self._plan.leaves, piece)]
         _check_cut(builder, self._cut)
-        self.segment = builder.turn(pieces, 0, {})
+        self.segment = builder.bucket(pieces, 0, {})
         uncut = [piece for piece in pieces if piece not in self._cut]
-        self._uncut = builder.turn(uncut, 0, {}) if self._cut else self.segment
+        self._uncut = builder.bucket(uncut, 0, {}) if self._cut else self.segment
         self._body = _rewrite.body_of_shard_map(self._uncut.run, *self._uncut.avals())
         if _moves(self._body.jaxpr):
             _refuse(builder, uncut)
@@ -183,7 +183,7 @@ def _refuse(builder: Builder, pieces: Sequence[Subgraph]) -> None:
     """Nothing here may need another device."""
     leaves, bad = builder.planned.plan.leaves, []
     for piece in pieces:
-        segment = builder.turn([piece], 0, {})
+        segment = builder.bucket([piece], 0, {})
         body = _rewrite.body_of_shard_map(segment.run, *segment.avals())
         if ops := _moves(body.jaxpr):
             paths = [leaves[i].path for i in _subgraphs.leaves_of([piece])]

@@ -35,14 +35,14 @@ _ASSUMED = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class EarlyTurn:
+class EarlyBucket:
     """Pieces that begin together, as one function of one device's shards.
 
     Attributes:
       pieces: each treats all elements of its leaves alike.
       part: of the grad part, by index, after which they begin.
-      num_slices: into so many slices along dim 0 their leaves are cut, one after each turn of that part; 0 if
-        they are updated whole.
+      num_slices: into so many slices along dim 0 their leaves are cut, one after each iteration of that part;
+        0 if they are updated whole.
       leaves: the leaves that they read and renew, by index.
       reads: gradients, and what else they read.
       assumption: of what they read, numbers that they begin without; None if they begin with all of it.
@@ -66,21 +66,23 @@ class EarlyPlan:
     """The host's pieces in two.
 
     Attributes:
-      turns: early ones.
+      buckets: early ones.
       late: why others begin when all gradients are there, by their index in the update part.
     """
 
-    turns: tuple[EarlyTurn, ...]
+    buckets: tuple[EarlyBucket, ...]
     late: dict[int, str]
 
     @property
     def slices(self) -> set[Var]:
         """The gradients that are read slice by slice."""
-        return {v for turn in self.turns if turn.num_slices for v in turn.reads if v.aval.shape}
+        return {
+            v for bucket in self.buckets if bucket.num_slices for v in bucket.reads if v.aval.shape
+        }
 
     def assumed_bytes(self, plan: StepPlan) -> int:
         """Of one device's shards of leaves whose update begins on an assumption."""
-        mine = {i for turn in self.turns if turn.assumption for i in turn.leaves}
+        mine = {i for bucket in self.buckets if bucket.assumption for i in bucket.leaves}
         return sum(plan.leaves[i].nbytes_per_device for i in mine)
 
     def text(self, plan: StepPlan) -> list[str]:
@@ -100,9 +102,9 @@ class EarlyPlan:
 
     def _early(self, paths: Sequence[str]) -> dict[tuple[int, bool], list[str]]:
         found: dict[tuple[int, bool], list[str]] = {}
-        for turn in self.turns:
-            key = turn.num_slices, turn.assumption is not None
-            found.setdefault(key, []).extend(paths[i] for i in turn.leaves)
+        for bucket in self.buckets:
+            key = bucket.num_slices, bucket.assumption is not None
+            found.setdefault(key, []).extend(paths[i] for i in bucket.leaves)
         return found
 
 
@@ -164,9 +166,9 @@ class _Early:
             if index not in late:
                 key = part, index in sliced, self._assumptions.get(index)
                 together.setdefault(key, []).append(plan.update.pieces[index])
-        turns = sorted(together.items(), key=lambda item: item[0][:2])
+        buckets = sorted(together.items(), key=lambda item: item[0][:2])
         return EarlyPlan(
-            tuple(self._turn(pieces, *key) for key, pieces in turns),
+            tuple(self._bucket(pieces, *key) for key, pieces in buckets),
             {i: late[i] for i in hosted if i in late},
         )
 
@@ -233,7 +235,7 @@ class _Early:
             found -= whole
 
     def _fits_slices(self, index: int, part: int) -> bool:
-        """Whether each turn of a part brings all that a piece needs of a slice."""
+        """Whether each iteration of a part brings all that a piece needs of a slice."""
         if part >= len(self._layered.parts):
             return False
         piece = self._plan.update.pieces[index]
@@ -251,48 +253,48 @@ class _Early:
         reads = {v: self._last_reads[v] for v in params if v in self._last_reads}
         return all(at < part or v in slices for v, at in reads.items())
 
-    def _turn(
+    def _bucket(
         self, pieces: Sequence[Subgraph], part: int, sliced: bool, assumption: Assumption | None
-    ) -> EarlyTurn:
+    ) -> EarlyBucket:
         leaves = dict.fromkeys(i for piece in pieces for i in piece.leaves)
         reads = dict.fromkeys(v for piece in pieces for v in self._others(piece))
         num = self._layered.sliced(part)[0] if sliced else 0
-        return EarlyTurn(tuple(pieces), part, num, tuple(leaves), tuple(reads), assumption)
+        return EarlyBucket(tuple(pieces), part, num, tuple(leaves), tuple(reads), assumption)
 
 
-def as_function(planned: PlannedStep, turn: EarlyTurn, keeps: bool = False) -> Any:
+def as_function(planned: PlannedStep, bucket: EarlyBucket, keeps: bool = False) -> Any:
     """`(leaves, reads) -> (new leaves, ())`, of one device's shards of a slice, as `HostUpdate` takes it.
 
     If it `keeps` old leaves, these are outputs.
     """
     frame = planned.frame
     invars = frame.jaxpr.invars
-    variables = [*(invars[i] for i in turn.leaves), *turn.reads]
+    variables = [*(invars[i] for i in bucket.leaves), *bucket.reads]
 
     def update(
         state: Sequence[jax.Array], inputs: Sequence[jax.Array]
     ) -> tuple[list[Any], tuple[Any, ...]]:
         given, new = dict(zip(variables, [*state, *inputs], strict=True)), dict[int, jax.Array]()
-        for piece in turn.pieces:
+        for piece in bucket.pieces:
             mine = {invars[i]: given[invars[i]] for i in piece.leaves}
             mine |= {var: given[var] for var in piece.reads}
             new |= _elementwise.outputs(frame, piece, mine)
-        made = [new.get(i, old) for i, old in zip(turn.leaves, state, strict=True)]
+        made = [new.get(i, old) for i, old in zip(bucket.leaves, state, strict=True)]
         return made, tuple(state) if keeps else ()
 
     return update
 
 
 def avals_of(
-    planned: PlannedStep, turn: EarlyTurn
+    planned: PlannedStep, bucket: EarlyBucket
 ) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-    """One device's shards of a turn's leaves and of what it reads, or of a slice of these."""
-    leaves, boundary = [planned.plan.leaves[i] for i in turn.leaves], planned.plan.boundary
+    """One device's shards of a bucket's leaves and of what it reads, or of a slice of these."""
+    leaves, boundary = [planned.plan.leaves[i] for i in bucket.leaves], planned.plan.boundary
 
     def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sliced = turn.num_slices and x.ndim
+        sliced = bucket.num_slices and x.ndim
         return jax.ShapeDtypeStruct(x.shape[1:] if sliced else x.shape, x.dtype)
 
     state = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
-    reads = [shard_of(boundary.crossed(var).aval(planned.mesh)) for var in turn.reads]
+    reads = [shard_of(boundary.crossed(var).aval(planned.mesh)) for var in bucket.reads]
     return [*map(part, state)], [*map(part, reads)]
