@@ -189,7 +189,7 @@ def traced(train_step):
     call = train_step._programs.bind((new_state(), *batches()[0]), {})
     program = train_step._programs.of(call)
     # Around a call of the step itself there is a custom_jvp, which JAX's newest form of it hides.
-    return jax.make_jaxpr(program.step.run)(*_programs.inputs_at_rest(call, program))
+    return jax.make_jaxpr(program.step.run)(*_programs.stored_inputs(call, program))
 
 
 def equations(jaxpr):

@@ -49,7 +49,7 @@ def started_by(train_step, state, num=8):
     train_step = train_step.on_mesh(mesh_of(num).abstract_mesh)
     call = train_step._programs.bind((state, BATCH), {})
     program = train_step._programs.of(call)
-    state, arrays = _programs.inputs_at_rest(call, program)
+    state, arrays = _programs.stored_inputs(call, program)
     traced = program.step.dispatched(state, arrays)
     return _dispatches.read_dispatches(traced, [*state, *arrays])
 

@@ -263,7 +263,7 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
     """In the middle of an update, as a signal's may be called."""
     train_step = on(2)
     state, second = (train_step.init(new_state, ADAMW) for _ in range(2))
-    original = _host_step.HostStep._at_rest
+    original = _host_step.HostStep._stored
     told: list[Any] = []
 
     def handled(*args: Any) -> Any:
@@ -271,7 +271,7 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
             told.append(pytest.raises(jzero.StateError, train_step, second, BATCH))
         return original(*args)
 
-    monkeypatch.setattr(_host_step.HostStep, "_at_rest", handled)
+    monkeypatch.setattr(_host_step.HostStep, "_stored", handled)
     found, _ = train_step(state, BATCH)
     text = "in the middle of its own update.*one state at a time. Set a flag there"
     assert re.search(text, str(told[0].value))
@@ -366,7 +366,7 @@ def test_padding_stays_zero(stage):
     assert_same(state, expected)
     w, m = state
     assert m.storage.shape != m.shape
-    for device, buffer in zip(m.storage.home.devices, m.storage.buffers, strict=True):
+    for device, buffer in zip(m.storage.placement.devices, m.storage.buffers, strict=True):
         index = m.storage.sharding.devices_indices_map(m.storage.shape)[device]
         beyond = np.zeros(m.storage.shape, bool)
         beyond[tuple(slice(n) for n in m.shape)] = True
@@ -765,7 +765,7 @@ def test_an_interrupted_update_consumes_the_state(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_host_step.HostStep, "_at_rest", interrupt)
+        patch.setattr(_host_step.HostStep, "_stored", interrupt)
         with pytest.raises(KeyboardInterrupt):
             train_step(state, BATCH)
     with pytest.raises(jzero.StateError, match="were already donated"):

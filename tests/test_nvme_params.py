@@ -211,7 +211,7 @@ def test_frozen_weights_are_read_and_never_written(num: int, tmp_path: Path):
     frozen = [path for path in tmp_path.rglob("*") if "frozen" in path.name]
     assert len(frozen) == num
     size, header = sum(path.stat().st_size for path in frozen), 2**14 * num
-    weights = sum(state[name].storage.home.nbytes for name in ("base", "head"))
+    weights = sum(state[name].storage.placement.nbytes for name in ("base", "head"))
     assert weights <= size <= weights + header * 4
     bodies = [path.read_bytes()[2**13 :] for path in frozen]
     for _ in range(3):

@@ -426,7 +426,7 @@ def gathers_started(train_step, state, *batches):
     """How often the programs that a step starts gather so many elements; the step cannot run after it."""
     call = train_step._programs.bind((state, *batches), {})
     program = train_step._programs.of(call)
-    traced = program.step.dispatched(*_programs.inputs_at_rest(call, program))
+    traced = program.step.dispatched(*_programs.stored_inputs(call, program))
     found: collections.Counter[int] = collections.Counter()
     for each in _traffic.collectives(traced):
         if each.op == "all-gather":

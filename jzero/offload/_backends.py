@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What obeys the policies of a step, one type for each memory in which optimizer state may rest."""
+"""What obeys the policies of a step, one type for each memory in which optimizer state may be stored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
 
 
 class InTier(Backend):
-    """What they have in common. Parameters may rest on the hosts beside any of them, or in its files."""
+    """What they have in common. Parameters may be stored on the hosts beside any of them, or in its files."""
 
     def check(self, stage_axes: StageAxes) -> None:
         """Raises an `OptionError` if the policies cannot be obeyed on these axes."""
@@ -48,7 +48,7 @@ class InTier(Backend):
             raise OptionError(message(
                 WHO, f"Memory(params={self.params!r}), parameters over {stage_axes.param_axes} and optimizer "
                 f"state over {stage_axes.shard_axes}",
-                "Parameters on the hosts are updated where they rest, shard by shard of optimizer state.",
+                "Parameters on the hosts are updated there, shard by shard of optimizer state.",
                 "Use the same axes for Axes(params=) and Axes(optimizer=)."))  # fmt: skip
         if isinstance(self.state, HostCPU) and (self.state.delayed_update or self.state.ratio != 1):
             raise OptionError(message(
@@ -88,11 +88,11 @@ class InTier(Backend):
 
 
 class OnDevices(InTier):
-    """Optimizer state rests on the devices, of `NoOffload`."""
+    """Optimizer state is stored on the devices, of `NoOffload`."""
 
 
 class InPinnedMemory(InTier):
-    """Optimizer state rests in pinned memory of the hosts and visits the devices, of `PinnedHost`."""
+    """Optimizer state is stored in pinned memory of the hosts and visits the devices, of `PinnedHost`."""
 
     tier = PINNED
 
@@ -103,7 +103,7 @@ class InPinnedMemory(InTier):
 
 
 class OnHostCPU(InTier):
-    """Optimizer state rests in ordinary memory of the hosts and is updated there, of `HostCPU`."""
+    """Optimizer state is stored in ordinary memory of the hosts and is updated there, of `HostCPU`."""
 
     tier = HOST
 
@@ -127,16 +127,16 @@ class OnHostCPU(InTier):
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
         """Optimizer state on the hosts, but for what `ratio` leaves on the devices."""
-        resting, update = super().rest(leaves, frame, mesh, stage_axes)
+        placed, update = super().rest(leaves, frame, mesh, stage_axes)
         if self.waits:
             _tiers.check_delayed(leaves, frame, update)
         measured = self.state.ratio == "auto"
         ratio = (
-            _tiers.measured_share(resting, mesh, stage_axes, self.state.threads)
+            _tiers.measured_share(placed, mesh, stage_axes, self.state.threads)
             if measured
             else float(self.state.ratio)
         )
-        return _tiers.shared(resting, update, ratio, measured), update
+        return _tiers.shared(placed, update, ratio, measured), update
 
     def step(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
@@ -147,7 +147,7 @@ class OnHostCPU(InTier):
 
 
 class InFiles(InTier):
-    """Optimizer state rests in files and is updated by the hosts, of `NVMe`."""
+    """Optimizer state is stored in files and is updated by the hosts, of `NVMe`."""
 
     tier = NVME
 

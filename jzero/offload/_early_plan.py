@@ -177,7 +177,7 @@ class _Early:
         if found := obstacle_of(self._frame, plan.leaves, plan.update, plan.boundary, piece):
             return found
         if any(out not in piece.leaves for out in piece.outs):
-            return "they renew what rests on the devices"
+            return "they renew what is stored on the devices"
         if any(self._users[i] > 1 for i in piece.leaves):
             return "other updates read them, too"
         if self._in_tiles is not None and not self._is_there(piece):

@@ -107,10 +107,10 @@ class EarlyUpdates:
     def padding(self, index: int) -> list[Any]:
         """For each of `devices`, which part of its shard of a leaf is padding."""
         leaf, mesh = self.plans[index], self._planned.mesh
-        at_rest = jax.sharding.NamedSharding(
+        sharding = jax.sharding.NamedSharding(
             mesh, _layout.partition_spec(leaf.layout, leaf.automatic)
         )
-        return padding_of(at_rest, leaf.padded_shape, leaf.shape, self.devices)
+        return padding_of(sharding, leaf.padded_shape, leaf.shape, self.devices)
 
     def is_hosted(self, index: int) -> bool:
         """Whether a leaf is in ordinary memory of the host."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluations whose parameters rest on the hosts: read layer by layer, from where they lie."""
+"""Evaluations whose parameters are stored on the hosts: read layer by layer, from where they lie."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _LEAST_SLICE = 2**16  # Bytes that are read by themselves at little cost.
 
 
 class ReadFromHost(InTier):
-    """Parameters rest on the hosts, or in files, and are read; nothing is updated."""
+    """Parameters are stored on the hosts, or in files, and are read; nothing is updated."""
 
     @property
     def tier(self) -> str:  # type: ignore[override]
-        """Where parameters rest."""
+        """Where parameters are stored."""
         return self.window.tier
 
     def rest(
@@ -91,8 +91,8 @@ class LayeredEvaluation:
 
         Args:
           planned: the evaluation.
-          shardings: where the state rests.
-          window: how many bytes of parameters that rest away from the devices may be on each at a time.
+          shardings: where the state is stored.
+          window: how many bytes of parameters that are stored away from the devices may be on each at a time.
         """
         builder = Builder(planned, shardings)
         self._invars, self._segment = planned.frame.jaxpr.invars, builder.grad_part()
@@ -137,10 +137,10 @@ def reading_backend(who: str, params: Any, trained: Policy | None) -> Backend:
     Args:
       who: asks.
       params: what it was given; None if nothing.
-      trained: where parameters of the train step rest whose state it reads; None if there is none.
+      trained: where parameters of the train step are stored whose state it reads; None if there is none.
 
     Raises:
-      OptionError: it is no policy for parameters, or they rest on the devices.
+      OptionError: it is no policy for parameters, or they are stored on the devices.
     """
     chosen = params if params is not None else trained
     if chosen is None or isinstance(chosen, NoOffload):

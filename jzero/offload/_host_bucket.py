@@ -110,7 +110,7 @@ class HostBucket:
         """The true shapes of what it makes."""
         return [self._outvars[i].aval.shape for i in self.outs]
 
-    def at_rest(self, leaf: LeafPlan) -> NamedSharding:
+    def sharding_of(self, leaf: LeafPlan) -> NamedSharding:
         """How one of its leaves is sharded."""
         return NamedSharding(self.mesh, _layout.partition_spec(leaf.layout, leaf.automatic))
 

@@ -77,7 +77,7 @@ class HostEngine:
             for aval, shape in zip(outs, shapes, strict=True)
         ]
         self._padding_of_leaves = [
-            padding_of(bucket.at_rest(leaf), leaf.padded_shape, leaf.shape, devices)
+            padding_of(bucket.sharding_of(leaf), leaf.padded_shape, leaf.shape, devices)
             for leaf in leaves
         ]
 

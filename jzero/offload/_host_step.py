@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostStep`: a step whose optimizer state rests on the hosts and is updated by their processors."""
+"""`HostStep`: a step whose optimizer state is stored on the hosts and is updated by their processors."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ class HostStep:
     compute new ones. What can fail is done before anything of the old state is overwritten, but for copies to
     devices that have no room.
 
-    Of parameters that rest on the hosts the update begins layer by layer, as gradients come: with the second
-    step, when all programs are compiled. See `plan_early`.
+    Of parameters that are stored on the hosts the update begins layer by layer, as gradients come: with the
+    second step, when all programs are compiled. See `plan_early`.
 
     Attributes:
-      leaves: where the state rests.
+      leaves: where the state is stored.
       shardings: the same, for JAX.
       grad: the grad part.
-      buckets: of the update part, each on the devices: what the host does, then what rests on them.
+      buckets: of the update part, each on the devices: what the host does, then what is stored on them.
       host: what the host does.
     """
 
@@ -101,11 +101,11 @@ class HostStep:
 
         Args:
           planned: the step.
-          shardings: where the state rests, for JAX.
+          shardings: where the state is stored, for JAX.
           threads: how many update; None for all processors.
           delay_after: how many steps are not delayed; None if none ever is.
           shared: engines in use by steps on batches of other shapes; they share what is the same.
-          window: how many bytes of parameters that rest away from the devices may be on each at a time.
+          window: how many bytes of parameters that are stored away from the devices may be on each at a time.
         """
         self.leaves, self.shardings = planned.plan.leaves, shardings
         self._planned, self._threads, self._delay_after = planned, threads, delay_after
@@ -166,7 +166,7 @@ class HostStep:
 
     @property
     def _begins_early(self) -> bool:
-        """Whether updates begin while layers compute, where parameters rest on the hosts."""
+        """Whether updates begin while layers compute, where parameters are stored on the hosts."""
         return True
 
     @property
@@ -234,14 +234,14 @@ class HostStep:
         return leaves if enter is None else enter(leaves)
 
     def _compile_leaving(self, state: Sequence[Any], chunks: Sequence[Sequence[int]]) -> None:
-        """The programs that bring what chunks make into the form in which it rests, if it has another."""
+        """The programs that bring what chunks make into the form in which it is stored, if it has another."""
         sent = dict(zip(self.host.outs, self.host.out_avals(), strict=True))
         for chunk in chunks:
             outs = tuple(i for i in chunk if i < len(state))
             if (leave := _conversions.leaving(self._planned, outs)) is not None:
                 arguments = [state[i] for i in outs], [sent[i] for i in outs]
-                homes = [self.shardings[i] for i in outs]
-                run = jax.jit(leave, donate_argnums=(0,) * self._consumes, out_shardings=homes)
+                places = [self.shardings[i] for i in outs]
+                run = jax.jit(leave, donate_argnums=(0,) * self._consumes, out_shardings=places)
                 self._leaving[outs] = run.lower(*arguments).compile()
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
@@ -267,7 +267,7 @@ class HostStep:
         return jax.make_jaxpr(on_devices)(state, arrays)
 
     def _update_on_devices(self, values: Values, stays: Sequence[Any]) -> dict[int, jax.Array]:
-        """Buckets of what rests on the devices; outputs by index."""
+        """Buckets of what is stored on the devices; outputs by index."""
         made: dict[int, jax.Array] = {}
         for bucket, run in zip(self.buckets[1:], self._on_devices, strict=True):
             values.update(zip(self._stays, stays, strict=True))
@@ -276,7 +276,7 @@ class HostStep:
 
     @functools.cached_property
     def _on_devices(self) -> list[SegmentFn]:
-        """The programs of buckets of what rests on the devices."""
+        """The programs of buckets of what is stored on the devices."""
         return [
             bucket.jitted if self._consumes else jax.jit(bucket.run) for bucket in self.buckets[1:]
         ]
@@ -301,7 +301,7 @@ class HostStep:
         )
         ops += (sent(value, var) for var, value in reads.items() if var not in gradients)
         if len(self.buckets) > 1:
-            ops.append(Run("the update of what rests on the devices"))
+            ops.append(Run("the update of what is stored on the devices"))
         gone = {i for bucket in self._early_plan.buckets for i in bucket.leaves}
         late = tuple(values[i] for i in renewed if i not in gone)
         if late or gives:
@@ -417,7 +417,7 @@ class HostStep:
         if not self._early_plan.buckets:
             return None
         if self._early is None:
-            devices = state[self._hosted[0]].home.devices
+            devices = state[self._hosted[0]].placement.devices
             self._early = EarlyUpdates(
                 self._planned, self._early_plan, devices, self._threads, self._old_bytes
             )
@@ -477,7 +477,7 @@ class HostStep:
         if self._late is None:
             return
         if self._engine is None:
-            engine = self._new_engine(self._late, state[self._hosted[0]].home.devices)
+            engine = self._new_engine(self._late, state[self._hosted[0]].placement.devices)
             self._compile_leaving(state, engine.chunks)
             self._engine = engine
         leaves = [
@@ -491,10 +491,10 @@ class HostStep:
         if self._engine is None:  # All of it is done.
             return
         for chunk in self._engine.run():
-            at_rest = self._at_rest(state, chunk)
+            stored = self._stored(state, chunk)
             # Not the chunk, which a program may have consumed that has yet to run.
-            self._engine.sent(at_rest.values())
-            yield at_rest
+            self._engine.sent(stored.values())
+            yield stored
 
     def _new_engine(self, bucket: HostBucket, devices: Sequence[jax.Device]) -> HostEngine:
         leaves, num_sets = [self.leaves[i] for i in bucket.leaves], self._num_sets
@@ -507,8 +507,8 @@ class HostStep:
                 self._engines[key] = engine
         return engine
 
-    def _at_rest(self, state: Sequence[Any], chunk: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        """What the host made, as it rests on the devices, in or beside the place of the old leaves."""
+    def _stored(self, state: Sequence[Any], chunk: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        """What the host made, as it is stored on the devices, in or beside the place of the old leaves."""
         outs = tuple(i for i in chunk if i < len(state))
         olds = [state[i] for i in outs]
         if (leave := self._leaving.get(outs)) is not None:
@@ -540,5 +540,5 @@ def _to_host(
     run: Callable[..., Any], places: Sequence[NamedSharding], rest: Any = None
 ) -> Callable[..., Any]:
     """A program whose first results go to pinned memory, each as soon as it is there."""
-    homes = [place.with_memory_kind(PINNED) for place in places]
-    return jax.jit(run, out_shardings=(homes, rest))
+    places = [place.with_memory_kind(PINNED) for place in places]
+    return jax.jit(run, out_shardings=(places, rest))

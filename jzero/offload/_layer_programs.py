@@ -176,18 +176,18 @@ class LayerPrograms:
         """How a variable's values are one array."""
         return ArrayForm(P()) if _jaxpr.is_literal(atom) else self._forms.get(atom, self._default)
 
-    def home(self, var: Var, tier: str = DEVICE) -> NamedSharding:
-        """Where a variable's array rests."""
+    def sharding(self, var: Var, tier: str = DEVICE) -> NamedSharding:
+        """Where a variable's array is stored."""
         return self.form(var).place(self._mesh, tier)
 
-    def home_of_slice(self, var: Var) -> NamedSharding:
-        """Where a slice of a stack rests on the host."""
+    def slice_sharding(self, var: Var) -> NamedSharding:
+        """Where a slice of a stack is stored on the host."""
         return self.form(var).of_slice.place(self._mesh, PINNED)
 
     def _jit(self, run: Any, ins: Any, outs: Sequence[Any], donate: Any = ()) -> Jitted:
         """A program of one device's values; `outs` are forms, in lists and alone.
 
-        Beside axes over which XLA would choose, what is no part's alone leaves it as it rests.
+        Beside axes over which XLA would choose, what is no part's alone leaves it as it is stored.
         """
         specs = jax.tree.map(lambda form: form.spec, outs, is_leaf=_is_form)
         program = self._planned.shard_map(run, ins, specs)
@@ -521,15 +521,15 @@ class LayerPrograms:
 
         specs = [self.form(y).spec for y in ys]
         slices = [self.form(y).of_slice.spec for y in ys]
-        there = [self.home_of_slice(y) for y in ys]
+        there = [self.slice_sharding(y) for y in ys]
         run = self._planned.shard_map(local, (None if begins else specs, slices, P()), specs)
 
         def store(stacks: Arrays | None, new: Arrays, i: jax.Array) -> tuple[Arrays, jax.Array]:
             return run(stacks, jax.device_put(new, there), i), i + 1
 
-        homes = [self.home(y, PINNED) for y in ys]
+        pinned = [self.sharding(y, PINNED) for y in ys]
         donated = () if begins else 0
-        return jax.jit(store, donate_argnums=donated, out_shardings=(homes, None))
+        return jax.jit(store, donate_argnums=donated, out_shardings=(pinned, None))
 
     def empty(self, loop: ScannedLayers) -> Arrays:
         """Zeros on the devices for the stacks that a loop makes there anew."""

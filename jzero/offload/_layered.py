@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayeredSegment`: a segment whose parameters rest on the hosts, run so many bytes of them at a time."""
+"""`LayeredSegment`: a segment whose parameters are stored on the hosts, run in parts that fit a device."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LayeredSegment:
 
         Args:
           planned: the step.
-          segment: takes parameters that rest on the hosts, as they rest.
+          segment: takes parameters that are stored on the hosts, as they are stored.
           sent: what it gives that goes to pinned memory.
           window: how much of these parameters is on its way, or on the devices.
 
@@ -94,7 +94,7 @@ class LayeredSegment:
         self._given_as = {outvars[i]: segment.gives[i] for i in reversed(made)}
         # A stack that is sharded along its iterations has no slices.
         in_slices = {outvars[i] for i in made if not any(inner.out_specs[i][:1])}
-        self._home = {
+        self._out_shardings = {
             i: segment.types[segment.gives[i]].aval(planned.mesh).sharding.with_memory_kind(PINNED)
             for i in sends
         }
@@ -112,7 +112,7 @@ class LayeredSegment:
         forms = {var: ArrayForm.of(segment.types[of]) for var, of in taken.items()}
         self._programs = LayerPrograms(planned, inner, forms, parts)
         self._cut = CutSegment(
-            inner, parts, self._programs, self._leaf_of, self._hosted, self._home,
+            inner, parts, self._programs, self._leaf_of, self._hosted, self._out_shardings,
             _layer_parts.offloaded(parts), segment.gives, self._given_as, window.device_bytes,
         )  # fmt: skip
         self._leaves = {var: Value.of_leaf(leaf) for var, leaf in self._leaf_of.items()}
@@ -151,7 +151,7 @@ class LayeredSegment:
         between += [self._whole(variables(x.init)) for x in _layer_parts.outer_loops(parts)]
         sources = {
             self._leaves[var]: FileSource(
-                leaf, self._programs.home(var, PINNED), self._programs.home_of_slice(var)
+                leaf, self._programs.sharding(var, PINNED), self._programs.slice_sharding(var)
             )
             for var, leaf in self._leaf_of.items()
         }
@@ -243,7 +243,7 @@ class LayeredSegment:
         outvars = self._inner.jaxpr.outvars
         with jax.transfer_guard("allow"):
             return {
-                var: jax.device_put(_jaxpr.literal(outvars[i]), self._home[i])
+                var: jax.device_put(_jaxpr.literal(outvars[i]), self._out_shardings[i])
                 for var, i in self.literals.items()
             }
 
@@ -304,7 +304,7 @@ class LayeredSegment:
         arriving = {*slices, *(self._given_as[v] for v in whole)}
         for i, var in enumerate(self._segment.gives):
             if var in gradients and var not in arriving:
-                self._home[i] = self._home[i].with_memory_kind(DEVICE)
+                self._out_shardings[i] = self._out_shardings[i].with_memory_kind(DEVICE)
         # As many iterations may be under way as where activations wait on the host.
         self._under_way = UNDER_WAY
         return dict.fromkeys(gradients, 1) | slices
@@ -358,7 +358,7 @@ class LayeredSegment:
         with jax.transfer_guard("allow"):
             return {
                 self._schedule.value(var): jax.device_put(
-                    _jaxpr.constant(x), self._programs.home(var)
+                    _jaxpr.constant(x), self._programs.sharding(var)
                 )
                 for var, x in self._programs.known.items()
             }

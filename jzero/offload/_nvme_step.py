@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NVMeStep`: a step whose optimizer state rests in files and is updated by the hosts' processors."""
+"""`NVMeStep`: a step whose optimizer state is stored in files and is updated by the hosts' processors."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class NVMeStep(HostStep):
         commit                                          # now the new state counts
 
     Until the new state is committed, everything of the old one is kept, on the devices, too: a step that
-    fails leaves the state as it was, unless files are written `in_place`, or parameters rest on the hosts and
-    are updated there, in their place, beside the tiles.
+    fails leaves the state as it was, unless files are written `in_place`, or parameters are stored on the
+    hosts and are updated there, in their place, beside the tiles.
     """
 
     _old_share = 0  # The files have the old version.
@@ -71,10 +71,10 @@ class NVMeStep(HostStep):
 
         Args:
           planned: the step.
-          shardings: where the state rests, for JAX.
+          shardings: where the state is stored, for JAX.
           policy: where the files are.
           shared: engines in use by steps on batches of other shapes.
-          window: how many bytes of parameters that rest away from the devices may be on each at a time.
+          window: how many bytes of parameters that are stored away from the devices may be on each at a time.
 
         Raises:
           OptionError: a leaf cannot be updated a tile at a time.
@@ -347,9 +347,9 @@ class NVMeStep(HostStep):
         try:
             step = store.begin() if run is None or run.step is None else run.step
             for chunk in engine.run_tiles(store, run.arrived if run else NOTHING, done):
-                at_rest = self._at_rest(state, chunk)
-                engine.sent(at_rest.values())
-                made |= at_rest
+                stored = self._stored(state, chunk)
+                engine.sent(stored.values())
+                made |= stored
             # The devices may have no room for them: then the old ones are what there is.
             jax.block_until_ready(list(made.values()))
             store.files.commit(step)
@@ -373,7 +373,7 @@ class NVMeStep(HostStep):
         """Runs the grad part: what it sends, None of what waits in files, and all else."""
         if not self._waiting:
             return self._gradients(values, *self._told_of(self._run))
-        devices = state[self._hosted[0]].home.devices
+        devices = state[self._hosted[0]].placement.devices
         # A signal's handler that runs a step meanwhile has buffers of its own.
         buffers, self._writing = self._writing, []
         buffers = buffers or [pages(size) for size in self._buffer_sizes]
@@ -403,7 +403,7 @@ class NVMeStep(HostStep):
 
     def _engine_of(self, state: Sequence[Any]) -> TiledEngine:
         if self._engine is None:
-            devices = state[self._hosted[0]].home.devices
+            devices = state[self._hosted[0]].placement.devices
             leaves = [self.leaves[i] for i in self.host.leaves]
             engine = TiledEngine(self.host, leaves, devices, self._policy.threads, self.update)
             self._compile_leaving(state, engine.chunks)

@@ -62,22 +62,22 @@ def _done(start: Any) -> jax.Array:
 class SlicedBucket:
     """The programs of one piece, for rows of its leaves.
 
-    Parameters, and whatever else of the state rests on the devices, become shards like the moments' first
-    and are updated in place; when the last slice is done they take the form in which they rest.
+    Parameters, and whatever else of the state is stored on the devices, become shards like the moments' first
+    and are updated in place; when the last slice is done they take their stored form.
     """
 
     def __init__(
-        self, planned: PlannedStep, bucket: UpdateBucket, homes: Mapping[Var, NamedSharding]
+        self, planned: PlannedStep, bucket: UpdateBucket, offloaded: Mapping[Var, NamedSharding]
     ):
         """Makes the programs.
 
         Args:
           planned: the step.
           bucket: one piece, in slices.
-          homes: where offloaded leaves rest.
+          offloaded: where offloaded leaves are stored.
         """
         piece = planned.plan.update.pieces[bucket.pieces[0]]
-        self._piece, self._homes, self._nbytes = piece, homes, bucket.nbytes_at_once
+        self._piece, self._offloaded, self._nbytes = piece, offloaded, bucket.nbytes_at_once
         self._planned, self._frame = planned, planned.frame
         leaves, boundary = planned.plan.leaves, planned.plan.boundary
         layout = layout_of(planned.frame, leaves, boundary, piece)
@@ -89,14 +89,14 @@ class SlicedBucket:
         axes = (*(layout.axes if isinstance(layout, Shard) else ()), *self._also)
         self._slice_spec = P(axes) if axes else P()
         invars = self._frame.jaxpr.invars
-        self._back = [i for i in piece.outs if invars[i] in homes]
-        self._renewed = [i for i in piece.outs if invars[i] not in homes]
-        hosted = [var for var in piece.reads if var in homes]
+        self._back = [i for i in piece.outs if invars[i] in offloaded]
+        self._renewed = [i for i in piece.outs if invars[i] not in offloaded]
+        hosted = [var for var in piece.reads if var in offloaded]
         self._own = [
             var for var in hosted if var in self._vars(self._back)
         ]  # renewed in their place
         self._others = [var for var in hosted if var not in self._own]
-        rest = [v for v in piece.reads if v not in homes and v not in self._vars(self._renewed)]
+        rest = [v for v in piece.reads if v not in offloaded and v not in self._vars(self._renewed)]
         self._scalars = [var for var in rest if not var.aval.shape]
         self._large = [var for var in rest if var.aval.shape]
         rows = num_rows(leaf)
@@ -225,8 +225,8 @@ class SlicedBucket:
             # What the next slice does not consume, to wait for.
             return run(olds, jax.device_put(new, place), start), _done(start)
 
-        homes = [self._homes[var] for var in self._vars(self._back)]
-        return jax.jit(store, donate_argnums=0, out_shardings=(homes, None))
+        stored = [self._offloaded[var] for var in self._vars(self._back)]
+        return jax.jit(store, donate_argnums=0, out_shardings=(stored, None))
 
     def _updating(self) -> DeviceCall:
         """`[*own, *held, *others, *read, *scalars] -> [*new rows, *held]`."""

@@ -107,7 +107,7 @@ def obstacle_of(
     if found := _not_alone(frame, leaves, piece):
         return found
     if layout_of(frame, leaves, boundary, piece) is None:
-        return "they do not all rest alike"
+        return "they are not all stored alike"
     invars = frame.jaxpr.invars
     own = {*piece.reads, *(invars[i] for i in piece.outs)} & set(invars[: len(leaves)])
     own = {var for var in own if var.aval.shape}  # All may read a scalar: a loss scale.

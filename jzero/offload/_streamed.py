@@ -31,8 +31,8 @@ from jzero.tracing import _jaxpr
 Var = _jaxpr.Var
 
 
-class _Homes(NamedTuple):
-    """Where offloaded leaves rest.
+class _Offloaded(NamedTuple):
+    """Where offloaded leaves are stored.
 
     Attributes:
       of: each leaf's sharding, by its variable.
@@ -65,8 +65,8 @@ class StreamedStep:
 
         Args:
           planned: the step.
-          shardings: where its state rests.
-          window: how many bytes of parameters that rest away from the devices may be on each at a time.
+          shardings: where its state is stored.
+          window: how many bytes of parameters that are stored away from the devices may be on each at a time.
         """
         self._planned, self._plan = planned, planned.plan
         self._invars = planned.frame.jaxpr.invars
@@ -78,20 +78,20 @@ class StreamedStep:
         self.compiled = Compiled(share=not self._plan.automatic)
         leaves = self._plan.leaves
         pairs = zip(self._invars, shardings, leaves, strict=False)
-        homes = {var: home for var, home, leaf in pairs if leaf.tier != DEVICE}
+        offloaded = {var: sharding for var, sharding, leaf in pairs if leaf.tier != DEVICE}
         self._layered = None
         if any(leaf.is_streamed for leaf in leaves):
             gradients = [var for var in self.grad.gives if not is_scalar(var)]
             self._layered = LayeredSegment(planned, self.grad, gradients, window)
             self.grad = self._segments.grad = self._layered.as_segment()
-            homes |= {
+            offloaded |= {
                 var: self.grad.types[var].aval(planned.mesh).sharding.with_memory_kind(PINNED)
                 for var in gradients
             }
         new = planned.frame.jaxpr.outvars[: len(leaves)]
         kept = {var for var, atom in zip(self._invars, new, strict=False) if atom is var}
         last = {var: i for i, bucket in enumerate(self.buckets) for var in bucket.takes}
-        self._homes = _Homes(homes, kept, last)
+        self._offloaded = _Offloaded(offloaded, kept, last)
         self._names = dict(zip(self._invars, map(Value.of_leaf, leaves), strict=False))
         if self._layered:
             self._names |= self._layered.gradients
@@ -143,7 +143,7 @@ class StreamedStep:
 
     def _is_there(self, out: int) -> bool:
         """Whether an output is a leaf in pinned memory."""
-        return out < len(self._plan.leaves) and self._invars[out] in self._homes.of
+        return out < len(self._plan.leaves) and self._invars[out] in self._offloaded.of
 
     def _name(self, var: Var) -> Value:
         if var not in self._names:
@@ -153,20 +153,22 @@ class StreamedStep:
     def _ops(self, index: int) -> Iterator[Op]:
         bucket, plan = self.buckets[index], self._plan.buckets[index]
         if plan.parts > 1:
-            sliced = SlicedBucket(self._planned, plan, self._homes.of)
+            sliced = SlicedBucket(self._planned, plan, self._offloaded.of)
             return sliced.ops(self._name, self._new)
         return self._whole(index, bucket, plan)
 
     def _whole(self, index: int, bucket: Segment, plan: UpdateBucket) -> Iterator[Op]:
         """The leaves of a bucket come, are updated, and go back."""
-        homes, invars, name = self._homes, self._invars, self._name
-        hosted = [var for var in bucket.takes if var in homes.of]
-        last = [v for v in hosted if homes.last[v] == index and v not in homes.kept]
+        offloaded, invars, name = self._offloaded, self._invars, self._name
+        hosted = [var for var in bucket.takes if var in offloaded.of]
+        last = [v for v in hosted if offloaded.last[v] == index and v not in offloaded.kept]
         back = [i for i in bucket.outs if self._is_there(i)]
-        overwritten = [invars[i] for i in back if invars[i] not in homes.last]  # nobody reads them
+        overwritten = [
+            invars[i] for i in back if invars[i] not in offloaded.last
+        ]  # nobody reads them
         yield Fetch(
             tuple(map(name, hosted)), PINNED,
-            tuple(homes.of[var].with_memory_kind(DEVICE) for var in hosted),
+            tuple(offloaded.of[var].with_memory_kind(DEVICE) for var in hosted),
             nbytes=plan.nbytes_at_once, frees=frozenset(map(name, [*last, *overwritten])),
         )  # fmt: skip
         gives = (*map(name, bucket.gives), *(self._new[i] for i in bucket.outs))
@@ -174,7 +176,7 @@ class StreamedStep:
             "a bucket of the update", tuple(map(name, bucket.takes)), gives, self._call(bucket)
         )
         if back:
-            places = tuple(homes.of[invars[i]] for i in back)
+            places = tuple(offloaded.of[invars[i]] for i in back)
             yield Send(tuple(self._new[i] for i in back), PINNED, places, copies=0)
 
     def _call(self, bucket: Segment) -> DeviceCall:
@@ -197,7 +199,7 @@ class StreamedStep:
         outs = self._grad_part(values)
         place = {True: dict[Any, Any](), False: dict[Any, Any]()}
         for var, x in values.items():
-            place[var in self._homes.of][self._name(var)] = x
+            place[var in self._offloaded.of][self._name(var)] = x
         del values
         run = Execution(self._update, here=place.pop(False), there=place.pop(True))
         run.run(self._plan.device_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves of a state rest where, as `memory=` has it, and the cut of the step that follows."""
+"""Which leaves of a state are stored where, as `memory=` has it, and the cut of the step that follows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def offloaded(
     if not backend.offloads:
         return leaves, UpdatePart((), ())
     moving = optimizer_leaves(leaves, frame, stage_axes)
-    resting = tuple(
+    placed = tuple(
         dataclasses.replace(leaf, tier=backend.tier) if i in moving else leaf
         for i, leaf in enumerate(leaves)
     )
@@ -50,20 +50,20 @@ def offloaded(
             "A second update in the step, or a loss of its new parameters, reads them with the batch, too.",
             "Drop it, or put these into steps of their own."))  # fmt: skip
     if not backend.streams:
-        return resting, update
-    resting = with_params(backend, resting, stage_axes)
-    params = [i for i, leaf in enumerate(resting) if leaf.is_streamed]
+        return placed, update
+    placed = with_params(backend, placed, stage_axes)
+    params = [i for i, leaf in enumerate(placed) if leaf.is_streamed]
     if not params:
         raise OptionError(message(
             WHO, f"Memory(params={backend.params!r}), and no parameter is worth it",
             f"Those of Axes(min_shard_bytes={stage_axes.min_bytes}) that are sharded are meant, and "
             f"Axes(replicate={stage_axes.full!r}) finds those that are replicated.",
             "Change these, or drop Memory(params=)."))  # fmt: skip
-    return resting, _subgraphs.cut_update(frame, moving, params)
+    return placed, _subgraphs.cut_update(frame, moving, params)
 
 
 def with_params(backend: Backend, leaves: Leaves, stage_axes: StageAxes) -> Leaves:
-    """The leaves with those parameters in their tier that rest in shards, and are worth it."""
+    """The leaves with those parameters in their tier that are stored in shards, and are worth it."""
     whole = [i for i, leaf in enumerate(leaves)
              if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
     return _leaves.offload(leaves, backend.window.tier, stage_axes.min_bytes, whole, PARAMETER)
@@ -72,8 +72,8 @@ def with_params(backend: Backend, leaves: Leaves, stage_axes: StageAxes) -> Leav
 def optimizer_leaves(leaves: Leaves, frame: Frame, stage_axes: StageAxes) -> list[int]:
     """Which leaves are optimizer state that is worth a place on the host, by index."""
     staying = _staying(leaves, frame)
-    resting = _leaves.offload(leaves, HOST, stage_axes.min_bytes, staying)
-    return [i for i, leaf in enumerate(resting) if leaf.tier != DEVICE]
+    placed = _leaves.offload(leaves, HOST, stage_axes.min_bytes, staying)
+    return [i for i, leaf in enumerate(placed) if leaf.tier != DEVICE]
 
 
 def _staying(leaves: Leaves, frame: Frame) -> list[int]:
@@ -87,7 +87,7 @@ def check_delayed(leaves: Leaves, frame: Frame, update: UpdatePart) -> None:
     """A delayed update happens after the next gradients, and after its own step has returned.
 
     Args:
-      leaves: as they would rest on the devices.
+      leaves: as they would be stored on the devices.
       frame: the root frame of the step.
       update: its update part.
     """
@@ -131,7 +131,7 @@ def measured_share(leaves: Leaves, mesh: Mesh, stage_axes: StageAxes, threads: i
             "Host and devices are measured in one process, so that all go by one number.",
             "Use a number, such as describe() reports it for one process."))  # fmt: skip
     moving = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier != DEVICE)
-    # They cross in shards, whole as they may rest.
+    # They cross in shards, whole as they may be stored.
     num_shards = stage_axes.count(stage_axes.shard_axes)
     params = sum(leaf.nbytes for leaf in leaves if leaf.role == PARAMETER) // num_shards
     found = _bandwidth.measure(local[0], len(local), threads)
@@ -165,7 +165,7 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
         raise OptionError(message(
             WHO, f"HostCPU(ratio={ratio:g}), and {first_of(paths)} are the fewest "
             f"leaves that are updated together: {least:.3f} of all bytes",
-            "Leaves whose updates depend on each other rest in one place.",
+            "Leaves whose updates depend on each other are stored in one place.",
             f"Use ratio={min(least + 0.0005, 1):.3f} or more, or drop memory=."))  # fmt: skip
     return tuple(
         leaf if i in host else dataclasses.replace(leaf, tier=DEVICE)

@@ -29,9 +29,9 @@ class Builder:
 
     Attributes:
       planned: the step.
-      shardings: where the leaves of the state rest, for JAX.
-      crosses: leaves that rest on the devices are taken and made as they cross, in shards like gradients.
-        What pads these is anything.
+      shardings: where the leaves of the state are stored, for JAX.
+      crosses: leaves that are stored on the devices are taken and made as they cross, in shards like
+        gradients. What pads these is anything.
     """
 
     planned: PlannedStep
@@ -95,7 +95,8 @@ class Builder:
         renewed = [invars[i] for i in outs if i < len(leaves)]
         offloaded = {invars[i] for i in outs if i < len(leaves) and leaves[i].tier != DEVICE}
         taken = dict.fromkeys([*reads, *(v for v in renewed if v not in offloaded)])
-        # A later bucket fetches an offloaded leaf for itself; what rests on the devices it needs as it was.
+        # A later bucket fetches an offloaded leaf for itself; what is stored on the devices it needs as it
+        # was.
         consumes = [
             v for v in taken if v in renewed and (v in offloaded or last.get(v, index) == index)
         ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams what rests on the hosts through the devices, so many bytes at a time."""
+"""Streams what is stored on the hosts through the devices, so many bytes at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HostUpdate: an optimizer's update of state that rests in host memory, at the speed of that memory.
+"""HostUpdate: an optimizer's update of state that is stored in host memory, at the speed of that memory.
 
     new_state, outputs = update(state, inputs)    # any function of flat arrays, as JAX traces it
 

@@ -115,7 +115,7 @@ class TiledUpdate(HostUpdate):
 
     @functools.cached_property
     def frozen(self) -> TileLayout:
-        """Of leaves that no kernel reads or writes: they come in no tile, and rest in files of their own."""
+        """Of leaves that no kernel reads or writes: stored in files of their own, in no tile."""
         return _tiles.of_whole_leaves(
             [self._state[i] for i in self._frozen],
             [self._lone.get(i, 0) for i in self._frozen],

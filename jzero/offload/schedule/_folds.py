@@ -115,7 +115,7 @@ def _iterations(around: Sequence[Loop]) -> Iterations | None:
 
 
 def host_needs(schedule: Schedule) -> tuple[HostNeed, ...]:
-    """What it takes of the memory of each device's host while it runs, besides the state at rest.
+    """What it takes of the memory of each device's host while it runs, besides the stored state.
 
     What goes down and comes up is there until the step is over.
     """

@@ -142,7 +142,7 @@ class Send:
       by: `(the stacks in the store or None, slices, iteration) -> (stacks, what to wait for)`, if a program
         writes slices into stacks; else they are copied as they are, slices one by one.
       copies: how many of them are there at a time: 2 where an update is delayed, 0 if their place is that of
-        leaves at rest.
+        stored leaves.
       waits: they wait there until the devices fetch them again.
     """
 
@@ -171,11 +171,11 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """The hosts' processors renew leaves where these rest.
+    """The hosts' processors renew leaves where these are stored.
 
     Attributes:
       store: 'host' or 'nvme'.
-      leaves: what rests there and is renewed; what is in files is read, and written.
+      leaves: what is stored there and is renewed; what is in files is read, and written.
       takes: what it reads besides.
       gives: what it makes for the devices, in pinned memory.
       copies: how many of these are there at a time.

@@ -84,7 +84,7 @@ def feeds_forward_backward(frame: Frame) -> set[Var]:
 def cut_update(
     frame: Frame, offloaded: Collection[int], parameters: Collection[int] = ()
 ) -> UpdatePart:
-    """Cuts a step in two, for the leaves that do not rest on the devices.
+    """Cuts a step in two, for the leaves that are not stored on the devices.
 
     Args:
       frame: the root frame, without calls (`_rewrite.flatten_calls`).
