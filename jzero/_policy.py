@@ -89,7 +89,7 @@ class HostCPU(Policy):
     Each process updates the shards of its own devices, by kernels generated from the step's own update: any
     optimizer whose update treats every element alike (all of Adam's kin, with schedules, masks, clipping,
     weight decay) runs at the speed of the host's memory; what does not is left to XLA's CPU backend, and
-    `describe` says which leaf goes by which road, and why. LLVM compiles the kernels: `pip install
+    `describe` says which leaf goes by which code path, and why. LLVM compiles the kernels: `pip install
     jzero[offload]`. Where it is not installed XLA does, with the same numbers, in about 5 times the time.
 
     Traffic per step and device, for Psi parameters in its shard: 2 Psi bytes down and 2 Psi up with bfloat16

@@ -371,7 +371,7 @@ class ShardedStep(Generic[StepArgs, Result]):
             program.keys,
             _traffic.carried_bytes(jaxpr, MICROBATCHES),
             program.step.schedule(),
-            program.step.roads(),
+            program.step.code_paths(),
             movements,
             program.whole_arguments,
             tuple(_call.argument_paths(call.arrays)),

@@ -108,7 +108,7 @@ class LayeredEvaluation:
         """See `StepProgram`."""
         return jax.jit(self.run).trace(state, arrays)
 
-    def roads(self) -> str:
+    def code_paths(self) -> str:
         """The host updates nothing."""
         return ""
 

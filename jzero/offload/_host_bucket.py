@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jzero._errors import OptionError, first_of, message
 from jzero._memory_kinds import DEVICE
 from jzero.offload._slicing import part_obstacle
-from jzero.offload.kernels._roads import Road, RoadFinder, traced_flat
+from jzero.offload.kernels._code_paths import CodePath, CodePathFinder, traced_flat
 from jzero.segments._builder import Builder
 from jzero.segments._segment import shard_of
 from jzero.sharding.analysis import _traffic
@@ -127,12 +127,12 @@ class HostBucket:
         indices = [jax.ShapeDtypeStruct((), jnp.int32) for _ in self.axes]
         return [*map(shard_of, self.read_avals()), *indices]
 
-    def roads(self) -> list[Road]:
+    def code_paths(self) -> list[CodePath]:
         """How the host computes each of `names`."""
         avals = self.state_avals()
         _, flat, _ = traced_flat(self.update, avals, self.input_avals())
-        analysis = RoadFinder(flat, len(avals))
-        return [analysis.road(i, name) for i, name in enumerate(self.names())]
+        analysis = CodePathFinder(flat, len(avals))
+        return [analysis.code_path(i, name) for i, name in enumerate(self.names())]
 
     def identity(self) -> tuple[Any, ...] | None:
         """Equal for parts that do the same, as for two shapes of a batch; None if nobody can tell."""

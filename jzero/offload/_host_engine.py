@@ -41,7 +41,7 @@ class HostEngine:
     Attributes:
       devices: whose shards are updated.
       at: the places of these among the process's devices.
-      update: compiled; says by which road each leaf is updated.
+      update: compiled; says by which code path each leaf is updated.
     """
 
     def __init__(

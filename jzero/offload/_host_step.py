@@ -23,7 +23,7 @@ from jzero.offload._host_bucket import HostBucket
 from jzero.offload._host_engine import HostEngine
 from jzero.offload._layered import LayeredSegment
 from jzero.offload.execute._executor import NOBODY, Arrivals
-from jzero.offload.kernels._roads import roads_text
+from jzero.offload.kernels._code_paths import code_paths_text
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.offload.schedule._ops import Fetch, Op, Ref, Run, Send, Slice, Update, Value
 from jzero.offload.schedule._schedule import Schedule
@@ -336,7 +336,7 @@ class HostStep:
         assumed = self._early_plan.assumed_bytes(self._planned.plan)
         return min(int(self._old_share * renewed), assumed)
 
-    def roads(self) -> str:
+    def code_paths(self) -> str:
         """How the host updates each leaf, and sends what it makes."""
         begins = self._streamed and self._begins_early
         early = self._early_plan.text(self._planned.plan) if begins else []
@@ -344,7 +344,7 @@ class HostStep:
             early.append(
                 f"of what is undone, old values: {readable_bytes(self._old_bytes)} for each device at most"
             )
-        return "\n".join([roads_text(self.host.roads()), *early])
+        return "\n".join([code_paths_text(self.host.code_paths()), *early])
 
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]

@@ -245,7 +245,7 @@ class NVMeStep(HostStep):
         pairs = zip(self.host.reads, self.host.read_avals(), strict=True)
         return [aval for var, aval in pairs if var in self._waiting]
 
-    def roads(self) -> str:
+    def code_paths(self) -> str:
         """How the host updates each leaf, and what that takes of disk and memory."""
         policy = self._policy
         nbytes = sum(self.leaves[i].nbytes_per_device for i in self._moved)
@@ -262,7 +262,7 @@ class NVMeStep(HostStep):
             f"in {policy.path}: {readable_bytes((2 - policy.in_place) * nbytes)} for each device "
             f"({slots}); a step reads {readable_bytes(nbytes)} and writes {readable_bytes(nbytes)}",
             *lines,
-            super().roads(),
+            super().code_paths(),
         ])  # fmt: skip
 
     def _gradient_lines(self) -> list[str]:

@@ -104,7 +104,7 @@ class StreamedStep:
         """What the program of a bucket moves between the devices."""
         return self.buckets[index].collectives()
 
-    def roads(self) -> str:
+    def code_paths(self) -> str:
         """The host updates nothing."""
         return ""
 

@@ -53,7 +53,7 @@ class Report:
       keys: arguments that are PRNG keys; each device folds its index into them.
       accumulator_bytes: on each device, of the sums of gradients and metrics over microbatches.
       schedule: the operations of the step, in order; `print` it. One program if the state is on the devices.
-      roads: the code paths by which the host updates the state stored there; empty if it updates none.
+      code_paths: the code paths by which the host updates the state stored there; empty if it updates none.
       movements: operations that move rows of the batch between devices, because nothing cheaper is exact.
       whole_arguments: arguments that are replicated, because the devices do not divide their batch dim.
       argument_paths: the path of every leaf of the arguments other than the state.
@@ -70,7 +70,7 @@ class Report:
     keys: tuple[str, ...] = ()
     accumulator_bytes: int = 0
     schedule: Schedule = Schedule(())
-    roads: str = ""
+    code_paths: str = ""
     movements: tuple[Movement, ...] = ()
     whole_arguments: tuple[str, ...] = ()
     argument_paths: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ class Report:
             self._activations(),
             self.gathered_rows(),
             self._crossing_the_call(),
-            _leaf_lists.offloaded(self.plan, self.roads),
+            _leaf_lists.offloaded(self.plan, self.code_paths),
             _leaf_lists.owned(self.plan),
             self._not_in_shards(),
         ]
@@ -229,7 +229,7 @@ class Report:
             "movements": [_as_dict.movement(m) for m in self.movements],
             "buckets": sum(bucket.parts for bucket in plan.buckets) if plan.device_bytes else 0,
             "device_bytes": plan.device_bytes,
-            "host_updates": self.roads.splitlines(),
+            "host_updates": self.code_paths.splitlines(),
         }
 
     def _title(self) -> str:

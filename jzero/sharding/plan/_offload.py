@@ -81,7 +81,7 @@ class StepProgram(Protocol):
         """What a step does, as data: what it moves, where it needs memory, and what parts hand on follow."""
         ...
 
-    def roads(self) -> str:
+    def code_paths(self) -> str:
         """How the host updates each leaf, and sends what it makes; '' if it updates none."""
         ...
 
