@@ -1,4 +1,4 @@
-"""What crosses from the grad part to the update part of an offloaded step: bytes, and each value once."""
+"""What the optimizer program of an offloaded step reads of forward and backward, each value once."""
 
 from typing import Any
 
@@ -52,11 +52,11 @@ WITH_MASTERS = {
 
 
 def crossing(train_step, *arguments) -> tuple[list[str], list[str]]:
-    """Types of the values that the grad part hands out, and of the leaves on devices that buckets read."""
+    """Types of what the forward-backward program returns, and of the leaves on devices that buckets read."""
     step = train_step._programs.of(train_step._programs.bind(arguments, {})).step
     leaves, update = step._plan.leaves, step._plan.update
     inputs = {v: i for i, v in enumerate(step._invars)}
-    reads = {var for piece in update.pieces for var in piece.reads}
+    reads = {var for subgraph in update.subgraphs for var in subgraph.reads}
     here = [v for v in reads if v in inputs and leaves[inputs[v]].tier == "device"]
     assert list(step.grad.gives) == list(dict.fromkeys(step.grad.gives))
     assert set(step.grad.gives) <= reads
@@ -212,7 +212,7 @@ def test_pieces_that_read_one_gradient_stay_apart():
     (optax.chain(CLIP, optax.adamw(1e-2)), F32), (optax.adam(1e-2), F32),
 ], ids=["masters", "not finite", "dot products", "float32", "not clipped"])  # fmt: skip
 def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
-    """In the grad part; buckets gather nothing but new parameters. And the same training."""
+    """In the forward-backward program; buckets gather nothing but new parameters. And the same training."""
     step_fn, mesh = make_step(tx), jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     plain = small.shard_train_step(step_fn, mesh=mesh, **options)
     offloaded = on(4, ROOM, tx, **options)
@@ -236,7 +236,7 @@ def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
 
 @pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.chain(CLIP, optax.adam(1e-2))])
 def test_gradients_are_reduced_in_the_order_in_which_they_were_made(tx):
-    """Whoever reads them: some equation of the grad part, or the update part alone."""
+    """Whoever reads them: some equation of the forward-backward program, or the optimizer program alone."""
     report = on(4, ROOM, tx).describe(new_state(tx), BATCH)
     sizes = [c.elements for c in report.traffic if c.op == "reduce-scatter" and c.elements > 100]
     assert sizes == [51 * 16, 48 * 51, 64 * 48]

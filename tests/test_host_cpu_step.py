@@ -1029,7 +1029,7 @@ def test_report_names_what_is_left_to_xla():
 @pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 4])
 def test_numbers_of_several_updates_that_rest_on_the_devices(num):
-    """Pieces of one bucket hand a number to each other: the norm of updates that the host has no part in."""
+    """Subgraphs of one bucket share a number: the norm of updates that the host has no part in."""
     tx = optax.adam(1e-2, eps=1e-3)
 
     def step(state, x):

@@ -287,7 +287,7 @@ def test_plan_without_devices():
 
 
 def test_what_reads_the_batch_stays():
-    """A moment that the grad part reads: the loss is weighed by it."""
+    """A moment that the forward-backward program reads: the loss is weighed by it."""
 
     def step_fn(state, x):
         w, seen, mean = state

@@ -365,7 +365,7 @@ def test_the_time_of_copies_of_parts(scan):
 
 @pytest.mark.slow
 def test_optimizer_state_on_the_hosts():
-    """One grad part, and its update; without parameters on the hosts."""
+    """One forward-backward program, and its update; without parameters on the hosts."""
     state = programs.abstract_state(programs.Model())
     for policy, names in (
         (jzero.HostCPU(), {"grad_part"}),

@@ -1,4 +1,4 @@
-"""What an iteration costs the host: a step layer by layer, against the same step with one grad part.
+"""What an iteration costs the host: a step layer by layer, against the same step as one program.
 
 python experiments/infinity/overhead.py                   # 1 and 8 virtual devices; ten minutes
 python experiments/infinity/overhead.py --profile         # also which functions of the driver take the time

@@ -21,7 +21,7 @@ from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.segments._planned import PlannedStep
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._subgraphs import UpdatePart
+from jzero.sharding.cut._subgraphs import OptimizerProgram
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan, UpdateBucket
@@ -58,13 +58,13 @@ class InTier(Backend):
 
     def rest(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
-    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
+    ) -> tuple[Leaves, OptimizerProgram]:  # fmt: skip
         """Optimizer state in its tier, and parameters in theirs, in shards."""
         self.check(stage_axes)
         return _tiers.offloaded(self, leaves, frame, stage_axes)
 
     def buckets(
-        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
+        self, leaves: Leaves, frame: Frame, update: OptimizerProgram, boundary: Boundary
     ) -> tuple[UpdateBucket, ...]:
         """What the hosts update, and what devices do; or as much at a time as there is room for on these."""
         if self.updates_on_host:
@@ -125,7 +125,7 @@ class OnHostCPU(InTier):
 
     def rest(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
-    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
+    ) -> tuple[Leaves, OptimizerProgram]:  # fmt: skip
         """Optimizer state on the hosts, but for what `ratio` leaves on the devices."""
         placed, update = super().rest(leaves, frame, mesh, stage_axes)
         if self.waits:

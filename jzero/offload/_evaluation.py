@@ -25,7 +25,7 @@ from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Values
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._subgraphs import UpdatePart
+from jzero.sharding.cut._subgraphs import OptimizerProgram
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram, Window
 from jzero.sharding.plan._stages import StageAxes
@@ -43,14 +43,14 @@ class ReadFromHost(InTier):
 
     def rest(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
-    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
-        """Parameters in their tier, and no update part; if some are in files already, those and no others."""
+    ) -> tuple[Leaves, OptimizerProgram]:  # fmt: skip
+        """Parameters in their tier, or only those that are already in files; no optimizer program."""
         self.check(stage_axes)
         there = any(leaf.tier == NVME for leaf in leaves)
         if not (there and self.tier == NVME):
             leaves = tuple(dataclasses.replace(leaf, tier=DEVICE) for leaf in leaves)
             leaves = _tiers.with_params(self, leaves, stage_axes)
-        return leaves, UpdatePart((), ())
+        return leaves, OptimizerProgram((), ())
 
     def files_of(
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],

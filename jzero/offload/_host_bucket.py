@@ -29,18 +29,18 @@ WHO = _call.WHO
 
 
 class HostBucket:
-    """The pieces of an update that run on the host, as one function of one device's shards.
+    """The subgraphs of an update that run on the host, as one function of one device's shards.
 
     Attributes:
-      segment: the pieces as a program of devices, on leaves as they cross: in shards, like gradients.
+      segment: the subgraphs as a program of devices, on leaves as they cross: in shards, like gradients.
       leaves: the offloaded leaves that it reads or renews, by index.
-      reads: what else it reads: values of the grad part, and leaves on the devices.
+      reads: what else it reads: values of the forward-backward program, and leaves on the devices.
       axes: mesh axes of which it is told the device's index, as int32, after these.
       outs: outputs of the step that it makes beside these leaves, by index.
     """
 
     def __init__(self, builder: Builder, indices: Sequence[int]):
-        """Some pieces, by index.
+        """Some subgraphs, by index.
 
         Raises:
           OptionError: they need other devices.
@@ -49,11 +49,11 @@ class HostBucket:
         self._plan, self._invars = builder.planned.plan, builder.planned.frame.jaxpr.invars
         self._outvars, self.mesh = builder.planned.frame.jaxpr.outvars, builder.planned.mesh
         self._frame = builder.planned.frame
-        pieces = [self._plan.update.pieces[i] for i in indices]
-        self._cut = [piece for piece in pieces if _is_cut(self._plan.leaves, piece)]
+        subgraphs = [self._plan.update.subgraphs[i] for i in indices]
+        self._cut = [subgraph for subgraph in subgraphs if _is_cut(self._plan.leaves, subgraph)]
         _check_cut(builder, self._cut)
-        self.segment = builder.bucket(pieces, 0, {})
-        uncut = [piece for piece in pieces if piece not in self._cut]
+        self.segment = builder.bucket(subgraphs, 0, {})
+        uncut = [subgraph for subgraph in subgraphs if subgraph not in self._cut]
         self._uncut = builder.bucket(uncut, 0, {}) if self._cut else self.segment
         self._body = _rewrite.body_of_shard_map(self._uncut.run, *self._uncut.avals())
         if _moves(self._body.jaxpr):
@@ -63,7 +63,7 @@ class HostBucket:
         mine = {hosted[var] for var in self.segment.takes if var in hosted}
         self.leaves = sorted({*mine, *(i for i in outs if i in hosted.values())})
         used = {self._uncut.takes[i] for i in self._body.used}
-        used.update(var for piece in self._cut for var in piece.reads)
+        used.update(var for subgraph in self._cut for var in subgraph.reads)
         self.reads = [var for var in self.segment.takes if var in used and var not in hosted]
         self.axes = self._body.axes
         self.outs = [i for i in outs if i not in self.leaves]
@@ -77,9 +77,9 @@ class HostBucket:
             [known.get(v) for v in self._uncut.takes], inputs[len(self.reads) :]
         )
         made = dict(zip(self._uncut.outs, results[len(self._uncut.gives) :], strict=True))
-        for piece in self._cut:
-            mine = [*piece.reads, *(self._invars[i] for i in piece.leaves)]
-            made |= _elementwise.outputs(self._frame, piece, {var: known[var] for var in mine})
+        for subgraph in self._cut:
+            mine = [*subgraph.reads, *(self._invars[i] for i in subgraph.leaves)]
+            made |= _elementwise.outputs(self._frame, subgraph, {var: known[var] for var in mine})
         new = [made.get(i, old) for i, old in zip(self.leaves, state, strict=True)]
         return new, [made[i] for i in self.outs]
 
@@ -159,17 +159,17 @@ class HostBucket:
         return _leaves.axes_away(self._plan.leaves, self._plan.stage_axes.shard_axes)
 
 
-def _is_cut(leaves: Sequence[LeafPlan], piece: Subgraph) -> bool:
-    """Whether XLA shards leaves of a piece over further mesh axes."""
-    return any(any(leaves[i].automatic) for i in piece.leaves)
+def _is_cut(leaves: Sequence[LeafPlan], subgraph: Subgraph) -> bool:
+    """Whether XLA shards leaves of a subgraph over further mesh axes."""
+    return any(any(leaves[i].automatic) for i in subgraph.leaves)
 
 
-def _check_cut(builder: Builder, pieces: Sequence[Subgraph]) -> None:
+def _check_cut(builder: Builder, subgraphs: Sequence[Subgraph]) -> None:
     """What the host has of such leaves is a part of what a program of the data axes has."""
     plan, bad = builder.planned.plan, []
-    for piece in pieces:
-        if why := part_obstacle(builder.planned.frame, plan.leaves, plan.boundary, piece):
-            paths = [plan.leaves[i].path for i in _subgraphs.leaves_of([piece])]
+    for subgraph in subgraphs:
+        if why := part_obstacle(builder.planned.frame, plan.leaves, plan.boundary, subgraph):
+            paths = [plan.leaves[i].path for i in _subgraphs.leaves_of([subgraph])]
             bad.append(f"{first_of(paths)}: {why}")
     if bad:
         raise OptionError(message(
@@ -179,15 +179,15 @@ def _check_cut(builder: Builder, pieces: Sequence[Subgraph]) -> None:
             things="groups of leaves", shown=6))  # fmt: skip
 
 
-def _refuse(builder: Builder, pieces: Sequence[Subgraph]) -> None:
+def _refuse(builder: Builder, subgraphs: Sequence[Subgraph]) -> None:
     """Nothing here may need another device."""
     leaves, bad = builder.planned.plan.leaves, []
-    for piece in pieces:
-        segment = builder.bucket([piece], 0, {})
+    for subgraph in subgraphs:
+        segment = builder.bucket([subgraph], 0, {})
         body = _rewrite.body_of_shard_map(segment.run, *segment.avals())
         if ops := _moves(body.jaxpr):
-            paths = [leaves[i].path for i in _subgraphs.leaves_of([piece])]
-            where = _elementwise.obstacle(builder.planned.frame, piece)
+            paths = [leaves[i].path for i in _subgraphs.leaves_of([subgraph])]
+            where = _elementwise.obstacle(builder.planned.frame, subgraph)
             bad.append(
                 f"{first_of(paths)}: {', '.join(ops)} between the devices{where and f' ({where})'}"
             )

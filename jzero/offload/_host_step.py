@@ -57,7 +57,8 @@ class Pending:
 
     Attributes:
       step: whose they are.
-      reads: values of the grad part, on their way to pinned memory until the devices have computed them.
+      reads: values of the forward-backward program, on their way to pinned memory until the devices have
+        computed them.
     """
 
     step: HostStep
@@ -67,7 +68,7 @@ class Pending:
 class HostStep:
     """A step in two parts: gradients on the devices, their update on the host.
 
-        gradients = grad part(parameters, batch)        # each travels to the host when it is reduced
+        gradients = forward_backward(parameters, batch)  # each travels to the host when it is reduced
         for chunk in chunks:                            # in place, on the host
             moments, parameters = update(moments, gradients)
             send parameters to the devices              # while the next chunk is updated
@@ -82,8 +83,8 @@ class HostStep:
     Attributes:
       leaves: where the state is stored.
       shardings: the same, for JAX.
-      grad: the grad part.
-      buckets: of the update part, each on the devices: what the host does, then what is stored on them.
+      grad: the forward-backward program.
+      buckets: of the optimizer program, each on the devices: what the host does, then what is stored on them.
       host: what the host does.
     """
 
@@ -118,8 +119,8 @@ class HostStep:
         self.grad, self.buckets = self._segments.grad, self._segments.buckets
         self.run, self.trace = self._segments.run, self._segments.trace
         self.found = self._segments.found
-        pieces = planned.plan.buckets[0].pieces
-        self.host = HostBucket(builder, pieces)
+        subgraphs = planned.plan.buckets[0].subgraphs
+        self.host = HostBucket(builder, subgraphs)
         reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
         # What the host renews it reads as it is then; all else, a loss scale, as it was for the gradients.
         leaf_of, renewed = self._segments.leaf_of, set(self.host.outs)
@@ -142,7 +143,7 @@ class HostStep:
             known = [*self._known, *self._layered.literals]
             if self._begins_early:
                 self._early_plan = plan_early(
-                    planned, self._layered, pieces, known, self._stays, self._assumes,
+                    planned, self._layered, subgraphs, known, self._stays, self._assumes,
                     self._in_tiles(),
                 )  # fmt: skip
             self._layered.send_slices(self._early_plan.slices)
@@ -199,7 +200,7 @@ class HostStep:
         return Update(self._store, tuple(refs), tuple(takes), begin=bucket)
 
     def _takes(self, bucket: EarlyBucket) -> list[Var]:
-        """What an early update takes of what the grad part sends."""
+        """What an early update takes of what the forward-backward program sends."""
         assert self._layered is not None
         return bucket.arriving({*self._known, *self._layered.literals})
 

@@ -48,7 +48,7 @@ class NVMeStep(HostStep):
 
     Behaves like::
 
-        gradients = grad part(parameters, batch)        # each travels to the host when it is reduced
+        gradients = forward_backward(parameters, batch)  # each travels to the host when it is reduced
         for tile in tiles:                              # read ahead, written behind, in few buffers
             moments, parameters = update(moments, gradients)
             send parameters to the devices
@@ -370,7 +370,7 @@ class NVMeStep(HostStep):
     def _written(
         self, store: NVMeStore, state: Sequence[Any], values: Values
     ) -> tuple[list[Any], Any]:
-        """Runs the grad part: what it sends, None of what waits in files, and all else."""
+        """Runs the forward-backward program: what it sends, None of what waits in files, and all else."""
         if not self._waiting:
             return self._gradients(values, *self._told_of(self._run))
         devices = state[self._hosted[0]].placement.devices

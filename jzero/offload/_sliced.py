@@ -60,7 +60,7 @@ def _done(start: Any) -> jax.Array:
 
 
 class SlicedBucket:
-    """The programs of one piece, for rows of its leaves.
+    """The programs of one subgraph, for rows of its leaves.
 
     Parameters, and whatever else of the state is stored on the devices, become shards like the moments' first
     and are updated in place; when the last slice is done they take their stored form.
@@ -73,15 +73,15 @@ class SlicedBucket:
 
         Args:
           planned: the step.
-          bucket: one piece, in slices.
+          bucket: one subgraph, in slices.
           offloaded: where offloaded leaves are stored.
         """
-        piece = planned.plan.update.pieces[bucket.pieces[0]]
-        self._piece, self._offloaded, self._nbytes = piece, offloaded, bucket.nbytes_at_once
+        subgraph = planned.plan.update.subgraphs[bucket.subgraphs[0]]
+        self._subgraph, self._offloaded, self._nbytes = subgraph, offloaded, bucket.nbytes_at_once
         self._planned, self._frame = planned, planned.frame
         leaves, boundary = planned.plan.leaves, planned.plan.boundary
-        layout = layout_of(planned.frame, leaves, boundary, piece)
-        leaf = leaves[piece.leaves[0]]
+        layout = layout_of(planned.frame, leaves, boundary, subgraph)
+        leaf = leaves[subgraph.leaves[0]]
         assert layout is not None
         self._layout, self._leaf = layout, leaf
         self._spec = _layout.partition_spec(layout, leaf.automatic)
@@ -89,14 +89,16 @@ class SlicedBucket:
         axes = (*(layout.axes if isinstance(layout, Shard) else ()), *self._also)
         self._slice_spec = P(axes) if axes else P()
         invars = self._frame.jaxpr.invars
-        self._back = [i for i in piece.outs if invars[i] in offloaded]
-        self._renewed = [i for i in piece.outs if invars[i] not in offloaded]
-        hosted = [var for var in piece.reads if var in offloaded]
+        self._back = [i for i in subgraph.outs if invars[i] in offloaded]
+        self._renewed = [i for i in subgraph.outs if invars[i] not in offloaded]
+        hosted = [var for var in subgraph.reads if var in offloaded]
         self._own = [
             var for var in hosted if var in self._vars(self._back)
         ]  # renewed in their place
         self._others = [var for var in hosted if var not in self._own]
-        rest = [v for v in piece.reads if v not in offloaded and v not in self._vars(self._renewed)]
+        rest = [
+            v for v in subgraph.reads if v not in offloaded and v not in self._vars(self._renewed)
+        ]
         self._scalars = [var for var in rest if not var.aval.shape]
         self._large = [var for var in rest if var.aval.shape]
         rows = num_rows(leaf)
@@ -257,10 +259,10 @@ class SlicedBucket:
             names = [*self._own, *self._others, *whole, *self._scalars]
             given = dict(zip(names, [*own, *others, *cut, *scalars], strict=True))
             shape = next(x.shape for x in given.values() if x.ndim)
-            values = _elementwise.evaluate(self._frame, self._piece.eqns, given, shape)
+            values = _elementwise.evaluate(self._frame, self._subgraph.eqns, given, shape)
             new = {
                 i: self._masked(values[_jaxpr.variable(jaxpr.outvars[i])], start)
-                for i in self._piece.outs
+                for i in self._subgraph.outs
             }
             new = {i: _jaxpr.with_type_of(x, jaxpr.outvars[i]) for i, x in new.items()}
             parts = [_put(x, new[i], start) for i, x in zip(renewed, olds, strict=True)]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jzero._errors import OptionError, message
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _elementwise, _subgraphs
-from jzero.sharding.cut._subgraphs import Subgraph, UpdatePart
+from jzero.sharding.cut._subgraphs import OptimizerProgram, Subgraph
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._layout import RestLayout
 from jzero.sharding.plan._leaves import LeafPlan
@@ -29,27 +29,27 @@ class Slicer:
     Attributes:
       leaves: of the state.
       frame: the root frame of the step.
-      update: its update part.
+      update: its optimizer program.
       boundary: how values lie between its programs.
       device_bytes: the most bytes of offloaded leaves on each device at any time.
     """
 
     leaves: tuple[LeafPlan, ...]
     frame: Frame
-    update: UpdatePart
+    update: OptimizerProgram
     boundary: Boundary
     device_bytes: int
 
     def buckets(self) -> tuple[UpdateBucket, ...]:
-        """As many pieces in each as there is room for.
+        """As many subgraphs in each as there is room for.
 
         Raises:
           OptionError: leaves that visit together are larger than `device_bytes`.
         """
         sizes = [leaf.nbytes_per_device for leaf in self.leaves]
-        pieces = self.update.pieces
-        packs = _subgraphs.pack(pieces, sizes, self.device_bytes // BUCKETS_AT_ONCE)
-        number = {id(piece): i for i, piece in enumerate(pieces)}
+        subgraphs = self.update.subgraphs
+        packs = _subgraphs.pack(subgraphs, sizes, self.device_bytes // BUCKETS_AT_ONCE)
+        number = {id(subgraph): i for i, subgraph in enumerate(subgraphs)}
         buckets = []
         for pack in packs:
             nbytes = _subgraphs.nbytes_of(pack, sizes)
@@ -74,9 +74,9 @@ class Slicer:
         num = -(-rows // max(1, most * rows // nbytes))
         return num, -(-rows // num) * nbytes // rows
 
-    def _obstacle(self, piece: Subgraph) -> str:
-        """Why a piece's leaves cannot be cut into slices; '' if they can."""
-        return obstacle_of(self.frame, self.leaves, self.update, self.boundary, piece)
+    def _obstacle(self, subgraph: Subgraph) -> str:
+        """Why a subgraph's leaves cannot be cut into slices; '' if they can."""
+        return obstacle_of(self.frame, self.leaves, self.update, self.boundary, subgraph)
 
     def _check_room(
         self, packs: Sequence[Sequence[Subgraph]], buckets: Sequence[UpdateBucket]
@@ -99,52 +99,52 @@ class Slicer:
 def obstacle_of(
     frame: Frame,
     leaves: Sequence[LeafPlan],
-    update: UpdatePart,
+    update: OptimizerProgram,
     boundary: Boundary,
-    piece: Subgraph,
+    subgraph: Subgraph,
 ) -> str:
-    """Why no part of a piece's leaves can be updated by itself, at any time; '' if each can."""
-    if found := _not_alone(frame, leaves, piece):
+    """Why no part of a subgraph's leaves can be updated by itself, at any time; '' if each can."""
+    if found := _not_alone(frame, leaves, subgraph):
         return found
-    if layout_of(frame, leaves, boundary, piece) is None:
+    if layout_of(frame, leaves, boundary, subgraph) is None:
         return "they are not all stored alike"
     invars = frame.jaxpr.invars
-    own = {*piece.reads, *(invars[i] for i in piece.outs)} & set(invars[: len(leaves)])
+    own = {*subgraph.reads, *(invars[i] for i in subgraph.outs)} & set(invars[: len(leaves)])
     own = {var for var in own if var.aval.shape}  # All may read a scalar: a loss scale.
-    others = [other for other in update.pieces if other is not piece]
+    others = [other for other in update.subgraphs if other is not subgraph]
     if any(own & set(other.reads) for other in others):  # They need the leaf as it was.
         return "other updates read them, too"
     return ""
 
 
 def part_obstacle(
-    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, piece: Subgraph
+    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, subgraph: Subgraph
 ) -> str:
     """Why a device's part of leaves, over all mesh axes, cannot be updated by itself; '' if it can."""
-    if found := _not_alone(frame, leaves, piece):
+    if found := _not_alone(frame, leaves, subgraph):
         return found
     invars = frame.jaxpr.invars
-    hosted = {invars[i] for i in piece.leaves}
-    met = {*piece.reads, *(invars[i] for i in piece.outs)} - hosted
-    places = {(leaves[i].layout, leaves[i].automatic) for i in piece.leaves}
+    hosted = {invars[i] for i in subgraph.leaves}
+    met = {*subgraph.reads, *(invars[i] for i in subgraph.outs)} - hosted
+    places = {(leaves[i].layout, leaves[i].automatic) for i in subgraph.leaves}
     crossing = [boundary.crossed(var) for var in met if var.aval.shape]
     places |= {(value.layout, value.automatic) for value in crossing}
     return "their moments, gradients and masters are not all cut alike" if len(places) > 1 else ""
 
 
-def _not_alone(frame: Frame, leaves: Sequence[LeafPlan], piece: Subgraph) -> str:
-    if any(i >= len(leaves) for i in piece.outs):
+def _not_alone(frame: Frame, leaves: Sequence[LeafPlan], subgraph: Subgraph) -> str:
+    if any(i >= len(leaves) for i in subgraph.outs):
         return "the step returns something else of their update"
-    return _elementwise.obstacle(frame, piece)
+    return _elementwise.obstacle(frame, subgraph)
 
 
 def layout_of(
-    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, piece: Subgraph
+    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, subgraph: Subgraph
 ) -> RestLayout | None:
-    """The layout of a piece's offloaded leaves and gradients, if XLA, too, shards all of them alike."""
-    own = [leaves[i] for i in piece.leaves]
+    """The layout of a subgraph's offloaded leaves and gradients, if XLA, too, shards all of them alike."""
+    own = [leaves[i] for i in subgraph.leaves]
     state = set(frame.jaxpr.invars[: len(leaves)])
-    gradients = [boundary.of(v) for v in piece.reads if v.aval.shape and v not in state]
+    gradients = [boundary.of(v) for v in subgraph.reads if v.aval.shape and v not in state]
     found = {(x.layout, x.automatic) for x in own} | {(x.layout, x.automatic) for x in gradients}
     return found.pop()[0] if len(found) == 1 else None
 

@@ -52,11 +52,11 @@ class _Offloaded(NamedTuple):
 
 
 class StreamedStep:
-    """A step as several programs: the grad part, and a bucket of the update after the other.
+    """A step as several programs: the forward-backward program, and a bucket of the update after the other.
 
     Attributes:
-      grad: the grad part.
-      buckets: the programs of the update part, in the order of the plan's buckets.
+      grad: the forward-backward program.
+      buckets: the optimizer program's, in the order of the plan.
       compiled: those of whole buckets, after a step.
     """
 
@@ -109,7 +109,7 @@ class StreamedStep:
         return ""
 
     def schedule(self) -> Schedule:
-        """The grad part, and each bucket of the update: its leaves come, and go back."""
+        """The forward-backward program, and each bucket of the update: its leaves come, and go back."""
         if self._layered:
             return Schedule((*self._layered.ops, *self._update.ops), self._layered.buffers())
         ops = (*waits(self._segments.plan), Run("gradients"), *self._update.ops)
@@ -119,7 +119,7 @@ class StreamedStep:
 
     @functools.cached_property
     def _update(self) -> Executable:
-        """What runs behind the grad part."""
+        """What runs behind the forward-backward program."""
         ops = [op for index, _ in enumerate(self.buckets) for op in self._ops(index)]
         placed = [(self._is_there(i), value) for i, value in self._new.items()]
         here, there = (

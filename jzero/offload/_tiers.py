@@ -14,7 +14,7 @@ from jzero._memory_kinds import DEVICE, HOST
 from jzero.offload import _bandwidth
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _subgraphs
-from jzero.sharding.cut._subgraphs import Subgraph, UpdatePart
+from jzero.sharding.cut._subgraphs import OptimizerProgram, Subgraph
 from jzero.sharding.plan import _leaves
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._offload import Backend, Leaves
@@ -27,14 +27,14 @@ WHO = _call.WHO
 
 def offloaded(
     backend: Backend, leaves: Leaves, frame: Frame, stage_axes: StageAxes
-) -> tuple[Leaves, UpdatePart]:
-    """The leaves with optimizer state and parameters in their tiers, and the update part.
+) -> tuple[Leaves, OptimizerProgram]:
+    """The leaves with optimizer state and parameters in their tiers, and the optimizer program.
 
     Raises:
       OptionError: there is none that is worth it.
     """
     if not backend.offloads:
-        return leaves, UpdatePart((), ())
+        return leaves, OptimizerProgram((), ())
     moving = optimizer_leaves(leaves, frame, stage_axes)
     placed = tuple(
         dataclasses.replace(leaf, tier=backend.tier) if i in moving else leaf
@@ -42,7 +42,7 @@ def offloaded(
     )
     update = _subgraphs.cut_update(frame, moving)
     alone = not moving and backend.window.host_bytes  # Files may have parameters alone.
-    if backend.tier != DEVICE and not alone and not update.pieces:
+    if backend.tier != DEVICE and not alone and not update.subgraphs:
         said = f"Memory(optimizer={backend.state!r})" if backend.streams else str(backend)
         raise OptionError(message(
             WHO, f"{said}, and the state has no optimizer state that is worth it",
@@ -83,13 +83,13 @@ def _staying(leaves: Leaves, frame: Frame) -> list[int]:
     return [i for i, var in enumerate(invars) if var in feeding]
 
 
-def check_delayed(leaves: Leaves, frame: Frame, update: UpdatePart) -> None:
+def check_delayed(leaves: Leaves, frame: Frame, update: OptimizerProgram) -> None:
     """A delayed update happens after the next gradients, and after its own step has returned.
 
     Args:
       leaves: as they would be stored on the devices.
       frame: the root frame of the step.
-      update: its update part.
+      update: its optimizer program.
     """
     staying = _staying(leaves, frame)
     read = [describe_leaf(leaf.path, leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)
@@ -138,7 +138,7 @@ def measured_share(leaves: Leaves, mesh: Mesh, stage_axes: StageAxes, threads: i
     return _bandwidth.share(found, moving, params)
 
 
-def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> Leaves:
+def shared(leaves: Leaves, update: OptimizerProgram, ratio: float, measured: bool) -> Leaves:
     """The leaves with those back on the devices that `ratio`, a share of all bytes, leaves there.
 
     Raises:
@@ -146,7 +146,7 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
     """
     if ratio == 1:
         return leaves
-    together = _connected(update.pieces)
+    together = _connected(update.subgraphs)
     sizes = [leaf.nbytes for leaf in leaves]
     most = ratio * sum(_subgraphs.nbytes_of(group, sizes) for group in together)
     host: set[int] = set()
@@ -173,36 +173,37 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
     )
 
 
-def _connected(pieces: Sequence[Subgraph]) -> list[list[Subgraph]]:
-    """Pieces in groups between which nothing passes, and that have no leaf in common."""
-    given = {var for piece in pieces for var in piece.gives}
+def _connected(subgraphs: Sequence[Subgraph]) -> list[list[Subgraph]]:
+    """Subgraphs in groups between which nothing passes, and that have no leaf in common."""
+    given = {var for subgraph in subgraphs for var in subgraph.gives}
     return grouped(
-        pieces, lambda piece: {*piece.leaves, *piece.gives, *given.intersection(piece.reads)}
+        subgraphs,
+        lambda subgraph: {*subgraph.leaves, *subgraph.gives, *given.intersection(subgraph.reads)},
     )
 
 
-def buckets(leaves: Leaves, update: UpdatePart) -> tuple[UpdateBucket, ...]:
+def buckets(leaves: Leaves, update: OptimizerProgram) -> tuple[UpdateBucket, ...]:
     """What the hosts' processors run, and then what runs on the devices."""
     there = {i for i, leaf in enumerate(leaves) if leaf.tier != DEVICE}
-    number = {id(piece): i for i, piece in enumerate(update.pieces)}
+    number = {id(subgraph): i for i, subgraph in enumerate(update.subgraphs)}
     hosted = [
-        number[id(piece)]
-        for group in _connected(update.pieces)
+        number[id(subgraph)]
+        for group in _connected(update.subgraphs)
         if there & set(_subgraphs.leaves_of(group))
-        for piece in group
+        for subgraph in group
     ]
-    rest = [i for i in range(len(update.pieces)) if i not in hosted]
+    rest = [i for i in range(len(update.subgraphs)) if i not in hosted]
     buckets = (
         _bucket(leaves, update, hosted, on_host=True),
         _bucket(leaves, update, rest, on_host=False),
     )
-    return tuple(bucket for bucket in buckets if bucket.pieces)
+    return tuple(bucket for bucket in buckets if bucket.subgraphs)
 
 
 def _bucket(
-    leaves: Leaves, update: UpdatePart, indices: Sequence[int], on_host: bool
+    leaves: Leaves, update: OptimizerProgram, indices: Sequence[int], on_host: bool
 ) -> UpdateBucket:
-    offloaded = _subgraphs.leaves_of([update.pieces[i] for i in indices])
+    offloaded = _subgraphs.leaves_of([update.subgraphs[i] for i in indices])
     nbytes = sum(leaves[i].nbytes_per_device for i in offloaded)
     paths = tuple(leaves[i].path for i in offloaded)
     return UpdateBucket(tuple(indices), paths, nbytes, on_host=on_host)

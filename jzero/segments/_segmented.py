@@ -16,11 +16,11 @@ class SegmentedStep:
     """The segments of a step, and the step as one function of them.
 
     Attributes:
-      grad: the grad part.
-      buckets: of the update part, as the plan has them.
+      grad: the forward-backward program.
+      buckets: of the optimizer program, as the plan has them.
       leaf_of: for each variable of a leaf of the state, its index.
-      plan: with what the grad part's program says of itself.
-      found: the grad part, as the partitioner has written it.
+      plan: with what the forward-backward program says of itself.
+      found: the forward-backward program, as the partitioner has written it.
     """
 
     def __init__(self, builder: Builder):

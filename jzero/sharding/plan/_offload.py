@@ -18,7 +18,7 @@ from jzero._policy import Memory, NVMe, PinnedHost
 from jzero.offload.schedule._ops import Value, Wait
 from jzero.offload.schedule._schedule import Schedule
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._subgraphs import UpdatePart
+from jzero.sharding.cut._subgraphs import OptimizerProgram
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Analysis, StepPlan, UpdateBucket
@@ -205,8 +205,8 @@ class Backend(abc.ABC):
         frame: Frame,
         mesh: Mesh,
         stage_axes: StageAxes,
-    ) -> tuple[Leaves, UpdatePart]:
-        """The leaves with their tiers, and the update part: what follows from those that are offloaded.
+    ) -> tuple[Leaves, OptimizerProgram]:
+        """The leaves with their tiers, and the optimizer program: what follows from those that are offloaded.
 
         Args:
           leaves: as they would rest on the devices.
@@ -220,9 +220,9 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def buckets(
-        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
+        self, leaves: Leaves, frame: Frame, update: OptimizerProgram, boundary: Boundary
     ) -> tuple[UpdateBucket, ...]:
-        """The buckets in which the update part runs.
+        """The buckets in which the optimizer program runs.
 
         Raises:
           OptionError: the policies cannot be obeyed.
