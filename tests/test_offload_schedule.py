@@ -249,11 +249,11 @@ def test_it_prints_as_a_table():
     schedule = train_step.describe(matrix, matrix, x).schedule
     print(schedule)
     assert str(schedule).splitlines() == [
-        "operation  what                  each device  link",
+        "operation  what                    each device  link",
         "run        gradients",
-        "fetch      1 x optimizer state       2.0 KiB  pinned_host -> device",
+        "fetch      1 x optimizer state         2.0 KiB  pinned_host -> device",
         "run        a bucket of the update",
-        "send       1 x optimizer state       2.0 KiB  device -> pinned_host",
+        "send       1 x optimizer state         2.0 KiB  device -> pinned_host",
     ]
     assert repr(schedule) == "<Schedule: 4 operations; print it>"
     rows = train_step.describe(matrix, matrix, x).to_dict()["schedule"]
