@@ -1,5 +1,6 @@
 """State in files is updated while earlier layers compute: the same bits as if every tile had waited."""
 
+import gc
 import itertools
 import threading
 from typing import Any
@@ -66,7 +67,7 @@ class Seen:
 
     @property
     def begun(self) -> list[bool]:
-        return [begun for begun, *_ in self.steps]
+        return [begun > 0 for begun, *_ in self.steps]
 
     @property
     def kept(self) -> list[bool]:
@@ -78,9 +79,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return Seen(monkeypatch)
 
 
+PINNED = {"offload_params": jzero.PinnedHost(device_bytes=2**14)}
+
+
 def step_of(scan: bool, tx: Any, num: int, folder: Any, **options: Any) -> Any:
     return small.shard_train_step(
-        make_step(scan, tx), mesh=mesh_of({"data": num}), **policies(folder), **options
+        make_step(scan, tx), mesh=mesh_of({"data": num}), **policies(folder) | options
     )
 
 
@@ -127,11 +131,13 @@ def test_the_same_bits(name: str, pattern: str, seen: Seen, tmp_path: Any):
     check_same_bits(True, name, PATTERNS[pattern], 2, tmp_path, seen)
 
 
-@pytest.mark.slow(but=[0, 2])
+@pytest.mark.slow(but=[0, 1, 4])
 @pytest.mark.parametrize(
     ("scan", "name", "num", "options"),
     [
         (False, "adamw", 8, {}),
+        (True, "adamw", 4, PINNED),
+        (False, "masters", 2, PINNED),
         (True, "masters", 1, {}),
         (True, "adamw", 4, {"accumulate": 2, "layer_major": True}),
         (False, "clips and skips", 4, {"accumulate": 2}),
@@ -165,14 +171,10 @@ def test_without_a_clip_every_step_but_the_first_begins_early(seen: Seen, tmp_pa
         assert a.tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize(
-    "options", [{"in_place": True}, {"gradients": True}, {"pinned": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"in_place": True}, {"gradients": True}], ids=str)
 def test_what_has_one_version_waits(options: Any, seen: Seen, tmp_path: Any):
-    """Of files, or of parameters in pinned memory; and what gradients in files are read with."""
-    memory = policies(tmp_path, **{k: v for k, v in options.items() if k != "pinned"})
-    if "pinned" in options:
-        memory["offload_params"] = jzero.PinnedHost(device_bytes=2**14)
+    """And what gradients in files are read with."""
+    memory = policies(tmp_path, **options)
     tx = OPTIMIZERS["adamw"]
     train_step = small.shard_train_step(make_step(True, tx), mesh=mesh_of({"data": 2}), **memory)
     state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
@@ -187,7 +189,7 @@ class Stop(BaseException):
 
 
 FAULTS = {
-    "a layer, when tiles are written": (Execution, "_run", 8),
+    "a layer, when tiles are written": (Execution, "_run", 13),
     "an early tile is read": (TileFiles, "read", 3),
     "an early tile is written": (TileFiles, "write", 3),
     "an early tile is updated": (TiledUpdate, "update_tile", 3),
@@ -230,6 +232,42 @@ def test_a_failed_step_leaves_the_state_as_it_was(
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected[-1]), strict=True):
         assert a.tobytes() == b.tobytes()
     assert threading.active_count() < 40
+
+
+@pytest.mark.parametrize("what", ["a layer, when tiles are written", "the other tiles"])
+def test_parameters_in_pinned_memory_are_lost_by_name(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+):
+    """They are updated in their place; the files have the old version, and the next state trains as ever."""
+    where, name, at = FAULTS[what]
+    tx, scales = OPTIMIZERS["adamw"], [SMALL, SMALL, LARGE]
+    expected, _ = trained(True, tx, scales, 2, tmp_path / "whole", **PINNED)
+    train_step = step_of(True, tx, 2, tmp_path / "fails", **PINNED)
+    state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
+    for i, scale in enumerate(scales[:2]):
+        state, _ = train_step(state, batch(i) * scale)
+    calls, call = itertools.count(), getattr(where, name)
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if next(calls) == at:
+            raise Stop
+        return call(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, failing)
+        with pytest.raises(Stop):
+            train_step(state, batch(2) * LARGE)
+    assert any(x.is_deleted() for x in jax.tree.leaves(state["params"]))
+    with pytest.raises(jzero.StateError, match="params"):
+        train_step(state, batch(2) * LARGE)
+    del state
+    gc.collect()
+    state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
+    for i, scale in enumerate(scales):
+        state, metrics = train_step(state, batch(i) * scale)
+    found = zoo.to_host((state, metrics))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected[-1]), strict=True):
+        assert a.tobytes() == b.tobytes()
 
 
 def test_a_step_within_itself_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):

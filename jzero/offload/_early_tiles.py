@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`EarlyTiles`: state in files that is updated while earlier layers still compute their backward pass.
 
-A step writes beside what the step before has written, and so it keeps nothing to undo an update that has
-begun on a wrong `Assumption`: its tiles are read and written again.
+A step writes beside what the step before has written. So it keeps nothing of what is in files to undo an
+update that has begun on a wrong `Assumption`: its tiles are read and written again. Of parameters in pinned
+memory, which are updated in their place, it keeps old values.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jzero._thread_group import ThreadGroup
 from jzero.offload._assumptions import History, numbers_of
@@ -20,10 +22,12 @@ from jzero.offload._host_bucket import HostBucket
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.kernels._tiled_update import Part
 from jzero.offload.memory._nvme_store import NVMeStore
+from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.offload.nvme._files import TileAt
 from jzero.offload.nvme._sweep import sweep
 from jzero.offload.schedule._ops import Update
 from jzero.segments._segment import Var
+from jzero.sharding.plan._leaves import LeafPlan
 
 
 class EarlyTiles:
@@ -32,6 +36,8 @@ class EarlyTiles:
     Attributes:
       engine: updates them.
       takes: of each early update, what it takes of what arrives.
+      residents: by the engine's index, which leaves are in pinned memory.
+      variables: of all leaves.
       inputs: of what the hosts read, by which index the engine knows it.
       history: what numbers of assumptions were in the last steps.
       assumptions: of all buckets; None among them if one assumes nothing.
@@ -39,16 +45,21 @@ class EarlyTiles:
     """
 
     def __init__(
-        self, engine: TiledEngine, host: HostBucket, takes: Mapping[EarlyBucket, Sequence[Var]]
-    ):
+        self, engine: TiledEngine, host: HostBucket, takes: Mapping[EarlyBucket, Sequence[Var]],
+        residents: Mapping[int, int], variables: Sequence[Var], old_bytes: int,
+    ):  # fmt: skip
         """Plans.
 
         Args:
           engine: of all tiles of the step.
           host: what it updates.
           takes: the early updates, and what each takes of what arrives.
+          residents: by the engine's index, which leaves are in pinned memory.
+          variables: of all leaves.
+          old_bytes: of old values of these, on each device, at most.
         """
         self.engine, self.takes = engine, takes
+        self.residents, self.variables, self._old_bytes = residents, variables, old_bytes
         self.inputs = {var: i for i, var in enumerate(host.reads)}
         self.arrivals: list[Part] = []
         bucket_of = {i: bucket for bucket in takes for i in bucket.leaves}
@@ -71,8 +82,23 @@ class EarlyTiles:
             for tile, buckets in self._buckets.items()
             if all(self.history.allows(bucket.assumption) for bucket in buckets)
         }
-        mine = [at for at in self.engine.tiles if at.tile in found]
-        return sorted(mine, key=lambda at: (found[at.tile], at.tile, at.file))
+        room, number = self._old_bytes, dict[int, int]()
+        for tile in sorted(found, key=found.__getitem__):
+            room -= update.resident_bytes(tile) * self.keeps_old
+            if room < 0:
+                break
+            number[tile] = len(number)
+        mine = [at for at in self.engine.tiles if at.tile in number]
+        return sorted(mine, key=lambda at: (number[at.tile], at.file))
+
+    @property
+    def keeps_old(self) -> bool:
+        """Whether an update may have to be undone."""
+        return any(self.assumptions)
+
+    def buckets(self, order: Sequence[TileAt]) -> set[EarlyBucket]:
+        """Those that tiles are of."""
+        return {bucket for at in order for bucket in self._buckets[at.tile]}
 
 
 class _StoppedError(Exception):
@@ -85,12 +111,29 @@ class TileRun:
     Attributes:
       step: the number under which tiles are written; None while none is.
       arrived: the arrays of each shard, of what has arrived.
+      taken: leaves of the new state in pinned memory that have been taken, by index: from then on the old
+        state is lost, by name, should the step fail.
     """
 
-    def __init__(self, early: EarlyTiles, store: NVMeStore):
-        """Begins nothing."""
-        self._early, self._store = early, store
+    def __init__(
+        self, early: EarlyTiles, store: NVMeStore, state: Sequence[Any], plans: Sequence[LeafPlan]
+    ):
+        """Begins nothing.
+
+        Args:
+          early: what can be updated early.
+          store: the files.
+          state: whose leaves are updated.
+          plans: of all leaves.
+        """
+        self._early, self._store, self._state, self._plans = early, store, state, plans
         self._order = early.order()
+        self._buckets = early.buckets(self._order)
+        self._memory: dict[int, list[np.ndarray]] = {}  # Of residents, by the engine's index.
+        self._old: list[
+            tuple[np.ndarray, np.ndarray]
+        ] = []  # What is overwritten there, and a copy.
+        self.taken: dict[int, jax.Array] = {}
         self._known: dict[Var, jax.Array] = {}
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._group = ThreadGroup(lambda: self._news.put(None))
@@ -104,18 +147,32 @@ class TileRun:
     def begin(
         self, update: Update, at: int | None, arrays: Sequence[jax.Array]
     ) -> dict[Var, jax.Array]:
-        """Takes gradients that have arrived; no leaf is another array because of that."""
+        """Takes gradients that have arrived; parameters that were taken by it, as of `EarlyRun`."""
         early, bucket = self._early, update.begin
+        parts: dict[Part, list[Any]] = {}
         for var, x in zip(early.takes[bucket], arrays, strict=True):
-            if not var.aval.shape:
+            if var.aval.shape:
+                part = Part(early.inputs[var], at if bucket.num_slices else None)
+                parts[part] = early.engine.part(x)
+            else:
                 self._known[var] = x
-                continue
-            part = Part(early.inputs[var], at if bucket.num_slices else None)
-            self.arrived[part] = early.engine.part(x)
         if self._order and self.step is None:
             self._start()
+        taken = self._take(bucket) if bucket in self._buckets else {}
+        self.arrived |= parts
         self._news.put(None)
-        return {}
+        return taken
+
+    def _take(self, bucket: EarlyBucket) -> dict[Var, jax.Array]:
+        engine = self._early.engine
+        places = {i: k for k, i in self._early.residents.items()}
+        mine = [i for i in bucket.leaves if i in places and i not in self.taken]
+        taken = renewed(self._state, mine, self._plans)
+        self.taken |= taken
+        for i, x in taken.items():
+            self._memory[places[i]] = shards = PinnedLeaf.of(x, engine.devices).buffers
+            engine.update.place_resident(places[i], shards)
+        return {self._early.variables[i]: x for i, x in taken.items()}
 
     def _start(self) -> None:
         inputs, engine = self._early.inputs, self._early.engine
@@ -146,6 +203,9 @@ class TileRun:
             if held and self._group.errors:
                 raise self._group.errors[0]
             written = self._order if held else []
+        if not held:
+            for memory, old in self._old:
+                np.copyto(memory, old)
         early.history = last.then(numbers)
         early.arrivals = early.arrivals or [*self.arrived]
         return written
@@ -169,4 +229,12 @@ class TileRun:
                     if self._group.stopped:
                         raise _StoppedError
                     self._news.get()
+                self._keep(visit.at)
                 update.update_tile(visit.at.file, visit.at.tile, visit.buffer, self.arrived)
+
+    def _keep(self, at: TileAt) -> None:
+        """Old values of residents that a tile overwrites."""
+        if self._early.keeps_old:
+            for leaf, part in self._early.engine.update.resident_ranges(at.tile):
+                memory = self._memory[leaf][at.file].reshape(-1)[part]
+                self._old.append((memory, memory.copy()))

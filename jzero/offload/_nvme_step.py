@@ -48,7 +48,7 @@ class NVMeStep(HostStep):
 
     Behaves like::
 
-        gradients = forward_backward(parameters, batch)  # each travels to the host when it is reduced
+        gradients = forward_backward(parameters, batch)        # each travels to the host when it is reduced
         for tile in tiles:                              # read ahead, written behind, in few buffers
             moments, parameters = update(moments, gradients)
             send parameters to the devices
@@ -59,7 +59,6 @@ class NVMeStep(HostStep):
     hosts and are updated there, in their place, beside the tiles.
     """
 
-    _old_share = 0  # The files have the old version.
     _store = NVME
     _consumes = False
 
@@ -89,7 +88,7 @@ class NVMeStep(HostStep):
         self._frozen = [i for i in self._hosted if i not in host.leaves]
         # Parameters in pinned memory; and which of the host's leaves they are, by their place among these.
         self._pinned = [i for i in self._streamed if i not in self._hosted]
-        self._residents = [k for k, i in enumerate(host.leaves) if i in self._pinned]
+        self._residents = [*self._places_of_pinned()]
         bad = untiled(
             host.update, host.state_avals(), host.input_avals(), host.names(), self._residents
         )
@@ -115,12 +114,8 @@ class NVMeStep(HostStep):
 
     @property
     def _begins_early(self) -> bool:
-        """Where files have two versions, and nothing is in pinned memory that is updated in its place.
-
-        Gradients that wait in files are read with their tiles.
-        """
-        resident = any(self.leaves[i].tier != NVME for i in self._streamed)
-        return not (self._policy.in_place or self._policy.gradients or resident)
+        """Where files have two versions; gradients that wait in files are read with their tiles."""
+        return not (self._policy.in_place or self._policy.gradients)
 
     @property
     def _assumes(self) -> bool:
@@ -128,8 +123,29 @@ class NVMeStep(HostStep):
 
     def _in_tiles(self) -> Collection[Var]:
         host = self.host
-        found = inputs_in_tiles(host.update, host.state_avals(), host.input_avals())
+        found = inputs_in_tiles(
+            host.update, host.state_avals(), host.input_avals(), [*self._places_of_pinned()]
+        )
         return [var for i, var in enumerate(host.reads) if i in found]
+
+    def _places_of_pinned(self) -> dict[int, int]:
+        """By their place among the host's leaves, those in pinned memory, by index."""
+        leaves = self.leaves
+        return {
+            k: i
+            for k, i in enumerate(self.host.leaves)
+            if leaves[i].is_streamed and leaves[i].tier != NVME
+        }
+
+    @property
+    def _old_bytes(self) -> int:
+        """Of parameters in pinned memory: files have both versions."""
+        buckets = self._early_plan.buckets
+        assumed = {i for bucket in buckets if bucket.assumption for i in bucket.leaves}
+        mine = assumed & {*self._places_of_pinned().values()}
+        renewed = sum(self.leaves[i].nbytes_per_device for i in self.host.leaves)
+        old = sum(self.leaves[i].nbytes_per_device for i in mine)
+        return min(int(self._old_share * renewed), old)
 
     def _arriving(self) -> dict[int, int]:
         """What the host reads that arrives while layers compute, by index, and in how many slices."""
@@ -338,9 +354,11 @@ class NVMeStep(HostStep):
         engine, run = self._engine_of(state), self._run
         done = run.finish(reads) if run else ()
         arrived = [reads[var] for var in self.host.reads]
-        engine.prepare_tiles(arrived, self._pinned_leaves(state, engine))
+        taken: dict[int, Any] = run.taken if run else {}
+        engine.prepare_tiles(arrived, self._pinned_leaves(with_new(state, taken), engine))
         # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
-        hosted: dict[int, Any] = dict(renewed(state, self._pinned, self.leaves))
+        left = [i for i in self._pinned if i not in taken]
+        hosted = taken | renewed(state, left, self.leaves)
         if hosted:  # JAX copies what is not its own, as NumPy's memory.
             there = with_new(state, hosted)
             engine.prepare_tiles(arrived, self._pinned_leaves(there, engine))
@@ -364,8 +382,11 @@ class NVMeStep(HostStep):
             return None
         if self._tiles is None:
             takes = {bucket: self._takes(bucket) for bucket in self._early_plan.buckets}
-            self._tiles = EarlyTiles(self._engine_of(state), self.host, takes)
-        return TileRun(self._tiles, store)
+            self._tiles = EarlyTiles(
+                self._engine_of(state), self.host, takes, self._places_of_pinned(),
+                self._segments.invars, self._old_bytes,
+            )  # fmt: skip
+        return TileRun(self._tiles, store, state, self.leaves)
 
     def _written(
         self, store: NVMeStore, state: Sequence[Any], values: Values

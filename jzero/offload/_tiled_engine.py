@@ -89,7 +89,7 @@ class TiledEngine(HostEngine):
         for i, values in numbers.items():
             for shard, value in zip(inputs, values, strict=True):
                 shard[i] = value
-        self.update.prepare_tiles(inputs, [() for _ in inputs])
+        self.update.prepare_tiles(inputs)
 
     def part(self, x: jax.Array) -> list[Any]:
         """Of an array in pinned memory, each of `devices`' part."""

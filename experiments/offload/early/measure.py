@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Any, Callable[[int], float]]] = {
 }
 # How much of the state may be there twice: nothing is assumed; the default; all of it; files have two
 # versions.
-SHARES = (0.0, 0.25, 1.0, "files")
+SHARES = (0.0, 0.25, 1.0, "files", "files, parameters pinned")
 
 
 def step(state: Any, x: jax.Array, tx: Any) -> Any:
@@ -106,7 +106,8 @@ class Log:
             restore(run_, arrived, old)
 
         def logged_tile(update: Any, shard: int, tile: int, *args: Any) -> Any:
-            self.begun.append((self.programs, sum(x.nbytes for x in update.layout.tiles[tile])))
+            nbytes = sum(x.nbytes for x in update.layout.tiles[tile])
+            self.begun.append((self.programs, nbytes + update.resident_bytes(tile)))
             return update_tile(update, shard, tile, *args)
 
         def logged_finish(run_: Any, reads: Any) -> Any:
@@ -135,16 +136,15 @@ class Log:
 
 def measured(case: str, share: Any, log: Log, steps: int, folder: str) -> dict[str, float]:
     tx, scale = CASES[case]
-    if share == "files":
+    pinned = jzero.PinnedHost(device_bytes=2**18)
+    if isinstance(share, str):
+        HostStep._old_share = 0.25
         files = jzero.NVMe(folder, host_bytes=2**20)
-        memory = jzero.Memory(
-            params=dataclasses.replace(files, device_bytes=2**18), optimizer=files
-        )
+        params = dataclasses.replace(files, device_bytes=2**18) if share == "files" else pinned
+        memory = jzero.Memory(params=params, optimizer=files)
     else:
         HostStep._old_share = share
-        memory = jzero.Memory(
-            params=jzero.PinnedHost(device_bytes=2**18), optimizer=jzero.HostCPU()
-        )
+        memory = jzero.Memory(params=pinned, optimizer=jzero.HostCPU())
     axes = jzero.Axes(min_shard_bytes=0)
     train_step = jzero.shard_train_step(
         lambda state, x: step(state, x, tx), stage=3, memory=memory, axes=axes
@@ -180,7 +180,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             row = measured(case, share, log, args.steps, folder)
         rows.append({"case": case, "share": share, **row})
-        held = share if share == "files" else f"{share:.0%}"
+        held = share if isinstance(share, str) else f"{share:.0%}"
         print(f"| {case} | {held} | {row['early']:.0%} | {row['undone']:.0%} |", flush=True)
     if args.out:
         library = {"library": records.library(), "rows": rows}

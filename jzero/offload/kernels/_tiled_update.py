@@ -135,7 +135,8 @@ class TiledUpdate(HostUpdate):
 
         Args:
           inputs: of each shard; None of those that come with tiles, or that no tile needs that is updated.
-          residents: of each shard, the resident leaves in order, writable, in C order.
+          residents: of each shard, the resident leaves in order, writable, in C order; none if they come
+            later (`place_resident`).
         """
         self._check_idle()
         states: list[list[Any]] = [[None] * len(self._state) for _ in inputs]
@@ -143,7 +144,15 @@ class TiledUpdate(HostUpdate):
         for shard, leaves in enumerate(residents):
             for i, x in zip(self._resident, leaves, strict=True):
                 states[shard][i], at[shard, i] = x, address(x)
+        for i in {*self._resident} & {*self._xla.reads} if not residents else ():
+            for state in states:  # XLA's results are of no use then, and nobody uses them.
+                state[i] = np.zeros(self._state[i].shape, self._state[i].dtype)
         self._prepared = self._known(states, at, inputs)
+
+    def place_resident(self, leaf: int, shards: HostMemory) -> None:
+        """After `prepare_tiles` without residents: where one of them is, by its index among leaves."""
+        assert self._prepared is not None, "prepare_tiles() comes first"
+        self._prepared.addresses[:, leaf] = [*map(address, shards)]
 
     def begin(self, outputs: Sequence[HostMemory]) -> list[int]:
         """Says where outputs go, for each shard, in writable NumPy arrays in C order.
@@ -212,8 +221,26 @@ class TiledUpdate(HostUpdate):
             at[rows[span], len(self._state) + i] = start - span.first * itemsize
 
     def leaves(self, tile: int) -> set[int]:
-        """The leaves of the state of which a tile has elements, by index."""
-        return {leaf for _, leaf, _ in self._ranges[tile]}
+        """The leaves of the state of which a tile updates elements, by index; residents among them."""
+        slots = (
+            slot for span in self.tiles[tile].spans for slot in self._members[span.together][3]
+        )
+        return {slot for slot in slots if slot < len(self._state)}
+
+    def resident_ranges(self, tile: int) -> list[tuple[int, slice]]:
+        """What a tile updates of residents: which one, by its index among leaves, and which elements."""
+        return [
+            (leaf, slice(span.first, span.first + span.num))
+            for span in self.tiles[tile].spans
+            for leaf in self._resident if leaf in self._members[span.together][3]
+        ]  # fmt: skip
+
+    def resident_bytes(self, tile: int) -> int:
+        """Of these ranges, of one shard."""
+        return sum(
+            (part.stop - part.start) * self._state[leaf].dtype.itemsize
+            for leaf, part in self.resident_ranges(tile)
+        )
 
     def needs(self, tile: int) -> set[Part]:
         """What must have arrived before a tile is updated."""
