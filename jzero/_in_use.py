@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jzero._errors import CONSUMED, JzeroError, StateError, first_of, message
-from jzero.offload.memory._leaf_array import at_rest, is_deleted
+from jzero.offload.memory._leaf_array import is_deleted, storage_of
 from jzero.tracing import _call, _jaxpr
 
 _STEPS = (
@@ -106,8 +106,8 @@ class Use:
             return []
         found = []
         for other in [x for x in _claims.values() if x is not self and x.running.locked()]:
-            taken = {id(at_rest(x)) for x in other._leaves if x is not None}
-            common = [id(at_rest(x)) in taken for x in leaves]
+            taken = {id(storage_of(x)) for x in other._leaves if x is not None}
+            common = [id(storage_of(x)) in taken for x in leaves]
             if any(common) and other._consumes:
                 raise self._refused("is consuming", common, other)
             if any(common) and self._consumes:

@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import BatchError, MeshError, OptionError, StateError, message
 from jzero._memory_kinds import HOST, NVME, HostNeed
 from jzero.offload.memory import _available, _placing, _writes
-from jzero.offload.memory._file_storage import rests_in_files
+from jzero.offload.memory._file_storage import is_in_files
 from jzero.offload.memory._filling import Filling
-from jzero.offload.memory._leaf_array import LeafArray, at_rest, is_coded, rows_of
+from jzero.offload.memory._leaf_array import LeafArray, is_coded, rows_of, storage_of
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.offload.memory._placing import Place
 from jzero.processes import _agreement
@@ -183,7 +183,7 @@ class Placement:
             return None
         # What is only read is read wherever it is.
         kind = None if setting.evaluates else spec
-        if leaves and all(rests_in_files(leaves[i], places[i].home, kind) for i in away):
+        if leaves and all(is_in_files(leaves[i], places[i].placement, kind) for i in away):
             return None
         there = {
             i: plan.path for i, plan in enumerate(plans) if leaves is None or leaves[i] is not None
@@ -250,10 +250,10 @@ class Placement:
         shardings = program.state_shardings
         needs = self._new_needs(program)
         placed = self.place(call.call.state, leaves, plan.leaves, shardings, _call.WHO, needs)
-        state = [*map(at_rest, placed)]
+        state = [*map(storage_of, placed)]
         self._met.update({need[:2]: need.nbytes for need in needs})
         for i in unread:
-            state[i] = at_rest(call.state[i])
+            state[i] = storage_of(call.state[i])
         self._last = Repeat.of(program, call, state)
         return program, state
 

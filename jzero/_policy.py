@@ -29,19 +29,19 @@ class NoOffload(Policy):
 class PinnedHost(Policy):
     """Optimizer state rests in the pinned memory of the devices' host, and is updated on the devices.
 
-    A step computes gradients, and then works through the optimizer state in pieces::
+    A step computes gradients, and then works through the optimizer state in buckets::
 
-        for piece in pieces:                         # so many at a time that they fit in device_bytes
-            moments = copy(piece, host -> device)    # while the piece before is updated
+        for bucket in buckets:                       # so many at a time that they fit in device_bytes
+            moments = copy(bucket, host -> device)   # while the bucket before is updated
             params, moments = update(gradients, params, moments)
-            copy(moments, device -> host)            # while the next piece is updated
+            copy(moments, device -> host)            # while the next bucket is updated
 
     Device memory: `device_bytes` in place of the optimizer state; gradients, in shards, wait for their turn.
     Traffic between device and host, in each step: the optimizer state, to the device once for each level of
     the update that reads it (one, unless something like the norm of all updates scales them), and back once.
     For Adam on float32 that is 16 bytes per parameter of a device's shard.
 
-    A conditional update (`optax.MultiSteps`, `optax.apply_if_finite`) is one piece of all leaves, which must
+    A conditional update (`optax.MultiSteps`, `optax.apply_if_finite`) is one bucket of all leaves, which must
     fit into `device_bytes`. The step cannot be part of an outer `jax.jit`; `jax.eval_shape` counts as one.
 
     >>> import jax, jax.numpy as jnp, optax, jzero
@@ -62,7 +62,7 @@ class PinnedHost(Policy):
 
     Attributes:
       device_bytes: the most bytes of optimizer state on each device at any time, while a step runs. A third
-        of it is a piece's size, so that one is copied in, one updated and one copied out at the same time.
+        of it is a bucket's size, so that one is copied in, one updated and one copied out at the same time.
     """
 
     device_bytes: int = 2**30
@@ -81,7 +81,7 @@ class HostCPU(Policy):
 
     Gradients go down, new parameters come up; moments and masters never leave the host::
 
-        gradients = grad part(parameters, batch)     # each goes to the host when it is reduced
+        gradients = forward_backward(parameters, batch)  # each goes to the host when it is reduced
         for chunk in chunks:                         # on the host, in place, one pass over memory
             moments, parameters = update(moments, gradients)
             copy(parameters, host -> device)         # while the next chunk is updated
@@ -89,7 +89,7 @@ class HostCPU(Policy):
     Each process updates the shards of its own devices, by kernels generated from the step's own update: any
     optimizer whose update treats every element alike (all of Adam's kin, with schedules, masks, clipping,
     weight decay) runs at the speed of the host's memory; what does not is left to XLA's CPU backend, and
-    `describe` says which leaf goes by which road, and why. LLVM compiles the kernels: `pip install
+    `describe` says which leaf goes by which code path, and why. LLVM compiles the kernels: `pip install
     jzero[offload]`. Where it is not installed XLA does, with the same numbers, in about 5 times the time.
 
     Traffic per step and device, for Psi parameters in its shard: 2 Psi bytes down and 2 Psi up with bfloat16
@@ -184,7 +184,7 @@ class NVMe(Policy):
     A tile is one range of elements of all leaves that are updated together. A step reads, updates and writes
     tile after tile, all three at the same time, in few buffers::
 
-        gradients = grad part(parameters, batch)     # each goes to the host when it is reduced
+        gradients = forward_backward(parameters, batch)  # each goes to the host when it is reduced
         for tile in tiles:
             moments, masters = read(tile)            # ahead, in other threads
             moments, masters, parameters = update(moments, masters, gradients)

@@ -552,7 +552,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         named = self._named(state)
         _placing.check_alive(named, leaves, "unshard")
         _placing.check_flushed("unshard", named, leaves)
-        if not all(_placing.lies_right(x, full) for x in leaves):
+        if not all(_placing.has_sharding(x, full) for x in leaves):
             _agreement.confirm("unshard", mesh=setting.mesh)  # What it returns may be looked at.
         plain = [jnp.asarray(x) if isinstance(x, LeafArray) else x for x in leaves]
         whole = _placing.place(

@@ -411,7 +411,7 @@ def on_hosts(folder):
         host.shard(given["each"])["uneven"].storage.buffers[0], leaf.storage.buffers[0]
     )
     return {
-        "devices": [device.id for device in leaf.storage.home.devices],
+        "devices": [device.id for device in leaf.storage.placement.devices],
         "rows": [buffer.shape[0] for buffer in leaf.storage.buffers],
         "rows_of_each": [buffer.shape[0] for buffer in whole_leaf.storage.buffers],
         "read": told(lambda: np.asarray(leaf)),
@@ -440,7 +440,7 @@ def check_parts(state, whole):
             x = x.storage
             found = x.sharding.addressable_devices_indices_map(x.shape)
             parts = [
-                (found[d], buffer) for d, buffer in zip(x.home.devices, x.buffers, strict=True)
+                (found[d], buffer) for d, buffer in zip(x.placement.devices, x.buffers, strict=True)
             ]
             shape = x.shape
         else:

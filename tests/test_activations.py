@@ -205,7 +205,7 @@ def traced(train_step):
     call = train_step._programs.bind((new_state(), *batches()[0]), {})
     program = train_step._programs.of(call)
     # Around a call of the step itself there is a custom_jvp, which JAX's newest form of it hides.
-    return jax.make_jaxpr(program.step.run)(*_programs.inputs_at_rest(call, program))
+    return jax.make_jaxpr(program.step.run)(*_programs.stored_inputs(call, program))
 
 
 def equations(jaxpr):
@@ -243,8 +243,8 @@ def test_stacks_are_on_the_host_between_the_loops(stage):
     assert (row.shape, row.iterations, row.times, row.nbytes) == (stack, LAYERS, 1, 4 * 4 * 2 * 16)
 
 
-def test_a_turn_fetches_for_the_next_one():
-    """What a backward turn computes with comes out of its carry, not out of the host's stack."""
+def test_an_iteration_fetches_for_the_next_one():
+    """What a backward iteration computes with comes out of its carry, not out of the host's stack."""
     train_step = small.shard_train_step(
         make_step(True, "blocks"),
         stage=2,
@@ -319,11 +319,11 @@ def test_a_stack_that_is_read_whole():
 
     def step(params, x):
         def loss_fn(params):
-            def turn(h, w):
+            def iteration(h, w):
                 h = jnp.tanh(h @ w)
                 return h, h
 
-            _, stack = jax.lax.scan(turn, x, params["layers"])
+            _, stack = jax.lax.scan(iteration, x, params["layers"])
             return jnp.mean(jnp.tanh(stack @ params["head"]) ** 2)
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
@@ -348,7 +348,7 @@ def test_a_stack_that_is_read_whole():
 
 UPDATES: dict[str, Any] = {
     "on the host": {"offload": jzero.HostCPU()},
-    "in turns": {"offload": jzero.PinnedHost(device_bytes=2**14)},
+    "in buckets": {"offload": jzero.PinnedHost(device_bytes=2**14)},
     "on the devices": {},
 }
 
@@ -384,7 +384,7 @@ def test_beside_parameters_with_other_options(scan, recompute, options):
 @pytest.mark.slow
 @written
 def test_beside_parameters_with_little_room(scan, recompute):
-    """For one layer's parameters: no turn gathers ahead."""
+    """For one layer's parameters: no iteration gathers ahead."""
     check(scan, recompute, **BOTH | {"offload_params": little_room(scan)})
 
 
@@ -615,7 +615,7 @@ def test_gpus_of_which_xla_is_wrong(monkeypatch, recompute, options, error, text
 @pytest.mark.parametrize(
     ("options", "refused"),
     [({}, False), ({"accumulate": 2}, True)],
-    ids=["turn by turn", "in microbatches"],
+    ids=["iteration by iteration", "in microbatches"],
 )
 def test_gpus_of_which_xla_is_wrong_move_whole_arrays(monkeypatch, options, refused):
     """Layers that are programs of their own have no stack on the host within a program."""

@@ -87,7 +87,7 @@ def test_backward_loops_read_each_slice_where_the_forward_loop_wrote_it(stage, a
     assert any(stride == SLICE for _, stride in found["dynamic-update-slice"])
     backwards = [(begin, stride) for begin, stride in found["dynamic-slice"] if stride == -SLICE]
     assert backwards
-    # A turn fetches for the one after it; XLA may have taken the first turn out of the loop.
+    # An iteration fetches for the one after it; XLA may have taken the first iteration out of the loop.
     assert all(begin in ((LAYERS - 2) * SLICE, (LAYERS - 3) * SLICE) for begin, _ in backwards)
 
 
@@ -153,7 +153,7 @@ def test_the_peak_is_the_devices():
 
 
 def test_copies_run_beside_the_compute():
-    """Both start before a product of the turn and end after it."""
+    """Both start before a product of the iteration and end after it."""
     text = str(compiled(True, "host").as_text())
     for kind in ("dynamic-update-slice", "dynamic-slice"):
         started = [

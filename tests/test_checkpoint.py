@@ -145,7 +145,7 @@ def test_restored_in_any_layout(source, target, saved, trained):
         in_memory = getattr(x, "where", "") == "in host memory"
         x, y = (getattr(leaf, "storage", leaf) for leaf in (x, y))  # the padding, too, is the same
         if in_memory:
-            assert x.home == y.home
+            assert x.placement == y.placement
             x, y = x.buffers, y.buffers
         else:
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim)  # of the same tier, too

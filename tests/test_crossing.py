@@ -1,4 +1,4 @@
-"""What crosses from the grad part to the update part of an offloaded step: bytes, and each value once."""
+"""What the optimizer program of an offloaded step reads of forward and backward, each value once."""
 
 from typing import Any
 
@@ -52,11 +52,11 @@ WITH_MASTERS = {
 
 
 def crossing(train_step, *arguments) -> tuple[list[str], list[str]]:
-    """Types of the values that the grad part hands out, and of the leaves on devices that turns read."""
+    """Types of what the forward-backward program returns, and of the leaves on devices that buckets read."""
     step = train_step._programs.of(train_step._programs.bind(arguments, {})).step
     leaves, update = step._plan.leaves, step._plan.update
     inputs = {v: i for i, v in enumerate(step._invars)}
-    reads = {var for piece in update.pieces for var in piece.reads}
+    reads = {var for subgraph in update.subgraphs for var in subgraph.reads}
     here = [v for v in reads if v in inputs and leaves[inputs[v]].tier == "device"]
     assert list(step.grad.gives) == list(dict.fromkeys(step.grad.gives))
     assert set(step.grad.gives) <= reads
@@ -130,7 +130,7 @@ def test_what_moves_elements_is_not_computed_twice():
         mixed_step(tx, lambda w: w.T), memory=jzero.PinnedHost(1536)
     )
     assert crossing(train_step, (w, tx.init(w)), BATCH.astype(BF16)) == (["bfloat16[64, 64]"], [])
-    assert max(turn.parts for turn in train_step.plan((w, tx.init(w)), BATCH).turns) > 1
+    assert max(bucket.parts for bucket in train_step.plan((w, tx.init(w)), BATCH).buckets) > 1
 
 
 @pytest.mark.slow
@@ -193,8 +193,8 @@ def test_pieces_that_read_one_gradient_stay_apart():
 
     train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(3 * 64 * 48 * 4 // 8))
     assert crossing(train_step, new(), BATCH) == (["bfloat16[64, 48]"], [])
-    _, turns = parts_of(train_step, new(), BATCH)
-    assert [len(turn.outs) for turn in turns] == [1, 1, 1]
+    _, buckets = parts_of(train_step, new(), BATCH)
+    assert [len(bucket.outs) for bucket in buckets] == [1, 1, 1]
     expected = small.shard_train_step(step_fn)(new(), BATCH)
     for x, y in zip(train_step(new(), BATCH)[0], expected[0], strict=True):
         np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=1e-5)
@@ -212,7 +212,7 @@ def test_pieces_that_read_one_gradient_stay_apart():
     (optax.chain(CLIP, optax.adamw(1e-2)), F32), (optax.adam(1e-2), F32),
 ], ids=["masters", "not finite", "dot products", "float32", "not clipped"])  # fmt: skip
 def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
-    """In the grad part; turns gather nothing but new parameters. And the same training."""
+    """In the forward-backward program; buckets gather nothing but new parameters. And the same training."""
     step_fn, mesh = make_step(tx), jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     plain = small.shard_train_step(step_fn, mesh=mesh, **options)
     offloaded = on(4, ROOM, tx, **options)
@@ -221,7 +221,7 @@ def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
     reduced = [c.elements for c in traffic if c.op == "reduce-scatter"]
     assert sorted(reduced) == [52, 51 * 16, 48 * 51, 64 * 48]
     step = offloaded._programs.of(offloaded._programs.bind((state, BATCH), {})).step
-    moved = [c for i in range(len(step.turns)) for c in step.collectives(i) if c.elements > 1]
+    moved = [c for i in range(len(step.buckets)) for c in step.collectives(i) if c.elements > 1]
     assert [c.op for c in moved] == ["all-gather"] * (len(SHAPES) if options["stage"] < 3 else 0)
     for _ in range(3):
         state, metrics = offloaded(state, BATCH)
@@ -236,7 +236,7 @@ def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
 
 @pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.chain(CLIP, optax.adam(1e-2))])
 def test_gradients_are_reduced_in_the_order_in_which_they_were_made(tx):
-    """Whoever reads them: some equation of the grad part, or the update part alone."""
+    """Whoever reads them: some equation of the forward-backward program, or the optimizer program alone."""
     report = on(4, ROOM, tx).describe(new_state(tx), BATCH)
     sizes = [c.elements for c in report.traffic if c.op == "reduce-scatter" and c.elements > 100]
     assert sizes == [51 * 16, 48 * 51, 64 * 48]

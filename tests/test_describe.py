@@ -290,7 +290,7 @@ def epoch_of(tx):
     """An epoch as a loop over minibatches in one step."""
 
     def epoch(state, images, labels):
-        def turn(state, batch):
+        def iteration(state, batch):
             params, opt_state = state
             loss, grads = jax.value_and_grad(
                 lambda p: jnp.mean((jnp.tanh(batch[0] @ p["w"]) - batch[1]) ** 2)
@@ -298,7 +298,7 @@ def epoch_of(tx):
             updates, opt_state = tx.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), loss
 
-        return jax.lax.scan(turn, state, (images, labels))
+        return jax.lax.scan(iteration, state, (images, labels))
 
     params = {"w": jnp.ones((16, 8))}
     return epoch, (params, tx.init(params))
@@ -330,7 +330,7 @@ def test_a_loop_over_minibatches_is_told_how_to_split_their_rows(num, axes):
 
 
 def test_a_stage_without_optimizer_state_lists_what_it_does_not_shard():
-    """A loop's next turn computes rows with what the moments made: they are as parameters."""
+    """A loop's next iteration computes rows with what the moments made: they are as parameters."""
     epoch, state = epoch_of(optax.adam(1e-2))
     batch = jnp.ones((4, 32, 16)), jnp.ones((4, 32, 8))
     for stage in (1, 2, 3):

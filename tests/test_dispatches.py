@@ -29,7 +29,7 @@ OFFLOAD: dict[str, dict[str, Any]] = {
         "offload_params": jzero.PinnedHost(device_bytes=10_000),
         "offload": jzero.PinnedHost(device_bytes=800),
     },
-    "optimizer state, updated in turns": {"offload": jzero.PinnedHost(device_bytes=3000)},
+    "optimizer state, updated in buckets": {"offload": jzero.PinnedHost(device_bytes=3000)},
     "optimizer state, updated on the host": {"offload": jzero.HostCPU()},
 }  # fmt: skip
 
@@ -49,7 +49,7 @@ def started_by(train_step, state, num=8):
     train_step = train_step.on_mesh(mesh_of(num).abstract_mesh)
     call = train_step._programs.bind((state, BATCH), {})
     program = train_step._programs.of(call)
-    state, arrays = _programs.inputs_at_rest(call, program)
+    state, arrays = _programs.stored_inputs(call, program)
     traced = program.step.dispatched(state, arrays)
     return _dispatches.read_dispatches(traced, [*state, *arrays])
 
@@ -79,27 +79,35 @@ def test_the_programs_of_a_scanned_step():
     for part, times in found.parts.items():
         counts[part.name] = counts.get(part.name, 0) + times
     # A forward and a backward loop: the head and its derivative stand between them, the norm behind.
-    # Turns fetch for the turn after the next one, of which the last two have none. Gradients go to the host
-    # slice by slice, since updates begin with them, as if the step did not clip.
+    # Iterations fetch for the iteration after the next one, of which the last two have none. Gradients go to
+    # the host slice by slice, since updates begin with them, as if the step did not clip.
     assert counts == {
-        "fetch": 4, "enter": 2, "gather": 2, "turn_beside_copies": 2 * (LAYERS - 2), "turn": 4, "stretch": 2,
+        "fetch": 4, "enter": 2, "gather": 2, "iteration_beside_copies": 2 * (LAYERS - 2), "iteration": 4,
+        "stretch": 2,
     }  # fmt: skip
     kinds = {
         part.name: {x.sharding.memory_kind for x in part.args if len(x.shape) > 1}
         for part in found.parts
     }
-    assert kinds["turn"] == {"device"}
-    assert kinds["turn_beside_copies"] == {"device", "pinned_host"}
+    assert kinds["iteration"] == {"device"}
+    assert kinds["iteration_beside_copies"] == {"device", "pinned_host"}
     assert kinds["fetch"] == {"pinned_host"}
 
 
 @pytest.mark.slow
 def test_one_layer_is_fetched_while_another_runs():
-    """Those of the first two turns come before the first one, and all others in the programs of turns."""
+    """Those of the first two iterations come before them, and all others in the programs of iterations."""
     found = dispatches(True, "parameters, updated on the host")
     names = [step.part.name for step in found.steps if step.part and step.part.name != "enter"]
-    beside = ["turn_beside_copies"] * (LAYERS - 2)
-    assert names[: 5 + LAYERS - 2] == ["fetch", "fetch", "gather", *beside, "turn", "turn"]
+    beside = ["iteration_beside_copies"] * (LAYERS - 2)
+    assert names[: 5 + LAYERS - 2] == [
+        "fetch",
+        "fetch",
+        "gather",
+        *beside,
+        "iteration",
+        "iteration",
+    ]
 
 
 @functools.cache
@@ -146,7 +154,7 @@ def measured(scan, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 def test_what_is_alive_is_what_a_run_has_alive(scan):
-    """To a layer's input or two: a run is looked at between turns, and not at each copy."""
+    """To a layer's input or two: a run is looked at between iterations, and not at each copy."""
     name = "parameters, updated on the host"
     found = dispatches(scan, name, num=1)
     moments = _dispatches.moments(found, without_temporaries(found))
@@ -164,7 +172,7 @@ def test_depth_costs_the_layers_inputs():
         return max(m.nbytes for m in _dispatches.moments(found, without_temporaries(found)))
 
     inputs = params.ROWS // 8 * params.WIDTH * 4
-    place = 4  # of a turn in its stacks, an int32
+    place = 4  # of an iteration in its stacks, an int32
     assert told(12) - told(6) == 6 * (inputs + place)
 
 

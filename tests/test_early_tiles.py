@@ -108,10 +108,10 @@ def check_same_bits(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NVMeStep, "_begins_early", False)
         expected, plan = trained(scan, tx, scales, num, folder / "waits", **options)
-        assert not plan.turns
+        assert not plan.buckets
         assert not seen.steps
     found, plan = trained(scan, tx, scales, num, folder / "early", **options)
-    assert all(turn.assumption for turn in plan.turns)
+    assert all(bucket.assumption for bucket in plan.buckets)
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
         for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
             assert a.tobytes() == b.tobytes(), f"step {i}"
@@ -153,7 +153,7 @@ def test_other_models_have_the_same_bits(
 def test_without_a_clip_every_step_but_the_first_begins_early(seen: Seen, tmp_path: Any):
     """Before its backward pass is over, tiles of the last layers are written."""
     found, plan = trained(True, optax.adam(1e-3), [SMALL] * 3, 2, tmp_path)
-    assert not any(turn.assumption for turn in plan.turns)
+    assert not any(bucket.assumption for bucket in plan.buckets)
     assert seen.begun == [False, True, True]
     assert all(before > 0 for _, _, before, _ in seen.steps[1:])
     assert len({num for _, _, _, num in seen.steps}) == 1  # Each tile is written once.
@@ -180,7 +180,7 @@ def test_what_has_one_version_waits(options: Any, seen: Seen, tmp_path: Any):
     state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
     for i in range(2):
         state, _ = train_step(state, batch(i) * SMALL)
-    assert not early(train_step, state).turns
+    assert not early(train_step, state).buckets
     assert not seen.steps
 
 

@@ -14,8 +14,8 @@ import small
 import test_offload_params
 import zoo
 from jzero.offload import _host_step
-from jzero.offload._early_turns import EarlyPlan
-from jzero.offload._layer_schedule import STRETCH, TURN
+from jzero.offload._early_plan import EarlyPlan
+from jzero.offload._layer_schedule import ITERATION, STRETCH
 from jzero.offload.execute._executor import Execution
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.schedule._ops import Send
@@ -80,7 +80,7 @@ def test_it_trains_what_one_device_trains(scan, name, num):
     for i, expected in enumerate(one_device(scan, name)):
         state, metrics = train_step(state, batch(i))
         zoo.assert_trees_close(zoo.to_host((state, metrics)), expected, zoo.FP32, f"step {i}")
-    assert bool(early(train_step, state).turns) == (name not in {"factored", "if finite"})
+    assert bool(early(train_step, state).buckets) == (name not in {"factored", "if finite"})
 
 
 def gpt(options):
@@ -129,7 +129,7 @@ def test_gpts_train_as_on_one_device(options, num):
         ),
     )
     state, batches = train_step.init(functools.partial(gpt, options)), token_batches(STEPS)
-    assert early(train_step, state, *batches[0]).turns
+    assert early(train_step, state, *batches[0]).buckets
     expected = gpt_on_one_device(tuple(options.items()))
     for i, (tokens, wanted) in enumerate(zip(batches, expected, strict=True)):
         state, metrics = train_step(state, *tokens)
@@ -157,8 +157,8 @@ def test_early_and_late_updates_have_the_same_bits(scan, axes, monkeypatch):
     found, plan = trained()
     monkeypatch.setattr(_host_step, "plan_early", lambda *_: EarlyPlan((), {}))
     expected, none = trained()
-    assert plan.turns
-    assert not none.turns
+    assert plan.buckets
+    assert not none.buckets
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -194,7 +194,7 @@ def test_a_weight_that_earlier_layers_read_is_updated_after_them():
     for i in range(2):  # In the first step no update is early.
         state, _ = train_step(state, batch(i))
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
-    assert early(train_step, state).turns
+    assert early(train_step, state).buckets
 
 
 # -- the order -------------------------------------------------------------------------------------
@@ -202,13 +202,13 @@ def test_a_weight_that_earlier_layers_read_is_updated_after_them():
 
 @pytest.fixture
 def log(monkeypatch):
-    """What is dispatched, and which updates begin: `(part, turn)` and the names of leaves."""
+    """What is dispatched, and which updates begin: `(part, iteration)` and the names of leaves."""
     events: list[Any] = []
     run, start = Execution._run, HostUpdate.start
 
     def logged_run(self, visit):
         op = visit.run
-        if op.program == TURN:
+        if op.program == ITERATION:
             events.append((op.index, visit.place))
         elif op.program == STRETCH:
             events.append((op.index, None))
@@ -235,7 +235,7 @@ def updates_of(log, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 4])
 def test_a_slice_is_updated_before_earlier_layers_run(num, log):
-    """With room for two turns, a turn is over before the next but one is fetched."""
+    """With room for two iterations, an iteration is over before the next but one is fetched."""
     train_step, state = sharded(True, ADAM, {"data": num})
     state, _ = train_step(state, batch(0))
     parts = [event for event in log if isinstance(event, tuple)]
@@ -291,12 +291,12 @@ def check_lost(train_step, state, before):
 
 
 def failing_at(at, error):
-    """Raises where a turn of the backward loop is started."""
+    """Raises where an iteration of the backward loop is started."""
     run = Execution._run
 
     def failing(self, visit):
         is_backward = any(isinstance(x.op, Send) for x in visit.after)
-        if visit.run.program == TURN and is_backward and visit.place == at:
+        if visit.run.program == ITERATION and is_backward and visit.place == at:
             raise error("planted")
         return run(self, visit)
 
@@ -314,7 +314,7 @@ def failing_at(at, error):
         (0, KeyboardInterrupt),
     ],
 )
-def test_a_turn_that_fails(at, error, monkeypatch):
+def test_an_iteration_that_fails(at, error, monkeypatch):
     train_step, state = sharded(True, ADAM, {"data": 4})
     state, _ = train_step(state, batch(0))
     before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]

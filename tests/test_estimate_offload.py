@@ -96,8 +96,8 @@ def test_a_streamed_step_is_as_estimated(stage, precision, device_bytes):
     found = found_by(precision, stage=stage, offload=policy)
     expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, memory=policy)
     check(found, expected)
-    moved = sum(turn.nbytes for turn in found.plan.turns)
-    most = max(turn.nbytes_at_once for turn in found.plan.turns)
+    moved = sum(bucket.nbytes for bucket in found.plan.buckets)
+    most = max(bucket.nbytes_at_once for bucket in found.plan.buckets)
     assert min(3 * most, moved) <= expected.nbytes("streamed optimizer state")
     assert expected.nbytes("streamed optimizer state") == min(device_bytes, moved)
 

@@ -80,13 +80,13 @@ def empty_cache(params, rows):
 
 
 def loss_fn(params, tokens):
-    def turn(cache, t):
+    def iteration(cache, t):
         logits, cache = logits_of(params, tokens[:, t], cache, t)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, t + 1])
         return cache, losses
 
     cache = empty_cache(params, len(tokens))
-    _, losses = lax.scan(turn, cache, jnp.arange(CONTEXT - 1))
+    _, losses = lax.scan(iteration, cache, jnp.arange(CONTEXT - 1))
     return losses.mean()
 
 
@@ -105,7 +105,7 @@ def generate(params, prompt, key):
         t, _, _, done, _ = carry
         return (t < CONTEXT - 1) & ~done.all()
 
-    def turn(carry):
+    def iteration(carry):
         t, out, cache, done, key = carry
         logits, cache = logits_of(params, out[:, t], cache, t)
         key, own = jax.random.split(key)
@@ -116,7 +116,7 @@ def generate(params, prompt, key):
 
     out = jnp.zeros((rows, CONTEXT), prompt.dtype).at[:, :given].set(prompt)
     start = 0, out, empty_cache(params, rows), jnp.zeros(rows, bool), key
-    t, out, *_ = lax.while_loop(goes_on, turn, start)
+    t, out, *_ = lax.while_loop(goes_on, iteration, start)
     return out, t
 
 
@@ -333,23 +333,23 @@ def test_decoding_gathers_once_where_it_fits():
     train_step, (params, _) = trained(params=new_params(layers=12))
     prompt, key = tokens_of(8, 3), jax.random.key(0)
     num_params = sum(x.size for x in jax.tree.leaves(params))
-    by_default, each_turn = (
+    by_default, each_iteration = (
         jzero.shard_eval_step(generate, like=train_step, comm=jzero.Comm(gather=gather))
         for gather in (None, "per_pass")
     )
     found = by_default.describe(params, prompt, key)
     gathers = [c for c in found.traffic if (c.op, c.dtype) == ("all-gather", "float64")]
     in_turns = sum(c.elements for c in gathers if c.each_iteration)
-    # Of the positions a turn gathers its own row.
+    # Of the positions an iteration gathers its own row.
     assert in_turns == DIM
     assert found.elements("all-gather", "float64") - in_turns == num_params - CONTEXT * DIM
-    found = each_turn.describe(params, prompt, key)
+    found = each_iteration.describe(params, prompt, key)
     assert all(c.each_iteration for c in found.traffic if c.dtype == "float64")
     assert " per iteration" in str(found)
     assert by_default.lower(params, prompt, key).as_text().count("stablehlo.all_gather") == 6
-    # Else a turn has two layers at a time: the one it computes with, and the next.
+    # Else an iteration has two layers at a time: the one it computes with, and the next.
     saved = temporaries(by_default, params, prompt, key) - temporaries(
-        each_turn, params, prompt, key
+        each_iteration, params, prompt, key
     )
     assert saved > 0.6 * num_params * 8
 
@@ -357,16 +357,16 @@ def test_decoding_gathers_once_where_it_fits():
 def unrolled(params, prompt, key):
     """Decodes with layers of which none is a slice of a stack."""
 
-    def turn(x, key):
+    def iteration(x, key):
         for w in params["blocks"]["square"]:
             x = jnp.tanh(x @ w)
         return x + jax.random.normal(key, x.shape), x.sum()
 
-    return lax.scan(turn, prompt, jax.random.split(key, 3))
+    return lax.scan(iteration, prompt, jax.random.split(key, 3))
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_gathered_in_each_turn():
+def test_what_does_not_fit_is_gathered_in_each_iteration():
     """Layers that are unrolled inside a decoding loop: as many gathered at a time, however many there are."""
     sizes = {}
     train_step = shard_train_step(step_fn, mesh=mesh_of({"data": 8}), prefetch_bytes=0)

@@ -597,7 +597,7 @@ def test_drawn_chains(seed):
 
 
 # --------------------------------------------------------------------------------------------------
-# Real steps: the grad part of each, as one device of four runs it.
+# Real steps: the forward-backward program of each, as one device of four runs it.
 
 LAYERS, VOCAB = 3, 32
 NUM = 4
@@ -674,7 +674,7 @@ STEPS = {
 
 
 class GradPart(Rewritten):
-    """The grad part of a step at stage 3, on one device; all floating stacks are streamed."""
+    """The forward-backward program of a step at stage 3, on one device; all floating stacks are streamed."""
 
     def __init__(self, step, state, batch):
         self.mesh = jax.make_mesh((NUM,), ("data",), (AxisType.Auto,), devices=jax.devices()[:NUM])

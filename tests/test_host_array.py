@@ -102,7 +102,9 @@ def test_born_on_the_host(name, expected):
         where = leaf.storage.sharding.addressable_devices_indices_map(leaf.storage.shape)
         whole = np.zeros(leaf.storage.shape, leaf.dtype)
         whole[tuple(map(slice, leaf.shape))] = leaf
-        for device, buffer in zip(leaf.storage.home.devices, leaf.storage.buffers, strict=True):
+        for device, buffer in zip(
+            leaf.storage.placement.devices, leaf.storage.buffers, strict=True
+        ):
             assert (buffer.shape, buffer.dtype) == (part, leaf.dtype)
             assert buffer.flags.c_contiguous
             assert buffer.flags.writeable
@@ -120,7 +122,7 @@ def test_born_on_the_host(name, expected):
 def test_replicas_share_a_buffer(name, num):
     train_step = on(name)
     for leaf in host_leaves(train_step.init(new_state)):
-        assert leaf.storage.home.devices == tuple(train_step.mesh.devices.flat)[:num]
+        assert leaf.storage.placement.devices == tuple(train_step.mesh.devices.flat)[:num]
         assert len(leaf.storage.buffers) == num
 
 
@@ -163,8 +165,8 @@ def test_placed_from_anywhere(source, name, expected):
     given = SOURCES[source](expected)
     placed = on(name).shard(given)
     born = host_leaves(on(name).init(new_state))
-    assert [leaf.storage.home for leaf in host_leaves(placed)] == [
-        leaf.storage.home for leaf in born
+    assert [leaf.storage.placement for leaf in host_leaves(placed)] == [
+        leaf.storage.placement for leaf in born
     ]
     assert_same(placed, expected)
     if source == f"host on {name}":

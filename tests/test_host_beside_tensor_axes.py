@@ -260,9 +260,9 @@ def test_leaves_that_are_cut_otherwise_are_refused():
 def test_leaves_in_pinned_memory_visit_in_slices(data, model):
     """Of rows of each device's part over all axes."""
     train_step = sharded(CLIPPED, data, model, offload=jzero.PinnedHost(600))
-    turns = train_step.plan(new_state(CLIPPED), batches()[0]).turns
-    assert sum(turn.parts > 1 for turn in turns) == 3
-    assert max(turn.nbytes_at_once for turn in turns) <= 200
+    buckets = train_step.plan(new_state(CLIPPED), batches()[0]).buckets
+    assert sum(bucket.parts > 1 for bucket in buckets) == 3
+    assert max(bucket.nbytes_at_once for bucket in buckets) <= 200
     state = assert_trains(train_step, CLIPPED)
     assert state[1][1][0].mu["up"].sharding.memory_kind == "pinned_host"
 
@@ -371,7 +371,7 @@ def test_what_crosses_for_a_device_is_its_part():
 
 
 def test_layers_are_updated_while_earlier_ones_compute():
-    """Gradients are reduced, each place its part, in the turn that makes them, and leave with it."""
+    """Gradients are reduced, each place its part, in the iteration that makes them, and leave with it."""
     text = str(
         layered(ADAMW, 4, 2, offload=jzero.HostCPU()).describe(new_layers(ADAMW), batches()[0])
     )

@@ -263,7 +263,7 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
     """In the middle of an update, as a signal's may be called."""
     train_step = on(2)
     state, second = (train_step.init(new_state, ADAMW) for _ in range(2))
-    original = _host_step.HostStep._at_rest
+    original = _host_step.HostStep._stored
     told: list[Any] = []
 
     def handled(*args: Any) -> Any:
@@ -271,7 +271,7 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
             told.append(pytest.raises(jzero.StateError, train_step, second, BATCH))
         return original(*args)
 
-    monkeypatch.setattr(_host_step.HostStep, "_at_rest", handled)
+    monkeypatch.setattr(_host_step.HostStep, "_stored", handled)
     found, _ = train_step(state, BATCH)
     text = "in the middle of its own update.*one state at a time. Set a flag there"
     assert re.search(text, str(told[0].value))
@@ -282,7 +282,7 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [jzero.PinnedHost(2_000), jzero.PinnedHost(), jzero.HostCPU()])
 def test_a_step_copies_nothing_that_a_guard_forbids(policy):
-    """Between host and devices: under `jax.transfer_guard`, in slices, in one turn and on the host."""
+    """Between host and devices: under `jax.transfer_guard`, in slices, in one bucket and on the host."""
     train_step = on(4, policy=policy)
     state = train_step.shard(new_state(), BATCH)
     sharding = jax.tree.leaves(state[0])[0].sharding
@@ -336,7 +336,7 @@ def test_masters_of_the_steps_own(policy, stage):
     plan = train_step.plan(new(), BATCH)
     assert [leaf.layout == REPLICATED for leaf in plan.leaves] == [True, False, False]
     if isinstance(policy, jzero.PinnedHost):
-        assert [turn.parts for turn in plan.turns] == [4]
+        assert [bucket.parts for bucket in plan.buckets] == [4]
     state = train_step(new(), BATCH)
     assert_same(state[1:], jax.jit(step_fn)(new(), BATCH)[1:])
     for _ in range(2):
@@ -366,7 +366,7 @@ def test_padding_stays_zero(stage):
     assert_same(state, expected)
     w, m = state
     assert m.storage.shape != m.shape
-    for device, buffer in zip(m.storage.home.devices, m.storage.buffers, strict=True):
+    for device, buffer in zip(m.storage.placement.devices, m.storage.buffers, strict=True):
         index = m.storage.sharding.devices_indices_map(m.storage.shape)[device]
         beyond = np.zeros(m.storage.shape, bool)
         beyond[tuple(slice(n) for n in m.shape)] = True
@@ -765,7 +765,7 @@ def test_an_interrupted_update_consumes_the_state(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_host_step.HostStep, "_at_rest", interrupt)
+        patch.setattr(_host_step.HostStep, "_stored", interrupt)
         with pytest.raises(KeyboardInterrupt):
             train_step(state, BATCH)
     with pytest.raises(jzero.StateError, match="were already donated"):
@@ -1029,7 +1029,7 @@ def test_report_names_what_is_left_to_xla():
 @pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 4])
 def test_numbers_of_several_updates_that_rest_on_the_devices(num):
-    """Pieces of one turn hand a number to each other: the norm of updates that the host has no part in."""
+    """Subgraphs of one bucket share a number: the norm of updates that the host has no part in."""
     tx = optax.adam(1e-2, eps=1e-3)
 
     def step(state, x):

@@ -17,11 +17,11 @@ from jax import lax
 
 import jzero
 from host_updates import call, compiler, on_host, problem, random, reference, ulps  # noqa: F401
+from jzero.offload.kernels._code_paths import KEPT, KERNEL, XLA
 from jzero.offload.kernels._host_update import HostUpdate, default_threads
 from jzero.offload.kernels._kernel import LANES
 from jzero.offload.kernels._loops import BLOCK
 from jzero.offload.kernels._machine import processor
-from jzero.offload.kernels._roads import KEPT, KERNEL, XLA
 from jzero.offload.memory._addresses import host_empty
 from optimizers import ENTRIES
 
@@ -124,7 +124,7 @@ def test_selection(dtype: str):
     x, y, w = host(100, seed=1), host(100, seed=2), host(100)
     which = on_host(jnp.arange(100) % 3 == 0).astype(dtype)
     update = HostUpdate(lambda state, inputs: ((lax.select_n(*inputs),), ()), (w,), (which, x, y))
-    assert [road.by for road in update.roads] == [KERNEL]
+    assert [code_path.by for code_path in update.code_paths] == [KERNEL]
     call(update, (w,), (which, x, y))
     np.testing.assert_array_equal(w, np.where(which, y, x))
 
@@ -148,7 +148,7 @@ def test_branches_become_selections(taken: bool):
     state = [host(40), host(40, seed=1)]
     expected = reference(update, state, [grad])
     engine = HostUpdate(update, state, [grad])
-    assert [road.by for road in engine.roads] == [KERNEL, XLA]
+    assert [code_path.by for code_path in engine.code_paths] == [KERNEL, XLA]
     call(engine, state, [grad])
     assert max(ulps(*pair) for pair in zip(state, expected, strict=True)) <= 2
 
@@ -162,7 +162,7 @@ def test_xla_reads_what_a_kernel_overwrites():
         (w, rows),
         (),
     )
-    assert [road.by for road in update.roads] == [KERNEL, XLA]
+    assert [code_path.by for code_path in update.code_paths] == [KERNEL, XLA]
     call(update, (w, rows), ())
     np.testing.assert_allclose(w, expected[0], rtol=1e-5)
     np.testing.assert_allclose(rows, expected[1], rtol=1e-5)
@@ -179,7 +179,7 @@ def test_describe_says_why(compiler: str):  # noqa: F811
         (),
         names=["w", "rows", "count", "kept"],
     )
-    assert update.roads[-1].by == KEPT
+    assert update.code_paths[-1].by == KEPT
     assert update.describe().splitlines() == [
         "1 kernels",
         "1 of 4 leaves in one pass each",

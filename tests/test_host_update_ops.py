@@ -11,10 +11,10 @@ import pytest
 from jax import lax
 
 from host_updates import call, on_host, ulps
+from jzero.offload.kernels._code_paths import KERNEL
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.kernels._kernel import LANES
 from jzero.offload.kernels._ops import OPS
-from jzero.offload.kernels._roads import KERNEL
 from jzero.offload.kernels._writer import TYPES
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -115,7 +115,7 @@ def flushed(x: np.ndarray) -> np.ndarray:
 def run(fn: Callable[..., Any], args: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """What a kernel computes, and what XLA computes."""
     update = HostUpdate(lambda state, inputs: ((), (fn(*inputs),)), (), args)
-    assert [road.by for road in update.roads] == [KERNEL]
+    assert [code_path.by for code_path in update.code_paths] == [KERNEL]
     (out,) = update.make_outputs()
     call(update, (), [on_host(x) for x in args], [out])
     compiled = jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})

@@ -9,8 +9,8 @@ import pytest
 
 import host_updates
 from host_updates import Problem, problem
+from jzero.offload.kernels._code_paths import XLA
 from jzero.offload.kernels._host_update import HostUpdate
-from jzero.offload.kernels._roads import XLA
 from optimizers import ENTRIES
 
 # Some of optax's optimizers are deprecated, some call what is.
@@ -64,8 +64,10 @@ def optax_promotions():
 @pytest.mark.parametrize("name", ENTRIES)
 def test_updates_as_xla_does(name: str):
     given = problem(ENTRIES[name], jnp.float32)
-    leaves = zip(assert_same(given, name).roads, given.state, strict=True)
-    reasons = {road.reason for road, leaf in leaves if leaf.size > 1 and road.by == XLA}
+    leaves = zip(assert_same(given, name).code_paths, given.state, strict=True)
+    reasons = {
+        code_path.reason for code_path, leaf in leaves if leaf.size > 1 and code_path.by == XLA
+    }
     assert {reason.split(" of ")[0] for reason in reasons} == BY_XLA.get(name, set())
 
 
@@ -102,7 +104,12 @@ def assert_same(given: Problem, title: str) -> HostUpdate:
         inputs = [host_updates.random(rng, aval) for aval in given.inputs]
         expected = host_updates.reference(given.update, state, inputs)
         host_updates.call(update, state, inputs, outputs)
-        for road, got, want in zip(update.roads, [*state, *outputs], expected, strict=True):
-            error, limit = host_updates.ulps(got, want), XLA_ULPS if road.by == XLA else KERNEL_ULPS
-            assert error <= limit, (title, step, road, error)
+        for code_path, got, want in zip(
+            update.code_paths, [*state, *outputs], expected, strict=True
+        ):
+            error, limit = (
+                host_updates.ulps(got, want),
+                XLA_ULPS if code_path.by == XLA else KERNEL_ULPS,
+            )
+            assert error <= limit, (title, step, code_path, error)
     return update

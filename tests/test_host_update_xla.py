@@ -66,11 +66,11 @@ def test_steps_are_the_same_to_the_bit(name: str, bits: int):
         for _ in range(NUM_STEPS):
             call(update, state, [host_updates.random(rng, aval) for aval in given.inputs], outputs)
         results.append([*state, *outputs])
-    for road, x, y in zip(update.roads, *results, strict=True):
+    for code_path, x, y in zip(update.code_paths, *results, strict=True):
         if name in APART:
             assert host_updates.ulps(x, y) <= APART[name]
         else:
-            assert_equal(x, y, road.name)
+            assert_equal(x, y, code_path.name)
 
 
 @pytest.mark.parametrize(("name", "dtype"), ops.ROWS)
@@ -122,7 +122,7 @@ STEPS = """if True:
 
 @pytest.mark.slow
 def test_without_llvmlite():
-    """Nothing is refused: the same numbers, and `describe` says by which road, and what would be faster."""
+    """Nothing is refused: the same numbers; `describe` names the code path, and what would be faster."""
     pytest.importorskip("llvmlite")
     found = []
     for module in ('__import__("llvmlite")', "None"):

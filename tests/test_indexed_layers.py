@@ -63,7 +63,7 @@ def make_step(model):
 @pytest.mark.parametrize("offload", [jzero.HostCPU(), None], ids=["HostCPU", "None"])
 @pytest.mark.parametrize("model", [by_scan, in_pairs, by_number])
 def test_they_train_and_are_described(model, offload):
-    """With room for a stack, and not for all: turns run in parts, and fetch what they index."""
+    """With room for a stack, and not for all: iterations run in parts, and fetch what they index."""
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     options = {} if offload is None else {"offload": offload}
     train_step = small.shard_train_step(
@@ -82,7 +82,7 @@ def test_they_train_and_are_described(model, offload):
         zoo.assert_trees_close(
             zoo.to_host((state, metrics)), jax.device_get((expected, loss)), zoo.FP32, f"step {i}"
         )
-    # A turn gathers the rows that it reads, and not their stacks.
+    # An iteration gathers the rows that it reads, and not their stacks.
     gathers = [c for c in report.traffic if c.op == "all-gather"]
     rows = [c for c in gathers if (c.elements, c.times) == (WIDTH**2, LAYERS)]
     assert model is in_pairs or len(rows) == 2 * 2  # of two stacks in two passes

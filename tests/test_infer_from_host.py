@@ -66,7 +66,7 @@ def forward(params, tokens, key):
 def greedy(params, prompt, key):
     """Decodes by a `scan`: tokens `[rows, context]`, and the logits of each."""
 
-    def turn(carry, t):
+    def iteration(carry, t):
         token, cache = carry
         logits, cache = logits_of(params, token, cache, t)
         following = jnp.where(
@@ -75,21 +75,21 @@ def greedy(params, prompt, key):
         return (following.astype(prompt.dtype), cache), (following, logits.max(-1))
 
     start = prompt[:, 0], cache_of(params, len(prompt))
-    (_, cache), made = lax.scan(turn, start, jnp.arange(CONTEXT - 1))
+    (_, cache), made = lax.scan(iteration, start, jnp.arange(CONTEXT - 1))
     return made, cache[0].sum()
 
 
 def sampled(params, prompt, key):
-    """A key for each turn, in a stack."""
+    """A key for each iteration, in a stack."""
 
-    def turn(carry, own):
+    def iteration(carry, own):
         token, cache, t = carry
         logits, cache = logits_of(params, token, cache, t)
         drawn = jax.random.categorical(own, logits, axis=-1).astype(prompt.dtype)
         return (drawn, cache, t + 1), drawn
 
     start = prompt[:, 0], cache_of(params, len(prompt)), 0
-    return lax.scan(turn, start, jax.random.split(key, CONTEXT - 1))[1]
+    return lax.scan(iteration, start, jax.random.split(key, CONTEXT - 1))[1]
 
 
 def stopped(params, prompt, key):
@@ -99,7 +99,7 @@ def stopped(params, prompt, key):
         t, _, _, done, _ = carry
         return (t < CONTEXT - 1) & ~done.all()
 
-    def turn(carry):
+    def iteration(carry):
         t, out, cache, done, key = carry
         logits, cache = logits_of(params, out[:, t], cache, t)
         key, own = jax.random.split(key)
@@ -111,7 +111,7 @@ def stopped(params, prompt, key):
     rows = len(prompt)
     out = jnp.zeros((rows, CONTEXT), prompt.dtype).at[:, 0].set(prompt[:, 0])
     start = 0, out, cache_of(params, rows), jnp.zeros(rows, bool), key
-    return lax.while_loop(goes_on, turn, start)[:2]
+    return lax.while_loop(goes_on, iteration, start)[:2]
 
 
 def beams(params, prompt, key):
@@ -119,7 +119,7 @@ def beams(params, prompt, key):
     rows = len(prompt)
 
     def of_prompt(_, first):
-        def turn(carry, t):
+        def iteration(carry, t):
             token, scores, cache = carry
             logits, cache = logits_of(params, token.reshape(-1), cache, t)
             logits = jax.nn.log_softmax(logits).reshape(rows, BEAMS, VOCAB)
@@ -136,7 +136,7 @@ def beams(params, prompt, key):
 
         token = jnp.stack([first, (first + 1) % VOCAB], 1).astype(jnp.int32)
         start = token, jnp.zeros((rows, BEAMS)), cache_of(params, rows * BEAMS)
-        (_, scores, _), made = lax.scan(turn, start, jnp.arange(4))
+        (_, scores, _), made = lax.scan(iteration, start, jnp.arange(4))
         return None, (scores, made)
 
     return lax.scan(of_prompt, None, prompt[:, :2].T)[1]
@@ -219,17 +219,17 @@ def test_tiles():
 
 
 def test_a_loop_that_takes_slices_of_a_leaf_and_closes_over_others():
-    """Positions come with the tokens: a row of theirs in each turn."""
+    """Positions come with the tokens: a row of theirs in each iteration."""
 
     def decoded(params, prompt):
-        def turn(carry, position):
+        def iteration(carry, position):
             token, cache, t = carry
             own = params | {"positions": jnp.broadcast_to(position, (CONTEXT, DIM))}
             logits, cache = logits_of(own, token, cache, t)
             return (logits.argmax(-1), cache, t + 1), logits.max(-1)
 
         start = prompt[:, 0], cache_of(params, len(prompt)), 0
-        return lax.scan(turn, start, params["positions"])[1]
+        return lax.scan(iteration, start, params["positions"])[1]
 
     params, prompt = new_params(), tokens_of(16, GIVEN).astype(np.int64)
     for num in (1, 4):
@@ -243,13 +243,13 @@ def test_a_loop_that_begins_with_a_parameter():
     """What it carries is none: it is a value of its own."""
 
     def adapted(params, x):
-        def turn(carry, _):
+        def iteration(carry, _):
             fast, x = carry
             for w in params["slow"]:
                 x = jnp.tanh(x @ w)
             return (fast * 0.9 + (x.T @ x) / len(x), jnp.tanh(x @ fast)), x.sum()
 
-        return lax.scan(turn, (params["fast"], x), None, length=3)
+        return lax.scan(iteration, (params["fast"], x), None, length=3)
 
     keys = jax.random.split(jax.random.key(0), 4)
     fast, *slow = (jax.random.normal(key, (DIM, DIM)) / 4 for key in keys)
@@ -259,17 +259,17 @@ def test_a_loop_that_begins_with_a_parameter():
         same(eval_step(placed, x), one_device(adapted)(params, x))
         (loop,) = nested_in(eval_step, placed, x)
         report = eval_step.describe(placed, x)
-        in_turns = {x.loop and x.loop.num: 0 for x in report.crossings}
+        in_iterations = {x.loop and x.loop.num: 0 for x in report.crossings}
         for each in report.crossings:
-            in_turns[each.loop and each.loop.num] += each.nbytes * num
-        assert in_turns == {None: nbytes_of(fast), 3: 3 * nbytes_of(slow)}
+            in_iterations[each.loop and each.loop.num] += each.nbytes * num
+        assert in_iterations == {None: nbytes_of(fast), 3: 3 * nbytes_of(slow)}
 
 
 def test_a_loop_that_hands_on_a_parameter():
     """And swaps what it carries, has one value twice, and stops at once in a `while`."""
 
     def handed(params, x):
-        def turn(carry):
+        def iteration(carry):
             a, b, last, x, t = carry
             for w in params:
                 x = jnp.tanh(x @ w)
@@ -277,10 +277,10 @@ def test_a_loop_that_hands_on_a_parameter():
 
         start = x[0], x[0], jnp.ones((DIM, DIM)), x, 0
         scanned, _ = lax.scan(
-            lambda carry, _: (turn(carry), None), start, None, length=3, reverse=True
+            lambda carry, _: (iteration(carry), None), start, None, length=3, reverse=True
         )
-        twice = lax.while_loop(lambda carry: carry[-1] < 2, turn, start)
-        return scanned, twice, lax.while_loop(lambda carry: carry[-1] < 0, turn, start)
+        twice = lax.while_loop(lambda carry: carry[-1] < 2, iteration, start)
+        return scanned, twice, lax.while_loop(lambda carry: carry[-1] < 0, iteration, start)
 
     keys = jax.random.split(jax.random.key(0), 3)
     params = [jax.random.normal(key, (DIM, DIM)) / 4 for key in keys]
@@ -425,17 +425,17 @@ def test_bytes_over_the_link_in_each_token(layers, num, rows):
     args = tokens_of(rows, GIVEN), jax.random.key(0)
     placed_as = unrolled(params) if layers == "unrolled" else params
     of_token = (nbytes_of(params) + nbytes_of(params["embed"])) // num
-    for fn, turns in ((greedy, CONTEXT - 1), (stopped, None)):
+    for fn, iterations in ((greedy, CONTEXT - 1), (stopped, None)):
         eval_step, placed, _ = smallest(fn, placed_as, num, *args)
         report = eval_step.describe(placed, *args)
-        assert {x.loop.num for x in report.crossings} == {turns}
+        assert {x.loop.num for x in report.crossings} == {iterations}
         # Positions that the devices do not divide are padded.
         padding = (nbytes_of(jax.tree.map(at_rest, placed)) - nbytes_of(params)) // num
-        assert sum(x.nbytes for x in report.crossings) == (of_token + padding) * (turns or 1)
+        assert sum(x.nbytes for x in report.crossings) == (of_token + padding) * (iterations or 1)
         (row,) = report.to_dict()["crossings"]
-        assert row["each_iteration"] == (turns is None)
+        assert row["each_iteration"] == (iterations is None)
         text = " ".join(str(report).split())
-        each = "each iteration" if turns is None else f"each of the {turns} iterations"
+        each = "each iteration" if iterations is None else f"each of the {iterations} iterations"
         assert f"{of_token + padding:,} bytes to each device in {each} of the loop at" in text
         assert "Parameters come from the hosts' pinned memory, part by part: at most" in text
         assert "6 of 6 leaves are stored in pinned_host memory" in text or layers == "unrolled"
@@ -511,7 +511,7 @@ def test_depth_costs_its_cache_only(layers, monkeypatch):
 @pytest.mark.parametrize("fn", [greedy, stopped])
 @pytest.mark.parametrize("layers", ["scanned", "unrolled"])
 def test_the_cache_stays_where_it_is(layers, fn, monkeypatch):
-    """Each turn writes its keys and values into the memory of the turn before, and no part copies it."""
+    """Each iteration writes its keys and values into the memory of the one before, and no part copies it."""
     params = unrolled(new_params()) if layers == "unrolled" else new_params()
     args = tokens_of(16, GIVEN), jax.random.key(0)
     eval_step, placed, _ = smallest(fn, params, 1, *args)
@@ -534,7 +534,7 @@ def test_the_cache_stays_where_it_is(layers, fn, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_next_turn_is_fetched_while_this_one_ends(monkeypatch):
+def test_the_next_iteration_is_fetched_while_this_one_ends(monkeypatch):
     """In a `scan`; in a `while` when the host has read that there is one."""
     params, args = new_params(), (tokens_of(16, GIVEN), jax.random.key(0))
 

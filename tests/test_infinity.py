@@ -72,7 +72,7 @@ def test_the_page_has_the_last_result(script):
 
 
 @pytest.mark.slow
-def test_what_a_turn_costs(tmp_path):
+def test_what_an_iteration_costs(tmp_path):
     options = ("--rounds", "1", "--devices", "1", "--layers", "6", "--profile")
     result, text = run("overhead", *options, out=tmp_path)
     assert set(result["1 devices"]["host_ms"]) >= {"and parameters on the host, 6 layers"}
@@ -104,7 +104,7 @@ def test_a_step_with_files_in_time(tmp_path):
     result, _ = run("timeline", *options, "--path", tmp_path, out=tmp_path / "out")
     shown = {name for name, milliseconds in result["summary"].items() if milliseconds}
     files = {"parameters read from files", "tiles read from files", "tiles written to files"}
-    assert files | {"turns of the loops", "host updates"} <= shown
+    assert files | {"iterations of the loops", "host updates"} <= shown
 
 
 @pytest.mark.slow
@@ -112,6 +112,6 @@ def test_a_step_in_time(tmp_path):
     options = ("--devices", "2", "--layers", "2", "--dim", "64", "--rows", "1")
     result, _ = run("timeline", *options, out=tmp_path)
     shown = {name for name, milliseconds in result["summary"].items() if milliseconds}
-    assert {"fetches of parameters", "turns of the loops", "stores of gradients"} <= shown
+    assert {"fetches of parameters", "iterations of the loops", "stores of gradients"} <= shown
     (picture,) = tmp_path.glob("*.png")
     assert picture.stat().st_size > 0

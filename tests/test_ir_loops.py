@@ -29,7 +29,7 @@ def values(seed, *shapes):
     return [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
 
 
-def turn(w: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+def iteration(w: Any, carry: Any, x: Any) -> tuple[Any, Any]:
     a, b = carry
     made = jnp.tanh(x["x"] @ w) * x["y"]
     return (a * 0.5 + made, b + jnp.sum(made, axis=0)), {"z": a + made, "row": x["y"]}
@@ -39,7 +39,7 @@ def both(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]:
     w, a, b, x, y = values(length, (4, 4), (3, 4), (4,), (length, 3, 4), (length, 3, 4))
 
     def fn(w: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
-        body = functools.partial(turn, w)
+        body = functools.partial(iteration, w)
         return lax.scan(body, (a, b), {"x": x, "y": y}, reverse=reverse)
 
     return fn, [w, a, b, x, y]
@@ -67,7 +67,7 @@ def nested(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]:
 
 
 def through(length: int, reverse: bool) -> tuple[Callable[..., Any], list[Any]]:
-    """A carry that a turn's slice becomes, one that stays, and literals."""
+    """A carry that an iteration's slice becomes, one that stays, and literals."""
     x, c = values(length, (length, 3), (3,))
     body = lambda c, x: ((x, c[1], 2.0), (c[0], x, 1.0))  # noqa: E731
     return lambda x, c: lax.scan(body, (c, c, 1.0), x, reverse=reverse), [x, c]
@@ -142,7 +142,7 @@ def test_opened_it_has_no_stacks(form, length, reverse):
 @pytest.mark.parametrize(
     ("form", "name"), [(both, "dot_general"), (no_carry, "mul"), (through, "")]
 )
-def test_pipelined_a_turn_makes_what_the_next_one_needs(form, name, length, reverse):
+def test_pipelined_an_iteration_makes_what_the_next_one_needs(form, name, length, reverse):
     def change(jaxpr, scan):
         ahead = [out for eqn in scan.eqns if eqn.primitive.name == name for out in eqn.outvars][:1]
         found = pipelined(scan, ahead)
@@ -156,7 +156,7 @@ def test_pipelined_a_turn_makes_what_the_next_one_needs(form, name, length, reve
     check(fn, args, change)
 
 
-def test_pipelined_refuses_what_turns_hand_on():
+def test_pipelined_refuses_what_iterations_hand_on():
     traced = _jaxpr.trace_here(both(3, False)[0], *both(3, False)[1])
     (eqn,) = [e for e in traced.jaxpr.eqns if e.primitive.name == "scan"]
     scan = Scan.of(eqn)

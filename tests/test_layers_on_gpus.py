@@ -1,4 +1,4 @@
-"""Layers whose parameters rest on the hosts, for GPUs: a turn gathers for the next beside its products."""
+"""Layers with parameters on the hosts, for GPUs: an iteration gathers for the next beside its products."""
 
 import functools
 import re
@@ -62,7 +62,7 @@ def cut():
 
 
 def compiled(loop):
-    """The program of a turn that gathers for the next one."""
+    """The program of an iteration that gathers for the next one."""
     mesh, segment = cut()
     programs = segment._programs
 
@@ -83,7 +83,7 @@ def compiled(loop):
     xs = loop.body.invars[len(consts) + len(init) :]
     read = [v for v, kind in zip(xs, loop.xs, strict=True) if kind == _layer_parts.SLICES]
     i = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P()))
-    lowered = programs.turn(loop, gathers=True).lower(
+    lowered = programs.iteration(loop, gathers=True).lower(
         [array(v.aval, programs.form(v)) for v in variables(consts)],
         [array(v.aval, own) for v in init],
         [array(v.aval, own) for v in loop.body.gathered],
@@ -111,13 +111,15 @@ def test_gathers_run_beside_products(which):
 
 
 @functools.cache
-def turns_beside_copies(known=True):
-    """Texts of the turns that fetch for the turn after the next one, or store for the one before."""
+def iterations_beside_copies(known=True):
+    """Texts of the iterations that fetch for the one after the next one, or store for the one before."""
     mesh, train_step, state, x = layered()
     there = train_step.on_mesh(mesh.abstract_mesh)
-    parts = [p for p in _preflight._dispatches_of(there, state, x).parts if p.name == _copies.TURN]
+    parts = [
+        p for p in _preflight._dispatches_of(there, state, x).parts if p.name == _copies.ITERATION
+    ]
     options = {"xla_gpu_autotune_level": 0} | (
-        _copies.options_of(_copies.TURN, mesh) if known else {}
+        _copies.options_of(_copies.ITERATION, mesh) if known else {}
     )
     return [str(_examined._compiled(part.lower(mesh), options).as_text()) for part in parts]
 
@@ -134,10 +136,10 @@ def waited(text):
 def test_copies_run_beside_products(which, fetches, stores):
     """All begin before the first product that could hide them, and are awaited after the last one.
 
-    Of a forward turn; and of backward turns in their order, the later ones of which store what the one before
-    has made, and the last ones of which fetch nothing.
+    Of a forward iteration; and of backward iterations in their order, the later ones of which store what the
+    one before has made, and the last ones of which fetch nothing.
     """
-    text = turns_beside_copies()[which]
+    text = iterations_beside_copies()[which]
     lines = text[text.index("\nENTRY") :].splitlines()
 
     def places(pattern):
@@ -157,7 +159,7 @@ def test_copies_run_beside_products(which, fetches, stores):
 
 def test_with_xla_s_defaults_copies_wait_for_each_other():
     """So the option is needed: of three copies the device waits for one."""
-    takes, _, waits = waited(turns_beside_copies(known=False)[0])
+    takes, _, waits = waited(iterations_beside_copies(known=False)[0])
     assert waits >= takes / 4
 
 

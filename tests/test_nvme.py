@@ -231,7 +231,7 @@ def test_some_bytes_of_a_part_are_read(tmp_path: Path):
     state, _ = train_step(new_state(), BATCH)
     rng = np.random.default_rng(0)
     for leaf in in_files(state):
-        parts, boxes = dict(leaf.storage.parts()), leaf.storage.home.boxes()
+        parts, boxes = dict(leaf.storage.parts()), leaf.storage.placement.boxes()
         buffer = pages(leaf.storage.buffer_bytes)
         for file in range(4):
             whole = np.asarray(parts[boxes[file]]).reshape(-1).view(np.uint8)

@@ -426,7 +426,7 @@ def test_resume_refuses_leaves_of_two_steps(tmp_path: Path):
         train_step.shard((old, opt_state), BATCH)
     mine = jax.tree.map(lambda x: np.array(x), params)
     with pytest.raises(
-        jzero.StateError, match="are not of the step of other leaves that rest outside"
+        jzero.StateError, match="are not of the step of other leaves stored outside"
     ):
         train_step.shard((mine, opt_state), BATCH)
     # What another step has made of it is not of that step any more.

@@ -211,7 +211,7 @@ def test_frozen_weights_are_read_and_never_written(num: int, tmp_path: Path):
     frozen = [path for path in tmp_path.rglob("*") if "frozen" in path.name]
     assert len(frozen) == num
     size, header = sum(path.stat().st_size for path in frozen), 2**14 * num
-    weights = sum(state[name].storage.home.nbytes for name in ("base", "head"))
+    weights = sum(state[name].storage.placement.nbytes for name in ("base", "head"))
     assert weights <= size <= weights + header * 4
     bodies = [path.read_bytes()[2**13 :] for path in frozen]
     for _ in range(3):
@@ -271,8 +271,8 @@ def test_parameters_in_memory_stay_within_host_bytes(scan: bool, tmp_path: Path,
 
 @pytest.mark.slow
 def test_parameters_on_the_devices_stay_within_device_bytes(tmp_path: Path, monkeypatch: Any):
-    """Shards, and what the devices have of them whole: of two turns, and no more."""
-    room = infinity.two_turns()
+    """Shards, and what the devices have of them whole: of two iterations, and no more."""
+    room = infinity.two_iterations()
     train_step = on({"data": 8}, make_step(True, CLIPPED), tmp_path, device_bytes=room)
     state = train_step.shard(new_state(True, 12, CLIPPED), batch(0))
     of_layers = {(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH), (WIDTH,), (1, WIDTH)}
@@ -345,24 +345,28 @@ def test_too_little_memory_is_refused_with_the_least(tmp_path: Path):
 
 @pytest.mark.parametrize("device_bytes", [2**11, 2**20], ids=["in parts", "whole"])
 @pytest.mark.parametrize("kind", ["scan", "while"])
-def test_nested_loops_read_their_layers_in_each_turn(kind: str, device_bytes: int, tmp_path: Path):
-    """A loop in time around unrolled layers: where it runs in parts, each turn reads all of them again."""
+def test_nested_loops_read_their_layers_in_each_iteration(
+    kind: str, device_bytes: int, tmp_path: Path
+):
+    """A loop in time around unrolled layers: where it runs in parts, each iteration reads them all again."""
 
     def step(state: Any, x: Any) -> Any:
         def loss_fn(w: Any) -> Any:
-            def turn(y: Any) -> Any:
+            def iteration(y: Any) -> Any:
                 for i in range(4):
                     y = jnp.tanh(y @ w[f"w{i}"])
                 return y
 
             if kind == "scan":
-                y, _ = jax.lax.scan(lambda y, _: (turn(y), None), x, None, 3)
+                y, _ = jax.lax.scan(lambda y, _: (iteration(y), None), x, None, 3)
             else:  # No gradient goes through it.
                 y = jax.lax.while_loop(
-                    lambda carry: carry[1] < 3, lambda carry: (turn(carry[0]), carry[1] + 1),
+                    lambda carry: carry[1] < 3, lambda carry: (iteration(carry[0]), carry[1] + 1),
                     (jax.lax.stop_gradient(x), 0),
                 )[0]  # fmt: skip
-            return jnp.mean((jax.lax.stop_gradient(y) @ w["head"]) ** 2) + jnp.mean(turn(x) ** 2)
+            return jnp.mean((jax.lax.stop_gradient(y) @ w["head"]) ** 2) + jnp.mean(
+                iteration(x) ** 2
+            )
 
         w, m = state
         loss, grads = jax.value_and_grad(loss_fn)(w)
@@ -511,7 +515,7 @@ def test_evaluations_of_what_is_not_trained_have_files_of_their_own(num: int, tm
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "in memory": ({"offload": jzero.HostCPU()}, "Use Memory(optimizer=jzero.NVMe("),
     "on the devices": ({"offload": jzero.NoOffload()}, "Use Memory(optimizer=jzero.NVMe("),
-    "in turns": ({"offload": jzero.PinnedHost()}, "read, updated and written with their optimizer state"),
+    "in buckets": ({"offload": jzero.PinnedHost()}, "read, updated and written with their optimizer state"),
     "another path": ({"offload": jzero.NVMe("/elsewhere")}, "have path='/run' and '/elsewhere'"),
     "in place": ({"offload": jzero.NVMe("/run", in_place=True)}, "have in_place=False and True"),
     "device_bytes": ({"offload": jzero.NVMe("/run", device_bytes=1)}, "Drop device_bytes, or move it to"),

@@ -19,7 +19,7 @@ from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._filling import Filling
 from jzero.offload.memory._leaf_array import wrap
 from jzero.offload.memory._nvme_store import StoreSpec
-from jzero.offload.memory._storage import Home
+from jzero.offload.memory._storage import HostPlacement
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._files import TileFiles
 from jzero.offload.nvme._header import Write
@@ -60,13 +60,13 @@ def spec_in(folder: Path, **options: Any) -> StoreSpec:
     return dataclasses.replace(spec, **options)
 
 
-def homes(mesh: Mesh) -> dict[str, Home]:
+def placements(mesh: Mesh) -> dict[str, HostPlacement]:
     """Sharded along the last dim."""
     found = {}
     for name, (shape, dtype, _) in SHAPES.items():
         place = NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "data"))
         whole = (*shape[:-1], NUM * shape[-1])
-        found[name] = Home(whole, whole, np.dtype(dtype), place, tuple(mesh.devices.flat))
+        found[name] = HostPlacement(whole, whole, np.dtype(dtype), place, tuple(mesh.devices.flat))
     return found
 
 
@@ -83,7 +83,8 @@ def filled(spec: StoreSpec, count: Write | None = None) -> dict[str, FileStorage
     with Filling(spec, dict(enumerate(["count", *SHAPES])), range(1, 1 + len(SHAPES))) as filling:
         filling.start([count] * (1 + len(SHAPES)))
         return {
-            name: filling.put(values()[name], name, home) for name, home in homes(spec.mesh).items()
+            name: filling.put(values()[name], name, at)
+            for name, at in placements(spec.mesh).items()
         }
 
 
@@ -152,7 +153,7 @@ def test_files_of_what_is_frozen(tmp_path: Path):
     store.files.commit(step)
     with pytest.raises(jzero.StateError, match="was already donated"):
         leaves["base"].buffer_bytes  # noqa: B018
-    part = dict(FileStorage(leaves["w"].home, store, "w").parts(pin))
+    part = dict(FileStorage(leaves["w"].placement, store, "w").parts(pin))
     np.testing.assert_array_equal(
         np.concatenate([np.asarray(x) for x in part.values()], -1), values()["w"]
     )
@@ -170,7 +171,7 @@ def test_frozen_leaves_alone(tmp_path: Path):
     with Filling(spec, dict(enumerate(FROZEN)), range(len(FROZEN))) as filling:
         filling.start([None] * len(FROZEN))
         leaves = {
-            name: filling.put(values()[name], name, homes(spec.mesh)[name]) for name in FROZEN
+            name: filling.put(values()[name], name, placements(spec.mesh)[name]) for name in FROZEN
         }
     assert [path.name for path in leaves["base"].store.files.paths] == list(spec.files)
     for name, leaf in leaves.items():

@@ -1,4 +1,4 @@
-"""Optimizer state in the hosts' memory: the same training, in turns that fit on the devices."""
+"""Optimizer state in the hosts' memory: the same training, in buckets that fit on the devices."""
 
 import functools
 import re
@@ -136,8 +136,8 @@ def check(name, axes, **options):
     policy = least_room(entry.step, arguments, 150, mesh=mesh, **entry.options, **options)
     sharded = functools.partial(small.shard_train_step, offload=policy, **options)
     plan = sharded(entry.step, mesh=mesh, **entry.options).plan(*arguments)
-    assert sum(turn.parts for turn in plan.turns) > (name not in UPDATED_AT_ONCE)
-    assert max(turn.nbytes_at_once for turn in plan.turns) <= plan.device_bytes
+    assert sum(bucket.parts for bucket in plan.buckets) > (name not in UPDATED_AT_ONCE)
+    assert max(bucket.nbytes_at_once for bucket in plan.buckets) <= plan.device_bytes
     parity.check(name, axes, sharded, options)
 
 
@@ -202,7 +202,7 @@ def on(num: int, device_bytes: int, tx=TX, norm=False, **options):
 
 def parts_of(train_step, *arguments):
     step = train_step._programs.of(train_step._programs.bind(arguments, {})).step
-    return step.grad, step.turns
+    return step.grad, step.buckets
 
 
 def types(variables) -> list[str]:
@@ -213,34 +213,34 @@ def types(variables) -> list[str]:
 def test_the_cut_of_adam():
     """Gradients once each, not yet clipped, and scalars cross; nothing else that follows from gradients."""
     state = new_state()
-    grad, turns = parts_of(on(8, 3 * 4 * 800, norm=True), state, BATCH)
+    grad, buckets = parts_of(on(8, 3 * 4 * 800, norm=True), state, BATCH)
     gradients = sorted(f"float32{list(shape)}" for shape in SHAPES)
     scalars = ["bool[]", "float32[]", "float32[]", "float32[]"]  # clipped, norm, bias corrections
     assert types(grad.gives) == sorted([*gradients, *scalars])
-    assert all(not turn.gives or set(types(turn.gives)) == {"float32[]"} for turn in turns)
-    last = turns[-1]  # the norm of all updates
+    assert all(not bucket.gives or set(types(bucket.gives)) == {"float32[]"} for bucket in buckets)
+    last = buckets[-1]  # the norm of all updates
     assert set(types(last.reads)) == {"float32[]"}
 
 
 @pytest.mark.slow
 def test_low_precision_gradients_cross_as_they_are():
     tx = jzero.master_weights(optax.adam(1e-2))
-    grad, turns = parts_of(on(4, 2**20, tx), new_state(tx, jnp.bfloat16), BATCH)
+    grad, buckets = parts_of(on(4, 2**20, tx), new_state(tx, jnp.bfloat16), BATCH)
     large = [t for t in types(grad.gives) if not t.endswith("[]")]
     assert large == sorted(f"bfloat16{list(shape)}" for shape in SHAPES)
 
 
 @pytest.mark.parametrize(("num", "device_bytes"), [(1, 3000), (8, 1230), (8, 2**20)])
-def test_turns_are_bounded_and_renew_every_leaf_once(num, device_bytes):
+def test_buckets_are_bounded_and_renew_every_leaf_once(num, device_bytes):
     train_step = on(num, device_bytes)
     plan = train_step.plan(new_state(), BATCH)
     offloaded = {leaf.path: leaf.nbytes_per_device for leaf in plan.leaves if leaf.tier != "device"}
-    assert sorted(path for turn in plan.turns for path in turn.leaves) == sorted(offloaded)
-    for turn in plan.turns:
-        assert turn.nbytes == sum(offloaded[path] for path in turn.leaves)
-        assert turn.nbytes_at_once <= device_bytes // 3
-        assert turn.nbytes_at_once * turn.parts >= turn.nbytes
-    assert any(turn.parts > 1 for turn in plan.turns) == (device_bytes < 2**20)
+    assert sorted(path for bucket in plan.buckets for path in bucket.leaves) == sorted(offloaded)
+    for bucket in plan.buckets:
+        assert bucket.nbytes == sum(offloaded[path] for path in bucket.leaves)
+        assert bucket.nbytes_at_once <= device_bytes // 3
+        assert bucket.nbytes_at_once * bucket.parts >= bucket.nbytes
+    assert any(bucket.parts > 1 for bucket in plan.buckets) == (device_bytes < 2**20)
 
 
 def test_plan_report_and_fingerprint():
@@ -280,14 +280,14 @@ def test_plan_without_devices():
     train_step = small.shard_train_step(make_step(), mesh=mesh, memory=jzero.PinnedHost(450))
     state = jax.eval_shape(new_state)
     report = train_step.describe(state, jax.ShapeDtypeStruct((512, 64), jnp.float32))
-    assert max(turn.nbytes_at_once for turn in report.plan.turns) <= 450
+    assert max(bucket.nbytes_at_once for bucket in report.plan.buckets) <= 450
     assert {s.memory_kind for s in jax.tree.leaves(train_step.state_shardings(state))} == {
         None, "pinned_host"
     }  # fmt: skip
 
 
 def test_what_reads_the_batch_stays():
-    """A moment that the grad part reads: the loss is weighed by it."""
+    """A moment that the forward-backward program reads: the loss is weighed by it."""
 
     def step_fn(state, x):
         w, seen, mean = state
@@ -341,7 +341,7 @@ def test_a_refused_batch_leaves_the_state():
 
 @pytest.mark.slow
 def test_a_step_that_fails_while_it_runs():
-    """In the second of four turns: its state is consumed, which is said, and the next training runs."""
+    """In the second of four buckets: its state is consumed, which is said, and the next training runs."""
     fails = False
 
     def check(x):
@@ -399,16 +399,16 @@ def test_tensor_axes():
         (3, optax.adafactor(1e-2), {"all-reduce"}),
     ],
 )
-def test_collectives_of_turns_are_known(stage, tx, ops):
+def test_collectives_of_buckets_are_known(stage, tx, ops):
     """What a tier without collectives between its shards must ask."""
     state = new_state(tx)
     train_step = on(8, 2**20, tx, stage=stage)
     step = train_step._programs.of(train_step._programs.bind((state, BATCH), {})).step
-    assert {c.op for i in range(len(step.turns)) for c in step.collectives(i)} == ops
+    assert {c.op for i in range(len(step.buckets)) for c in step.collectives(i)} == ops
 
 
 @pytest.mark.slow
-def test_turns_that_only_give_scalars():
+def test_buckets_that_only_give_scalars():
     """The first level reads history and renews nothing; what it finds scales every update."""
 
     def step_fn(state, x):
@@ -423,8 +423,8 @@ def test_turns_that_only_give_scalars():
 
     train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(3 * 64 * 12 * 4 // 8))
     state, expected = new(), new()
-    turns = parts_of(train_step, state, BATCH)[1]
-    assert [(bool(turn.gives), bool(turn.outs)) for turn in turns] == [
+    buckets = parts_of(train_step, state, BATCH)[1]
+    assert [(bool(bucket.gives), bool(bucket.outs)) for bucket in buckets] == [
         (True, False), (True, False), (True, False), (False, True), (False, True)
     ]  # fmt: skip
     for _ in range(3):
@@ -434,7 +434,7 @@ def test_turns_that_only_give_scalars():
 
 
 @pytest.mark.parametrize(("rate", "num"), [((0.1,) * 6, 2), ((0.2, 0.1, 0.1, 0.1, 0.1, 0.1), 3)])
-def test_equal_turns_share_a_program(rate, num):
+def test_equal_buckets_share_a_program(rate, num):
     """Six layers of one shape and a wider one, each by itself; one with a rate of its own."""
     shapes = [(64, 64)] * 5 + [(64, 65)]
 
@@ -449,13 +449,13 @@ def test_equal_turns_share_a_program(rate, num):
     train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(3 * (rows + 64)))
     state = train_step((w, w), BATCH)
     step = train_step._programs.of(train_step._programs.bind((state, BATCH), {})).step
-    assert len(step.turns) == 6
+    assert len(step.buckets) == 6
     assert step.compiled.num == num
 
 
 @pytest.mark.slow
-def test_equal_turns_that_consume_other_leaves_share_no_program():
-    """The second layer's old parameters are read again, by the last level: its turn may not consume them."""
+def test_equal_buckets_that_consume_other_leaves_share_no_program():
+    """The last level reads the second layer's old parameters: that layer's bucket may not consume them."""
 
     def step_fn(state, x):
         params, means = state
@@ -484,8 +484,8 @@ def test_slices_of_layers_whose_rows_are_padded():
     w, mesh = jnp.ones((3, 31, 5)), jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     policy = least_room(step_fn, ((w, w), BATCH), 384, mesh=mesh)
     train_step = small.shard_train_step(step_fn, offload=policy, mesh=mesh)
-    (turn,) = train_step.plan((w, w), BATCH).turns
-    assert turn.parts > 3
+    (bucket,) = train_step.plan((w, w), BATCH).buckets
+    assert bucket.parts > 3
     found = train_step.unshard(train_step((w, w), BATCH))
     assert_same(found, jax.jit(step_fn)((w, w), BATCH))
 
@@ -508,7 +508,7 @@ def test_an_output_beside_the_state_is_not_made_in_slices():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_bytes", [3 * 64 * 64 * 4 // 8, 64 * 64 * 4 // 8])
-def test_turns_that_copy_nothing_back_are_waited_for(device_bytes, monkeypatch):
+def test_buckets_that_copy_nothing_back_are_waited_for(device_bytes, monkeypatch):
     """Whole ones and slices, where leaves are only read."""
 
     def step_fn(state, x):
@@ -542,8 +542,8 @@ def test_turns_that_copy_nothing_back_are_waited_for(device_bytes, monkeypatch):
     train_step = small.shard_train_step(step_fn, memory=policy)
     assert_same(train_step(new(), BATCH), jax.jit(step_fn)(new(), BATCH))
     assert all(waited)
-    turns = train_step.plan(new(), BATCH).turns
-    assert len(waited) == sum(turn.parts for turn in turns)
+    buckets = train_step.plan(new(), BATCH).buckets
+    assert len(waited) == sum(bucket.parts for bucket in buckets)
 
 
 @pytest.mark.parametrize("device_bytes", [64 * 64 * 4 // 4, 2**20])

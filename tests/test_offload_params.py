@@ -25,7 +25,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.
 PLAIN = optax.sgd(0.1)
 UPDATES = {
     "on the host": jzero.HostCPU(),
-    "in turns": jzero.PinnedHost(device_bytes=2**14),
+    "in buckets": jzero.PinnedHost(device_bytes=2**14),
     "on the devices": jzero.NoOffload(),
 }
 
@@ -176,7 +176,7 @@ def test_with_other_options(options, update):
 @pytest.mark.parametrize("num", [1, 4])
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 def test_microbatches_run_in_parts_where_they_have_no_room(scan, num):
-    """Their loop is one part if there is room for what it reads; else its turns run in parts."""
+    """Their loop is one part if there is room for what it reads; else its iterations run in parts."""
     found = []
     for device_bytes in (2**13, 2**20):
         train_step, state = check(scan, axes={"data": num}, accumulate=2, device_bytes=device_bytes)
@@ -198,13 +198,13 @@ def test_a_while_that_devices_may_leave_one_after_the_other(num, nested):
     """In a step with collectives of its own: on several devices it stays one part."""
 
     def step(state, x):
-        def turn(carry):
+        def iteration(carry):
             x, t = carry
             for w in state["frozen"]:
                 x = jnp.tanh(x @ w)
             return x, t + 1
 
-        x, _ = jax.lax.while_loop(lambda carry: carry[1] < 3, turn, (x, 0))
+        x, _ = jax.lax.while_loop(lambda carry: carry[1] < 3, iteration, (x, 0))
         loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
         loss, grad = jax.lax.pmean((loss, grad), "batch")
         return state | {"w": state["w"] - 0.1 * grad}, loss
@@ -270,7 +270,7 @@ def peak_bytes(monkeypatch, train_step, state, *batches, of=lambda x: True):
     return found[0]
 
 
-# Of one turn: shards of 8 devices, and whole on each of them.
+# Of one iteration: shards of 8 devices, and whole on each of them.
 SHARDS = 4 * (2 * 2 * WIDTH * WIDTH + WIDTH)
 WHOLE = 8 * SHARDS
 
@@ -299,9 +299,11 @@ def test_depth_costs_activations_only(scan, device_bytes, more, monkeypatch):
 
 @pytest.mark.slow(but=[3])
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
-@pytest.mark.parametrize("device_bytes", [9000, 2**14], ids=["gathers in turns", "gathers ahead"])
+@pytest.mark.parametrize(
+    "device_bytes", [9000, 2**14], ids=["gathers in iterations", "gathers ahead"]
+)
 def test_depth_costs_nothing_with_activations_on_the_host(device_bytes, more, monkeypatch):
-    """The turn that runs, and the next two, have their inputs on the devices; all others wait on the host."""
+    """This iteration and the next two have their inputs on the devices; all others are on the host."""
     monkeypatch.setattr(_residuals, "LEAST_BYTES", 0)
     there = [0]
 
@@ -343,8 +345,8 @@ def loops_of(train_step, state, *batches):
     return [part for part in parts if isinstance(part, _layer_parts.ScannedLayers)]
 
 
-def two_turns():
-    """Bytes on each device of two turns: fetched, and gathered."""
+def two_iterations():
+    """Bytes on each device of two iterations: fetched, and gathered."""
     train_step, state = sharded(True, CLIPPED)
     loop, _ = loops_of(train_step, state, batch(0))
     assert loop.nbytes == (SHARDS + WHOLE) // 8
@@ -352,9 +354,9 @@ def two_turns():
 
 
 @pytest.mark.slow
-def test_turns_gather_ahead_where_two_have_room():
-    """Else a turn gathers its own: the smallest window is what one turn needs."""
-    room = two_turns()
+def test_iterations_gather_ahead_where_two_have_room():
+    """Else an iteration gathers its own: the smallest window is what one iteration needs."""
+    room = two_iterations()
     for device_bytes, num in [(room, 3), (room - 1, 0), (room // 2, 0)]:
         train_step, state = sharded(True, CLIPPED, device_bytes=device_bytes)
         found = [len(loop.body.gathered) for loop in loops_of(train_step, state, batch(0))]
@@ -369,8 +371,8 @@ def test_one_device_gathers_nothing_ahead():
 
 @pytest.mark.slow
 def test_parameters_on_the_devices_stay_within_device_bytes(monkeypatch):
-    """Shards, and what the devices have of them whole: of two turns, and no more."""
-    room = two_turns()
+    """Shards, and what the devices have of them whole: of two iterations, and no more."""
+    room = two_iterations()
     train_step, state = sharded(
         True, CLIPPED, device_bytes=room, layers=12, offload=jzero.HostCPU()
     )
@@ -382,17 +384,17 @@ def test_parameters_on_the_devices_stay_within_device_bytes(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile_bytes", [None, 1024])
-def test_leaves_that_are_read_as_shards_stay_for_their_turn(tile_bytes):
-    """A turn reads them when those of the next one are there: they count in its bytes."""
+def test_leaves_that_are_read_as_shards_stay_for_their_iteration(tile_bytes):
+    """An iteration reads them when those of the next one are there: they count in its bytes."""
 
     def step(params, x):
-        def turn(carry, w):
+        def iteration(carry, w):
             x, decay = carry
             return (jnp.tanh(x @ w["up"]) @ w["down"], decay + jnp.sum(w["up"] ** 2) / 100), None
 
         def loss_fn(params):
             (y, decay), _ = jax.lax.scan(
-                jax.checkpoint(turn, prevent_cse=False), (x, 0.0), params["layers"]
+                jax.checkpoint(iteration, prevent_cse=False), (x, 0.0), params["layers"]
             )
             return jnp.mean((y @ params["head"]) ** 2) + decay
 
@@ -410,7 +412,7 @@ def test_leaves_that_are_read_as_shards_stay_for_their_turn(tile_bytes):
         if tile_bytes is None:
             assert loop.body.gathered
             assert sum(kept) == loop.body.sharded_bytes > 0
-        else:  # A turn gathers its tiles itself.
+        else:  # An iteration gathers its tiles itself.
             assert not loop.body.gathered
             assert kept
     for i in range(STEPS):
@@ -424,7 +426,7 @@ def gathers_started(train_step, state, *batches):
     """How often the programs that a step starts gather so many elements; the step cannot run after it."""
     call = train_step._programs.bind((state, *batches), {})
     program = train_step._programs.of(call)
-    traced = program.step.dispatched(*_programs.inputs_at_rest(call, program))
+    traced = program.step.dispatched(*_programs.stored_inputs(call, program))
     found: collections.Counter[int] = collections.Counter()
     for each in _traffic.collectives(traced):
         if each.op == "all-gather":
@@ -433,9 +435,9 @@ def gathers_started(train_step, state, *batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in their turns"])
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in their iterations"])
 def test_each_pass_gathers_each_leaf_once(ahead):
-    room = two_turns()
+    room = two_iterations()
     train_step, state = sharded(True, CLIPPED, device_bytes=room if ahead else room - 1)
     expected = {2 * WIDTH * WIDTH: 2 * 2 * 4, WIDTH: 2 * 4, WIDTH * WIDTH: 2}
     assert gathers_started(train_step, state, batch(0)) == expected

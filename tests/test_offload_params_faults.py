@@ -21,7 +21,7 @@ from test_offload_params import CLIPPED, UPDATES, batch, new_state, sharded
 LAYERS, DEVICE_BYTES = 3, 13000
 # What updates leaf by leaf may begin in the backward pass; a clipped update waits for the norm of all.
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
-SHAPES = [(True, "on the host"), (False, "on the host"), (True, "in turns"), (False, "in turns"),
+SHAPES = [(True, "on the host"), (False, "on the host"), (True, "in buckets"), (False, "in buckets"),
           (True, "on the devices"), (False, "on the devices")]  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def assert_same(found, expected):
 class Interrupted:
     """Runs a function, and raises KeyboardInterrupt in its n-th call of what is in jzero/offload, from 0.
 
-    Each part of a step, each turn of a loop, and each turn of the update is some of these calls.
+    Each part of a step, each iteration of a loop, and each bucket of the update is some of these calls.
     """
 
     FILES = re.compile(r".*/jzero/offload/_[a-z_]+\.py")

@@ -56,7 +56,7 @@ def done(schedule, kind):
     ]
 
 
-@pytest.mark.slow(but=["optimizer state, updated in turns-scanned"])
+@pytest.mark.slow(but=["optimizer state, updated in buckets-scanned"])
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 @pytest.mark.parametrize("name", test_dispatches.OFFLOAD)
 def test_its_programs_and_copies_are_those_that_a_step_starts(scan, name):
@@ -67,9 +67,13 @@ def test_its_programs_and_copies_are_those_that_a_step_starts(scan, name):
     runs = collections.Counter[str]()
     for op, num, _ in done(schedule, Run):
         runs[op.program] += num
-    assert runs["a turn of the loop over layers"] == started["turn"] + started["turn_beside_copies"]
+    assert (
+        runs["an iteration of the loop over layers"]
+        == started["iteration"] + started["iteration_beside_copies"]
+    )
     assert runs["a stretch of layers"] == started["stretch"]
-    # A program takes the slices of a turn out of stacks: one by itself, or that of a turn before it.
+    # A program takes the slices of an iteration out of stacks: one by itself, or that of an iteration before
+    # it.
     visits = {around[-1]: num for op, num, around in done(schedule, Fetch) if op.by}
     riding = {ride for op, *_ in done(schedule, Run) for ride in op.rides}
     apart = sum(num for op, num, _ in done(schedule, Fetch) if op.by and op not in riding)
@@ -79,7 +83,7 @@ def test_its_programs_and_copies_are_those_that_a_step_starts(scan, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["to host", "to device"])
-def test_bytes_of_turns_are_those_of_their_copies(way):
+def test_bytes_of_iterations_are_those_of_their_copies(way):
     """Of optimizer state that visits the devices whole, where each copy is one of JAX's."""
     train_step = small.shard_train_step(
         params.make_step(True, params.CLIPPED), memory=jzero.PinnedHost()
@@ -187,7 +191,7 @@ def test_bytes_over_each_link():
 
 
 def test_bytes_in_loops():
-    """A slice of each turn is a part of the whole; what is fetched whole in each turn crosses again."""
+    """A slice of each iteration is a part of the whole; what each iteration fetches whole crosses again."""
     w = floats(8)
 
     def layers(*body):
@@ -200,8 +204,8 @@ def test_bytes_in_loops():
     assert crossed(tokens(Fetch((w,), PINNED))) == [("to device", 40, 5)]
     assert crossed(tokens(layers(Fetch((Slice(w),), PINNED)))) == [("to device", 40, 5)]
     assert crossed(tokens(tokens(Fetch((w,), PINNED), num=2))) == [("to device", 80, 10)]
-    ((way, num, turns),) = crossed(tokens(tokens(Fetch((w,), PINNED)), num=None))
-    assert (way, num, turns) == ("to device", 8, None)
+    ((way, num, iterations),) = crossed(tokens(tokens(Fetch((w,), PINNED)), num=None))
+    assert (way, num, iterations) == ("to device", 8, None)
 
 
 def test_memory_of_the_host():
@@ -245,11 +249,11 @@ def test_it_prints_as_a_table():
     schedule = train_step.describe(matrix, matrix, x).schedule
     print(schedule)
     assert str(schedule).splitlines() == [
-        "operation  what                  each device  link",
+        "operation  what                    each device  link",
         "run        gradients",
-        "fetch      1 x optimizer state       2.0 KiB  pinned_host -> device",
-        "run        a turn of the update",
-        "send       1 x optimizer state       2.0 KiB  device -> pinned_host",
+        "fetch      1 x optimizer state         2.0 KiB  pinned_host -> device",
+        "run        a bucket of the update",
+        "send       1 x optimizer state         2.0 KiB  device -> pinned_host",
     ]
     assert repr(schedule) == "<Schedule: 4 operations; print it>"
     rows = train_step.describe(matrix, matrix, x).to_dict()["schedule"]
@@ -259,7 +263,7 @@ def test_it_prints_as_a_table():
     }  # fmt: skip
 
 
-def test_a_line_has_neighbours_of_one_kind_and_a_loop_one_turn():
+def test_a_line_has_neighbours_of_one_kind_and_a_loop_one_iteration():
     w, g, m = floats(1024, "parameter"), floats(1024, "gradient"), floats(2048, "optimizer state")
     body = (
         Fetch((Slice(w),), PINNED),
@@ -276,7 +280,7 @@ def test_a_line_has_neighbours_of_one_kind_and_a_loop_one_turn():
         "wait       1 x gradient                            4.0 KiB  on the host, between the passes",
         "fetch      2 x parameter                           8.0 KiB  nvme -> device",
         "fetch      1 x gradient                            4.0 KiB  pinned_host -> device",
-        "loop       4 turns at model.py:7",
+        "loop       4 iterations at model.py:7",
         "  fetch    2 x parameter, a slice of each          2.0 KiB  pinned_host -> device",
         "  run      a layer",
         "  send     1 x gradient, a slice of each           1.0 KiB  device -> nvme",

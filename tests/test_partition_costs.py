@@ -72,9 +72,9 @@ def equations(jaxpr: Any, times: int = 1) -> Any:
     kept = _rewrite.without_unread(jaxpr.eqns, jaxpr.outvars, lambda eqn: True)
     for eqn in kept:
         yield eqn, times
-        turns = _jaxpr.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1
+        iterations = _jaxpr.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1
         for inner in _jaxpr.inner_jaxprs(eqn):
-            yield from equations(inner, times * turns)
+            yield from equations(inner, times * iterations)
 
 
 def flops(jaxpr: Any) -> int:
@@ -367,10 +367,10 @@ def test_losses_in_chunks(chunks, cut, by, num):
     reduced = moved.pop("all-reduce")
     exchanged = cut is of_tokens and chunks < num
     assert moved == ({"all-to-all": (F + 1) * TOKENS * 4 // num} if exchanged else {})
-    turns = (
+    iterations = (
         1 if cut is of_tokens and not exchanged else chunks
     )  # Only the loss and the head's gradient are.
-    assert reduced <= turns * (F * V + 2) * 4
+    assert reduced <= iterations * (F * V + 2) * 4
     assert found.flops_times_devices == 1
 
 
@@ -576,8 +576,8 @@ def test_a_running_loss_in_16_bits():
 
     def loss(w, x):
         chunks = x.reshape(len(x), 4, -1, x.shape[-1]).swapaxes(0, 1)
-        turn = jax.checkpoint(lambda total, part: (total + jnp.sum((part @ w) ** 2), None))
-        return lax.scan(turn, jnp.zeros((), w.dtype), chunks)[0]
+        iteration = jax.checkpoint(lambda total, part: (total + jnp.sum((part @ w) ** 2), None))
+        return lax.scan(iteration, jnp.zeros((), w.dtype), chunks)[0]
 
     w, x = jnp.ones((4, 4), jnp.bfloat16), jnp.ones((8, 8, 4), jnp.bfloat16)
     train_step = small.shard_train_step(learned(loss), stage=3, mesh=jax.make_mesh((8,), ("data",)))

@@ -25,15 +25,17 @@ def plan_of(num: int = 4, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_each_piece_runs_in_one_turn_and_all_that_crosses_has_a_place(policy):
+def test_each_piece_runs_in_one_bucket_and_all_that_crosses_has_a_place(policy):
     plan = plan_of(offload=policy)
-    assert len(plan.update.pieces) == sum(len(turn.pieces) for turn in plan.turns)
-    assert [turn.on_host for turn in plan.turns].count(True) == isinstance(policy, jzero.HostCPU)
+    assert len(plan.update.subgraphs) == sum(len(bucket.subgraphs) for bucket in plan.buckets)
+    assert [bucket.on_host for bucket in plan.buckets].count(True) == isinstance(
+        policy, jzero.HostCPU
+    )
     assert len(plan.boundary.at_rest) == len(plan.leaves) + len(plan.arguments)
-    assert bool(plan.boundary.crossing) == bool(plan.turns)
-    if plan.turns:
-        with pytest.raises(AssertionError, match="each piece runs in one turn"):
-            dataclasses.replace(plan, turns=plan.turns[:-1])
+    assert bool(plan.boundary.crossing) == bool(plan.buckets)
+    if plan.buckets:
+        with pytest.raises(AssertionError, match="each subgraph runs in one bucket"):
+            dataclasses.replace(plan, buckets=plan.buckets[:-1])
         nothing = dataclasses.replace(plan.boundary, crossing={})
         with pytest.raises(AssertionError, match="no place in the boundary"):
             dataclasses.replace(plan, boundary=nothing)

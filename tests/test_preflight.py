@@ -286,7 +286,7 @@ def test_parameters_on_the_hosts_cost_a_window(scan):
 def test_parameters_in_files_cost_what_is_on_its_way(scan):
     """A device holds what it does with parameters in pinned memory, its host `host_bytes` of them.
 
-    But for a few bytes: of files no slice is copied in the program of a turn.
+    But for a few bytes: of files no slice is copied in the program of an iteration.
     """
     window = jzero.NVMe("unused", device_bytes=16 * MIB, host_bytes=16 * MIB)
     found = offloaded(scan, 4, jzero.NVMe("unused"), params=window)
@@ -324,7 +324,7 @@ def test_equal_layers_share_their_programs():
 def test_updates_on_the_devices_are_parts_too(policy):
     found = offloaded(True, 8, policy)
     names = [part.name for part in found.parts]
-    assert "turn" in names
+    assert "iteration" in names
     assert "update" in names
     moments = 2 * LAYERS * WIDTH**2 * 4 // 8
     rests_here = isinstance(policy, jzero.NoOffload)
@@ -337,7 +337,7 @@ def test_the_schedule_of_parts_is_that_of_all_their_runs():
     assert moved(found.schedule.collectives) == moved(found.report.traffic)
     rows = found.to_dict()
     assert json.loads(json.dumps(rows)) == rows
-    assert {row["name"] for row in rows["parts"]} >= {"fetch", "turn", "stretch"}
+    assert {row["name"] for row in rows["parts"]} >= {"fetch", "iteration", "stretch"}
     text = str(found)
     assert max(map(len, text.splitlines())) <= 80
     assert "Also not seen, for a step of several programs: the time of an update" in " ".join(
@@ -347,7 +347,7 @@ def test_the_schedule_of_parts_is_that_of_all_their_runs():
 
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 def test_the_time_of_copies_of_parts(scan):
-    """Slices are copied in the programs of turns, but for the first ones; whole leaves beside programs."""
+    """Slices are copied in programs of iterations, except the first ones; whole leaves beside programs."""
     found = offloaded(scan, 4, jzero.HostCPU())
     schedule, host = found.schedule, found.target.host.bandwidth
     assert schedule.step_seconds == pytest.approx(
@@ -365,7 +365,7 @@ def test_the_time_of_copies_of_parts(scan):
 
 @pytest.mark.slow
 def test_optimizer_state_on_the_hosts():
-    """One grad part, and its update; without parameters on the hosts."""
+    """One forward-backward program, and its update; without parameters on the hosts."""
     state = programs.abstract_state(programs.Model())
     for policy, names in (
         (jzero.HostCPU(), {"grad_part"}),

@@ -1,4 +1,4 @@
-"""Slices that turns of a loop fetch within their programs, for the next turn or the one after it."""
+"""Slices that iterations of a loop fetch within their programs, for the next one or the one after it."""
 
 import jax
 import numpy as np
@@ -9,24 +9,24 @@ import test_offload_params as params
 import zoo
 from jzero._memory_kinds import PINNED
 from jzero.offload import _copies
-from jzero.offload._layer_schedule import TURN
+from jzero.offload._layer_schedule import ITERATION
 from jzero.offload.execute._executor import Executable, Execution, Keys
 from jzero.offload.schedule import _folds
 from jzero.offload.schedule._liveness import dead_after
 from jzero.offload.schedule._ops import Fetch, Loop, Run, Send, Slice, Value, flat
 from jzero.offload.schedule._schedule import Schedule
 
-TURNS = 4
+ITERATIONS = 4
 
 
 def value(name, what="parameter"):
-    return Value(what, name, TURNS, 4 * TURNS)
+    return Value(what, name, ITERATIONS, 4 * ITERATIONS)
 
 
 class Layers:
-    """A loop whose turns add a slice of `w` to a carry, and a list of what programs did.
+    """A loop whose iterations add a slice of `w` to a carry, and a list of what programs did.
 
-    If it `stores`, each turn also makes a slice of `g`, which is 1 more than its slice of `w`.
+    If it `stores`, each iteration also makes a slice of `g`, which is 1 more than its slice of `w`.
     """
 
     def __init__(self, ahead, reverse=False, kept=False, stores=False):
@@ -41,10 +41,12 @@ class Layers:
         taken += [Slice(self.w)] if kept and ahead == 2 else []
         gives = (self.carry, *([Slice(self.g)] if stores else []))
         rides = (self.fetch(ahead), *([self.send()] if stores else []))
-        self.turn = Run("turn", (self.carry, *taken), gives, self._turn, rides=rides)
+        self.iteration = Run("iteration", (self.carry, *taken), gives, self._iteration, rides=rides)
         self.first = tuple(self.fetch(i + 1) for i in range(ahead))
         last = (self.send(),) if stores else ()
-        self.loop = Loop((self.turn,), TURNS, "", first=self.first, last=last, reverse=reverse)
+        self.loop = Loop(
+            (self.iteration,), ITERATIONS, "", first=self.first, last=last, reverse=reverse
+        )
 
     def fetch(self, ahead, nbytes=4):
         return Fetch((Slice(self.w, ahead),), PINNED, (), self._fetched, nbytes)
@@ -58,7 +60,7 @@ class Layers:
 
     def _sent(self, stacks, new, place):
         self.did.append(("store", place, float(*new)))
-        stack = stacks[0] if stacks else np.zeros(TURNS)
+        stack = stacks[0] if stacks else np.zeros(ITERATIONS)
         return [self._stored(stack, new[0], place)], []
 
     def _stored(self, stack, new, place):
@@ -66,49 +68,49 @@ class Layers:
         stack[place] = new
         return stack
 
-    def _turn(self, arrays, place):
-        step, num = -1 if self.reverse else 1, len(self.turn.rides)
+    def _iteration(self, arrays, place):
+        step, num = -1 if self.reverse else 1, len(self.iteration.rides)
         own, (hosted, slices, renewed) = (
             arrays[: -2 * num + 1],
             [*arrays[-2 * num + 1 :], [], []][:3],
         )
         carry, *mine = own
-        self.did.append(("turn", place, [float(x) for x in mine], bool(hosted)))
+        self.did.append(("iteration", place, [float(x) for x in mine], bool(hosted)))
         made = [carry + sum(mine), *([10 * place + 1] if num > 1 else [])]
         made += [x[place + step * self.ahead] for x in hosted]
         if slices:
-            stack = renewed[0] if renewed else np.zeros(TURNS)
+            stack = renewed[0] if renewed else np.zeros(ITERATIONS)
             made.append(self._stored(stack, slices[0], place - step))
         return made, []
 
     def run(self, device_bytes):
         program = Executable((self.loop,), Keys((self.carry,), (self.g,) if self.loop.last else ()))
-        stack = 10.0 * np.arange(TURNS)
+        stack = 10.0 * np.arange(ITERATIONS)
         run = Execution(program, {self.carry: np.zeros(())}, {self.w: stack})
         run.run(device_bytes)
         return run
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
-def test_each_turn_takes_its_slice_and_fetches_the_next_ones(reverse):
+def test_each_iteration_takes_its_slice_and_fetches_the_next_ones(reverse):
     layers = Layers(1, reverse)
     run = layers.run(8)
-    order = [*range(TURNS)][:: -1 if reverse else 1]
-    turns = [("turn", place, [10.0 * place], place != order[-1]) for place in order]
-    assert layers.did == [("fetch", order[0]), *turns]
+    order = [*range(ITERATIONS)][:: -1 if reverse else 1]
+    iterations = [("iteration", place, [10.0 * place], place != order[-1]) for place in order]
+    assert layers.did == [("fetch", order[0]), *iterations]
     assert run.here[layers.carry] == 60
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
-def test_turns_that_take_what_the_next_one_reads_fetch_for_the_one_after_it(reverse):
+def test_iterations_that_take_what_the_next_one_reads_fetch_for_the_one_after_it(reverse):
     layers = Layers(2, reverse, kept=True)
     layers.run(8)
-    order = [*range(TURNS)][:: -1 if reverse else 1]
-    turns = [
-        ("turn", place, [10.0 * x for x in (*order[i + 1 : i + 2], place)], i + 2 < TURNS)
+    order = [*range(ITERATIONS)][:: -1 if reverse else 1]
+    iterations = [
+        ("iteration", place, [10.0 * x for x in (*order[i + 1 : i + 2], place)], i + 2 < ITERATIONS)
         for i, place in enumerate(order)
     ]
-    assert layers.did == [("fetch", order[0]), ("fetch", order[1]), *turns]
+    assert layers.did == [("fetch", order[0]), ("fetch", order[1]), *iterations]
 
 
 def test_what_is_fetched_within_a_program_is_gone_with_its_last_reader():
@@ -117,19 +119,19 @@ def test_what_is_fetched_within_a_program_is_gone_with_its_last_reader():
     assert {*run.here} == {layers.carry}
     assert not run.there
     dead = dead_after((layers.loop,), (layers.carry,), ())
-    assert dead[id(layers.turn)].here == (Slice(layers.w),)
-    assert dead[id(layers.turn.rides[0])].here == ()
-    # Turn after turn reads the stack.
-    assert dead[id(layers.turn.rides[0])].there == ()
+    assert dead[id(layers.iteration)].here == (Slice(layers.w),)
+    assert dead[id(layers.iteration.rides[0])].here == ()
+    # Iteration after iteration reads the stack.
+    assert dead[id(layers.iteration.rides[0])].there == ()
     assert dead[id(layers.loop)].there == (layers.w,)
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_each_turn_stores_what_the_one_before_it_has_made(ahead, reverse):
+def test_each_iteration_stores_what_the_one_before_it_has_made(ahead, reverse):
     layers = Layers(ahead, reverse, stores=True)
     run = layers.run(12)
-    last = 0 if reverse else TURNS - 1
+    last = 0 if reverse else ITERATIONS - 1
     assert [x for x in layers.did if x[0] == "store"] == [("store", last, 10 * last + 1)]
     assert layers.did[-1][0] == "store"
     assert list(run.there) == [layers.g]
@@ -137,16 +139,16 @@ def test_each_turn_stores_what_the_one_before_it_has_made(ahead, reverse):
     assert {*run.here} == {layers.carry}
 
 
-def test_a_slice_that_no_later_turn_keeps_dies_in_the_turn_before_it():
+def test_a_slice_that_no_later_iteration_keeps_dies_in_the_iteration_before_it():
     layers = Layers(2)
     dead = dead_after((layers.loop,), (layers.carry,), ())
-    assert dead[id(layers.turn)].here == (Slice(layers.w, 1),)
+    assert dead[id(layers.iteration)].here == (Slice(layers.w, 1),)
 
 
 @pytest.mark.parametrize("num", [2, 3])
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_copies_begin_when_there_is_room_for_them(ahead, num):
-    """From when its copy begins until the turn is over that it is for, a slice is on the device."""
+    """From when its copy begins until the iteration is over that it is for, a slice is on the device."""
     layers, over, most = Layers(ahead), [], []
 
     class Waited:
@@ -154,7 +156,7 @@ def test_copies_begin_when_there_is_room_for_them(ahead, num):
             over.append(self)
             return self
 
-    own = layers._turn
+    own = layers._iteration
 
     def call(arrays, place):
         made, _ = own(arrays, place)
@@ -162,28 +164,28 @@ def test_copies_begin_when_there_is_room_for_them(ahead, num):
         most.append(begun - len(over))
         return made, [Waited()]
 
-    object.__setattr__(layers.turn, "call", call)
+    object.__setattr__(layers.iteration, "call", call)
     layers.run(num * 4)
-    # Of turns that take the slice of the next one, what that became of this turn's has its room.
+    # Of iterations that take the slice of the next one, what that became of this iteration's has its room.
     assert max(most) == num + ahead - 1
 
 
 def test_bytes_and_lines_are_those_of_a_fetch_by_itself():
     layers = Layers(2)
-    apart = Loop((layers.fetch(0), Run("turn")), TURNS, "")
+    apart = Loop((layers.fetch(0), Run("iteration")), ITERATIONS, "")
     found = [[*_folds.crossings(Schedule((loop,)))] for loop in (layers.loop, apart)]
     assert found[0] == found[1]
     assert str(Schedule((layers.loop,))).splitlines() == [
         "operation  what                            each device  link",
-        "loop       4 turns",
-        "  run      turn",
+        "loop       4 iterations",
+        "  run      iteration",
         "    fetch  1 x parameter, a slice of each          4 B  pinned_host -> device",
     ]
 
 
 def riding(train_step, state):
     schedule = train_step.describe(state, params.batch(0)).schedule
-    runs = [op for op, _ in flat(schedule.ops) if isinstance(op, Run) and op.program == TURN]
+    runs = [op for op, _ in flat(schedule.ops) if isinstance(op, Run) and op.program == ITERATION]
     return [
         [ref.ahead for op in run.rides for ref in op.refs[:1] if isinstance(ref, Slice)]
         for run in runs
@@ -191,8 +193,8 @@ def riding(train_step, state):
 
 
 @pytest.mark.parametrize("num", [1, 8])
-def test_turns_fetch_where_two_have_room(num):
-    """For the turn after the next one where they gather for that; one device gathers nothing."""
+def test_iterations_fetch_where_two_have_room(num):
+    """For the iteration after the next one where they gather for that; one device gathers nothing."""
     axes = {"data": num}
     train_step, state = params.sharded(True, params.CLIPPED, axes=axes)
     room = 2 * params.loops_of(train_step, state, params.batch(0))[0].nbytes
@@ -203,7 +205,7 @@ def test_turns_fetch_where_two_have_room(num):
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_loops_of_few_turns(layers):
+def test_loops_of_few_iterations(layers):
     train_step, state = params.sharded(True, params.CLIPPED, layers=layers)
     for i, expected in enumerate(params.one_device(True, True, layers)):
         state, metrics = train_step(state, params.batch(i))
@@ -213,10 +215,10 @@ def test_loops_of_few_turns(layers):
 
 def test_a_gpu_gets_options_and_a_trace_does_not(monkeypatch):
     """JAX refuses options of a program within a trace; XLA for CPUs takes those for GPUs."""
-    assert not _copies.options_of(_copies.TURN, jax.make_mesh((8,), ("data",)))
+    assert not _copies.options_of(_copies.ITERATION, jax.make_mesh((8,), ("data",)))
     monkeypatch.setattr(_copies, "platform_of", lambda mesh: "gpu")
-    assert _copies.options_of(_copies.TURN, None)
-    assert not _copies.options_of("turn", None)
+    assert _copies.options_of(_copies.ITERATION, None)
+    assert not _copies.options_of("iteration", None)
     train_step, state = params.check(True, offload=jzero.HostCPU())
     found = params.gathers_started(train_step, state, params.batch(0))
     assert found

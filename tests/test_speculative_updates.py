@@ -12,7 +12,7 @@ import pytest
 import jzero
 import zoo
 from host_updates import compiler  # noqa: F401
-from jzero.offload._early_updates import EarlyRun
+from jzero.offload._early_run import EarlyRun
 from jzero.offload._host_step import HostStep
 from jzero.offload.execute._executor import Execution
 from jzero.offload.kernels._host_update import HostUpdate
@@ -132,12 +132,12 @@ def check_same_bits(monkeypatch, seen, scan, name, scales, num=2, **options):
     with monkeypatch.context() as patch:
         patch.setattr(HostStep, "_old_share", 0)
         expected, plan = trained(scan, tx, scales, num, **options)
-        assert not plan.turns
+        assert not plan.buckets
         assert not seen.steps
     with monkeypatch.context() as patch:
         patch.setattr(HostStep, "_old_share", 1.0)
         found, plan = trained(scan, tx, scales, num, **options)
-        assert all(turn.assumption for turn in plan.turns)
+        assert all(bucket.assumption for bucket in plan.buckets)
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
         for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
             assert a.tobytes() == b.tobytes(), f"step {i}"
@@ -340,7 +340,7 @@ def test_a_layer_that_fails_after_updates_have_begun(monkeypatch):
     assert check_lost(train_step, state, before) >= 3
 
 
-def test_states_take_turns(monkeypatch):
+def test_states_take_buckets(monkeypatch):
     """What the last step decided may be another state's: then it is undone, and nothing else."""
     monkeypatch.setattr(HostStep, "_old_share", 1.0)
     tx = OPTIMIZERS["adamw"]

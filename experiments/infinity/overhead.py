@@ -1,12 +1,12 @@
-"""What a turn costs the host: a step layer by layer, against the same step with one grad part.
+"""What an iteration costs the host: a step layer by layer, against the same step as one program.
 
 python experiments/infinity/overhead.py                   # 1 and 8 virtual devices; ten minutes
 python experiments/infinity/overhead.py --profile         # also which functions of the driver take the time
 
-Both steps have their optimizer state updated by the host, so what differs are the programs of turns. Steps
-alternate, on a machine that may be busy, and the least times count. *wall*: of a step. *host*: processor time
-of the thread that calls the step, which starts all programs. Prints a table in Markdown, writes
-<date>-overhead.json.
+Both steps have their optimizer state updated by the host, so what differs are the programs of iterations.
+Steps alternate, on a machine that may be busy, and the least times count. *wall*: of a step. *host*:
+processor time of the thread that calls the step, which starts all programs. Prints a table in Markdown,
+writes <date>-overhead.json.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Training:
 
 
 def measure(num_devices: int, layers: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of each step, and of a turn: of those that a deeper model has more."""
+    """Milliseconds of each step, and of an iteration: of those that a deeper model has more."""
     depths = (least_layers, layers)
     trainings = {(name, n): Training(num_devices, n, name) for name in (STATE, ALL) for n in depths}
     times: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in trainings}
@@ -74,7 +74,7 @@ def measure(num_devices: int, layers: int, rounds: int) -> dict[str, Any]:
         for key, training in trainings.items():
             times[key].append(training.run())
     found: dict[str, Any] = {}
-    turns = 2 * (depths[1] - depths[0])  # a forward and a backward one of each layer
+    iterations = 2 * (depths[1] - depths[0])  # a forward and a backward one of each layer
     for i, what in enumerate(("wall", "host")):
         least = {key: min(each[i] for each in found) for key, found in times.items()}
         median = {
@@ -83,7 +83,9 @@ def measure(num_devices: int, layers: int, rounds: int) -> dict[str, Any]:
         found[f"{what}_ms"] = {f"{name}, {n} layers": round(x, 3) for (name, n), x in least.items()}
         for how, each in (("least", least), ("median", median)):
             more = {name: each[name, depths[1]] - each[name, depths[0]] for name in (STATE, ALL)}
-            found[f"{what}_ms_per_turn_{how}"] = round((more[ALL] - more[STATE]) / turns, 3)
+            found[f"{what}_ms_per_iteration_{how}"] = round(
+                (more[ALL] - more[STATE]) / iterations, 3
+            )
     return found
 
 
@@ -116,12 +118,12 @@ def main() -> None:
             "rounds": args.rounds,
         },
     }
-    print("| devices | ms per turn: host | wall | host, median | wall, median |")
+    print("| devices | ms per iteration: host | wall | host, median | wall, median |")
     print("| --- | --- | --- | --- | --- |")
     for num in args.devices:
         found = result[f"{num} devices"] = measure(num, args.layers, args.rounds)
         cells = [
-            f"{found[f'{what}_ms_per_turn_{how}']:.2f}"
+            f"{found[f'{what}_ms_per_iteration_{how}']:.2f}"
             for how in ("least", "median")
             for what in ("host", "wall")
         ]

@@ -1,4 +1,4 @@
-"""Draws one step in time: which fetch, turn, store and host update was in flight when.
+"""Draws one step in time: which fetch, iteration, store and host update was in flight when.
 
 python experiments/infinity/timeline.py                                     # a minute on idle cores
 python experiments/infinity/timeline.py --files --path /nvme/folder         # parameters and state in files
@@ -33,7 +33,7 @@ common, train_linen = training.modules()
 # A lane's programs, by the names of their functions, and its color.
 LANES: dict[str, tuple[tuple[str, ...], str]] = {
     "fetches of parameters": (("jit_fetch",), "#6a1b9a"),
-    "turns of the loops": (("jit_turn",), "#0d47a1"),
+    "iterations of the loops": (("jit_iteration",), "#0d47a1"),
     "what is between loops": (("jit_stretch", "jit_enter", "jit_finish"), "#64b5f6"),
     "stores of gradients": (("jit_store",), "#2e7d32"),
 }
@@ -126,15 +126,15 @@ def draw(path: Path, timeline: lanes.Timeline, where: str) -> None:
 
 
 def summary(timeline: lanes.Timeline) -> dict[str, Any]:
-    """Milliseconds of each lane, and of fetches beside turns."""
+    """Milliseconds of each lane, and of fetches beside iterations."""
     busy = {name: round(sum(b - a for a, b in spans), 2) for name, spans in timeline.items()}
-    fetches, turns = (timeline.get(name, []) for name in list(LANES)[:2])
-    found = {**busy, "fetches beside turns": round(lanes.common_time(fetches, turns), 2)}
+    fetches, iterations = (timeline.get(name, []) for name in list(LANES)[:2])
+    found = {**busy, "fetches beside iterations": round(lanes.common_time(fetches, iterations), 2)}
     kernels = timeline.get(lanes.KERNELS, [])
-    for name, beside in (("read_lone", turns), ("read", kernels), ("write", kernels)):
+    for name, beside in (("read_lone", iterations), ("read", kernels), ("write", kernels)):
         lane = DISK[name][0]
         if lane in timeline:
-            what = "turns" if beside is turns else "updates"
+            what = "iterations" if beside is iterations else "updates"
             found[f"{lane}, beside {what}"] = round(lanes.common_time(timeline[lane], beside), 2)
     return found
 

@@ -152,7 +152,7 @@ class _Task:
 
     def _read(self, group: Sequence[str]) -> list[Any]:
         places = [self._places[name] for name in group]
-        if self._filling and self._filling.resumed and self._places[group[0]].home:
+        if self._filling and self._filling.resumed and self._places[group[0]].placement:
             return _placing.place_state([...] * len(group), places, filling=self._filling)
         names = [self._sources[name].name for name in group]
         dtypes = [self._leaves[name].dtype for name in group]
@@ -176,8 +176,8 @@ def _groups(sources: Mapping[str, Origin], places: Mapping[str, Place]) -> Itera
 
     for cast in (False, True):
         chosen = [name for name, source in sources.items() if source.cast == cast]
-        here = [name for name in chosen if places[name].home is None]
-        there = [name for name in chosen if places[name].home is not None]
+        here = [name for name in chosen if places[name].placement is None]
+        there = [name for name in chosen if places[name].placement is not None]
         yield from [here] if here else []
         yield from groups(there, _TO_HOST, nbytes)
 

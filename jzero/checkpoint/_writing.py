@@ -28,7 +28,7 @@ from jzero.checkpoint import _ocdbt, _orbax, _reading
 from jzero.checkpoint._chunks import Box, chunk_shape, cut, parts_of_chunks
 from jzero.checkpoint._orbax import LeafSource
 from jzero.offload.memory._file_storage import FileStorage, NVMePart
-from jzero.offload.memory._leaf_array import at_rest
+from jzero.offload.memory._leaf_array import storage_of
 from jzero.offload.memory._pinned_leaf import is_pinned, view
 from jzero.offload.memory._storage import Storage
 from jzero.offload.nvme._files import Pin, TileFiles
@@ -138,7 +138,7 @@ class Writing:
 
     def _own_parts(self, x: Any) -> list[tuple[Box, Any]]:
         """The parts that this process writes, and where they are: the first copy of each."""
-        x = at_rest(x)
+        x = storage_of(x)
         if isinstance(x, FileStorage):
             if (files := x.store.files) not in self._pins:
                 self._pins[files] = files.pin()
@@ -221,7 +221,7 @@ def _copy(parts: Sequence[_Part]) -> None:
 
 def _layout(x: Any) -> tuple[tuple[int, ...], Any] | None:
     """The padded shape of a leaf and its sharding; None for what each process has whole."""
-    x = at_rest(x)
+    x = storage_of(x)
     return (x.shape, x.sharding) if isinstance(x, jax.Array | Storage) else None
 
 

@@ -121,14 +121,14 @@ def _is_usual(x: np.ndarray) -> bool:
     return bool(USUAL[0] <= abs(float(x)) <= USUAL[1])
 
 
-def assumption_of(frame: Frame, piece: Subgraph, numbers: Sequence[Var]) -> Assumption | None:
-    """What lets an elementwise piece begin without the numbers that come last; None if nothing does."""
-    eqns = [frame.jaxpr.eqns[i] for i in piece.eqns]
+def assumption_of(frame: Frame, subgraph: Subgraph, numbers: Sequence[Var]) -> Assumption | None:
+    """What lets an elementwise subgraph begin without the numbers that come last; None if nothing does."""
+    eqns = [frame.jaxpr.eqns[i] for i in subgraph.eqns]
     chosen_by = _choices(eqns, numbers)
     decisions = tuple(dict.fromkeys(chosen_by.values()))
     if len(decisions) > _MOST_DECISIONS or _computes_numbers(eqns, numbers):
         return None
-    outs = variables([frame.jaxpr.outvars[i] for i in piece.outs])
+    outs = variables([frame.jaxpr.outvars[i] for i in subgraph.outs])
     needs = tuple(
         _read(eqns, outs, chosen_by, dict(zip(decisions, decided, strict=True))) & {*numbers}
         for decided in itertools.product((False, True), repeat=len(decisions))

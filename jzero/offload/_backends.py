@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What obeys the policies of a step, one type for each memory in which optimizer state may rest."""
+"""What obeys the policies of a step, one type for each memory in which optimizer state may be stored."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.segments._planned import PlannedStep
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._subgraphs import UpdatePart
+from jzero.sharding.cut._subgraphs import OptimizerProgram
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram
-from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
+from jzero.sharding.plan._plan import Analysis, StepPlan, UpdateBucket
 from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _call
 
@@ -33,7 +33,7 @@ _DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
 
 
 class InTier(Backend):
-    """What they have in common. Parameters may rest on the hosts beside any of them, or in its files."""
+    """What they have in common. Parameters may be stored on the hosts beside any of them, or in its files."""
 
     def check(self, stage_axes: StageAxes) -> None:
         """Raises an `OptionError` if the policies cannot be obeyed on these axes."""
@@ -48,7 +48,7 @@ class InTier(Backend):
             raise OptionError(message(
                 WHO, f"Memory(params={self.params!r}), parameters over {stage_axes.param_axes} and optimizer "
                 f"state over {stage_axes.shard_axes}",
-                "Parameters on the hosts are updated where they rest, shard by shard of optimizer state.",
+                "Parameters on the hosts are updated there, shard by shard of optimizer state.",
                 "Use the same axes for Axes(params=) and Axes(optimizer=)."))  # fmt: skip
         if isinstance(self.state, HostCPU) and (self.state.delayed_update or self.state.ratio != 1):
             raise OptionError(message(
@@ -58,18 +58,18 @@ class InTier(Backend):
 
     def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
-    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
+    ) -> tuple[Leaves, OptimizerProgram]:  # fmt: skip
         """Optimizer state in its tier, and parameters in theirs, in shards."""
         self.check(stage_axes)
         return _tiers.offloaded(self, leaves, frame, stage_axes)
 
-    def turns(
-        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
-    ) -> tuple[Turn, ...]:
+    def buckets(
+        self, leaves: Leaves, frame: Frame, update: OptimizerProgram, boundary: Boundary
+    ) -> tuple[UpdateBucket, ...]:
         """What the hosts update, and what devices do; or as much at a time as there is room for on these."""
         if self.updates_on_host:
-            return _tiers.turns(leaves, update)
-        return Slicer(leaves, frame, update, boundary, self.visiting_bytes).turns()
+            return _tiers.buckets(leaves, update)
+        return Slicer(leaves, frame, update, boundary, self.visiting_bytes).buckets()
 
     def program(
         self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
@@ -81,18 +81,18 @@ class InTier(Backend):
     def step(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
     ) -> StepProgram:
-        """One program, or parts and turns of the update one after the other; the devices update."""
+        """One program, or parts and buckets of the update one after the other; the devices update."""
         if not self.offloads:
             return WholeStep(planned, shardings)
         return StreamedStep(planned, shardings, self.window)
 
 
 class OnDevices(InTier):
-    """Optimizer state rests on the devices, of `NoOffload`."""
+    """Optimizer state is stored on the devices, of `NoOffload`."""
 
 
 class InPinnedMemory(InTier):
-    """Optimizer state rests in pinned memory of the hosts and visits the devices, of `PinnedHost`."""
+    """Optimizer state is stored in pinned memory of the hosts and visits the devices, of `PinnedHost`."""
 
     tier = PINNED
 
@@ -103,7 +103,7 @@ class InPinnedMemory(InTier):
 
 
 class OnHostCPU(InTier):
-    """Optimizer state rests in ordinary memory of the hosts and is updated there, of `HostCPU`."""
+    """Optimizer state is stored in ordinary memory of the hosts and is updated there, of `HostCPU`."""
 
     tier = HOST
 
@@ -125,18 +125,18 @@ class OnHostCPU(InTier):
 
     def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
-    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
+    ) -> tuple[Leaves, OptimizerProgram]:  # fmt: skip
         """Optimizer state on the hosts, but for what `ratio` leaves on the devices."""
-        resting, update = super().store(leaves, frame, mesh, stage_axes)
+        placed, update = super().store(leaves, frame, mesh, stage_axes)
         if self.waits:
             _tiers.check_delayed(leaves, frame, update)
         measured = self.state.ratio == "auto"
         ratio = (
-            _tiers.measured_share(resting, mesh, stage_axes, self.state.threads)
+            _tiers.measured_share(placed, mesh, stage_axes, self.state.threads)
             if measured
             else float(self.state.ratio)
         )
-        return _tiers.shared(resting, update, ratio, measured), update
+        return _tiers.shared(placed, update, ratio, measured), update
 
     def step(
         self, planned: PlannedStep, shardings: Sequence[NamedSharding], shared: Shared
@@ -147,7 +147,7 @@ class OnHostCPU(InTier):
 
 
 class InFiles(InTier):
-    """Optimizer state rests in files and is updated by the hosts, of `NVMe`."""
+    """Optimizer state is stored in files and is updated by the hosts, of `NVMe`."""
 
     tier = NVME
 

@@ -39,8 +39,8 @@ def share(bandwidths: Bandwidths, state_bytes: float, crossing_bytes: float) -> 
     Args:
       bandwidths: as measured.
       state_bytes: of optimizer state.
-      crossing_bytes: of what goes to the host, or comes from there, if all of it rests on the host. Copies
-        run beside the update, so the slower of both counts.
+      crossing_bytes: of what goes to the host, or comes from there, if all of it is stored on the host.
+        Copies run beside the update, so the slower of both counts.
     """
     on_host = max(state_bytes / bandwidths.host, crossing_bytes / bandwidths.link)
     on_device = state_bytes / bandwidths.device

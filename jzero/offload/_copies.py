@@ -10,7 +10,7 @@ import jax
 
 from jzero.sharding.plan._host_memory import platform_of
 
-TURN = "turn_beside_copies"
+ITERATION = "iteration_beside_copies"
 # To XLA, slices that a GPU copies from the host's memory are compute beside the compute stream, of which few
 # may be under way: of the copies of a layer's nine leaves the others would wait for each other, behind the
 # products (test_layers_on_gpus.py). In such a program so many may be under way.
@@ -19,7 +19,7 @@ _OPTIONS: Mapping[str, Any] = {"xla_gpu_experimental_parallel_async_compute_limi
 
 def options_of(program: str, mesh: Any) -> dict[str, Any]:
     """Compiler options of the program with this name, on these devices."""
-    return dict(_OPTIONS) if program == TURN and platform_of(mesh) == "gpu" else {}
+    return dict(_OPTIONS) if program == ITERATION and platform_of(mesh) == "gpu" else {}
 
 
 def jitted(

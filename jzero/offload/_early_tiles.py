@@ -17,8 +17,8 @@ import numpy as np
 
 from jzero._thread_group import ThreadGroup
 from jzero.offload._assumptions import History, numbers_of
-from jzero.offload._early_turns import EarlyTurn
-from jzero.offload._host_turn import HostTurn
+from jzero.offload._early_plan import EarlyBucket
+from jzero.offload._host_bucket import HostBucket
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.kernels._tiled_update import Part
 from jzero.offload.memory._nvme_store import NVMeStore
@@ -40,12 +40,12 @@ class EarlyTiles:
       variables: of all leaves.
       inputs: of what the hosts read, by which index the engine knows it.
       history: what numbers of assumptions were in the last steps.
-      assumptions: of all turns; None among them if one assumes nothing.
+      assumptions: of all buckets; None among them if one assumes nothing.
       arrivals: what arrives by itself, in the order of the first step.
     """
 
     def __init__(
-        self, engine: TiledEngine, host: HostTurn, takes: Mapping[EarlyTurn, Sequence[Var]],
+        self, engine: TiledEngine, host: HostBucket, takes: Mapping[EarlyBucket, Sequence[Var]],
         residents: Mapping[int, int], variables: Sequence[Var], old_bytes: int,
     ):  # fmt: skip
         """Plans.
@@ -62,13 +62,13 @@ class EarlyTiles:
         self.residents, self.variables, self._old_bytes = residents, variables, old_bytes
         self.inputs = {var: i for i, var in enumerate(host.reads)}
         self.arrivals: list[Part] = []
-        turn_of = {i: turn for turn in takes for i in turn.leaves}
-        self._turns: dict[int, set[EarlyTurn]] = {}
+        bucket_of = {i: bucket for bucket in takes for i in bucket.leaves}
+        self._buckets: dict[int, set[EarlyBucket]] = {}
         for tile in range(engine.update.layout.num_tiles):
             leaves = [host.leaves[k] for k in engine.update.leaves(tile)]
-            if all(i in turn_of for i in leaves):
-                self._turns[tile] = {turn_of[i] for i in leaves}
-        self.assumptions = {turn.assumption for turn in takes}
+            if all(i in bucket_of for i in leaves):
+                self._buckets[tile] = {bucket_of[i] for i in leaves}
+        self.assumptions = {bucket.assumption for bucket in takes}
         self.history = History()
 
     def order(self) -> list[TileAt]:
@@ -79,8 +79,8 @@ class EarlyTiles:
         update = self.engine.update
         found = {
             tile: max((place[part] for part in update.needs(tile)), default=0)
-            for tile, turns in self._turns.items()
-            if all(self.history.allows(turn.assumption) for turn in turns)
+            for tile, buckets in self._buckets.items()
+            if all(self.history.allows(bucket.assumption) for bucket in buckets)
         }
         room, number = self._old_bytes, dict[int, int]()
         for tile in sorted(found, key=found.__getitem__):
@@ -96,9 +96,9 @@ class EarlyTiles:
         """Whether an update may have to be undone."""
         return any(self.assumptions)
 
-    def turns(self, order: Sequence[TileAt]) -> set[EarlyTurn]:
+    def buckets(self, order: Sequence[TileAt]) -> set[EarlyBucket]:
         """Those that tiles are of."""
-        return {turn for at in order for turn in self._turns[at.tile]}
+        return {bucket for at in order for bucket in self._buckets[at.tile]}
 
 
 class _StoppedError(Exception):
@@ -128,7 +128,7 @@ class TileRun:
         """
         self._early, self._store, self._state, self._plans = early, store, state, plans
         self._order = early.order()
-        self._turns = early.turns(self._order)
+        self._buckets = early.buckets(self._order)
         self._memory: dict[int, list[np.ndarray]] = {}  # Of residents, by the engine's index.
         self._old: list[
             tuple[np.ndarray, np.ndarray]
@@ -148,25 +148,25 @@ class TileRun:
         self, update: Update, at: int | None, arrays: Sequence[jax.Array]
     ) -> dict[Var, jax.Array]:
         """Takes gradients that have arrived; parameters that were taken by it, as of `EarlyRun`."""
-        early, turn = self._early, update.begin
+        early, bucket = self._early, update.begin
         parts: dict[Part, list[Any]] = {}
-        for var, x in zip(early.takes[turn], arrays, strict=True):
+        for var, x in zip(early.takes[bucket], arrays, strict=True):
             if var.aval.shape:
-                part = Part(early.inputs[var], at if turn.num_slices else None)
+                part = Part(early.inputs[var], at if bucket.num_slices else None)
                 parts[part] = early.engine.part(x)
             else:
                 self._known[var] = x
         if self._order and self.step is None:
             self._start()
-        taken = self._take(turn) if turn in self._turns else {}
+        taken = self._take(bucket) if bucket in self._buckets else {}
         self.arrived |= parts
         self._news.put(None)
         return taken
 
-    def _take(self, turn: EarlyTurn) -> dict[Var, jax.Array]:
+    def _take(self, bucket: EarlyBucket) -> dict[Var, jax.Array]:
         engine = self._early.engine
         places = {i: k for k, i in self._early.residents.items()}
-        mine = [i for i in turn.leaves if i in places and i not in self.taken]
+        mine = [i for i in bucket.leaves if i in places and i not in self.taken]
         taken = renewed(self._state, mine, self._plans)
         self.taken |= taken
         for i, x in taken.items():

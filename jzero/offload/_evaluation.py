@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluations whose parameters rest on the hosts: read layer by layer, from where they lie."""
+"""Evaluations whose parameters are stored on the hosts: read layer by layer, from where they lie."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Values
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._subgraphs import UpdatePart
+from jzero.sharding.cut._subgraphs import OptimizerProgram
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram, Window
 from jzero.sharding.plan._stages import StageAxes
@@ -34,23 +34,23 @@ _LEAST_SLICE = 2**16  # Bytes that are read by themselves at little cost.
 
 
 class ReadFromHost(InTier):
-    """Parameters rest on the hosts, or in files, and are read; nothing is updated."""
+    """Parameters are stored on the hosts, or in files, and are read; nothing is updated."""
 
     @property
     def tier(self) -> str:  # type: ignore[override]
-        """Where parameters rest."""
+        """Where parameters are stored."""
         return self.window.tier
 
     def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
-    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
-        """Parameters in their tier, and no update part; if some are in files already, those and no others."""
+    ) -> tuple[Leaves, OptimizerProgram]:  # fmt: skip
+        """Parameters in their tier, or only those that are already in files; no optimizer program."""
         self.check(stage_axes)
         there = any(leaf.tier == NVME for leaf in leaves)
         if not (there and self.tier == NVME):
             leaves = tuple(dataclasses.replace(leaf, tier=DEVICE) for leaf in leaves)
             leaves = _tiers.with_params(self, leaves, stage_axes)
-        return leaves, UpdatePart((), ())
+        return leaves, OptimizerProgram((), ())
 
     def files_of(
         self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
@@ -91,8 +91,8 @@ class LayeredEvaluation:
 
         Args:
           planned: the evaluation.
-          shardings: where the state rests.
-          window: how many bytes of parameters that rest away from the devices may be on each at a time.
+          shardings: where the state is stored.
+          window: how many bytes of parameters that are stored away from the devices may be on each at a time.
         """
         builder = Builder(planned, shardings)
         self._invars, self._segment = planned.frame.jaxpr.invars, builder.grad_part()
@@ -108,7 +108,7 @@ class LayeredEvaluation:
         """See `StepProgram`."""
         return jax.jit(self.run).trace(state, arrays)
 
-    def roads(self) -> str:
+    def code_paths(self) -> str:
         """The host updates nothing."""
         return ""
 
@@ -120,7 +120,7 @@ class LayeredEvaluation:
         return Schedule(self._layered.ops, self._layered.buffers())
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """See `StepProgram`; of a `while` one turn."""
+        """See `StepProgram`; of a `while` one iteration."""
         return jax.make_jaxpr(self.__call__)(state, arrays)
 
     def __call__(
@@ -137,10 +137,10 @@ def reading_backend(who: str, params: Any, trained: Policy | None) -> Backend:
     Args:
       who: asks.
       params: what it was given; None if nothing.
-      trained: where parameters of the train step rest whose state it reads; None if there is none.
+      trained: where parameters of the train step are stored whose state it reads; None if there is none.
 
     Raises:
-      OptionError: it is no policy for parameters, or they rest on the devices.
+      OptionError: it is no policy for parameters, or they are stored on the devices.
     """
     chosen = params if params is not None else trained
     if chosen is None or isinstance(chosen, NoOffload):

@@ -31,13 +31,13 @@ class FileSource:
 
     Attributes:
       leaf: its plan.
-      home: where it lies in pinned memory on its way.
-      home_of_slice: the same of a slice along dim 0.
+      sharding: where it lies in pinned memory on its way.
+      slice_sharding: the same of a slice along dim 0.
     """
 
     leaf: LeafPlan
-    home: NamedSharding
-    home_of_slice: NamedSharding
+    sharding: NamedSharding
+    slice_sharding: NamedSharding
 
     def shape(self, at: int | None) -> tuple[int, ...]:
         """`[n, d]`, or `[d]` of a slice."""
@@ -45,7 +45,7 @@ class FileSource:
 
     def place(self, at: int | None) -> NamedSharding:
         """Where it, or a slice, lies in pinned memory."""
-        return self.home if at is None else self.home_of_slice
+        return self.sharding if at is None else self.slice_sharding
 
     def nbytes(self, at: int | None) -> int:
         """In this process's memory; of an abstract mesh, of one device."""
@@ -56,14 +56,14 @@ class FileSource:
 
     @functools.cached_property
     def _padding(self) -> list[Any]:
-        leaf, devices = self.leaf, self.home.mesh.local_devices
-        return padding_of(self.home, leaf.padded_shape, leaf.shape, devices)
+        leaf, devices = self.leaf, self.sharding.mesh.local_devices
+        return padding_of(self.sharding, leaf.padded_shape, leaf.shape, devices)
 
     def zero_padding(self, buffer: PinnedBuffer, at: int | None) -> None:
         """Zeros where each device's part is padded: updates leave anything there."""
         if not self.leaf.padding:
             return
-        for device, index in zip(self.home.mesh.local_devices, self._padding, strict=True):
+        for device, index in zip(self.sharding.mesh.local_devices, self._padding, strict=True):
             if index is not None:
                 buffer.views[device][index if at is None else index[1:]] = 0
 
@@ -181,8 +181,10 @@ class FileRun:
 
     def _jobs(self, wanted: Wanted, buffer: PinnedBuffer) -> Iterator[Job]:
         leaf = self._leaves[wanted.value]
-        boxes = leaf.home.at_rest.addressable_devices_indices_map(leaf.shape)
-        files = {str(boxes[device]): k for k, device in reversed([*enumerate(leaf.home.devices)])}
+        boxes = leaf.placement.sharding.addressable_devices_indices_map(leaf.shape)
+        files = {
+            str(boxes[device]): k for k, device in reversed([*enumerate(leaf.placement.devices)])
+        }
         alike: dict[int, list[np.ndarray]] = {}
         for device, view in buffer.views.items():
             out = view.reshape(-1).view(np.uint8)

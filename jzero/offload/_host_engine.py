@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostEngine`: runs a `HostTurn` on the host's processors, and sends what it makes to the devices."""
+"""`HostEngine`: runs a `HostBucket` on the host's processors, and sends what it makes to the devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jzero.offload._host_turn import HostTurn
+from jzero.offload._host_bucket import HostBucket
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory._host_storage import HostStorage
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, pinned_zeros, view
@@ -41,33 +41,33 @@ class HostEngine:
     Attributes:
       devices: whose shards are updated.
       at: the places of these among the process's devices.
-      update: compiled; says by which road each leaf is updated.
+      update: compiled; says by which code path each leaf is updated.
     """
 
     def __init__(
-        self, turn: HostTurn, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
+        self, bucket: HostBucket, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
         threads: int | None, num_sets: int,
     ):  # fmt: skip
         """Compiles, and makes memory for outputs.
 
         Args:
-          turn: what to run.
+          bucket: what to run.
           leaves: its leaves.
           devices: whose shards are updated; other local devices are their replicas.
           threads: how many threads update.
           num_sets: of outputs, used in turn: one more than steps whose copies to the devices may be under way
             when the next one writes.
         """
-        self._turn = turn
+        self._bucket = bucket
         self.update = self._compiled(threads)
-        shards, indices = (places(turn.mesh, axes) for axes in (turn.shard_axes, turn.axes))
+        shards, indices = (places(bucket.mesh, axes) for axes in (bucket.shard_axes, bucket.axes))
         self._local = list(shards)
         self.devices = devices
         self.at = [self._local.index(device) for device in devices]
         first = {shards[device]: at for device, at in zip(devices, self.at, strict=True)}
         self._like = [first[place] for place in shards.values()]
         self._indices = [[np.asarray(i, np.int32) for i in indices[device]] for device in devices]
-        outs, shapes = turn.out_avals(), turn.out_shapes()
+        outs, shapes = bucket.out_avals(), bucket.out_shapes()
         self._places = [aval.sharding for aval in outs]
         self._sets = [self._outputs(outs) for _ in range(num_sets)]
         self._buffers: list[Sequence[np.ndarray]] = []  # Of each leaf, as prepared.
@@ -77,20 +77,24 @@ class HostEngine:
             for aval, shape in zip(outs, shapes, strict=True)
         ]
         self._padding_of_leaves = [
-            padding_of(turn.at_rest(leaf), leaf.padded_shape, leaf.shape, devices)
+            padding_of(bucket.sharding_of(leaf), leaf.padded_shape, leaf.shape, devices)
             for leaf in leaves
         ]
 
     def _compiled(self, threads: int | None) -> HostUpdate:
-        turn = self._turn
+        bucket = self._bucket
         return HostUpdate(
-            turn.update, turn.state_avals(), turn.input_avals(), names=turn.names(), threads=threads
+            bucket.update,
+            bucket.state_avals(),
+            bucket.input_avals(),
+            names=bucket.names(),
+            threads=threads,
         )
 
     @property
     def chunks(self) -> list[list[int]]:
         """What `run` yields, each time, by output."""
-        return [[self._turn.outs[i] for i in done] for done in self.update.chunks]
+        return [[self._bucket.outs[i] for i in done] for done in self.update.chunks]
 
     def _outputs(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Outputs:
         arrays = [pinned_zeros(aval.shape, aval.dtype, aval.sharding) for aval in avals]
@@ -146,7 +150,7 @@ class HostEngine:
         places = [self._places[i] for i in done]
         with jax.profiler.TraceAnnotation("jzero: send parameters"):
             sent = jax.device_put([outputs.arrays[i] for i in done], places)
-        return {self._turn.outs[i]: x for i, x in zip(done, sent, strict=True)}
+        return {self._bucket.outs[i]: x for i, x in zip(done, sent, strict=True)}
 
     def sent(self, arrays: Iterable[jax.Array]) -> None:
         """Notes what the devices made of a chunk: its memory is not written again before that is there."""

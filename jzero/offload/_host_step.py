@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostStep`: a step whose optimizer state rests on the hosts and is updated by their processors."""
+"""`HostStep`: a step whose optimizer state is stored on the hosts and is updated by their processors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jax.sharding import NamedSharding
 from jzero._errors import StateError, message
 from jzero._memory_kinds import HOST, PINNED, HostNeed
 from jzero._quantities import readable_bytes
+from jzero.offload._early_plan import EarlyBucket, EarlyPlan, plan_early
+from jzero.offload._early_run import EarlyRun, EarlyUpdates
 from jzero.offload._early_tiles import TileRun
-from jzero.offload._early_turns import EarlyPlan, EarlyTurn, plan_early
-from jzero.offload._early_updates import EarlyRun, EarlyUpdates
+from jzero.offload._host_bucket import HostBucket
 from jzero.offload._host_engine import HostEngine
-from jzero.offload._host_turn import HostTurn
 from jzero.offload._layered import LayeredSegment
 from jzero.offload.execute._executor import NOBODY, Arrivals
-from jzero.offload.kernels._roads import roads_text
+from jzero.offload.kernels._code_paths import code_paths_text
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.offload.schedule._ops import Fetch, Op, Ref, Run, Send, Slice, Update, Value
 from jzero.offload.schedule._schedule import Schedule
@@ -57,7 +57,8 @@ class Pending:
 
     Attributes:
       step: whose they are.
-      reads: values of the grad part, on their way to pinned memory until the devices have computed them.
+      reads: values of the forward-backward program, on their way to pinned memory until the devices have
+        computed them.
     """
 
     step: HostStep
@@ -67,7 +68,7 @@ class Pending:
 class HostStep:
     """A step in two parts: gradients on the devices, their update on the host.
 
-        gradients = grad part(parameters, batch)        # each travels to the host when it is reduced
+        gradients = forward_backward(parameters, batch)  # each travels to the host when it is reduced
         for chunk in chunks:                            # in place, on the host
             moments, parameters = update(moments, gradients)
             send parameters to the devices              # while the next chunk is updated
@@ -76,14 +77,14 @@ class HostStep:
     compute new ones. What can fail is done before anything of the old state is overwritten, but for copies to
     devices that have no room.
 
-    Of parameters that rest on the hosts the update begins layer by layer, as gradients come: with the second
-    step, when all programs are compiled. See `plan_early`.
+    Of parameters that are stored on the hosts the update begins layer by layer, as gradients come: with the
+    second step, when all programs are compiled. See `plan_early`.
 
     Attributes:
-      leaves: where the state rests.
+      leaves: where the state is stored.
       shardings: the same, for JAX.
-      grad: the grad part.
-      turns: of the update part, each on the devices: what the host does, then what rests on them.
+      grad: the forward-backward program.
+      buckets: of the optimizer program, each on the devices: what the host does, then what is stored on them.
       host: what the host does.
     """
 
@@ -101,11 +102,11 @@ class HostStep:
 
         Args:
           planned: the step.
-          shardings: where the state rests, for JAX.
+          shardings: where the state is stored, for JAX.
           threads: how many update; None for all processors.
           delay_after: how many steps are not delayed; None if none ever is.
           shared: engines in use by steps on batches of other shapes; they share what is the same.
-          window: how many bytes of parameters that rest away from the devices may be on each at a time.
+          window: how many bytes of parameters that are stored away from the devices may be on each at a time.
         """
         self.leaves, self.shardings = planned.plan.leaves, shardings
         self._planned, self._threads, self._delay_after = planned, threads, delay_after
@@ -115,17 +116,19 @@ class HostStep:
         self._streamed = [i for i, leaf in enumerate(self.leaves) if leaf.is_streamed]
         builder = Builder(planned, shardings)
         self._segments = SegmentedStep(builder)
-        self.grad, self.turns = self._segments.grad, self._segments.turns
+        self.grad, self.buckets = self._segments.grad, self._segments.buckets
         self.run, self.trace = self._segments.run, self._segments.trace
         self.found = self._segments.found
-        pieces = planned.plan.turns[0].pieces
-        self.host = HostTurn(builder, pieces)
+        subgraphs = planned.plan.buckets[0].subgraphs
+        self.host = HostBucket(builder, subgraphs)
         reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
         # What the host renews it reads as it is then; all else, a loss scale, as it was for the gradients.
         leaf_of, renewed = self._segments.leaf_of, set(self.host.outs)
         self._entered = [var for var in reads if leaf_of.get(var) in renewed]
         self._sent = [var for var in reads if leaf_of.get(var) not in renewed]
-        self._stays = [v for turn in self.turns[1:] for v in turn.takes if v in self.grad.gives]
+        self._stays = [
+            v for bucket in self.buckets[1:] for v in bucket.takes if v in self.grad.gives
+        ]
         self._known = [v for v in self._sent if v not in self.grad.gives]
         kept = builder.kept(self.grad.outs)
         places = [reads[var].sharding for var in self._sent]
@@ -140,28 +143,31 @@ class HostStep:
             known = [*self._known, *self._layered.literals]
             if self._begins_early:
                 self._early_plan = plan_early(
-                    planned, self._layered, pieces, known, self._stays, self._assumes,
+                    planned, self._layered, subgraphs, known, self._stays, self._assumes,
                     self._in_tiles(),
                 )  # fmt: skip
             self._layered.send_slices(self._early_plan.slices)
             self._tell()
-        self._late: HostTurn | None = self.host  # what the host begins when it has all gradients
-        if self._early_plan.turns and self._store == HOST:
+        self._late: HostBucket | None = self.host  # what the host begins when it has all gradients
+        if self._early_plan.buckets and self._store == HOST:
             late = list(self._early_plan.late)
-            self._late = HostTurn(builder, late) if late else None
+            self._late = HostBucket(builder, late) if late else None
         self._early: EarlyUpdates | None = None
         self._has_run = False
         self._enter = _to_host(self._enter_part, [reads[var].sharding for var in self._entered])
         # Not donated: their old values are freed when the step cannot fail any more.
         self._renewed = [i for i in self.grad.outs if i < len(self.leaves)]
-        self._renewed_here = {*self._renewed, *(i for turn in self.turns[1:] for i in turn.outs)}
+        self._renewed_here = {
+            *self._renewed,
+            *(i for bucket in self.buckets[1:] for i in bucket.outs),
+        }
         self._engine: HostEngine | None = None
         self._engines = shared
         self._leaving: dict[tuple[int, ...], Callable[..., Any]] = {}
 
     @property
     def _begins_early(self) -> bool:
-        """Whether updates begin while layers compute, where parameters rest on the hosts."""
+        """Whether updates begin while layers compute, where parameters are stored on the hosts."""
         return True
 
     @property
@@ -176,27 +182,27 @@ class HostStep:
     def _tell(self) -> None:
         """Says what becomes of gradients that layers send."""
         begins: dict[int, list[tuple[Update, bool]]] = {}
-        for turn in self._early_plan.turns:
-            begins.setdefault(turn.part, []).append((self._begins(turn), turn.num_slices > 0))
+        for bucket in self._early_plan.buckets:
+            begins.setdefault(bucket.part, []).append((self._begins(bucket), bucket.num_slices > 0))
         assert self._layered is not None
         self._layered.tell(self._goes_to, self._num_sets, begins)
 
-    def _begins(self, turn: EarlyTurn) -> Update:
+    def _begins(self, bucket: EarlyBucket) -> Update:
         """An update that begins while layers compute."""
         assert self._layered is not None
-        sliced, gradients = turn.num_slices > 0, self._layered.gradients
-        leaves = [self._values[i] for i in turn.leaves]
+        sliced, gradients = bucket.num_slices > 0, self._layered.gradients
+        leaves = [self._values[i] for i in bucket.leaves]
         takes: list[Ref] = [
             Slice(gradients[v]) if sliced and v.aval.shape else gradients[v]
-            for v in self._takes(turn)
+            for v in self._takes(bucket)
         ]
         refs: list[Ref] = [Slice(x) for x in leaves] if sliced else [*leaves]
-        return Update(self._store, tuple(refs), tuple(takes), begin=turn)
+        return Update(self._store, tuple(refs), tuple(takes), begin=bucket)
 
-    def _takes(self, turn: EarlyTurn) -> list[Var]:
-        """What an early update takes of what the grad part sends."""
+    def _takes(self, bucket: EarlyBucket) -> list[Var]:
+        """What an early update takes of what the forward-backward program sends."""
         assert self._layered is not None
-        return turn.arriving({*self._known, *self._layered.literals})
+        return bucket.arriving({*self._known, *self._layered.literals})
 
     def _goes_to(self, var: Var) -> str:
         """Where a gradient waits."""
@@ -229,14 +235,14 @@ class HostStep:
         return leaves if enter is None else enter(leaves)
 
     def _compile_leaving(self, state: Sequence[Any], chunks: Sequence[Sequence[int]]) -> None:
-        """The programs that bring what chunks make into the form in which it rests, if it has another."""
+        """The programs that bring what chunks make into the form in which it is stored, if it has another."""
         sent = dict(zip(self.host.outs, self.host.out_avals(), strict=True))
         for chunk in chunks:
             outs = tuple(i for i in chunk if i < len(state))
             if (leave := _conversions.leaving(self._planned, outs)) is not None:
                 arguments = [state[i] for i in outs], [sent[i] for i in outs]
-                homes = [self.shardings[i] for i in outs]
-                run = jax.jit(leave, donate_argnums=(0,) * self._consumes, out_shardings=homes)
+                places = [self.shardings[i] for i in outs]
+                run = jax.jit(leave, donate_argnums=(0,) * self._consumes, out_shardings=places)
                 self._leaving[outs] = run.lower(*arguments).compile()
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
@@ -262,17 +268,19 @@ class HostStep:
         return jax.make_jaxpr(on_devices)(state, arrays)
 
     def _update_on_devices(self, values: Values, stays: Sequence[Any]) -> dict[int, jax.Array]:
-        """Turns of what rests on the devices; outputs by index."""
+        """Buckets of what is stored on the devices; outputs by index."""
         made: dict[int, jax.Array] = {}
-        for turn, run in zip(self.turns[1:], self._on_devices, strict=True):
+        for bucket, run in zip(self.buckets[1:], self._on_devices, strict=True):
             values.update(zip(self._stays, stays, strict=True))
-            made |= turn(values, run)
+            made |= bucket(values, run)
         return made
 
     @functools.cached_property
     def _on_devices(self) -> list[SegmentFn]:
-        """The programs of turns of what rests on the devices."""
-        return [turn.jitted if self._consumes else jax.jit(turn.run) for turn in self.turns[1:]]
+        """The programs of buckets of what is stored on the devices."""
+        return [
+            bucket.jitted if self._consumes else jax.jit(bucket.run) for bucket in self.buckets[1:]
+        ]
 
     def schedule(self) -> Schedule:
         """Gradients go down, the hosts update, and what they make comes up."""
@@ -292,9 +300,9 @@ class HostStep:
         grads = layered.ops if layered else (Run("gradients"),)
         ops: list[Op] = [*waits(self._segments.plan), *grads]
         ops += (sent(value, var) for var, value in reads.items() if var not in gradients)
-        if len(self.turns) > 1:
-            ops.append(Run("the update of what rests on the devices"))
-        gone = {i for turn in self._early_plan.turns for i in turn.leaves}
+        if len(self.buckets) > 1:
+            ops.append(Run("the update of what is stored on the devices"))
+        gone = {i for bucket in self._early_plan.buckets for i in bucket.leaves}
         late = tuple(values[i] for i in renewed if i not in gone)
         if late or gives:
             delayed, read = self._delay_after is not None, tuple(reads.values())
@@ -328,7 +336,7 @@ class HostStep:
         assumed = self._early_plan.assumed_bytes(self._planned.plan)
         return min(int(self._old_share * renewed), assumed)
 
-    def roads(self) -> str:
+    def code_paths(self) -> str:
         """How the host updates each leaf, and sends what it makes."""
         begins = self._streamed and self._begins_early
         early = self._early_plan.text(self._planned.plan) if begins else []
@@ -336,14 +344,14 @@ class HostStep:
             early.append(
                 f"of what is undone, old values: {readable_bytes(self._old_bytes)} for each device at most"
             )
-        return "\n".join([roads_text(self.host.roads()), *early])
+        return "\n".join([code_paths_text(self.host.code_paths()), *early])
 
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
         """Runs one step; the state is consumed, unless it fails before the host overwrites any."""
         # Early updates take turns with those of other threads, from the first part on.
-        with UPDATING if self._early_plan.turns else contextlib.nullcontext():
+        with UPDATING if self._early_plan.buckets else contextlib.nullcontext():
             made = self._step(state, arrays)
         self._has_run = True
         return made
@@ -406,10 +414,10 @@ class HostStep:
 
     def _early_run(self, state: Sequence[Any], num_steps: int) -> EarlyRun | None:
         """The early updates of a step, if it has any."""
-        if not self._early_plan.turns:
+        if not self._early_plan.buckets:
             return None
         if self._early is None:
-            devices = state[self._hosted[0]].home.devices
+            devices = state[self._hosted[0]].placement.devices
             self._early = EarlyUpdates(
                 self._planned, self._early_plan, devices, self._threads, self._old_bytes
             )
@@ -469,7 +477,7 @@ class HostStep:
         if self._late is None:
             return
         if self._engine is None:
-            engine = self._new_engine(self._late, state[self._hosted[0]].home.devices)
+            engine = self._new_engine(self._late, state[self._hosted[0]].placement.devices)
             self._compile_leaving(state, engine.chunks)
             self._engine = engine
         leaves = [
@@ -483,24 +491,24 @@ class HostStep:
         if self._engine is None:  # All of it is done.
             return
         for chunk in self._engine.run():
-            at_rest = self._at_rest(state, chunk)
+            stored = self._stored(state, chunk)
             # Not the chunk, which a program may have consumed that has yet to run.
-            self._engine.sent(at_rest.values())
-            yield at_rest
+            self._engine.sent(stored.values())
+            yield stored
 
-    def _new_engine(self, turn: HostTurn, devices: Sequence[jax.Device]) -> HostEngine:
-        leaves, num_sets = [self.leaves[i] for i in turn.leaves], self._num_sets
-        identity = turn.identity()
+    def _new_engine(self, bucket: HostBucket, devices: Sequence[jax.Device]) -> HostEngine:
+        leaves, num_sets = [self.leaves[i] for i in bucket.leaves], self._num_sets
+        identity = bucket.identity()
         key = (identity, tuple(leaves), tuple(devices), self._threads, num_sets)
         engine = self._engines.get(key) if identity else None
         if engine is None:
-            engine = HostEngine(turn, leaves, devices, self._threads, num_sets)
+            engine = HostEngine(bucket, leaves, devices, self._threads, num_sets)
             if identity:
                 self._engines[key] = engine
         return engine
 
-    def _at_rest(self, state: Sequence[Any], chunk: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        """What the host made, as it rests on the devices, in or beside the place of the old leaves."""
+    def _stored(self, state: Sequence[Any], chunk: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        """What the host made, as it is stored on the devices, in or beside the place of the old leaves."""
         outs = tuple(i for i in chunk if i < len(state))
         olds = [state[i] for i in outs]
         if (leave := self._leaving.get(outs)) is not None:
@@ -532,5 +540,5 @@ def _to_host(
     run: Callable[..., Any], places: Sequence[NamedSharding], rest: Any = None
 ) -> Callable[..., Any]:
     """A program whose first results go to pinned memory, each as soon as it is there."""
-    homes = [place.with_memory_kind(PINNED) for place in places]
-    return jax.jit(run, out_shardings=(homes, rest))
+    places = [place.with_memory_kind(PINNED) for place in places]
+    return jax.jit(run, out_shardings=(places, rest))

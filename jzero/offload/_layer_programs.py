@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of a segment that runs part by part: of stretches, of a loop's turns, and between them."""
+"""The programs of a segment that runs part by part: stretches, iterations of loops, and what joins them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ArrayForm(NamedTuple):
 
     @property
     def of_slice(self) -> ArrayForm:
-        """That of `[n, d]`, where this is one of `[turns, n, d]`."""
+        """That of `[n, d]`, where this is one of `[iterations, n, d]`."""
         if self.stacked:
             return self
         automatic = self.automatic if self.automatic is None else self.automatic[1:]
@@ -176,18 +176,18 @@ class LayerPrograms:
         """How a variable's values are one array."""
         return ArrayForm(P()) if _jaxpr.is_literal(atom) else self._forms.get(atom, self._default)
 
-    def home(self, var: Var, tier: str = DEVICE) -> NamedSharding:
-        """Where a variable's array rests."""
+    def sharding(self, var: Var, tier: str = DEVICE) -> NamedSharding:
+        """Where a variable's array is stored."""
         return self.form(var).place(self._mesh, tier)
 
-    def home_of_slice(self, var: Var) -> NamedSharding:
-        """Where a slice of a stack rests on the host."""
+    def slice_sharding(self, var: Var) -> NamedSharding:
+        """Where a slice of a stack is stored on the host."""
         return self.form(var).of_slice.place(self._mesh, PINNED)
 
     def _jit(self, run: Any, ins: Any, outs: Sequence[Any], donate: Any = ()) -> Jitted:
         """A program of one device's values; `outs` are forms, in lists and alone.
 
-        Beside axes over which XLA would choose, what is no part's alone leaves it as it rests.
+        Beside axes over which XLA would choose, what is no part's alone leaves it as it is stored.
         """
         specs = jax.tree.map(lambda form: form.spec, outs, is_leaf=_is_form)
         program = self._planned.shard_map(run, ins, specs)
@@ -309,11 +309,11 @@ class LayerPrograms:
     # -- loops -----------------------------------------------------------------------------------------
 
     def enter(self, loop: ScannedLayers | OuterLoop) -> Jitted:
-        """`values -> the first carry`, as turns take it and may consume it."""
+        """`values -> the first carry`, as iterations take it and may consume it."""
         return self._once(("enter", loop), lambda: self._carried(loop.init, loop.last_uses))
 
     def renew(self, loop: OuterLoop) -> Jitted:
-        """`values -> the carry` after a turn; what the turn made is taken as it is."""
+        """`values -> the carry` after an iteration; what the iteration made is taken as it is."""
         return self._once(("renew", loop), lambda: self._renew(loop))
 
     def _renew(self, loop: OuterLoop) -> Jitted:
@@ -348,7 +348,7 @@ class LayerPrograms:
         return lambda env: program([env[v] for v in kept], [env[v] for v in renewed])
 
     def goes_on(self, loop: OuterLoop) -> Jitted:
-        """`values -> whether the loop has another turn`: the same on all devices."""
+        """`values -> whether the loop has another iteration`: the same on all devices."""
         return self._once(("goes on", loop), lambda: self._goes_on(loop))
 
     def _goes_on(self, loop: OuterLoop) -> Jitted:
@@ -366,7 +366,7 @@ class LayerPrograms:
         return lambda env: program([env[v] for v in reads])
 
     def gather(self, loop: ScannedLayers) -> Jitted:
-        """`(slices of leaves, i) -> (gathered, done)` for the first turn; each turn does it for the next."""
+        """`(slices of leaves, i) -> (gathered, done)` for the first iteration; each gathers for the next."""
         return self._once(("gather", loop), lambda: self._gather(loop))
 
     def _gather(self, loop: ScannedLayers) -> Jitted:
@@ -380,17 +380,17 @@ class LayerPrograms:
     def _slice_specs(self, loop: ScannedLayers) -> list[P]:
         return [self.form(v).of_slice.spec for v in loop.leaves]
 
-    def turn(self, loop: ScannedLayers, gathers: bool) -> Jitted:
-        """`(consts, carry, gathered, kept, slices, stacks, made, i, following) -> ...`, a turn.
+    def iteration(self, loop: ScannedLayers, gathers: bool) -> Jitted:
+        """`(consts, carry, gathered, kept, slices, stacks, made, i, following) -> ...`, an iteration.
 
         It returns `(carry, slices, leaving, made, done, gathered)`. `kept` are leaves that it reads as they
-        are fetched; `following`, the leaves of the next turn, it gathers, if it `gathers`. `made` are stacks
-        that it writes its slice into; these and the carry it consumes. `leaving` are slices for the host, `i`
-        is the turn's place in stacks, and `done` a number to wait for.
+        are fetched; `following`, the leaves of the next iteration, it gathers, if it `gathers`. `made` are
+        stacks that it writes its slice into; these and the carry it consumes. `leaving` are slices for the
+        host, `i` is the iteration's place in stacks, and `done` a number to wait for.
         """
-        return self._once(("turn", loop, gathers), lambda: self._turn(loop, gathers))
+        return self._once(("iteration", loop, gathers), lambda: self._iteration(loop, gathers))
 
-    def _turn(self, loop: ScannedLayers, gathers: bool) -> Jitted:
+    def _iteration(self, loop: ScannedLayers, gathers: bool) -> Jitted:
         parts, (consts, init, _) = loop.parts, loop.operands
         body, ys = loop.body, loop.results[1]
         closed = variables(consts)
@@ -398,7 +398,7 @@ class LayerPrograms:
         stacks = variables(by_kind[STACK])
         xs = body.invars[len(body.invars) - len(loop.xs) :]
 
-        def turn(
+        def iteration(
             closed_: Arrays, carry: Arrays, gathered: Arrays, kept: Arrays, slices: Arrays,
             stacks_: Arrays, made: Arrays, i: jax.Array, following: Arrays,
         ) -> Any:  # fmt: skip
@@ -461,29 +461,29 @@ class LayerPrograms:
             ArrayForm(P()),
             [self._default] * (len(gathered) if gathers else 0),
         )
-        return self._jit(turn, ins, outs, donate=(1, 6))
+        return self._jit(iteration, ins, outs, donate=(1, 6))
 
-    def turn_beside_copies(self, loop: ScannedLayers, gathers: bool) -> Jitted:
-        """A turn, and beside it the fetch of another one's leaves, and the store of what another one made.
+    def iteration_beside_copies(self, loop: ScannedLayers, gathers: bool) -> Jitted:
+        """An iteration that also fetches the leaves of a later one, and stores what an earlier one made.
 
-        `(stacks on the host, slices, renewed stacks on the host, j, k, *what a turn takes) ->
-        (what a turn makes, [*slices at j on the devices, *stacks with slices at k])`. Without stacks it
+        `(stacks on the host, slices, renewed stacks on the host, j, k, *what an iteration takes) ->
+        (what an iteration makes, [*slices at j on the devices, *stacks with slices at k])`. Without stacks it
         fetches nothing, and without renewed ones it stores nothing.
         """
-        key = "turn beside copies", loop, gathers
-        return self._once(key, lambda: self._turn_beside_copies(loop, gathers))
+        key = "iteration beside copies", loop, gathers
+        return self._once(key, lambda: self._iteration_beside_copies(loop, gathers))
 
-    def _turn_beside_copies(self, loop: ScannedLayers, gathers: bool) -> Jitted:
-        turn, fetch, store = self.turn(loop, gathers), self.fetch(loop), self.store(loop)
+    def _iteration_beside_copies(self, loop: ScannedLayers, gathers: bool) -> Jitted:
+        iteration, fetch, store = self.iteration(loop, gathers), self.fetch(loop), self.store(loop)
 
         def run(
             stacks: Arrays, slices: Arrays, renewed: Arrays, j: jax.Array, k: jax.Array, *args: Any
         ) -> Any:  # fmt: skip
             fetched = fetch(stacks, j) if stacks else []
             stored, _ = store(renewed, slices, k) if renewed else ([], None)
-            return turn(*args), [*fetched, *stored]
+            return iteration(*args), [*fetched, *stored]
 
-        return _copies.jitted(run, _copies.TURN, self._mesh, donate=(2, 6, 11))
+        return _copies.jitted(run, _copies.ITERATION, self._mesh, donate=(2, 6, 11))
 
     def fetch(self, loop: ScannedLayers) -> Jitted:
         """`(stacks on the host, i) -> slices on the devices`."""
@@ -506,8 +506,8 @@ class LayerPrograms:
     def store(self, loop: ScannedLayers, begins: bool = False) -> Jitted:
         """`(stacks on the host, slices, i) -> (stacks, done)`: in their place.
 
-        Of the turn that `begins`, `(None, slices, i) -> (stacks, done)`. Stacks of zeros would be made on the
-        devices, whole, and copied: XLA allocates on the host what slices are then written into.
+        Of the iteration that `begins`, `(None, slices, i) -> (stacks, done)`. Stacks of zeros would be made
+        on the devices, whole, and copied: XLA allocates on the host what slices are then written into.
         """
         ys = loop.made(HOSTED)
         return self._once(("store", loop, begins), lambda: self._store(ys, begins))
@@ -521,15 +521,15 @@ class LayerPrograms:
 
         specs = [self.form(y).spec for y in ys]
         slices = [self.form(y).of_slice.spec for y in ys]
-        there = [self.home_of_slice(y) for y in ys]
+        there = [self.slice_sharding(y) for y in ys]
         run = self._planned.shard_map(local, (None if begins else specs, slices, P()), specs)
 
         def store(stacks: Arrays | None, new: Arrays, i: jax.Array) -> tuple[Arrays, jax.Array]:
             return run(stacks, jax.device_put(new, there), i), i + 1
 
-        homes = [self.home(y, PINNED) for y in ys]
+        pinned = [self.sharding(y, PINNED) for y in ys]
         donated = () if begins else 0
-        return jax.jit(store, donate_argnums=donated, out_shardings=(homes, None))
+        return jax.jit(store, donate_argnums=donated, out_shardings=(pinned, None))
 
     def empty(self, loop: ScannedLayers) -> Arrays:
         """Zeros on the devices for the stacks that a loop makes there anew."""
@@ -562,11 +562,11 @@ def _value(atom: Atom, env: Mapping[Var, Any]) -> Any:
 
 
 def _gathered(body: LayerBody, slices: Arrays) -> Arrays:
-    """What a turn gathers of its leaves alone, of their slices on this device."""
+    """What an iteration gathers of its leaves alone, of their slices on this device."""
     known = dict(zip(body.slices, slices, strict=True))
     return body.gathers.run(*(known[var] for var in body.gathers.reads))
 
 
 def _sliced(stack: jax.Array, i: jax.Array) -> jax.Array:
-    """`[turns, n, d] -> [n, d]`."""
+    """`[iterations, n, d] -> [n, d]`."""
     return lax.dynamic_index_in_dim(stack, i, 0, keepdims=False)

@@ -44,7 +44,7 @@ from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Eqn, Var
 
-STRETCH, TURN = "a stretch of layers", "a turn of the loop over layers"
+STRETCH, ITERATION = "a stretch of layers", "an iteration of the loop over layers"
 
 
 @dataclasses.dataclass
@@ -55,9 +55,9 @@ class CutSegment:
       inner: what one device computes.
       parts: the cut of it, in the order in which they run.
       programs: of the parts.
-      leaf_of: what rests on the hosts of what it takes.
+      leaf_of: what is stored on the hosts of what it takes.
       hosted: outputs that parts make for the host.
-      home: where outputs rest that go to pinned memory, by index.
+      out_shardings: where outputs are stored that go to pinned memory, by index.
       waiting: what parts hand to others that waits on the host meanwhile.
       gives: what the segment gives, as the first of its outputs.
       given_as: for each of `hosted`, the first of these that it is.
@@ -70,7 +70,7 @@ class CutSegment:
     programs: LayerPrograms
     leaf_of: dict[Var, LeafPlan]
     hosted: set[Var]
-    home: dict[int, NamedSharding]
+    out_shardings: dict[int, NamedSharding]
     waiting: frozenset[Var]
     gives: Sequence[Var]
     given_as: Mapping[Var, Var]
@@ -84,7 +84,7 @@ class Told(NamedTuple):
     Attributes:
       store: where each of it goes.
       copies: how many of it are there at a time.
-      updates: those that begin after a part, by its index, and whether each turn begins one.
+      updates: those that begin after a part, by its index, and whether each iteration begins one.
     """
 
     store: Callable[[Var], str]
@@ -215,7 +215,7 @@ class LayerSchedule:
         body: list[Op] = []
         back = tuple(Slice(self.value(v)) for v in slices if v in self._cut.waiting)
         if back:
-            places = [programs.home(v) for v in slices if v in self._cut.waiting]
+            places = [programs.sharding(v) for v in slices if v in self._cut.waiting]
             body.append(Fetch(back, PINNED, tuple(places)))
         ahead, first, last = int(bool(gathered)), list[Op](), list[Op]()
         rides = list[Fetch | Send]()
@@ -228,7 +228,7 @@ class LayerSchedule:
             last += self._stores(loop, -1)
         else:
             body.append(self._fetch_slices(loop, leaves, ahead))
-        body.append(self._turn(loop, carry, gathered, leaves, tuple(rides)))
+        body.append(self._iteration(loop, carry, gathered, leaves, tuple(rides)))
         body += self._leaving(loop)
         body += () if rides else self._stores(loop)
         body += updates
@@ -253,16 +253,16 @@ class LayerSchedule:
             yield self._run("", took, gave, _same)
 
     def _has_room_for_riders(self, loop: ScannedLayers) -> bool:
-        """Whether each turn fetches within its program, where the copies hide behind its products.
+        """Whether each iteration fetches within its program, where the copies hide behind its products.
 
-        A turn's leaves are then there when the program before it is over, and so beside that one's. Of files
-        a program reads nothing.
+        An iteration's leaves are then there when the program before it is over, and so beside that one's. Of
+        files a program reads nothing.
         """
         pinned = all(self._cut.leaf_of[v].tier == PINNED for v in loop.leaves)
         return pinned and 2 * loop.nbytes <= self._cut.device_bytes
 
     def _fetch_slices(self, loop: ScannedLayers, leaves: tuple[Value, ...], ahead: int) -> Fetch:
-        """Leaves of the turn that is so many ahead."""
+        """Leaves of the iteration that is so many ahead."""
         programs = self._programs
         positions = programs.positions
 
@@ -286,7 +286,7 @@ class LayerSchedule:
 
         return self._run("a gather", tuple(Slice(v, 1) for v in leaves), gathered, call)
 
-    def _turn(
+    def _iteration(
         self, loop: ScannedLayers, carry: tuple[Value, ...], gathered: tuple[Value, ...],
         leaves: tuple[Value, ...], rides: tuple[Fetch | Send, ...],
     ) -> Run:  # fmt: skip
@@ -306,9 +306,9 @@ class LayerSchedule:
             *parts, rest = split(arrays, *sizes)
             positions = programs.positions(loop.parts.length)
             num = len(rest) - sum(1 + isinstance(op, Send) for op in rides)
-            coming = rest[:num]  # The last turn gathers for none.
+            coming = rest[:num]  # The last iteration gathers for none.
             stacks, slices, renewed = [*rest[num:], [], [], []][:3]
-            # Of a turn that is not there any place: nothing is copied.
+            # Of an iteration that is not there any place: nothing is copied.
             after, before = (
                 positions[(place + onward * far) % len(positions)]
                 for far in (1 + bool(gathered), -1)
@@ -318,11 +318,11 @@ class LayerSchedule:
                 made, _ = programs.store(loop, begins=True)(None, slices, before)
                 slices = []
             if stacks or renewed:
-                turn = programs.turn_beside_copies(loop, gathers=bool(coming))
-                found, copied = turn(stacks, slices, renewed, after, before, *args)
+                iteration = programs.iteration_beside_copies(loop, gathers=bool(coming))
+                found, copied = iteration(stacks, slices, renewed, after, before, *args)
                 made = [*copied, *made]
             else:
-                found = programs.turn(loop, gathers=bool(coming))(*args)
+                found = programs.iteration(loop, gathers=bool(coming))(*args)
             new_carry, new, leaving, stacked, done, gave = found
             gave = gave or [None] * len(gathered)
             return [*new_carry, *new, *leaving, *stacked, *gave, *made], [done]
@@ -332,22 +332,22 @@ class LayerSchedule:
             *(Slice(self.value(y)) for y in loop.leaving), *made, *gathered,
         ]  # fmt: skip
         takes: list[Ref] = [x for group in (*groups, following) for x in group]
-        return Run(TURN, tuple(takes), tuple(gives), call, self._index, rides)
+        return Run(ITERATION, tuple(takes), tuple(gives), call, self._index, rides)
 
     def _leaving(self, loop: ScannedLayers) -> Iterator[Send]:
-        """What a turn sends to the host."""
+        """What an iteration sends to the host."""
         programs, mine = self._programs, loop.made(SLICES)
         if waits := [y for y in mine if y in self._cut.waiting]:
-            places = tuple([programs.home(y, PINNED) for y in waits])
+            places = tuple([programs.sharding(y, PINNED) for y in waits])
             refs = tuple(Slice(self.value(y)) for y in waits)
             yield Send(refs, PINNED, places, waits=True)
         for store, sent in self._by_store(loop.made(SENT)):
-            places = tuple([programs.home_of_slice(y) for y in sent])
+            places = tuple([programs.slice_sharding(y) for y in sent])
             refs = tuple(Slice(self._given(y)) for y in sent)
             yield Send(refs, store, places, copies=self._told.copies)
 
     def _stores(self, loop: ScannedLayers, ahead: int = 0) -> Iterator[Send]:
-        """What a turn, or the one that is so many ahead, has made for stacks on the host."""
+        """What an iteration, or the one that is so many ahead, has made for stacks on the host."""
         programs = self._programs
         if hosted := loop.made(HOSTED):
 
@@ -369,7 +369,7 @@ class LayerSchedule:
         tiers = dict.fromkeys(self._cut.leaf_of[v].tier for v in leaves)
         for i, tier in enumerate(tiers):
             mine = [v for v in leaves if self._cut.leaf_of[v].tier == tier]
-            places = tuple([self._programs.home(v) for v in mine])
+            places = tuple([self._programs.sharding(v) for v in mine])
             room = nbytes if not i else 0
             yield Fetch(self._all(mine), tier, places, nbytes=room, ahead=ahead)
 
@@ -382,7 +382,7 @@ class LayerSchedule:
         mine = [v for v in dict.fromkeys(reads) if v in self._away]
         if mine:
             self._away.difference_update(mine)
-            places = tuple([self._programs.home(v) for v in mine])
+            places = tuple([self._programs.sharding(v) for v in mine])
             yield Fetch(self._all(mine), PINNED, places)
 
     def _waits(self, made: Sequence[Var]) -> Iterator[Send]:
@@ -390,7 +390,7 @@ class LayerSchedule:
         mine = [v for v in made if v in self._cut.waiting]
         if mine:
             self._away.update(mine)
-            places = tuple([self._programs.home(v, PINNED) for v in mine])
+            places = tuple([self._programs.sharding(v, PINNED) for v in mine])
             yield Send(self._all(mine), PINNED, places, waits=True)
 
     def _sends(self, made: Sequence[Var]) -> Iterator[Op]:
@@ -400,17 +400,17 @@ class LayerSchedule:
             if var in self._sent:
                 run = self._programs.finish((self._output_of(var),), [var])
                 yield self._run("", (self.value(var),), (self._sent[var],), of_list(run))
-        there = [v for v in mine if self._home(v).memory_kind == PINNED]
+        there = [v for v in mine if self._sharding(v).memory_kind == PINNED]
         for store, sent in self._by_store(there):
-            places = tuple(map(self._home, sent))
+            places = tuple(map(self._sharding, sent))
             yield Send(tuple(map(self._given, sent)), store, places, copies=self._told.copies)
 
     def _output_of(self, var: Var) -> int:
         """The first output that it is."""
         return self._cut.inner.jaxpr.outvars.index(var)
 
-    def _home(self, var: Var) -> NamedSharding:
-        return self._cut.home[self._output_of(var)]
+    def _sharding(self, var: Var) -> NamedSharding:
+        return self._cut.out_shardings[self._output_of(var)]
 
     def _by_store(self, sent: Sequence[Var]) -> Iterator[tuple[str, list[Var]]]:
         """What goes to each store."""
@@ -439,18 +439,20 @@ class LayerSchedule:
             yield from self._back(reads)
             yield from self._held(reads)
             made = tuple(
-                self._gradients[cut.gives[i]] if i in cut.home else _value(atoms[i], "output")
+                self._gradients[cut.gives[i]]
+                if i in cut.out_shardings
+                else _value(atoms[i], "output")
                 for i in rest
             )
             run = self._programs.finish(rest, tuple(reads))
             yield self._run("", self._all(reads), made, of_list(run))
             for i, value in zip(rest, made, strict=True):
-                found[i] = Output(value, i in cut.home)
-                if i in cut.home and cut.home[i].memory_kind == PINNED:
+                found[i] = Output(value, i in cut.out_shardings)
+                if i in cut.out_shardings and cut.out_shardings[i].memory_kind == PINNED:
                     store = self._told.store(cut.gives[i])
-                    yield Send((value,), store, (cut.home[i],), copies=self._told.copies)
-        for i, home in cut.home.items():
-            if home.memory_kind != PINNED and (output := found[i]) is not None:
+                    yield Send((value,), store, (cut.out_shardings[i],), copies=self._told.copies)
+        for i, sharding in cut.out_shardings.items():
+            if sharding.memory_kind != PINNED and (output := found[i]) is not None:
                 # No part makes it for the host: it goes into files from the devices.
                 yield Send((output.value,), self._told.store(cut.gives[i]))
                 found[i] = None
@@ -459,16 +461,16 @@ class LayerSchedule:
     def _output(self, index: int) -> Output | None:
         """An output that a part has made as it is wanted, else None."""
         cut, jaxpr = self._cut, self._cut.inner.jaxpr
-        atom, home = jaxpr.outvars[index], cut.home
+        atom, wanted = jaxpr.outvars[index], cut.out_shardings
         if _jaxpr.is_literal(atom) or atom in cut.handed_over:
             return None
         first = jaxpr.outvars.index(atom)
-        if atom in cut.hosted and home.get(index) == home[first]:
-            return Output(self._given(atom), home[first].memory_kind == PINNED)
+        if atom in cut.hosted and wanted.get(index) == wanted[first]:
+            return Output(self._given(atom), wanted[first].memory_kind == PINNED)
         if first != index:
             return None
         as_wanted = atom not in jaxpr.invars and not self._programs.form(atom).stacked
-        return Output(self.value(atom), False) if as_wanted and index not in home else None
+        return Output(self.value(atom), False) if as_wanted and index not in wanted else None
 
     # -- programs --------------------------------------------------------------------------------------
 

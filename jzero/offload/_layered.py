@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayeredSegment`: a segment whose parameters rest on the hosts, run so many bytes of them at a time."""
+"""`LayeredSegment`: a segment whose parameters are stored on the hosts, run in parts that fit a device."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from jzero.sharding.plan._offload import Window
 from jzero.tracing import _call, _jaxpr
 
 WHO = _call.WHO
-# Where values wait on the host: the devices have of them what the part (or turn) that runs has made or read,
-# and what the next two read.
+# Where values wait on the host: the devices have of them what the part (or iteration) that runs has made or
+# read, and what the next two read.
 UNDER_WAY = 1
 
 
@@ -53,8 +53,8 @@ class LayeredSegment:
 
         fetch 1, fetch 2, run 1, fetch 3 (when 1 is over), run 2, ...
 
-    Those of a nested loop run in each turn. The first part of the next turn is fetched while the last part of
-    this one runs; of a `while`, when the host has read that there is a next turn.
+    Those of a nested loop run in each iteration. The first part of the next iteration is fetched while the
+    last part of this one runs; of a `while`, when the host has read that there is a next iteration.
 
     Attributes:
       sent: what it gives that goes to pinned memory.
@@ -65,7 +65,7 @@ class LayeredSegment:
 
         Args:
           planned: the step.
-          segment: takes parameters that rest on the hosts, as they rest.
+          segment: takes parameters that are stored on the hosts, as they are stored.
           sent: what it gives that goes to pinned memory.
           window: how much of these parameters is on its way, or on the devices.
 
@@ -92,9 +92,9 @@ class LayeredSegment:
         made = [i for i in sends if i not in numbers and outvars[i] in fresh]
         self._hosted = {outvars[i] for i in made}
         self._given_as = {outvars[i]: segment.gives[i] for i in reversed(made)}
-        # A stack that is sharded along its turns has no slices.
+        # A stack that is sharded along its iterations has no slices.
         in_slices = {outvars[i] for i in made if not any(inner.out_specs[i][:1])}
-        self._home = {
+        self._out_shardings = {
             i: segment.types[segment.gives[i]].aval(planned.mesh).sharding.with_memory_kind(PINNED)
             for i in sends
         }
@@ -112,7 +112,7 @@ class LayeredSegment:
         forms = {var: ArrayForm.of(segment.types[of]) for var, of in taken.items()}
         self._programs = LayerPrograms(planned, inner, forms, parts)
         self._cut = CutSegment(
-            inner, parts, self._programs, self._leaf_of, self._hosted, self._home,
+            inner, parts, self._programs, self._leaf_of, self._hosted, self._out_shardings,
             _layer_parts.offloaded(parts), segment.gives, self._given_as, window.device_bytes,
         )  # fmt: skip
         self._leaves = {var: Value.of_leaf(leaf) for var, leaf in self._leaf_of.items()}
@@ -151,7 +151,7 @@ class LayeredSegment:
         between += [self._whole(variables(x.init)) for x in _layer_parts.outer_loops(parts)]
         sources = {
             self._leaves[var]: FileSource(
-                leaf, self._programs.home(var, PINNED), self._programs.home_of_slice(var)
+                leaf, self._programs.sharding(var, PINNED), self._programs.slice_sharding(var)
             )
             for var, leaf in self._leaf_of.items()
         }
@@ -188,7 +188,7 @@ class LayeredSegment:
         Args:
           store: where each of it goes.
           copies: how many of them are there at a time.
-          updates: those that begin after a part, by its index, and whether each turn begins one.
+          updates: those that begin after a part, by its index, and whether each iteration begins one.
         """
         self._told = Told(store, copies, updates)
 
@@ -243,7 +243,7 @@ class LayeredSegment:
         outvars = self._inner.jaxpr.outvars
         with jax.transfer_guard("allow"):
             return {
-                var: jax.device_put(_jaxpr.literal(outvars[i]), self._home[i])
+                var: jax.device_put(_jaxpr.literal(outvars[i]), self._out_shardings[i])
                 for var, i in self.literals.items()
             }
 
@@ -257,7 +257,7 @@ class LayeredSegment:
         return found
 
     def sliced(self, index: int) -> tuple[int, set[Var]]:
-        """How many turns a part has, and the leaves and gradients of which a turn has a slice and no more."""
+        """How many iterations a part has, and the leaves and gradients that it has in slices."""
         part = self.parts[index]
         if not isinstance(part, ScannedLayers):
             return 1, set()
@@ -304,8 +304,8 @@ class LayeredSegment:
         arriving = {*slices, *(self._given_as[v] for v in whole)}
         for i, var in enumerate(self._segment.gives):
             if var in gradients and var not in arriving:
-                self._home[i] = self._home[i].with_memory_kind(DEVICE)
-        # As many turns may be under way as where activations wait on the host.
+                self._out_shardings[i] = self._out_shardings[i].with_memory_kind(DEVICE)
+        # As many iterations may be under way as where activations wait on the host.
         self._under_way = UNDER_WAY
         return dict.fromkeys(gradients, 1) | slices
 
@@ -358,7 +358,7 @@ class LayeredSegment:
         with jax.transfer_guard("allow"):
             return {
                 self._schedule.value(var): jax.device_put(
-                    _jaxpr.constant(x), self._programs.home(var)
+                    _jaxpr.constant(x), self._programs.sharding(var)
                 )
                 for var, x in self._programs.known.items()
             }

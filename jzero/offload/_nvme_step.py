@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NVMeStep`: a step whose optimizer state rests in files and is updated by the hosts' processors."""
+"""`NVMeStep`: a step whose optimizer state is stored in files and is updated by the hosts' processors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
 from jzero._policy import NVMe
 from jzero._quantities import readable_bytes
 from jzero.ir._rules import size_in_bytes
+from jzero.offload._early_plan import EarlyBucket
 from jzero.offload._early_tiles import EarlyTiles, TileRun
-from jzero.offload._early_turns import EarlyTurn
 from jzero.offload._file_layout import identity_of, layout_to_read, tile_bytes
 from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
 from jzero.offload._host_step import UPDATING, HostStep, with_new
@@ -48,15 +48,15 @@ class NVMeStep(HostStep):
 
     Behaves like::
 
-        gradients = grad part(parameters, batch)        # each travels to the host when it is reduced
+        gradients = forward_backward(parameters, batch)        # each travels to the host when it is reduced
         for tile in tiles:                              # read ahead, written behind, in few buffers
             moments, parameters = update(moments, gradients)
             send parameters to the devices
         commit                                          # now the new state counts
 
     Until the new state is committed, everything of the old one is kept, on the devices, too: a step that
-    fails leaves the state as it was, unless files are written `in_place`, or parameters rest on the hosts and
-    are updated there, in their place, beside the tiles.
+    fails leaves the state as it was, unless files are written `in_place`, or parameters are stored on the
+    hosts and are updated there, in their place, beside the tiles.
     """
 
     _store = NVME
@@ -70,10 +70,10 @@ class NVMeStep(HostStep):
 
         Args:
           planned: the step.
-          shardings: where the state rests, for JAX.
+          shardings: where the state is stored, for JAX.
           policy: where the files are.
           shared: engines in use by steps on batches of other shapes.
-          window: how many bytes of parameters that rest away from the devices may be on each at a time.
+          window: how many bytes of parameters that are stored away from the devices may be on each at a time.
 
         Raises:
           OptionError: a leaf cannot be updated a tile at a time.
@@ -140,8 +140,8 @@ class NVMeStep(HostStep):
     @property
     def _old_bytes(self) -> int:
         """Of parameters in pinned memory: files have both versions."""
-        turns = self._early_plan.turns
-        assumed = {i for turn in turns if turn.assumption for i in turn.leaves}
+        buckets = self._early_plan.buckets
+        assumed = {i for bucket in buckets if bucket.assumption for i in bucket.leaves}
         mine = assumed & {*self._places_of_pinned().values()}
         renewed = sum(self.leaves[i].nbytes_per_device for i in self.host.leaves)
         old = sum(self.leaves[i].nbytes_per_device for i in mine)
@@ -149,18 +149,21 @@ class NVMeStep(HostStep):
 
     def _arriving(self) -> dict[int, int]:
         """What the host reads that arrives while layers compute, by index, and in how many slices."""
-        turns = self._early_plan.turns
+        buckets = self._early_plan.buckets
         found = {
-            v: max(turn.num_slices, 1) for turn in turns for v in self._takes(turn) if v.aval.shape
+            v: max(bucket.num_slices, 1)
+            for bucket in buckets
+            for v in self._takes(bucket)
+            if v.aval.shape
         }
         return {i: found[v] for i, v in enumerate(self.host.reads) if v in found}
 
-    def _takes(self, turn: EarlyTurn) -> list[Var]:
-        """Its gradients, and the numbers of all turns: the first one begins with them."""
+    def _takes(self, bucket: EarlyBucket) -> list[Var]:
+        """Its gradients, and the numbers of all buckets: the first one begins with them."""
         every = {
-            v: None for each in self._early_plan.turns for v in super(NVMeStep, self)._takes(each)
+            v: None for each in self._early_plan.buckets for v in super(NVMeStep, self)._takes(each)
         }
-        mine = [v for v in super()._takes(turn) if v.aval.shape]
+        mine = [v for v in super()._takes(bucket) if v.aval.shape]
         return mine + [v for v in every if not v.aval.shape]
 
     def _check_dtypes(self) -> None:
@@ -258,7 +261,7 @@ class NVMeStep(HostStep):
         pairs = zip(self.host.reads, self.host.read_avals(), strict=True)
         return [aval for var, aval in pairs if var in self._waiting]
 
-    def roads(self) -> str:
+    def code_paths(self) -> str:
         """How the host updates each leaf, and what that takes of disk and memory."""
         policy = self._policy
         nbytes = sum(self.leaves[i].nbytes_per_device for i in self._moved)
@@ -275,7 +278,7 @@ class NVMeStep(HostStep):
             f"in {policy.path}: {readable_bytes((2 - policy.in_place) * nbytes)} for each device "
             f"({slots}); a step reads {readable_bytes(nbytes)} and writes {readable_bytes(nbytes)}",
             *lines,
-            super().roads(),
+            super().code_paths(),
         ])  # fmt: skip
 
     def _gradient_lines(self) -> list[str]:
@@ -304,7 +307,7 @@ class NVMeStep(HostStep):
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
         """As there."""
-        if not self._early_plan.turns:
+        if not self._early_plan.buckets:
             return super().__call__(state, arrays)
         # Early tiles use the buffers from the first layer on.
         with UPDATING, BUFFERS:
@@ -362,9 +365,9 @@ class NVMeStep(HostStep):
         try:
             step = store.begin() if run is None or run.step is None else run.step
             for chunk in engine.run_tiles(store, run.arrived if run else NOTHING, done):
-                at_rest = self._at_rest(state, chunk)
-                engine.sent(at_rest.values())
-                made |= at_rest
+                stored = self._stored(state, chunk)
+                engine.sent(stored.values())
+                made |= stored
             # The devices may have no room for them: then the old ones are what there is.
             jax.block_until_ready(list(made.values()))
             store.files.commit(step)
@@ -375,10 +378,10 @@ class NVMeStep(HostStep):
 
     def _tile_run(self, store: NVMeStore, state: Sequence[Any]) -> TileRun | None:
         """The early tiles of a step, if it has any."""
-        if not self._early_plan.turns:
+        if not self._early_plan.buckets:
             return None
         if self._tiles is None:
-            takes = {turn: self._takes(turn) for turn in self._early_plan.turns}
+            takes = {bucket: self._takes(bucket) for bucket in self._early_plan.buckets}
             self._tiles = EarlyTiles(
                 self._engine_of(state), self.host, takes, self._places_of_pinned(),
                 self._segments.invars, self._old_bytes,
@@ -388,10 +391,10 @@ class NVMeStep(HostStep):
     def _written(
         self, store: NVMeStore, state: Sequence[Any], values: Values
     ) -> tuple[list[Any], Any]:
-        """Runs the grad part: what it sends, None of what waits in files, and all else."""
+        """Runs the forward-backward program: what it sends, None of what waits in files, and all else."""
         if not self._waiting:
             return self._gradients(values, *self._told_of(self._run))
-        devices = state[self._hosted[0]].home.devices
+        devices = state[self._hosted[0]].placement.devices
         # A signal's handler that runs a step meanwhile has buffers of its own.
         buffers, self._writing = self._writing, []
         buffers = buffers or [pages(size) for size in self._buffer_sizes]
@@ -421,7 +424,7 @@ class NVMeStep(HostStep):
 
     def _engine_of(self, state: Sequence[Any]) -> TiledEngine:
         if self._engine is None:
-            devices = state[self._hosted[0]].home.devices
+            devices = state[self._hosted[0]].placement.devices
             leaves = [self.leaves[i] for i in self.host.leaves]
             engine = TiledEngine(self.host, leaves, devices, self._policy.threads, self.update)
             self._compile_leaving(state, engine.chunks)

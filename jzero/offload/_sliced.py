@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A turn whose leaves are larger than the room for them: updated in slices of rows."""
+"""A bucket whose leaves are larger than the room for them: updated in slices of rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut import _elementwise
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
-from jzero.sharding.plan._plan import Turn
+from jzero.sharding.plan._plan import UpdateBucket
 from jzero.tracing import _jaxpr
 
 
@@ -59,27 +59,29 @@ def _done(start: Any) -> jax.Array:
     return jnp.asarray(start + 1)
 
 
-class SlicedTurn:
-    """The programs of one piece, for rows of its leaves.
+class SlicedBucket:
+    """The programs of one subgraph, for rows of its leaves.
 
-    Parameters, and whatever else of the state rests on the devices, become shards like the moments' first
-    and are updated in place; when the last slice is done they take the form in which they rest.
+    Parameters, and whatever else of the state is stored on the devices, become shards like the moments' first
+    and are updated in place; when the last slice is done they take their stored form.
     """
 
-    def __init__(self, planned: PlannedStep, turn: Turn, homes: Mapping[Var, NamedSharding]):
+    def __init__(
+        self, planned: PlannedStep, bucket: UpdateBucket, offloaded: Mapping[Var, NamedSharding]
+    ):
         """Makes the programs.
 
         Args:
           planned: the step.
-          turn: one piece, in slices.
-          homes: where offloaded leaves rest.
+          bucket: one subgraph, in slices.
+          offloaded: where offloaded leaves are stored.
         """
-        piece = planned.plan.update.pieces[turn.pieces[0]]
-        self._piece, self._homes, self._nbytes = piece, homes, turn.nbytes_at_once
+        subgraph = planned.plan.update.subgraphs[bucket.subgraphs[0]]
+        self._subgraph, self._offloaded, self._nbytes = subgraph, offloaded, bucket.nbytes_at_once
         self._planned, self._frame = planned, planned.frame
         leaves, boundary = planned.plan.leaves, planned.plan.boundary
-        layout = layout_of(planned.frame, leaves, boundary, piece)
-        leaf = leaves[piece.leaves[0]]
+        layout = layout_of(planned.frame, leaves, boundary, subgraph)
+        leaf = leaves[subgraph.leaves[0]]
         assert layout is not None
         self._layout, self._leaf = layout, leaf
         self._spec = _layout.partition_spec(layout, leaf.automatic)
@@ -87,18 +89,20 @@ class SlicedTurn:
         axes = (*(layout.axes if isinstance(layout, Shard) else ()), *self._also)
         self._slice_spec = P(axes) if axes else P()
         invars = self._frame.jaxpr.invars
-        self._back = [i for i in piece.outs if invars[i] in homes]
-        self._renewed = [i for i in piece.outs if invars[i] not in homes]
-        hosted = [var for var in piece.reads if var in homes]
+        self._back = [i for i in subgraph.outs if invars[i] in offloaded]
+        self._renewed = [i for i in subgraph.outs if invars[i] not in offloaded]
+        hosted = [var for var in subgraph.reads if var in offloaded]
         self._own = [
             var for var in hosted if var in self._vars(self._back)
         ]  # renewed in their place
         self._others = [var for var in hosted if var not in self._own]
-        rest = [v for v in piece.reads if v not in homes and v not in self._vars(self._renewed)]
+        rest = [
+            v for v in subgraph.reads if v not in offloaded and v not in self._vars(self._renewed)
+        ]
         self._scalars = [var for var in rest if not var.aval.shape]
         self._large = [var for var in rest if var.aval.shape]
         rows = num_rows(leaf)
-        size = -(-rows // turn.parts)
+        size = -(-rows // bucket.parts)
         self._slices = [(start, min(size, rows - start)) for start in range(0, rows, size)]
 
     def _vars(self, outs: Sequence[int]) -> list[Var]:
@@ -126,7 +130,7 @@ class SlicedTurn:
         body: list[Op] = [
             Fetch((*own, *others), PINNED, (), self._fetching(), self._nbytes),
             Run(
-                "a turn of the update", (*own, *held, *others, *read, *scalars), (*back, *held),
+                "a bucket of the update", (*own, *held, *others, *read, *scalars), (*back, *held),
                 self._updating(),
             ),
         ]  # fmt: skip
@@ -223,8 +227,8 @@ class SlicedTurn:
             # What the next slice does not consume, to wait for.
             return run(olds, jax.device_put(new, place), start), _done(start)
 
-        homes = [self._homes[var] for var in self._vars(self._back)]
-        return jax.jit(store, donate_argnums=0, out_shardings=(homes, None))
+        stored = [self._offloaded[var] for var in self._vars(self._back)]
+        return jax.jit(store, donate_argnums=0, out_shardings=(stored, None))
 
     def _updating(self) -> DeviceCall:
         """`[*own, *held, *others, *read, *scalars] -> [*new rows, *held]`."""
@@ -255,10 +259,10 @@ class SlicedTurn:
             names = [*self._own, *self._others, *whole, *self._scalars]
             given = dict(zip(names, [*own, *others, *cut, *scalars], strict=True))
             shape = next(x.shape for x in given.values() if x.ndim)
-            values = _elementwise.evaluate(self._frame, self._piece.eqns, given, shape)
+            values = _elementwise.evaluate(self._frame, self._subgraph.eqns, given, shape)
             new = {
                 i: self._masked(values[_jaxpr.variable(jaxpr.outvars[i])], start)
-                for i in self._piece.outs
+                for i in self._subgraph.outs
             }
             new = {i: _jaxpr.with_type_of(x, jaxpr.outvars[i]) for i, x in new.items()}
             parts = [_put(x, new[i], start) for i, x in zip(renewed, olds, strict=True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves of a state rest where, as `memory=` has it, and the cut of the step that follows."""
+"""Which leaves of a state are stored where, as `memory=` has it, and the cut of the step that follows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jzero._memory_kinds import DEVICE, HOST
 from jzero.offload import _bandwidth
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _subgraphs
-from jzero.sharding.cut._subgraphs import Subgraph, UpdatePart
+from jzero.sharding.cut._subgraphs import OptimizerProgram, Subgraph
 from jzero.sharding.plan import _leaves
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._offload import Backend, Leaves
-from jzero.sharding.plan._plan import Turn
+from jzero.sharding.plan._plan import UpdateBucket
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
 from jzero.tracing import _call
 
@@ -27,22 +27,22 @@ WHO = _call.WHO
 
 def offloaded(
     backend: Backend, leaves: Leaves, frame: Frame, stage_axes: StageAxes
-) -> tuple[Leaves, UpdatePart]:
-    """The leaves with optimizer state and parameters in their tiers, and the update part.
+) -> tuple[Leaves, OptimizerProgram]:
+    """The leaves with optimizer state and parameters in their tiers, and the optimizer program.
 
     Raises:
       OptionError: there is none that is worth it.
     """
     if not backend.offloads:
-        return leaves, UpdatePart((), ())
+        return leaves, OptimizerProgram((), ())
     moving = optimizer_leaves(leaves, frame, stage_axes)
-    resting = tuple(
+    placed = tuple(
         dataclasses.replace(leaf, tier=backend.tier) if i in moving else leaf
         for i, leaf in enumerate(leaves)
     )
     update = _subgraphs.cut_update(frame, moving)
     alone = not moving and backend.window.host_bytes  # Files may have parameters alone.
-    if backend.tier != DEVICE and not alone and not update.pieces:
+    if backend.tier != DEVICE and not alone and not update.subgraphs:
         said = f"Memory(optimizer={backend.state!r})" if backend.streams else str(backend)
         raise OptionError(message(
             WHO, f"{said}, and the state has no optimizer state that is worth it",
@@ -50,20 +50,20 @@ def offloaded(
             "A second update in the step, or a loss of its new parameters, reads them with the batch, too.",
             "Drop it, or put these into steps of their own."))  # fmt: skip
     if not backend.streams:
-        return resting, update
-    resting = with_params(backend, resting, stage_axes)
-    params = [i for i, leaf in enumerate(resting) if leaf.is_streamed]
+        return placed, update
+    placed = with_params(backend, placed, stage_axes)
+    params = [i for i, leaf in enumerate(placed) if leaf.is_streamed]
     if not params:
         raise OptionError(message(
             WHO, f"Memory(params={backend.params!r}), and no parameter is worth it",
             f"Those of Axes(min_shard_bytes={stage_axes.min_bytes}) that are sharded are meant, and "
             f"Axes(replicate={stage_axes.full!r}) finds those that are replicated.",
             "Change these, or drop Memory(params=)."))  # fmt: skip
-    return resting, _subgraphs.cut_update(frame, moving, params)
+    return placed, _subgraphs.cut_update(frame, moving, params)
 
 
 def with_params(backend: Backend, leaves: Leaves, stage_axes: StageAxes) -> Leaves:
-    """The leaves with those parameters in their tier that rest in shards, and are worth it."""
+    """The leaves with those parameters in their tier that are stored in shards, and are worth it."""
     whole = [i for i, leaf in enumerate(leaves)
              if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
     return _leaves.offload(leaves, backend.window.tier, stage_axes.min_bytes, whole, PARAMETER)
@@ -72,8 +72,8 @@ def with_params(backend: Backend, leaves: Leaves, stage_axes: StageAxes) -> Leav
 def optimizer_leaves(leaves: Leaves, frame: Frame, stage_axes: StageAxes) -> list[int]:
     """Which leaves are optimizer state that is worth a place on the host, by index."""
     staying = _staying(leaves, frame)
-    resting = _leaves.offload(leaves, HOST, stage_axes.min_bytes, staying)
-    return [i for i, leaf in enumerate(resting) if leaf.tier != DEVICE]
+    placed = _leaves.offload(leaves, HOST, stage_axes.min_bytes, staying)
+    return [i for i, leaf in enumerate(placed) if leaf.tier != DEVICE]
 
 
 def _staying(leaves: Leaves, frame: Frame) -> list[int]:
@@ -83,13 +83,13 @@ def _staying(leaves: Leaves, frame: Frame) -> list[int]:
     return [i for i, var in enumerate(invars) if var in feeding]
 
 
-def check_delayed(leaves: Leaves, frame: Frame, update: UpdatePart) -> None:
+def check_delayed(leaves: Leaves, frame: Frame, update: OptimizerProgram) -> None:
     """A delayed update happens after the next gradients, and after its own step has returned.
 
     Args:
-      leaves: as they would rest on the devices.
+      leaves: as they would be stored on the devices.
       frame: the root frame of the step.
-      update: its update part.
+      update: its optimizer program.
     """
     staying = _staying(leaves, frame)
     read = [describe_leaf(leaf.path, leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)
@@ -131,14 +131,14 @@ def measured_share(leaves: Leaves, mesh: Mesh, stage_axes: StageAxes, threads: i
             "Host and devices are measured in one process, so that all go by one number.",
             "Use a number, such as describe() reports it for one process."))  # fmt: skip
     moving = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier != DEVICE)
-    # They cross in shards, whole as they may rest.
+    # They cross in shards, whole as they may be stored.
     num_shards = stage_axes.count(stage_axes.shard_axes)
     params = sum(leaf.nbytes for leaf in leaves if leaf.role == PARAMETER) // num_shards
     found = _bandwidth.measure(local[0], len(local), threads)
     return _bandwidth.share(found, moving, params)
 
 
-def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> Leaves:
+def shared(leaves: Leaves, update: OptimizerProgram, ratio: float, measured: bool) -> Leaves:
     """The leaves with those back on the devices that `ratio`, a share of all bytes, leaves there.
 
     Raises:
@@ -146,7 +146,7 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
     """
     if ratio == 1:
         return leaves
-    together = _connected(update.pieces)
+    together = _connected(update.subgraphs)
     sizes = [leaf.nbytes for leaf in leaves]
     most = ratio * sum(_subgraphs.nbytes_of(group, sizes) for group in together)
     host: set[int] = set()
@@ -165,7 +165,7 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
         raise OptionError(message(
             WHO, f"HostCPU(ratio={ratio:g}), and {first_of(paths)} are the fewest "
             f"leaves that are updated together: {least:.3f} of all bytes",
-            "Leaves whose updates depend on each other rest in one place.",
+            "Leaves whose updates depend on each other are stored in one place.",
             f"Use ratio={min(least + 0.0005, 1):.3f} or more, or drop memory=."))  # fmt: skip
     return tuple(
         leaf if i in host else dataclasses.replace(leaf, tier=DEVICE)
@@ -173,31 +173,37 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
     )
 
 
-def _connected(pieces: Sequence[Subgraph]) -> list[list[Subgraph]]:
-    """Pieces in groups between which nothing passes, and that have no leaf in common."""
-    given = {var for piece in pieces for var in piece.gives}
+def _connected(subgraphs: Sequence[Subgraph]) -> list[list[Subgraph]]:
+    """Subgraphs in groups between which nothing passes, and that have no leaf in common."""
+    given = {var for subgraph in subgraphs for var in subgraph.gives}
     return grouped(
-        pieces, lambda piece: {*piece.leaves, *piece.gives, *given.intersection(piece.reads)}
+        subgraphs,
+        lambda subgraph: {*subgraph.leaves, *subgraph.gives, *given.intersection(subgraph.reads)},
     )
 
 
-def turns(leaves: Leaves, update: UpdatePart) -> tuple[Turn, ...]:
+def buckets(leaves: Leaves, update: OptimizerProgram) -> tuple[UpdateBucket, ...]:
     """What the hosts' processors run, and then what runs on the devices."""
     there = {i for i, leaf in enumerate(leaves) if leaf.tier != DEVICE}
-    number = {id(piece): i for i, piece in enumerate(update.pieces)}
+    number = {id(subgraph): i for i, subgraph in enumerate(update.subgraphs)}
     hosted = [
-        number[id(piece)]
-        for group in _connected(update.pieces)
+        number[id(subgraph)]
+        for group in _connected(update.subgraphs)
         if there & set(_subgraphs.leaves_of(group))
-        for piece in group
+        for subgraph in group
     ]
-    rest = [i for i in range(len(update.pieces)) if i not in hosted]
-    turns = _turn(leaves, update, hosted, on_host=True), _turn(leaves, update, rest, on_host=False)
-    return tuple(turn for turn in turns if turn.pieces)
+    rest = [i for i in range(len(update.subgraphs)) if i not in hosted]
+    buckets = (
+        _bucket(leaves, update, hosted, on_host=True),
+        _bucket(leaves, update, rest, on_host=False),
+    )
+    return tuple(bucket for bucket in buckets if bucket.subgraphs)
 
 
-def _turn(leaves: Leaves, update: UpdatePart, indices: Sequence[int], on_host: bool) -> Turn:
-    offloaded = _subgraphs.leaves_of([update.pieces[i] for i in indices])
+def _bucket(
+    leaves: Leaves, update: OptimizerProgram, indices: Sequence[int], on_host: bool
+) -> UpdateBucket:
+    offloaded = _subgraphs.leaves_of([update.subgraphs[i] for i in indices])
     nbytes = sum(leaves[i].nbytes_per_device for i in offloaded)
     paths = tuple(leaves[i].path for i in offloaded)
-    return Turn(tuple(indices), paths, nbytes, on_host=on_host)
+    return UpdateBucket(tuple(indices), paths, nbytes, on_host=on_host)

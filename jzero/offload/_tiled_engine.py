@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TiledEngine`: runs a `HostTurn` over state in files, a tile at a time, read ahead and written behind."""
+"""`TiledEngine`: runs a `HostBucket` over state in files, a tile at a time, read ahead and written behind."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jzero.offload._host_bucket import HostBucket
 from jzero.offload._host_engine import HostEngine, zero_padding
-from jzero.offload._host_turn import HostTurn
 from jzero.offload.kernels._tiled_update import NOTHING, Arrived, TiledUpdate
 from jzero.offload.memory._addresses import on_host
 from jzero.offload.memory._nvme_store import NVMeStore
@@ -33,12 +33,12 @@ class TiledEngine(HostEngine):
     update: TiledUpdate
 
     def __init__(
-        self, turn: HostTurn, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
+        self, bucket: HostBucket, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
         threads: int | None, update: TiledUpdate,
     ):  # fmt: skip
         """As `HostEngine`, of what is compiled already."""
         self._tiled = update
-        super().__init__(turn, leaves, devices, threads, 1)
+        super().__init__(bucket, leaves, devices, threads, 1)
         self._residents: Mapping[int, PinnedLeaf] = {}
         chunks = [tile.chunk for tile in update.tiles]
         # Chunk by chunk, and in a chunk the shards of all devices go ahead side by side.
@@ -67,7 +67,7 @@ class TiledEngine(HostEngine):
 
         Args:
           reads: are there, in pinned memory; None for gradients that come with tiles, or by themselves.
-          residents: leaves that are not in files, by their place among those of the turn.
+          residents: leaves that are not in files, by their place among those of the bucket.
         """
         leaves = residents.values()
         shards = [[leaf.buffers[k] for leaf in leaves] for k in range(len(self.devices))]
@@ -81,10 +81,10 @@ class TiledEngine(HostEngine):
         """The same, for tiles that need nothing but this, and what arrives.
 
         Args:
-          known: of what the turn reads, by index: is there, or comes soon.
+          known: of what the bucket reads, by index: is there, or comes soon.
           numbers: what is assumed of others, for each of `devices`.
         """
-        reads = [known.get(i) for i in range(len(self._turn.reads))]
+        reads = [known.get(i) for i in range(len(self._bucket.reads))]
         inputs = self._inputs(reads)
         for i, values in numbers.items():
             for shard, value in zip(inputs, values, strict=True):

@@ -39,10 +39,10 @@ def read(atoms: Sequence[Atom], env: Mapping[Var, Any]) -> list[Any]:
 
 
 def _run_loop(part: OuterLoop, env: Mapping[Var, Any]) -> list[Any]:
-    """The last carry: each turn fetches, gathers and computes again what the parts of a turn do."""
+    """The last carry: each iteration fetches, gathers and computes again what its parts do."""
     loop = part.loop
 
-    def turn(carry: list[Any]) -> list[Any]:
+    def iteration(carry: list[Any]) -> list[Any]:
         made = evaluate_parts(part.parts, {**env, **dict(zip(loop.carry, carry, strict=True))})
         return read(loop.body.outvars, made)
 
@@ -55,6 +55,8 @@ def _run_loop(part: OuterLoop, env: Mapping[Var, Any]) -> list[Any]:
     init = read(loop.init, env)
     with _jaxpr.source_of(part.eqn):
         if loop.length is None:
-            last: list[Any] = lax.while_loop(goes_on, turn, init)
+            last: list[Any] = lax.while_loop(goes_on, iteration, init)
             return last
-        return list(lax.scan(lambda carry, _: (turn(carry), None), init, length=loop.length)[0])
+        return list(
+            lax.scan(lambda carry, _: (iteration(carry), None), init, length=loop.length)[0]
+        )

@@ -28,7 +28,7 @@ class DispatchedProgram:
     """One of the different programs that a step starts.
 
     Attributes:
-      name: of the function that it was made of: 'turn', 'fetch', ...
+      name: of the function that it was made of: 'iteration', 'fetch', ...
       run: it, of flat arguments.
       args: whole, each with its place: sharding and memory.
       donated: which of them it consumes.

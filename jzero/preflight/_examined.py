@@ -31,7 +31,8 @@ class PartMemory(NamedTuple):
     """One of the different programs that a step starts.
 
     Attributes:
-      name: 'turn' of a loop over layers, 'fetch' of a turn's parameters, 'stretch' between loops, ...
+      name: 'iteration' of a loop over layers, 'fetch' of an iteration's parameters, 'stretch' between loops,
+        ...
       times: how often a step runs it.
       argument_bytes: of its arguments, on each device.
       made_bytes: of its outputs that do not alias donated arguments.

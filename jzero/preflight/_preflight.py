@@ -40,7 +40,7 @@ from jzero.reports import _tables
 from jzero.reports._describe import Report
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, Table
-from jzero.segments._programs import inputs_at_rest
+from jzero.segments._programs import stored_inputs
 from jzero.targets._target import Target, Topology
 from jzero.tracing._axis_types import takes_explicit_axes
 
@@ -474,7 +474,7 @@ def _under_way(options: Mapping[str, Any]) -> int:
 def _dispatches_of(step: ShardedStep, *args: Any, **kwargs: Any) -> Dispatches:
     call = step._programs.bind(args, kwargs)
     program = step._programs.of(call)
-    state, arrays = inputs_at_rest(call, program)
+    state, arrays = stored_inputs(call, program)
     in_files = [
         i for i, leaf in enumerate(program.plan.leaves) if leaf.is_streamed and leaf.tier == NVME
     ]

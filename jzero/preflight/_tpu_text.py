@@ -91,7 +91,7 @@ def _inside(
 
 
 def _trips(line: Instruction, computations: Mapping[str, Sequence[Instruction]]) -> str:
-    """A loop's number of turns, as XLA writes it for GPUs: the constant that its counter is compared with."""
+    """A loop's iterations, as XLA writes them for GPUs: the constant that its counter is compared with."""
     condition = re.search(r"condition=%([\w.\-]+)", line.text)
     if condition is None or "known_trip_count" in line.text:
         return ""

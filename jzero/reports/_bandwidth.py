@@ -12,7 +12,7 @@ import jax
 from jzero._errors import OptionError, message
 from jzero._quantities import BYTES_RULE, parse_bytes, readable_bytes, readable_rate
 from jzero.offload import _bandwidth, _links
-from jzero.offload.kernels._roads import no_kernels
+from jzero.offload.kernels._code_paths import no_kernels
 from jzero.reports._lines import WIDTH, wrapped
 from jzero.reports._tables import Table
 

@@ -22,7 +22,7 @@ from jzero._quantities import readable_bytes
 from jzero.ir._loops import MICROBATCHES
 from jzero.offload.memory._leaf_array import CodingError, is_coded
 from jzero.offload.schedule import _folds
-from jzero.offload.schedule._folds import Crossing, Turns
+from jzero.offload.schedule._folds import Crossing, Iterations
 from jzero.offload.schedule._schedule import Schedule
 from jzero.reports import _as_dict, _coded_leaves, _leaf_lists, _tables
 from jzero.reports._lines import wrapped
@@ -66,7 +66,7 @@ class Report:
       keys: arguments that are PRNG keys; each device folds its index into them.
       accumulator_bytes: on each device, of the sums of gradients and metrics over microbatches.
       schedule: the operations of the step, in order; `print` it. One program if the state is on the devices.
-      roads: the code paths by which the host updates the state stored there; empty if it updates none.
+      code_paths: the code paths by which the host updates the state stored there; empty if it updates none.
       movements: operations that move rows of the batch between devices, because nothing cheaper is exact.
       whole_arguments: arguments that are replicated, because the devices do not divide their batch dim.
       argument_paths: the path of every leaf of the arguments other than the state.
@@ -83,7 +83,7 @@ class Report:
     keys: tuple[str, ...] = ()
     accumulator_bytes: int = 0
     schedule: Schedule = Schedule(())
-    roads: str = ""
+    code_paths: str = ""
     movements: tuple[Movement, ...] = ()
     whole_arguments: tuple[str, ...] = ()
     argument_paths: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ class Report:
             self._activations(),
             self.gathered_rows(),
             self._crossing_the_call(),
-            _leaf_lists.offloaded(self.plan, self.roads),
+            _leaf_lists.offloaded(self.plan, self.code_paths),
             _leaf_lists.owned(self.plan),
             self._not_in_shards(),
         ]
@@ -184,7 +184,8 @@ class Report:
                                  Memory(activations=)
             movements            of rows of the batch: operation, where, reason, value (type and shape; ''),
                                  nbytes (once), times
-            turns, device_bytes  in how many buckets offloaded leaves are streamed through a device, and the
+            buckets, device_bytes
+                                 in how many buckets offloaded leaves are streamed through a device, and the
                                  most bytes of them on it at a time
             host_updates         lines on how the host updates the state stored there
 
@@ -239,9 +240,9 @@ class Report:
             "schedule": _as_dict.schedule(self.schedule),
             "activations": _as_dict.activations(plan.activations),
             "movements": [_as_dict.movement(m) for m in self.movements],
-            "turns": sum(turn.parts for turn in plan.turns) if plan.device_bytes else 0,
+            "buckets": sum(bucket.parts for bucket in plan.buckets) if plan.device_bytes else 0,
             "device_bytes": plan.device_bytes,
-            "host_updates": self.roads.splitlines(),
+            "host_updates": self.code_paths.splitlines(),
         }
 
     def _title(self) -> str:
@@ -378,17 +379,17 @@ class Report:
         """Lines on parameters that an evaluation reads on the host: the budget, and bytes per iteration."""
         if not self.plan.evaluates or not self.crossings:
             return []
-        turns: dict[Turns, int] = {}
+        iterations: dict[Iterations, int] = {}
         for x in self.crossings:
             if x.loop is not None and x.direction == "to device":
-                turns[x.loop] = turns.get(x.loop, 0) + x.nbytes // (x.loop.num or 1)
+                iterations[x.loop] = iterations.get(x.loop, 0) + x.nbytes // (x.loop.num or 1)
         in_files = any(x.direction == "from disk" for x in self.crossings)
         source = "files on NVMe" if in_files else "the hosts' pinned memory"
         lines = wrapped(
             f"Parameters come from {source}, part by part: at most "
             f"{readable_bytes(self.plan.device_bytes)} of them on a device at a time, gathered ones "
             "included.", "  ")  # fmt: skip
-        for (where, num), nbytes in turns.items():
+        for (where, num), nbytes in iterations.items():
             each = "each iteration" if num is None else f"each of the {num:,} iterations"
             lines += wrapped(
                 f"{nbytes:,} bytes to each device in {each} of the loop at {where}: its iterations per "
@@ -558,7 +559,7 @@ def report_of(program: Program, call: Call) -> Report:
         program.keys,
         _traffic.carried_bytes(jaxpr, MICROBATCHES),
         program.step.schedule(),
-        program.step.roads(),
+        program.step.code_paths(),
         movements,
         program.whole_arguments,
         tuple(_call.argument_paths(call.arrays)),

@@ -81,7 +81,7 @@ def owned(plan: StepPlan) -> list[str]:
     return lines + [f"And {more} more updates of whole matrices."] * (more > 0)
 
 
-def offloaded(plan: StepPlan, roads: str) -> list[str]:
+def offloaded(plan: StepPlan, code_paths: str) -> list[str]:
     """Leaves that are stored on the host, how they are updated, and the optimizer state that is not."""
     leaves = [leaf for leaf in plan.leaves if leaf.tier != DEVICE]
     if not leaves:
@@ -100,15 +100,15 @@ def offloaded(plan: StepPlan, roads: str) -> list[str]:
             f"{len(mine)} of {len(plan.leaves)} leaves are stored in {_NOUNS.get(tier, tier + ' memory')}, "
             f"{readable_bytes(moments + params)} for each device: {' and '.join(parts)}."
         )
-    if plan.device_bytes and any(turn.nbytes_at_once for turn in plan.turns):
-        num_turns = sum(turn.parts for turn in plan.turns)
+    if plan.device_bytes and any(bucket.nbytes_at_once for bucket in plan.buckets):
+        num_buckets = sum(bucket.parts for bucket in plan.buckets)
         lines += wrapped(
-            f"A step copies them to the device and back in {num_turns} bucket{'s' * (num_turns > 1)}, at "
+            f"A step copies them to the device and back in {num_buckets} bucket{'s' * (num_buckets > 1)}, at "
             f"most {readable_bytes(plan.device_bytes)} at a time."
         )
-    if roads:
+    if code_paths:
         lines.append("The host updates them in place:")
-        lines += [line for road in roads.splitlines() for line in wrapped(road, "  ")]
+        lines += [line for each in code_paths.splitlines() for line in wrapped(each, "  ")]
     staying = [leaf for leaf in state if leaf.tier == DEVICE]
     if staying:
         lines += wrapped(

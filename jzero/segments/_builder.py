@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the segments of a planned step: its grad part, and the turns of its update part."""
+"""Makes the segments of a planned step: forward and backward, and the buckets of the optimizer program."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Builder:
 
     Attributes:
       planned: the step.
-      shardings: where the leaves of the state rest, for JAX.
-      crosses: leaves that rest on the devices are taken and made as they cross, in shards like gradients.
-        What pads these is anything.
+      shardings: where the leaves of the state are stored, for JAX.
+      crosses: leaves that are stored on the devices are taken and made as they cross, in shards like
+        gradients. What pads these is anything.
     """
 
     planned: PlannedStep
@@ -45,12 +45,12 @@ class Builder:
 
     @property
     def found(self) -> Partitioned:
-        """The grad part, as the partitioner has written it."""
-        assert self.parts.found is not None, "the grad part is written first"
+        """The forward-backward program, as the partitioner has written it."""
+        assert self.parts.found is not None, "the forward-backward program is written first"
         return self.parts.found
 
     def grad_part(self) -> Segment:
-        """What is left of the step without its update part; a leaf that it hands through is no output."""
+        """The step without its optimizer program; a leaf that passes through unchanged is no output."""
         plan, jaxpr = self.planned.plan, self.planned.frame.jaxpr
         invars, outvars, leaves = jaxpr.invars, jaxpr.outvars, plan.leaves
         num_new = len(plan.new_leaves)
@@ -62,7 +62,7 @@ class Builder:
             and (i >= len(leaves) or leaves[i].tier == DEVICE or leaves[i].is_streamed)
         ]  # fmt: skip
         own = {invars[i] for i in outs if i < num_new}
-        read = {var for piece in plan.update.pieces for var in piece.reads}
+        read = {var for subgraph in plan.update.subgraphs for var in subgraph.reads}
         consumes = [var for var in here if var in own and var not in read]
 
         reads = [var for var in here if var not in consumes]
@@ -70,32 +70,33 @@ class Builder:
         ends = _Ends(_GRADIENTS, consumes, reads, list(plan.update.boundary), outs)
         return self._segment(ends, eqns)
 
-    def turns(self) -> tuple[Segment, ...]:
-        """The turns of the update part, as the plan has them."""
+    def buckets(self) -> tuple[Segment, ...]:
+        """The buckets of the optimizer program, as the plan has them."""
         plan = self.planned.plan
-        packs = [[plan.update.pieces[i] for i in turn.pieces] for turn in plan.turns]
-        last = {v: i for i, pack in enumerate(packs) for piece in pack for v in piece.reads}
-        return tuple(self.turn(pack, i, last) for i, pack in enumerate(packs))
+        packs = [[plan.update.subgraphs[i] for i in bucket.subgraphs] for bucket in plan.buckets]
+        last = {v: i for i, pack in enumerate(packs) for subgraph in pack for v in subgraph.reads}
+        return tuple(self.bucket(pack, i, last) for i, pack in enumerate(packs))
 
-    def turn(self, pack: Sequence[Subgraph], index: int, last: Mapping[Var, int]) -> Segment:
-        """Some pieces as one segment.
+    def bucket(self, pack: Sequence[Subgraph], index: int, last: Mapping[Var, int]) -> Segment:
+        """Some subgraphs as one segment.
 
         Args:
-          pack: the pieces.
-          index: of their turn.
-          last: for each variable, the last turn that reads it.
+          pack: the subgraphs.
+          index: of their bucket.
+          last: for each variable, the last bucket that reads it.
         """
         frame, leaves = self.planned.frame, self.planned.plan.leaves
         invars = frame.jaxpr.invars
-        eqns = sorted({i for piece in pack for i in piece.eqns})
-        outs = sorted(i for piece in pack for i in piece.outs)
-        gives = [var for piece in pack for var in piece.gives]
-        # Not what pieces of several levels hand to each other within the turn.
-        reads = [*dict.fromkeys(v for piece in pack for v in piece.reads if v not in gives)]
+        eqns = sorted({i for subgraph in pack for i in subgraph.eqns})
+        outs = sorted(i for subgraph in pack for i in subgraph.outs)
+        gives = [var for subgraph in pack for var in subgraph.gives]
+        # Not what subgraphs of several levels hand to each other within the bucket.
+        reads = [*dict.fromkeys(v for subgraph in pack for v in subgraph.reads if v not in gives)]
         renewed = [invars[i] for i in outs if i < len(leaves)]
         offloaded = {invars[i] for i in outs if i < len(leaves) and leaves[i].tier != DEVICE}
         taken = dict.fromkeys([*reads, *(v for v in renewed if v not in offloaded)])
-        # A later turn fetches an offloaded leaf for itself; what rests on the devices it needs as it was.
+        # A later bucket fetches an offloaded leaf for itself; what is stored on the devices it needs as it
+        # was.
         consumes = [
             v for v in taken if v in renewed and (v in offloaded or last.get(v, index) == index)
         ]

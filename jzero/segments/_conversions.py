@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves of the state from how they rest to how they cross, and back."""
+"""Leaves of the state from how they are stored to how they cross, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jzero.tracing import _jaxpr
 
 
 def entering(planned: PlannedStep, variables: Sequence[_jaxpr.Var]) -> Callable[..., Arrays] | None:
-    """`leaves -> shards`: leaves that rest on the devices, in shards like gradients; None if they are."""
+    """`leaves -> shards`: leaves stored on the devices, sharded like gradients; None if they already are."""
     boundary = planned.plan.boundary
     rest = [boundary.of(var) for var in variables]
     crossing = [boundary.crossed(var) for var in variables]
@@ -25,7 +25,7 @@ def entering(planned: PlannedStep, variables: Sequence[_jaxpr.Var]) -> Callable[
 
 
 def leaving(planned: PlannedStep, outs: Sequence[int]) -> Callable[..., Arrays] | None:
-    """`(old leaves, shards) -> leaves`: renewed shards like gradients, as they rest; None if they do."""
+    """`(old leaves, shards) -> leaves`: updated shards as they are stored; None if that is the same."""
     boundary, jaxpr = planned.plan.boundary, planned.frame.jaxpr
     rest = [boundary.of(jaxpr.invars[i]) for i in outs]
     crossing = [boundary.crossed(jaxpr.invars[i]) for i in outs]

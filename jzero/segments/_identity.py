@@ -21,7 +21,7 @@ from jzero.tracing._signature import Call
 
 
 def of_state(setting: Setting, leaves: Sequence[LeafPlan]) -> dict[str, list[str]]:
-    """Versions, options, mesh, and where each leaf rests."""
+    """Versions, options, mesh, and where each leaf is stored."""
     options = setting.options
     axes = ", ".join(f"{name}={size}" for name, size in setting.mesh.shape.items())
     return {

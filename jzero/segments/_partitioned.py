@@ -354,7 +354,7 @@ def _weights_in_codes(
 
 
 def _coded_rows(leaf: LeafPlan, layout: Layout) -> tuple[QuantizedRows, tuple[int, ...]]:
-    """How a leaf rests in codes, and the shape of its rows on one device."""
+    """How a leaf is stored in codes, and the shape of its rows on one device."""
     form = leaf.codes
     assert form is not None
     rows = QuantizedRows(form.blocks, form.dtype, form.part, form.dim, form.num_stacked)

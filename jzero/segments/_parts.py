@@ -68,7 +68,7 @@ class PartsOfStep:
         mesh, num_new = axes_of(plan, time), len(plan.new_leaves)
         results = [*gives, *(jaxpr.outvars[i] for i in outs)]
         needed, _ = _rewrite.behind([self._eqns[i] for i in eqns], results)
-        at_rest = [*arguments(plan, self._step, mesh, time)]
+        stored_inputs = [*arguments(plan, self._step, mesh, time)]
         kinds = [types[jaxpr.invars[i]] if i < num_new else None for i in outs]
         layouts = [stored(types[var], mesh) for var in gives]
         layouts += [
@@ -78,7 +78,7 @@ class PartsOfStep:
         part = TypedPart(
             self._step.cut(takes, results, needed),
             [self._number.get(var) for var in takes],
-            [self._input(var, types, at_rest, mesh) for var in takes],
+            [self._input(var, types, stored_inputs, mesh) for var in takes],
             [*[None] * len(gives), *outs],
             layouts,
             [
@@ -104,14 +104,14 @@ class PartsOfStep:
         return run
 
     def _input(
-        self, var: Var, types: Mapping[Var, ValuePlan], at_rest: Sequence[DeviceInput],
+        self, var: Var, types: Mapping[Var, ValuePlan], stored_inputs: Sequence[DeviceInput],
         mesh: dict[str, int],
     ) -> DeviceInput:  # fmt: skip
         number, leaves = self._number.get(var), self._plan.leaves
         if number is None:
             return DeviceInput(stored(types[var], mesh))
         if number >= len(leaves) or types[var] is self._plan.boundary.at_rest[var]:
-            return at_rest[number]
+            return stored_inputs[number]
         return DeviceInput(stored(types[var], mesh), name=leaves[number].path)
 
     def _result(self, i: int, mesh: dict[str, int]) -> Layout:
@@ -126,7 +126,7 @@ def _gradient(layout: Layout, of: ValuePlan) -> Hint | None:
 
 
 def entered(planned: PlannedStep, variables: Sequence[Var]) -> Callable[..., list[Any]]:
-    """`leaves -> shards`: leaves that rest on the devices, in shards like gradients."""
+    """`leaves -> shards`: leaves that are stored on the devices, in shards like gradients."""
     boundary = planned.plan.boundary
     mesh = axes_of(planned.plan, None)
     ins = [DeviceInput(stored(boundary.of(var), mesh)) for var in variables]
@@ -136,7 +136,7 @@ def entered(planned: PlannedStep, variables: Sequence[Var]) -> Callable[..., lis
 
 
 def left(planned: PlannedStep, outs: Sequence[int]) -> Callable[..., list[Any]]:
-    """`[*old leaves, *shards] -> leaves`: renewed shards like gradients, as they rest."""
+    """`[*old leaves, *shards] -> leaves`: renewed shards like gradients, as they are stored."""
     boundary, invars = planned.plan.boundary, planned.frame.jaxpr.invars
     mesh, olds = axes_of(planned.plan, None), [invars[i] for i in outs]
     rest = [stored(boundary.of(var), mesh) for var in olds]

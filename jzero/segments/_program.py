@@ -43,7 +43,7 @@ from jzero.tracing._returned import find_state, new_state
 from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
-# JAX's names of the tiers that have another one; of what is no JAX array, where it rests on the way.
+# JAX's names of the tiers that have another one; of what is no JAX array, where it is stored on the way.
 _MEMORY_KINDS = {DEVICE: None, HOST: PINNED, NVME: PINNED}
 
 
@@ -214,7 +214,7 @@ def _leaf_signature(state: Any, root: str, arrays: Mapping[str, Any]) -> inspect
 
 
 def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
-    """Where each leaf rests, for JAX; of one that is no JAX array at rest, where it is on the way there.
+    """Where each leaf is stored, for JAX; of one that is no stored JAX array, where it is on the way there.
 
     Raises:
       MeshError: the devices have no such memory.

@@ -19,7 +19,7 @@ from jzero._errors import JzeroError, escaped, warn
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._option_groups import Comm, Microbatches
 from jzero.processes import _agreement
-from jzero.segments import _at_rest, _identity, _program
+from jzero.segments import _identity, _program, _stored
 from jzero.segments._program import Program
 from jzero.sharding.plan import _setting
 from jzero.sharding.plan._extra_work import AT_ONCE, LEAST_AT_ONCE, UNEVEN, at_once_warning
@@ -88,7 +88,7 @@ class Programs:
     def to_evaluate(
         self, eval_step: Callable[..., Any], signature: Signature, changed: Mapping[str, Any]
     ) -> Programs:
-        """Those of a function that reads this step's state where it rests.
+        """Those of a function that reads this step's state where it is stored.
 
         Args:
           eval_step: the function.
@@ -229,7 +229,7 @@ class Programs:
             return ()
         in_files = self.options.offload.tier == NVME
         leaves = jax.tree.leaves(call.state)
-        return tuple([_at_rest.rest_of(leaf, setting.mesh, in_files) for leaf in leaves])
+        return tuple([_stored.stored_as(leaf, setting.mesh, in_files) for leaf in leaves])
 
     def _of_shapes(self, call: Call, setting: Setting) -> Program:
         state, arrays = _call.abstract(call.state, "state"), {
@@ -334,7 +334,7 @@ class Programs:
         return found[-1] if found else None
 
     def layout_of(self, state: Any, setting: Setting) -> tuple[LeafPlan, ...] | None:
-        """Where the leaves of a state of `ShapeDtypeStruct`s rest, as the last program for it has them.
+        """Where the leaves of a state of `ShapeDtypeStruct`s are stored, as the last program for it has them.
 
         Before there is any, a state that is placed is what evaluations read.
         """
@@ -361,8 +361,8 @@ def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
     )
 
 
-def inputs_at_rest(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
-    """The same, each leaf of the state in the memory in which it rests.
+def stored_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
+    """The same, each leaf of the state in the memory in which it is stored.
 
     Parameters in files are there as if they were in pinned memory, where what is fetched of them comes from.
     """

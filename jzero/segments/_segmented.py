@@ -16,15 +16,15 @@ class SegmentedStep:
     """The segments of a step, and the step as one function of them.
 
     Attributes:
-      grad: the grad part.
-      turns: of the update part, as the plan has them.
+      grad: the forward-backward program.
+      buckets: of the optimizer program, as the plan has them.
       leaf_of: for each variable of a leaf of the state, its index.
-      plan: with what the grad part's program says of itself.
-      found: the grad part, as the partitioner has written it.
+      plan: with what the forward-backward program says of itself.
+      found: the forward-backward program, as the partitioner has written it.
     """
 
     def __init__(self, builder: Builder):
-        self.grad, self.turns = builder.grad_part(), builder.turns()
+        self.grad, self.buckets = builder.grad_part(), builder.buckets()
         self.found, plan = builder.found, builder.planned.plan
         self.plan = self.found.described(plan)
         jaxpr, num = builder.planned.frame.jaxpr, len(plan.leaves)
@@ -39,7 +39,7 @@ class SegmentedStep:
         """A step on whole arrays, segment after segment; nothing is copied to or from the host."""
         values = self.values(state, arrays)
         outs: dict[int, jax.Array] = {}
-        for segment in (self.grad, *self.turns):
+        for segment in (self.grad, *self.buckets):
             outs |= segment(values, segment.run)
         return self.in_order(outs, state)
 

@@ -65,6 +65,6 @@ class WholeStep:
         """One program."""
         return Schedule((*waits(self._plan), Run("the step")))
 
-    def roads(self) -> str:
+    def code_paths(self) -> str:
         """The host updates nothing."""
         return ""

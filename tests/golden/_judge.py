@@ -19,7 +19,7 @@ _MEASURES = (
 # What no gain outweighs.
 _SAME = {"values", "refused", "warnings", "aliased", "streamed"}
 # The last number of a line: "sort: ranks of rows, 1,024 bytes x 3".
-_NUMBER = re.compile(r"(\d[\d,]*)(?: bytes| us)?(?: x (\d+))?(?: in each turn)?$")
+_NUMBER = re.compile(r"(\d[\d,]*)(?: bytes| us)?(?: x (\d+))?(?: in each iteration)?$")
 
 
 class Verdict(NamedTuple):

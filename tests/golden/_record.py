@@ -227,8 +227,8 @@ def _collective(each: Any) -> str:
 
 
 def _crossing(each: dict[str, Any]) -> str:
-    turns = " in each iteration" if each["each_iteration"] else ""
-    return f"{each['direction']}: {each['what']}, {each['dtype']}, {each['nbytes']:,} bytes{turns}"
+    iterations = " in each iteration" if each["each_iteration"] else ""
+    return f"{each['direction']}: {each['what']}, {each['dtype']}, {each['nbytes']:,} bytes{iterations}"
 
 
 def _said(facts: dict[str, Any]) -> list[str]:
@@ -253,7 +253,7 @@ def _said(facts: dict[str, Any]) -> list[str]:
         f"larger than a tile: {each['leaf']} {each['what']}, {each['nbytes']:,} bytes, {each['why']}"
         for each in facts["untiled"]
     ]
-    lines += [f"groups of offloaded leaves: {facts['turns']}"] * (facts["turns"] > 1)
+    lines += [f"groups of offloaded leaves: {facts['buckets']}"] * (facts["buckets"] > 1)
     return lines
 
 

@@ -39,7 +39,7 @@ def test_trains_as_jit_layer_by_layer():
     assert training.tiers(state) == {"params": {"pinned_host"}, "opt_state": {"host"}}
 
 
-def test_all_of_the_state_in_turns():
+def test_all_of_the_state_in_buckets():
     """It trains alike, too, and after steps it rests where it did before them."""
     policy = jzero.PinnedHost(2**14)
     _, state = deep.check(True, axes={"data": jax.device_count()}, offload=policy)
@@ -78,7 +78,7 @@ def test_the_peak_at_any_depth():
 
 
 def test_decodes_as_on_one_device():
-    """Each turn of the loop over tokens fetches all weights."""
+    """Each iteration of the loop over tokens fetches all weights."""
     with jax.enable_x64(True):
         params = inference.new_params()
         args = inference.tokens_of(16, inference.GIVEN), jax.random.key(0)

@@ -21,13 +21,13 @@ def test_stages(name: str, stage: int):
 
 
 @pytest.mark.parametrize("name", [FULL, MASTERS])
-def test_pinned_host_in_turns_and_slices(name: str):
+def test_pinned_host_in_buckets_and_slices(name: str):
     entry = training.get(name)
     arguments = training.new_state(name), *entry.batches(1)[0]
     policy = least_room(entry.step, arguments, 300)
     plan = training.check(name, offload=policy).plan(*arguments)
-    assert len(plan.turns) > 2
-    assert any(turn.parts > 1 for turn in plan.turns)
+    assert len(plan.buckets) > 2
+    assert any(bucket.parts > 1 for bucket in plan.buckets)
 
 
 @pytest.mark.parametrize("name", ["transformer", MASTERS])

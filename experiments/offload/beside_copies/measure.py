@@ -1,4 +1,4 @@
-"""How long does a step wait for copies from the host, where turns of layers copy in their own programs?
+"""How long does a step wait for copies from the host, where iterations of layers copy in their own programs?
 
 python experiments/offload/beside_copies/measure.py          # compiled for 8 H200s: no GPU is needed; minutes
 python experiments/offload/beside_copies/measure.py --apart  # also with each fetch as a program of its own
@@ -42,7 +42,7 @@ def modelled(name: str, layers: int) -> dict[str, float]:
 
 
 def apart() -> Any:
-    """No turn has room for what it would fetch for another one."""
+    """No iteration has room for what it would fetch for another one."""
     return mock.patch.object(LayerSchedule, "_has_room_for_riders", return_value=False)
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         if args.apart:
             with apart():
                 rows[f"{name} | by themselves"] = modelled(name, args.layers)
-        rows[f"{name} | in turns"] = modelled(name, args.layers)
+        rows[f"{name} | in iterations"] = modelled(name, args.layers)
         for key, row in rows.items():
             if key.startswith(name):
                 numbers = f"{row['step']:.1f} | {row['exposed']:.2f} | {row['peak MiB']:.0f}"

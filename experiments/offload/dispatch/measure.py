@@ -93,7 +93,7 @@ def started(train_step: Any, state: Any, x: Any) -> tuple[int, int]:
     train_step = train_step.on_mesh(mesh)
     call = train_step._programs.bind((jax.eval_shape(lambda: state), x), {})
     program = train_step._programs.of(call)
-    leaves, arrays = _programs.inputs_at_rest(call, program)
+    leaves, arrays = _programs.stored_inputs(call, program)
     found = _dispatches.read_dispatches(program.step.dispatched(leaves, arrays), [*leaves, *arrays])
     return sum(step.part is not None for step in found.steps), sum(
         len(step.copies) for step in found.steps

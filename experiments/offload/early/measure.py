@@ -26,8 +26,8 @@ import optax  # noqa: E402
 
 import jzero  # noqa: E402
 from experiments.shared import records  # noqa: E402
+from jzero.offload._early_run import EarlyRun  # noqa: E402
 from jzero.offload._early_tiles import TileRun  # noqa: E402
-from jzero.offload._early_updates import EarlyRun  # noqa: E402
 from jzero.offload._host_step import HostStep  # noqa: E402
 from jzero.offload.execute._executor import Execution  # noqa: E402
 from jzero.offload.kernels._host_update import HostUpdate  # noqa: E402

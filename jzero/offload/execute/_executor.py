@@ -53,8 +53,8 @@ class Arrivals:
     """Who is told of what has arrived on the host.
 
     Attributes:
-      begin: `(update, place of the turn, what it takes)`: starts an update; returns leaves on the hosts that
-        from now on are other arrays.
+      begin: `(update, place of the iteration, what it takes)`: starts an update; returns leaves on the hosts
+        that from now on are other arrays.
       write: `(gradients, arrays)`: writes gradients, or slices of them, to files.
     """
 
@@ -74,11 +74,11 @@ class _Group(NamedTuple):
 
 
 class _OpAt(NamedTuple):
-    """What an operation moves, or takes of what is on the host, in one turn.
+    """What an operation moves, or takes of what is on the host, in one iteration.
 
     Attributes:
       op: it.
-      keys: how values are known; one of the turn after the last is left out.
+      keys: how values are known; one of the iteration after the last is left out.
       wanted: the same, as files know them.
       place: of slices, along dim 0.
       dead: what nobody needs on the host after it.
@@ -92,14 +92,14 @@ class _OpAt(NamedTuple):
 
 
 class _VisitAt(NamedTuple):
-    """A group in one turn.
+    """A group in one iteration.
 
     Attributes:
       fetches, after: of the group.
       run: of it.
       rides: what its program fetches and sends itself.
       takes, gives: of the program.
-      place: of the turn's slices, along dim 0; None outside of loops, and before the first turn.
+      place: of the iteration's slices, along dim 0; None outside of loops, and before the first iteration.
       dead: what nobody needs on the devices after it.
     """
 
@@ -116,7 +116,7 @@ class _VisitAt(NamedTuple):
     def nbytes(self) -> int:
         """On each device, of what it fetches.
 
-        With what its program fetches for a later turn: as visits ask for room before the program of the
+        With what its program fetches for a later iteration: as visits ask for room before the program of the
         visit before begins, there is room for that one's copies when it makes them.
         """
         moved = (*self.fetches, *self.rides)
@@ -146,7 +146,7 @@ class Executable:
         self.ops = tuple(ops)
         self._dead = dead_after(ops, keeps.here, keeps.there)
         self._groups: dict[int, list[_Group | Loop]] = {}
-        # By the group, and the turn: names are looked up once, and not in each step.
+        # By the group, and the iteration: names are looked up once, and not in each step.
         self._visits: dict[tuple[int, int | None], _VisitAt] = {}
 
     def dead(self, op: Op | None) -> Dead:
@@ -160,7 +160,7 @@ class Executable:
         return self._groups[id(ops)]
 
     def visit(self, group: _Group, loop: Loop | None, number: int | None) -> _VisitAt:
-        """A group in a turn of the loop around it."""
+        """A group in an iteration of the loop around it."""
         sliced = loop is not None and loop.length is not None
         key = id(group), number if sliced else None
         if key not in self._visits:
@@ -177,7 +177,7 @@ class Executable:
             tuple(self._moved(op, op.refs, names) for op in rides),
             names.known(run.takes if run else ()),
             tuple([names.key(ref) for ref in run.gives] if run else []),
-            names.place_of_turn,
+            names.place_of_iteration,
             tuple(
                 self._moved(op, op.refs if isinstance(op, Send) else op.takes, names)
                 for op in group.after
@@ -188,28 +188,28 @@ class Executable:
     def _moved(self, op: Any, refs: Sequence[Ref], names: _Names) -> _OpAt:
         known = [ref for ref in refs if names.key(ref) is not None]
         wanted = tuple(Wanted(value_of(ref), names.place(ref)) for ref in known)
-        at = names.place_of_turn if isinstance(op, Update) else None
+        at = names.place_of_iteration if isinstance(op, Update) else None
         place = names.place(known[0]) if known and not isinstance(op, Update) else at
         return _OpAt(op, names.known(refs), wanted, place, names.known(self.dead(op).there))
 
 
 class _Names(NamedTuple):
-    """How values are known in a turn of a loop, or outside of any."""
+    """How values are known in an iteration of a loop, or outside of any."""
 
     loop: Loop | None
     number: int | None
 
     def place(self, ref: Ref) -> int | None:
-        """The place of a slice along dim 0; None of a whole value, and of turns that are not there."""
+        """The place of a slice along dim 0; None of a whole value, and of iterations that are not there."""
         if not isinstance(ref, Slice):
             return None
-        assert self.loop is not None, "a slice is known in a turn only"
+        assert self.loop is not None, "a slice is known in an iteration only"
         assert self.number is not None
         return self._at(self.number + ref.ahead)
 
     @property
-    def place_of_turn(self) -> int | None:
-        """That of this turn's slices."""
+    def place_of_iteration(self) -> int | None:
+        """That of this iteration's slices."""
         return None if self.loop is None or self.number is None else self._at(self.number)
 
     def _at(self, number: int) -> int | None:
@@ -217,7 +217,7 @@ class _Names(NamedTuple):
         return order[number] if 0 <= number < len(order) else None
 
     def key(self, ref: Ref) -> HeldAs | None:
-        """None for a slice of a turn that is not there."""
+        """None for a slice of an iteration that is not there."""
         if not isinstance(ref, Slice):
             return ref
         place = self.place(ref)
@@ -328,7 +328,7 @@ class Execution:
         assert run is not None
         assert run.call is not None
         (asked,), _ = run.call([self.here[value_of(x)] for x in run.takes], None)
-        # A trace of what is started has one turn.
+        # A trace of what is started has one iteration.
         return not number if isinstance(asked, jax.core.Tracer) else bool(jax.device_get(asked))
 
     # -- what a visit does -----------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams what rests on the hosts through the devices, so many bytes at a time."""
+"""Streams what is stored on the hosts through the devices, so many bytes at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def free(x: jax.Array) -> None:
 
 
 class Visit(NamedTuple):
-    """A turn of offloaded leaves on the devices.
+    """A bucket of offloaded leaves on the devices.
 
     Attributes:
       nbytes: of them, on each device.

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jzero.offload.kernels import _machine
+from jzero.offload.kernels._code_paths import Group
 from jzero.offload.kernels._kernel import NAME
 from jzero.offload.kernels._loops import BlockLoops, KernelLoops
-from jzero.offload.kernels._roads import Group
 from jzero.offload.kernels._xla_loops import XlaLoops, XlaProgram
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HostUpdate: an optimizer's update of state that rests in host memory, at the speed of that memory.
+"""HostUpdate: an optimizer's update of state that is stored in host memory, at the speed of that memory.
 
     new_state, outputs = update(state, inputs)    # any function of flat arrays, as JAX traces it
 
@@ -23,19 +23,19 @@ import numpy as np
 
 from jzero._errors import StateError, message
 from jzero._in_turn import groups as in_groups
+from jzero.offload.kernels._code_paths import (
+    KERNEL,
+    XLA,
+    CodePathFinder,
+    Group,
+    code_paths_text,
+    groups,
+    traced_flat,
+)
 from jzero.offload.kernels._compilers import Compiler, compiler
 from jzero.offload.kernels._kernel import kernel_text
 from jzero.offload.kernels._loops import BlockLoop, BlockLoops, Calls
 from jzero.offload.kernels._machine import X86, processor
-from jzero.offload.kernels._roads import (
-    KERNEL,
-    XLA,
-    Group,
-    RoadFinder,
-    groups,
-    roads_text,
-    traced_flat,
-)
 from jzero.offload.kernels._writer import dtype_of
 from jzero.offload.memory._addresses import (
     Addresses,
@@ -78,7 +78,7 @@ class HostUpdate:
 
     Attributes:
       outputs: shapes and dtypes of a shard's outputs beside the new state.
-      roads: of each leaf of the state, then of each output: by what it is computed, and why.
+      code_paths: of each leaf of the state, then of each output: by what it is computed, and why.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class HostUpdate:
         self.outputs = tuple(outputs)
         self._names = names or _numbered("state", self._state) + _numbered("outputs", outputs)
         check_kept(WHO, self._names, self._state, new_state)
-        analysis = RoadFinder(flat, len(self._state))
-        self.roads = tuple(analysis.road(i, name) for i, name in enumerate(self._names))
+        analysis = CodePathFinder(flat, len(self._state))
+        self.code_paths = tuple(analysis.code_path(i, name) for i, name in enumerate(self._names))
         self._consts = on_host(consts)
         self._compiler = by or compiler()
         self._build(analysis, _jaxpr.replaced(traced.jaxpr, **flat._asdict()), chunk_bytes)
@@ -130,10 +130,10 @@ class HostUpdate:
         self._running = False
         self._calls: Calls | None = None  # of an update that is not complete
 
-    def _build(self, analysis: RoadFinder, jaxpr: _jaxpr.Jaxpr, chunk_bytes: int) -> None:
+    def _build(self, analysis: CodePathFinder, jaxpr: _jaxpr.Jaxpr, chunk_bytes: int) -> None:
         # JAX 0.12 makes arguments of the constants of `jaxpr`, which is for `part`.
         flat, num_state = analysis.jaxpr, len(self._state)
-        by_kernel = [i for i, road in enumerate(self.roads) if road.by == KERNEL]
+        by_kernel = [i for i, code_path in enumerate(self.code_paths) if code_path.by == KERNEL]
         found = groups(analysis, by_kernel)
         # What has no outputs comes last: nobody waits for it.
         found.sort(key=lambda group: all(i < num_state for i, _ in group.writes))
@@ -154,7 +154,7 @@ class HostUpdate:
             [i - num_state for group in chunk for i, _ in group.writes if i >= num_state]
             for chunk in chunks
         ]
-        by_xla = [i for i, road in enumerate(self.roads) if road.by == XLA]
+        by_xla = [i for i, code_path in enumerate(self.code_paths) if code_path.by == XLA]
         self._xla = _XlaPart(jaxpr, [*made, *(flat.outvars[i] for i in by_xla)], slots)
         results = list(enumerate(by_xla, start=len(made)))
         self._xla_state = [(k, i) for k, i in results if i < num_state]
@@ -350,7 +350,7 @@ class HostUpdate:
     def describe(self) -> str:
         """How many leaves kernels update, and which need XLA and why."""
         num_kernels = len({loop.program for chunk in self._chunks for loop in chunk})
-        return f"{num_kernels} kernels\n{roads_text(self.roads)}"
+        return f"{num_kernels} kernels\n{code_paths_text(self.code_paths)}"
 
 
 class _Prepared(NamedTuple):

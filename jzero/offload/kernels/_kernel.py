@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 
+from jzero.offload.kernels._code_paths import Group
 from jzero.offload.kernels._loops import FINISHED
 from jzero.offload.kernels._ops import is_same, write
-from jzero.offload.kernels._roads import Group
 from jzero.offload.kernels._writer import TYPES, Writer, dtype_of
 from jzero.tracing import _jaxpr
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jzero.offload.kernels import _tiles
+from jzero.offload.kernels._code_paths import KERNEL, XLA, CodePathFinder, groups, traced_flat
 from jzero.offload.kernels._host_update import WHO, HostUpdate
 from jzero.offload.kernels._loops import BlockLoop, BlockLoops
-from jzero.offload.kernels._roads import KERNEL, XLA, RoadFinder, groups, traced_flat
 from jzero.offload.kernels._tiles import Span, Tile, Together
 from jzero.offload.memory._addresses import HostMemory, address, check_given, on_host
 from jzero.offload.nvme._layout import TileLayout
@@ -115,7 +115,7 @@ class TiledUpdate(HostUpdate):
 
     @functools.cached_property
     def frozen(self) -> TileLayout:
-        """Of leaves that no kernel reads or writes: they come in no tile, and rest in files of their own."""
+        """Of leaves that no kernel reads or writes: stored in files of their own, in no tile."""
         return _tiles.of_whole_leaves(
             [self._state[i] for i in self._frozen],
             [self._lone.get(i, 0) for i in self._frozen],
@@ -304,16 +304,18 @@ def untiled(
     Leaves that are `resident`, by index, may be read whole.
     """
     traced, flat, _ = traced_flat(update, state, inputs)
-    analysis = RoadFinder(flat, len(state))
-    roads = [analysis.road(i, name) for i, name in enumerate(names)]
+    analysis = CodePathFinder(flat, len(state))
+    code_paths = [analysis.code_path(i, name) for i, name in enumerate(names)]
     found = {
-        i: f"{road.name} is updated by XLA ({road.reason})"
-        for i, road in enumerate(roads[: len(state)])
-        if road.by == XLA
+        i: f"{code_path.name} is updated by XLA ({code_path.reason})"
+        for i, code_path in enumerate(code_paths[: len(state)])
+        if code_path.by == XLA
     }
-    by_kernel = groups(analysis, [i for i, road in enumerate(roads) if road.by == KERNEL])
+    by_kernel = groups(
+        analysis, [i for i, code_path in enumerate(code_paths) if code_path.by == KERNEL]
+    )
     scalars = [var for group in by_kernel for var in group.scalars]
-    by_xla = [flat.outvars[i] for i, road in enumerate(roads) if road.by == XLA]
+    by_xla = [flat.outvars[i] for i, code_path in enumerate(code_paths) if code_path.by == XLA]
     jaxpr = _jaxpr.replaced(traced.jaxpr, **flat._asdict())
     read = set(_rewrite.excerpt(jaxpr, [*scalars, *by_xla]).reads)
     for i, var in enumerate(flat.invars[: len(state)]):
@@ -330,12 +332,14 @@ def inputs_in_tiles(
     Nothing may be `untiled` of the state.
     """
     traced, flat, _ = traced_flat(update, state, inputs)
-    analysis, num = RoadFinder(flat, len(state)), len(state)
-    roads = [analysis.road(i, "") for i in range(len(flat.outvars))]
-    by_kernel = groups(analysis, [i for i, road in enumerate(roads) if road.by == KERNEL])
+    analysis, num = CodePathFinder(flat, len(state)), len(state)
+    code_paths = [analysis.code_path(i, "") for i in range(len(flat.outvars))]
+    by_kernel = groups(
+        analysis, [i for i, code_path in enumerate(code_paths) if code_path.by == KERNEL]
+    )
     jaxpr = _jaxpr.replaced(traced.jaxpr, **flat._asdict())
     scalars = [var for group in by_kernel for var in group.scalars]
-    by_xla = [flat.outvars[i] for i, road in enumerate(roads) if road.by == XLA]
+    by_xla = [flat.outvars[i] for i, code_path in enumerate(code_paths) if code_path.by == XLA]
     read_whole = {*_rewrite.excerpt(jaxpr, [*scalars, *by_xla]).reads}
     in_tiles = {var for i, var in enumerate(flat.invars[:num]) if i not in resident}
     mine = set[_jaxpr.Var]()

@@ -82,8 +82,8 @@ class Tile(NamedTuple):
 def cut(found: Sequence[Together], tile_bytes: int) -> Iterator[Tile]:
     """Tiles of up to `tile_bytes`, or `least_bytes`, in order; none has parts of two chunks.
 
-    Of leaves of as many slices each, the first slices come first, and so on, as turns of a loop read them. A
-    slice may be cut into tiles; its elements are of no extent that has elements of another one.
+    Of leaves of as many slices each, the first slices come first, and so on, as iterations of a loop read
+    them. A slice may be cut into tiles; its elements are of no extent that has elements of another one.
     """
     tile_bytes = max(tile_bytes, least_bytes(found))
     for chunk, members in itertools.groupby(enumerate(found), lambda pair: pair[1].chunk):

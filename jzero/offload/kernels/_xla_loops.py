@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jzero.offload.kernels._code_paths import Group
 from jzero.offload.kernels._kernel import USUAL, divisor_of, divisors_of
 from jzero.offload.kernels._loops import (
     UPDATE,
@@ -27,7 +28,6 @@ from jzero.offload.kernels._loops import (
     operands_of,
 )
 from jzero.offload.kernels._ops import is_same
-from jzero.offload.kernels._roads import Group
 from jzero.offload.kernels._writer import dtype_of
 from jzero.offload.memory._addresses import host_empty
 from jzero.offload.nvme._job_threads import Asked, JobThreads

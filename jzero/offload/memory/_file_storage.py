@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FileStorage`: a leaf at rest in files, one for each device of this process."""
+"""`FileStorage`: a stored leaf in files, one for each device of this process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jzero.offload.memory._leaf_array import at_rest
+from jzero.offload.memory._leaf_array import storage_of
 from jzero.offload.memory._nvme_store import NVMeStore, StoreSpec, TileReader
-from jzero.offload.memory._storage import Home, Parts, Storage, consumed, sizes_of
+from jzero.offload.memory._storage import HostPlacement, Parts, Storage, consumed, sizes_of
 
 
 class FileStorage(Storage):
@@ -19,20 +19,20 @@ class FileStorage(Storage):
     It is there until the step after it.
 
     Attributes:
-      home: which parts of the leaf this process has, and in which shape.
+      placement: which parts of the leaf this process has, and in which shape.
     """
 
     where = "in files"
 
-    def __init__(self, home: Home, store: NVMeStore, name: str):
+    def __init__(self, placement: HostPlacement, store: NVMeStore, name: str):
         """A leaf of the step that the files are about to have, or have.
 
         Args:
-          home: which parts of it are there.
+          placement: which parts of it are there.
           store: the files.
           name: its name there.
         """
-        self.home = home
+        self.placement = placement
         self._store: NVMeStore | None = store
         self._name, self._step = name, store.newest
 
@@ -50,12 +50,12 @@ class FileStorage(Storage):
     @property
     def aval(self) -> Any:
         """Which parts of it are there, and where in the files."""
-        return self.home, None if self._store is None else self._store.spec.layouts
+        return self.placement, None if self._store is None else self._store.spec.layouts
 
     def renewed(self) -> FileStorage:
         """The same leaf after a step; this one is then deleted."""
         assert self._store is not None
-        renewed = FileStorage(self.home, self._store, self._name)
+        renewed = FileStorage(self.placement, self._store, self._name)
         self.delete()
         return renewed
 
@@ -76,7 +76,7 @@ class FileStorage(Storage):
         Raises:
           StateError: a step has consumed it.
         """
-        store, boxes = self.store, self.home.boxes()
+        store, boxes = self.store, self.placement.boxes()
         reader = reader or store.files
         found = {
             box: NVMePart(store, file, self._name, tuple(sizes_of(box)), self.dtype, reader)
@@ -112,7 +112,7 @@ class FileStorage(Storage):
 
         Args:
           out: uint8[n], writable: what bytes `start` to `start + n` of the part go to.
-          file: whose part, by its place in `home.devices`.
+          file: whose part, by its place in `placement.devices`.
           start: the first byte.
           buffer: uint8[m] that starts on a page of 4096 bytes, m at least `buffer_bytes`, of this call alone
             while it lasts; memory of its own by default.
@@ -160,9 +160,13 @@ class NVMePart:
         return values[(slice(None), *others)]
 
 
-def rests_in_files(x: Any, home: Home | None, spec: StoreSpec | None) -> bool:
+def is_in_files(x: Any, placement: HostPlacement | None, spec: StoreSpec | None) -> bool:
     """Whether a leaf is in files of this kind already; of any kind, if it is None."""
-    storage = at_rest(x)
+    storage = storage_of(x)
     if not isinstance(storage, FileStorage):
         return False
-    return storage.home == home if spec is None else storage.aval == (home, spec.layouts)
+    return (
+        storage.placement == placement
+        if spec is None
+        else storage.aval == (placement, spec.layouts)
+    )

@@ -18,7 +18,7 @@ from jzero.offload.memory._addresses import host_empty
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.memory._leaf_array import parts_for
 from jzero.offload.memory._nvme_store import BUFFERS, WHO, NVMeStore, StoreSpec
-from jzero.offload.memory._storage import Home, copy_parts, sizes_of
+from jzero.offload.memory._storage import HostPlacement, copy_parts, sizes_of
 from jzero.offload.nvme import _making
 from jzero.offload.nvme._files import TileAt, TileFiles, new_run
 from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, GivenWrites, decide
@@ -40,7 +40,7 @@ class Filling:
 
         with Filling(spec, paths, away) as filling:
             filling.start(writes)                       # of which commit each leaf is that will be placed
-            placed = filling.put(leaf, name, home)      # a leaf of a state of such a program
+            placed = filling.put(leaf, name, placement)      # a leaf of a state of such a program
         # left without error: the files have the state; with one: there are no files
 
     Attributes:
@@ -116,17 +116,17 @@ class Filling:
     def _all_have_made(self) -> None:
         _agreement.agree(WHO, self._spec.mesh, lambda: {"files": ["made"]})
 
-    def put(self, leaf: Any, name: str, home: Home) -> FileStorage:
+    def put(self, leaf: Any, name: str, placement: HostPlacement) -> FileStorage:
         """A leaf in its place: an array of any kind; of files that were resumed, whatever it is."""
         assert self._store is not None, "start comes first"
         if not self.resumed:
-            parts = parts_for(leaf, home)
-            for file, box in enumerate(home.boxes()):
-                values = host_empty(sizes_of(box), home.dtype)
+            parts = parts_for(leaf, placement)
+            for file, box in enumerate(placement.boxes()):
+                values = host_empty(sizes_of(box), placement.dtype)
                 values[...] = 0
-                copy_parts([(box, values)], parts, home.shape)
+                copy_parts([(box, values)], parts, placement.shape)
                 self._write(values.reshape(-1).view(np.uint8), file, name)
-        return FileStorage(home, self._store, name)
+        return FileStorage(placement, self._store, name)
 
     def _write(self, values: np.ndarray, file: int, name: str) -> None:
         assert self._store is not None

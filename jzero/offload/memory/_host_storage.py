@@ -10,15 +10,22 @@ import numpy as np
 
 from jzero._errors import StateError, message
 from jzero.offload.memory._addresses import host_empty
-from jzero.offload.memory._leaf_array import at_rest, parts_for
-from jzero.offload.memory._storage import Home, Parts, Storage, consumed, copy_parts, sizes_of
+from jzero.offload.memory._leaf_array import parts_for, storage_of
+from jzero.offload.memory._storage import (
+    HostPlacement,
+    Parts,
+    Storage,
+    consumed,
+    copy_parts,
+    sizes_of,
+)
 
 
 class HostStorage(Storage):
     """Ordinary memory of the devices' host, which the next step overwrites.
 
     Attributes:
-      home: where the leaf rests, and in which shape.
+      placement: where the leaf is stored, and in which shape.
       pending: what a delayed update left to do; None if nothing. Until that is done, it cannot be read.
       num_steps: how many steps have updated it since it was placed.
     """
@@ -26,23 +33,27 @@ class HostStorage(Storage):
     where = "in host memory"
 
     def __init__(
-        self, home: Home, buffers: Sequence[np.ndarray], pending: Any = None, num_steps: int = 0
+        self,
+        placement: HostPlacement,
+        buffers: Sequence[np.ndarray],
+        pending: Any = None,
+        num_steps: int = 0,
     ):
-        self.home = home
+        self.placement = placement
         self.pending = pending
         self.num_steps = num_steps
         self._buffers: tuple[np.ndarray, ...] | None = tuple(buffers)
 
     @property
     def buffers(self) -> tuple[np.ndarray, ...]:
-        """The part of each of `home.devices`, in C order; the next step overwrites them."""
+        """The part of each of `placement.devices`, in C order; the next step overwrites them."""
         if self._buffers is None:
             raise consumed(self)
         return self._buffers
 
     def renewed(self, pending: Any, num_steps: int) -> HostStorage:
         """The same leaf, in the same buffers, after so many steps; this one is then deleted."""
-        renewed = HostStorage(self.home, self.buffers, pending, num_steps)
+        renewed = HostStorage(self.placement, self.buffers, pending, num_steps)
         self.delete()
         return renewed
 
@@ -66,36 +77,36 @@ class HostStorage(Storage):
                 "LeafArray", f"{self!r} still waits for the last step's update",
                 "With HostCPU(delayed_update=True) a leaf is updated while the next step runs.",
                 "Call state = train_step.flush(state) first."))  # fmt: skip
-        return list(dict(zip(self.home.boxes(), buffers, strict=True)).items())
+        return list(dict(zip(self.placement.boxes(), buffers, strict=True)).items())
 
 
-def on_host(x: Any, home: Home) -> HostStorage:
-    """A leaf on the host, copied part by part; one that rests there already passes through untouched.
+def on_host(x: Any, placement: HostPlacement) -> HostStorage:
+    """A leaf on the host, copied part by part; one that is stored there already passes through untouched.
 
     Args:
       x: a NumPy array, a JAX array, or a `LeafArray`, also of another layout or mesh. If it spans processes,
         all of them must call this.
-      home: where it goes.
+      placement: where it goes.
     """
-    if rests_in(x, home):
-        storage: HostStorage = at_rest(x)
+    if is_stored_in(x, placement):
+        storage: HostStorage = storage_of(x)
         return storage
-    parts, boxes = parts_for(x, home), home.boxes()
-    buffers = [host_empty(sizes_of(box), home.dtype) for box in boxes]
+    parts, boxes = parts_for(x, placement), placement.boxes()
+    buffers = [host_empty(sizes_of(box), placement.dtype) for box in boxes]
     for box, buffer in zip(boxes, buffers, strict=True):
-        if any(stop > size for (_, stop), size in zip(box, home.shape, strict=True)):
+        if any(stop > size for (_, stop), size in zip(box, placement.shape, strict=True)):
             buffer[...] = 0
-    copy_parts(list(zip(boxes, buffers, strict=True)), parts, home.shape)
-    return HostStorage(home, buffers)
+    copy_parts(list(zip(boxes, buffers, strict=True)), parts, placement.shape)
+    return HostStorage(placement, buffers)
 
 
-def rests_in(x: Any, home: Home | None) -> bool:
+def is_stored_in(x: Any, placement: HostPlacement | None) -> bool:
     """Whether a leaf is there already."""
-    storage = at_rest(x)
-    return isinstance(storage, HostStorage) and storage.home == home
+    storage = storage_of(x)
+    return isinstance(storage, HostStorage) and storage.placement == placement
 
 
 def pending_of(x: Any) -> Any:
     """What a delayed update left to do of a leaf; None if nothing."""
-    storage = at_rest(x)
+    storage = storage_of(x)
     return storage.pending if isinstance(storage, HostStorage) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LeafArray`: a leaf of a state that rests padded, in codes, in the host's memory or in files."""
+"""`LeafArray`: a leaf of a state that is stored padded, in codes, in the host's memory or in files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import StateError, message
 from jzero.offload.memory import _coding, _storage
-from jzero.offload.memory._storage import Home, Parts, Storage
+from jzero.offload.memory._storage import HostPlacement, Parts, Storage
 from jzero.sharding.plan._quantized_form import QuantizedForm
 from jzero.tracing import _jaxpr
 from jzero.tracing._axis_types import takes_explicit_axes
@@ -41,27 +41,27 @@ class CodingError(NamedTuple):
 
 
 class LeafArray(jax.Array):
-    """A leaf of a state that does not rest as one of JAX's own arrays of its shape and dtype.
+    """A leaf of a state that is not stored as one of JAX's own arrays of its shape and dtype.
 
     It is one of these, or two at once:
 
     - *padded*: the devices do not divide any of its dims, as 50257 rows on 8 devices. JAX has no arrays in
-      unequal shards, so such a leaf rests with zeros at the end of one dim.
+      unequal shards, so such a leaf is stored with zeros at the end of one dim.
     - *in codes* of few bits: of `shard_eval_step(..., weight_dtype=jnp.int8)`.
     - *in host memory*: with `memory=jzero.HostCPU()`. Each process has the parts of its own devices, once:
       devices that are replicas of each other share one.
-    - *in files*: with `memory=jzero.NVMe(path)`. They are closed when no leaf is left that rests in them.
+    - *in files*: with `memory=jzero.NVMe(path)`. They are closed when no leaf is left that is stored in them.
 
     Whoever reads it or computes with it sees a `jax.Array` of its true shape and dtype: `jax.jit`, `jax.grad`
     and all other transformations, operators, functions of `jnp` and `lax`, `x.at`, `device_put`, Flax's and
     Orbax's own serialization. Each such use makes a plain array, as `jnp.asarray(x)` does, for as long as it
     lasts, and nothing keeps it: a padded leaf whole on every device, any other in the shards in which it
-    rests. Codes are decoded: they say the leaf but for rounding. What is on the host or in files is not
+    is stored. Codes are decoded: they say the leaf but for rounding. What is on the host or in files is not
     copied to devices for `np.asarray`, indexing and iteration, which copy it on the host.
 
-    A sharded step takes a leaf as it rests. A function that donates its arguments consumes the plain array,
-    and never the leaf. A pickled or deep copy is a NumPy array, of one that is only padded a leaf like it.
-    Where it spans processes, `jax.device_put` wants `jnp.asarray(x)`.
+    A sharded step takes a leaf as it is stored. A function that donates its arguments consumes the plain
+    array, and never the leaf. A pickled or deep copy is a NumPy array, of one that is only padded a leaf like
+    it. Where it spans processes, `jax.device_put` wants `jnp.asarray(x)`.
 
     >>> import jax, jax.numpy as jnp, jzero
     >>> def step_fn(state, batch):
@@ -84,7 +84,7 @@ class LeafArray(jax.Array):
       shape: the true shape, without padding.
       storage: what a sharded step takes: a `jax.Array` in its shards, padded or of codes; or what has the
         parts of each device in host memory or in files. It has a `shape`, a `dtype`, a `sharding` and
-        `nbytes` of its own, which are those at rest.
+        `nbytes` of its own, which are those of what is stored.
       codes: how codes are the leaf; None for one that is in none.
 
     Raises:
@@ -122,7 +122,7 @@ class LeafArray(jax.Array):
 
     @property
     def sharding(self) -> Any:
-        """That of a plain array made of it: as it rests, but whole on every device if it is padded."""
+        """That of a plain array made of it: as it is stored, but whole on every device if it is padded."""
         rest, codes = self.storage.sharding, self.codes
         if not isinstance(rest, NamedSharding):  # Copied to another place.
             return rest
@@ -312,18 +312,18 @@ for _name, _value in vars(jax.Array).items():
 _jaxpr.register_array(LeafArray, LeafArray.__jax_array__)
 
 
-def at_rest(x: Any) -> Any:
+def storage_of(x: Any) -> Any:
     """What a program takes of a leaf: its storage, or the leaf itself if it is a plain array."""
     return x.storage if isinstance(x, LeafArray) else x
 
 
 def is_coded(x: Any) -> bool:
-    """Whether a leaf rests in codes."""
+    """Whether a leaf is stored in codes."""
     return isinstance(x, LeafArray) and x.codes is not None
 
 
 def rows_of(x: Any) -> Any:
-    """Of a leaf that rests in codes its rows, an array like others; another leaf as it is."""
+    """Of a leaf that is stored in codes its rows, an array like others; another leaf as it is."""
     return wrap(x.storage, x.storage.shape) if is_coded(x) else x
 
 
@@ -350,7 +350,7 @@ def unpad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def wrap(x: Any, shape: tuple[int, ...]) -> Any:
-    """What a user gets of a leaf at rest: the array itself, if it is one of the true `shape`."""
+    """What a user gets of a stored leaf: the array itself, if it is one of the true `shape`."""
     return LeafArray(x, shape) if isinstance(x, Storage) or x.shape != shape else x
 
 
@@ -359,17 +359,17 @@ def spans_processes(x: Any) -> bool:
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
-def parts_for(x: Any, home: Home) -> Parts:
-    """The parts of a leaf that this process has, each once; those that `home` needs of others are brought."""
-    rest = at_rest(x)
-    if spans_processes(x) and not _lies_like(rest, home):
-        x = wrap(_storage.on_devices(rest), x.shape)
-        rest = jax.device_put(pad(x, home.padded_shape), home.at_rest)
-    return _storage.parts_of(rest)
+def parts_for(x: Any, placement: HostPlacement) -> Parts:
+    """The parts of a leaf that this process has, each once; `placement` says which to fetch from others."""
+    stored = storage_of(x)
+    if spans_processes(x) and not _is_sharded_like(stored, placement):
+        x = wrap(_storage.on_devices(stored), x.shape)
+        stored = jax.device_put(pad(x, placement.padded_shape), placement.sharding)
+    return _storage.parts_of(stored)
 
 
-def _lies_like(x: Any, home: Home) -> bool:
+def _is_sharded_like(x: Any, placement: HostPlacement) -> bool:
     """Whether each device has the part of a leaf that belongs to it, in whatever memory."""
-    sharding = x.sharding.with_memory_kind(home.at_rest.memory_kind)
-    alike = sharding.is_equivalent_to(home.at_rest, len(x.shape))
-    return bool(x.shape == home.padded_shape and alike)
+    sharding = x.sharding.with_memory_kind(placement.sharding.memory_kind)
+    alike = sharding.is_equivalent_to(placement.sharding, len(x.shape))
+    return bool(x.shape == placement.padded_shape and alike)

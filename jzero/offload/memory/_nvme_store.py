@@ -126,7 +126,7 @@ class StoreSpec:
         """Of what steps change, of what they do not, and of gradients."""
         return self.layout, self.frozen, self.gradients
 
-    def home_of(self, name: str) -> tuple[TileLayout, int]:
+    def located(self, name: str) -> tuple[TileLayout, int]:
         """What is where in the files that have a leaf, and which of all files is the first of these."""
         if name in self.frozen:
             return self.frozen, len(self.identity) if self.layout.num_tiles else 0
@@ -134,7 +134,7 @@ class StoreSpec:
 
     def places(self, file: int, name: str, start: int, stop: int) -> Iterator[ExtentAt]:
         """Where bytes `start` to `stop` of a device's part of a leaf are."""
-        layout, first = self.home_of(name)
+        layout, first = self.located(name)
         for tile, i in layout.of_leaf(name, start, stop):
             yield ExtentAt(layout, TileAt(first + file, tile), i)
 

@@ -23,7 +23,7 @@ _REFUSED = "Donation requested for buffer with external reference"
 
 
 class PinnedLeaf(NamedTuple):
-    """A leaf that rests in pinned memory, as the host updates it.
+    """A leaf that is stored in pinned memory, as the host updates it.
 
     Attributes:
       buffers: the memory of the shards that the host updates.
@@ -64,17 +64,17 @@ def view(x: jax.Array) -> np.ndarray:
     return np.frombuffer(memory, x.dtype).reshape(x.shape)
 
 
-def pinned_zeros(shape: Sequence[int], dtype: Any, home: NamedSharding) -> jax.Array:
+def pinned_zeros(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> jax.Array:
     """An array of its own memory for each device of this process, also if it is the same on all."""
-    part = np.zeros(home.shard_shape(tuple(shape)), dtype)
+    part = np.zeros(sharding.shard_shape(tuple(shape)), dtype)
     parts = [
         _own(part, SingleDeviceSharding(device, memory_kind=PINNED))
-        for device in home.mesh.local_devices
+        for device in sharding.mesh.local_devices
     ]
     # Zeros that are still on their way would overwrite what the host writes.
     parts = jax.block_until_ready(parts)
     return jax.make_array_from_single_device_arrays(
-        tuple(shape), home.with_memory_kind(PINNED), parts
+        tuple(shape), sharding.with_memory_kind(PINNED), parts
     )
 
 

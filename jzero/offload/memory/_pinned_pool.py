@@ -33,10 +33,10 @@ class PinnedBuffer(NamedTuple):
         return sum(x.nbytes for x in self.views.values())
 
 
-def bytes_here(shape: tuple[int, ...], dtype: Any, home: NamedSharding) -> int:
+def bytes_here(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> int:
     """Bytes of such an array in this process, each device's part in its own memory."""
-    size = math.prod(home.shard_shape(shape)) * np.dtype(dtype).itemsize
-    return size * len(home.addressable_devices)
+    size = math.prod(sharding.shard_shape(shape)) * np.dtype(dtype).itemsize
+    return size * len(sharding.addressable_devices)
 
 
 class PinnedPool:
@@ -54,10 +54,10 @@ class PinnedPool:
         self._free: collections.OrderedDict[Any, list[PinnedBuffer]] = collections.OrderedDict()
 
     def take(
-        self, shape: tuple[int, ...], dtype: Any, home: NamedSharding, kept: int = 0
+        self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, kept: int = 0
     ) -> PinnedBuffer | None:
         """A buffer, with anything in it; None if there is no room with `kept` bytes left."""
-        key, nbytes = (shape, np.dtype(dtype), home), bytes_here(shape, dtype, home)
+        key, nbytes = (shape, np.dtype(dtype), sharding), bytes_here(shape, dtype, sharding)
         if self.lent_bytes + nbytes > self.nbytes - kept:
             return None
         self.lent_bytes += nbytes
@@ -66,7 +66,7 @@ class PinnedPool:
         while self.made_bytes + nbytes > self.nbytes:
             self.made_bytes -= self._pop(next(iter(self._free))).nbytes
         self.made_bytes += nbytes
-        array = pinned_zeros(shape, dtype, home)
+        array = pinned_zeros(shape, dtype, sharding)
         views = {shard.device: view(shard.data) for shard in array.addressable_shards}
         return PinnedBuffer(array, views, key)
 

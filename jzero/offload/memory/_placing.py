@@ -19,8 +19,8 @@ from jzero._in_turn import groups
 from jzero._memory_kinds import DEVICE, HOST, NVME, HostNeed
 from jzero.offload.memory import _coding, _host_storage, _leaf_array, _storage
 from jzero.offload.memory._filling import Filling
-from jzero.offload.memory._leaf_array import LeafArray, at_rest, spans_processes
-from jzero.offload.memory._storage import Home, Storage
+from jzero.offload.memory._leaf_array import LeafArray, spans_processes, storage_of
+from jzero.offload.memory._storage import HostPlacement, Storage
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 from jzero.tracing import _call, _jaxpr, _rewrite
@@ -37,43 +37,49 @@ def as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
 
 
 def pad(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
-    """Each leaf of a state as a plain array of the shape in which it rests."""
+    """Each leaf of a state as a plain array of the shape in which it is stored."""
     return [_leaf_array.pad(x, leaf.padded_shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 
 class Place(NamedTuple):
-    """Where a leaf of a state rests.
+    """Where a leaf of a state is stored.
 
     Attributes:
       plan: by the plan.
-      sharding: the same for JAX; of a leaf on the host, as it rests on its way there.
-      home: the same of a leaf on the host; None for others.
+      sharding: the same for JAX; of a leaf on the host, as it is stored on its way there.
+      placement: the same of a leaf on the host; None for others.
     """
 
     plan: LeafPlan
     sharding: NamedSharding
-    home: Home | None
+    placement: HostPlacement | None
 
 
 def places(
     plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding], axes: tuple[str, ...]
 ) -> list[Place]:
-    """Where each leaf rests; over the other mesh axes than `axes` devices share what is on the host."""
+    """Where each leaf is stored; over the other mesh axes than `axes` devices share what is on the host."""
     return [
-        Place(plan, sharding, _home(plan, sharding, axes) if plan.tier in (HOST, NVME) else None)
+        Place(
+            plan,
+            sharding,
+            _host_placement(plan, sharding, axes) if plan.tier in (HOST, NVME) else None,
+        )
         for plan, sharding in zip(plans, shardings, strict=True)
     ]
 
 
 @functools.cache
-def _home(plan: LeafPlan, sharding: NamedSharding, axes: tuple[str, ...]) -> Home:
-    at_rest = NamedSharding(sharding.mesh, sharding.spec)
+def _host_placement(
+    plan: LeafPlan, sharding: NamedSharding, axes: tuple[str, ...]
+) -> HostPlacement:
+    stored = NamedSharding(sharding.mesh, sharding.spec)
     devices = _storage.keepers(sharding.mesh, axes)
-    return Home(plan.shape, plan.padded_shape, jnp.dtype(plan.dtype), at_rest, devices)
+    return HostPlacement(plan.shape, plan.padded_shape, jnp.dtype(plan.dtype), stored, devices)
 
 
 def host_needs(places: Sequence[Place], leaves: Sequence[Any] | None = None) -> list[HostNeed]:
-    """What this process needs on the host for a state; those of `leaves` that rest there have it."""
+    """What this process needs on the host for a state; those of `leaves` that are stored there have it."""
     there, found = leaves or [None] * len(places), collections.Counter[tuple[str, str]]()
     for x, target in zip(there, places, strict=True):
         plan = target.plan
@@ -83,17 +89,17 @@ def host_needs(places: Sequence[Place], leaves: Sequence[Any] | None = None) -> 
 
 
 def _is_there(x: Any, target: Place) -> bool:
-    if target.home is not None:
-        return _host_storage.rests_in(x, target.home)
-    whole = at_rest(x)
-    return np.shape(whole) == target.plan.padded_shape and lies_right(whole, target.sharding)
+    if target.placement is not None:
+        return _host_storage.is_stored_in(x, target.placement)
+    whole = storage_of(x)
+    return np.shape(whole) == target.plan.padded_shape and has_sharding(whole, target.sharding)
 
 
 def _bytes_here(target: Place) -> int:
-    """Bytes of a leaf at rest on the host of this process's devices."""
-    plan, sharding, home = target
-    if home is not None:
-        return home.nbytes
+    """Bytes of a stored leaf on the host of this process's devices."""
+    plan, sharding, placement = target
+    if placement is not None:
+        return placement.nbytes
     size = math.prod(sharding.shard_shape(plan.padded_shape)) * plan.itemsize
     return size * len(sharding.addressable_devices)
 
@@ -104,7 +110,7 @@ def place_state(
 ) -> list[Any]:  # fmt: skip
     """Each leaf of a state in its place, padded; those that are there already pass through untouched.
 
-    One that shall rest in codes and does not is coded, one after the other: no two are on the devices whole.
+    One that shall be quantized and is not is quantized, one by one: no two are whole on the devices.
 
     Args:
       leaves: the state's, in any shape and layout; None for one that nobody reads.
@@ -114,23 +120,23 @@ def place_state(
       errors: is given what was lost of those that are coded, by index.
     """
     out, held = list(leaves), set(held)
-    here = [i for i, target in enumerate(places) if target.home is None and out[i] is not None]
-    for i, (leaf, (plan, sharding, home)) in enumerate(zip(leaves, places, strict=True)):
+    here = [i for i, target in enumerate(places) if target.placement is None and out[i] is not None]
+    for i, (leaf, (plan, sharding, placement)) in enumerate(zip(leaves, places, strict=True)):
         if leaf is None:
             continue
         if plan.codes is not None and errors is not None and i not in errors:
             leaf, errors[i] = _in_codes(leaf, plan, sharding, i in held)
             held.discard(i)
-        if home is not None:
+        if placement is not None:
             if plan.tier == HOST:
-                out[i] = _host_storage.on_host(leaf, home)
+                out[i] = _host_storage.on_host(leaf, placement)
             else:
-                out[i] = filling.put(leaf, plan.path, home) if filling else at_rest(leaf)
+                out[i] = filling.put(leaf, plan.path, placement) if filling else storage_of(leaf)
             continue
         out[i] = _leaf_array.pad(_from_host(leaf, plan, sharding), plan.padded_shape)
         if i in held:
             out[i] = take_shards(out[i], sharding)
-        elif plan.codes is not None and not lies_right(out[i], sharding):
+        elif plan.codes is not None and not has_sharding(out[i], sharding):
             out[i] = jax.block_until_ready(jax.device_put(out[i], sharding))
     shardings = [places[i].sharding for i in here]
     placed = place([out[i] for i in here], shardings, lambda: [places[i].plan.path for i in here])
@@ -155,7 +161,7 @@ def _in_codes(
 
 def _from_host(leaf: Any, plan: LeafPlan, sharding: NamedSharding) -> Any:
     """A leaf as JAX or NumPy has it; one away in its new place, if this process has all of it."""
-    storage = at_rest(leaf)
+    storage = storage_of(leaf)
     if not isinstance(storage, Storage):
         return leaf
     if leaf.is_fully_addressable:
@@ -181,9 +187,9 @@ def born(
 ) -> list[Any]:
     """What a traced function of no arguments returns, each leaf made in its layout.
 
-    What rests on the devices is made by one program. Of what does not, at most `device_bytes` (256 MiB if
+    What is stored on the devices is made by one program. Of the others, at most `device_bytes` (256 MiB if
     that is 0) are made by one, and lie on the host before the next runs; each computes again what it needs
-    of the others. What rests in files goes to those of `filling`.
+    of the others. What is stored in files goes to those of `filling`.
     """
     made: dict[int, Any] = {}
     if filling:
@@ -206,7 +212,7 @@ def born(
 
 
 def _groups(plans: Sequence[LeafPlan], device_bytes: int) -> list[list[int]]:
-    """Leaves that are made together: all that rest on the devices, then others up to so many bytes."""
+    """Leaves that are made together: all that are stored on the devices, then others up to so many bytes."""
     here = [i for i, plan in enumerate(plans) if plan.tier == DEVICE]
     there = [i for i, plan in enumerate(plans) if plan.tier != DEVICE]
     rest = groups(there, device_bytes, lambda i: plans[i].nbytes_per_device)
@@ -227,7 +233,7 @@ def place(
       BatchError: a leaf that several processes do not hold alike.
     """
     out = list(leaves)
-    moves = [i for i, leaf in enumerate(leaves) if not lies_right(leaf, shardings[i])]
+    moves = [i for i, leaf in enumerate(leaves) if not has_sharding(leaf, shardings[i])]
     if moves:
         try:
             sources = [_own(leaves[i], shardings[i]) for i in moves]
@@ -257,7 +263,7 @@ def apart(
     A copy stands for an argument that is a leaf of the state, and for the second of two leaves.
 
     Raises:
-      StateError: two leaves are one that rests on the host's processors, or in files.
+      StateError: two leaves are one that is stored on the host's processors, or in files.
     """
     ids = set(map(id, state))
     if not ids.isdisjoint(map(id, arrays)):
@@ -356,7 +362,7 @@ def _own(leaf: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(leaf) if jnp.isscalar(leaf) else leaf
 
 
-def lies_right(leaf: Any, sharding: NamedSharding) -> bool:
+def has_sharding(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether a leaf is one of JAX's own arrays, in this sharding."""
     if isinstance(leaf, LeafArray) or not isinstance(leaf, jax.Array):
         return False
@@ -387,13 +393,13 @@ def check_flushed(
 ) -> None:
     """Refuses to read a state, of these leaves, that a delayed update has yet to renew.
 
-    Leaves that rest where `places` have them are not read.
+    Leaves that are stored where `places` have them are not read.
     """
     late = [
         i
         for i, leaf in enumerate(leaves)
         if _host_storage.pending_of(leaf) is not None
-        and not (places and _host_storage.rests_in(leaf, places[i].home))
+        and not (places and _host_storage.is_stored_in(leaf, places[i].placement))
     ]  # fmt: skip
     if late:
         paths = _call.leaf_paths(state, "state")

@@ -22,47 +22,47 @@ Parts: TypeAlias = list[tuple[HostBox, Any]]  # and what is there: on the host, 
 ON_DEVICES = "on devices"
 
 
-class Home(NamedTuple):
+class HostPlacement(NamedTuple):
     """Which parts of a leaf this process keeps away from the devices, and in which shape.
 
     Attributes:
       shape: the true shape.
-      padded_shape: the shape at rest.
+      padded_shape: the stored shape.
       dtype: of its elements.
-      at_rest: which part of the padded shape belongs to which device.
+      sharding: which part of the padded shape belongs to which device.
       devices: those of this process whose parts are kept.
     """
 
     shape: tuple[int, ...]
     padded_shape: tuple[int, ...]
     dtype: np.dtype
-    at_rest: NamedSharding
+    sharding: NamedSharding
     devices: tuple[jax.Device, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its buffers in this process."""
-        size = math.prod(self.at_rest.shard_shape(self.padded_shape))
+        size = math.prod(self.sharding.shard_shape(self.padded_shape))
         return len(self.devices) * size * self.dtype.itemsize
 
     def boxes(self) -> list[HostBox]:
         """The part of each of `devices`."""
-        found = self.at_rest.addressable_devices_indices_map(self.padded_shape)
+        found = self.sharding.addressable_devices_indices_map(self.padded_shape)
         return [_box(found[device], self.padded_shape) for device in self.devices]
 
 
 class Storage:
     """What holds a leaf away from the devices, part by part: in memory of their host, or in files.
 
-    It says how it lies by the names of a `jax.Array` that lies so on the devices: whoever asks a leaf at rest
+    It says how it lies by the names of a `jax.Array` that lies so on the devices: whoever asks a stored leaf
     for its shape, its sharding or whether it was consumed need not know which of these it is.
 
     Attributes:
-      home: which parts of the leaf it has, and in which shape.
+      placement: which parts of the leaf it has, and in which shape.
       where: what it is, in words.
     """
 
-    home: Home
+    placement: HostPlacement
     where: ClassVar[str]
 
     def parts(self) -> Parts:
@@ -83,28 +83,28 @@ class Storage:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape at rest: beyond the leaf's own there are zeros."""
-        return self.home.padded_shape
+        """The stored shape: beyond the leaf's own there are zeros."""
+        return self.placement.padded_shape
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype of the elements."""
-        return self.home.dtype
+        return self.placement.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole leaf at rest, each part once."""
+        """Bytes of the whole stored leaf, each part once."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def sharding(self) -> NamedSharding:
         """Which part of that shape belongs to which device."""
-        return self.home.at_rest
+        return self.placement.sharding
 
     @property
     def aval(self) -> Any:
         """Where it is: equal for storages that one program takes, as are avals of arrays."""
-        return self.home
+        return self.placement
 
     def block_until_ready(self) -> Self:
         """Itself: what it has is there already."""
@@ -122,7 +122,7 @@ class Storage:
         return [(box, x) for box, x in parts if first[box] == jax.process_index()]
 
     def __repr__(self) -> str:
-        return described(self, self.home.shape, self.dtype)
+        return described(self, self.placement.shape, self.dtype)
 
 
 def consumed(x: Any) -> StateError:
@@ -131,14 +131,14 @@ def consumed(x: Any) -> StateError:
 
 
 def place_of(x: jax.Array | Storage) -> str:
-    """In words, where a leaf is that rests as `x`."""
+    """In words, where a leaf is that is stored as `x`."""
     if isinstance(x, Storage):
         return x.where
     return "in pinned memory" if is_pinned(x) else ON_DEVICES
 
 
 def described(x: jax.Array | Storage, shape: tuple[int, ...], dtype: Any, codes: Any = None) -> str:
-    """What a leaf of this shape and dtype says of itself that rests as `x`, in `codes` or not."""
+    """What a leaf of this shape and dtype says of itself that is stored as `x`, in `codes` or not."""
     place = place_of(x)
     said = [f"shape={shape}", f"dtype={dtype}", *([] if place == ON_DEVICES else [place])]
     if codes:
@@ -170,30 +170,30 @@ def places(mesh: Mesh, axes: Sequence[str]) -> dict[jax.Device, tuple[int, ...]]
 def on_devices(
     x: jax.Array | Storage, shape: tuple[int, ...] | None = None, sharding: NamedSharding | None = None
 ) -> jax.Array:  # fmt: skip
-    """A leaf at rest as a JAX array, each device's part copied from the host; replicas get one each.
+    """A stored leaf as a JAX array, each device's part copied from the host; replicas get one each.
 
     Args:
       x: the leaf; one of JAX's arrays is returned as it is.
-      shape: of the array; as it rests by default. Another one needs all of `x` in this process.
+      shape: of the array; as it is stored by default. Another one needs all of `x` in this process.
       sharding: the same.
     """
     if not isinstance(x, Storage):
         return x
-    wanted, parts, home = shape or x.shape, x.parts(), x.home
+    wanted, parts, placement = shape or x.shape, x.parts(), x.placement
 
     # Always a copy: on CPUs JAX reads NumPy's memory where it is, and elsewhere copies it later.
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         box = _box(index, wanted)
-        out = np.zeros(sizes_of(box), home.dtype)
-        copy_parts([(box, out)], parts, home.shape)
+        out = np.zeros(sizes_of(box), placement.dtype)
+        copy_parts([(box, out)], parts, placement.shape)
         return out
 
     with jax.transfer_guard("allow"):  # JAX counts this as implicit.
-        return jax.make_array_from_callback(wanted, sharding or home.at_rest, part)
+        return jax.make_array_from_callback(wanted, sharding or placement.sharding, part)
 
 
 def parts_of(x: Any) -> Parts:
-    """The parts that this process has of a leaf as it rests, each once."""
+    """The parts that this process has of a leaf as it is stored, each once."""
     if isinstance(x, Storage):
         return x.parts()
     if isinstance(x, jax.Array):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jzero.offload.memory._file_storage import FileStorage
-from jzero.offload.memory._leaf_array import at_rest
+from jzero.offload.memory._leaf_array import storage_of
 from jzero.offload.nvme._header import Write
 
 # By the id of a leaf that is alive: a reference tells it from a later one with the same id.
@@ -23,7 +23,7 @@ _TEXT = re.compile(r"([0-9a-f]{32})-(\d{1,18})")
 
 def of(leaf: Any) -> Write | None:
     """The commit that a leaf is of; None if it is of none that is known."""
-    leaf = at_rest(leaf)  # A step takes this, and no leaf keeps it.
+    leaf = storage_of(leaf)  # A step takes this, and no leaf keeps it.
     if isinstance(leaf, FileStorage):
         return None if leaf.is_deleted() else leaf.store.files.committed
     there, write = _known.get(id(leaf), (None, None))
@@ -42,7 +42,7 @@ def of_saved(leaves: Sequence[Any]) -> list[Write | None]:
 
 def note(leaf: Any, write: Write | None) -> None:
     """From here on a leaf is of this commit, or of none."""
-    leaf = at_rest(leaf)
+    leaf = storage_of(leaf)
     if isinstance(leaf, FileStorage):
         return
     key = id(leaf)
@@ -95,4 +95,4 @@ def of_text(text: Any) -> Write | None:
 
 def _of_files(leaves: Iterable[Any]) -> Write | None:
     """The commit of the first leaf in files, if there is one."""
-    return next((of(leaf) for leaf in leaves if isinstance(at_rest(leaf), FileStorage)), None)
+    return next((of(leaf) for leaf in leaves if isinstance(storage_of(leaf), FileStorage)), None)

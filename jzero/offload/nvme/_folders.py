@@ -280,7 +280,7 @@ def _given(wanted: GivenWrites) -> str:
         return "the rest of the state is of no step of files: it comes from no checkpoint of such a state"
     if without:
         more = f" and {len(without) - 3} more" if len(without) > 3 else ""
-        return f"{', '.join(without[:3])}{more} are not of the step of other leaves that rest outside files"
+        return f"{', '.join(without[:3])}{more} are not of the step of other leaves stored outside files"
     each = sorted({write for write in wanted.rest.values() if write})
     return f"leaves of the rest of the state are of {_listed(each)}"
 

@@ -32,12 +32,12 @@ PARTS = FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "update"
 _UNDER_WAY = "gradients and parameters on their way"
 
 
-class Turns(NamedTuple):
-    """A loop in which something crosses in each turn.
+class Iterations(NamedTuple):
+    """A loop in which something crosses in each iteration.
 
     Attributes:
       where: its line.
-      num: how many turns it has in a step; None for a `while`, of which nobody knows.
+      num: how many iterations it has in a step; None for a `while`, of which nobody knows.
     """
 
     where: str
@@ -51,9 +51,9 @@ class Crossing(NamedTuple):
       direction: 'to host' or 'to device'; or between host and disk, 'to disk' or 'from disk'.
       what: 'gradient', 'parameter', 'optimizer state', ...
       dtype: of the elements.
-      elements: in each device's part, padding included; of a `while`, in each turn.
+      elements: in each device's part, padding included; of a `while`, in each iteration.
       nbytes: of these.
-      loop: the innermost loop in whose turns they cross again; None if they cross once.
+      loop: the innermost loop in whose iterations they cross again; None if they cross once.
       part: of the step in which they do: a pass, or the update.
     """
 
@@ -62,12 +62,12 @@ class Crossing(NamedTuple):
     dtype: str
     elements: int
     nbytes: int
-    loop: Turns | None = None
+    loop: Iterations | None = None
     part: str = ""
 
     @property
     def each_iteration(self) -> bool:
-        """Whether these are of one turn of a `while`."""
+        """Whether these are of one iteration of a `while`."""
         return self.loop is not None and self.loop.num is None
 
 
@@ -119,14 +119,14 @@ def _pass_of(op: Op, around: Sequence[Loop]) -> str:
 def _crossings(
     refs: Sequence[Ref], ways: Sequence[str], around: Sequence[Loop], part: str
 ) -> Iterator[Crossing]:
-    """Those of some values: of a slice of each turn, all of the stack."""
+    """Those of some values: of a slice of each iteration, all of the stack."""
     for ref in refs:
-        loop = _turns(around[:-1] if isinstance(ref, Slice) else around)
+        loop = _iterations(around[:-1] if isinstance(ref, Slice) else around)
         yield from (_crossing(way, value_of(ref), part, loop) for way in ways)
 
 
 def _crossing(
-    way: str, value: Value, part: str, loop: Turns | None = None, times: int = 1
+    way: str, value: Value, part: str, loop: Iterations | None = None, times: int = 1
 ) -> Crossing:
     times *= loop.num or 1 if loop else 1
     return Crossing(
@@ -134,13 +134,13 @@ def _crossing(
     )
 
 
-def _turns(around: Sequence[Loop]) -> Turns | None:
-    """The turns of the last of these loops, each around the next."""
+def _iterations(around: Sequence[Loop]) -> Iterations | None:
+    """The iterations of the last of these loops, each around the next."""
     if not around:
         return None
     nums = [loop.length for loop in around]
     num = None if None in nums else math.prod(n for n in nums if n is not None)
-    return Turns(around[-1].where, num)
+    return Iterations(around[-1].where, num)
 
 
 class Held(NamedTuple):

@@ -23,7 +23,7 @@ from jzero.offload.schedule._ops import (
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """All slices of a stack, as they are known around the loop whose turns they are of."""
+    """All slices of a stack, as they are known around the loop whose iterations they are of."""
 
     of: Value
 
@@ -109,12 +109,12 @@ def _walk_loop(loop: Loop, live: Live, found: dict[int, Dead]) -> None:
     live.here, live.there = _before(live.here), _before(live.there)
     live.here |= asked
     begins = live.copy()
-    for _ in range(2):  # What a turn reads of the one before is needed at its end.
+    for _ in range(2):  # What an iteration reads of the one before is needed at its end.
         ends = Live(live.here | _before(begins.here), live.there | _before(begins.there))
         _walk(loop.body, ends, found)
         ends.here |= asked
         begins = ends
-    # What turns have handed on, or read over and over.
+    # What iterations have handed on, or read over and over.
     found[id(loop)] = Dead(
         tuple(x for x in _before(begins.here) - behind.here if isinstance(x, Value)),
         tuple(x for x in _before(begins.there) - behind.there if isinstance(x, Value)),
@@ -125,7 +125,7 @@ def _walk_loop(loop: Loop, live: Live, found: dict[int, Dead]) -> None:
 
 
 def _before(names: Iterable[Name]) -> set[Name]:
-    """What a turn needs, as the one before it knows it."""
+    """What an iteration needs, as the one before it knows it."""
     found = set[Name]()
     for name in names:
         found.add(Slice(name.of, name.ahead + 1) if isinstance(name, Slice) else name)

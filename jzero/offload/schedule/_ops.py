@@ -2,8 +2,8 @@
 """A step that moves values between memories, as a list of operations: data that is run, printed and folded.
 
 A value is known by its `Value`, which is a name; two values of one type are two. `Slice(value)` is the slice
-of a stack that belongs to a turn of the loop around. A value may be on the devices and, by the same name, in
-a store: `Fetch` and `Send` copy it between them, and programs take and make what is on the devices.
+of a stack that belongs to an iteration of the loop around. A value may be on the devices and, by the same
+name, in a store: `Fetch` and `Send` copy it between them, and programs take and make what is on the devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding
 
 HANDED_ON = "value"  # what parts of a step hand to each other, on the devices
-# `(arrays, place) -> (results, what to wait for)`; the place of a turn in stacks, None outside of loops.
+# `(arrays, place) -> (results, what to wait for)`; the place of an iteration in stacks, None outside of
+# loops.
 DeviceCall = Callable[[Sequence[Any], int | None], tuple[Sequence[Any], Sequence[Any]]]
 
 
@@ -60,7 +61,7 @@ class Slice(NamedTuple):
 
     Attributes:
       of: the stack.
-      ahead: whose: of this turn (0), of one after it (1, 2), or of the one before it (-1).
+      ahead: whose: of this iteration (0), of one after it (1, 2), or of the one before it (-1).
     """
 
     of: Value
@@ -90,8 +91,8 @@ class Fetch:
       refs: them.
       store: 'pinned_host' or 'nvme'.
       places: where each goes.
-      by: `(the values in the store, turn) -> copies`, if a program makes these, as of slices of stacks; else
-        they are copied as they are.
+      by: `(the values in the store, iteration) -> copies`, if a program makes these, as of slices of stacks;
+        else they are copied as they are.
       nbytes: what is on each device for them until the program behind is over: as they come, and gathered.
       frees: those that nobody fetches after it, and that are given back to the host.
       ahead: whether it begins while the program before still runs.
@@ -118,8 +119,8 @@ class Run:
       index: of the part of the step that it is, or in which it is; None if it is in none.
       rides: slices that the program itself copies from pinned memory, and to it, beside what it computes.
         Behind what it takes it is given for each of these a list of stacks there, and for a `Send` a list of
-        slices before that; empty for a turn that is not there, and for stacks that are not there yet. Behind
-        what it makes it makes the slices, or the stacks, of turns that are there.
+        slices before that; empty for an iteration that is not there, and for stacks that are not there yet.
+        Behind what it makes it makes the slices, or the stacks, of iterations that are there.
     """
 
     program: str
@@ -138,10 +139,10 @@ class Send:
       refs: them.
       store: 'pinned_host' or 'nvme'.
       places: where each goes.
-      by: `(the stacks in the store or None, slices, turn) -> (stacks, what to wait for)`, if a program writes
-        slices into stacks; else they are copied as they are, slices one by one.
+      by: `(the stacks in the store or None, slices, iteration) -> (stacks, what to wait for)`, if a program
+        writes slices into stacks; else they are copied as they are, slices one by one.
       copies: how many of them are there at a time: 2 where an update is delayed, 0 if their place is that of
-        leaves at rest.
+        stored leaves.
       waits: they wait there until the devices fetch them again.
     """
 
@@ -170,11 +171,11 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """The hosts' processors renew leaves where these rest.
+    """The hosts' processors renew leaves where these are stored.
 
     Attributes:
       store: 'host' or 'nvme'.
-      leaves: what rests there and is renewed; what is in files is read, and written.
+      leaves: what is stored there and is renewed; what is in files is read, and written.
       takes: what it reads besides.
       gives: what it makes for the devices, in pinned memory.
       copies: how many of these are there at a time.
@@ -203,15 +204,15 @@ class Loop:
     """Operations that run again.
 
     Attributes:
-      body: of each turn.
-      length: how many turns it has; None for a `while`, of which nobody knows.
+      body: of each iteration.
+      length: how many iterations it has; None for a `while`, of which nobody knows.
       where: its line; '' if it is jzero's own, over microbatches or slices.
       takes: what others have made for it.
       gives: what it leaves behind for others.
-      first: operations before the first turn, for which that is the turn ahead.
-      last: operations after the last turn, for which that is the turn before.
-      reverse: whether the last slices are those of the first turn.
-      goes_on: of a `while`, a program that says whether it has another turn.
+      first: operations before the first iteration, for which that is the iteration ahead.
+      last: operations after the last iteration, for which that is the iteration before.
+      reverse: whether the last slices are those of the first iteration.
+      goes_on: of a `while`, a program that says whether it has another iteration.
     """
 
     body: tuple[Op, ...]
@@ -226,7 +227,7 @@ class Loop:
 
     @functools.cached_property
     def order(self) -> range:
-        """The slice of each turn."""
+        """The slice of each iteration."""
         assert self.length is not None, "a while loop has no slices"
         return range(self.length)[:: -1 if self.reverse else 1]
 
@@ -243,7 +244,7 @@ def with_riders(ops: Sequence[Op]) -> Iterator[Op]:
 
 
 def flat(ops: Sequence[Op], around: tuple[Loop, ...] = ()) -> Iterator[tuple[Op, tuple[Loop, ...]]]:
-    """Every operation of a turn but loops, with the loops around it, the outermost first."""
+    """Every operation of an iteration but loops, with the loops around it, the outermost first."""
     for op in with_riders(ops):
         if isinstance(op, Loop):
             yield from flat(op.body, (*around, op))
@@ -252,5 +253,5 @@ def flat(ops: Sequence[Op], around: tuple[Loop, ...] = ()) -> Iterator[tuple[Op,
 
 
 def of_list(program: Callable[[list[Any]], Sequence[Any]]) -> DeviceCall:
-    """A program of a list, the same in every turn, for which nobody waits."""
+    """A program of a list, the same in every iteration, for which nobody waits."""
     return lambda arrays, _: (program([*arrays]), ())

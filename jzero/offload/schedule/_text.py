@@ -32,7 +32,7 @@ class Row(NamedTuple):
     Attributes:
       op: what is done.
       what: with what.
-      nbytes: that move, on each device; in a loop, in each turn. None if nothing does.
+      nbytes: that move, on each device; in a loop, in each iteration. None if nothing does.
       link: from where to where.
       depth: how many loops are around it.
     """
@@ -66,7 +66,7 @@ def _cells(row: Row) -> tuple[str, str, str, str]:
     )
 
 
-def rows(ops: Sequence[Op], depth: int = 0, turns: int = 1) -> Iterator[Row]:
+def rows(ops: Sequence[Op], depth: int = 0, iterations: int = 1) -> Iterator[Row]:
     """The lines of operations, of which loops around them run so many times."""
     shown = [op for op in ops if not (isinstance(op, Run) and not op.program)]
     for name, group in itertools.groupby(shown, lambda op: _kind(op)[0]):
@@ -75,7 +75,7 @@ def rows(ops: Sequence[Op], depth: int = 0, turns: int = 1) -> Iterator[Row]:
             for each in _each(op):
                 kinds.setdefault(_kind(each), []).append(each)
         for (_, _, link), found in kinds.items():
-            for row in _rows(name, found, link, depth, turns):
+            for row in _rows(name, found, link, depth, iterations):
                 yield row if row.depth else row._replace(depth=depth)
 
 
@@ -87,19 +87,19 @@ def _each(op: Op) -> Iterator[Op]:
         yield op
 
 
-def _rows(name: str, ops: Sequence[Op], link: str, depth: int, turns: int) -> Iterator[Row]:
+def _rows(name: str, ops: Sequence[Op], link: str, depth: int, iterations: int) -> Iterator[Row]:
     """The lines of operations of one kind."""
     moved = list[Ref]()
     for op in ops:
         match op:
             case Loop(body, length, where):
-                what = "a while loop" if length is None else f"{length} turns"
+                what = "a while loop" if length is None else f"{length} iterations"
                 yield Row(name, f"{what} at {where}" if where else what)
                 yield from rows(body, depth + 1, length or 1)
             case Run(program, rides=rides):
                 yield Row(name, program)
                 # Below the program whose part it is.
-                yield from rows(rides, depth + 1, turns)
+                yield from rows(rides, depth + 1, iterations)
             case Commit():
                 yield Row(name, "what was written")
             case Update(leaves=refs) | Fetch(refs=refs) | Send(refs=refs):
@@ -108,7 +108,7 @@ def _rows(name: str, ops: Sequence[Op], link: str, depth: int, turns: int) -> It
                 moved.append(value)
     if moved:
         nbytes = sum(
-            value_of(ref).nbytes // (turns if isinstance(ref, Slice) else 1) for ref in moved
+            value_of(ref).nbytes // (iterations if isinstance(ref, Slice) else 1) for ref in moved
         )
         slices = ", a slice of each" * any(isinstance(ref, Slice) for ref in moved)
         yield Row(name, _values([*map(value_of, moved)]) + slices, nbytes, link)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of an update that treat every element alike: any part of their leaves can be updated by itself."""
+"""Elementwise update subgraphs: any part of their leaves can be updated by itself."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Var
 
 
-def obstacle(frame: Frame, piece: Subgraph) -> str:
-    """Why a part of a piece's leaves cannot be updated by itself; '' if it can.
+def obstacle(frame: Frame, subgraph: Subgraph) -> str:
+    """Why a part of a subgraph's leaves cannot be updated by itself; '' if it can.
 
     It can if all values but scalars have one shape, and every equation treats all elements alike.
     """
-    eqns = [frame.jaxpr.eqns[i] for i in piece.eqns]
+    eqns = [frame.jaxpr.eqns[i] for i in subgraph.eqns]
     for eqn in eqns:
         if not _rules.is_elementwise(eqn):
             where = _jaxpr.summary(eqn)  # '' inside of JAX's own functions
@@ -28,22 +28,24 @@ def obstacle(frame: Frame, piece: Subgraph) -> str:
                 f"{eqn.primitive.name}{where and f' ({where})'} does not treat every element alike"
             )
     atoms = [a for eqn in eqns for a in [*eqn.invars, *eqn.outvars]]
-    atoms += [*piece.reads, *(frame.jaxpr.outvars[i] for i in piece.outs)]
+    atoms += [*subgraph.reads, *(frame.jaxpr.outvars[i] for i in subgraph.outs)]
     shapes = {a.aval.shape for a in atoms if a.aval.shape}
     constants = set(frame.jaxpr.constvars).intersection(variables(atoms))
     if len(shapes) != 1 or any(var.aval.shape for var in constants):
         return f"their update combines values of shapes {sorted(shapes)}, or large constants"
-    if piece.gives or any(not frame.jaxpr.outvars[i].aval.shape for i in piece.outs):
+    if subgraph.gives or any(not frame.jaxpr.outvars[i].aval.shape for i in subgraph.outs):
         return "other leaves or outputs depend on their update"
     return ""
 
 
-def outputs(frame: Frame, piece: Subgraph, given: Mapping[Var, jax.Array]) -> dict[int, jax.Array]:
-    """What an elementwise piece makes of parts, all of one shape, of what it reads and renews; by output."""
+def outputs(
+    frame: Frame, subgraph: Subgraph, given: Mapping[Var, jax.Array]
+) -> dict[int, jax.Array]:
+    """Outputs of an elementwise subgraph, by index, for parts of one shape of what it reads."""
     shape = next(x.shape for var, x in given.items() if var.aval.shape)
-    values = evaluate(frame, piece.eqns, given, shape)
+    values = evaluate(frame, subgraph.eqns, given, shape)
     made = {}
-    for i in piece.outs:
+    for i in subgraph.outs:
         atom = frame.jaxpr.outvars[i]
         value = _jaxpr.literal(atom) if _jaxpr.is_literal(atom) else values[atom]
         made[i] = _jaxpr.with_type_of(jax.numpy.broadcast_to(value, shape), atom)
@@ -53,7 +55,7 @@ def outputs(frame: Frame, piece: Subgraph, given: Mapping[Var, jax.Array]) -> di
 def evaluate(
     frame: Frame, indices: Iterable[int], given: Mapping[Var, jax.Array], shape: tuple[int, ...]
 ) -> dict[Var, jax.Array]:
-    """Values of an elementwise piece where those that are no scalars are parts, all of one `shape`."""
+    """Values of an elementwise subgraph where those that are no scalars are parts, all of one `shape`."""
     values = dict(zip(frame.jaxpr.constvars, map(_jaxpr.constant, frame.consts), strict=True))
     values |= given
     for index in indices:

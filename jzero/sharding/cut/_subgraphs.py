@@ -7,7 +7,7 @@ program. No offloaded leaf feeds the batch (dataflow would make it a parameter),
 never feeds the forward-backward program. Cheap equations between the two are recomputed where they are read
 (`_transfers.py`).
 
-The optimizer program consists of independent update subgraphs ("pieces" of the plan): equations that share a
+The optimizer program consists of independent update subgraphs: equations that share a
 non-scalar value that depends on an offloaded leaf, as a parameter's moments and its update do. Where
 subgraphs meet only through scalars (the norm of all updates), the equations after it form subgraphs of a
 later *level*, which run when all of the level before have run.
@@ -34,11 +34,11 @@ class Subgraph:
     """An independent update subgraph: it runs by itself.
 
     Attributes:
-      level: pieces of lower levels run before it.
+      level: subgraphs of lower levels run before it.
       eqns: its equations of the root frame, by index; cheap ones may be another's or the forward-backward
         program's, too.
-      reads: its inputs: leaves, values of the forward-backward program, and of pieces of lower levels.
-      gives: its outputs that other pieces read.
+      reads: its inputs: leaves, values of the forward-backward program, and of subgraphs of lower levels.
+      gives: its outputs that other subgraphs read.
       outs: which outputs of the step are its own, by index.
       leaves: the offloaded leaves that it reads or renews, by index.
     """
@@ -52,24 +52,24 @@ class Subgraph:
 
 
 @dataclasses.dataclass(frozen=True)
-class UpdatePart:
+class OptimizerProgram:
     """What of a step follows from offloaded leaves.
 
     Attributes:
-      pieces: in an order in which they can run.
-      boundary: values of the forward-backward program that pieces read.
-      apart: equations that depend on offloaded leaves, and those of pieces that the forward-backward program
-        has no use for.
+      subgraphs: in an order in which they can run.
+      boundary: values of the forward-backward program that subgraphs read.
+      apart: equations that depend on offloaded leaves, and those of subgraphs that the forward-backward
+        program has no use for.
     """
 
-    pieces: tuple[Subgraph, ...]
+    subgraphs: tuple[Subgraph, ...]
     boundary: tuple[Var, ...]
     apart: frozenset[int] = frozenset()
 
     @functools.cached_property
     def outs(self) -> frozenset[int]:
-        """Outputs of the step that pieces make."""
-        return frozenset(index for piece in self.pieces for index in piece.outs)
+        """Outputs of the step that subgraphs make."""
+        return frozenset(index for subgraph in self.subgraphs for index in subgraph.outs)
 
 
 def feeds_forward_backward(frame: Frame) -> set[Var]:
@@ -83,8 +83,8 @@ def feeds_forward_backward(frame: Frame) -> set[Var]:
 
 def cut_update(
     frame: Frame, offloaded: Collection[int], parameters: Collection[int] = ()
-) -> UpdatePart:
-    """Cuts a step in two, for the leaves that do not rest on the devices.
+) -> OptimizerProgram:
+    """Cuts a step in two, for the leaves that are not stored on the devices.
 
     Args:
       frame: the root frame, without calls (`_rewrite.flatten_calls`).
@@ -94,41 +94,41 @@ def cut_update(
     """
     cutter = _UpdateCutter(frame, offloaded, parameters)
     boundary = cutter.boundary()
-    update = UpdatePart(cutter.pieces(), boundary, cutter.apart(boundary))
+    update = OptimizerProgram(cutter.subgraphs(), boundary, cutter.apart(boundary))
     _check(frame, offloaded, update)
     return update
 
 
-def pack(pieces: Sequence[Subgraph], sizes: Sequence[int], most: int) -> list[list[Subgraph]]:
-    """Pieces that run together, because what they read of offloaded leaves fits in `most` bytes.
+def pack(subgraphs: Sequence[Subgraph], sizes: Sequence[int], most: int) -> list[list[Subgraph]]:
+    """Subgraphs that run together, because what they read of offloaded leaves fits in `most` bytes.
 
     Args:
-      pieces: in an order in which they can run.
+      subgraphs: in an order in which they can run.
       sizes: bytes of every leaf of the state, on each device.
-      most: a pack of one piece may have more.
+      most: a pack of one subgraph may have more.
     """
     packs: list[list[Subgraph]] = []
     leaves, nbytes = set[int](), 0  # of the last pack
-    for piece in pieces:
-        more = sum(sizes[leaf] for leaf in piece.leaves if leaf not in leaves)
-        if packs and packs[-1][0].level == piece.level and nbytes + more <= most:
-            packs[-1].append(piece)
+    for subgraph in subgraphs:
+        more = sum(sizes[leaf] for leaf in subgraph.leaves if leaf not in leaves)
+        if packs and packs[-1][0].level == subgraph.level and nbytes + more <= most:
+            packs[-1].append(subgraph)
         else:
-            packs.append([piece])
-            leaves, nbytes, more = set(), 0, nbytes_of([piece], sizes)
-        leaves.update(piece.leaves)
+            packs.append([subgraph])
+            leaves, nbytes, more = set(), 0, nbytes_of([subgraph], sizes)
+        leaves.update(subgraph.leaves)
         nbytes += more
     return packs
 
 
-def leaves_of(pieces: Sequence[Subgraph]) -> list[int]:
-    """The offloaded leaves that some pieces read or renew."""
-    return sorted({leaf for piece in pieces for leaf in piece.leaves})
+def leaves_of(subgraphs: Sequence[Subgraph]) -> list[int]:
+    """The offloaded leaves that some subgraphs read or renew."""
+    return sorted({leaf for subgraph in subgraphs for leaf in subgraph.leaves})
 
 
-def nbytes_of(pieces: Sequence[Subgraph], sizes: Sequence[int]) -> int:
+def nbytes_of(subgraphs: Sequence[Subgraph], sizes: Sequence[int]) -> int:
     """Bytes of these leaves."""
-    return sum(sizes[leaf] for leaf in leaves_of(pieces))
+    return sum(sizes[leaf] for leaf in leaves_of(subgraphs))
 
 
 class _UpdateCutter:
@@ -212,7 +212,7 @@ class _UpdateCutter:
                 needed.update(variables(eqn.invars))
         return frozenset(apart)
 
-    # -- pieces ----------------------------------------------------------------------------------
+    # -- subgraphs ----------------------------------------------------------------------------------
 
     def _large(self, node: int) -> list[Var]:
         """What ties a node to others: values that it reads or makes, but for scalars and gradients."""
@@ -239,7 +239,7 @@ class _UpdateCutter:
             found[node] = (level, own)
         return found
 
-    def pieces(self) -> tuple[Subgraph, ...]:
+    def subgraphs(self) -> tuple[Subgraph, ...]:
         members: dict[tuple[int, int], list[int]] = {}
         for node, level_and_component in self._levels().items():
             members.setdefault(level_and_component, []).append(node)
@@ -262,11 +262,11 @@ class _UpdateCutter:
         return Subgraph(level, tuple(eqns), tuple(reads), gives, outs, tuple(sorted(leaves)))
 
 
-def _check(frame: Frame, offloaded: Collection[int], update: UpdatePart) -> None:
+def _check(frame: Frame, offloaded: Collection[int], update: OptimizerProgram) -> None:
     """The type of the cut.
 
     forward-backward program: (leaves on devices, batch) -> (boundary, outputs)
-    piece:     (leaves, boundary, values of lower levels) -> (values, outputs)
+    subgraph:     (leaves, boundary, values of lower levels) -> (values, outputs)
     """
     eqns, outvars = frame.jaxpr.eqns, frame.jaxpr.outvars
     leaves = {frame.jaxpr.invars[i] for i in offloaded}
@@ -274,13 +274,17 @@ def _check(frame: Frame, offloaded: Collection[int], update: UpdatePart) -> None
     rest = [eqn for i, eqn in enumerate(eqns) if i not in update.apart]
     read = {atom for eqn in rest for atom in variables(eqn.invars)}
     returned = variables([a for i, a in enumerate(outvars) if i not in update.outs])
-    assert not read & (made | leaves), "the grad part reads what the update part makes"
-    assert not {*returned, *update.boundary} & made, "the grad part hands out what it has not"
-    indices = {i for piece in update.pieces for i in piece.eqns}
+    assert not read & (made | leaves), "forward and backward read what the optimizer program makes"
+    assert not {*returned, *update.boundary} & made, (
+        "forward and backward return what they have not made"
+    )
+    indices = {i for subgraph in update.subgraphs for i in subgraph.eqns}
     assert not any(axes for i in indices for axes in frame.reads(eqns[i])), "an update varies"
     known = {*update.boundary, *frame.jaxpr.invars}
-    for level in sorted({piece.level for piece in update.pieces}):
-        here = [piece for piece in update.pieces if piece.level == level]
-        assert all(set(piece.reads) <= known for piece in here), "a value is read before it is made"
-        assert not any(known & set(piece.gives) for piece in here), "a value is made twice"
-        known |= {var for piece in here for var in piece.gives}
+    for level in sorted({subgraph.level for subgraph in update.subgraphs}):
+        here = [subgraph for subgraph in update.subgraphs if subgraph.level == level]
+        assert all(set(subgraph.reads) <= known for subgraph in here), (
+            "a value is read before it is made"
+        )
+        assert not any(known & set(subgraph.gives) for subgraph in here), "a value is made twice"
+        known |= {var for subgraph in here for var in subgraph.gives}

@@ -30,8 +30,8 @@ def copies(
 ) -> dict[Var, int]:
     """What the optimizer program computes for itself, whoever else does, and the equation that makes it.
 
-    Leaves that rest on the devices count as what crosses, unless the optimizer program reads them anyhow.
-    Scalars and constants do not.
+    Leaves that are stored on the devices count as what crosses, unless the optimizer program reads them
+    anyhow. Scalars and constants do not.
 
     Args:
       frame: the root frame.

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
-from jzero.sharding.cut._subgraphs import UpdatePart
+from jzero.sharding.cut._subgraphs import OptimizerProgram
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import REPLICATED, Automatic, Shard, StoredLayout
 from jzero.sharding.plan._leaves import LeafPlan
@@ -93,9 +93,9 @@ class Boundary:
 
 def boundary_of(
     frame: Frame, links: Links, stage_axes: StageAxes, leaves: Sequence[LeafPlan],
-    arguments: Sequence[P], batch_axes: Mapping[str, int], update: UpdatePart,
+    arguments: Sequence[P], batch_axes: Mapping[str, int], update: OptimizerProgram,
 ) -> Boundary:  # fmt: skip
-    """The boundary of a step with this update part.
+    """The boundary of a step with this optimizer program.
 
     Args:
       frame: the root frame.
@@ -111,16 +111,16 @@ def boundary_of(
     for var, spec in zip(invars[len(leaves) :], arguments, strict=True):
         shape = _whole_shape(var.aval.shape, spec, batch_axes)
         at_rest[var] = ValuePlan("", shape, var.aval.dtype, REPLICATED, shape, spec)
-    if not update.pieces:
+    if not update.subgraphs:
         return Boundary(at_rest, {})
-    read = {var for piece in update.pieces for var in piece.reads}
+    read = {var for subgraph in update.subgraphs for var in subgraph.reads}
     crossing = {
         # A leaf crosses as the update reads it, or else as it is renewed: nothing else may tie the two, where
         # parameters are only a cast of masters.
         var: _like_gradient(frame, links, stage_axes, var, var if var in read else new, leaf.path)
         for var, new, leaf in zip(invars, outvars, leaves, strict=False)
     }
-    handed = [*update.boundary, *(var for piece in update.pieces for var in piece.gives)]
+    handed = [*update.boundary, *(var for subgraph in update.subgraphs for var in subgraph.gives)]
     for var in dict.fromkeys(handed):
         crossing[var] = _like_gradient(
             frame, links, stage_axes, var, var, links.leaf_of(frame, var)
@@ -134,15 +134,15 @@ def boundary_of(
 
 
 def _automatic(
-    frame: Frame, leaves: Sequence[LeafPlan], update: UpdatePart
+    frame: Frame, leaves: Sequence[LeafPlan], update: OptimizerProgram
 ) -> dict[_jaxpr.Var, Automatic]:
     """How XLA shards values that are passed: like the optimizer state beside them, if that is alike."""
     found: dict[_jaxpr.Var, set[Automatic]] = {}
-    for piece in update.pieces:
-        mine = {leaves[i].automatic for i in piece.leaves}
-        shapes = {leaves[i].shape for i in piece.leaves}
-        renewed = (frame.jaxpr.invars[i] for i in piece.outs if i < len(leaves))
-        for var in {*piece.reads, *renewed}:
+    for subgraph in update.subgraphs:
+        mine = {leaves[i].automatic for i in subgraph.leaves}
+        shapes = {leaves[i].shape for i in subgraph.leaves}
+        renewed = (frame.jaxpr.invars[i] for i in subgraph.outs if i < len(leaves))
+        for var in {*subgraph.reads, *renewed}:
             found.setdefault(var, set()).update(mine if var.aval.shape in shapes else {()})
     return {var: each.pop() for var, each in found.items() if len(each) == 1}
 

@@ -132,7 +132,7 @@ def make_plan(
             tuple(reduce_codes.items()),
         ),
         update=update,
-        turns=backend.turns(placed, frame, update, boundary),
+        buckets=backend.buckets(placed, frame, update, boundary),
         device_bytes=backend.visiting_bytes,
         boundary=boundary,
         names=variable_names(frame),

@@ -18,10 +18,10 @@ from jzero._policy import Memory, NVMe, PinnedHost
 from jzero.offload.schedule._ops import Value, Wait
 from jzero.offload.schedule._schedule import Schedule
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._subgraphs import UpdatePart
+from jzero.sharding.cut._subgraphs import OptimizerProgram
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
+from jzero.sharding.plan._plan import Analysis, StepPlan, UpdateBucket
 from jzero.sharding.plan._stages import StageAxes
 
 Leaves = tuple[LeafPlan, ...]
@@ -86,7 +86,7 @@ class StepProgram(Protocol):
         """A step's transfers, memory and dependencies as data."""
         ...
 
-    def roads(self) -> str:
+    def code_paths(self) -> str:
         """How the host updates each leaf and sends its results; '' if it updates none."""
         ...
 
@@ -201,8 +201,8 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def store(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes
-    ) -> tuple[Leaves, UpdatePart]:
-        """The leaves with their tiers, and the update part: what follows from those that are offloaded.
+    ) -> tuple[Leaves, OptimizerProgram]:
+        """The leaves with their tiers, and the optimizer program: what follows from those that are offloaded.
 
         Args:
           leaves: as they would rest on the devices.
@@ -215,10 +215,10 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def turns(
-        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
-    ) -> tuple[Turn, ...]:
-        """The turns in which the update part runs.
+    def buckets(
+        self, leaves: Leaves, frame: Frame, update: OptimizerProgram, boundary: Boundary
+    ) -> tuple[UpdateBucket, ...]:
+        """The buckets in which the optimizer program runs.
 
         Raises:
           OptionError: the policies cannot be obeyed.

@@ -16,7 +16,7 @@ from jzero._blocks import Blocks
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._residuals import Residual
-from jzero.sharding.cut._subgraphs import UpdatePart
+from jzero.sharding.cut._subgraphs import OptimizerProgram
 from jzero.sharding.partition._matrix_buckets import UpdatesByCall
 from jzero.sharding.partition._saved import Loops
 from jzero.sharding.plan._boundary import Boundary
@@ -102,11 +102,11 @@ class Microbatches:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """Some pieces of the update, which run as one program.
+class UpdateBucket:
+    """Some subgraphs of the update, which run as one program.
 
     Attributes:
-      pieces: which ones of the update part, by index.
+      subgraphs: which ones of the optimizer program, by index.
       leaves: paths of the offloaded leaves that they read or renew.
       nbytes: of these leaves, on each device.
       parts: how many slices the leaves are cut into; each visits the devices by itself.
@@ -114,7 +114,7 @@ class Turn:
       on_host: the hosts' processors run it.
     """
 
-    pieces: tuple[int, ...]
+    subgraphs: tuple[int, ...]
     leaves: tuple[str, ...]
     nbytes: int
     parts: int = 1
@@ -137,8 +137,8 @@ class StepPlan:
       outputs: layouts of what the step returns beside the state.
       microbatches: how a device works through them.
       exchange: when and how parameters are gathered and gradients reduced.
-      update: what follows from offloaded leaves, in pieces.
-      turns: in which the pieces run, in order.
+      update: what follows from offloaded leaves, in subgraphs.
+      buckets: in which the subgraphs run, in order.
       device_bytes: the most bytes of offloaded leaves on each device at any time.
       boundary: how the values lie that the step's programs take from the caller and hand to each other.
       names: of the step's variables, by their places in its jaxpr; the same on every process.
@@ -160,8 +160,8 @@ class StepPlan:
     outputs: tuple[StoredLayout, ...]
     microbatches: Microbatches
     exchange: Exchange
-    update: UpdatePart
-    turns: tuple[Turn, ...]
+    update: OptimizerProgram
+    buckets: tuple[UpdateBucket, ...]
     device_bytes: int
     boundary: Boundary
     names: Mapping[_jaxpr.Var, str]
@@ -173,9 +173,13 @@ class StepPlan:
     owned: tuple[DistributedUpdate, ...] = ()
 
     def __post_init__(self) -> None:
-        run = [index for turn in self.turns for index in turn.pieces]
-        assert sorted(run) == list(range(len(self.update.pieces))), "each piece runs in one turn"
-        taken = {var for piece in self.update.pieces for var in (*piece.reads, *piece.gives)}
+        run = [index for bucket in self.buckets for index in bucket.subgraphs]
+        assert sorted(run) == list(range(len(self.update.subgraphs))), (
+            "each subgraph runs in one bucket"
+        )
+        taken = {
+            var for subgraph in self.update.subgraphs for var in (*subgraph.reads, *subgraph.gives)
+        }
         unknown = {*taken, *self.update.boundary} - self.boundary.variables
         assert not unknown, "a value crosses that has no place in the boundary"
 
@@ -263,14 +267,14 @@ class StepPlan:
             times = f"in {r.iterations} iterations, {r.times} times"
             yield f"on the host for the backward pass: {r.dtype} {r.shape} {times}"
         yield from (f"each device updates {each}" for each in self.owned)
-        for index, turn in enumerate(self.turns):
-            yield f"bucket {index}: {turn}"
-            for piece in (self.update.pieces[i] for i in turn.pieces):
+        for index, bucket in enumerate(self.buckets):
+            yield f"bucket {index}: {bucket}"
+            for graph in (self.update.subgraphs[i] for i in bucket.subgraphs):
                 yield (
-                    f"  level {piece.level}, equations {_ranges(piece.eqns)}: {self._named(piece.reads)} -> "
-                    f"{self._named(piece.gives)}, outputs {piece.outs}, leaves {piece.leaves}"
+                    f"  level {graph.level}, equations {_ranges(graph.eqns)}: {self._named(graph.reads)} -> "
+                    f"{self._named(graph.gives)}, outputs {graph.outs}, leaves {graph.leaves}"
                 )
-        if self.turns:
+        if self.buckets:
             yield f"at most {self.device_bytes} bytes of them on a device; apart {_ranges(self.update.apart)}"
             yield from self.boundary.rows(self.names)
 

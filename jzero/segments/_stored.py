@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a leaf lies that is read where it lies."""
+"""How a leaf that is read is already stored on the mesh."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jax.sharding import NamedSharding
 from jzero._errors import StateError, message
 from jzero._memory_kinds import DEVICE, NVME
 from jzero.offload.memory._file_storage import FileStorage
-from jzero.offload.memory._leaf_array import at_rest, is_coded
+from jzero.offload.memory._leaf_array import is_coded, storage_of
 from jzero.sharding.plan._leaves import StoredLeaf
 from jzero.tracing import _call
 
 WHO = _call.WHO
 
 
-def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> StoredLeaf | None:
+def stored_as(leaf: Any, mesh: Any, in_files: bool = False) -> StoredLeaf | None:
     """How a leaf, an array or its shape with a sharding, lies on a mesh; None if it does not.
 
-    One in host memory lies there as it would on the devices; so does one in files, unless it may be
-    `in_files`.
+    A leaf in host memory has the sharding that it would have on the devices; so has one in files, unless it
+    may be `in_files`.
 
     Raises:
       StateError: it is quantized, and stored on another mesh.
@@ -30,7 +30,7 @@ def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> StoredLeaf | None:
     if isinstance(leaf, jax.core.Tracer):  # Under an outer jax.jit XLA decides.
         return None
     if is_coded(leaf):
-        rows = rest_of(leaf.storage, mesh, in_files)
+        rows = stored_as(leaf.storage, mesh, in_files)
         if rows is None:
             raise StateError(message(
                 WHO, f"{leaf!r} was quantized on the mesh {_sizes(leaf.storage.sharding.mesh)}, and is read "
@@ -38,7 +38,7 @@ def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> StoredLeaf | None:
                 "Shard the original weights on this mesh; jnp.asarray(leaf) dequantizes it."
             ))  # fmt: skip
         return rows._replace(codes=leaf.codes)
-    leaf = at_rest(leaf)
+    leaf = storage_of(leaf)
     sharding, shape = getattr(leaf, "sharding", None), getattr(leaf, "shape", ())
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
         return None

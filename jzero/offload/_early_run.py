@@ -15,7 +15,7 @@ import numpy as np
 
 from jzero._memory_kinds import HOST
 from jzero.offload._assumptions import History, Numbers, numbers_of
-from jzero.offload._early_turns import EarlyPlan, EarlyTurn, as_function, avals_of
+from jzero.offload._early_plan import EarlyBucket, EarlyPlan, as_function, avals_of
 from jzero.offload._host_engine import padding_of, zero_padding
 from jzero.offload.kernels._host_update import (
     HostUpdate,
@@ -33,35 +33,35 @@ from jzero.sharding.plan import _layout
 
 
 class Arrived(NamedTuple):
-    """Gradients of a turn, or of a slice of it.
+    """Gradients of a bucket, or of a slice of it.
 
     Attributes:
-      turn: whose they are.
+      bucket: whose they are.
       at: which slice; None for whole leaves.
-      here: what is there of what the turn reads.
+      here: what is there of what the bucket reads.
     """
 
-    turn: EarlyTurn
+    bucket: EarlyBucket
     at: int | None
     here: Mapping[Var, jax.Array]
 
 
-# Of one turn, or of a slice of it, what it overwrites: of each device all leaves.
+# Of one bucket, or of a slice of it, what it overwrites: of each device all leaves.
 Old = list[list[np.ndarray]]
 
 
 class EarlyUpdates:
-    """The early turns of a step, compiled.
+    """The early buckets of a step, compiled.
 
     Attributes:
-      turns: by the turn, what updates its leaves.
+      buckets: by the bucket, what updates its leaves.
       keeping: the same of those that begin on an assumption: it hands out their old values.
       leaves: all that they renew, by index.
       plans: of all leaves.
       devices: whose shards are updated; other local devices are their replicas.
       at: the places of these among the process's devices.
       history: what numbers of assumptions were in the last steps.
-      old: memory for old values, by the turn and its slice, unless a run has it. A run that fails keeps it:
+      old: memory for old values, by the bucket and its slice, unless a run has it. A run that fails keeps it:
         its threads may still write there.
     """
 
@@ -77,29 +77,29 @@ class EarlyUpdates:
 
         Args:
           planned: the step.
-          plan: its turns.
+          plan: its buckets.
           devices: whose shards are updated.
           threads: how many update; None for all processors.
           old_bytes: of old values of each device, at most.
         """
         self._planned, self.plans, self.devices = planned, planned.plan.leaves, devices
-        self.leaves = [i for turn in plan.turns for i in turn.leaves]
+        self.leaves = [i for bucket in plan.buckets for i in bucket.leaves]
         local = list(places(planned.mesh, planned.plan.stage_axes.shard_axes))
         self.at = [local.index(device) for device in devices]
         self._threads = threads or default_threads()
-        # Of all turns: as many threads update as may.
+        # Of all buckets: as many threads update as may.
         self._helpers = helping_threads(self._threads)
-        self.turns = {turn: self._compiled(turn, keeps=False) for turn in plan.turns}
-        assuming = [turn for turn in plan.turns if turn.assumption]
-        self.keeping = {turn: self._compiled(turn, keeps=True) for turn in assuming}
+        self.buckets = {bucket: self._compiled(bucket, keeps=False) for bucket in plan.buckets}
+        assuming = [bucket for bucket in plan.buckets if bucket.assumption]
+        self.keeping = {bucket: self._compiled(bucket, keeps=True) for bucket in assuming}
         self._old_bytes = old_bytes
         self.history = History()
-        self.old: dict[tuple[EarlyTurn, int | None], Old] = {}
+        self.old: dict[tuple[EarlyBucket, int | None], Old] = {}
 
-    def _compiled(self, turn: EarlyTurn, keeps: bool) -> HostUpdate:
-        names = [self.plans[i].path for i in turn.leaves]
+    def _compiled(self, bucket: EarlyBucket, keeps: bool) -> HostUpdate:
+        names = [self.plans[i].path for i in bucket.leaves]
         return HostUpdate(
-            as_function(self._planned, turn, keeps), *avals_of(self._planned, turn),
+            as_function(self._planned, bucket, keeps), *avals_of(self._planned, bucket),
             names=names + [f"the old {name}" for name in names] * keeps,
             threads=self._threads, helpers=self._helpers,
         )  # fmt: skip
@@ -107,10 +107,10 @@ class EarlyUpdates:
     def padding(self, index: int) -> list[Any]:
         """For each of `devices`, which part of its shard of a leaf is padding."""
         leaf, mesh = self.plans[index], self._planned.mesh
-        at_rest = jax.sharding.NamedSharding(
+        sharding = jax.sharding.NamedSharding(
             mesh, _layout.partition_spec(leaf.layout, leaf.automatic)
         )
-        return padding_of(at_rest, leaf.padded_shape, leaf.shape, self.devices)
+        return padding_of(sharding, leaf.padded_shape, leaf.shape, self.devices)
 
     def is_hosted(self, index: int) -> bool:
         """Whether a leaf is in ordinary memory of the host."""
@@ -122,17 +122,17 @@ class EarlyUpdates:
 
     def numbers(self, reads: Mapping[Var, jax.Array]) -> Numbers:
         """Those of assumptions, of each of `devices`."""
-        return numbers_of([turn.assumption for turn in self.turns], reads, self.at)
+        return numbers_of([bucket.assumption for bucket in self.buckets], reads, self.at)
 
-    def room(self, turn: EarlyTurn, at: int | None, old: dict[Any, Old]) -> Old | None:
-        """Memory for old values of a turn, among what a run has of it; None if that would be too much."""
-        if (turn, at) not in old:
-            outputs = self.keeping[turn].outputs
+    def room(self, bucket: EarlyBucket, at: int | None, old: dict[Any, Old]) -> Old | None:
+        """Memory for old values of a bucket, among what a run has of it; None if that would be too much."""
+        if (bucket, at) not in old:
+            outputs = self.keeping[bucket].outputs
             held = sum(x.nbytes for found in old.values() for x in found[0])
             if held + sum(x.size * x.dtype.itemsize for x in outputs) > self._old_bytes:
                 return None
-            old[turn, at] = [[host_empty(x.shape, x.dtype) for x in outputs] for _ in self.at]
-        return old[turn, at]
+            old[bucket, at] = [[host_empty(x.shape, x.dtype) for x in outputs] for _ in self.at]
+        return old[bucket, at]
 
 
 class EarlyRun:
@@ -178,9 +178,9 @@ class EarlyRun:
 
         Later parts fetch these from there.
         """
-        turn: EarlyTurn = update.begin
-        here = {**self._known} | dict(zip(turn.arriving(self._known), arrays, strict=True))
-        self._ready.append(Arrived(turn, at, here))
+        bucket: EarlyBucket = update.begin
+        here = {**self._known} | dict(zip(bucket.arriving(self._known), arrays, strict=True))
+        self._ready.append(Arrived(bucket, at, here))
         return {} if self._waits else self._begin()
 
     def _begin(self) -> dict[Var, jax.Array]:
@@ -188,7 +188,7 @@ class EarlyRun:
         while self._under_way and self._under_way[0].is_over:
             self._under_way.popleft().finish()  # Its gradients are freed.
         for arrived in self._ready:
-            if arrived.turn.assumption is None:
+            if arrived.bucket.assumption is None:
                 taken |= self._start(arrived, {})
             elif (old := self._room(arrived)) is None:
                 self._late.append(arrived)
@@ -200,28 +200,28 @@ class EarlyRun:
 
     def _room(self, arrived: Arrived) -> Old | None:
         """Memory for old values of an update that may begin on an assumption; None if it waits."""
-        if not self._history.allows(arrived.turn.assumption):
+        if not self._history.allows(arrived.bucket.assumption):
             return None
-        return self._updates.room(arrived.turn, arrived.at, self._old)
+        return self._updates.room(arrived.bucket, arrived.at, self._old)
 
     def _start(
         self, arrived: Arrived, numbers: Numbers, old: Old | None = None
     ) -> dict[Var, jax.Array]:
         """Starts an update with these numbers; parameters that were taken by it."""
-        (turn, _, here), updates = arrived, self._updates
-        taken = self._take([i for i in turn.leaves if i not in self.made])
+        (bucket, _, here), updates = arrived, self._updates
+        taken = self._take([i for i in bucket.leaves if i not in self.made])
         inputs = [
-            [here[v].addressable_data(k) if v in here else numbers[v][i] for v in turn.reads]
+            [here[v].addressable_data(k) if v in here else numbers[v][i] for v in bucket.reads]
             for i, k in enumerate(updates.at)
         ]
-        update = updates.turns[turn] if old is None else updates.keeping[turn]
+        update = updates.buckets[bucket] if old is None else updates.keeping[bucket]
         self._under_way.append(update.start(self._places(arrived), inputs, old or ()))
         return taken
 
     def _places(self, arrived: Arrived) -> Old:
         """The memory that an update renews, of each device."""
-        turn, at, _ = arrived
-        memory = [self._memory[i].buffers for i in turn.leaves]
+        bucket, at, _ = arrived
+        memory = [self._memory[i].buffers for i in bucket.leaves]
         return [
             [of_leaf[k] if at is None else of_leaf[k][at] for of_leaf in memory]
             for k in range(len(self._updates.at))
@@ -268,7 +268,7 @@ class EarlyRun:
         """Updates that have begun on a wrong assumption; the memory is again as they found it."""
         wrong = [
             (arrived, old) for arrived, old in self._assumed
-            if arrived.turn.assumption and not arrived.turn.assumption.holds(self._history.last, numbers)
+            if arrived.bucket.assumption and not arrived.bucket.assumption.holds(self._history.last, numbers)
         ]  # fmt: skip
         for arrived, old in wrong:
             self._restore(arrived, old)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which road each output of an update takes, decided by one pass over its equations.
+"""The code path of each output of an update, decided by one pass over its equations.
 
 Seen from an output, its elementwise equations reach back to leaves of as many elements, and to scalars. If
 they reach nothing else, a kernel computes it in one loop; scalars, and all that is behind them, are XLA's.
@@ -24,7 +24,7 @@ KERNEL, XLA, KEPT = "kernel", "XLA", "kept"
 KERNELS_ARE_FASTER = 5
 
 
-class Road(NamedTuple):
+class CodePath(NamedTuple):
     """How an output is computed.
 
     Attributes:
@@ -63,7 +63,7 @@ class Group(NamedTuple):
         return self.size * sum(itemsize(dtype_of(x)) for x in values)
 
 
-class RoadFinder:
+class CodePathFinder:
     """What each value of an update's jaxpr depends on.
 
     The first `num_state` inputs are the state, and the first `num_state` outputs its new values.
@@ -93,22 +93,22 @@ class RoadFinder:
             if blocks and size_of(out) != 1:
                 self._first_block[out] = min(blocks)
 
-    def road(self, index: int, name: str) -> Road:
-        """The road of an output."""
+    def code_path(self, index: int, name: str) -> CodePath:
+        """The code path of an output."""
         atom = self.jaxpr.outvars[index]
         if index < self.num_state and atom is self.jaxpr.invars[index]:
-            return Road(name, KEPT)
+            return CodePath(name, KEPT)
         read, block = (
             None if _jaxpr.is_literal(atom) else firsts.get(atom)
             for firsts in (self._first_read, self._first_block)
         )
         if block is not None:
-            return Road(name, XLA, self._describe(block))
+            return CodePath(name, XLA, self._describe(block))
         if size_of(atom) == 1:
-            return Road(name, XLA, "a scalar" if read is None else self._describe(read))
+            return CodePath(name, XLA, "a scalar" if read is None else self._describe(read))
         if dtype_of(atom) not in TYPES:
-            return Road(name, XLA, f"its dtype is {atom.aval.dtype}")
-        return Road(name, KERNEL, "" if read is None else self._describe(read))
+            return CodePath(name, XLA, f"its dtype is {atom.aval.dtype}")
+        return CodePath(name, KERNEL, "" if read is None else self._describe(read))
 
     def _describe(self, index: int) -> str:
         eqn = self.jaxpr.eqns[index]
@@ -116,7 +116,7 @@ class RoadFinder:
         return describe_leaf(f"{eqn.primitive.name} of", whole.shape, whole.dtype)
 
     def group(self, outputs: Sequence[int]) -> Group:
-        """What one loop does for `outputs`, all of the kernel's road."""
+        """What one loop does for `outputs`, all computed by a kernel."""
         outvars = self.jaxpr.outvars
         inside, leaves, scalars = self._reach([outvars[index] for index in outputs])
         return Group(
@@ -153,7 +153,7 @@ class RoadFinder:
         return inside, list(leaves), list(scalars)
 
 
-def groups(analysis: RoadFinder, outputs: Sequence[int]) -> list[Group]:
+def groups(analysis: CodePathFinder, outputs: Sequence[int]) -> list[Group]:
     """Puts outputs that share a leaf into one group, so that it is read once.
 
     So no group reads what another one writes in place.
@@ -180,17 +180,17 @@ def no_kernels() -> str:
     )
 
 
-def roads_text(roads: Sequence[Road]) -> str:
+def code_paths_text(code_paths: Sequence[CodePath]) -> str:
     """How many leaves kernels update, and which need XLA and why."""
-    by = [road.by for road in roads]
+    by = [code_path.by for code_path in code_paths]
     lines = [f"{by.count(KERNEL)} of {len(by)} leaves in one pass each"]
     if KERNEL in by and (reason := no_kernels()):
         lines.append(f"these by XLA, a block at a time, as {reason}")
     why: dict[str, list[str]] = {}
-    for road in roads:
-        if road.reason:
-            how = "by XLA" if road.by == XLA else "by a kernel, after XLA"
-            why.setdefault(f"{how} ({road.reason})", []).append(road.name)
+    for code_path in code_paths:
+        if code_path.reason:
+            how = "by XLA" if code_path.by == XLA else "by a kernel, after XLA"
+            why.setdefault(f"{how} ({code_path.reason})", []).append(code_path.name)
     for reason, names in why.items():
         lines.append(f"{reason}: {listed(names)}")
     return "\n".join(lines)

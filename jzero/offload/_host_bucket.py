@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostTurn`: a turn of the update that the hosts' processors run, as a function of one device's shards."""
+"""`HostBucket`: a bucket of the update that the hosts' processors run, as a function of local shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jzero._errors import OptionError, first_of, message
 from jzero._memory_kinds import DEVICE
 from jzero.offload._slicing import part_obstacle
-from jzero.offload.kernels._roads import Road, RoadFinder, traced_flat
+from jzero.offload.kernels._code_paths import CodePath, CodePathFinder, traced_flat
 from jzero.segments._builder import Builder
 from jzero.segments._segment import shard_of
 from jzero.sharding.analysis import _traffic
@@ -28,19 +28,19 @@ Var = _jaxpr.Var
 WHO = _call.WHO
 
 
-class HostTurn:
-    """The pieces of an update that run on the host, as one function of one device's shards.
+class HostBucket:
+    """The subgraphs of an update that run on the host, as one function of one device's shards.
 
     Attributes:
-      segment: the pieces as a program of devices, on leaves as they cross: in shards, like gradients.
+      segment: the subgraphs as a program of devices, on leaves as they cross: in shards, like gradients.
       leaves: the offloaded leaves that it reads or renews, by index.
-      reads: what else it reads: values of the grad part, and leaves on the devices.
+      reads: what else it reads: values of the forward-backward program, and leaves on the devices.
       axes: mesh axes of which it is told the device's index, as int32, after these.
       outs: outputs of the step that it makes beside these leaves, by index.
     """
 
     def __init__(self, builder: Builder, indices: Sequence[int]):
-        """Some pieces, by index.
+        """Some subgraphs, by index.
 
         Raises:
           OptionError: they need other devices.
@@ -49,12 +49,12 @@ class HostTurn:
         self._plan, self._invars = builder.planned.plan, builder.planned.frame.jaxpr.invars
         self._outvars, self.mesh = builder.planned.frame.jaxpr.outvars, builder.planned.mesh
         self._frame = builder.planned.frame
-        pieces = [self._plan.update.pieces[i] for i in indices]
-        self._cut = [piece for piece in pieces if _is_cut(self._plan.leaves, piece)]
+        subgraphs = [self._plan.update.subgraphs[i] for i in indices]
+        self._cut = [subgraph for subgraph in subgraphs if _is_cut(self._plan.leaves, subgraph)]
         _check_cut(builder, self._cut)
-        self.segment = builder.turn(pieces, 0, {})
-        uncut = [piece for piece in pieces if piece not in self._cut]
-        self._uncut = builder.turn(uncut, 0, {}) if self._cut else self.segment
+        self.segment = builder.bucket(subgraphs, 0, {})
+        uncut = [subgraph for subgraph in subgraphs if subgraph not in self._cut]
+        self._uncut = builder.bucket(uncut, 0, {}) if self._cut else self.segment
         self._body = _rewrite.body_of_shard_map(self._uncut.run, *self._uncut.avals())
         if _moves(self._body.jaxpr):
             _refuse(builder, uncut)
@@ -63,7 +63,7 @@ class HostTurn:
         mine = {hosted[var] for var in self.segment.takes if var in hosted}
         self.leaves = sorted({*mine, *(i for i in outs if i in hosted.values())})
         used = {self._uncut.takes[i] for i in self._body.used}
-        used.update(var for piece in self._cut for var in piece.reads)
+        used.update(var for subgraph in self._cut for var in subgraph.reads)
         self.reads = [var for var in self.segment.takes if var in used and var not in hosted]
         self.axes = self._body.axes
         self.outs = [i for i in outs if i not in self.leaves]
@@ -77,9 +77,9 @@ class HostTurn:
             [known.get(v) for v in self._uncut.takes], inputs[len(self.reads) :]
         )
         made = dict(zip(self._uncut.outs, results[len(self._uncut.gives) :], strict=True))
-        for piece in self._cut:
-            mine = [*piece.reads, *(self._invars[i] for i in piece.leaves)]
-            made |= _elementwise.outputs(self._frame, piece, {var: known[var] for var in mine})
+        for subgraph in self._cut:
+            mine = [*subgraph.reads, *(self._invars[i] for i in subgraph.leaves)]
+            made |= _elementwise.outputs(self._frame, subgraph, {var: known[var] for var in mine})
         new = [made.get(i, old) for i, old in zip(self.leaves, state, strict=True)]
         return new, [made[i] for i in self.outs]
 
@@ -110,7 +110,7 @@ class HostTurn:
         """The true shapes of what it makes."""
         return [self._outvars[i].aval.shape for i in self.outs]
 
-    def at_rest(self, leaf: LeafPlan) -> NamedSharding:
+    def sharding_of(self, leaf: LeafPlan) -> NamedSharding:
         """How one of its leaves is sharded."""
         return NamedSharding(self.mesh, _layout.partition_spec(leaf.layout, leaf.automatic))
 
@@ -127,12 +127,12 @@ class HostTurn:
         indices = [jax.ShapeDtypeStruct((), jnp.int32) for _ in self.axes]
         return [*map(shard_of, self.read_avals()), *indices]
 
-    def roads(self) -> list[Road]:
+    def code_paths(self) -> list[CodePath]:
         """How the host computes each of `names`."""
         avals = self.state_avals()
         _, flat, _ = traced_flat(self.update, avals, self.input_avals())
-        analysis = RoadFinder(flat, len(avals))
-        return [analysis.road(i, name) for i, name in enumerate(self.names())]
+        analysis = CodePathFinder(flat, len(avals))
+        return [analysis.code_path(i, name) for i, name in enumerate(self.names())]
 
     def identity(self) -> tuple[Any, ...] | None:
         """Equal for parts that do the same, as for two shapes of a batch; None if nobody can tell."""
@@ -159,17 +159,17 @@ class HostTurn:
         return _leaves.axes_away(self._plan.leaves, self._plan.stage_axes.shard_axes)
 
 
-def _is_cut(leaves: Sequence[LeafPlan], piece: Subgraph) -> bool:
-    """Whether XLA shards leaves of a piece over further mesh axes."""
-    return any(any(leaves[i].automatic) for i in piece.leaves)
+def _is_cut(leaves: Sequence[LeafPlan], subgraph: Subgraph) -> bool:
+    """Whether XLA shards leaves of a subgraph over further mesh axes."""
+    return any(any(leaves[i].automatic) for i in subgraph.leaves)
 
 
-def _check_cut(builder: Builder, pieces: Sequence[Subgraph]) -> None:
+def _check_cut(builder: Builder, subgraphs: Sequence[Subgraph]) -> None:
     """What the host has of such leaves is a part of what a program of the data axes has."""
     plan, bad = builder.planned.plan, []
-    for piece in pieces:
-        if why := part_obstacle(builder.planned.frame, plan.leaves, plan.boundary, piece):
-            paths = [plan.leaves[i].path for i in _subgraphs.leaves_of([piece])]
+    for subgraph in subgraphs:
+        if why := part_obstacle(builder.planned.frame, plan.leaves, plan.boundary, subgraph):
+            paths = [plan.leaves[i].path for i in _subgraphs.leaves_of([subgraph])]
             bad.append(f"{first_of(paths)}: {why}")
     if bad:
         raise OptionError(message(
@@ -179,15 +179,15 @@ def _check_cut(builder: Builder, pieces: Sequence[Subgraph]) -> None:
             things="groups of leaves", shown=6))  # fmt: skip
 
 
-def _refuse(builder: Builder, pieces: Sequence[Subgraph]) -> None:
+def _refuse(builder: Builder, subgraphs: Sequence[Subgraph]) -> None:
     """Nothing here may need another device."""
     leaves, bad = builder.planned.plan.leaves, []
-    for piece in pieces:
-        segment = builder.turn([piece], 0, {})
+    for subgraph in subgraphs:
+        segment = builder.bucket([subgraph], 0, {})
         body = _rewrite.body_of_shard_map(segment.run, *segment.avals())
         if ops := _moves(body.jaxpr):
-            paths = [leaves[i].path for i in _subgraphs.leaves_of([piece])]
-            where = _elementwise.obstacle(builder.planned.frame, piece)
+            paths = [leaves[i].path for i in _subgraphs.leaves_of([subgraph])]
+            where = _elementwise.obstacle(builder.planned.frame, subgraph)
             bad.append(
                 f"{first_of(paths)}: {', '.join(ops)} between the devices{where and f' ({where})'}"
             )

@@ -35,20 +35,20 @@ _ASSUMED = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class EarlyTurn:
-    """Pieces that begin together, as one function of one device's shards.
+class EarlyBucket:
+    """Subgraphs that begin together, as one function of one device's shards.
 
     Attributes:
-      pieces: each treats all elements of its leaves alike.
-      part: of the grad part, by index, after which they begin.
-      num_slices: into so many slices along dim 0 their leaves are cut, one after each turn of that part; 0 if
-        they are updated whole.
+      subgraphs: each treats all elements of its leaves alike.
+      part: of the forward-backward program, by index, after which they begin.
+      num_slices: into so many slices along dim 0 their leaves are cut, one after each iteration of that part;
+        0 if they are updated whole.
       leaves: the leaves that they read and renew, by index.
       reads: gradients, and what else they read.
       assumption: of what they read, numbers that they begin without; None if they begin with all of it.
     """
 
-    pieces: tuple[Subgraph, ...]
+    subgraphs: tuple[Subgraph, ...]
     part: int
     num_slices: int
     leaves: tuple[int, ...]
@@ -56,31 +56,33 @@ class EarlyTurn:
     assumption: Assumption | None = None
 
     def arriving(self, known: Collection[Var]) -> list[Var]:
-        """Of what they read, what the grad part sends before they begin: all but what is known or assumed."""
+        """What they read of forward and backward before they begin: all that is not known or assumed."""
         assumed = self.assumption.numbers if self.assumption else ()
         return [v for v in self.reads if v not in known and v not in assumed]
 
 
 @dataclasses.dataclass(frozen=True)
 class EarlyPlan:
-    """The host's pieces in two.
+    """The host's subgraphs in two.
 
     Attributes:
-      turns: early ones.
-      late: why others begin when all gradients are there, by their index in the update part.
+      buckets: early ones.
+      late: why others begin when all gradients are there, by their index in the optimizer program.
     """
 
-    turns: tuple[EarlyTurn, ...]
+    buckets: tuple[EarlyBucket, ...]
     late: dict[int, str]
 
     @property
     def slices(self) -> set[Var]:
         """The gradients that are read slice by slice."""
-        return {v for turn in self.turns if turn.num_slices for v in turn.reads if v.aval.shape}
+        return {
+            v for bucket in self.buckets if bucket.num_slices for v in bucket.reads if v.aval.shape
+        }
 
     def assumed_bytes(self, plan: StepPlan) -> int:
         """Of one device's shards of leaves whose update begins on an assumption."""
-        mine = {i for turn in self.turns if turn.assumption for i in turn.leaves}
+        mine = {i for bucket in self.buckets if bucket.assumption for i in bucket.leaves}
         return sum(plan.leaves[i].nbytes_per_device for i in mine)
 
     def text(self, plan: StepPlan) -> list[str]:
@@ -93,16 +95,16 @@ class EarlyPlan:
         ]
         why: dict[str, list[str]] = {}
         for index, reason in self.late.items():
-            why.setdefault(reason, []).extend(paths[i] for i in plan.update.pieces[index].leaves)
+            why.setdefault(reason, []).extend(paths[i] for i in plan.update.subgraphs[index].leaves)
         return lines + [
             f"after the backward pass ({reason}): {listed(names)}" for reason, names in why.items()
         ]
 
     def _early(self, paths: Sequence[str]) -> dict[tuple[int, bool], list[str]]:
         found: dict[tuple[int, bool], list[str]] = {}
-        for turn in self.turns:
-            key = turn.num_slices, turn.assumption is not None
-            found.setdefault(key, []).extend(paths[i] for i in turn.leaves)
+        for bucket in self.buckets:
+            key = bucket.num_slices, bucket.assumption is not None
+            found.setdefault(key, []).extend(paths[i] for i in bucket.leaves)
         return found
 
 
@@ -114,9 +116,9 @@ def plan_early(
 
     Args:
       planned: the step.
-      layered: its grad part.
-      hosted: the pieces that the host runs, by index.
-      known: values that are there before the grad part runs.
+      layered: its forward-backward program.
+      hosted: the subgraphs that the host runs, by index.
+      known: values that are there before the forward-backward program runs.
       kept: gradients that somebody else reads, too.
       assumes: whether updates may begin on an assumption.
       in_tiles: where leaves are updated in tiles: what the host reads element by element, tile after tile;
@@ -138,19 +140,21 @@ class _Early:
         self._frame, self._plan, self._layered = planned.frame, planned.plan, layered
         self._known, self._kept = known, kept
         self._arrivals, self._last_reads = layered.arrivals(), layered.last_reads()
-        self._users = collections.Counter(i for p in planned.plan.update.pieces for i in p.leaves)
-        self._assumptions: dict[int, Assumption] = {}  # by the piece
+        self._users = collections.Counter(
+            i for p in planned.plan.update.subgraphs for i in p.leaves
+        )
+        self._assumptions: dict[int, Assumption] = {}  # by the subgraph
 
     def plan(self, hosted: Collection[int], assumes: bool) -> EarlyPlan:
         plan, late = self._plan, dict[int, str]()
         begins: dict[int, int] = {}
         for index in hosted:
-            piece = plan.update.pieces[index]
-            if why := self._obstacle(piece):
+            subgraph = plan.update.subgraphs[index]
+            if why := self._obstacle(subgraph):
                 late[index] = why
                 continue
-            numbers = self._numbers_at_the_end(piece)
-            found = assumption_of(self._frame, piece, numbers) if assumes and numbers else None
+            numbers = self._numbers_at_the_end(subgraph)
+            found = assumption_of(self._frame, subgraph, numbers) if assumes and numbers else None
             if found:
                 self._assumptions[index] = found
             begins[index] = self._begins(index)
@@ -163,82 +167,84 @@ class _Early:
         for index, part in begins.items():
             if index not in late:
                 key = part, index in sliced, self._assumptions.get(index)
-                together.setdefault(key, []).append(plan.update.pieces[index])
-        turns = sorted(together.items(), key=lambda item: item[0][:2])
+                together.setdefault(key, []).append(plan.update.subgraphs[index])
+        buckets = sorted(together.items(), key=lambda item: item[0][:2])
         return EarlyPlan(
-            tuple(self._turn(pieces, *key) for key, pieces in turns),
+            tuple(self._bucket(subgraphs, *key) for key, subgraphs in buckets),
             {i: late[i] for i in hosted if i in late},
         )
 
-    def _obstacle(self, piece: Subgraph) -> str:
+    def _obstacle(self, subgraph: Subgraph) -> str:
         plan = self._plan
-        if found := obstacle_of(self._frame, plan.leaves, plan.update, plan.boundary, piece):
+        if found := obstacle_of(self._frame, plan.leaves, plan.update, plan.boundary, subgraph):
             return found
-        if any(out not in piece.leaves for out in piece.outs):
-            return "they renew what rests on the devices"
-        if any(self._users[i] > 1 for i in piece.leaves):
+        if any(out not in subgraph.leaves for out in subgraph.outs):
+            return "they renew what is stored on the devices"
+        if any(self._users[i] > 1 for i in subgraph.leaves):
             return "other updates read them, too"
-        if self._in_tiles is not None and not self._is_there(piece):
+        if self._in_tiles is not None and not self._is_there(subgraph):
             return "they read more than numbers that are there before the first gradient is"
         return ""
 
-    def _is_there(self, piece: Subgraph) -> bool:
-        """Whether all that a piece does not read in tiles comes before any gradient, or may be assumed."""
+    def _is_there(self, subgraph: Subgraph) -> bool:
+        """Whether all that a subgraph does not read in tiles comes before any gradient, or may be assumed."""
         in_tiles = self._in_tiles or ()
         first = min((part for v, part in self._arrivals.items() if v in in_tiles), default=0)
-        others = {*self._others(piece)} - {*in_tiles, *self._known}
-        others -= {*self._numbers_at_the_end(piece)}
+        others = {*self._others(subgraph)} - {*in_tiles, *self._known}
+        others -= {*self._numbers_at_the_end(subgraph)}
         return all(not v.aval.shape and self._arrivals[v] < first for v in others)
 
-    def _others(self, piece: Subgraph) -> list[Var]:
-        """What a piece reads besides its leaves."""
-        own = {self._frame.jaxpr.invars[i] for i in piece.leaves}
-        return [v for v in piece.reads if v not in own]
+    def _others(self, subgraph: Subgraph) -> list[Var]:
+        """What a subgraph reads besides its leaves."""
+        own = {self._frame.jaxpr.invars[i] for i in subgraph.leaves}
+        return [v for v in subgraph.reads if v not in own]
 
-    def _numbers_at_the_end(self, piece: Subgraph) -> list[Var]:
-        """Of what a piece reads, numbers that no part but the last brings."""
+    def _numbers_at_the_end(self, subgraph: Subgraph) -> list[Var]:
+        """Of what a subgraph reads, numbers that no part but the last brings."""
         last = len(self._layered.parts) - 1
-        numbers = [v for v in self._others(piece) if v not in self._known and not v.aval.shape]
+        numbers = [v for v in self._others(subgraph) if v not in self._known and not v.aval.shape]
         return [v for v in numbers if self._arrivals.get(v, last) >= last]
 
     def _awaited(self, index: int) -> list[Var]:
-        """What a piece begins with besides its leaves."""
+        """What a subgraph begins with besides its leaves."""
         assumed = self._assumptions[index].numbers if index in self._assumptions else ()
-        return [v for v in self._others(self._plan.update.pieces[index]) if v not in assumed]
+        return [v for v in self._others(self._plan.update.subgraphs[index]) if v not in assumed]
 
     def _begins(self, index: int) -> int:
-        """After which part all that a piece reads is there, and nobody else reads what it overwrites."""
-        end, piece = len(self._layered.parts), self._plan.update.pieces[index]
+        """After which part all that a subgraph reads is there, and nobody else reads what it overwrites."""
+        end, subgraph = len(self._layered.parts), self._plan.update.subgraphs[index]
         arrive = [
             -1 if v in self._known else self._arrivals.get(v, end) for v in self._awaited(index)
         ]
-        params = [self._frame.jaxpr.invars[i] for i in piece.leaves]
+        params = [self._frame.jaxpr.invars[i] for i in subgraph.leaves]
         return max([*arrive, *(self._last_reads.get(v, -1) for v in params), 0])
 
     def _reason(self, index: int) -> str:
-        waits = self._numbers_at_the_end(self._plan.update.pieces[index])
+        waits = self._numbers_at_the_end(self._plan.update.subgraphs[index])
         several = len(self._layered.parts) > 1
         return _SCALARS if several and waits and index not in self._assumptions else _GRADIENTS
 
     def _sliced(self, begins: Mapping[int, int]) -> set[int]:
-        """The pieces that are updated slice by slice: all readers of a gradient that is there in slices."""
-        pieces = self._plan.update.pieces
+        """The subgraphs that are updated slice by slice: all readers of a gradient that comes in slices."""
+        subgraphs = self._plan.update.subgraphs
         found = {i for i, part in begins.items() if self._fits_slices(i, part)}
         while True:
-            read = {v for i, piece in enumerate(pieces) if i not in found for v in piece.reads}
-            whole = {i for i in found if read & {v for v in pieces[i].reads if v in self._arrivals
+            read = {
+                v for i, subgraph in enumerate(subgraphs) if i not in found for v in subgraph.reads
+            }
+            whole = {i for i in found if read & {v for v in subgraphs[i].reads if v in self._arrivals
                                                  and v.aval.shape}}  # fmt: skip
             if not whole:
                 return found
             found -= whole
 
     def _fits_slices(self, index: int, part: int) -> bool:
-        """Whether each turn of a part brings all that a piece needs of a slice."""
+        """Whether each iteration of a part brings all that a subgraph needs of a slice."""
         if part >= len(self._layered.parts):
             return False
-        piece = self._plan.update.pieces[index]
+        subgraph = self._plan.update.subgraphs[index]
         num, slices = self._layered.sliced(part)
-        mine = [self._plan.leaves[i] for i in piece.leaves]
+        mine = [self._plan.leaves[i] for i in subgraph.leaves]
         if num < 2 or any(x.shape_per_device[:1] != (num,) or len(x.shape) < 2 for x in mine):
             return False
         for var in self._awaited(index):
@@ -247,52 +253,52 @@ class _Early:
                     return False
             elif var not in self._known and self._arrivals[var] >= part:
                 return False
-        params = [self._frame.jaxpr.invars[i] for i in piece.leaves]
+        params = [self._frame.jaxpr.invars[i] for i in subgraph.leaves]
         reads = {v: self._last_reads[v] for v in params if v in self._last_reads}
         return all(at < part or v in slices for v, at in reads.items())
 
-    def _turn(
-        self, pieces: Sequence[Subgraph], part: int, sliced: bool, assumption: Assumption | None
-    ) -> EarlyTurn:
-        leaves = dict.fromkeys(i for piece in pieces for i in piece.leaves)
-        reads = dict.fromkeys(v for piece in pieces for v in self._others(piece))
+    def _bucket(
+        self, subgraphs: Sequence[Subgraph], part: int, sliced: bool, assumption: Assumption | None
+    ) -> EarlyBucket:
+        leaves = dict.fromkeys(i for subgraph in subgraphs for i in subgraph.leaves)
+        reads = dict.fromkeys(v for subgraph in subgraphs for v in self._others(subgraph))
         num = self._layered.sliced(part)[0] if sliced else 0
-        return EarlyTurn(tuple(pieces), part, num, tuple(leaves), tuple(reads), assumption)
+        return EarlyBucket(tuple(subgraphs), part, num, tuple(leaves), tuple(reads), assumption)
 
 
-def as_function(planned: PlannedStep, turn: EarlyTurn, keeps: bool = False) -> Any:
+def as_function(planned: PlannedStep, bucket: EarlyBucket, keeps: bool = False) -> Any:
     """`(leaves, reads) -> (new leaves, ())`, of one device's shards of a slice, as `HostUpdate` takes it.
 
     If it `keeps` old leaves, these are outputs.
     """
     frame = planned.frame
     invars = frame.jaxpr.invars
-    variables = [*(invars[i] for i in turn.leaves), *turn.reads]
+    variables = [*(invars[i] for i in bucket.leaves), *bucket.reads]
 
     def update(
         state: Sequence[jax.Array], inputs: Sequence[jax.Array]
     ) -> tuple[list[Any], tuple[Any, ...]]:
         given, new = dict(zip(variables, [*state, *inputs], strict=True)), dict[int, jax.Array]()
-        for piece in turn.pieces:
-            mine = {invars[i]: given[invars[i]] for i in piece.leaves}
-            mine |= {var: given[var] for var in piece.reads}
-            new |= _elementwise.outputs(frame, piece, mine)
-        made = [new.get(i, old) for i, old in zip(turn.leaves, state, strict=True)]
+        for subgraph in bucket.subgraphs:
+            mine = {invars[i]: given[invars[i]] for i in subgraph.leaves}
+            mine |= {var: given[var] for var in subgraph.reads}
+            new |= _elementwise.outputs(frame, subgraph, mine)
+        made = [new.get(i, old) for i, old in zip(bucket.leaves, state, strict=True)]
         return made, tuple(state) if keeps else ()
 
     return update
 
 
 def avals_of(
-    planned: PlannedStep, turn: EarlyTurn
+    planned: PlannedStep, bucket: EarlyBucket
 ) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-    """One device's shards of a turn's leaves and of what it reads, or of a slice of these."""
-    leaves, boundary = [planned.plan.leaves[i] for i in turn.leaves], planned.plan.boundary
+    """One device's shards of a bucket's leaves and of what it reads, or of a slice of these."""
+    leaves, boundary = [planned.plan.leaves[i] for i in bucket.leaves], planned.plan.boundary
 
     def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sliced = turn.num_slices and x.ndim
+        sliced = bucket.num_slices and x.ndim
         return jax.ShapeDtypeStruct(x.shape[1:] if sliced else x.shape, x.dtype)
 
     state = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
-    reads = [shard_of(boundary.crossed(var).aval(planned.mesh)) for var in turn.reads]
+    reads = [shard_of(boundary.crossed(var).aval(planned.mesh)) for var in bucket.reads]
     return [*map(part, state)], [*map(part, reads)]
