@@ -294,6 +294,33 @@ def test_a_step_within_itself_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     state, _ = train_step(state, batch(3) * SMALL)
 
 
+def test_a_handler_gets_no_buffers_that_have_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+    """A state that it shards would be written through them, and steps came out with wrong bits."""
+    tx, scales = OPTIMIZERS["momentum"], [SMALL] * 3
+    expected, _ = trained(True, tx, scales, 2, tmp_path / "whole")
+    train_step = step_of(True, tx, 2, tmp_path / "interrupted")
+    state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
+    for i in range(2):
+        state, _ = train_step(state, batch(i) * SMALL)
+    begin, errors = TileRun.begin, list[str]()
+
+    def interrupted(run: Any, *args: Any) -> Any:
+        found = begin(run, *args)
+        try:  # When all tiles are written, nobody has them.
+            train_step.shard(new_state(True, LAYERS, tx), batch(0))
+        except jzero.StateError as error:
+            errors.append(str(error))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TileRun, "begin", interrupted)
+        found = zoo.to_host(train_step(state, batch(2) * SMALL))
+    assert errors
+    assert all("moves tiles through the same memory" in text for text in errors)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected[-1]), strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
 def test_a_report_says_so(tmp_path: Any):
     train_step = step_of(True, OPTIMIZERS["adamw"], 2, tmp_path)
     state = train_step.shard(new_state(True, LAYERS, OPTIMIZERS["adamw"]), batch(0))

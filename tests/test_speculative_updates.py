@@ -12,6 +12,7 @@ import pytest
 import jzero
 import zoo
 from host_updates import compiler  # noqa: F401
+from jzero.offload._assumptions import Assumption
 from jzero.offload._early_run import EarlyRun
 from jzero.offload._host_step import HostStep
 from jzero.offload.execute._executor import Execution
@@ -276,6 +277,17 @@ def test_a_factor_is_assumed_when_it_has_been_the_same_twice(seen):
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize(
+    ("last", "now", "holds"), [(0.0, -0.0, False), (1.0, 1.0, True), (math.nan, math.nan, True)]
+)
+def test_a_factor_is_the_same_in_every_bit(last, now, holds):
+    """A product with a zero of the other sign has other bits, though the zeros are equal."""
+    (var,) = jax.make_jaxpr(lambda x: x)(0.0).jaxpr.invars
+    assumption = Assumption((var,), (), (frozenset([var]),))
+    numbers = [{var: [np.float32(x)]} for x in (last, now)]
+    assert assumption.holds(*numbers) == holds
 
 
 # -- what a failure leaves -------------------------------------------------------------------------

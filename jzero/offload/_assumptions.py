@@ -63,7 +63,7 @@ class Assumption:
         """Whether an update with the last step's numbers has made what it makes with those of this step."""
         needs = self._needs(last)
         return all(
-            np.array_equal(last[var], now[var]) if var in needs else all(map(_is_usual, now[var]))
+            _same_bits(last[var], now[var]) if var in needs else all(map(_is_usual, now[var]))
             for var in self.numbers
         )
 
@@ -108,6 +108,11 @@ def numbers_of(
     """
     found = {var for each in assumptions if each for var in each.numbers}
     return {var: [np.array(reads[var].addressable_data(k)) for k in places] for var in found}
+
+
+def _same_bits(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    """Zeros of two signs are equal, and make other bits; NaN is not, and makes the same."""
+    return all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
 def _is_usual(x: np.ndarray) -> bool:

@@ -23,7 +23,7 @@ from jzero.offload.nvme import _making
 from jzero.offload.nvme._files import TileAt, TileFiles, new_run
 from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, GivenWrites, decide
 from jzero.offload.nvme._header import Write
-from jzero.offload.nvme._sweep import sweep
+from jzero.offload.nvme._sweep import check_free, sweep
 from jzero.processes import _agreement
 
 # The folders of states that are alive; and of all that this process has made, with the id in their files and
@@ -130,6 +130,7 @@ class Filling:
 
     def _write(self, values: np.ndarray, file: int, name: str) -> None:
         assert self._store is not None
+        check_free(self._spec.ring)
         for place in self._spec.places(file, name, 0, len(values)):
             extent, buffer = place.extent, self._spec.ring.buffers[0]
             part = values[extent.start : extent.start + extent.nbytes]
