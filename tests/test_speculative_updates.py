@@ -286,7 +286,7 @@ def test_a_factor_is_the_same_in_every_bit(last, now, holds):
     """A product with a zero of the other sign has other bits, though the zeros are equal."""
     (var,) = jax.make_jaxpr(lambda x: x)(0.0).jaxpr.invars
     assumption = Assumption((var,), (), (frozenset([var]),))
-    numbers = [{var: [np.float32(x)]} for x in (last, now)]
+    numbers = [{var: [np.array(x, np.float32)]} for x in (last, now)]
     assert assumption.holds(*numbers) == holds
 
 
