@@ -31,12 +31,14 @@ class Repeated(NamedTuple):
       where: the user's line, `file.py:12 (train_step)`.
       flops: that one device would need for it.
       extra: flops of all devices together beyond that.
+      loops: the lengths of the loops around it.
     """
 
     operation: str
     where: str
     flops: float
     extra: float
+    loops: frozenset[int] = frozenset()
 
 
 # Of these no arithmetic is counted: they move elements. What they move between devices is listed as such.
@@ -125,8 +127,19 @@ def repeated(
             region, eqn = lines[key]
             named = eqn.primitive.name, region.at_line(eqn).removeprefix(" at ")
             old = found.get(named, Repeated(*named, 0, 0))
-            found[named] = old._replace(flops=old.flops + on_rows, extra=old.extra + extra)
+            found[named] = old._replace(
+                flops=old.flops + on_rows, extra=old.extra + extra, loops=old.loops | _loops(region)
+            )
     return total, sorted(found.values(), key=lambda x: (-x.extra, x.where, x.operation))
+
+
+def _loops(region: Region) -> frozenset[int]:
+    """The lengths of the loops around a region."""
+    lengths = set[int]()
+    while region.around is not None:
+        region, eqn = region.around
+        lengths.add(trip_count(eqn) or 0)
+    return frozenset(lengths)
 
 
 _Counted = tuple[Region, Eqn, float]

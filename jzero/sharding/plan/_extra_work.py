@@ -91,6 +91,11 @@ class RowsOf(NamedTuple):
     spec: str = ""
 
     @property
+    def num_dims(self) -> int:
+        """Of the argument."""
+        return self.leaf.rpartition("[")[2].count(",") + 1
+
+    @property
     def argument(self) -> str:
         return re.split(r"[\[. ]", self.leaf)[0]
 
@@ -179,15 +184,17 @@ def _run_whole(
     more = len(lines) - len(shown)
     axes = tuple(setting.axis_names)
     spec = f"jax.P(None, {axes if len(axes) > 1 else axes[0]!r})"
-    minibatches = (
-        " If it is a loop over minibatches, shard the rows of each: "
-        f"in_specs={{{rows[0].argument!r}: {spec}}}."
-    )
+    # Of minibatches dim 0 counts them, and a loop has as many iterations.
+    lengths = frozenset[int]().union(*(x.loops for x in lines[:_SHOWN]))
+    looped = [x for x in rows if {*x.axes} == {*axes} and x.size in lengths and x.num_dims > 1]
+    minibatches = ""
+    if looped:
+        specs = f"in_specs={{{looped[0].argument!r}: {spec}}}"
+        minibatches = f" If its loop is over minibatches, shard the rows of each: {specs}."
     return (
         "whole",
         ", ".join(shown) + f" and {more} more" * (more > 0),
         "every device computes all rows",
         "An operation that needs rows of other devices and is no sum over the batch runs on all rows.",
-        "Compute it per row, or by sums over the batch."
-        + minibatches * all({*x.axes} == {*axes} for x in rows),
+        "Compute it per row, or by sums over the batch." + minibatches,
     )
