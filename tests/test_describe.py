@@ -370,3 +370,64 @@ def test_a_refusal_says_where_a_model_goes_that_is_only_read():
     step = jzero.shard_train_step(distill, state=0, comm=jzero.Comm(max_gather_bytes=1000))
     with pytest.raises(jzero.StepError, match="carry a model that is only read in the state"):
         step.describe(jnp.ones((64, 64)), jnp.eye(64), jnp.ones((16, 64)))
+
+
+# -- the time of a step ----------------------------------------------------------------------------
+
+LAYERS, DIM, ROWS = 4, 256, 64
+
+
+def scanned_step(state, x):
+    params, moments = state
+
+    def loss(w):
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    moments = 0.9 * moments + grads
+    return (params - 0.1 * moments, moments), value
+
+
+def time_of(memory, rates, num=2):
+    weights = jax.ShapeDtypeStruct((LAYERS, DIM, DIM), jnp.float32)
+    train_step = jzero.shard_train_step(
+        scanned_step, mesh=mesh(data=num), memory=memory, axes=jzero.Axes(min_shard_bytes=0)
+    )
+    x = jax.ShapeDtypeStruct((num * ROWS, DIM), jnp.float32)
+    return train_step.describe((weights, weights), x).time(rates)
+
+
+def test_a_step_computes_and_moves_what_its_program_does():
+    """Products of the forward pass, two derivatives of each; gathers once a pass; both at the given rates."""
+    rates = jzero.Rates(peak=10**12, interconnect=10**9)
+    parts = {part.name: part for part in time_of(None, rates).parts}
+    products, nbytes = 2 * LAYERS * ROWS * DIM**2 / 1e12, 4 * LAYERS * DIM**2 / 1e9
+    assert parts["forward pass"].compute == pytest.approx(products, rel=0.02)
+    # The first layer's input needs no derivative.
+    assert (2 - 1 / LAYERS) * products < parts["backward pass"].compute < 2.02 * products
+    assert parts["forward pass"].ways == {"between devices": pytest.approx(nbytes)}
+    # The gradients are scattered, and the loss is summed.
+    assert parts["backward pass"].ways == {"between devices": pytest.approx(2 * nbytes, rel=1e-3)}
+    assert parts["forward pass"].exposed == pytest.approx(nbytes - products, rel=0.02)
+
+
+def test_what_hides_behind_compute():
+    """A slower device hides more; an update on the host, with parameters on the devices, hides nowhere."""
+    slow, fast = (jzero.Rates(peak=peak, pcie="1GB/s") for peak in (10**9, 10**15))
+    memory = jzero.Memory(params=jzero.PinnedHost(device_bytes=2**21), optimizer=jzero.HostCPU())
+    assert time_of(memory, slow).exposed == 0
+    assert time_of(memory, fast).exposed > 0
+    after = {part.name: part for part in time_of(jzero.HostCPU(), slow).parts}["update"]
+    shard = 4 * LAYERS * DIM**2 / 2 / 1e9
+    # Gradients go down, and the parameters, which the update reads; new ones come up at the same time.
+    assert after.ways == {"to host": pytest.approx(2 * shard), "to device": pytest.approx(shard)}
+    assert after.exposed == pytest.approx(2 * shard, rel=0.02)
+    found = time_of(jzero.HostCPU(), slow)
+    assert found.untimed == ("between devices", "host update")
+    assert found.hides_from == {}
+
+
+def test_a_time_needs_a_peak():
+    with pytest.raises(jzero.OptionError, match=r"Report.time: rates=Rates\(pcie="):
+        time_of(None, jzero.Rates(pcie="1GB/s"))

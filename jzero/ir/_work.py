@@ -133,6 +133,17 @@ def repeated(
     return total, sorted(found.values(), key=lambda x: (-x.extra, x.where, x.operation))
 
 
+def flops_by_pass(jaxpr: Jaxpr) -> dict[str, float]:
+    """The flops of a program by pass, 'forward' or 'backward'; '' is all that is neither.
+
+    Of a program of one device, those of one device. A `while` counts as one iteration.
+    """
+    found = {"forward": 0.0, "backward": 0.0, "": 0.0}
+    for region, eqn, work in _equations(Region(jaxpr, []), 1):
+        found[region.pass_of(eqn) or ""] += work
+    return found
+
+
 def _loops(region: Region) -> frozenset[int]:
     """The lengths of the loops around a region."""
     lengths = set[int]()

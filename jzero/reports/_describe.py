@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import html
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,17 +16,21 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero._blocks import Blocks
-from jzero._errors import counted
+from jzero._errors import OptionError, counted, message
 from jzero._folded import folded, listed
 from jzero._memory_kinds import PINNED
+from jzero._numbers import Rates
 from jzero._quantities import readable_bytes
+from jzero.ir import _work
 from jzero.ir._loops import MICROBATCHES
 from jzero.offload.memory._leaf_array import CodingError, is_coded
 from jzero.offload.schedule import _folds
 from jzero.offload.schedule._folds import Crossing, Iterations
+from jzero.offload.schedule._ops import Update, flat
 from jzero.offload.schedule._schedule import Schedule
 from jzero.reports import _as_dict, _coded_leaves, _leaf_lists, _tables
 from jzero.reports._lines import wrapped
+from jzero.reports._step_time import PART_OF, StepTime, step_time, work_of
 from jzero.reports._tables import (
     Memory,
     Table,
@@ -76,6 +81,7 @@ class Report:
       coding: by path, the rounding errors of the quantized leaves that were passed.
       looped: arguments over whose dim 0 every device loops, and whose dim 1 the devices divide.
       extra_work: computation that is repeated on several devices.
+      operations: floating-point operations of each device, by pass: 'forward', 'backward', '' (neither).
     """
 
     plan: StepPlan
@@ -93,6 +99,7 @@ class Report:
     coding: Mapping[str, CodingError] = dataclasses.field(default_factory=dict)
     looped: tuple[str, ...] = ()
     extra_work: tuple[Extra, ...] = ()
+    operations: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<Report: {self._title()}; print it>"
@@ -287,6 +294,48 @@ class Report:
     def crossings(self) -> tuple[Crossing, ...]:
         """What each device and its host copy to each other in a step."""
         return _folds.crossings(self.schedule)
+
+    def time(self, rates: Rates) -> StepTime:
+        """The least time of a step at these rates, and how much of its transfers no compute hides.
+
+        The model is that of `jzero.estimate`: in each part of a step (forward pass, backward pass, update)
+        compute and all links are busy at the same time, and the slowest counts.
+
+        Args:
+          rates: with `peak`; of links without a rate the result says that they are not counted.
+
+        Raises:
+          OptionError: no `peak` is given.
+
+        >>> import jax, jax.numpy as jnp, jzero
+        >>> def step_fn(w, batch):
+        ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+        ...     return w - 0.1 * grad, loss
+        >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+        >>> w, batch = jax.ShapeDtypeStruct((4096, 4096), jnp.float32), jnp.ones((512, 4096))
+        >>> report = jzero.shard_train_step(step_fn, mesh=mesh).describe(w, batch)
+        >>> print(report.time(jzero.Rates(peak="500TFLOP/s", interconnect="200GB/s")))
+        time of a step   compute  between devices  not hidden
+        forward pass      4.3 us           336 us      331 us
+        backward pass     4.3 us           336 us      331 us
+        update          0.008 us                -           -
+        step              8.6 us           671 us      662 us
+        <BLANKLINE>
+        A step takes at least 671 us, and 1% of it is compute at 500 TFLOP/s; 1% if
+          nothing overlapped.
+        Rates: 200 GB/s of a whole value gathered or scattered.
+        """
+        if rates.peak is None:
+            raise OptionError(message(
+                "Report.time", f"rates={rates!r}", "The time of a step is that of its compute, and of what "
+                "no compute hides.", "Give the peak of a device, as jzero.Rates(peak='989TFLOP/s')."
+            ))  # fmt: skip
+        operations = {PART_OF[of]: math.ceil(num) for of, num in self.operations.items()}
+        delayed = any(isinstance(op, Update) and op.delayed for op, _ in flat(self.schedule.ops))
+        updated = _folds.updated_bytes(self.schedule)
+        return step_time(
+            work_of(operations, 0, self.traffic, self.crossings, updated, delayed), rates
+        )
 
     @property
     def handed_bytes(self) -> int:
@@ -573,6 +622,7 @@ def report_of(program: Program, call: Call) -> Report:
         },
         () if plan.evaluates else _looped(jaxpr, call.arrays, plan, movements),
         program.extra_work,
+        _work.flops_by_pass(_jaxpr.open_jaxpr(written)[0]),
     )
 
 

@@ -342,8 +342,8 @@ class Estimate:
         if self.rates.peak is None:
             return None
         work = _step_time.work_of(
-            self._step.each, self.workload, self.traffic, self.crossings,
-            updated_bytes(self._step.schedule), self.options.offload.waits,
+            _step_time.operations_of(self._step.each, self.workload), self.workload.tokens or 0,
+            self.traffic, self.crossings, updated_bytes(self._step.schedule), self.options.offload.waits,
         )  # fmt: skip
         return _step_time.step_time(work, self.rates)
 

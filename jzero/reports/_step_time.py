@@ -31,9 +31,9 @@ _DAY = 24 * 60 * 60
 # What each part of a step computes for a parameter and a token: a product takes two operations, and its
 # two derivatives as many each (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1).
 _OPERATIONS = {FORWARD: 2, BACKWARD: 4, UPDATE: 0}
-_PART_OF = {"forward": FORWARD, "backward": BACKWARD, "": UPDATE}
+PART_OF = {"forward": FORWARD, "backward": BACKWARD, "": UPDATE}
 # The time is a lower bound. Left out are the starts of copies and collectives, attention's scores, the
-# update's own operations on a device, and that compute and copies share memory.
+# update's own operations on a device (of an estimate), and that compute and copies share memory.
 
 
 class Work(NamedTuple):
@@ -223,33 +223,36 @@ def step_time(work: Work, rates: Rates) -> StepTime:
         {
             name: _hides_from(name, work, rates.peak, speeds)
             for name in (FORWARD, BACKWARD)
-            if ways[name]
+            if ways[name] and work.tokens
         },
         tuple(way for way in speeds if way in moved and not speeds[way]),
         work.written,
     )
 
 
+def operations_of(num_params: int, workload: Workload) -> dict[str, int]:
+    """What a step computes on each device, by part, for so many parameters."""
+    recomputed = {BACKWARD: 2 * workload.recompute}
+    return {
+        part: (each + recomputed.get(part, 0)) * num_params * (workload.tokens or 0)
+        for part, each in _OPERATIONS.items()
+    }
+
+
 def work_of(
-    num_params: int, workload: Workload, traffic: Iterable[Collective],
+    operations: Mapping[str, int], tokens: int, traffic: Iterable[Collective],
     crossings: Iterable[Crossing], updated: Mapping[str, int], waits: bool,
 ) -> Work:  # fmt: skip
     """What a step does.
 
     Args:
-      num_params: Psi.
-      workload: the tokens, and whether layers are recomputed.
+      operations: of each device, by part.
+      tokens: on each device; 0 if nobody knows.
       traffic: between devices.
       crossings: between each device and its host.
       updated: bytes of optimizer state that the host updates for each device, by part.
       waits: whether it does so beside the next step.
     """
-    tokens = workload.tokens or 0
-    recomputed = {BACKWARD: 2 * workload.recompute}
-    operations = {
-        part: (each + recomputed.get(part, 0)) * num_params * tokens
-        for part, each in _OPERATIONS.items()
-    }
     nbytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
     token_bytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
     written = 0
@@ -260,7 +263,7 @@ def work_of(
         _add(token_bytes[x.part], x.direction, x.nbytes * (x.what == ACTIVATION))
     for c in traffic:
         # Sums that are taken after the last microbatch are its backward pass's, too.
-        part = _PART_OF[c.autodiff] if c.op == "all-gather" else BACKWARD
+        part = PART_OF[c.autodiff] if c.op == "all-gather" else BACKWARD
         # An all-reduce is a reduce-scatter and an all-gather.
         _add(nbytes[part], BETWEEN, c.nbytes * (2 if c.op == "all-reduce" else 1))
     for part, n in updated.items():
