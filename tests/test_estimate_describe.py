@@ -149,7 +149,7 @@ def test_an_estimate_is_what_describe_says(precision, sizes, options):
         assert row._replace(note="", whole=0) == wanted._replace(note="", whole=0)
     assert moved(found.traffic) == pytest.approx(moved(expected.traffic))
     # All microbatches of two matrices pass a layer: gradients of all layers leave together.
-    parts = not found.plan.microbatches.layer_major
+    parts = not found.plan.microbatches.by_layer
     assert copied(found.crossings, parts) == copied(expected.crossings, parts)
     on_host = sum(row.on_host for row in found.memory)
     # But for scalars that are sent with gradients, and for gradients of some layers that go to files.
@@ -157,4 +157,4 @@ def test_an_estimate_is_what_describe_says(precision, sizes, options):
     on_host += sum(need.nbytes for need in needs)
     assert 0 <= on_host - expected.on_host < 64
     summed = expected.nbytes("accumulator")
-    assert found.plan.microbatches.layer_major or 0 <= found.accumulator_bytes - summed < 64
+    assert found.plan.microbatches.by_layer or 0 <= found.accumulator_bytes - summed < 64

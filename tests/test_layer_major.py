@@ -106,7 +106,7 @@ def test_activations_of_microbatches_that_run_one_after_the_other(monkeypatch):
 
 
 # Steps that cannot be run in microbatches, layer by layer or not (test_options.py).
-CANNOT = {"inner_steps", "while_on_batch"}
+CANNOT = {"inner_steps"}
 BY_DEFAULT = {
     "moe_with_balance_loss", "sam", "per_example_outputs", "mixed_bf16",
 }  # fmt: skip

@@ -86,7 +86,7 @@ def name_of(setting):
 
 
 SETTINGS = covering_settings()
-ENTRIES = [name for name in zoo.CORE if name not in ("inner_steps", "while_on_batch")]
+ENTRIES = [name for name in zoo.CORE if name != "inner_steps"]
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_accumulation_in_all_settings(stage, reduce, num_devices):
     check("mlp", {"data": num_devices}, stage=stage, accumulate=8 // num_devices, reduce=reduce)
 
 
-@pytest.mark.parametrize("name", ["inner_steps", "while_on_batch"])
+@pytest.mark.parametrize("name", ["inner_steps", "while_until_all_rows_converge"])
 def test_steps_that_need_all_rows_in_a_loop(name):
     check(name, {"data": 4}, stage=3, accumulate=2)
 

@@ -8,9 +8,8 @@ memory, which are updated in their place, it keeps old values.
 
 from __future__ import annotations
 
-import contextlib
 import queue
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +23,9 @@ from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.kernels._tiled_update import Part
 from jzero.offload.memory._nvme_store import NVMeStore
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.nvme._aligned import Claim
 from jzero.offload.nvme._files import TileAt
-from jzero.offload.nvme._sweep import TileVisit, sweep
+from jzero.offload.nvme._sweep import sweep
 from jzero.offload.schedule._ops import Update
 from jzero.segments._segment import Var
 from jzero.sharding.plan._leaves import LeafPlan
@@ -136,8 +136,7 @@ class TileRun:
         ] = []  # What is overwritten there, and a copy.
         self.taken: dict[int, jax.Array] = {}
         self._known: dict[Var, jax.Array] = {}
-        self._sweep = contextlib.ExitStack()
-        self._visits: Iterable[TileVisit[TileAt]] = ()
+        self._claim: Claim | None = None
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._group = ThreadGroup(lambda: self._news.put(None))
         self.step: int | None = None
@@ -182,10 +181,8 @@ class TileRun:
         known = {inputs[var]: x for var, x in self._known.items() if var in inputs}
         numbers = {inputs[var]: x for var, x in self._early.history.last.items()}
         engine.prepare_early(known, numbers)
+        self._claim = self._store.spec.ring.claim()
         self.step = self._store.begin()
-        # Here, and not in the thread: from now on nobody else may use the buffers.
-        files, ring = self._store.files, self._store.spec.ring
-        self._visits = self._sweep.enter_context(sweep(self._order, ring, files.read, files.write))
         self._group.start([(self._update,)])
 
     def finish(self, reads: Mapping[Var, jax.Array]) -> list[TileAt]:
@@ -206,6 +203,7 @@ class TileRun:
         )  # fmt: skip
         if self.step is not None:
             self._group.end((lambda: None) if held else None)
+            self._release()
             if held and self._group.errors:
                 raise self._group.errors[0]
             written = self._order if held else []
@@ -219,15 +217,19 @@ class TileRun:
     def stop(self) -> None:
         """Returns when the thread has ended, whatever it has done."""
         self._group.end()
-        if not self._group.is_started and self.step is not None:
-            self._sweep.close()
+        self._release()
+
+    def _release(self) -> None:
+        """The buffers are whoever's comes next."""
+        if self._claim is not None:
+            self._claim.release()
 
     # ------------------------------------------------------------------------------- in the thread
 
     def _update(self) -> None:
-        update = self._early.engine.update
-        with self._sweep:
-            for visit in self._visits:
+        ring, files, update = self._store.spec.ring, self._store.files, self._early.engine.update
+        with sweep(self._order, ring, files.read, files.write) as visits:
+            for visit in visits:
                 needs = update.needs(visit.at.tile)
                 while self._group.stopped or not needs <= self.arrived.keys():
                     if self._group.stopped:

@@ -120,14 +120,18 @@ class TiledEngine(HostEngine):
         files = store.files
         for chunk in [chunk for chunk, num in left.items() if not num]:
             yield self._send(outputs, self.update.done[chunk])
-        order = [at for at in self._order if at not in done]
-        with sweep(order, store.spec.ring, files.read_with_gradients, files.write) as visits:
-            for visit in visits:
-                self.update.update_tile(visit.at.file, visit.at.tile, visit.buffer, arrived)
-                chunk = self.update.tiles[visit.at.tile].chunk
-                left[chunk] -= 1
-                if not left[chunk]:
-                    yield self._send(outputs, self.update.done[chunk])
+        order, ring = [at for at in self._order if at not in done], store.spec.ring
+        claim = ring.claim()
+        try:
+            with sweep(order, ring, files.read_with_gradients, files.write) as visits:
+                for visit in visits:
+                    self.update.update_tile(visit.at.file, visit.at.tile, visit.buffer, arrived)
+                    chunk = self.update.tiles[visit.at.tile].chunk
+                    left[chunk] -= 1
+                    if not left[chunk]:
+                        yield self._send(outputs, self.update.done[chunk])
+        finally:
+            claim.release()
         self.update.end()
         for i, leaf in self._residents.items():
             zero_padding(leaf.buffers, self._padding_of_leaves[i])

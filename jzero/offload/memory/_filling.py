@@ -20,10 +20,11 @@ from jzero.offload.memory._leaf_array import parts_for
 from jzero.offload.memory._nvme_store import BUFFERS, WHO, NVMeStore, StoreSpec
 from jzero.offload.memory._storage import HostPlacement, copy_parts, sizes_of
 from jzero.offload.nvme import _making
+from jzero.offload.nvme._aligned import Claim
 from jzero.offload.nvme._files import TileAt, TileFiles, new_run
 from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, GivenWrites, decide
 from jzero.offload.nvme._header import Write
-from jzero.offload.nvme._sweep import check_free, sweep
+from jzero.offload.nvme._sweep import sweep
 from jzero.processes import _agreement
 
 # The folders of states that are alive; and of all that this process has made, with the id in their files and
@@ -58,6 +59,7 @@ class Filling:
         self._spec, self.resumed = spec, False
         self._paths, self._away = paths, frozenset(away)
         self._store: NVMeStore | None = None
+        self._claim: Claim | None = None  # on the buffers
         self._folder = Path()
         # Of each extent that was written, a checksum.
         self._written: dict[tuple[TileAt, int], int] = {}
@@ -97,6 +99,7 @@ class Filling:
             _gone_on.add(self._folder)
             _made.pop(self._folder, None)
         else:
+            self._claim = spec.ring.claim()  # Before anything is made.
             if self._folder in _made:
                 _remove(self._folder)
             files = TileFiles.create(
@@ -130,7 +133,6 @@ class Filling:
 
     def _write(self, values: np.ndarray, file: int, name: str) -> None:
         assert self._store is not None
-        check_free(self._spec.ring)
         for place in self._spec.places(file, name, 0, len(values)):
             extent, buffer = place.extent, self._spec.ring.buffers[0]
             part = values[extent.start : extent.start + extent.nbytes]
@@ -171,6 +173,8 @@ class Filling:
             else:
                 self._end(finish=False)
         finally:
+            if self._claim is not None:
+                self._claim.release()
             BUFFERS.release()
 
     def _end(self, finish: bool) -> None:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jzero._errors import OptionError, message
+from jzero._errors import OptionError, StateError, message
 from jzero._quantities import readable_bytes
 from jzero.offload.nvme._layout import PAGE
 
@@ -34,6 +35,19 @@ def _advise(memory: mmap.mmap, advice: int) -> None:
         memory.madvise(advice)
     except OSError:  # A kernel without huge pages.
         pass
+
+
+class Claim:
+    """The right to use a ring's buffers, until it is released, or dropped."""
+
+    __slots__ = ("__weakref__", "is_live")
+
+    def __init__(self) -> None:
+        self.is_live = True
+
+    def release(self) -> None:
+        """Others may have them."""
+        self.is_live = False
 
 
 class TileRing:
@@ -83,6 +97,23 @@ class TileRing:
         self.buffers = buffers
         self.nbytes = min(map(len, buffers))
         self.owner: Any = None
+        self._claim: Callable[[], Claim | None] = lambda: None
+
+    def claim(self) -> Claim:
+        """The buffers for one call, which signals' handlers may interrupt: a lock knows threads alone.
+
+        Raises:
+          StateError: another call has them, which this one interrupts.
+        """
+        claim = self._claim()
+        if claim is not None and claim.is_live:
+            raise StateError(message(
+                "jzero.NVMe", "it is called in the middle of a call that moves tiles through the same "
+                "memory, as by a signal's handler", "Tiles of one state are in memory at a time.",
+                "Set a flag there, and look at it after the step."))  # fmt: skip
+        found = Claim()
+        self._claim = weakref.ref(found)
+        return found
 
     @property
     def num(self) -> int:

@@ -18,7 +18,6 @@ from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from jzero._errors import StateError, message
 from jzero._thread_group import ThreadGroup
 from jzero.offload.nvme._aligned import TileRing
 
@@ -78,19 +77,6 @@ def sweep(
       iterator or at the end.
     """
     return Sweep(_Sweeping(list(order), ring, read, write), threads)
-
-
-def check_free(ring: TileRing) -> None:
-    """Refuses buffers in which a sweep has tiles: a signal's handler may be called in the middle of it.
-
-    Raises:
-      StateError: one has.
-    """
-    if ring.owner is not None and not ring.owner.group.stopped:
-        raise StateError(message(
-            "jzero.NVMe", "it is called in the middle of a call that moves tiles through the same memory, as "
-            "by a signal's handler", "Tiles of one state are in memory at a time.",
-            "Set a flag there, and look at it after the step."))  # fmt: skip
 
 
 class Sweep(Generic[At]):
@@ -183,7 +169,6 @@ class _Sweeping(Generic[At]):
 
     def start(self, threads: int) -> None:
         """Starts the threads, after those of a sweep that was dropped have ended."""
-        check_free(self.ring)
         if self.ring.owner is not None:
             self.ring.owner.end()
         self.ring.owner = self
