@@ -131,9 +131,8 @@ class TileRun:
         self._order = early.order()
         self._buckets = early.buckets(self._order)
         self._memory: dict[int, list[np.ndarray]] = {}  # Of residents, by the engine's index.
-        self._old: list[
-            tuple[np.ndarray, np.ndarray]
-        ] = []  # What is overwritten there, and a copy.
+        # What is overwritten there, and a copy.
+        self._old: list[tuple[np.ndarray, np.ndarray]] = []
         self.taken: dict[int, jax.Array] = {}
         self._known: dict[Var, jax.Array] = {}
         self._claim: Claim | None = None
