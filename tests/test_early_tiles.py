@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -100,6 +101,11 @@ def trained(
     return found, plan
 
 
+def assert_same_bits(found: Any, expected: Any, where: str = "") -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.tobytes() == b.tobytes(), where
+
+
 def check_same_bits(
     scan: bool, name: str, scales: Any, num: int, folder: Any, seen: Seen, **options: Any
 ) -> None:
@@ -113,8 +119,7 @@ def check_same_bits(
     found, plan = trained(scan, tx, scales, num, folder / "early", **options)
     assert all(bucket.assumption for bucket in plan.buckets)
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
-        for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
-            assert a.tobytes() == b.tobytes(), f"step {i}"
+        assert_same_bits(x, y, f"step {i}")
     begin, undone = expected_to_begin(name, scales)
     assert seen.begun == begin
     assert seen.kept == [a and not b for a, b in zip(begin, undone, strict=True)]
@@ -200,12 +205,25 @@ FAULTS = {
 }
 
 
+def fail(patch: pytest.MonkeyPatch, what: str) -> Iterator[int]:
+    """Raises at the call that a fault names; counts the calls."""
+    where, name, at = FAULTS[what]
+    calls, call = itertools.count(), getattr(where, name)
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if next(calls) == at:
+            raise Stop
+        return call(*args, **options)
+
+    patch.setattr(where, name, failing)
+    return calls
+
+
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_failed_step_leaves_the_state_as_it_was(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ):
     """And can be run again, with the bits that it has where nothing fails."""
-    where, name, at = FAULTS[what]
     # What fails of an update on a wrong assumption is no failure: it is made again.
     last = SMALL if "early tile" in what else LARGE
     tx, scales = OPTIMIZERS["adamw"], [SMALL, SMALL, last]
@@ -214,23 +232,15 @@ def test_a_failed_step_leaves_the_state_as_it_was(
     state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
     for i, scale in enumerate(scales[:2]):
         state, _ = train_step(state, batch(i) * scale)
-    before, calls, call = zoo.to_host(state), itertools.count(), getattr(where, name)
-
-    def failing(*args: Any, **options: Any) -> Any:
-        if next(calls) == at:
-            raise Stop
-        return call(*args, **options)
-
+    before = zoo.to_host(state)
     with monkeypatch.context() as patch:
-        patch.setattr(where, name, failing)
+        calls = fail(patch, what)
         with pytest.raises(Stop):
             train_step(state, batch(2) * last)
-    assert next(calls) > at
-    for a, b in zip(jax.tree.leaves(zoo.to_host(state)), jax.tree.leaves(before), strict=True):
-        assert a.tobytes() == b.tobytes()
+    assert next(calls) > FAULTS[what][2]
+    assert_same_bits(zoo.to_host(state), before)
     found = zoo.to_host(train_step(state, batch(2) * last))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected[-1]), strict=True):
-        assert a.tobytes() == b.tobytes()
+    assert_same_bits(found, expected[-1])
     assert threading.active_count() < 40
 
 
@@ -239,22 +249,14 @@ def test_parameters_in_pinned_memory_are_lost_by_name(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ):
     """They are updated in their place; the files have the old version, and the next state trains as ever."""
-    where, name, at = FAULTS[what]
     tx, scales = OPTIMIZERS["adamw"], [SMALL, SMALL, LARGE]
     expected, _ = trained(True, tx, scales, 2, tmp_path / "whole", **PINNED)
     train_step = step_of(True, tx, 2, tmp_path / "fails", **PINNED)
     state = train_step.shard(new_state(True, LAYERS, tx), batch(0))
     for i, scale in enumerate(scales[:2]):
         state, _ = train_step(state, batch(i) * scale)
-    calls, call = itertools.count(), getattr(where, name)
-
-    def failing(*args: Any, **options: Any) -> Any:
-        if next(calls) == at:
-            raise Stop
-        return call(*args, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(where, name, failing)
+        fail(patch, what)
         with pytest.raises(Stop):
             train_step(state, batch(2) * LARGE)
     assert any(x.is_deleted() for x in jax.tree.leaves(state["params"]))
@@ -266,8 +268,7 @@ def test_parameters_in_pinned_memory_are_lost_by_name(
     for i, scale in enumerate(scales):
         state, metrics = train_step(state, batch(i) * scale)
     found = zoo.to_host((state, metrics))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected[-1]), strict=True):
-        assert a.tobytes() == b.tobytes()
+    assert_same_bits(found, expected[-1])
 
 
 def test_a_step_within_itself_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
@@ -317,8 +318,7 @@ def test_a_handler_gets_no_buffers_that_have_tiles(monkeypatch: pytest.MonkeyPat
         found = zoo.to_host(train_step(state, batch(2) * SMALL))
     assert errors
     assert all("moves tiles through the same memory" in text for text in errors)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected[-1]), strict=True):
-        assert a.tobytes() == b.tobytes()
+    assert_same_bits(found, expected[-1])
 
 
 def test_a_report_says_so(tmp_path: Any):

@@ -80,10 +80,10 @@ class EarlyPlan:
             v for bucket in self.buckets if bucket.num_slices for v in bucket.reads if v.aval.shape
         }
 
-    def assumed_bytes(self, plan: StepPlan) -> int:
-        """Of one device's shards of leaves whose update begins on an assumption."""
-        mine = {i for bucket in self.buckets if bucket.assumption for i in bucket.leaves}
-        return sum(plan.leaves[i].nbytes_per_device for i in mine)
+    @property
+    def assumed(self) -> set[int]:
+        """The leaves whose update begins on an assumption, by index."""
+        return {i for bucket in self.buckets if bucket.assumption for i in bucket.leaves}
 
     def text(self, plan: StepPlan) -> list[str]:
         """Which updates begin early, and why others do not: lines."""

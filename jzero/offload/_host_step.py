@@ -333,8 +333,14 @@ class HostStep:
     def _old_bytes(self) -> int:
         """Of one device's old values, the most that are kept in a step."""
         renewed = sum(self.leaves[i].nbytes_per_device for i in self.host.leaves)
-        assumed = self._early_plan.assumed_bytes(self._planned.plan)
-        return min(int(self._old_share * renewed), assumed)
+        kept = self._early_plan.assumed.intersection(self._overwritten())
+        return min(
+            int(self._old_share * renewed), sum(self.leaves[i].nbytes_per_device for i in kept)
+        )
+
+    def _overwritten(self) -> Collection[int]:
+        """The leaves that the hosts renew in their place, by index."""
+        return self.host.leaves
 
     def code_paths(self) -> str:
         """How the host updates each leaf, and sends what it makes."""

@@ -137,15 +137,9 @@ class NVMeStep(HostStep):
             if leaves[i].is_streamed and leaves[i].tier != NVME
         }
 
-    @property
-    def _old_bytes(self) -> int:
-        """Of parameters in pinned memory: files have both versions."""
-        buckets = self._early_plan.buckets
-        assumed = {i for bucket in buckets if bucket.assumption for i in bucket.leaves}
-        mine = assumed & {*self._places_of_pinned().values()}
-        renewed = sum(self.leaves[i].nbytes_per_device for i in self.host.leaves)
-        old = sum(self.leaves[i].nbytes_per_device for i in mine)
-        return min(int(self._old_share * renewed), old)
+    def _overwritten(self) -> Collection[int]:
+        """Parameters in pinned memory: files have both versions."""
+        return self._places_of_pinned().values()
 
     def _arriving(self) -> dict[int, int]:
         """What the host reads that arrives while layers compute, by index, and in how many slices."""

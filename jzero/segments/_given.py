@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.sharding.plan._stages import PARAMETER
-from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing import _call, _jaxpr, _rewrite
 from jzero.tracing._rewrite import Flat
 
 
@@ -99,14 +100,7 @@ class TypedPart(NamedTuple):
         """Of each input, the axes over which it is an argument in rows; they may be of one device."""
         num = len(plan.leaves)
         specs = [plan.arguments[i - num] if i is not None and i >= num else () for i in self.taken]
-        return [
-            frozenset(
-                axis
-                for names in spec
-                for axis in ([names] if isinstance(names, str) else names or ())
-            )
-            for spec in specs
-        ]
+        return [frozenset(itertools.chain(*map(_call.spec_axes, spec))) for spec in specs]
 
     def new_leaves(self, plan: StepPlan) -> list[tuple[int, int]]:
         """The results that are new leaves, by index, and which ones."""
@@ -197,7 +191,7 @@ def of_all_devices(
 def _joined(layout: Layout, spec: PartitionSpec) -> Layout:
     """The layout of an array of which each device has a part of this shape."""
     mesh = dict(layout.mesh)
-    names = [(x,) if isinstance(x, str) else x or () for x in (*spec, *[None] * len(layout.dims))]
+    names = [*map(_call.spec_axes, (*spec, *[None] * len(layout.dims)))]
     pairs = zip(layout.shape, names, strict=False)
     return from_spec([size * layout.num(axes) for size, axes in pairs], mesh, spec)
 
