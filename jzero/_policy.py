@@ -118,7 +118,7 @@ class HostCPU(Policy):
     >>> w, opt_state = train_step((w, tx.init(w)), batch)
     >>> opt_state.masters
     LeafArray(shape=(64, 64), dtype=float32, in host memory)
-    >>> [(x.direction, x.dtype, x.elements) for x in train_step.describe((w, opt_state), batch).crossings
+    >>> [(x.direction, x.dtype, x.elements) for x in train_step.describe((w, opt_state), batch).transfers
     ...  if x.elements > 1]  # of one of 8 devices
     [('to host', 'bfloat16', 512), ('to device', 'bfloat16', 512)]
 
@@ -258,7 +258,7 @@ class NVMe(Policy):
     >>> w, opt_state = train_step((w, tx.init(w)), batch)
     >>> opt_state.masters
     LeafArray(shape=(64, 64), dtype=float32, in files)
-    >>> [(x.what, x.elements) for x in train_step.describe((w, opt_state), batch).crossings
+    >>> [(x.what, x.elements) for x in train_step.describe((w, opt_state), batch).transfers
     ...  if x.direction == "to disk"]  # of one of 8 devices: a master and two moments
     [('optimizer state', 512), ('optimizer state', 512), ('optimizer state', 512)]
     >>> folder.cleanup()

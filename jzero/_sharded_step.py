@@ -201,7 +201,7 @@ class ShardedStep(Generic[StepArgs, Result]):
         """The arguments beside the state: `self` is one, if it is not the state."""
         signature = self._programs.signature
         is_state = next(iter(signature.parameters.parameters)) in signature.state_names
-        if self._bound and is_state and not (signature.told or signature.settled):
+        if self._bound and is_state and not (signature.declared or signature.settled):
             is_state = Like(self._bound[0]).in_structure(state)
         return args if is_state else self._given(args)
 
@@ -308,7 +308,7 @@ class ShardedStep(Generic[StepArgs, Result]):
     def _check_is_state(self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuses arguments of a state one by one: `shard(params, opt_state)`."""
         signature = self._programs.signature
-        if signature.told and not signature.found:
+        if signature.declared and not signature.found:
             signature.named(state, "shard")
             return
         places = signature.places(state, self._beside(state, args), kwargs)
@@ -322,7 +322,7 @@ class ShardedStep(Generic[StepArgs, Result]):
 
     def _takes_objects(self, state: Any) -> bool:
         """Whether these are NNX objects that a call would change, and no state in the form of a pytree."""
-        return not self._programs.signature.told and _objects.holds_objects(state)
+        return not self._programs.signature.declared and _objects.holds_objects(state)
 
     def _shard_objects(self, *args: Any, **kwargs: Any) -> Any:
         with self._asked("shard"):

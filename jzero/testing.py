@@ -238,7 +238,7 @@ def _step(
     outs = step(*args, **kwargs)
     signature = train_step._programs.signature
     named = signature.named(state, SAME)
-    if signature.told:
+    if signature.declared:
         return find_state(outs, named).apart(named)
     tree: Any = jax.tree.structure(state)
     return (outs, None) if jax.tree.structure(outs) == tree else (outs[0], (None, *outs[1:]))

@@ -458,7 +458,7 @@ def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little,
     report = train_step.describe(state, *batches()[0])
     train_step(state, *batches()[0])
     told: collections.Counter[str] = collections.Counter()
-    for x in report.crossings:
+    for x in report.transfers:
         if x.what == "activation":
             told[x.direction] += x.nbytes
     assert moved_bytes == told
@@ -499,8 +499,8 @@ def test_describe_lists_them():
     assert "256 B float32[4, 1, 16], in 4 iterations, at " in text
     _, row = found.to_dict()["activations"]
     assert (row["shape"], row["dtype"], row["nbytes"]) == ([4, 1, 16], "float32", 256)
-    crossings = [(x.direction, x.what, x.elements, x.nbytes) for x in found.crossings]
-    assert crossings == [
+    transfers = [(x.direction, x.what, x.elements, x.nbytes) for x in found.transfers]
+    assert transfers == [
         (way, "activation", 2 * elements, 2 * 4 * elements)
         for way in ("to host", "to device")
         for elements in (16, 64)

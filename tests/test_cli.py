@@ -127,8 +127,8 @@ def test_offload_as_json(flags, policy):
     expected = jzero.estimate("7.5B", devices=64, stage=2, memory=policy)
     (stage,) = found["stages"]
     assert [tuple(row.values()) for row in stage["memory"]] == list(expected.memory)
-    crossings = [(*x[:5], x.each_iteration) for x in expected.crossings]
-    assert [tuple(row.values()) for row in stage["crossings"]] == crossings
+    transfers = [(*x[:5], x.each_iteration) for x in expected.transfers]
+    assert [tuple(row.values()) for row in stage["transfers"]] == transfers
     assert (stage["total"], stage["on_host"]) == (expected.total, expected.on_host)
 
 
@@ -218,7 +218,7 @@ def test_tiers_of_one_stage_as_json():
     for name, value in expected.to_dict().items():
         if name in stage:
             assert stage[name] == json.loads(json.dumps(value)), name
-    assert {"time", "crossings", "memory"} <= stage.keys()
+    assert {"time", "transfers", "memory"} <= stage.keys()
 
 
 def test_the_time_of_one_stage():

@@ -121,7 +121,7 @@ def byte_counts(found):
     for name in ("whole", "per_device", "on_host"):
         yield sum(row[name] for row in found["memory"])
     yield from (row["bytes"] for row in found["traffic"])
-    yield from (row["nbytes"] for row in found["crossings"])
+    yield from (row["nbytes"] for row in found["transfers"])
     moved = [row["nbytes"] * row["times"] for row in found["movements"]]
     yield from (sum(moved), *(row["nbytes"] for row in found["movements"]))
     micro = found["microbatches"]
@@ -148,7 +148,7 @@ def test_reports_fit_a_terminal_and_say_what_their_dicts_say(case):
             f"{row['role']} {readable_bytes(row['whole'])} {readable_bytes(row['per_device'])}"
             in one_line
         )
-    for row in found["crossings"]:
+    for row in found["transfers"]:
         assert f"{row['direction']} {row['what']} {row['dtype']} {row['elements']:,}" in one_line
     full = [leaf for leaf in found["leaves"] if leaf["why_full"]]
     assert f"{len(full)} of {len(found['leaves'])} leaves stay" in one_line or not full

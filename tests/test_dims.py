@@ -344,7 +344,7 @@ def test_where_state_rests_on_hosts(name, mesh, offload, monkeypatch):
     assert not report.extra_work
     there = {"optimizer state"} if offload in ("optimizer state in slices",) else {"parameter"}
     there |= {"activation"} if "activations" in offload and "gpt" in name else set()
-    assert there <= {x.what for x in report.crossings}
+    assert there <= {x.what for x in report.transfers}
 
 
 @pytest.mark.slow

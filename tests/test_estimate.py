@@ -272,7 +272,7 @@ def test_model_parallelism_divides_what_hosts_have(options):
         jzero.estimate("8B", devices=64, model_parallel=k, **grouped(**options)) for k in (1, 8)
     )
     assert eight.hosted_bytes * 8 == one.hosted_bytes
-    for of_one, of_eight in zip(one.crossings, eight.crossings, strict=True):
+    for of_one, of_eight in zip(one.transfers, eight.transfers, strict=True):
         assert of_eight.nbytes * 8 == of_one.nbytes
 
 

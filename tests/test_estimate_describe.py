@@ -77,10 +77,10 @@ def moved(collectives: Any) -> dict[Any, float]:
     return {key: n for key, n in found.items() if n}
 
 
-def copied(crossings: Any, parts: bool) -> dict[Any, int]:
+def copied(transfers: Any, parts: bool) -> dict[Any, int]:
     """Bytes by direction, role and part of the step, scalars aside."""
     found = collections.Counter[Any]()
-    for c in crossings:
+    for c in transfers:
         found[c.direction, c.what, c.part * parts] += c.nbytes * (c.elements > 1)
     return {key: n for key, n in found.items() if n}
 
@@ -150,7 +150,7 @@ def test_an_estimate_is_what_describe_says(precision, sizes, options):
     assert moved(found.traffic) == pytest.approx(moved(expected.traffic))
     # All microbatches of two matrices pass a layer: gradients of all layers leave together.
     parts = not found.plan.microbatches.by_layer
-    assert copied(found.crossings, parts) == copied(expected.crossings, parts)
+    assert copied(found.transfers, parts) == copied(expected.transfers, parts)
     on_host = sum(row.on_host for row in found.memory)
     # But for scalars that are sent with gradients, and for gradients of some layers that go to files.
     needs = [x for x in host_needs(found.schedule) if "to files" not in x.what]

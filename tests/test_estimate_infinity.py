@@ -40,9 +40,9 @@ def time_of(found: jzero.Estimate) -> StepTime:
     return found.time
 
 
-def by_way(crossings):
+def by_way(transfers):
     totals: dict[tuple[str, str], int] = {}
-    for c in crossings:
+    for c in transfers:
         totals[c.direction, c.what] = totals.get((c.direction, c.what), 0) + c.nbytes
     return totals
 
@@ -91,7 +91,7 @@ UP, DOWN = "to device", "to host"
 )  # fmt: skip
 def test_what_crosses(options, expected):
     """Bytes for each parameter of an eighth."""
-    found = by_way(estimate(**options).crossings)
+    found = by_way(estimate(**options).transfers)
     assert found == {key: size * PSI // 8 for key, size in expected.items()}
 
 
@@ -103,11 +103,11 @@ def test_activations_cross_twice(offload, accumulate):
         PSI, devices=8, **grouped(offload=offload, accumulate=accumulate, **KEPT)
     )
     nbytes = 2 * 4096 * 24 * 2048
-    assert by_way(found.crossings)[DOWN, "activation"] == nbytes
-    assert by_way(found.crossings)[UP, "activation"] == nbytes
+    assert by_way(found.transfers)[DOWN, "activation"] == nbytes
+    assert by_way(found.transfers)[UP, "activation"] == nbytes
     assert rows(found)["activation"] == (0, nbytes // accumulate, False)
     in_float32 = jzero.estimate(PSI, devices=8, precision="float32", **grouped(**KEPT))
-    assert by_way(in_float32.crossings)[UP, "activation"] == 2 * nbytes
+    assert by_way(in_float32.transfers)[UP, "activation"] == 2 * nbytes
 
 
 def test_layer_major_keeps_the_activations_of_all_microbatches():
@@ -241,7 +241,7 @@ def test_every_byte_has_its_time(options):
         for way, time in part.ways.items():
             seconds[way] = seconds.get(way, 0) + time
     for way in (UP, DOWN):
-        nbytes = sum(c.nbytes for c in found.crossings if c.direction == way)
+        nbytes = sum(c.nbytes for c in found.transfers if c.direction == way)
         assert seconds.get(way, 0) == pytest.approx(nbytes / 55e9)
     moved = sum(c.nbytes * (1 + (c.op == "all-reduce")) for c in found.traffic)
     assert seconds["between devices"] == pytest.approx(moved / 350e9)

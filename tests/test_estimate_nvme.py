@@ -21,7 +21,7 @@ def test_a_step_is_as_estimated(stage: int, precision: str, in_place: bool, tmp_
     policy = jzero.NVMe(tmp_path, host_bytes=2**16, in_place=in_place)
     found = found_by(precision, stage=stage, offload=policy)
     expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, memory=policy)
-    assert by_way(found.crossings) == by_way(expected.crossings) != {}
+    assert by_way(found.transfers) == by_way(expected.transfers) != {}
     rows = {row.role: row for row in found.memory}
     wanted = {row.role: row for row in expected.memory}
     assert rows["optimizer state"].per_device == COUNTER
@@ -100,10 +100,10 @@ def test_with_parameters_on_the_hosts(tmp_path: Path):
         for policy in (jzero.NVMe(tmp_path, host_bytes=2**16), jzero.HostCPU())
     )  # fmt: skip
     for one, two in zip(found, other, strict=True):
-        crossing = by_way(one.crossings)
-        assert crossing.pop(("from disk", "optimizer state")) == 12 * PSI // 8
-        assert crossing.pop(("to disk", "optimizer state")) == 12 * PSI // 8
-        assert crossing == by_way(two.crossings)
+        transferred = by_way(one.transfers)
+        assert transferred.pop(("from disk", "optimizer state")) == 12 * PSI // 8
+        assert transferred.pop(("to disk", "optimizer state")) == 12 * PSI // 8
+        assert transferred == by_way(two.transfers)
         rows = {row.role: row for row in one.memory}
         assert rows["optimizer state"].on_disk == 12 * PSI // 8
         assert rows["parameter"].on_host > 0
@@ -140,7 +140,7 @@ def test_what_parameters_in_files_move(accumulate: int, layer_major: bool, times
     options: dict[str, Any] = {"accumulate": accumulate, "layer_major": layer_major}
     found = jzero.estimate("1B", devices=8, **grouped(**options, **in_files()))
     each = found.num_params // 8
-    assert by_way(found.crossings) == {
+    assert by_way(found.transfers) == {
         ("to device", "parameter"): 2 * times * 2 * each,
         ("from disk", "parameter"): (2 * times + 1) * 2 * each,
         ("to disk", "parameter"): 2 * each,

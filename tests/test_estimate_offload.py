@@ -55,10 +55,10 @@ def found_by(precision, axes=(("data", 8),), **options):
     return train_step.describe(state, BATCH)
 
 
-def by_way(crossings):
+def by_way(transfers):
     """`{(direction, what): bytes}`, scalars aside."""
     totals: dict[tuple[str, str], int] = {}
-    for c in crossings:
+    for c in transfers:
         if c.elements > 1:
             totals[c.direction, c.what] = totals.get((c.direction, c.what), 0) + c.nbytes
     return totals
@@ -66,7 +66,7 @@ def by_way(crossings):
 
 def check(found, expected):
     """Bytes at rest on devices and hosts, and what crosses."""
-    assert by_way(found.crossings) == by_way(expected.crossings) != {}
+    assert by_way(found.transfers) == by_way(expected.transfers) != {}
     rows = {row.role: row for row in found.memory}
     wanted = {row.role: row for row in expected.memory}
     assert rows["parameter"].per_device == wanted["parameter"].per_device
@@ -85,7 +85,7 @@ def test_a_hosted_step_is_as_estimated(stage, precision, ratio, delayed_update):
     found = found_by(precision, stage=stage, offload=policy)
     expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, memory=policy)
     check(found, expected)
-    assert {c.elements for c in expected.crossings} == {PSI * ratio / 8}
+    assert {c.elements for c in expected.transfers} == {PSI * ratio / 8}
 
 
 @pytest.mark.parametrize("device_bytes", [2**30, 6000])
@@ -163,8 +163,8 @@ def test_parameters_on_the_hosts_rest_as_estimated(precision, policy):
         assert row.per_device == wanted[row.role].per_device + counter
         assert row.on_host == wanted[row.role].on_host
     assert wanted["parameter"].per_device == 0 < wanted["parameter"].on_host
-    moved = by_way(expected.crossings)
-    assert all(moved[key] >= nbytes for key, nbytes in by_way(found.crossings).items())
+    moved = by_way(expected.transfers)
+    assert all(moved[key] >= nbytes for key, nbytes in by_way(found.transfers).items())
 
 
 # -- the paper -------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_bytes_per_parameter_of_zero_offload():
     assert found.at_rest == 2 * 10**10
     assert found.total == 4 * 10**10  # with gradients, if none left before the last was made
     assert found.on_host == (12 + 2 + 2) * 10**10
-    assert by_way(found.crossings) == {
+    assert by_way(found.transfers) == {
         ("to host", "gradient"): 2 * 10**10,
         ("to device", "parameter"): 2 * 10**10,
     }
@@ -192,13 +192,13 @@ def test_bytes_per_parameter_of_zero_offload():
 def test_shards_share_what_crosses():
     """ZeRO-Offload, section 4.2: with stage 2 it is divided by the devices."""
     one, many = (jzero.estimate("10B", devices=n, stage=2, memory=jzero.HostCPU()) for n in (1, 8))
-    assert [c.nbytes / 8 for c in one.crossings] == [c.nbytes for c in many.crossings]
+    assert [c.nbytes / 8 for c in one.transfers] == [c.nbytes for c in many.transfers]
     assert one.on_host == 8 * many.on_host
 
 
 def test_no_offload_crosses_nothing():
     found = jzero.estimate("1B", devices=8)
-    assert (found.crossings, found.on_host) == ((), 0)
+    assert (found.transfers, found.on_host) == ((), 0)
     assert "host" not in str(found)
 
 

@@ -131,7 +131,7 @@ def test_two_bytes_of_each_parameter_cross_in_each_direction(data, model, watche
     jax.tree.map(np.testing.assert_array_equal, zoo.to_host(state[0]), rounded)
     report = train_step.describe(state, batches()[0])
     for direction in ("to host", "to device"):
-        crossed = [x for x in report.crossings if x.direction == direction and x.elements > 1]
+        crossed = [x for x in report.transfers if x.direction == direction and x.elements > 1]
         assert data * model * sum(x.nbytes for x in crossed) == due
 
 
@@ -361,7 +361,7 @@ def test_what_crosses_for_a_device_is_its_part():
     report = train_step.describe(new_layers(ADAMW), batches()[0])
     table, stacks = 24 * WIDTH // 8, LAYERS * (2 * WIDTH * HIDDEN // 8 + WIDTH // 4)
     found = Counter[tuple[str, str]]()
-    for x in report.crossings:
+    for x in report.transfers:
         if x.what != "scalar":
             found[x.direction, x.what] += x.nbytes
     assert found == {

@@ -77,7 +77,7 @@ def test_two_bytes_of_each_parameter_cross_in_each_direction(num, stage, watched
         assert not up
         assert sum(down.values()) <= 40 * num  # bias corrections, the norm
     report = train_step.describe(state, BATCH)
-    large = [x for x in report.crossings if x.elements > 1]
+    large = [x for x in report.transfers if x.elements > 1]
     assert {(x.direction, x.what, x.dtype) for x in large} == {
         ("to host", "gradient", "bfloat16"), ("to device", "parameter", "bfloat16")
     }  # fmt: skip
@@ -94,7 +94,7 @@ def test_what_crosses_of_float32_parameters(watched):  # noqa: F811
     train_step(new_state(), BATCH)
     assert up["float32"] >= 4 * NUM_PARAMS
     assert down["float32"] >= 8 * NUM_PARAMS
-    whats = [x.what for x in train_step.describe(new_state(), BATCH).crossings if x.elements > 1]
+    whats = [x.what for x in train_step.describe(new_state(), BATCH).transfers if x.elements > 1]
     assert sorted(whats) == ["gradient"] * 4 + ["parameter"] * 8
 
 
@@ -104,7 +104,7 @@ def test_what_a_streamed_step_copies():
     report = train_step.describe(new_state(), BATCH)
     state_bytes = report.plan.nbytes_at_rest(tier="pinned_host")
     for direction in ("to host", "to device"):
-        assert sum(x.nbytes for x in report.crossings if x.direction == direction) == state_bytes
+        assert sum(x.nbytes for x in report.transfers if x.direction == direction) == state_bytes
     assert "optimizer state  float32" in str(report)
 
 

@@ -259,8 +259,8 @@ def test_a_loop_that_begins_with_a_parameter():
         same(eval_step(placed, x), one_device(adapted)(params, x))
         (loop,) = nested_in(eval_step, placed, x)
         report = eval_step.describe(placed, x)
-        in_iterations = {x.loop and x.loop.num: 0 for x in report.crossings}
-        for each in report.crossings:
+        in_iterations = {x.loop and x.loop.num: 0 for x in report.transfers}
+        for each in report.transfers:
             in_iterations[each.loop and each.loop.num] += each.nbytes * num
         assert in_iterations == {None: nbytes_of(fast), 3: 3 * nbytes_of(slow)}
 
@@ -402,7 +402,7 @@ def test_the_state_of_a_train_step_is_read_where_it_rests(offload):
         same(eval_step(state[0], *args), expected)
         assert len(nested_in(eval_step, state[0], *args)) == nested
     same(copied(state[0], *args), expected)
-    assert copied.describe(state[0], *args).crossings == ()
+    assert copied.describe(state[0], *args).transfers == ()
     # What reads no parameter that rests there is one program; what reads moments has them copied.
     moments = jzero.shard_eval_step(lambda state: optax.tree.norm(state[1][0].nu), like=train_step)
     same(moments(state), optax.tree.norm(zoo.to_host(state[1][0].nu)))
@@ -428,11 +428,11 @@ def test_bytes_over_the_link_in_each_token(layers, num, rows):
     for fn, iterations in ((greedy, CONTEXT - 1), (stopped, None)):
         eval_step, placed, _ = smallest(fn, placed_as, num, *args)
         report = eval_step.describe(placed, *args)
-        assert {x.loop.num for x in report.crossings} == {iterations}
+        assert {x.loop.num for x in report.transfers} == {iterations}
         # Positions that the devices do not divide are padded.
         padding = (nbytes_of(jax.tree.map(at_rest, placed)) - nbytes_of(params)) // num
-        assert sum(x.nbytes for x in report.crossings) == (of_token + padding) * (iterations or 1)
-        (row,) = report.to_dict()["crossings"]
+        assert sum(x.nbytes for x in report.transfers) == (of_token + padding) * (iterations or 1)
+        (row,) = report.to_dict()["transfers"]
         assert row["each_iteration"] == (iterations is None)
         text = " ".join(str(report).split())
         each = "each iteration" if iterations is None else f"each of the {iterations} iterations"
@@ -451,7 +451,7 @@ def test_what_fits_is_fetched_once():
     params, args = new_params(), (tokens_of(16, GIVEN), jax.random.key(0))
     eval_step, placed = asked_of(greedy, params, 1, nbytes_of(params))
     assert not nested_in(eval_step, placed, *args)
-    assert sum(x.nbytes for x in eval_step.describe(placed, *args).crossings) == nbytes_of(params)
+    assert sum(x.nbytes for x in eval_step.describe(placed, *args).transfers) == nbytes_of(params)
     same(eval_step(placed, *args), one_device(greedy)(params, *args))
 
 
@@ -664,4 +664,4 @@ def test_a_batch_that_comes_whole_to_each_device(mapped):
     assert least <= 3 * 32 * 32 * ITEM  # a layer, its shard, and what is gathered
     eval_step, placed = asked(least)
     np.testing.assert_allclose(eval_step(placed, x), evaluate(params, x), rtol=1e-12, atol=1e-15)
-    assert any(c.what == "parameter" for c in eval_step.describe(placed, x).crossings)
+    assert any(c.what == "parameter" for c in eval_step.describe(placed, x).transfers)

@@ -208,7 +208,7 @@ def test_losses_of_all_rows_and_tied_weights(loss_fn, loops, update, scan):
 
 def moved(report):
     """Elements fetched, gathered and reduced in a step, scalars aside, and how often."""
-    fetched = sum(x.elements for x in report.crossings if x.direction == "to device")
+    fetched = sum(x.elements for x in report.transfers if x.direction == "to device")
     rows = [c for c in report.traffic if c.elements > 1]
     ops = {
         op: [c for c in rows if c.op == op] for op in ("all-gather", "reduce-scatter", "all-reduce")

@@ -134,7 +134,7 @@ def test_memory_has_gradients_of_few_layers_at_any_depth(tmp_path: Path, monkeyp
         text = " ".join(str(report).split())
         assert "gradients wait there, too, where their tiles will be written" in text
         moved = {
-            way: sum(x.nbytes for x in report.crossings if (x.direction, x.what) == (way, "gradient")
+            way: sum(x.nbytes for x in report.transfers if (x.direction, x.what) == (way, "gradient")
                      and x.elements > 1)
             for way in ("to host", "to disk", "from disk")
         }  # fmt: skip
@@ -178,7 +178,7 @@ def test_the_estimate_counts_them():
     assert once.on_disk == 16 * 10**12 // 16
     for direction in ("to disk", "from disk"):
         ways = [
-            x.nbytes for x in twice.crossings if (x.direction, x.what) == (direction, "gradient")
+            x.nbytes for x in twice.transfers if (x.direction, x.what) == (direction, "gradient")
         ]
         assert ways == [each]
     # Of gradients that are larger than the state, the rest has room of its own.
@@ -193,7 +193,7 @@ def test_the_command_counts_them():
     said = test_cli.output(*f"estimate --params 1T --devices 16 --stage 3 {flags}".split())
     (row,) = json.loads(said)["stages"]
     assert row["on_disk"] == 28 * 10**12 // 16
-    assert {x["direction"] for x in row["crossings"] if x["what"] == "gradient"} == {
+    assert {x["direction"] for x in row["transfers"] if x["what"] == "gradient"} == {
         "to host", "to disk", "from disk"
     }  # fmt: skip
 

@@ -145,14 +145,14 @@ def test_masters_in_half_precision_on_eight_devices(tmp_path: Path):
         alone, expected = jax.jit(step)(alone, x * (i + 1))
         assert_same(state, same)
         np.testing.assert_allclose(loss, expected, rtol=2e-2)
-    crossings = one.describe(state, x).crossings
+    transfers = one.describe(state, x).transfers
     padded = [leaf.storage.shape for leaf in in_files(state[0])]
     assert all(math.prod(shape) % 8 == 0 for shape in padded)
     assert padded != [(257, 36), (3, 36, 36)]
     num = sum(map(math.prod, padded)) // 8
-    written = sum(x.nbytes for x in crossings if x.direction == "to disk")
+    written = sum(x.nbytes for x in transfers if x.direction == "to disk")
     assert written == 14 * num
-    assert not [x for x in crossings if x.direction == "to device" and x.what != "parameter"]
+    assert not [x for x in transfers if x.direction == "to device" and x.what != "parameter"]
 
 
 @pytest.mark.slow
@@ -219,9 +219,9 @@ def test_frozen_weights_are_read_and_never_written(num: int, tmp_path: Path):
         np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
     assert bodies == [path.read_bytes()[2**13 :] for path in frozen]
-    crossings = train_step.describe(state, x).crossings
+    transfers = train_step.describe(state, x).transfers
     adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(start["adapter"])) // num
-    written = [x for x in crossings if x.direction == "to disk" and x.what != "gradient"]
+    written = [x for x in transfers if x.direction == "to disk" and x.what != "gradient"]
     assert sum(x.nbytes for x in written) == 3 * adapter
     for a, b in ((state["base"], start["base"]), (state["head"], start["head"])):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -481,8 +481,8 @@ def test_evaluations_read_the_files_of_a_training(num: int, tmp_path: Path):
     wanted = jax.jit(forward)(jax.tree.map(np.array, state), batch(1))
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     assert sorted(tmp_path.rglob("*.tiles")) == files
-    crossings = eval_step.describe(state, batch(1)).crossings
-    read = {way: sum(x.nbytes for x in crossings if x.direction == way)
+    transfers = eval_step.describe(state, batch(1)).transfers
+    read = {way: sum(x.nbytes for x in transfers if x.direction == way)
             for way in ("from disk", "to device")}  # fmt: skip
     assert read["from disk"] == read["to device"] > 0
     train_step(state, batch(1))

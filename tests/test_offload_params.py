@@ -183,7 +183,7 @@ def test_microbatches_run_in_parts_where_they_have_no_room(scan, num):
         call = train_step._programs.bind((state, batch(0)), {})
         layered = train_step._programs.of(call).step._layered
         found.append(len([*_layer_parts.outer_loops(layered.parts)]))
-        fetched = train_step.describe(state, batch(0)).to_dict()["crossings"][0]
+        fetched = train_step.describe(state, batch(0)).to_dict()["transfers"][0]
         layers, head = 4 * (2 * 2 * WIDTH * WIDTH + WIDTH), WIDTH * WIDTH
         # In parts, once for each pass of each microbatch; the head's passes are one part. And for the update.
         times = (2 * 2 + 1, 2 + 1) if found[-1] else (1 + 1, 1 + 1)
@@ -464,7 +464,7 @@ def test_describe_counts_what_crosses():
     head = WIDTH * WIDTH // 8
     moved = {
         direction: sum(
-            x.elements for x in report.crossings if x.direction == direction and x.elements > 1
+            x.elements for x in report.transfers if x.direction == direction and x.elements > 1
         )
         for direction in ("to device", "to host")
     }
@@ -484,7 +484,7 @@ def test_evaluation_reads_parameters_where_they_rest():
     expected = jnp.mean(batch(0) @ one_device(True, True)[-1][0]["params"]["head"])
     np.testing.assert_allclose(eval_step(state, batch(0)), expected, rtol=1e-5, atol=1e-6)
     # More of it is in test_infer_from_host.py.
-    (fetched,) = eval_step.describe(state, batch(0)).crossings
+    (fetched,) = eval_step.describe(state, batch(0)).transfers
     assert (fetched.what, fetched.elements) == ("parameter", WIDTH * WIDTH // 8)
 
 

@@ -93,7 +93,7 @@ def test_bytes_of_iterations_are_those_of_their_copies(way):
         x for step in test_dispatches.started_by(train_step, state).steps for x in step.copies
     ]
     copied = sum(x.nbytes for x in copies if (x.stream == TO_HOST) == (way == "to host"))
-    found = _folds.crossings(schedule_of(offload=jzero.PinnedHost()))
+    found = _folds.transfers(schedule_of(offload=jzero.PinnedHost()))
     assert sum(x.nbytes for x in found if x.direction == way) == copied > 0
 
 
@@ -154,7 +154,7 @@ def test_a_delayed_update_says_so():
 def test_a_step_on_the_devices_is_one_program():
     schedule = schedule_of()
     assert [type(op) for op in schedule.ops] == [Run]
-    assert not _folds.crossings(schedule)
+    assert not _folds.transfers(schedule)
     assert not _folds.host_needs(schedule)
 
 
@@ -165,13 +165,13 @@ def test_activations_wait(monkeypatch):
     waits = [op for op, *_ in done(schedule, Wait)]
     assert waits
     assert all((op.times, op.copies) == (2, 1) for op in waits)
-    ways = collections.Counter(x.direction for x in _folds.crossings(schedule))
+    ways = collections.Counter(x.direction for x in _folds.transfers(schedule))
     assert ways == {"to host": len(waits), "to device": len(waits)}
 
 
 def crossed(*ops):
     return [
-        (x.direction, x.elements, x.loop and x.loop.num) for x in _folds.crossings(Schedule(ops))
+        (x.direction, x.elements, x.loop and x.loop.num) for x in _folds.transfers(Schedule(ops))
     ]
 
 

@@ -381,7 +381,7 @@ def test_the_page_has_what_there_is():
     run = {
         "rows": 8, "step_seconds": 0.5, "tokens_per_second": 16384.0, "tflops": 130.0, "mfu": 0.13,
         "peak_bytes_in_use": 10**10, "host_peak_bytes": 10**9, "first_step_seconds": 9.0, "third_loss": 10.0,
-        "crossing_bytes": {"to host": 5 * 10**9, "to device": 10**10, "from disk": 0, "to disk": 0},
+        "transfer_bytes": {"to host": 5 * 10**9, "to device": 10**10, "from disk": 0, "to disk": 0},
     }  # fmt: skip
     found = {
         "check pool": {"status": "ok", "told": "10 GiB"}, "check saved": {"status": "FAIL", "told": "lost"},

@@ -128,8 +128,8 @@ def test_estimates_are_the_papers_formulas(stage, devices):
         shards = devices if stage else 1
         state, crossing = formulas.offloaded(7.5e9, shards, k)
         assert 0 <= hosted.hosted_bytes - state < 1
-        assert [c.direction for c in hosted.crossings] == ["to host", "to device"]
-        assert all(0 <= c.nbytes - crossing < 1 for c in hosted.crossings)
+        assert [c.direction for c in hosted.transfers] == ["to host", "to device"]
+        assert all(0 <= c.nbytes - crossing < 1 for c in hosted.transfers)
 
 
 def test_efficiency_grows_with_bandwidth_batch_and_width():

@@ -31,21 +31,21 @@ def test_each_piece_runs_in_one_bucket_and_all_that_crosses_has_a_place(policy):
     assert [bucket.on_host for bucket in plan.buckets].count(True) == isinstance(
         policy, jzero.HostCPU
     )
-    assert len(plan.boundary.at_rest) == len(plan.leaves) + len(plan.arguments)
-    assert bool(plan.boundary.crossing) == bool(plan.buckets)
+    assert len(plan.interface.stored) == len(plan.leaves) + len(plan.arguments)
+    assert bool(plan.interface.passed) == bool(plan.buckets)
     if plan.buckets:
         with pytest.raises(AssertionError, match="each subgraph runs in one bucket"):
             dataclasses.replace(plan, buckets=plan.buckets[:-1])
-        nothing = dataclasses.replace(plan.boundary, crossing={})
-        with pytest.raises(AssertionError, match="no place in the boundary"):
-            dataclasses.replace(plan, boundary=nothing)
+        nothing = dataclasses.replace(plan.interface, passed={})
+        with pytest.raises(AssertionError, match="in no interface"):
+            dataclasses.replace(plan, interface=nothing)
 
 
 def test_what_is_decided_is_printed_and_hashed():
     plan = plan_of(offload=jzero.PinnedHost(2**12), accumulate=2)
     text = str(plan).splitlines()
-    for start in ("stage 3 over data=4", "arguments: ", "outputs: ", "2 microbatches", "bucket 0", "at rest",
-                  "crossing "):  # fmt: skip
+    for start in ("stage 3 over data=4", "arguments: ", "outputs: ", "2 microbatches", "bucket 0", "stored",
+                  "passed "):  # fmt: skip
         assert any(line.startswith(start) for line in text), start
     assert plan == plan_of(offload=jzero.PinnedHost(2**12), accumulate=2)
     others = [

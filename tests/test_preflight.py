@@ -276,7 +276,7 @@ def test_parameters_on_the_hosts_cost_a_window(scan):
     pinned = many.host_bytes - many.report.plan.nbytes_at_rest(tier="pinned_host")
     assert shards <= pinned < shards + 1024  # gradients, beside the parameters
     # Each layer comes once for each pass, the last one once for both where one program does both.
-    to_device = sum(c.nbytes for c in many.report.crossings if c.direction == "to device")
+    to_device = sum(c.nbytes for c in many.report.transfers if c.direction == "to device")
     assert 2 * shards - layer // 8 <= to_device <= 2 * shards
     assert "per step, each device" in str(many)
 
@@ -354,7 +354,7 @@ def test_the_time_of_copies_of_parts(scan):
         schedule.compute_seconds + schedule.exposed_seconds + schedule.exposed_copy_seconds
     )
     seconds = {
-        way: sum(c.nbytes for c in found.report.crossings if c.direction == way) / host
+        way: sum(c.nbytes for c in found.report.transfers if c.direction == way) / host
         for way in ("to device", "to host")
     }
     assert schedule.from_host_seconds == pytest.approx(seconds["to device"], rel=1e-3)

@@ -173,7 +173,7 @@ def test_copies_begin_when_there_is_room_for_them(ahead, num):
 def test_bytes_and_lines_are_those_of_a_fetch_by_itself():
     layers = Layers(2)
     apart = Loop((layers.fetch(0), Run("iteration")), ITERATIONS, "")
-    found = [[*_folds.crossings(Schedule((loop,)))] for loop in (layers.loop, apart)]
+    found = [[*_folds.transfers(Schedule((loop,)))] for loop in (layers.loop, apart)]
     assert found[0] == found[1]
     assert str(Schedule((layers.loop,))).splitlines() == [
         "operation  what                            each device  link",

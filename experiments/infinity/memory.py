@@ -182,13 +182,13 @@ def compiled(model: GPT, name: str, window: float) -> dict[str, Any]:
     else:
         train_step = jzero.shard_train_step(step, **options)
         found = jzero.preflight(train_step, state, batch, target=target, topology=topology)
-    crossings = found.report.crossings if found.report else ()
+    transfers = found.report.transfers if found.report else ()
     return {
         "parameters": model.num_params,
         "at_rest_bytes": found.argument_bytes,
         "peak_bytes": found.peak_bytes,
         "host_bytes": found.host_bytes,
-        **{way: sum(c.nbytes for c in crossings if c.direction == way)
+        **{way: sum(c.nbytes for c in transfers if c.direction == way)
            for way in ("to device", "to host")},
         "between_devices": sum(c.nbytes for c in found.schedule.collectives),
         "product_seconds": round(found.schedule.product_seconds, 5),

@@ -267,8 +267,8 @@ def _show_one(found: Estimate, largest: int | None, memory: str | None) -> Shown
     yield _tables.memory_table(found.memory)
     moved = _tables.traffic_table(found.traffic)
     yield moved or "A step moves nothing between devices."
-    if crossing := _tables.crossing_table(found.crossings):
-        yield crossing
+    if transfers := _tables.transfer_table(found.transfers):
+        yield transfers
     if found.time is not None:
         yield found.time.table()
         yield from found.time.remarks()
@@ -323,5 +323,5 @@ def _times(found: Estimate) -> list[str]:
 
 def _on_hosts(found: Estimate) -> list[str]:
     """What each device's host holds, and what crosses to it and back."""
-    crossing = [sum(c.nbytes for c in found.crossings if c.direction == way) for way in WAYS]
-    return list(map(readable_bytes, [found.on_host, *crossing]))
+    transfers = [sum(c.nbytes for c in found.transfers if c.direction == way) for way in WAYS]
+    return list(map(readable_bytes, [found.on_host, *transfers]))

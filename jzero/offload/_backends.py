@@ -22,7 +22,7 @@ from jzero.segments._planned import PlannedStep
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._subgraphs import OptimizerProgram
-from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._interface import ProgramInterface
 from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan, UpdateBucket
 from jzero.sharding.plan._stages import StageAxes
@@ -64,12 +64,12 @@ class InTier(Backend):
         return _tiers.offloaded(self, leaves, frame, stage_axes)
 
     def buckets(
-        self, leaves: Leaves, frame: Frame, update: OptimizerProgram, boundary: Boundary
+        self, leaves: Leaves, frame: Frame, update: OptimizerProgram, interface: ProgramInterface
     ) -> tuple[UpdateBucket, ...]:
         """What the hosts update, and what devices do; or as much at a time as there is room for on these."""
         if self.updates_on_host:
             return _tiers.buckets(leaves, update)
-        return Slicer(leaves, frame, update, boundary, self.visiting_bytes).buckets()
+        return Slicer(leaves, frame, update, interface, self.visiting_bytes).buckets()
 
     def program(
         self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],

@@ -33,16 +33,16 @@ class Bandwidths(NamedTuple):
     link: float
 
 
-def share(bandwidths: Bandwidths, state_bytes: float, crossing_bytes: float) -> float:
+def share(bandwidths: Bandwidths, state_bytes: float, transfer_bytes: float) -> float:
     """The share of optimizer state with which host and device end together.
 
     Args:
       bandwidths: as measured.
       state_bytes: of optimizer state.
-      crossing_bytes: of what goes to the host, or comes from there, if all of it is stored on the host.
+      transfer_bytes: of what goes to the host, or comes from there, if all of it is stored on the host.
         Copies run beside the update, so the slower of both counts.
     """
-    on_host = max(state_bytes / bandwidths.host, crossing_bytes / bandwidths.link)
+    on_host = max(state_bytes / bandwidths.host, transfer_bytes / bandwidths.link)
     on_device = state_bytes / bandwidths.device
     return on_device / (on_host + on_device)
 

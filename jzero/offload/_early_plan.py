@@ -176,7 +176,7 @@ class _Early:
 
     def _obstacle(self, subgraph: Subgraph) -> str:
         plan = self._plan
-        if found := obstacle_of(self._frame, plan.leaves, plan.update, plan.boundary, subgraph):
+        if found := obstacle_of(self._frame, plan.leaves, plan.update, plan.interface, subgraph):
             return found
         if any(out not in subgraph.leaves for out in subgraph.outs):
             return "they renew what is stored on the devices"
@@ -293,12 +293,12 @@ def avals_of(
     planned: PlannedStep, bucket: EarlyBucket
 ) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
     """One device's shards of a bucket's leaves and of what it reads, or of a slice of these."""
-    leaves, boundary = [planned.plan.leaves[i] for i in bucket.leaves], planned.plan.boundary
+    leaves, interface = [planned.plan.leaves[i] for i in bucket.leaves], planned.plan.interface
 
     def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sliced = bucket.num_slices and x.ndim
         return jax.ShapeDtypeStruct(x.shape[1:] if sliced else x.shape, x.dtype)
 
     state = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
-    reads = [shard_of(boundary.crossed(var).aval(planned.mesh)) for var in bucket.reads]
+    reads = [shard_of(interface.as_passed(var).aval(planned.mesh)) for var in bucket.reads]
     return [*map(part, state)], [*map(part, reads)]

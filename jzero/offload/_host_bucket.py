@@ -99,7 +99,7 @@ class HostBucket:
         plan, found = self._plan, []
         for i in self.outs:
             if i < len(plan.leaves):
-                found.append(plan.boundary.crossed(self._invars[i]).aval(self.mesh))
+                found.append(plan.interface.as_passed(self._invars[i]).aval(self.mesh))
             else:
                 aval, place = self._outvars[i].aval, _layout.partition_spec(plan.layouts[i])
                 sharding = NamedSharding(self.mesh, place)
@@ -143,11 +143,11 @@ class HostBucket:
         text = _rewrite.whole_text(jaxpr)
         if constants or text is None:
             return None
-        crossing = [(x.shape, x.dtype, x.sharding) for x in (*self.read_avals(), *self.out_avals())]
+        passed = [(x.shape, x.dtype, x.sharding) for x in (*self.read_avals(), *self.out_avals())]
         # The text does not say which argument is which leaf.
         place = {var: i for i, var in enumerate(self._known())}
         takes = [place.get(var) for var in self.segment.takes]
-        return (text, *takes, *self.axes, *self.leaves, *self.outs, *self.names(), *crossing)
+        return (text, *takes, *self.axes, *self.leaves, *self.outs, *self.names(), *passed)
 
     def _known(self) -> list[Var]:
         """What `update` is given, but for indices."""
@@ -168,7 +168,7 @@ def _check_cut(builder: Builder, subgraphs: Sequence[Subgraph]) -> None:
     """What the host has of such leaves is a part of what a program of the data axes has."""
     plan, bad = builder.planned.plan, []
     for subgraph in subgraphs:
-        if why := part_obstacle(builder.planned.frame, plan.leaves, plan.boundary, subgraph):
+        if why := part_obstacle(builder.planned.frame, plan.leaves, plan.interface, subgraph):
             paths = [plan.leaves[i].path for i in _subgraphs.leaves_of([subgraph])]
             bad.append(f"{first_of(paths)}: {why}")
     if bad:

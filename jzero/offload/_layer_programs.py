@@ -36,7 +36,7 @@ from jzero.sharding.cut._layer_parts import (
     StraightStage,
 )
 from jzero.sharding.plan import _layout
-from jzero.sharding.plan._boundary import ValuePlan
+from jzero.sharding.plan._interface import ValuePlan
 from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _jaxpr, _rewrite

@@ -79,8 +79,8 @@ class SlicedBucket:
         subgraph = planned.plan.update.subgraphs[bucket.subgraphs[0]]
         self._subgraph, self._offloaded, self._nbytes = subgraph, offloaded, bucket.nbytes_at_once
         self._planned, self._frame = planned, planned.frame
-        leaves, boundary = planned.plan.leaves, planned.plan.boundary
-        layout = layout_of(planned.frame, leaves, boundary, subgraph)
+        leaves, interface = planned.plan.leaves, planned.plan.interface
+        layout = layout_of(planned.frame, leaves, interface, subgraph)
         leaf = leaves[subgraph.leaves[0]]
         assert layout is not None
         self._layout, self._leaf = layout, leaf
@@ -160,8 +160,8 @@ class SlicedBucket:
 
     def _entering(self, variables: Sequence[Var]) -> Callable[..., Any]:
         enter, planned = _conversions.entering(self._planned, variables), self._planned
-        crossed = map(planned.plan.boundary.crossed, variables)
-        places = [value.aval(planned.mesh).sharding for value in crossed]
+        passed = map(planned.plan.interface.as_passed, variables)
+        places = [value.aval(planned.mesh).sharding for value in passed]
         return list if enter is None else jax.jit(enter, out_shardings=places)
 
     def _leaving(self) -> DeviceCall:
@@ -169,7 +169,7 @@ class SlicedBucket:
         leave, num = _conversions.leaving(self._planned, self._renewed), len(self._renewed)
         if leave is None:
             return lambda arrays, _: (arrays[num:], ())
-        rest = map(self._planned.plan.boundary.of, self._vars(self._renewed))
+        rest = map(self._planned.plan.interface.of, self._vars(self._renewed))
         places = [value.aval(self._planned.mesh).sharding for value in rest]
         run: Any = jax.jit(leave, donate_argnums=0, out_shardings=places)
         return lambda arrays, _: (run([*arrays[:num]], [*arrays[num:]]), ())

@@ -11,7 +11,7 @@ from jzero._errors import OptionError, message
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _elementwise, _subgraphs
 from jzero.sharding.cut._subgraphs import OptimizerProgram, Subgraph
-from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._interface import ProgramInterface
 from jzero.sharding.plan._layout import StoredLayout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import UpdateBucket
@@ -30,14 +30,14 @@ class Slicer:
       leaves: of the state.
       frame: the root frame of the step.
       update: its optimizer program.
-      boundary: how values lie between its programs.
+      interface: how values lie between its programs.
       device_bytes: the most bytes of offloaded leaves on each device at any time.
     """
 
     leaves: tuple[LeafPlan, ...]
     frame: Frame
     update: OptimizerProgram
-    boundary: Boundary
+    interface: ProgramInterface
     device_bytes: int
 
     def buckets(self) -> tuple[UpdateBucket, ...]:
@@ -76,7 +76,7 @@ class Slicer:
 
     def _obstacle(self, subgraph: Subgraph) -> str:
         """Why a subgraph's leaves cannot be cut into slices; '' if they can."""
-        return obstacle_of(self.frame, self.leaves, self.update, self.boundary, subgraph)
+        return obstacle_of(self.frame, self.leaves, self.update, self.interface, subgraph)
 
     def _check_room(
         self, packs: Sequence[Sequence[Subgraph]], buckets: Sequence[UpdateBucket]
@@ -100,13 +100,13 @@ def obstacle_of(
     frame: Frame,
     leaves: Sequence[LeafPlan],
     update: OptimizerProgram,
-    boundary: Boundary,
+    interface: ProgramInterface,
     subgraph: Subgraph,
 ) -> str:
     """Why no part of a subgraph's leaves can be updated by itself, at any time; '' if each can."""
     if found := _not_alone(frame, leaves, subgraph):
         return found
-    if layout_of(frame, leaves, boundary, subgraph) is None:
+    if layout_of(frame, leaves, interface, subgraph) is None:
         return "they are not all stored alike"
     invars = frame.jaxpr.invars
     own = {*subgraph.reads, *(invars[i] for i in subgraph.outs)} & set(invars[: len(leaves)])
@@ -118,7 +118,7 @@ def obstacle_of(
 
 
 def part_obstacle(
-    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, subgraph: Subgraph
+    frame: Frame, leaves: Sequence[LeafPlan], interface: ProgramInterface, subgraph: Subgraph
 ) -> str:
     """Why a device's part of leaves, over all mesh axes, cannot be updated by itself; '' if it can."""
     if found := _not_alone(frame, leaves, subgraph):
@@ -127,8 +127,8 @@ def part_obstacle(
     hosted = {invars[i] for i in subgraph.leaves}
     met = {*subgraph.reads, *(invars[i] for i in subgraph.outs)} - hosted
     places = {(leaves[i].layout, leaves[i].automatic) for i in subgraph.leaves}
-    crossing = [boundary.crossed(var) for var in met if var.aval.shape]
-    places |= {(value.layout, value.automatic) for value in crossing}
+    passed = [interface.as_passed(var) for var in met if var.aval.shape]
+    places |= {(value.layout, value.automatic) for value in passed}
     return "their moments, gradients and masters are not all cut alike" if len(places) > 1 else ""
 
 
@@ -139,12 +139,12 @@ def _not_alone(frame: Frame, leaves: Sequence[LeafPlan], subgraph: Subgraph) -> 
 
 
 def layout_of(
-    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, subgraph: Subgraph
+    frame: Frame, leaves: Sequence[LeafPlan], interface: ProgramInterface, subgraph: Subgraph
 ) -> StoredLayout | None:
     """The layout of a subgraph's offloaded leaves and gradients, if XLA, too, shards all of them alike."""
     own = [leaves[i] for i in subgraph.leaves]
     state = set(frame.jaxpr.invars[: len(leaves)])
-    gradients = [boundary.of(v) for v in subgraph.reads if v.aval.shape and v not in state]
+    gradients = [interface.of(v) for v in subgraph.reads if v.aval.shape and v not in state]
     found = {(x.layout, x.automatic) for x in own} | {(x.layout, x.automatic) for x in gradients}
     return found.pop()[0] if len(found) == 1 else None
 

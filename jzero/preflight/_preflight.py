@@ -336,7 +336,7 @@ class Preflight:
             self._collectives(),
             self._time(),
             [] if self.wires is None else self.wires.lines(),
-            self._crossings(),
+            self._transfers(),
             [] if self.report is None else self.report.gathered_rows(),
             wrapped(
                 (_LIMITS if self._timed else _TPU_LIMITS) + _LIMITS_OF_PARTS * bool(self.parts)
@@ -383,9 +383,9 @@ class Preflight:
             on_host = f"Programs that compute on pinned memory, which is slow: {'; '.join(bad)}."
         return [*lines, *wrapped(on_host)]
 
-    def _crossings(self) -> list[str]:
-        crossing = None if self.report is None else _tables.crossing_table(self.report.crossings)
-        return crossing.text() if crossing else []
+    def _transfers(self) -> list[str]:
+        transfers = None if self.report is None else _tables.transfer_table(self.report.transfers)
+        return transfers.text() if transfers else []
 
     def _collectives(self) -> list[str]:
         if not self.schedule.collectives:

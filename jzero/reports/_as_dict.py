@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jzero.offload.schedule._folds import Crossing
+from jzero.offload.schedule._folds import Transfer
 from jzero.offload.schedule._schedule import Schedule
 from jzero.offload.schedule._text import rows
 from jzero.reports._tables import Memory
@@ -39,9 +39,9 @@ def traffic(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def crossings(found: Sequence[Crossing]) -> list[dict[str, Any]]:
+def transfers(found: Sequence[Transfer]) -> list[dict[str, Any]]:
     """What crosses between each device and its host, by direction, role and dtype."""
-    groups: dict[tuple[str, str, str, bool], list[Crossing]] = {}
+    groups: dict[tuple[str, str, str, bool], list[Transfer]] = {}
     for x in found:
         groups.setdefault((x.direction, x.what, x.dtype, x.each_iteration), []).append(x)
     return [

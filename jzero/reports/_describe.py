@@ -25,7 +25,7 @@ from jzero.ir import _work
 from jzero.ir._loops import MICROBATCHES
 from jzero.offload.memory._leaf_array import CodingError, is_coded
 from jzero.offload.schedule import _folds
-from jzero.offload.schedule._folds import Crossing, Iterations
+from jzero.offload.schedule._folds import Iterations, Transfer
 from jzero.offload.schedule._ops import Update, flat
 from jzero.offload.schedule._schedule import Schedule
 from jzero.reports import _as_dict, _coded_leaves, _leaf_lists, _tables
@@ -34,10 +34,10 @@ from jzero.reports._step_time import PART_OF, StepTime, step_time, work_of
 from jzero.reports._tables import (
     Memory,
     Table,
-    crossing_table,
     memory_of,
     memory_table,
     traffic_table,
+    transfer_table,
 )
 from jzero.segments._partitioned import Partitioned
 from jzero.segments._program import Program
@@ -125,11 +125,11 @@ class Report:
             _coded_leaves.lines(self.plan.leaves, self.traffic, self.coding),
             self._wire(),
             self._tiles(),
-            crossing_table(self.crossings) or [],
+            transfer_table(self.transfers) or [],
             self._from_host(),
             self._activations(),
             self.gathered_rows(),
-            self._crossing_the_call(),
+            self._inputs_and_outputs(),
             _leaf_lists.offloaded(self.plan, self.code_paths),
             _leaf_lists.owned(self.plan),
             self._not_in_shards(),
@@ -180,7 +180,7 @@ class Report:
                                  line)
             traffic              in one step: op, dtype, axes, elements, bytes, times; each_iteration: whether
                                  these are of one iteration of a `while`
-            crossings            between each device and its host: direction, what, dtype, elements, nbytes;
+            transfers            between each device and its host: direction, what, dtype, elements, nbytes;
                                  each_iteration: whether these are of one iteration of a `while`
             schedule             the operations of a step, in order: operation, what; nbytes on each device
                                  (None if nothing moves), in a loop per iteration; link, from where to where;
@@ -243,7 +243,7 @@ class Report:
             "tile_bytes": plan.exchange.tile_bytes,
             "untiled": [each._asdict() for each in self.untiled],
             "traffic": _as_dict.traffic(self.traffic),
-            "crossings": _as_dict.crossings(self.crossings),
+            "transfers": _as_dict.transfers(self.transfers),
             "schedule": _as_dict.schedule(self.schedule),
             "activations": _as_dict.activations(plan.activations),
             "movements": [_as_dict.movement(m) for m in self.movements],
@@ -291,9 +291,9 @@ class Report:
         )  # fmt: skip
 
     @functools.cached_property
-    def crossings(self) -> tuple[Crossing, ...]:
+    def transfers(self) -> tuple[Transfer, ...]:
         """What each device and its host copy to each other in a step."""
-        return _folds.crossings(self.schedule)
+        return _folds.transfers(self.schedule)
 
     def time(self, rates: Rates) -> StepTime:
         """The least time of a step at these rates, and how much of its transfers no compute hides.
@@ -334,7 +334,7 @@ class Report:
         delayed = any(isinstance(op, Update) and op.delayed for op, _ in flat(self.schedule.ops))
         updated = _folds.updated_bytes(self.schedule)
         return step_time(
-            work_of(operations, 0, self.traffic, self.crossings, updated, delayed), rates
+            work_of(operations, 0, self.traffic, self.transfers, updated, delayed), rates
         )
 
     @property
@@ -426,13 +426,13 @@ class Report:
 
     def _from_host(self) -> list[str]:
         """Lines on parameters that an evaluation reads on the host: the budget, and bytes per iteration."""
-        if not self.plan.evaluates or not self.crossings:
+        if not self.plan.evaluates or not self.transfers:
             return []
         iterations: dict[Iterations, int] = {}
-        for x in self.crossings:
+        for x in self.transfers:
             if x.loop is not None and x.direction == "to device":
                 iterations[x.loop] = iterations.get(x.loop, 0) + x.nbytes // (x.loop.num or 1)
-        in_files = any(x.direction == "from disk" for x in self.crossings)
+        in_files = any(x.direction == "from disk" for x in self.transfers)
         source = "files on NVMe" if in_files else "the hosts' pinned memory"
         lines = wrapped(
             f"Parameters come from {source}, part by part: at most "
@@ -563,7 +563,7 @@ class Report:
             f"Every device loops over dim 0 of {listed(self.looped)}, with all rows. If this dim counts "
             f"minibatches, shard the rows of each: in_specs={{{specs}}}.", "  ") if specs else []  # fmt: skip
 
-    def _crossing_the_call(self) -> list[str]:
+    def _inputs_and_outputs(self) -> list[str]:
         """Lines on the layouts of arguments and outputs."""
         lines = []
         for title, found in (("arguments", self.arguments), ("outputs", self.outputs)):

@@ -25,7 +25,7 @@ from jzero._quantities import (
     readable_count,
 )
 from jzero._unknown_options import refuses_unknown_options
-from jzero.offload.schedule._folds import Crossing, crossings, updated_bytes
+from jzero.offload.schedule._folds import Transfer, transfers, updated_bytes
 from jzero.reports import _as_dict, _step_time, _tables, _within
 from jzero.reports._checks import WHO, check, check_offload, data_axes
 from jzero.reports._hf_config import Model, read_model
@@ -258,7 +258,7 @@ def estimate(
     speeds = _group(Rates, "rates", rates)
     made = Estimate(count, options, stage_axes, sizes, work, speeds, model_parallel, found)
     check_rates(options, work, speeds, {
-        "pcie": bool(made.crossings), "interconnect": bool(made.traffic),
+        "pcie": bool(made.transfers), "interconnect": bool(made.traffic),
         "host_update": bool(made.hosted_bytes), "disk": bool(made.on_disk),
     })  # fmt: skip
     return made
@@ -327,9 +327,9 @@ class Estimate:
         return self._step.traffic
 
     @functools.cached_property
-    def crossings(self) -> tuple[Crossing, ...]:
+    def transfers(self) -> tuple[Transfer, ...]:
         """Copies between each device and its host in a step; of state, an element per parameter."""
-        return crossings(self._step.schedule)
+        return transfers(self._step.schedule)
 
     @property
     def hosted_bytes(self) -> int:
@@ -343,7 +343,7 @@ class Estimate:
             return None
         work = _step_time.work_of(
             _step_time.operations_of(self._step.each, self.workload), self.workload.tokens or 0,
-            self.traffic, self.crossings, updated_bytes(self._step.schedule), self.options.offload.waits,
+            self.traffic, self.transfers, updated_bytes(self._step.schedule), self.options.offload.waits,
         )  # fmt: skip
         return _step_time.step_time(work, self.rates)
 
@@ -437,7 +437,7 @@ class Estimate:
     def to_dict(self) -> dict[str, Any]:
         """The tables' rows and sums as plain types; bytes and elements are exact ints.
 
-        Keys: num_params, axes, model_parallel, stage; memory, traffic and crossings as in `Report.to_dict`;
+        Keys: num_params, axes, model_parallel, stage; memory, traffic and transfers as in `Report.to_dict`;
         at_rest, total, on_host and on_disk (bytes); elements_moved; time, as in `StepTime.to_dict`, if a
         peak was given; model, if a configuration was: model_type, layers, width, layer_params, largest_leaf
         (its name and shape).
@@ -458,7 +458,7 @@ class Estimate:
             "on_host": self.on_host,
             "on_disk": self.on_disk,
             "traffic": _as_dict.traffic(self.traffic),
-            "crossings": _as_dict.crossings(self.crossings),
+            "transfers": _as_dict.transfers(self.transfers),
             "elements_moved": self.elements_moved,
             **({} if self.time is None else {"time": self.time.to_dict()}),
             **({} if self.model is None else {"model": self.model.to_dict()}),
@@ -496,7 +496,7 @@ class Estimate:
     def lines(self, width: int = WIDTH) -> list[str]:
         """The text, at most `width` columns wide."""
         table = _tables.traffic_table(self.traffic)
-        crossing = _tables.crossing_table(self.crossings)
+        transfers = _tables.transfer_table(self.transfers)
         moved = float(Fraction(self.elements_moved, self.num_params))
         sent = f"A device sends and receives {moved:.3g} Psi elements for Psi parameters."
         return [
@@ -506,7 +506,7 @@ class Estimate:
             "",
             *(table.text(width) if table else ["A step moves nothing between devices."]),
             "",
-            *([*crossing.text(width), ""] if crossing else []),
+            *([*transfers.text(width), ""] if transfers else []),
             *wrapped(sent, "  ", width),
             *(line for text in self.model_lines() for line in wrapped(text, "  ", width)),
             *([] if self.time is None else ["", *self.time.lines(width)]),

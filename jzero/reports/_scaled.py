@@ -20,7 +20,7 @@ from jzero.offload.schedule._mapped import mapped
 from jzero.offload.schedule._ops import Value
 from jzero.offload.schedule._schedule import Schedule
 from jzero.reports._abstract_step import AbstractStep, Types, abstract_step
-from jzero.reports._sizes import ACTIVATION, GRADIENT, RoleBytes, as_dtype, crossing_gradients
+from jzero.reports._sizes import ACTIVATION, GRADIENT, RoleBytes, as_dtype, transferred_gradients
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._layout import REPLICATED
 from jzero.sharding.plan._leaves import LeafPlan
@@ -95,7 +95,7 @@ class ScaledStep:
         return {
             PARAMETER: sizes.parameters,
             OPTIMIZER: sizes.optimizer_state,
-            GRADIENT: crossing_gradients(sizes),
+            GRADIENT: transferred_gradients(sizes),
             ACTIVATION: sizes.compute,
         }.get(what, Fraction(0))
 

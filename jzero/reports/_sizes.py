@@ -32,7 +32,7 @@ class RoleBytes(NamedTuple):
     masters: Fraction
 
 
-def crossing_gradients(sizes: RoleBytes) -> Fraction:
+def transferred_gradients(sizes: RoleBytes) -> Fraction:
     """Bytes of a gradient of a step that is cut: it is returned before the update makes it wider.
 
     A loop over layers that casts float32 parameters stacks their gradients after the cast, in 4 bytes.

@@ -19,7 +19,7 @@ from jzero.offload.schedule._folds import (
     TO_DISK,
     UPDATE,
     WAYS,
-    Crossing,
+    Transfer,
 )
 from jzero.reports._lines import WIDTH, wrapped
 from jzero.reports._sizes import ACTIVATION
@@ -241,7 +241,7 @@ def operations_of(num_params: int, workload: Workload) -> dict[str, int]:
 
 def work_of(
     operations: Mapping[str, int], tokens: int, traffic: Iterable[Collective],
-    crossings: Iterable[Crossing], updated: Mapping[str, int], waits: bool,
+    transfers: Iterable[Transfer], updated: Mapping[str, int], waits: bool,
 ) -> Work:  # fmt: skip
     """What a step does.
 
@@ -249,14 +249,14 @@ def work_of(
       operations: of each device, by part.
       tokens: on each device; 0 if nobody knows.
       traffic: between devices.
-      crossings: between each device and its host.
+      transfers: between each device and its host.
       updated: bytes of optimizer state that the host updates for each device, by part.
       waits: whether it does so beside the next step.
     """
     nbytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
     token_bytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
     written = 0
-    for x in crossings:
+    for x in transfers:
         written += x.nbytes * (x.direction == TO_DISK)
         # Reads and writes share a disk.
         _add(nbytes[x.part], DISK if x.direction in DISK_WAYS else x.direction, x.nbytes)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jzero._errors import escaped
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._quantities import readable_bytes
-from jzero.offload.schedule._folds import Crossing
+from jzero.offload.schedule._folds import Transfer
 from jzero.reports._columns import lay_out
 from jzero.reports._lines import WIDTH
 from jzero.sharding.analysis._traffic import Collective
@@ -135,10 +135,10 @@ def traffic_table(traffic: Sequence[Collective]) -> Table | None:
     return Table(header, rows) if rows else None
 
 
-def crossing_table(crossings: Sequence[Crossing]) -> Table | None:
+def transfer_table(transfers: Sequence[Transfer]) -> Table | None:
     """Elements and bytes by direction, role and dtype, those of a `while` apart; None if nothing crosses."""
-    groups: dict[tuple[str, str, str, bool], list[Crossing]] = {}
-    for x in crossings:
+    groups: dict[tuple[str, str, str, bool], list[Transfer]] = {}
+    for x in transfers:
         groups.setdefault((x.direction, x.what, x.dtype, x.each_iteration), []).append(x)
     rows = [
         (*key, f"{sum(x.elements for x in group):,}",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from jzero._memory_kinds import DEVICE, HOST, NVME
-from jzero.offload.schedule._folds import TO_DEVICE, UPDATE, crossings, held
+from jzero.offload.schedule._folds import TO_DEVICE, UPDATE, held, transfers
 from jzero.reports._scaled import ScaledStep
 from jzero.reports._sizes import (
     ACCUMULATOR,
@@ -22,7 +22,7 @@ from jzero.reports._sizes import (
     TILES,
     VISITING,
     WINDOW,
-    crossing_gradients,
+    transferred_gradients,
 )
 from jzero.reports._tables import Memory, memory_of
 from jzero.sharding.plan._options import Options
@@ -61,14 +61,14 @@ def _gradients(step: ScaledStep) -> Iterator[Memory]:
     options, sizes = step.options, step.sizes
     files, num = options.offload.files, 1 if options.reduce_once else None
     if files and files.gradients:
-        size, note = crossing_gradients(sizes), "behind their tiles"
+        size, note = transferred_gradients(sizes), "behind their tiles"
         if not files.in_place:  # Where the new state will be: what has no room there is more.
             size = 2 * max(size - _in_files(step), Fraction(0))
             note = "in the version that is written"
         yield _row(step, GRADIENT, size, note, tier=NVME)
     elif not options.offload.streams:
         # A step that is cut returns them before the update makes them wider.
-        size = crossing_gradients(sizes) if options.offloads else sizes.gradients
+        size = transferred_gradients(sizes) if options.offloads else sizes.gradients
         yield _row(step, GRADIENT, size, _gradient_note(options), num)
     if summed := step.accumulator:
         note = f"sums {options.microbatches.num} microbatches"
@@ -123,7 +123,7 @@ def _renewed(step: ScaledStep) -> Iterator[Memory]:
     """New parameters, where the old ones are still used."""
     backend = step.options.offload
     if backend.waits:
-        found = crossings(step.schedule)
+        found = transfers(step.schedule)
         nbytes = sum(x.nbytes for x in found if x.direction == TO_DEVICE and x.part == UPDATE)
         whole = nbytes * _num_shards(step) * step.model_parallel
         yield Memory(RENEWED, whole, nbytes, False, "arrives while the old ones are used")

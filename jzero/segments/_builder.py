@@ -18,7 +18,7 @@ from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays, Segment, SegmentFn, Var
 from jzero.sharding.cut._subgraphs import Subgraph
 from jzero.sharding.plan import _layout
-from jzero.sharding.plan._boundary import ValuePlan
+from jzero.sharding.plan._interface import ValuePlan
 
 _GRADIENTS = "grad_part"  # the name of the program, as profiles say it
 
@@ -67,7 +67,7 @@ class Builder:
 
         reads = [var for var in here if var not in consumes]
         eqns = [i for i in range(len(jaxpr.eqns)) if i not in plan.update.apart]
-        ends = _Ends(_GRADIENTS, consumes, reads, list(plan.update.boundary), outs)
+        ends = _Ends(_GRADIENTS, consumes, reads, list(plan.update.transferred), outs)
         return self._segment(ends, eqns)
 
     def buckets(self) -> tuple[Segment, ...]:
@@ -114,11 +114,11 @@ class Builder:
 
     def _type(self, var: Var) -> ValuePlan:
         """How a value is taken or given."""
-        boundary = self.planned.plan.boundary
-        return boundary.crossing[var] if var in self._crossing else boundary.of(var)
+        interface = self.planned.plan.interface
+        return interface.passed[var] if var in self._passed else interface.of(var)
 
     @functools.cached_property
-    def _crossing(self) -> set[Var]:
+    def _passed(self) -> set[Var]:
         """The leaves that are taken as they cross."""
         pairs = zip(self.planned.frame.jaxpr.invars, self.planned.plan.leaves, strict=False)
         return {var for var, leaf in pairs if self.crosses and leaf.tier == DEVICE}

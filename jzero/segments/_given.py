@@ -19,7 +19,7 @@ from jzero.sharding.partition._partition import DeviceInput, DeviceProgram
 from jzero.sharding.partition._time import TimeAxis
 from jzero.sharding.partition._values import Hint
 from jzero.sharding.plan import _layout
-from jzero.sharding.plan._boundary import ValuePlan
+from jzero.sharding.plan._interface import ValuePlan
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Analysis, StepPlan

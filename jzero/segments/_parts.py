@@ -23,7 +23,7 @@ from jzero.segments._partitioned import PASSES, Partitioned, programs_of, time_o
 from jzero.segments._planned import PlannedStep
 from jzero.sharding.partition._partition import DeviceInput
 from jzero.sharding.partition._values import Hint
-from jzero.sharding.plan._boundary import ValuePlan
+from jzero.sharding.plan._interface import ValuePlan
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Var
 
@@ -110,7 +110,7 @@ class PartsOfStep:
         number, leaves = self._number.get(var), self._plan.leaves
         if number is None:
             return DeviceInput(stored(types[var], mesh))
-        if number >= len(leaves) or types[var] is self._plan.boundary.at_rest[var]:
+        if number >= len(leaves) or types[var] is self._plan.interface.stored[var]:
             return stored_inputs[number]
         return DeviceInput(stored(types[var], mesh), name=leaves[number].path)
 
@@ -127,20 +127,23 @@ def _gradient(layout: Layout, of: ValuePlan) -> Hint | None:
 
 def entered(planned: PlannedStep, variables: Sequence[Var]) -> Callable[..., list[Any]]:
     """`leaves -> shards`: leaves that are stored on the devices, in shards like gradients."""
-    boundary = planned.plan.boundary
+    interface = planned.plan.interface
     mesh = axes_of(planned.plan, None)
-    ins = [DeviceInput(stored(boundary.of(var), mesh)) for var in variables]
-    outs = [stored(boundary.crossed(var), mesh) for var in variables]
+    ins = [DeviceInput(stored(interface.of(var), mesh)) for var in variables]
+    outs = [stored(interface.as_passed(var), mesh) for var in variables]
     none = [None] * len(variables)
     return _moved(planned, [*variables], TypedPart(_NOTHING, none, ins, none, outs))
 
 
 def left(planned: PlannedStep, outs: Sequence[int]) -> Callable[..., list[Any]]:
     """`[*old leaves, *shards] -> leaves`: renewed shards like gradients, as they are stored."""
-    boundary, invars = planned.plan.boundary, planned.frame.jaxpr.invars
+    interface, invars = planned.plan.interface, planned.frame.jaxpr.invars
     mesh, olds = axes_of(planned.plan, None), [invars[i] for i in outs]
-    rest = [stored(boundary.of(var), mesh) for var in olds]
-    ins = [*map(DeviceInput, rest), *(DeviceInput(stored(boundary.crossed(v), mesh)) for v in olds)]
+    rest = [stored(interface.of(var), mesh) for var in olds]
+    ins = [
+        *map(DeviceInput, rest),
+        *(DeviceInput(stored(interface.as_passed(v), mesh)) for v in olds),
+    ]
     taken, donated = [*outs, *[None] * len(olds)], frozenset(range(len(olds)))
     new = [_jaxpr.new_var(var) for var in olds]
     part = TypedPart(_NOTHING, taken, ins, outs, rest, donated=donated)

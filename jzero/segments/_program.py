@@ -155,7 +155,7 @@ def build(
         return read(outs, leaves, promotes)
 
     def read(outs: Any, leaves: Sequence[Any], promotes: bool) -> Any:
-        if signature.told:
+        if signature.declared:
             outs = find_state(outs, state)
         else:
             _reading.read(signature, outs, state, arrays)

@@ -118,7 +118,7 @@ class Programs:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call of the step, taken apart, once it is known which arguments are the state."""
         call = self.signature.bind(args, kwargs)
-        if self.evaluates and not self.signature.told:
+        if self.evaluates and not self.signature.declared:
             with contextlib.suppress(Elsewhere):
                 self._read_where_trained(call)
             return self.signature.bind(args, kwargs)
@@ -154,7 +154,7 @@ class Programs:
             none in any.
         """
         before, failures = self.signature, dict[tuple[str, ...], Exception]()
-        if not (before.told or before.settled or self.evaluates):
+        if not (before.declared or before.settled or self.evaluates):
             for names in before.places(state, args, kwargs):
                 guess = before.of_state(names)
                 try:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.analysis._traffic import Collective
-from jzero.sharding.plan._boundary import ValuePlan
+from jzero.sharding.plan._interface import ValuePlan
 from jzero.tracing import _jaxpr, _rewrite
 
 Arrays = list[jax.Array]

@@ -67,19 +67,19 @@ class Signature:
     Attributes:
       parameters: `inspect`'s signature of the step.
       state_names: names of the state's parameters, in their order.
-      told: whether it is known which they are, as the user said or the step returns; else it is the first.
+      declared: whether the user named them or the returned values showed them; else it is the first argument.
       static_names: parameters whose values are compiled into the step.
       specs: PartitionSpec (or tree prefix of them) by parameter name.
       takes_objects: whether the state is that of NNX objects.
       filters: whether the step was made by `eqx.filter_jit`.
-      found: whether they were told from what the step returns.
+      found: whether what the step returns showed which they are.
       settled: whether a program has been built that takes its first argument alone for its state.
       name: the step's.
     """
 
     parameters: inspect.Signature
     state_names: tuple[str, ...]
-    told: bool
+    declared: bool
     static_names: frozenset[str]
     specs: Mapping[str, Any]
     takes_objects: bool = False
@@ -148,7 +148,7 @@ class Signature:
                 keys = sorted(given)
             return {resolve(option, key) for key in keys}
 
-        told = state is not None
+        declared = state is not None
         static = frozenset(
             name
             for numbers, strings in (
@@ -164,7 +164,7 @@ class Signature:
             if p.kind == p.KEYWORD_ONLY and p.default is not p.empty
         }
         first = next((i for i, name in enumerate(names) if name not in static | bound), 0)
-        found = chosen("state", state if told else first)
+        found = chosen("state", state if declared else first)
         if not found:
             raise OptionError(message(
                 WHO, f"state={state!r} names no argument",
@@ -187,7 +187,7 @@ class Signature:
                 "The stage decides the layout of the state.", "Drop it from in_specs."))  # fmt: skip
         filters = _modules.is_filtered(step_fn)
         return cls(
-            signature, state_names, told, static, specs, filters=filters, name=_name_of(step_fn)
+            signature, state_names, declared, static, specs, filters=filters, name=_name_of(step_fn)
         )
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -217,7 +217,7 @@ class Signature:
         objects later is no worse off than where `state=` says that objects are pytrees.
         """
         state = next((given[i] for name, i in numbers if name in self.state_names), None)
-        if self.told or _objects.is_state(state):
+        if self.declared or _objects.is_state(state):
             return {}
         if form not in self._holders:
             self._holders[form] = {i for _, i in numbers if _objects.holds_objects(given[i])}
@@ -352,19 +352,21 @@ class Signature:
     def of_state(self, names: Collection[str]) -> Signature:
         """The same step, of which these arguments were found to be the state; the second time for good."""
         state, found = self.in_order(names), not self.found
-        return dataclasses.replace(self, state_names=state, told=True, found=found, _bindings={})
+        return dataclasses.replace(
+            self, state_names=state, declared=True, found=found, _bindings={}
+        )
 
     @property
     def may_change(self) -> bool:
         """Whether what the step computes may still say that other arguments are the state."""
-        return (self.found or not self.told) and not self.settled
+        return (self.found or not self.declared) and not self.settled
 
     def of_objects(self, static: Sequence[tuple[str, Any]]) -> Signature:
         """With the arguments that hold NNX objects as the state, if there are such in this call."""
         graph = dict(static).get(_OBJECTS)
         if graph is None:
             return self
-        return dataclasses.replace(self, state_names=graph.names, told=True, takes_objects=True)
+        return dataclasses.replace(self, state_names=graph.names, declared=True, takes_objects=True)
 
     def call(
         self, step_fn: Callable[..., Any], state: Any, arrays: Mapping[str, Any],

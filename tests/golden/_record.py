@@ -142,7 +142,7 @@ def described(report: Any) -> Record:
         "layouts at rest": [_layout(leaf) for leaf in facts["leaves"]],
         "bytes at rest": _at_rest(facts["leaves"]),
         "traffic": _traffic(report.traffic),
-        "host transfers": [_crossing(each) for each in facts["crossings"]],
+        "host transfers": [_transfer(each) for each in facts["transfers"]],
         "rows moved": [
             f"{m['operation']}: {m['reason']}, {m['nbytes']:,} bytes x {m['times']}"
             for m in facts["movements"]
@@ -226,7 +226,7 @@ def _collective(each: Any) -> str:
     )
 
 
-def _crossing(each: dict[str, Any]) -> str:
+def _transfer(each: dict[str, Any]) -> str:
     iterations = " in each iteration" if each["each_iteration"] else ""
     return f"{each['direction']}: {each['what']}, {each['dtype']}, {each['nbytes']:,} bytes{iterations}"
 

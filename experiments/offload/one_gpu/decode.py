@@ -15,7 +15,7 @@ import jax
 
 import jzero
 from model import GPT, of_size
-from worker import GROUPS, Log, crossing, memory, run
+from worker import GROUPS, Log, memory, run, transferred
 
 
 def step_and_params(model: GPT, policy: str) -> tuple[Any, Any]:
@@ -48,7 +48,7 @@ def measure(args: argparse.Namespace, log: Log) -> None:
         first = model.batch(rows)[:, 0]
         found = timed(step, params, first)
         rate = rows * model.context / found["call_seconds"]
-        crossed = crossing(step, params, first)
+        crossed = transferred(step, params, first)
         decodes.append(
             {"rows": rows, "turns": model.context, "tokens_per_second": rate}
             | found | crossed | memory()

@@ -135,7 +135,7 @@ def _links(found: Found) -> str:
     ways = dict(zip(("to device", "to host", "from disk", "to disk"), rate_of, strict=True))
     rows = []
     for name, _, run in _each(found):
-        crossed, seconds = run.get("crossing_bytes", {}), run["step_seconds"]
+        crossed, seconds = run.get("transfer_bytes", {}), run["step_seconds"]
         if any(crossed.values()):
             cells = [name, run["rows"], f"{1000 * seconds:.0f}"]
             for way, rate in ways.items():
@@ -178,7 +178,7 @@ def _decoding(found: Found) -> str:
     rate, rows = found.get("links", {}).get("to_device"), []
     for name, result, run in _each(found, "decodes"):
         speed = run["tokens_per_second"]
-        turn = run.get("crossing_bytes", {}).get("to device", 0) / run["turns"]
+        turn = run.get("transfer_bytes", {}).get("to device", 0) / run["turns"]
         ceiling = run["rows"] * rate / turn if turn and rate else None
         rows.append((
             name, f"{result['parameters'] / 1e9:.3g}B", run["rows"], f"{speed:,.0f}", _gb(turn),

@@ -83,14 +83,14 @@ def held(model: GPT, policy: str) -> jzero.Memory:
     )
 
 
-def crossing(step: Any, *args: Any) -> dict[str, Any]:
+def transferred(step: Any, *args: Any) -> dict[str, Any]:
     """Bytes that a call copies between device, host and disk, by direction."""
     if not isinstance(step, jzero.ShardedStep):
         return {}
     found = dict.fromkeys(("to host", "to device", "from disk", "to disk"), 0)
-    for x in step.describe(*args).crossings:
+    for x in step.describe(*args).transfers:
         found[x.direction] += x.nbytes
-    return {"crossing_bytes": found}
+    return {"transfer_bytes": found}
 
 
 def at_rest(step: Any, state: Any, tokens: Any) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def measure(args: argparse.Namespace, log: Log) -> None:
         flops = model.flops_per_token
         rates = {"tokens_per_second": tokens, "tflops": tokens * flops / 1e12}
         rates["mfu"] = speed.utilization(tokens, flops, jax.devices()[:1])
-        crossed = crossing(step, shapes, model.batch(rows))
+        crossed = transferred(step, shapes, model.batch(rows))
         runs.append({"rows": rows, **found, **rates, **crossed, **memory()})
         log(f"{rows} rows", runs=runs)
     log("end", status="ok")

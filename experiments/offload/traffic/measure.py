@@ -147,13 +147,13 @@ def measured(policy: Any, num_devices: int, counter: Counter) -> dict[str, Any]:
         state, _ = step(state, batch)
     params, others = held(state.params), held((state.step, state.opt_state))
     assert params[1] == 0
-    crossing = {name: counter.num_bytes.get(name, 0) for name in (TO_HOST, TO_DEVICE)}
+    transferred = {name: counter.num_bytes.get(name, 0) for name in (TO_HOST, TO_DEVICE)}
     found = {"parameter": params[0], "optimizer state": others[0], "on its host": others[1]}
-    scalars = {k: v for k, v in counter.num_bytes.items() if k not in crossing}
+    scalars = {k: v for k, v in counter.num_bytes.items() if k not in transferred}
     # Gradients come to memory of the host, too.
-    buffers = counter.buffers + crossing[TO_HOST] if counter.buffers else 0
+    buffers = counter.buffers + transferred[TO_HOST] if counter.buffers else 0
     return {
-        "measured": found | crossing, "describe": said, "scalars": scalars, "buffers": buffers,
+        "measured": found | transferred, "describe": said, "scalars": scalars, "buffers": buffers,
     }  # fmt: skip
 
 
@@ -165,9 +165,9 @@ def said_by(step: Any, state: Any, batch: Any, num_devices: int) -> dict[str, in
     report = step.describe(state, batch)
     found = {row.role: row.per_device for row in report.memory}
     found |= {"on its host": sum(row.on_host for row in report.memory), TO_HOST: 0, TO_DEVICE: 0}
-    for crossing in report.crossings:
-        if crossing.elements > 1:
-            found[crossing.direction] += crossing.nbytes
+    for transferred in report.transfers:
+        if transferred.elements > 1:
+            found[transferred.direction] += transferred.nbytes
     return {name: num * num_devices for name, num in found.items()}
 
 

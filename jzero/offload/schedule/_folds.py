@@ -44,7 +44,7 @@ class Iterations(NamedTuple):
     num: int | None
 
 
-class Crossing(NamedTuple):
+class Transfer(NamedTuple):
     """What each device and its host copy to each other in a step.
 
     Attributes:
@@ -71,30 +71,30 @@ class Crossing(NamedTuple):
         return self.loop is not None and self.loop.num is None
 
 
-def crossings(schedule: Schedule) -> tuple[Crossing, ...]:
+def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     """What each device copies to its host and back, and the host to files and from them."""
-    found, waits, in_files, updates = list[Crossing](), list[Wait](), set[Value](), False
+    found, waits, in_files, updates = list[Transfer](), list[Wait](), set[Value](), False
     for op, around in flat(schedule.ops):
         updates = updates or _begins_update(op)
         part = UPDATE if updates else _pass_of(op, around)
         match op:
             case Fetch(refs, store):
                 ways = (FROM_DISK, TO_DEVICE) if store == NVME else (TO_DEVICE,)
-                found += _crossings(refs, ways, around, part)
+                found += _transfers(refs, ways, around, part)
             case Send(refs, store):
                 ways = (TO_HOST, TO_DISK) if store == NVME else (TO_HOST,)
-                found += _crossings(refs, ways, around, part)
+                found += _transfers(refs, ways, around, part)
                 in_files |= {*map(value_of, refs)} if store == NVME else set()
             case Update(store, leaves, takes):
                 moved = [*map(value_of, leaves)] if store == NVME else []
-                found += (_crossing(way, x, part) for way in (FROM_DISK, TO_DISK) for x in moved)
+                found += (_transfer(way, x, part) for way in (FROM_DISK, TO_DISK) for x in moved)
                 waited = [value_of(ref) for ref in takes if value_of(ref) in in_files]
-                found += (_crossing(FROM_DISK, x, part) for x in waited)
+                found += (_transfer(FROM_DISK, x, part) for x in waited)
                 updates = updates or not around
             case Wait():
                 waits.append(op)
     for way, part in ((TO_HOST, FORWARD), (TO_DEVICE, BACKWARD)):
-        found += (_crossing(way, x.value, part, times=x.times) for x in waits)
+        found += (_transfer(way, x.value, part, times=x.times) for x in waits)
     return tuple(found)
 
 
@@ -116,20 +116,20 @@ def _pass_of(op: Op, around: Sequence[Loop]) -> str:
     return FORWARD if isinstance(op, Fetch) else UPDATE
 
 
-def _crossings(
+def _transfers(
     refs: Sequence[Ref], ways: Sequence[str], around: Sequence[Loop], part: str
-) -> Iterator[Crossing]:
+) -> Iterator[Transfer]:
     """Those of some values: of a slice of each iteration, all of the stack."""
     for ref in refs:
         loop = _iterations(around[:-1] if isinstance(ref, Slice) else around)
-        yield from (_crossing(way, value_of(ref), part, loop) for way in ways)
+        yield from (_transfer(way, value_of(ref), part, loop) for way in ways)
 
 
-def _crossing(
+def _transfer(
     way: str, value: Value, part: str, loop: Iterations | None = None, times: int = 1
-) -> Crossing:
+) -> Transfer:
     times *= loop.num or 1 if loop else 1
-    return Crossing(
+    return Transfer(
         way, value.what, value.dtype, times * value.elements, times * value.nbytes, loop, part
     )
 

@@ -57,13 +57,13 @@ class OptimizerProgram:
 
     Attributes:
       subgraphs: in an order in which they can run.
-      boundary: values of the forward-backward program that subgraphs read.
+      transferred: values of the forward-backward program that subgraphs read.
       apart: equations that depend on offloaded leaves, and those of subgraphs that the forward-backward
         program has no use for.
     """
 
     subgraphs: tuple[Subgraph, ...]
-    boundary: tuple[Var, ...]
+    transferred: tuple[Var, ...]
     apart: frozenset[int] = frozenset()
 
     @functools.cached_property
@@ -93,8 +93,8 @@ def cut_update(
         all of them.
     """
     cutter = _UpdateCutter(frame, offloaded, parameters)
-    boundary = cutter.boundary()
-    update = OptimizerProgram(cutter.subgraphs(), boundary, cutter.apart(boundary))
+    transferred = cutter.transferred()
+    update = OptimizerProgram(cutter.subgraphs(), transferred, cutter.apart(transferred))
     _check(frame, offloaded, update)
     return update
 
@@ -192,17 +192,17 @@ class _UpdateCutter:
                 todo += found[index]
         return dict(sorted(found.items()))
 
-    def boundary(self) -> tuple[Var, ...]:
+    def transferred(self) -> tuple[Var, ...]:
         """What is read of the forward-backward program."""
         elsewhere = {*self._frame.jaxpr.invars, *self._update_vars, *self.copies}
         read = [*self._copied(self.reads).values(), *self.reads.values()]
         return tuple(dict.fromkeys(x for atoms in read for x in atoms if x not in elsewhere))
 
-    def apart(self, boundary: Collection[Var]) -> frozenset[int]:
+    def apart(self, transferred: Collection[Var]) -> frozenset[int]:
         """Equations that forward and backward omit: they need offloaded leaves, or are unread there."""
         outvars, num = self._frame.jaxpr.outvars, len(self._eqns)
         needed = set(variables([a for i, a in enumerate(outvars) if num + i not in self.reads]))
-        needed.update(boundary)
+        needed.update(transferred)
         copied, apart = set(self.copies.values()), set[int]()
         for index, eqn in reversed(list(enumerate(self._eqns))):
             unread = index in copied and needed.isdisjoint(eqn.outvars)
@@ -265,8 +265,8 @@ class _UpdateCutter:
 def _check(frame: Frame, offloaded: Collection[int], update: OptimizerProgram) -> None:
     """The type of the cut.
 
-    forward-backward program: (leaves on devices, batch) -> (boundary, outputs)
-    subgraph:     (leaves, boundary, values of lower levels) -> (values, outputs)
+    forward-backward program: (leaves on devices, batch) -> (transferred, outputs)
+    subgraph:     (leaves, transferred, values of lower levels) -> (values, outputs)
     """
     eqns, outvars = frame.jaxpr.eqns, frame.jaxpr.outvars
     leaves = {frame.jaxpr.invars[i] for i in offloaded}
@@ -275,12 +275,12 @@ def _check(frame: Frame, offloaded: Collection[int], update: OptimizerProgram) -
     read = {atom for eqn in rest for atom in variables(eqn.invars)}
     returned = variables([a for i, a in enumerate(outvars) if i not in update.outs])
     assert not read & (made | leaves), "forward and backward read what the optimizer program makes"
-    assert not {*returned, *update.boundary} & made, (
+    assert not {*returned, *update.transferred} & made, (
         "forward and backward return what they have not made"
     )
     indices = {i for subgraph in update.subgraphs for i in subgraph.eqns}
     assert not any(axes for i in indices for axes in frame.reads(eqns[i])), "an update varies"
-    known = {*update.boundary, *frame.jaxpr.invars}
+    known = {*update.transferred, *frame.jaxpr.invars}
     for level in sorted({subgraph.level for subgraph in update.subgraphs}):
         here = [subgraph for subgraph in update.subgraphs if subgraph.level == level]
         assert all(set(subgraph.reads) <= known for subgraph in here), (

@@ -57,11 +57,11 @@ def copies(
     sizes = {var: 0 if var in paid else _rules.size_in_bytes(var.aval) for var in made_of}
     edges = [(atom, var) for var, atoms in made_of.items() for atom in atoms or []]
     starts = [var for var, atoms in made_of.items() if atoms is None]
-    crossing = min_cut(sizes, edges, starts, wanted)
+    transfers = min_cut(sizes, edges, starts, wanted)
     found: dict[Var, int] = {}
     todo = wanted
     while todo:
-        if (var := todo.pop()) not in crossing and var not in found:
+        if (var := todo.pop()) not in transfers and var not in found:
             found[var] = makers[var]
             todo += made_of[var] or []
     return found

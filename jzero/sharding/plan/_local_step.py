@@ -96,7 +96,7 @@ def local_step(step: FlatStep, setting: Setting) -> LocalStep:
         raise
     if found is None:
         found = of_one_device(step, setting)
-    elif not step.signature.told and not setting.evaluates:
+    elif not step.signature.declared and not setting.evaluates:
         _read_updated(found, step, setting)
     if step.signature.found and not setting.evaluates:
         _check_updates(found.traced, step)
@@ -273,7 +273,7 @@ def check_movements(movements: Sequence[Movement], most: int) -> None:
 
 def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     """The step at the shapes of one device's shard of the batch."""
-    if step.signature.told or setting.evaluates:
+    if step.signature.declared or setting.evaluates:
         return _of_one_device(step, setting)
     state = jax.tree.unflatten(step.state_tree, step.state)
     failed = None

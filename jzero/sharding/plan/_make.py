@@ -20,8 +20,8 @@ from jzero.sharding.analysis._residuals import residuals
 from jzero.sharding.analysis._tables import Tables, looked_up
 from jzero.sharding.analysis._update_subgraphs import Names
 from jzero.sharding.plan import _host_memory, _layout, _leaves, _trace, _weights, _wire
-from jzero.sharding.plan._boundary import boundary_of
 from jzero.sharding.plan._distributed_updates import DistributedStep, distribute_updates
+from jzero.sharding.plan._interface import interface_of
 from jzero.sharding.plan._leaves import LeafPlan, StoredLeaf
 from jzero.sharding.plan._local_step import LocalStep
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
@@ -103,7 +103,7 @@ def make_plan(
     placed, update = backend.store(layouts, frame, setting.mesh, stage_axes)
     # Of what is one device's, or one microbatch's, arguments have so many times the shape.
     times = dict.fromkeys(setting.axes, 1) if is_whole else setting.batch_axes
-    boundary = boundary_of(frame, links, stage_axes, placed, local.specs, times, update)
+    interface = interface_of(frame, links, stage_axes, placed, local.specs, times, update)
     waiting = residuals(frame, Frame.varies) if options.moves_activations else {}
     _host_memory.check(options, frame, waiting, setting.mesh)
     plan = StepPlan(
@@ -132,9 +132,9 @@ def make_plan(
             tuple(reduce_codes.items()),
         ),
         update=update,
-        buckets=backend.buckets(placed, frame, update, boundary),
+        buckets=backend.buckets(placed, frame, update, interface),
         device_bytes=backend.visiting_bytes,
-        boundary=boundary,
+        interface=interface,
         names=variable_names(frame),
         evaluates=setting.evaluates,
         updates=not setting.evaluates and _updates(frame, len(leaves)),

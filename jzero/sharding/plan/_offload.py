@@ -19,7 +19,7 @@ from jzero.offload.schedule._ops import Value, Wait
 from jzero.offload.schedule._schedule import Schedule
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._subgraphs import OptimizerProgram
-from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._interface import ProgramInterface
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Analysis, StepPlan, UpdateBucket
 from jzero.sharding.plan._stages import StageAxes
@@ -216,7 +216,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def buckets(
-        self, leaves: Leaves, frame: Frame, update: OptimizerProgram, boundary: Boundary
+        self, leaves: Leaves, frame: Frame, update: OptimizerProgram, interface: ProgramInterface
     ) -> tuple[UpdateBucket, ...]:
         """The buckets in which the optimizer program runs.
 

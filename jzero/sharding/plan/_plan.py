@@ -19,8 +19,8 @@ from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.cut._subgraphs import OptimizerProgram
 from jzero.sharding.partition._matrix_buckets import UpdatesByCall
 from jzero.sharding.partition._saved import Loops
-from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._distributed_updates import DistributedUpdate
+from jzero.sharding.plan._interface import ProgramInterface
 from jzero.sharding.plan._layout import StoredLayout
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import StageAxes
@@ -140,7 +140,7 @@ class StepPlan:
       update: what follows from offloaded leaves, in subgraphs.
       buckets: in which the subgraphs run, in order.
       device_bytes: the most bytes of offloaded leaves on each device at any time.
-      boundary: how the values lie that the step's programs take from the caller and hand to each other.
+      interface: how the values lie that the step's programs take from the caller and hand to each other.
       names: of the step's variables, by their places in its jaxpr; the same on every process.
       evaluates: the step reads its state, and returns none.
       updates: whether any leaf comes back as another value.
@@ -163,7 +163,7 @@ class StepPlan:
     update: OptimizerProgram
     buckets: tuple[UpdateBucket, ...]
     device_bytes: int
-    boundary: Boundary
+    interface: ProgramInterface
     names: Mapping[_jaxpr.Var, str]
     evaluates: bool = False
     updates: bool = True
@@ -180,8 +180,8 @@ class StepPlan:
         taken = {
             var for subgraph in self.update.subgraphs for var in (*subgraph.reads, *subgraph.gives)
         }
-        unknown = {*taken, *self.update.boundary} - self.boundary.variables
-        assert not unknown, "a value crosses that has no place in the boundary"
+        unknown = {*taken, *self.update.transferred} - self.interface.variables
+        assert not unknown, "a value passed between programs is in no interface"
 
     @property
     def cut_dims(self) -> tuple[int | None, ...]:
@@ -276,7 +276,7 @@ class StepPlan:
                 )
         if self.buckets:
             yield f"at most {self.device_bytes} bytes of them on a device; apart {_ranges(self.update.apart)}"
-            yield from self.boundary.rows(self.names)
+            yield from self.interface.rows(self.names)
 
     def _named(self, variables: Iterable[_jaxpr.Var]) -> str:
         return f"[{' '.join(self.names[var] for var in variables)}]"

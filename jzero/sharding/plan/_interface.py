@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boundary: how values lie where a program of a step takes them, or hands them to another one."""
+"""The layouts in which a step's programs take values from the caller, or pass them to one another."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from jzero.tracing import _call, _jaxpr
 
 @dataclasses.dataclass(frozen=True)
 class ValuePlan:
-    """How one value lies on the devices while no program runs.
+    """The layout of one value between programs.
 
     Attributes:
       path: the leaf that it is, or is a gradient of; '' if there is none.
       shape: its whole shape.
       dtype: its dtype.
-      layout: full, or the dim and axes over which it is sharded.
+      layout: replicated, or the dim and axes over which it is sharded.
       padded_shape: the whole shape with what is added to the sharded dim.
-      spec: the layout as JAX spells it, of data axes.
-      codes: of a leaf that rests in codes, how; the rest is said of its rows.
-      automatic: for each dim, the other mesh axes over which XLA shards it.
+      spec: `layout` as a PartitionSpec over data axes.
+      codes: how a quantized leaf is stored; the other attributes are then those of its codes.
+      automatic: for each dim, the mesh's Auto axes over which XLA shards it.
     """
 
     path: str
@@ -59,43 +59,43 @@ class ValuePlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Boundary:
+class ProgramInterface:
     """Every value that a program of a step takes from the caller or from another program.
 
     Attributes:
-      at_rest: the step's inputs: leaves of the state as they rest, and arguments.
-      crossing: values that one program hands to another, in shards like gradients; and leaves of the state,
-        as they are when they cross to the host or meet gradients in slices.
+      stored: the step's inputs: leaves of the state as they are stored, and arguments.
+      passed: values that one program passes to another, sharded like gradients; and leaves of the state, as
+        they are when they move to the host or are updated in slices.
     """
 
-    at_rest: Mapping[_jaxpr.Var, ValuePlan]
-    crossing: Mapping[_jaxpr.Var, ValuePlan]
+    stored: Mapping[_jaxpr.Var, ValuePlan]
+    passed: Mapping[_jaxpr.Var, ValuePlan]
 
     @property
     def variables(self) -> Set[_jaxpr.Var]:
-        return self.at_rest.keys() | self.crossing.keys()
+        return self.stored.keys() | self.passed.keys()
 
     def of(self, var: _jaxpr.Var) -> ValuePlan:
-        return self.at_rest[var] if var in self.at_rest else self.crossing[var]
+        return self.stored[var] if var in self.stored else self.passed[var]
 
-    def crossed(self, var: _jaxpr.Var) -> ValuePlan:
+    def as_passed(self, var: _jaxpr.Var) -> ValuePlan:
         """The form of a value that is passed between programs; arguments have only one."""
-        return self.crossing[var] if var in self.crossing else self.at_rest[var]
+        return self.passed[var] if var in self.passed else self.stored[var]
 
     def rows(self, names: Mapping[_jaxpr.Var, str]) -> Iterator[str]:
         """Lines: each value by its variable's name."""
-        for what, values in (("at rest", self.at_rest), ("crossing", self.crossing)):
+        for what, values in (("stored", self.stored), ("passed", self.passed)):
             for var, plan in values.items():
                 value = f"{plan.path} {plan.dtype}{list(plan.shape)}"
                 value += f" {plan.automatic}" * any(plan.automatic)
                 yield f"{what} {names[var]} {value}: {plan.layout} {plan.spec}"
 
 
-def boundary_of(
+def interface_of(
     frame: Frame, links: Links, stage_axes: StageAxes, leaves: Sequence[LeafPlan],
     arguments: Sequence[P], batch_axes: Mapping[str, int], update: OptimizerProgram,
-) -> Boundary:  # fmt: skip
-    """The boundary of a step with this optimizer program.
+) -> ProgramInterface:  # fmt: skip
+    """The interface of a step with this optimizer program.
 
     Args:
       frame: the root frame.
@@ -104,33 +104,34 @@ def boundary_of(
       leaves: of the state; their variables are the first inputs.
       arguments: how each other input is split.
       batch_axes: into how many parts each data axis splits them, microbatches too.
-      update: what does not run with the rest of the step.
+      update: the optimizer program.
     """
     invars, outvars = frame.jaxpr.invars, frame.jaxpr.outvars
-    at_rest = {var: _leaf(leaf, var) for var, leaf in zip(invars, leaves, strict=False)}
+    stored = {var: _leaf(leaf, var) for var, leaf in zip(invars, leaves, strict=False)}
     for var, spec in zip(invars[len(leaves) :], arguments, strict=True):
         shape = _whole_shape(var.aval.shape, spec, batch_axes)
-        at_rest[var] = ValuePlan("", shape, var.aval.dtype, REPLICATED, shape, spec)
+        stored[var] = ValuePlan("", shape, var.aval.dtype, REPLICATED, shape, spec)
     if not update.subgraphs:
-        return Boundary(at_rest, {})
+        return ProgramInterface(stored, {})
     read = {var for subgraph in update.subgraphs for var in subgraph.reads}
-    crossing = {
-        # A leaf crosses as the update reads it, or else as it is renewed: nothing else may tie the two, where
-        # parameters are only a cast of masters.
+    passed = {
+        # As the update reads the leaf, or else as it returns it: where parameters are only a cast of masters,
+        # nothing else links the two.
         var: _like_gradient(frame, links, stage_axes, var, var if var in read else new, leaf.path)
         for var, new, leaf in zip(invars, outvars, leaves, strict=False)
     }
-    handed = [*update.boundary, *(var for subgraph in update.subgraphs for var in subgraph.gives)]
-    for var in dict.fromkeys(handed):
-        crossing[var] = _like_gradient(
-            frame, links, stage_axes, var, var, links.leaf_of(frame, var)
-        )
+    between = [
+        *update.transferred,
+        *(var for subgraph in update.subgraphs for var in subgraph.gives),
+    ]
+    for var in dict.fromkeys(between):
+        passed[var] = _like_gradient(frame, links, stage_axes, var, var, links.leaf_of(frame, var))
     automatic = _automatic(frame, leaves, update)
-    crossing = {
+    passed = {
         var: dataclasses.replace(value, automatic=automatic.get(var, ()))
-        for var, value in crossing.items()
+        for var, value in passed.items()
     }
-    return Boundary(at_rest, crossing)
+    return ProgramInterface(stored, passed)
 
 
 def _automatic(

@@ -51,7 +51,7 @@ WITH_MASTERS = {
 }  # fmt: skip
 
 
-def crossing(train_step, *arguments) -> tuple[list[str], list[str]]:
+def passed(train_step, *arguments) -> tuple[list[str], list[str]]:
     """Types of what the forward-backward program returns, and of the leaves on devices that buckets read."""
     step = train_step._programs.of(train_step._programs.bind(arguments, {})).step
     leaves, update = step._plan.leaves, step._plan.update
@@ -79,7 +79,7 @@ def like_parameters(dtype) -> list[str]:
 def test_two_bytes_a_parameter_cross_with_masters(name, options):
     """And no parameter: the update makes it from the master, and does not read the old one."""
     tx = WITH_MASTERS[name]
-    assert crossing(on(4, ROOM, tx, **options), new_state(tx, BF16), BATCH) == (
+    assert passed(on(4, ROOM, tx, **options), new_state(tx, BF16), BATCH) == (
         like_parameters(BF16), []
     )  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_two_bytes_a_parameter_cross_with_masters(name, options):
 def test_gradients_and_parameters_cross_as_they_are(tx, dtype):
     """Unscaled: of two values of one size, the one nearer to its reduction; parameters are read anyhow."""
     train_step, state = on(4, ROOM, tx), new_state(tx, dtype)
-    assert crossing(train_step, state, BATCH) == (like_parameters(dtype), like_parameters(dtype))
+    assert passed(train_step, state, BATCH) == (like_parameters(dtype), like_parameters(dtype))
 
 
 def mixed_step(tx, cast=lambda w: w.astype(BF16)):
@@ -118,7 +118,7 @@ def test_gradients_cross_in_the_dtype_of_the_compute(accumulate):
     train_step = small.shard_train_step(
         mixed_step(tx), memory=jzero.PinnedHost(ROOM), microbatches=accumulate
     )
-    found = crossing(train_step, (w, tx.init(w)), BATCH.astype(BF16))
+    found = passed(train_step, (w, tx.init(w)), BATCH.astype(BF16))
     assert found == (["bfloat16[64, 48]"], ["float32[64, 48]"])
 
 
@@ -129,7 +129,7 @@ def test_what_moves_elements_is_not_computed_twice():
     train_step = small.shard_train_step(
         mixed_step(tx, lambda w: w.T), memory=jzero.PinnedHost(1536)
     )
-    assert crossing(train_step, (w, tx.init(w)), BATCH.astype(BF16)) == (["bfloat16[64, 64]"], [])
+    assert passed(train_step, (w, tx.init(w)), BATCH.astype(BF16)) == (["bfloat16[64, 64]"], [])
     assert max(bucket.parts for bucket in train_step.plan((w, tx.init(w)), BATCH).buckets) > 1
 
 
@@ -137,7 +137,7 @@ def test_what_moves_elements_is_not_computed_twice():
 def test_a_small_value_crosses_before_it_is_repeated():
     """Adaptive clipping of each row: its norm crosses, not the norm for every element."""
     tx = masters(optax.adaptive_grad_clip(0.1), optax.adam(1e-2))
-    gives, _ = crossing(on(4, ROOM, tx), new_state(tx, BF16), BATCH)
+    gives, _ = passed(on(4, ROOM, tx), new_state(tx, BF16), BATCH)
     assert [t for t in gives if t.startswith("bfloat16")] == like_parameters(BF16)
     assert [t for t in gives if t.startswith("float32")] == [
         "float32[1, 16]", "float32[1, 48]", "float32[1, 51]"
@@ -173,7 +173,7 @@ def test_sums_cross_as_sums():
 
     w = jnp.ones((64, 48))
     train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(ROOM))
-    assert crossing(train_step, (w, w, w, w), BATCH) == (["float32[64, 48]"] * 2, [])
+    assert passed(train_step, (w, w, w, w), BATCH) == (["float32[64, 48]"] * 2, [])
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_pieces_that_read_one_gradient_stay_apart():
         return jnp.full((64, 48), 0.1, BF16), *(jnp.ones((64, 48)) for _ in range(3))
 
     train_step = small.shard_train_step(step_fn, memory=jzero.PinnedHost(3 * 64 * 48 * 4 // 8))
-    assert crossing(train_step, new(), BATCH) == (["bfloat16[64, 48]"], [])
+    assert passed(train_step, new(), BATCH) == (["bfloat16[64, 48]"], [])
     _, buckets = parts_of(train_step, new(), BATCH)
     assert [len(bucket.outs) for bucket in buckets] == [1, 1, 1]
     expected = small.shard_train_step(step_fn)(new(), BATCH)
