@@ -13,10 +13,10 @@ from jzero._errors import OptionError, message
 from jzero._memory_kinds import HOST, NVME, PINNED
 from jzero._policy import HostCPU, Memory, NoOffload, NVMe, PinnedHost, Policy
 from jzero.offload import _tiers
+from jzero.offload._device_step import DeviceStep
 from jzero.offload._host_step import HostStep
 from jzero.offload._nvme_step import NVMeStep
 from jzero.offload._slicing import Slicer
-from jzero.offload._streamed import StreamedStep
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.segments._planned import PlannedStep
 from jzero.segments._whole import WholeStep
@@ -84,7 +84,7 @@ class InTier(Backend):
         """One program, or parts and buckets of the update one after the other; the devices update."""
         if not self.offloads:
             return WholeStep(planned, shardings)
-        return StreamedStep(planned, shardings, self.window)
+        return DeviceStep(planned, shardings, self.window)
 
 
 class OnDevices(InTier):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
@@ -16,18 +15,15 @@ from jzero._memory_kinds import DEVICE, NVME
 from jzero._policy import Memory, NoOffload, NVMe, Policy
 from jzero.offload import _file_layout, _tiers
 from jzero.offload._backends import InTier, OnDevices, check_params
-from jzero.offload._layered import LayeredSegment
+from jzero.offload._device_step import DeviceStep
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.offload.nvme._layout import TileLayout
-from jzero.offload.schedule._schedule import Schedule
-from jzero.segments._builder import Builder
 from jzero.segments._planned import PlannedStep
-from jzero.segments._segment import Values
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._subgraphs import OptimizerProgram
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram, Window
+from jzero.sharding.plan._offload import Backend, Leaves, Shared, StepProgram
 from jzero.sharding.plan._stages import StageAxes
 
 _LEAST_SLICE = 2**16  # Bytes that are read by themselves at little cost.
@@ -74,61 +70,13 @@ class ReadFromHost(InTier):
         plan = planned.plan
         if not any(leaf.is_streamed for i, leaf in enumerate(plan.leaves) if i not in plan.unread):
             return WholeStep(planned, shardings)
-        return LayeredEvaluation(planned, shardings, self.window)
+        return DeviceStep(planned, shardings, self.window)
 
 
 def _slices(leaf: LeafPlan) -> int:
     """In how many slices along dim 0 a leaf lies whose readers are not known: small ones lie together."""
     num = leaf.shape_per_device[0] if leaf.shape else 1
     return num if leaf.nbytes_per_device >= num * _LEAST_SLICE else 1
-
-
-class LayeredEvaluation:
-    """An evaluation part by part; nothing is consumed."""
-
-    def __init__(self, planned: PlannedStep, shardings: Sequence[NamedSharding], window: Window):
-        """Makes the programs.
-
-        Args:
-          planned: the evaluation.
-          shardings: where the state is stored.
-          window: how many bytes of parameters that are stored away from the devices may be on each at a time.
-        """
-        builder = Builder(planned, shardings)
-        self._invars, self._segment = planned.frame.jaxpr.invars, builder.grad_part()
-        self.found = builder.found
-        self._layered = LayeredSegment(planned, self._segment, (), window)
-
-    def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """See `StepProgram`."""
-        outs = self._segment(self._values(state, arrays), self._segment.run)
-        return [], [outs[i] for i in range(len(outs))]
-
-    def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Traced:
-        """See `StepProgram`."""
-        return jax.jit(self.run).trace(state, arrays)
-
-    def code_paths(self) -> str:
-        """The host updates nothing."""
-        return ""
-
-    def _values(self, state: Sequence[Any], arrays: Sequence[Any]) -> Values:
-        return dict(zip(self._invars, [*state, *arrays], strict=True))
-
-    def schedule(self) -> Schedule:
-        """Its parts."""
-        return Schedule(self._layered.ops, self._layered.buffers())
-
-    def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """See `StepProgram`; of a `while` one iteration."""
-        return jax.make_jaxpr(self.__call__)(state, arrays)
-
-    def __call__(
-        self, state: Sequence[Any], arrays: Sequence[jax.Array]
-    ) -> tuple[list[Any], list[jax.Array]]:
-        """Runs it."""
-        _, outs = self._layered(self._values(state, arrays))
-        return [], outs
 
 
 def reading_backend(who: str, params: Any, trained: Policy | None) -> Backend:

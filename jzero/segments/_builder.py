@@ -6,50 +6,52 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE
-from jzero.segments._partitioned import Partitioned
-from jzero.segments._parts import PartsOfStep
+from jzero.ir._layout import Layout
+from jzero.segments._given import (
+    GivenStep,
+    TypedPart,
+    arguments,
+    axes_of,
+    function_of,
+    given_step,
+    reduced_hint,
+    results,
+    stored,
+)
+from jzero.segments._partitioned import PASSES, Partitioned, programs_of, time_of
 from jzero.segments._planned import PlannedStep
-from jzero.segments._segment import Arrays, Segment, SegmentFn, Var
+from jzero.segments._segment import Arrays, Segment, Var
 from jzero.sharding.cut._subgraphs import Subgraph
+from jzero.sharding.partition._partition import DeviceInput
+from jzero.sharding.partition._time import TimeAxis
+from jzero.sharding.partition._values import Hint
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._interface import ValuePlan
-
-_GRADIENTS = "grad_part"  # the name of the program, as profiles say it
+from jzero.tracing import _jaxpr, _rewrite
 
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """Makes segments.
+    """Makes segments, as the partitioner writes them.
 
     Attributes:
       planned: the step.
       shardings: where the leaves of the state are stored, for JAX.
-      crosses: leaves that are stored on the devices are taken and made as they cross, in shards like
-        gradients. What pads these is anything.
+      crosses: leaves that are stored on the devices are inputs and outputs in the form in which they are
+        passed between programs: in shards, like gradients. Their padding is unspecified.
     """
 
     planned: PlannedStep
     shardings: Sequence[NamedSharding]
     crosses: bool = False
 
-    @functools.cached_property
-    def parts(self) -> PartsOfStep:
-        """What the partitioner writes."""
-        return PartsOfStep(self.planned)
-
-    @property
-    def found(self) -> Partitioned:
-        """The forward-backward program, as the partitioner has written it."""
-        assert self.parts.found is not None, "the forward-backward program is written first"
-        return self.parts.found
-
-    def grad_part(self) -> Segment:
+    def forward_backward(self) -> tuple[Segment, Partitioned]:
         """The step without its optimizer program; a leaf that passes through unchanged is no output."""
         plan, jaxpr = self.planned.plan, self.planned.frame.jaxpr
         invars, outvars, leaves = jaxpr.invars, jaxpr.outvars, plan.leaves
@@ -64,11 +66,12 @@ class Builder:
         own = {invars[i] for i in outs if i < num_new}
         read = {var for subgraph in plan.update.subgraphs for var in subgraph.reads}
         consumes = [var for var in here if var in own and var not in read]
-
         reads = [var for var in here if var not in consumes]
         eqns = [i for i in range(len(jaxpr.eqns)) if i not in plan.update.apart]
-        ends = _Ends(_GRADIENTS, consumes, reads, list(plan.update.transferred), outs)
-        return self._segment(ends, eqns)
+        name = "grad_part"  # as profiles say it
+        return self._segment(
+            name, eqns, consumes, reads, list(plan.update.transferred), outs, self._time
+        )
 
     def buckets(self) -> tuple[Segment, ...]:
         """The buckets of the optimizer program, as the plan has them."""
@@ -90,7 +93,7 @@ class Builder:
         eqns = sorted({i for subgraph in pack for i in subgraph.eqns})
         outs = sorted(i for subgraph in pack for i in subgraph.outs)
         gives = [var for subgraph in pack for var in subgraph.gives]
-        # Not what subgraphs of several levels hand to each other within the bucket.
+        # Not what subgraphs of several levels pass to each other within the bucket.
         reads = [*dict.fromkeys(v for subgraph in pack for v in subgraph.reads if v not in gives)]
         renewed = [invars[i] for i in outs if i < len(leaves)]
         offloaded = {invars[i] for i in outs if i < len(leaves) and leaves[i].tier != DEVICE}
@@ -100,9 +103,9 @@ class Builder:
         consumes = [
             v for v in taken if v in renewed and (v in offloaded or last.get(v, index) == index)
         ]
-
-        rest = [v for v in reads if v not in consumes]
-        return self._segment(_Ends("update", consumes, rest, gives, outs), eqns)
+        others = [v for v in reads if v not in consumes]
+        segment, _ = self._segment("update", eqns, consumes, others, gives, outs)
+        return segment
 
     def kept(self, outs: Sequence[int]) -> list[NamedSharding | None] | None:
         """Where a program leaves these outputs, beside axes over which XLA would choose."""
@@ -112,78 +115,117 @@ class Builder:
         places = [s.with_memory_kind(DEVICE) for s in self.shardings]
         return [places[i] if i < num_new else None for i in outs]
 
-    def _type(self, var: Var) -> ValuePlan:
-        """How a value is taken or given."""
-        interface = self.planned.plan.interface
-        return interface.passed[var] if var in self._passed else interface.of(var)
+    @functools.cached_property
+    def _time(self) -> TimeAxis | None:
+        return time_of(self.planned.plan, self.planned.mesh.axis_names)
 
     @functools.cached_property
-    def _passed(self) -> set[Var]:
-        """The leaves that are taken as they cross."""
-        pairs = zip(self.planned.frame.jaxpr.invars, self.planned.plan.leaves, strict=False)
-        return {var for var, leaf in pairs if self.crosses and leaf.tier == DEVICE}
+    def _step(self) -> GivenStep:
+        return given_step(self.planned.plan, self.planned.analysis, self._time)
 
-    def _segment(self, ends: _Ends, eqns: Sequence[int]) -> Segment:
-        planned = self.planned
-        num_new = len(planned.plan.new_leaves)
-        types = {var: self._type(var) for var in (*ends.consumes, *ends.reads, *ends.gives)}
-        leaf_vars = planned.frame.jaxpr.invars[:num_new]
-        layouts = [
-            self._type(leaf_vars[i]).layout if i < num_new else planned.plan.layouts[i]
-            for i in ends.outs
-        ]
-        out_specs = (
-            [types[var].spec for var in ends.gives],
-            [*map(_layout.partition_spec, layouts)],
-        )
-        run = self._partitioned(ends, eqns, types)
-        options: dict[str, Any] = {}
-        if kept := self.kept(ends.outs):
-            options["out_shardings"] = ([None] * len(ends.gives), kept)
-        jitted = jax.jit(run, donate_argnums=0, **options)
-        return Segment(
-            tuple(ends.consumes),
-            tuple(ends.reads),
-            tuple(ends.gives),
-            tuple(ends.outs),
-            types,
-            planned.mesh,
-            run,
-            jitted,
-            out_specs,
-        )
+    @functools.cached_property
+    def _number(self) -> dict[Var, int]:
+        return {var: i for i, var in enumerate(self._step.jaxpr.invars)}
 
-    def _partitioned(
-        self, ends: _Ends, eqns: Sequence[int], types: Mapping[Var, ValuePlan]
-    ) -> SegmentFn:
-        """The program of some equations, as the partitioner writes it."""
-        invars, num_new = self.planned.frame.jaxpr.invars, len(self.planned.plan.new_leaves)
-        renewed = (invars[i] for i in ends.outs if i < num_new)
-        types = {**types, **{var: self._type(var) for var in renewed}}
-        num, takes = len(ends.gives), [*ends.consumes, *ends.reads]
-        run = self.parts.function(
-            eqns, takes, ends.gives, ends.outs, types, range(len(ends.consumes)), not self.crosses,
-            ends.name == _GRADIENTS,
-        )  # fmt: skip
+    def _type(self, var: Var) -> ValuePlan:
+        """How a value is passed in or out."""
+        interface, leaves = self.planned.plan.interface, self.planned.plan.leaves
+        i = self._number.get(var, len(leaves))
+        if self.crosses and i < len(leaves) and leaves[i].tier == DEVICE:
+            return interface.passed[var]
+        return interface.of(var)
+
+    def _segment(
+        self, name: str, eqns: Sequence[int], consumes: Sequence[Var], reads: Sequence[Var],
+        gives: Sequence[Var], outs: Sequence[int], time: TimeAxis | None = None,
+    ) -> tuple[Segment, Partitioned]:  # fmt: skip
+        """Some equations of the step, by index, as a program.
+
+        Args:
+          name: of the program, in profiles.
+          eqns: the equations.
+          consumes: see `Segment`, as for `reads`, `gives` and `outs`.
+          reads: the same.
+          gives: the same.
+          outs: the same.
+          time: the axis of microbatches, if it runs for each of several.
+
+        Raises:
+          CannotPartitionError: the partitioner has no exact program for them.
+        """
+        planned, plan, num = self.planned, self.planned.plan, len(gives)
+        part = self._part(eqns, [*consumes, *reads], gives, outs, len(consumes), time)
+        programs = programs_of(part, planned, time)
+        if part.step.written is not None:
+            # Its values are of the mesh in which it was traced, and layers are evaluated in that of programs.
+            inside = _jaxpr.inside_of(planned.mesh, [axis for axis, _ in plan.axes])
+            last = programs[PASSES[-1]]
+            programs[PASSES[-1]] = dataclasses.replace(
+                last, jaxpr=_jaxpr.in_mesh(last.jaxpr, inside)
+            )
+        run = function_of(programs[PASSES[-1]], planned)
 
         def local(consumed: Arrays, read: Arrays) -> tuple[Arrays, Arrays]:
             made = run(*consumed, *read)
             return made[:num], made[num:]
 
-        local.__name__ = ends.name  # as profiles say it
-        return local
+        local.__name__ = name
+        types = {var: self._type(var) for var in (*consumes, *reads, *gives)}
+        new = self._step.jaxpr.invars[: len(plan.new_leaves)]
+        layouts = [self._type(new[i]).layout if i < len(new) else plan.layouts[i] for i in outs]
+        out_specs = [types[var].spec for var in gives], [*map(_layout.partition_spec, layouts)]
+        options: dict[str, Any] = {}
+        if kept := self.kept(outs):
+            options["out_shardings"] = ([None] * num, kept)
+        jitted = jax.jit(local, donate_argnums=0, **options)
+        segment = Segment(
+            tuple(consumes), tuple(reads), tuple(gives), tuple(outs), types, planned.mesh, local, jitted,
+            out_specs,
+        )  # fmt: skip
+        return segment, Partitioned(part, programs)
 
+    def _part(
+        self, eqns: Sequence[int], takes: Sequence[Var], gives: Sequence[Var], outs: Sequence[int],
+        num_consumed: int, time: TimeAxis | None,
+    ) -> TypedPart:  # fmt: skip
+        """The same equations with the layouts of what they take and give: `takes -> [*gives, *outs]`."""
+        plan, jaxpr = self.planned.plan, self._step.jaxpr
+        mesh, num_new = axes_of(plan, time), len(plan.new_leaves)
+        made = [*gives, *(jaxpr.outvars[i] for i in outs)]
+        needed, _ = _rewrite.behind([self.planned.frame.jaxpr.eqns[i] for i in eqns], made)
+        inputs, others = (
+            [*arguments(plan, self._step, mesh, time)],
+            [*results(plan, self._step, mesh)],
+        )
 
-class _Ends(NamedTuple):
-    """What a segment takes and gives.
+        def layout_of(i: int) -> Layout:
+            return stored(self._type(jaxpr.invars[i]), mesh) if i < num_new else others[i - num_new]
 
-    Attributes:
-      name: of its program.
-      consumes, reads, gives, outs: as of `Segment`.
-    """
+        given = [stored(self._type(var), mesh) for var in gives]
+        gradients = [*map(self._gradient_hint, gives, given)]
+        return TypedPart(
+            self._step.cut(takes, made, needed),
+            [self._number.get(var) for var in takes],
+            [self._input(var, inputs, mesh) for var in takes],
+            [*[None] * len(gives), *outs],
+            [*given, *map(layout_of, outs)],
+            [
+                *gradients,
+                *(reduced_hint(plan.leaves[i], mesh) if i < num_new else None for i in outs),
+            ],
+            frozenset(range(num_consumed)),
+            frozenset(range(len(made) if self.crosses else len(gives))),
+        )
 
-    name: str
-    consumes: Sequence[Var]
-    reads: Sequence[Var]
-    gives: Sequence[Var]
-    outs: Sequence[int]
+    def _input(self, var: Var, inputs: Sequence[DeviceInput], mesh: dict[str, int]) -> DeviceInput:
+        number, plan, type_ = self._number.get(var), self.planned.plan, self._type(var)
+        if number is None:
+            return DeviceInput(stored(type_, mesh))
+        if number >= len(plan.leaves) or type_ is plan.interface.stored[var]:
+            return inputs[number]
+        return DeviceInput(stored(type_, mesh), name=plan.leaves[number].path)
+
+    def _gradient_hint(self, var: Var, layout: Layout) -> Hint | None:
+        """What is said of a value for other programs: that it is the gradient of a leaf."""
+        path = self._type(var).path
+        return Hint(layout, leaf=path) if path and layout.dims else None

@@ -1,39 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves of the state from how they are stored to how they cross, and back."""
+"""Leaves on the devices: from the form in which they are stored to shards like gradients, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from jzero.segments import _parts
+from jzero.segments._given import GivenStep, TypedPart, axes_of, function_of, stored
+from jzero.segments._partitioned import PASSES, programs_of
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays
-from jzero.sharding.plan._interface import ValuePlan
-from jzero.tracing import _jaxpr
+from jzero.sharding.partition._partition import DeviceInput
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._types import Var
 
 
-def entering(planned: PlannedStep, variables: Sequence[_jaxpr.Var]) -> Callable[..., Arrays] | None:
-    """`leaves -> shards`: leaves stored on the devices, sharded like gradients; None if they already are."""
-    interface = planned.plan.interface
-    rest = [interface.of(var) for var in variables]
-    passed = [interface.as_passed(var) for var in variables]
-    if _places(rest) == _places(passed):
+def entering(planned: PlannedStep, variables: Sequence[Var]) -> Callable[..., Arrays] | None:
+    """`leaves -> shards`: stored leaves, sharded like gradients; None if they already are."""
+    if _are_shards(planned, variables):
         return None
-    enter = _parts.entered(planned, variables)
-    return lambda xs: enter(*xs)
+    interface, mesh = planned.plan.interface, axes_of(planned.plan, None)
+    ins = [DeviceInput(stored(interface.of(var), mesh)) for var in variables]
+    outs = [stored(interface.as_passed(var), mesh) for var in variables]
+    none = [None] * len(variables)
+    convert = _function(planned, TypedPart(_same(variables, variables), none, ins, none, outs))
+    return lambda leaves: convert(*leaves)
 
 
 def leaving(planned: PlannedStep, outs: Sequence[int]) -> Callable[..., Arrays] | None:
-    """`(old leaves, shards) -> leaves`: updated shards as they are stored; None if that is the same."""
-    interface, jaxpr = planned.plan.interface, planned.frame.jaxpr
-    rest = [interface.of(jaxpr.invars[i]) for i in outs]
-    passed = [interface.as_passed(jaxpr.invars[i]) for i in outs]
-    if _places(rest) == _places(passed):
+    """`(old leaves, shards) -> leaves`: updated shards as they are stored; None if they already are."""
+    olds = [planned.frame.jaxpr.invars[i] for i in outs]
+    if _are_shards(planned, olds):
         return None
-    leave = _parts.left(planned, outs)
-    return lambda olds, shards: leave(*olds, *shards)
+    interface, mesh = planned.plan.interface, axes_of(planned.plan, None)
+    leaves = [stored(interface.of(var), mesh) for var in olds]
+    shards = [stored(interface.as_passed(var), mesh) for var in olds]
+    new = [_jaxpr.new_var(var) for var in olds]
+    part = TypedPart(
+        _same([*olds, *new], new),
+        [*outs, *[None] * len(olds)],
+        [*map(DeviceInput, (*leaves, *shards))],
+        outs,
+        leaves,
+        donated=frozenset(range(len(olds))),
+    )
+    convert = _function(planned, part)
+    return lambda olds, shards: convert(*olds, *shards)
 
 
-def _places(values: Sequence[ValuePlan]) -> list[Any]:
-    return [(value.layout, value.automatic) for value in values]
+def _are_shards(planned: PlannedStep, variables: Sequence[Var]) -> bool:
+    interface = planned.plan.interface
+    pairs = [(interface.of(var), interface.as_passed(var)) for var in variables]
+    return all((a.layout, a.automatic) == (b.layout, b.automatic) for a, b in pairs)
+
+
+def _same(invars: Sequence[Var], outvars: Sequence[Var]) -> GivenStep:
+    """Returns some of its inputs."""
+    return GivenStep(_rewrite.Flat([], [*invars], [*outvars], []), [], [], None)
+
+
+def _function(planned: PlannedStep, part: TypedPart) -> Callable[..., Arrays]:
+    return function_of(programs_of(part, planned)[PASSES[-1]], planned)

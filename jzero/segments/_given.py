@@ -43,15 +43,6 @@ class GivenStep(NamedTuple):
     specs: Sequence[PartitionSpec]
     written: WrittenStep | None
 
-    def taking(self, taken: Sequence[int]) -> GivenStep:
-        """With some of its inputs."""
-        flat = self.jaxpr._replace(invars=[self.jaxpr.invars[i] for i in taken])
-        written = self.written
-        if written is not None:
-            frame: Any = dataclasses.replace(written.frame, jaxpr=flat)  # type: ignore[arg-type]
-            written = written._replace(frame=frame)
-        return self._replace(jaxpr=flat, written=written)
-
     def cut(
         self, takes: Sequence[_jaxpr.Var], gives: Sequence[_jaxpr.Atom], eqns: list[_jaxpr.Eqn]
     ) -> GivenStep:  # fmt: skip
@@ -131,7 +122,9 @@ def whole_step(
     outs = [*(stored(leaf, mesh) for leaf in plan.new_leaves), *others]
     reduced = [reduced_hint(leaf, mesh) for leaf in plan.new_leaves]
     donated = frozenset(k for k, i in enumerate(taken) if i < num_new)
-    step, ins = step.taking(taken), [ins[i] for i in taken]
+    jaxpr = step.jaxpr
+    step = step.cut([jaxpr.invars[i] for i in taken], jaxpr.outvars, jaxpr.eqns)
+    ins = [ins[i] for i in taken]
     return TypedPart(step, taken, ins, range(len(outs)), outs, reduced, donated)
 
 
@@ -237,18 +230,6 @@ def reduced_hint(leaf: LeafPlan, mesh: dict[str, int]) -> Hint | None:
         return None
     layout = from_spec(leaf.shape, mesh, _layout.partition_spec(leaf.gradient))
     return Hint(layout, leaf=leaf.path)
-
-
-def run_of(program: DeviceProgram, planned: PlannedStep, part: TypedPart) -> Callable[..., Any]:
-    """A step's program as a function of whole arrays, those of leaves padded."""
-    num_new, run = len(planned.plan.new_leaves), function_of(program, planned)
-
-    def step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-        given = [*state, *arrays]
-        outs = run(*(given[i] for i in part.taken if i is not None))
-        return outs[:num_new], outs[num_new:]
-
-    return step
 
 
 def function_of(program: DeviceProgram, planned: PlannedStep) -> Callable[..., list[Any]]:

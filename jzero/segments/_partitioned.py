@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jzero.ir._errors import NeedsAllMicrobatchesError
 from jzero.ir._layout import Layout, Prices
 from jzero.ir._work import Repeated
-from jzero.segments._given import TypedPart, axes_of, of_all_devices, run_of, stored, whole_step
+from jzero.segments._given import TypedPart, axes_of, of_all_devices, stored, whole_step
 from jzero.segments._planned import PlannedStep, devices_of
 from jzero.sharding.partition._matrix_buckets import DistributedUpdates
 from jzero.sharding.partition._microbatches import MicrobatchLoops, in_loops
@@ -43,7 +43,7 @@ from jzero.sharding.passes._tiles import tiles
 from jzero.sharding.passes._whole_stacks import whole_stacks
 from jzero.sharding.plan._layout import Shard, of_spec
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.targets._links import AxisTimes, axis_times
 from jzero.targets._target import target_of, topology_of
 from jzero.tracing._types import Jaxpr
@@ -81,14 +81,10 @@ class Partitioned:
     Attributes:
       part: what of the step it is: all of it, or what computes its gradients.
       programs: of one device, after each of `PASSES`; the last one runs.
-      repeated: the flops of a step, and what the devices repeat of them.
-      run: `(state leaves, argument leaves) -> (new state leaves, outputs)`, on whole arrays.
     """
 
     part: TypedPart
     programs: Mapping[str, DeviceProgram]
-    repeated: tuple[float, list[Repeated]]
-    run: Callable[..., Any]
 
     def described(self, plan: StepPlan) -> StepPlan:
         """The plan, with what the program says: its loops, what waits on the host, and where results lie."""
@@ -120,6 +116,19 @@ class Partitioned:
         moves = map(movement_of, filter(is_of_rows, self.program.moves))
         return tuple(self._of_step(m) if m.operation == OUTPUT else m for m in moves)
 
+    def repeated(self, plan: StepPlan, analysis: Analysis) -> tuple[float, list[Repeated]]:
+        """The flops of the step, and what its devices repeat of them."""
+        whole = analysis.whole
+        if whole is None:
+            return 0, []
+        num = plan.num_devices * plan.accumulate
+        work, again = whole.repeated(self.programs[_PARTITION].jaxpr, num)
+        # What runs once for all microbatches is no repetition.
+        if again and plan.accumulate > 1:
+            looped = whole.repeated(self.programs["microbatches"].jaxpr, plan.num_devices)[1]
+            again = min(again, looped, key=lambda each: sum(x.extra for x in each))
+        return work, again
+
     def _of_step(self, movement: Movement) -> Movement:
         """What is moved of a result, which is one of the step's, or what its update reads."""
         j = int(movement.where)
@@ -139,9 +148,7 @@ def partitioned(planned: PlannedStep) -> Partitioned:
     plan = planned.plan
     time = time_of(plan, planned.mesh.axis_names)
     part = whole_step(plan, planned.analysis, axes_of(plan, time), time)
-    programs = programs_of(part, planned, time)
-    run = run_of(programs[PASSES[-1]], planned, part)
-    return Partitioned(part, programs, work_of(programs, planned), run)
+    return Partitioned(part, programs_of(part, planned, time))
 
 
 def programs_of(
@@ -204,22 +211,6 @@ def _with_memory(prices: Prices, time: TimeAxis | None) -> Prices:
         return prices
     byte = min(times.ring for _, times in prices)
     return *prices, (time.name, AxisTimes(0, byte, byte))
-
-
-def work_of(
-    programs: Mapping[str, DeviceProgram], planned: PlannedStep
-) -> tuple[float, list[Repeated]]:
-    """The flops of the step, and what its devices repeat of them."""
-    program, whole = programs[_PARTITION], planned.analysis.whole
-    if whole is None:
-        return 0, []
-    num = planned.plan.num_devices * planned.plan.accumulate
-    work, again = whole.repeated(program.jaxpr, num)
-    # What runs once for all microbatches is no repetition.
-    if again and planned.plan.accumulate > 1:
-        looped = whole.repeated(programs["microbatches"].jaxpr, planned.plan.num_devices)[1]
-        again = min(again, looped, key=lambda each: sum(x.extra for x in each))
-    return work, again
 
 
 def _passed(

@@ -194,7 +194,7 @@ def build(
         tuple(path for path, key in zip(paths, local.keys, strict=True) if key),
         movements,
         local.whole_arguments,
-        local.extra_work(*written.repeated),
+        local.extra_work(*written.repeated(plan, analysis)),
         tuple(flat.state),
         functools.partial(as_traced, flat, setting),
         tuple(x for x in traced.consts if isinstance(x, jax.core.Tracer)),

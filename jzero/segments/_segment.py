@@ -11,8 +11,6 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jzero.sharding.analysis import _traffic
-from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._interface import ValuePlan
 from jzero.tracing import _jaxpr, _rewrite
 
@@ -68,10 +66,6 @@ class Segment:
     def avals(self) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
         """Of what it takes, whole and padded."""
         return self.taken({var: self.types[var].aval(self.mesh) for var in self.takes})
-
-    def collectives(self) -> tuple[Collective, ...]:
-        """What it moves between the devices: nothing, if it could run where there are no others."""
-        return tuple(_traffic.collectives(jax.make_jaxpr(self.run)(*self.avals())))
 
 
 def shard_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -24,12 +24,13 @@ class SegmentedStep:
     """
 
     def __init__(self, builder: Builder):
-        self.grad, self.buckets = builder.grad_part(), builder.buckets()
-        self.found, plan = builder.found, builder.planned.plan
+        self.grad, self.found = builder.forward_backward()
+        self.buckets, plan = builder.buckets(), builder.planned.plan
         self.plan = self.found.described(plan)
-        jaxpr, num = builder.planned.frame.jaxpr, len(plan.leaves)
-        self.invars, self._num_outs = jaxpr.invars, len(jaxpr.outvars)
-        self.leaf_of = {var: i for i, var in enumerate(jaxpr.invars[:num])}
+        self.invars = builder.planned.frame.jaxpr.invars
+        self._num_new = len(plan.new_leaves)
+        self._num_outs = len(builder.planned.frame.jaxpr.outvars)
+        self.leaf_of = {var: i for i, var in enumerate(self.invars[: len(plan.leaves)])}
 
     def values(self, state: Sequence[Any], arrays: Sequence[Any]) -> Values:
         """What the segments take of the caller."""
@@ -52,4 +53,4 @@ class SegmentedStep:
     ) -> tuple[list[Any], list[Any]]:
         """New state and outputs; a leaf that no segment made keeps its value."""
         found = [outs[i] if i in outs else state[i] for i in range(self._num_outs)]
-        return found[: len(state)], found[len(state) :]
+        return found[: self._num_new], found[self._num_new :]

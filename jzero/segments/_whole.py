@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from jzero.offload.schedule._ops import Run
 from jzero.offload.schedule._schedule import Schedule
+from jzero.segments._given import function_of
 from jzero.segments._partitioned import partitioned
 from jzero.segments._planned import PlannedStep
 from jzero.sharding.plan._offload import waits
@@ -33,11 +34,18 @@ class WholeStep:
         options: dict[str, Any] = {"out_shardings": (list(shardings), None)}
         options = options if plan.automatic and not plan.evaluates else {}
         donated = 0 if plan.donates and not plan.evaluates else ()
-        run = self.run = self.found.run
+        run, part, num_new = (
+            function_of(self.found.program, planned),
+            self.found.part,
+            len(plan.new_leaves),
+        )
 
         def local_step(state: list[Any], arrays: list[Any]) -> Any:  # as profiles say it
-            return run(state, arrays)
+            given = [*state, *arrays]
+            outs = run(*(given[i] for i in part.taken if i is not None))
+            return outs[:num_new], outs[num_new:]
 
+        self.run = local_step
         self.jitted = jax.jit(local_step, donate_argnums=donated, **options)
 
     def __call__(
