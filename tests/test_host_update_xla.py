@@ -12,8 +12,9 @@ import host_updates
 import test_host_update_ops as ops
 from host_updates import call, on_host, problem
 from jzero.offload.kernels import _xla_loops
-from jzero.offload.kernels._compilers import LLVM, XLA
 from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.kernels._loops import KernelLoops
+from jzero.offload.kernels._xla_loops import XlaLoops
 from optimizers import ENTRIES
 from test_host_update_optimizers import IN_BFLOAT16, optax_promotions  # noqa: F401
 
@@ -26,7 +27,7 @@ APART = {"scale_by_lion(smooth)": 16}  # tanh
 
 def by_both(*args: Any, **kwargs: Any) -> list[HostUpdate]:
     pytest.importorskip("llvmlite")
-    return [HostUpdate(*args, **kwargs, by=compiler) for compiler in (LLVM, XLA)]
+    return [HostUpdate(*args, **kwargs, by=compiler) for compiler in (KernelLoops, XlaLoops)]
 
 
 def assert_equal(x: np.ndarray, y: np.ndarray, where: Any) -> None:
@@ -181,7 +182,7 @@ def test_a_failure_in_the_other_thread_is_raised(monkeypatch: pytest.MonkeyPatch
         raise MemoryError("no room for a block")
 
     state = [on_host(np.ones(100, np.float32))]
-    update = HostUpdate(lambda state, _: ((state[0] * 2,), ()), state, (), by=XLA)
+    update = HostUpdate(lambda state, _: ((state[0] * 2,), ()), state, (), by=XlaLoops)
     monkeypatch.setattr(_xla_loops.XlaProgram, "run", fail)
     with pytest.raises(MemoryError, match="no room for a block"):
         call(update, state, ())

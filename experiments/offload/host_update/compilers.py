@@ -17,11 +17,12 @@ import jax
 
 import problem
 from experiments.shared import records
-from jzero.offload.kernels._compilers import LLVM, XLA, Compiler
 from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.kernels._loops import BlockLoops, KernelLoops
+from jzero.offload.kernels._xla_loops import XlaLoops
 from problem import MOMENTS, Config, Memory
 
-COMPILERS = {"LLVM": LLVM, "XLA": XLA}
+COMPILERS = {"LLVM": KernelLoops, "XLA": XlaLoops}
 # Gradients, whether they are cast, copy.
 TRAFFIC = [
     ("float32", True, False), ("float32", True, True), ("bfloat16", True, False), ("bfloat16", True, True),
@@ -29,7 +30,7 @@ TRAFFIC = [
 ]  # fmt: skip
 
 
-def side(config: Config, cast: bool, by: Compiler, threads: int) -> Callable[[], None]:
+def side(config: Config, cast: bool, by: type[BlockLoops], threads: int) -> Callable[[], None]:
     """One update, in memory of its own."""
     memory = Memory(config)
     update, state = problem.update_of(memory, cast)

@@ -94,7 +94,6 @@ class CodePathFinder:
                 self._first_block[out] = min(blocks)
 
     def code_path(self, index: int, name: str) -> CodePath:
-        """The code path of an output."""
         atom = self.jaxpr.outvars[index]
         if index < self.num_state and atom is self.jaxpr.invars[index]:
             return CodePath(name, KEPT)

@@ -23,6 +23,7 @@ import numpy as np
 
 from jzero._errors import StateError, message
 from jzero._in_turn import groups as in_groups
+from jzero.offload.kernels import _machine
 from jzero.offload.kernels._code_paths import (
     KERNEL,
     XLA,
@@ -32,11 +33,11 @@ from jzero.offload.kernels._code_paths import (
     groups,
     traced_flat,
 )
-from jzero.offload.kernels._compilers import Compiler, compiler
 from jzero.offload.kernels._kernel import kernel_text
-from jzero.offload.kernels._loops import BlockLoop, BlockLoops, Calls
+from jzero.offload.kernels._loops import BlockLoop, BlockLoops, Calls, KernelLoops
 from jzero.offload.kernels._machine import X86, processor
 from jzero.offload.kernels._writer import dtype_of
+from jzero.offload.kernels._xla_loops import XlaLoops
 from jzero.offload.memory._addresses import (
     Addresses,
     HostMemory,
@@ -91,7 +92,7 @@ class HostUpdate:
         threads: int | None = None,
         chunk_bytes: int = 2**26,
         helpers: JobThreads | None = None,
-        by: Compiler | None = None,
+        by: type[BlockLoops] | None = None,
     ):
         """Traces `update` and compiles its kernels; no memory is known yet.
 
@@ -120,7 +121,7 @@ class HostUpdate:
         analysis = CodePathFinder(flat, len(self._state))
         self.code_paths = tuple(analysis.code_path(i, name) for i, name in enumerate(self._names))
         self._consts = on_host(consts)
-        self._compiler = by or compiler()
+        self._by: type[BlockLoops] = by or (XlaLoops if _machine.llvm() is None else KernelLoops)
         self._build(analysis, _jaxpr.replaced(traced.jaxpr, **flat._asdict()), chunk_bytes)
         self._threads = threads or default_threads()
         self._helpers = helpers or helping_threads(self._threads)
@@ -178,7 +179,7 @@ class HostUpdate:
 
         return [
             BlockLoop(
-                self._compiler.program(*key, members[0]),
+                self._by.program(*key, members[0]),
                 [group.size for group in members],
                 [operands(group) for group in members],
             )
@@ -269,7 +270,7 @@ class HostUpdate:
 
     def _loops_of(self, num_shards: int) -> BlockLoops:
         if num_shards not in self._loops:
-            loops = self._compiler.loops(self._chunks, num_shards, self._num_slots)
+            loops = self._by(self._chunks, num_shards, self._num_slots)
             self._loops[num_shards] = loops
         return self._loops[num_shards]
 
@@ -302,7 +303,6 @@ class HostUpdate:
         return prepared
 
     def _place(self, outputs: Sequence[HostMemory], prepared: _Prepared) -> None:
-        """Says where outputs go."""
         names = self._names[len(self._state) :]
         at = self._known_outputs(
             [x for shard in outputs for x in shard],
@@ -344,7 +344,6 @@ class HostUpdate:
         return [done for done in (by_xla, *self._done) if done]
 
     def make_outputs(self) -> list[np.ndarray]:
-        """Memory for a shard's outputs."""
         return [host_empty(x.shape, x.dtype) for x in self.outputs]
 
     def describe(self) -> str:
@@ -379,7 +378,6 @@ class UnderWay(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether the threads are done."""
         return self.asked.is_done
 
     def finish(self) -> None:

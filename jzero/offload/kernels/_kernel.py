@@ -13,12 +13,11 @@ from __future__ import annotations
 import itertools
 
 from jzero.offload.kernels._code_paths import Group
-from jzero.offload.kernels._loops import FINISHED
+from jzero.offload.kernels._loops import FINISHED, UPDATE_FUNCTION
 from jzero.offload.kernels._ops import is_same, write
 from jzero.offload.kernels._writer import TYPES, Writer, dtype_of
 from jzero.tracing import _jaxpr
 
-NAME = "update"
 # Elements at a time: a whole cache line of float32. LLVM splits it for processors with narrower registers.
 LANES = 16
 
@@ -98,7 +97,6 @@ _FLUSH_DECLARED = {
 
 
 def kernel_text(group: Group, x86: bool) -> str:
-    """The LLVM IR of a group's loop."""
     names = [f"read{i}" for i in range(len(group.reads))]
     names += [f"write{i}" for i in range(len(group.writes))]
     dtypes = [dtype_of(x) for x in [*group.reads, *(atom for _, atom in group.writes)]]
@@ -116,7 +114,7 @@ def kernel_text(group: Group, x86: bool) -> str:
     _body(group, one, "%j", loaded, inverse, usual)
     declared = scalars.declared | many.declared | one.declared | (_FLUSH_DECLARED if x86 else set())
     return _TEXT.format(
-        name=NAME,
+        name=UPDATE_FUNCTION,
         declarations="\n".join(sorted(declared)),
         prologue=_FLUSH if x86 else "",
         epilogue=_RESTORE if x86 else "",

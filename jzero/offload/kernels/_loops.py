@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops over blocks of leaves: which block is at which address, and the threads that share them.
 
-Two compilers make what runs over a block (`_compilers.py`): LLVM's is called here, XLA's in `_xla_loops.py`.
+LLVM, where llvmlite is installed, makes what runs over a block, and is called here; elsewhere XLA:CPU does
+(`_xla_loops.py`). Both take the same groups of equations and the same tables of addresses, and make the same
+bits.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ BLOCK = 1 << 16
 # how many are done.
 FINISHED = 16
 UPDATE = "jzero: update"  # as traces have it
+UPDATE_FUNCTION = "update"  # the name of a kernel in LLVM IR
 
 # Calls one kernel after the other. In LLVM, so that a thread is not held up between two of them by one that
 # has the interpreter's lock.
@@ -105,6 +108,20 @@ class BlockLoops(abc.ABC):
     """
 
     @abc.abstractmethod
+    def __init__(self, chunks: Sequence[Sequence[BlockLoop]], num_shards: int, num_slots: int): ...
+
+    @staticmethod
+    @abc.abstractmethod
+    def program(text: str, dtypes: tuple[str, ...], group: Any) -> Any:
+        """What a `BlockLoop` runs; equal ones are compiled once.
+
+        Args:
+          text: LLVM IR.
+          dtypes: of its operands.
+          group: the equations that it is of (`Group`).
+        """
+
+    @abc.abstractmethod
     def start(self, addresses: np.ndarray, memory: Any, pool: JobThreads) -> Calls:
         """What there is to do in a call, with the help of threads of a pool.
 
@@ -113,7 +130,9 @@ class BlockLoops(abc.ABC):
 
 
 class KernelLoops(BlockLoops):
-    """Loops that LLVM has compiled."""
+    @staticmethod
+    def program(text: str, dtypes: tuple[str, ...], group: Any) -> Any:
+        return compiled(text, UPDATE_FUNCTION)
 
     def __init__(self, chunks: Sequence[Sequence[BlockLoop]], num_shards: int, num_slots: int):
         loops = [loop for chunk in chunks for loop in chunk]
@@ -129,7 +148,6 @@ class KernelLoops(BlockLoops):
             start += own.nbytes
 
     def start(self, addresses: np.ndarray, memory: Any, pool: JobThreads) -> KernelCalls:
-        """As there."""
         # Of its own: the call before may still be under way, on other memory.
         operands = addresses.reshape(-1)[self._slots]
         table = self._calls.copy()
@@ -169,7 +187,6 @@ class KernelCalls(Calls):
             self._drive(self._at, len(self._table))
 
     def finish(self, chunk: int) -> None:
-        """Works on one chunk until all of it is done."""
         first, end = self._ends[chunk : chunk + 2]
         with jax.profiler.TraceAnnotation(UPDATE):
             while self._drive(self._at + first * self._row, end - first):
@@ -177,7 +194,6 @@ class KernelCalls(Calls):
         self._is_over = end == len(self._table)
 
     def complete(self) -> None:
-        """Works on all chunks until all is done."""
         for chunk in range(len(self._ends) - 1):
             self.finish(chunk)
 

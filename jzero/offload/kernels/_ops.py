@@ -40,7 +40,6 @@ def is_cheap(eqn: _jaxpr.Eqn) -> bool:
 
 
 def size_of(atom: _jaxpr.Atom) -> int:
-    """Elements of a value."""
     return math.prod(atom.aval.shape)
 
 

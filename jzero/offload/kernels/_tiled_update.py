@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jzero.offload.kernels import _tiles
-from jzero.offload.kernels._code_paths import KERNEL, XLA, CodePathFinder, groups, traced_flat
+from jzero.offload.kernels._code_paths import (
+    KERNEL,
+    XLA,
+    CodePath,
+    CodePathFinder,
+    Group,
+    groups,
+    traced_flat,
+)
 from jzero.offload.kernels._host_update import WHO, HostUpdate
 from jzero.offload.kernels._loops import BlockLoop, BlockLoops
 from jzero.offload.kernels._tiles import Span, Tile, Together
@@ -40,7 +48,7 @@ UpdateFn = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[HostMemory, HostMe
 
 
 class TiledUpdate(HostUpdate):
-    """Updates state that lies elsewhere: whoever calls brings it, a tile at a time, in any order.
+    """Updates state that is stored elsewhere: whoever calls brings it, a tile at a time, in any order.
 
     Behaves like `HostUpdate`, one range of elements after the other:
 
@@ -75,7 +83,7 @@ class TiledUpdate(HostUpdate):
         Args, beside those of `HostUpdate`:
           tile_bytes: of a tile, at most.
           resident: which leaves are in memory.
-          lone: which leaves are also read without the rest of their tiles, by index, and of how many slices
+          lone: which leaves are also read without the others in their tiles, by index, and of how many slices
             along dim 0 of a device's shard; 1 for a leaf that is read whole.
           gradients: which inputs come with tiles, of those that `inputs_in_tiles` finds, by index, and in how
             many slices along dim 0 they are made.
@@ -211,7 +219,7 @@ class TiledUpdate(HostUpdate):
         return [[shard.get(i) for i in range(num)] for shard in found]
 
     def _place_gradients(self, at: np.ndarray, tile: int, memory: int) -> None:
-        """The same of gradients, which lie from this address on."""
+        """The same of gradients, which begin at this address."""
         if not self.gradients.num_tiles:
             return
         extents, rows = self.gradients.tiles[tile], self._rows[tile]
@@ -258,7 +266,6 @@ class TiledUpdate(HostUpdate):
                 yield span, part, at * size * x.dtype.itemsize
 
     def end(self) -> None:
-        """Lets go of inputs and outputs."""
         self._prepared, self._to = None, ()
 
     def _together(self, slots: Sequence[int], size: int, chunk: int) -> Together:
@@ -276,7 +283,7 @@ class TiledUpdate(HostUpdate):
         )
 
     def _chunk_of(self, slots: Sequence[int], chunk: int) -> int:
-        """Its chunk, for what makes outputs; the last one, in which nobody waits, for the rest.
+        """Its chunk, for what makes outputs; the last one, in which nobody waits, for all else.
 
         So tiles of all of that may be ordered as they are read.
         """
@@ -292,7 +299,7 @@ class TiledUpdate(HostUpdate):
         loops = [
             BlockLoop(program, *zip(*rows, strict=True)) for program, rows in by_program.items()
         ]
-        return self._compiler.loops([loops], 1, self._num_slots)
+        return self._by([loops], 1, self._num_slots)
 
 
 def untiled(
@@ -303,23 +310,14 @@ def untiled(
 
     Leaves that are `resident`, by index, may be read whole.
     """
-    traced, flat, _ = traced_flat(update, state, inputs)
-    analysis = CodePathFinder(flat, len(state))
-    code_paths = [analysis.code_path(i, name) for i, name in enumerate(names)]
+    flat, code_paths, _, read_whole = _by_compiler(update, state, inputs, names)
     found = {
         i: f"{code_path.name} is updated by XLA ({code_path.reason})"
         for i, code_path in enumerate(code_paths[: len(state)])
         if code_path.by == XLA
     }
-    by_kernel = groups(
-        analysis, [i for i, code_path in enumerate(code_paths) if code_path.by == KERNEL]
-    )
-    scalars = [var for group in by_kernel for var in group.scalars]
-    by_xla = [flat.outvars[i] for i, code_path in enumerate(code_paths) if code_path.by == XLA]
-    jaxpr = _jaxpr.replaced(traced.jaxpr, **flat._asdict())
-    read = set(_rewrite.excerpt(jaxpr, [*scalars, *by_xla]).reads)
     for i, var in enumerate(flat.invars[: len(state)]):
-        if var in read and i not in resident:
+        if var in read_whole and i not in resident:
             found.setdefault(i, f"{names[i]} is read whole, by XLA")
     return list(found.values())
 
@@ -331,16 +329,8 @@ def inputs_in_tiles(
 
     Nothing may be `untiled` of the state.
     """
-    traced, flat, _ = traced_flat(update, state, inputs)
-    analysis, num = CodePathFinder(flat, len(state)), len(state)
-    code_paths = [analysis.code_path(i, "") for i in range(len(flat.outvars))]
-    by_kernel = groups(
-        analysis, [i for i, code_path in enumerate(code_paths) if code_path.by == KERNEL]
-    )
-    jaxpr = _jaxpr.replaced(traced.jaxpr, **flat._asdict())
-    scalars = [var for group in by_kernel for var in group.scalars]
-    by_xla = [flat.outvars[i] for i, code_path in enumerate(code_paths) if code_path.by == XLA]
-    read_whole = {*_rewrite.excerpt(jaxpr, [*scalars, *by_xla]).reads}
+    flat, _, by_kernel, read_whole = _by_compiler(update, state, inputs)
+    num = len(state)
     in_tiles = {var for i, var in enumerate(flat.invars[:num]) if i not in resident}
     mine = set[_jaxpr.Var]()
     for group in by_kernel:
@@ -349,6 +339,21 @@ def inputs_in_tiles(
             mine.update(group.reads)
     there = enumerate(flat.invars[num : num + len(inputs)])
     return {i for i, var in there if var in mine - read_whole}
+
+
+def _by_compiler(
+    update: UpdateFn, state: HostMemory, inputs: HostMemory, names: Sequence[str] | None = None
+) -> tuple[_rewrite.Flat, list[CodePath], list[Group], set[_jaxpr.Var]]:
+    """An update's equations, the code path of each output, what kernels compute, and what XLA reads."""
+    traced, flat, _ = traced_flat(update, state, inputs)
+    analysis = CodePathFinder(flat, len(state))
+    names = names or [""] * len(flat.outvars)
+    code_paths = [analysis.code_path(i, name) for i, name in enumerate(names)]
+    by_kernel = groups(analysis, [i for i, x in enumerate(code_paths) if x.by == KERNEL])
+    scalars = [var for group in by_kernel for var in group.scalars]
+    by_xla = [flat.outvars[i] for i, x in enumerate(code_paths) if x.by == XLA]
+    jaxpr = _jaxpr.replaced(traced.jaxpr, **flat._asdict())
+    return flat, code_paths, by_kernel, {*_rewrite.excerpt(jaxpr, [*scalars, *by_xla]).reads}
 
 
 def _gradient_name(i: int, found: Sequence[Together], names: Sequence[str]) -> str:

@@ -138,7 +138,7 @@ def of_whole_leaves(
 def rows(tile: Tile) -> dict[Span, int]:
     """Of each span how many ranges of the same leaves come before it in the tile.
 
-    Slices of a stack lie apart, and kernels count elements of a leaf from one address: each needs its own.
+    Slices of a stack are apart, and kernels count elements of a leaf from one address: each needs its own.
     """
     seen: collections.Counter[int] = collections.Counter()
     found = {}

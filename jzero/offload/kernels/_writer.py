@@ -179,7 +179,6 @@ class Writer:
 
 
 def dtype_of(atom: Any) -> str:
-    """The name of a value's dtype."""
     return _name(atom.aval.dtype)
 
 
@@ -188,7 +187,6 @@ _name = functools.cache(str)
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element in memory."""
     memory = TYPES[dtype].memory
     return {"float": 4, "half": 2}.get(memory) or int(memory[1:]) // 8
 

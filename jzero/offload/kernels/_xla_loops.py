@@ -27,6 +27,7 @@ from jzero.offload.kernels._loops import (
     blocks_of,
     operands_of,
 )
+from jzero.offload.kernels._machine import processor
 from jzero.offload.kernels._ops import is_same
 from jzero.offload.kernels._writer import dtype_of
 from jzero.offload.memory._addresses import host_empty
@@ -36,6 +37,8 @@ from jzero.tracing import _jaxpr
 # Elements of a block. A call costs some 0.2 ms beside its arithmetic, a quarter of the largest block's time;
 # the results of that still fit into caches. What is left of a leaf is padded to the next size.
 SIZES = (1 << 10, 1 << 14, 1 << 18)
+# By LLVM IR and dtypes of operands; as long as machine code of LLVM's.
+_programs: dict[tuple[str, tuple[str, ...]], XlaProgram] = {}
 
 
 class XlaProgram:
@@ -103,7 +106,11 @@ def _padded(x: np.ndarray, size: int) -> np.ndarray:
 
 
 class XlaLoops(BlockLoops):
-    """Loops that XLA has compiled."""
+    @staticmethod
+    def program(text: str, dtypes: tuple[str, ...], group: Group) -> XlaProgram:
+        if (text, dtypes) not in _programs:
+            _programs[text, dtypes] = XlaProgram(group, processor())
+        return _programs[text, dtypes]
 
     def __init__(self, chunks: Sequence[Sequence[BlockLoop]], num_shards: int, num_slots: int):
         self._chunks = [
@@ -122,7 +129,6 @@ class XlaLoops(BlockLoops):
                 program.compile(count)
 
     def start(self, addresses: np.ndarray, memory: Any, pool: JobThreads) -> XlaCalls:
-        """As there."""
         at = addresses.reshape(-1)
         chunks = [
             [(program, at[slots], blocks) for program, slots, blocks in chunk]
@@ -148,7 +154,6 @@ class XlaCalls(Calls):
         return self._pool.ask([lambda _: self._run()])
 
     def finish(self, chunk: int) -> None:
-        """Waits for it."""
         self._pool.wait(self._done[chunk])
 
     def complete(self) -> None:
@@ -219,7 +224,6 @@ class _Arithmetic:
             self._usual &= (x >= USUAL[0]) & (x <= USUAL[1])
 
     def results(self) -> tuple[jax.Array, ...]:
-        """What the group writes."""
         for eqn in self._group.eqns:
             self._values[eqn.outvars[0]] = self._result(eqn)
         # One that is an operand JAX would return where it is, in memory that is overwritten.
