@@ -35,6 +35,15 @@ def values(*shapes, dtype=np.float64):
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
+def takes_slices(eqn, stack):
+    """Whether it is a loop that reads of a stack `[iterations, ...]` only each iteration's slice."""
+    if not _growing_loop.is_loop(eqn):
+        return False
+    stacks = _growing_loop.stacks_of(eqn)
+    others = eqn.invars[: len(eqn.invars) - len(stacks)]
+    return stack in variables(stacks) and stack not in variables(others)
+
+
 def whole_readers_of(jaxpr, stack):
     """What else reads a stack than loops that take slices of it.
 
@@ -45,7 +54,7 @@ def whole_readers_of(jaxpr, stack):
     length = stack.aval.shape[0]
     for eqn in jaxpr.eqns:
         read = follow.intersection(variables(eqn.invars))
-        if all(_fused_loops.takes_slices(eqn, v) and v.aval.shape[0] == length for v in read):
+        if all(takes_slices(eqn, v) and v.aval.shape[0] == length for v in read):
             continue
         gives = _over_iterations.stacked(eqn, length) or [False] * len(eqn.invars)
         pairs = zip(eqn.invars, gives, strict=True)
@@ -211,7 +220,7 @@ def test_one_stack_for_several_readers():
     found = Rewritten(jax.value_and_grad(loss), w, x).check()
     forward, backward = found.loops
     for loop in (forward, backward):
-        assert _fused_loops.takes_slices(loop, found.streamed[0])
+        assert takes_slices(loop, found.streamed[0])
     assert {v.aval.shape for v in _growing_loop.stacks_made(forward)} == {(TURNS, 2, 3)}
     assert found.whole_readers() == []
 
@@ -220,7 +229,7 @@ def test_one_stack_for_several_readers():
 
     found = Rewritten(jax.value_and_grad(also), w, x).check()
     assert [e.primitive.name for e in found.whole_readers()] == ["cumsum"]
-    assert all(_fused_loops.takes_slices(loop, found.streamed[0]) for loop in found.loops)
+    assert all(takes_slices(loop, found.streamed[0]) for loop in found.loops)
 
 
 @pytest.mark.slow
@@ -255,7 +264,7 @@ def test_parameters_do_not_hide_in_what_a_forward_loop_keeps():
     forward, backward = found.loops
     assert (TURNS, 3, 3) in [v.aval.shape for v in _growing_loop.stacks_made(before)]
     assert {v.aval.shape for v in _growing_loop.stacks_made(forward)} == {(TURNS, 2, 3)}
-    assert _fused_loops.takes_slices(backward, found.streamed[0])
+    assert takes_slices(backward, found.streamed[0])
 
 
 ABSORBED = {
@@ -386,9 +395,9 @@ def test_gradients_with_a_function_of_the_parameters():
     assert found.whole_readers() == []
     assert found.readers_of_made() == []
     forward, backward = found.loops
-    assert all(_fused_loops.takes_slices(forward, v) for v in found.streamed)
+    assert all(takes_slices(forward, v) for v in found.streamed)
     # The backward loop needs the biases for their decay alone.
-    assert all(_fused_loops.takes_slices(backward, v) for v in found.streamed)
+    assert all(takes_slices(backward, v) for v in found.streamed)
 
 
 @pytest.mark.slow

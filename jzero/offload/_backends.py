@@ -16,7 +16,7 @@ from jzero.offload import _tiers
 from jzero.offload._device_step import DeviceStep
 from jzero.offload._host_step import HostStep
 from jzero.offload._nvme_step import NVMeStep
-from jzero.offload._slicing import Slicer
+from jzero.offload._slicing import device_buckets
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.segments._planned import PlannedStep
 from jzero.segments._whole import WholeStep
@@ -69,7 +69,7 @@ class InTier(Backend):
         """What the hosts update, and what devices do; or as much at a time as there is room for on these."""
         if self.updates_on_host:
             return _tiers.buckets(leaves, update)
-        return Slicer(leaves, frame, update, interface, self.visiting_bytes).buckets()
+        return device_buckets(leaves, frame, update, interface, self.visiting_bytes)
 
     def program(
         self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],

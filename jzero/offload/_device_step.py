@@ -45,13 +45,6 @@ class DeviceStep:
     """
 
     def __init__(self, planned: PlannedStep, shardings: Sequence[NamedSharding], window: Window):
-        """Makes the programs.
-
-        Args:
-          planned: the step.
-          shardings: where its state is stored.
-          window: how many bytes of parameters that are stored away from the devices may be on each at a time.
-        """
         self._planned, self._plan = planned, planned.plan
         self._invars = planned.frame.jaxpr.invars
         self._segments = SegmentedStep(Builder(planned, shardings))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluations whose parameters are stored on the hosts: read layer by layer, from where they lie."""
+"""Evaluations whose parameters are stored on the hosts: read layer by layer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ReadFromHost(InTier):
 
 
 def _slices(leaf: LeafPlan) -> int:
-    """In how many slices along dim 0 a leaf lies whose readers are not known: small ones lie together."""
+    """In how many slices along dim 0 a leaf is stored whose readers are not known: small ones together."""
     num = leaf.shape_per_device[0] if leaf.shape else 1
     return num if leaf.nbytes_per_device >= num * _LEAST_SLICE else 1
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of a segment that runs part by part: stretches, iterations of loops, and what joins them."""
+"""The programs of a segment that runs part by part: stages, iterations of loops, and what joins them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,31 +19,45 @@ from jzero._memory_kinds import DEVICE, PINNED
 from jzero.ir._memory_spaces import empty_stack
 from jzero.ir._regions import variables
 from jzero.offload import _copies
-from jzero.offload._whole_parts import evaluate_parts, read
 from jzero.segments._planned import PlannedStep
 from jzero.segments._segment import Arrays, Segment, SegmentFn, Var
 from jzero.sharding.cut import _layer_parts
-from jzero.sharding.cut._layer_body import LayerBody
 from jzero.sharding.cut._layer_parts import (
-    HOSTED,
     LEAF,
+    ON_HOST,
     RENEWED,
     SENT,
     SLICES,
     STACK,
+    LayerBody,
     LayerPart,
     OuterLoop,
     ScannedLayers,
     StraightStage,
+    evaluate_parts,
+    read,
 )
 from jzero.sharding.plan import _layout
-from jzero.sharding.plan._interface import ValuePlan
 from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom
 
 Jitted = Callable[..., Any]
+Made = TypeVar("Made")
+
+
+def _once(make: Callable[..., Made]) -> Callable[..., Made]:
+    """A method that keeps, in its object, what it has made of the same arguments."""
+
+    @functools.wraps(make)
+    def once(self: LayerPrograms, *args: Hashable) -> Made:
+        key = make.__name__, *args
+        if key not in self.made:
+            self.made[key] = make(self, *args)
+        return self.made[key]
+
+    return once
 
 
 class ArrayForm(NamedTuple):
@@ -57,11 +72,6 @@ class ArrayForm(NamedTuple):
     spec: P
     stacked: bool = False
     automatic: Automatic | None = ()
-
-    @classmethod
-    def of(cls, value: ValuePlan) -> ArrayForm:
-        """That of a value at the boundary of a segment."""
-        return cls(value.spec, automatic=value.automatic)
 
     def local(self, x: jax.Array) -> jax.Array:
         """A device's value, of its part of the array."""
@@ -80,7 +90,6 @@ class ArrayForm(NamedTuple):
         return ArrayForm(P(*self.spec[1:]), automatic=automatic)
 
     def place(self, mesh: Any, tier: str = DEVICE) -> NamedSharding:
-        """Where the array is."""
         return NamedSharding(
             mesh, _layout.beside(self.spec, self.automatic or ()), memory_kind=tier
         )
@@ -92,27 +101,26 @@ class Locals:
 
     Attributes:
       jaxpr: its equations; its last inputs are device indices.
-      consts: of its own `constvars`.
-      inputs: for each other input, what of the segment it takes, by index, or its value in a tuple.
+      known: constants, by their variables.
+      taken: for each other input, what of the segment it takes, by index.
       indices: the mesh axis of each device index.
       outs: of its outputs, each as one array.
     """
 
     jaxpr: Any
-    consts: list[Any]
-    inputs: list[int | tuple[Any]]
+    known: dict[Var, Any]
+    taken: dict[Var, int]
     indices: dict[Var, str]
     outs: list[ArrayForm]
-
-    @property
-    def out_specs(self) -> list[P]:
-        """How its outputs are split."""
-        return [form.spec for form in self.outs]
 
     @classmethod
     def of(cls, segment: Segment, leaves: Sequence[LeafPlan]) -> Locals:
         """Traces the segment of a step that returns these leaves of its state."""
         body = _rewrite.body_of_shard_map(segment.run, *segment.avals())
+        pairs = [*zip(body.jaxpr.invars, body.inputs, strict=False)]
+        known = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+        known |= {var: source[0] for var, source in pairs if isinstance(source, tuple)}
+        taken = {var: source for var, source in pairs if not isinstance(source, tuple)}
         asked = body.jaxpr.invars[len(body.inputs) :]
         specs = jax.tree.leaves(segment.out_specs, is_leaf=lambda x: isinstance(x, P))
         indices = dict(zip(asked, body.axes, strict=True))
@@ -121,18 +129,7 @@ class Locals:
         outs = [
             ArrayForm(spec, automatic=axes) for spec, axes in zip(specs, automatic, strict=True)
         ]
-        return cls(body.jaxpr, body.consts, body.inputs, indices, outs)
-
-    def known(self) -> dict[Var, Any]:
-        """Constants."""
-        pairs = zip(self.jaxpr.invars, self.inputs, strict=False)
-        known = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        return known | {var: source[0] for var, source in pairs if isinstance(source, tuple)}
-
-    def taken(self) -> dict[Var, int]:
-        """What of the segment each input takes."""
-        pairs = zip(self.jaxpr.invars, self.inputs, strict=False)
-        return {var: source for var, source in pairs if not isinstance(source, tuple)}
+        return cls(body.jaxpr, known, taken, indices, outs)
 
 
 class LayerPrograms:
@@ -140,6 +137,7 @@ class LayerPrograms:
 
     Attributes:
       known: constants, and zeros for indices, which programs know themselves.
+      made: what methods have made, by their names and arguments.
     """
 
     def __init__(
@@ -149,19 +147,12 @@ class LayerPrograms:
         takes: Mapping[Var, ArrayForm],
         parts: Sequence[LayerPart],
     ):
-        """Decides the forms of all values.
-
-        Args:
-          planned: the step.
-          inner: what one device computes.
-          takes: how each input is one array.
-          parts: the cut of it.
-        """
+        """Decides the forms of all values; `takes` has those of inputs."""
         self._planned, self._inner, self._mesh = planned, inner, planned.mesh
         axes = tuple(name for name, _ in planned.plan.axes)
         self._default = ArrayForm(P(axes), stacked=True, automatic=None)
         self._forms = dict(takes)
-        self.known = inner.known() | dict.fromkeys(inner.indices, 0)
+        self.known = inner.known | dict.fromkeys(inner.indices, 0)
         for loop in _layer_parts.outer_loops(parts):
             self.known |= loop.loop.known
         self._forms |= dict.fromkeys(self.known, ArrayForm(P()))
@@ -170,14 +161,13 @@ class LayerPrograms:
             if not _jaxpr.is_literal(var) and var in made:
                 self._forms.setdefault(var, form)
         self._equal: dict[Any, Jitted] = {}
-        self._of: dict[Any, Jitted] = {}
+        self.made: dict[Hashable, Any] = {}
 
     def form(self, atom: Atom) -> ArrayForm:
         """How a variable's values are one array."""
         return ArrayForm(P()) if _jaxpr.is_literal(atom) else self._forms.get(atom, self._default)
 
     def sharding(self, var: Var, tier: str = DEVICE) -> NamedSharding:
-        """Where a variable's array is stored."""
         return self.form(var).place(self._mesh, tier)
 
     def slice_sharding(self, var: Var) -> NamedSharding:
@@ -199,19 +189,12 @@ class LayerPrograms:
     def _kept(self, form: ArrayForm) -> NamedSharding | None:
         return None if form.automatic is None else form.place(self._mesh)
 
+    @_once
     def positions(self, num: int) -> Arrays:
         """0, 1, ... as int32 on the devices; copied there once, for a guard may forbid steps to."""
-        return self._once(("positions", num), lambda: self._placed(range(num)))
-
-    def _placed(self, numbers: Iterable[int]) -> Any:
         place = NamedSharding(self._mesh, P())
         with jax.transfer_guard("allow"):  # JAX counts this as implicit.
-            return [jax.device_put(np.asarray(i, np.int32), place) for i in numbers]
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._of:
-            self._of[key] = make()
-        return self._of[key]
+            return [jax.device_put(np.asarray(i, np.int32), place) for i in range(num)]
 
     def whole(self, segment: Segment, parts: Sequence[LayerPart]) -> SegmentFn:
         """The segment as one function, which runs what the parts run."""
@@ -220,23 +203,19 @@ class LayerPrograms:
 
         def local(consumed: Arrays, kept: Arrays) -> tuple[Arrays, Arrays]:
             given = [*consumed, *kept]
-            ins = [each[0] if isinstance(each, tuple) else given[each] for each in inner.inputs]
-            asked = [lax.axis_index(axis) for axis in inner.indices.values()]
-            values = known | dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
-            values |= zip(inner.jaxpr.invars, [*ins, *asked], strict=True)
+            values = known | {var: given[i] for var, i in inner.taken.items()}
+            values |= {var: lax.axis_index(axis) for var, axis in inner.indices.items()}
             outs = read(inner.jaxpr.outvars, evaluate_parts(parts, values))
             return outs[: len(segment.gives)], outs[len(segment.gives) :]
 
         specs = {var: segment.types[var].spec for var in segment.takes}
         return self._planned.shard_map(local, segment.taken(specs), segment.out_specs)
 
-    # -- stretches -------------------------------------------------------------------------------------
+    # -- straight-line stages --------------------------------------------------------------------------
 
-    def stretch(self, part: StraightStage) -> Jitted:
-        """`(leaves, reads) -> (gives, done)`; what dies of what it reads is consumed where it can be."""
-        return self._once(part, lambda: self._stretch(part))
-
-    def _stretch(self, part: StraightStage) -> Jitted:
+    @_once
+    def stage(self, part: StraightStage) -> Jitted:
+        """`(leaves, reads) -> (outputs, done)`; it consumes what it reads for the last time, where it can."""
         renewed = self._renewed(part)
         reads = [v for v in part.reads if v not in renewed]
         takes = [*part.leaves, *reads, *renewed]
@@ -281,7 +260,6 @@ class LayerPrograms:
         return var.aval.shape, var.aval.dtype, self.form(var)
 
     def _env(self, takes: Sequence[Var], arrays: Iterable[Any]) -> dict[Var, Any]:
-        """One device's values."""
         pairs = zip(takes, arrays, strict=True)
         indices = self._inner.indices
         return {
@@ -292,11 +270,9 @@ class LayerPrograms:
     def _parts(self, atoms: Sequence[Atom], values: Sequence[Any]) -> Arrays:
         return [self.form(a).part(x) for a, x in zip(atoms, values, strict=True)]
 
-    def finish(self, indices: tuple[int, ...], reads: Sequence[Var]) -> Jitted:
-        """`reads -> outputs`, by index, as the segment gives them."""
-        return self._once(("finish", indices), lambda: self._finish(indices, reads))
-
-    def _finish(self, indices: Sequence[int], reads: Sequence[Var]) -> Jitted:
+    @_once
+    def finish(self, indices: tuple[int, ...], reads: tuple[Var, ...]) -> Jitted:
+        """`reads -> outputs`, by index, as the segment returns them."""
         atoms = [self._inner.jaxpr.outvars[i] for i in indices]
 
         def finish(arrays: Arrays) -> Arrays:
@@ -308,15 +284,14 @@ class LayerPrograms:
 
     # -- loops -----------------------------------------------------------------------------------------
 
+    @_once
     def enter(self, loop: ScannedLayers | OuterLoop) -> Jitted:
         """`values -> the first carry`, as iterations take it and may consume it."""
-        return self._once(("enter", loop), lambda: self._carried(loop.init, loop.last_uses))
+        return self._carried(loop.init, loop.last_uses)
 
+    @_once
     def renew(self, loop: OuterLoop) -> Jitted:
         """`values -> the carry` after an iteration; what the iteration made is taken as it is."""
-        return self._once(("renew", loop), lambda: self._renew(loop))
-
-    def _renew(self, loop: OuterLoop) -> Jitted:
         own = {*loop.loop.carry, *(out for e in loop.loop.body.eqns for out in e.outvars)}
         atoms = loop.loop.body.outvars
         moved = [
@@ -332,10 +307,10 @@ class LayerPrograms:
 
         return renew
 
-    def _carried(self, atoms: Sequence[Atom], dies: Collection[Var]) -> Jitted:
-        """`values -> atoms`, in memory of their own; in that of what dies, where it can be."""
+    def _carried(self, atoms: Sequence[Atom], last_uses: Collection[Var]) -> Jitted:
+        """`values -> atoms`, in memory of their own; in that of last uses, where it can be."""
         reads = variables(atoms)
-        renewed = [v for v in reads if v in dies and self.form(v) == self._default]
+        renewed = [v for v in reads if v in last_uses and self.form(v) == self._default]
         kept = [v for v in reads if v not in renewed]
 
         def enter(kept_: Arrays, renewed_: Arrays) -> Arrays:
@@ -347,11 +322,9 @@ class LayerPrograms:
         program = jax.jit(self._planned.shard_map(enter, ins, outs), donate_argnums=1)
         return lambda env: program([env[v] for v in kept], [env[v] for v in renewed])
 
+    @_once
     def goes_on(self, loop: OuterLoop) -> Jitted:
-        """`values -> whether the loop has another iteration`: the same on all devices."""
-        return self._once(("goes on", loop), lambda: self._goes_on(loop))
-
-    def _goes_on(self, loop: OuterLoop) -> Jitted:
+        """`values -> [whether the loop has another iteration]`: the same on all devices."""
         asked = loop.loop.goes_on
         assert asked is not None
         reads = asked.invars
@@ -363,13 +336,12 @@ class LayerPrograms:
         program = jax.jit(
             self._planned.shard_map(goes_on, ([self.form(v).spec for v in reads],), P())
         )
-        return lambda env: program([env[v] for v in reads])
+        return lambda env: [program([env[v] for v in reads])]
 
+    @_once
     def gather(self, loop: ScannedLayers) -> Jitted:
         """`(slices of leaves, i) -> (gathered, done)` for the first iteration; each gathers for the next."""
-        return self._once(("gather", loop), lambda: self._gather(loop))
 
-    def _gather(self, loop: ScannedLayers) -> Jitted:
         def gather(leaves: Arrays, i: jax.Array) -> tuple[Arrays, jax.Array]:
             return [self._default.part(x) for x in _gathered(loop.body, leaves)], i + 1
 
@@ -380,6 +352,7 @@ class LayerPrograms:
     def _slice_specs(self, loop: ScannedLayers) -> list[P]:
         return [self.form(v).of_slice.spec for v in loop.leaves]
 
+    @_once
     def iteration(self, loop: ScannedLayers, gathers: bool) -> Jitted:
         """`(consts, carry, gathered, kept, slices, stacks, made, i, following) -> ...`, an iteration.
 
@@ -388,9 +361,6 @@ class LayerPrograms:
         stacks that it writes its slice into; these and the carry it consumes. `leaving` are slices for the
         host, `i` is the iteration's place in stacks, and `done` a number to wait for.
         """
-        return self._once(("iteration", loop, gathers), lambda: self._iteration(loop, gathers))
-
-    def _iteration(self, loop: ScannedLayers, gathers: bool) -> Jitted:
         parts, (consts, init, _) = loop.parts, loop.operands
         body, ys = loop.body, loop.results[1]
         closed = variables(consts)
@@ -424,7 +394,7 @@ class LayerPrograms:
             known |= zip([body.slices[j] for j in body.used_sharded], kept, strict=True)
             known |= zip(body.gathered, map(self._default.local, gathered), strict=True)
             outs = body.compute.run(*(known[var] for var in body.compute.reads))
-            of: dict[str, list[tuple[Var, Any]]] = {kind: [] for kind in (*_KINDS, HOSTED, SENT)}
+            of: dict[str, list[tuple[Var, Any]]] = {kind: [] for kind in (*_KINDS, ON_HOST, SENT)}
             for y, kind, x in zip(ys, loop.ys, outs[parts.num_carry :], strict=True):
                 of.setdefault(kind, []).append((y, x))
             new = [
@@ -434,7 +404,7 @@ class LayerPrograms:
             return (
                 [self._default.part(x) for x in outs[: parts.num_carry]],
                 [self._default.part(x) for _, x in of[SLICES]],
-                [x for kind in (HOSTED, SENT) for _, x in of[kind]],
+                [x for kind in (ON_HOST, SENT) for _, x in of[kind]],
                 new,
                 i + 1,
                 [self._default.part(x) for x in (_gathered(body, following) if gathers else [])],
@@ -463,6 +433,7 @@ class LayerPrograms:
         )
         return self._jit(iteration, ins, outs, donate=(1, 6))
 
+    @_once
     def iteration_beside_copies(self, loop: ScannedLayers, gathers: bool) -> Jitted:
         """An iteration that also fetches the leaves of a later one, and stores what an earlier one made.
 
@@ -470,11 +441,11 @@ class LayerPrograms:
         (what an iteration makes, [*slices at j on the devices, *stacks with slices at k])`. Without stacks it
         fetches nothing, and without renewed ones it stores nothing.
         """
-        key = "iteration beside copies", loop, gathers
-        return self._once(key, lambda: self._iteration_beside_copies(loop, gathers))
-
-    def _iteration_beside_copies(self, loop: ScannedLayers, gathers: bool) -> Jitted:
-        iteration, fetch, store = self.iteration(loop, gathers), self.fetch(loop), self.store(loop)
+        iteration, fetch, store = (
+            self.iteration(loop, gathers),
+            self.fetch(loop),
+            self.store(loop, False),
+        )
 
         def run(
             stacks: Arrays, slices: Arrays, renewed: Arrays, j: jax.Array, k: jax.Array, *args: Any
@@ -485,34 +456,31 @@ class LayerPrograms:
 
         return _copies.jitted(run, _copies.ITERATION, self._mesh, donate=(2, 6, 11))
 
+    @_once
     def fetch(self, loop: ScannedLayers) -> Jitted:
         """`(stacks on the host, i) -> slices on the devices`."""
-        return self._once(("fetch", loop), lambda: self._fetch(loop.leaves))
 
-    def _fetch(self, leaves: Sequence[Var]) -> Jitted:
         def local(stacks: Arrays, i: jax.Array) -> Arrays:
             return [_sliced(x, i) for x in stacks]
 
-        specs = [self.form(v).spec for v in leaves]
-        slices = [self.form(v).of_slice.spec for v in leaves]
-        run = self._planned.shard_map(local, (specs, P()), slices)
-        places = [self.form(v).of_slice.place(self._mesh) for v in leaves]
+        specs = [self.form(v).spec for v in loop.leaves]
+        run = self._planned.shard_map(local, (specs, P()), self._slice_specs(loop))
+        places = [self.form(v).of_slice.place(self._mesh) for v in loop.leaves]
 
         def fetch(stacks: Arrays, i: jax.Array) -> Any:
             return jax.device_put(run(stacks, i), places)
 
         return jax.jit(fetch, out_shardings=places)
 
-    def store(self, loop: ScannedLayers, begins: bool = False) -> Jitted:
+    @_once
+    def store(self, loop: ScannedLayers, begins: bool) -> Jitted:
         """`(stacks on the host, slices, i) -> (stacks, done)`: in their place.
 
         Of the iteration that `begins`, `(None, slices, i) -> (stacks, done)`. Stacks of zeros would be made
         on the devices, whole, and copied: XLA allocates on the host what slices are then written into.
         """
-        ys = loop.made(HOSTED)
-        return self._once(("store", loop, begins), lambda: self._store(ys, begins))
+        ys = loop.made(ON_HOST)
 
-    def _store(self, ys: Sequence[Var], begins: bool) -> Jitted:
         def local(stacks: Arrays | None, new: Arrays, i: jax.Array) -> Arrays:
             lengths = [y.aval.shape[0] for y in ys]
             made = [empty_stack(n, jax.typeof(x)) for n, x in zip(lengths, new, strict=True)]
@@ -531,12 +499,11 @@ class LayerPrograms:
         donated = () if begins else 0
         return jax.jit(store, donate_argnums=donated, out_shardings=(pinned, None))
 
-    def empty(self, loop: ScannedLayers) -> Arrays:
-        """Zeros on the devices for the stacks that a loop makes there anew."""
+    @_once
+    def empty(self, loop: ScannedLayers) -> Jitted:
+        """`() -> zeros` on the devices, for the stacks that a loop makes there anew."""
         ys = [y for y, old in zip(loop.made(STACK), loop.renewed, strict=True) if old is None]
-        return self._once(("empty", loop), lambda: self._empty(ys))() if ys else []
 
-    def _empty(self, ys: Sequence[Var]) -> Jitted:
         def empty() -> Arrays:
             return [self.form(y).part(jnp.zeros(y.aval.shape, y.aval.dtype)) for y in ys]
 
@@ -554,7 +521,7 @@ def _made(part: LayerPart) -> Sequence[Var]:
     """What a part makes that may be an output as it is."""
     if isinstance(part, StraightStage):
         return part.outputs
-    return [*part.made(STACK), *part.made(HOSTED)] if isinstance(part, ScannedLayers) else []
+    return [*part.made(STACK), *part.made(ON_HOST)] if isinstance(part, ScannedLayers) else []
 
 
 def _value(atom: Atom, env: Mapping[Var, Any]) -> Any:

@@ -30,7 +30,7 @@ from jzero.offload.schedule._ops import (
 )
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut._layer_parts import (
-    HOSTED,
+    ON_HOST,
     SENT,
     SLICES,
     STACK,
@@ -56,40 +56,34 @@ class CutSegment:
       parts: the cut of it, in the order in which they run.
       programs: of the parts.
       leaf_of: what is stored on the hosts of what it takes.
-      hosted: outputs that parts make for the host.
+      leaves: the same by the names that they have in the list.
+      gradients: of what it gives, what is sent to the host, by the names there.
+      on_host: outputs that parts make for the host, each by the first of these that it is.
       out_shardings: where outputs are stored that go to pinned memory, by index.
-      waiting: what parts hand to others that waits on the host meanwhile.
+      waiting: what parts pass to others that waits on the host meanwhile.
       gives: what the segment gives, as the first of its outputs.
-      given_as: for each of `hosted`, the first of these that it is.
       device_bytes: of what it fetches, on each device at a time.
-      handed_over: outputs that whoever is told of their arrival has from then on; None is given.
+      handed_over: outputs that `Arrivals` receive for good; None is given.
+      store: where each gradient goes.
+      copies: how many of each gradient are there at a time.
+      updates: those that begin after a part, by its index, and whether each iteration begins one.
     """
 
     inner: Locals
     parts: tuple[LayerPart, ...]
     programs: LayerPrograms
     leaf_of: dict[Var, LeafPlan]
-    hosted: set[Var]
+    leaves: dict[Var, Value]
+    gradients: dict[Var, Value]
+    on_host: dict[Var, Var]
     out_shardings: dict[int, NamedSharding]
     waiting: frozenset[Var]
     gives: Sequence[Var]
-    given_as: Mapping[Var, Var]
     device_bytes: int
     handed_over: frozenset[Var] = frozenset()
-
-
-class Told(NamedTuple):
-    """What becomes of what a segment sends to the host.
-
-    Attributes:
-      store: where each of it goes.
-      copies: how many of it are there at a time.
-      updates: those that begin after a part, by its index, and whether each iteration begins one.
-    """
-
-    store: Callable[[Var], str]
-    copies: int
-    updates: Mapping[int, Sequence[tuple[Update, bool]]]
+    store: Callable[[Var], str] = lambda var: PINNED
+    copies: int = 1
+    updates: Mapping[int, Sequence[tuple[Update, bool]]] = dataclasses.field(default_factory=dict)
 
 
 class Output(NamedTuple):
@@ -103,26 +97,15 @@ class LayerSchedule:
     """Makes the list.
 
     Attributes:
-      outputs: of the segment; None of one that whoever is told of its arrival has.
+      outputs: of the segment; None of one that is handed over.
     """
 
-    def __init__(
-        self, cut: CutSegment, leaves: Mapping[Var, Value], gradients: Mapping[Var, Value], told: Told
-    ):  # fmt: skip
-        """Of a cut segment.
-
-        Args:
-          cut: the segment.
-          leaves: those on the hosts.
-          gradients: what goes there, as the segment gives it.
-          told: what becomes of these.
-        """
-        self._cut, self._programs, self._told = cut, cut.programs, told
-        self._gradients = gradients
-        sent = {v: gradients[x] for v, x in cut.given_as.items()}
+    def __init__(self, cut: CutSegment):
+        self._cut, self._programs = cut, cut.programs
+        sent = {v: cut.gradients[x] for v, x in cut.on_host.items()}
         # A loop's last carry is each device's own, and another array as it is given.
         self._sent = {v: x for v, x in sent.items() if cut.programs.form(v).stacked}
-        self._values = {**leaves, **{v: x for v, x in sent.items() if v not in self._sent}}
+        self._values = {**cut.leaves, **{v: x for v, x in sent.items() if v not in self._sent}}
         self._away: set[Var] = set()  # what waits on the host now
         self._index: int | None = None
         self.outputs: list[Output | None] = []
@@ -130,7 +113,7 @@ class LayerSchedule:
     def all(self) -> Iterator[Op]:
         """What all parts do, and what makes the outputs."""
         for index, part in enumerate(self._cut.parts):
-            begins = self._told.updates.get(index, ())
+            begins = self._cut.updates.get(index, ())
             self._index = index
             yield from self._of(part, [op for op, sliced in begins if sliced])
             yield from (op for op, sliced in begins if not sliced)
@@ -138,7 +121,6 @@ class LayerSchedule:
         yield from self._finish()
 
     def value(self, var: Var) -> Value:
-        """By which name a variable is known."""
         if var not in self._values:
             self._values[var] = _value(var, "activation" if var in self._cut.waiting else HANDED_ON)
         return self._values[var]
@@ -150,18 +132,18 @@ class LayerSchedule:
 
     def _of(self, part: LayerPart, updates: Sequence[Update] = ()) -> Iterator[Op]:
         if isinstance(part, StraightStage):
-            yield from self._stretch(part)
+            yield from self._stage(part)
         elif isinstance(part, ScannedLayers):
-            yield from self._loop(part, updates)
+            yield from self._scanned_layers(part, updates)
         else:
-            yield from self._nested(part)
+            yield from self._outer_loop(part)
 
-    def _stretch(self, part: StraightStage) -> Iterator[Op]:
+    def _stage(self, part: StraightStage) -> Iterator[Op]:
         programs, takes = self._programs, [*part.leaves, *part.reads]
         num = len(part.leaves)
 
         def call(arrays: Sequence[Any], _: int | None) -> Any:
-            made, done = programs.stretch(part)([*arrays[:num]], _known(takes, arrays))
+            made, done = programs.stage(part)([*arrays[:num]], _known(takes, arrays))
             return made, [done]
 
         yield from self._back(part.reads)
@@ -170,10 +152,10 @@ class LayerSchedule:
         yield from self._sends(part.outputs)
         yield from self._waits(part.outputs)
 
-    def _nested(self, part: OuterLoop) -> Iterator[Op]:
+    def _outer_loop(self, part: OuterLoop) -> Iterator[Op]:
         loop, programs = part.loop, self._programs
         takes = self._all([v for v in part.reads if v not in self._cut.leaf_of])
-        gives = self._handed_on(part.eqn.outvars)
+        gives = self._kept(part.eqn.outvars)
         carry, last = self._all(loop.carry), variables(loop.body.outvars)
         index, self._index = self._index, None
         yield from self._back(part.reads)
@@ -185,7 +167,7 @@ class LayerSchedule:
         goes_on = None
         if loop.goes_on is not None:
             asked = loop.goes_on.invars
-            goes_on = Run("", self._all(asked), (), _asking(asked, programs.goes_on(part)))
+            goes_on = Run("", self._all(asked), (), _named(asked, programs.goes_on(part)))
         yield Loop(tuple(body), loop.length, _line_of(part.eqn), takes, gives, goes_on=goes_on)
         results = [(v, x) for v, x in zip(loop.results, carry, strict=True) if v is not None]
         yield self._run("", tuple(x for _, x in results), self._all([v for v, _ in results]), _same)
@@ -197,12 +179,12 @@ class LayerSchedule:
         reads = variables(part.init)
         yield self._run("", self._all(reads), carry, _named(reads, self._programs.enter(part)))
 
-    def _loop(self, loop: ScannedLayers, updates: Sequence[Update]) -> Iterator[Op]:
+    def _scanned_layers(self, loop: ScannedLayers, updates: Sequence[Update]) -> Iterator[Op]:
         programs = self._programs
         takes = self._all([v for v in loop.reads if v not in self._cut.leaf_of])
         kept = [y for y, kind in zip(loop.results[1], loop.ys, strict=True)
-                if kind not in (HOSTED, SENT, UNREAD)]  # fmt: skip
-        gives = self._handed_on([*loop.results[0], *kept])
+                if kind not in (ON_HOST, SENT, UNREAD)]  # fmt: skip
+        gives = self._kept([*loop.results[0], *kept])
         carry = tuple([_value(v, "carry") for v in loop.results[0]])
         gathered = tuple([_value(v, "gathered") for v in loop.body.gathered])
         leaves = self._all(loop.leaves)
@@ -247,7 +229,7 @@ class LayerSchedule:
         pairs = [*zip(ys, loop.renewed, strict=True)]
         new = [y for y, old in pairs if old is None]
         if new:
-            yield self._run("", (), self._all(new), lambda *_: (programs.empty(loop), ()))
+            yield self._run("", (), self._all(new), lambda *_: (programs.empty(loop)(), ()))
         if olds := [(y, old) for y, old in pairs if old is not None]:
             took, gave = self._all([old for _, old in olds]), self._all([y for y, _ in olds])
             yield self._run("", took, gave, _same)
@@ -264,16 +246,14 @@ class LayerSchedule:
     def _fetch_slices(self, loop: ScannedLayers, leaves: tuple[Value, ...], ahead: int) -> Fetch:
         """Leaves of the iteration that is so many ahead."""
         programs = self._programs
-        positions = programs.positions
 
         def by(stacks: Sequence[Any], place: int) -> Sequence[Any]:
-            found: Sequence[Any] = programs.fetch(loop)(
-                [*stacks], positions(loop.parts.length)[place]
-            )
+            i = programs.positions(loop.parts.length)[place]
+            found: Sequence[Any] = programs.fetch(loop)([*stacks], i)
             return found
 
-        refs = tuple(Slice(v, ahead) for v in leaves)
-        return Fetch(refs, self._tier(loop.leaves), (), by, loop.nbytes)
+        tier = self._cut.leaf_of[loop.leaves[0]].tier
+        return Fetch(tuple(Slice(v, ahead) for v in leaves), tier, (), by, loop.nbytes)
 
     def _gather(
         self, loop: ScannedLayers, leaves: tuple[Value, ...], gathered: tuple[Value, ...]
@@ -315,14 +295,14 @@ class LayerSchedule:
             )
             made, args = list[Any](), (*parts, positions[place], coming)
             if slices and not renewed:
-                made, _ = programs.store(loop, begins=True)(None, slices, before)
+                made, _ = programs.store(loop, True)(None, slices, before)
                 slices = []
             if stacks or renewed:
-                iteration = programs.iteration_beside_copies(loop, gathers=bool(coming))
+                iteration = programs.iteration_beside_copies(loop, bool(coming))
                 found, copied = iteration(stacks, slices, renewed, after, before, *args)
                 made = [*copied, *made]
             else:
-                found = programs.iteration(loop, gathers=bool(coming))(*args)
+                found = programs.iteration(loop, bool(coming))(*args)
             new_carry, new, leaving, stacked, done, gave = found
             gave = gave or [None] * len(gathered)
             return [*new_carry, *new, *leaving, *stacked, *gave, *made], [done]
@@ -344,25 +324,22 @@ class LayerSchedule:
         for store, sent in self._by_store(loop.made(SENT)):
             places = tuple([programs.slice_sharding(y) for y in sent])
             refs = tuple(Slice(self._given(y)) for y in sent)
-            yield Send(refs, store, places, copies=self._told.copies)
+            yield Send(refs, store, places, copies=self._cut.copies)
 
     def _stores(self, loop: ScannedLayers, ahead: int = 0) -> Iterator[Send]:
         """What an iteration, or the one that is so many ahead, has made for stacks on the host."""
         programs = self._programs
-        if hosted := loop.made(HOSTED):
+        if stacks_there := loop.made(ON_HOST):
 
             def by(stacks: Any, new: Sequence[Any], place: int) -> Any:
                 i = programs.positions(loop.parts.length)[place]
-                stacks, done = programs.store(loop, begins=stacks is None)(stacks, [*new], i)
+                stacks, done = programs.store(loop, stacks is None)(stacks, [*new], i)
                 return stacks, [done]
 
-            refs = tuple(Slice(self._given(y), ahead) for y in hosted)
-            yield Send(refs, PINNED, (), by, self._told.copies)
+            refs = tuple(Slice(self._given(y), ahead) for y in stacks_there)
+            yield Send(refs, PINNED, (), by, self._cut.copies)
 
     # -- between memories ------------------------------------------------------------------------------
-
-    def _tier(self, leaves: Sequence[Var]) -> str:
-        return self._cut.leaf_of[leaves[0]].tier
 
     def _leaves(self, leaves: Sequence[Var], nbytes: int, ahead: bool = True) -> Iterator[Fetch]:
         """Whole leaves; of each store by itself."""
@@ -395,28 +372,26 @@ class LayerSchedule:
 
     def _sends(self, made: Sequence[Var]) -> Iterator[Op]:
         """Of what is made, what goes to the host as an output."""
-        mine = [v for v in made if v in self._cut.hosted]
+        mine = [v for v in made if v in self._cut.on_host]
         for var in mine:
             if var in self._sent:
-                run = self._programs.finish((self._output_of(var),), [var])
+                run = self._programs.finish((self._output_of(var),), (var,))
                 yield self._run("", (self.value(var),), (self._sent[var],), of_list(run))
         there = [v for v in mine if self._sharding(v).memory_kind == PINNED]
         for store, sent in self._by_store(there):
             places = tuple(map(self._sharding, sent))
-            yield Send(tuple(map(self._given, sent)), store, places, copies=self._told.copies)
+            yield Send(tuple(map(self._given, sent)), store, places, copies=self._cut.copies)
 
     def _output_of(self, var: Var) -> int:
-        """The first output that it is."""
         return self._cut.inner.jaxpr.outvars.index(var)
 
     def _sharding(self, var: Var) -> NamedSharding:
         return self._cut.out_shardings[self._output_of(var)]
 
     def _by_store(self, sent: Sequence[Var]) -> Iterator[tuple[str, list[Var]]]:
-        """What goes to each store."""
         found: dict[str, list[Var]] = {}
         for var in sent:
-            found.setdefault(self._told.store(self._cut.given_as[var]), []).append(var)
+            found.setdefault(self._cut.store(self._cut.on_host[var]), []).append(var)
         yield from found.items()
 
     def _given(self, var: Var) -> Value:
@@ -439,7 +414,7 @@ class LayerSchedule:
             yield from self._back(reads)
             yield from self._held(reads)
             made = tuple(
-                self._gradients[cut.gives[i]]
+                self._cut.gradients[cut.gives[i]]
                 if i in cut.out_shardings
                 else _value(atoms[i], "output")
                 for i in rest
@@ -449,12 +424,12 @@ class LayerSchedule:
             for i, value in zip(rest, made, strict=True):
                 found[i] = Output(value, i in cut.out_shardings)
                 if i in cut.out_shardings and cut.out_shardings[i].memory_kind == PINNED:
-                    store = self._told.store(cut.gives[i])
-                    yield Send((value,), store, (cut.out_shardings[i],), copies=self._told.copies)
+                    store = self._cut.store(cut.gives[i])
+                    yield Send((value,), store, (cut.out_shardings[i],), copies=self._cut.copies)
         for i, sharding in cut.out_shardings.items():
             if sharding.memory_kind != PINNED and (output := found[i]) is not None:
                 # No part makes it for the host: it goes into files from the devices.
-                yield Send((output.value,), self._told.store(cut.gives[i]))
+                yield Send((output.value,), self._cut.store(cut.gives[i]))
                 found[i] = None
         self.outputs = [found[i] for i in range(len(atoms))]
 
@@ -465,7 +440,7 @@ class LayerSchedule:
         if _jaxpr.is_literal(atom) or atom in cut.handed_over:
             return None
         first = jaxpr.outvars.index(atom)
-        if atom in cut.hosted and wanted.get(index) == wanted[first]:
+        if atom in cut.on_host and wanted.get(index) == wanted[first]:
             return Output(self._given(atom), wanted[first].memory_kind == PINNED)
         if first != index:
             return None
@@ -479,9 +454,9 @@ class LayerSchedule:
     ) -> Run:
         return Run(name, takes, gives, call, self._index)
 
-    def _handed_on(self, made: Sequence[Var]) -> tuple[Value, ...]:
+    def _kept(self, made: Sequence[Var]) -> tuple[Value, ...]:
         """Of what is made, what stays on the devices."""
-        away = self._cut.hosted | self._cut.waiting
+        away = self._cut.on_host.keys() | self._cut.waiting
         return self._all([v for v in made if v not in away])
 
 
@@ -497,10 +472,6 @@ def _known(takes: Sequence[Var], arrays: Sequence[Any]) -> dict[Var, Any]:
 def _named(takes: Sequence[Var], program: Callable[[Mapping[Var, Any]], Any]) -> DeviceCall:
     """A program of values by their variables."""
     return lambda arrays, _: (program(_known(takes, arrays)), ())
-
-
-def _asking(takes: Sequence[Var], program: Callable[[Mapping[Var, Any]], Any]) -> DeviceCall:
-    return lambda arrays, _: ([program(_known(takes, arrays))], ())
 
 
 def _same(arrays: Sequence[Any], _: int | None) -> Any:

@@ -17,11 +17,10 @@ from jzero._errors import OptionError, message
 from jzero._folded import folded
 from jzero._memory_kinds import DEVICE, PINNED, HostNeed
 from jzero.ir._regions import variables
-from jzero.ir._rules import size_in_bytes
 from jzero.offload._file_reads import FileReads
 from jzero.offload._file_run import FileRun, FileSource
 from jzero.offload._layer_programs import ArrayForm, LayerPrograms, Locals
-from jzero.offload._layer_schedule import CutSegment, LayerSchedule, Told
+from jzero.offload._layer_schedule import CutSegment, LayerSchedule
 from jzero.offload.execute._executor import NOBODY, Arrivals, Executable, Execution, Keys
 from jzero.offload.memory._file_storage import FileStorage
 from jzero.offload.schedule._ops import Op, Update, Value, Wanted
@@ -53,11 +52,13 @@ class LayeredSegment:
 
         fetch 1, fetch 2, run 1, fetch 3 (when 1 is over), run 2, ...
 
-    Those of a nested loop run in each iteration. The first part of the next iteration is fetched while the
+    Those of an outer loop run in each iteration. The first part of the next iteration is fetched while the
     last part of this one runs; of a `while`, when the host has read that there is a next iteration.
 
     Attributes:
       sent: what it gives that goes to pinned memory.
+      literals: of these, what is known beforehand, by its place among all that it gives.
+      host_bytes: the most bytes of this process's memory for what comes from files; 0 if nothing does.
     """
 
     def __init__(self, planned: PlannedStep, segment: Segment, sent: Sequence[Var], window: Window):
@@ -72,111 +73,106 @@ class LayeredSegment:
         Raises:
           OptionError: what one part needs of them is more.
         """
-        self._segment, self.sent, self._device_bytes = segment, tuple(sent), window.device_bytes
-        self._host_bytes = window.host_bytes
-        self._inner = inner = Locals.of(segment, planned.plan.new_leaves)
+        self._segment, self.sent, self.host_bytes = segment, tuple(sent), window.host_bytes
+        inner = Locals.of(segment, planned.plan.new_leaves)
         self._mesh = planned.mesh
-        leaf_of = dict(zip(planned.frame.jaxpr.invars, planned.plan.leaves, strict=False))
-        self._taken = taken = {var: segment.takes[i] for var, i in inner.taken().items()}
-        self._leaf_of = {
-            var: leaf_of[of]
+        of_step = dict(zip(planned.frame.jaxpr.invars, planned.plan.leaves, strict=False))
+        self._taken = taken = {var: segment.takes[i] for var, i in inner.taken.items()}
+        leaf_of = {
+            var: of_step[of]
             for var, of in taken.items()
-            if of in leaf_of and leaf_of[of].is_streamed
+            if of in of_step and of_step[of].is_streamed
         }
         outvars = inner.jaxpr.outvars
         sends = [i for i, var in enumerate(segment.gives) if var in self.sent]
         numbers = [i for i in sends if _jaxpr.is_literal(outvars[i])]
-        # Known beforehand, of what goes to pinned memory: what is no computation at all.
         self.literals = {segment.gives[i]: i for i in numbers}
         fresh = set(variables(outvars)) - set(inner.jaxpr.invars)
         made = [i for i in sends if i not in numbers and outvars[i] in fresh]
-        self._hosted = {outvars[i] for i in made}
-        self._given_as = {outvars[i]: segment.gives[i] for i in reversed(made)}
         # A stack that is sharded along its iterations has no slices.
-        in_slices = {outvars[i] for i in made if not any(inner.out_specs[i][:1])}
-        self._out_shardings = {
-            i: segment.types[segment.gives[i]].aval(planned.mesh).sharding.with_memory_kind(PINNED)
-            for i in sends
+        in_slices = {outvars[i] for i in made if not any(inner.outs[i].spec[:1])}
+        avals = {var: segment.types[var].aval(planned.mesh) for var in self.sent}
+        out_shardings = {
+            i: avals[segment.gives[i]].sharding.with_memory_kind(PINNED) for i in sends
         }
-        nbytes = {var: leaf.nbytes_per_device for var, leaf in self._leaf_of.items()}
+        nbytes = {var: leaf.nbytes_per_device for var, leaf in leaf_of.items()}
         # Devices with collectives of their own may leave a `while` one after the other.
         together = planned.plan.reductions == "whole batch" or planned.plan.num_devices == 1
         nests = ("scan", "while") if together else ("scan",)
-        jaxpr, batch = inner.jaxpr, {var for var, of in taken.items() if of not in leaf_of}
-        # A stretch reads as much as has room, of files in the host's memory, too.
+        jaxpr, batch = inner.jaxpr, {var for var, of in taken.items() if of not in of_step}
+        # A stage reads as much as has room, of files in the host's memory, too.
         room = min(window.device_bytes, window.host_bytes or window.device_bytes)
         if planned.plan.microbatches.by_layer:
             jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, room)
         parts = _layers.cut(jaxpr, nbytes, batch, in_slices, room, nests)
-        self._check_room(parts)
-        forms = {var: ArrayForm.of(segment.types[of]) for var, of in taken.items()}
-        self._programs = LayerPrograms(planned, inner, forms, parts)
+        types = {var: segment.types[of] for var, of in taken.items()}
+        forms = {var: ArrayForm(x.spec, automatic=x.automatic) for var, x in types.items()}
         self._cut = CutSegment(
-            inner, parts, self._programs, self._leaf_of, self._hosted, self._out_shardings,
-            _layer_parts.offloaded(parts), segment.gives, self._given_as, window.device_bytes,
+            inner, parts, LayerPrograms(planned, inner, forms, parts), leaf_of,
+            {var: Value.of_leaf(leaf) for var, leaf in leaf_of.items()},
+            {var: Value.of_gradient(shard_of(aval)) for var, aval in avals.items()},
+            {outvars[i]: segment.gives[i] for i in reversed(made)},
+            out_shardings, _layer_parts.offloaded(parts), segment.gives, window.device_bytes,
         )  # fmt: skip
-        self._leaves = {var: Value.of_leaf(leaf) for var, leaf in self._leaf_of.items()}
-        self._told = Told(lambda var: PINNED, 1, {})
+        self._check_room()
         self._under_way = UNDER_WAY if self._cut.waiting else None
-        self._files = self._file_reads(parts, window.host_bytes) if window.host_bytes else None
+        self._files = self._file_reads() if window.host_bytes else None
 
     @property
     def parts(self) -> tuple[LayerPart, ...]:
-        """In the order in which they run."""
         return self._cut.parts
 
-    def _check_room(self, parts: Sequence[LayerPart]) -> None:
+    def _check_room(self) -> None:
+        cut = self._cut
         bad = [
-            f"{', '.join(name.text for name in folded(self._leaf_of[v].path for v in part.leaves))}: "
+            f"{', '.join(name.text for name in folded(cut.leaf_of[v].path for v in part.leaves))}: "
             f"{part.nbytes} bytes"
-            for part, _ in _layer_parts.fetched(parts)
-            if part.nbytes > self._device_bytes
+            for part in _layer_parts.fetched(cut.parts)
+            if part.nbytes > cut.device_bytes
         ]
         if bad:
-            most = max(part.nbytes for part in parts)
-            policy = "NVMe(path, " if self._host_bytes else "PinnedHost("
+            most = max(part.nbytes for part in cut.parts)
+            policy = "NVMe(path, " if self.host_bytes else "PinnedHost("
             raise OptionError(message(
                 WHO, bad, "What one part of the step reads of parameters is on a device at a time, gathered, "
-                f"and device_bytes={self._device_bytes} of Memory(params=) is the most that may be there.",
+                f"and device_bytes={cut.device_bytes} of Memory(params=) is the most that may be there.",
                 f"Use {policy}device_bytes={most}) or more; from {2 * most} one part is fetched while "
                 "another runs.", things="parts", shown=6))  # fmt: skip
 
-    def _file_reads(self, parts: Sequence[LayerPart], host_bytes: int) -> FileReads:
+    def _file_reads(self) -> FileReads:
         """What is read of files, and when."""
-        visits, between = [], [self._read_at_the_end()]
-        for part, _ in _layer_parts.fetched(parts):
+        cut = self._cut
+
+        def whole(reads: Sequence[Var]) -> list[Wanted]:
+            return [Wanted(cut.leaves[v], None) for v in dict.fromkeys(reads) if v in cut.leaves]
+
+        # Leaves that are outputs, or that outputs follow from which no part makes, are read at the end.
+        in_order, between = [], [whole(variables(cut.inner.jaxpr.outvars))]
+        for part in _layer_parts.fetched(cut.parts):
             at = 0 if isinstance(part, ScannedLayers) else None
-            visits.append([Wanted(self._leaves[var], at) for var in part.leaves])
-            between.append(self._whole(part.reads))
-        between += [self._whole(variables(x.init)) for x in _layer_parts.outer_loops(parts)]
+            in_order.append([Wanted(cut.leaves[var], at) for var in part.leaves])
+            between.append(whole(part.reads))
+        between += [whole(variables(x.init)) for x in _layer_parts.outer_loops(cut.parts)]
         sources = {
-            self._leaves[var]: FileSource(
-                leaf, self._programs.sharding(var, PINNED), self._programs.slice_sharding(var)
+            cut.leaves[var]: FileSource(
+                leaf, cut.programs.sharding(var, PINNED), cut.programs.slice_sharding(var)
             )
-            for var, leaf in self._leaf_of.items()
+            for var, leaf in cut.leaf_of.items()
         }
-        return FileReads(sources, host_bytes, visits, between)
-
-    def _read_at_the_end(self) -> list[Wanted]:
-        """Leaves that are outputs, or that outputs follow from which no part makes."""
-        return self._whole(variables(self._inner.jaxpr.outvars))
-
-    def _whole(self, reads: Sequence[Var]) -> list[Wanted]:
-        """Leaves among these."""
-        return [Wanted(self._leaves[v], None) for v in dict.fromkeys(reads) if v in self._leaf_of]
+        return FileReads(sources, self.host_bytes, in_order, between)
 
     def num_slices(self) -> dict[Var, int]:
         """Of each leaf, in how many slices it is fetched; 1 if it is fetched whole."""
         found = dict.fromkeys(self._taken.values(), 1)
-        for part, _ in _layer_parts.fetched(self.parts):
+        for part in _layer_parts.fetched(self.parts):
             if isinstance(part, ScannedLayers):
                 found |= {self._taken[var]: part.parts.length for var in part.leaves}
-        return {self._taken[var]: found[self._taken[var]] for var in self._leaf_of}
+        return {self._taken[var]: found[self._taken[var]] for var in self._cut.leaf_of}
 
     def as_segment(self) -> Segment:
         """The segment, whose `run` does what the parts do: to be read, counted and compared."""
         return dataclasses.replace(
-            self._segment, run=self._programs.whole(self._segment, self.parts)
+            self._segment, run=self._cut.programs.whole(self._segment, self.parts)
         )
 
     def tell(
@@ -190,20 +186,19 @@ class LayeredSegment:
           copies: how many of them are there at a time.
           updates: those that begin after a part, by its index, and whether each iteration begins one.
         """
-        self._told = Told(store, copies, updates)
+        self._cut.store, self._cut.copies, self._cut.updates = store, copies, updates
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """What a run does."""
         return self._program.ops
 
     def named(self, leaves: Mapping[Var, Any]) -> dict[Value, Any]:
         """Leaves on the hosts, by the names that they have in the list."""
-        return {self._leaves[v]: leaves[of] for v, of in self._taken.items() if of in leaves}
+        return {self._cut.leaves[v]: leaves[of] for v, of in self._taken.items() if of in leaves}
 
     @functools.cached_property
     def _schedule(self) -> LayerSchedule:
-        return LayerSchedule(self._cut, self._leaves, self.gradients, self._told)
+        return LayerSchedule(self._cut)
 
     @functools.cached_property
     def _program(self) -> Executable:
@@ -213,20 +208,14 @@ class LayeredSegment:
         there = tuple(x.value for x in outs if x and x.pinned)
         return Executable(ops, Keys(here, there))
 
-    @functools.cached_property
+    @property
     def gradients(self) -> dict[Var, Value]:
         """Each of `sent`, as one device has it."""
-        of, mesh = self._segment.types, self._mesh
-        return {v: Value.of_gradient(shard_of(of[v].aval(mesh))) for v in self.sent}
-
-    @property
-    def host_bytes(self) -> int:
-        """The most bytes of this process's memory for what comes from files; 0 if nothing does."""
-        return self._host_bytes
+        return self._cut.gradients
 
     def buffers(self) -> tuple[HostNeed, ...]:
         """What is on its way from files, for one of the devices of a process."""
-        mesh, nbytes = self._mesh, self._host_bytes
+        mesh, nbytes = self._mesh, self.host_bytes
         num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
         return (HostNeed("parameters on their way", PINNED, -(-nbytes // num)),) if nbytes else ()
 
@@ -235,15 +224,15 @@ class LayeredSegment:
     def arrivals(self) -> dict[Var, int]:
         """The part after which each of `sent` is on the host; what is there at the end only is left out."""
         parts = enumerate(self.parts)
-        return {self._given_as[v]: i for i, part in parts for v in self._leaving(part)}
+        return {self._cut.on_host[v]: i for i, part in parts for v in self._leaving(part)}
 
     @functools.cached_property
     def numbers(self) -> dict[Var, jax.Array]:
         """What of `sent` is no computation but a number, in pinned memory."""
-        outvars = self._inner.jaxpr.outvars
+        outvars = self._cut.inner.jaxpr.outvars
         with jax.transfer_guard("allow"):
             return {
-                var: jax.device_put(_jaxpr.literal(outvars[i]), self._out_shardings[i])
+                var: jax.device_put(_jaxpr.literal(outvars[i]), self._cut.out_shardings[i])
                 for var, i in self.literals.items()
             }
 
@@ -251,8 +240,8 @@ class LayeredSegment:
         """The last part that fetches each leaf; their number, for what is returned."""
         found: dict[Var, int] = {}
         last = {v: i for i, part in enumerate(self.parts) for v in (*part.reads, *part.leaves)}
-        last |= dict.fromkeys(variables(self._inner.jaxpr.outvars), len(self.parts))
-        for v in self._leaf_of:
+        last |= dict.fromkeys(variables(self._cut.inner.jaxpr.outvars), len(self.parts))
+        for v in self._cut.leaf_of:
             found[self._taken[v]] = max(found.get(self._taken[v], -1), last.get(v, -1))
         return found
 
@@ -263,11 +252,11 @@ class LayeredSegment:
             return 1, set()
         fetched = {self._taken[v] for v in part.leaves}
         whole = {self._taken[v] for v in part.reads if v in self._taken}
-        return part.parts.length, fetched - whole | {self._given_as[v] for v in part.leaving}
+        return part.parts.length, fetched - whole | {self._cut.on_host[v] for v in part.leaving}
 
     def send_slices(self, gradients: Collection[Var]) -> None:
         """Before the first run: of these stacks each slice arrives by itself, and None is given."""
-        mine = {v for v in self._hosted if self._given_as[v] in gradients}
+        mine = {v for v in self._cut.on_host if self._cut.on_host[v] in gradients}
 
         def sending(loop: ScannedLayers) -> ScannedLayers:
             made = zip(loop.results[1], loop.ys, strict=True)
@@ -284,7 +273,7 @@ class LayeredSegment:
     def hand_over(self, gradients: Collection[Var]) -> dict[Var, int]:
         """Before the first run: whoever is told of an arrival has these gradients from then on.
 
-        Stacks arrive slice by slice, and None is given. What no stretch and no loop over layers makes for the
+        Stacks arrive slice by slice, and None is given. What no stage and no loop over layers makes for the
         host, as sums over microbatches, is given at the end, on the devices.
 
         Returns:
@@ -298,42 +287,39 @@ class LayeredSegment:
         self.send_slices(slices)
         whole = {
             v for part in self.parts if isinstance(part, StraightStage) for v in self._leaving(part)
-            if self._given_as[v] in gradients
+            if self._cut.on_host[v] in gradients
         }  # fmt: skip
         self._cut.handed_over |= whole
-        arriving = {*slices, *(self._given_as[v] for v in whole)}
+        arriving = {*slices, *(self._cut.on_host[v] for v in whole)}
         for i, var in enumerate(self._segment.gives):
             if var in gradients and var not in arriving:
-                self._out_shardings[i] = self._out_shardings[i].with_memory_kind(DEVICE)
+                self._cut.out_shardings[i] = self._cut.out_shardings[i].with_memory_kind(DEVICE)
         # As many iterations may be under way as where activations wait on the host.
         self._under_way = UNDER_WAY
         return dict.fromkeys(gradients, 1) | slices
 
     def arriving_bytes(self) -> int:
         """The most bytes on each device of gradients that arrive at a time, of those handed over."""
-        mine = self._cut.handed_over
-        return max((
-            sum(
-                size_in_bytes(shard_of(self._segment.types[self._given_as[v]].aval(self._mesh))) // num
-                for v in mine.intersection(made)
-            )
-            for i, part in enumerate(self.parts)
-            for num, made in [(self.sliced(i)[0], part.made(SENT) if isinstance(part, ScannedLayers)
-                                                  else self._leaving(part))]
-        ), default=0)  # fmt: skip
+        cut, most = self._cut, 0
+        for i, part in enumerate(cut.parts):
+            made = part.made(SENT) if isinstance(part, ScannedLayers) else self._leaving(part)
+            num, _ = self.sliced(i)
+            arriving = [cut.gradients[cut.on_host[v]] for v in made if v in cut.handed_over]
+            most = max(most, sum(x.nbytes // num for x in arriving))
+        return most
 
     def _leaving(self, part: LayerPart) -> list[Var]:
         """What a part makes for the host, whole."""
         made = part.outputs if isinstance(part, StraightStage) else part.eqn.outvars
         sent = part.made(SENT) if isinstance(part, ScannedLayers) else []
-        return [v for v in made if v in self._hosted and v not in sent]
+        return [v for v in made if v in self._cut.on_host and v not in sent]
 
     # -- a run -----------------------------------------------------------------------------------------
 
     def __call__(self, values: Values, arrivals: Arrivals = NOBODY) -> tuple[list[Any], list[Any]]:
         """As `segment.run`: what it gives, of which `sent` is in pinned memory, and outputs."""
         taken = {var: values[of] for var, of in self._taken.items()}
-        in_files = {self._leaves[v]: x for v, x in taken.items() if isinstance(x, FileStorage)}
+        in_files = {self._cut.leaves[v]: x for v, x in taken.items() if isinstance(x, FileStorage)}
         with self._files.run(in_files) if self._files and in_files else _NO_FILES as files:
             outs, num = self._run(taken, files, arrivals), len(self._segment.gives)
         return outs[:num], outs[num:]
@@ -343,10 +329,12 @@ class LayeredSegment:
     ) -> list[Any]:
         program, made = self._program, self._schedule
         here: dict[Any, Any] = dict(self._known)
-        here |= {made.value(v): x for v, x in taken.items() if v not in self._leaves}
-        there: dict[Any, Any] = {self._leaves[v]: x for v, x in taken.items() if v in self._leaves}
+        here |= {made.value(v): x for v, x in taken.items() if v not in self._cut.leaves}
+        there: dict[Any, Any] = {
+            self._cut.leaves[v]: x for v, x in taken.items() if v in self._cut.leaves
+        }
         run = Execution(program, here, there, files, arrivals)
-        run.run(self._device_bytes, self._under_way)
+        run.run(self._cut.device_bytes, self._under_way)
         return [
             None if out is None else (run.there if out.pinned else run.here)[out.value]
             for out in made.outputs
@@ -358,7 +346,7 @@ class LayeredSegment:
         with jax.transfer_guard("allow"):
             return {
                 self._schedule.value(var): jax.device_put(
-                    _jaxpr.constant(x), self._programs.sharding(var)
+                    _jaxpr.constant(x), self._cut.programs.sharding(var)
                 )
-                for var, x in self._programs.known.items()
+                for var, x in self._cut.programs.known.items()
             }

@@ -42,7 +42,7 @@ from jzero.tracing import _jaxpr
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    """All dims but the last as one; a slice of them is one stretch of memory."""
+    """All dims but the last as one; a slice of them is contiguous in memory."""
     return x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
 
 
@@ -69,13 +69,7 @@ class SlicedBucket:
     def __init__(
         self, planned: PlannedStep, bucket: UpdateBucket, offloaded: Mapping[Var, NamedSharding]
     ):
-        """Makes the programs.
-
-        Args:
-          planned: the step.
-          bucket: one subgraph, in slices.
-          offloaded: where offloaded leaves are stored.
-        """
+        """Of one subgraph in slices; `offloaded` says where offloaded leaves are stored."""
         subgraph = planned.plan.update.subgraphs[bucket.subgraphs[0]]
         self._subgraph, self._offloaded, self._nbytes = subgraph, offloaded, bucket.nbytes_at_once
         self._planned, self._frame = planned, planned.frame
@@ -91,11 +85,11 @@ class SlicedBucket:
         invars = self._frame.jaxpr.invars
         self._back = [i for i in subgraph.outs if invars[i] in offloaded]
         self._renewed = [i for i in subgraph.outs if invars[i] not in offloaded]
-        hosted = [var for var in subgraph.reads if var in offloaded]
+        fetched = [var for var in subgraph.reads if var in offloaded]
         self._own = [
-            var for var in hosted if var in self._vars(self._back)
+            var for var in fetched if var in self._vars(self._back)
         ]  # renewed in their place
-        self._others = [var for var in hosted if var not in self._own]
+        self._others = [var for var in fetched if var not in self._own]
         rest = [
             v for v in subgraph.reads if v not in offloaded and v not in self._vars(self._renewed)
         ]
@@ -128,14 +122,14 @@ class SlicedBucket:
         yield Run("", renewed, held, of_list(self._entering(self._vars(self._renewed))))
         yield Run("", large, read, of_list(self._entering(self._large)))
         body: list[Op] = [
-            Fetch((*own, *others), PINNED, (), self._fetching(), self._nbytes),
+            Fetch((*own, *others), PINNED, (), self._fetch(), self._nbytes),
             Run(
                 "a bucket of the update", (*own, *held, *others, *read, *scalars), (*back, *held),
-                self._updating(),
+                self._update(),
             ),
         ]  # fmt: skip
         if back:
-            body.append(Send(back, PINNED, (), self._storing(), copies=0))
+            body.append(Send(back, PINNED, (), self._store(), copies=0))
         yield Loop(tuple(body), len(self._slices), "")
         yield Run("", (*renewed, *held), tuple(new[i] for i in self._renewed), self._leaving())
 
@@ -169,8 +163,8 @@ class SlicedBucket:
         leave, num = _conversions.leaving(self._planned, self._renewed), len(self._renewed)
         if leave is None:
             return lambda arrays, _: (arrays[num:], ())
-        rest = map(self._planned.plan.interface.of, self._vars(self._renewed))
-        places = [value.aval(self._planned.mesh).sharding for value in rest]
+        stored = map(self._planned.plan.interface.of, self._vars(self._renewed))
+        places = [value.aval(self._planned.mesh).sharding for value in stored]
         run: Any = jax.jit(leave, donate_argnums=0, out_shardings=places)
         return lambda arrays, _: (run([*arrays[:num]], [*arrays[num:]]), ())
 
@@ -180,42 +174,27 @@ class SlicedBucket:
     def _shard_map(self, local: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
         return self._planned.shard_map(local, ins, outs, self._also)
 
-    def _fetching(self) -> Callable[[Sequence[Any], int], Sequence[Any]]:
+    def _fetch(self) -> Callable[[Sequence[Any], int], Sequence[Any]]:
         """`(stacks, which slice) -> its rows`."""
-        num, run = len(self._own), self._fetch()
+        num, place = len(self._own) + len(self._others), self._place(DEVICE)
+
+        def fetch(stacks: list[Any], start: Any, size: int) -> Any:
+            def local(stacks: list[Any], start: Any) -> list[Any]:
+                return [_cut(x, start, size) for x in stacks]
+
+            ins, outs = ([self._spec] * num, P()), [self._slice_spec] * num
+            return jax.device_put(self._shard_map(local, ins, outs)(stacks, start), place)
+
+        run = jax.jit(fetch, static_argnames="size", out_shardings=place)
 
         def by(stacks: Sequence[Any], place: int) -> Sequence[Any]:
-            start, (_, size) = self._starts[place], self._slices[place]
-            own, others = run([*stacks[:num]], [*stacks[num:]], start, size=size)
-            return [*own, *others]
+            rows: Sequence[Any] = run([*stacks], self._starts[place], size=self._slices[place][1])
+            return rows
 
         return by
 
-    def _fetch(self) -> Callable[..., Any]:
-        nums, place = (len(self._own), len(self._others)), self._place(DEVICE)
-
-        def fetch(own: list[Any], others: list[Any], start: Any, size: int) -> Any:
-            def local(groups: tuple[list[Any], list[Any]], start: Any) -> Any:
-                return tuple([_cut(x, start, size) for x in xs] for xs in groups)
-
-            ins = tuple([self._spec] * num for num in nums), P()
-            outs = tuple([self._slice_spec] * num for num in nums)
-            return jax.device_put(self._shard_map(local, ins, outs)((own, others), start), place)
-
-        return jax.jit(fetch, static_argnames="size", out_shardings=place)
-
-    def _storing(self) -> Callable[[Any, Sequence[Any], int], Any]:
+    def _store(self) -> Callable[[Any, Sequence[Any], int], Any]:
         """`(stacks, rows, which slice) -> stacks, what to wait for`."""
-        run = self._store()
-
-        def by(stacks: Any, new: Sequence[Any], place: int) -> Any:
-            olds = stacks if place else self._taken(stacks)
-            stored, done = run(olds, [*new], self._starts[place])
-            return stored, [done]
-
-        return by
-
-    def _store(self) -> Callable[..., Any]:
         num, place = len(self._back), self._place(PINNED)
 
         def store(olds: list[Any], new: list[Any], start: Any) -> tuple[list[Any], Any]:
@@ -228,36 +207,27 @@ class SlicedBucket:
             return run(olds, jax.device_put(new, place), start), _done(start)
 
         stored = [self._offloaded[var] for var in self._vars(self._back)]
-        return jax.jit(store, donate_argnums=0, out_shardings=(stored, None))
+        run = jax.jit(store, donate_argnums=0, out_shardings=(stored, None))
 
-    def _updating(self) -> DeviceCall:
+        def by(stacks: Any, new: Sequence[Any], place: int) -> Any:
+            olds = stacks if place else self._taken(stacks)
+            stored, done = run(olds, [*new], self._starts[place])
+            return stored, [done]
+
+        return by
+
+    def _update(self) -> DeviceCall:
         """`[*own, *held, *others, *read, *scalars] -> [*new rows, *held]`."""
-        run = self._update()
-        groups = (self._own, self._renewed, self._others, self._large, self._scalars)
-        sizes = [len(group) for group in groups[:-1]]
+        jaxpr, spec, rows = self._frame.jaxpr, self._spec, self._slice_spec
+        groups = (self._own, self._vars(self._renewed), self._others, self._large, self._scalars)
+        sizes = [*map(len, groups)]
+        names = [var for group in groups for var in group]
 
-        def call(arrays: Sequence[Any], place: int | None) -> Any:
-            assert place is not None
-            start, (_, size) = self._starts[place], self._slices[place]
-            new, held, done = run(*split(arrays, *sizes), start, size=size)
-            return [*new, *held], [done]
-
-        return call
-
-    def _update(self) -> Callable[..., Any]:
-        jaxpr, back, renewed, slices = (
-            self._frame.jaxpr,
-            self._back,
-            self._renewed,
-            self._slice_spec,
-        )
-        whole = [*self._vars(renewed), *self._large]
-
-        def local(size: int, groups: list[list[Any]], start: Any) -> tuple[list[Any], list[Any]]:
-            own, olds, others, reads, scalars = groups
-            cut = [_cut(x, start, size) for x in [*olds, *reads]]
-            names = [*self._own, *self._others, *whole, *self._scalars]
-            given = dict(zip(names, [*own, *others, *cut, *scalars], strict=True))
+        def local(size: int, arrays: list[list[Any]], start: Any) -> tuple[list[Any], list[Any]]:
+            own, olds, others, reads, scalars = arrays
+            olds_here, reads_here = ([_cut(x, start, size) for x in xs] for xs in (olds, reads))
+            here = [*own, *olds_here, *others, *reads_here, *scalars]
+            given = dict(zip(names, here, strict=True))
             shape = next(x.shape for x in given.values() if x.ndim)
             values = _elementwise.evaluate(self._frame, self._subgraph.eqns, given, shape)
             new = {
@@ -265,14 +235,11 @@ class SlicedBucket:
                 for i in self._subgraph.outs
             }
             new = {i: _jaxpr.with_type_of(x, jaxpr.outvars[i]) for i, x in new.items()}
-            parts = [_put(x, new[i], start) for i, x in zip(renewed, olds, strict=True)]
-            return [new[i] for i in back], parts
+            held = [_put(x, new[i], start) for i, x in zip(self._renewed, olds, strict=True)]
+            return [new[i] for i in self._back], held
 
-        specs = [
-            [slices] * len(self._own), [self._spec] * len(renewed), [slices] * len(self._others),
-            [self._spec] * len(self._large), [P()] * len(self._scalars),
-        ]  # fmt: skip
-        outs = ([slices] * len(back), [self._spec] * len(renewed))
+        specs = [[x] * num for x, num in zip((rows, spec, rows, spec, P()), sizes, strict=True)]
+        outs = ([rows] * len(self._back), [spec] * len(self._renewed))
 
         def update(
             own: Any, olds: Any, others: Any, reads: Any, scalars: Any, start: Any, size: int
@@ -280,7 +247,15 @@ class SlicedBucket:
             run = self._shard_map(functools.partial(local, size), (specs, P()), outs)
             return *run([own, olds, others, reads, scalars], start), _done(start)
 
-        return jax.jit(update, static_argnames="size", donate_argnums=(0, 1))
+        run = jax.jit(update, static_argnames="size", donate_argnums=(0, 1))
+
+        def call(arrays: Sequence[Any], place: int | None) -> Any:
+            assert place is not None
+            start, (_, size) = self._starts[place], self._slices[place]
+            new, held, done = run(*split(arrays, *sizes[:-1]), start, size=size)
+            return [*new, *held], [done]
+
+        return call
 
     def _masked(self, x: jax.Array, start: Any) -> jax.Array:
         """Rows of a leaf, with zeros where it is padded."""

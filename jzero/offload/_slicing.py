@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buckets of `PinnedHost`: how many leaves visit the devices together, and in how many slices."""
+"""The buckets of `PinnedHost`: how many leaves are on the devices together, and in how many slices."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -22,78 +21,50 @@ WHO = _call.WHO
 BUCKETS_AT_ONCE = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Slicer:
-    """Plans buckets for leaves that visit the devices.
+def device_buckets(
+    leaves: Sequence[LeafPlan], frame: Frame, update: OptimizerProgram, interface: ProgramInterface,
+    device_bytes: int,
+) -> tuple[UpdateBucket, ...]:  # fmt: skip
+    """Buckets of an optimizer program that the devices run, of as many subgraphs as there is room for.
 
-    Attributes:
+    Args:
       leaves: of the state.
       frame: the root frame of the step.
       update: its optimizer program.
-      interface: how values lie between its programs.
+      interface: the layouts of values between its programs.
       device_bytes: the most bytes of offloaded leaves on each device at any time.
+
+    Raises:
+      OptionError: leaves that are fetched together are larger than `device_bytes`.
     """
-
-    leaves: tuple[LeafPlan, ...]
-    frame: Frame
-    update: OptimizerProgram
-    interface: ProgramInterface
-    device_bytes: int
-
-    def buckets(self) -> tuple[UpdateBucket, ...]:
-        """As many subgraphs in each as there is room for.
-
-        Raises:
-          OptionError: leaves that visit together are larger than `device_bytes`.
-        """
-        sizes = [leaf.nbytes_per_device for leaf in self.leaves]
-        subgraphs = self.update.subgraphs
-        packs = _subgraphs.pack(subgraphs, sizes, self.device_bytes // BUCKETS_AT_ONCE)
-        number = {id(subgraph): i for i, subgraph in enumerate(subgraphs)}
-        buckets = []
-        for pack in packs:
-            nbytes = _subgraphs.nbytes_of(pack, sizes)
-            paths = tuple(self.leaves[i].path for i in _subgraphs.leaves_of(pack))
-            parts, at_once = self._slices(pack, nbytes)
-            buckets.append(
-                UpdateBucket(tuple(number[id(p)] for p in pack), paths, nbytes, parts, at_once)
-            )
-        self._check_room(packs, buckets)
-        return tuple(buckets)
-
-    def _slices(self, pack: Sequence[Subgraph], nbytes: int) -> tuple[int, int]:
-        """How many slices a pack's leaves are cut into, and their bytes.
-
-        Only if they are so large that two buckets would not be on the devices together; one row may have
-        more.
-        """
-        most = self.device_bytes // BUCKETS_AT_ONCE
-        if nbytes <= most or len(pack) > 1 or self._obstacle(pack[0]):
-            return 1, nbytes
-        rows = num_rows(self.leaves[pack[0].leaves[0]])
-        num = -(-rows // max(1, most * rows // nbytes))
-        return num, -(-rows // num) * nbytes // rows
-
-    def _obstacle(self, subgraph: Subgraph) -> str:
-        """Why a subgraph's leaves cannot be cut into slices; '' if they can."""
-        return obstacle_of(self.frame, self.leaves, self.update, self.interface, subgraph)
-
-    def _check_room(
-        self, packs: Sequence[Sequence[Subgraph]], buckets: Sequence[UpdateBucket]
-    ) -> None:
-        bad = [
-            f"{', '.join(bucket.leaves[:3])}{', ...' if len(bucket.leaves) > 3 else ''}: "
-            f"{bucket.nbytes_at_once} bytes on each device at once "
-            f"({self._obstacle(pack[0]) or 'one row of them'})"
-            for bucket, pack in zip(buckets, packs, strict=True)
-            if bucket.nbytes_at_once > self.device_bytes
-        ]
-        if bad:
-            raise OptionError(message(
-                WHO, bad, f"Leaves whose updates depend on each other visit the devices together, and "
-                f"device_bytes={self.device_bytes} is the most that may be there.",
-                f"Use PinnedHost(device_bytes={max(bucket.nbytes_at_once for bucket in buckets)}) or more.",
-                things="groups of leaves", shown=6))  # fmt: skip
+    sizes = [leaf.nbytes_per_device for leaf in leaves]
+    most = device_bytes // BUCKETS_AT_ONCE
+    number = {id(subgraph): i for i, subgraph in enumerate(update.subgraphs)}
+    buckets, bad = list[UpdateBucket](), list[str]()
+    for pack in _subgraphs.pack(update.subgraphs, sizes, most):
+        nbytes = _subgraphs.nbytes_of(pack, sizes)
+        paths = tuple(leaves[i].path for i in _subgraphs.leaves_of(pack))
+        num, at_once, why = 1, nbytes, ""
+        # One subgraph, of which two buckets would not be on the devices together.
+        if nbytes > most:
+            why = obstacle_of(frame, leaves, update, interface, pack[0])
+            if not why:
+                rows = num_rows(leaves[pack[0].leaves[0]])
+                num = -(-rows // max(1, most * rows // nbytes))
+                at_once = -(-rows // num) * nbytes // rows
+        buckets.append(
+            UpdateBucket(tuple(number[id(p)] for p in pack), paths, nbytes, num, at_once)
+        )
+        if at_once > device_bytes:
+            bad.append(f"{', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}: "
+                       f"{at_once} bytes on each device at once ({why or 'one row of them'})")  # fmt: skip
+    if bad:
+        raise OptionError(message(
+            WHO, bad, f"Leaves whose updates depend on each other are on the devices together, and "
+            f"device_bytes={device_bytes} is the most that may be there.",
+            f"Use PinnedHost(device_bytes={max(bucket.nbytes_at_once for bucket in buckets)}) or more.",
+            things="groups of leaves", shown=6))  # fmt: skip
+    return tuple(buckets)
 
 
 def obstacle_of(
@@ -124,8 +95,8 @@ def part_obstacle(
     if found := _not_alone(frame, leaves, subgraph):
         return found
     invars = frame.jaxpr.invars
-    hosted = {invars[i] for i in subgraph.leaves}
-    met = {*subgraph.reads, *(invars[i] for i in subgraph.outs)} - hosted
+    offloaded = {invars[i] for i in subgraph.leaves}
+    met = {*subgraph.reads, *(invars[i] for i in subgraph.outs)} - offloaded
     places = {(leaves[i].layout, leaves[i].automatic) for i in subgraph.leaves}
     passed = [interface.as_passed(var) for var in met if var.aval.shape]
     places |= {(value.layout, value.automatic) for value in passed}

@@ -54,7 +54,6 @@ def _lies_on_host(x: Any) -> bool:
 
 
 def address(x: Any) -> int:
-    """Where an array in host memory starts."""
     return x.ctypes.data if isinstance(x, np.ndarray) else x.unsafe_buffer_pointer()
 
 

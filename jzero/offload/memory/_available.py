@@ -75,7 +75,6 @@ def _told(needs: Sequence[HostNeed], num_bytes: int, memory: str, left: int) -> 
 
 
 def check(who: str, found: Shortage | None) -> None:
-    """Raises what `shortage` found."""
     if found is not None:
         raise OptionError(message(who, *found))
 

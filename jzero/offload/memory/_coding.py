@@ -45,7 +45,7 @@ def _encoder(form: QuantizedForm, sharding: NamedSharding) -> Any:
             sums, most = lax.psum(sums, axes), lax.pmax(most, axes)
         return rows, jnp.concatenate([sums, most])
 
-    return jax.jit(_over(sharding, local, _spec(form, sharding), (_rows_spec(sharding), P())))
+    return jax.jit(_over(sharding, local, _spec(form, sharding), (sharding.spec, P())))
 
 
 def decoded(rows: jax.Array, form: QuantizedForm, sharding: NamedSharding) -> jax.Array:
@@ -59,7 +59,7 @@ def _decoder(form: QuantizedForm, sharding: NamedSharding) -> Any:
     def local(rows: jax.Array) -> jax.Array:
         return _own(rows, form)
 
-    return jax.jit(_over(sharding, local, _rows_spec(sharding), _spec(form, sharding)))
+    return jax.jit(_over(sharding, local, sharding.spec, _spec(form, sharding)))
 
 
 def _own(rows: jax.Array, form: QuantizedForm) -> jax.Array:
@@ -76,17 +76,13 @@ def axes_of(form: QuantizedForm, sharding: NamedSharding) -> tuple[str, ...]:
 
 
 def plain_sharding(form: QuantizedForm, sharding: NamedSharding) -> NamedSharding:
-    """Where the leaf lies whose rows lie so, with padding, in the devices' memory."""
+    """The sharding of the padded leaf whose rows have this one, in the devices' memory."""
     return NamedSharding(sharding.mesh, _spec(form, sharding))
 
 
 def _spec(form: QuantizedForm, sharding: NamedSharding) -> P:
     axes = axes_of(form, sharding)
     return P(*[None] * form.dim, axes) if axes and form.dim is not None else P()
-
-
-def _rows_spec(sharding: NamedSharding) -> P:
-    return sharding.spec
 
 
 def _over(sharding: NamedSharding, fn: Any, in_specs: P, out_specs: Any) -> Any:

@@ -25,13 +25,7 @@ class FileStorage(Storage):
     where = "in files"
 
     def __init__(self, placement: HostPlacement, store: NVMeStore, name: str):
-        """A leaf of the step that the files are about to have, or have.
-
-        Args:
-          placement: which parts of it are there.
-          store: the files.
-          name: its name there.
-        """
+        """A leaf of the step that the files are about to have, or have, and its name there."""
         self.placement = placement
         self._store: NVMeStore | None = store
         self._name, self._step = name, store.newest
@@ -60,11 +54,9 @@ class FileStorage(Storage):
         return renewed
 
     def delete(self) -> None:
-        """Lets go of its files."""
         self._store = None
 
     def is_deleted(self) -> bool:
-        """Whether a step has consumed it."""
         return self._store is None or self._store.newest != self._step
 
     def parts(self, reader: TileReader | None = None) -> Parts:
@@ -140,7 +132,6 @@ class NVMePart:
         self.shape, self.dtype = shape, dtype
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Reads it."""
         values = np.empty(self.shape, self.dtype)
         out = values.reshape(-1).view(np.uint8)
         if len(out):

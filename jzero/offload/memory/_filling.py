@@ -49,13 +49,7 @@ class Filling:
     """
 
     def __init__(self, spec: StoreSpec, paths: Mapping[int, str], away: Collection[int]):
-        """Does nothing yet.
-
-        Args:
-          spec: what the files have.
-          paths: of the leaves of the state that are placed, by index.
-          away: which of them go into files.
-        """
+        """`paths` are of the leaves that are placed, by index; `away` of them go into files."""
         self._spec, self.resumed = spec, False
         self._paths, self._away = paths, frozenset(away)
         self._store: NVMeStore | None = None
@@ -74,9 +68,9 @@ class Filling:
           OptionError: there is no room, or an earlier run has left files.
           StateError: files that are to be resumed are of another step or state, or damaged.
         """
-        rest = {path: writes[i] for i, path in self._paths.items() if i not in self._away}
+        others = {path: writes[i] for i, path in self._paths.items() if i not in self._away}
         of_files = {path: writes[i] for i, path in self._paths.items() if i in self._away}
-        wanted = GivenWrites(rest or of_files, [*of_files.values()])
+        wanted = GivenWrites(others or of_files, [*of_files.values()])
         choice: list[Choice] = []
         with _agreement.alike(WHO, self._spec.mesh, lambda: {"files": [f"{choice}"]}):
             found, runs = _found_by_all(self._spec)
@@ -143,8 +137,8 @@ class Filling:
         """Reads all tiles once: their checksums are noted, and leaves are what was written of them."""
         assert self._store is not None
         files = self._store.files
-        with sweep(files.tiles(), self._spec.ring, files.note_checksums) as visits:
-            for at, buffer in ((visit.at, visit.buffer) for visit in visits):
+        with sweep(files.tiles(), self._spec.ring, files.note_checksums) as tiles:
+            for at, buffer in ((tile.at, tile.buffer) for tile in tiles):
                 layout = files.layouts[at.file]
                 for i, view in enumerate(layout.views(at.tile, buffer)):
                     if zlib.crc32(view.data) != self._written[at, i]:

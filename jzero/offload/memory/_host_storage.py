@@ -58,11 +58,9 @@ class HostStorage(Storage):
         return renewed
 
     def delete(self) -> None:
-        """Lets go of its buffers, and of what is pending."""
         self._buffers = self.pending = None
 
     def is_deleted(self) -> bool:
-        """Whether a step has consumed it."""
         return self._buffers is None
 
     def parts(self) -> Parts:
@@ -101,7 +99,6 @@ def on_host(x: Any, placement: HostPlacement) -> HostStorage:
 
 
 def is_stored_in(x: Any, placement: HostPlacement | None) -> bool:
-    """Whether a leaf is there already."""
     storage = storage_of(x)
     return isinstance(storage, HostStorage) and storage.placement == placement
 

@@ -123,12 +123,12 @@ class LeafArray(jax.Array):
     @property
     def sharding(self) -> Any:
         """That of a plain array made of it: as it is stored, but whole on every device if it is padded."""
-        rest, codes = self.storage.sharding, self.codes
-        if not isinstance(rest, NamedSharding):  # Copied to another place.
-            return rest
+        stored, codes = self.storage.sharding, self.codes
+        if not isinstance(stored, NamedSharding):  # Copied to another place.
+            return stored
         if codes.padding if codes else self.storage.shape != self.shape:
-            return NamedSharding(rest.mesh, PartitionSpec())
-        return _coding.plain_sharding(codes, rest) if codes else rest
+            return NamedSharding(stored.mesh, PartitionSpec())
+        return _coding.plain_sharding(codes, stored) if codes else stored
 
     @property
     def where(self) -> str:
@@ -150,8 +150,8 @@ class LeafArray(jax.Array):
         """The leaf as a plain array of this shape and sharding."""
         x, codes = _storage.on_devices(self._alive()), self.codes
         if codes:
-            rest = self.storage.sharding
-            here = NamedSharding(rest.mesh, rest.spec)
+            stored = self.storage.sharding
+            here = NamedSharding(stored.mesh, stored.spec)
             x = _coding.decoded(jax.device_put(x, here), codes, here)
         return unpad(jax.device_put(x, self.sharding), self.shape)
 
@@ -260,7 +260,7 @@ class LeafArray(jax.Array):
 
     @property
     def device(self) -> Any:
-        """Its sharding, as of all arrays that lie on several devices."""
+        """Its sharding, as of all arrays on several devices."""
         return self.sharding
 
     def devices(self) -> set[jax.Device]:
@@ -318,7 +318,6 @@ def storage_of(x: Any) -> Any:
 
 
 def is_coded(x: Any) -> bool:
-    """Whether a leaf is stored in codes."""
     return isinstance(x, LeafArray) and x.codes is not None
 
 
@@ -333,7 +332,7 @@ def is_deleted(x: Any) -> bool:
 
 
 def pad(x: Any, shape: tuple[int, ...]) -> Any:
-    """A leaf as a plain array of the (padded) `shape`, where it lies: on the host or on devices."""
+    """A leaf as a plain array of the (padded) `shape`, where it is: on the host or on devices."""
     if isinstance(x, LeafArray):
         if isinstance(x.storage, jax.Array) and x.storage.shape == shape:
             return x.storage
@@ -355,7 +354,6 @@ def wrap(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def spans_processes(x: Any) -> bool:
-    """Whether other processes have parts of a leaf."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 

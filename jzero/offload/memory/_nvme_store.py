@@ -50,7 +50,6 @@ class ExtentAt(NamedTuple):
 
     @property
     def extent(self) -> Extent:
-        """The part."""
         return self.layout.tiles[self.at.tile][self.i]
 
     @property

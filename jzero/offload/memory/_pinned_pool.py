@@ -78,7 +78,6 @@ class PinnedPool:
         return buffer
 
     def give(self, buffer: PinnedBuffer) -> None:
-        """Has a buffer back."""
         self.lent_bytes -= buffer.nbytes
         self._free.setdefault(buffer.key, []).append(buffer)
         self._free.move_to_end(buffer.key)

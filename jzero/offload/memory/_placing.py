@@ -32,7 +32,6 @@ _NAMES = {PARAMETER: "parameters", OPTIMIZER: "optimizer state", OTHER: "state"}
 
 
 def as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
-    """Every leaf as a JAX array or tracer."""
     return [[jnp.asarray(leaf) for leaf in leaves] for leaves in lists]
 
 
@@ -151,12 +150,12 @@ def _in_codes(
     """A leaf's rows on the devices, and what it has lost; see `_coding.encoded`."""
     form, exact = plan.codes, plan.decoded
     assert form is not None
-    rest = NamedSharding(sharding.mesh, sharding.spec)
-    there = _coding.plain_sharding(form, rest)
+    stored = NamedSharding(sharding.mesh, sharding.spec)
+    there = _coding.plain_sharding(form, stored)
     x = _leaf_array.pad(_from_host(leaf, exact, there), exact.padded_shape)
     x = take_shards(x, there) if held else x
     (x,) = place([x], [there], lambda: [plan.path])
-    return jax.block_until_ready(_coding.encoded(x, form, rest))
+    return jax.block_until_ready(_coding.encoded(x, form, stored))
 
 
 def _from_host(leaf: Any, plan: LeafPlan, sharding: NamedSharding) -> Any:
@@ -166,8 +165,8 @@ def _from_host(leaf: Any, plan: LeafPlan, sharding: NamedSharding) -> Any:
         return leaf
     if leaf.is_fully_addressable:
         return _storage.on_devices(storage, plan.padded_shape, sharding)
-    rest = storage.sharding
-    way = NamedSharding(rest.mesh, rest.spec, memory_kind=sharding.memory_kind)
+    stored = storage.sharding
+    way = NamedSharding(stored.mesh, stored.spec, memory_kind=sharding.memory_kind)
     return _leaf_array.wrap(_storage.on_devices(storage, sharding=way), leaf.shape)
 
 
@@ -188,7 +187,7 @@ def born(
     """What a traced function of no arguments returns, each leaf made in its layout.
 
     What is stored on the devices is made by one program. Of the others, at most `device_bytes` (256 MiB if
-    that is 0) are made by one, and lie on the host before the next runs; each computes again what it needs
+    that is 0) are made by one, and are on the host before the next runs; each computes again what it needs
     of the others. What is stored in files goes to those of `filling`.
     """
     made: dict[int, Any] = {}
@@ -282,17 +281,16 @@ def apart(
 
 def _copy(leaf: Any) -> Any:
     """Memory of its own; a leaf away from them, which says itself that it was consumed, as it is."""
-    return copied([leaf], leaf.sharding)[0] if isinstance(leaf, jax.Array) else leaf
+    return copied([leaf])[0] if isinstance(leaf, jax.Array) else leaf
 
 
-def copied(leaves: list[jax.Array], sharding: Sharding) -> list[jax.Array]:
-    """Arrays of the same values, in memory of their own."""
-    return jax.jit(_copied, out_shardings=sharding)(leaves) if leaves else []
-
-
-def copies(leaves: list[jax.Array]) -> list[jax.Array]:
-    """The same of arrays in several shardings."""
-    made: list[jax.Array] = jax.jit(_copied, out_shardings=[x.sharding for x in leaves])(leaves)
+def copied(leaves: list[jax.Array], sharding: Sharding | None = None) -> list[jax.Array]:
+    """Arrays of the same values in memory of their own; in their shardings, if no other is given."""
+    if not leaves:
+        return []
+    made: list[jax.Array] = jax.jit(
+        _copied, out_shardings=sharding or [x.sharding for x in leaves]
+    )(leaves)
     return made
 
 
@@ -307,7 +305,7 @@ def _put_across(leaf: Any, sharding: NamedSharding, path: str) -> Any:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     what = describe_leaf(path, leaf.shape, leaf.dtype)
     if isinstance(leaf, jax.Array) and leaf.committed and leaf.is_fully_addressable:
-        raise _unlike(f"{what} lies on devices of process {jax.process_index()} alone")
+        raise _unlike(f"{what} is on devices of process {jax.process_index()} alone")
     try:
         return jax.device_put(leaf, sharding)
     except AssertionError as error:  # JAX gathers it from all processes to compare.
@@ -358,7 +356,7 @@ def _own(leaf: Any, sharding: NamedSharding) -> Any:
         if not leaf.committed:  # and a copy of it shall not be
             return jnp.copy(leaf) if sharding.is_fully_replicated else leaf
         stays = sharding.is_fully_replicated or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-        return copied([leaf], leaf.sharding)[0] if stays else leaf
+        return copied([leaf])[0] if stays else leaf
     return jax.device_put(leaf) if jnp.isscalar(leaf) else leaf
 
 

@@ -54,7 +54,7 @@ class HostPlacement(NamedTuple):
 class Storage:
     """What holds a leaf away from the devices, part by part: in memory of their host, or in files.
 
-    It says how it lies by the names of a `jax.Array` that lies so on the devices: whoever asks a stored leaf
+    It has the attributes of a `jax.Array` of this sharding on the devices: whoever asks a stored leaf
     for its shape, its sharding or whether it was consumed need not know which of these it is.
 
     Attributes:
@@ -78,7 +78,6 @@ class Storage:
         raise NotImplementedError
 
     def is_deleted(self) -> bool:
-        """Whether a step has consumed it."""
         raise NotImplementedError
 
     @property
@@ -88,7 +87,6 @@ class Storage:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the elements."""
         return self.placement.dtype
 
     @property

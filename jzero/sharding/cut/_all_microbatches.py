@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equations for all microbatches at once: what these share is made once, and the rest in a loop over them."""
+"""Equations for all microbatches at once: what is shared is made once, and all else in a loop over them."""
 
 from __future__ import annotations
 

@@ -71,18 +71,7 @@ def absorb(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
     return _without_unread(jaxpr, eqns)
 
 
-def takes_slices(eqn: Eqn, stack: Var) -> bool:
-    """Whether `eqn` is a loop that reads of a stack `[iterations, ...]` only each iteration's slice."""
-    if not _growing_loop.is_loop(eqn):
-        return False
-    stacks = _growing_loop.stacks_of(eqn)
-    others = eqn.invars[: len(eqn.invars) - len(stacks)]
-    return stack in variables(stacks) and stack not in variables(others)
-
-
 class _Absorbing:
-    """One loop, and what it takes over."""
-
     def __init__(self, eqns: list[Eqn], eqn: Eqn, streamed: set[Var], outvars: Sequence[Atom]):
         self._eqns, self._eqn, self._outvars = eqns, eqn, outvars
         self._derived, roots = _derived(eqns, streamed, _jaxpr.scan_parts(eqn).length)

@@ -49,7 +49,6 @@ class GrowingLoop(ScanBuilder):
 
     @property
     def length(self) -> int:
-        """How many."""
         return self.scan.length
 
     @property
@@ -59,7 +58,6 @@ class GrowingLoop(ScanBuilder):
 
     @property
     def made(self) -> list[Var]:
-        """The stacks that it makes."""
         return [port.stack for port in self.ys]
 
     @property

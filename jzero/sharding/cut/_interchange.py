@@ -14,7 +14,7 @@ parallelism: fast and efficient training of large language models", 2021).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from jzero._errors import OptionError, message
@@ -23,7 +23,7 @@ from jzero.ir._regions import variables
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.cut import _layers
 from jzero.sharding.cut._all_microbatches import AllMicrobatches, Running
-from jzero.sharding.cut._layer_parts import OuterLoop, ScannedLayers, StraightStage
+from jzero.sharding.cut._layer_parts import OuterLoop, ScannedLayers, StraightStage, read_later
 from jzero.sharding.cut._param_derived import param_derived, without_barriers
 from jzero.sharding.cut._term_by_term import term_by_term
 from jzero.tracing import _call, _jaxpr
@@ -124,8 +124,6 @@ def _reading_leaves(
 
 
 class _LayerMajor:
-    """A loop over microbatches, part after part."""
-
     def __init__(self, loop: _MicrobatchLoop, device_bytes: int):
         for eqn in filter(_jaxpr.has_side_effects, loop.body.eqns):
             raise OptionError(message(
@@ -150,7 +148,7 @@ class _LayerMajor:
         self._running: dict[Var, Running] = {}  # by what a part takes
         self._taken_over = set[Var]()  # carries that all run on from part to part
         self._check_carries()
-        self._wanted = _read_after(self._reads, [*self._ys, *self._lasts()])
+        self._wanted = read_later(self._reads, [*self._ys, *self._lasts()])
 
     def equations(self) -> list[Eqn]:
         """What stands in the place of the loop."""
@@ -183,9 +181,7 @@ class _LayerMajor:
                 self._running |= {link.before: link for link in links}
                 self._taken_over.add(each.before)
             else:
-                where = [
-                    e for part in at for e in _equations(part) if each.before in variables(e.invars)
-                ]
+                where = [e for part in at for e in part.eqns if each.before in variables(e.invars)]
                 bad.append(f"{_type_of(each.before)}{_jaxpr.at_line(where[0]) if where else ''}")
         if bad:
             raise OptionError(message(
@@ -307,18 +303,6 @@ def _takes_over(part: StraightStage | ScannedLayers, before: Var, after: Atom) -
     consts, init, xs = part.operands
     once = sum(atom is before for atom in [*consts, *init, *xs]) == 1
     return once and any(a is before for a in xs) and any(y is after for y in part.results[1])
-
-
-def _read_after(reads: Sequence[set[Var]], outs: Sequence[Atom]) -> list[set[Var]]:
-    """Of each part, what the parts after it read, and what is returned."""
-    found = [set(variables(outs))]
-    for read in reads[:0:-1]:
-        found.append(found[-1] | read)
-    return found[::-1]
-
-
-def _equations(part: StraightStage | ScannedLayers) -> Sequence[Eqn]:
-    return part.eqns if isinstance(part, StraightStage) else [part.eqn]
 
 
 def _type_of(var: Var) -> str:

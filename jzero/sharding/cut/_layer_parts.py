@@ -5,22 +5,86 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+from jax import lax
+
+from jzero.ir import _by_parts, _rules
 from jzero.ir._regions import variables
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.analysis._frames import split
-from jzero.sharding.cut._layer_body import LayerBody
 from jzero.sharding.cut._open_loop import OpenLoop
-from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Var
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._rewrite import Excerpt
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 # How a loop's stack is there: a leaf on the host, a slice for each iteration, or one array on the devices,
 # which may become one that the loop makes; a stack that is made may also be left on the host, or go there
 # slice by slice, an array each.
 LEAF, SLICES, STACK, RENEWED = "leaf", "slices", "stack", "renewed"
-HOSTED, SENT, UNREAD = "hosted", "sent", "unread"
+ON_HOST, SENT, UNREAD = "on host", "sent", "unread"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerBody:
+    """An iteration's equations.
+
+    Attributes:
+      invars: what the loop closes over, its carry, and slices of its stacks.
+      consts: values of the body's own.
+      slices: those of leaves.
+      gathered: what is gathered of them, and of nothing else, in the iteration before; none if nothing is.
+      gathers: `slices -> gathered`, of the slices that it reads.
+      compute: the body's results, of `gathered` and the other inputs.
+    """
+
+    invars: tuple[Var, ...]
+    consts: dict[Var, Any]
+    slices: tuple[Var, ...]
+    gathered: tuple[Var, ...]
+    gathers: Excerpt
+    compute: Excerpt
+
+    @classmethod
+    def of(
+        cls, jaxpr: Jaxpr, consts: Sequence[Any], slices: Sequence[Var], gathered: Sequence[Var]
+    ) -> LayerBody:
+        """A body, apart from what makes `gathered`."""
+        gathers = _rewrite.excerpt(jaxpr, gathered, effects=False)
+        compute = _rewrite.excerpt(jaxpr, jaxpr.outvars, gathered)
+        known = dict(zip(jaxpr.constvars, consts, strict=True))
+        return cls(tuple(jaxpr.invars), known, tuple(slices), tuple(gathered), gathers, compute)
+
+    @property
+    def used_sharded(self) -> list[int]:
+        """The leaves, by index, that `compute` reads as they are fetched."""
+        return [i for i, var in enumerate(self.slices) if var in self.compute.reads]
+
+    @property
+    def sharded_bytes(self) -> int:
+        """Bytes on a device of leaves that are still there when those of the next iteration are."""
+        if not self.gathered:
+            return 0
+        return sum(_rules.size_in_bytes(self.slices[i].aval) for i in self.used_sharded)
+
+
+def gathered_of(jaxpr: Jaxpr, slices: Sequence[Var]) -> list[Var]:
+    """What a body gathers that follows from `slices`, and from nothing else that it is given.
+
+    Of gathers of gathers, those that other equations read.
+    """
+    known, found = set(slices), list[Var]()
+    for eqn in jaxpr.eqns:
+        inner = _by_parts.inside(eqn)
+        opens = _jaxpr.has_side_effects(inner) or _jaxpr.inner_jaxprs(inner)
+        if opens or not known.issuperset(variables(eqn.invars)):
+            continue
+        known.update(eqn.outvars)
+        if inner.primitive.name == "all_gather":
+            found += eqn.outvars
+    reads = _rewrite.excerpt(jaxpr, jaxpr.outvars, found).reads
+    return [var for var in found if var in reads]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,7 +115,7 @@ class ScannedLayers:
     Attributes:
       eqn: the loop.
       xs: for each stack that it reads, how it is there: LEAF, SLICES, STACK or RENEWED.
-      ys: for each stack that it makes, how it shall be: SLICES, STACK, HOSTED, SENT or UNREAD.
+      ys: for each stack that it makes, how it shall be: SLICES, STACK, ON_HOST, SENT or UNREAD.
       body: what an iteration computes; it gathers for the next one where two iterations' leaves have room.
       nbytes: of an iteration's leaves on a device: as they are fetched, and gathered.
       last_uses: of what it begins with, and takes slices of, what nobody reads after that.
@@ -66,9 +130,12 @@ class ScannedLayers:
     last_uses: frozenset[Var] = frozenset()
     renewed: tuple[Var | None, ...] = ()
 
+    @property
+    def eqns(self) -> tuple[Eqn, ...]:
+        return (self.eqn,)
+
     @functools.cached_property
     def parts(self) -> _jaxpr.ScanParts:
-        """The loop taken apart."""
         return _jaxpr.scan_parts(self.eqn)
 
     @functools.cached_property
@@ -78,7 +145,6 @@ class ScannedLayers:
 
     @functools.cached_property
     def init(self) -> list[Atom]:
-        """The first carry."""
         return self.operands[1]
 
     @functools.cached_property
@@ -102,7 +168,7 @@ class ScannedLayers:
     @functools.cached_property
     def leaving(self) -> list[Var]:
         """The stacks that it makes for the host: whole, then slice by slice."""
-        return [*self.made(HOSTED), *self.made(SENT)]
+        return [*self.made(ON_HOST), *self.made(SENT)]
 
     @functools.cached_property
     def reads(self) -> tuple[Var, ...]:
@@ -118,30 +184,29 @@ class OuterLoop:
       eqn: the loop.
       loop: its body, opened.
       parts: of its body.
-      hosted: all leaves around the loop.
+      leaves_around: all leaves around the loop.
       last_uses: of what it begins with, what nobody reads after that.
     """
 
     eqn: Eqn
     loop: OpenLoop
     parts: tuple[LayerPart, ...]
-    hosted: frozenset[Var]
+    leaves_around: frozenset[Var]
     last_uses: frozenset[Var] = frozenset()
 
     @property
     def init(self) -> tuple[Atom, ...]:
-        """The first carry."""
         return self.loop.init
 
     @property
     def leaves(self) -> tuple[Var, ...]:
         """Leaves that its parts fetch."""
-        return tuple(v for v in self.loop.reads if v in self.hosted)
+        return tuple(v for v in self.loop.reads if v in self.leaves_around)
 
     @property
     def reads(self) -> tuple[Var, ...]:
         """The other inputs."""
-        return tuple(v for v in self.loop.reads if v not in self.hosted)
+        return tuple(v for v in self.loop.reads if v not in self.leaves_around)
 
     @property
     def nbytes(self) -> int:
@@ -152,20 +217,13 @@ class OuterLoop:
 LayerPart = StraightStage | ScannedLayers | OuterLoop
 
 
-class Fetched(NamedTuple):
-    """A stage or scanned layers, and the outer loops around it, the outermost first."""
-
-    part: StraightStage | ScannedLayers
-    around: tuple[OuterLoop, ...] = ()
-
-
-def fetched(parts: Iterable[LayerPart], around: tuple[OuterLoop, ...] = ()) -> Iterator[Fetched]:
+def fetched(parts: Iterable[LayerPart]) -> Iterator[StraightStage | ScannedLayers]:
     """All stages and scanned layers, those of outer loops included."""
     for part in parts:
         if isinstance(part, OuterLoop):
-            yield from fetched(part.parts, (*around, part))
+            yield from fetched(part.parts)
         else:
-            yield Fetched(part, around)
+            yield part
 
 
 def outer_loops(parts: Iterable[LayerPart]) -> Iterator[OuterLoop]:
@@ -174,6 +232,14 @@ def outer_loops(parts: Iterable[LayerPart]) -> Iterator[OuterLoop]:
         if isinstance(part, OuterLoop):
             yield part
             yield from outer_loops(part.parts)
+
+
+def read_later(reads: Sequence[Collection[Var]], outs: Iterable[Atom]) -> list[set[Var]]:
+    """For each part, what the parts after it read, and what is returned; `reads` are those of all parts."""
+    found = [set(variables(outs))]
+    for read in reversed(reads[1:]):
+        found.append(found[-1].union(read))
+    return found[::-1]
 
 
 def offloaded(parts: Iterable[LayerPart]) -> frozenset[Var]:
@@ -187,3 +253,48 @@ def offloaded(parts: Iterable[LayerPart]) -> frozenset[Var]:
         else:
             found |= offloaded(part.parts).difference(variables(part.loop.body.outvars))
     return frozenset(found)
+
+
+def evaluate_parts(parts: Sequence[LayerPart], values: Mapping[Var, Any]) -> dict[Var, Any]:
+    """All that the parts make, as one device computes it: to be read, counted and compared.
+
+    An outer loop is a loop again. `values` is what they take, leaves and constants included.
+    """
+    env = dict(values)
+    for part in parts:
+        if isinstance(part, OuterLoop):
+            last = _run_loop(part, env)
+            env |= {v: x for v, x in zip(part.loop.results, last, strict=True) if v is not None}
+        else:
+            for eqn in part.eqns:
+                outs = _jaxpr.evaluate_one(eqn, read(eqn.invars, env))
+                env |= zip(eqn.outvars, outs, strict=True)
+    return env
+
+
+def read(atoms: Sequence[Atom], env: Mapping[Var, Any]) -> list[Any]:
+    return [_jaxpr.literal(a) if _jaxpr.is_literal(a) else env[_jaxpr.variable(a)] for a in atoms]
+
+
+def _run_loop(part: OuterLoop, env: Mapping[Var, Any]) -> list[Any]:
+    """The last carry: each iteration fetches, gathers and computes again what its parts do."""
+    loop = part.loop
+
+    def iteration(carry: list[Any]) -> list[Any]:
+        made = evaluate_parts(part.parts, {**env, **dict(zip(loop.carry, carry, strict=True))})
+        return read(loop.body.outvars, made)
+
+    def goes_on(carry: list[Any]) -> Any:
+        assert loop.goes_on is not None
+        known = {**env, **dict(zip(loop.carry, carry, strict=True))}
+        (asked,) = _jaxpr.evaluate(loop.goes_on, (), *read(loop.goes_on.invars, known))
+        return asked
+
+    init = read(loop.init, env)
+    with _jaxpr.source_of(part.eqn):
+        if loop.length is None:
+            last: list[Any] = lax.while_loop(goes_on, iteration, init)
+            return last
+        return list(
+            lax.scan(lambda carry, _: (iteration(carry), None), init, length=loop.length)[0]
+        )

@@ -18,18 +18,20 @@ from jzero.ir._regions import variables
 from jzero.sharding.analysis import _residuals
 from jzero.sharding.cut._fused_loops import fused
 from jzero.sharding.cut._growing_loop import stacks_made, stacks_of
-from jzero.sharding.cut._layer_body import LayerBody, gathered_of
 from jzero.sharding.cut._layer_parts import (
-    HOSTED,
     LEAF,
+    ON_HOST,
     RENEWED,
     SLICES,
     STACK,
     UNREAD,
+    LayerBody,
     LayerPart,
     OuterLoop,
     ScannedLayers,
     StraightStage,
+    gathered_of,
+    read_later,
 )
 from jzero.sharding.cut._open_loop import opened
 from jzero.sharding.cut._param_derived import (
@@ -44,7 +46,7 @@ from jzero.tracing._types import Eqn, Jaxpr, Var
 
 
 def cut(
-    jaxpr: Jaxpr, leaves: Mapping[Var, int], batch: Collection[Var], hosted: Collection[Var],
+    jaxpr: Jaxpr, leaves: Mapping[Var, int], batch: Collection[Var], to_host: Collection[Var],
     device_bytes: int, nests: Collection[str], inside: bool = False,
 ) -> tuple[LayerPart, ...]:  # fmt: skip
     """The parts of a jaxpr, in the order in which they run.
@@ -53,28 +55,28 @@ def cut(
       jaxpr: what one device computes, without calls.
       leaves: values that are stored on the host, and the bytes of each on a device.
       batch: values that are of the batch, or of an iteration.
-      hosted: outputs that go to the host.
+      to_host: outputs that go to the host.
       device_bytes: of leaves that may be on a device; a part has up to half of it, for another is fetched
         meanwhile, but one equation, or an iteration of a loop, may need more.
       nests: loops of which kinds may run iteration by iteration, each iteration in parts.
       inside: it is a loop's body: it takes the carry, which nobody else has.
     """
     whole = fused(without_barriers(jaxpr, leaves, batch), leaves)
-    return _LayerCutter(whole, leaves, batch, hosted, device_bytes, nests, inside).parts()
+    return _LayerCutter(whole, leaves, batch, to_host, device_bytes, nests, inside).parts()
 
 
 class _LayerCutter:
     def __init__(
-        self, jaxpr: Jaxpr, leaves: Mapping[Var, int], batch: Collection[Var], hosted: Collection[Var],
+        self, jaxpr: Jaxpr, leaves: Mapping[Var, int], batch: Collection[Var], to_host: Collection[Var],
         device_bytes: int, nests: Collection[str], inside: bool,
     ):  # fmt: skip
-        self._jaxpr, self._leaves, self._hosted = jaxpr, leaves, hosted
+        self._jaxpr, self._leaves, self._to_host = jaxpr, leaves, to_host
         self._batch = set(batch)
         self._device_bytes, self._nests, self._inside = device_bytes, nests, inside
         self._outer_loops: dict[int, OuterLoop] = {}
         self._recomputed = self._derived(with_repeats=False)
         for eqn in jaxpr.eqns:
-            if (loop := self._nested_loop(eqn)) is not None:
+            if (loop := self._outer_loop(eqn)) is not None:
                 self._outer_loops[id(eqn)] = loop
         first = {key: loop.loop.first for key, loop in self._outer_loops.items()}
         eqns = [e for eqn in jaxpr.eqns for e in (*first.get(id(eqn), ()), eqn)]
@@ -115,7 +117,7 @@ class _LayerCutter:
             return False
         return any(var in self._leaves for var in variables(stacks_of(eqn)))
 
-    def _nested_loop(self, eqn: Eqn) -> OuterLoop | None:
+    def _outer_loop(self, eqn: Eqn) -> OuterLoop | None:
         """A loop in parts, if what it reads of leaves has no room on a device, and a part's needs less."""
         if eqn.primitive.name not in self._nests or _moves_memory(eqn):
             return None
@@ -134,8 +136,8 @@ class _LayerCutter:
         parts = cut(
             loop.body, self._leaves, batch, (), self._device_bytes, self._nests, inside=True
         )
-        nested = OuterLoop(eqn, loop, parts, frozenset(self._leaves))
-        return nested if nested.nbytes < nbytes else None
+        outer = OuterLoop(eqn, loop, parts, frozenset(self._leaves))
+        return outer if outer.nbytes < nbytes else None
 
     # -- what runs where ---------------------------------------------------------------------------
 
@@ -247,10 +249,7 @@ class _LayerCutter:
         eqns = [own if is_loop else self._with_recomputed(own) for is_loop, own in groups]
         reads = [self._reads(group) for group in eqns]
         outvars = set(variables(self._jaxpr.outvars))
-        later: list[set[Var]] = [outvars]
-        for group in reversed(reads):
-            later.append(later[-1] | group.keys())
-        later = later[-2::-1]  # of each part, what the parts after it and the outputs read
+        later = read_later(reads, self._jaxpr.outvars)
         modes = self._modes(groups)
         # What nobody else has: what parts make, and the carry of a loop around them.
         made_here = {out for group in eqns for eqn in group for out in eqn.outvars}
@@ -277,8 +276,8 @@ class _LayerCutter:
         return {v: None for eqn in eqns for v in self._read_by(eqn) if v not in made}
 
     def _read_by(self, eqn: Eqn) -> Sequence[Var]:
-        nested = self._outer_loops.get(id(eqn))
-        return variables(eqn.invars) if nested is None else nested.loop.reads
+        outer = self._outer_loops.get(id(eqn))
+        return variables(eqn.invars) if outer is None else outer.loop.reads
 
     def _modes(self, groups: Sequence[tuple[bool, list[Eqn]]]) -> dict[Var, str]:
         """How each stack that a loop makes shall be: in slices, if only loops read it slice by slice."""
@@ -299,19 +298,19 @@ class _LayerCutter:
         for eqn in self._recomputed.values():
             whole.update(variables(eqn.invars))
         returned = set(variables(self._jaxpr.outvars))
-        hosted = {v for v in made & returned - whole - sliced if v in self._hosted}
-        stacked = (made & returned - hosted) | (made & whole)
+        on_host = {v for v in made & returned - whole - sliced if v in self._to_host}
+        stacked = (made & returned - on_host) | (made & whole)
         return (
             dict.fromkeys(made, UNREAD)
             | dict.fromkeys(made & sliced, SLICES)
-            | dict.fromkeys(hosted, HOSTED)
+            | dict.fromkeys(on_host, ON_HOST)
             | dict.fromkeys(stacked, STACK)
         )
 
     def _loop(self, eqn: Eqn, modes: Mapping[Var, str], last_uses: frozenset[Var]) -> LayerPart:
-        if (nested := self._outer_loops.get(id(eqn))) is not None:
+        if (outer := self._outer_loops.get(id(eqn))) is not None:
             return dataclasses.replace(
-                nested, last_uses=last_uses.difference(nested.loop.reads_each_iteration)
+                outer, last_uses=last_uses.difference(outer.loop.reads_each_iteration)
             )
         xs, known = stacks_of(eqn), {**modes, **dict.fromkeys(self._leaves, LEAF)}
         kinds = [STACK if _jaxpr.is_literal(atom) else known.get(atom, STACK) for atom in xs]
@@ -355,7 +354,7 @@ class _LayerCutter:
         found: list[Var | None] = []
         returned = set(variables(self._jaxpr.outvars))
         for y in made:
-            # A step's outputs lie as it returns them, and not each device's own by itself.
+            # A step's outputs have the layouts in which it returns them, and are not each device's own.
             fits = [x for x in free if _alike(x, y)] if self._inside or y not in returned else []
             found.append(fits[0] if fits else None)
             free = [x for x in free if x not in found]

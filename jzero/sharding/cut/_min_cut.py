@@ -102,14 +102,12 @@ class MinCut(Generic[Vertex]):
         return came_from
 
     def _push(self, path: Path, amount: float) -> None:
-        """Sends an amount along a path."""
         for a, b in path:
             self._room[a][b] -= amount
             self._room[b][a] = self._room[b].get(a, 0) + amount
 
 
 def _path(came_from: Mapping[Hashable, Hashable]) -> Path:
-    """The path to the end that was found."""
     path: Path = [(came_from[END], END)]
     while (before := came_from[path[-1][0]]) is not None:
         path.append((before, path[-1][0]))

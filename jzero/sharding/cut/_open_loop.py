@@ -77,7 +77,6 @@ class _LoopOpener:
         self._body = JaxprWriter(eqn)  # `names` has what of leaves it makes anew.
 
     def run(self) -> OpenLoop | None:
-        """The loop, if it can be opened."""
         name = self._eqn.primitive.name
         return self._scan() if name == "scan" else self._while() if name == "while" else None
 
