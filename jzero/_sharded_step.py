@@ -121,7 +121,7 @@ class ShardedStep(Generic[StepArgs, Result]):
             with use.running:
                 use.claim(state)
                 if not donates and self._programs.options.offloads:
-                    state = _placing.copies(state)
+                    state = _placing.copied(state)
                 if donates:
                     state, arrays = _placing.apart(state, arrays, leaves)
                 state, outs = _nan_checks.run(self._who, program.step, state, arrays, leaves)

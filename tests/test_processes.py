@@ -360,7 +360,7 @@ def test_batch_on_one_process(disagreements):
     for process, found in enumerate(disagreements):
         error, told = found["batch_on_one_process"]
         assert error == "BatchError"
-        assert f"x float32[12,12] lies on devices of process {process} alone" in told
+        assert f"x float32[12,12] is on devices of process {process} alone" in told
 
 
 @pytest.mark.slow

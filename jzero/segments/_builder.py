@@ -139,16 +139,7 @@ class Builder:
         self, name: str, eqns: Sequence[int], consumes: Sequence[Var], reads: Sequence[Var],
         gives: Sequence[Var], outs: Sequence[int], time: TimeAxis | None = None,
     ) -> tuple[Segment, Partitioned]:  # fmt: skip
-        """Some equations of the step, by index, as a program.
-
-        Args:
-          name: of the program, in profiles.
-          eqns: the equations.
-          consumes: see `Segment`, as for `reads`, `gives` and `outs`.
-          reads: the same.
-          gives: the same.
-          outs: the same.
-          time: the axis of microbatches, if it runs for each of several.
+        """Some equations of the step, by index, as a program with a name; see `Segment`.
 
         Raises:
           CannotPartitionError: the partitioner has no exact program for them.

@@ -82,7 +82,7 @@ def as_written(
 
     Args:
       traced: its trace, of the whole batch.
-      places: where its leaves lie, in their true shapes.
+      places: the shardings of its leaves, in their true shapes.
       closes_over: those of its constants in whose place it takes the values.
       num_new: how many of its results are leaves of the state.
     """

@@ -113,7 +113,6 @@ def axes_of(plan: StepPlan, time: TimeAxis | None) -> dict[str, int]:
 def whole_step(
     plan: StepPlan, analysis: Analysis, mesh: dict[str, int], time: TimeAxis | None
 ) -> TypedPart:  # fmt: skip
-    """All of a step."""
     step, num_new = given_step(plan, analysis, time), len(plan.new_leaves)
     taken = [i for i in range(len(step.jaxpr.invars)) if i not in plan.unread]
     ins = [*arguments(plan, step, mesh, time)]

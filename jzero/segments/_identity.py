@@ -56,14 +56,7 @@ def _line(path: str, leaf: Any) -> str:
 
 
 def of_program(setting: Setting, call: Call, program: Program, traced: Any) -> dict[str, list[str]]:
-    """The same, the arguments, and the program: all that decides what is compiled.
-
-    Args:
-      setting: what the program was built for.
-      call: a call of it.
-      program: it.
-      traced: the trace of `program.step` for this call.
-    """
+    """The same, the arguments, and the trace of the program: all that decides what is compiled."""
     paths = _call.argument_paths(call.arrays)
     pairs = zip(paths, program.argument_shardings, strict=True)
     state = of_state(setting, program.plan.leaves)

@@ -23,13 +23,6 @@ def run(
 
     `jnp.var` has such a constant, and the part cannot run again to find a line: it has consumed its operands.
 
-    Args:
-      who: asks.
-      step: to be run.
-      state: leaves of it.
-      arrays: leaves of the other arguments.
-      leaves: the plan of the state's leaves.
-
     Raises:
       FloatingPointError: JAX is asked to look for what is not finite, and the step returns it.
     """

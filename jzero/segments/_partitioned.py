@@ -87,7 +87,7 @@ class Partitioned:
     programs: Mapping[str, DeviceProgram]
 
     def described(self, plan: StepPlan) -> StepPlan:
-        """The plan, with what the program says: its loops, what waits on the host, and where results lie."""
+        """The plan, with the loops of the program, what waits on the host, and the layouts of results."""
         program, num_new = self.program, len(plan.new_leaves)
         outputs = [*plan.outputs]
         for i, wanted, layout in zip(self.part.made, self.part.outs, program.outs, strict=True):
@@ -102,7 +102,6 @@ class Partitioned:
 
     @property
     def program(self) -> DeviceProgram:
-        """What runs."""
         return self.programs[PASSES[-1]]
 
     @property
@@ -216,14 +215,7 @@ def _with_memory(prices: Prices, time: TimeAxis | None) -> Prices:
 def _passed(
     program: DeviceProgram, planned: PlannedStep, part: TypedPart, time: TimeAxis | None
 ) -> dict[str, DeviceProgram]:
-    """The program after each pass.
-
-    Args:
-      program: as it is partitioned.
-      planned: the step.
-      part: what is partitioned.
-      time: the axis of microbatches, if there are several.
-    """
+    """The program after each pass."""
     plan = planned.plan
     exchange, mesh = plan.exchange, dict(program.ins[0].mesh) if program.ins else {}
     leaves = part.leaves(plan)

@@ -39,7 +39,6 @@ class PlannedStep:
 
     @property
     def frame(self) -> Frame:
-        """The step's root frame."""
         return self.analysis.frame
 
     def shard_map(

@@ -106,7 +106,7 @@ class Program:
 def build(
     step_fn: Callable[..., Any], signature: Signature, setting: Setting, state: Any,
     arrays: dict[str, Any], static: tuple[tuple[str, Any], ...], shared: Shared,
-    rests: Sequence[StoredLeaf | None] = (),
+    stored: Sequence[StoredLeaf | None] = (),
 ) -> Program:  # fmt: skip
     """Traces the step, plans it, and makes what runs the plan.
 
@@ -114,11 +114,11 @@ def build(
       step_fn: the user's step.
       signature: how it is called.
       setting: stage and mesh.
-      state: the state's tree of `ShapeDtypeStruct`s.
+      state: its tree of `ShapeDtypeStruct`s.
       arrays: the same for every other argument, by name.
       static: the static arguments.
       shared: with this step's other programs.
-      rests: of an evaluation, how each leaf of the state lies.
+      stored: of an evaluation, how each leaf of the state is stored.
     """
     state_avals, state_tree = jax.tree.flatten(state)
     array_avals, arrays_tree = jax.tree.flatten(arrays)
@@ -126,14 +126,14 @@ def build(
     first, signature = signature.state_names, signature.of_objects(static)
 
     def run(*leaves: Any) -> Any:
-        given, rest = jax.tree.unflatten(state_tree, leaves[:num_state]), leaves[num_state:]
-        trees = jax.tree.unflatten(arrays_tree, rest)
+        given, others = jax.tree.unflatten(state_tree, leaves[:num_state]), leaves[num_state:]
+        trees = jax.tree.unflatten(arrays_tree, others)
         try:
             outs = signature.call(step_fn, given, trees, static)
         except AsPytrees:
             leads = set(first) <= set(signature.state_names)
             raise Elsewhere(first if leads else signature.state_names) from None
-        _objects.check_kept(trees, rest)
+        _objects.check_kept(trees, others)
         return outs
 
     @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
@@ -178,7 +178,7 @@ def build(
         local = local_step(flat, setting)
     state = jax.tree.unflatten(state_tree, flat.state)
 
-    plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
+    plan, analysis = make_plan(local, state_leaves(state, setting), setting, stored)
     shardings, paths = shardings_of(plan.leaves, mesh), _call.argument_paths(arrays)
     runs = setting.options.offload.program(plan, analysis, mesh, shardings, shared)
     written = runs.found

@@ -15,11 +15,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jzero._errors import JzeroError, escaped, warn
+from jzero._errors import JzeroError, StateError, escaped, message, warn
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._option_groups import Comm, Microbatches
+from jzero.offload.memory._file_storage import FileStorage
+from jzero.offload.memory._leaf_array import is_coded, storage_of
 from jzero.processes import _agreement
-from jzero.segments import _identity, _program, _stored
+from jzero.segments import _identity, _program
 from jzero.segments._program import Program
 from jzero.sharding.plan import _setting
 from jzero.sharding.plan._extra_work import AT_ONCE, LEAST_AT_ONCE, UNEVEN, at_once_warning
@@ -46,7 +48,7 @@ class Programs:
       options: what the user chose.
       mesh: the mesh they are for; None for whatever is current.
       evaluates: the step reads its state, and returns none.
-      built: by setting, static arguments and shapes, and how the leaves lie that an evaluation reads.
+      built: by setting, static arguments and shapes, and how the leaves are stored that an evaluation reads.
     """
 
     def __init__(
@@ -70,7 +72,6 @@ class Programs:
         self._most_rows = 0  # of a batch
 
     def on_mesh(self, mesh: Any) -> Programs:
-        """Those of the same step on another mesh."""
         return self._with(mesh, self.options)
 
     def with_comm(self, comm: Comm) -> Programs:
@@ -221,28 +222,28 @@ class Programs:
 
     def _quick_key(self, call: Call, setting: Setting) -> Any:
         shapes = _call.signature_of((call.state, call.arrays))
-        return setting, call.static_key, shapes, self._rests(call, setting)
+        return setting, call.static_key, shapes, self._stored_leaves(call, setting)
 
-    def _rests(self, call: Call, setting: Setting) -> tuple[StoredLeaf | None, ...]:
-        """Of an evaluation, how each leaf of the state lies: it is read there."""
+    def _stored_leaves(self, call: Call, setting: Setting) -> tuple[StoredLeaf | None, ...]:
+        """Of an evaluation, how each leaf of the state is stored: it is read there."""
         if not self.evaluates:
             return ()
         in_files = self.options.offload.tier == NVME
         leaves = jax.tree.leaves(call.state)
-        return tuple([_stored.stored_as(leaf, setting.mesh, in_files) for leaf in leaves])
+        return tuple([_stored_as(leaf, setting.mesh, in_files) for leaf in leaves])
 
     def _of_shapes(self, call: Call, setting: Setting) -> Program:
         state, arrays = _call.abstract(call.state, "state"), {
             name: _call.abstract(value, name) for name, value in call.arrays.items()
         }  # fmt: skip
         leaves, tree = jax.tree.flatten((state, arrays))
-        rests = self._rests(call, setting)
-        key = (setting, tree, call.static_key, _avals_key(leaves), rests)
+        stored = self._stored_leaves(call, setting)
+        key = (setting, tree, call.static_key, _avals_key(leaves), stored)
         if key not in self.built:
             try:
                 program = _program.build(
                     self._step_fn, self.signature, setting, state, arrays, call.static,
-                    self._shared, rests,
+                    self._shared, stored,
                 )  # fmt: skip
             except Elsewhere as found:
                 self.signature = self.signature.of_state(found.names)
@@ -254,7 +255,7 @@ class Programs:
             self.built[key] = program
             # A state that a step has returned: [Note: weak types].
             later = [*program.state, *leaves[len(program.state) :]]
-            self.built.setdefault((*key[:3], _avals_key(later), rests), program)
+            self.built.setdefault((*key[:3], _avals_key(later), stored), program)
             new = jax.tree.unflatten(jax.tree.structure(state), program.state)
             self._layouts[_state_key(new, setting)] = program.plan.leaves
             self._warn_of(program, arrays)
@@ -263,7 +264,7 @@ class Programs:
     def _warn_of(self, program: Program, arrays: Mapping[str, Any]) -> None:
         """Warns once of each cause for which devices do work twice, or microbatches spare no memory."""
         rows = max((x.shape[0] for x in jax.tree.leaves(arrays) if x.shape), default=0)
-        # The rest of an epoch, after larger batches, is one step of many.
+        # The last batch of an epoch, after larger batches, is one step of many.
         is_rest, self._most_rows = rows < self._most_rows, max(rows, self._most_rows)
         for extra in program.extra_work:
             is_new = extra.cause not in self._warned
@@ -398,3 +399,35 @@ def _avals_key(avals: Sequence[Any]) -> tuple[Any, ...]:
 def _state_key(state: Any, setting: Setting) -> Any:
     leaves, tree = jax.tree.flatten(state)
     return setting, tree, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+def _stored_as(leaf: Any, mesh: Any, in_files: bool = False) -> StoredLeaf | None:
+    """How a leaf, an array or its shape with a sharding, is stored on a mesh; None if it is not.
+
+    A leaf in host memory has the sharding that it would have on the devices; so has one in files, unless it
+    may be `in_files`.
+
+    Raises:
+      StateError: it is quantized, and stored on another mesh.
+    """
+    if isinstance(leaf, jax.core.Tracer):  # Under an outer jax.jit XLA decides.
+        return None
+    if is_coded(leaf):
+        rows = _stored_as(leaf.storage, mesh, in_files)
+        if rows is None:
+            other = leaf.storage.sharding.mesh
+            raise StateError(message(
+                WHO, f"{leaf!r} was quantized on the mesh {dict(other.shape)}, and is read "
+                f"on {dict(mesh.shape)}", "Each device has quantized its own shard, over the data axes.",
+                "Shard the original weights on this mesh; jnp.asarray(leaf) dequantizes it."
+            ))  # fmt: skip
+        return rows._replace(codes=leaf.codes)
+    leaf = storage_of(leaf)
+    sharding, shape = getattr(leaf, "sharding", None), getattr(leaf, "shape", ())
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+        return None
+    spec = list(sharding.spec)
+    while spec and not spec[-1]:
+        spec.pop()
+    tier = NVME if in_files and isinstance(leaf, FileStorage) else DEVICE
+    return StoredLeaf(tuple(spec), tuple(shape), tier)

@@ -40,7 +40,6 @@ class FlatCall(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, setting: Setting) -> FlatCall:
-        """Takes the trees of a call apart."""
         state, tree = jax.tree.flatten(call.state)
         arrays, arrays_tree = jax.tree.flatten(call.arrays)
         others = (
@@ -55,7 +54,6 @@ class FlatCall(NamedTuple):
 
     @property
     def is_traced(self) -> bool:
-        """Whether it is made under an outer `jax.jit`."""
         return any(isinstance(x, jax.core.Tracer) for x in [*self.state, *self.arrays])
 
 

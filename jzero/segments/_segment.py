@@ -31,11 +31,11 @@ class Segment:
       reads: what else it takes.
       gives: what it makes for later segments.
       outs: which outputs of the step it makes, by index.
-      types: how each value that it takes or gives lies on the devices.
+      types: the layout of each value that it takes or gives.
       mesh: on which it runs.
       run: the program, as a function.
       jitted: the same, compiled.
-      out_specs: how what it gives and its outputs lie, as JAX spells it.
+      out_specs: the layouts of what it gives and of its outputs, as JAX spells them.
     """
 
     consumes: tuple[Var, ...]
@@ -50,7 +50,6 @@ class Segment:
 
     @property
     def takes(self) -> tuple[Var, ...]:
-        """Everything that it takes."""
         return (*self.consumes, *self.reads)
 
     def __call__(self, values: Values, run: SegmentFn) -> dict[int, jax.Array]:
@@ -69,7 +68,6 @@ class Segment:
 
 
 def shard_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """One device's part of a value."""
     return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
 
 

@@ -56,11 +56,9 @@ class WholeStep:
         return made
 
     def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Traced:
-        """The trace of its program."""
         return self.jitted.trace(self._read(state), arrays)
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """See `StepProgram`."""
         return jax.make_jaxpr(self.jitted)(self._read(state), arrays)
 
     def _read(self, state: Sequence[Any]) -> Sequence[Any]:
@@ -70,7 +68,6 @@ class WholeStep:
         return [None if i in self._unread else leaf for i, leaf in enumerate(state)]
 
     def schedule(self) -> Schedule:
-        """One program."""
         return Schedule((*waits(self._plan), Run("the step")))
 
     def code_paths(self) -> str:
