@@ -40,7 +40,8 @@ class WholeStep:
             len(plan.new_leaves),
         )
 
-        def local_step(state: list[Any], arrays: list[Any]) -> Any:  # as profiles say it
+        # Named as profiles say it.
+        def local_step(state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             given = [*state, *arrays]
             outs = run(*(given[i] for i in part.taken if i is not None))
             return outs[:num_new], outs[num_new:]
