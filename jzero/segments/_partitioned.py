@@ -6,13 +6,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero.ir._errors import NeedsAllMicrobatchesError
-from jzero.ir._layout import Layout, Prices
+from jzero.ir._layout import Layout
 from jzero.ir._work import Repeated
 from jzero.segments._given import TypedPart, axes_of, of_all_devices, stored, whole_step
 from jzero.segments._planned import PlannedStep, devices_of
@@ -163,26 +162,20 @@ def programs_of(
     Raises:
       CannotPartitionError: the partitioner has no exact program for it.
     """
-    plan, analysis = planned.plan, planned.analysis
+    plan, analysis, step = planned.plan, planned.analysis, part.step
     mesh, devices = axes_of(plan, time), devices_of(planned.mesh)
     links = axis_times(dict(planned.mesh.shape), target_of(devices), topology_of(devices))
-    links = tuple(each for each in links if each[0] in mesh)
-    step = part.step
-    given = (
-        step.jaxpr,
-        step.consts,
-        mesh,
-        part.ins,
-        part.outs,
-        part.reduced,
-        plan.reduce_once,
-        _with_memory(links, time),
-    )
+    prices = tuple(each for each in links if each[0] in mesh)
+    if prices and time is not None:
+        # What is kept of all microbatches: a byte of it costs as much as one on the fastest links.
+        byte = min(times.ring for _, times in prices)
+        prices = *prices, (time.name, AxisTimes(0, byte, byte))
     automatic = None
     if plan.automatic:
         automatic = frozenset(leaf.path for leaf in plan.leaves if any(leaf.automatic))
     made = functools.partial(
-        partition, *given, distributed=DistributedUpdates(analysis.distributed, plan.stage_axes.shard_axes),
+        partition, step.jaxpr, step.consts, mesh, part.ins, part.outs, part.reduced, plan.reduce_once, prices,
+        distributed=DistributedUpdates(analysis.distributed, plan.stage_axes.shard_axes),
         automatic=automatic, written=step.written, unmasked=part.unmasked,
     )  # fmt: skip
     try:
@@ -204,14 +197,6 @@ def time_of(plan: StepPlan, axes: Sequence[str]) -> TimeAxis | None:
     return TimeAxis(name, plan.accumulate, plan.reduce_once)
 
 
-def _with_memory(prices: Prices, time: TimeAxis | None) -> Prices:
-    """With what is kept of all microbatches: a byte of it costs as much as one on the fastest links."""
-    if time is None or not prices:
-        return prices
-    byte = min(times.ring for _, times in prices)
-    return *prices, (time.name, AxisTimes(0, byte, byte))
-
-
 def _passed(
     program: DeviceProgram, planned: PlannedStep, part: TypedPart, time: TimeAxis | None
 ) -> dict[str, DeviceProgram]:
@@ -225,6 +210,7 @@ def _passed(
         stored(leaves[k], mesh) if k in leaves else layout for k, layout in enumerate(program.ins)
     )
     specs = _auto_specs(plan, part, dict(planned.mesh.shape))
+    itemsize = 0 if exchange.reduce_dtype is None else jnp.dtype(exchange.reduce_dtype).itemsize
     passes: dict[str, Callable[[Jaxpr], Jaxpr]] = {
         "late_sums": late_sums,
         # Over time there is one running sum of a gradient, whole; of two parts there would be two.
@@ -237,7 +223,7 @@ def _passed(
         "tiles": lambda jaxpr: (
             jaxpr
             if exchange.tile_bytes is None
-            else tiles(jaxpr, exchange.tile_bytes, rows, _itemsize(exchange.reduce_dtype), specs)
+            else tiles(jaxpr, exchange.tile_bytes, rows, itemsize, specs)
         ),
         "reduce_dtype": lambda jaxpr: (
             jaxpr
@@ -287,10 +273,6 @@ def _passed(
             program = dataclasses.replace(program, ins=ins)
         found[name] = program
     return found
-
-
-def _itemsize(dtype: Any) -> int:
-    return 0 if dtype is None else jnp.dtype(dtype).itemsize
 
 
 def _sliced(

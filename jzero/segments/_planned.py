@@ -63,7 +63,10 @@ class PlannedStep:
     @property
     def alone(self) -> tuple[str, ...]:
         """The mesh axes along which XLA must not shard a sum of 16 bits: [Note: 16 bits on CPUs]."""
-        return self.plan.automatic if _may_be_on_cpus(self.mesh) else ()
+        # An abstract mesh stands for devices of the default platform, mostly.
+        is_known = isinstance(self.mesh, Mesh)
+        on_cpus = _on_cpus(self.mesh) if is_known else jax.default_backend() == "cpu"
+        return self.plan.automatic if on_cpus else ()
 
     @property
     def overtakes(self) -> bool:
@@ -89,8 +92,3 @@ def devices_of(mesh: Mesh) -> list[Any]:
 def _on_cpus(mesh: Mesh) -> bool:
     """Whether programs for the mesh are XLA:CPU's; of an abstract one nobody knows."""
     return isinstance(mesh, Mesh) and bool(mesh.devices.flat[0].platform == "cpu")
-
-
-def _may_be_on_cpus(mesh: Mesh) -> bool:
-    """Whether they are, or may be: an abstract mesh stands for devices of the default platform, mostly."""
-    return _on_cpus(mesh) if isinstance(mesh, Mesh) else jax.default_backend() == "cpu"

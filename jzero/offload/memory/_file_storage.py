@@ -132,10 +132,7 @@ class NVMePart:
         self.shape, self.dtype = shape, dtype
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        values = np.empty(self.shape, self.dtype)
-        out = values.reshape(-1).view(np.uint8)
-        if len(out):
-            self._store.read_range(out, self._file, self._name, 0, self._reader)
+        values = self._rows(0, self.shape[0] if self.shape else 1).reshape(self.shape)
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -143,12 +140,15 @@ class NVMePart:
         if not index:
             return np.asarray(self)
         rows, others = index[0], index[1:]
-        values = np.empty((rows.stop - rows.start, *self.shape[1:]), self.dtype)
+        return self._rows(rows.start, rows.stop)[(slice(None), *others)]
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        values = np.empty((stop - start, *self.shape[1:]), self.dtype)
         out = values.reshape(-1).view(np.uint8)
         if len(out):
-            start = rows.start * (len(out) // len(values))
-            self._store.read_range(out, self._file, self._name, start, self._reader)
-        return values[(slice(None), *others)]
+            first = start * (len(out) // len(values))
+            self._store.read_range(out, self._file, self._name, first, self._reader)
+        return values
 
 
 def is_in_files(x: Any, placement: HostPlacement | None, spec: StoreSpec | None) -> bool:

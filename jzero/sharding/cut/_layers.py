@@ -65,6 +65,16 @@ def cut(
     return _LayerCutter(whole, leaves, batch, to_host, device_bytes, nests, inside).parts()
 
 
+@dataclasses.dataclass
+class _Group:
+    """Equations of a part, the leaves that they fetch, and what goes to the host or comes back."""
+
+    eqns: list[Eqn] = dataclasses.field(default_factory=list)
+    leaves: set[Var] = dataclasses.field(default_factory=set)
+    moved: set[Var] = dataclasses.field(default_factory=set)
+    is_loop: bool = False
+
+
 class _LayerCutter:
     def __init__(
         self, jaxpr: Jaxpr, leaves: Mapping[Var, int], batch: Collection[Var], to_host: Collection[Var],
@@ -143,38 +153,30 @@ class _LayerCutter:
 
     def parts(self) -> tuple[LayerPart, ...]:
         """Fills stages until the next equation's leaves do not fit; a loop is a part of its own."""
-        bins: list[list[Eqn]] = [[]]
-        needs: list[set[Var]] = [set()]
-        moved: list[set[Var]] = [set()]  # what is offloaded, and goes there or comes back
-        loop_at: set[int] = set()
-        made: dict[Var, int] = {}
-        order = {id(eqn): i for i, eqn in enumerate(self._jaxpr.eqns)}
+        groups, made = [_Group()], dict[Var, int]()
         for eqn in self._jaxpr.eqns:
             if any(out in self._recomputed for out in eqn.outvars):
                 continue
             if id(eqn) in self._loops or id(eqn) in self._outer_loops:
-                bins += [[eqn], []]
-                needs += [set(), set()]
-                moved += [set(), set()]
-                at = len(bins) - 2
-                loop_at.add(at)
+                at = len(groups)
+                groups += [_Group([eqn], is_loop=True), _Group()]
             else:
-                mine, last = self._leaves_of(eqn), len(bins) - 1
-                at = self._earliest(eqn, made, loop_at) if self._moves_up(eqn, mine) else last
-                full = (
-                    mine and needs[at] and self._nbytes([*bins[at], eqn]) > self._device_bytes // 2
-                )
-                if full or (at == last and self._must_end_stage(eqn, at, made, moved[at])):
-                    bins.append([])
-                    needs.append(set())
-                    moved.append(set())
-                    at = len(bins) - 1
-                bins[at].append(eqn)
-                needs[at] |= mine
-                moved[at] |= self._offloaded.intersection([*variables(eqn.invars), *eqn.outvars])
+                leaves, last = self._leaves_of(eqn), len(groups) - 1
+                at = self._earliest(eqn, made, groups) if self._moves_up(eqn, leaves) else last
+                group = groups[at]
+                has_leaves = leaves and group.leaves
+                full = has_leaves and self._nbytes([*group.eqns, eqn]) > self._device_bytes // 2
+                if full or (at == last and self._must_end_stage(eqn, at, made, group.moved)):
+                    group, at = _Group(), len(groups)
+                    groups.append(group)
+                group.eqns.append(eqn)
+                group.leaves |= leaves
+                group.moved |= self._offloaded.intersection([*variables(eqn.invars), *eqn.outvars])
             made |= dict.fromkeys(eqn.outvars, at)
-        groups = [sorted(eqns, key=lambda eqn: order[id(eqn)]) for eqns in bins]
-        return self._typed([(i in loop_at, eqns) for i, eqns in enumerate(groups) if eqns])
+        order = {id(eqn): i for i, eqn in enumerate(self._jaxpr.eqns)}
+        for group in groups:
+            group.eqns.sort(key=lambda eqn: order[id(eqn)])
+        return self._typed([group for group in groups if group.eqns])
 
     def _must_end_stage(
         self, eqn: Eqn, at: int, made: Mapping[Var, int], moved: Collection[Var]
@@ -193,11 +195,11 @@ class _LayerCutter:
         """Whether an equation runs as early as it can: gradients are reduced where they are made."""
         return not needs and _jaxpr.autodiff_pass(eqn) is None and not _jaxpr.has_side_effects(eqn)
 
-    def _earliest(self, eqn: Eqn, made: Mapping[Var, int], loops: Collection[int]) -> int:
+    def _earliest(self, eqn: Eqn, made: Mapping[Var, int], groups: Sequence[_Group]) -> int:
         """The first stage in which an equation's operands are there."""
         reads = {v for a in variables(eqn.invars) for v in self._inputs_of(a)}
         at = max((made[v] for v in reads if v in made), default=0)
-        return at + (at in loops)
+        return at + groups[at].is_loop
 
     def _inputs_of(self, var: Var) -> set[Var]:
         """What a value is computed from, where it is read, that must be there."""
@@ -245,29 +247,29 @@ class _LayerCutter:
 
     # -- the parts, typed --------------------------------------------------------------------------
 
-    def _typed(self, groups: Sequence[tuple[bool, list[Eqn]]]) -> tuple[LayerPart, ...]:
-        eqns = [own if is_loop else self._with_recomputed(own) for is_loop, own in groups]
-        reads = [self._reads(group) for group in eqns]
+    def _typed(self, groups: Sequence[_Group]) -> tuple[LayerPart, ...]:
+        eqns = [
+            group.eqns if group.is_loop else self._with_recomputed(group.eqns) for group in groups
+        ]
+        reads = [*map(self._reads, eqns)]
         outvars = set(variables(self._jaxpr.outvars))
         later = read_later(reads, self._jaxpr.outvars)
         modes = self._modes(groups)
         # What nobody else has: what parts make, and the carry of a loop around them.
-        made_here = {out for group in eqns for eqn in group for out in eqn.outvars}
+        made_here = {out for own in eqns for eqn in own for out in eqn.outvars}
         ours = made_here.union(self._jaxpr.invars if self._inside else ()) - outvars
         parts: list[LayerPart] = []
-        for (is_loop, own), everything, read, wanted in zip(
-            groups, eqns, reads, later, strict=True
-        ):
+        for group, everything, read, wanted in zip(groups, eqns, reads, later, strict=True):
             last_uses = frozenset(v for v in read if v in ours and v not in wanted)
-            if is_loop:
-                parts.append(self._loop(own[0], modes, last_uses))
+            if group.is_loop:
+                parts.append(self._loop(group.eqns[0], modes, last_uses))
                 continue
             made = dict.fromkeys(out for eqn in everything for out in eqn.outvars)
             outputs = tuple(v for v in made if v in wanted and v not in self._recomputed)
             leaves = tuple(v for v in self._leaves if v in read)
             parts.append(StraightStage(
                 tuple(everything), leaves, tuple(v for v in read if v not in self._leaves), outputs,
-                self._nbytes(own), last_uses))  # fmt: skip
+                self._nbytes(group.eqns), last_uses))  # fmt: skip
         return tuple(parts)
 
     def _reads(self, eqns: Sequence[Eqn]) -> dict[Var, None]:
@@ -279,22 +281,17 @@ class _LayerCutter:
         outer = self._outer_loops.get(id(eqn))
         return variables(eqn.invars) if outer is None else outer.loop.reads
 
-    def _modes(self, groups: Sequence[tuple[bool, list[Eqn]]]) -> dict[Var, str]:
+    def _modes(self, groups: Sequence[_Group]) -> dict[Var, str]:
         """How each stack that a loop makes shall be: in slices, if only loops read it slice by slice."""
-        made = {
-            out for _, (eqn, *_) in groups if id(eqn) in self._loops
-            for out in stacks_made(eqn)
-        }  # fmt: skip
-        sliced, whole = set[Var](), set[Var]()
-        for _, eqns in groups:
-            for eqn in eqns:
-                stacks = stacks_of(eqn) if id(eqn) in self._loops else []
+        made, sliced, whole = set[Var](), set[Var](), set[Var]()
+        for eqn in (eqn for group in groups for eqn in group.eqns):
+            if id(eqn) in self._loops:
+                stacks = stacks_of(eqn)
+                made.update(stacks_made(eqn))
                 sliced.update(variables(stacks))
-                whole.update(
-                    variables(eqn.invars[: len(eqn.invars) - len(stacks)])
-                    if stacks
-                    else self._read_by(eqn)
-                )
+                whole.update(variables(eqn.invars[: len(eqn.invars) - len(stacks)]))
+            else:
+                whole.update(self._read_by(eqn))
         for eqn in self._recomputed.values():
             whole.update(variables(eqn.invars))
         returned = set(variables(self._jaxpr.outvars))
