@@ -1,5 +1,6 @@
 """Evaluations whose parameters rest in pinned memory: the outputs of one device, layer by layer."""
 
+import collections
 import dataclasses
 import functools
 import re
@@ -18,6 +19,8 @@ import test_eval_step as gpt
 import zoo
 from jzero._compare import TOLERANCES
 from jzero.offload.execute import _stream
+from jzero.segments import _programs
+from jzero.sharding.analysis import _traffic
 from jzero.sharding.cut import _layer_parts
 from small import grouped, shard_train_step
 from test_eval_step import CONTEXT, DIM, VOCAB, empty_cache, mesh_of, new_params, tokens_of
@@ -410,6 +413,32 @@ def test_the_state_of_a_train_step_is_read_where_it_rests(offload):
 
 
 # -- what it costs ---------------------------------------------------------------------------------
+
+
+def test_gathers_of_every_part_are_counted():
+    """The embedding is gathered where tokens are looked up, and again for the logits, in another program."""
+
+    def fn(params, tokens):
+        x, _ = lax.scan(
+            lambda x, w: (jnp.tanh(x @ w), None), params["embed"][tokens], params["layers"]
+        )
+        return jnp.mean((x @ params["embed"].T) ** 2)
+
+    params = {"embed": jnp.ones((VOCAB, DIM)), "layers": jnp.ones((6, DIM, DIM))}
+    tokens = jnp.zeros((8, CONTEXT), jnp.int32)
+    eval_step, placed, _ = smallest(fn, params, 4, tokens)
+    program = eval_step._programs.of(call := eval_step._programs.bind((placed, tokens), {}))
+    started = program.step.dispatched(*_programs.stored_inputs(call, program))
+
+    def gathers(collectives):
+        found: collections.Counter[int] = collections.Counter()
+        for each in collectives:
+            if each.op == "all-gather":
+                found[each.elements] += each.times
+        return found
+
+    told = gathers(eval_step.describe(placed, tokens).traffic)
+    assert told == gathers(_traffic.collectives(started)) == {VOCAB * DIM: 2, DIM * DIM: 6}
 
 
 def nbytes_of(tree):

@@ -169,15 +169,19 @@ class DeviceStep:
         """Runs one step; the state is consumed."""
         values = self._segments.values(state, arrays)
         outs = self._gradients(values)
+        if self.buckets:
+            self._run_update(values, outs)
+        return self._segments.in_order(outs, state)
+
+    def _run_update(self, values: Values, outs: dict[int, jax.Array]) -> None:
+        """Runs the buckets on values, which it takes over; adds their outputs."""
         place = {True: dict[Any, Any](), False: dict[Any, Any]()}
-        for var, x in values.items():
-            place[var in self._pinned][self._name(var)] = x
-        del values
+        for var in [*values]:  # No reference outlives a bucket that consumes it.
+            place[var in self._pinned][self._name(var)] = values.pop(var)
         run = Execution(self._update, here=place.pop(False), there=place.pop(True))
         run.run(self._plan.device_bytes)
         for i, value in self._new.items():
             outs[i] = (run.there if self._is_pinned(i) else run.here)[value]
-        return self._segments.in_order(outs, state)
 
     def _gradients(self, values: Values) -> dict[int, jax.Array]:
         """Adds gradients to the values; returns outputs."""
