@@ -73,7 +73,7 @@ def told_of(eqns):
 
 
 class Rewritten:
-    """A function's jaxpr, of which the first `num` arguments are streamed; before, sunk, and after."""
+    """A function's jaxpr, of which the first `num` arguments are leaves; before, sunk, and after."""
 
     def __init__(self, fn, *args, num=1):
         closed = jax.make_jaxpr(fn)(*args)
@@ -81,9 +81,9 @@ class Rewritten:
         names = {"debug_info": closed.jaxpr.debug_info.with_unknown_names()}
         self.args = args
         self.old = _jaxpr.replaced(_jaxpr.open_jaxpr(closed)[0], **flat._asdict(), **names)
-        self.streamed = self.old.invars[:num]
-        self.sunk = _fused_loops.sink(self.old, self.streamed)
-        self.new = _fused_loops.fused(self.old, self.streamed)
+        self.leaves = self.old.invars[:num]
+        self.sunk = _fused_loops.sink(self.old, self.leaves)
+        self.new = _fused_loops.fused(self.old, self.leaves)
 
     def run(self, jaxpr):
         return _jaxpr.evaluate(jaxpr, self.consts, *self.args)
@@ -105,7 +105,7 @@ class Rewritten:
         return [e for e in self.new.eqns if _growing_loop.is_loop(e)]
 
     def whole_readers(self):
-        return [e for v in self.streamed for e in whole_readers_of(self.new, v)]
+        return [e for v in self.leaves for e in whole_readers_of(self.new, v)]
 
     def readers_of_made(self):
         """Who reads more than a scalar of each turn of what loops make, besides loops."""
@@ -178,7 +178,7 @@ def test_what_follows_from_slices_is_made_in_the_loop(name, reverse):
     assert found.whole_readers() == []
     (loop,) = found.loops
     taken = set(_growing_loop.stacks_of(loop))
-    assert taken <= set(found.streamed)
+    assert taken <= set(found.leaves)
     # Nothing around the loop makes a stack.
     eqns = [e for e in found.new.eqns if e is not loop]
     assert all(out.aval.shape[:1] != (TURNS,) for e in eqns for out in e.outvars)
@@ -220,7 +220,7 @@ def test_one_stack_for_several_readers():
     found = Rewritten(jax.value_and_grad(loss), w, x).check()
     forward, backward = found.loops
     for loop in (forward, backward):
-        assert takes_slices(loop, found.streamed[0])
+        assert takes_slices(loop, found.leaves[0])
     assert {v.aval.shape for v in _growing_loop.stacks_made(forward)} == {(TURNS, 2, 3)}
     assert found.whole_readers() == []
 
@@ -229,7 +229,7 @@ def test_one_stack_for_several_readers():
 
     found = Rewritten(jax.value_and_grad(also), w, x).check()
     assert [e.primitive.name for e in found.whole_readers()] == ["cumsum"]
-    assert all(takes_slices(loop, found.streamed[0]) for loop in found.loops)
+    assert all(takes_slices(loop, found.leaves[0]) for loop in found.loops)
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_parameters_do_not_hide_in_what_a_forward_loop_keeps():
     forward, backward = found.loops
     assert (TURNS, 3, 3) in [v.aval.shape for v in _growing_loop.stacks_made(before)]
     assert {v.aval.shape for v in _growing_loop.stacks_made(forward)} == {(TURNS, 2, 3)}
-    assert takes_slices(backward, found.streamed[0])
+    assert takes_slices(backward, found.leaves[0])
 
 
 ABSORBED = {
@@ -395,9 +395,9 @@ def test_gradients_with_a_function_of_the_parameters():
     assert found.whole_readers() == []
     assert found.readers_of_made() == []
     forward, backward = found.loops
-    assert all(takes_slices(forward, v) for v in found.streamed)
+    assert all(takes_slices(forward, v) for v in found.leaves)
     # The backward loop needs the biases for their decay alone.
-    assert all(takes_slices(backward, v) for v in found.streamed)
+    assert all(takes_slices(backward, v) for v in found.leaves)
 
 
 @pytest.mark.slow
@@ -706,9 +706,9 @@ class GradPart(Rewritten):
             _jaxpr.scan_parts(e).length for e in self.old.eqns if _growing_loop.is_loop(e)
         }
         floating = [v for v in self.old.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-        self.streamed = [v for v in floating if v.aval.shape[:1] == (self.length,)]
-        self.sunk = _fused_loops.sink(self.old, self.streamed)
-        self.new = _fused_loops.fused(self.old, self.streamed)
+        self.leaves = [v for v in floating if v.aval.shape[:1] == (self.length,)]
+        self.sunk = _fused_loops.sink(self.old, self.leaves)
+        self.new = _fused_loops.fused(self.old, self.leaves)
 
     def run(self, jaxpr):
         rng, num_axes = np.random.default_rng(1), len(self.body.axes)
@@ -754,7 +754,7 @@ def test_grad_parts(name):
     else:
         assert told == ""
         forward, backward = found.loops
-        assert set(_growing_loop.stacks_of(forward)) == set(found.streamed)
+        assert set(_growing_loop.stacks_of(forward)) == set(found.leaves)
         # What it keeps has rows of the batch, or is an element that gathers wait for.
         assert {v.aval.shape[1] for v in _growing_loop.stacks_made(forward)} <= {1, 2}
         assert len(_growing_loop.stacks_made(backward)) - ("layers" in str(how)) <= 5
@@ -767,9 +767,9 @@ def test_grad_parts(name):
 def test_grad_parts_of_flax(name):
     entry = zoo.get(name)
     found = GradPart(entry.step, entry.init(), entry.batches(1)[0]).check()
-    loops = [e for e in found.loops if set(found.streamed) & set(_growing_loop.stacks_of(e))]
+    loops = [e for e in found.loops if set(found.leaves) & set(_growing_loop.stacks_of(e))]
     assert len(loops) == 2
     gradients = {v.aval.shape for v in _growing_loop.stacks_made(loops[1])}
-    read = {v.aval.shape for v in found.streamed}
+    read = {v.aval.shape for v in found.leaves}
     assert gradients <= read
     assert found.readers_of_made() == []

@@ -38,7 +38,6 @@ from jzero.sharding.cut import _elementwise
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Shard
 from jzero.sharding.plan._plan import UpdateBucket
-from jzero.tracing import _jaxpr
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -218,7 +217,7 @@ class SlicedBucket:
 
     def _update(self) -> DeviceCall:
         """`[*own, *held, *others, *read, *scalars] -> [*new rows, *held]`."""
-        jaxpr, spec, rows = self._frame.jaxpr, self._spec, self._slice_spec
+        spec, rows = self._spec, self._slice_spec
         groups = (self._own, self._vars(self._renewed), self._others, self._large, self._scalars)
         sizes = [*map(len, groups)]
         names = [var for group in groups for var in group]
@@ -228,13 +227,8 @@ class SlicedBucket:
             olds_here, reads_here = ([_cut(x, start, size) for x in xs] for xs in (olds, reads))
             here = [*own, *olds_here, *others, *reads_here, *scalars]
             given = dict(zip(names, here, strict=True))
-            shape = next(x.shape for x in given.values() if x.ndim)
-            values = _elementwise.evaluate(self._frame, self._subgraph.eqns, given, shape)
-            new = {
-                i: self._masked(values[_jaxpr.variable(jaxpr.outvars[i])], start)
-                for i in self._subgraph.outs
-            }
-            new = {i: _jaxpr.with_type_of(x, jaxpr.outvars[i]) for i, x in new.items()}
+            made = _elementwise.outputs(self._frame, self._subgraph, given)
+            new = {i: self._masked(x, start) for i, x in made.items()}
             held = [_put(x, new[i], start) for i, x in zip(self._renewed, olds, strict=True)]
             return [new[i] for i in self._back], held
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import jax
 
@@ -12,7 +12,7 @@ from jzero.ir._regions import variables
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._subgraphs import Subgraph
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Var
+from jzero.tracing._types import Atom, Var
 
 
 def obstacle(frame: Frame, subgraph: Subgraph) -> str:
@@ -43,27 +43,23 @@ def outputs(
 ) -> dict[int, jax.Array]:
     """Outputs of an elementwise subgraph, by index, for parts of one shape of what it reads."""
     shape = next(x.shape for var, x in given.items() if var.aval.shape)
-    values = evaluate(frame, subgraph.eqns, given, shape)
-    made = {}
-    for i in subgraph.outs:
-        atom = frame.jaxpr.outvars[i]
-        value = _jaxpr.literal(atom) if _jaxpr.is_literal(atom) else values[atom]
-        made[i] = _jaxpr.with_type_of(jax.numpy.broadcast_to(value, shape), atom)
-    return made
-
-
-def evaluate(
-    frame: Frame, indices: Iterable[int], given: Mapping[Var, jax.Array], shape: tuple[int, ...]
-) -> dict[Var, jax.Array]:
-    """Values of an elementwise subgraph where those that are no scalars are parts, all of one `shape`."""
     values = dict(zip(frame.jaxpr.constvars, map(_jaxpr.constant, frame.consts), strict=True))
     values |= given
-    for index in indices:
+
+    def value(atom: Atom) -> jax.Array:
+        found: jax.Array = _jaxpr.literal(atom) if _jaxpr.is_literal(atom) else values[atom]
+        return found
+
+    for index in subgraph.eqns:
         eqn = frame.jaxpr.eqns[index]
-        ins = [_jaxpr.literal(a) if _jaxpr.is_literal(a) else values[a] for a in eqn.invars]
+        ins = [*map(value, eqn.invars)]
         if eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape:
             outs = [jax.numpy.broadcast_to(jax.numpy.reshape(ins[0], ()), shape)]
         else:
             outs = _jaxpr.bind(eqn, *ins)
         values |= zip(eqn.outvars, outs, strict=True)
-    return values
+    atoms = {i: frame.jaxpr.outvars[i] for i in subgraph.outs}
+    return {
+        i: _jaxpr.with_type_of(jax.numpy.broadcast_to(value(atom), shape), atom)
+        for i, atom in atoms.items()
+    }

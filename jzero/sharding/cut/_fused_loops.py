@@ -18,13 +18,13 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 
-def fused(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
+def fused(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
     """`sink`, then `absorb`."""
-    return absorb(sink(jaxpr, streamed), streamed)
+    return absorb(sink(jaxpr, leaves), leaves)
 
 
-def sink(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
-    """Makes loops slice `streamed` stacks themselves, not what each iteration could derive of these.
+def sink(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
+    """Makes loops slice `leaves` themselves, not what each iteration could derive of these.
 
     So it is with casts of a whole tree of parameters, and with what a forward loop hands to its backward loop
     though it is derived only from parameters; and with what has equal parts, the zeros that sums begin with.
@@ -35,9 +35,9 @@ def sink(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
     Inputs and outputs stay what they are, and every element is equal to the bit, as far as the compiler
     rounds alike in loops and outside: XLA divides by a scalar there, and multiplies by its reciprocal here.
     """
-    streamed, eqns = set(streamed), list(jaxpr.eqns)
+    leaves, eqns = set(leaves), list(jaxpr.eqns)
     for eqn in [e for e in eqns if _growing_loop.is_loop(e)]:
-        derived, roots = _derived(eqns, streamed, _jaxpr.scan_parts(eqn).length)
+        derived, roots = _derived(eqns, leaves, _jaxpr.scan_parts(eqn).length)
         sinking = [v for v in variables(_growing_loop.stacks_of(eqn)) if v in roots]
         if sinking:
             loop = GrowingLoop(eqn, derived)
@@ -47,8 +47,8 @@ def sink(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
     return _without_unread(jaxpr, _in_order(eqns))
 
 
-def absorb(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
-    """Loops over `streamed` stacks take over what reads the stacks that they make, or take.
+def absorb(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
+    """Loops over stacks of `leaves` take over what reads the stacks that they make, or take.
 
     That is what treats the iterations apart (casts, squares), and what reduces them: sums (of which each
     iteration adds its part), minima, maxima and the like. What needs a result of the whole loop besides a
@@ -61,23 +61,23 @@ def absorb(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
     Inputs and outputs stay what they are. Sums and products are those of the iterations' sums and products;
     everything else is equal to the bit, as far as the compiler rounds alike in loops and outside.
     """
-    streamed = set(streamed)
-    loops = [loop for loop in _loops_over(jaxpr.eqns, streamed) if loop.outvars]
+    leaves = set(leaves)
+    loops = [loop for loop in _loops_over(jaxpr.eqns, leaves) if loop.outvars]
     eqns = list(_slices_apart(jaxpr.eqns, loops))
     # A loop that grows keeps its results.
     for first in [loop.outvars[0] for loop in loops]:
         (eqn,) = [e for e in eqns if e.outvars and e.outvars[0] is first]
-        eqns = _Absorbing(eqns, eqn, streamed, jaxpr.outvars).run()
+        eqns = _Absorbing(eqns, eqn, leaves, jaxpr.outvars).run()
     return _without_unread(jaxpr, eqns)
 
 
 class _Absorbing:
-    def __init__(self, eqns: list[Eqn], eqn: Eqn, streamed: set[Var], outvars: Sequence[Atom]):
+    def __init__(self, eqns: list[Eqn], eqn: Eqn, leaves: set[Var], outvars: Sequence[Atom]):
         self._eqns, self._eqn, self._outvars = eqns, eqn, outvars
-        self._derived, roots = _derived(eqns, streamed, _jaxpr.scan_parts(eqn).length)
+        self._derived, roots = _derived(eqns, leaves, _jaxpr.scan_parts(eqn).length)
         self._loop = GrowingLoop(eqn, self._derived)
-        taken = set(self._loop.stacks) & streamed
-        self._streamed = streamed | {v for v, found in roots.items() if found}
+        taken = set(self._loop.stacks) & leaves
+        self._leaves = leaves | {v for v, found in roots.items() if found}
         # What follows from stacks of which the loop has slices; it may have to take others for it.
         self._taken = taken | {v for v, found in roots.items() if found & taken}
         self._later, self._earlier = _following(eqns, eqn.outvars), _before(eqns, eqn.invars)
@@ -129,7 +129,7 @@ class _Absorbing:
             if _jaxpr.is_literal(atom):
                 continue
             later = atom in self._later and not (given and atom in self._inside)
-            if later or (atom in self._streamed and not given):
+            if later or (atom in self._leaves and not given):
                 return False
         return True
 
@@ -171,18 +171,18 @@ class _Absorbing:
 
 
 def _derived(
-    eqns: Sequence[Eqn], streamed: set[Var], length: int
+    eqns: Sequence[Eqn], leaves: set[Var], length: int
 ) -> tuple[dict[Var, Source], dict[Var, frozenset[Var]]]:
-    """What can be made in any loop of so many iterations, and of which streamed stacks each of it follows.
+    """What can be made in any loop of so many iterations, and of which stacks of leaves each of it follows.
 
     That is what cheap equations make of the iterations' slices, and what has equal parts.
     """
-    stacks = {v for v in streamed if v.aval.shape[:1] == (length,)}
+    stacks = {v for v in leaves if v.aval.shape[:1] == (length,)}
     derived: dict[Var, Source] = {}
     roots = {v: frozenset([v]) for v in stacks}
 
     def found(eqn: Eqn, gives: Sequence[bool]) -> frozenset[Var] | None:
-        """The streamed stacks that an equation follows from; None if it reads others, or reads one whole."""
+        """The stacks of leaves that an equation follows from; None if it reads others, or reads one whole."""
         read: frozenset[Var] = frozenset()
         for atom, given in zip(eqn.invars, gives, strict=True):
             if not _jaxpr.is_literal(atom):
@@ -211,7 +211,7 @@ def _is_cheap(eqn: Eqn) -> bool:
 def _made_of_slices(
     eqn: Eqn, roots: dict[Var, frozenset[Var]]
 ) -> Iterable[tuple[Var, MadeInLoop, frozenset[Var]]]:
-    """The stacks that a loop makes of slices of streamed ones alone, by cheap equations."""
+    """The stacks that a loop makes of slices of leaves alone, by cheap equations."""
     scan = _jaxpr.scan_parts(eqn)
     num_before = scan.num_consts + scan.num_carry
     consts = dict(zip(scan.body.invars[: scan.num_consts], eqn.invars, strict=False))
@@ -238,9 +238,9 @@ def _made_of_slices(
         yield made, MadeInLoop(used[::-1], out, taken, read_whole), follows
 
 
-def _loops_over(eqns: Sequence[Eqn], streamed: set[Var]) -> list[Eqn]:
-    """Loops that take slices of streamed stacks, or of what such loops make."""
-    stacks, loops = set(streamed), []
+def _loops_over(eqns: Sequence[Eqn], leaves: set[Var]) -> list[Eqn]:
+    """Loops that take slices of leaves, or of what such loops make."""
+    stacks, loops = set(leaves), []
     for eqn in eqns:
         if _growing_loop.is_loop(eqn) and stacks.intersection(
             variables(_growing_loop.stacks_of(eqn))
