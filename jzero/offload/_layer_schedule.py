@@ -63,7 +63,7 @@ class CutSegment:
       waiting: what parts pass to others that waits on the host meanwhile.
       gives: what the segment gives, as the first of its outputs.
       device_bytes: of what it fetches, on each device at a time.
-      handed_over: outputs that `Arrivals` receive for good; None is given.
+      passed_on: outputs that `Arrivals` receive for good; None is given.
       store: where each gradient goes.
       copies: how many of each gradient are there at a time.
       updates: those that begin after a part, by its index, and whether each iteration begins one.
@@ -80,7 +80,7 @@ class CutSegment:
     waiting: frozenset[Var]
     gives: Sequence[Var]
     device_bytes: int
-    handed_over: frozenset[Var] = frozenset()
+    passed_on: frozenset[Var] = frozenset()
     store: Callable[[Var], str] = lambda var: PINNED
     copies: int = 1
     updates: Mapping[int, Sequence[tuple[Update, bool]]] = dataclasses.field(default_factory=dict)
@@ -97,7 +97,7 @@ class LayerSchedule:
     """Makes the list.
 
     Attributes:
-      outputs: of the segment; None of one that is handed over.
+      outputs: of the segment; None of one that is passed on.
     """
 
     def __init__(self, cut: CutSegment):
@@ -406,30 +406,30 @@ class LayerSchedule:
         for i, atom in enumerate(atoms):
             if (output := self._output(i)) is not None:
                 found[i] = output
-            elif not cut.handed_over.isdisjoint(variables([atom])):
+            elif not cut.passed_on.isdisjoint(variables([atom])):
                 found[i] = None
-        rest = tuple(i for i in range(len(atoms)) if i not in found)
-        if rest:
-            reads = variables([atoms[i] for i in rest])
+        missing = tuple(i for i in range(len(atoms)) if i not in found)
+        if missing:
+            reads = variables([atoms[i] for i in missing])
             yield from self._back(reads)
             yield from self._held(reads)
             made = tuple(
-                self._cut.gradients[cut.gives[i]]
+                cut.gradients[cut.gives[i]]
                 if i in cut.out_shardings
                 else _value(atoms[i], "output")
-                for i in rest
+                for i in missing
             )
-            run = self._programs.finish(rest, tuple(reads))
+            run = self._programs.finish(missing, tuple(reads))
             yield self._run("", self._all(reads), made, of_list(run))
-            for i, value in zip(rest, made, strict=True):
-                found[i] = Output(value, i in cut.out_shardings)
-                if i in cut.out_shardings and cut.out_shardings[i].memory_kind == PINNED:
-                    store = self._cut.store(cut.gives[i])
-                    yield Send((value,), store, (cut.out_shardings[i],), copies=self._cut.copies)
+            for i, value in zip(missing, made, strict=True):
+                place = cut.out_shardings.get(i)
+                found[i] = Output(value, place is not None)
+                if place is not None and place.memory_kind == PINNED:
+                    yield Send((value,), cut.store(cut.gives[i]), (place,), copies=cut.copies)
         for i, sharding in cut.out_shardings.items():
             if sharding.memory_kind != PINNED and (output := found[i]) is not None:
                 # No part makes it for the host: it goes into files from the devices.
-                yield Send((output.value,), self._cut.store(cut.gives[i]))
+                yield Send((output.value,), cut.store(cut.gives[i]))
                 found[i] = None
         self.outputs = [found[i] for i in range(len(atoms))]
 
@@ -437,7 +437,7 @@ class LayerSchedule:
         """An output that a part has made as it is wanted, else None."""
         cut, jaxpr = self._cut, self._cut.inner.jaxpr
         atom, wanted = jaxpr.outvars[index], cut.out_shardings
-        if _jaxpr.is_literal(atom) or atom in cut.handed_over:
+        if _jaxpr.is_literal(atom) or atom in cut.passed_on:
             return None
         first = jaxpr.outvars.index(atom)
         if atom in cut.on_host and wanted.get(index) == wanted[first]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -40,8 +39,6 @@ WHO = _call.WHO
 # Where values wait on the host: the devices have of them what the part (or iteration) that runs has made or
 # read, and what the next two read.
 UNDER_WAY = 1
-
-
 _NO_FILES = contextlib.nullcontext(None)
 
 
@@ -105,8 +102,8 @@ class LayeredSegment:
         if planned.plan.microbatches.by_layer:
             jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, room)
         parts = _layers.cut(jaxpr, nbytes, batch, in_slices, room, nests)
-        types = {var: segment.types[of] for var, of in taken.items()}
-        forms = {var: ArrayForm(x.spec, automatic=x.automatic) for var, x in types.items()}
+        plans = {var: segment.types[of] for var, of in taken.items()}
+        forms = {var: ArrayForm(x.spec, automatic=x.automatic) for var, x in plans.items()}
         self._cut = CutSegment(
             inner, parts, LayerPrograms(planned, inner, forms, parts), leaf_of,
             {var: Value.of_leaf(leaf) for var, leaf in leaf_of.items()},
@@ -177,7 +174,7 @@ class LayeredSegment:
 
     def tell(
         self, store: Callable[[Var], str], copies: int,
-        updates: Mapping[int, Sequence[tuple[Update, bool]]] = types.MappingProxyType({}),
+        updates: Mapping[int, Sequence[tuple[Update, bool]]],
     ) -> None:  # fmt: skip
         """Before the first run: what becomes of `sent`.
 
@@ -256,25 +253,23 @@ class LayeredSegment:
 
     def send_slices(self, gradients: Collection[Var]) -> None:
         """Before the first run: of these stacks each slice arrives by itself, and None is given."""
-        mine = {v for v in self._cut.on_host if self._cut.on_host[v] in gradients}
+        cut = self._cut
+        mine = {v for v, given in cut.on_host.items() if given in gradients}
 
         def sending(loop: ScannedLayers) -> ScannedLayers:
             made = zip(loop.results[1], loop.ys, strict=True)
-            return dataclasses.replace(
-                loop, ys=tuple(SENT if y in mine else kind for y, kind in made)
-            )
+            ys = tuple(SENT if y in mine else kind for y, kind in made)
+            return dataclasses.replace(loop, ys=ys)
 
-        self._cut.parts = tuple(
-            sending(part) if isinstance(part, ScannedLayers) else part for part in self.parts
-        )
-        loops = (part for part in self.parts if isinstance(part, ScannedLayers))
-        self._cut.handed_over = frozenset(y for loop in loops for y in loop.made(SENT))
+        cut.parts = tuple(sending(x) if isinstance(x, ScannedLayers) else x for x in cut.parts)
+        loops = (part for part in cut.parts if isinstance(part, ScannedLayers))
+        cut.passed_on = frozenset(y for loop in loops for y in loop.made(SENT))
 
     def hand_over(self, gradients: Collection[Var]) -> dict[Var, int]:
-        """Before the first run: whoever is told of an arrival has these gradients from then on.
+        """Before the first run: passes the ownership of these gradients to `Arrivals`, as they arrive.
 
-        Stacks arrive slice by slice, and None is given. What no stage and no loop over layers makes for the
-        host, as sums over microbatches, is given at the end, on the devices.
+        Stacks arrive slice by slice; the segment then gives None. What no stage and no loop over layers makes
+        for the host, as sums over microbatches, is given at the end, on the devices.
 
         Returns:
           Of each, in how many slices it arrives; 1 if it arrives whole, or does not.
@@ -289,7 +284,7 @@ class LayeredSegment:
             v for part in self.parts if isinstance(part, StraightStage) for v in self._leaving(part)
             if self._cut.on_host[v] in gradients
         }  # fmt: skip
-        self._cut.handed_over |= whole
+        self._cut.passed_on |= whole
         arriving = {*slices, *(self._cut.on_host[v] for v in whole)}
         for i, var in enumerate(self._segment.gives):
             if var in gradients and var not in arriving:
@@ -299,12 +294,12 @@ class LayeredSegment:
         return dict.fromkeys(gradients, 1) | slices
 
     def arriving_bytes(self) -> int:
-        """The most bytes on each device of gradients that arrive at a time, of those handed over."""
+        """The most bytes on each device of gradients that arrive at a time, of those passed on."""
         cut, most = self._cut, 0
         for i, part in enumerate(cut.parts):
             made = part.made(SENT) if isinstance(part, ScannedLayers) else self._leaving(part)
             num, _ = self.sliced(i)
-            arriving = [cut.gradients[cut.on_host[v]] for v in made if v in cut.handed_over]
+            arriving = [cut.gradients[cut.on_host[v]] for v in made if v in cut.passed_on]
             most = max(most, sum(x.nbytes // num for x in arriving))
         return most
 

@@ -26,8 +26,9 @@ def fused(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
 def sink(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
     """Makes loops slice `leaves` themselves, not what each iteration could derive of these.
 
-    So it is with casts of a whole tree of parameters, and with what a forward loop hands to its backward loop
-    though it is derived only from parameters; and with what has equal parts, the zeros that sums begin with.
+    So it is with casts of a whole tree of parameters, and with what a forward loop passes to its backward
+    loop though it is derived only from parameters; and with what has equal parts, the zeros that sums begin
+    with.
     Each loop recomputes it, and nothing of it is kept::
 
         for x in cast(stack): body(x)   ->   for x in stack: body(cast(x))
@@ -90,10 +91,10 @@ class _Absorbing:
             self._loop.run(eqn)
             if _over_iterations.combines(eqn) is None:
                 for out in eqn.outvars:
-                    self._loop.hand_out(out)  # It is dropped if nobody reads it.
+                    self._loop.return_stack(out)  # It is dropped if nobody reads it.
         gone = {id(e) for e in moved}
         left = [e for e in self._eqns if id(e) not in gone and e is not self._eqn]
-        gone |= self._hand_out_less(left)
+        gone |= self._return_reduced(left)
         return _in_order(_replaced(self._eqns, self._eqn, self._loop, gone))
 
     def _movable(self) -> list[Eqn]:
@@ -145,8 +146,8 @@ class _Absorbing:
                 needed.update(stacks)
         return chosen[::-1]
 
-    def _hand_out_less(self, left: Sequence[Eqn]) -> set[int]:
-        """Returns what reduces an iteration's slice of a stack, where something reads it that is not derived.
+    def _return_reduced(self, left: Sequence[Eqn]) -> set[int]:
+        """Makes the loop return what reduces an iteration's slice of a stack, where something else reads it.
 
         Returns the equations that made it, by id.
         """
@@ -164,7 +165,7 @@ class _Absorbing:
                 continue
             (out,) = eqn.outvars
             if out not in self._later and out not in _before(self._eqns, self._loop.reads):
-                self._loop.hand_out(out)
+                self._loop.return_stack(out)
                 self._later |= _following(self._eqns, [out])
                 gone.add(id(eqn))
         return gone

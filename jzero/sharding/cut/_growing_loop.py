@@ -85,7 +85,7 @@ class GrowingLoop(ScanBuilder):
         self.last.add(combine, [before, part], [after], eqn)
         self.carries.append(CarryPort(init, before, after, out))
 
-    def hand_out(self, stack: Var) -> None:
+    def return_stack(self, stack: Var) -> None:
         """Makes a stack `[iterations * k, ...]` of what each iteration has of it."""
         rows, shape = self._rows_of(stack), stack.aval.shape
         if shape[0] == self.length:
