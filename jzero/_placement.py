@@ -22,9 +22,9 @@ from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.offload.memory._placing import Place
 from jzero.processes import _agreement
 from jzero.segments import _identity, _program
+from jzero.segments._dispatch_cache import CachedDispatch, FlatCall
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs
-from jzero.segments._repeat import FlatCall, Repeat
 from jzero.sharding.plan import _leaves, _make
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call, _jaxpr, _weak
@@ -39,7 +39,7 @@ class Placement:
 
     def __init__(self, programs: Programs):
         self.programs = programs
-        self._last: Repeat | None = None
+        self._last: CachedDispatch | None = None
         # Of the last plans and shardings: hundreds of leaves on the host take 0.7 ms.
         self._places: tuple[Any, Any, list[Place]] | None = None
         self._wrapped: tuple[Any, list[tuple[int, tuple[int, ...]]]] = ((), [])
@@ -254,7 +254,7 @@ class Placement:
         self._met.update({need[:2]: need.nbytes for need in needs})
         for i in unread:
             state[i] = storage_of(call.state[i])
-        self._last = Repeat.of(program, call, state)
+        self._last = CachedDispatch.of(program, call, state)
         return program, state
 
     def _new_needs(self, program: Program) -> list[HostNeed]:

@@ -39,9 +39,9 @@ from jzero.reports._describe import Report, report_of
 from jzero.reports._printed_program import PrintedProgram
 from jzero.segments import _identity, _nan_checks, _partitioned
 from jzero.segments._derivatives import differentiable
+from jzero.segments._dispatch_cache import FlatCall
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
-from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan import _layout, _outputs, _trace
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan

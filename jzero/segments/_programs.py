@@ -215,12 +215,12 @@ class Programs:
         return Batch.of(who, self.signature, call, dims, parts)
 
     def _of(self, call: Call, setting: Setting) -> Program:
-        seen = self._quick_key(call, setting)
+        seen = self._dispatch_key(call, setting)
         if seen not in self._seen:
             self._seen[seen] = self._of_shapes(call, setting)
         return self._seen[seen]
 
-    def _quick_key(self, call: Call, setting: Setting) -> Any:
+    def _dispatch_key(self, call: Call, setting: Setting) -> Any:
         shapes = _call.signature_of((call.state, call.arrays))
         return setting, call.static_key, shapes, self._stored_leaves(call, setting)
 
@@ -283,7 +283,7 @@ class Programs:
         Raises:
           ProcessError: one has another, or does not come.
         """
-        program = self._seen.get(self._quick_key(call, setting))
+        program = self._seen.get(self._dispatch_key(call, setting))
         if program is None or id(program) not in self._agreed:
             return self._agreed_first(call, setting)
         self.agree_again(program, setting)

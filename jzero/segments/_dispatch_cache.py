@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Repeat`: a call like the one before, as nearly all are, costs little more than its program."""
+"""The dispatch cache: a call like the one before, as nearly all are, costs little more than its program."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FlatCall(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Repeat:
+class CachedDispatch:
     """A call whose state was in its place: of another like it only `is_deleted` must be asked.
 
     The types, avals and shardings of leaves say all that the look-up of a program and placing depend on. The
@@ -78,7 +78,7 @@ class Repeat:
     _forms: list[Any]
 
     @classmethod
-    def of(cls, program: Program, call: FlatCall, placed: Sequence[Any]) -> Repeat | None:
+    def of(cls, program: Program, call: FlatCall, placed: Sequence[Any]) -> CachedDispatch | None:
         """A call of a program with its state as `placed`; None if a leaf had to move, or is no array."""
         types = list(map(type, call.state))
         stored = [i for i, x in enumerate(call.state) if isinstance(x, LeafArray)]
