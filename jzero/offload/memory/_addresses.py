@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HostMemory in host memory: made so that JAX reads them where they are, and where they are."""
+"""Arrays in host memory: made so that JAX reads them in place; their addresses, and checks of both."""
 
 from __future__ import annotations
 
