@@ -200,7 +200,7 @@ def test_one_wrong_element_shows():
     assert golden.compared("row", {"values": golden.values({"w": x})}, swapped) is not None
 
 
-_STREAM, _ITERATION, _ENCODE = _stream.stream, LayerPrograms._iteration, _quantize.quantize
+_STREAM, _ITERATION, _ENCODE = _stream.stream, LayerPrograms.iteration, _quantize.quantize
 _JIT = jax.jit
 
 
@@ -259,7 +259,7 @@ GROUPS, FEW_BYTES = "optimizer state in groups", "parameters, few bytes"
         ("options_pinned", GROUPS, _stream, "stream", _fetched_late),
         ("options_pinned", GROUPS, _stream, "stream", _not_awaited),
         ("options_pinned", FEW_BYTES, _stream, "stream", _without_room),
-        ("options_pinned", "parameters", LayerPrograms, "_iteration", _without_donation),
+        ("options_pinned", "parameters", LayerPrograms, "iteration", _without_donation),
         ("options_wire", "not finite", _quantize, "quantize", _finite),
         ("options_wire", "not finite, replicas, int4", _quantize, "quantize", _as_nan),
         ("large", "Llama, stage 3", _partitioned, "order", _one_group),
