@@ -22,7 +22,7 @@ from jzero.offload.kernels._loops import BlockLoops, KernelLoops
 from jzero.offload.kernels._xla_loops import XlaLoops
 from problem import MOMENTS, Config, Memory
 
-COMPILERS = {"LLVM": KernelLoops, "XLA": XlaLoops}
+COMPILERS: dict[str, type[BlockLoops]] = {"LLVM": KernelLoops, "XLA": XlaLoops}
 # Gradients, whether they are cast, copy.
 TRAFFIC = [
     ("float32", True, False), ("float32", True, True), ("bfloat16", True, False), ("bfloat16", True, True),
