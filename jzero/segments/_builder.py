@@ -184,10 +184,8 @@ class Builder:
         mesh, num_new = axes_of(plan, time), len(plan.new_leaves)
         made = [*gives, *(jaxpr.outvars[i] for i in outs)]
         needed, _ = _rewrite.behind([self.planned.frame.jaxpr.eqns[i] for i in eqns], made)
-        inputs, others = (
-            [*arguments(plan, self._step, mesh, time)],
-            [*results(plan, self._step, mesh)],
-        )
+        inputs = [*arguments(plan, self._step, mesh, time)]
+        others = [*results(plan, self._step, mesh)]
 
         def layout_of(i: int) -> Layout:
             return stored(self._type(jaxpr.invars[i]), mesh) if i < num_new else others[i - num_new]

@@ -34,16 +34,13 @@ class WholeStep:
         options: dict[str, Any] = {"out_shardings": (list(shardings), None)}
         options = options if plan.automatic and not plan.evaluates else {}
         donated = 0 if plan.donates and not plan.evaluates else ()
-        run, part, num_new = (
-            function_of(self.found.program, planned),
-            self.found.part,
-            len(plan.new_leaves),
-        )
+        run, num_new = function_of(self.found.program, planned), len(plan.new_leaves)
+        taken = [i for i in self.found.part.taken if i is not None]
 
         # Named as profiles say it.
         def local_step(state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             given = [*state, *arrays]
-            outs = run(*(given[i] for i in part.taken if i is not None))
+            outs = run(*(given[i] for i in taken))
             return outs[:num_new], outs[num_new:]
 
         self.run = local_step

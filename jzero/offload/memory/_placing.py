@@ -332,9 +332,8 @@ def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
 
     `jax.device_put` would gather the leaf from all processes onto every device, to compare them.
     """
-    if _call.abstract_leaf(leaf).weak_type:  # A Python number, mostly: device_put keeps its type.
-        return leaf
-    if spans_processes(leaf):
+    # What is weak is a Python number, mostly: device_put keeps its type.
+    if _call.abstract_leaf(leaf).weak_type or spans_processes(leaf):
         return leaf
     if _is_key(leaf):
         data = take_shards(jax.random.key_data(leaf), sharding)
