@@ -51,20 +51,20 @@ def shortage(needs: Sequence[HostNeed], mesh: Mesh) -> Shortage | None:
     most, pool = sum(need.nbytes for need in needs), sum(need.nbytes for need in pinned)
     if most and (left := available()) is not None and most > left:
         return Shortage(
-            _told(needs, most, "the host's memory", left),
+            _described(needs, most, "the host's memory", left),
             "What is offloaded is in the memory of the devices' host, all of it.", _LESS,
         )  # fmt: skip
     if pool and (left := left_in_pool(mesh.devices.flat[0].platform)) is not None and pool > left:
         more = -(left - pool) // 2**30 + 1
         return Shortage(
-            _told(pinned, pool, "pinned memory", left),
+            _described(pinned, pool, "pinned memory", left),
             f"XLA's client for GPUs pins no more than {POOL_LIMIT} GiB in a process, {_pool()} here.",
             f"Set {POOL_LIMIT}={_pool() + more} before JAX starts. Else: {_LESS[0].lower()}{_LESS[1:]}",
         )  # fmt: skip
     return None
 
 
-def _told(needs: Sequence[HostNeed], num_bytes: int, memory: str, left: int) -> str:
+def _described(needs: Sequence[HostNeed], num_bytes: int, memory: str, left: int) -> str:
     each = ", ".join(
         f"{need.nbytes} {'pinned ' * (need.tier == PINNED)}for {need.what}" for need in needs
     )
