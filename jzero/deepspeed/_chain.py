@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import optax
 
 from jzero.deepspeed import _schedules
 from jzero.deepspeed._config import Config, Form
-from jzero.deepspeed._python import SCHEDULE, Expression, called
+from jzero.deepspeed._python import SCHEDULE, Expression, called, name_of
 from jzero.deepspeed._rules import CLIP, COSINE, CYCLES, LR, OVERFLOW, Made
 from jzero.tracing._precision import master_weights
 
@@ -22,79 +24,67 @@ def chain(c: Config) -> tuple[Expression, Expression | None]:
 
     The chain has no value without an optimizer: the program's own `make_optimizer()` is in it.
     """
-    parts, schedule = [], _schedule(c)
-    if c.get(CLIP):
-        norm = float(c.get(CLIP))
-        parts = [called("optax.clip_by_global_norm", optax.clip_by_global_norm, norm)]
+    schedule = None if c.scheduler is None else _scheduled(c, c.scheduler, c.scheduler.function)
+    parts = [called(optax.clip_by_global_norm, float(c.get(CLIP)))] if c.get(CLIP) else []
     if c.optimizer is None:
         parts += [Expression(None, "make_optimizer", ())]
     else:
         parts += _optimizer(c, c.optimizer, schedule)
-    tx = parts[0] if len(parts) == 1 else called("optax.chain", optax.chain, *parts)
+    tx = parts[0] if len(parts) == 1 else called(optax.chain, *parts)
     if c.is_half and c.get(OVERFLOW):
-        tx = called("optax.apply_if_finite", optax.apply_if_finite, tx, _NEVER)
-    return called("jzero.master_weights", master_weights, tx) if c.is_half else tx, schedule
+        tx = called(optax.apply_if_finite, tx, _NEVER)
+    return called(master_weights, tx) if c.is_half else tx, schedule
 
 
-def _schedule(c: Config) -> Expression | None:
-    if c.scheduler is None:
-        return None
-    given = c.arguments("scheduler", c.scheduler)
-    given = {name: x for name, x in given.items() if name not in (*_MOMENTA, "cycle_momentum")}
-    if c.scheduler.name == COSINE:
-        given = {"lr": c.get(LR), **given}
-    return called(c.scheduler.name, c.scheduler.function, **given)
+def _scheduled(c: Config, scheduler: Form, function: Callable[..., Any]) -> Expression:
+    """A schedule, with those parameters of the scheduler, and the learning rate, that it takes."""
+    given = {"lr": c.get(LR), **c.arguments("scheduler", scheduler)}
+    takes = inspect.signature(function).parameters
+    return called(function, **{name: x for name, x in given.items() if name in takes})
 
 
 def _sets_betas(c: Config) -> bool:
     return bool(c.get(CYCLES)) and c.optimizer is not None and "betas" in c.optimizer.takes
 
 
-def _first_beta(c: Config, scheduler: Form) -> Expression:
-    given = c.arguments("scheduler", scheduler)
-    for name in ("cycle_momentum", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate"):
-        given.pop(name, None)
-    return called("jzero.deepspeed.one_cycle_momentum", _schedules.one_cycle_momentum, **given)
-
-
 def _optimizer(c: Config, form: Form, schedule: Expression | None) -> list[Expression]:
     """The optimizer; before it decay, if that is added to the gradients."""
-    name, function, given, decay = _function(c, form)
-    lr = given.pop("lr")
+    function, given, decay = _function(c, form)
+    rate = given.pop("lr")
     if "betas" in given:
         b1, b2 = given.pop("betas")
         given = {"b1": b1, "b2": b2, **given}
     if c.scheduler is not None and _sets_betas(c):
         # DeepSpeed's OneCycle sets the second beta, too.
-        given |= {"b1": _first_beta(c, c.scheduler), "b2": 0.99}
-        name, function = f"optax.inject_hyperparams({name})", optax.inject_hyperparams(function)
-    rate = lr if schedule is None else Expression(schedule.value, SCHEDULE)
-    before = [called("optax.add_decayed_weights", optax.add_decayed_weights, decay)]
-    return [*(before if decay else []), called(name, function, rate, **given)]
+        given |= {"b1": _scheduled(c, c.scheduler, _schedules.one_cycle_momentum), "b2": 0.99}
+        function = called(optax.inject_hyperparams, function)
+    if schedule is not None:
+        rate = Expression(schedule.value, SCHEDULE)
+    before = [called(optax.add_decayed_weights, decay)] if decay else []
+    return [*before, called(function, rate, **given)]
 
 
-def _function(c: Config, form: Form) -> tuple[str, Any, dict[str, Any], float]:
-    """Its name, itself, its arguments, and the decay that is added to gradients."""
-    name, function, is_l2 = form.name, form.function, form.is_l2
-    given = c.arguments("optimizer", form)
-    if name == "optax.adamw":
+def _function(c: Config, form: Form) -> tuple[Any, dict[str, Any], float]:
+    """An optimizer, its arguments, and the decay that is added to gradients."""
+    function, is_l2, given = form.function, form.is_l2, c.arguments("optimizer", form)
+    if function is optax.adamw:
         # In DeepSpeed Adam is AdamW unless it says otherwise; only torch's AdamW decays by default.
         torch, decoupled = given.pop("torch_adam"), given.pop("adam_w_mode", True)
         given.setdefault("weight_decay", 0.01 if torch and decoupled else 0.0)
         if not decoupled:
-            name, function, is_l2 = "optax.adam", optax.adam, True
+            function, is_l2 = optax.adam, True
     if not given.get("momentum", True):
         given = {key: x for key, x in given.items() if key not in ("momentum", "nesterov")}
-    return name, function, given, given.pop("weight_decay") if is_l2 else 0.0
+    return function, given, given.pop("weight_decay") if is_l2 else 0.0
 
 
 def optimizer_type(c: Config, key: str) -> Made:
     assert c.optimizer is not None
-    name, _, _, decay = _function(c, c.optimizer)
+    function, _, decay = _function(c, c.optimizer)
     return " ".join(filter(None, [
-        f"{name}, with DeepSpeed's defaults for what is not given.",
+        f"{name_of(function)}, with DeepSpeed's defaults for what is not given.",
         "In DeepSpeed Adam is AdamW, unless adam_w_mode is false."
-        * (c.get(key).lower() == "adam" and name == "optax.adamw"),
+        * (c.get(key).lower() == "adam" and function is optax.adamw),
         "Decay is added to the gradients, before the moments." * bool(decay),
         "The scheduler sets the learning rate." * (c.scheduler is not None),
         "OneCycle sets both betas, the second to 0.99, unless cycle_momentum is false." * _sets_betas(c),

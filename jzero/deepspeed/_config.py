@@ -10,14 +10,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jzero import _json
 from jzero._errors import OptionError, message
+from jzero.deepspeed._python import name_of
 
 WHO = "from_deepspeed"
 AUTO = "auto"
 DTYPES = {
-    "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16",
-    "fp16": "bfloat16", "float16": "bfloat16",  # Gradients have no loss scale here.
+    "fp32": jnp.float32, "float32": jnp.float32, "bf16": jnp.bfloat16, "bfloat16": jnp.bfloat16,
+    "fp16": jnp.bfloat16, "float16": jnp.bfloat16,  # Gradients have no loss scale here.
 }  # fmt: skip
 
 
@@ -96,15 +99,18 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """An optimizer or a scheduler: its function, the name of that in Python, and a row for each parameter.
+    """An optimizer or a scheduler: its function, and a row for each parameter.
 
     `is_l2` says that weight decay is not the function's, but is added to the gradients before it.
     """
 
-    name: str
     function: Callable[..., Any]
     takes: Mapping[str, Row]
     is_l2: bool = False
+
+    @property
+    def name(self) -> str:
+        return name_of(self.function)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 SCHEDULE = "schedule"  # the name of the learning rate's schedule in the program
@@ -88,14 +88,15 @@ class Expression:
     arguments: tuple[tuple[str, Any], ...] | None = None
 
 
-def called(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Expression:
-    """The call of a function whose name in Python is `name`; it has no value if an argument has none."""
-    known = not any(
-        isinstance(x, Expression) and x.value is None for x in (*args, *kwargs.values())
-    )
-    values = [value_of(x) for x in args], {key: value_of(x) for key, x in kwargs.items()}
-    value = function(*values[0], **values[1]) if known else None
-    return Expression(value, name, (*(("", x) for x in args), *kwargs.items()))
+def called(function: Any, *args: Any, **kwargs: Any) -> Expression:
+    """The call of a function, or of one that an expression returns; no value if an argument has none."""
+    pairs = (*(("", x) for x in args), *kwargs.items())
+    value = None
+    if not any(isinstance(x, Expression) and x.value is None for _, x in pairs):
+        value = value_of(function)(
+            *map(value_of, args), **{key: value_of(x) for key, x in kwargs.items()}
+        )
+    return Expression(value, _python(function), pairs)
 
 
 def value_of(x: Any) -> Any:
@@ -103,11 +104,18 @@ def value_of(x: Any) -> Any:
     return x.value if isinstance(x, Expression) else x
 
 
+def name_of(x: Any) -> str:
+    """`optax.adamw`, `jzero.NVMe`, `jnp.int8`: a public function, class or dtype in Python."""
+    for package, name in (("jzero.deepspeed", "jzero.deepspeed"), ("jax.numpy", "jnp")):
+        if x.__module__.startswith(package):
+            return f"{name}.{x.__name__}"
+    return f"{x.__module__.partition('.')[0]}.{x.__name__}"
+
+
 def program(
     options: Mapping[str, Any], tx: Expression, schedule: Expression | None, rows: int | None,
     mesh_axes: Mapping[str, int], notes: Mapping[str, str], is_half: bool, every: int,
 ) -> str:  # fmt: skip
-    """The notes as comments, the optimizer, the step, and a loop that prints a loss `every` so many steps."""
     own = tx.value is None
     assigned = {SCHEDULE: schedule, "tx": tx, "batch_size": rows}
     if mesh_axes:
@@ -133,7 +141,7 @@ def _line(name: str, value: Any) -> str:
 def _python(x: Any, indent: str = "", before: str = "") -> str:
     """Its source, in one line if that has room behind `before`, else with an argument a line."""
     if not isinstance(x, Expression):
-        return json.dumps(x) if isinstance(x, str) else repr(x)
+        return name_of(x) if hasattr(x, "__name__") else json.dumps(x) if isinstance(x, str) else repr(x)
     if x.arguments is None:
         return x.name
     pairs = [(f"{key}=" if key else "", value) for key, value in x.arguments]

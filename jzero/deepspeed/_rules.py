@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jzero._policy import HostCPU, NVMe, PinnedHost
 from jzero.deepspeed._config import AUTO, DTYPES, Config, refuse
-from jzero.deepspeed._python import Expression, called
+from jzero.deepspeed._python import called, name_of
 
 Made = tuple[str, dict[str, Any]]  # the note of a key, and options by name
 
@@ -221,12 +221,12 @@ def offload(c: Config, key: str) -> Made:
         if section == _PARAM and any(buffer in c.given for buffer in _BUFFERS):
             # DeepSpeed's buffers have 16-bit parameters.
             more["host_bytes"] = max(int(c.get(_BUFFERS[0]) * c.get(_BUFFERS[1]) * 2), 2**16)
-        policy = called("jzero.NVMe", NVMe, c.get(f"{section}.nvme_path"), **more)
+        policy = called(NVMe, c.get(f"{section}.nvme_path"), **more)
     elif section == _PARAM:
-        policy = called("jzero.PinnedHost", PinnedHost)
+        policy = called(PinnedHost)
     else:
         ratio = {} if c.get(_RATIO) == 1 else {"ratio": float(c.get(_RATIO))}
-        policy = called("jzero.HostCPU", HostCPU, **ratio)
+        policy = called(HostCPU, **ratio)
     return _OFFLOADED[section, device], {_OPTIONS[section]: policy}
 
 
@@ -255,7 +255,7 @@ def prefetch(c: Config, key: str) -> Made:
 
 def wire(c: Config, key: str) -> Made:
     dtype, instead = _dtype(c, key)
-    return f"Comm(reduce_dtype={dtype.name}), in which gradients are reduced.{instead}", {
+    return f"Comm(reduce_dtype={name_of(dtype)}), in which gradients are reduced.{instead}", {
         "comm.reduce_dtype": dtype
     }
 
@@ -265,18 +265,14 @@ def sums(c: Config, key: str) -> Made:
     if batch(c)[1] == 1:
         return "Without effect: there is one microbatch.", {}
     loss = " The loss that the step returns is added up in it, too, and has its few digits."
-    loss *= dtype.name != "jnp.float32"
-    return f"Microbatches(dtype={dtype.name}).{instead}{loss}", {"microbatches.dtype": dtype}
+    loss *= dtype != jnp.float32
+    return f"Microbatches(dtype={name_of(dtype)}).{instead}{loss}", {"microbatches.dtype": dtype}
 
 
-def _dtype(c: Config, key: str) -> tuple[Expression, str]:
+def _dtype(c: Config, key: str) -> tuple[Any, str]:
     written = c.get(key).lower()
     small = f" {_INSTEAD}: without a loss scale, small gradients would be 0 in float16."
-    return expression(DTYPES[written]), small if written in ("fp16", "float16") else ""
-
-
-def expression(dtype: str) -> Expression:
-    return Expression(getattr(jnp, dtype), f"jnp.{dtype}")
+    return DTYPES[written], small if written in ("fp16", "float16") else ""
 
 
 def half(c: Config, key: str) -> Made:

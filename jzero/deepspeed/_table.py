@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from jzero._policy import PinnedHost
@@ -152,11 +153,11 @@ _ZERO = {
         "bf16 and else of 4 each", tuning=True),
     "zero_quantized_weights": Row(
         "bool", "Comm(gather_dtype=jnp.int8): quantized with a scale for each block, of weights that passes "
-        "gather.", off="Off, as in jzero.", options={"comm.gather_dtype": _rules.expression("int8")}),
+        "gather.", off="Off, as in jzero.", options={"comm.gather_dtype": jnp.int8}),
     "zero_quantized_gradients": Row(
         "bool", "Comm(reduce_dtype=jnp.int4): quantized with a scale for each block, of gradients, one mesh "
         "axis after the other.", off="Off, as in jzero.",
-        options={"comm.reduce_dtype": _rules.expression("int4")}),
+        options={"comm.reduce_dtype": jnp.int4}),
     "zero_quantized_nontrainable_weights": _false("Off, as in jzero.", "All weights that products read are "
         "gathered in one format: drop the key, or use zero_quantized_weights."),
     "zeropp_loco_param": _never("What gradients lose by quantization is not kept for the next step: drop the "
@@ -250,7 +251,7 @@ _DATA_TYPES = {
 _ACTIVATIONS = Row(
     "bool", "Memory(activations=jzero.PinnedHost()), with jax.checkpoint around each layer.",
     off="Off: activations stay on the devices.",
-    options={"memory.activations": called("jzero.PinnedHost", PinnedHost)})  # fmt: skip
+    options={"memory.activations": called(PinnedHost)})  # fmt: skip
 _RECOMPUTED = "Belongs to the model: jax.checkpoint around each layer says what is recomputed."
 _CHECKPOINTED = {
     "cpu_checkpointing": _ACTIVATIONS,
@@ -311,17 +312,17 @@ _ADAM = {
         "bool", (True,), _AS_JZERO, "optax always corrects Adam's moments for their start at 0."), **_COMMON,
 }  # fmt: skip
 OPTIMIZERS = {
-    "adam": Form("optax.adamw", optax.adamw, _ADAM),
-    "adamw": Form("optax.adamw", optax.adamw, {**_ADAM, "adam_w_mode": _only(
+    "adam": Form(optax.adamw, _ADAM),
+    "adamw": Form(optax.adamw, {**_ADAM, "adam_w_mode": _only(
         "bool", (True,), _AS_JZERO, "DeepSpeed's AdamW is AdamW all the same: write Adam, or drop it.")}),
-    "lamb": Form("jzero.deepspeed.lamb", _transforms.lamb, {
+    "lamb": Form(_transforms.lamb, {
         **_MOMENTS, **_EPS, **_DECAY, **_takes(size="max_coeff min_coeff", bool="bias_correction"),
         "eps_inside_sqrt": _false(_AS_JZERO, "jzero.deepspeed.lamb adds eps to the root."), **_COMMON}),
-    "lion": Form("optax.lion", optax.lion, {**_MOMENTS, **_DECAY, **_COMMON}),
-    "adagrad": Form("jzero.deepspeed.adagrad", _transforms.adagrad, {
+    "lion": Form(optax.lion, {**_MOMENTS, **_DECAY, **_COMMON}),
+    "adagrad": Form(_transforms.adagrad, {
         "lr": _argument("size", 1e-2), **_DECAY, **_takes(size="eps initial_accumulator_value"),
         "lr_decay": _only("size", (0,), _AS_JZERO, "Say it with a schedule."), **_COMMON}, is_l2=True),
-    "sgd": Form("optax.sgd", optax.sgd, {
+    "sgd": Form(optax.sgd, {
         **_LR, **_DECAY, **_takes(size="momentum", bool="nesterov"),
         "dampening": _only("size", (0,), _AS_JZERO, "optax.sgd has none."), **_COMMON}, is_l2=True),
 }  # fmt: skip
@@ -355,26 +356,22 @@ _RATES = _takes(size="warmup_min_lr warmup_max_lr")
 _TOTAL = {"total_num_steps": dataclasses.replace(_NO_DEFAULT, kind="count")}
 
 
-def _form(function: Any, *takes: dict[str, Row]) -> Form:
-    rows = {name: row for some in takes for name, row in some.items()}
-    return Form(f"jzero.deepspeed.{function.__name__}", function, rows)
-
-
 SCHEDULERS = {
-    "LRRangeTest": _form(_schedules.lr_range_test, _RESUMED, _takes(
-        size="lr_range_test_min_lr lr_range_test_step_rate", count="lr_range_test_step_size",
-        bool="lr_range_test_staircase")),
-    "OneCycle": _form(
-        _schedules.one_cycle, dict.fromkeys(("cycle_min_lr", "cycle_max_lr"), _NO_DEFAULT), _RESUMED, _takes(
+    "LRRangeTest": Form(_schedules.lr_range_test, {
+        **_RESUMED, **_takes(
+            size="lr_range_test_min_lr lr_range_test_step_rate", count="lr_range_test_step_size",
+            bool="lr_range_test_staircase")}),
+    "OneCycle": Form(_schedules.one_cycle, {
+        **dict.fromkeys(("cycle_min_lr", "cycle_max_lr"), _NO_DEFAULT), **_RESUMED, **_takes(
             length="cycle_first_step_size", int="cycle_first_stair_count cycle_second_stair_count",
             size="cycle_second_step_size decay_step_size decay_lr_rate cycle_min_mom cycle_max_mom "
-            "decay_mom_rate"), {"cycle_momentum": _argument("bool", True)}),
-    "WarmupLR": _form(_schedules.warmup_lr, _RATES, _WARMUP, {"warmup_max_lr": _argument(
+            "decay_mom_rate"), "cycle_momentum": _argument("bool", True)}),
+    "WarmupLR": Form(_schedules.warmup_lr, {**_RATES, **_WARMUP, "warmup_max_lr": _argument(
         "size", required="It is the optimizer's lr in new versions of DeepSpeed, and 0.001 in old ones: "
         "write the one you mean.")}),
-    "WarmupDecayLR": _form(_schedules.warmup_decay_lr, _TOTAL, _RATES, _WARMUP),
-    "WarmupCosineLR": _form(
-        _schedules.warmup_cosine_lr, _TOTAL, _takes(size="warmup_min_ratio cos_min_ratio"), _WARMUP),
+    "WarmupDecayLR": Form(_schedules.warmup_decay_lr, {**_TOTAL, **_RATES, **_WARMUP}),
+    "WarmupCosineLR": Form(_schedules.warmup_cosine_lr, {
+        **_TOTAL, **_takes(size="warmup_min_ratio cos_min_ratio"), **_WARMUP}),
 }  # fmt: skip
 _SCHEDULES = (
     f"jzero has {', '.join(SCHEDULERS)}: write one of them, or drop the section and give your optimizer an "

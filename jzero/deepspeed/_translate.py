@@ -139,8 +139,7 @@ def _made(c: Config) -> tuple[dict[str, Any], dict[str, str]]:
         options |= more
         if note:
             notes[key] = note
-    make = lambda kind, *args, **fields: called(f"jzero.{kind.__name__}", kind, *args, **fields)  # noqa: E731
-    return grouped(options, make), notes
+    return grouped(options, called), notes
 
 
 def _checked(devices: Any) -> int | None:
