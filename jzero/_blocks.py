@@ -9,8 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jzero._errors import OptionError, message
-from jzero._quantities import make_int
+from jzero._given_fields import GivenFields
 
 # Blocks of hundreds: thousands double the error, and tens cost as much for scales as for values.
 _SIZES = {"int8": 256, "int4": 128}
@@ -18,7 +17,7 @@ _LARGEST = {"int8": 127, "int4": 7}
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class Blocks(GivenFields):
     """A quantized format: integers of 8 or 4 bits, with one scale for each block, to send or store values.
 
     A block of `size` adjacent elements `x` is quantized to its scale `s` and integers `round(x / s)`; `s =
@@ -58,22 +57,20 @@ class Blocks:
     def __post_init__(self) -> None:
         name = code_name(self.dtype)
         if name is None:
-            raise OptionError(message(
-                "Blocks", f"dtype={self.dtype!r}", "Quantized values have 8 or 4 bits.",
-                "Use jnp.int8 or jnp.int4."))  # fmt: skip
+            raise self._refused(
+                f"dtype={self.dtype!r}",
+                "Quantized values have 8 or 4 bits.",
+                "Use jnp.int8 or jnp.int4.",
+            )
         object.__setattr__(self, "dtype", name)
         if self.size is None:
             object.__setattr__(self, "size", _SIZES[name])
         edit = f"Use size={_SIZES[name]}, or drop it."
         rule = "It is how many elements have one scale, a power of two from 16 to 65536."
-        make_int(self, "Blocks", "size", 16, 2**16, rule, edit)
+        self._make_int("size", 16, rule, edit, most=2**16)
         if self.elements & (self.elements - 1):
-            raise OptionError(message("Blocks", f"size={self.size}", rule, edit))
-        for option in ("rotate", "stochastic"):
-            if not isinstance(getattr(self, option), bool):
-                raise OptionError(message(
-                    "Blocks", f"{option}={getattr(self, option)!r}", "It is True or False.", "Drop it."
-                ))  # fmt: skip
+            raise self._refused(f"size={self.size}", rule, edit)
+        self._check_bools("rotate", "stochastic")
 
     @property
     def elements(self) -> int:

@@ -1,20 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GivenFields`: how groups of options and policies are printed, in messages too."""
+"""`GivenFields`: how groups of options and policies are checked, and printed, in messages too."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import difflib
+import operator
+from typing import Any, Self
+
+import numpy as np
+
+from jzero._errors import OptionError, message
 
 
 class GivenFields:
-    """Base of dataclasses that are printed with the fields that are not as by default."""
+    """Base of frozen dataclasses of options, which are printed with the fields that are not as by default."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Refuses fields that there are not, of which Python's own error says no more than the name."""
+        fields: list[str] = [*cls.__dataclass_fields__]  # type: ignore[attr-defined]
+        if unknown := [name for name in given if name not in fields]:
+            like = [x for name in unknown for x in difflib.get_close_matches(name, fields, 1)]
+            edit = f"Did you mean {' and '.join(f'{x}=' for x in like)}?" if like else (
+                f"Its fields are {', '.join(fields)}.")  # fmt: skip
+            named = ", ".join(f"{name}=" for name in unknown)
+            raise OptionError(message(cls.__name__, f"there is no field {named}", edit, ""))
+        return super().__new__(cls)
 
     def __repr__(self) -> str:
-        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = [
-            f"{x.name}={getattr(self, x.name)!r}"
-            for x in fields
-            if getattr(self, x.name) != x.default
-        ]
+        given = [f"{name}={shown(value)}" for name, value in given_fields(self).items()]
         return f"{type(self).__name__}({', '.join(given)})"
+
+    def _make_int(
+        self, name: str, least: int, rule: str, edit: str, most: int | None = None
+    ) -> None:
+        """Makes a field an int, unless it is None by default, and None."""
+        fields: dict[str, Any] = type(self).__dataclass_fields__  # type: ignore[attr-defined]
+        if getattr(self, name) is not None or fields[name].default is not None:
+            make_int(self, type(self).__name__, name, least, most, rule, edit)
+
+    def _check_bools(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(value := getattr(self, name), bool):
+                raise self._refused(f"{name}={value!r}", "It is True or False.", "Drop it.")
+
+    def _refused(self, found: str, rule: str, edit: str) -> OptionError:
+        return OptionError(message(type(self).__name__, found, rule, edit))
+
+
+def given_fields(group: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not as by default."""
+    values = {x.name: (getattr(group, x.name), x.default) for x in dataclasses.fields(group)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def make_int(
+    options: Any, who: str, name: str, least: int, most: int | None, rule: str, edit: str
+) -> None:
+    """Makes a field of frozen options an int, of NumPy's, too.
+
+    Raises:
+      OptionError: it is none, a bool, or not from `least` to `most`.
+    """
+    value = getattr(options, name)
+    try:
+        num = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        num = None
+    if num is None or num < least or (most is not None and num > most):
+        raise OptionError(message(who, f"{name}={value!r}", rule, edit))
+    object.__setattr__(options, name, num)
+
+
+def shown(value: Any) -> str:
+    """A field in a message; a dtype by its name."""
+    return repr(value.name if isinstance(value, np.dtype) else value)

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jzero._blocks import Blocks
+from jzero._given_fields import given_fields
 from jzero._groups import GROUPS, grouped
 from jzero._quantities import parse_bytes
 
@@ -71,10 +71,7 @@ def _fields(option: str, given: Any) -> dict[str, Any]:
         return {}
     if not isinstance(given, kind):
         return {short: given}
-    values = {x.name: getattr(given, x.name) for x in dataclasses.fields(given)}
-    return {
-        x.name: values[x.name] for x in dataclasses.fields(given) if values[x.name] != x.default
-    }
+    return given_fields(given)
 
 
 def _call(kind: type[Any], *first: str, **fields: str) -> str:
@@ -97,12 +94,10 @@ def _value(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k!r}: {_value('', x)}" for k, x in value.items()) + "}"
     if isinstance(value, Blocks):
-        bits = ", ".join(
-            f"{x.name}={getattr(value, x.name)!r}"
-            for x in dataclasses.fields(value)
-            if x.name not in ("dtype", "size") and getattr(value, x.name) != x.default
+        more = "".join(
+            f", {name}={x!r}" for name, x in given_fields(value).items() if name != "dtype"
         )
-        return f"jzero.Blocks({', '.join(filter(None, [f'jnp.{value.dtype}', f'size={value.size}', bits]))})"
+        return f"jzero.Blocks(jnp.{value.dtype}{more})"
     if type(value).__module__.startswith("jzero."):
         return f"jzero.{value!r}"
     if hasattr(value, "axis_names"):

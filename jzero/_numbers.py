@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jzero._errors import OptionError, message
-from jzero._given_fields import GivenFields
+from jzero._given_fields import GivenFields, given_fields
 from jzero._quantities import (
     COUNT_RULE,
     FLOPS_RULE,
@@ -48,11 +48,10 @@ class BytesPerParam(GivenFields):
     optimizer: float | None = None
 
     def __post_init__(self) -> None:
-        given = {name: x for name, x in dataclasses.asdict(self).items() if x is not None}
         bad = [
             f"{name}={x!r} is not a number of bytes"
-            for name, x in given.items()
-            if not _is_bytes(x, above_zero=name == "params")
+            for name, x in given_fields(self).items()
+            if not _is_bytes(x) or (name == "params" and x == 0)
         ]
         if bad:
             raise OptionError(message(
@@ -86,9 +85,7 @@ class Workload(GivenFields):
 
     def __post_init__(self) -> None:
         _parse(self, ("tokens", "layers", "width"), parse_count, COUNT_RULE)
-        if not isinstance(self.recompute, bool):
-            raise OptionError(message(
-                "Workload", f"recompute={self.recompute!r}", "It is True or False.", "Drop it."))  # fmt: skip
+        self._check_bools("recompute")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -129,9 +126,7 @@ def _parse(
     group: Any, names: tuple[str, ...], parse: Callable[[object], int | None], rule: str
 ) -> None:
     """Makes numbers of what was given."""
-    given: Mapping[str, Any] = {
-        name: getattr(group, name) for name in names if getattr(group, name) is not None
-    }
+    given = {name: x for name, x in given_fields(group).items() if name in names}
     found = {name: parse(value) for name, value in given.items()}
     if bad := [name for name, n in found.items() if n is None]:
         who = type(group).__name__
@@ -142,7 +137,6 @@ def _parse(
         object.__setattr__(group, name, n)
 
 
-def _is_bytes(value: Any, above_zero: bool) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return False
-    return value > 0 if above_zero else value >= 0
+def _is_bytes(x: Any) -> bool:
+    is_number = isinstance(x, int | float) and not isinstance(x, bool)
+    return is_number and math.isfinite(x) and x >= 0

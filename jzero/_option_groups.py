@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jzero._blocks import Blocks, code_name
 from jzero._errors import MeshError, OptionError, a_type, message
-from jzero._given_fields import GivenFields
-from jzero._quantities import make_int
+from jzero._given_fields import GivenFields, given_fields, shown
 
 GATHER = ("per_pass", "keep", "once_per_step")
 REDUCE = ("once", "each")
@@ -70,23 +69,22 @@ class Microbatches(GivenFields):
     order: str = "microbatch"
 
     def __post_init__(self) -> None:
-        make_int(
-            self, "Microbatches", "num", 1, None, "It is how many microbatches each device works through, an "
-            "int from 1.", "Use microbatches=1 to run the batch whole.")  # fmt: skip
+        self._make_int("num", 1, "It is how many microbatches each device works through, an int from 1.",
+                       "Use microbatches=1 to run the batch whole.")  # fmt: skip
         _check_choice(self, "reduce", (None, *REDUCE), "Drop it to let the stage decide.")
         _check_choice(self, "order", ORDER, "Drop it for 'microbatch'.")
-        _check_float(self, "dtype")
-        only = [f"dtype={self.dtype!r}"] * (self.dtype is not None)
-        only += [f"order={self.order!r}"] * (self.order == "layer")
+        _make_float_dtype(self, "dtype")
+        only = {name: x for name, x in given_fields(self).items() if name in ("dtype", "order")}
         if self.num == 1 and only:
-            raise OptionError(message(
-                "Microbatches", f"{only[0]} and num=1", "It is about several microbatches.",
-                "Drop it, or say how many: Microbatches(4, ...)."))  # fmt: skip
+            found = " and ".join(f"{name}={shown(x)}" for name, x in only.items())
+            raise self._refused(
+                f"{found} and num=1", "It is about several microbatches.",
+                "Drop it, or say how many: Microbatches(4, ...).")  # fmt: skip
         if self.order == "layer" and self.reduce == "each":
-            raise OptionError(message(
-                "Microbatches", "order='layer' and reduce='each'",
+            raise self._refused(
+                "order='layer' and reduce='each'",
                 "A layer's gradient is reduced when all microbatches have passed the layer.",
-                "Drop reduce, or order."))  # fmt: skip
+                "Drop reduce, or order.")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -155,29 +153,27 @@ class Comm(GivenFields):
             )
         object.__setattr__(self, "reduce_dtype", _reduce_dtype(self.reduce_dtype))
         if not isinstance(self.reduce_dtype, tuple | Blocks):
-            _check_float(self, "reduce_dtype", " Quantized: jnp.int8, jnp.int4 or a jzero.Blocks.")
+            _make_float_dtype(
+                self, "reduce_dtype", " Quantized: jnp.int8, jnp.int4 or a jzero.Blocks."
+            )
         _check_choice(self, "gather", (None, *GATHER), "Drop it for 'per_pass'.")
-        for name, least, rule, edit in _INTEGERS:
-            if getattr(self, name) is not None or name == "max_gather_bytes":
-                make_int(self, "Comm", name, least, None, rule, edit)
+        self._make_int(
+            "prefetch_bytes", 0,
+            "It is how many gathered bytes may be ahead of the compute that uses them, an int from 0.",
+            "Use prefetch_bytes=0 to gather only what is used next, or drop it.")  # fmt: skip
+        self._make_int(
+            "tile_bytes", 1,
+            "It is how many bytes of a matrix are gathered, and of its gradient computed, at a time, an int "
+            "from 1.", "Use tile_bytes=2**28, or drop it to gather whole matrices.")  # fmt: skip
+        self._make_int(
+            "max_gather_bytes", 0,
+            "It is how many bytes of a value with the batch dim one operation may gather, an int from 0.",
+            "Drop it for 256 MiB.")  # fmt: skip
         if self.tile_bytes is not None and self.gather in ("keep", "once_per_step"):
-            raise OptionError(message(
-                "Comm", f"gather={self.gather!r} and tile_bytes={self.tile_bytes}",
+            raise self._refused(
+                f"gather={self.gather!r} and tile_bytes={self.tile_bytes}",
                 "A tile is freed after its use, and the next pass that uses it gathers it again.",
-                "Drop gather, or tile_bytes."))  # fmt: skip
-
-
-_INTEGERS = (
-    ("prefetch_bytes", 0,
-     "It is how many gathered bytes may be ahead of the compute that uses them, an int from 0.",
-     "Use prefetch_bytes=0 to gather only what is used next, or drop it."),
-    ("tile_bytes", 1,
-     "It is how many bytes of a matrix are gathered, and of its gradient computed, at a time, an int from 1.",
-     "Use tile_bytes=2**28, or drop it to gather whole matrices."),
-    ("max_gather_bytes", 0,
-     "It is how many bytes of a value with the batch dim one operation may gather, an int from 0.",
-     "Drop it for 256 MiB."),
-)  # fmt: skip
+                "Drop gather, or tile_bytes.")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -243,22 +239,18 @@ class Axes(GivenFields):
         if isinstance(specs, Mapping | None):
             specs = tuple((specs or {}).items())
         if not isinstance(specs, tuple):
-            raise OptionError(message(
-                "Axes", f"auto_specs={specs!r}", "It maps regular expressions to PartitionSpecs.",
-                "Write {'regular expression': jax.P(None, 'model')}."))  # fmt: skip
+            raise self._refused(
+                f"auto_specs={specs!r}", "It maps regular expressions to PartitionSpecs.",
+                "Write {'regular expression': jax.P(None, 'model')}.")  # fmt: skip
         object.__setattr__(self, "auto_specs", specs)
         _check_specs(specs)
-        for name, patterns in (
-            ("replicate", [self.replicate or ""]),
-            ("auto_specs", [x for x, _ in specs]),
-        ):
-            for pattern in patterns:
-                _check_pattern(name, pattern)
-        if self.min_shard_bytes is not None:
-            make_int(
-                self, "Axes", "min_shard_bytes", 0, None,
-                "It is the number of bytes below which a leaf stays replicated, an int from 0.",
-                "Use min_shard_bytes=0 to shard every leaf that can be.")  # fmt: skip
+        _check_pattern("replicate", self.replicate or "")
+        for pattern, _ in specs:
+            _check_pattern("auto_specs", pattern)
+        self._make_int(
+            "min_shard_bytes", 0,
+            "It is the number of bytes below which a leaf stays replicated, an int from 0.",
+            "Use min_shard_bytes=0 to shard every leaf that can be.")  # fmt: skip
 
 
 def blocks_of(who: str, option: str, value: Any) -> Blocks:
@@ -309,9 +301,8 @@ def comm_of(who: str, given: Any, evaluates: bool = False) -> Comm:
 
 def refuse_fields(who: str, group: Any, names: Sequence[str], rule: str) -> None:
     """Refuses fields of a group that are not as by default, where they would have no effect."""
-    defaults = type(group)()
-    if given := [x for x in names if getattr(group, x) != getattr(defaults, x)]:
-        fields = ", ".join(f"{x}={getattr(group, x)!r}" for x in given)
+    if given := {name: x for name, x in given_fields(group).items() if name in names}:
+        fields = ", ".join(f"{name}={x!r}" for name, x in given.items())
         raise OptionError(message(who, f"{type(group).__name__}({fields})", rule, "Drop it."))
 
 
@@ -353,25 +344,25 @@ def _check_choice(group: Any, name: str, known: Sequence[Any], edit: str) -> Non
         ))  # fmt: skip
 
 
-def _check_float(group: Any, name: str, more: str = "") -> None:
-    dtype = getattr(group, name)
+def _make_float_dtype(group: Any, name: str, more: str = "") -> None:
+    """Makes a field a NumPy dtype, by whatever name it was given, so that equal groups compare equal."""
+    if (given := getattr(group, name)) is None:
+        return
+    rule, edit = (
+        f"Gradients are floating point numbers.{more}",
+        "Use jnp.float32 or jnp.bfloat16, or drop it.",
+    )
     try:
-        fits = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        dtype = jnp.dtype(given)
     except (TypeError, ValueError):
-        fits = False
-    if (
-        fits
-        and dtype is not None
-        and jnp.dtype(dtype).itemsize > 4
-        and not jax.config.read("jax_enable_x64")
-    ):
-        raise OptionError(message(
-            type(group).__name__, f"{name}={dtype!r}", "JAX has no 64-bit types without jax_enable_x64.",
-            "Use jnp.float32, or jax.config.update('jax_enable_x64', True) before."))  # fmt: skip
-    if not fits:
-        raise OptionError(message(
-            type(group).__name__, f"{name}={dtype!r}", f"Gradients are floating point numbers.{more}",
-            "Use jnp.float32 or jnp.bfloat16, or drop it."))  # fmt: skip
+        dtype = jnp.dtype(bool)
+    if jnp.issubdtype(dtype, jnp.floating):
+        if dtype.itemsize <= 4 or jax.config.read("jax_enable_x64"):
+            object.__setattr__(group, name, dtype)
+            return
+        rule = "JAX has no 64-bit types without jax_enable_x64."
+        edit = "Use jnp.float32, or jax.config.update('jax_enable_x64', True) before."
+    raise OptionError(message(type(group).__name__, f"{name}={given!r}", rule, edit))
 
 
 def _check_pattern(name: str, pattern: Any) -> None:
@@ -396,18 +387,13 @@ def _check_specs(auto_specs: Sequence[tuple[str, Any]]) -> None:
             "Axes", bad, "How leaves are stored is a PartitionSpec.",
             "Write {'regular expression': jax.P(None, 'model')}.", things="patterns"))  # fmt: skip
     for pattern, spec in auto_specs:
-        axes = [
-            axis
-            for entry in spec
-            if entry is not None
-            for axis in (entry if isinstance(entry, tuple) else (entry,))
-        ]
+        entries = [x if isinstance(x, tuple) else (x,) for x in spec if x is not None]
+        axes = [axis for entry in entries for axis in entry]
+        rule = edit = ""
         if PartitionSpec.UNCONSTRAINED in axes:
-            raise OptionError(message(
-                "Axes", f"auto_specs[{pattern!r}] is {spec}",
-                "A stored dim is sharded over axes, or it is not.",
-                "Write None instead of UNCONSTRAINED, or the axes."))  # fmt: skip
-        if len(set(axes)) < len(axes):
-            raise OptionError(message(
-                "Axes", f"auto_specs[{pattern!r}] is {spec}", "An axis shards one dim of a leaf.",
-                "Name each axis once."))  # fmt: skip
+            rule = "A stored dim is sharded over axes, or it is not."
+            edit = "Write None instead of UNCONSTRAINED, or the axes."
+        elif len(set(axes)) < len(axes):
+            rule, edit = "An axis shards one dim of a leaf.", "Name each axis once."
+        if rule:
+            raise OptionError(message("Axes", f"auto_specs[{pattern!r}] is {spec}", rule, edit))

@@ -11,9 +11,12 @@ from typing import Any
 
 from jzero._errors import OptionError, message
 from jzero._given_fields import GivenFields
-from jzero._quantities import make_int
 
 _LEAST_BYTES = 2**16  # of the host's memory, for tiles
+_THREADS = (
+    "It is how many threads update, an int from 1.",
+    "Drop it to use all processors that this process may use.",
+)
 
 
 class Policy(GivenFields):
@@ -68,11 +71,10 @@ class PinnedHost(Policy):
     device_bytes: int = 2**30
 
     def __post_init__(self) -> None:
-        make_int(
-            self, "PinnedHost", "device_bytes", 1, None,
+        self._make_int(
+            "device_bytes", 1,
             "It is how many bytes of optimizer state may be on a device at a time, an int from 1.",
-            "Use device_bytes=2**30, or drop it.",
-        )  # fmt: skip
+            "Use device_bytes=2**30, or drop it.")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -151,30 +153,23 @@ class HostCPU(Policy):
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.delayed_update, bool):
-            raise OptionError(message(
-                "HostCPU", f"delayed_update={self.delayed_update!r}", "It is True or False.",
-                "Use delayed_update=True to let host and devices work at the same time."))  # fmt: skip
-        if self.delay_after is not None:
-            make_int(
-                self, "HostCPU", "delay_after", 0, None,
-                "It is the number of steps that are not delayed, an int from 0.",
-                "Use delay_after=40, or drop it.",
-            )  # fmt: skip
-            if not self.delayed_update:
-                raise OptionError(message(
-                    "HostCPU", f"delay_after={self.delay_after!r} without delayed_update",
-                    "It is the number of steps before updates are delayed.",
-                    "Drop it, or use delayed_update=True."))  # fmt: skip
+        self._check_bools("delayed_update")
+        self._make_int("delay_after", 0, "It is the number of steps that are not delayed, an int from 0.",
+                       "Use delay_after=40, or drop it.")  # fmt: skip
+        if self.delay_after is not None and not self.delayed_update:
+            raise self._refused(
+                f"delay_after={self.delay_after!r} without delayed_update",
+                "It is the number of steps before updates are delayed.",
+                "Drop it, or use delayed_update=True.")  # fmt: skip
         if self.ratio != "auto":
             share = _float(self.ratio)
             if share is None or not 0 < share <= 1:
-                raise OptionError(message(
-                    "HostCPU", f"ratio={self.ratio!r}",
+                raise self._refused(
+                    f"ratio={self.ratio!r}",
                     "It is the share of optimizer state that rests on the host, by bytes: above 0, up to 1.",
-                    "Use a number in this range, 'auto', or drop it."))  # fmt: skip
+                    "Use a number in this range, 'auto', or drop it.")  # fmt: skip
             object.__setattr__(self, "ratio", share)
-        _check_threads(self)
+        self._make_int("threads", 1, *_THREADS)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -302,36 +297,20 @@ class NVMe(Policy):
     def __post_init__(self) -> None:
         is_path = isinstance(self.path, str | os.PathLike) and bool(os.fspath(self.path))
         if not is_path or "\0" in str(os.fspath(self.path)):
-            raise OptionError(message(
-                "NVMe", f"path={self.path!r}", "It is a folder on a disk of the devices' host.",
-                'Use jzero.NVMe("/nvme/run").'))  # fmt: skip
+            raise self._refused(
+                f"path={self.path!r}", "It is a folder on a disk of the devices' host.",
+                'Use jzero.NVMe("/nvme/run").')  # fmt: skip
         object.__setattr__(self, "path", str(Path(os.fspath(self.path)).absolute()))
-        make_int(
-            self, "NVMe", "host_bytes", _LEAST_BYTES, None,
+        self._make_int(
+            "host_bytes", _LEAST_BYTES,
             "It is how many bytes of the host's memory hold tiles of state, an int from 65536.",
-            "Use host_bytes=2**30, or drop it.",
-        )  # fmt: skip
-        for name in ("in_place", "resume", "gradients"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(message(
-                    "NVMe", f"{name}={getattr(self, name)!r}", "It is True or False.",
-                    f"Drop it, or use {name}=True."))  # fmt: skip
-        _check_threads(self)
-        if self.device_bytes is not None:
-            make_int(
-                self, "NVMe", "device_bytes", 1, None,
-                "It is how many bytes of parameters may be on a device at a time, an int from 1.",
-                "Use device_bytes=2**30, or drop it.",
-            )  # fmt: skip
-
-
-def _check_threads(policy: HostCPU | NVMe) -> None:
-    if policy.threads is not None:
-        make_int(
-            policy, type(policy).__name__, "threads", 1, None,
-            "It is how many threads update, an int from 1.",
-            "Drop it to use all processors that this process may use.",
-        )  # fmt: skip
+            "Use host_bytes=2**30, or drop it.")  # fmt: skip
+        self._check_bools("in_place", "resume", "gradients")
+        self._make_int("threads", 1, *_THREADS)
+        self._make_int(
+            "device_bytes", 1,
+            "It is how many bytes of parameters may be on a device at a time, an int from 1.",
+            "Use device_bytes=2**30, or drop it.")  # fmt: skip
 
 
 def _float(x: Any) -> float | None:

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people write them: "7.5B" or "1e9" parameters, "80GiB", "55GB/s", an int of NumPy's."""
+"""Numbers as people write them: "7.5B" or "1e9" parameters, "80GiB", "55GB/s"."""
 
 from __future__ import annotations
 
-import operator
 import re
 from fractions import Fraction
-from typing import Any
-
-from jzero._errors import OptionError, message
 
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -59,24 +55,6 @@ def parse_flops(value: object) -> int | None:
         match = _FLOPS.fullmatch(value.strip())
         return _parse(match[1], {"": 1, **_PREFIXES}) if match else None
     return _parse(value, _COUNTS)
-
-
-def make_int(
-    options: Any, who: str, name: str, least: int, most: int | None, rule: str, edit: str
-) -> None:
-    """Makes a field of frozen options an int, of NumPy's, too.
-
-    Raises:
-      OptionError: it is none, a bool, or not from `least` to `most`.
-    """
-    value = getattr(options, name)
-    try:
-        num = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        num = None
-    if num is None or num < least or (most is not None and num > most):
-        raise OptionError(message(who, f"{name}={value!r}", rule, edit))
-    object.__setattr__(options, name, num)
 
 
 def readable_count(num: int, at_most: bool = False) -> str:

@@ -16,6 +16,11 @@ def step_fn(params: Any, opt: Any, batch: Any) -> Any:
     return params, opt
 
 
+def sum_step(params: Any, batch: Any) -> Any:
+    return params + batch.sum()
+
+
+ONES = np.ones(8, np.float32)
 # Any: what is given here, a checker of types would refuse.
 sharded: Any = jzero.shard_train_step
 comm: Any = jzero.Comm
@@ -75,6 +80,16 @@ def test_an_old_name_that_says_nothing_is_dropped():
 REFUSED: dict[str, tuple[Any, str]] = {
     "a dtype that JAX has not": (lambda: jzero.Microbatches(4, dtype=float), "without jax_enable_x64"),
     "... of reductions": (lambda: jzero.Comm(reduce_dtype=float), "without jax_enable_x64"),
+    "a dtype that is no float": (lambda: jzero.Microbatches(4, dtype="i8"), "Gradients are floating point"),
+    "a field that is misspelt": (
+        lambda: comm(gather_dtyp="int8"), "there is no field gather_dtyp=. Did you mean gather_dtype=?"),
+    "a field of another group": (
+        lambda: axes(microbatches=4), "Its fields are batch, params, optimizer, axis_name, auto_specs"),
+    "a bound of leaves that are not sharded anyway": (
+        lambda: sharded(step_fn, stage=0, axes=axes(min_shard_bytes=8)), "At stage 0 nothing is sharded"),
+    "the axis of a step that names none": (
+        lambda: sharded(sum_step, axes=jzero.Axes(axis_name="batch")).plan(ONES, ONES),
+        "shard_train_step: Axes(axis_name='batch'), and the step has no collectives over it"),
     "no bound at all": (lambda: comm(max_gather_bytes=None), "max_gather_bytes=None"),
     "a format by axis": (lambda: jzero.Comm(gather_dtype={"data": "int8"}), "It is a quantized format"),
     "axes as a dict": (lambda: axes({"data": 3}), "A mesh axis is called by a text"),
@@ -131,6 +146,11 @@ def test_groups_are_values():
     again = jzero.Axes(("node", "local"), params=("local",), auto_specs={"w": jax.P("model")})
     assert group == again
     assert hash(group) == hash(again)
+    groups = {
+        jzero.Microbatches(2, dtype=x) for x in ("bfloat16", jnp.bfloat16, np.dtype("bfloat16"))
+    }
+    assert len(groups) == 1
+    assert repr(groups.pop()) == "Microbatches(num=2, dtype='bfloat16')"
     options = [
         options_of("f", 3, 2, jzero.Memory(optimizer="host"), None, x) for x in (group, again)
     ]

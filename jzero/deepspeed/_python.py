@@ -141,7 +141,13 @@ def _line(name: str, value: Any) -> str:
 def _python(x: Any, indent: str = "", before: str = "") -> str:
     """Its source, in one line if that has room behind `before`, else with an argument a line."""
     if not isinstance(x, Expression):
-        return name_of(x) if hasattr(x, "__name__") else json.dumps(x) if isinstance(x, str) else repr(x)
+        return (
+            name_of(x)
+            if hasattr(x, "__name__")
+            else json.dumps(x)
+            if isinstance(x, str)
+            else repr(x)
+        )
     if x.arguments is None:
         return x.name
     pairs = [(f"{key}=" if key else "", value) for key, value in x.arguments]

@@ -12,7 +12,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jzero._errors import BatchError, JzeroError, StepError, describe_leaf, first_of, message
+from jzero._errors import (
+    BatchError,
+    JzeroError,
+    OptionError,
+    StepError,
+    describe_leaf,
+    first_of,
+    message,
+)
 from jzero.ir._work import Repeated
 from jzero.sharding.partition._movement import Movement
 from jzero.sharding.partition._writer import OUTPUT
@@ -207,6 +215,12 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     )  # fmt: skip
     if batch is None:
         return None
+    if setting.axis_name is not None:
+        raise OptionError(message(
+            _call.WHO,
+            f"Axes(axis_name={setting.axis_name!r}), and the step has no collectives over it",
+            "It is the name by which a step written for jax.pmap calls the data axis; this one is written "
+            "for the whole batch.", "Drop axis_name; Axes(batch=) names axes of the mesh."))  # fmt: skip
     if not setting.evaluates:
         _outputs.check_outputs(batch, step.state, step.state_tree)
     given = batch.given[num_state:]

@@ -10,9 +10,9 @@ from typing import Any
 
 from jzero._blocks import Blocks
 from jzero._errors import MeshError, OptionError, message
+from jzero._given_fields import make_int
 from jzero._option_groups import Axes, Comm, Microbatches, blocks_of
 from jzero._policy import NoOffload, PinnedHost
-from jzero._quantities import make_int
 from jzero.sharding.plan import _auto_specs
 from jzero.sharding.plan._auto_specs import AutoPlace
 from jzero.sharding.plan._offload import Backend
@@ -251,6 +251,10 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
     (lambda o: o.axes.optimizer is not None and o.stage == 0,
      "stage=0 and Axes(optimizer={o.axes.optimizer})",
      "At stage 0 nothing is sharded.", "Drop Axes(optimizer=), or use stage=1."),
+    # With 0 there is no such bound, as at stage 0.
+    (lambda o: bool(o.axes.min_shard_bytes) and o.stage == 0,
+     "stage=0 and Axes(min_shard_bytes={o.axes.min_shard_bytes})",
+     "At stage 0 nothing is sharded.", "Drop min_shard_bytes, or use stage=1."),
     (lambda o: not isinstance(o.activations, NoOffload | PinnedHost),
      "Memory(activations={o.activations!r})",
      "A program of the devices reads and writes pinned memory of their host, and no other.", _ACTIVATIONS),
