@@ -7,7 +7,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,99 +19,14 @@ from jzero.checkpoint import _inspect, _lock, _reading, _stored
 from jzero.checkpoint._bucket_steps import steps_in
 from jzero.checkpoint._inspect import Inspection, Saved, Verified
 from jzero.cli import _flags
+from jzero.cli._command import JSON, Command, Shown
 from jzero.reports._tables import Table
 from jzero.sharding.plan._stages import PARAMETER
 from jzero.weights import _export, _import
 from jzero.weights._families import LAYOUTS
 from jzero.weights._safetensors import FLOATS
 
-Shown = Iterator[str | Table | dict[str, Any]]  # A dict is shown as JSON.
 _CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"
-
-
-def add(commands: Any) -> dict[str, Callable[..., Shown]]:
-    """Adds four commands to a parser; what runs each, with its flags as arguments."""
-    _add_inspect(commands.add_parser(
-        "inspect", help="the contents of a checkpoint, and whether it is complete",
-        description="Totals of a checkpoint, and its leaves.",
-        example="jzero inspect checkpoints --verify"))  # fmt: skip
-    _add_export(commands.add_parser(
-        "export", help="the parameters of a checkpoint, as safetensors",
-        description="Writes the parameters of a checkpoint to safetensors files. Tensors have the names of "
-        "leaves with . for /, without params. if all have it. In another dtype, values come from the "
-        "masters of jzero.master_weights where there are some.",
-        example="jzero export checkpoints model.safetensors --dtype bf16"))  # fmt: skip
-    _add_import(commands.add_parser(
-        "import", help="safetensors as a checkpoint",
-        description="Writes the tensors of safetensors files as a checkpoint of Orbax: a.b becomes the leaf "
-        "params/a/b.",
-        example="jzero import model.safetensors pretrained"))  # fmt: skip
-    _add_unlock(commands.add_parser(
-        "unlock", help="let another process save steps in a directory",
-        description="Removes the lock of a dead process, so that another one can save steps in a directory.",
-        example="jzero unlock checkpoints"))  # fmt: skip
-    return {
-        "inspect": _show, "export": _write_files, "import": _write_checkpoint, "unlock": _unlock
-    }  # fmt: skip
-
-
-def _add_inspect(command: _flags.Parser) -> None:
-    command.add_argument("checkpoint", help=_CHECKPOINT)
-    command.add_argument(
-        "--verify", action="store_true", help="read all of it: exit status 1 if damaged"
-    )
-    command.add_argument("--json", action="store_true", help="numbers instead of tables")
-
-
-def _add_export(command: _flags.Parser) -> None:
-    command.add_argument("checkpoint", help=_CHECKPOINT)
-    command.add_argument(
-        "out", help="out.safetensors; also the name of the index, if there are several files"
-    )
-    command.add_argument("--dtype", choices=FLOATS, help="of floats; by default their own")
-    command.add_argument(
-        "--select",
-        metavar="REGEX",
-        help="instead of the parameters: leaves whose names match",
-    )
-    command.add_argument(
-        "--max-file-size",
-        type=_flags.num_bytes,
-        metavar="SIZE",
-        help="5GB by default; in a bucket 256MB",
-    )
-    command.add_argument("--overwrite", action="store_true", help="replace an older export")
-    _add_layout(command, "write tensors with the names and shapes of Hugging Face's")
-
-
-def _add_import(command: _flags.Parser) -> None:
-    command.add_argument(
-        "source",
-        help="in.safetensors, in.safetensors.index.json, or the directory of model.safetensors",
-    )
-    command.add_argument("checkpoint", help="a new directory")
-    command.add_argument(
-        "--prefix", default="params", help="what leaves are below: params by default, or ''"
-    )
-    command.add_argument(
-        "--dtype", choices=FLOATS, help="of floats; by default the model's (--like), or their own"
-    )
-    _add_layout(command, "make Hugging Face's tensors the leaves of a model of Flax")
-    command.add_argument(
-        "--like", metavar="MODULE:FUNCTION", type=_like,
-        help="returns the model's parameters, or their shapes by jax.eval_shape",
-    )  # fmt: skip
-
-
-def _add_layout(command: _flags.Parser, what: str) -> None:
-    command.add_argument(
-        "--layout",
-        metavar="NAME",
-        help=f"{what}: {', '.join(LAYOUTS)}, table.py:NAME or table.json",
-    )
-    command.add_argument(
-        "--config", metavar="FILE", help="the model's config.json: tensors are checked against it"
-    )
 
 
 def _like(text: str) -> Any:
@@ -128,11 +43,7 @@ def _like(text: str) -> Any:
         ) from error
 
 
-def _add_unlock(command: _flags.Parser) -> None:
-    command.add_argument("directory", help="a directory of steps")
-
-
-def _show(checkpoint: str, verify: bool, json: bool) -> Shown:
+def _show(checkpoint: str, verify: bool = False, json: bool = False) -> Shown:
     found, stored = _inspect.inspect(checkpoint)
     verified = _inspect.verify(stored) if verify else None
     yield from [_as_dict(found, verified)] if json else _as_tables(found, verified)
@@ -212,7 +123,7 @@ def _dims(shape: tuple[int, ...]) -> str:
 
 def _write_files(checkpoint: str, out: str, **options: Any) -> Shown:
     files, left_out = _export.export(checkpoint, out, **options)
-    if left_out and options["select"] is None:
+    if left_out and "select" not in options:
         num = f"{len(left_out):,} {'leaf' if len(left_out) == 1 else 'leaves'}"
         yield f"Not exported, as no parameters: {num} ({first_of(left_out)}). --select REGEX exports others."
     for file in files:
@@ -227,3 +138,60 @@ def _write_checkpoint(source: str, checkpoint: str, **options: Any) -> Shown:
 def _unlock(directory: str) -> Shown:
     owner = _lock.unlock("unlock", steps_in("unlock", directory).where)
     yield f"{directory}: {owner} may no longer write in it"
+
+
+def _layout(what: str) -> dict[str, dict[str, str]]:
+    return {
+        "--layout": dict(metavar="NAME", help=f"{what}: {', '.join(LAYOUTS)}, table.py:NAME or table.json"),
+        "--config": dict(metavar="FILE", help="the model's config.json: tensors are checked against it"),
+    }  # fmt: skip
+
+
+INSPECT = Command(
+    _show, "the contents of a checkpoint, and whether it is complete",
+    "Totals of a checkpoint, and its leaves.",
+    "jzero inspect checkpoints --verify",
+    {
+        "checkpoint": dict(help=_CHECKPOINT),
+        "--verify": dict(action="store_true", help="read all of it: exit status 1 if damaged"),
+        "--json": JSON,
+    },
+)  # fmt: skip
+EXPORT = Command(
+    _write_files, "the parameters of a checkpoint, as safetensors",
+    "Writes the parameters of a checkpoint to safetensors files. Tensors have the names of leaves with . for "
+    "/, without params. if all have it. In another dtype, values come from the masters of "
+    "jzero.master_weights where there are some.",
+    "jzero export checkpoints model.safetensors --dtype bf16",
+    {
+        "checkpoint": dict(help=_CHECKPOINT),
+        "out": dict(help="out.safetensors; also the name of the index, if there are several files"),
+        "--dtype": dict(choices=FLOATS, help="of floats; by default their own"),
+        "--select": dict(metavar="REGEX", help="instead of the parameters: leaves whose names match"),
+        "--max-file-size": dict(type=_flags.num_bytes, metavar="SIZE",
+                                help="5GB by default; in a bucket 256MB"),
+        "--overwrite": dict(action="store_true", help="replace an older export"),
+        **_layout("write tensors with the names and shapes of Hugging Face's"),
+    },
+)  # fmt: skip
+IMPORT = Command(
+    _write_checkpoint, "safetensors as a checkpoint",
+    "Writes the tensors of safetensors files as a checkpoint of Orbax: a.b becomes the leaf params/a/b.",
+    "jzero import model.safetensors pretrained",
+    {
+        "source": dict(
+            help="in.safetensors, in.safetensors.index.json, or the directory of model.safetensors"),
+        "checkpoint": dict(help="a new directory"),
+        "--prefix": dict(help="what leaves are below: params by default, or ''"),
+        "--dtype": dict(choices=FLOATS, help="of floats; by default the model's (--like), or their own"),
+        **_layout("make Hugging Face's tensors the leaves of a model of Flax"),
+        "--like": dict(metavar="MODULE:FUNCTION", type=_like,
+                       help="returns the model's parameters, or their shapes by jax.eval_shape"),
+    },
+)  # fmt: skip
+UNLOCK = Command(
+    _unlock, "let another process save steps in a directory",
+    "Removes the lock of a dead process, so that another one can save steps in a directory.",
+    "jzero unlock checkpoints",
+    {"directory": dict(help="a directory of steps")},
+)  # fmt: skip

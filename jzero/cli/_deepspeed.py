@@ -6,39 +6,18 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from jzero._errors import OptionError, message
 from jzero.cli import _flags
-from jzero.cli._checkpoints import Shown
+from jzero.cli._command import Command, Shown, Verbatim
 from jzero.deepspeed._translate import from_deepspeed
 
 
-class Verbatim(str):
-    """Text whose lines stay as they are, however wide the terminal is: a program."""
-
-
-def add(commands: Any) -> dict[str, Callable[..., Shown]]:
-    """Adds the command to a parser; what runs it, with its flags as arguments."""
-    command = commands.add_parser(
-        "deepspeed", help="a DeepSpeed configuration as Python",
-        description="Translates a DeepSpeed configuration, and says what became of each key: "
-        "jzero.from_deepspeed.",
-        example="jzero deepspeed ds_config.json --devices 64 --auto lr=1e-4")  # fmt: skip
-    command.add_argument("config", help="its JSON file")
-    command.add_argument(
-        "--devices", type=_flags.positive, metavar="NUMBER", help="how many share the batch"
-    )
-    command.add_argument(
-        "--auto", type=_values, action="extend", metavar="NAME=VALUE,...",
-        help='what the Hugging Face Trainer writes where the file says "auto"')  # fmt: skip
-    return {"deepspeed": _show}
-
-
-def _show(config: str, devices: int | None, auto: list[tuple[str, Any]] | None) -> Shown:
-    values = dict(auto or ())
-    if len(values) < len(auto or ()):
+def _show(config: str, devices: int | None = None, auto: Sequence[tuple[str, Any]] = ()) -> Shown:
+    values = dict(auto)
+    if len(values) < len(auto):
         raise OptionError(message(
             "deepspeed", "--auto has a name twice", "It has one value for each.",
             "Drop one of them."))  # fmt: skip
@@ -61,3 +40,16 @@ def _value(text: str) -> Any:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except ValueError:
         return text
+
+
+COMMAND = Command(
+    _show, "a DeepSpeed configuration as Python",
+    "Translates a DeepSpeed configuration, and says what became of each key: jzero.from_deepspeed.",
+    "jzero deepspeed ds_config.json --devices 64 --auto lr=1e-4",
+    {
+        "config": dict(help="its JSON file"),
+        "--devices": dict(type=_flags.positive, metavar="NUMBER", help="how many share the batch"),
+        "--auto": dict(type=_values, action="extend", metavar="NAME=VALUE,...",
+                       help='what the Hugging Face Trainer writes where the file says "auto"'),
+    },
+)  # fmt: skip

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jzero._errors import OptionError, message
@@ -21,7 +20,7 @@ from jzero._quantities import (
     readable_seconds,
 )
 from jzero.cli import _flags, _plot
-from jzero.cli._checkpoints import Shown
+from jzero.cli._command import JSON, Command, Shown
 from jzero.cli._flags import in_flags
 from jzero.offload.schedule._folds import WAYS
 from jzero.reports import _tables
@@ -48,123 +47,9 @@ _POLICIES: dict[str | None, tuple[Callable[..., Policy], dict[str, str]]] = {
 _OFFLOAD = tuple(filter(None, _POLICIES))
 
 
-def add(commands: Any) -> dict[str, Callable[..., Shown]]:
-    """Adds the command to a parser; what runs it, with its flags as arguments."""
-    command = commands.add_parser(
-        "estimate", help="memory and traffic from numbers alone",
-        description="Memory that a training needs on each device, and its traffic per step: jzero.estimate.",
-        example="jzero estimate --params 7.5B --devices 64 --memory 80GB")  # fmt: skip
-    _add_flags(command)
-    return {"estimate": functools.partial(_estimate, command.flags)}
-
-
-def _add_flags(command: _flags.Parser) -> None:
-    """Flags whose destinations are the arguments of `estimate`; those left out stay its defaults."""
-    names = "name[,name]"
-    model = command.add_mutually_exclusive_group(required=True)
-    where = command.add_mutually_exclusive_group(required=True)
-    groups = {"--params": model, "--config": model, "--devices": where, "--mesh": where}
-    flags: dict[str, dict[str, Any]] = {
-        "--params": dict(type=_flags.num_params, dest="model",
-                         metavar="NUMBER", help="such as 350M, 7.5B, 1e9, 1T"),
-        "--config": dict(type=_config, dest="model", metavar="FILE",
-                         help="instead of --params: config.json of a model of Hugging Face's (llama, "
-                         "mistral, mixtral, qwen2, qwen3, gemma, gpt2, t5, vit, ...)"),
-        "--devices": dict(type=_flags.positive, metavar="NUMBER", help="how many share the batch"),
-        "--mesh": dict(type=_flags.mesh, dest="devices", metavar="name=size[,name=size]",
-                       help="instead of --devices: axes and sizes, node=8,local=8"),
-        "--model-parallel": dict(type=_flags.positive, metavar="NUMBER",
-                                 help="devices that divide the model for each of those"),
-        "--stage": dict(type=int, choices=STAGES, help="by default all of them"),
-        "--optimizer": dict(choices=OPTIMIZERS, help="adam by default"),
-        "--precision": dict(choices=PRECISIONS, help="mixed by default"),
-        "--param-bytes": dict(type=float, dest="bytes_per_param.params", metavar="BYTES",
-                              help="bytes per parameter as stored"),
-        "--gradient-bytes": dict(type=float, dest="bytes_per_param.gradients", metavar="BYTES",
-                                 help="... of the gradient"),
-        "--optimizer-bytes": dict(type=float, dest="bytes_per_param.optimizer", metavar="BYTES",
-                                  help="... of the optimizer state"),
-        "--microbatches": dict(type=_flags.positive, dest="microbatches.num", metavar="NUMBER",
-                               help="that each device works through in a step"),
-        "--reduce": dict(choices=REDUCE, dest="microbatches.reduce", help="when gradients are reduced"),
-        "--accumulator-dtype": dict(dest="microbatches.dtype", metavar="DTYPE", help="such as float32"),
-        "--reduce-dtype": dict(dest="comm.reduce_dtype", metavar="DTYPE",
-                               help="such as bfloat16, or quantized: int8, int4"),
-        "--gather": dict(choices=GATHER, dest="comm.gather", help="how long gathered parameters live"),
-        "--param-axes": dict(type=_flags.names, dest="axes.params", metavar=names,
-                             help="axes over which parameters are sharded"),
-        "--optimizer-axes": dict(type=_flags.names, dest="axes.optimizer", metavar=names,
-                                 help="... and optimizer state"),
-        "--offload": dict(choices=_OFFLOAD, help="where optimizer state is stored"),
-        "--device-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
-                               help="of it on a device at a time, 1GiB (pinned)"),
-        "--ratio": dict(type=_flags.ratio, help="share of it that is stored on the host (host)"),
-        "--delayed": dict(action="store_const", const=True, dest="delayed_update",
-                          help="gradients are applied while the next are computed (host)"),
-        "--host-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
-                             help="of it in a process's memory at a time, 1GiB (nvme)"),
-        "--in-place": dict(action="store_const", const=True, dest="in_place",
-                           help="the new state is written over the old one (nvme)"),
-        "--offload-params": dict(type=_flags.num_bytes, metavar="SIZE",
-                                 help="parameters are stored on the host, at most SIZE on a device"),
-        "--params-in-files": dict(action="store_const", const=True,
-                                  help="... and in files instead of its memory (nvme)"),
-        "--gradients-in-files": dict(action="store_const", const=True, dest="gradients",
-                                     help="... and so are gradients, until the update (nvme)"),
-        "--offload-activations": dict(action="store_const", const=True,
-                                      help="what a loop saves for its backward loop is stored on the host"),
-        "--tile-bytes": dict(type=_flags.num_bytes, dest="comm.tile_bytes", metavar="SIZE",
-                             help="larger matrices are gathered in tiles of this size, 64MiB"),
-        "--layers": dict(type=_flags.count, dest="workload.layers", metavar="NUMBER",
-                         help="of that loop; with --config not needed, as --width"),
-        "--width": dict(type=_flags.count, dest="workload.width", metavar="NUMBER",
-                        help="elements of a layer's input for a token"),
-        "--layer-major": dict(action="store_const", const="layer", dest="microbatches.order",
-                              help="a layer is fetched once per pass for all microbatches"),
-        "--no-donate": dict(action="store_const", const=False, dest="donate",
-                            help="a step keeps the state passed to it"),
-        "--tokens": dict(type=_flags.count, dest="workload.tokens", metavar="NUMBER",
-                         help="of a step on each device, such as 8K"),
-        "--no-recompute": dict(action="store_const", const=False, dest="workload.recompute",
-                               help="the backward pass recomputes nothing"),
-        "--peak": dict(type=_flags.flops, dest="rates.peak", metavar="RATE",
-                       help="of a device, 989TFLOP/s: prints the time of a step"),
-        "--pcie": dict(type=_flags.rate, dest="rates.pcie", metavar="RATE",
-                       help="between device and host, in each direction, 55GB/s"),
-        "--interconnect": dict(type=_flags.rate, dest="rates.interconnect", metavar="RATE",
-                               help="all-gathers, 350GB/s"),
-        "--host-update": dict(type=_flags.rate, dest="rates.host_update", metavar="RATE",
-                              help="of optimizer state by the host, for each device"),
-        "--disk": dict(type=_flags.rate, dest="rates.disk", metavar="RATE",
-                       help="read and written by the host's disks, for each device, 6GB/s"),
-    }  # fmt: skip
-    for flag, settings in flags.items():
-        groups.get(flag, command).add_argument(flag, default=argparse.SUPPRESS, **settings)
-    command.add_argument(
-        "--memory",
-        type=_flags.num_bytes,
-        metavar="SIZE",
-        help="of a device, 80GB or 80GiB: prints the largest model",
-    )
-    command.add_argument(
-        "--host-memory",
-        type=_flags.num_bytes,
-        metavar="SIZE",
-        help="of the host, for each device: bounds the largest model, too",
-    )
-    command.add_argument(
-        "--disk-memory",
-        type=_flags.num_bytes,
-        metavar="SIZE",
-        help="of its disks, for each device: the same",
-    )
-    command.add_argument("--json", action="store_true", help="numbers instead of a table")
-    command.add_argument("--plot", metavar="FILE", help="a picture, such as out.png")
-
-
 def _estimate(
-    flags: Mapping[str, str], json: bool, plot: str | None, memory: str | None, host_memory: str | None,
-    disk_memory: str | None, **arguments: Any,
+    json: bool = False, plot: str | None = None, memory: str | None = None, host_memory: str | None = None,
+    disk_memory: str | None = None, **arguments: Any,
 ) -> Shown:  # fmt: skip
     for name, given in (("host_memory", host_memory), ("disk_memory", disk_memory)):
         if given and not memory:
@@ -175,7 +60,7 @@ def _estimate(
     arguments["memory"] = _memory(arguments)
     if "comm.tile_bytes" in arguments:
         arguments["comm.tile_bytes"] = parse_bytes(arguments["comm.tile_bytes"])
-    found, refused = _of_stages(stages, arguments, flags)
+    found, refused = _of_stages(stages, arguments)
     largest = [e.largest_model(memory, host_memory, disk_memory) if memory else None for e in found]
     if plot:
         _plot.plot_stages(found, plot, memory)
@@ -191,7 +76,7 @@ def _estimate(
 
 
 def _of_stages(
-    stages: Sequence[int], arguments: dict[str, Any], flags: Mapping[str, str]
+    stages: Sequence[int], arguments: dict[str, Any]
 ) -> tuple[list[Estimate], dict[int, str]]:
     """Estimates of the stages that take these arguments, and why others do not; an error if none does."""
     found, refused = list[Estimate](), dict[int, str]()
@@ -199,7 +84,7 @@ def _of_stages(
         try:
             found.append(estimate(**grouped(arguments, _call), stage=stage))
         except OptionError as error:
-            refused[stage] = in_flags(str(error), flags)
+            refused[stage] = in_flags(str(error), COMMAND.flag_of)
             if stage == stages[-1] and not found:
                 raise
     return found, refused
@@ -325,3 +210,95 @@ def _on_hosts(found: Estimate) -> list[str]:
     """What each device's host holds, and what crosses to it and back."""
     transfers = [sum(c.nbytes for c in found.transfers if c.direction == way) for way in WAYS]
     return list(map(readable_bytes, [found.on_host, *transfers]))
+
+
+_NAMES = "name[,name]"
+# Where flags are left out, arguments of `estimate` keep its defaults.
+COMMAND = Command(
+    _estimate, "memory and traffic from numbers alone",
+    "Memory that a training needs on each device, and its traffic per step: jzero.estimate.",
+    "jzero estimate --params 7.5B --devices 64 --memory 80GB",
+    {
+        "--params": dict(type=_flags.num_params, dest="model",
+                         metavar="NUMBER", help="such as 350M, 7.5B, 1e9, 1T"),
+        "--config": dict(type=_config, dest="model", metavar="FILE",
+                         help="instead of --params: config.json of a model of Hugging Face's (llama, "
+                         "mistral, mixtral, qwen2, qwen3, gemma, gpt2, t5, vit, ...)"),
+        "--devices": dict(type=_flags.positive, metavar="NUMBER", help="how many share the batch"),
+        "--mesh": dict(type=_flags.mesh, dest="devices", metavar="name=size[,name=size]",
+                       help="instead of --devices: axes and sizes, node=8,local=8"),
+        "--model-parallel": dict(type=_flags.positive, metavar="NUMBER",
+                                 help="devices that divide the model for each of those"),
+        "--stage": dict(type=int, choices=STAGES, help="by default all of them"),
+        "--optimizer": dict(choices=OPTIMIZERS, help="adam by default"),
+        "--precision": dict(choices=PRECISIONS, help="mixed by default"),
+        "--param-bytes": dict(type=float, dest="bytes_per_param.params", metavar="BYTES",
+                              help="bytes per parameter as stored"),
+        "--gradient-bytes": dict(type=float, dest="bytes_per_param.gradients", metavar="BYTES",
+                                 help="... of the gradient"),
+        "--optimizer-bytes": dict(type=float, dest="bytes_per_param.optimizer", metavar="BYTES",
+                                  help="... of the optimizer state"),
+        "--microbatches": dict(type=_flags.positive, dest="microbatches.num", metavar="NUMBER",
+                               help="that each device works through in a step"),
+        "--reduce": dict(choices=REDUCE, dest="microbatches.reduce", help="when gradients are reduced"),
+        "--accumulator-dtype": dict(dest="microbatches.dtype", metavar="DTYPE", help="such as float32"),
+        "--reduce-dtype": dict(dest="comm.reduce_dtype", metavar="DTYPE",
+                               help="such as bfloat16, or quantized: int8, int4"),
+        "--gather": dict(choices=GATHER, dest="comm.gather", help="how long gathered parameters live"),
+        "--param-axes": dict(type=_flags.names, dest="axes.params", metavar=_NAMES,
+                             help="axes over which parameters are sharded"),
+        "--optimizer-axes": dict(type=_flags.names, dest="axes.optimizer", metavar=_NAMES,
+                                 help="... and optimizer state"),
+        "--offload": dict(choices=_OFFLOAD, help="where optimizer state is stored"),
+        "--device-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
+                               help="of it on a device at a time, 1GiB (pinned)"),
+        "--ratio": dict(type=_flags.ratio, help="share of it that is stored on the host (host)"),
+        "--delayed": dict(action="store_const", const=True, dest="delayed_update",
+                          help="gradients are applied while the next are computed (host)"),
+        "--host-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
+                             help="of it in a process's memory at a time, 1GiB (nvme)"),
+        "--in-place": dict(action="store_const", const=True, dest="in_place",
+                           help="the new state is written over the old one (nvme)"),
+        "--offload-params": dict(type=_flags.num_bytes, metavar="SIZE",
+                                 help="parameters are stored on the host, at most SIZE on a device"),
+        "--params-in-files": dict(action="store_const", const=True,
+                                  help="... and in files instead of its memory (nvme)"),
+        "--gradients-in-files": dict(action="store_const", const=True, dest="gradients",
+                                     help="... and so are gradients, until the update (nvme)"),
+        "--offload-activations": dict(action="store_const", const=True,
+                                      help="what a loop saves for its backward loop is stored on the host"),
+        "--tile-bytes": dict(type=_flags.num_bytes, dest="comm.tile_bytes", metavar="SIZE",
+                             help="larger matrices are gathered in tiles of this size, 64MiB"),
+        "--layers": dict(type=_flags.count, dest="workload.layers", metavar="NUMBER",
+                         help="of that loop; with --config not needed, as --width"),
+        "--width": dict(type=_flags.count, dest="workload.width", metavar="NUMBER",
+                        help="elements of a layer's input for a token"),
+        "--layer-major": dict(action="store_const", const="layer", dest="microbatches.order",
+                              help="a layer is fetched once per pass for all microbatches"),
+        "--no-donate": dict(action="store_const", const=False, dest="donate",
+                            help="a step keeps the state passed to it"),
+        "--tokens": dict(type=_flags.count, dest="workload.tokens", metavar="NUMBER",
+                         help="of a step on each device, such as 8K"),
+        "--no-recompute": dict(action="store_const", const=False, dest="workload.recompute",
+                               help="the backward pass recomputes nothing"),
+        "--peak": dict(type=_flags.flops, dest="rates.peak", metavar="RATE",
+                       help="of a device, 989TFLOP/s: prints the time of a step"),
+        "--pcie": dict(type=_flags.rate, dest="rates.pcie", metavar="RATE",
+                       help="between device and host, in each direction, 55GB/s"),
+        "--interconnect": dict(type=_flags.rate, dest="rates.interconnect", metavar="RATE",
+                               help="all-gathers, 350GB/s"),
+        "--host-update": dict(type=_flags.rate, dest="rates.host_update", metavar="RATE",
+                              help="of optimizer state by the host, for each device"),
+        "--disk": dict(type=_flags.rate, dest="rates.disk", metavar="RATE",
+                       help="read and written by the host's disks, for each device, 6GB/s"),
+        "--memory": dict(type=_flags.num_bytes, metavar="SIZE",
+                         help="of a device, 80GB or 80GiB: prints the largest model"),
+        "--host-memory": dict(type=_flags.num_bytes, metavar="SIZE",
+                              help="of the host, for each device: bounds the largest model, too"),
+        "--disk-memory": dict(type=_flags.num_bytes, metavar="SIZE",
+                              help="of its disks, for each device: the same"),
+        "--json": {**JSON, "help": "numbers instead of a table"},
+        "--plot": dict(metavar="FILE", help="a picture, such as out.png"),
+    },
+    one_of=(("--params", "--config"), ("--devices", "--mesh")),
+)  # fmt: skip

@@ -5,16 +5,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-import functools
-import itertools
 import re
-import shutil
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping
 
-from jzero._errors import escaped, named
 from jzero._groups import GROUPS
 from jzero._policy import HostCPU, NVMe, PinnedHost
 from jzero._quantities import (
@@ -25,7 +18,6 @@ from jzero._quantities import (
     parse_flops,
     parse_rate,
 )
-from jzero.reports._lines import WIDTH, wrapped
 
 # How policies are said in flags.
 _POLICIES = {
@@ -43,75 +35,6 @@ _OFFLOADS: dict[str, tuple[str, type[HostCPU | PinnedHost | NVMe]]] = {
     "NVMe": ("nvme", NVMe),
 }
 _VALUE = r"(\([^()]*\)|\{[^{}]*\}|'[^']*'|-?[\w.*]*\w)"
-
-
-class Parser(argparse.ArgumentParser):
-    """Names what is mistyped; its help has an example, and so has an error about what is missing."""
-
-    def __init__(self, *, description: str, example: str = "", **settings: Any):
-        lines = wrapped(description, width=terminal_columns())
-        super().__init__(
-            description="\n".join(lines), allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            epilog=f"example:\n  {example}" if example else None, **settings,
-        )  # fmt: skip
-
-    @property
-    def flags(self) -> dict[str, str]:
-        """The flag of each argument that has one."""
-        return {a.dest: a.option_strings[-1] for a in self._actions if a.option_strings}
-
-    @property
-    def commands(self) -> list[str]:
-        """The names of its commands; none of a command's own parser."""
-        found = [a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)]
-        return [name for choices in found for name in choices]
-
-    # Typed as argparse does, by overloads that differ in the namespace alone.
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Else `argparse` would first say that `--params` is missing, and of `--param` nothing."""
-        given = list(sys.argv[1:] if args is None else args)
-        if bad := self._mistyped(given):
-            self.error(" And ".join(bad))
-        return super().parse_known_args(given, namespace)
-
-    def _mistyped(self, given: Sequence[str]) -> list[str]:
-        flags, names = [*self._option_string_actions], self.commands
-        mine = list(itertools.takewhile(lambda text: text != "--", given))
-        if names:  # What comes after the command is the command's.
-            mine = list(itertools.takewhile(lambda text: text.startswith("-"), mine))
-        typed = [text.partition("=")[0] for text in mine if re.match(r"-+[A-Za-z_]", text)]
-        bad = [_no(name, flags) for name in typed if name not in flags]
-        command = next(iter(given[len(mine) :]), None) if names else None
-        if not bad and command is not None and command not in names:
-            return [_no(command, names, all_of_them=True)]
-        return bad
-
-    def error(self, message: str) -> NoReturn:
-        """Ends with exit status 2."""
-        text = f"{self.prog}: {message.removeprefix('argument ')}"
-        lines = wrapped(escaped(text), "  ", terminal_columns(), cut=False)
-        if "required" in message and self.epilog:
-            lines += self.epilog.splitlines()
-        self.exit(2, "\n".join([*lines, f"See {self.prog} --help.", ""]))
-
-
-# Flags of jzero 0.x, for one release.
-_MOVED = {"--accumulate": "--microbatches", "--accumulate-dtype": "--accumulator-dtype"}
-
-
-def _no(name: str, names: Sequence[str], all_of_them: bool = False) -> str:
-    """That there is none of that name, and which was meant."""
-    if name in _MOVED and _MOVED[name] in names:
-        return f"there is no {name}. Write {_MOVED[name]}."
-    like = difflib.get_close_matches(name, [x for x in names if x not in ("-h", "--help")], 1, 0.6)
-    meant = f" Did you mean {like[0]}?" if like else f" There are {', '.join(names)}." * all_of_them
-    return f"there is no {named(name)}.{meant}"
-
-
-def terminal_columns() -> int:
-    """Of the terminal; `COLUMNS` of the environment comes first."""
-    return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
 def in_flags(text: str, flags: Mapping[str, str]) -> str:
@@ -135,18 +58,16 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
     who, _, said = text.partition(": ")
     for argument, (kind, _) in GROUPS.items():
         group = kind.__name__
-        fields = {
-            dest.partition(".")[2]: flag
-            for dest, flag in flags.items()
-            if dest.startswith(f"{argument}.")
-        }
+        of_group = [dest for dest in flags if dest.startswith(f"{argument}.")]
+        fields = {dest.partition(".")[2]: flags[dest] for dest in of_group}
         text = re.sub(
             rf"(\w+=)?(?:jzero\.)?\b{group}\(((?:[^()]|\([^()]*\))*)\)",
-            functools.partial(_group_in_flags, fields), text)  # fmt: skip
+            lambda m, fields=fields: _in_flags(re.sub(r"^(\d+), \.\.\.$", r"num=\1", m[2]), fields),
+            text)  # fmt: skip
         if group == who:
             text = _in_flags(text, fields)
-        if one := flags.get(f"{argument}.num"):
-            text = re.sub(rf"\b{argument}={_VALUE}", functools.partial(_value_in_flags, one), text)
+        if num := fields.get("num"):
+            text = re.sub(rf"\b{argument}={_VALUE}", lambda m, num=num: _given(num, m[1]), text)
     text = _in_flags(text, {dest: flag for dest, flag in flags.items() if "." not in dest})
     grouped = {dest.partition(".")[2]: flag for dest, flag in flags.items() if "." in dest}
     text = re.sub(
@@ -156,14 +77,6 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
                   lambda m: f"--params {m[1]} {m[2].replace(',', '')}", text)  # fmt: skip
     who, _, said = text.replace("jnp.", "").partition(": ")
     return said or who
-
-
-def _group_in_flags(fields: Mapping[str, str], group: re.Match[str]) -> str:
-    return _in_flags(re.sub(r"^(\d+), \.\.\.$", r"num=\1", group[2]), fields)
-
-
-def _value_in_flags(flag: str, value: re.Match[str]) -> str:
-    return _given(flag, value[1])
 
 
 def _in_flags(text: str, flags: Mapping[str, str]) -> str:

@@ -15,12 +15,16 @@ import jax
 from jzero._errors import CheckpointError, JzeroError, escaped
 from jzero._version import __version__
 from jzero.cli import _bandwidth, _checkpoints, _deepspeed, _estimate, _preflight
-from jzero.cli._checkpoints import Shown
-from jzero.cli._deepspeed import Verbatim
-from jzero.cli._flags import Parser, in_flags, terminal_columns
+from jzero.cli._command import Parser, Shown, Verbatim, terminal_columns
+from jzero.cli._flags import in_flags
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Table
 
+_COMMANDS = {
+    "estimate": _estimate.COMMAND, "preflight": _preflight.COMMAND, "bandwidth": _bandwidth.COMMAND,
+    "deepspeed": _deepspeed.COMMAND, "inspect": _checkpoints.INSPECT, "export": _checkpoints.EXPORT,
+    "import": _checkpoints.IMPORT, "unlock": _checkpoints.UNLOCK,
+}  # fmt: skip
 _UNWRAPPED = 200  # columns of tables that go to a file or a pipe, where COLUMNS says nothing else
 
 
@@ -35,10 +39,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     )
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    runs = {
-        **_estimate.add(commands), **_preflight.add(commands), **_bandwidth.add(commands),
-        **_deepspeed.add(commands), **_checkpoints.add(commands),
-    }  # fmt: skip
+    for name, command in _COMMANDS.items():
+        command.add_to(commands, name)
     typed = list(sys.argv[1:] if arguments is None else arguments)
     if typed[:1] == ["help"]:
         typed = [*typed[1:2], "--help"]
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
         parser.exit(2)
     given = vars(parser.parse_args(typed))
     name = given.pop("command")
+    command = _COMMANDS[name]
     if name != "bandwidth":  # The others need no accelerators, which may be training.
         jax.config.update("jax_platforms", "cpu")
     width = _columns()
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
         f"{prog} {name}: {text}\n"
     )  # Its line is no user's.
     try:
-        _print(runs[name](**given), width or _UNWRAPPED)
+        _print(command.run(**given), width or _UNWRAPPED)
     except (
         BrokenPipeError
     ):  # Whoever reads it has seen enough; Python's own flush would say so again.
@@ -62,8 +65,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     except CheckpointError as error:
         sys.exit(_in_lines(f"{prog} {error}", width))
     except JzeroError as error:
-        command = commands.choices[name]
-        text = f"{command.prog}: {in_flags(str(error), command.flags)}"
+        text = f"{prog} {name}: {in_flags(str(error), command.flag_of)}"
         parser.exit(2, f"{_in_lines(text, width)}\n")
 
 

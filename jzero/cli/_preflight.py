@@ -20,55 +20,13 @@ from jzero._errors import _PACKAGE, JzeroError, OptionError, message, named
 from jzero._shard_train_step import shard_train_step
 from jzero._sharded_step import ShardedStep
 from jzero.cli import _flags
-from jzero.cli._checkpoints import Shown
-from jzero.cli._deepspeed import Verbatim
+from jzero.cli._command import JSON, Command, Shown, Verbatim
 from jzero.preflight._preflight import WHO, preflight
 
 _RULE = "It is MODULE:FUNCTION; the function returns (step, init, batch)."
 
 
-def add(commands: Any) -> dict[str, Callable[..., Shown]]:
-    """Adds the command to a parser; what runs it, with its flags as arguments."""
-    command = commands.add_parser(
-        "preflight", help="a step compiled for GPUs or TPUs that are not there",
-        description="Compiles a train step for devices that are not there, and reports memory, traffic and "
-        "time: jzero.preflight. FUNCTION has no arguments and returns (step, init, batch): the step, of "
-        "jzero.shard_train_step or else sharded at stage 3; a function without arguments that makes the "
-        "state, of which only shapes are used, or the state as jax.ShapeDtypeStructs; and the batch as "
-        "jax.ShapeDtypeStructs. Further arguments of the step follow the batch.",
-        example="jzero preflight train:setup --target h200 --topology 8x8")  # fmt: skip
-    command.add_argument(
-        "function", metavar="MODULE:FUNCTION", help="such as train:setup, of train.py here"
-    )
-    command.add_argument(
-        "--target", default="h200", help="h100, h200, tpu-v5e ...; h200 by default"
-    )
-    command.add_argument(
-        "--topology", default="1x8", metavar="HOSTSxDEVICES", help="8x8 are 64 devices; 1x8 by default"
-    )  # fmt: skip
-    command.add_argument(
-        "--axes", type=_flags.mesh, metavar="name=size[,name=size]",
-        help="of the mesh, hosts first: node=8,local=8",
-    )  # fmt: skip
-    command.add_argument(
-        "--memory-fraction", type=float, default=0.75, metavar="SHARE",
-        help="of a device's memory that the process uses, 0.75 by default",
-    )  # fmt: skip
-    command.add_argument(
-        "--bandwidth", type=_flags.bandwidths, metavar="name=RATE[,name=RATE]",
-        help="of each device along an axis: node=100Gb/s,local=450GB/s",
-    )  # fmt: skip
-    command.add_argument(
-        "--search-batch", action="store_true", help="also find the most rows of the batch that fit"
-    )
-    command.add_argument(
-        "--search-wire", action="store_true", help="also compare quantized gathers and reductions"
-    )  # fmt: skip
-    command.add_argument("--json", action="store_true", help="numbers instead of tables")
-    return {"preflight": _preflight}
-
-
-def _preflight(function: str, json: bool, **options: Any) -> Shown:
+def _preflight(function: str, json: bool = False, **options: Any) -> Shown:
     step, *arguments = _arguments(function)
     try:
         with _named_failures(f"the step of {function}()", but=(JzeroError, ImportError)):
@@ -174,3 +132,28 @@ def _named_failures(
 
 def _refused(found: str, edit: str) -> OptionError:
     return OptionError(message(WHO, found, _RULE, edit))
+
+
+COMMAND = Command(
+    _preflight, "a step compiled for GPUs or TPUs that are not there",
+    "Compiles a train step for devices that are not there, and reports memory, traffic and time: "
+    "jzero.preflight. FUNCTION has no arguments and returns (step, init, batch): the step, of "
+    "jzero.shard_train_step or else sharded at stage 3; a function without arguments that makes the state, "
+    "of which only shapes are used, or the state as jax.ShapeDtypeStructs; and the batch as "
+    "jax.ShapeDtypeStructs. Further arguments of the step follow the batch.",
+    "jzero preflight train:setup --target h200 --topology 8x8",
+    {
+        "function": dict(metavar="MODULE:FUNCTION", help="such as train:setup, of train.py here"),
+        "--target": dict(help="h100, h200, tpu-v5e ...; h200 by default"),
+        "--topology": dict(metavar="HOSTSxDEVICES", help="8x8 are 64 devices; 1x8 by default"),
+        "--axes": dict(type=_flags.mesh, metavar="name=size[,name=size]",
+                       help="of the mesh, hosts first: node=8,local=8"),
+        "--memory-fraction": dict(type=float, metavar="SHARE",
+                                  help="of a device's memory that the process uses, 0.75 by default"),
+        "--bandwidth": dict(type=_flags.bandwidths, metavar="name=RATE[,name=RATE]",
+                            help="of each device along an axis: node=100Gb/s,local=450GB/s"),
+        "--search-batch": dict(action="store_true", help="also find the most rows of the batch that fit"),
+        "--search-wire": dict(action="store_true", help="also compare quantized gathers and reductions"),
+        "--json": JSON,
+    },
+)  # fmt: skip
