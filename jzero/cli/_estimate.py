@@ -4,21 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jzero._errors import OptionError, message
 from jzero._groups import grouped
 from jzero._option_groups import GATHER, REDUCE
-from jzero._policy import HostCPU, Memory, NoOffload, NVMe, PinnedHost, Policy
-from jzero._quantities import (
-    parse_bytes,
-    readable_bytes,
-    readable_count,
-    readable_seconds,
-)
+from jzero._policy import Memory, NoOffload, NVMe, PinnedHost, Policy
+from jzero._quantities import readable_bytes, readable_count, readable_seconds
 from jzero.cli import _flags, _plot
 from jzero.cli._command import JSON, Command, Shown
 from jzero.cli._flags import in_flags
@@ -29,22 +23,6 @@ from jzero.reports._estimate import Estimate, estimate, roles_on_devices
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
 from jzero.reports._tables import Table
 from jzero.sharding.plan._stages import STAGES
-
-# By the name that --offload has for it: the policy, and the flags that are its fields.
-_POLICIES: dict[str | None, tuple[Callable[..., Policy], dict[str, str]]] = {
-    None: (NoOffload, {}),
-    "pinned": (PinnedHost, {"device_bytes": "--device-bytes"}),
-    "host": (HostCPU, {"ratio": "--ratio", "delayed_update": "--delayed"}),
-    "nvme": (
-        functools.partial(NVMe, "."),
-        {
-            "host_bytes": "--host-bytes",
-            "in_place": "--in-place",
-            "gradients": "--gradients-in-files",
-        },
-    ),
-}
-_OFFLOAD = tuple(filter(None, _POLICIES))
 
 
 def _estimate(
@@ -58,8 +36,6 @@ def _estimate(
                 f"Drop {name}, or add memory='80GB'."))  # fmt: skip
     stages = [arguments.pop("stage")] if "stage" in arguments else list(STAGES)
     arguments["memory"] = _memory(arguments)
-    if "comm.tile_bytes" in arguments:
-        arguments["comm.tile_bytes"] = parse_bytes(arguments["comm.tile_bytes"])
     found, refused = _of_stages(stages, arguments)
     largest = [e.largest_model(memory, host_memory, disk_memory) if memory else None for e in found]
     if plot:
@@ -102,18 +78,16 @@ def _config(text: str) -> str | pathlib.Path:
 def _policy(arguments: dict[str, Any]) -> Policy:
     """The policy that the flags say; takes them out of the arguments."""
     kind = arguments.pop("offload", None)
-    policy, fields = _POLICIES[kind]
-    flags = {field: flag for _, flags in _POLICIES.values() for field, flag in flags.items()}
-    given = {field: arguments.pop(field) for field in flags if field in arguments}
-    if others := [flags[field] for field in given if field not in fields]:
+    policy, own = _flags.OFFLOADS.get(kind, (NoOffload, ()))
+    fields = [field for _, fields in _flags.OFFLOADS.values() for field in fields]
+    given = {field: arguments.pop(field) for field in fields if field in arguments}
+    if others := [COMMAND.flag_of[field] for field in given if field not in own]:
         raise OptionError(message(
             WHO, f"{' and '.join(others)} with {'no offload' if kind is None else f'--offload {kind}'}",
             "--device-bytes is for --offload pinned; --ratio and --delayed are for --offload host; "
             "--host-bytes, --in-place and --gradients-in-files are for --offload nvme.",
             "Drop one or the other."))  # fmt: skip
-    for name in {"device_bytes", "host_bytes"} & given.keys():
-        given[name] = parse_bytes(given[name])
-    return policy(**given)
+    return NVMe(".", **given) if policy is NVMe else policy(**given)
 
 
 def _memory(arguments: dict[str, Any]) -> Memory:
@@ -124,12 +98,9 @@ def _memory(arguments: dict[str, Any]) -> Memory:
         raise OptionError(message(
             WHO, "--params-in-files", "Parameters in files are updated beside their optimizer state.",
             "Add --offload nvme and --offload-params 2GiB, or drop it."))  # fmt: skip
-    there: Policy = NoOffload()
-    if params:
-        num_bytes = parse_bytes(params) or 0
-        there = PinnedHost(num_bytes)
-        if in_files and isinstance(state, NVMe):
-            there = dataclasses.replace(state, host_bytes=2**30, device_bytes=num_bytes)
+    there: Policy = PinnedHost(params) if params else NoOffload()
+    if in_files and isinstance(state, NVMe):
+        there = dataclasses.replace(state, host_bytes=2**30, device_bytes=params)
     activations = PinnedHost() if arguments.pop("offload_activations", None) else NoOffload()
     return Memory(params=there, optimizer=state, activations=activations)
 
@@ -249,17 +220,17 @@ COMMAND = Command(
                              help="axes over which parameters are sharded"),
         "--optimizer-axes": dict(type=_flags.names, dest="axes.optimizer", metavar=_NAMES,
                                  help="... and optimizer state"),
-        "--offload": dict(choices=_OFFLOAD, help="where optimizer state is stored"),
-        "--device-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
+        "--offload": dict(choices=_flags.OFFLOADS, help="where optimizer state is stored"),
+        "--device-bytes": dict(type=_flags.size, metavar="SIZE",
                                help="of it on a device at a time, 1GiB (pinned)"),
         "--ratio": dict(type=_flags.ratio, help="share of it that is stored on the host (host)"),
         "--delayed": dict(action="store_const", const=True, dest="delayed_update",
                           help="gradients are applied while the next are computed (host)"),
-        "--host-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
+        "--host-bytes": dict(type=_flags.size, metavar="SIZE",
                              help="of it in a process's memory at a time, 1GiB (nvme)"),
         "--in-place": dict(action="store_const", const=True, dest="in_place",
                            help="the new state is written over the old one (nvme)"),
-        "--offload-params": dict(type=_flags.num_bytes, metavar="SIZE",
+        "--offload-params": dict(type=_flags.size, metavar="SIZE",
                                  help="parameters are stored on the host, at most SIZE on a device"),
         "--params-in-files": dict(action="store_const", const=True,
                                   help="... and in files instead of its memory (nvme)"),
@@ -267,7 +238,7 @@ COMMAND = Command(
                                      help="... and so are gradients, until the update (nvme)"),
         "--offload-activations": dict(action="store_const", const=True,
                                       help="what a loop saves for its backward loop is stored on the host"),
-        "--tile-bytes": dict(type=_flags.num_bytes, dest="comm.tile_bytes", metavar="SIZE",
+        "--tile-bytes": dict(type=_flags.size, dest="comm.tile_bytes", metavar="SIZE",
                              help="larger matrices are gathered in tiles of this size, 64MiB"),
         "--layers": dict(type=_flags.count, dest="workload.layers", metavar="NUMBER",
                          help="of that loop; with --config not needed, as --width"),

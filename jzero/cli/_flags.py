@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jzero._groups import GROUPS
 from jzero._policy import HostCPU, NVMe, PinnedHost
@@ -29,11 +30,13 @@ _POLICIES = {
     "Memory(params=)": "--offload-params",
     "the other axes": "model_parallel",
 }
-_OFFLOADS: dict[str, tuple[str, type[HostCPU | PinnedHost | NVMe]]] = {
-    "HostCPU": ("host", HostCPU),
-    "PinnedHost": ("pinned", PinnedHost),
-    "NVMe": ("nvme", NVMe),
+# By the name that --offload has for it: the policy, and those of its fields that have flags.
+OFFLOADS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+    "pinned": (PinnedHost, ("device_bytes",)),
+    "host": (HostCPU, ("ratio", "delayed_update")),
+    "nvme": (NVMe, ("host_bytes", "in_place", "gradients")),
 }
+_KINDS = {policy.__name__: kind for kind, (policy, _) in OFFLOADS.items()}
 _VALUE = r"(\([^()]*\)|\{[^{}]*\}|'[^']*'|-?[\w.*]*\w)"
 
 
@@ -52,7 +55,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
         lambda m: " and ".join([_offload(m[3], m[4], flags)] * bool(m[3]) + [_window(m[2])]), text,
     )  # fmt: skip
     text = re.sub(
-        rf"(?<!jzero\.)\b(?:memory=)?({'|'.join(_OFFLOADS)})\(([^()]*)\)",
+        rf"(?<!jzero\.)\b(?:memory=)?({'|'.join(_KINDS)})\(([^()]*)\)",
         lambda m: _offload(m[1], m[2], flags), text)  # fmt: skip
     text = re.sub(r"\bauto={(.*?)}", lambda m: f"--auto {_pairs(m[1])}", text)
     who, _, said = text.partition(": ")
@@ -102,17 +105,16 @@ def _window(settings: str) -> str:
 
 def _offload(name: str, settings: str, flags: Mapping[str, str]) -> str:
     """A policy as a flag each for it and for what it sets that is no default and has a flag."""
-    if name not in _OFFLOADS:
+    if name not in _KINDS:
         return "no --offload"
-    kind, policy = _OFFLOADS[name]
-    defaults = {field.name: repr(field.default) for field in dataclasses.fields(policy)}
+    defaults = {x.name: repr(x.default) for x in dataclasses.fields(OFFLOADS[_KINDS[name]][0])}
     pairs = [pair.partition("=") for pair in settings.split(", ") if pair]
     given = [
         _given(flags[field], f"{value}{'B' * field.endswith('_bytes')}")
         for field, _, value in pairs
         if field in flags and defaults[field] != value
     ]
-    return " ".join([f"--offload {kind}", *given])
+    return " ".join([f"--offload {_KINDS[name]}", *given])
 
 
 def _given(flag: str, value: str) -> str:
@@ -128,54 +130,42 @@ def _pairs(entries: str) -> str:
     return re.sub(r'[" ]', "", entries).replace(":", "=")
 
 
-def num_params(text: str) -> str:
-    """A number of parameters, as it was written."""
-    if parse_count(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 350M, 7.5B or 1e9")
-    return text
+def _as_written(parse: Callable[[object], object], what: str) -> Callable[[str], str]:
+    """The type of a flag whose value stays a text, which the library reads."""
+
+    def checked(text: str) -> str:
+        if parse(text) is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return text
+
+    return checked
+
+
+num_params = _as_written(parse_count, "a number such as 350M, 7.5B or 1e9")
+rate = _as_written(parse_rate, "a number of bytes per second such as 55GB/s")
+flops = _as_written(parse_flops, "a number such as 989TFLOP/s")
+count = _as_written(parse_count, "a whole number such as 8192 or 8K")
+_num_bytes = _as_written(parse_bytes, "a number of bytes such as 80GiB or 80GB")
+
+
+def num_bytes(text: str) -> str:
+    if text.isdecimal() and int(text) < 10**6:
+        raise argparse.ArgumentTypeError(f"{text} of what? Write {text}GiB, {text}GB or {text}B")
+    return _num_bytes(text)
+
+
+def size(text: str) -> int | None:
+    """The bytes themselves, for what takes no text."""
+    return parse_bytes(num_bytes(text))
 
 
 def positive(text: str) -> int:
-    """A whole number from 1."""
     if (found := parse_count(text)) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return found
 
 
-def num_bytes(text: str) -> str:
-    """A number of bytes, as it was written, with its unit."""
-    if text.isdecimal() and int(text) < 10**6:
-        raise argparse.ArgumentTypeError(f"{text} of what? Write {text}GiB, {text}GB or {text}B")
-    if parse_bytes(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 80GiB or 80GB")
-    return text
-
-
-def rate(text: str) -> str:
-    """Bytes per second, as they were written, with their unit."""
-    if parse_rate(text) is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of bytes per second such as 55GB/s"
-        )
-    return text
-
-
-def flops(text: str) -> str:
-    """Operations per second, as they were written."""
-    if parse_flops(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 989TFLOP/s")
-    return text
-
-
-def count(text: str) -> str:
-    """A whole number, as it was written."""
-    if parse_count(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 8192 or 8K")
-    return text
-
-
 def names(text: str) -> tuple[str, ...]:
-    """Names with commas between them."""
     return tuple(text.split(","))
 
 
@@ -189,22 +179,25 @@ def ratio(text: str) -> float | str:
 
 def mesh(text: str) -> dict[str, int]:
     """Names and sizes of axes."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name and size.isdecimal() and int(size) for name, _, size in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form node=8,local=8")
-    if len({name for name, _, _ in pairs}) < len(pairs):
+    pairs = _named_values(text, lambda size: size.isdecimal() and int(size), "node=8,local=8")
+    if len(dict(pairs)) < len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} names an axis twice")
-    return {name: int(size) for name, _, size in pairs}
+    return {name: int(size) for name, size in pairs}
 
 
 def bandwidths(text: str) -> dict[str, str]:
     """Names of axes and what each device sends along them, as it was written."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name and found for name, _, found in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form node=100Gb/s,local=450GB/s")
-    for name, _, found in pairs:
+    pairs = _named_values(text, bool, "node=100Gb/s,local=450GB/s")
+    for name, found in pairs:
         if parse_bandwidth(found) is None:
             raise argparse.ArgumentTypeError(
                 f"{found!r} along {name}. It is what a device sends, and receives, {BANDWIDTH_RULE}"
             )
-    return {name: found for name, _, found in pairs}
+    return dict(pairs)
+
+
+def _named_values(text: str, fits: Callable[[str], object], form: str) -> list[tuple[str, str]]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and fits(value) for name, _, value in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
+    return [(name, value) for name, _, value in pairs]
