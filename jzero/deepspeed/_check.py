@@ -142,7 +142,7 @@ def _is_obeyed(key: str, value: Any, row: Row, given: Mapping[str, Any]) -> bool
         return given.get(f"{key}.enabled", False) in (False, AUTO)
     if row.inside == "parts":
         return all(map(_is_off, value.values()))
-    if isinstance(value, Mapping | list) and not value:
+    if row.kind in ("object", "list") and not value:
         return True
     accepts = row.accepts or ()
     return value in accepts or (isinstance(value, str) and value.lower() in accepts)

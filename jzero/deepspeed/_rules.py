@@ -53,17 +53,6 @@ _OFFLOADED = {
 }  # fmt: skip
 
 
-def check(c: Config) -> None:
-    """Keys do not contradict each other.
-
-    Raises:
-      OptionError: they do.
-    """
-    for found, rule, edit in _conflicts(c):
-        if all(found):
-            refuse(found, rule, edit)
-
-
 def batch(c: Config) -> tuple[int | None, int]:
     """The rows of the whole batch, None if nothing tells, and the number of microbatches of a device."""
     rows, micro, accumulate = (c.get(key) for key in (ROWS, MICRO, ACCUMULATE))
@@ -94,8 +83,12 @@ def _device(c: Config, section: str) -> str:
     return "none" if off else str(c.get(f"{section}.device")).lower()
 
 
-def _conflicts(c: Config) -> list[tuple[list[str], str, str]]:
-    """Rows of findings, rule and edit: an error if all of the findings are there, none of them ""."""
+def check(c: Config) -> None:
+    """Keys do not contradict each other.
+
+    Raises:
+      OptionError: they do.
+    """
     get, says = c.get, c.says
     rows, micro, devices = get(ROWS), get(MICRO), c.devices
     low, zero = says(_STAGE, c.stage < 3), says(_STAGE, c.stage == 0)
@@ -110,7 +103,8 @@ def _conflicts(c: Config) -> list[tuple[list[str], str, str]]:
     float16 = get(_AUTOCAST_DTYPE).removeprefix("torch.") not in ("bfloat16", "bf16")
     form, scheduler = (x.name if x else None for x in (c.optimizer, c.scheduler))
     alone = "there is no optimizer" * (form is None)
-    return [
+    # Findings, rule and edit: an error if all of the findings are there, none of them "".
+    conflicts = [
         ([f"neither {ROWS} nor {MICRO} is given" * (rows is None and micro is None)], _BATCH,
          'Write one of them, or auto={"train_batch_size": 64}.'),
         ([f"{ROWS} and {MICRO} are given, and not {ACCUMULATE}"
@@ -162,6 +156,9 @@ def _conflicts(c: Config) -> list[tuple[list[str], str, str]]:
         ([says(CYCLES, get(CYCLES)), alone], "It sets the optimizer's betas.",
          "Write cycle_momentum: false, or the section optimizer."),
     ]  # fmt: skip
+    for found, rule, edit in conflicts:
+        if all(found):
+            refuse(found, rule, edit)
 
 
 def _wrong_product(c: Config) -> str:
@@ -170,9 +167,7 @@ def _wrong_product(c: Config) -> str:
     product = math.prod(sizes.values())
     if not rows or (rows == product if len(sizes) == len(known) else rows % product == 0):
         return ""
-    return (
-        f"{ROWS} is {int(rows)}, with {', '.join(f'{name} {size}' for name, size in sizes.items())}"
-    )
+    return f"{ROWS} is {int(rows)}, with {', '.join(f'{name} {n}' for name, n in sizes.items())}"
 
 
 def rows(c: Config, key: str) -> Made:
@@ -210,11 +205,8 @@ def offload(c: Config, key: str) -> Made:
     section = _PARAM if key.startswith((_PARAM, _OLD[_PARAM])) else _OPTIMIZER
     device, more = _device(c, section), {}
     if device == "none":
-        if (
-            section == _OPTIMIZER
-            and c.get(_RATIO) == 0
-            and c.get(f"{section}.device").lower() != "none"
-        ):
+        is_undone = section == _OPTIMIZER and c.get(_RATIO) == 0
+        if is_undone and c.get(f"{section}.device").lower() != "none":
             return "Without effect: a ratio of 0 offloads nothing.", {}
         return "Off: it stays on the devices.", {}
     if device == "nvme":
@@ -248,16 +240,14 @@ def prefetch(c: Config, key: str) -> Made:
     if _device(c, _PARAM) != "none":
         return "Not set: PinnedHost(device_bytes=...) bounds what is fetched ahead.", {}
     num = int(elements) * size
-    return f"Comm(prefetch_bytes={num}): that number of elements of {size} bytes.", {
-        "comm.prefetch_bytes": num
-    }
+    note = f"Comm(prefetch_bytes={num}): that number of elements of {size} bytes."
+    return note, {"comm.prefetch_bytes": num}
 
 
 def wire(c: Config, key: str) -> Made:
     dtype, instead = _dtype(c, key)
-    return f"Comm(reduce_dtype={name_of(dtype)}), in which gradients are reduced.{instead}", {
-        "comm.reduce_dtype": dtype
-    }
+    note = f"Comm(reduce_dtype={name_of(dtype)}), in which gradients are reduced.{instead}"
+    return note, {"comm.reduce_dtype": dtype}
 
 
 def sums(c: Config, key: str) -> Made:
@@ -278,9 +268,8 @@ def _dtype(c: Config, key: str) -> tuple[Any, str]:
 def half(c: Config, key: str) -> Made:
     name = key.partition(".")[0]
     if c.get(key):
-        scale = f"{_INSTEAD}: it has the range of float32, and needs no loss scale. " * (
-            name == "fp16"
-        )
+        scale = f"{_INSTEAD}: it has the range of float32, and needs no loss scale. "
+        scale *= name == "fp16"
         return (
             f"{scale}jzero.master_weights(...) keeps float32 masters in the optimizer's state: make the "
             "parameters bfloat16, `jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)`."), {}  # fmt: skip

@@ -114,7 +114,7 @@ def from_deepspeed(
         shard_train_step(**values)  # Checks them together; it makes no step without a function.
     rows, mesh_axes = _rules.batch(c)[0], _rules.mesh_axes(c)
     every = c.get("steps_per_print")
-    every = int(every) if KINDS["int"][1](every) and every else 10
+    every = int(every) if KINDS["count"][1](every) else 10
     return Translation(
         MappingProxyType(values), value_of(tx), value_of(schedule), rows,
         MappingProxyType(mesh_axes), MappingProxyType(notes),
